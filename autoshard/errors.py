@@ -1,0 +1,44 @@
+"""Every error autoshard raises on purpose.
+
+A message states the rule, then what was got, then what to do, with names and numbers.
+"""
+
+
+class AutoshardError(Exception):
+    """Base of every error autoshard raises on purpose; the command line exits 2 on it."""
+
+
+class TraceError(AutoshardError):
+    """The function could not be traced to a graph."""
+
+
+class RuleError(AutoshardError):
+    """A sharding rule is malformed, or does not fit its operation."""
+
+
+class ClusterError(AutoshardError):
+    """A cluster description is unknown or inconsistent, or a mesh does not fit it."""
+
+
+class ShardingError(AutoshardError):
+    """A sharding is illegal for its tensor or mesh."""
+
+
+class InfeasibleError(AutoshardError):
+    """No strategy satisfies the constraints; names the smallest peak_bytes found.
+
+    Attributes:
+        smallest_peak_bytes: the least peak memory per device found, or None where memory was not the reason.
+    """
+
+    def __init__(self, message: str, smallest_peak_bytes: float | None = None):
+        super().__init__(message)
+        self.smallest_peak_bytes = smallest_peak_bytes
+
+
+class SearchLimitError(AutoshardError):
+    """The search met a size it cannot handle; names the searcher to try instead."""
+
+
+class StrategyError(AutoshardError):
+    """A strategy file is damaged, or belongs to another program or schema."""

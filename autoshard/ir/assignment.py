@@ -1,0 +1,130 @@
+"""An assignment: everything a search decides about a program, and nothing about how it was found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autoshard.ir.layout import Layout, Mesh
+from autoshard.ir.rule import Rule
+
+Choice = tuple[tuple[int, int], ...]
+"""Per mesh axis, ``(factor, scatter)``: the factor that the axis splits, or -1; and for a reduction factor the result
+dimension that the reduction scatters onto, or -1 for an all_reduce."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Assignment:
+    """The layouts and choices of a program on a mesh.
+
+    Attributes:
+        mesh: the logical mesh.
+        choices: per op index its choice; absent for control flow and for ops that stay replicated.
+        layouts: per value number the layout it is materialised in; absent means replicated or left alone.
+        copies: per value number a second layout that its readers share, made once from the first.
+    """
+
+    mesh: Mesh
+    choices: Mapping[int, Choice]
+    layouts: Mapping[int, Layout]
+    copies: Mapping[int, Layout] = field(default_factory=dict)
+
+    def layout(self, value: int) -> Layout:
+        """The materialised layout of a value."""
+        found = self.layouts.get(value)
+        return (-1,) * len(self.mesh.axes) if found is None else found
+
+    def choice(self, op: int) -> Choice:
+        """The choice of an op."""
+        found = self.choices.get(op)
+        return ((-1, -1),) * len(self.mesh.axes) if found is None else found
+
+
+def operand_layout(rule: Rule, choice: Choice, operand: int) -> Layout:
+    """The layout in which an op with this choice reads its operand."""
+    return _layout(rule.operands[operand], choice)
+
+
+def computed_layout(rule: Rule, choice: Choice, result: int) -> Layout:
+    """The layout in which the op leaves its result, before partial results are combined."""
+    return _layout(rule.results[result], choice)
+
+
+def result_layout(rule: Rule, choice: Choice, result: int) -> Layout:
+    """The layout of the result once partial results are combined: scattered axes included."""
+    layout = list(_layout(rule.results[result], choice))
+    for axis, (_, scatter) in enumerate(choice):
+        if scatter >= 0:
+            layout[axis] = scatter
+    return tuple(layout)
+
+
+def reductions(rule: Rule, choice: Choice) -> tuple[tuple[int, str, int], ...]:
+    """The axes whose partial results must be combined: ``(axis, operator, scatter dimension or -1)``."""
+    found = []
+    for axis, (factor, scatter) in enumerate(choice):
+        if factor >= 0 and rule.factors[factor].kind == "reduction":
+            found.append((axis, rule.factors[factor].operator or "sum", scatter))
+    return tuple(found)
+
+
+def _layout(dims: tuple[tuple[int, ...], ...], choice: Choice) -> Layout:
+    where = {factor: dim for dim, factors in enumerate(dims) for factor in factors}
+    return tuple(where.get(factor, -1) for factor, _ in choice)
+
+
+def legal(rule: Rule, choice: Choice, sizes: tuple[int, ...]) -> bool:
+    """Whether the choice divides every factor and keeps every dimension's axes in mesh and factor order.
+
+    In a dimension of several factors a minor one is sharded only where its majors are fully sharded, and the axes of
+    the major ones come first in the mesh; otherwise the partitioner would have to exchange or permute data.
+    """
+    split: dict[int, int] = {}
+    axes: dict[int, list[int]] = {}
+    for axis, (factor, _) in enumerate(choice):
+        if factor < 0:
+            continue
+        if not rule.factors[factor].shardable:
+            return False
+        split[factor] = split.get(factor, 1) * sizes[axis]
+        axes.setdefault(factor, []).append(axis)
+    if any(rule.factors[factor].size % n for factor, n in split.items()):
+        return False
+    for tensor in (*rule.operands, *rule.results):
+        for dim in tensor:
+            if len(dim) < 2:
+                continue
+            full, last = True, -1
+            for factor in dim:
+                if factor in split:
+                    if not full or axes[factor][0] < last:
+                        return False
+                    last = axes[factor][-1]
+                full = full and split.get(factor, 1) == rule.factors[factor].size
+    return _scatters_legal(rule, choice, sizes)
+
+
+def _scatters_legal(rule: Rule, choice: Choice, sizes: tuple[int, ...]) -> bool:
+    if all(scatter < 0 for _, scatter in choice):
+        return True
+    if len(rule.results) != 1:
+        return False
+    dims = rule.results[0]
+    before = _layout(dims, choice)
+    count = [1] * len(dims)
+    for axis, dim in enumerate(before):
+        if dim >= 0:
+            count[dim] *= sizes[axis]
+    for axis, (factor, scatter) in enumerate(choice):
+        if scatter < 0:
+            continue
+        if factor < 0 or rule.factors[factor].kind != "reduction" or scatter >= len(dims):
+            return False
+        if any(dim == scatter and other > axis for other, dim in enumerate(before)):
+            return False
+        count[scatter] *= sizes[axis]
+    size = [1] * len(dims)
+    for dim, factors in enumerate(dims):
+        for factor in factors:
+            size[dim] *= rule.factors[factor].size
+    return all(n % c == 0 for n, c in zip(size, count, strict=True))

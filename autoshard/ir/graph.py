@@ -1,0 +1,198 @@
+"""The program graph: values, ops in program order, and control flow as ops with bodies.
+
+Nothing here knows JAX. Values are numbered once over the whole program, bodies included; ops likewise, depth first in
+program order (an op before the ops of its bodies).
+
+A control-flow op has no rule. Its `Holder`s say how layouts flow: a holder is a value that keeps one layout whatever
+flows into it (a loop carry, a scanned slice, a branch operand), `sources` are the values read into it, `views` the
+values that share its layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import networkx as nx
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One array of the program.
+
+    Attributes:
+        shape: the whole (unsharded) shape.
+        dtype: its name, as in ``float32``; typed keys read ``key<fry>``.
+        itemsize: bytes an element, fractional for sub-byte dtypes.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: float
+
+    @property
+    def rank(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        n = 1
+        for dim in self.shape:
+            n *= dim
+        return n
+
+    @property
+    def nbytes(self) -> float:
+        return self.size * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where in the user's program an op comes from."""
+
+    file: str = ""
+    line: int = 0
+    function: str = ""
+    name_stack: str = ""
+
+    def __str__(self) -> str:
+        place = f"{self.file}:{self.line}" if self.file else "unknown source"
+        return f"{place} ({self.function})" if self.function else place
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """A value read into a holder.
+
+    Attributes:
+        value: the value that is read.
+        shift: leading dimensions the value has more than the holder (1: a scanned input; -1: a scanned output's slice).
+        inside: whether the read happens in the body, once a trip, rather than once at the op.
+    """
+
+    value: int
+    shift: int = 0
+    inside: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A value that keeps one layout over the life of a control-flow op."""
+
+    value: int
+    sources: tuple[Flow, ...]
+    views: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """The sub-program of a control-flow op; ``trips`` is how often it runs each time its op does."""
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    ops: tuple[Op, ...]
+    trips: int = 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Op:
+    """One operation.
+
+    Attributes:
+        index: its number, depth first over the whole program.
+        primitive: the JAX primitive's name.
+        operands: value numbers, literals included.
+        results: value numbers; a result nobody reads is still listed.
+        params: the primitive's parameters, opaque to everything but the rules and the lowering.
+        origin: source line and name stack.
+        path: where its equation stands: equation index, then (body, equation index) for each nesting level.
+        trips: how often it runs in one step: the product of the enclosing loops' trip counts.
+        bodies: sub-programs of a control-flow op.
+        holders: how layouts flow into and out of the bodies.
+    """
+
+    index: int
+    primitive: str
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    params: Mapping[str, Any]
+    origin: Origin
+    path: tuple[int, ...]
+    trips: int = 1
+    bodies: tuple[Body, ...] = ()
+    holders: tuple[Holder, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Graph:
+    """A traced program.
+
+    Attributes:
+        name: the function's name.
+        values: every array, by number.
+        ops: the top-level ops in program order; dead ones are dropped.
+        arguments, argument_paths: value number and path (``state.params['w']``) of each argument leaf.
+        results, result_paths: the same for the results; a value may be returned twice.
+        constants: values captured by the function.
+        literals: scalar constants written in the program.
+        aliases: pairs (result position, argument position) of state that replaces an argument.
+        donated: argument positions whose memory may be reused.
+        fingerprint: equal for equal programs, whatever the names and the process.
+        assumptions: what the trace had to assume (the trip count of a ``while``, say), in words.
+    """
+
+    name: str
+    values: tuple[Value, ...]
+    ops: tuple[Op, ...]
+    arguments: tuple[int, ...]
+    argument_paths: tuple[str, ...]
+    results: tuple[int, ...]
+    result_paths: tuple[str, ...]
+    constants: tuple[int, ...] = ()
+    literals: tuple[int, ...] = ()
+    aliases: tuple[tuple[int, int], ...] = ()
+    donated: tuple[int, ...] = ()
+    fingerprint: str = ""
+    assumptions: tuple[str, ...] = ()
+    _walked: tuple[Op, ...] = field(default=(), repr=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "_walked", tuple(_walk(self.ops)))
+
+    def walk(self) -> tuple[Op, ...]:
+        """Every op, bodies included, in program order: ``walk()[i].index == i``."""
+        return self._walked
+
+    def to_networkx(self) -> nx.MultiDiGraph:
+        """The program as a directed multigraph: a node an op (``"op", i``) or argument (``"argument", i``), an edge a read."""
+        graph = nx.MultiDiGraph(name=self.name, fingerprint=self.fingerprint)
+        producer: dict[int, tuple[str, int]] = {}
+        for position, value in enumerate(self.arguments):
+            graph.add_node(("argument", position), label=self.argument_paths[position], shape=self.values[value].shape)
+            producer[value] = ("argument", position)
+        for op in self.walk():
+            node = ("op", op.index)
+            graph.add_node(node, label=op.primitive, trips=op.trips, origin=str(op.origin))
+            for result in op.results:
+                producer.setdefault(result, node)
+            for holder in op.holders:
+                producer.setdefault(holder.value, node)
+                for view in holder.views:
+                    producer.setdefault(view, node)
+        for op in self.walk():
+            for value in dict.fromkeys((*op.operands, *(flow.value for h in op.holders for flow in h.sources))):
+                if value in producer and producer[value] != ("op", op.index):
+                    graph.add_edge(producer[value], ("op", op.index), value=value, shape=self.values[value].shape)
+        for position, value in enumerate(self.results):
+            graph.add_node(("result", position), label=self.result_paths[position], shape=self.values[value].shape)
+            if value in producer:
+                graph.add_edge(producer[value], ("result", position), value=value, shape=self.values[value].shape)
+        return graph
+
+
+def _walk(ops: tuple[Op, ...]) -> Iterator[Op]:
+    for op in ops:
+        yield op
+        for body in op.bodies:
+            yield from _walk(body.ops)

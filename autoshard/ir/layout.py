@@ -1,0 +1,178 @@
+"""Mesh shapes and layouts: how a tensor lies on a mesh, as plain integers.
+
+A *layout* of a tensor of rank ``r`` on a mesh of ``k`` axes is a tuple of ``k`` integers: for each mesh axis, in mesh
+order, the dimension it shards, or ``-1`` where the tensor is replicated over it. Axes that shard the same dimension do
+so in mesh order, the first one major, so the tuple says everything.
+
+Layouts of one rank are numbered in mixed radix: ``sum((dim + 1) * (rank + 1) ** axis)``, which lets cost tables be
+numpy matrices indexed by layout number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from autoshard.errors import ShardingError
+
+Layout = tuple[int, ...]
+Spec = tuple[None | str | tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """A logical mesh: axis names and sizes, outermost (slowest link) first.
+
+    >>> mesh = Mesh((("data", 4), ("model", 2)))
+    >>> mesh.size, mesh.names, mesh.sizes
+    (8, ('data', 'model'), (4, 2))
+    """
+
+    axes: tuple[tuple[str, int], ...]
+
+    def __post_init__(self):
+        names = [name for name, _ in self.axes]
+        if len(set(names)) != len(names):
+            raise ShardingError(f"mesh axis names must be distinct, got {names}. Rename one of them.")
+        for name, size in self.axes:
+            if not isinstance(name, str) or not name:
+                raise ShardingError(f"a mesh axis name is a non-empty string, got {name!r}.")
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ShardingError(f"mesh axis {name!r} must have a positive integer size, got {size!r}.")
+
+    @classmethod
+    def of(cls, shape: Mapping[str, int]) -> Mesh:
+        """The mesh of a mapping such as ``{"data": 4, "model": 2}``."""
+        return cls(tuple((name, size) for name, size in shape.items()))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(size for _, size in self.axes)
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return math.prod(self.sizes)
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name}={size}" for name, size in self.axes)
+
+
+def replicated(mesh: Mesh) -> Layout:
+    """The layout of a tensor that every device holds whole."""
+    return (-1,) * len(mesh.axes)
+
+
+def shard_counts(layout: Layout, rank: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Number of shards of each dimension, shape ``(rank,)``."""
+    counts = [1] * rank
+    for dim, size in zip(layout, sizes, strict=True):
+        if dim >= 0:
+            counts[dim] *= size
+    return tuple(counts)
+
+
+def divides(layout: Layout, shape: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Whether every dimension of ``shape`` is divided evenly by the axes that shard it."""
+    return all(n % count == 0 for n, count in zip(shape, shard_counts(layout, len(shape), sizes), strict=True))
+
+
+def shards(layout: Layout, sizes: Sequence[int]) -> int:
+    """Into how many distinct pieces the layout splits a tensor."""
+    return math.prod(size for dim, size in zip(layout, sizes, strict=True) if dim >= 0)
+
+
+def layout_number(layout: Layout, rank: int) -> int:
+    """The number of a layout among all layouts of its rank; the inverse of `layouts`."""
+    number = 0
+    for dim in reversed(layout):
+        number = number * (rank + 1) + dim + 1
+    return number
+
+
+@lru_cache(maxsize=None)
+def layouts(rank: int, n_axes: int) -> tuple[Layout, ...]:
+    """All ``(rank + 1) ** n_axes`` layouts of a rank, in the order of `layout_number`, divisible or not."""
+
+    def walk(axes: int) -> Iterator[Layout]:
+        if axes == 0:
+            yield ()
+            return
+        for rest in walk(axes - 1):
+            for dim in range(-1, rank):
+                yield (dim, *rest)
+
+    return tuple(walk(n_axes))
+
+
+def shift_layout(layout: Layout, by: int) -> Layout | None:
+    """The layout with ``by`` more leading dimensions (unsharded); None where a removed dimension was sharded.
+
+    >>> shift_layout((0, -1), 1), shift_layout((0, 1), -1)
+    ((1, -1), None)
+    """
+    moved = tuple(dim + by if dim >= 0 else -1 for dim in layout)
+    return None if any(old >= 0 and new < 0 for old, new in zip(layout, moved, strict=True)) else moved
+
+
+def layout_to_spec(layout: Layout, names: Sequence[str], rank: int) -> Spec:
+    """The layout as a `PartitionSpec`-like tuple with one entry a dimension.
+
+    >>> layout_to_spec((0, 0), ("data", "model"), 2)
+    (('data', 'model'), None)
+    """
+    entries: list[None | str | tuple[str, ...]] = []
+    for dim in range(rank):
+        axes = tuple(name for name, d in zip(names, layout, strict=True) if d == dim)
+        entries.append(None if not axes else axes[0] if len(axes) == 1 else axes)
+    return tuple(entries)
+
+
+def spec_to_layout(spec: Sequence[None | str | Sequence[str]], mesh: Mesh, rank: int, what: str = "the tensor") -> Layout:
+    """The layout of a `PartitionSpec`-like sequence; trailing dimensions not named are unsharded.
+
+    Raises:
+        ShardingError: an unknown or repeated axis, too many entries, or axes against mesh order on one dimension.
+    """
+    if len(spec) > rank:
+        raise ShardingError(
+            f"a PartitionSpec has at most one entry a dimension: {what} has rank {rank}, got {tuple(spec)} with {len(spec)} entries."
+        )
+    layout = [-1] * len(mesh.axes)
+    for dim, entry in enumerate(spec):
+        if entry is None:
+            continue
+        axes = (entry,) if isinstance(entry, str) else tuple(entry)
+        for name in axes:
+            if name not in mesh.names:
+                raise ShardingError(
+                    f"{what}: dim {dim} names mesh axis {name!r}, and the mesh has {mesh}. Use one of {list(mesh.names)}, or give a mesh that has it."
+                )
+            axis = mesh.names.index(name)
+            if layout[axis] >= 0:
+                raise ShardingError(f"{what}: mesh axis {name!r} shards both dim {layout[axis]} and dim {dim}; it may shard one.")
+            layout[axis] = dim
+        order = [mesh.names.index(name) for name in axes]
+        if order != sorted(order):
+            raise ShardingError(
+                f"{what}: axes {axes} on dim {dim} are not in mesh order {mesh.names}. Write them in mesh order, or reorder the mesh."
+            )
+    return tuple(layout)
+
+
+def check_divides(layout: Layout, shape: Sequence[int], mesh: Mesh, what: str) -> None:
+    """Raises `ShardingError` where the layout does not divide the shape, naming the dimension and the axes."""
+    counts = shard_counts(layout, len(shape), mesh.sizes)
+    for dim, (n, count) in enumerate(zip(shape, counts, strict=True)):
+        if n % count:
+            axes = tuple(name for name, d in zip(mesh.names, layout, strict=True) if d == dim)
+            raise ShardingError(
+                f"dim {dim} of {what} has size {n} and cannot be sharded over {axes} of size {count}. "
+                f"Use a mesh whose axis sizes divide {n}, or leave dim {dim} unsharded."
+            )

@@ -1,0 +1,142 @@
+"""Sharding rules in Shardy's terms: which dimensions of an op's operands and results are one and the same factor.
+
+A dot product is ``([i, k], [k, j])->([i, j]) {i=8, j=16, k=4} reduction={k}``. A factor is of one of four kinds:
+
+- *pass_through*: sharding it splits the work, nothing has to be exchanged;
+- *reduction*: sharding it leaves partial results that its operator (``sum``, ``max``, ...) combines;
+- *need_replication*: it cannot be sharded without changing the result;
+- *permutation*: sharding it needs data from neighbouring shards.
+
+Unlike Shardy's, our reductions name their operator: ``reduction={k:max}``; a plain ``{k}`` is a sum.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from autoshard.errors import RuleError
+
+KINDS = ("pass_through", "reduction", "need_replication", "permutation")
+OPERATORS = ("sum", "max", "min", "prod", "and", "or", "xor")
+
+Dims = tuple[tuple[int, ...], ...]  # per dimension, its factors from major to minor
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """One iteration dimension of an op: its size, its kind, and for reductions the operator."""
+
+    size: int
+    kind: str = "pass_through"
+    operator: str | None = None
+
+    def __post_init__(self):
+        if self.kind not in KINDS:
+            raise RuleError(f"a factor's kind is one of {KINDS}, got {self.kind!r}.")
+        if (self.kind == "reduction") != (self.operator is not None):
+            raise RuleError(f"a reduction factor, and no other, names its operator; got {self}.")
+        if self.operator is not None and self.operator not in OPERATORS:
+            raise RuleError(f"a reduction operator is one of {OPERATORS}, got {self.operator!r}.")
+
+    @property
+    def shardable(self) -> bool:
+        return self.kind in ("pass_through", "reduction")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """An op's sharding rule.
+
+    Attributes:
+        factors: the op's factors; ``operands`` and ``results`` refer to them by position.
+        operands: per operand, per dimension, the factors it is made of, from major to minor.
+        results: the same for the results.
+    """
+
+    factors: tuple[Factor, ...]
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+
+    def __post_init__(self):
+        for tensor in (*self.operands, *self.results):
+            seen = [f for dim in tensor for f in dim]
+            if len(seen) != len(set(seen)):
+                raise RuleError(f"a factor stands at most once in a tensor, got {tensor} in {self.factors}.")
+            if any(not 0 <= f < len(self.factors) for f in seen):
+                raise RuleError(f"a rule has factors 0 to {len(self.factors) - 1}, got {tensor}.")
+
+    def __str__(self) -> str:
+        return format_rule(self)
+
+    @classmethod
+    def parse(cls, text: str) -> Rule:
+        """The rule of its notation; `str` is the inverse.
+
+        >>> str(Rule.parse("([i, k], [k, j])->([i, j]) {i=8, j=16, k=4} reduction={k}"))
+        '([i, k], [k, j])->([i, j]) {i=8, j=16, k=4} reduction={k}'
+        """
+        return parse_rule(text)
+
+
+def factor_names(rule: Rule) -> tuple[str, ...]:
+    """Shardy's names of a rule's factors: i, j, k, ... z, then z_1, z_2, ..."""
+    return tuple(_name(position) for position in range(len(rule.factors)))
+
+
+def _name(position: int) -> str:
+    letters = "ijklmnopqrstuvwxyz"
+    return letters[position] if position < len(letters) else f"z_{position - len(letters) + 1}"
+
+
+def format_rule(rule: Rule) -> str:
+    names = factor_names(rule)
+
+    def tensor(dims: Dims) -> str:
+        return "[" + ", ".join("".join(names[f] for f in dim) or "_" for dim in dims) + "]"
+
+    text = f"({', '.join(map(tensor, rule.operands))})->({', '.join(map(tensor, rule.results))})"
+    text += " {" + ", ".join(f"{name}={factor.size}" for name, factor in zip(names, rule.factors, strict=True)) + "}"
+    for kind in KINDS[1:]:
+        members = [
+            name if factor.operator in (None, "sum") else f"{name}:{factor.operator}"
+            for name, factor in zip(names, rule.factors, strict=True)
+            if factor.kind == kind
+        ]
+        if members:
+            text += f" {kind}={{{', '.join(members)}}}"
+    return text
+
+
+_RULE = re.compile(r"^\((?P<operands>.*?)\)\s*->\s*\((?P<results>.*?)\)\s*\{(?P<sizes>[^}]*)\}(?P<kinds>.*)$")
+_FACTOR = re.compile(r"[a-z](?:_\d+)?")
+
+
+def parse_rule(text: str) -> Rule:
+    match = _RULE.match(text.strip())
+    if match is None:
+        raise RuleError(f"a rule reads '([i, k], [k, j])->([i, j]) {{i=8, j=16, k=4}} reduction={{k}}', got {text!r}.")
+    sizes = {}
+    for entry in filter(None, (part.strip() for part in match["sizes"].split(","))):
+        name, _, size = entry.partition("=")
+        if not _FACTOR.fullmatch(name.strip()) or not size.strip().isdigit():
+            raise RuleError(f"a factor size reads 'i=8', got {entry!r} in {text!r}.")
+        sizes[name.strip()] = int(size)
+    kinds: dict[str, tuple[str, str | None]] = {}
+    for kind, members in re.findall(r"(\w+)=\{([^}]*)\}", match["kinds"]):
+        for member in filter(None, (part.strip() for part in members.split(","))):
+            name, _, operator = member.partition(":")
+            kinds[name] = (kind, (operator or "sum") if kind == "reduction" else None)
+    order = {name: position for position, name in enumerate(sizes)}
+
+    def tensors(part: str) -> tuple[Dims, ...]:
+        return tuple(
+            tuple(tuple(order[name] for name in _FACTOR.findall(dim)) for dim in body.split(",")) if body.strip() else ()
+            for body in re.findall(r"\[([^\]]*)\]", part)
+        )
+
+    try:
+        factors = tuple(Factor(size, *kinds.get(name, ("pass_through", None))) for name, size in sizes.items())
+        return Rule(factors, tensors(match["operands"]), tensors(match["results"]))
+    except KeyError as missing:
+        raise RuleError(f"factor {missing} has no size in {text!r}. Give every factor as in '{{i=8}}'.") from None
