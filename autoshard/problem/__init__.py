@@ -1,0 +1,6 @@
+"""From a profiled program and a cost model to what searchers see: nodes, labels and tables."""
+
+from autoshard.problem.nodes import Pin
+from autoshard.problem.problem import Label, Problem, Tables
+
+__all__ = ["Label", "Pin", "Problem", "Tables"]

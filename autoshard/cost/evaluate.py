@@ -1,0 +1,168 @@
+"""The judge: what an assignment costs, walked op by op in program order, without any search table.
+
+*Objective.* The sum of all compute and all collectives of a step, one after the other: additive, which is what searchers
+minimise and bound. *Makespan.* The end of a schedule with one compute stream in program order and one communication stream: a
+collective starts when its input is there, and only its reader waits for it; where the cluster cannot overlap, the two
+are one stream. A value is resharded once for each distinct layout it is read in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from autoshard.cost.memory import Peak, peak_memory
+from autoshard.cost.model import CostModel
+from autoshard.cost.profile import Profile
+from autoshard.cost.record import Cost
+from autoshard.cost.reshard import Step
+from autoshard.ir import Assignment, Collective, Layout, Op, operand_layout, shards, shift_layout
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Judgement:
+    """A cost, with the memory peak's values and every reshard by the op that first needs it."""
+
+    cost: Cost
+    peak: Peak
+
+
+def evaluate(profile: Profile, model: CostModel, assignment: Assignment) -> Judgement:
+    """The cost of an assignment; linear in the program's size."""
+    return _Judge(profile, model, assignment).judgement()
+
+
+def sources(model: CostModel, assignment: Assignment, value: int, shape_of, target: Layout) -> tuple[Layout, ...]:
+    """Where a reader in the target layout gets a value from: the layouts to go through, the value's own first."""
+    own = assignment.layout(value)
+    copy = assignment.copies.get(value)
+    if target == own or copy is None:
+        return (own,) if target == own else (own, target)
+    if target == copy:
+        return own, copy
+    direct = sum(step.seconds for step in model.reshard_path(shape_of(value), own, target))
+    by_copy = sum(step.seconds for step in model.reshard_path(shape_of(value), copy, target))
+    return (own, target) if direct <= by_copy else (own, copy, target)
+
+
+class _Judge:
+    def __init__(self, profile: Profile, model: CostModel, assignment: Assignment):
+        self.profile = profile
+        self.graph = profile.graph
+        self.model = model
+        self.assignment = assignment
+        self.sizes = model.mesh.sizes
+        self.names = model.mesh.names
+        self.overlap = model.cluster.overlap
+        self.compute = self.communication = self.flops = 0.0
+        self.compute_free = self.link_free = 0.0
+        self.ready: dict[int, float] = {}
+        self.made: dict[tuple[int, Layout], float] = {}
+        self.extra: dict[int, list[tuple[int, Layout, float]]] = {}
+        self.collectives: list[Collective] = []
+
+    def judgement(self) -> Judgement:
+        self._run(self.graph.ops)
+        end = len(self.graph.walk())
+        for result, argument in self.graph.aliases:
+            value = self.graph.results[result]
+            target = self.assignment.layout(self.graph.arguments[argument])
+            self._read(value, target, end, 1, self.graph.result_paths[result])
+        finish = max(self.compute_free, self.link_free, *self.made.values(), *self.ready.values(), 0.0)
+        peak = peak_memory(self.profile, self._local_bytes, self.extra)
+        cost = Cost(
+            objective_seconds=self.compute + self.communication,
+            makespan_seconds=finish,
+            compute_seconds=self.compute,
+            communication_seconds=self.communication,
+            exposed_communication_seconds=max(finish - self.compute, 0.0),
+            peak_bytes=peak.nbytes,
+            flops=self.flops,
+            collectives=tuple(self.collectives),
+        )
+        return Judgement(cost, peak)
+
+    def _local_bytes(self, value: int) -> float:
+        return self.graph.values[value].nbytes / shards(self.assignment.layout(value), self.sizes)
+
+    def _run(self, ops: Iterable[Op]) -> None:
+        for op in ops:
+            if op.bodies:
+                self._control_flow(op)
+            else:
+                self._op(op)
+
+    def _control_flow(self, op: Op) -> None:
+        """Sources are read in their holders' layouts: once before the bodies, or once a trip inside them."""
+        for inside in (False, True):
+            if inside:
+                for body in op.bodies:
+                    for value in body.inputs:
+                        self.ready[value] = self.compute_free
+                    self._run(body.ops)
+            for holder in op.holders:
+                if self.graph.values[holder.value].rank == 0:
+                    continue
+                layout = self.assignment.layout(holder.value)
+                for flow in holder.sources:
+                    entering = flow.value not in {v for body in op.bodies for v in body.outputs} and not flow.inside
+                    if entering == inside:
+                        continue
+                    target = shift_layout(layout, flow.shift) if flow.shift else layout
+                    trips = op.trips * (max(body.trips for body in op.bodies) if flow.inside else 1)
+                    done = self._read(flow.value, target, op.index, trips, f"{op.primitive} {op.origin}")
+                    self.compute_free = max(self.compute_free, done)
+        for result in op.results:
+            self.ready[result] = max(self.compute_free, self.ready.get(result, 0.0))
+
+    def _op(self, op: Op) -> None:
+        rule = self.profile.rules[op.index]
+        choice = self.assignment.choice(op.index)
+        if rule is not None and all(self.profile.free[value] for value in op.results) and op.results:
+            return
+        start = self.compute_free
+        for position, value in enumerate(op.operands):
+            if self.profile.free[value] or self.graph.values[value].rank == 0:
+                start = max(start, self.ready.get(value, 0.0))
+                continue
+            target = (-1,) * len(self.sizes) if rule is None else operand_layout(rule, choice, position)
+            start = max(start, self._read(value, target, op.index, op.trips, f"{op.primitive} {op.origin}"))
+        seconds = op.trips * self.model.op_seconds(self.profile, op, choice)
+        self.flops += op.trips * self.model.op_flops(self.profile, op, choice)
+        self.compute += seconds
+        self.compute_free = start + seconds if seconds else self.compute_free
+        done = start + seconds
+        for k, value in enumerate(op.results):
+            self.ready[value] = self._communicate(
+                self.model.reduction_path(self.profile, op, choice, k), done, op.trips, f"{op.primitive} {op.origin}"
+            )
+
+    def _read(self, value: int, target: Layout, op: int, trips: int, source: str) -> float:
+        """When the value is there in the target layout, resharding it if nobody has yet."""
+        values = self.graph.values
+        done = self.ready.get(value, 0.0)
+        hops = sources(self.model, self.assignment, value, values.__getitem__, target)
+        for previous, layout in zip(hops, hops[1:], strict=False):
+            if (value, layout) not in self.made:
+                path = self.model.reshard_path(values[value], previous, layout)
+                self.made[value, layout] = self._communicate(path, done, trips, source)
+                if any(step.kind != "slice" for step in path):
+                    self.extra.setdefault(op, []).append((value, layout, values[value].nbytes / shards(layout, self.sizes)))
+            done = self.made[value, layout]
+        return done
+
+    def _communicate(self, path: Iterable[Step], ready: float, trips: int, source: str) -> float:
+        for step in path:
+            if step.kind == "slice":
+                continue
+            seconds = step.seconds * trips
+            self.communication += seconds
+            axes = tuple(self.names[axis] for axis in step.axes)
+            self.collectives.append(Collective(step.kind, axes, step.nbytes, trips, source))
+            if self.overlap:
+                ready = max(ready, self.link_free) + seconds
+                self.link_free = ready
+            else:
+                ready = max(ready, self.compute_free) + seconds
+                self.compute_free = ready
+        return ready

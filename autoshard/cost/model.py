@@ -1,0 +1,110 @@
+"""What things cost on a mesh of a cluster: one op under a choice, the reduction it leaves, one reshard.
+
+The searchers' tables and the judge both ask this model, and neither knows how it answers.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from autoshard.cluster import Cluster
+from autoshard.cost.collectives import Communication
+from autoshard.cost.compute import Roofline, is_matrix
+from autoshard.cost.profile import Profile, is_view
+from autoshard.cost.reshard import Reshards, Step, reduction_steps
+from autoshard.ir import Choice, Layout, Mesh, Op, Rule, Value, computed_layout, operand_layout, reductions, shards
+
+
+class CostModel:
+    """The costs of one mesh on one cluster.
+
+    Attributes:
+        cluster, mesh: what is modelled.
+        communication: seconds of a collective on mesh axes.
+    """
+
+    def __init__(self, cluster: Cluster, mesh: Mesh):
+        self.cluster = cluster
+        self.mesh = mesh
+        self.communication = Communication(cluster.links(mesh))
+        self._roofline = Roofline(cluster.device)
+        self._reshards = Reshards(mesh, self.communication)
+        self._ops: dict[tuple, float] = {}
+
+    def reshard_matrix(self, shape: tuple[int, ...], itemsize: float) -> np.ndarray:
+        """Seconds from each layout (row number) to each other (column number) of a tensor."""
+        return self._reshards.matrix(shape, itemsize)
+
+    def reshard_path(self, value: Value, source: Layout, target: Layout) -> tuple[Step, ...]:
+        """The cheapest collectives that take a value from one layout to another."""
+        return () if source == target else self._reshards.path(value.shape, value.itemsize, source, target)
+
+    def op_flops(self, profile: Profile, op: Op, choice: Choice) -> float:
+        """The floating point operations a device executes, once."""
+        return profile.flops[op.index] / self._split(choice)
+
+    def _split(self, choice: Choice) -> int:
+        return math.prod(size for (factor, _), size in zip(choice, self.mesh.sizes, strict=True) if factor >= 0)
+
+    def op_seconds(self, profile: Profile, op: Op, choice: Choice) -> float:
+        """The seconds a device computes for one execution of an op, communication excluded."""
+        if op.bodies or is_view(op):
+            return 0.0
+        rule = profile.rules[op.index]
+        values = profile.graph.values
+        sizes = self.mesh.sizes
+        nbytes = 0.0
+        for position, value in enumerate(op.operands):
+            if profile.materialised[value]:
+                count = 1 if rule is None else shards(operand_layout(rule, choice, position), sizes)
+                nbytes += values[value].nbytes / count
+        for k, value in enumerate(op.results):
+            if profile.materialised[value]:
+                count = 1 if rule is None else shards(computed_layout(rule, choice, k), sizes)
+                nbytes += values[value].nbytes / count
+        flops = self.op_flops(profile, op, choice)
+        dtype = values[op.operands[0]].dtype if op.operands else values[op.results[0]].dtype if op.results else "float32"
+        if is_matrix(op.primitive) and rule is not None:
+            batch, m, n, k = _matrix_sizes(rule, choice, sizes, flops)
+            return float(self._roofline.dot_seconds(batch, m, n, k, dtype, nbytes))
+        if nbytes == 0.0:
+            return 0.0
+        return float(self._roofline.seconds(False, flops, dtype, nbytes))
+
+    def reduction_path(self, profile: Profile, op: Op, choice: Choice, result: int) -> tuple[Step, ...]:
+        """The collectives that combine an op's partial results."""
+        rule = profile.rules[op.index]
+        if rule is None or not (left := reductions(rule, choice)):
+            return ()
+        value = profile.graph.values[op.results[result]]
+        return reduction_steps(
+            self.mesh, self.communication, value.shape, value.itemsize, computed_layout(rule, choice, result), left
+        )
+
+    def reduction_seconds(self, profile: Profile, op: Op, choice: Choice) -> float:
+        """The seconds of those collectives, over all results."""
+        return sum(step.seconds for k in range(len(op.results)) for step in self.reduction_path(profile, op, choice, k))
+
+
+def _matrix_sizes(rule: Rule, choice: Choice, sizes: tuple[int, ...], flops: float) -> tuple[float, float, float, float]:
+    """The local matrix product of a contraction: batch, rows, columns, depth.
+
+    A factor in both operands and the result is a batch, in the left operand and the result a row, in the right one a column, and
+    what is in no result is depth. A convolution's window counts as depth and its output positions as rows, so the sizes are
+    scaled to the op's flops.
+    """
+    local = [float(factor.size) for factor in rule.factors]
+    for (factor, _), size in zip(choice, sizes, strict=True):
+        if factor >= 0:
+            local[factor] /= size
+    left, right, made = ({f for dim in dims for f in dim} for dims in (rule.operands[0], rule.operands[1], rule.results[0]))
+    batch = math.prod(local[f] for f in left & right & made)
+    rows = math.prod(local[f] for f in (left & made) - right)
+    columns = math.prod(local[f] for f in (right & made) - left)
+    depth = math.prod(local[f] for f in (left & right) - made)
+    rows *= math.prod(local[f] for f in made - left - right)
+    if batch * rows * columns * depth:
+        depth *= max(flops / (2 * batch * rows * columns * depth), 1.0)
+    return batch, rows, columns, depth

@@ -1,0 +1,266 @@
+"""What a program leaves to decide: nodes, the layouts their labels determine, and who reads whom.
+
+A *node* is an op that leads a group (its label is a choice) or a layout that a value is held in (its label is a layout):
+an argument, a loop carry, a slice of a scanned array, a shared copy. An op whose operands all lie alike and carry every
+factor (elementwise ops, transposes) *follows*: it joins its operand's node and its choice is read off that operand's
+layout. What a label determines are the node's *slots*: one layout each, for values that lie in the node and for operands
+it reads. Slots are hash-consed, so two values lie alike exactly when they share node and slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from autoshard.cost.profile import Profile
+from autoshard.ir import Op, Rule
+
+Pin = tuple[frozenset[int], ...]
+"""Per mesh axis, the dimensions it may shard; -1 means that it may leave the tensor unsharded."""
+
+
+@dataclass(slots=True)
+class Node:
+    """One decision.
+
+    Attributes:
+        head: what its labels are: ``("op", signature number)`` or ``("layout", shape, itemsize)``.
+        leader: the op index of an op node, else -1.
+        value: the value of a layout node, else -1.
+        slots: how each slot follows from the label: ``("operand", j)``, ``("result", k)``, ``("layout",)``, or from another slot:
+            ``("via", slot, from_dims, to_dims)`` for a follower's result, ``("shift", slot, rank, by)`` for scans.
+        members: followers as ``(op index, slot of the deciding operand, its position)``.
+        costs: ``(slot, signature number, position)`` of each follower.
+        pins: ``(slot, rank, pin)``.
+        gathers: ``(slot, shape, itemsize, trips)`` of values that must be read whole.
+    """
+
+    head: tuple
+    leader: int = -1
+    value: int = -1
+    slots: dict[tuple, int] = field(default_factory=dict)
+    members: list[tuple[int, int, int]] = field(default_factory=list)
+    costs: list[tuple] = field(default_factory=list)
+    pins: list[tuple] = field(default_factory=list)
+    gathers: list[tuple] = field(default_factory=list)
+
+    def slot(self, derivation: tuple) -> int:
+        return self.slots.setdefault(derivation, len(self.slots))
+
+    def key(self) -> tuple:
+        """Equal for nodes with equal tables."""
+        return self.head, tuple(self.slots), tuple(self.costs), tuple(self.pins), tuple(self.gathers)
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """A value read from one node's slot by slots of another (or of the same) node, ``trips`` times a step."""
+
+    value: int
+    source: int
+    source_slot: int
+    target: int
+    target_slots: tuple[int, ...]
+    trips: int
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """All that an op's cost depends on, besides its choice."""
+
+    op: int  # one op of this signature
+    rule: Rule
+    trips: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Nodes:
+    """The decisions of a program.
+
+    Attributes:
+        signatures: what nodes refer to by number.
+        nodes: in program order.
+        edges: reads between nodes.
+        home: value number -> (node, slot) it lies in; absent: always replicated.
+        copies: value number -> its copy node.
+    """
+
+    signatures: tuple[Signature, ...]
+    nodes: tuple[Node, ...]
+    edges: tuple[Edge, ...]
+    home: Mapping[int, tuple[int, int]]
+    copies: Mapping[int, int]
+
+
+def build_nodes(profile: Profile, pins: Mapping[int, Pin]) -> Nodes:
+    """The decisions of a program; linear in its size."""
+    builder = _Builder(profile, pins)
+    for value in profile.graph.arguments:
+        builder.hold(value)
+    builder.build(profile.graph.ops)
+    for result, argument in profile.graph.aliases:
+        builder.read(profile.graph.results[result], profile.graph.arguments[argument], 1)
+    return builder.finish()
+
+
+class _Builder:
+    def __init__(self, profile: Profile, pins: Mapping[int, Pin]):
+        self.profile = profile
+        self.values = profile.graph.values
+        self.pins = pins
+        self.nodes: list[Node] = []
+        self.signatures: list[Signature] = []
+        self._signatures: dict[tuple, int] = {}
+        self.home: dict[int, tuple[int, int]] = {}
+        self.reads: dict[int, dict[tuple[int, int], dict[int, None]]] = {}
+
+    def hold(self, value: int, views: Iterable[int] = ()) -> None:
+        """Puts a value, and the views of it, into a layout node of their own."""
+        if self.values[value].rank == 0 or value in self.home:
+            return
+        node = Node(("layout", self.values[value].shape, self.values[value].itemsize), value=value)
+        self._add(node, value, node.slot(("layout",)))
+        for view in views:
+            self.home[view] = self.home[value]
+
+    def _add(self, node: Node, value: int, slot: int) -> None:
+        self.nodes.append(node)
+        self._settle(value, len(self.nodes) - 1, slot)
+
+    def _settle(self, value: int, node: int, slot: int) -> None:
+        if self.values[value].rank == 0:
+            return
+        self.home[value] = (node, slot)
+        if (pin := self.pins.get(value)) is not None:
+            self.nodes[node].pins.append((slot, self.values[value].rank, pin))
+
+    def read(self, value: int, holder: int, trips: int) -> None:
+        """A value read in the layout another value lies in."""
+        if holder in self.home:
+            self._read(value, *self.home[holder], trips)
+
+    def _read(self, value: int, node: int, slot: int, trips: int) -> None:
+        if value in self.home and self.home[value] != (node, slot):
+            self.reads.setdefault(value, {}).setdefault((node, trips), {})[slot] = None
+
+    def build(self, ops: Iterable[Op]) -> None:
+        for op in ops:
+            rule = self.profile.rules[op.index]
+            if op.bodies:
+                self._control_flow(op)
+            elif rule is None or not any(factor.shardable for factor in rule.factors):
+                self._whole(op)
+            elif not all(self.profile.free[value] for value in op.results):
+                self._op(op, rule)
+
+    def _whole(self, op: Op) -> None:
+        """An op that cannot be sharded reads its operands whole."""
+        for value in op.operands:
+            if value in self.home:
+                node, slot = self.home[value]
+                self.nodes[node].gathers.append((slot, self.values[value].shape, self.values[value].itemsize, op.trips))
+
+    def _control_flow(self, op: Op) -> None:
+        """Holders are layout nodes; what flows into them is read in their layout."""
+        inputs = {value for body in op.bodies for value in body.inputs}
+        for holder in op.holders:
+            if holder.value in inputs:
+                self.hold(holder.value, holder.views)
+        for body in op.bodies:
+            self.build(body.ops)
+        for holder in op.holders:
+            self.hold(holder.value, holder.views)
+            if self.values[holder.value].rank == 0:
+                continue
+            node, slot = self.home[holder.value]
+            rank = self.values[holder.value].rank
+            for flow in holder.sources:
+                trips = op.trips * (max(body.trips for body in op.bodies) if flow.inside else 1)
+                target = slot
+                if flow.shift:
+                    target = self.nodes[node].slot(("shift", slot, rank, flow.shift))
+                self._read(flow.value, node, target, trips)
+
+    def _op(self, op: Op, rule: Rule) -> None:
+        position = self._leading_operand(op, rule)
+        if position is None:
+            self._lead(op, rule)
+        else:
+            self._follow(op, rule, position)
+
+    def _lead(self, op: Op, rule: Rule) -> None:
+        node = Node(("op", self._signature(op, rule)), leader=op.index)
+        self.nodes.append(node)
+        index = len(self.nodes) - 1
+        for position, value in enumerate(op.operands):
+            if value in self.home:
+                self._read(value, index, node.slot(("operand", position)), op.trips)
+        for k, value in enumerate(op.results):
+            self._settle(value, index, node.slot(("result", k)))
+
+    def _follow(self, op: Op, rule: Rule, position: int) -> None:
+        index, base = self.home[op.operands[position]]
+        node = self.nodes[index]
+        node.members.append((op.index, base, position))
+        node.costs.append((base, self._signature(op, rule), position))
+        dims, made = rule.operands[position], rule.results[0]
+        slot = base if made == dims else node.slot(("via", base, dims, made))
+        self._settle(op.results[0], index, slot)
+
+    def _leading_operand(self, op: Op, rule: Rule) -> int | None:
+        """The operand the op may follow, or None: every operand that has a node lies alike and carries all factors."""
+        if len(op.results) != 1 or any(factor.kind != "pass_through" for factor in rule.factors):
+            return None
+        if any(len(dim) > 1 for tensor in (*rule.operands, *rule.results) for dim in tensor):
+            return None
+        placed = [position for position, value in enumerate(op.operands) if value in self.home]
+        if not placed:
+            return None
+        first = placed[0]
+        dims = rule.operands[first]
+        if {f for dim in dims for f in dim} != {f for dim in rule.results[0] for f in dim}:
+            return None
+        for position in placed[1:]:
+            if self.home[op.operands[position]] != self.home[op.operands[first]] or rule.operands[position] != dims:
+                return None
+        return first
+
+    def _signature(self, op: Op, rule: Rule) -> int:
+        """The number of the op's signature; rules of equal ops are one object, so identity will do for them."""
+
+        def tensor(value: int) -> tuple:
+            found = self.values[value]
+            return found.shape, found.dtype, self.profile.materialised[value]
+
+        key = (
+            op.primitive,
+            id(rule),
+            self.profile.flops[op.index],
+            tuple(map(tensor, op.operands)),
+            tuple(map(tensor, op.results)),
+            op.trips,
+        )
+        number = self._signatures.setdefault(key, len(self.signatures))
+        if number == len(self.signatures):
+            self.signatures.append(Signature(op.index, rule, op.trips))
+        return number
+
+    def finish(self) -> Nodes:
+        """Edges, with a copy node between a value and its readers where several nodes read it."""
+        edges: list[Edge] = []
+        copies: dict[int, int] = {}
+        for value, readers in self.reads.items():
+            source, source_slot = self.home[value]
+            outside = [(node, trips) for node, trips in readers if node != source]
+            shared = (source, source_slot)
+            if len(outside) > 1 and len({node for node, _ in outside}) > 1:
+                node = Node(("layout", self.values[value].shape, self.values[value].itemsize), value=value)
+                slot = node.slot(("layout",))
+                self.nodes.append(node)
+                copies[value] = len(self.nodes) - 1
+                shared = (copies[value], slot)
+                edges.append(Edge(value, source, source_slot, shared[0], (slot,), min(trips for _, trips in outside)))
+            for (node, trips), slots in readers.items():
+                origin = (source, source_slot) if node == source else shared
+                edges.append(Edge(value, *origin, node, tuple(slots), trips))
+        return Nodes(tuple(self.signatures), tuple(self.nodes), tuple(edges), self.home, copies)

@@ -1,0 +1,323 @@
+"""The search problem as numpy tables: what each node may choose, and what choices cost alone and in pairs.
+
+`Problem.tables` frees some mesh axes while every node keeps its label on the others: all of them for a joint search, one
+for a search that goes axis by axis. Equal layers have equal tables: everything is cached by what it depends on, never by where it stands,
+so building tables costs a few dictionary look-ups a node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+from autoshard.cost.evaluate import Judgement, evaluate
+from autoshard.cost.model import CostModel
+from autoshard.cost.profile import Profile
+from autoshard.errors import ShardingError
+from autoshard.ir import (
+    Assignment,
+    Choice,
+    Dims,
+    Layout,
+    Rule,
+    divides,
+    layout_number,
+    layouts,
+    legal,
+    operand_layout,
+    result_layout,
+    shards,
+    shift_layout,
+)
+from autoshard.problem.nodes import Edge, Node, Nodes, Pin, build_nodes
+
+Label = Choice | Layout
+NOWHERE = (-1, -1)  # an axis that splits none of an op's factors
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tables:
+    """The costs of one step of a search.
+
+    Attributes:
+        labels: per node the labels it may take, ``n_i`` of them.
+        unary: per node ``(n_i,) float64``, seconds.
+        pairs: per pair of nodes ``(n_i, n_j) float64``, seconds.
+        incumbent: ``(n_nodes,)``, the position of the label each node has now.
+    """
+
+    labels: tuple[tuple[Label, ...], ...]
+    unary: tuple[np.ndarray, ...]
+    pairs: Mapping[tuple[int, int], np.ndarray]
+    incumbent: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Columns:
+    """What a node offers: labels, their cost, and per slot the layout numbers ``(n,)``."""
+
+    labels: tuple[Label, ...]
+    positions: Mapping[Label, int]
+    unary: np.ndarray
+    slots: tuple[np.ndarray, ...]
+
+
+class Problem:
+    """A program on a mesh, ready to be searched.
+
+    Attributes:
+        profile: the program and its unsharded facts.
+        model: what things cost on the mesh.
+        pins: per value number, where each mesh axis may shard it.
+        memory_limit_bytes: what a device may hold at its peak; None: no limit.
+        nodes: the decisions to be made.
+    """
+
+    def __init__(self, profile: Profile, model: CostModel, pins: Mapping[int, Pin] | None = None, memory_limit_bytes: float | None = None):
+        self.profile = profile
+        self.graph = profile.graph
+        self.rules = profile.rules
+        self.model = model
+        self.mesh = model.mesh
+        self.pins: Mapping[int, Pin] = dict(pins or {})
+        self.memory_limit_bytes = memory_limit_bytes
+        self.nodes: Nodes = build_nodes(profile, self.pins)
+        numbers: dict[tuple, int] = {}
+        self._kinds = [numbers.setdefault(node.key(), len(numbers)) for node in self.nodes.nodes]
+        self._columns: dict[tuple[int, Label, int], _Columns] = {}
+        self._member_costs: dict[tuple[int, int], np.ndarray] = {}
+        self._moved: dict[tuple, np.ndarray] = {}
+        self._edge_tables: dict[tuple, np.ndarray] = {}
+
+    @property
+    def n_nodes(self) -> int:
+        return len(self.nodes.nodes)
+
+    def start(self) -> list[Label]:
+        """The labels that leave everything replicated."""
+        n = len(self.mesh.axes)
+        return [(NOWHERE,) * n if node.leader >= 0 else (-1,) * n for node in self.nodes.nodes]
+
+    def tables(self, free: Sequence[int], labels: Sequence[Label], prices: Mapping[int, float] | None = None) -> Tables:
+        """The costs with some mesh axes free and the given labels on all others.
+
+        Args:
+            free: the mesh axes that are free.
+            labels: the present label of every node.
+            prices: per value number, seconds charged for each byte a device holds of it (a memory multiplier).
+        """
+        columns = [self._offer(i, labels[i], tuple(free)) for i in range(self.n_nodes)]
+        unary = [offer.unary for offer in columns]
+        pairs: dict[tuple[int, int], np.ndarray] = {}
+        for edge in self.nodes.edges:
+            table = self._edge_table(edge, columns)
+            i, j = edge.source, edge.target
+            if i == j:
+                unary[i] = unary[i] + table
+            elif i < j:
+                pairs[i, j] = pairs[i, j] + table if (i, j) in pairs else table
+            else:
+                pairs[j, i] = pairs[j, i] + table.T if (j, i) in pairs else table.T
+        for value, price in (prices or {}).items():
+            for node, slot in self._places(value):
+                unary[node] = unary[node] + price * self._bytes(value, columns[node].slots[slot])
+        incumbent = np.array(
+            [offer.positions.get(label, int(offer.unary.argmin())) for offer, label in zip(columns, labels, strict=True)], dtype=np.int64
+        )
+        return Tables(tuple(offer.labels for offer in columns), tuple(unary), pairs, incumbent)
+
+    def assignment(self, labels: Sequence[Label]) -> Assignment:
+        """The assignment that labels stand for."""
+        choices: dict[int, Choice] = {}
+        lies: dict[int, Layout] = {}
+        columns = [self._offer(i, label, ()) for i, label in enumerate(labels)]
+        n_axes = len(self.mesh.axes)
+        values = self.graph.values
+        ops = self.graph.walk()
+        for i, node in enumerate(self.nodes.nodes):
+            if node.leader >= 0:
+                choices[node.leader] = labels[i]  # type: ignore[assignment]
+            for op, slot, position in node.members:
+                rank = values[ops[op].operands[position]].rank
+                layout = layouts(rank, n_axes)[int(columns[i].slots[slot][0])]
+                choices[op] = _followed(self.rules[op], position, layout)
+        for value, (node, slot) in self.nodes.home.items():
+            lies[value] = layouts(values[value].rank, n_axes)[int(columns[node].slots[slot][0])]
+        copies = {}
+        for value, node in self.nodes.copies.items():
+            layout = labels[node]
+            if layout != lies[value]:
+                copies[value] = layout
+        return Assignment(self.mesh, choices, lies, copies)
+
+    def evaluate(self, assignment: Assignment) -> Judgement:
+        """What the judge says of an assignment."""
+        return evaluate(self.profile, self.model, assignment)
+
+    # -- one node --------------------------------------------------------------------------------------------------
+
+    def _offer(self, index: int, label: Label, free: tuple[int, ...]) -> _Columns:
+        key = (self._kinds[index], label, free)
+        if (found := self._columns.get(key)) is None:
+            node = self.nodes.nodes[index]
+            found = self._columns[key] = self._evaluate(node, self._labels(node, label, free), free)
+        return found
+
+    def _labels(self, node: Node, label: Label, free: tuple[int, ...]) -> list[Label]:
+        sizes = self.mesh.sizes
+        if node.leader < 0:
+            shape = node.head[1]
+            options = _vary(label, free, range(-1, len(shape)))
+            return [option for option in options if divides(option, shape, sizes)]
+        rule = self.nodes.signatures[node.head[1]].rule
+        return [option for option in _vary(label, free, _atoms(rule)) if legal(rule, option, sizes)]
+
+    def _evaluate(self, node: Node, labels: list[Label], free: tuple[int, ...]) -> _Columns:
+        slots: list[np.ndarray] = []
+        for derivation in node.slots:
+            slots.append(self._slot_numbers(node, derivation, labels, slots))
+        keep = np.ones(len(labels), dtype=bool)
+        for numbers in slots:
+            keep &= numbers >= 0
+        for slot, rank, pin in node.pins:
+            options = layouts(rank, len(self.mesh.axes))
+            keep &= np.array([all(options[number][axis] in pin[axis] for axis in free) for number in slots[slot]], dtype=bool)
+        if not keep.any():
+            raise ShardingError(
+                f"a pin must leave some legal sharding on mesh {self.mesh}, and the one on {self._describe(node)} leaves none. "
+                "Loosen the pin, or pick a mesh whose axes divide the tensor."
+            )
+        if not keep.all():
+            labels = [label for label, kept in zip(labels, keep, strict=True) if kept]
+            slots = [numbers[keep] for numbers in slots]
+        unary = self._leader_cost(node, labels)
+        for slot, signature, position in node.costs:
+            unary = unary + self._member_cost(signature, position)[slots[slot]]
+        for slot, shape, itemsize, trips in node.gathers:
+            unary = unary + trips * self.model.reshard_matrix(shape, itemsize)[slots[slot], 0]
+        return _Columns(tuple(labels), {label: i for i, label in enumerate(labels)}, unary, tuple(slots))
+
+    def _slot_numbers(self, node: Node, derivation: tuple, labels: list[Label], slots: list[np.ndarray]) -> np.ndarray:
+        n_axes = len(self.mesh.axes)
+        match derivation:
+            case ("layout",):
+                rank = len(node.head[1])
+                return np.array([layout_number(label, rank) for label in labels], dtype=np.int64)
+            case ("operand", j):
+                rule = self.nodes.signatures[node.head[1]].rule
+                return np.array([layout_number(operand_layout(rule, label, j), len(rule.operands[j])) for label in labels], dtype=np.int64)
+            case ("result", k):
+                rule = self.nodes.signatures[node.head[1]].rule
+                return np.array([layout_number(result_layout(rule, label, k), len(rule.results[k])) for label in labels], dtype=np.int64)
+            case ("via", slot, source, target):
+                key = derivation[2:]
+                if key not in self._moved:
+                    self._moved[key] = _via_table(source, target, n_axes)
+                return self._moved[key][slots[slot]]
+            case ("shift", slot, rank, by):
+                key = derivation[2:]
+                if key not in self._moved:
+                    self._moved[key] = _shift_table(rank, by, n_axes)
+                return self._moved[key][slots[slot]]
+        raise AssertionError(derivation)
+
+    def _leader_cost(self, node: Node, labels: list[Label]) -> np.ndarray:
+        if node.leader < 0:
+            return np.zeros(len(labels))
+        signature = self.nodes.signatures[node.head[1]]
+        op = self.graph.walk()[signature.op]
+        return signature.trips * np.array(
+            [self.model.op_seconds(self.profile, op, label) + self.model.reduction_seconds(self.profile, op, label) for label in labels]
+        )
+
+    def _member_cost(self, signature: int, position: int) -> np.ndarray:
+        """The seconds of a follower by the layout number of the operand that decides its choice."""
+        if (found := self._member_costs.get((signature, position))) is None:
+            entry = self.nodes.signatures[signature]
+            op = self.graph.walk()[entry.op]
+            options = layouts(len(entry.rule.operands[position]), len(self.mesh.axes))
+            found = np.array(
+                [entry.trips * self.model.op_seconds(self.profile, op, _followed(entry.rule, position, layout)) for layout in options]
+            )
+            self._member_costs[signature, position] = found
+        return found
+
+    def _describe(self, node: Node) -> str:
+        if node.leader >= 0:
+            op = self.graph.walk()[node.leader]
+            return f"{op.primitive} at {op.origin}"
+        if node.value in self.graph.arguments:
+            return f"{self.graph.argument_paths[self.graph.arguments.index(node.value)]} {self.graph.values[node.value].shape}"
+        return f"a value of shape {self.graph.values[node.value].shape}"
+
+    # -- pairs -----------------------------------------------------------------------------------------------------
+
+    def _edge_table(self, edge: Edge, columns: Sequence[_Columns]) -> np.ndarray:
+        value = self.graph.values[edge.value]
+        source = columns[edge.source].slots[edge.source_slot]
+        targets = [columns[edge.target].slots[slot] for slot in edge.target_slots]
+        key = (value.shape, value.itemsize, edge.trips, edge.source == edge.target, id(source), *map(id, targets))
+        if (found := self._edge_tables.get(key)) is None:
+            matrix = self.model.reshard_matrix(value.shape, value.itemsize)
+            distinct = {target.tobytes(): target for target in targets}.values()
+            if edge.source == edge.target:
+                found = edge.trips * sum(matrix[source, target] for target in distinct)
+            else:
+                found = edge.trips * sum(matrix[source[:, None], target[None, :]] for target in distinct)
+            self._edge_tables[key] = found
+        return found
+
+    def _places(self, value: int) -> list[tuple[int, int]]:
+        """Where a value's bytes lie: its own slot, and its copy's."""
+        places = [self.nodes.home[value]] if value in self.nodes.home else []
+        if value in self.nodes.copies:
+            places.append((self.nodes.copies[value], 0))
+        return places
+
+    def _bytes(self, value: int, numbers: np.ndarray) -> np.ndarray:
+        found = self.graph.values[value]
+        counts = np.array([shards(layout, self.mesh.sizes) for layout in layouts(found.rank, len(self.mesh.axes))])
+        return found.nbytes / counts[numbers]
+
+
+def _atoms(rule: Rule) -> list[tuple[int, int]]:
+    """What one mesh axis may do to an op: nothing, split a factor, or split a reduced factor and scatter the sum."""
+    atoms = [NOWHERE]
+    for factor, entry in enumerate(rule.factors):
+        if entry.shardable and entry.size > 1:
+            atoms.append((factor, -1))
+            if entry.kind == "reduction" and entry.operator == "sum" and len(rule.results) == 1:
+                atoms.extend((factor, dim) for dim in range(len(rule.results[0])))
+    return atoms
+
+
+def _vary(label: Label, free: tuple[int, ...], atoms: Iterable) -> list[Label]:
+    """The labels that differ from the given one on the free axes only."""
+    return [
+        tuple(dict(zip(free, chosen, strict=True)).get(axis, atom) for axis, atom in enumerate(label))
+        for chosen in product(tuple(atoms), repeat=len(free))
+    ]
+
+
+def _followed(rule: Rule | None, position: int, layout: Layout) -> Choice:
+    """The choice of a follower whose deciding operand has this layout."""
+    dims = rule.operands[position]
+    return tuple((dims[dim][0], -1) if dim >= 0 and dims[dim] else NOWHERE for dim in layout)
+
+
+def _via_table(source: Dims, target: Dims, n_axes: int) -> np.ndarray:
+    """Layout number of a follower's result by that of its operand; -1 where a dimension has nowhere to go."""
+    where = {factors[0]: dim for dim, factors in enumerate(target) if factors}
+    moved = []
+    for layout in layouts(len(source), n_axes):
+        dims = [where.get(source[dim][0], -2) if dim >= 0 and source[dim] else (-1 if dim < 0 else -2) for dim in layout]
+        moved.append(-1 if -2 in dims else layout_number(tuple(dims), len(target)))
+    return np.array(moved, dtype=np.int64)
+
+
+def _shift_table(rank: int, by: int, n_axes: int) -> np.ndarray:
+    moved = [shift_layout(layout, by) for layout in layouts(rank, n_axes)]
+    return np.array([-1 if layout is None else layout_number(layout, rank + by) for layout in moved], dtype=np.int64)

@@ -1,0 +1,186 @@
+"""The baselines that everybody writes by hand: data parallel and fully sharded (ZeRO).
+
+Both find the batch by themselves: among the arguments that the step does not replace, the one whose leading dimension,
+sharded, splits the most work. Everything else follows by propagation.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass
+
+from autoshard.errors import InfeasibleError, ShardingError
+from autoshard.ir import Assignment, Layout, divides
+from autoshard.problem import Problem
+from autoshard.search.propagation import Propagation
+from autoshard.search.searcher import Progress, Solution, silent
+
+
+@dataclass(frozen=True, slots=True)
+class DataParallel:
+    """Batch split over every mesh axis, state replicated, gradients all-reduced."""
+
+    @property
+    def name(self) -> str:
+        return "data_parallel"
+
+    @property
+    def automatic(self) -> bool:
+        return False
+
+    def solve(self, problem: Problem, progress: Progress = silent) -> Solution:
+        """The data-parallel assignment."""
+        started = time.perf_counter()
+        progress("propagating the batch", 0.0)
+        return _solution(problem, split_batch(problem).assignment(), started)
+
+
+@dataclass(frozen=True, slots=True)
+class FullySharded:
+    """Data parallel with sharded state, as in ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054).
+
+    Attributes:
+        stage: 1 shards the optimizer state, 2 scatters the gradients onto it as well, 3 shards the parameters too.
+    """
+
+    stage: int = 3
+
+    def __post_init__(self):
+        if self.stage not in (1, 2, 3):
+            raise ShardingError(f"FullySharded has stages 1, 2 and 3 (ZeRO's), got {self.stage!r}.")
+
+    @property
+    def name(self) -> str:
+        return "fully_sharded"
+
+    @property
+    def automatic(self) -> bool:
+        return False
+
+    def solve(self, problem: Problem, progress: Progress = silent) -> Solution:
+        """The assignment of the stage."""
+        started = time.perf_counter()
+        progress("propagating the batch", 0.0)
+        graph = problem.graph
+        spread = split_batch(problem)
+        spread.frozen = {op for op, choice in spread.choices.items() if any(factor >= 0 for factor, _ in choice)}
+        state = _state(problem)
+        parameters = state & _used_with_the_batch(problem, spread)
+        sharded = state if self.stage == 3 else state - parameters
+        spread.seed({
+            value: _pinned(problem, value, _spread_out(problem, value)) for value in graph.arguments if value in sharded
+        })  # fmt: skip
+        spread.forward()
+        spread.backward()
+        if self.stage >= 2:
+            spread.scatter()
+        spread.forward()
+        return _solution(problem, spread.assignment(), started)
+
+
+def _solution(problem: Problem, assignment: Assignment, started: float) -> Solution:
+    judgement = problem.evaluate(assignment)
+    limit = problem.memory_limit_bytes
+    if limit is not None and judgement.cost.peak_bytes > limit:
+        raise InfeasibleError(
+            f"a strategy must fit {limit / 1e9:.3g} GB a device, and this baseline needs {judgement.cost.peak_bytes / 1e9:.3g} GB. "
+            "Use searcher='recursive_programming' or 'fully_sharded', more devices, or a higher memory_limit_bytes.",
+            judgement.cost.peak_bytes,
+        )
+    return Solution(
+        assignment,
+        judgement,
+        min(problem.compute_bound(), judgement.cost.objective_seconds),
+        {"search_seconds": time.perf_counter() - started},
+    )
+
+
+def split_batch(problem: Problem) -> Propagation:
+    """The propagation of the batch that costs least; of everything replicated where no argument can be a batch."""
+    best, best_seconds = None, float("inf")
+    for batch in _batches(problem):
+        spread = Propagation(problem)
+        spread.seed({value: _pinned(problem, value, layout) for value, layout in batch.items()})
+        spread.forward()
+        seconds = problem.evaluate(spread.assignment()).cost.objective_seconds
+        if seconds < best_seconds:
+            best, best_seconds = spread, seconds
+    assert best is not None
+    return best
+
+
+def _batches(problem: Problem) -> list[dict[int, Layout]]:
+    """What may be the batch: the arrays of one argument that share its commonest leading size, each sharded on it."""
+    graph = problem.graph
+    replaced = {graph.arguments[argument] for _, argument in graph.aliases}
+    groups: dict[str, list[int]] = {}
+    for value, path in zip(graph.arguments, graph.argument_paths, strict=True):
+        if value not in replaced and graph.values[value].rank:
+            root = re.match(r"\w*", path).group()  # type: ignore[union-attr]
+            groups.setdefault(root, []).append(value)
+    together = [value for group in groups.values() for value in group]
+    found: list[dict[int, Layout]] = [{}]
+    for group in [*groups.values(), *([together] if len(groups) > 1 else [])]:
+        sizes = [graph.values[value].shape[0] for value in group]
+        commonest = max(dict.fromkeys(sizes), key=sizes.count)
+        batch = {value: _leading(problem, value) for value, size in zip(group, sizes, strict=True) if size == commonest}
+        if any(dim >= 0 for layout in batch.values() for dim in layout):
+            found.append(batch)
+    return found
+
+
+def _leading(problem: Problem, value: int) -> Layout:
+    """Dimension 0 sharded over as many mesh axes as divide it."""
+    shape, sizes = problem.graph.values[value].shape, problem.mesh.sizes
+    layout = (-1,) * len(sizes)
+    for axis in range(len(sizes)):
+        option = (*layout[:axis], 0, *layout[axis + 1 :])
+        if divides(option, shape, sizes):
+            layout = option
+    return layout
+
+
+def _spread_out(problem: Problem, value: int) -> Layout:
+    """Each mesh axis on the dimension that is largest by then and divides."""
+    shape, sizes = problem.graph.values[value].shape, problem.mesh.sizes
+    layout = (-1,) * len(sizes)
+    local = list(shape)
+    for axis, size in enumerate(sizes):
+        options = [dim for dim in range(len(shape)) if local[dim] % size == 0 and local[dim] >= size]
+        if options:
+            dim = max(options, key=lambda d: (local[d], -d))
+            layout = (*layout[:axis], dim, *layout[axis + 1 :])
+            local[dim] //= size
+    return layout
+
+
+def _pinned(problem: Problem, value: int, layout: Layout) -> Layout:
+    """The layout, with the user's pins where it would break them."""
+    pin = problem.pins.get(value)
+    if pin is None:
+        return layout
+    return tuple(dim if dim in allowed else min(allowed) for dim, allowed in zip(layout, pin, strict=True))
+
+
+def _state(problem: Problem) -> set[int]:
+    """Arguments that the step replaces; where it replaces none, those outside the batch."""
+    graph = problem.graph
+    replaced = {graph.arguments[argument] for _, argument in graph.aliases}
+    return {value for value in replaced if graph.values[value].rank}
+
+
+def _used_with_the_batch(problem: Problem, spread: Propagation) -> set[int]:
+    """Values that an op reads together with a sharded batch, directly or through ops that are not sharded themselves."""
+    used: set[int] = set()
+    for op in reversed(problem.graph.walk()):
+        for holder in op.holders:
+            if holder.value in used or any(view in used for view in holder.views):
+                used.update(flow.value for flow in holder.sources)
+        rule = problem.rules[op.index]
+        if rule is None:
+            continue
+        sharded = op.index in spread.frozen
+        if sharded or any(value in used for value in op.results):
+            used.update(value for value in op.operands if all(dim < 0 for dim in spread.layout(value)))
+    return used

@@ -1,0 +1,196 @@
+"""Propagation of given layouts through a program: each op takes the factors its operands are sharded on.
+
+Forward in program order; where operands disagree about an axis the larger one wins, partial sums are reduced at once. This
+is what a plain sharding-propagation pass does with annotated arguments, and what the hand-written baselines are made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from autoshard.ir import (
+    Assignment,
+    Choice,
+    Layout,
+    Op,
+    Rule,
+    legal,
+    operand_layout,
+    reductions,
+    result_layout,
+    shift_layout,
+)
+from autoshard.problem import Problem
+
+NOWHERE = (-1, -1)
+
+
+@dataclass(slots=True)
+class Propagation:
+    """Layouts and choices as they spread.
+
+    Attributes:
+        problem: the program and its mesh.
+        layouts: per value; a value that is absent is replicated.
+        choices: per op.
+        frozen: ops whose choice may not change any more.
+    """
+
+    problem: Problem
+    layouts: dict[int, Layout] = field(default_factory=dict)
+    choices: dict[int, Choice] = field(default_factory=dict)
+    frozen: set[int] = field(default_factory=set)
+
+    def assignment(self) -> Assignment:
+        return Assignment(self.problem.mesh, dict(self.choices), dict(self.layouts))
+
+    def seed(self, layouts: Mapping[int, Layout]) -> None:
+        """Gives values their layout, before anything spreads from them."""
+        self.layouts.update(layouts)
+
+    def layout(self, value: int) -> Layout:
+        return self.layouts.get(value, (-1,) * len(self.problem.mesh.axes))
+
+    def forward(self) -> None:
+        """Spreads layouts from operands to results over the whole program."""
+        self._forward(self.problem.graph.ops)
+
+    def _forward(self, ops: Iterable[Op]) -> None:
+        for op in ops:
+            if op.bodies:
+                self._control_flow(op)
+                continue
+            rule = self.problem.rules[op.index]
+            if rule is None:
+                continue
+            if op.index not in self.frozen:
+                self.choices[op.index] = self._choose(op, rule)
+            self.settle(op, rule)
+
+    def settle(self, op: Op, rule: Rule) -> None:
+        """Gives an op's results the layouts that its choice leaves them in."""
+        choice = self.choices[op.index]
+        for k, value in enumerate(op.results):
+            self.layouts[value] = result_layout(rule, choice, k)
+
+    def _choose(self, op: Op, rule: Rule) -> Choice:
+        """Per axis the factor that the most operand bytes are sharded on, as far as that is legal."""
+        graph, profile, sizes = self.problem.graph, self.problem.profile, self.problem.mesh.sizes
+        choice: list[tuple[int, int]] = [NOWHERE] * len(sizes)
+        for axis in range(len(sizes)):
+            votes: dict[int, float] = {}
+            for position, value in enumerate(op.operands):
+                dim = self.layout(value)[axis]
+                if dim < 0 or profile.free[value]:
+                    continue
+                for factor in rule.operands[position][dim]:
+                    if rule.factors[factor].shardable and rule.factors[factor].size > 1:
+                        votes[factor] = votes.get(factor, 0.0) + graph.values[value].nbytes
+                        break
+            for factor in sorted(votes, key=lambda f: (-votes[f], f)):
+                option = (*choice[:axis], (factor, -1), *choice[axis + 1 :])
+                if legal(rule, option, sizes):
+                    choice[axis] = (factor, -1)
+                    break
+        return tuple(choice)
+
+    def _control_flow(self, op: Op) -> None:
+        """Holders start in the layout of what flows in; a carry that comes out sharded is held sharded from the start."""
+        inputs = {value for body in op.bodies for value in body.inputs}
+        for holder in op.holders:
+            if holder.value in inputs and holder.sources and not holder.sources[0].inside:
+                self._hold(holder, self._flowed(holder, holder.sources[0]))
+        for attempt in range(3):
+            for body in op.bodies:
+                self._forward(body.ops)
+            changed = False
+            for holder in op.holders:
+                for flow in holder.sources:
+                    if holder.value in inputs and not flow.inside:
+                        continue
+                    layout = self._flowed(holder, flow)
+                    if self._plainer(self.layout(holder.value), layout) and self._fits(holder.value, layout):
+                        self._hold(holder, layout)
+                        changed = changed or holder.value in inputs
+            if not changed or attempt == 2:
+                break
+
+    def _hold(self, holder, layout: Layout) -> None:
+        if self.problem.graph.values[holder.value].rank and self._fits(holder.value, layout):
+            for value in (holder.value, *holder.views):
+                self.layouts[value] = layout
+
+    def _fits(self, value: int, layout: Layout) -> bool:
+        return all(dim < self.problem.graph.values[value].rank for dim in layout)
+
+    def _flowed(self, holder, flow) -> Layout:
+        """The layout a flow brings to its holder; a scanned dimension cannot stay sharded."""
+        layout = self.layout(flow.value)
+        if not flow.shift:
+            return layout
+        return shift_layout(layout, -flow.shift) or tuple(dim - flow.shift if dim >= flow.shift else -1 for dim in layout)
+
+    def _plainer(self, old: Layout, new: Layout) -> bool:
+        return sum(dim >= 0 for dim in old) < sum(dim >= 0 for dim in new)
+
+    def backward(self) -> None:
+        """Ops without a sharding whose sharded readers all want one layout of the result take it, so that they are sliced early."""
+        wanted = self._wanted()
+        for op in reversed(self.problem.graph.walk()):
+            rule = self.problem.rules[op.index]
+            if rule is None or op.index in self.frozen or len(op.results) != 1 or op.bodies:
+                continue
+            if any(factor.kind != "pass_through" for factor in rule.factors) or any(f >= 0 for f, _ in self.choices.get(op.index, ())):
+                continue
+            layouts = wanted.get(op.results[0])
+            if not layouts or len(layouts) != 1:
+                continue
+            (layout,) = layouts
+            where = dict(enumerate(rule.results[0]))
+            if any(dim >= 0 and len(where[dim]) != 1 for dim in layout):
+                continue
+            choice = tuple((where[dim][0], -1) if dim >= 0 else NOWHERE for dim in layout)
+            if legal(rule, choice, self.problem.mesh.sizes):
+                self.choices[op.index] = choice
+                self.settle(op, rule)
+                for position, value in enumerate(op.operands):
+                    wanted.setdefault(value, {})[operand_layout(rule, choice, position)] = None
+
+    def scatter(self) -> None:
+        """Partial sums whose sharded readers all want one layout are scattered onto it instead of reduced whole."""
+        wanted = self._wanted()
+        for op in self.problem.graph.walk():
+            rule = self.problem.rules[op.index]
+            choice = self.choices.get(op.index)
+            if rule is None or choice is None or not (left := reductions(rule, choice)):
+                continue
+            layouts = wanted.get(op.results[0], {})
+            if len(layouts) != 1:
+                continue
+            (layout,) = layouts
+            option = list(choice)
+            for axis, operator, _ in left:
+                if operator == "sum" and layout[axis] >= 0:
+                    option[axis] = (choice[axis][0], layout[axis])
+            if legal(rule, tuple(option), self.problem.mesh.sizes):
+                self.choices[op.index] = tuple(option)
+                self.settle(op, rule)
+
+    def _wanted(self) -> dict[int, dict[Layout, None]]:
+        """Per value the sharded layouts its readers read it in; the alias of an argument reads its result."""
+        graph = self.problem.graph
+        wanted: dict[int, dict[Layout, None]] = {}
+        for op in graph.walk():
+            rule, choice = self.problem.rules[op.index], self.choices.get(op.index)
+            if rule is None or choice is None:
+                continue
+            for position, value in enumerate(op.operands):
+                layout = operand_layout(rule, choice, position)
+                if any(dim >= 0 for dim in layout):
+                    wanted.setdefault(value, {})[layout] = None
+        for result, argument in graph.aliases:
+            layout = self.layout(graph.arguments[argument])
+            if any(dim >= 0 for dim in layout):
+                wanted.setdefault(graph.results[result], {})[layout] = None
+        return wanted

@@ -1,0 +1,142 @@
+"""Recursive programming: one mesh axis after another, slowest links first, each solved exactly for the whole program.
+
+Model. With the other axes' labels fixed, each node has one label for the free axis, and the objective is a sum of
+unary and pair tables (`autoshard.problem`). One axis is minimised exactly by elimination; its answer is a part of the next
+axis's problem. Then sweeps: each axis is freed again, given all others, until no axis improves the objective. Every step is
+exact in its axis, so the objective never rises; the whole is a coordinate descent, and its answer a heuristic.
+
+Where the memory limit binds, the bytes alive at the peak get a price in seconds, raised until the judge finds the peak below
+the limit and then lowered as far as it stays there (a Lagrange multiplier: it reaches the convex part of the time x memory frontier).
+
+After the recursive programming of MindSpore's auto parallel, which splits greedily, op by op; here each split is solved for
+the whole program, backward pass and optimizer included.
+
+Complexity: axes x sweeps x (nodes x labels ** (induced width + 1)).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autoshard.cost.evaluate import Judgement
+from autoshard.errors import InfeasibleError
+from autoshard.problem import Label, Problem
+from autoshard.search.elimination import eliminate, table_cost
+from autoshard.search.searcher import Progress, Solution, silent
+
+
+@dataclass(frozen=True, slots=True)
+class RecursiveProgramming:
+    """The recursive-programming searcher.
+
+    Attributes:
+        max_sweeps: how often each axis may be freed again.
+        max_entries: the largest table of an elimination; beyond it the best-connected nodes keep their labels.
+        price_steps: how many memory prices may be tried when the limit binds.
+    """
+
+    max_sweeps: int = 8
+    max_entries: int = 1 << 20
+    price_steps: int = 16
+
+    @property
+    def name(self) -> str:
+        return "recursive_programming"
+
+    @property
+    def automatic(self) -> bool:
+        return True
+
+    def solve(self, problem: Problem, progress: Progress = silent) -> Solution:
+        """The assignment found by sweeps over the mesh axes; see the module."""
+        started = time.perf_counter()
+        run = _Run(self, problem, progress)
+        judgement, labels = run.descend({})
+        limit = problem.memory_limit_bytes
+        if limit is not None and judgement.cost.peak_bytes > limit:
+            judgement, labels = self._within(run, judgement, labels, limit)
+        return Solution(
+            assignment=problem.assignment(labels),
+            judgement=judgement,
+            lower_bound_seconds=min(problem.compute_bound(), judgement.cost.objective_seconds),
+            stats={
+                "n_nodes": problem.n_nodes,
+                "n_variables": run.n_variables,
+                "induced_width": run.width,
+                "sweeps": run.sweeps,
+                "conditioned": run.conditioned,
+                "search_seconds": time.perf_counter() - started,
+            },
+        )
+
+    def _within(self, run: _Run, judgement: Judgement, labels: list[Label], limit: float) -> tuple[Judgement, list[Label]]:
+        """The fastest assignment met whose peak is within the limit."""
+        smallest = judgement.cost.peak_bytes
+        priced = set(judgement.peak.alive)
+        price = judgement.cost.objective_seconds / judgement.cost.peak_bytes
+        too_low, enough, best = 0.0, None, None
+        for _ in range(self.price_steps):
+            found, found_labels = run.descend(dict.fromkeys(sorted(priced), price))
+            smallest = min(smallest, found.cost.peak_bytes)
+            if found.cost.peak_bytes <= limit:
+                if best is None or found.cost.objective_seconds < best[0].cost.objective_seconds:
+                    best = (found, found_labels)
+                enough = price
+            else:
+                priced |= set(found.peak.alive)
+                too_low = price
+            price = price * 4 if enough is None else (too_low + enough) / 2
+            if enough is not None and enough - too_low < 0.2 * enough:
+                break
+        if best is None:
+            raise InfeasibleError(
+                f"a strategy must fit {limit / 1e9:.3g} GB a device, and the smallest peak found on mesh {run.problem.mesh} is "
+                f"{smallest / 1e9:.3g} GB. Use more devices, a smaller batch, rematerialisation, or a higher memory_limit_bytes.",
+                smallest,
+            )
+        return best
+
+
+class _Run:
+    """Descents over one problem, with what they took."""
+
+    def __init__(self, searcher: RecursiveProgramming, problem: Problem, progress: Progress):
+        self.searcher = searcher
+        self.problem = problem
+        self.progress = progress
+        self.n_variables = self.width = self.sweeps = self.conditioned = 0
+
+    def descend(self, prices: Mapping[int, float]) -> tuple[Judgement, list[Label]]:
+        """Labels that no single axis can improve, from everything replicated."""
+        problem, searcher = self.problem, self.searcher
+        n_axes = len(problem.mesh.axes)
+        labels = problem.start()
+        for axis in range(n_axes):
+            labels, _ = self._free(axis, labels, prices)
+        for sweep in range(searcher.max_sweeps if n_axes > 1 else 0):
+            self.sweeps += 1
+            gained = 0.0
+            for axis in range(n_axes):
+                labels, gain = self._free(axis, labels, prices)
+                gained += gain
+            self.progress("sweeps", (sweep + 1) / searcher.max_sweeps)
+            if gained <= 0.0:
+                break
+        return problem.evaluate(problem.assignment(labels)), labels
+
+    def _free(self, axis: int, labels: list[Label], prices: Mapping[int, float]) -> tuple[list[Label], float]:
+        """The best labels when one axis is free, and the seconds gained (0.0: nothing better than a rounding error)."""
+        self.progress(f"axis {self.problem.mesh.names[axis]}", axis / len(self.problem.mesh.axes))
+        tables = self.problem.tables((axis,), labels, prices)
+        before = table_cost(tables.unary, tables.pairs, tables.incumbent)
+        found = eliminate(tables.unary, tables.pairs, max_entries=self.searcher.max_entries, incumbent=tables.incumbent)
+        self.n_variables = max(self.n_variables, sum(len(options) > 1 for options in tables.labels))
+        self.width = max(self.width, found.width)
+        self.conditioned = max(self.conditioned, found.conditioned)
+        chosen = [options[label] for options, label in zip(tables.labels, found.labels, strict=True)]
+        gain = before - found.cost
+        if gain <= 1e-9 * abs(before) and all(options[i] == label for options, i, label in zip(tables.labels, tables.incumbent, labels, strict=True)):
+            return labels, 0.0
+        return chosen, max(gain, 0.0)

@@ -1,0 +1,56 @@
+"""What every searcher is: a frozen value with one method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+from autoshard.cost.evaluate import Judgement
+from autoshard.ir import Assignment
+from autoshard.problem import Problem
+
+Progress = Callable[[str, float], None]
+"""Called with what is being done and the fraction of it that is done."""
+
+
+def silent(_: str, __: float) -> None:
+    """The progress callback that shows nothing."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Solution:
+    """What a searcher found.
+
+    Attributes:
+        assignment: the layouts and choices.
+        judgement: what the judge says of them.
+        lower_bound_seconds: proven lower bound of the objective over all assignments of the mesh; 0.0 where nothing is proven.
+        stats: what the search took: counts and seconds by name.
+    """
+
+    assignment: Assignment
+    judgement: Judgement
+    lower_bound_seconds: float = 0.0
+    stats: Mapping[str, float] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Searcher(Protocol):
+    """An algorithm that assigns a problem.
+
+    Laws, for every searcher and problem: the assignment is legal and honours the pins; its judged peak is within the memory limit, or
+    `InfeasibleError` names the smallest peak found; the lower bound is at most the objective; equal problems get equal answers.
+
+    Attributes:
+        name: as in the table of searchers.
+        automatic: whether the answer must be at least as good as data parallel, by the judge.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def automatic(self) -> bool: ...
+
+    def solve(self, problem: Problem, progress: Progress = silent) -> Solution: ...
