@@ -1,0 +1,18 @@
+"""Sharding rules of JAX primitives: one file per family, one function per kind of behaviour."""
+
+from autoshard.rules import (
+    contraction,
+    creation,
+    elementwise,
+    indexing,
+    linalg,
+    ordering,
+    reduction,
+    shape,
+    window,
+)
+from autoshard.rules.registry import registered, rule, rule_of, rules_of
+
+FAMILIES = (contraction, creation, elementwise, indexing, linalg, ordering, reduction, shape, window)
+
+__all__ = ["FAMILIES", "registered", "rule", "rule_of", "rules_of"]

@@ -1,0 +1,31 @@
+"""Primitives that make arrays from nothing, or from a random key."""
+
+from __future__ import annotations
+
+from autoshard.ir import Rule, Value
+from autoshard.rules.registry import assemble, free, rule, whole
+
+
+@rule("iota", "iota_2x32_shape", "empty", "empty2")
+def iota(*sizes: Value, results: tuple[Value, ...], **_) -> Rule:
+    """Every dimension is a factor of the result alone: ``()->([i, j])``."""
+    dims = free(results[0].shape)
+    return assemble([[] for _ in sizes], [dims] * len(results))
+
+
+@rule("random_bits", "random_split")
+def random_bits(keys: Value, /, *, results: tuple[Value, ...], **_) -> Rule:
+    """The keys' dimensions are shared; those drawn from one key are factors of the result alone: ``([i])->([i, j])``.
+
+    Threefry counts every element by its position, so each shard draws its own (`jax_threefry_partitionable`, JAX's
+    default). Other generators run one stream a key and draw it whole.
+    """
+    drawn = results[0].shape[keys.rank :]
+    dims = free(keys.shape)
+    return assemble([dims], [[*dims, *(free(drawn) if keys.dtype == "key<fry>" else whole(drawn))]])
+
+
+@rule("rng_bit_generator", "rng_uniform")
+def rng(*operands: Value, results: tuple[Value, ...], **_) -> Rule:
+    """One stream that is drawn whole."""
+    return assemble([whole(operand.shape) for operand in operands], [whole(result.shape) for result in results])

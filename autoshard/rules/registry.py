@@ -1,0 +1,139 @@
+"""The table of sharding rules by primitive name, and the vocabulary they are written in.
+
+A rule is one function per primitive family: operands come positionally as `Value`s, results as ``results``, the
+primitive's own parameters by keyword, untouched. It returns a `Rule`, or None where it has none for these parameters:
+
+    @rule("transpose")
+    def transpose(x, /, *, results, permutation, **_):
+        dims = free(x.shape)
+        return assemble([dims], [[dims[d] for d in permutation]])
+
+A tensor is written as one entry a dimension: a `Factor`, or a tuple of factors from major to minor, or ``()``. The same
+`Factor` object in two places is the same factor; two objects are two factors, however equal they look.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import Any
+
+from autoshard.errors import RuleError
+from autoshard.ir import Dims, Factor, Graph, Rule, Value
+
+Dim = Factor | tuple[Factor, ...]
+RuleFunction = Callable[..., Rule | None]
+
+_FUNCTIONS: dict[str, RuleFunction] = {}
+
+
+def rule(*primitives: str) -> Callable[[RuleFunction], RuleFunction]:
+    """A decorator that makes a function the sharding rule of these primitives."""
+
+    def register(function: RuleFunction) -> RuleFunction:
+        for primitive in primitives:
+            if primitive in _FUNCTIONS:
+                raise RuleError(f"a primitive has one rule, and {primitive!r} has two: {_FUNCTIONS[primitive]}, {function}. Remove one.")
+            _FUNCTIONS[primitive] = function
+        return function
+
+    return register
+
+
+def registered() -> frozenset[str]:
+    """The names of all primitives that have a rule.
+
+    >>> "dot_general" in registered(), "scan" in registered()
+    (True, False)
+    """
+    return frozenset(_FUNCTIONS)
+
+
+def rule_of(primitive: str, params: Mapping[str, Any], operands: Sequence[Value], results: Sequence[Value]) -> Rule | None:
+    """The sharding rule of one operation, or None where its primitive has none: its operands then stay replicated.
+
+    >>> x = Value((8, 4), "float32", 4)
+    >>> str(rule_of("reduce_max", {"axes": (1,)}, [x], [Value((8,), "float32", 4)]))
+    '([i, j])->([i]) {i=8, j=4} reduction={j:max}'
+
+    Raises:
+        RuleError: a rule's factors do not multiply to the dimensions of the operation.
+    """
+    function = _FUNCTIONS.get(primitive)
+    found = function(*operands, results=tuple(results), **params) if function else None
+    if found is not None:
+        _check(primitive, found.factors, (*found.operands, *found.results), (*operands, *results))
+    return found
+
+
+def rules_of(graph: Graph) -> tuple[Rule | None, ...]:
+    """The rule of every op, by op index; equal operations share one `Rule` object. Linear in the number of ops."""
+    values = graph.values
+    known: dict[Hashable, Rule | None] = {}
+    found = []
+    for op in graph.walk():
+        if op.bodies or op.primitive not in _FUNCTIONS:
+            found.append(None)
+            continue
+        operands = tuple(values[v] for v in op.operands)
+        results = tuple(values[v] for v in op.results)
+        key = (op.primitive, tuple(op.params.items()), operands, results)
+        try:
+            if key not in known:
+                known[key] = rule_of(op.primitive, op.params, operands, results)
+            found.append(known[key])
+        except TypeError:  # a parameter that cannot be hashed
+            found.append(rule_of(op.primitive, op.params, operands, results))
+    return tuple(found)
+
+
+def free(shape: Sequence[int]) -> list[Factor]:
+    """A new pass-through factor for each dimension."""
+    return [Factor(n) for n in shape]
+
+
+def whole(shape: Sequence[int]) -> list[Factor]:
+    """A new need-replication factor for each dimension."""
+    return [Factor(n, "need_replication") for n in shape]
+
+
+def free_but(shape: Sequence[int], touched: Collection[int]) -> list[Factor]:
+    """A new factor for each dimension: need-replication for the touched ones, pass-through for the others."""
+    return [Factor(n, "need_replication" if d in touched else "pass_through") for d, n in enumerate(shape)]
+
+
+def resized(dims: Sequence[Factor], shape: Sequence[int]) -> list[Factor]:
+    """The factors of a tensor that differs in some dimensions' sizes: those get a need-replication factor of their own."""
+    return [dim if dim.size == n else Factor(n, "need_replication") for dim, n in zip(dims, shape, strict=True)]
+
+
+def assemble(operands: Sequence[Sequence[Dim]], results: Sequence[Sequence[Dim]]) -> Rule:
+    """The rule of tensors written in factor objects, numbered as they first appear: results first, then operands.
+
+    A dimension of size one (or zero) cannot be sharded, so it has no factor.
+    """
+    numbers: dict[int, int] = {}
+    factors: list[Factor] = []
+
+    def tensor(dims: Sequence[Dim]) -> Dims:
+        numbered = []
+        for dim in dims:
+            members = [f for f in ((dim,) if isinstance(dim, Factor) else dim) if f.size > 1]
+            for factor in members:
+                if id(factor) not in numbers:
+                    numbers[id(factor)] = len(factors)
+                    factors.append(factor)
+            numbered.append(tuple(numbers[id(factor)] for factor in members))
+        return tuple(numbered)
+
+    made = tuple(map(tensor, results))
+    return Rule(operands=tuple(map(tensor, operands)), results=made, factors=tuple(factors))
+
+
+def _check(primitive: str, factors: tuple[Factor, ...], tensors: Sequence[Dims], values: Sequence[Value]) -> None:
+    for dims, value in zip(tensors, values, strict=True):
+        sizes = tuple(math.prod(factors[f].size for f in dim) for dim in dims)
+        if sizes != tuple(max(n, 1) for n in value.shape):
+            raise RuleError(
+                f"a rule's factors multiply to its dimensions: {primitive!r} has {value.shape}, its rule {sizes}. Fix the rule."
+            )

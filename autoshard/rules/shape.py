@@ -1,0 +1,138 @@
+"""Primitives that rearrange elements and compute nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from autoshard.ir import Factor, Rule, Value
+from autoshard.rules.registry import Dim, assemble, free, free_but, resized, rule, whole
+
+
+@rule("broadcast_in_dim")
+def broadcast_in_dim(x: Value, /, *_sizes: Value, results: tuple[Value, ...], broadcast_dimensions: tuple[int, ...], **_) -> Rule:
+    """Kept dimensions are shared, new and stretched ones are factors of the result alone: ``([j])->([i, j])``."""
+    dims = free(results[0].shape)
+    operand = [dims[d] if dims[d].size == n else () for d, n in zip(broadcast_dimensions, x.shape, strict=True)]
+    return assemble([operand, *([] for _ in _sizes)], [dims])
+
+
+@rule("reshape")
+def reshape(x: Value, /, *_sizes: Value, results: tuple[Value, ...], dimensions: tuple[int, ...] | None = None, **_) -> Rule | None:
+    """The common refinement of both shapes: ``([i, j])->([ij])`` merges, ``([ij])->([i, j])`` splits, major factors first."""
+    if dimensions is not None:
+        return None
+    operand, result = _refine(x.shape, results[0].shape)
+    return assemble([operand, *([] for _ in _sizes)], [result])
+
+
+def _refine(left: Sequence[int], right: Sequence[int]) -> tuple[list[Dim], list[Dim]]:
+    """The factors of two shapes of equal size in row-major order.
+
+    Both are consumed from the major end, so that what was taken from either has the same size; then a common divisor of
+    what is left of their current dimensions is a digit of the element's position in both, a shared factor. Where there
+    is no common divisor the dimensions interleave: they stay whole until the products meet again.
+    """
+    if 0 in left:
+        return whole(left), whole(right)
+    shapes, factors = (left, right), tuple([[] for _ in shape] for shape in (left, right))
+    position, rest = [-1, -1], [1, 1]
+
+    def advance(side: int) -> None:
+        while rest[side] == 1 and position[side] + 1 < len(shapes[side]):
+            position[side] += 1
+            rest[side] = shapes[side][position[side]]
+
+    def keep_whole(side: int) -> int:
+        size = rest[side]
+        factors[side][position[side]].append(Factor(size, "need_replication"))
+        rest[side] = 1
+        advance(side)
+        return size
+
+    advance(0), advance(1)
+    while rest[0] > 1:
+        common = math.gcd(*rest)
+        if common > 1:
+            shared = Factor(common)
+            for side in (0, 1):
+                factors[side][position[side]].append(shared)
+                rest[side] //= common
+                advance(side)
+            continue
+        product = [keep_whole(0), keep_whole(1)]
+        while product[0] != product[1]:
+            behind = int(product[1] < product[0])
+            product[behind] *= keep_whole(behind)
+    return [tuple(dim) for dim in factors[0]], [tuple(dim) for dim in factors[1]]
+
+
+@rule("transpose")
+def transpose(x: Value, /, *, results: tuple[Value, ...], permutation: tuple[int, ...], **_) -> Rule:
+    """Dimensions keep their factors and change places: ``([j, i])->([i, j])``."""
+    dims = free(x.shape)
+    return assemble([dims], [[dims[d] for d in permutation]])
+
+
+@rule("squeeze")
+def squeeze(x: Value, /, *, results: tuple[Value, ...], dimensions: tuple[int, ...], **_) -> Rule:
+    """Dimensions of size one go, the others keep their factors."""
+    dims = free(x.shape)
+    return assemble([dims], [[dim for d, dim in enumerate(dims) if d not in dimensions]])
+
+
+@rule("rev")
+def rev(x: Value, /, *, results: tuple[Value, ...], dimensions: tuple[int, ...], **_) -> Rule:
+    """Reversed dimensions stay whole."""
+    dims = free_but(x.shape, dimensions)
+    return assemble([dims], [dims])
+
+
+@rule("concatenate")
+def concatenate(*operands: Value, results: tuple[Value, ...], dimension: int, **_) -> Rule:
+    """The joined dimension stays whole in every operand and the result: ``([i, j], [i, k])->([i, l])``."""
+    dims = free_but(results[0].shape, (dimension,))
+    return assemble([resized(dims, operand.shape) for operand in operands], [dims])
+
+
+@rule("split")
+def split(x: Value, /, *, results: tuple[Value, ...], axis: int, **_) -> Rule:
+    """The divided dimension stays whole in the operand and every result."""
+    dims = free_but(x.shape, (axis,))
+    return assemble([dims], [resized(dims, result.shape) for result in results])
+
+
+@rule("stack")
+def stack(*operands: Value, results: tuple[Value, ...], axis: int, **_) -> Rule:
+    """The new dimension stays whole, the others pass through."""
+    dims = free_but(results[0].shape, (axis,))
+    return assemble([[dim for d, dim in enumerate(dims) if d != axis]] * len(operands), [dims])
+
+
+@rule("unstack")
+def unstack(x: Value, /, *, results: tuple[Value, ...], axis: int, **_) -> Rule:
+    """The dimension taken apart stays whole, the others pass through."""
+    dims = free_but(x.shape, (axis,))
+    return assemble([dims], [[dim for d, dim in enumerate(dims) if d != axis]] * len(results))
+
+
+@rule("tile")
+def tile(x: Value, /, *, results: tuple[Value, ...], reps: tuple[int, ...], **_) -> Rule:
+    """A repeated dimension is its repetitions, a factor of the result alone, times itself: ``([j])->([ij])``."""
+    dims = free(x.shape)
+    padded = [()] * (len(reps) - x.rank) + [(dim,) for dim in dims]
+    return assemble([dims], [[(Factor(n), *dim) for n, dim in zip(reps, padded, strict=True)]])
+
+
+@rule("pad")
+def pad(x: Value, value: Value, /, *, results: tuple[Value, ...], padding_config: tuple[tuple[int, int, int], ...], **_) -> Rule:
+    """Padded dimensions stay whole, the others pass through."""
+    dims = free_but(x.shape, [d for d, config in enumerate(padding_config) if any(config)])
+    return assemble([dims, []], [resized(dims, results[0].shape)])
+
+
+@rule("slice")
+def slice_(x: Value, /, *, results: tuple[Value, ...], **_) -> Rule:
+    """Dimensions taken whole pass through, the others stay whole; a stride or an offset always shows in the size."""
+    dims = free_but(x.shape, [d for d, (n, m) in enumerate(zip(x.shape, results[0].shape, strict=True)) if n != m])
+    return assemble([dims], [resized(dims, results[0].shape)])
