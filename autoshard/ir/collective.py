@@ -1,0 +1,26 @@
+"""One collective of a program, predicted or found in a compiled module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+KINDS = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "collective_permute")
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """Data moved between the devices along some mesh axes.
+
+    Attributes:
+        kind: its HLO name in snake case, one of `KINDS`.
+        mesh_axes: the axes whose devices take part, in mesh order; ``("?",)`` where the groups fit no subset of axes.
+        bytes: the larger of operand and result on one device, in one execution.
+        count: how often it runs in one step, loop trips included.
+        source: the operation it serves, in words.
+    """
+
+    kind: str
+    mesh_axes: tuple[str, ...]
+    bytes: float
+    count: int = 1
+    source: str = ""
