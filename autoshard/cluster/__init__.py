@@ -1,0 +1,8 @@
+"""Clusters: devices with datasheet figures, and the links of each mesh axis."""
+
+from autoshard.cluster.catalogue import CATALOGUE, Entry
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.device import Device
+from autoshard.cluster.interconnect import Interconnect, Link, Span, join, place
+
+__all__ = ["CATALOGUE", "Cluster", "Device", "Entry", "Interconnect", "Link", "Span", "join", "place"]

@@ -1,0 +1,313 @@
+"""The devices autoshard knows, each figure with its source. A new device is one entry in `CATALOGUE`.
+
+Rates are dense datasheet peaks in one direction; what is an estimate says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoshard.cluster.device import Device
+from autoshard.cluster.interconnect import Interconnect
+
+T = 1e12
+G = 1e9
+GIB = 2.0**30
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A device, its wires, and the sizes it comes in.
+
+    Attributes:
+        device, interconnect: the figures.
+        jax_kinds: the names jax gives it (``Device.device_kind``).
+        topologies: the slices that exist; empty where any number does.
+        cube: larger slices have dimensions that are multiples of this, in rising order; 0 where there are none.
+        most: the most devices of a slice.
+        per_host: devices of a host.
+    """
+
+    device: Device
+    interconnect: Interconnect
+    jax_kinds: tuple[str, ...]
+    topologies: tuple[tuple[int, ...], ...] = ()
+    cube: int = 0
+    most: int = 0
+    per_host: int = 0
+
+
+SCALING_BOOK = "https://jax-ml.github.io/scaling-book/tpus"
+TPU_HOP_SECONDS = 1e-6  # about 1 us a hop: How to Scale Your Model, "Sharded Matrices and How to Multiply Them"
+TPU_LAUNCH_SECONDS = 1e-6  # estimate: one hop's worth of setting up
+TPU_KERNEL_SECONDS = 1e-6  # estimate: a scheduled fusion's fixed cost
+TPU_F64_SLOWDOWN = 50  # estimate: XLA emulates float64 on the vector unit with pairs of float32
+
+FLAT_SLICES = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))  # Cloud TPU docs, v5e and v6e: supported configurations
+SMALL_CUBES = ((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))  # Cloud TPU docs, v4 and v5p: slices below one 4x4x4 cube
+
+
+def _tpu(name: str, bf16: float, int8: float, vector: float, memory: float, bandwidth: float, tile: int, source: str) -> Device:
+    return Device(
+        name=name,
+        kind="tpu",
+        # float32 products are one bfloat16 pass at default precision (docs.jax.dev, "Matmul precision"); float8 is widened to bfloat16
+        flops_per_second=(
+            ("bf16", bf16), ("fp16", bf16), ("f32", bf16), ("f64", vector / TPU_F64_SLOWDOWN), ("int8", int8), ("fp8", bf16),
+        ),  # fmt: skip
+        vector_flops_per_second=vector,
+        memory_bytes=memory,
+        memory_bandwidth_bytes_per_second=bandwidth,
+        kernel_overhead_seconds=TPU_KERNEL_SECONDS,
+        matrix_tile=tile,
+        source=source,
+    )
+
+
+def _ici(bandwidth: float, wrap_multiple: int, wrap_whole: bool) -> Interconnect:
+    return Interconnect(
+        kind="torus",
+        bandwidth_bytes_per_second=bandwidth,
+        latency_seconds=TPU_HOP_SECONDS,
+        launch_seconds=TPU_LAUNCH_SECONDS,
+        wrap_multiple=wrap_multiple,
+        wrap_whole=wrap_whole,
+        source=SCALING_BOOK,
+    )
+
+
+V4 = Entry(
+    device=_tpu(
+        "v4",
+        bf16=275 * T,  # Cloud TPU docs, v4: 275 teraflops (bf16 or int8)
+        int8=275 * T,
+        vector=2 * 8 * 128 * 4 * 1.05 * G,  # 2 cores x (8 x 128) lanes x 4 units (scaling book, appendix A) x 1.05 GHz (from the peak)
+        memory=32 * GIB,  # Cloud TPU docs, v4: 32 GiB, 1200 GBps
+        bandwidth=1200 * G,
+        tile=128,  # 128 x 128 MXU
+        source="https://cloud.google.com/tpu/docs/v4",
+    ),
+    interconnect=_ici(45 * G, wrap_multiple=4, wrap_whole=True),  # scaling book, TPU specs: 4.5e10 B/s a link one way; 4x4x4 cubes wrap
+    jax_kinds=("TPU v4",),
+    topologies=SMALL_CUBES,
+    cube=4,
+    most=4096,  # Cloud TPU docs, v4: pod size
+)
+
+V5E = Entry(
+    device=_tpu(
+        "v5e",
+        bf16=197 * T,  # Cloud TPU docs, v5e: 197 TFLOPs bf16, 393 TOPs int8
+        int8=393 * T,
+        vector=8 * 128 * 4 * 1.5 * G,  # (8 x 128) lanes x 4 units (scaling book, appendix A) x 1.5 GHz (from the peak of 4 MXUs)
+        memory=16 * GIB,  # Cloud TPU docs, v5e: 16 GB, 819 GBps
+        bandwidth=819 * G,
+        tile=128,  # 128 x 128 MXU
+        source="https://cloud.google.com/tpu/docs/v5e",
+    ),
+    interconnect=_ici(45 * G, wrap_multiple=16, wrap_whole=False),  # scaling book, TPU specs: 4.5e10 B/s a link one way; axes of 16 wrap
+    jax_kinds=("TPU v5 lite", "TPU v5e"),
+    topologies=FLAT_SLICES,
+    most=256,
+)
+
+V5P = Entry(
+    device=_tpu(
+        "v5p",
+        bf16=459 * T,  # Cloud TPU docs, v5p: 459 TFLOPs bf16
+        int8=918 * T,  # scaling book, TPU specs: 9.18e14
+        vector=2 * 8 * 128 * 4 * 1.75 * G,  # 2 cores x (8 x 128) lanes x 4 units (scaling book, appendix A) x 1.75 GHz (from the peak)
+        memory=95 * GIB,  # Cloud TPU docs, v5p: 95 GiB, 2765 GBps
+        bandwidth=2765 * G,
+        tile=128,  # 128 x 128 MXU
+        source="https://cloud.google.com/tpu/docs/v5p",
+    ),
+    interconnect=_ici(90 * G, wrap_multiple=4, wrap_whole=True),  # scaling book, TPU specs: 9e10 B/s a link one way; 4x4x4 cubes wrap
+    jax_kinds=("TPU v5", "TPU v5p"),
+    topologies=SMALL_CUBES,
+    cube=4,
+    most=6144,  # Cloud TPU docs, v5p: the largest job is 96 cubes, 16x16x24
+)
+
+V6E = Entry(
+    device=_tpu(
+        "v6e",
+        bf16=918 * T,  # Cloud TPU docs, v6e: 918 TFLOPs bf16, 1836 TOPs int8
+        int8=1836 * T,
+        vector=8 * 128 * 4 * 1.75 * G,  # (8 x 128) lanes x 4 units, as v5e, x 1.75 GHz (from the peak)
+        memory=32 * GIB,  # Cloud TPU docs, v6e: 32 GB, 1640 GBps
+        bandwidth=1640 * G,
+        tile=256,  # 256 x 256 MXU (scaling book, TPUs)
+        source="https://cloud.google.com/tpu/docs/v6e",
+    ),
+    interconnect=_ici(90 * G, wrap_multiple=16, wrap_whole=False),  # scaling book, TPU specs: 9e10 B/s a link one way; axes of 16 wrap
+    jax_kinds=("TPU v6 lite", "TPU v6e"),
+    topologies=FLAT_SLICES,
+    most=256,
+)
+
+NCCL_STEP_SECONDS = 3.4e-6  # NCCL src/graph/tuning.cc, hwLatencies: NVLink, ring, Simple
+NCCL_NETWORK_STEP_SECONDS = 14e-6  # the same table: network, ring, Simple
+# vTrain (MICRO 2024) nccl-tests fits on A100: 40, 45 and 74 us on 2, 4 and 8 GPUs, less 2 (n - 1) steps of 3.4 us
+NCCL_LAUNCH_SECONDS = 26e-6
+# NCCL's author on H100: 450 GB/s is the line rate, 370 what is left after the protocol (NVIDIA/nccl-tests issue 212)
+NVLINK_EFFICIENCY = 370 / 450
+GPU_KERNEL_SECONDS = 3e-6  # estimate: a kernel's launch within a CUDA graph, and its tail
+GPU_TILE = 64  # rows of one Hopper wgmma instruction (PTX ISA); smaller blocks leave tensor cores idle
+
+
+def _gpu(
+    name: str, bf16: float, tf32: float, f64: float, int8: float, fp8: float, vector: float, memory: float, bandwidth: float, source: str
+) -> Device:
+    return Device(
+        name=name,
+        kind="gpu",
+        # float32 products use TF32 at default precision (docs.jax.dev, "Matmul precision")
+        flops_per_second=(("bf16", bf16), ("fp16", bf16), ("f32", tf32), ("f64", f64), ("int8", int8), ("fp8", fp8)),
+        vector_flops_per_second=vector,
+        memory_bytes=memory,
+        memory_bandwidth_bytes_per_second=bandwidth,
+        kernel_overhead_seconds=GPU_KERNEL_SECONDS,
+        matrix_tile=GPU_TILE,
+        source=source,
+    )
+
+
+def _nvlink(bandwidth: float, network: float, source: str) -> Interconnect:
+    return Interconnect(
+        kind="switch",
+        bandwidth_bytes_per_second=bandwidth,
+        latency_seconds=NCCL_STEP_SECONDS,
+        launch_seconds=NCCL_LAUNCH_SECONDS,
+        network_bandwidth_bytes_per_second=network,
+        network_latency_seconds=NCCL_NETWORK_STEP_SECONDS,
+        source=source,
+    )
+
+
+# A100: 300 GB/s one way (datasheet), of which nccl-tests reach 226-235 on 8 GPUs (vTrain's fit; NVIDIA/nccl-tests PERFORMANCE.md).
+# DGX A100 datasheet: eight 200 Gb/s HDR InfiniBand cards, one a GPU.
+A100_LINKS = _nvlink(230 * G, 25 * G, "NVIDIA A100 and DGX A100 datasheets; vTrain nccl-tests")
+A100_SOURCE = "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf"
+
+A100 = Entry(
+    device=_gpu(
+        "a100",
+        bf16=312 * T,  # NVIDIA A100 datasheet, dense tensor cores: 312 bf16, 156 TF32, 19.5 float64, 624 int8
+        tf32=156 * T,
+        f64=19.5 * T,
+        int8=624 * T,
+        fp8=312 * T,  # no float8 unit: widened to float16
+        vector=19.5 * T,  # float32 outside tensor cores
+        memory=80 * G,  # A100 80GB SXM: 80 GB, 2039 GB/s
+        bandwidth=2039 * G,
+        source=A100_SOURCE,
+    ),
+    interconnect=A100_LINKS,
+    jax_kinds=("NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM-80GB"),
+    per_host=8,
+)
+
+A100_40G = Entry(
+    device=_gpu(
+        "a100-40g",
+        bf16=312 * T,  # as the 80 GB model
+        tf32=156 * T,
+        f64=19.5 * T,
+        int8=624 * T,
+        fp8=312 * T,
+        vector=19.5 * T,
+        memory=40 * G,  # A100 40GB SXM: 40 GB, 1555 GB/s
+        bandwidth=1555 * G,
+        source=A100_SOURCE,
+    ),
+    interconnect=A100_LINKS,
+    jax_kinds=("NVIDIA A100-SXM4-40GB",),
+    per_host=8,
+)
+
+# H100 datasheet: NVLink 900 GB/s both ways. DGX H100 datasheet: eight 400 Gb/s NDR cards, one a GPU.
+HOPPER_LINKS = _nvlink(450 * G * NVLINK_EFFICIENCY, 50 * G, "NVIDIA H100 and DGX H100 datasheets; NVIDIA/nccl-tests issue 212")
+
+H100 = Entry(
+    device=_gpu(
+        "h100",
+        bf16=989 * T,  # NVIDIA H100 SXM datasheet, tensor cores without sparsity: 989 bf16, 495 TF32, 67 float64, 1979 int8 and fp8
+        tf32=495 * T,
+        f64=67 * T,
+        int8=1979 * T,
+        fp8=1979 * T,
+        vector=67 * T,  # float32 outside tensor cores
+        memory=80 * G,  # 80 GB, 3.35 TB/s
+        bandwidth=3350 * G,
+        source="https://www.nvidia.com/en-us/data-center/h100/",
+    ),
+    interconnect=HOPPER_LINKS,
+    jax_kinds=("NVIDIA H100 80GB HBM3",),
+    per_host=8,
+)
+
+H200 = Entry(
+    device=_gpu(
+        "h200",
+        bf16=989 * T,  # NVIDIA H200 SXM datasheet: compute as H100
+        tf32=495 * T,
+        f64=67 * T,
+        int8=1979 * T,
+        fp8=1979 * T,
+        vector=67 * T,
+        memory=141 * G,  # 141 GB, 4.8 TB/s
+        bandwidth=4800 * G,
+        source="https://www.nvidia.com/en-us/data-center/h200/",
+    ),
+    interconnect=HOPPER_LINKS,
+    jax_kinds=("NVIDIA H200",),
+    per_host=8,
+)
+
+B200 = Entry(
+    device=_gpu(
+        "b200",
+        bf16=2250 * T,  # NVIDIA Blackwell datasheet, HGX B200, dense: 2.25 PF bf16, 1.1 TF32, 4.5 int8 and fp8, 37 TF float64
+        tf32=1100 * T,
+        f64=37 * T,
+        int8=4500 * T,
+        fp8=4500 * T,
+        vector=75 * T,  # float32 outside tensor cores
+        memory=180 * G,  # DGX B200 datasheet: 1,440 GB in 8 GPUs; 8 TB/s each
+        bandwidth=8000 * G,
+        source="https://www.nvidia.com/en-us/data-center/dgx-b200/",
+    ),
+    # NVLink 5: 1.8 TB/s both ways, Hopper's efficiency assumed; DGX B200 datasheet: eight 400 Gb/s cards
+    interconnect=_nvlink(900 * G * NVLINK_EFFICIENCY, 50 * G, "NVIDIA DGX B200 datasheet"),
+    jax_kinds=("NVIDIA B200",),
+    per_host=8,
+)
+
+CPU_SOURCE = "measured with jax 0.10 on 2 cores of an AMD EPYC that ran 8 virtual devices at once; figures are for one of the 8"
+
+CPU = Entry(
+    device=Device(
+        name="cpu",
+        kind="cpu",
+        # 512 x 512 products on all devices at once: 24 (float32), 23 (bfloat16), 12 (float64) Gflop/s each; the rest follows float32
+        flops_per_second=(("bf16", 23 * G), ("fp16", 23 * G), ("f32", 24 * G), ("f64", 12 * G), ("int8", 24 * G), ("fp8", 23 * G)),
+        vector_flops_per_second=1 * G,  # between x * 2 + 1 (0.9 G flops/s, memory-bound) and tanh (0.3 G elements/s of some 20 flops)
+        memory_bytes=8 * GIB,  # convention: a host of 8 virtual devices has 64 GiB
+        memory_bandwidth_bytes_per_second=3.5 * G,  # x * 2 + 1 on 8 MiB a device
+        kernel_overhead_seconds=5e-6,  # 35 us to dispatch one kernel to all 8, on 2 cores
+        matrix_tile=1,
+        source=CPU_SOURCE,
+    ),
+    interconnect=Interconnect(
+        kind="host",
+        # collectives of 16 MiB: all_reduce 3.3, permute 1.9, reduce_scatter 1.1, all_to_all 0.6, all_gather 0.5 GB/s; 1.5 between them
+        bandwidth_bytes_per_second=1.5 * G,
+        latency_seconds=5e-6,
+        launch_seconds=100e-6,  # a small all_reduce takes 140 us: launch and 7 steps
+        source=CPU_SOURCE,
+    ),
+    jax_kinds=("cpu",),
+)
+
+CATALOGUE: dict[str, Entry] = {entry.device.name: entry for entry in (V4, V5E, V5P, V6E, A100, A100_40G, H100, H200, B200, CPU)}

@@ -1,0 +1,262 @@
+"""A cluster: one kind of device, how many, and how they are wired."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from autoshard.cluster.catalogue import CATALOGUE, Entry
+from autoshard.cluster.device import Device
+from autoshard.cluster.interconnect import Interconnect, Link, place
+from autoshard.errors import ClusterError
+from autoshard.ir import Mesh
+
+# What a program cannot have. TPU: the runtime keeps about 2 % (15.75 of v5e's 16 GiB are offered), the rest is room for
+# fragmentation. GPU: jax allocates three quarters of the memory unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise (docs.jax.dev,
+# "GPU memory allocation").
+MEMORY_FRACTION = {"tpu": 0.95, "gpu": 0.75, "cpu": 1.0}
+
+EXAMPLES = "'v5e:4x4' (a TPU slice), 'h100:8x4' (8 GPUs on each of 4 hosts) or 'cpu:8'"
+_TEXT = re.compile(r"([a-z0-9-]+):(\d{1,6}(?:x\d{1,6})*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Devices and links.
+
+    Attributes:
+        name: its short form, ``v5e:4x4``.
+        device: what every device is.
+        topology: the sizes of a TPU slice; GPUs per host and hosts; or the number of host devices.
+        interconnect: the wires.
+        memory_limit_bytes: what a program may use of a device's memory.
+        overlap: whether collectives run while the device computes.
+
+    >>> cluster = Cluster.parse("h100:8x4")
+    >>> cluster.n_devices, cluster.device.name
+    (32, 'h100')
+    """
+
+    name: str
+    device: Device
+    topology: tuple[int, ...]
+    interconnect: Interconnect
+    memory_limit_bytes: int
+    overlap: bool
+
+    def __post_init__(self):
+        if not self.topology or any(size < 1 for size in self.topology):
+            raise ClusterError(f"a cluster's topology is a list of positive sizes, got {self.topology} for {self.name!r}.")
+        if self.memory_limit_bytes <= 0:
+            raise ClusterError(f"memory_limit_bytes of cluster {self.name!r} is positive, got {self.memory_limit_bytes}.")
+        wires = self.interconnect
+        if wires.kind == "switch" and (len(self.topology) > 2 or (self._hosts > 1 and not wires.network_bandwidth_bytes_per_second)):
+            raise ClusterError(
+                f"a cluster of hosts has the topology (devices per host, hosts), and with several hosts a positive "
+                f"network_bandwidth_bytes_per_second; got {self.topology} and {wires.network_bandwidth_bytes_per_second} for {self.name!r}."
+            )
+        if wires.kind == "host" and len(self.topology) > 1:
+            raise ClusterError(f"the topology of devices in one host is one number, got {self.topology} for {self.name!r}.")
+
+    @classmethod
+    def parse(cls, text: str) -> Cluster:
+        """The cluster of its short form; `name` is the inverse.
+
+        Raises:
+            ClusterError: an unknown device, or a topology it does not come in.
+        """
+        match = _TEXT.fullmatch(text.strip().lower()) if isinstance(text, str) else None
+        if match is None:
+            raise ClusterError(f"a cluster reads {EXAMPLES}, got {text!r}. Known devices: {', '.join(CATALOGUE)}.")
+        entry = CATALOGUE.get(match[1])
+        if entry is None:
+            raise ClusterError(
+                f"there is no device {match[1]!r} in the catalogue, got {text!r}. "
+                f"Use one of {', '.join(CATALOGUE)}, or describe the cluster in a file for Cluster.load."
+            )
+        topology = tuple(int(size) for size in match[2].split("x"))
+        _check_topology(entry, topology, text)
+        return cls(
+            name=f"{entry.device.name}:{'x'.join(map(str, topology))}",
+            device=entry.device,
+            topology=topology,
+            interconnect=entry.interconnect,
+            memory_limit_bytes=int(entry.device.memory_bytes * MEMORY_FRACTION[entry.device.kind]),
+            overlap=entry.device.kind != "cpu",  # XLA:CPU runs a collective and the ops around it one after the other
+        )
+
+    @classmethod
+    def local(cls) -> Cluster:
+        """The cluster of this process's jax devices, with the catalogue's figures; each process counts as one host.
+
+        Raises:
+            ClusterError: a device the catalogue does not have.
+        """
+        import jax  # delayed: this is the only use of jax here, and describing a cluster must not need or start it
+
+        devices = jax.devices()
+        kind = "cpu" if devices[0].platform == "cpu" else devices[0].device_kind
+        entry = next((entry for entry in CATALOGUE.values() if kind in entry.jax_kinds), None)
+        if entry is None:
+            known = ", ".join(name for entry in CATALOGUE.values() for name in entry.jax_kinds)
+            raise ClusterError(
+                f"the catalogue does not have this machine's {len(devices)} devices of kind {kind!r} (it has {known}). "
+                "Write their figures to a file and use Cluster.load."
+            )
+        return cls.parse(f"{entry.device.name}:{'x'.join(map(str, _local_topology(entry, devices)))}")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Cluster:
+        """The cluster of a TOML file: everything `save` writes, or ``cluster = "h100:8x4"`` and what differs from it.
+
+        Raises:
+            ClusterError: the file cannot be read, or a field is missing, unknown or of the wrong type.
+        """
+        try:
+            data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ClusterError(f"a cluster file is TOML; {str(path)!r} cannot be read: {error}.") from error
+        base = data.pop("cluster", None)
+        if base is not None:
+            data = _merge(cls.parse(base).to_dict(), data)
+        return cls.from_dict(data)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the TOML file that `load` reads."""
+        data = self.to_dict()
+        tables: list[tuple[str, dict[str, Any]]] = [("", {k: v for k, v in data.items() if not isinstance(v, dict)})]
+        for name in ("device", "interconnect"):
+            tables.append((name, {k: v for k, v in data[name].items() if not isinstance(v, dict)}))
+            tables.extend((f"{name}.{k}", v) for k, v in data[name].items() if isinstance(v, dict))
+        # JSON's strings, numbers, booleans and lists are TOML's, if the strings stay ASCII
+        blocks = [
+            "".join([f"[{title}]\n" if title else "", *(f"{key} = {json.dumps(value)}\n" for key, value in table.items())])
+            for title, table in tables
+        ]
+        Path(path).write_text("\n".join(blocks), encoding="utf-8")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The cluster as plain JSON values, in a fixed order."""
+        device = {f.name: getattr(self.device, f.name) for f in fields(Device)}
+        device["flops_per_second"] = dict(self.device.flops_per_second)
+        return {
+            "name": self.name,
+            "topology": list(self.topology),
+            "memory_limit_bytes": self.memory_limit_bytes,
+            "overlap": self.overlap,
+            "device": device,
+            "interconnect": {f.name: getattr(self.interconnect, f.name) for f in fields(Interconnect)},
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Cluster:
+        """The cluster of its dict; the inverse of `to_dict`.
+
+        Raises:
+            ClusterError: a field is missing, unknown or of the wrong type.
+        """
+        return _record(cls, data, "the cluster")
+
+    @property
+    def n_devices(self) -> int:
+        return math.prod(self.topology)
+
+    @property
+    def _hosts(self) -> int:
+        return self.topology[1] if len(self.topology) == 2 else 1
+
+    def links(self, mesh: Mesh) -> tuple[Link, ...]:
+        """What each axis of a mesh gets of the wires, in mesh order; see `place`.
+
+        Raises:
+            ClusterError: the mesh does not cover the devices.
+        """
+        if mesh.size != self.n_devices:
+            raise ClusterError(
+                f"a mesh covers all devices: {self.name} has {self.n_devices}, the mesh {mesh or '()'} has {mesh.size}. "
+                f"Use axis sizes whose product is {self.n_devices}."
+            )
+        outermost_first = tuple(reversed(self.topology)) if self.interconnect.kind == "switch" else self.topology
+        return place(self.interconnect, outermost_first, mesh.sizes)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _check_topology(entry: Entry, topology: tuple[int, ...], text: str) -> None:
+    name = entry.device.name
+    if min(topology) < 1:
+        raise ClusterError(f"every size of a topology is at least 1, got {text!r}.")
+    if entry.topologies:
+        large = entry.cube and all(size % entry.cube == 0 for size in topology) and len(topology) == len(entry.topologies[0])
+        if topology in entry.topologies or (large and list(topology) == sorted(topology) and math.prod(topology) <= entry.most):
+            return
+        allowed = ", ".join("x".join(map(str, each)) for each in entry.topologies)
+        larger = f", or three rising multiples of {entry.cube} with a product up to {entry.most}" if entry.cube else ""
+        raise ClusterError(f"a {name} slice is {allowed}{larger}; got {text!r}. Use one of those.")
+    if entry.per_host:
+        if len(topology) > 2 or topology[0] > entry.per_host:
+            raise ClusterError(
+                f"{name} clusters read '{name}:<GPUs per host>x<hosts>' with at most {entry.per_host} GPUs a host, got {text!r}. "
+                f"Use '{name}:{entry.per_host}x4' for {entry.per_host * 4} GPUs on 4 hosts, say."
+            )
+    elif len(topology) > 1:
+        raise ClusterError(f"{name} clusters read '{name}:<devices>', got {text!r}. Use '{name}:{math.prod(topology)}'.")
+
+
+def _local_topology(entry: Entry, devices: list[Any]) -> tuple[int, ...]:
+    if entry.topologies:
+        corners = [(min(place), max(place)) for place in zip(*(device.coords for device in devices), strict=True)]
+        sizes = [high - low + 1 for low, high in corners][: len(entry.topologies[0])]
+        written = tuple(size for size in entry.topologies if sorted(size) == sorted(sizes))
+        return written[0] if written else tuple(sorted(sizes))
+    hosts = len({device.process_index for device in devices}) if entry.per_host else 1
+    return (len(devices) // hosts, hosts) if hosts > 1 else (len(devices),)
+
+
+def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, Mapping) and isinstance(base.get(key), dict)
+        merged[key] = _merge(base[key], value) if both else value
+    return merged
+
+
+def _record(cls: type, data: Any, what: str) -> Any:
+    """A record of its dict, checked field by field against the annotations."""
+    if not isinstance(data, Mapping):
+        raise ClusterError(f"{what} is a table of fields, got {data!r}.")
+    wanted = {f.name: str(f.type) for f in fields(cls)}
+    if set(data) != set(wanted):
+        missing, unknown = sorted(set(wanted) - set(data)), sorted(map(str, set(data) - set(wanted)))
+        raise ClusterError(f"{what} has the fields {', '.join(wanted)}; missing: {missing}, unknown: {unknown}. Add or remove those.")
+    return cls(**{name: _field(kind, data[name], f"{name} of {what}") for name, kind in wanted.items()})
+
+
+def _field(kind: str, value: Any, what: str) -> Any:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 2**63  # false of nan as well
+    match kind:
+        case "Device":
+            return _record(Device, value, "the device")
+        case "Interconnect":
+            return _record(Interconnect, value, "the interconnect")
+        case "str" if isinstance(value, str):
+            return value
+        case "bool" if isinstance(value, bool):
+            return value
+        case "float" if number:
+            return float(value)
+        case "int" if number and int(value) == value:
+            return int(value)
+        case "tuple[int, ...]" if isinstance(value, (list, tuple)) and value:
+            return tuple(_field("int", size, what) for size in value)
+        case "tuple[tuple[str, float], ...]" if isinstance(value, Mapping):
+            return tuple((str(name), _field("float", rate, what)) for name, rate in value.items())
+    wanted = {"str": "text", "bool": "true or false", "float": "a number", "int": "a whole number", "tuple[int, ...]": "a list of sizes"}
+    raise ClusterError(f"{what} is {wanted.get(kind, 'a table of numbers')}, got {value!r}.")

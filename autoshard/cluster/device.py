@@ -1,0 +1,69 @@
+"""One accelerator: what it computes, how much it holds, how fast it reads its memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoshard.errors import ClusterError
+
+KINDS = ("tpu", "gpu", "cpu")
+DTYPE_CLASSES = ("bf16", "fp16", "f32", "f64", "int8", "fp8")
+
+_CLASS_OF = {"bfloat16": "bf16", "float16": "fp16", "float32": "f32", "float64": "f64", "complex64": "f32", "complex128": "f64"}
+_COMPLEX_WORK = 4  # real multiply-adds in one complex multiply-add
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """An accelerator's figures.
+
+    Attributes:
+        name: as in the catalogue, ``v5e``.
+        kind: ``tpu``, ``gpu`` or ``cpu``.
+        flops_per_second: dense peak of the matrix unit, as pairs (dtype class, rate). ``f32`` is what a float32 product does at
+            JAX's default precision: one bfloat16 pass on a TPU, TF32 on a GPU.
+        vector_flops_per_second: float32 peak of everything else.
+        memory_bytes: its memory.
+        memory_bandwidth_bytes_per_second: peak rate of that memory.
+        kernel_overhead_seconds: fixed cost of one compiled kernel.
+        matrix_tile: a matrix product's sides are padded to multiples of this.
+        source: where the figures come from.
+    """
+
+    name: str
+    kind: str
+    flops_per_second: tuple[tuple[str, float], ...]
+    vector_flops_per_second: float
+    memory_bytes: float
+    memory_bandwidth_bytes_per_second: float
+    kernel_overhead_seconds: float
+    matrix_tile: int
+    source: str
+
+    def __post_init__(self):
+        if self.kind not in KINDS:
+            raise ClusterError(f"a device's kind is one of {KINDS}, got {self.kind!r} for {self.name!r}.")
+        unknown = [name for name, _ in self.flops_per_second if name not in DTYPE_CLASSES]
+        if unknown or "f32" not in dict(self.flops_per_second):
+            raise ClusterError(
+                f"flops_per_second of device {self.name!r} gives a rate for 'f32' and for any of {DTYPE_CLASSES}, "
+                f"got {self.flops_per_second}."
+            )
+        rates = (*(rate for _, rate in self.flops_per_second), self.vector_flops_per_second, self.memory_bandwidth_bytes_per_second)
+        if any(rate <= 0 for rate in rates) or self.memory_bytes <= 0 or self.kernel_overhead_seconds < 0 or self.matrix_tile < 1:
+            raise ClusterError(f"rates, memory and tile of device {self.name!r} are positive, got {self}.")
+
+    def matrix_rate(self, dtype: str) -> float:
+        """Flops per second of matrix products of a dtype (``float32``); the vector rate where the matrix unit does not know it."""
+        rates = dict(self.flops_per_second)
+        name = "fp8" if dtype.startswith("float8") else "int8" if dtype in ("int8", "uint8", "int4", "uint4") else _CLASS_OF.get(dtype, "")
+        if name not in rates:
+            return self.vector_rate(dtype)
+        return rates[name] / (_COMPLEX_WORK if dtype.startswith("complex") else 1)
+
+    def vector_rate(self, dtype: str) -> float:
+        """Flops per second of elementwise work of a dtype; float64 never runs faster than its matrix products."""
+        rate = self.vector_flops_per_second
+        if _CLASS_OF.get(dtype) == "f64":
+            rate = min(rate, dict(self.flops_per_second).get("f64", rate))
+        return rate / (_COMPLEX_WORK if dtype.startswith("complex") else 1)

@@ -1,0 +1,230 @@
+"""How devices are wired, and what a mesh axis gets of the wires.
+
+A mesh is laid row-major over the physical topology, first axis outermost, so each axis becomes one or more *spans*: strides
+through physical dimensions. Several axes that take part in one collective join their spans, and spans that are neighbours in one
+dimension melt into one; so a collective over all axes of a 4 x 4 mesh costs what it costs over one axis of 16.
+
+*Torus.* A span of stride 1 has its links to itself; one of stride s shares each link with s - 1 interleaved groups. A span that
+closes a ring sends both ways round. Spans in different dimensions carry parts of the data at once, their bandwidths add up (Austin et
+al., How to Scale Your Model, "Sharded Matrices and How to Multiply Them"); spans apart in one dimension take turns.
+
+*Switch.* Devices of a host reach each other at full rate, whatever the stride; between hosts each device has a network card of its
+own. A collective that spans both is pipelined through them, the slower part decides.
+
+*Host.* Virtual devices copy through shared memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autoshard.errors import ClusterError
+
+WIRINGS = ("torus", "switch", "host")
+
+
+@dataclass(frozen=True, slots=True)
+class Interconnect:
+    """The wires between devices.
+
+    Attributes:
+        kind: ``torus``, ``switch`` or ``host``.
+        bandwidth_bytes_per_second: one way; of one link of a torus, of one device into a switch or shared memory.
+        latency_seconds: one hop or one step of a ring.
+        launch_seconds: fixed cost of starting a collective.
+        wrap_multiple: a torus dimension closes to a ring where its size is a multiple of this; 0 never.
+        wrap_whole: whether rings close only where every dimension of the slice is such a multiple.
+        network_bandwidth_bytes_per_second: one way, per device, between hosts of a ``switch``.
+        network_latency_seconds: one step between hosts.
+        source: where the figures come from.
+    """
+
+    kind: str
+    bandwidth_bytes_per_second: float
+    latency_seconds: float
+    launch_seconds: float
+    wrap_multiple: int = 0
+    wrap_whole: bool = False
+    network_bandwidth_bytes_per_second: float = 0.0
+    network_latency_seconds: float = 0.0
+    source: str = ""
+
+    def __post_init__(self):
+        if self.kind not in WIRINGS:
+            raise ClusterError(f"an interconnect's kind is one of {WIRINGS}, got {self.kind!r}.")
+        if self.bandwidth_bytes_per_second <= 0 or min(self.latency_seconds, self.launch_seconds, self.network_latency_seconds) < 0:
+            raise ClusterError(f"an interconnect's bandwidth is positive and its latencies are not negative, got {self}.")
+        if self.network_bandwidth_bytes_per_second < 0 or self.wrap_multiple < 0:
+            raise ClusterError(f"an interconnect's network bandwidth and wrap multiple are not negative, got {self}.")
+
+    def rings(self, topology: Sequence[int]) -> tuple[bool, ...]:
+        """Per physical dimension whether its ends are connected."""
+        closed = tuple(self.wrap_multiple > 0 and size > 1 and size % self.wrap_multiple == 0 for size in topology)
+        return tuple(all(closed) for _ in closed) if self.wrap_whole else closed
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """``extent`` devices of a physical dimension, ``stride`` apart.
+
+    Attributes:
+        dim: the physical dimension, counted from the outermost.
+        ring: whether the span closes a ring.
+        straddles: whether it cuts across physical dimensions that the mesh does not divide.
+    """
+
+    dim: int
+    extent: int
+    stride: int
+    ring: bool = False
+    straddles: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What a collective over one mesh axis (or several, joined) runs on.
+
+    Attributes:
+        interconnect: the wires.
+        spans: the strides through physical dimensions; none where one device talks to itself.
+        length: per physical dimension its size, and whether it is a ring.
+    """
+
+    interconnect: Interconnect
+    spans: tuple[Span, ...]
+    length: tuple[tuple[int, bool], ...]
+
+    @property
+    def size(self) -> int:
+        """The number of devices that take part."""
+        return math.prod(span.extent for span in self.spans)
+
+    @property
+    def wrap(self) -> bool:
+        """Whether every span closes a ring."""
+        return bool(self.spans) and all(span.ring for span in self.spans)
+
+    @property
+    def kind(self) -> str:
+        """``torus`` (rings), ``torus_line``, ``switch``, ``network`` (leaves the host) or ``host``."""
+        if self.interconnect.kind == "torus":
+            return "torus" if self.wrap else "torus_line"
+        if self.interconnect.kind == "switch":
+            return "network" if self._hosts > 1 else "switch"
+        return "host"
+
+    @property
+    def launch_seconds(self) -> float:
+        """The fixed cost of a collective."""
+        return self.interconnect.launch_seconds
+
+    @property
+    def latency_seconds(self) -> float:
+        """The sum of all steps' latencies in one pass (an all_gather, say)."""
+        wires = self.interconnect
+        if wires.kind == "torus":
+            return wires.latency_seconds * sum(s.stride * (s.extent // 2 if s.ring else s.extent - 1) for s in self.spans)
+        hosts = self._hosts
+        return wires.latency_seconds * (self.size // hosts - 1) + wires.network_latency_seconds * (hosts - 1)
+
+    @property
+    def bandwidth_bytes_per_second(self) -> float:
+        """Bandwidth of a ring: an all_gather to ``b`` bytes on ``n`` devices moves ``(n - 1) / n * b`` at this rate."""
+        wires = self.interconnect
+        if wires.kind == "torus":
+            dims = sorted({span.dim for span in self.spans})
+            return sum(self._dim_bandwidth([s for s in self.spans if s.dim == dim]) for dim in dims) or wires.bandwidth_bytes_per_second
+        hosts, size = self._hosts, self.size
+        if hosts == 1:
+            return wires.bandwidth_bytes_per_second
+        network = wires.network_bandwidth_bytes_per_second * (size // hosts) * ((size - 1) / size) / ((hosts - 1) / hosts)
+        return min(network, wires.bandwidth_bytes_per_second) if size > hosts else network
+
+    @property
+    def exchange_bandwidth_bytes_per_second(self) -> float:
+        """Bytes of a device's operand over the time of an all_to_all.
+
+        A ring of n and bandwidth w moves b bytes a device in ``n * b / (4 w)``: half of everything crosses its middle.
+        """
+        wires = self.interconnect
+        if wires.kind == "torus":
+            return min((4 * self._span_bandwidth(s) / s.extent for s in self.spans), default=wires.bandwidth_bytes_per_second)
+        hosts, size = self._hosts, self.size
+        inside = (size // hosts - 1) / size / wires.bandwidth_bytes_per_second
+        outside = (hosts - 1) / hosts / wires.network_bandwidth_bytes_per_second if hosts > 1 else 0.0
+        return 1 / max(inside, outside) if size > 1 else wires.bandwidth_bytes_per_second
+
+    @property
+    def shift_bandwidth_bytes_per_second(self) -> float:
+        """Bytes over the time of a collective_permute to the next device."""
+        wires = self.interconnect
+        if wires.kind == "torus":
+            return min((self._span_bandwidth(s) / (2 if s.ring else 1) for s in self.spans), default=wires.bandwidth_bytes_per_second)
+        return wires.network_bandwidth_bytes_per_second if self._hosts > 1 else wires.bandwidth_bytes_per_second
+
+    @property
+    def _hosts(self) -> int:
+        if self.interconnect.kind != "switch" or len(self.length) == 1:
+            return 1
+        return math.prod(span.extent for span in self.spans if span.dim == 0)
+
+    def _span_bandwidth(self, span: Span) -> float:
+        share = span.stride * (2 if span.straddles else 1)
+        return self.interconnect.bandwidth_bytes_per_second * (2 if span.ring else 1) / share
+
+    def _dim_bandwidth(self, spans: list[Span]) -> float:
+        """Of spans in one dimension that take turns, the fastest while the data is largest."""
+        seconds, part = 0.0, 1.0
+        for span in sorted(spans, key=self._span_bandwidth, reverse=True):
+            seconds += part * (span.extent - 1) / span.extent / self._span_bandwidth(span)
+            part /= span.extent
+        return (1 - part) / seconds
+
+
+def join(links: Sequence[Link]) -> Link:
+    """The link of a collective over several mesh axes at once."""
+    first = links[0]
+    spans = sorted((span for link in links for span in link.spans), key=lambda s: (s.dim, s.stride))
+    joined: list[Span] = []
+    for span in spans:
+        last = joined[-1] if joined else None
+        if last is not None and last.dim == span.dim and last.stride * last.extent == span.stride:
+            extent = last.extent * span.extent
+            ring = first.length[span.dim] == (extent * last.stride, True) and not (span.straddles or last.straddles)
+            joined[-1] = Span(span.dim, extent, last.stride, ring, span.straddles or last.straddles)
+        else:
+            joined.append(span)
+    return Link(first.interconnect, tuple(joined), first.length)
+
+
+def place(interconnect: Interconnect, topology: Sequence[int], sizes: Sequence[int]) -> tuple[Link, ...]:
+    """One link per mesh axis, for a mesh laid row-major over the physical topology, both outermost first.
+
+    Where an axis does not divide the dimension it reaches, that dimension and the next one count as one, at half the bandwidth.
+    """
+    rings = interconnect.rings(topology)
+    length = tuple(zip(topology, rings, strict=True))
+    remaining, taken, straddles = list(topology), [1] * len(topology), [False] * len(topology)
+    dim = len(topology) - 1
+    links = []
+    for size in reversed(sizes):
+        spans = []
+        while size > 1:
+            if remaining[dim] == 1:
+                dim -= 1
+                continue
+            extent = math.gcd(size, remaining[dim])
+            if extent == 1:
+                remaining[dim - 1] *= remaining[dim]
+                straddles[dim - 1] = True
+                dim -= 1
+                continue
+            ring = rings[dim] and not straddles[dim] and extent * taken[dim] == topology[dim]
+            spans.append(Span(dim, extent, taken[dim], ring, straddles[dim]))
+            remaining[dim] //= extent
+            taken[dim] *= extent
+            size //= extent
+        links.append(join([Link(interconnect, tuple(spans), length)]))
+    return tuple(reversed(links))

@@ -1,0 +1,222 @@
+"""Work of an op, and the seconds a device needs for it: the roofline.
+
+*Work.* Floating point operations of one execution of the whole, unsharded op: two for a multiply-add, one for an element of an
+elementwise op whatever its function, one for each operand element of a reduction. Ops that only move data have none; their bytes
+count.
+
+*Roofline.* The slower of arithmetic and memory, and a kernel's fixed cost (Williams, Waterman and Patterson, Roofline, CACM 2009).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.cluster import Device
+from autoshard.ir import Op, Rule, Value
+
+MATRIX = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot"})
+
+MOVES_NOTHING = frozenset({
+    "bitcast_convert_type", "broadcast_in_dim", "copy_p", "create_token", "empty", "expand_dims", "iota", "name", "optimization_barrier",
+    "random_unwrap", "random_wrap", "reshape", "sharding_constraint", "squeeze", "stop_gradient",
+})  # fmt: skip
+"""Primitives that cost nothing: views of their operand, and what compilers make where it is read."""
+
+_NO_WORK = MOVES_NOTHING | {
+    "concatenate", "convert_element_type", "copy", "dynamic_slice", "dynamic_update_slice", "gather", "pad", "rev", "scatter", "slice",
+    "split", "transpose", "tile",
+}  # fmt: skip
+
+ROWS = 8  # operands stream past a matrix unit in blocks of 8 rows: TPU sublanes (scaling book, TPUs), and an NVIDIA mma's n (PTX ISA)
+THREEFRY_FLOPS = 40  # 20 rounds of add, rotate (3) and xor make two words: Salmon et al., SC 2011, section 4
+
+
+def is_matrix(primitive: str) -> bool:
+    """Whether the primitive runs on the matrix unit."""
+    return primitive in MATRIX
+
+
+def op_flops(op: Op, rule: Rule | None, values: Sequence[Value]) -> float:
+    """Floating point operations of one execution of the whole op; 0.0 for control flow, whose bodies count themselves.
+
+    Args:
+        rule: the op's rule; what no formula covers counts one for each point of its iteration space, if it has one.
+        values: the program's values, by number.
+    """
+    if op.bodies or op.primitive in _NO_WORK:
+        return 0.0
+    operands = tuple(values[value] for value in op.operands)
+    results = tuple(values[value] for value in op.results)
+    work = _WORK.get(op.primitive)
+    if work is None and op.primitive.startswith("reduce_") and not op.primitive.startswith("reduce_precision"):
+        work = _operand_elements
+    if work is not None:
+        return float(work(op, operands, results))
+    largest = max((value.size for value in results), default=0)
+    if rule is None or not any(factor.kind == "reduction" for factor in rule.factors):
+        return float(largest)
+    return float(max(largest, math.prod(factor.size for factor in rule.factors)))
+
+
+Values = tuple[Value, ...]
+
+
+def _operand_elements(op: Op, operands: Values, results: Values) -> float:
+    return operands[0].size
+
+
+def _dot(op: Op, operands: Values, results: Values) -> float:
+    (contracted, _), _ = op.params["dimension_numbers"]
+    return 2 * results[0].size * math.prod(operands[0].shape[dim] for dim in contracted)
+
+
+def _ragged_dot(op: Op, operands: Values, results: Values) -> float:
+    """As if groups were of equal size; where the ragged dimension is contracted, each group contracts its share."""
+    numbers = op.params["ragged_dot_dimension_numbers"]
+    (contracted, _), _ = numbers.dot_dimension_numbers
+    work = 2 * results[0].size * math.prod(operands[0].shape[dim] for dim in contracted)
+    groups = operands[2].shape[-1]
+    return work / groups if set(numbers.lhs_ragged_dimensions) & set(contracted) and groups else work
+
+
+def _convolution(op: Op, operands: Values, results: Values) -> float:
+    """The kernel's input channels are those of one feature group already."""
+    _, channels, *window = op.params["dimension_numbers"].rhs_spec
+    kernel = operands[1].shape
+    return 2 * results[0].size * kernel[channels] * math.prod(kernel[dim] for dim in window)
+
+
+def _window(op: Op, operands: Values, results: Values) -> float:
+    return results[0].size * math.prod(op.params["window_dimensions"])
+
+
+def _scatter_window(op: Op, operands: Values, results: Values) -> float:
+    return operands[0].size * math.prod(op.params["window_dimensions"])
+
+
+def _scattered(op: Op, operands: Values, results: Values) -> float:
+    return operands[2].size
+
+
+def _sort(op: Op, operands: Values, results: Values) -> float:
+    length = operands[0].shape[op.params["dimension"]]
+    return operands[0].size * max(math.log2(max(length, 2)), 1.0)
+
+
+def _top_k(op: Op, operands: Values, results: Values) -> float:
+    """A heap of the k best."""
+    return operands[0].size * max(math.log2(max(op.params["k"], 2)), 1.0)
+
+
+def _fft(op: Op, operands: Values, results: Values) -> float:
+    """5 n log2 n a complex transform (Cooley and Tukey, radix 2), half of that for a real one."""
+    lengths = op.params["fft_lengths"]
+    points = math.prod(lengths)
+    batch = max(operands[0].size, results[0].size) / max(points, 1)
+    real = not (operands[0].dtype.startswith("complex") and results[0].dtype.startswith("complex"))
+    return batch * 5 * points * math.log2(max(points, 2)) * (0.5 if real else 1.0)
+
+
+def _matrices(value: Value) -> tuple[int, int, int]:
+    """Number, rows and columns of a stack of matrices."""
+    *batch, rows, columns = value.shape
+    return math.prod(batch), rows, columns
+
+
+def _factorisation(cubic: float) -> Callable[[Op, Values, Values], float]:
+    """Work of ``cubic * n**3``-like algorithms: ``cubic * max * min**2`` on rectangles (Golub and Van Loan, Matrix Computations)."""
+
+    def work(op: Op, operands: Values, results: Values) -> float:
+        batch, rows, columns = _matrices(operands[0])
+        return cubic * batch * max(rows, columns) * min(rows, columns) ** 2
+
+    return work
+
+
+def _triangular_solve(op: Op, operands: Values, results: Values) -> float:
+    return operands[1].size * operands[0].shape[-1]
+
+
+def _random_bits(op: Op, operands: Values, results: Values) -> float:
+    return THREEFRY_FLOPS * results[0].size
+
+
+_WORK: dict[str, Callable[[Op, Values, Values], float]] = {
+    "dot_general": _dot,
+    "ragged_dot_general": _ragged_dot,
+    "conv_general_dilated": _convolution,
+    "reduce_window": _window,
+    "reduce_window_sum": _window,
+    "reduce_window_max": _window,
+    "reduce_window_min": _window,
+    "select_and_scatter_add": _scatter_window,
+    "select_and_scatter": _scatter_window,
+    "select_and_gather_add": _window,
+    "scatter-add": _scattered,
+    "scatter_add": _scattered,
+    "scatter_sub": _scattered,
+    "scatter_mul": _scattered,
+    "scatter_min": _scattered,
+    "scatter_max": _scattered,
+    "argmax": _operand_elements,
+    "argmin": _operand_elements,
+    "sort": _sort,
+    "top_k": _top_k,
+    "approx_top_k": _operand_elements,
+    "fft": _fft,
+    "cholesky": _factorisation(1 / 3),
+    "lu": _factorisation(2 / 3),
+    "qr": _factorisation(4 / 3),
+    "geqrf": _factorisation(4 / 3),
+    "householder_product": _factorisation(4 / 3),
+    "eigh": _factorisation(9.0),
+    "eig": _factorisation(25.0),
+    "svd": _factorisation(21.0),
+    "triangular_solve": _triangular_solve,
+    "random_bits": _random_bits,
+    "threefry2x32": _random_bits,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """Seconds of compute on one device. Arguments may be numpy arrays, then so is the answer."""
+
+    device: Device
+
+    def seconds(self, matrix: bool, flops: float | np.ndarray, dtype: str, nbytes: float | np.ndarray) -> float | np.ndarray:
+        """Seconds of one kernel.
+
+        Args:
+            matrix: whether it runs on the matrix unit.
+            flops, nbytes: its arithmetic and its memory traffic on this device.
+        """
+        rate = self.device.matrix_rate(dtype) if matrix else self.device.vector_rate(dtype)
+        moved = nbytes / self.device.memory_bandwidth_bytes_per_second
+        return np.maximum(flops / rate, moved) + self.device.kernel_overhead_seconds
+
+    def dot_seconds(
+        self,
+        batch: float | np.ndarray,
+        m: float | np.ndarray,
+        n: float | np.ndarray,
+        k: float | np.ndarray,
+        dtype: str,
+        nbytes: float | np.ndarray,
+    ) -> float | np.ndarray:
+        """Seconds of ``batch`` products of ``(m, k)`` by ``(k, n)``, padded to the matrix unit's tiles.
+
+        The unit holds a tile of one operand, the other streams past it in rows: ``k`` and one of ``m`` and ``n`` are padded to the
+        tile, the other one to a block of rows, whichever is less.
+        """
+        tile, rows = self.device.matrix_tile, min(ROWS, self.device.matrix_tile)
+        area = np.minimum(_pad(m, rows) * _pad(n, tile), _pad(m, tile) * _pad(n, rows))
+        return self.seconds(True, 2 * batch * area * _pad(k, tile), dtype, nbytes)
+
+
+def _pad(size: float | np.ndarray, to: int) -> float | np.ndarray:
+    return np.ceil(np.asarray(size) / to) * to

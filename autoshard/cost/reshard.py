@@ -1,0 +1,220 @@
+"""The cheapest collectives that take a tensor from one layout to another.
+
+*Moves.* A layout changes in one step by
+
+- ``slice``: one more axis splits a dimension, after the axes that split it already; every device keeps a part of what it has, free;
+- ``all_gather``: the last axes of a dimension are gathered, together;
+- ``all_to_all``: the last axes of a dimension move to another one, behind the axes that split that already, together.
+
+*Path.* The cheapest sequence of moves through layouts that divide the shape; of equally cheap ones the shortest. Exact, by
+Floyd and Warshall's all-pairs closure: O(n^3) elementwise in numpy for the n = (rank + 1) ** axes layouts, once per byte count and
+divisibility pattern.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from autoshard.cost.collectives import Communication
+from autoshard.ir import Layout, Mesh, divides, layout_number, layouts, shards
+
+# Added per move where paths are compared, never reported: below any latency, and far above rounding at a second's scale.
+TIE_SECONDS = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One move, or one combination of partial results.
+
+    Attributes:
+        kind: ``slice``, ``all_gather``, ``all_to_all``, ``reduce_scatter`` or ``all_reduce``.
+        axes: the mesh axes that take part, in mesh order.
+        source, target: the layouts before and after.
+        nbytes: the larger of operand and result of one device.
+        seconds: what it costs; 0 for a slice.
+    """
+
+    kind: str
+    axes: tuple[int, ...]
+    source: Layout
+    target: Layout
+    nbytes: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Table:
+    """All-pairs answers of one byte count: seconds, and the first layout on the way; ``(n_layouts, n_layouts)``."""
+
+    seconds: np.ndarray
+    first: np.ndarray
+
+
+class Reshards:
+    """Reshards on one mesh; answers are kept per byte count and divisibility pattern, which shapes share."""
+
+    def __init__(self, mesh: Mesh, communication: Communication):
+        self._sizes = mesh.sizes
+        self._communication = communication
+        self._tables: dict[tuple, _Table] = {}
+        self._by_shape: dict[tuple, _Table] = {}
+
+    def matrix(self, shape: Sequence[int], itemsize: float) -> np.ndarray:
+        """Seconds from each layout to each other, ``(n_layouts, n_layouts)`` by `layout_number`, read-only.
+
+        Rows and columns of layouts that do not divide the shape are infinite.
+        """
+        return self._table(tuple(shape), itemsize).seconds
+
+    def path(self, shape: Sequence[int], itemsize: float, source: Layout, target: Layout) -> tuple[Step, ...]:
+        """The steps from one layout to another, none where they are equal.
+
+        Raises:
+            ValueError: a layout does not divide the shape.
+        """
+        rank = len(shape)
+        for layout in (source, target):
+            if not divides(layout, shape, self._sizes):
+                raise ValueError(f"a reshard's layouts divide the shape, got {layout} for {tuple(shape)} on {self._sizes}.")
+        table = self._table(tuple(shape), itemsize)
+        everything = layouts(rank, len(self._sizes))
+        moves = _moves(rank, len(self._sizes))
+        nbytes = _nbytes(shape, itemsize)
+        at, goal = layout_number(source, rank), layout_number(target, rank)
+        steps = []
+        while at != goal:
+            move = moves[at, int(table.first[at, goal])]
+            size = nbytes / min(shards(everything[at], self._sizes), shards(everything[move.target], self._sizes))
+            seconds = 0.0 if move.kind == "slice" else float(self._communication.seconds(move.kind, size, move.axes))
+            steps.append(Step(move.kind, move.axes, everything[at], everything[move.target], size, seconds))
+            at = move.target
+        return tuple(steps)
+
+    def _table(self, shape: tuple[int, ...], itemsize: float) -> _Table:
+        found = self._by_shape.get((shape, itemsize))
+        if found is None:
+            everything = layouts(len(shape), len(self._sizes))
+            valid = np.fromiter((divides(layout, shape, self._sizes) for layout in everything), bool, len(everything))
+            key = (len(shape), valid.tobytes(), _nbytes(shape, itemsize))
+            found = self._tables.get(key)
+            if found is None:
+                found = self._tables[key] = self._closure(len(shape), valid, key[2])
+            self._by_shape[shape, itemsize] = found
+        return found
+
+    def _closure(self, rank: int, valid: np.ndarray, nbytes: float) -> _Table:
+        """All cheapest paths between the valid layouts."""
+        n = len(valid)
+        parts = np.array([shards(layout, self._sizes) for layout in layouts(rank, len(self._sizes))], float)
+        weight = np.full((n, n), np.inf)
+        seconds = np.full((n, n), np.inf)
+        for kind, axes, source, target in _move_arrays(rank, len(self._sizes)):
+            both = valid[source] & valid[target]
+            source, target = source[both], target[both]
+            size = nbytes / np.minimum(parts[source], parts[target])
+            cost = np.zeros(len(size)) if kind == "slice" else self._communication.seconds(kind, size, axes)
+            seconds[source, target] = cost
+            weight[source, target] = cost + TIE_SECONDS
+        kept = np.flatnonzero(valid)
+        weight, small = weight[np.ix_(kept, kept)], seconds[np.ix_(kept, kept)]
+        first = np.broadcast_to(np.arange(len(kept)), weight.shape).copy()
+        np.fill_diagonal(weight, 0.0)
+        np.fill_diagonal(small, 0.0)
+        for k in range(len(kept)):
+            through = weight[:, k, None] + weight[None, k, :]
+            better = through < weight
+            np.copyto(weight, through, where=better)
+            np.copyto(small, small[:, k, None] + small[None, k, :], where=better)
+            np.copyto(first, first[:, k, None], where=better)
+        seconds = np.full((n, n), np.inf)
+        seconds[np.ix_(kept, kept)] = small
+        hops = np.full((n, n), -1)
+        hops[np.ix_(kept, kept)] = kept[first]
+        seconds.flags.writeable = hops.flags.writeable = False
+        return _Table(seconds, hops)
+
+
+def reduction_steps(
+    mesh: Mesh,
+    communication: Communication,
+    shape: Sequence[int],
+    itemsize: float,
+    computed: Layout,
+    reductions: Iterable[tuple[int, str, int]],
+) -> tuple[Step, ...]:
+    """The collectives that combine an op's partial results.
+
+    Axes that scatter come first, one reduce_scatter per dimension and operator; the others share one all_reduce per operator.
+
+    Args:
+        computed: the layout of the partial results.
+        reductions: per axis ``(axis, operator, dimension it scatters onto or -1)``; see `autoshard.ir.reductions`.
+    """
+    groups: dict[tuple[bool, int, str], list[int]] = {}
+    for axis, operator, scatter in reductions:
+        groups.setdefault((scatter < 0, scatter, operator), []).append(axis)
+    at = computed
+    steps = []
+    for (whole, scatter, _), axes in sorted(groups.items()):
+        kind = "all_reduce" if whole else "reduce_scatter"
+        target = at if whole else tuple(scatter if axis in axes else dim for axis, dim in enumerate(at))
+        nbytes = _nbytes(shape, itemsize) / shards(at, mesh.sizes)
+        steps.append(Step(kind, tuple(sorted(axes)), at, target, nbytes, float(communication.seconds(kind, nbytes, tuple(axes)))))
+        at = target
+    return tuple(steps)
+
+
+def _nbytes(shape: Sequence[int], itemsize: float) -> float:
+    nbytes = float(itemsize)
+    for size in shape:
+        nbytes *= size
+    return nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    kind: str
+    axes: tuple[int, ...]
+    source: int
+    target: int
+
+
+@cache
+def _moves(rank: int, n_axes: int) -> dict[tuple[int, int], _Move]:
+    """Every single move between layouts of a rank, by the numbers of its two."""
+    found = {}
+    for number, layout in enumerate(layouts(rank, n_axes)):
+        axes_of = [[axis for axis in range(n_axes) if layout[axis] == dim] for dim in range(rank)]
+        last = [axes[-1] if axes else -1 for axes in axes_of]
+
+        def move(kind: str, axes: Sequence[int], dim: int, layout=layout, number=number) -> None:
+            target = tuple(dim if axis in axes else was for axis, was in enumerate(layout))
+            end = layout_number(target, rank)
+            found[number, end] = _Move(kind, tuple(axes), number, end)
+
+        for dim in range(rank):
+            for axis in range(last[dim] + 1, n_axes):
+                if layout[axis] < 0:
+                    move("slice", (axis,), dim)
+            for start in range(len(axes_of[dim])):
+                tail = axes_of[dim][start:]
+                move("all_gather", tail, -1)
+                for other in range(rank):
+                    if other != dim and tail[0] > last[other]:
+                        move("all_to_all", tail, other)
+    return found
+
+
+@cache
+def _move_arrays(rank: int, n_axes: int) -> tuple[tuple[str, tuple[int, ...], np.ndarray, np.ndarray], ...]:
+    """The same moves, gathered by kind and axes."""
+    groups: dict[tuple[str, tuple[int, ...]], list[_Move]] = {}
+    for move in _moves(rank, n_axes).values():
+        groups.setdefault((move.kind, move.axes), []).append(move)
+    return tuple(
+        (kind, axes, np.array([m.source for m in moves]), np.array([m.target for m in moves])) for (kind, axes), moves in groups.items()
+    )
