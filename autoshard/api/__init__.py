@@ -1,0 +1,1 @@
+"""What users call: search, evaluate, parallelize, and the `Strategy` they get."""

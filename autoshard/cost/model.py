@@ -73,6 +73,17 @@ class CostModel:
             return 0.0
         return float(self._roofline.seconds(False, flops, dtype, nbytes))
 
+    def least_op_seconds(self, profile: Profile, op: Op) -> float:
+        """The seconds of an op if all devices shared its work and its memory traffic evenly: no choice takes less."""
+        if op.bodies or is_view(op):
+            return 0.0
+        values, n = profile.graph.values, self.mesh.size
+        nbytes = sum(values[value].nbytes for value in (*op.operands, *op.results) if profile.materialised[value]) / n
+        if nbytes == 0.0:
+            return 0.0
+        dtype = values[op.operands[0]].dtype if op.operands else values[op.results[0]].dtype
+        return float(self._roofline.seconds(is_matrix(op.primitive), profile.flops[op.index] / n, dtype, nbytes))
+
     def reduction_path(self, profile: Profile, op: Op, choice: Choice, result: int) -> tuple[Step, ...]:
         """The collectives that combine an op's partial results."""
         rule = profile.rules[op.index]

@@ -9,6 +9,7 @@ from autoshard.ir.assignment import (
     reductions,
     result_layout,
 )
+from autoshard.ir.collective import Collective
 from autoshard.ir.graph import Body, Flow, Graph, Holder, Op, Origin, Value
 from autoshard.ir.layout import (
     Layout,
@@ -31,6 +32,7 @@ __all__ = [
     "Assignment",
     "Body",
     "Choice",
+    "Collective",
     "Dims",
     "Factor",
     "Flow",

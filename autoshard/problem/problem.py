@@ -157,6 +157,14 @@ class Problem:
         """What the judge says of an assignment."""
         return evaluate(self.profile, self.model, assignment)
 
+    def compute_bound(self) -> float:
+        """A lower bound of the objective over all assignments of the mesh: every op split over all devices, nothing exchanged."""
+        return sum(
+            op.trips * self.model.least_op_seconds(self.profile, op)
+            for op in self.graph.walk()
+            if not all(self.profile.free[value] for value in op.results)
+        )
+
     # -- one node --------------------------------------------------------------------------------------------------
 
     def _offer(self, index: int, label: Label, free: tuple[int, ...]) -> _Columns:

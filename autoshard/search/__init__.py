@@ -1,0 +1,59 @@
+"""The searchers: one file each, and one row in the table below."""
+
+from autoshard.errors import InfeasibleError, SearchLimitError
+from autoshard.search.baselines import DataParallel, FullySharded
+from autoshard.search.brute_force import BruteForce
+from autoshard.search.meshes import candidate_meshes, check_mesh
+from autoshard.search.recursive_programming import RecursiveProgramming
+from autoshard.search.searcher import Progress, Searcher, Solution, silent
+
+SEARCHERS = {
+    "recursive_programming": RecursiveProgramming,
+    "data_parallel": DataParallel,
+    "fully_sharded": FullySharded,
+    "brute_force": BruteForce,
+}
+
+
+def searcher_of(searcher: str | Searcher) -> Searcher:
+    """The searcher of a name, or the searcher itself.
+
+    Raises:
+        SearchLimitError: no searcher has that name.
+    """
+    if isinstance(searcher, str):
+        if searcher not in SEARCHERS:
+            raise SearchLimitError(f"a searcher is one of {sorted(SEARCHERS)}, got {searcher!r}. Use one of those names, or a searcher value.")
+        return SEARCHERS[searcher]()
+    if isinstance(searcher, type) or not isinstance(searcher, Searcher):
+        raise SearchLimitError(f"a searcher is one of {sorted(SEARCHERS)} or a value with a solve method, got {searcher!r}.")
+    return searcher
+
+
+def solve(searcher: Searcher, problem, progress: Progress = silent) -> Solution:
+    """What the searcher finds; for an automatic one never worse, by the judge, than data parallel within the memory limit."""
+    solution = searcher.solve(problem, progress)
+    if not searcher.automatic:
+        return solution
+    try:
+        baseline = DataParallel().solve(problem)
+    except InfeasibleError:
+        return solution
+    return solution if solution.judgement.cost.makespan_seconds <= baseline.judgement.cost.makespan_seconds else baseline
+
+
+__all__ = [
+    "SEARCHERS",
+    "BruteForce",
+    "DataParallel",
+    "FullySharded",
+    "Progress",
+    "RecursiveProgramming",
+    "Searcher",
+    "Solution",
+    "candidate_meshes",
+    "check_mesh",
+    "searcher_of",
+    "silent",
+    "solve",
+]

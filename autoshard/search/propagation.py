@@ -194,3 +194,44 @@ class Propagation:
             if any(dim >= 0 for dim in layout):
                 wanted.setdefault(graph.results[result], {})[layout] = None
         return wanted
+
+
+def follow_layouts(problem: Problem, layouts: Mapping[int, Layout]) -> Assignment:
+    """The assignment whose ops take the factors that given layouts shard, the result's first.
+
+    Args:
+        layouts: per value, as some other propagation left it; arguments keep theirs exactly.
+    """
+    spread = Propagation(problem)
+    spread.seed(layouts)
+    sizes = problem.mesh.sizes
+    for op in problem.graph.walk():
+        rule = problem.rules[op.index]
+        if rule is None:
+            continue
+        choice: list[tuple[int, int]] = [NOWHERE] * len(sizes)
+        for axis in range(len(sizes)):
+            for factor in _factors_on(spread, op, rule, axis):
+                option = (*choice[:axis], (factor, -1), *choice[axis + 1 :])
+                if legal(rule, option, sizes):
+                    choice[axis] = (factor, -1)
+                    break
+        spread.choices[op.index] = tuple(choice)
+        spread.settle(op, rule)
+    return spread.assignment()
+
+
+def _factors_on(spread: Propagation, op: Op, rule: Rule, axis: int) -> list[int]:
+    """The factors that the axis shards in the op's results, then those in its operands, larger operands first."""
+    values, profile = spread.problem.graph.values, spread.problem.profile
+    tensors = [(rule.results[k], value) for k, value in enumerate(op.results)]
+    operands = [(rule.operands[j], value) for j, value in enumerate(op.operands) if not profile.free[value]]
+    found: dict[int, None] = {}
+    for dims, value in (*tensors, *sorted(operands, key=lambda entry: -values[entry[1]].nbytes)):
+        dim = spread.layout(value)[axis]
+        if dim >= 0:
+            for factor in dims[dim]:
+                if rule.factors[factor].shardable and rule.factors[factor].size > 1:
+                    found[factor] = None
+                    break
+    return list(found)

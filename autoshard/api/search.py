@@ -1,0 +1,250 @@
+"""From a function and a cluster to a strategy: trace, rules, meshes, searcher, judge."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jax.sharding import NamedSharding, PartitionSpec
+
+from autoshard.api.strategy import Strategy, record_of
+from autoshard.cluster import Cluster
+from autoshard.cost.model import CostModel
+from autoshard.cost.profile import Profile, profile
+from autoshard.errors import AutoshardError, ClusterError, InfeasibleError, ShardingError
+from autoshard.ir import Graph, Mesh, check_divides, spec_to_layout
+from autoshard.problem import Pin, Problem
+from autoshard.rules import rules_of
+from autoshard.search import Searcher, Solution, candidate_meshes, check_mesh, searcher_of, silent, solve
+from autoshard.search.propagation import follow_layouts
+from autoshard.search.searcher import Progress
+from autoshard.trace import Traced, constraint_spec, trace
+from autoshard.verify import propagated
+
+Pins = Mapping[str, PartitionSpec]
+
+
+def search(
+    fn: Callable,
+    *args: Any,
+    cluster: Cluster | str,
+    searcher: str | Searcher = "recursive_programming",
+    mesh: Mapping[str, int] | None = None,
+    pins: Pins | None = None,
+    memory_limit_bytes: float | None = None,
+    donate_argnums: int | Sequence[int] = (),
+    progress: Progress = silent,
+) -> Strategy:
+    """The best strategy that the searcher finds for a function on a cluster.
+
+    Args:
+        fn: any JAX function, a train step or other; Flax NNX modules and optimizers may be among its arguments.
+        args: its arguments: arrays or `jax.ShapeDtypeStruct`, in any pytrees.
+        cluster: the devices, as a `Cluster` or in its string form, such as ``"v5e:4x4"``.
+        searcher: a name or a searcher value.
+        mesh: axis sizes by name, outermost first; None searches the mesh shape too.
+        pins: `PartitionSpec` by argument path or shell-style pattern (``"state.params*"``), kept as given.
+        memory_limit_bytes: what a device may hold at its peak; by default the cluster's memory less a reserve.
+        donate_argnums: as in `jax.jit`.
+        progress: called with what is being done and the fraction that is done.
+
+    Raises:
+        TraceError: the function cannot be traced with these arguments.
+        ClusterError: the cluster is unknown, or the mesh does not cover it.
+        ShardingError: a pin is illegal.
+        InfeasibleError: nothing fits the memory limit; names the smallest peak found.
+
+    >>> import jax.numpy as jnp
+    >>> strategy = search(lambda w, x: jnp.tanh(x @ w), jnp.ones((64, 64)), jnp.ones((512, 64)), cluster="cpu:8", mesh={"data": 8})
+    >>> strategy.in_specs
+    (PartitionSpec(), PartitionSpec('data', None))
+    """
+    cluster = _cluster(cluster)
+    chosen = searcher_of(searcher)
+    limit = _limit(cluster, memory_limit_bytes)
+    pins = dict(pins or {})
+    given = None if mesh is None else Mesh.of(mesh)
+    if given is not None:
+        check_mesh(given, cluster)
+    traced, facts, seconds = _prepare(fn, args, donate_argnums, (*_pinned_axes(pins), *(given.names if given else ())))
+    meshes = [given] if given else _meshes(cluster, traced.graph, pins)
+    started = time.perf_counter()
+    best: tuple[Solution, Mesh] | None = None
+    failure: AutoshardError | None = None
+    for number, candidate in enumerate(meshes):
+        progress(f"mesh {candidate}", number / len(meshes))
+        try:
+            problem = Problem(facts, CostModel(cluster, candidate), _resolve(pins, traced.graph, candidate), limit)
+            solution = solve(chosen, problem, progress)
+        except (InfeasibleError, ShardingError) as error:
+            failure = _worse(failure, error)
+            continue
+        if best is None or solution.judgement.cost.makespan_seconds < best[0].judgement.cost.makespan_seconds:
+            best = solution, candidate
+    if best is None:
+        assert failure is not None
+        raise failure
+    solution, found = best
+    stats = {**seconds, **solution.stats, "search_seconds": time.perf_counter() - started, "meshes": len(meshes)}
+    return Strategy(record_of(traced, facts.rules, cluster, found, replace(solution, stats=stats), chosen), traced)
+
+
+def evaluate(
+    fn: Callable,
+    *args: Any,
+    cluster: Cluster | str,
+    mesh: Mapping[str, int],
+    in_specs: Any,
+    donate_argnums: int | Sequence[int] = (),
+) -> Strategy:
+    """The strategy, costed, of argument shardings that somebody else chose; intermediates are what Shardy propagates.
+
+    Args:
+        fn, args, cluster, donate_argnums: as for `search`.
+        mesh: axis sizes by name, outermost first.
+        in_specs: a tuple with one entry an argument: a pytree of `PartitionSpec` like the argument, or one for all its leaves.
+
+    Raises:
+        ShardingError: a spec does not fit its argument or the mesh.
+    """
+    cluster = _cluster(cluster)
+    given = Mesh.of(mesh)
+    check_mesh(given, cluster)
+    traced, facts, seconds = _prepare(fn, args, donate_argnums, given.names)
+    graph = traced.graph
+    layouts = {}
+    for value, path, spec in zip(graph.arguments, graph.argument_paths, _flat_specs(traced, args, in_specs), strict=True):
+        layout = spec_to_layout(tuple(spec), given, graph.values[value].rank, path)
+        check_divides(layout, graph.values[value].shape, given, path)
+        layouts[value] = layout
+    started = time.perf_counter()
+    model = CostModel(cluster, given)
+    problem = Problem(facts, model)
+    spread = follow_layouts(problem, {**propagated(traced.jaxpr, graph, [layouts[v] for v in graph.arguments], given), **layouts})
+    solution = Solution(spread, problem.evaluate(spread), 0.0, {**seconds, "search_seconds": time.perf_counter() - started})
+    return Strategy(record_of(traced, facts.rules, cluster, given, solution, _Given()), traced)
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """The 'searcher' of a sharding that was given."""
+
+    name: str = "given"
+
+
+def _cluster(cluster: Cluster | str) -> Cluster:
+    if isinstance(cluster, str):
+        return Cluster.parse(cluster)
+    if not isinstance(cluster, Cluster):
+        raise ClusterError(f"cluster is a Cluster or its string form such as 'cpu:8', got {cluster!r}.")
+    return cluster
+
+
+def _limit(cluster: Cluster, memory_limit_bytes: float | None) -> float:
+    if memory_limit_bytes is None:
+        return cluster.memory_limit_bytes
+    if isinstance(memory_limit_bytes, bool) or not isinstance(memory_limit_bytes, int | float) or not memory_limit_bytes > 0:
+        raise ShardingError(f"memory_limit_bytes is a positive number of bytes per device, got {memory_limit_bytes!r}.")
+    return memory_limit_bytes
+
+
+def _prepare(fn, args, donate_argnums, axis_names) -> tuple[Traced, Profile, dict[str, float]]:
+    """The traced function, its profile, and what tracing took."""
+    started = time.perf_counter()
+    traced = trace(fn, *args, donate_argnums=donate_argnums, axis_names=tuple(dict.fromkeys(axis_names)))
+    facts = profile(traced.graph, rules_of(traced.graph))
+    return traced, facts, {"trace_seconds": time.perf_counter() - started, "n_ops": len(traced.graph.walk())}
+
+
+def _worse(old: AutoshardError | None, new: AutoshardError) -> AutoshardError:
+    """The error to report when no mesh has a solution: of memory errors the one with the smallest peak."""
+    if isinstance(old, InfeasibleError) and isinstance(new, InfeasibleError):
+        return min(old, new, key=lambda error: error.smallest_peak_bytes or float("inf"))
+    return old if isinstance(old, InfeasibleError) else new
+
+
+# -- meshes and pins -----------------------------------------------------------------------------------------------------
+
+
+def _meshes(cluster: Cluster, graph: Graph, pins: Pins) -> list[Mesh]:
+    """The meshes to try: the one that the program fixes, or all that have the axes named by pins."""
+    names = list(_pinned_axes(pins))
+    for op in graph.walk():
+        if op.primitive == "sharding_constraint":
+            spec, fixed = constraint_spec(op)
+            if fixed is not None:
+                mesh = Mesh.of(fixed)
+                check_mesh(mesh, cluster)
+                return [mesh]
+            names.extend(_axes_of(spec))
+    return list(candidate_meshes(cluster.n_devices, tuple(dict.fromkeys(names))))
+
+
+def _axes_of(spec) -> list[str]:
+    axes = []
+    for entry in spec:
+        if isinstance(entry, str):
+            axes.append(entry)
+        elif isinstance(entry, tuple | list):
+            axes.extend(entry)
+    return axes
+
+
+def _pinned_axes(pins: Pins) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(axis for spec in pins.values() for axis in _axes_of(spec)))
+
+
+def _resolve(pins: Pins, graph: Graph, mesh: Mesh) -> dict[int, Pin]:
+    """The pins by value number: the user's and those of constraints inside the function."""
+    found: dict[int, Pin] = {}
+    for pattern, spec in pins.items():
+        if not isinstance(spec, PartitionSpec):
+            raise ShardingError(f"a pin is a PartitionSpec, got {spec!r} for {pattern!r}.")
+        matches = _matching(pattern, graph.argument_paths)
+        if not matches:
+            near = difflib.get_close_matches(pattern, graph.argument_paths, n=3, cutoff=0.3) or graph.argument_paths[:3]
+            raise ShardingError(
+                f"a pin names an argument path or a pattern of them, and {pattern!r} matches none of {len(graph.argument_paths)}. Near ones: {', '.join(near)}."
+            )
+        for position in matches:
+            value = graph.arguments[position]
+            found[value] = _pin(tuple(spec), mesh, graph.values[value].shape, graph.argument_paths[position])
+    for op in graph.walk():
+        if op.primitive == "sharding_constraint":
+            spec, _ = constraint_spec(op)
+            found[op.results[0]] = _pin(tuple(spec), mesh, graph.values[op.results[0]].shape, f"the value constrained at {op.origin}")
+    return found
+
+
+def _matching(pattern: str, paths: Sequence[str]) -> list[int]:
+    """Positions of the paths a pattern matches; only ``*`` and ``?`` are wild, since paths have brackets."""
+    if pattern in paths:
+        return [paths.index(pattern)]
+    wild = re.compile(re.escape(pattern).replace(r"\*", ".*").replace(r"\?", "."))
+    return [position for position, path in enumerate(paths) if wild.fullmatch(path)]
+
+
+def _pin(spec: tuple, mesh: Mesh, shape: tuple[int, ...], what: str) -> Pin:
+    open_dims = frozenset(dim for dim, entry in enumerate(spec) if entry is PartitionSpec.UNCONSTRAINED)
+    layout = spec_to_layout([None if dim in open_dims else entry for dim, entry in enumerate(spec)], mesh, len(shape), what)
+    check_divides(layout, shape, mesh, what)
+    return tuple(frozenset((dim,)) if dim >= 0 or not open_dims else open_dims | {-1} for dim in layout)
+
+
+def _flat_specs(traced: Traced, args: tuple, in_specs: Any) -> list[PartitionSpec]:
+    """One spec an argument leaf, from a tuple of spec pytrees or prefixes of them."""
+    if not isinstance(in_specs, tuple) or isinstance(in_specs, PartitionSpec) or len(in_specs) != len(args):
+        raise ShardingError(f"in_specs is a tuple with one entry for each of the {len(args)} arguments, got {in_specs!r}.")
+    try:
+        flat = traced.flatten_prefix(in_specs, is_leaf=lambda entry: entry is None or isinstance(entry, PartitionSpec | NamedSharding))
+    except ValueError as error:
+        raise ShardingError(f"in_specs must be structured as the arguments, or be a prefix of them: {error}") from None
+    specs = [PartitionSpec() if spec is None else spec.spec if isinstance(spec, NamedSharding) else spec for spec in flat]
+    for path, spec in zip(traced.graph.argument_paths, specs, strict=True):
+        if not isinstance(spec, PartitionSpec):
+            raise ShardingError(f"in_specs holds PartitionSpecs, got {spec!r} for {path}.")
+    return specs
