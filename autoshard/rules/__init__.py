@@ -11,8 +11,9 @@ from autoshard.rules import (
     shape,
     window,
 )
+from autoshard.rules.partitioner import runs_per_shard
 from autoshard.rules.registry import registered, rule, rule_of, rules_of
 
 FAMILIES = (contraction, creation, elementwise, indexing, linalg, ordering, reduction, shape, window)
 
-__all__ = ["FAMILIES", "registered", "rule", "rule_of", "rules_of"]
+__all__ = ["FAMILIES", "registered", "rule", "rule_of", "rules_of", "runs_per_shard"]

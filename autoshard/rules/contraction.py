@@ -73,8 +73,8 @@ def conv_general_dilated(
 ) -> Rule:
     """Batch and output features pass through, input features are summed, spatial dimensions stay whole.
 
-    A window of one element that neither strides nor pads leaves its spatial dimension free. The features of a grouped
-    convolution stay whole, and so does the batch where it is grouped: XLA:CPU aborts on them.
+    A window of one element that neither strides nor pads leaves its spatial dimension free. What a grouped convolution
+    groups (features, or the batch and the output features) stays whole: XLA:CPU aborts the process on some of it.
     """
     (out,) = results
     numbers = dimension_numbers
@@ -84,9 +84,10 @@ def conv_general_dilated(
     out_batch, out_features, *out_space = numbers.out_spec
     if batch_group_count == 1:
         left[batch] = result[out_batch] = Factor(lhs.shape[batch])
+    if feature_group_count == 1:
+        left[channels] = right[depth] = Factor(lhs.shape[channels], "reduction", "sum")
     if feature_group_count == batch_group_count == 1:
         right[features] = result[out_features] = Factor(rhs.shape[features])
-        left[channels] = right[depth] = Factor(lhs.shape[channels], "reduction", "sum")
     for k, (d, w, o) in enumerate(zip(space, window, out_space, strict=True)):
         if rhs.shape[w] == window_strides[k] == lhs_dilation[k] == 1 and tuple(padding[k]) == (0, 0):
             left[d] = result[o] = Factor(lhs.shape[d])

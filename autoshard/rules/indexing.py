@@ -17,8 +17,11 @@ def dynamic_slice(x: Value, /, *indices: Value, results: tuple[Value, ...], slic
 
 @rule("dynamic_update_slice")
 def dynamic_update_slice(x: Value, update: Value, /, *indices: Value, results: tuple[Value, ...], **_) -> Rule:
-    """Dimensions that the update covers pass through, the others stay whole."""
-    dims = free_but(x.shape, [d for d, n in enumerate(update.shape) if n != x.shape[d]])
+    """Dimensions that the update covers pass through: ``([i, j], [i, k], [], [])->([i, j])``.
+
+    So does, in operand and result, one that is written one element at a time: the shard that holds it takes the update.
+    """
+    dims = free_but(x.shape, [d for d, n in enumerate(update.shape) if n not in (1, x.shape[d])])
     return assemble([dims, resized(dims, update.shape), *(whole(index.shape) for index in indices)], [dims])
 
 
@@ -51,10 +54,11 @@ def gather(x: Value, indices: Value, /, *, results: tuple[Value, ...], dimension
     return assemble([operand, lookup], [_interleave(numbers.offset_dims, offsets, lookup[:-1])])
 
 
+# How the updates of each scatter combine over shards, or None where they do not.
 SCATTERS = {
     "scatter": None,
     "scatter-add": "sum",
-    "scatter-sub": "sum",
+    "scatter-sub": None,  # XLA gathers the updates of a subtraction
     "scatter-mul": "prod",
     "scatter-min": "min",
     "scatter-max": "max",

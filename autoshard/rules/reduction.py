@@ -10,8 +10,13 @@ from autoshard.rules.registry import assemble, free_but, rule
 
 def _reduction(operator: str):
     def reduce(x: Value, /, *, results: tuple[Value, ...], axes: tuple[int, ...], **_) -> Rule:
-        """Reduced dimensions leave partial results, the others pass through: ``([i, j])->([i]) reduction={j:max}``."""
-        dims = [Factor(n, "reduction", operator) if d in axes else Factor(n) for d, n in enumerate(x.shape)]
+        """Reduced dimensions leave partial results, the others pass through: ``([i, j])->([i]) reduction={j:max}``.
+
+        Bits stay whole: XLA has no all_reduce by xor, and by and/or for booleans alone (jaxlib 0.10.2 fails to compile them).
+        """
+        bits = operator == "xor" or (operator in ("and", "or") and x.dtype != "bool")
+        kind = ("need_replication",) if bits else ("reduction", operator)
+        dims = [Factor(n, *kind) if d in axes else Factor(n) for d, n in enumerate(x.shape)]
         return assemble([dims], [[dim for d, dim in enumerate(dims) if d not in axes]])
 
     return reduce
