@@ -5,7 +5,7 @@ With ``n`` devices, ``b`` the larger of a device's operand and result, ``w`` a r
     all_gather, reduce_scatter   launch + l + (n - 1) / n * b / w
     all_reduce                   launch + 2 (l + (n - 1) / n * b / w)
     all_to_all                   launch + l + b / exchange bandwidth
-    collective_permute           launch + l + b / shift bandwidth
+    collective_permute           launch + l + b / the lesser of exchange and shift bandwidth
 
 (Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in MPICH, 2005; the wires' side is in
 `autoshard.cluster.interconnect`.) Laws: monotone in bytes; nothing on one device; an all_reduce is a reduce_scatter and an
@@ -63,7 +63,9 @@ class Communication:
         if kind == "all_to_all":
             return link.launch_seconds + link.latency_seconds, 1 / link.exchange_bandwidth_bytes_per_second
         if kind == "collective_permute":
-            return link.launch_seconds + link.latency_seconds, 1 / link.shift_bandwidth_bytes_per_second
+            # of a permutation nobody knows better, half crosses the middle of the wires, as in an all_to_all
+            slowest = min(link.exchange_bandwidth_bytes_per_second, link.shift_bandwidth_bytes_per_second)
+            return link.launch_seconds + link.latency_seconds, 1 / slowest
         passes = 2 if kind == "all_reduce" else 1
         each = (link.size - 1) / link.size / link.bandwidth_bytes_per_second
         return link.launch_seconds + passes * link.latency_seconds, passes * each

@@ -4,7 +4,9 @@
 
 - ``slice``: one more axis splits a dimension, after the axes that split it already; every device keeps a part of what it has, free;
 - ``all_gather``: the last axes of a dimension are gathered, together;
-- ``all_to_all``: the last axes of a dimension move to another one, behind the axes that split that already, together.
+- ``all_to_all``: the last axes of a dimension move to another one, behind the axes that split that already, together;
+- ``collective_permute``: every device sends one piece of what it has, where the target splits no dimension less than the source
+  does (``('b', None)`` to ``(('a', 'b'), None)``: a part of each shard, sent to where mesh order wants it).
 
 *Path.* The cheapest sequence of moves through layouts that divide the shape; of equally cheap ones the shortest. Exact, by
 Floyd and Warshall's all-pairs closure: O(n^3) elementwise in numpy for the n = (rank + 1) ** axes layouts, once per byte count and
@@ -20,7 +22,7 @@ from functools import cache
 import numpy as np
 
 from autoshard.cost.collectives import Communication
-from autoshard.ir import Layout, Mesh, divides, layout_number, layouts, shards
+from autoshard.ir import Layout, Mesh, divides, layout_number, layouts, shard_counts, shards
 
 # Added per move where paths are compared, never reported: below any latency, and far above rounding at a second's scale.
 TIE_SECONDS = 1e-12
@@ -31,10 +33,10 @@ class Step:
     """One move, or one combination of partial results.
 
     Attributes:
-        kind: ``slice``, ``all_gather``, ``all_to_all``, ``reduce_scatter`` or ``all_reduce``.
+        kind: ``slice``, ``all_gather``, ``all_to_all``, ``collective_permute``, ``reduce_scatter`` or ``all_reduce``.
         axes: the mesh axes that take part, in mesh order.
         source, target: the layouts before and after.
-        nbytes: the larger of operand and result of one device.
+        nbytes: the larger of operand and result of one device; of a permute the piece that is sent.
         seconds: what it costs; 0 for a slice.
     """
 
@@ -83,15 +85,17 @@ class Reshards:
         table = self._table(tuple(shape), itemsize)
         everything = layouts(rank, len(self._sizes))
         moves = _moves(rank, len(self._sizes))
-        nbytes = _nbytes(shape, itemsize)
-        at, goal = layout_number(source, rank), layout_number(target, rank)
+        goal = layout_number(target, rank)
         steps = []
-        while at != goal:
-            move = moves[at, int(table.first[at, goal])]
-            size = nbytes / min(shards(everything[at], self._sizes), shards(everything[move.target], self._sizes))
-            seconds = 0.0 if move.kind == "slice" else float(self._communication.seconds(move.kind, size, move.axes))
-            steps.append(Step(move.kind, move.axes, everything[at], everything[move.target], size, seconds))
-            at = move.target
+        while source != target:
+            number = layout_number(source, rank)
+            after = everything[int(table.first[number, goal])]
+            kind, axes = moves.get((number, layout_number(after, rank)), ("collective_permute", _changed(source, after)))
+            parts = shards(source, self._sizes), shards(after, self._sizes)
+            nbytes = _nbytes(shape, itemsize) / (max(parts) if kind == "collective_permute" else min(parts))
+            seconds = 0.0 if kind == "slice" else float(self._communication.seconds(kind, nbytes, axes))
+            steps.append(Step(kind, axes, source, after, nbytes, seconds))
+            source = after
         return tuple(steps)
 
     def _table(self, shape: tuple[int, ...], itemsize: float) -> _Table:
@@ -108,34 +112,36 @@ class Reshards:
 
     def _closure(self, rank: int, valid: np.ndarray, nbytes: float) -> _Table:
         """All cheapest paths between the valid layouts."""
-        n = len(valid)
-        parts = np.array([shards(layout, self._sizes) for layout in layouts(rank, len(self._sizes))], float)
-        weight = np.full((n, n), np.inf)
-        seconds = np.full((n, n), np.inf)
-        for kind, axes, source, target in _move_arrays(rank, len(self._sizes)):
-            both = valid[source] & valid[target]
-            source, target = source[both], target[both]
-            size = nbytes / np.minimum(parts[source], parts[target])
-            cost = np.zeros(len(size)) if kind == "slice" else self._communication.seconds(kind, size, axes)
-            seconds[source, target] = cost
-            weight[source, target] = cost + TIE_SECONDS
         kept = np.flatnonzero(valid)
-        weight, small = weight[np.ix_(kept, kept)], seconds[np.ix_(kept, kept)]
-        first = np.broadcast_to(np.arange(len(kept)), weight.shape).copy()
+        seconds = self._single_moves(rank, nbytes)[np.ix_(kept, kept)]
+        weight = seconds + TIE_SECONDS
         np.fill_diagonal(weight, 0.0)
-        np.fill_diagonal(small, 0.0)
+        np.fill_diagonal(seconds, 0.0)
+        first = np.broadcast_to(np.arange(len(kept)), weight.shape).copy()
         for k in range(len(kept)):
             through = weight[:, k, None] + weight[None, k, :]
             better = through < weight
             np.copyto(weight, through, where=better)
-            np.copyto(small, small[:, k, None] + small[None, k, :], where=better)
+            np.copyto(seconds, seconds[:, k, None] + seconds[None, k, :], where=better)
             np.copyto(first, first[:, k, None], where=better)
-        seconds = np.full((n, n), np.inf)
-        seconds[np.ix_(kept, kept)] = small
-        hops = np.full((n, n), -1)
-        hops[np.ix_(kept, kept)] = kept[first]
-        seconds.flags.writeable = hops.flags.writeable = False
-        return _Table(seconds, hops)
+        table = _Table(np.full((len(valid), len(valid)), np.inf), np.full((len(valid), len(valid)), -1))
+        table.seconds[np.ix_(kept, kept)] = seconds
+        table.first[np.ix_(kept, kept)] = kept[first]
+        table.seconds.flags.writeable = table.first.flags.writeable = False
+        return table
+
+    def _single_moves(self, rank: int, nbytes: float) -> np.ndarray:
+        """Seconds of each single move, ``(n_layouts, n_layouts)``; infinite where there is none."""
+        n_axes = len(self._sizes)
+        everything = layouts(rank, n_axes)
+        parts = np.array([shards(layout, self._sizes) for layout in everything], float)
+        seconds = np.full((len(everything), len(everything)), np.inf)
+        for axes, source, target in _permutes(rank, self._sizes):
+            seconds[source, target] = self._communication.seconds("collective_permute", nbytes / parts[target], axes)
+        for kind, axes, source, target in _move_arrays(rank, n_axes):
+            size = nbytes / np.minimum(parts[source], parts[target])
+            seconds[source, target] = 0.0 if kind == "slice" else self._communication.seconds(kind, size, axes)
+        return seconds
 
 
 def reduction_steps(
@@ -175,46 +181,48 @@ def _nbytes(shape: Sequence[int], itemsize: float) -> float:
     return nbytes
 
 
-@dataclass(frozen=True, slots=True)
-class _Move:
-    kind: str
-    axes: tuple[int, ...]
-    source: int
-    target: int
+def _changed(source: Layout, target: Layout) -> tuple[int, ...]:
+    return tuple(axis for axis, (was, now) in enumerate(zip(source, target, strict=True)) if was != now)
 
 
 @cache
-def _moves(rank: int, n_axes: int) -> dict[tuple[int, int], _Move]:
-    """Every single move between layouts of a rank, by the numbers of its two."""
+def _moves(rank: int, n_axes: int) -> dict[tuple[int, int], tuple[str, tuple[int, ...]]]:
+    """Kind and axes of every single move but the permutes, by the numbers of its two layouts."""
     found = {}
     for number, layout in enumerate(layouts(rank, n_axes)):
         axes_of = [[axis for axis in range(n_axes) if layout[axis] == dim] for dim in range(rank)]
         last = [axes[-1] if axes else -1 for axes in axes_of]
-
-        def move(kind: str, axes: Sequence[int], dim: int, layout=layout, number=number) -> None:
-            target = tuple(dim if axis in axes else was for axis, was in enumerate(layout))
-            end = layout_number(target, rank)
-            found[number, end] = _Move(kind, tuple(axes), number, end)
-
+        moves = [("slice", (axis,), dim) for dim in range(rank) for axis in range(last[dim] + 1, n_axes) if layout[axis] < 0]
         for dim in range(rank):
-            for axis in range(last[dim] + 1, n_axes):
-                if layout[axis] < 0:
-                    move("slice", (axis,), dim)
             for start in range(len(axes_of[dim])):
-                tail = axes_of[dim][start:]
-                move("all_gather", tail, -1)
-                for other in range(rank):
-                    if other != dim and tail[0] > last[other]:
-                        move("all_to_all", tail, other)
+                tail = tuple(axes_of[dim][start:])
+                moves.append(("all_gather", tail, -1))
+                moves += [("all_to_all", tail, other) for other in range(rank) if other != dim and tail[0] > last[other]]
+        for kind, axes, dim in moves:
+            target = tuple(dim if axis in axes else was for axis, was in enumerate(layout))
+            found[number, layout_number(target, rank)] = kind, axes
     return found
 
 
 @cache
 def _move_arrays(rank: int, n_axes: int) -> tuple[tuple[str, tuple[int, ...], np.ndarray, np.ndarray], ...]:
-    """The same moves, gathered by kind and axes."""
-    groups: dict[tuple[str, tuple[int, ...]], list[_Move]] = {}
-    for move in _moves(rank, n_axes).values():
-        groups.setdefault((move.kind, move.axes), []).append(move)
-    return tuple(
-        (kind, axes, np.array([m.source for m in moves]), np.array([m.target for m in moves])) for (kind, axes), moves in groups.items()
-    )
+    """The same moves gathered by kind and axes: kind, axes, sources, targets."""
+    groups: dict[tuple[str, tuple[int, ...]], list[tuple[int, int]]] = {}
+    for ends, move in _moves(rank, n_axes).items():
+        groups.setdefault(move, []).append(ends)
+    return tuple((*move, *np.array(ends).T) for move, ends in groups.items())
+
+
+@cache
+def _permutes(rank: int, sizes: tuple[int, ...]) -> tuple[tuple[tuple[int, ...], np.ndarray, np.ndarray], ...]:
+    """Every permute, gathered by the axes whose dimension changes: axes, sources, targets."""
+    everything = layouts(rank, len(sizes))
+    counts = np.array([shard_counts(layout, rank, sizes) for layout in everything]).reshape(len(everything), rank)
+    dims = np.array(everything).reshape(len(everything), len(sizes))
+    source, target = np.nonzero(np.all(counts[None, :] % counts[:, None] == 0, axis=2))
+    changed = (dims[source] != dims[target]) @ (1 << np.arange(len(sizes)))
+    groups = []
+    for mask in np.unique(changed[changed > 0]):
+        axes = tuple(axis for axis in range(len(sizes)) if mask >> axis & 1)
+        groups.append((axes, source[changed == mask], target[changed == mask]))
+    return tuple(groups)

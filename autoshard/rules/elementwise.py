@@ -39,7 +39,7 @@ def _stretched(operand: Value, dims: list[Factor]) -> list[Dim]:
     return [dim if dim.size == n else () for dim, n in zip(aligned, operand.shape, strict=True)]
 
 
-@rule("copy", "copy_p", "device_put", "layout_constraint", "name", "optimization_barrier", "sharding_constraint")
+@rule("copy", "copy_p", "device_put", "layout_constraint", "name", "optimization_barrier", "sharding_constraint", "stop_gradient")
 def identity(*operands: Value, results: tuple[Value, ...], **_) -> Rule:
     """Each result is its operand; the operands share no factor: ``([i], [j])->([i], [j])``."""
     dims = [free(operand.shape) for operand in operands]

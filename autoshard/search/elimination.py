@@ -77,7 +77,8 @@ def eliminate(
                 )
             hub = max(state.neighbours, key=lambda v: (len(state.neighbours[v]), state.sizes[v], -v))
             state.condition(hub, int(incumbent[hub]))
-            state.push(variable)
+            if hub != variable:
+                state.push(variable)
         else:
             state.eliminate(variable)
     return state.trace_back()
