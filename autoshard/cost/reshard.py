@@ -8,9 +8,10 @@
 - ``collective_permute``: every device sends one piece of what it has, where the target splits no dimension less than the source
   does (``('b', None)`` to ``(('a', 'b'), None)``: a part of each shard, sent to where mesh order wants it).
 
-*Path.* The cheapest sequence of moves through layouts that divide the shape; of equally cheap ones the shortest. Exact, by
-Floyd and Warshall's all-pairs closure: O(n^3) elementwise in numpy for the n = (rank + 1) ** axes layouts, once per byte count and
-divisibility pattern.
+*Path.* The cheapest sequence of moves through layouts that divide the shape and use no axis but those of the source and the target
+(a slice over an idle axis that a wider gather undoes can be faster on a torus, but no partitioner does it); of equally cheap ones the
+shortest. Exact, by Floyd and Warshall's all-pairs closure for each set of axes: O(n^3) elementwise in numpy for the
+n = (rank + 1) ** axes layouts, once per byte count and divisibility pattern.
 """
 
 from __future__ import annotations
@@ -50,10 +51,15 @@ class Step:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Table:
-    """All-pairs answers of one byte count: seconds, and the first layout on the way; ``(n_layouts, n_layouts)``."""
+    """All-pairs answers of one byte count.
+
+    Attributes:
+        seconds: ``(n_layouts, n_layouts)``.
+        first: by the bits of the axes in use, per pair of numbers the layout after the first move.
+    """
 
     seconds: np.ndarray
-    first: np.ndarray
+    first: dict[int, np.ndarray]
 
 
 class Reshards:
@@ -86,10 +92,11 @@ class Reshards:
         everything = layouts(rank, len(self._sizes))
         moves = _moves(rank, len(self._sizes))
         goal = layout_number(target, rank)
+        first = table.first[_used(source) | _used(target)]
         steps = []
         while source != target:
             number = layout_number(source, rank)
-            after = everything[int(table.first[number, goal])]
+            after = everything[int(first[number, goal])]
             kind, axes = moves.get((number, layout_number(after, rank)), ("collective_permute", _changed(source, after)))
             parts = shards(source, self._sizes), shards(after, self._sizes)
             nbytes = _nbytes(shape, itemsize) / (max(parts) if kind == "collective_permute" else min(parts))
@@ -112,22 +119,17 @@ class Reshards:
 
     def _closure(self, rank: int, valid: np.ndarray, nbytes: float) -> _Table:
         """All cheapest paths between the valid layouts."""
-        kept = np.flatnonzero(valid)
-        seconds = self._single_moves(rank, nbytes)[np.ix_(kept, kept)]
-        weight = seconds + TIE_SECONDS
-        np.fill_diagonal(weight, 0.0)
-        np.fill_diagonal(seconds, 0.0)
-        first = np.broadcast_to(np.arange(len(kept)), weight.shape).copy()
-        for k in range(len(kept)):
-            through = weight[:, k, None] + weight[None, k, :]
-            better = through < weight
-            np.copyto(weight, through, where=better)
-            np.copyto(seconds, seconds[:, k, None] + seconds[None, k, :], where=better)
-            np.copyto(first, first[:, k, None], where=better)
-        table = _Table(np.full((len(valid), len(valid)), np.inf), np.full((len(valid), len(valid)), -1))
-        table.seconds[np.ix_(kept, kept)] = seconds
-        table.first[np.ix_(kept, kept)] = kept[first]
-        table.seconds.flags.writeable = table.first.flags.writeable = False
+        moves = self._single_moves(rank, nbytes)
+        used = np.array([_used(layout) for layout in layouts(rank, len(self._sizes))])
+        table = _Table(np.full(moves.shape, np.inf), {})
+        for axes in np.unique(used[valid, None] | used[None, valid]).tolist():
+            kept = np.flatnonzero(valid & (used & ~axes == 0))
+            pairs = np.ix_(kept, kept)
+            seconds, first = _shortest(moves[pairs])
+            table.first[axes] = np.full(moves.shape, -1, np.int32)
+            table.first[axes][pairs] = kept[first]
+            table.seconds[pairs] = np.where(used[kept, None] | used[None, kept] == axes, seconds, table.seconds[pairs])
+        table.seconds.flags.writeable = False
         return table
 
     def _single_moves(self, rank: int, nbytes: float) -> np.ndarray:
@@ -179,6 +181,26 @@ def _nbytes(shape: Sequence[int], itemsize: float) -> float:
     for size in shape:
         nbytes *= size
     return nbytes
+
+
+def _shortest(seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """All-pairs distances of a matrix of single moves, and per pair the first node on the way."""
+    weight = seconds + TIE_SECONDS
+    np.fill_diagonal(weight, 0.0)
+    np.fill_diagonal(seconds, 0.0)
+    first = np.broadcast_to(np.arange(len(seconds)), seconds.shape).copy()
+    for k in range(len(seconds)):
+        through = weight[:, k, None] + weight[None, k, :]
+        better = through < weight
+        np.copyto(weight, through, where=better)
+        np.copyto(seconds, seconds[:, k, None] + seconds[None, k, :], where=better)
+        np.copyto(first, first[:, k, None], where=better)
+    return seconds, first
+
+
+def _used(layout: Layout) -> int:
+    """The axes that shard anything, as bits."""
+    return sum(1 << axis for axis, dim in enumerate(layout) if dim >= 0)
 
 
 def _changed(source: Layout, target: Layout) -> tuple[int, ...]:

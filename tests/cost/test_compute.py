@@ -1,0 +1,117 @@
+"""Work of ops, and the roofline."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from autoshard.cluster import CATALOGUE
+from autoshard.cost.compute import MATRIX, MOVES_NOTHING, Roofline, is_matrix, op_flops
+from autoshard.ir import Factor, Op, Origin, Rule, Value
+
+
+def ops_of(function, *shapes, dtype=jnp.float32):
+    """The equations of a function as ops, nested calls inlined."""
+    found = []
+
+    def visit(jaxpr):
+        for eqn in jaxpr.eqns:
+            inner = eqn.params.get("jaxpr")
+            if eqn.primitive.name in ("jit", "pjit"):
+                visit(inner.jaxpr)
+                continue
+            values = [
+                Value(tuple(v.aval.shape), str(v.aval.dtype), np.dtype(v.aval.dtype).itemsize) for v in (*eqn.invars, *eqn.outvars)
+            ]
+            n = len(eqn.invars)
+            op = Op(0, eqn.primitive.name, tuple(range(n)), tuple(range(n, len(values))), eqn.params, Origin(), (0,))
+            found.append((op, tuple(values)))
+
+    visit(jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)).jaxpr)
+    return found
+
+
+def flops(function, *shapes, dtype=jnp.float32):
+    """Per primitive the work of a function."""
+    return {op.primitive: op_flops(op, None, values) for op, values in ops_of(function, *shapes, dtype=dtype)}
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "primitive", "work"),
+    [
+        (lambda x, y: x @ y, [(8, 16), (16, 4)], "dot_general", 2 * 8 * 16 * 4),
+        (lambda x, y: jnp.einsum("bij,bkj->bik", x, y), [(3, 8, 16), (3, 4, 16)], "dot_general", 2 * 3 * 8 * 4 * 16),
+        (lambda x, y: lax.conv(x, y, (2, 2), "VALID"), [(2, 3, 9, 9), (5, 3, 3, 3)], "conv_general_dilated", 2 * 2 * 5 * 4 * 4 * 27),
+        (
+            lambda x, y: lax.conv_general_dilated(x, y, (1,), "SAME", feature_group_count=6),
+            [(2, 6, 10), (6, 1, 3)],
+            "conv_general_dilated",
+            2 * 2 * 6 * 10 * 3,
+        ),
+        (jnp.tanh, [(8, 8)], "tanh", 64),
+        (lambda x: x.sum(0), [(8, 4)], "reduce_sum", 32),
+        (lambda x: jnp.argmax(x, 1), [(8, 4)], "argmax", 32),
+        (lambda x: lax.sort(x, dimension=1), [(2, 8)], "sort", 16 * 3),
+        (lambda x: lax.top_k(x, 4), [(2, 8)], "top_k", 16 * 2),
+        (lambda x: lax.cumsum(x), [(8, 4)], "cumsum", 32),
+        (lambda x: jnp.fft.fft(x.astype(jnp.complex64)), [(4, 16)], "fft", 4 * 5 * 16 * 4),
+        (lambda x: jnp.fft.rfft(x), [(4, 16)], "fft", 4 * 5 * 16 * 4 / 2),
+        (lambda x: lax.linalg.cholesky(x), [(2, 6, 6)], "cholesky", 2 * 72),
+        (lambda x, y: lax.linalg.triangular_solve(x, y, left_side=True), [(6, 6), (6, 2)], "triangular_solve", 72),
+        (lambda x: lax.reduce_window(x, 0.0, lax.add, (2, 2), (1, 1), "VALID"), [(5, 5)], "reduce_window_sum", 64),
+        (lambda x, y: x.at[jnp.arange(3)].add(y), [(8, 4), (3, 4)], "scatter-add", 12),
+        (lambda x: x.reshape(4, 16).T, [(8, 8)], "transpose", 0),
+        (lambda x: lax.reduce_precision(x, 8, 7), [(8, 8)], "reduce_precision", 64),
+    ],
+)
+def test_work(function, shapes, primitive, work):
+    """Each family counts what its algorithm does."""
+    assert flops(function, *shapes)[primitive] == pytest.approx(work)
+
+
+def test_ragged_products_count_each_row_once():
+    """Groups of rows share the work of one product."""
+    found = flops(lambda x, y: lax.ragged_dot(x, y, jnp.array([4, 4], jnp.int32)), (8, 16), (2, 16, 4))
+    assert found[next(name for name in found if name.startswith("ragged_dot"))] == 2 * 8 * 16 * 4
+
+
+def test_unknown_reductions_count_their_iteration_space():
+    """Where no formula fits, a rule with a reduction says how many points there are."""
+    values = (Value((8, 16), "float32", 4), Value((8,), "float32", 4))
+    op = Op(0, "novel", (0,), (1,), {}, Origin(), (0,))
+    rule = Rule((Factor(8), Factor(16, "reduction", "sum")), (((0,), (1,)),), (((0,),),))
+    assert (op_flops(op, None, values), op_flops(op, rule, values)) == (8, 128)
+
+
+def test_which_primitives_use_the_matrix_unit():
+    """Products and convolutions do, and nothing that is free does."""
+    assert is_matrix("dot_general") and is_matrix("conv_general_dilated") and not is_matrix("tanh")
+    assert not MATRIX & MOVES_NOTHING
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_large_products_run_at_peak_and_small_ones_pay_for_padding(name):
+    """Tiles are filled by large sizes; cutting a side below the tile saves nothing."""
+    device = CATALOGUE[name].device
+    roofline = Roofline(device)
+    large = roofline.dot_seconds(1, 8192, 8192, 8192, "bfloat16", 3 * 2 * 8192**2)
+    assert large == pytest.approx(2 * 8192**3 / device.matrix_rate("bfloat16"), rel=0.02)
+    tile = device.matrix_tile
+    depth = [roofline.dot_seconds(1, 4096, 4096, k, "bfloat16", 0.0) for k in (max(tile // 2, 1), tile)]
+    assert depth[0] == pytest.approx(depth[1]) if tile > 1 else depth[0] == depth[1]
+
+
+def test_roofline_is_the_slower_side_and_vectorises():
+    """Arithmetic or memory decides, each kernel has a fixed cost, and arrays go elementwise."""
+    device = CATALOGUE["v5e"].device
+    roofline = Roofline(device)
+    assert roofline.seconds(False, 0.0, "float32", 819e9) == pytest.approx(1 + device.kernel_overhead_seconds)
+    assert roofline.seconds(True, 197e12, "bfloat16", 0.0) == pytest.approx(1 + device.kernel_overhead_seconds)
+    flops, nbytes = np.array([1e9, 1e12]), np.array([1e9, 1e6])
+    both = roofline.seconds(False, flops, "float32", nbytes)
+    assert both.tolist() == [roofline.seconds(False, f, "float32", b) for f, b in zip(flops, nbytes, strict=True)]
+    m = np.array([8, 4096])
+    assert roofline.dot_seconds(1, m, 128, 128, "bfloat16", 0.0).tolist() == [
+        roofline.dot_seconds(1, each, 128, 128, "bfloat16", 0.0) for each in m
+    ]
