@@ -1,0 +1,36 @@
+"""From the records' meshes and layouts to JAX's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from autoshard.errors import ClusterError
+from autoshard.ir import Layout, Mesh, layout_to_spec
+
+
+def jax_mesh(mesh: Mesh, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+    """The JAX mesh of Auto axes with these names and sizes, its devices placed by JAX to suit the machine's links.
+
+    ``devices`` may be those of an ahead-of-time topology; the first ``mesh.size`` of them are used.
+
+    >>> jax_mesh(Mesh.of({"data": 1})).shape
+    OrderedDict({'data': 1})
+
+    Raises:
+        ClusterError: there are fewer devices than the mesh has places.
+    """
+    found = list(jax.devices() if devices is None else devices)
+    if len(found) < mesh.size:
+        raise ClusterError(
+            f"a mesh needs a device for each of its places: {mesh} has {mesh.size}, and there are {len(found)} devices. "
+            f"Search on a smaller cluster, pass devices=..., or on a CPU set XLA_FLAGS=--xla_force_host_platform_device_count={mesh.size}."
+        )
+    return jax.make_mesh(mesh.sizes, mesh.names, axis_types=(AxisType.Auto,) * len(mesh.axes), devices=found[: mesh.size])
+
+
+def to_named_sharding(layout: Layout, rank: int, mesh: jax.sharding.Mesh) -> NamedSharding:
+    """The `NamedSharding` of a layout of a tensor of this rank."""
+    return NamedSharding(mesh, PartitionSpec(*layout_to_spec(layout, mesh.axis_names, rank)))
