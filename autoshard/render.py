@@ -1,0 +1,340 @@
+"""Reports: described once as plain records, shown in a terminal and in a notebook.
+
+A `Report` is a title and parts. `to_text` and `print_report` lower it to a terminal through rich, `to_html` to self-contained HTML (inline
+styles, no scripts) that reads on a light page and on a dark one. Numbers become text by the ``format_`` functions and nowhere else.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html import escape
+
+from rich import box
+from rich.columns import Columns
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.measure import Measurement
+from rich.padding import Padding
+from rich.segment import Segment
+from rich.table import Column as RichColumn
+from rich.table import Table as RichTable
+from rich.text import Text
+
+PIPE_WIDTH = 120  # columns of a report that does not go to a terminal
+
+
+# -- numbers --------------------------------------------------------------------------------------------------------------
+
+
+def format_seconds(seconds: float) -> str:
+    """The duration with three significant digits and its unit.
+
+    >>> format_seconds(0.0123), format_seconds(4.2e-6), format_seconds(75), format_seconds(0)
+    ('12.3 ms', '4.20 µs', '75.0 s', '0 s')
+    """
+    if 0 < abs(seconds) < 0.9995e-9:
+        return f"{seconds:.2g} s"
+    return _scaled(seconds, "s", (("n", 1e-9), ("µ", 1e-6), ("m", 1e-3), ("", 1.0)))
+
+
+def format_bytes(n: float) -> str:
+    """The number of bytes with three significant digits, in powers of 1000.
+
+    >>> format_bytes(999), format_bytes(1.5e9), format_bytes(999_999)
+    ('999 B', '1.50 GB', '1.00 MB')
+    """
+    return f"{n:.0f} B" if abs(n) < 999.5 else _scaled(n, "B", (("k", 1e3), ("M", 1e6), ("G", 1e9), ("T", 1e12), ("P", 1e15)))
+
+
+def format_flops(flops: float) -> str:
+    """The number of floating point operations with three significant digits.
+
+    >>> format_flops(2.5e12)
+    '2.50 TFLOP'
+    """
+    units = (("", 1.0), ("k", 1e3), ("M", 1e6), ("G", 1e9), ("T", 1e12), ("P", 1e15), ("E", 1e18))
+    return f"{flops:.0f} FLOP" if abs(flops) < 999.5 else _scaled(flops, "FLOP", units)
+
+
+def format_count(n: float) -> str:
+    """The whole number with thousands separated.
+
+    >>> format_count(37000)
+    '37,000'
+    """
+    return f"{n:,.0f}"
+
+
+def format_percent(share: float) -> str:
+    """The share as a percentage; small ones keep two digits.
+
+    >>> format_percent(0.25), format_percent(0.0012), format_percent(0.0)
+    ('25 %', '0.12 %', '0 %')
+    """
+    percent = 100 * share
+    return f"{percent:.0f} %" if percent == 0 or abs(percent) >= 9.95 else f"{percent:.2g} %"
+
+
+def _scaled(x: float, unit: str, prefixes: tuple[tuple[str, float], ...]) -> str:
+    if x == 0 or not math.isfinite(x):
+        return f"{x:g} {unit}"
+    prefix, scale = next(((p, s) for p, s in reversed(prefixes) if abs(x) >= 0.9995 * s), prefixes[0])
+    scaled = x / scale
+    digits = 2 if abs(scaled) < 9.995 else 1 if abs(scaled) < 99.95 else 0
+    return f"{scaled:.{digits}f} {prefix}{unit}"
+
+
+# -- what a report is made of ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """A section's name."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Paragraph:
+    """Prose, wrapped to the width there is."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of text under column titles.
+
+    Attributes:
+        columns: the titles; one that starts with ``>`` is of numbers, and stands to the right.
+        rows: per row one cell a column; line breaks are kept.
+        notes: remarks below it.
+    """
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        for row in self.rows:
+            if len(row) != len(self.columns):
+                raise ValueError(f"a row has one cell a column: {len(self.columns)} columns {self.columns}, got {row}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One bar: its label, its length as a share of the whole, and the number in words."""
+
+    label: str
+    share: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Bars:
+    """Bars one below the other, on one scale."""
+
+    bars: tuple[Bar, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One block of a picture: its text, and a colour as a hue in [0, 1), or None for no colour."""
+
+    text: str
+    hue: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A grid of coloured blocks: a mesh, or a tensor cut into the pieces that devices hold."""
+
+    title: str
+    rows: tuple[tuple[Cell, ...], ...]
+    caption: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Gallery:
+    """Pictures side by side."""
+
+    pictures: tuple[Picture, ...]
+
+
+Part = Heading | Paragraph | Table | Bars | Gallery
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A title and parts; prints as text, and shows in Jupyter.
+
+    >>> print(Report("A report", (Table(("mesh", ">time"), (("data=8", "12.3 ms"),)),)))
+    A report
+    <BLANKLINE>
+     mesh        time
+    ──────────────────
+     data=8   12.3 ms
+    """
+
+    title: str
+    parts: tuple[Part, ...]
+
+    def __str__(self) -> str:
+        return to_text(self)
+
+    def _repr_html_(self) -> str:
+        return to_html(self)
+
+
+# -- text -----------------------------------------------------------------------------------------------------------------
+
+
+def to_text(report: Report, width: int | None = None) -> str:
+    """The report as plain text without colour codes, at most ``width`` columns wide (120 unless told)."""
+    console = Console(file=io.StringIO(), width=width or PIPE_WIDTH, color_system=None, force_terminal=False, legacy_windows=False)
+    print_report(report, console)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Prints the report on a console: in colour on a terminal."""
+    console.print(Text(report.title, style="bold"))
+    for part in report.parts:
+        console.print()
+        console.print(_lowered(part))
+
+
+def _lowered(part: Part) -> RenderableType:
+    match part:
+        case Heading(text):
+            return Text(text, style="bold underline")
+        case Paragraph(text):
+            return Text(text)
+        case Table(columns, rows, notes):
+            return Group(_table(columns, rows), *(Text(f" {note}", style="dim") for note in notes))
+        case Bars(bars):
+            return _bars(bars)
+        case Gallery(pictures):
+            return Padding(Columns([_picture(picture) for picture in pictures], padding=(1, 4)), (0, 0, 0, 1))
+
+
+def _table(columns: tuple[str, ...], rows: tuple[tuple[str, ...], ...]) -> RichTable:
+    shown = [RichColumn(Text(c.removeprefix(">")), justify="right" if c.startswith(">") else "left", overflow="fold") for c in columns]
+    table = RichTable(*shown, box=box.SIMPLE_HEAD, pad_edge=True, show_edge=False)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return table
+
+
+def _bars(bars: tuple[Bar, ...]) -> RichTable:
+    grid = RichTable.grid(padding=(0, 2))
+    for column in ("left", "left", "right"):
+        grid.add_column(justify=column)
+    for bar in bars:
+        grid.add_row(Text(f" {bar.label}"), _TextBar(bar.share), Text(bar.text))
+    return grid
+
+
+@dataclass(frozen=True, slots=True)
+class _TextBar:
+    """A bar of block characters; of ``#`` where the output cannot show them."""
+
+    share: float
+    width: int = 40
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(self.width, self.width)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        filled = min(self.width, max(round(self.share * self.width), int(self.share > 0)))
+        full, empty = ("#", ".") if options.ascii_only else ("█", "░")
+        yield Segment(full * filled + empty * (self.width - filled))
+
+
+def _picture(picture: Picture) -> Group:
+    table = RichTable(box=box.SQUARE, show_header=False, show_lines=True, title_justify="left")
+    for row in picture.rows:
+        table.add_row(*(Text(cell.text, style="" if cell.hue is None else f"black on {_rgb(cell.hue)}") for cell in row))
+    caption = (Text(picture.caption, style="dim"),) if picture.caption else ()
+    return Group(Text(picture.title), table, *caption)
+
+
+def _rgb(hue: float) -> str:
+    """A light colour of this hue as ``#rrggbb``: black text reads on it."""
+    channels = (0.66 + 0.24 * math.cos(2 * math.pi * (hue - third / 3)) for third in range(3))
+    return "#" + "".join(f"{round(255 * channel):02x}" for channel in channels)
+
+
+# -- html -----------------------------------------------------------------------------------------------------------------
+
+LINE = "rgba(128,128,128,0.45)"  # shows on white and on black
+FILL = "#4c8bf5"
+
+
+def to_html(report: Report) -> str:
+    """The report as one HTML element with inline styles, everything in it escaped."""
+    parts = "".join(_html(part) for part in report.parts)
+    return (
+        '<div style="font-family:system-ui,sans-serif;font-size:13px;line-height:1.45;color:inherit;max-width:72em">'
+        f'<div style="font-size:1.25em;font-weight:600">{escape(report.title)}</div>{parts}</div>'
+    )
+
+
+def _html(part: Part) -> str:
+    match part:
+        case Heading(text):
+            return f'<div style="font-size:1.08em;font-weight:600;margin:1.1em 0 0.3em">{escape(text)}</div>'
+        case Paragraph(text):
+            return f'<p style="margin:0.4em 0;white-space:pre-line">{escape(text)}</p>'
+        case Table(columns, rows, notes):
+            return _html_table(columns, rows) + "".join(f'<div style="opacity:0.7">{escape(note)}</div>' for note in notes)
+        case Bars(bars):
+            return f'<table style="border-collapse:collapse;margin:0.4em 0;color:inherit">{"".join(map(_html_bar, bars))}</table>'
+        case Gallery(pictures):
+            return f'<div style="display:flex;flex-wrap:wrap;gap:1.2em 2em;margin:0.5em 0">{"".join(map(_html_picture, pictures))}</div>'
+
+
+def _html_table(columns: tuple[str, ...], rows: tuple[tuple[str, ...], ...]) -> str:
+    sides = ["right" if column.startswith(">") else "left" for column in columns]
+
+    def line(tag: str, cells: tuple[str, ...], border: str) -> str:
+        style = f"padding:0.2em 0.8em 0.2em 0;vertical-align:top;white-space:pre-line;border-bottom:1px solid {border}"
+        return "<tr>" + "".join(
+            f'<{tag} style="{style};text-align:{side}">{escape(cell)}</{tag}>' for cell, side in zip(cells, sides, strict=True)
+        ) + "</tr>"
+
+    head = line("th", tuple(column.removeprefix(">") for column in columns), LINE)
+    body = "".join(line("td", row, "rgba(128,128,128,0.15)") for row in rows)
+    return (
+        '<table style="border-collapse:collapse;margin:0.4em 0;color:inherit;background:transparent">'
+        f"<thead>{head}</thead><tbody>{body}</tbody></table>"
+    )
+
+
+def _html_bar(bar: Bar) -> str:
+    width = max(0.0, min(1.0, bar.share)) * 100
+    return (
+        f'<tr><td style="text-align:left;padding:0.15em 1em 0.15em 0">{escape(bar.label)}</td>'
+        f'<td style="width:24em;padding:0.15em 0"><div style="background:rgba(128,128,128,0.2);width:100%">'
+        f'<div style="background:{FILL};height:0.9em;width:{width:.1f}%"></div></div></td>'
+        f'<td style="text-align:right;padding:0.15em 0 0.15em 1em">{escape(bar.text)}</td></tr>'
+    )
+
+
+def _html_picture(picture: Picture) -> str:
+    def block(cell: Cell) -> str:
+        colour = "" if cell.hue is None else f"background:{_rgb(cell.hue)};color:#111;"
+        return (
+            f'<td style="{colour}border:1px solid {LINE};min-width:2.2em;padding:0.35em 0.5em;text-align:center;'
+            f'font-size:0.85em">{escape(cell.text)}</td>'
+        )
+
+    rows = "".join("<tr>" + "".join(map(block, row)) + "</tr>" for row in picture.rows)
+    caption = f'<div style="opacity:0.7">{escape(picture.caption)}</div>' if picture.caption else ""
+    return (
+        f'<div><div style="font-weight:600">{escape(picture.title)}</div>'
+        f'<table style="border-collapse:collapse;margin:0.3em 0;color:inherit">{rows}</table>{caption}</div>'
+    )
