@@ -1,0 +1,246 @@
+"""Every rule, executed: shard the operands as it says, run each shard alone, combine as it says, compare with the whole.
+
+The shards run inside `jax.shard_map`, where no partitioner can repair a wrong rule. Parameters that carry sizes are made
+those of the shard; where a rule promises something of the position (a lookup in a sharded table, an iota), the shard
+corrects for its own, as XLA's partitioner does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+from rule_examples import EXAMPLES, Operation, example
+
+from autoshard.ir import (
+    Choice,
+    Rule,
+    Value,
+    computed_layout,
+    layout_to_spec,
+    legal,
+    operand_layout,
+    reductions,
+    result_layout,
+    shard_counts,
+)
+from autoshard.rules import rule_of
+
+AXES = ("x", "y")
+COMBINE = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min, "prod": jnp.prod, "and": jnp.all, "or": jnp.any}
+NEUTRAL = {"sum": 0, "prod": 1}  # max and min may count the operand more than once
+
+# Positions decide what these draw, and a shard alone does not know its own: they are held against jit instead.
+POSITIONAL = {"random_bits", "random_split"}
+
+
+def choices(rule: Rule, sizes: tuple[int, ...]) -> list[Choice]:
+    """The legal choices that shard over all axes; of two that differ in the order of the axes, one."""
+    found: dict[tuple[int, ...], Choice] = {}
+    for factors in itertools.product(range(len(rule.factors)), repeat=len(sizes)):
+        choice = tuple((f, -1) for f in factors)
+        if legal(rule, choice, sizes):
+            found.setdefault(tuple(sorted(factors)), choice)
+    return list(found.values())
+
+
+def spec(layout, rank: int) -> PartitionSpec:
+    return PartitionSpec(*layout_to_spec(layout, AXES[: len(layout)], rank))
+
+
+def mesh_of(sizes: tuple[int, ...]):
+    return jax.make_mesh(sizes, AXES[: len(sizes)], axis_types=(jax.sharding.AxisType.Auto,) * len(sizes))
+
+
+def run_sharded(op: Operation, rule: Rule, choice: Choice, sizes: tuple[int, ...]) -> tuple:
+    """The results of the operation run shard by shard and combined as the rule says."""
+    reads = [operand_layout(rule, choice, j) for j in range(len(op.operands))]
+    leaves = [computed_layout(rule, choice, j) for j in range(len(op.results))]
+
+    def offset(layout, dim: int, size: int):
+        """Where this shard begins in the dimension, given the size of a shard."""
+        position = 0
+        for axis, (sharded, n) in enumerate(zip(layout, sizes, strict=True)):
+            if sharded == dim:
+                position = position * n + lax.axis_index(AXES[axis])
+        return position * size
+
+    def shard(*operands):
+        counts = [shard_counts(layout, len(v.shape), sizes) for layout, v in zip(leaves, op.results, strict=True)]
+        shapes = [tuple(n // c for n, c in zip(v.shape, count, strict=True)) for v, count in zip(op.results, counts, strict=True)]
+        run = SHARDS.get(op.primitive.name, bind)
+        found = run(op, rule, choice, operands, shapes, lambda j, d: offset(reads[j], d, operands[j].shape[d]))
+        if op.primitive.name == "iota":
+            (layout,), dim = leaves, op.params["dimension"]
+            found = [found[0] + offset(layout, dim, shapes[0][dim])]
+        for axis, operator, _ in reductions(rule, choice):
+            found = [COMBINE[operator](lax.all_gather(y, AXES[axis]), axis=0).astype(y.dtype) for y in found]
+        return tuple(finish(op, operands, y) for y in found)
+
+    in_specs = tuple(spec(layout, np.ndim(x)) for layout, x in zip(reads, op.operands, strict=True))
+    out_specs = tuple(spec(result_layout(rule, choice, j), len(v.shape)) for j, v in enumerate(op.results))
+    return jax.jit(jax.shard_map(shard, mesh=mesh_of(sizes), in_specs=in_specs, out_specs=out_specs, check_vma=False))(*op.operands)
+
+
+def bind(op, rule, choice, operands, shapes, offset):
+    """The operation on a shard, its size-carrying parameters adapted."""
+    params, x = op.params, operands[0] if operands else None
+    match op.primitive.name:
+        case "broadcast_in_dim" | "iota":
+            changes = {"shape": shapes[0]}
+        case "reshape":
+            changes = {"new_sizes": shapes[0]}
+        case "tile":
+            changes = {"reps": tuple(n // m for n, m in zip(shapes[0], x.shape, strict=True))}
+        case "slice":
+            limits = zip(params["limit_indices"], op.operands[0].shape, x.shape, strict=True)
+            changes = {"limit_indices": tuple(n if limit == size else limit for limit, size, n in limits)}
+        case "dynamic_slice":
+            changes = {"slice_sizes": shapes[0]}
+        case "gather":
+            sizes = zip(params["slice_sizes"], op.operands[0].shape, x.shape, strict=True)
+            changes = {"slice_sizes": tuple(n if taken == size else taken for taken, size, n in sizes)}
+        case _:
+            changes = {}
+    return op.bind(*operands, **changes)
+
+
+def lookup(op, rule, choice, operands, shapes, offset):
+    """A gather from the part of the table that the shard holds; zero elsewhere."""
+    x, indices = operands
+    numbers, sizes = op.params["dimension_numbers"], op.params["slice_sizes"]
+    mine = jnp.ones(indices.shape[:-1], bool)
+    for k, d in enumerate(numbers.start_index_map):
+        if sizes[d] == 1:
+            local = jnp.clip(indices[..., k], 0, op.operands[0].shape[d] - 1) - offset(0, d)
+            mine &= (local >= 0) & (local < x.shape[d])
+            indices = indices.at[..., k].set(local)
+    inside = Operation(op.primitive, {**op.params, "mode": lax.GatherScatterMode.CLIP}, op.operands, op.results)
+    (found,) = bind(inside, rule, choice, (x, indices), shapes, offset)
+    return [jnp.where(jnp.expand_dims(mine, numbers.offset_dims), found, 0).astype(found.dtype)]
+
+
+def finish(op, operands, y):
+    """The combined result; a gather that fills puts its value where the index lies outside."""
+    if op.primitive.name == "gather" and op.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP:
+        numbers, indices = op.params["dimension_numbers"], operands[1]
+        limits = np.array([op.operands[0].shape[d] for d in numbers.start_index_map])
+        y = jnp.where(jnp.expand_dims((indices < limits).all(-1), numbers.offset_dims), y, np.nan)
+    return y
+
+
+def scatter(op, rule, choice, operands, shapes, offset):
+    """A scatter into the part that the shard holds, the operand counted once over the shards of a reduction."""
+    x, indices, updates = operands
+    numbers = op.params["dimension_numbers"]
+    for k, d in enumerate(numbers.scatter_dims_to_operand_dims):
+        local = indices[..., k] - offset(0, d)
+        indices = indices.at[..., k].set(jnp.where((local >= 0) & (local < x.shape[d]), local, x.shape[d]))
+    for axis, operator, _ in reductions(rule, choice):
+        if operator in NEUTRAL:
+            x = jnp.where(lax.axis_index(AXES[axis]) == 0, x, NEUTRAL[operator])
+    return op.bind(x, indices, updates)
+
+
+def update(op, rule, choice, operands, shapes, offset):
+    """A dynamic update of the part that the shard holds, where it holds the place."""
+    x, new, *starts = operands
+    mine = jnp.bool_(True)
+    for d, (n, written) in enumerate(zip(op.operands[0].shape, op.operands[1].shape, strict=True)):
+        starts[d] = jnp.int32(0) if written == n else jnp.clip(starts[d], 0, n - written) - offset(0, d)
+        if written == 1:
+            mine &= (starts[d] >= 0) & (starts[d] < x.shape[d])
+    return [jnp.where(mine, op.bind(x, new, *starts)[0], x)]
+
+
+SHARDS = {
+    "gather": lookup,
+    "dynamic_update_slice": update,
+    **{f"scatter{kind}": scatter for kind in ("", "-add", "-sub", "-mul", "-min", "-max")},
+}
+
+
+def plain(x) -> np.ndarray:
+    """An array as numpy compares it: typed keys as their words."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    return np.asarray(x)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_sharded_operation_equals_the_whole_one(name):
+    """Along every factor a rule offers, and every pair of them, the combined shards are the unsharded result."""
+    op = example(name)
+    rule = op.rule
+    expected = list(map(plain, op.bind(*op.operands)))
+    for sizes in ((2,), (2, 2)):
+        for choice in choices(rule, sizes):
+            drawn = any(f not in {g for dim in rule.operands[0] for g in dim} for f, _ in choice) if rule.operands else False
+            if op.primitive.name in POSITIONAL and drawn:
+                continue
+            for found, wanted in zip(run_sharded(op, rule, choice, sizes), expected, strict=True):
+                np.testing.assert_allclose(plain(found), wanted, rtol=2e-5, atol=2e-5, err_msg=f"{rule} under {choice}")
+
+
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if name.startswith("random_")])
+def test_random_numbers_do_not_depend_on_the_sharding(name):
+    """Under jit, keys and bits drawn in shards are those drawn whole."""
+    op = example(name)
+    expected = list(map(plain, op.bind(*op.operands)))
+    for choice in choices(op.rule, (2,)):
+        mesh = mesh_of((2,))
+        shardings = tuple(NamedSharding(mesh, spec(computed_layout(op.rule, choice, j), len(v.shape))) for j, v in enumerate(op.results))
+        for found, wanted in zip(jax.jit(op.bind, out_shardings=shardings)(*op.operands), expected, strict=True):
+            np.testing.assert_array_equal(plain(found), wanted)
+
+
+@st.composite
+def reshapes(draw):
+    """Two shapes of equal size."""
+    primes = draw(st.lists(st.sampled_from([2, 2, 2, 3, 5]), max_size=6))
+
+    def shape():
+        order = draw(st.permutations(primes))
+        cuts = sorted(draw(st.lists(st.integers(0, len(primes)), max_size=4)))
+        return tuple(math.prod(order[a:b]) for a, b in itertools.pairwise([0, *cuts, len(primes)]))
+
+    return shape(), shape()
+
+
+@given(reshapes(), st.sampled_from([(2,), (3,), (4,), (2, 2), (2, 3)]))
+@settings(deadline=None, max_examples=300)
+def test_a_reshape_of_shards_is_the_shard_of_the_reshape(shapes, sizes):
+    """For any two shapes and any legal choice, cutting and reshaping commute."""
+    before, after = shapes
+    rule = rule_of("reshape", {"new_sizes": after}, [Value(before, "int32", 4)], [Value(after, "int32", 4)])
+    x = np.arange(math.prod(before)).reshape(before)
+    for choice in choices(rule, sizes):
+        for device in itertools.product(*map(range, sizes)):
+            operand = cut(x, operand_layout(rule, choice, 0), sizes, device)
+            result = cut(x.reshape(after), computed_layout(rule, choice, 0), sizes, device)
+            np.testing.assert_array_equal(operand.reshape(result.shape), result, err_msg=f"{rule} under {choice}")
+
+
+def cut(x: np.ndarray, layout, sizes, device) -> np.ndarray:
+    """The piece of an array that a device holds."""
+    for axis, dim in enumerate(layout):
+        if dim >= 0:  # axes in mesh order, so a later axis cuts the pieces of an earlier one
+            x = np.split(x, sizes[axis], dim)[device[axis]]
+    return x
+
+
+@pytest.mark.parametrize(
+    "before, after, factors", [((6, 4), (4, 6), 1), ((8, 6), (2, 4, 6), 3), ((2, 3, 5), (30,), 3), ((4, 9), (9, 4), 0)]
+)
+def test_a_reshape_offers_every_common_digit(before, after, factors):
+    """The refinement keeps as many shardable factors as the shapes have in common."""
+    rule = rule_of("reshape", {"new_sizes": after}, [Value(before, "int32", 4)], [Value(after, "int32", 4)])
+    assert sum(factor.shardable for factor in rule.factors) == factors
