@@ -201,7 +201,8 @@ def _check_topology(entry: Entry, topology: tuple[int, ...], text: str) -> None:
         larger = f", or three rising multiples of {entry.cube} with a product up to {entry.most}" if entry.cube else ""
         raise ClusterError(f"a {name} slice is {allowed}{larger}; got {text!r}. Use one of those.")
     if entry.per_host:
-        if len(topology) > 2 or topology[0] > entry.per_host:
+        per_host, *hosts = topology
+        if len(hosts) > 1 or per_host > entry.per_host:
             raise ClusterError(
                 f"{name} clusters read '{name}:<GPUs per host>x<hosts>' with at most {entry.per_host} GPUs a host, got {text!r}. "
                 f"Use '{name}:{entry.per_host}x4' for {entry.per_host * 4} GPUs on 4 hosts, say."

@@ -97,7 +97,7 @@ class Reshards:
         while source != target:
             number = layout_number(source, rank)
             after = everything[int(first[number, goal])]
-            kind, axes = moves.get((number, layout_number(after, rank)), ("collective_permute", _changed(source, after)))
+            kind, axes = moves.get((number, layout_number(after, rank))) or ("collective_permute", _permute_axes(source, after))
             parts = shards(source, self._sizes), shards(after, self._sizes)
             nbytes = _nbytes(shape, itemsize) / (max(parts) if kind == "collective_permute" else min(parts))
             seconds = 0.0 if kind == "slice" else float(self._communication.seconds(kind, nbytes, axes))
@@ -203,8 +203,22 @@ def _used(layout: Layout) -> int:
     return sum(1 << axis for axis, dim in enumerate(layout) if dim >= 0)
 
 
-def _changed(source: Layout, target: Layout) -> tuple[int, ...]:
-    return tuple(axis for axis, (was, now) in enumerate(zip(source, target, strict=True)) if was != now)
+def _exchanging(source: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Which axes a permute sends along, ``(..., n_axes)`` of layouts so shaped.
+
+    Those whose dimension changes, and those that come after such an axis in a dimension: their place in it changes.
+    """
+    taking_part = source != target
+    for axis in range(source.shape[-1]):
+        for before in range(axis):
+            beside = (source[..., before] == source[..., axis]) | (target[..., before] == source[..., axis])
+            moved = (source[..., before] != target[..., before]) & beside & (source[..., axis] >= 0)
+            taking_part[..., axis] |= moved
+    return taking_part
+
+
+def _permute_axes(source: Layout, target: Layout) -> tuple[int, ...]:
+    return tuple(np.flatnonzero(_exchanging(np.array(source), np.array(target))).tolist())
 
 
 @cache
@@ -214,7 +228,9 @@ def _moves(rank: int, n_axes: int) -> dict[tuple[int, int], tuple[str, tuple[int
     for number, layout in enumerate(layouts(rank, n_axes)):
         axes_of = [[axis for axis in range(n_axes) if layout[axis] == dim] for dim in range(rank)]
         last = [axes[-1] if axes else -1 for axes in axes_of]
-        moves = [("slice", (axis,), dim) for dim in range(rank) for axis in range(last[dim] + 1, n_axes) if layout[axis] < 0]
+        moves: list[tuple[str, tuple[int, ...], int]] = [
+            ("slice", (axis,), dim) for dim in range(rank) for axis in range(last[dim] + 1, n_axes) if layout[axis] < 0
+        ]
         for dim in range(rank):
             for start in range(len(axes_of[dim])):
                 tail = tuple(axes_of[dim][start:])
@@ -237,14 +253,14 @@ def _move_arrays(rank: int, n_axes: int) -> tuple[tuple[str, tuple[int, ...], np
 
 @cache
 def _permutes(rank: int, sizes: tuple[int, ...]) -> tuple[tuple[tuple[int, ...], np.ndarray, np.ndarray], ...]:
-    """Every permute, gathered by the axes whose dimension changes: axes, sources, targets."""
+    """Every permute, gathered by the axes it sends along: axes, sources, targets."""
     everything = layouts(rank, len(sizes))
     counts = np.array([shard_counts(layout, rank, sizes) for layout in everything]).reshape(len(everything), rank)
     dims = np.array(everything).reshape(len(everything), len(sizes))
     source, target = np.nonzero(np.all(counts[None, :] % counts[:, None] == 0, axis=2))
-    changed = (dims[source] != dims[target]) @ (1 << np.arange(len(sizes)))
+    sending = _exchanging(dims[source], dims[target]) @ (1 << np.arange(len(sizes)))
     groups = []
-    for mask in np.unique(changed[changed > 0]):
-        axes = tuple(axis for axis in range(len(sizes)) if mask >> axis & 1)
-        groups.append((axes, source[changed == mask], target[changed == mask]))
+    for bits in np.unique(sending[sending > 0]):
+        axes = tuple(axis for axis in range(len(sizes)) if bits >> axis & 1)
+        groups.append((axes, source[sending == bits], target[sending == bits]))
     return tuple(groups)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import networkx as nx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxlib.mlir.passmanager import PassManager
@@ -57,7 +57,7 @@ def used(layout):
     return {axis for axis, dim in enumerate(layout) if dim >= 0}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=80)
 @given(cases(), st.integers(0, 10**6))
 def test_a_detour_is_never_cheaper(case, pick):
     """Among layouts of the same axes the matrix is a distance: zero on the diagonal, and no way round is shorter."""
@@ -105,6 +105,7 @@ def held(layout, shape, sizes):
 
 @settings(deadline=None, max_examples=80)
 @given(cases())
+@example(("h100:8x4", (4, 2, 4), (8,), (-1, -1, 0), (-1, 0, 0)))  # axis b comes before c, so c's devices exchange too
 def test_each_step_moves_data_between_its_axes_only(case):
     """What a device gets, one in its group has; slices need nobody, a permute's piece comes from a single device."""
     text, sizes, shape, source, target = case
@@ -192,9 +193,9 @@ def shardy():
     return collectives
 
 
-@pytest.mark.parametrize("shape", [(4096,), (4096, 4096), (1024, 1024, 16)])
+@pytest.mark.parametrize("shape", [(2**22,), (4096, 4096), (1024, 1024, 16)])
 def test_single_collectives_are_shardys(shape, shardy):
-    """Where one collective does it, Shardy writes the same one.
+    """Where one collective does it, Shardy writes the same one for tensors large enough that bytes decide, not latency.
 
     Not compared, since Shardy takes another sequence:
 
