@@ -1,0 +1,19 @@
+"""The pure record of a strategy and its canonical JSON file. Nothing here imports JAX."""
+
+from autoshard.strategy.check import check_program
+from autoshard.strategy.file import from_json, load_record, save_record, to_json
+from autoshard.strategy.record import SCHEMA, Program, Provenance, Record, SearcherRecord, TensorRecord
+
+__all__ = [
+    "SCHEMA",
+    "Program",
+    "Provenance",
+    "Record",
+    "SearcherRecord",
+    "TensorRecord",
+    "check_program",
+    "from_json",
+    "load_record",
+    "save_record",
+    "to_json",
+]

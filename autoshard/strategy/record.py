@@ -1,0 +1,151 @@
+"""The record of a strategy: what was decided about a program, what it costs, and where it comes from.
+
+Everything is plain: names, numbers and tuples. A record neither knows JAX nor needs the program it was made for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, is_dataclass
+from typing import Any
+
+import numpy as np
+
+from autoshard.cost.record import Cost
+from autoshard.ir import Assignment, Choice, Layout, Mesh, Spec
+
+SCHEMA = 1
+"""Version of the file format; a reader takes this one and no other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Which program a strategy is for.
+
+    Attributes:
+        name: the function's name.
+        fingerprint: the graph's fingerprint: equal for equal programs.
+        n_ops, n_values: sizes of the graph; choices and layouts are numbered within them.
+    """
+
+    name: str
+    fingerprint: str
+    n_ops: int
+    n_values: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRecord:
+    """One argument or result leaf: its path in the pytree, its whole shape, and its `PartitionSpec` as a tuple."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    spec: Spec
+
+
+@dataclass(frozen=True, slots=True)
+class SearcherRecord:
+    """The searcher that found a strategy, with its options as plain JSON values.
+
+    >>> SearcherRecord("data_parallel").options
+    {}
+    """
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        object.__setattr__(self, "options", plain(self.options))
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """Where a strategy comes from.
+
+    Attributes:
+        command: what reproduces it, as typed in a shell; empty where it was searched from Python.
+        autoshard, jax: the versions that made it.
+        date: ISO date, or None: a file without it is the same bytes every time it is made.
+    """
+
+    command: str = ""
+    autoshard: str = ""
+    jax: str = ""
+    date: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A strategy as it is saved.
+
+    Attributes:
+        name: what people call it.
+        program: which program it is for.
+        cluster: the devices, as `Cluster.to_dict` gives them.
+        mesh: the logical mesh.
+        arguments, results: the leaves of the program's arguments and results, in order.
+        argument_structure, result_structure: the pytrees as JSON: a leaf's index, None, ``{"tuple": [...]}``, ``{"list": [...]}``,
+            ``{"dict": {...}}``, or ``{"node": type name, "keys": [...], "children": [...]}``.
+        choices: per op index its choice.
+        layouts: per value number its layout.
+        copies: per value number the second layout that its readers share.
+        cost: what the judge says.
+        searcher: what found it.
+        lower_bound_seconds: proven lower bound of the objective on this mesh; 0.0 where nothing is proven.
+        donate_argnums: which arguments' memory the program may reuse, as in `jax.jit`.
+        assumptions: what tracing and costing had to assume, in words.
+        stats: what the search took, as plain JSON values by name.
+        provenance: where it comes from.
+    """
+
+    name: str
+    program: Program
+    cluster: Mapping[str, Any]
+    mesh: Mesh
+    arguments: tuple[TensorRecord, ...]
+    results: tuple[TensorRecord, ...]
+    argument_structure: Any
+    result_structure: Any
+    choices: Mapping[int, Choice]
+    layouts: Mapping[int, Layout]
+    copies: Mapping[int, Layout]
+    cost: Cost
+    searcher: SearcherRecord
+    lower_bound_seconds: float = 0.0
+    donate_argnums: tuple[int, ...] = ()
+    assumptions: tuple[str, ...] = ()
+    stats: Mapping[str, Any] = field(default_factory=dict)
+    provenance: Provenance = Provenance()
+
+    def __post_init__(self):
+        for name in ("cluster", "argument_structure", "result_structure", "stats"):
+            object.__setattr__(self, name, plain(getattr(self, name)))
+
+    @property
+    def assignment(self) -> Assignment:
+        """The layouts and choices; `check_program` says whether they fit a graph."""
+        return Assignment(self.mesh, self.choices, self.layouts, self.copies)
+
+    @property
+    def gap(self) -> float:
+        """``(objective - lower bound) / objective``: how far from optimal the strategy can be; 0.0 where it is proven optimal."""
+        objective = self.cost.objective_seconds
+        return max(0.0, (objective - self.lower_bound_seconds) / objective) if objective > 0 else 0.0
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON would give it back: mappings and dataclasses as dicts, sequences as lists, numpy scalars as numbers.
+
+    >>> plain({"mesh": (4, np.int64(2))})
+    {'mesh': [4, 2]}
+    """
+    if isinstance(value, np.generic):
+        return value.item()
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain(asdict(value))
+    if isinstance(value, Mapping):
+        return {str(key): plain(child) for key, child in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(child) for child in (sorted(value) if isinstance(value, set | frozenset) else value)]
+    return value

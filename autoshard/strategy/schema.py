@@ -1,0 +1,270 @@
+"""The file's schema: each part of a record next to how it is written as JSON values and how it is read and checked.
+
+Numbered parts (choices, layouts, copies) are lists of pairs ``[number, entry]`` with ascending numbers. A choice is an object with the
+mesh axes that split something: ``{"data": 0, "model": [2, 1]}`` splits factor 0 over ``data``, and factor 2 over ``model`` with its
+partial results scattered onto dimension 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields
+from typing import Any, TypeVar
+
+from autoshard.cluster import Cluster
+from autoshard.cost.record import Cost
+from autoshard.errors import ClusterError, ShardingError
+from autoshard.ir import Choice, Collective, Layout, Mesh, Spec, check_divides, spec_to_layout
+from autoshard.ir.collective import KINDS
+from autoshard.strategy.reader import MAX_DEPTH, Node
+from autoshard.strategy.record import SCHEMA, Program, Provenance, Record, SearcherRecord, TensorRecord, plain
+
+MAX_AXES = 16
+MAX_RANK = 64
+"""More dimensions than numpy has for an array."""
+
+MAX_FACTORS = 4096
+
+T = TypeVar("T")
+
+
+def encode(record: Record) -> dict[str, Any]:
+    """The record as JSON values, in the order of the file."""
+    names = record.mesh.names
+    cost = asdict(record.cost)
+    return plain(
+        {
+            "schema": SCHEMA,
+            "name": record.name,
+            "program": asdict(record.program),
+            "mesh": record.mesh.axes,
+            "searcher": {"name": record.searcher.name, "options": _sorted(record.searcher.options)},
+            "provenance": asdict(record.provenance),
+            "cluster": _sorted(record.cluster),
+            "lower_bound_seconds": float(record.lower_bound_seconds),
+            "cost": {name: value if name == "collectives" else float(value) for name, value in cost.items()},
+            "stats": _sorted(record.stats),
+            "assumptions": record.assumptions,
+            "donate_argnums": record.donate_argnums,
+            "arguments": [asdict(tensor) for tensor in record.arguments],
+            "results": [asdict(tensor) for tensor in record.results],
+            "argument_structure": _sorted(record.argument_structure),
+            "result_structure": _sorted(record.result_structure),
+            "choices": [(op, _encode_choice(choice, names)) for op, choice in sorted(record.choices.items())],
+            "layouts": sorted(record.layouts.items()),
+            "copies": sorted(record.copies.items()),
+        }
+    )
+
+
+def decode(document: Node) -> Record:
+    """The record of a document, every part checked.
+
+    Raises:
+        StrategyError: some part is not what it must be; the message says where it stands.
+    """
+    version = dict(document.members()).get("schema", Node(None, "schema"))
+    if version.value != SCHEMA or isinstance(version.value, bool):
+        raise version.error(f"schema {SCHEMA}, the one that this version of autoshard reads")
+    part = document.fields(
+        *("schema", "name", "program", "mesh", "searcher", "provenance", "cluster", "lower_bound_seconds", "cost", "stats"),
+        *("assumptions", "donate_argnums", "arguments", "results", "argument_structure", "result_structure"),
+        *("choices", "layouts", "copies"),
+    )
+    program = _program(part["program"])
+    mesh = _mesh(part["mesh"])
+    arguments = tuple(_tensor(node, mesh) for node in part["arguments"].items())
+    results = tuple(_tensor(node, mesh) for node in part["results"].items())
+    return Record(
+        name=part["name"].text(),
+        program=program,
+        cluster=_cluster(part["cluster"], mesh),
+        mesh=mesh,
+        arguments=arguments,
+        results=results,
+        argument_structure=_structure(part["argument_structure"], len(arguments)),
+        result_structure=_structure(part["result_structure"], len(results)),
+        choices=_numbered(part["choices"], program.n_ops, lambda node: _choice(node, mesh)),
+        layouts=_numbered(part["layouts"], program.n_values, lambda node: _layout(node, mesh)),
+        copies=_numbered(part["copies"], program.n_values, lambda node: _layout(node, mesh)),
+        cost=_cost(part["cost"], mesh),
+        searcher=_searcher(part["searcher"]),
+        lower_bound_seconds=part["lower_bound_seconds"].number(),
+        donate_argnums=tuple(node.integer(0, MAX_FACTORS) for node in part["donate_argnums"].items()),
+        assumptions=tuple(node.text() for node in part["assumptions"].items()),
+        stats={name: node.json() for name, node in _named(part["stats"])},
+        provenance=_provenance(part["provenance"]),
+    )
+
+
+# -- parts, in the order of the file -------------------------------------------------------------------------------------
+
+
+def _program(node: Node) -> Program:
+    part = node.fields("name", "fingerprint", "n_ops", "n_values")
+    return Program(part["name"].text(), part["fingerprint"].text(), part["n_ops"].integer(0), part["n_values"].integer(0))
+
+
+def _mesh(node: Node) -> Mesh:
+    axes = []
+    for axis in node.items():
+        name, size = axis.items(2)
+        axes.append((name.text(), size.integer(1)))
+    if len(axes) > MAX_AXES:
+        raise node.error(f"at most {MAX_AXES} mesh axes")
+    try:
+        return Mesh(tuple(axes))
+    except ShardingError:
+        raise node.error(f"mesh axes with distinct names, not {[name for name, _ in axes]}") from None
+
+
+def _searcher(node: Node) -> SearcherRecord:
+    part = node.fields("name", "options")
+    return SearcherRecord(part["name"].text(), {name: option.json() for name, option in _named(part["options"])})
+
+
+def _provenance(node: Node) -> Provenance:
+    part = node.fields("command", "autoshard", "jax", "date")
+    date = None if part["date"].value is None else part["date"].text()
+    return Provenance(part["command"].text(empty=True), part["autoshard"].text(empty=True), part["jax"].text(empty=True), date)
+
+
+def _cluster(node: Node, mesh: Mesh) -> dict[str, Any]:
+    data = node.json()
+    try:
+        cluster = Cluster.from_dict(data)
+    except ClusterError as error:
+        raise node.error(f"the description of a cluster ({str(error).rstrip('.')})") from None
+    if cluster.n_devices != mesh.size:
+        raise node.error(f"a cluster of as many devices as the mesh {mesh} has, not {cluster.n_devices}")
+    return data
+
+
+def _cost(node: Node, mesh: Mesh) -> Cost:
+    names = tuple(field.name for field in fields(Cost))
+    part = node.fields(*names)
+    collectives = tuple(_collective(child, mesh) for child in part.pop("collectives").items())
+    return Cost(**{name: child.number() for name, child in part.items()}, collectives=collectives)
+
+
+def _collective(node: Node, mesh: Mesh) -> Collective:
+    part = node.fields("kind", "mesh_axes", "bytes", "count", "source")
+    kind = part["kind"].text()
+    if kind not in KINDS:
+        raise part["kind"].error(f"one of {', '.join(KINDS)}")
+    axes = tuple(_axis(child, mesh) for child in part["mesh_axes"].items())
+    return Collective(kind, axes, part["bytes"].number(), part["count"].integer(0), part["source"].text(empty=True))
+
+
+def _tensor(node: Node, mesh: Mesh) -> TensorRecord:
+    part = node.fields("path", "shape", "dtype", "spec")
+    path = part["path"].text(empty=True)
+    shape = tuple(dim.integer(0) for dim in part["shape"].items())
+    spec: Spec = tuple(_entry(entry, mesh) for entry in part["spec"].items())
+    try:
+        check_divides(spec_to_layout(spec, mesh, len(shape), path), shape, mesh, path)
+    except ShardingError as error:
+        raise part["spec"].error(f"a spec that fits shape {list(shape)} on the mesh {mesh} ({str(error).rstrip('.')})") from None
+    return TensorRecord(path, shape, part["dtype"].text(), spec)
+
+
+def _entry(node: Node, mesh: Mesh) -> str | tuple[str, ...] | None:
+    if node.value is None:
+        return None
+    return tuple(_axis(axis, mesh) for axis in node.items()) if isinstance(node.value, list) else _axis(node, mesh)
+
+
+def _axis(node: Node, mesh: Mesh) -> str:
+    if node.value not in mesh.names:
+        raise node.error(f"a mesh axis, one of {', '.join(mesh.names)}")
+    return node.value
+
+
+def _structure(node: Node, n_leaves: int) -> Any:
+    """The pytree of a structure in which each leaf stands once."""
+    leaves: set[int] = set()
+
+    def walk(tree: Node, depth: int) -> None:
+        if depth > MAX_DEPTH:
+            raise tree.error(f"a pytree nested at most {MAX_DEPTH} deep")
+        if tree.value is None:
+            return
+        if not isinstance(tree.value, dict):
+            leaf = tree.integer(0, n_leaves - 1)
+            if leaf in leaves:
+                raise tree.error("a leaf that stands nowhere else in the pytree")
+            leaves.add(leaf)
+            return
+        for child in _children(tree):
+            walk(child, depth + 1)
+
+    walk(node, 0)
+    if len(leaves) < n_leaves:
+        raise node.error(f"a pytree of {n_leaves} leaves, not {len(leaves)}")
+    return node.value
+
+
+def _children(tree: Node) -> list[Node]:
+    """The children of an inner node of a pytree."""
+    kind = next(iter(tree.value), None)
+    if kind in ("tuple", "list"):
+        return tree.fields(kind)[kind].items()
+    if kind == "dict":
+        return [child for _, child in tree.fields(kind)[kind].members()]
+    part = tree.fields("node", "keys", "children")
+    part["node"].text()
+    children = part["children"].items()
+    for key in part["keys"].items(len(children)):
+        if isinstance(key.value, dict | list):
+            raise key.error("a string or a number")
+        key.json()
+    return children
+
+
+def _encode_choice(choice: Choice, names: tuple[str, ...]) -> dict[str, Any]:
+    return {
+        name: factor if scatter < 0 else [factor, scatter]
+        for name, (factor, scatter) in zip(names, choice, strict=True)
+        if factor >= 0 or scatter >= 0
+    }
+
+
+def _choice(node: Node, mesh: Mesh) -> Choice:
+    found = {name: (-1, -1) for name in mesh.names}
+    for name, entry in node.members():
+        _axis(Node(name, entry.where), mesh)
+        if isinstance(entry.value, list):
+            factor, scatter = entry.items(2)
+            found[name] = factor.integer(0, MAX_FACTORS), scatter.integer(0, MAX_RANK)
+        else:
+            found[name] = entry.integer(0, MAX_FACTORS), -1
+    return tuple(found.values())
+
+
+def _layout(node: Node, mesh: Mesh) -> Layout:
+    return tuple(dim.integer(-1, MAX_RANK) for dim in node.items(len(mesh.axes)))
+
+
+# -- helpers --------------------------------------------------------------------------------------------------------------
+
+
+def _numbered(node: Node, count: int, read: Callable[[Node], T]) -> dict[int, T]:
+    """The entries of a list of ``[number, entry]`` with ascending numbers below `count`."""
+    found: dict[int, T] = {}
+    least = 0
+    for pair in node.items():
+        number, entry = pair.items(2)
+        found[number.integer(least, count - 1)] = read(entry)
+        least = number.value + 1
+    return found
+
+
+def _named(node: Node) -> list[tuple[str, Node]]:
+    return [(Node(name, node.where).text(), child) for name, child in node.members()]
+
+
+def _sorted(value: Any) -> Any:
+    """The JSON value with the names of every object in order."""
+    if isinstance(value, Mapping):
+        return {name: _sorted(child) for name, child in sorted(value.items())}
+    return [_sorted(child) for child in value] if isinstance(value, list) else value

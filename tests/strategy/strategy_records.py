@@ -1,0 +1,105 @@
+"""A small hand-written record, and hypothesis strategies for arbitrary ones."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from autoshard.cluster import Cluster
+from autoshard.cost.record import Cost
+from autoshard.ir import Collective, Mesh, layout_to_spec
+from autoshard.ir.collective import KINDS
+from autoshard.strategy import Program, Provenance, Record, SearcherRecord, TensorRecord
+
+MESH = Mesh((("data", 4), ("model", 2)))
+
+EXAMPLE = Record(
+    name="mlp-cpu8-example",
+    program=Program("train_step", "5f" * 16, n_ops=6, n_values=9),
+    cluster=Cluster.parse("cpu:8").to_dict(),
+    mesh=MESH,
+    arguments=(
+        TensorRecord("state['w']", (64, 32), "float32", (None, "model")),
+        TensorRecord("batch", (16, 64), "float32", ("data", None)),
+    ),
+    results=(TensorRecord("[0]['w']", (64, 32), "float32", (None, "model")), TensorRecord("[1]", (), "float32", ())),
+    argument_structure={"tuple": [{"dict": {"w": 0}}, 1]},
+    result_structure={"tuple": [{"node": "module.State", "keys": ["w", 1], "children": [0, None]}, {"list": [1]}]},
+    choices={0: ((1, -1), (0, -1)), 3: ((2, 1), (-1, -1)), 5: ((-1, -1), (-1, -1))},
+    layouts={0: (-1, 1), 1: (0, -1), 8: (-1, -1)},
+    copies={0: (-1, -1)},
+    cost=Cost(3e-6, 2.5e-6, 2e-6, 1e-6, 0.5e-6, 4096.0, 65536.0, (Collective("all_reduce", ("data",), 4096.0, 1, "dot_general"),)),
+    searcher=SearcherRecord("recursive_programming", {"seed": 0, "sweeps": 3}),
+    lower_bound_seconds=2.9e-6,
+    donate_argnums=(0,),
+    assumptions=("the while loop at step.py:3 runs 10 times",),
+    stats={"n_variables": 4, "search_seconds": 0.25, "induced_width": 2},
+    provenance=Provenance("autoshard search step:train_step --cluster cpu:8", "0.1.0", "0.10.2"),
+)
+
+seconds = st.floats(0, 1e300, allow_subnormal=True)
+names = st.text(st.characters(min_codepoint=32, exclude_categories=("Cc", "Cs")), min_size=1, max_size=12)
+scalars = st.none() | st.booleans() | st.integers(-(2**63) + 1, 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False) | names
+options = st.dictionaries(names, st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3)))
+
+
+@st.composite
+def structures(draw, n_leaves: int):
+    """A pytree in which each of the leaves stands once."""
+    trees: list = [*range(n_leaves), None]
+    while len(trees) > 1:
+        take = draw(st.integers(1, len(trees)))
+        children, trees = trees[:take], trees[take:]
+        kind = draw(st.sampled_from(("tuple", "list", "dict", "node")))
+        keys = [f"{position:03d}" for position in range(take)]
+        trees.insert(
+            0,
+            {kind: dict(zip(keys, children, strict=True))}
+            if kind == "dict"
+            else {"node": "some.Type", "keys": keys, "children": children}
+            if kind == "node"
+            else {kind: children},
+        )
+        if take == 1 and draw(st.booleans()):
+            trees.append(None)
+    return trees[0]
+
+
+@st.composite
+def records(draw):
+    """Any legal record of a small program."""
+    sizes = draw(st.sampled_from(((8,), (2, 4), (4, 2), (2, 2, 2), (8, 1))))
+    mesh = Mesh(tuple((f"axis{position}", size) for position, size in enumerate(sizes)))
+    layout = st.tuples(*(st.integers(-1, 3) for _ in sizes))
+    choice = st.tuples(*(st.tuples(st.integers(0, 5), st.integers(-1, 3)) | st.just((-1, -1)) for _ in sizes))
+
+    def tensor():
+        rank = draw(st.integers(0, 3))
+        placed = tuple(draw(st.integers(-1, rank - 1)) for _ in sizes)
+        shape = tuple(8 * draw(st.integers(0, 4)) for _ in range(rank))
+        return TensorRecord(draw(names), shape, draw(st.sampled_from(("float32", "key<fry>", "int4"))), layout_to_spec(placed, mesh.names, rank))
+
+    arguments = tuple(tensor() for _ in range(draw(st.integers(1, 4))))
+    results = tuple(tensor() for _ in range(draw(st.integers(1, 3))))
+    collective = st.builds(
+        Collective, st.sampled_from(KINDS), st.lists(st.sampled_from(mesh.names), unique=True).map(tuple), seconds, st.integers(0, 2**40), names
+    )
+    return Record(
+        name=draw(names),
+        program=Program(draw(names), draw(names), n_ops=20, n_values=30),
+        cluster=EXAMPLE.cluster,
+        mesh=mesh,
+        arguments=arguments,
+        results=results,
+        argument_structure=draw(structures(len(arguments))),
+        result_structure=draw(structures(len(results))),
+        choices=draw(st.dictionaries(st.integers(0, 19), choice, max_size=8)),
+        layouts=draw(st.dictionaries(st.integers(0, 29), layout, max_size=8)),
+        copies=draw(st.dictionaries(st.integers(0, 29), layout, max_size=3)),
+        cost=Cost(*draw(st.tuples(*[seconds] * 7)), tuple(draw(st.lists(collective, max_size=3)))),
+        searcher=SearcherRecord(draw(names), draw(options)),
+        lower_bound_seconds=draw(seconds),
+        donate_argnums=tuple(draw(st.lists(st.integers(0, 9), max_size=2))),
+        assumptions=tuple(draw(st.lists(names, max_size=2))),
+        stats=draw(options),
+        provenance=Provenance(draw(names), "0.1.0", "0.10.2", draw(st.none() | st.just("2026-11-21"))),
+    )
