@@ -162,6 +162,7 @@ def test_the_innermost_axis_gets_the_nearest_devices():
     assert outer.bandwidth_bytes_per_second == 50e9 < inner.bandwidth_bytes_per_second == 370e9
     (both,) = Cluster.parse("h100:8x4").links(mesh(32))
     assert both.kind == "network" and both.bandwidth_bytes_per_second <= inner.bandwidth_bytes_per_second
+    assert both.exchange_bandwidth_bytes_per_second == pytest.approx(50e9 / (3 / 4))  # three quarters of everything leave the host
 
 
 @pytest.mark.parametrize(
