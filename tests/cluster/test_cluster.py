@@ -183,7 +183,7 @@ def test_rings_close_where_the_slice_does(text, sizes, rings):
 
 def test_a_strided_axis_shares_its_links():
     """The outer half of a torus dimension hops over, and shares links with, the inner one."""
-    outer, inner = Cluster.parse("v5e:2x4").links(mesh(4, 2))
+    _, inner = Cluster.parse("v5e:2x4").links(mesh(4, 2))
     assert inner.bandwidth_bytes_per_second == 45e9
     assert inner.exchange_bandwidth_bytes_per_second == 90e9  # two devices send half of b each, over one link
     (_, strided, _) = Cluster.parse("v5e:2x4").links(mesh(2, 2, 2))
