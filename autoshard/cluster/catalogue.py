@@ -54,7 +54,7 @@ def _tpu(name: str, bf16: float, int8: float, vector: float, memory: float, band
         # float32 products are one bfloat16 pass at default precision (docs.jax.dev, "Matmul precision"); float8 is widened to bfloat16
         flops_per_second=(
             ("bf16", bf16), ("fp16", bf16), ("f32", bf16), ("f64", vector / TPU_F64_SLOWDOWN), ("int8", int8), ("fp8", bf16),
-        ),  # fmt: skip
+        ),
         vector_flops_per_second=vector,
         memory_bytes=memory,
         memory_bandwidth_bytes_per_second=bandwidth,
