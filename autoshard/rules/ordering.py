@@ -21,7 +21,7 @@ def sort(*operands: Value, results: tuple[Value, ...], dimension: int, **_) -> R
 
 
 @rule("top_k")
-def top_k(x: Value, /, *, results: tuple[Value, ...], axis: int = -1, **_) -> Rule:
+def top_k(x: Value, /, *, results: tuple[Value, ...], axis: int, **_) -> Rule:
     """The searched dimension stays whole, and so do the k found."""
     dims = free_but(x.shape, (axis % x.rank,))
     return assemble([dims], [resized(dims, result.shape) for result in results])
@@ -29,5 +29,6 @@ def top_k(x: Value, /, *, results: tuple[Value, ...], axis: int = -1, **_) -> Ru
 
 @rule("approx_top_k")
 def approx_top_k(x: Value, /, *, results: tuple[Value, ...], reduction_dimension: int, **_) -> Rule:
-    """As `top_k`."""
-    return top_k(x, results=results, axis=reduction_dimension)
+    """The searched dimension stays whole, as in `top_k`."""
+    dims = free_but(x.shape, (reduction_dimension % x.rank,))
+    return assemble([dims], [resized(dims, result.shape) for result in results])

@@ -26,7 +26,7 @@ def reshape(x: Value, /, *_sizes: Value, results: tuple[Value, ...], dimensions:
     return assemble([operand, *([] for _ in _sizes)], [result])
 
 
-def _refine(left: Sequence[int], right: Sequence[int]) -> tuple[list[Dim], list[Dim]]:
+def _refine(left: Sequence[int], right: Sequence[int]) -> tuple[Sequence[Dim], Sequence[Dim]]:
     """The factors of two shapes of equal size in row-major order.
 
     Both are consumed from the major end, so that what was taken from either has the same size; then a common divisor of
@@ -50,7 +50,8 @@ def _refine(left: Sequence[int], right: Sequence[int]) -> tuple[list[Dim], list[
         advance(side)
         return size
 
-    advance(0), advance(1)
+    advance(0)
+    advance(1)
     while rest[0] > 1:
         common = math.gcd(*rest)
         if common > 1:
