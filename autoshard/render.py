@@ -108,7 +108,7 @@ class Table:
     """Rows of text under column titles.
 
     Attributes:
-        columns: the titles; one that starts with ``>`` is of numbers, and stands to the right.
+        columns: the titles, all empty for a table without a head; one that starts with ``>`` is of numbers, and stands to the right.
         rows: per row one cell a column; line breaks are kept.
         notes: remarks below it.
     """
@@ -223,7 +223,7 @@ def _lowered(part: Part) -> RenderableType:
 
 def _table(columns: tuple[str, ...], rows: tuple[tuple[str, ...], ...]) -> RichTable:
     shown = [RichColumn(Text(c.removeprefix(">")), justify="right" if c.startswith(">") else "left", overflow="fold") for c in columns]
-    table = RichTable(*shown, box=box.SIMPLE_HEAD, pad_edge=True, show_edge=False)
+    table = RichTable(*shown, box=box.SIMPLE_HEAD, pad_edge=True, show_edge=False, show_header=any(columns))
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     return table
@@ -255,7 +255,7 @@ class _TextBar:
 
 
 def _picture(picture: Picture) -> Group:
-    table = RichTable(box=box.SQUARE, show_header=False, show_lines=True, title_justify="left")
+    table = RichTable(box=box.SQUARE, show_header=False)
     for row in picture.rows:
         table.add_row(*(Text(cell.text, style="" if cell.hue is None else f"black on {_rgb(cell.hue)}") for cell in row))
     caption = (Text(picture.caption, style="dim"),) if picture.caption else ()
@@ -306,7 +306,7 @@ def _html_table(columns: tuple[str, ...], rows: tuple[tuple[str, ...], ...]) -> 
             f'<{tag} style="{style};text-align:{side}">{escape(cell)}</{tag}>' for cell, side in zip(cells, sides, strict=True)
         ) + "</tr>"
 
-    head = line("th", tuple(column.removeprefix(">") for column in columns), LINE)
+    head = line("th", tuple(column.removeprefix(">") for column in columns), LINE) if any(columns) else ""
     body = "".join(line("td", row, "rgba(128,128,128,0.15)") for row in rows)
     return (
         '<table style="border-collapse:collapse;margin:0.4em 0;color:inherit;background:transparent">'
@@ -335,6 +335,6 @@ def _html_picture(picture: Picture) -> str:
     rows = "".join("<tr>" + "".join(map(block, row)) + "</tr>" for row in picture.rows)
     caption = f'<div style="opacity:0.7">{escape(picture.caption)}</div>' if picture.caption else ""
     return (
-        f'<div><div style="font-weight:600">{escape(picture.title)}</div>'
+        f'<div><div style="font-weight:600;white-space:pre-line">{escape(picture.title)}</div>'
         f'<table style="border-collapse:collapse;margin:0.3em 0;color:inherit">{rows}</table>{caption}</div>'
     )

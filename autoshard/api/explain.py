@@ -1,0 +1,372 @@
+"""The report on a strategy: what was decided, what it costs, where the time goes, what was assumed."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from autoshard.cluster import Cluster
+from autoshard.cost.collectives import Communication
+from autoshard.ir import Collective, Mesh, Spec, shard_counts, spec_to_layout
+from autoshard.render import (
+    Bar,
+    Bars,
+    Cell,
+    Gallery,
+    Heading,
+    Paragraph,
+    Part,
+    Picture,
+    Report,
+    Table,
+    format_bytes,
+    format_count,
+    format_flops,
+    format_percent,
+    format_seconds,
+)
+from autoshard.strategy import Record, TensorRecord
+
+TOP_COLLECTIVES = 12
+PICTURES = 5
+PICTURE_SIDE = 8  # blocks shown a side; of more, the first and the last ones
+
+
+def explain(record: Record) -> Report:
+    """The report on a strategy's record: a terminal and a notebook show it."""
+    cluster = Cluster.from_dict(record.cluster)
+    parts = [
+        *_headline(record, cluster),
+        *_where_time_goes(record),
+        *_arguments(record),
+        *_results(record),
+        *_layouts(record),
+        *_collectives(record, cluster),
+        *_assumptions(record),
+        *_search(record),
+    ]
+    return Report(f"Strategy of {record.program.name} on {cluster.name}, mesh {record.mesh}", tuple(parts))
+
+
+# -- sections, from top to bottom ----------------------------------------------------------------------------------------
+
+
+def _headline(record: Record, cluster: Cluster) -> list[Part]:
+    cost, limit = record.cost, cluster.memory_limit_bytes
+    used = format_percent(cost.peak_bytes / limit)
+    seconds = record.stats.get("search_seconds")
+    found = record.searcher.name + ("" if seconds is None else f" in {format_seconds(seconds)}")
+    rows = [
+        ("step time", f"{format_seconds(cost.makespan_seconds)} predicted"),
+        ("peak memory", f"{format_bytes(cost.peak_bytes)} a device: {used} of the {format_bytes(limit)} that {cluster.name} leaves a program"),
+        ("work", f"{format_flops(cost.flops)} a device"),
+        ("found by", found),
+        ("optimality", _optimality(record)),
+    ]
+    return [Table(("", ""), tuple(rows))]
+
+
+def _optimality(record: Record) -> str:
+    if record.lower_bound_seconds <= 0:
+        return "nothing proven"
+    if record.gap == 0:
+        return "proven: no strategy on this mesh has a smaller objective"
+    return (
+        f"no strategy on this mesh has an objective below {format_seconds(record.lower_bound_seconds)}; "
+        f"this one has {format_seconds(record.cost.objective_seconds)} (gap {format_percent(record.gap)})"
+    )
+
+
+def _where_time_goes(record: Record) -> list[Part]:
+    cost = record.cost
+    hidden = max(0.0, cost.communication_seconds - cost.exposed_communication_seconds)
+    idle = max(0.0, cost.makespan_seconds - cost.compute_seconds - cost.exposed_communication_seconds)
+    spans = [("compute", cost.compute_seconds), ("communication, exposed", cost.exposed_communication_seconds)]
+    spans += [("communication, overlapped", hidden)] if hidden > 0 else []
+    spans += [("waiting", idle)] if idle > 1e-6 * cost.makespan_seconds else []
+    whole = cost.makespan_seconds or 1.0
+    bars = (Bar(label, seconds / whole, f"{format_seconds(seconds)}  {format_percent(seconds / whole)}") for label, seconds in spans)
+    return [Heading("Where the time goes"), Bars(tuple(bars))]
+
+
+def _arguments(record: Record) -> list[Part]:
+    rows = _tensor_rows(record.arguments, record.mesh)
+    total = sum(row.bytes_a_device for row in rows)
+    notes = [f"{format_bytes(total)} a device in all. '*' stands for every index."] if rows else []
+    if any(row.alike for row in rows):
+        notes.append("'tensors' counts those of the same ending, shape and spec too, such as an optimizer's moments of a parameter.")
+    return [Heading("Arguments"), _tensor_table(rows, tuple(notes))] if rows else []
+
+
+def _results(record: Record) -> list[Part]:
+    """The results but those that look like an argument's new value: same path ending, shape and spec."""
+    arguments = [(path, members[0]) for path, members in _by_pattern(record.arguments)]
+    new: list[TensorRecord] = []
+    for path, members in _by_pattern(record.results):
+        if not any(_alike(members[0], tensor) and _common_ending(path, argument) for argument, tensor in arguments):
+            new += members
+    n_kept = len(record.results) - len(new)
+    note = (f"and {format_count(n_kept)} that replace arguments, sharded as those.",) if n_kept else ()
+    return [Heading("Results"), _tensor_table(_tensor_rows(new, record.mesh), note)] if record.results else []
+
+
+def _layouts(record: Record) -> list[Part]:
+    """Pictures of the mesh and of the largest arguments, one of a kind."""
+    pictures = [mesh_picture(record.mesh)]
+    seen: set[tuple[int, Spec]] = set()
+    for tensor in sorted(record.arguments, key=lambda t: -math.prod(t.shape)):
+        kind = (len(tensor.shape), tensor.spec)
+        if tensor.shape and kind not in seen and len(pictures) <= PICTURES:
+            seen.add(kind)
+            pictures.append(tensor_picture(tensor, record.mesh))
+    return [Heading("Which device holds what"), Gallery(tuple(pictures))]
+
+
+def _collectives(record: Record, cluster: Cluster) -> list[Part]:
+    if not record.cost.collectives:
+        return [Heading("Collectives"), Paragraph("None: the devices never exchange data.")]
+    communication = Communication(cluster.links(record.mesh))
+    groups: dict[tuple, float] = defaultdict(float)
+    counts: Counter[tuple] = Counter()
+    for collective in record.cost.collectives:
+        key = (collective.kind, collective.mesh_axes, collective.bytes, _short_source(collective.source))
+        groups[key] += collective.count * _seconds(collective, communication, record.mesh)
+        counts[key] += collective.count
+    ranked = sorted(groups, key=lambda key: (-groups[key], -key[2] * counts[key], key))
+    rows = tuple(
+        (kind, ", ".join(axes), format_bytes(nbytes), format_count(counts[kind, axes, nbytes, source]), format_seconds(seconds), source)
+        for kind, axes, nbytes, source in ranked[:TOP_COLLECTIVES]
+        for seconds in (groups[kind, axes, nbytes, source],)
+    )
+    rest = ranked[TOP_COLLECTIVES:]
+    notes = [f"{format_count(sum(counts.values()))} in a step, {format_seconds(sum(groups.values()))} in all."]
+    if rest:
+        notes.append(f"{format_count(sum(counts[key] for key in rest))} more take {format_seconds(sum(groups[key] for key in rest))}.")
+    return [Heading("Collectives"), Table(("kind", "axes", ">bytes", ">count", ">seconds", "for"), rows, tuple(notes))]
+
+
+def _assumptions(record: Record) -> list[Part]:
+    return [Heading("Assumed"), *(Paragraph(f"- {assumption}") for assumption in record.assumptions)] if record.assumptions else []
+
+
+def _search(record: Record) -> list[Part]:
+    options = ", ".join(f"{name}={value}" for name, value in record.searcher.options.items())
+    rows = [("program", f"{record.program.name}, {format_count(record.program.n_ops)} ops, fingerprint {record.program.fingerprint[:16]}")]
+    rows.append(("searcher", f"{record.searcher.name}({options})"))
+    rows += [(name.removesuffix("_seconds").removeprefix("n_").replace("_", " "), _stat(name, value)) for name, value in sorted(record.stats.items())]
+    provenance = record.provenance
+    versions = [f"{name} {version}" for name, version in (("autoshard", provenance.autoshard), ("jax", provenance.jax)) if version]
+    rows += [("made with", ", ".join((*versions, *filter(None, [provenance.date]))))] if versions else []
+    rows += [("made by", provenance.command)] if provenance.command else []
+    return [Heading("Search"), Table(("", ""), tuple(rows))]
+
+
+def _stat(name: str, value) -> str:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if name.endswith("_seconds"):
+        return format_seconds(value)
+    return format_bytes(value) if name.endswith("_bytes") else f"{value:,.6g}"
+
+
+# -- collectives ----------------------------------------------------------------------------------------------------------
+
+
+def _seconds(collective: Collective, communication: Communication, mesh: Mesh) -> float:
+    axes = tuple(mesh.names.index(name) for name in collective.mesh_axes)
+    return float(communication.seconds(collective.kind, collective.bytes, axes))
+
+
+def _short_source(source: str) -> str:
+    """The source with folders cut from its file names: ``dot_general at gpt.py:41 (loss)``."""
+    return re.sub(r"(?:[A-Za-z]:)?[\\/](?:[^\\/\s:]+[\\/])+", "", source)
+
+
+# -- tables of tensors ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """Tensors that one line of a table stands for; ``alike`` are those counted because they mirror the line's own."""
+
+    path: str
+    tensor: TensorRecord
+    n: int
+    alike: int
+    bytes_a_device: float
+
+
+def _tensor_table(rows: Sequence[_Row], notes: tuple[str, ...]) -> Table:
+    lines = (
+        (
+            row.path,
+            f"{row.n}",
+            f"{row.tensor.dtype}{list(row.tensor.shape)}".replace(" ", ""),
+            format_spec(row.tensor.spec),
+            format_bytes(row.bytes_a_device),
+        )
+        for row in rows
+    )
+    return Table(("path", ">tensors", "whole", "sharded", ">bytes a device"), tuple(lines), notes)
+
+
+def _tensor_rows(tensors: Sequence[TensorRecord], mesh: Mesh) -> list[_Row]:
+    """One row for all tensors whose paths differ by an index, and for what mirrors them deeper in the tree."""
+    rows: list[_Row] = []
+    for path, members in _by_pattern(tensors):
+        first = members[0]
+        n_bytes = len(members) * bytes_a_device(first, mesh)
+        like = next((i for i, row in enumerate(rows) if _mirrors(path, first, row)), None)
+        if like is None:
+            rows.append(_Row(path, first, len(members), 0, n_bytes))
+        else:
+            row = rows[like]
+            rows[like] = _Row(row.path, row.tensor, row.n + len(members), row.alike + len(members), row.bytes_a_device + n_bytes)
+    return rows
+
+
+_INDEX = re.compile(r"(?<=[\[_.'/\-])(\d+)(?=\W|_|$)")
+_COMPONENT = re.compile(r"\[[^\]]*\]|[^.\[\]]+")
+
+
+def _by_pattern(tensors: Sequence[TensorRecord]) -> list[tuple[str, list[TensorRecord]]]:
+    """Tensors of equal shape, dtype and spec whose paths are equal but for indices, under one path: ``layers[*].qkv``."""
+    total = Counter(_INDEX.sub("*", tensor.path) for tensor in tensors)
+    groups: dict[tuple, list[TensorRecord]] = defaultdict(list)
+    for tensor in tensors:
+        groups[_INDEX.sub("*", tensor.path), tensor.shape, tensor.dtype, tensor.spec].append(tensor)
+    return [(_joined([t.path for t in members], len(members) == total[key[0]]), members) for key, members in groups.items()]
+
+
+def _joined(paths: list[str], complete: bool) -> str:
+    """One path for several that differ by indices: ``*`` where they are all there are, else the indices."""
+    pieces = [_INDEX.split(path) for path in paths]
+    shown = []
+    for position, alternatives in enumerate(zip(*pieces, strict=True)):
+        found = sorted(set(alternatives), key=lambda text: (len(text), text))
+        shown.append(found[0] if len(found) == 1 or position % 2 == 0 else "*" if complete else _runs(map(int, found)))
+    return "".join(shown)
+
+
+def _alike(one: TensorRecord, other: TensorRecord) -> bool:
+    return (one.shape, one.dtype, one.spec) == (other.shape, other.dtype, other.spec)
+
+
+def _mirrors(path: str, tensor: TensorRecord, row: _Row) -> bool:
+    return _alike(tensor, row.tensor) and len(_components(path)) > len(_components(row.path)) and _common_ending(path, row.path)
+
+
+@lru_cache(maxsize=4096)
+def _components(path: str) -> tuple[str, ...]:
+    return tuple(_COMPONENT.findall(path))
+
+
+def _common_ending(path: str, other: str) -> bool:
+    """Whether the paths end alike, but for at most two components at the start of the shorter one."""
+    ours, theirs = _components(path), _components(other)
+    common = 0
+    while common < min(len(ours), len(theirs)) and ours[-1 - common] == theirs[-1 - common]:
+        common += 1
+    return common > 0 and min(len(ours), len(theirs)) - common <= 2
+
+
+def format_spec(spec: Spec) -> str:
+    """The spec as one writes it: ``P('data', None)``; ``replicated`` where nothing is sharded."""
+    return f"P({', '.join(map(repr, spec))})" if any(entry is not None for entry in spec) else "replicated"
+
+
+def bytes_a_device(tensor: TensorRecord, mesh: Mesh) -> float:
+    """The bytes of one device's shard of a tensor."""
+    counts = shard_counts(spec_to_layout(tensor.spec, mesh, len(tensor.shape)), len(tensor.shape), mesh.sizes)
+    return itemsize(tensor.dtype) * math.prod(n // count for n, count in zip(tensor.shape, counts, strict=True))
+
+
+def itemsize(dtype: str) -> float:
+    """Bytes an element of a dtype by its name; typed keys hold two words.
+
+    >>> itemsize("bfloat16"), itemsize("int4"), itemsize("bool"), itemsize("key<fry>")
+    (2.0, 0.5, 1.0, 8.0)
+    """
+    if dtype.startswith("key<"):
+        return 16.0 if "rbg" in dtype else 8.0
+    bits = re.match(r"[a-z_]+?(\d+)", dtype)
+    return int(bits[1]) / 8 if bits else 1.0
+
+
+# -- pictures -------------------------------------------------------------------------------------------------------------
+
+
+def mesh_picture(mesh: Mesh) -> Picture:
+    """The mesh as a grid of device numbers, its last axis from left to right."""
+    ids = np.arange(mesh.size).reshape(-1, mesh.sizes[-1]) if mesh.axes else np.zeros((1, 1), dtype=int)
+    caption = "" if len(mesh.axes) < 2 else f"down: {', '.join(mesh.names[:-1])}; across: {mesh.names[-1]}"
+    return Picture(f"mesh {mesh}", _grid([[frozenset((int(i),)) for i in row] for row in ids], mesh.size), caption)
+
+
+def tensor_picture(tensor: TensorRecord, mesh: Mesh) -> Picture:
+    """The blocks a tensor is cut into, each with the devices that hold it; the first two sharded dimensions are shown."""
+    layout = spec_to_layout(tensor.spec, mesh, len(tensor.shape), tensor.path)
+    counts = shard_counts(layout, len(tensor.shape), mesh.sizes)
+    sharded = [dim for dim, count in enumerate(counts) if count > 1]
+    down, across = _shown_dims(sharded)
+    holders: dict[tuple[int, int], set[int]] = defaultdict(set)
+    for device, place in enumerate(np.ndindex(*mesh.sizes)):
+        block = [0] * len(tensor.shape)
+        for dim, at, size in zip(layout, place, mesh.sizes, strict=True):
+            if dim >= 0:
+                block[dim] = block[dim] * size + at
+        holders[0 if down is None else block[down], 0 if across is None else block[across]].add(device)
+    n_rows, n_columns = (1 if dim is None else counts[dim] for dim in (down, across))
+    grid = [[frozenset(holders[row, column]) for column in range(n_columns)] for row in range(n_rows)]
+    block = "x".join(str(n // count) for n, count in zip(tensor.shape, counts, strict=True))
+    sides = [f"{word}: dim {dim}" for word, dim in (("down", down), ("across", across)) if dim is not None]
+    caption = "; ".join((*sides, f"blocks of {block}")) if sides else "every device holds it whole"
+    whole = "x".join(map(str, tensor.shape))
+    return Picture(f"{tensor.path} {whole}\n{format_spec(tensor.spec)}", _grid(grid, mesh.size), caption)
+
+
+def _shown_dims(sharded: list[int]) -> tuple[int | None, int | None]:
+    """The dimensions drawn from top to bottom and from left to right."""
+    if len(sharded) > 1:
+        return sharded[0], sharded[1]
+    if not sharded:
+        return None, None
+    return (sharded[0], None) if sharded[0] == 0 else (None, sharded[0])
+
+
+def _grid(holders: list[list[frozenset[int]]], n_devices: int) -> tuple[tuple[Cell, ...], ...]:
+    """The cells of a grid, a middle too long to show left out; a block's hue says where its first device stands."""
+    rows, columns = (_shown(len(side)) for side in (holders, holders[0]))
+    return tuple(
+        tuple(
+            Cell("…") if row is None or column is None else Cell(_runs(holders[row][column]), min(holders[row][column]) / n_devices)
+            for column in columns
+        )
+        for row in rows
+    )
+
+
+def _shown(n: int) -> list[int | None]:
+    return list(range(n)) if n <= PICTURE_SIDE else [*range(PICTURE_SIDE - 2), None, n - 1]
+
+
+def _runs(numbers: Iterable[int]) -> str:
+    """Whole numbers in short: ``0-3,6``; of more than four runs the ends.
+
+    >>> _runs([0, 1, 2, 3, 6]), _runs(range(0, 16, 2))
+    ('0-3,6', '0,2,…,14')
+    """
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    texts = [str(low) if low == high else f"{low},{high}" if high == low + 1 else f"{low}-{high}" for low, high in runs]
+    return ",".join(texts if len(texts) <= 4 else [*texts[:2], "…", texts[-1]])

@@ -1,0 +1,86 @@
+"""A small decoder-only transformer in Flax NNX that learns, byte by byte, the English of Python's own documentation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+VOCABULARY = 256  # bytes
+LAYERS = 2
+WIDTH = 128
+HEADS = 4
+LENGTH = 128  # tokens of a sequence
+BATCH = 32
+LEARNING_RATE = 3e-3
+
+
+class Block(nnx.Module):
+    """Causal attention and a two-layer network, each normalised before and added to its input."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.norm1 = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, rngs=rngs)
+        self.norm2 = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
+        self.down = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        mask = nnx.make_causal_mask(jnp.ones(x.shape[:2]))
+        x = x + self.attention(self.norm1(x), mask=mask)
+        return x + self.down(nnx.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nnx.Module):
+    """Embeddings, blocks, and a head over the bytes."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.tokens = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
+        self.positions = nnx.Embed(LENGTH, WIDTH, rngs=rngs)
+        self.blocks = nnx.List([Block(rngs) for _ in range(LAYERS)])
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.head = nnx.Linear(WIDTH, VOCABULARY, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Logits ``(batch, length, 256)`` of what follows each token."""
+        x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def init() -> tuple[GPT, nnx.Optimizer]:
+    """A new model and its optimizer; equal every time."""
+    model = GPT(nnx.Rngs(0))
+    return model, nnx.Optimizer(model, optax.adamw(LEARNING_RATE), wrt=nnx.Param)
+
+
+def train_step(model: GPT, optimizer: nnx.Optimizer, text: jax.Array) -> jax.Array:
+    """The loss on ``text``, ``(batch, length + 1)`` bytes; updates the model and the optimizer."""
+
+    def loss(model: GPT) -> jax.Array:
+        return optax.softmax_cross_entropy_with_integer_labels(model(text[:, :-1]), text[:, 1:]).mean()
+
+    value, gradients = nnx.value_and_grad(loss)(model)
+    optimizer.update(model, gradients)
+    return value
+
+
+def batches(steps: int) -> Iterator[tuple[np.ndarray]]:
+    """Random pieces of the text, ``(batch, length + 1) int32``; equal every time."""
+    text = np.frombuffer(corpus(), dtype=np.uint8)
+    generator = np.random.default_rng(0)
+    for _ in range(steps):
+        starts = generator.integers(0, len(text) - LENGTH - 1, BATCH)
+        yield (text[starts[:, None] + np.arange(LENGTH + 1)].astype(np.int32),)
+
+
+def corpus() -> bytes:
+    """The text of ``help()``'s topics, about 700 kB of English that every CPython carries."""
+    from pydoc_data.topics import topics  # here, because it takes a while to load and only training reads it
+
+    return "\n\n".join(topics[name] for name in sorted(topics)).encode("utf-8")
