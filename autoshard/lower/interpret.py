@@ -1,0 +1,151 @@
+"""A closed jaxpr evaluated again, equation by equation, with a say at every op of its graph.
+
+``jit`` is inlined. Loops, branches, checkpoints and functions with custom derivatives are bound again around bodies that
+are evaluated the same way, so that rematerialisation, custom gradients and whatever else their primitives mean survive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.source_info_util import current_name_stack, user_context
+
+from autoshard.ir import Graph, Op
+from autoshard.trace.structure import INLINED, opened, subjaxprs
+
+Path = tuple[int, ...]
+
+CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call"})
+"""Primitives that the graph inlines and that are bound again all the same: they carry derivative rules."""
+
+
+class Interpreter:
+    """Evaluates a region of a program: its top level, or one body.
+
+    Subclasses override `op`, `control_flow`, `enter` and `leave`; `region` makes the interpreter of a body.
+    """
+
+    def __init__(self, ops: Mapping[Path, Op]):
+        self.ops = ops
+
+    def region(self) -> Self:
+        """The interpreter of a control-flow op's body."""
+        return type(self)(self.ops)
+
+    def derived(self) -> Self:
+        """The interpreter of the primal body of a function with custom derivatives: traced apart, part of this region all the same."""
+        return self.region()
+
+    def op(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+        """The results of an op without bodies."""
+        return apply(eqn, operands)
+
+    def control_flow(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+        """The results of an op with bodies."""
+        return self.rebound(op, eqn, operands)
+
+    def enter(self, op: Op, number: int, arguments: Sequence[Any]) -> Sequence[Any]:
+        """The arguments of a body of ``op``, as its equations read them; called on the body's own interpreter."""
+        return arguments
+
+    def leave(self, op: Op, number: int, results: Sequence[Any]) -> Sequence[Any]:
+        """The results of a body of ``op``, as it returns them; called on the body's own interpreter."""
+        return results
+
+    def run(self, jaxpr: Jaxpr, consts: Sequence[Any], arguments: Sequence[Any], path: Path = ()) -> list[Any]:
+        """The results of a jaxpr whose equations' paths begin with ``path``."""
+        arrays: dict[Var, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
+
+        def read(atom: Var | Literal) -> Any:
+            return atom.val if isinstance(atom, Literal) else arrays[atom]
+
+        for position, eqn in enumerate(jaxpr.eqns):
+            # The manager restores what was in force where the equation was traced; source lines and names stay the user's.
+            names = current_name_stack() + eqn.source_info.name_stack
+            with user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
+                results = self._equation(eqn, [read(atom) for atom in eqn.invars], (*path, position))
+            arrays.update(zip(eqn.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _equation(self, eqn: JaxprEqn, operands: list[Any], path: Path) -> list[Any]:
+        if eqn.primitive.name in CUSTOM:
+            return self._custom(eqn, operands, path)
+        if eqn.primitive.name in INLINED:
+            (body,) = subjaxprs(eqn)
+            return self.run(*opened(body), operands, (*path, 0))
+        op = self.ops.get(path)  # none for dead code, which the compiler drops
+        if op is None:
+            return apply(eqn, operands)
+        return self.control_flow(op, eqn, operands) if op.bodies else self.op(op, eqn, operands)
+
+    def _custom(self, eqn: JaxprEqn, operands: list[Any], path: Path) -> list[Any]:
+        """The call bound again around its primal body, its derivative rule as it was."""
+        (body,), inner = subjaxprs(eqn), self.derived()
+        new, _ = retraced(body, lambda *arguments: inner.run(*opened(body), arguments, (*path, 0)))
+        return bind(eqn, operands, **with_bodies(eqn, [body], [new]))
+
+    def rebound(self, op: Op, eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+        """The results of a control-flow op, bound again around its bodies as this interpreter evaluates them."""
+
+        def evaluate(number: int, body: ClosedJaxpr | Jaxpr):
+            def function(*arguments: Any) -> Sequence[Any]:
+                inner = self.region()
+                entered = inner.enter(op, number, arguments)
+                return inner.leave(op, number, inner.run(*opened(body), entered, (*op.path, number)))
+
+            return function
+
+        bodies = subjaxprs(eqn)
+        new, constants = [], []
+        for number, body in enumerate(bodies):
+            jaxpr, leading = retraced(body, evaluate(number, body))
+            new.append(jaxpr)
+            constants += leading
+        return bind(eqn, [*constants, *operands], **with_bodies(eqn, bodies, new))
+
+
+def ops_by_path(graph: Graph) -> dict[Path, Op]:
+    """The graph's ops by where their equations stand."""
+    return {op.path: op for op in graph.walk()}
+
+
+def apply(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    """The equation's results; a constraint of the user's own does nothing, since it is part of the assignment."""
+    return list(operands) if eqn.primitive.name == "sharding_constraint" else bind(eqn, operands)
+
+
+def bind(eqn: JaxprEqn, operands: Sequence[Any], **replaced: Any) -> list[Any]:
+    """The results of the equation's primitive on these operands, with some parameters replaced."""
+    results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params({**eqn.params, **replaced}))
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def retraced(old: ClosedJaxpr | Jaxpr, function: Any) -> tuple[ClosedJaxpr | Jaxpr, list[Any]]:
+    """The jaxpr of ``function`` for arguments of the types of ``old``, and the constants to pass it first.
+
+    A closed jaxpr keeps its constants; an open one, as a checkpoint's, gets them as leading arguments.
+    """
+    types = [
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False)) for v in opened(old)[0].invars
+    ]
+    new = jax.make_jaxpr(function)(*types)
+    if isinstance(old, ClosedJaxpr):
+        return new, []
+    return new.jaxpr.replace(constvars=[], invars=[*new.jaxpr.constvars, *new.jaxpr.invars], debug_info=None), list(new.consts)
+
+
+def with_bodies(eqn: JaxprEqn, old: Sequence[ClosedJaxpr | Jaxpr], new: Sequence[ClosedJaxpr | Jaxpr]) -> dict[str, Any]:
+    """The equation's parameters that hold sub-programs, with each of ``old`` replaced by its like in ``new``."""
+    waiting: dict[int, list[ClosedJaxpr | Jaxpr]] = {}
+    for before, after in zip(old, new, strict=True):
+        waiting.setdefault(id(before), []).append(after)  # two branches may be one object, and differ from now on
+
+    def swap(param: Any) -> Any:
+        if isinstance(param, (tuple, list)):
+            return type(param)(map(swap, param))
+        return waiting[id(param)].pop(0) if id(param) in waiting else param
+
+    return {name: swap(param) for name, param in eqn.params.items() if isinstance(param, (tuple, list, Jaxpr, ClosedJaxpr))}
