@@ -188,7 +188,7 @@ def mlp(layers=3, width=64, batch=32, remat=False, optimizer=None):
     return train_step_of(loss, params, x, x, optimizer=optimizer)
 
 
-def convnet(channels=8, classes=8, batch=16, side=16):
+def convnet(channels=8, classes=16, batch=16, side=16):
     """A LeNet-like network's classification step with momentum: two convolutions, max pooling, two dense layers."""
 
     def loss(params, images, labels):

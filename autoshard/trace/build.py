@@ -1,0 +1,324 @@
+"""From a closed jaxpr to a `Graph`: calls inlined, dead equations dropped, control flow kept with its bodies.
+
+Three passes, each linear in the number of equations. *Flatten* turns equations into steps over numbered arrays;
+*sweep* goes backward and keeps the steps that a result or an effect needs; *emit* gives values and ops their final
+numbers, in program order, so that equal programs get equal graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from autoshard.ir import Body, Flow, Holder, Op, Origin, Value
+from autoshard.trace.origin import Origins, calls_library
+from autoshard.trace.structure import CHECKPOINTS, INLINED, opened, subjaxprs
+from autoshard.trace.trips import scan_trips, while_trips
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Program:
+    """The parts of a graph that come from the jaxpr alone.
+
+    Attributes:
+        written: per literal in ``literals``, its value.
+    """
+
+    values: tuple[Value, ...]
+    ops: tuple[Op, ...]
+    arguments: tuple[int, ...]
+    results: tuple[int, ...]
+    constants: tuple[int, ...]
+    literals: tuple[int, ...]
+    written: tuple[Any, ...]
+    assumptions: tuple[str, ...]
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    """A sub-program: arrays by their number in `_Flat`."""
+
+    inputs: list[int]
+    outputs: list[int]
+    steps: list[_Step]
+    trips: int = 1
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """An equation whose operands and results are numbered; ``trips`` counts the loops around it."""
+
+    eqn: JaxprEqn
+    operands: list[int]
+    results: list[int]
+    origin: Origin
+    path: tuple[int, ...]
+    trips: int
+    blocks: tuple[_Block, ...] = ()
+
+
+def build(closed: ClosedJaxpr) -> Program:
+    """The program of a closed jaxpr; linear in its equations."""
+    flat = _Flat()
+    whole = flat.block(closed, (), 1, None, "")
+    live = bytearray(len(flat.avals))
+    for output in whole.outputs:
+        live[output] = True
+    return _Emitter(flat, live).program(whole, _sweep(whole.steps, live))
+
+
+class _Flat:
+    """The first pass: numbers every array and inlines calls.
+
+    Attributes:
+        avals: per array its abstract value.
+        literals, constants: which arrays are those, and their values.
+    """
+
+    def __init__(self):
+        self.avals: list[Any] = []
+        self.literals: dict[int, Any] = {}
+        self.constants: dict[int, Any] = {}
+        self.assumptions: list[str] = []
+        self._captured: dict[int, int] = {}  # a constant captured twice is one value
+        self._origins = Origins()
+
+    def block(self, body: ClosedJaxpr | Jaxpr, path: tuple, trips: int, outer: Origin | None, prefix: str) -> _Block:
+        """A sub-program with inputs of its own."""
+        jaxpr, consts = opened(body)
+        inputs = [self._new(v.aval) for v in jaxpr.invars]
+        steps: list[_Step] = []
+        outputs = self._run(jaxpr, consts, inputs, steps, path, trips, outer, prefix)
+        return _Block(inputs, outputs, steps)
+
+    def _new(self, aval: Any) -> int:
+        self.avals.append(aval)
+        return len(self.avals) - 1
+
+    def _literal(self, literal: Literal) -> int:
+        number = self._new(literal.aval)
+        self.literals[number] = literal.val
+        return number
+
+    def _constant(self, aval: Any, value: Any) -> int:
+        number = self._captured.get(id(value))
+        if number is None:
+            number = self._captured[id(value)] = self._new(aval)
+            self.constants[number] = value
+        return number
+
+    def _run(
+        self,
+        jaxpr: Jaxpr,
+        consts: Sequence,
+        inputs: Sequence[int],
+        steps: list[_Step],
+        path: tuple,
+        trips: int,
+        outer: Origin | None,
+        prefix: str,
+    ) -> list[int]:
+        """The numbers of the jaxpr's outputs; its equations are appended to ``steps``."""
+        numbers: dict[Any, int] = dict(zip(jaxpr.invars, inputs, strict=True))
+        for var, value in zip(jaxpr.constvars, consts, strict=True):
+            numbers[var] = self._constant(var.aval, value)
+        for position, eqn in enumerate(jaxpr.eqns):
+            here = (*path, position)
+            operands = [self._literal(atom) if isinstance(atom, Literal) else numbers[atom] for atom in eqn.invars]
+            origin = self._origins.of(eqn, outer, prefix)
+            if eqn.primitive.name in INLINED:
+                (body,) = subjaxprs(eqn)
+                inside = origin if outer is not None or calls_library(eqn) else None
+                results = self._run(*opened(body), operands, steps, (*here, 0), trips, inside, origin.name_stack)
+            else:
+                step = self._step(eqn, operands, origin, here, trips, outer)
+                steps.append(step)
+                results = step.results
+            numbers.update(zip(eqn.outvars, results, strict=True))
+        return [self._literal(atom) if isinstance(atom, Literal) else numbers[atom] for atom in jaxpr.outvars]
+
+    def _step(self, eqn: JaxprEqn, operands: list[int], origin: Origin, path: tuple, trips: int, outer: Origin | None) -> _Step:
+        bodies = subjaxprs(eqn)
+        if not bodies:
+            return _Step(eqn, operands, [self._new(v.aval) for v in eqn.outvars], origin, path, trips)
+        inner = self._trips(eqn, origin)
+        blocks = tuple(self.block(body, (*path, b), trips * inner, outer, origin.name_stack) for b, body in enumerate(bodies))
+        for block in blocks:
+            block.trips = inner
+        checkpoint = eqn.primitive.name in CHECKPOINTS
+        results = blocks[0].outputs if checkpoint else [self._new(v.aval) for v in eqn.outvars]
+        return _Step(eqn, operands, results, origin, path, trips, blocks)
+
+    def _trips(self, eqn: JaxprEqn, origin: Origin) -> int:
+        match eqn.primitive.name:
+            case "scan":
+                return scan_trips(eqn)
+            case "while":
+                trips = while_trips(eqn)
+                if trips is None:
+                    self.assumptions.append(f"The while loop at {origin} is counted as one trip: how often it runs depends on data.")
+                return 1 if trips is None else trips
+        return 1
+
+
+def _sweep(steps: list[_Step], live: bytearray) -> list[_Step]:
+    """The steps that the live arrays or an effect need; marks what these read in turn. Blocks are swept too."""
+    kept = []
+    for step in reversed(steps):
+        if not step.eqn.effects and not any(live[result] for result in step.results):
+            continue
+        kept.append(step)
+        for block in step.blocks:
+            for k, output in enumerate(block.outputs):
+                if _always_live(step.eqn, k) or live[step.results[k]]:
+                    live[output] = True
+            block.steps = _sweep(block.steps, live)
+        for operand in step.operands:
+            live[operand] = True
+    kept.reverse()
+    return kept
+
+
+def _always_live(eqn: JaxprEqn, output: int) -> bool:
+    """Whether a body's output feeds the loop itself: carries and conditions."""
+    return eqn.primitive.name == "while" or (eqn.primitive.name == "scan" and output < eqn.params["num_carry"])
+
+
+class _Emitter:
+    """The last pass: final numbers, in order of first use."""
+
+    def __init__(self, flat: _Flat, live: bytearray):
+        self.flat = flat
+        self.live = live
+        self.numbers: dict[int, int] = {}
+        self.values: list[Value] = []
+        self.literals: list[int] = []
+        self.written: list[Any] = []
+        self.constants: list[int] = []
+        self.n_ops = 0
+        self._kinds: dict[tuple, Value] = {}
+
+    def program(self, whole: _Block, steps: list[_Step]) -> Program:
+        arguments = self._all(whole.inputs)
+        ops = self._ops(steps)
+        results = self._all(whole.outputs)
+        tables = (self.values, ops, arguments, results, self.constants, self.literals, self.written, self.flat.assumptions)
+        return Program(*map(tuple, tables))
+
+    def _number(self, array: int) -> int:
+        found = self.numbers.get(array)
+        if found is not None:
+            return found
+        number = self.numbers[array] = len(self.values)
+        self.values.append(self._value(self.flat.avals[array]))
+        if array in self.flat.literals:
+            self.literals.append(number)
+            self.written.append(self.flat.literals[array])
+        elif array in self.flat.constants:
+            self.constants.append(number)
+        return number
+
+    def _all(self, arrays: Sequence[int]) -> tuple[int, ...]:
+        return tuple([self._number(array) for array in arrays])
+
+    def _value(self, aval: Any) -> Value:
+        kind = (getattr(aval, "shape", ()), getattr(aval, "dtype", None))  # tokens have neither
+        found = self._kinds.get(kind)
+        if found is None:
+            shape, dtype = kind
+            found = self._kinds[kind] = Value(tuple(shape), "token" if dtype is None else str(dtype), itemsize(dtype))
+        return found
+
+    def _ops(self, steps: list[_Step]) -> tuple[Op, ...]:
+        return tuple([self._op(step) for step in steps])
+
+    def _op(self, step: _Step) -> Op:
+        index = self.n_ops
+        self.n_ops += 1
+        eqn = step.eqn
+        operands = self._all(step.operands)
+        bodies, holders = (), ()
+        if step.blocks:
+            bodies = tuple(self._body(block) for block in step.blocks)
+            results = self._all(step.results)
+            used = [bool(self.live[result]) for result in step.results]
+            holders = tuple(_holders(eqn.primitive.name, eqn.params, operands, results, bodies, used))
+        else:
+            results = self._all(step.results)
+        return Op(index, eqn.primitive.name, operands, results, eqn.params, step.origin, step.path, step.trips, bodies, holders)
+
+    def _body(self, block: _Block) -> Body:
+        inputs = self._all(block.inputs)
+        ops = self._ops(block.steps)
+        return Body(inputs, self._all(block.outputs), ops, block.trips)
+
+
+def _holders(name: str, params: Mapping, operands: tuple, results: tuple, bodies: tuple[Body, ...], used: list[bool]) -> list[Holder]:
+    """How layouts flow into and out of the bodies; a stacked or branch result that nobody reads has no holder."""
+    match name:
+        case "scan":
+            return _scan_holders(params["num_consts"], params["num_carry"], operands, results, bodies[0], used)
+        case "while":
+            return _while_holders(params["cond_nconsts"], params["body_nconsts"], operands, results, *bodies)
+        case "cond":
+            return _cond_holders(operands[1:], results, bodies, used)
+    return [Holder(inner, (Flow(outer),)) for inner, outer in zip(bodies[0].inputs, operands, strict=True)]
+
+
+def _scan_holders(n_consts: int, n_carry: int, operands: tuple, results: tuple, body: Body, used: list[bool]) -> list[Holder]:
+    first_slice = n_consts + n_carry
+    consts = [Holder(body.inputs[i], (Flow(operands[i]),)) for i in range(n_consts)]
+    carries = [
+        Holder(body.inputs[n_consts + k], (Flow(operands[n_consts + k]), Flow(body.outputs[k], inside=True)), (results[k],))
+        for k in range(n_carry)
+    ]
+    slices = [Holder(body.inputs[i], (Flow(operands[i], shift=1),)) for i in range(first_slice, len(operands))]
+    stacked = [
+        Holder(results[k], (Flow(body.outputs[k], shift=-1, inside=True),)) for k in range(n_carry, len(results)) if used[k]
+    ]
+    return consts + carries + slices + stacked
+
+
+def _while_holders(n_cond: int, n_body: int, operands: tuple, results: tuple, condition: Body, body: Body) -> list[Holder]:
+    cond_consts = [Holder(condition.inputs[i], (Flow(operands[i]),)) for i in range(n_cond)]
+    body_consts = [Holder(body.inputs[i], (Flow(operands[n_cond + i]),)) for i in range(n_body)]
+    carries = [
+        Holder(
+            body.inputs[n_body + k],
+            (Flow(operands[n_cond + n_body + k]), Flow(body.outputs[k], inside=True)),
+            (condition.inputs[n_cond + k], results[k]),
+        )
+        for k in range(len(results))
+    ]
+    return cond_consts + body_consts + carries
+
+
+def _cond_holders(operands: tuple, results: tuple, branches: tuple[Body, ...], used: list[bool]) -> list[Holder]:
+    """An operand enters the op once, so the branches share its layout; so they do their results'."""
+    first, *others = branches
+    entering = [Holder(first.inputs[i], (Flow(operand),), tuple(b.inputs[i] for b in others)) for i, operand in enumerate(operands)]
+    leaving = [Holder(result, tuple(Flow(b.outputs[k]) for b in branches)) for k, result in enumerate(results) if used[k]]
+    return entering + leaving
+
+
+def itemsize(dtype: Any) -> float:
+    """Bytes an element: half a byte for int4, the key data of a typed key.
+
+    >>> itemsize(np.dtype("float32")), itemsize(jax.numpy.dtype("int4"))
+    (4.0, 0.5)
+    """
+    if dtype is None:
+        return 0.0
+    if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
+        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
+        return float(data.size * data.dtype.itemsize)
+    if jax.numpy.issubdtype(dtype, np.integer):
+        return jax.numpy.iinfo(dtype).bits / 8
+    if jax.numpy.issubdtype(dtype, np.floating):
+        return jax.numpy.finfo(dtype).bits / 8
+    return float(dtype.itemsize)

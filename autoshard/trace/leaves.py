@@ -1,0 +1,100 @@
+"""Argument and result leaves: their paths, and which result replaces which argument."""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.tree_util import keystr
+
+from autoshard.ir import Value
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A leaf of the arguments: the argument's name and position, and the path inside it."""
+
+    argument: int
+    name: str
+    key: str
+
+    @property
+    def path(self) -> str:
+        return self.name + self.key
+
+
+def argument_names(fn: Callable, n_args: int) -> tuple[str, ...]:
+    """The names of ``n_args`` positional arguments as the function's signature has them."""
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    names: list[str] = []
+    for position in range(n_args):
+        last = parameters[min(position, len(parameters) - 1)] if parameters else None
+        if last is not None and last.kind is inspect.Parameter.VAR_POSITIONAL:
+            names.append(f"{last.name}[{position - len(parameters) + 1}]" if position >= len(parameters) - 1 else f"{last.name}[0]")
+        else:
+            names.append(parameters[position].name if position < len(parameters) else f"argument{position}")
+    return tuple(names)
+
+
+def plain_leaves(args: Sequence[Any], names: Sequence[str]) -> list[Leaf]:
+    """The leaves of a tuple of pytrees, in `jax.tree.leaves` order."""
+    return [Leaf(path[0].idx, names[path[0].idx], keystr(path[1:])) for path, _ in jax.tree_util.tree_flatten_with_path(tuple(args))[0]]
+
+
+def result_path(path: Sequence[Any]) -> str:
+    """How a result leaf is called: ``[0]['loss']``, or ``result`` for a bare one."""
+    return keystr(tuple(path)) or "result"
+
+
+def find_aliases(
+    arguments: Sequence[tuple[str, Value]],
+    results: Sequence[tuple[Sequence[Any], Value]],
+    donated: Iterable[int],
+    fixed: Mapping[int, int],
+) -> tuple[tuple[int, int], ...]:
+    """Pairs (result, argument) of state that replaces an argument, sorted; each stands in at most one.
+
+    Tried in this order: ``fixed`` pairs; equal paths, shapes and dtypes, where the result is either the state itself or
+    a container of states, whichever matches more; bare arrays in order; donated arguments onto what is left.
+
+    Args:
+        arguments: per leaf its path inside its argument, and its value.
+        results: per leaf its key path, and its value.
+        donated: positions of donated argument leaves.
+        fixed: result position to argument position.
+    """
+    pairs = dict(fixed)
+
+    def match(keys: Mapping[int, str], positions: Iterable[int]) -> dict[int, int]:
+        """Results to arguments of the same key, shape and dtype, in order."""
+        taken = set(pairs.values())
+        waiting: dict[tuple, deque[int]] = defaultdict(deque)
+        for position in positions:
+            if position not in taken:
+                key, value = arguments[position]
+                waiting[key, value.shape, value.dtype].append(position)
+        found = {}
+        for position, key in keys.items():
+            value = results[position][1]
+            if waiting[key, value.shape, value.dtype]:
+                found[position] = waiting[key, value.shape, value.dtype].popleft()
+        return found
+
+    free = [position for position in range(len(results)) if position not in pairs]
+    everything = range(len(arguments))
+    whole = {i: keystr(tuple(results[i][0])) for i in free}
+    inner = {i: keystr(tuple(results[i][0][1:])) for i in free}
+    as_state, as_container = (match({i: key for i, key in keys.items() if key}, everything) for keys in (whole, inner))
+    pairs |= as_state if len(as_state) > len(as_container) else as_container
+    pairs |= match({i: key for i, key in inner.items() if not key and i not in pairs}, everything)
+    # Any free result will do for a donated argument: their keys are made equal.
+    arguments = [("", value) for _, value in arguments]
+    pairs |= match({i: "" for i in free if i not in pairs}, donated)
+    return tuple(sorted(pairs.items()))

@@ -1,0 +1,97 @@
+"""Where an equation comes from in the user's program."""
+
+from __future__ import annotations
+
+import os
+import site
+import sysconfig
+import traceback
+from functools import cache
+from typing import Any
+
+import jax
+from jax.extend.core import JaxprEqn
+
+from autoshard.ir import Origin
+
+_LIBRARIES = tuple({
+    os.path.join(folder, "")
+    for folder in (
+        *site.getsitepackages(),
+        site.getusersitepackages(),
+        *(sysconfig.get_paths()[scheme] for scheme in ("stdlib", "platstdlib", "purelib", "platlib")),
+        os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
+    )
+})  # fmt: skip
+_JAX = tuple(os.path.join(os.path.dirname(os.path.abspath(jax.__file__)), part) for part in ("", "_src"))
+
+
+@cache
+def is_library(file: str) -> bool:
+    """Whether a source file belongs to Python, an installed package or autoshard rather than to the user.
+
+    >>> is_library(jax.__file__), is_library("/home/me/train.py"), is_library("<stdin>")
+    (True, False, False)
+    """
+    return file.startswith(_LIBRARIES) or file.startswith("<frozen")
+
+
+@cache
+def _shown(file: str) -> str:
+    """The path as it is shown: relative where it lies beneath the working directory."""
+    here = os.path.join(os.getcwd(), "")
+    return file.removeprefix(here)
+
+
+def error_place(error: BaseException) -> str:
+    """``file:line (function)`` of the innermost of the user's frames that an error passed through, or an empty string."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_library(frame.filename)]
+    return str(Origin(_shown(frames[-1].filename), frames[-1].lineno or 0, frames[-1].name)) if frames else ""
+
+
+class Origins:
+    """Finds origins of equations; equal tracebacks are looked at once."""
+
+    def __init__(self):
+        self._frames: dict[Any, tuple[str, int, str]] = {}
+        self._origins: dict[tuple, Origin] = {}
+
+    def of(self, eqn: JaxprEqn, outer: Origin | None, prefix: str) -> Origin:
+        """The origin of an equation. ``outer`` is the call's that it was inlined from, where that called a library function:
+
+        JAX caches the jaxpr of, say, `jax.nn.relu` with the line of its first caller.
+        """
+        source = eqn.source_info
+        place = (outer.file, outer.line, outer.function) if outer is not None else self._place(source.traceback)
+        names = str(source.name_stack)
+        key = (*place, f"{prefix}/{names}" if prefix and names else prefix or names)
+        found = self._origins.get(key)
+        if found is None:
+            found = self._origins[key] = Origin(*key)
+        return found
+
+    def _place(self, trace: Any) -> tuple[str, int, str]:
+        if trace is None:
+            return "", 0, ""
+        found = self._frames.get(trace)
+        if found is None:
+            found = self._frames[trace] = _innermost(trace)
+        return found
+
+
+def _innermost(trace: Any) -> tuple[str, int, str]:
+    """The innermost frame of the user's; failing that, the innermost outside JAX."""
+    codes, instructions = trace.raw_frames()
+    frames = [(code, at) for code, at in zip(codes, instructions, strict=True) if not code.co_filename.startswith(_JAX)]
+    for code, at in [frame for frame in frames if not is_library(frame[0].co_filename)] or frames:
+        return _shown(code.co_filename), trace.code_addr2line(code, at), code.co_qualname
+    return "", 0, ""
+
+
+def calls_library(eqn: JaxprEqn) -> bool:
+    """Whether a call equation's function is a library's, so that its equations are best placed at the call."""
+    for param in eqn.params.values():
+        info = getattr(getattr(param, "jaxpr", param), "debug_info", None)
+        if info is not None:
+            return is_library(info.func_filename or "<frozen")
+    return False

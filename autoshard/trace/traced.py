@@ -1,0 +1,216 @@
+"""From a function and example arguments to a `Traced` program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr
+from jax.tree_util import PyTreeDef
+
+from autoshard.errors import TraceError
+from autoshard.ir import Graph
+from autoshard.trace.build import Program, build
+from autoshard.trace.constraints import with_axes
+from autoshard.trace.fingerprint import fingerprint
+from autoshard.trace.leaves import Leaf, argument_names, find_aliases, plain_leaves, result_path
+from autoshard.trace.modules import Modules, has_modules
+from autoshard.trace.origin import error_place
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Traced:
+    """A function traced with example arguments.
+
+    A call goes ``pack(lowered(*jax.tree.leaves(split(args))))`` and then ``merge(args, ...)``; the first part is what one jits.
+
+    Attributes:
+        graph: the program; calls inlined, dead ops dropped.
+        jaxpr: as JAX traced it, for the lowering; its inputs and outputs are the graph's arguments and results.
+        in_tree: structure of the arguments tuple; an NNX object counts as its `nnx.State`; keyword arguments are a last dict.
+        out_tree: structure of the function's result, without what is written back into NNX objects.
+    """
+
+    graph: Graph
+    jaxpr: ClosedJaxpr
+    in_tree: PyTreeDef
+    out_tree: PyTreeDef
+    modules: Modules | None = None
+
+    def split(self, args: tuple) -> tuple:
+        """The arguments as pytrees of arrays, structured as ``in_tree``.
+
+        Raises:
+            TraceError: they are structured otherwise.
+        """
+        pure = tuple(args) if self.modules is None else self.modules.split(tuple(args))
+        if jax.tree.structure(pure) != self.in_tree:
+            raise TraceError(
+                f"A traced function takes arguments of one structure, {self.in_tree}; got {jax.tree.structure(pure)}. "
+                "Trace or search again with these arguments."
+            )
+        return pure
+
+    def pack(self, results: Sequence[Any]) -> Any:
+        """The output pytree of flat results: the function's result, or with NNX arguments ``(result, updates)``."""
+        n = self.out_tree.num_leaves
+        result = self.out_tree.unflatten(results[:n])
+        return result if self.modules is None else (result, list(results[n:]))
+
+    def merge(self, args: tuple, output: Any) -> Any:
+        """The function's result from a packed output; updates are written into the NNX objects in ``args``."""
+        return output if self.modules is None else self.modules.merge(tuple(args), *output)
+
+    def flatten_prefix(self, prefix: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
+        """One entry an argument leaf, from a pytree that is structured as the arguments tuple or a prefix of it.
+
+        Raises:
+            ValueError: it is neither.
+        """
+        flat: list[Any] = []
+        whole = self.in_tree.unflatten(range(self.in_tree.num_leaves))
+        jax.tree.map(lambda entry, part: flat.extend([entry] * len(jax.tree.leaves(part))), prefix, whole, is_leaf=is_leaf)
+        return flat
+
+
+def trace(
+    fn: Callable,
+    *args: Any,
+    donate_argnums: int | Sequence[int] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    axis_names: Sequence[str] = (),
+) -> Traced:
+    """The program of ``fn`` on arguments like these.
+
+    >>> traced = trace(lambda w, x: x @ w, jax.ShapeDtypeStruct((4, 2), "float32"), jax.ShapeDtypeStruct((8, 4), "float32"))
+    >>> [op.primitive for op in traced.graph.ops], traced.graph.argument_paths
+    (['dot_general'], ('w', 'x'))
+
+    Args:
+        fn: any function JAX can trace.
+        args: pytrees of arrays, `jax.ShapeDtypeStruct`s and Python numbers; Flax NNX objects are handled as `nnx.jit` does.
+        donate_argnums: as for `jax.jit`.
+        kwargs: keyword arguments; they count as one more argument, a dict.
+        axis_names: mesh axes that `with_sharding_constraint` inside ``fn`` may name; others are found out.
+
+    Raises:
+        TraceError: JAX cannot trace it, an argument is no array, or a mutation of a module would be lost.
+    """
+    if not callable(fn):
+        raise TraceError(f"The first argument is the function to trace, got {type(fn).__name__} {fn!r:.80}. Pass a function of arrays.")
+    names = argument_names(fn, len(args))
+    donated_args = _positions(donate_argnums, len(args))
+    if kwargs:
+        fn, args, names = _with_keywords(fn, len(args)), (*args, dict(kwargs)), (*names, "kwargs")
+    try:
+        modules = Modules(fn, args, donated_args) if has_modules(args) else None
+        leaves = plain_leaves(args, names) if modules is None else modules.leaves(args, names)
+    except ValueError as error:
+        raise TraceError(f"Arguments are pytrees, and these cannot be flattened: {_reason(error)}. Make their keys comparable.") from error
+    pure_args = args if modules is None else modules.split(args)
+    avals = _abstract(pure_args, leaves)
+    function = fn if modules is None else modules.pure
+    try:
+        jaxpr, shapes = with_axes(lambda: jax.make_jaxpr(function, return_shape=True)(*avals), axis_names)
+    except TraceError:
+        raise
+    except Exception as error:  # whatever the function raises while it is traced
+        raise _failure(fn, error) from error
+    output = shapes if modules is None else shapes[0]
+    out_tree = jax.tree.structure(output)
+    graph = _graph(fn, build(jaxpr), leaves, output, modules.written if modules else (), donated_args)
+    return Traced(graph, jaxpr, jax.tree.structure(tuple(pure_args)), out_tree, modules)
+
+
+def _graph(fn: Callable, program: Program, leaves: list[Leaf], output: Any, written: tuple[int, ...], donated_args: Sequence[int]) -> Graph:
+    """The graph of a program with the names, aliases and donations of its leaves. ``written`` are leaves replaced in place."""
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(output)[0]]
+    values = program.values
+    donated = tuple(i for i, leaf in enumerate(leaves) if leaf.argument in donated_args)
+    aliases = find_aliases(
+        [(leaf.key, values[number]) for leaf, number in zip(leaves, program.arguments, strict=True)],
+        [(path, values[number]) for path, number in zip((*paths, *((),) * len(written)), program.results, strict=True)],
+        donated,
+        {len(paths) + k: argument for k, argument in enumerate(written)},
+    )
+    return Graph(
+        name=_name(fn),
+        values=values,
+        ops=program.ops,
+        arguments=program.arguments,
+        argument_paths=tuple(leaf.path for leaf in leaves),
+        results=program.results,
+        result_paths=(*map(result_path, paths), *(leaves[i].path for i in written)),
+        constants=program.constants,
+        literals=program.literals,
+        aliases=aliases,
+        donated=donated,
+        fingerprint=fingerprint(program, aliases),
+        assumptions=program.assumptions,
+    )
+
+
+def _name(fn: Callable) -> str:
+    while not hasattr(fn, "__name__") and hasattr(fn, "func"):  # functools.partial
+        fn = fn.func
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def _with_keywords(fn: Callable, n_args: int) -> Callable:
+    def call(*args: Any) -> Any:
+        return fn(*args[:n_args], **args[n_args])
+
+    call.__name__ = _name(fn)
+    return call
+
+
+def _positions(donate_argnums: int | Sequence[int], n_args: int) -> tuple[int, ...]:
+    given = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+    for position in given:
+        if not isinstance(position, int) or not -n_args <= position < n_args:
+            raise TraceError(f"donate_argnums are positions among the {n_args} arguments, got {position!r}. Use 0 to {n_args - 1}.")
+    return tuple(position % n_args for position in given)
+
+
+def _abstract(args: tuple, leaves: list[Leaf]) -> tuple:
+    """The arguments as `jax.ShapeDtypeStruct`s, without the shardings they may have."""
+    flat, tree = jax.tree.flatten(args)
+    return tree.unflatten([_abstract_leaf(x, leaf) for x, leaf in zip(flat, leaves, strict=True)])
+
+
+def _abstract_leaf(x: Any, leaf: Leaf) -> jax.ShapeDtypeStruct:
+    try:
+        aval = jax.api_util.shaped_abstractify(x)
+    except (TypeError, ValueError, OverflowError):
+        raise TraceError(
+            f"Arguments are pytrees of arrays, jax.ShapeDtypeStructs and Python numbers; '{leaf.path}' is {type(x).__name__} {x!r:.60}. "
+            "Pass an array, or bind a static value beforehand with functools.partial."
+        ) from None
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
+def _failure(fn: Callable, error: Exception) -> TraceError:
+    place = error_place(error)
+    if isinstance(error, jax.errors.JAXTypeError | jax.errors.JAXIndexError):
+        rule, advice = (
+            "A function is traced with abstract arrays, so its Python control flow cannot depend on their values",
+            "Use jax.lax.cond, jax.numpy.where or jax.lax.while_loop, or bind the value beforehand with functools.partial.",
+        )
+    elif type(error).__name__ == "TraceContextError" or "trace level" in str(error):  # Flax says either, as to where the mutation is
+        rule, advice = (
+            "A step may mutate only the modules that it is passed; it mutates one that it captures, and that mutation would be lost",
+            "Pass the module as an argument.",
+        )
+    else:
+        rule, advice = "A function must be traceable by JAX", "Make `jax.make_jaxpr` work on the function with these arguments first."
+    where = f" at {place}" if place else ""
+    return TraceError(f"{rule}: tracing '{_name(fn)}' failed{where} with {type(error).__name__}: {_reason(error)} {advice}")
+
+
+def _reason(error: Exception) -> str:
+    """The first paragraph of what JAX, or the user's code, says, on one line."""
+    text = " ".join(str(error).split("\n\n")[0].split("\nSee http")[0].split()) or "no message"
+    text = text if len(text) <= 400 else f"{text[:397]}..."
+    return text if text[-1] in ".!?" else f"{text}."
