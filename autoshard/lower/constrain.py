@@ -7,20 +7,35 @@ whatever enters or leaves a loop, a branch or a checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.sharding import PartitionSpec
 
 from autoshard.cost.profile import profile
 from autoshard.cost.reshard import Step
-from autoshard.ir import Assignment, Choice, Graph, Layout, Op, Rule, computed_layout, operand_layout, reductions, replicated, result_layout
+from autoshard.ir import (
+    Assignment,
+    Choice,
+    Graph,
+    Layout,
+    Op,
+    Rule,
+    computed_layout,
+    operand_layout,
+    reductions,
+    replicated,
+    result_layout,
+    result_layouts,
+)
 from autoshard.lower.control_flow import FLOWS, Flows
-from autoshard.lower.interpret import Interpreter, Path, apply, ops_by_path
+from autoshard.lower.interpret import Interpreter, Path, apply, bind, ops_by_path
 from autoshard.lower.mesh import to_named_sharding
+from autoshard.rules import runs_per_shard
 
 ReshardPath = Callable[[int, Layout, Layout], Sequence[Step]]
 """``(value number, source, target)`` to the steps between the two layouts."""
@@ -44,12 +59,13 @@ def constrained(
     free = profile(graph, rules).free
     home = {view: holder.value for op in graph.walk() for holder in op.holders for view in holder.views}
     plan = _Plan(ops_by_path(graph), rules, assignment, mesh, reshard_path, free, frozenset(graph.constants), home)
+    leaving = result_layouts(graph, assignment)
 
     def function(*arguments: Any) -> list[Any]:
         region = _Region(plan)
         entered = [plan.pin(x, plan.layout(value)) for x, value in zip(arguments, graph.arguments, strict=True)]
         results = region.run(jaxpr.jaxpr, jaxpr.consts, entered)
-        return [region.handed(x, value, plan.layout(value)) for x, value in zip(results, graph.results, strict=True)]
+        return [region.handed(x, value, layout) for x, value, layout in zip(results, graph.results, leaving, strict=True)]
 
     return function
 
@@ -181,8 +197,23 @@ class _Region(Interpreter):
         if self._follows(op, rule, targets):
             self.loose.update(op.results)
             return apply(eqn, operands)
-        results = apply(eqn, [self.read(x, value, target) for x, value, target in zip(operands, op.operands, targets, strict=True)])
+        read = [self.read(x, value, target) for x, value, target in zip(operands, op.operands, targets, strict=True)]
+        results = self._bound(op, eqn, rule, choice, read, targets)
         return [self._settled(x, value, rule, choice, k) for k, (x, value) in enumerate(zip(results, op.results, strict=True))]
+
+    def _bound(self, op: Op, eqn: JaxprEqn, rule: Rule, choice: Choice, read: list[Any], targets: Sequence[Layout]) -> list[Any]:
+        """The op's results; where its rule allows what the partitioner would gather for, of the shards on each device alone."""
+        if not _per_shard(op) or all(factor < 0 for factor, _ in choice):
+            return apply(eqn, read)
+        mesh = self.plan.mesh
+
+        def specs(arrays: Iterable[Any], layouts: Iterable[Layout]) -> tuple[PartitionSpec, ...]:
+            return tuple(to_named_sharding(layout, np.ndim(x), mesh).spec for x, layout in zip(arrays, layouts, strict=True))
+
+        leaving = specs((v.aval for v in eqn.outvars), (computed_layout(rule, choice, k) for k in range(len(eqn.outvars))))
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # the one in force may be a stand-in that the trace used
+            local = jax.shard_map(lambda *shards: bind(eqn, shards), mesh=mesh, in_specs=specs(read, targets), out_specs=[*leaving])
+            return list(local(*read))
 
     def _settled(self, x: Any, value: int, rule: Rule, choice: Choice, result: int) -> Any:
         """A result in its value's layout. A scattered reduction takes two constraints: the whole of it, then its slice."""
@@ -204,7 +235,7 @@ class _Region(Interpreter):
     def _follows(self, op: Op, rule: Rule, targets: Sequence[Layout]) -> bool:
         """Whether the result's layout follows without a constraint: elementwise, with every operand and the result in one layout."""
         plan = self.plan
-        if len(op.results) != 1 or any(factor.kind != "pass_through" for factor in rule.factors):
+        if len(op.results) != 1 or _per_shard(op) or any(factor.kind != "pass_through" for factor in rule.factors):
             return False
         layout = plan.layout(op.results[0])
         arrays = [position for position, value in enumerate(op.operands) if rule.operands[position] and not plan.free[value]]
@@ -212,3 +243,7 @@ class _Region(Interpreter):
             rule.operands[position] == rule.results[0] and targets[position] == layout == plan.layout(op.operands[position])
             for position in arrays
         )
+
+
+def _per_shard(op: Op) -> bool:
+    return runs_per_shard(op.primitive, op.params)

@@ -12,8 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from autoshard.ir import Mesh
-from autoshard.ir.collective import Collective
+from autoshard.ir import Collective, Mesh
 from autoshard.verify.groups import axes_of
 
 KINDS = {
