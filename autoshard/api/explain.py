@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -44,7 +45,7 @@ def explain(record: Record) -> Report:
     parts = [
         *_headline(record, cluster),
         *_where_time_goes(record),
-        *_arguments(record),
+        *argument_parts(record),
         *_results(record),
         *_layouts(record),
         *_collectives(record, cluster),
@@ -59,12 +60,12 @@ def explain(record: Record) -> Report:
 
 def _headline(record: Record, cluster: Cluster) -> list[Part]:
     cost, limit = record.cost, cluster.memory_limit_bytes
-    used = format_percent(cost.peak_bytes / limit)
+    of_limit = f"{format_percent(cost.peak_bytes / limit)} of the {format_bytes(limit)} that {cluster.name} leaves a program"
     seconds = record.stats.get("search_seconds")
     found = record.searcher.name + ("" if seconds is None else f" in {format_seconds(seconds)}")
     rows = [
         ("step time", f"{format_seconds(cost.makespan_seconds)} predicted"),
-        ("peak memory", f"{format_bytes(cost.peak_bytes)} a device: {used} of the {format_bytes(limit)} that {cluster.name} leaves a program"),
+        ("peak memory", f"{format_bytes(cost.peak_bytes)} a device: {of_limit}"),
         ("work", f"{format_flops(cost.flops)} a device"),
         ("found by", found),
         ("optimality", _optimality(record)),
@@ -87,15 +88,16 @@ def _where_time_goes(record: Record) -> list[Part]:
     cost = record.cost
     hidden = max(0.0, cost.communication_seconds - cost.exposed_communication_seconds)
     idle = max(0.0, cost.makespan_seconds - cost.compute_seconds - cost.exposed_communication_seconds)
+    rounding = 1e-6 * cost.makespan_seconds
     spans = [("compute", cost.compute_seconds), ("communication, exposed", cost.exposed_communication_seconds)]
-    spans += [("communication, overlapped", hidden)] if hidden > 0 else []
-    spans += [("waiting", idle)] if idle > 1e-6 * cost.makespan_seconds else []
+    spans += [(label, seconds) for label, seconds in (("communication, overlapped", hidden), ("waiting", idle)) if seconds > rounding]
     whole = cost.makespan_seconds or 1.0
     bars = (Bar(label, seconds / whole, f"{format_seconds(seconds)}  {format_percent(seconds / whole)}") for label, seconds in spans)
     return [Heading("Where the time goes"), Bars(tuple(bars))]
 
 
-def _arguments(record: Record) -> list[Part]:
+def argument_parts(record: Record) -> list[Part]:
+    """The section on how the arguments are sharded."""
     rows = _tensor_rows(record.arguments, record.mesh)
     total = sum(row.bytes_a_device for row in rows)
     notes = [f"{format_bytes(total)} a device in all. '*' stands for every index."] if rows else []
@@ -112,8 +114,9 @@ def _results(record: Record) -> list[Part]:
         if not any(_alike(members[0], tensor) and _common_ending(path, argument) for argument, tensor in arguments):
             new += members
     n_kept = len(record.results) - len(new)
-    note = (f"and {format_count(n_kept)} that replace arguments, sharded as those.",) if n_kept else ()
-    return [Heading("Results"), _tensor_table(_tensor_rows(new, record.mesh), note)] if record.results else []
+    table = [_tensor_table(_tensor_rows(new, record.mesh))] if new else []
+    note = [Paragraph(f"{format_count(n_kept)} that replace arguments are sharded as those are.")] if n_kept else []
+    return [Heading("Results"), *table, *note] if record.results else []
 
 
 def _layouts(record: Record) -> list[Part]:
@@ -159,12 +162,17 @@ def _search(record: Record) -> list[Part]:
     options = ", ".join(f"{name}={value}" for name, value in record.searcher.options.items())
     rows = [("program", f"{record.program.name}, {format_count(record.program.n_ops)} ops, fingerprint {record.program.fingerprint[:16]}")]
     rows.append(("searcher", f"{record.searcher.name}({options})"))
-    rows += [(name.removesuffix("_seconds").removeprefix("n_").replace("_", " "), _stat(name, value)) for name, value in sorted(record.stats.items())]
+    rows += [(_words(name), _stat(name, value)) for name, value in sorted(record.stats.items())]
     provenance = record.provenance
     versions = [f"{name} {version}" for name, version in (("autoshard", provenance.autoshard), ("jax", provenance.jax)) if version]
     rows += [("made with", ", ".join((*versions, *filter(None, [provenance.date]))))] if versions else []
     rows += [("made by", provenance.command)] if provenance.command else []
     return [Heading("Search"), Table(("", ""), tuple(rows))]
+
+
+def _words(name: str) -> str:
+    """A statistic's name in words; its value says the unit."""
+    return name.removesuffix("_seconds").removesuffix("_bytes").removeprefix("n_").replace("_", " ")
 
 
 def _stat(name: str, value) -> str:
@@ -202,7 +210,7 @@ class _Row:
     bytes_a_device: float
 
 
-def _tensor_table(rows: Sequence[_Row], notes: tuple[str, ...]) -> Table:
+def _tensor_table(rows: Sequence[_Row], notes: tuple[str, ...] = ()) -> Table:
     lines = (
         (
             row.path,
@@ -370,3 +378,49 @@ def _runs(numbers: Iterable[int]) -> str:
             runs.append([number, number])
     texts = [str(low) if low == high else f"{low},{high}" if high == low + 1 else f"{low}-{high}" for low, high in runs]
     return ",".join(texts if len(texts) <= 4 else [*texts[:2], "…", texts[-1]])
+
+
+# -- several strategies ---------------------------------------------------------------------------------------------------
+
+
+def compare(records: Mapping[str, Record], title: str = "Strategies") -> Report:
+    """The report that puts strategies side by side, by name; times are also given as multiples of the program's fastest."""
+    fastest: dict[str, float] = {}
+    for record in records.values():
+        seconds = record.cost.makespan_seconds
+        fastest[record.program.fingerprint] = min(seconds, fastest.get(record.program.fingerprint, seconds))
+    rows = tuple(
+        (
+            name,
+            record.cluster["name"],
+            str(record.mesh),
+            format_seconds(record.cost.makespan_seconds),
+            f"{record.cost.makespan_seconds / (fastest[record.program.fingerprint] or 1.0):.2f} x",
+            format_seconds(record.cost.communication_seconds),
+            format_bytes(record.cost.peak_bytes),
+        )
+        for name, record in records.items()
+    )
+    notes = ("'ratio' is to the fastest strategy of the same program here.",) if len(rows) > 1 else ()
+    columns = ("strategy", "cluster", "mesh", ">step time", ">ratio", ">communication", ">peak memory")
+    return Report(title, (Table(columns, rows, notes),) if rows else (Paragraph("There are none."),))
+
+
+def summary(record: Record) -> dict[str, Any]:
+    """The main facts of a strategy as plain JSON values."""
+    return {
+        "name": record.name,
+        "program": record.program.name,
+        "fingerprint": record.program.fingerprint,
+        "cluster": record.cluster["name"],
+        "mesh": dict(record.mesh.axes),
+        "searcher": record.searcher.name,
+        "makespan_seconds": record.cost.makespan_seconds,
+        "objective_seconds": record.cost.objective_seconds,
+        "lower_bound_seconds": record.lower_bound_seconds,
+        "compute_seconds": record.cost.compute_seconds,
+        "communication_seconds": record.cost.communication_seconds,
+        "exposed_communication_seconds": record.cost.exposed_communication_seconds,
+        "peak_bytes": record.cost.peak_bytes,
+        "flops": record.cost.flops,
+    }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,7 +32,7 @@ Pins = Mapping[str, PartitionSpec]
 def search(
     fn: Callable,
     *args: Any,
-    cluster: Cluster | str,
+    cluster: Cluster | str | None = None,
     searcher: str | Searcher = "recursive_programming",
     mesh: Mapping[str, int] | None = None,
     pins: Pins | None = None,
@@ -44,7 +45,7 @@ def search(
     Args:
         fn: any JAX function, a train step or other; Flax NNX modules and optimizers may be among its arguments.
         args: its arguments: arrays or `jax.ShapeDtypeStruct`, in any pytrees.
-        cluster: the devices, as a `Cluster` or in its string form, such as ``"v5e:4x4"``.
+        cluster: the devices, as a `Cluster` or in its string form, such as ``"v5e:4x4"``; None: those of this process.
         searcher: a name or a searcher value.
         mesh: axis sizes by name, outermost first; None searches the mesh shape too.
         pins: `PartitionSpec` by argument path or shell-style pattern (``"state.params*"``), kept as given.
@@ -71,7 +72,7 @@ def search(
     if given is not None:
         check_mesh(given, cluster)
     traced, facts, seconds = _prepare(fn, args, donate_argnums, (*_pinned_axes(pins), *(given.names if given else ())))
-    meshes = [given] if given else _meshes(cluster, traced.graph, pins)
+    meshes = [given] if given else _meshes(cluster, traced.graph, pins, 2 if chosen.automatic else 1)
     started = time.perf_counter()
     best: tuple[Solution, Mesh] | None = None
     failure: AutoshardError | None = None
@@ -90,13 +91,13 @@ def search(
         raise failure
     solution, found = best
     stats = {**seconds, **solution.stats, "search_seconds": time.perf_counter() - started, "meshes": len(meshes)}
-    return Strategy(record_of(traced, facts.rules, cluster, found, replace(solution, stats=stats), chosen), traced)
+    return Strategy(record_of(traced, cluster, found, replace(solution, stats=stats), chosen, _positions(donate_argnums), _notes(facts)), traced)
 
 
 def evaluate(
     fn: Callable,
     *args: Any,
-    cluster: Cluster | str,
+    cluster: Cluster | str | None = None,
     mesh: Mapping[str, int],
     in_specs: Any,
     donate_argnums: int | Sequence[int] = (),
@@ -126,7 +127,17 @@ def evaluate(
     problem = Problem(facts, model)
     spread = follow_layouts(problem, {**propagated(traced.jaxpr, graph, [layouts[v] for v in graph.arguments], given), **layouts})
     solution = Solution(spread, problem.evaluate(spread), 0.0, {**seconds, "search_seconds": time.perf_counter() - started})
-    return Strategy(record_of(traced, facts.rules, cluster, given, solution, _Given()), traced)
+    return Strategy(record_of(traced, cluster, given, solution, _Given(), _positions(donate_argnums), _notes(facts)), traced)
+
+
+def _positions(donate_argnums: int | Sequence[int]) -> tuple[int, ...]:
+    return (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+
+
+def _notes(facts: Profile) -> list[str]:
+    """What stays replicated for want of a rule."""
+    without = Counter(op.primitive for op in facts.graph.walk() if facts.rules[op.index] is None and not op.bodies and op.operands)
+    return [f"{name} has no sharding rule: {n} of them read their operands whole" for name, n in sorted(without.items())]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +147,9 @@ class _Given:
     name: str = "given"
 
 
-def _cluster(cluster: Cluster | str) -> Cluster:
+def _cluster(cluster: Cluster | str | None) -> Cluster:
+    if cluster is None:
+        return Cluster.local()
     if isinstance(cluster, str):
         return Cluster.parse(cluster)
     if not isinstance(cluster, Cluster):
@@ -170,8 +183,8 @@ def _worse(old: AutoshardError | None, new: AutoshardError) -> AutoshardError:
 # -- meshes and pins -----------------------------------------------------------------------------------------------------
 
 
-def _meshes(cluster: Cluster, graph: Graph, pins: Pins) -> list[Mesh]:
-    """The meshes to try: the one that the program fixes, or all that have the axes named by pins."""
+def _meshes(cluster: Cluster, graph: Graph, pins: Pins, max_axes: int) -> list[Mesh]:
+    """The meshes to try: the one that the program fixes, or all of some axes that have those named by pins."""
     names = list(_pinned_axes(pins))
     for op in graph.walk():
         if op.primitive == "sharding_constraint":
@@ -181,7 +194,7 @@ def _meshes(cluster: Cluster, graph: Graph, pins: Pins) -> list[Mesh]:
                 check_mesh(mesh, cluster)
                 return [mesh]
             names.extend(_axes_of(spec))
-    return list(candidate_meshes(cluster.n_devices, tuple(dict.fromkeys(names))))
+    return list(candidate_meshes(cluster.n_devices, tuple(dict.fromkeys(names)), max_axes))
 
 
 def _axes_of(spec) -> list[str]:

@@ -1,22 +1,36 @@
-"""The strategy that users hold: a record of what was decided, with what it takes to run it."""
+"""The strategy that users hold: the record of what was decided, and what it takes to run it."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from dataclasses import asdict, is_dataclass, replace
+from importlib import metadata
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.api.explain import explain
 from autoshard.api.step import Step
+from autoshard.api.structure import describe, rebuild
+from autoshard.cluster import Cluster
 from autoshard.cost.record import Cost
 from autoshard.errors import StrategyError
-from autoshard.lower import jax_mesh, to_named_sharding
+from autoshard.ir import Layout, Mesh, layout_to_spec, result_layouts
+from autoshard.lower import jax_mesh
 from autoshard.render import Report
-from autoshard.strategy import Record, load_record, save_record
-from autoshard.trace import Traced
+from autoshard.search import Solution
+from autoshard.strategy import (
+    Program,
+    Provenance,
+    Record,
+    SearcherRecord,
+    TensorRecord,
+    load_record,
+    save_record,
+)
+from autoshard.trace import Traced, split_modules
 
 
 class Strategy:
@@ -30,6 +44,13 @@ class Strategy:
         self.record = record
         self._traced = traced
 
+    def __repr__(self) -> str:
+        record = self.record
+        return f"Strategy({record.name!r}, mesh {record.mesh}, {record.cost.makespan_seconds:.3g} s a step, gap {self.gap:.1%})"
+
+    def _repr_html_(self) -> str:
+        return self.explain()._repr_html_()
+
     # -- the answer ------------------------------------------------------------------------------------------------
 
     @property
@@ -39,4 +60,176 @@ class Strategy:
 
     @property
     def in_specs(self) -> tuple:
-        """A tuple with one pytree of `PartitionSpec` an argument, structured as the arguments."""
+        """A `PartitionSpec` for each argument leaf, structured as the tuple of arguments.
+
+        An NNX object's specs come as its `nnx.State`. In a strategy that was loaded, containers other than tuples, lists and dicts
+        come as dicts by field name.
+        """
+        specs = [PartitionSpec(*tensor.spec) for tensor in self.record.arguments]
+        return rebuild(self.record.argument_structure, specs) if self._traced is None else self._traced.in_tree.unflatten(specs)
+
+    @property
+    def out_specs(self) -> Any:
+        """A `PartitionSpec` for each result leaf, structured as the result."""
+        specs = [PartitionSpec(*tensor.spec) for tensor in self.record.results]
+        if self._traced is None:
+            return rebuild(self.record.result_structure, specs)
+        return self._traced.out_tree.unflatten(specs[: self._traced.out_tree.num_leaves])
+
+    @property
+    def cost(self) -> Cost:
+        """What the judge predicts."""
+        return self.record.cost
+
+    @property
+    def lower_bound_seconds(self) -> float:
+        """Proven lower bound of the objective over all strategies on this mesh; 0.0 where nothing is proven."""
+        return self.record.lower_bound_seconds
+
+    @property
+    def gap(self) -> float:
+        """``(objective - lower bound) / objective``; 0.0 where optimality is proven."""
+        return self.record.gap
+
+    @property
+    def stats(self) -> Mapping[str, Any]:
+        """What the search took: ``search_seconds``, ``trace_seconds``, ``n_ops``, ``n_variables``, ``induced_width``, ..."""
+        return self.record.stats
+
+    def explain(self) -> Report:
+        """A report that prints in a terminal and shows in a notebook."""
+        return explain(self.record)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the strategy as canonical JSON, whole or not at all."""
+        save_record(self.record, path)
+
+    # -- running it ------------------------------------------------------------------------------------------------
+
+    def apply(self, fn: Callable, devices: Sequence[Any] | None = None) -> Step:
+        """``fn``, jitted as the strategy says, on ``jax.devices()`` or the given ones (those of an ahead-of-time topology too).
+
+        Raises:
+            ClusterError: there are too few devices.
+            StrategyError: at the first call, where ``fn`` is not the program the strategy is for.
+        """
+        return Step(fn, self.record, devices)
+
+    def shard(self, *args: Any, devices: Sequence[Any] | None = None) -> tuple:
+        """The arguments, all or the first few, put where the strategy wants them; a tuple. NNX objects are moved in place.
+
+        Raises:
+            StrategyError: an argument is structured otherwise than the one that was searched.
+        """
+        pure, finish = split_modules(args)
+        per_argument = self._shardings(devices)
+        if len(args) > len(per_argument):
+            raise StrategyError(f"shard takes the {len(per_argument)} arguments of {self.record.program.name!r} or the first few, got {len(args)}.")
+        placed = []
+        for position, (argument, shardings) in enumerate(zip(pure, per_argument, strict=False)):
+            leaves, tree = jax.tree.flatten(argument)
+            self._check_leaves(position, leaves, shardings)
+            placed.append(tree.unflatten(jax.device_put(leaves, [sharding for _, sharding in shardings])))
+        return finish(tuple(placed))
+
+    def init(self, init_fn: Callable, *args: Any, devices: Sequence[Any] | None = None) -> Any:
+        """What ``init_fn(*args)`` makes, made already sharded: no device ever holds it whole.
+
+        The result is one of the step's arguments (the state, say), or a tuple of its first ones; NNX objects are fine.
+
+        Raises:
+            StrategyError: the result is structured as no argument.
+        """
+        rest: list[Callable] = []
+
+        def pure_init(*args: Any) -> Any:
+            made, finish = split_modules((init_fn(*args),))
+            rest[:] = [finish]
+            return made[0]
+
+        shape = jax.eval_shape(pure_init, *args)
+        shardings = self._matching(jax.tree.leaves(shape), devices)
+        made = jax.jit(pure_init, out_shardings=jax.tree.structure(shape).unflatten(shardings))(*args)
+        return rest[0]((made,))[0]
+
+    def _shardings(self, devices: Sequence[Any] | None) -> list[list[tuple[TensorRecord, NamedSharding]]]:
+        """Per argument, its leaves and where they lie."""
+        mesh = jax_mesh(self.record.mesh, devices)
+        flat = [(tensor, NamedSharding(mesh, PartitionSpec(*tensor.spec))) for tensor in self.record.arguments]
+        whole = rebuild(self.record.argument_structure, range(len(flat)))
+        return [[flat[i] for i in jax.tree.leaves(part)] for part in whole]
+
+    def _check_leaves(self, position: int, leaves: Sequence[Any], shardings: Sequence[tuple[TensorRecord, NamedSharding]]) -> None:
+        if len(leaves) != len(shardings):
+            raise StrategyError(
+                f"argument {position} of {self.record.program.name!r} has {len(shardings)} leaves in this strategy, got {len(leaves)}. "
+                "Pass arguments structured as those that were searched."
+            )
+        for leaf, (tensor, _) in zip(leaves, shardings, strict=True):
+            if tuple(jax.numpy.shape(leaf)) != tensor.shape:
+                raise StrategyError(
+                    f"{tensor.path} has shape {tensor.shape} in this strategy, got {tuple(jax.numpy.shape(leaf))}. Search again for these shapes."
+                )
+
+    def _matching(self, leaves: Sequence[Any], devices: Sequence[Any] | None) -> list[NamedSharding]:
+        """The shardings of the argument, or the first few arguments, whose leaves have these shapes."""
+        per_argument = self._shardings(devices)
+        shapes = [tuple(leaf.shape) for leaf in leaves]
+        first_few = [sum(per_argument[:n], []) for n in range(2, len(per_argument) + 1)]
+        for candidate in (*per_argument, *first_few):
+            if [tensor.shape for tensor, _ in candidate] == shapes:
+                return [sharding for _, sharding in candidate]
+        raise StrategyError(
+            f"init makes an argument of {self.record.program.name!r}, or a tuple of its first ones, and the {len(leaves)} leaves of the "
+            "result have the shapes of none. Return the state as the step takes it."
+        )
+
+
+def load(path: str | os.PathLike[str]) -> Strategy:
+    """The strategy of a file.
+
+    Raises:
+        StrategyError: the file is no strategy, or a damaged one.
+    """
+    return Strategy(load_record(path))
+
+
+def record_of(
+    traced: Traced, cluster: Cluster, mesh: Mesh, solution: Solution, searcher: Any, donate_argnums: tuple[int, ...], notes: Sequence[str] = ()
+) -> Record:
+    """The record of a solution for a traced program."""
+    graph, assignment = traced.graph, solution.assignment
+
+    def tensor(path: str, value: int, layout: Layout) -> TensorRecord:
+        found = graph.values[value]
+        return TensorRecord(path, found.shape, found.dtype, layout_to_spec(layout, mesh.names, found.rank))
+
+    results = zip(graph.result_paths, graph.results, result_layouts(graph, assignment), strict=True)
+    nowhere = (-1,) * len(mesh.axes)
+    return Record(
+        name=f"{graph.name}_{searcher.name}",
+        program=Program(graph.name, graph.fingerprint, len(graph.walk()), len(graph.values)),
+        cluster=cluster.to_dict(),
+        mesh=mesh,
+        arguments=tuple(tensor(path, v, assignment.layout(v)) for path, v in zip(graph.argument_paths, graph.arguments, strict=True)),
+        results=tuple(tensor(path, v, layout) for path, v, layout in results),
+        argument_structure=describe(traced.in_tree),
+        result_structure=describe(traced.out_tree),
+        choices={op: choice for op, choice in assignment.choices.items() if any(factor >= 0 for factor, _ in choice)},
+        layouts={value: layout for value, layout in assignment.layouts.items() if layout != nowhere},
+        copies=dict(assignment.copies),
+        cost=solution.judgement.cost,
+        searcher=SearcherRecord(searcher.name, asdict(searcher) if is_dataclass(searcher) and not isinstance(searcher, type) else {}),
+        lower_bound_seconds=solution.lower_bound_seconds,
+        donate_argnums=donate_argnums,
+        assumptions=(*graph.assumptions, *notes),
+        stats=solution.stats,
+        provenance=Provenance(autoshard=metadata.version("autoshard"), jax=jax.__version__),
+    )
+
+
+def named(strategy: Strategy, name: str, command: str = "") -> Strategy:
+    """The strategy under another name, with the command that reproduces it; searching times, which vary, are left out."""
+    record = strategy.record
+    stats = {key: value for key, value in record.stats.items() if not key.endswith("_seconds")}
+    return Strategy(replace(record, name=name, stats=stats, provenance=replace(record.provenance, command=command)), strategy._traced)

@@ -8,6 +8,7 @@ from autoshard.ir.assignment import (
     operand_layout,
     reductions,
     result_layout,
+    result_layouts,
 )
 from autoshard.ir.collective import Collective
 from autoshard.ir.graph import Body, Flow, Graph, Holder, Op, Origin, Value
@@ -57,6 +58,7 @@ __all__ = [
     "reductions",
     "replicated",
     "result_layout",
+    "result_layouts",
     "shard_counts",
     "shards",
     "shift_layout",

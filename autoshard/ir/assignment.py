@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from autoshard.ir.graph import Graph
 from autoshard.ir.layout import Layout, Mesh
 from autoshard.ir.rule import Rule
 
@@ -57,6 +58,14 @@ def result_layout(rule: Rule, choice: Choice, result: int) -> Layout:
         if scatter >= 0:
             layout[axis] = scatter
     return tuple(layout)
+
+
+def result_layouts(graph: Graph, assignment: Assignment) -> tuple[Layout, ...]:
+    """The layout in which each result leaves the program: an argument that it replaces keeps its own."""
+    layouts = [assignment.layout(value) for value in graph.results]
+    for result, argument in graph.aliases:
+        layouts[result] = assignment.layout(graph.arguments[argument])
+    return tuple(layouts)
 
 
 def reductions(rule: Rule, choice: Choice) -> tuple[tuple[int, str, int], ...]:

@@ -120,14 +120,14 @@ def _batches(problem: Problem) -> list[dict[int, Layout]]:
             root = re.match(r"\w*", path).group()  # type: ignore[union-attr]
             groups.setdefault(root, []).append(value)
     together = [value for group in groups.values() for value in group]
-    found: list[dict[int, Layout]] = [{}]
+    found: list[dict[int, Layout]] = []
     for group in [*groups.values(), *([together] if len(groups) > 1 else [])]:
         sizes = [graph.values[value].shape[0] for value in group]
         commonest = max(dict.fromkeys(sizes), key=sizes.count)
         batch = {value: _leading(problem, value) for value, size in zip(group, sizes, strict=True) if size == commonest}
         if any(dim >= 0 for layout in batch.values() for dim in layout):
             found.append(batch)
-    return found
+    return found or [{}]
 
 
 def _leading(problem: Problem, value: int) -> Layout:

@@ -182,3 +182,20 @@ def _attributes(path: Sequence[Any]) -> str:
             case _:
                 text += keystr((key,))
     return text
+
+
+def split_modules(trees: tuple) -> tuple[tuple, Callable[[tuple], tuple]]:
+    """Pytrees with each NNX graph node replaced by its state, and the way back, which writes new states into the nodes."""
+    if not has_modules(trees):
+        return trees, lambda new: new
+    places = _Places.of(trees)
+    nodes = places.get(trees)
+    _, states = _split(nodes)
+
+    def finish(new: tuple) -> tuple:
+        from flax import nnx
+
+        nnx.update(nodes, _joined(places.get(new)))
+        return places.put(new, nodes)
+
+    return places.put(trees, states), finish

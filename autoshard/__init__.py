@@ -1,0 +1,40 @@
+"""autoshard finds how to shard any JAX train step over many devices, says what it will cost, and runs it."""
+
+from autoshard.api import Strategy, evaluate, load, parallelize, search
+from autoshard.cluster import Cluster
+from autoshard.cost.record import Cost
+from autoshard.errors import (
+    AutoshardError,
+    ClusterError,
+    InfeasibleError,
+    RuleError,
+    SearchLimitError,
+    ShardingError,
+    StrategyError,
+    TraceError,
+)
+from autoshard.ir import Collective
+from autoshard.search import BruteForce, DataParallel, FullySharded, RecursiveProgramming
+
+__all__ = [
+    "AutoshardError",
+    "BruteForce",
+    "Cluster",
+    "ClusterError",
+    "Collective",
+    "Cost",
+    "DataParallel",
+    "FullySharded",
+    "InfeasibleError",
+    "RecursiveProgramming",
+    "RuleError",
+    "SearchLimitError",
+    "ShardingError",
+    "Strategy",
+    "StrategyError",
+    "TraceError",
+    "evaluate",
+    "load",
+    "parallelize",
+    "search",
+]

@@ -1,0 +1,99 @@
+"""A function with a strategy applied: called, lowered and differentiated like a jitted function."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from autoshard.cluster import Cluster
+from autoshard.cost.model import CostModel
+from autoshard.ir import Layout, result_layouts
+from autoshard.lower import constrained, jax_mesh, to_named_sharding
+from autoshard.rules import rules_of
+from autoshard.strategy import Record, check_program
+from autoshard.trace import Traced, trace
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Program:
+    """One traced and jitted form of the function, for arguments of one structure and one set of types."""
+
+    traced: Traced
+    jitted: Callable
+    in_shardings: tuple[NamedSharding, ...]
+
+
+class Step:
+    """``fn`` as its strategy says: `jax.jit` of the constrained program.
+
+    Arguments that lie elsewhere are moved to where the strategy wants them; Flax NNX objects among them are updated in place.
+    """
+
+    def __init__(self, fn: Callable, record: Record, devices: Sequence[Any] | None = None):
+        functools.update_wrapper(self, fn, updated=())
+        self._fn = fn
+        self._record = record
+        self._mesh = jax_mesh(record.mesh, devices)
+        self._programs: dict[Any, _Program] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        program, pure = self._program(args)
+        leaves, tree = jax.tree.flatten(pure)
+        placed = tree.unflatten([_placed(x, sharding) for x, sharding in zip(leaves, program.in_shardings, strict=True)])
+        return program.traced.merge(args, program.jitted(*placed))
+
+    def lower(self, *args: Any) -> jax.stages.Lowered:
+        """The lowered program, as `jax.jit(fn).lower` gives it; NNX objects stand there as their states."""
+        program, pure = self._program(args)
+        return program.jitted.lower(*pure)
+
+    def _program(self, args: tuple) -> tuple[_Program, tuple]:
+        """The program for arguments like these, and the arguments as pytrees of arrays."""
+        leaves, tree = jax.tree.flatten(args)
+        key = tree, tuple((getattr(x, "shape", ()), getattr(x, "dtype", type(x)), getattr(x, "weak_type", False)) for x in leaves)
+        if (found := self._programs.get(key)) is None:
+            found = self._programs[key] = self._lowered(args)
+        return found, found.traced.split(args)
+
+    def _lowered(self, args: tuple) -> _Program:
+        record = self._record
+        traced = trace(self._fn, *args, donate_argnums=record.donate_argnums, axis_names=record.mesh.names)
+        graph, rules = traced.graph, rules_of(traced.graph)
+        check_program(record, graph, rules)
+        assignment = record.assignment
+        model = CostModel(Cluster.from_dict(record.cluster), record.mesh)
+
+        def path(value: int, source: Layout, target: Layout):
+            return model.reshard_path(graph.values[value], source, target)
+
+        flat = constrained(traced.jaxpr, graph, rules, assignment, self._mesh, path)
+
+        def sharding(layout: Layout, value: int) -> NamedSharding:
+            return to_named_sharding(layout, graph.values[value].rank, self._mesh)
+
+        in_shardings = tuple(sharding(assignment.layout(value), value) for value in graph.arguments)
+        out_shardings = [sharding(layout, value) for layout, value in zip(result_layouts(graph, assignment), graph.results, strict=True)]
+
+        def step(*pure: Any) -> Any:
+            return traced.pack(flat(*jax.tree.leaves(pure)))
+
+        step.__name__ = graph.name
+        jitted = jax.jit(
+            step,
+            in_shardings=traced.in_tree.unflatten(in_shardings),
+            out_shardings=traced.pack(out_shardings),
+            donate_argnums=record.donate_argnums,
+        )
+        return _Program(traced, jitted, in_shardings)
+
+
+def _placed(x: Any, sharding: NamedSharding) -> Any:
+    """The array where its sharding wants it; what is not committed anywhere yet is left to jit."""
+    if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer) or not x.committed or x.sharding == sharding:
+        return x
+    return x if x.sharding.is_equivalent_to(sharding, x.ndim) else jax.device_put(x, sharding)

@@ -1,0 +1,58 @@
+"""Pytree structures as plain JSON, so that a loaded strategy has specs structured as the arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+
+def describe(tree: jax.tree_util.PyTreeDef) -> Any:
+    """The structure as JSON: a leaf's index, None, or its container with children.
+
+    >>> describe(jax.tree.structure(({"w": 0, "b": [0, None]}, 0)))
+    {'tuple': [{'dict': {'b': {'list': [0, None]}, 'w': 1}}, 2]}
+    """
+    return _describe(tree, iter(range(tree.num_leaves)))
+
+
+def _describe(tree: jax.tree_util.PyTreeDef, leaves) -> Any:
+    data = tree.node_data()
+    if data is None:
+        return next(leaves) if tree.num_leaves else None
+    kind, extra = data
+    children = [_describe(child, leaves) for child in tree.children()]
+    if kind is type(None):
+        return None
+    if kind is tuple:
+        return {"tuple": children}
+    if kind is list:
+        return {"list": children}
+    if kind is dict:
+        return {"dict": {str(key): child for key, child in zip(extra, children, strict=True)}}
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    keys = [str(field) for field in getattr(kind, "_fields", range(len(children)))]
+    return {"node": name, "keys": keys, "children": children}
+
+
+def rebuild(structure: Any, leaves: Sequence[Any]) -> Any:
+    """The pytree of a description with these leaves; a node of a type that JSON does not know comes back as a dict by its keys.
+
+    >>> rebuild({"tuple": [{"dict": {"b": 0, "w": 1}}, 2]}, "xyz")
+    ({'b': 'x', 'w': 'y'}, 'z')
+    """
+    match structure:
+        case None:
+            return None
+        case int():
+            return leaves[structure]
+        case {"tuple": children}:
+            return tuple(rebuild(child, leaves) for child in children)
+        case {"list": children}:
+            return [rebuild(child, leaves) for child in children]
+        case {"dict": children}:
+            return {key: rebuild(child, leaves) for key, child in children.items()}
+        case {"keys": keys, "children": children}:
+            return {key: rebuild(child, leaves) for key, child in zip(keys, children, strict=True)}
+    raise AssertionError(structure)
