@@ -24,19 +24,24 @@ def check_program(record: Record, graph: Graph, rules: Sequence[Rule | None]) ->
     """
     if record.program.fingerprint != graph.fingerprint:
         raise StrategyError(f"a strategy fits the program it was found for: {_difference(record, graph)}. {SEARCH_AGAIN}")
-    if (record.program.n_ops, record.program.n_values) != (len(graph.walk()), len(graph.values)):
-        raise _unfit(record, f"it has {record.program.n_ops} ops, and the program has {len(graph.walk())}")
+    there, here = (record.program.n_ops, record.program.n_values), (len(graph.walk()), len(graph.values))
+    if there != here:
+        raise _unfit(record, f"it has {there[0]} ops and {there[1]} values, and the program has {here[0]} and {here[1]}")
     for kind, layouts in (("layout", record.layouts), ("copy", record.copies)):
         for value, layout in layouts.items():
             if max(layout, default=-1) >= graph.values[value].rank:
-                raise _unfit(record, f"the {kind} {list(layout)} of value {value} shards more dimensions than the value's {graph.values[value].rank}")
+                raise _unfit(
+                    record, f"the {kind} {list(layout)} of value {value} shards more dimensions than the value's {graph.values[value].rank}"
+                )
     for index, choice in record.choices.items():
         rule = rules[index]
         if all(factor < 0 for factor, _ in choice):
             continue
         if rule is None or max(factor for factor, _ in choice) >= len(rule.factors) or not legal(rule, choice, record.mesh.sizes):
             op = graph.walk()[index]
-            raise _unfit(record, f"choice {list(choice)} of op {index}, {op.primitive} at {op.origin}, is illegal on the mesh {record.mesh}")
+            raise _unfit(
+                record, f"choice {list(choice)} of op {index}, {op.primitive} at {op.origin}, is illegal on the mesh {record.mesh}"
+            )
 
 
 def _unfit(record: Record, what: str) -> StrategyError:
@@ -45,14 +50,15 @@ def _unfit(record: Record, what: str) -> StrategyError:
 
 def _difference(record: Record, graph: Graph) -> str:
     """In words, the first thing in which the strategy's program differs from the graph."""
+    found_for = f"{record.name!r} was found for"
     if len(record.arguments) != len(graph.arguments):
-        return f"{record.name!r} was found for {record.program.name!r} with {len(record.arguments)} arrays as arguments, and this program has {len(graph.arguments)}"
+        return f"{found_for} a program with {len(record.arguments)} arrays as arguments, and this program has {len(graph.arguments)}"
     for tensor, path, value in zip(record.arguments, graph.argument_paths, graph.arguments, strict=True):
         here = TensorRecord(path, graph.values[value].shape, graph.values[value].dtype, tensor.spec)
         if here != tensor:
-            return f"{record.name!r} was found for {_described(tensor)}, and this program has {_described(here)}"
+            return f"{found_for} {_described(tensor)}, and this program has {_described(here)}"
     return (
-        f"{record.name!r} was found for {record.program.name!r} with {record.program.n_ops} ops, "
+        f"{found_for} {record.program.name!r} with {record.program.n_ops} ops, "
         f"and {graph.name!r} has the same arguments but does something else in {len(graph.walk())} ops"
     )
 

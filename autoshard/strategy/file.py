@@ -41,7 +41,9 @@ def to_json(record: Record) -> str:
     except StrategyError as error:
         raise StrategyError(f"strategy {record.name!r} cannot be saved, since the file would be refused {error}.") from None
     if back != record:
-        raise StrategyError(f"strategy {record.name!r} cannot be saved: it would not come back equal. Build it of tuples, ints and floats only.")
+        raise StrategyError(
+            f"strategy {record.name!r} cannot be saved: it would not come back equal. Build it of tuples, ints and floats only."
+        )
     return text
 
 
@@ -63,11 +65,15 @@ def save_record(record: Record, path: str | os.PathLike[str]) -> None:
     target = Path(path)
     data = to_json(record).encode()
     if len(data) > MAX_BYTES:
-        raise StrategyError(f"a strategy file has at most {MAX_BYTES} bytes, and {record.name!r} would take {len(data)}. Split the program.")
+        raise StrategyError(
+            f"a strategy file has at most {MAX_BYTES} bytes, and {record.name!r} would take {len(data)}. Split the program."
+        )
     try:
         _write(target, data)
     except (OSError, ValueError) as error:
-        raise StrategyError(f"strategy file '{target}' cannot be written: {_reason(error)}. Choose a path in a folder that exists.") from None
+        raise StrategyError(
+            f"strategy file '{target}' cannot be written: {_reason(error)}. Choose a path in a folder that exists."
+        ) from None
 
 
 def load_record(path: str | os.PathLike[str]) -> Record:
@@ -83,9 +89,13 @@ def load_record(path: str | os.PathLike[str]) -> Record:
         with source.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
-        raise StrategyError(f"strategy file '{source}' cannot be read: {_reason(error)}. Give the path of a file that a search saved.") from None
+        raise StrategyError(
+            f"strategy file '{source}' cannot be read: {_reason(error)}. Give the path of a file that a search saved."
+        ) from None
     if len(data) > MAX_BYTES:
-        raise StrategyError(f"a strategy file has at most {MAX_BYTES} bytes, and '{source}' has more. Search again and save the strategy anew.")
+        raise StrategyError(
+            f"a strategy file has at most {MAX_BYTES} bytes, and '{source}' has more. Search again and save the strategy anew."
+        )
     try:
         return from_json(data.decode())
     except UnicodeDecodeError as error:

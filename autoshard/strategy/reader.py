@@ -26,7 +26,10 @@ class Node:
 
     def error(self, expected: str) -> StrategyError:
         """The error that this value is not what was expected."""
-        return StrategyError(f"at {self.where or 'its top'}: expected {expected}, got {shown(self.value)}")
+        place = "".join(c if printable(c) else "?" for c in self.where)
+        if len(place) > 2 * MAX_SHOWN:
+            place = f"{place[:MAX_SHOWN]}...{place[-MAX_SHOWN:]}"
+        return StrategyError(f"at {place or 'its top'}: expected {expected}, got {shown(self.value)}")
 
     def fields(self, *names: str) -> dict[str, Node]:
         """The members of an object that has exactly these names."""

@@ -39,28 +39,26 @@ EXAMPLE = Record(
 seconds = st.floats(0, 1e300, allow_subnormal=True)
 names = st.text(st.characters(min_codepoint=32, exclude_categories=("Cc", "Cs")), min_size=1, max_size=12)
 scalars = st.none() | st.booleans() | st.integers(-(2**63) + 1, 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False) | names
-options = st.dictionaries(names, st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3)))
+options = st.dictionaries(
+    names, st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3))
+)
 
 
 @st.composite
 def structures(draw, n_leaves: int):
-    """A pytree in which each of the leaves stands once."""
-    trees: list = [*range(n_leaves), None]
+    """A pytree in which each of the leaves stands once, with a None or an empty tuple here and there."""
+    trees: list = [*range(n_leaves), None, {"tuple": []}]
     while len(trees) > 1:
-        take = draw(st.integers(1, len(trees)))
+        take = draw(st.integers(2, len(trees)))
         children, trees = trees[:take], trees[take:]
-        kind = draw(st.sampled_from(("tuple", "list", "dict", "node")))
-        keys = [f"{position:03d}" for position in range(take)]
-        trees.insert(
-            0,
-            {kind: dict(zip(keys, children, strict=True))}
-            if kind == "dict"
-            else {"node": "some.Type", "keys": keys, "children": children}
-            if kind == "node"
-            else {kind: children},
-        )
-        if take == 1 and draw(st.booleans()):
-            trees.append(None)
+        keys = [f"k{position}" for position in range(take)]
+        kinds = {
+            "tuple": {"tuple": children},
+            "list": {"list": children},
+            "dict": {"dict": dict(zip(keys, children, strict=True))},
+            "node": {"node": "some.Type", "keys": keys, "children": children},
+        }
+        trees.insert(0, kinds[draw(st.sampled_from(sorted(kinds)))])
     return trees[0]
 
 
@@ -76,12 +74,19 @@ def records(draw):
         rank = draw(st.integers(0, 3))
         placed = tuple(draw(st.integers(-1, rank - 1)) for _ in sizes)
         shape = tuple(8 * draw(st.integers(0, 4)) for _ in range(rank))
-        return TensorRecord(draw(names), shape, draw(st.sampled_from(("float32", "key<fry>", "int4"))), layout_to_spec(placed, mesh.names, rank))
+        return TensorRecord(
+            draw(names), shape, draw(st.sampled_from(("float32", "key<fry>", "int4"))), layout_to_spec(placed, mesh.names, rank)
+        )
 
     arguments = tuple(tensor() for _ in range(draw(st.integers(1, 4))))
     results = tuple(tensor() for _ in range(draw(st.integers(1, 3))))
     collective = st.builds(
-        Collective, st.sampled_from(KINDS), st.lists(st.sampled_from(mesh.names), unique=True).map(tuple), seconds, st.integers(0, 2**40), names
+        Collective,
+        st.sampled_from(KINDS),
+        st.lists(st.sampled_from(mesh.names), unique=True).map(tuple),
+        seconds,
+        st.integers(0, 2**40),
+        names,
     )
     return Record(
         name=draw(names),

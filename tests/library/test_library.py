@@ -1,0 +1,64 @@
+"""The library finds its strategies wherever autoshard is, and each of them is in canonical form with its origin."""
+
+from __future__ import annotations
+
+import pytest
+from strategy_records import EXAMPLE
+
+from autoshard import library
+from autoshard.errors import StrategyError
+from autoshard.strategy import save_record, to_json
+
+
+@pytest.fixture
+def wheel(tmp_path, monkeypatch):
+    """An installed package with two strategies of its own."""
+    package = tmp_path / "autoshard"
+    (package / "_strategies" / "team").mkdir(parents=True)
+    save_record(EXAMPLE, package / "_strategies" / "mlp-cpu8-data_parallel.json")
+    save_record(EXAMPLE, package / "_strategies" / "team" / "gpt.json")
+    monkeypatch.setattr(library, "_PACKAGE", package)
+    return package
+
+
+def test_a_source_checkout_uses_the_folder_next_to_the_package(tmp_path, monkeypatch):
+    """Without strategies inside the package those of the checkout are found."""
+    (tmp_path / "strategies").mkdir()
+    save_record(EXAMPLE, tmp_path / "strategies" / "s.json")
+    monkeypatch.setattr(library, "_PACKAGE", tmp_path / "autoshard")
+    assert library.names() == ("s",)
+
+
+def test_an_installed_package_uses_its_own_folder(wheel):
+    """Strategies inside the package are found by name, folders included, whatever lies next to it."""
+    (wheel.parent / "strategies").mkdir()
+    save_record(EXAMPLE, wheel.parent / "strategies" / "other.json")
+    assert library.names() == ("mlp-cpu8-data_parallel", "team/gpt")
+    assert library.path("team/gpt") == wheel / "_strategies" / "team" / "gpt.json"
+    assert library.load("team/gpt") == EXAMPLE
+
+
+@pytest.mark.parametrize("name", ["mlp-cpu8-dataparallel", "../mlp-cpu8-data_parallel", "/etc/hosts", ""])
+def test_an_unknown_name_lists_near_ones(wheel, name):
+    """A name that is none of the library's is refused with near names; it is never taken for a path."""
+    with pytest.raises(StrategyError, match=r"one of 2 names, got .*Near ones: mlp-cpu8-data_parallel") as caught:
+        library.path(name)
+    assert repr(name) in str(caught.value)
+
+
+def test_an_empty_library_says_so(tmp_path, monkeypatch):
+    """A missing folder is an empty library."""
+    monkeypatch.setattr(library, "_PACKAGE", tmp_path / "autoshard")
+    assert library.names() == ()
+    with pytest.raises(StrategyError, match="has none"):
+        library.load("x")
+
+
+def test_every_strategy_is_canonical_and_says_where_it_comes_from():
+    """Each checked-in file is the bytes that its record gives, is named as its file, and has a command and no date."""
+    for name in library.names():
+        record = library.load(name)
+        assert library.path(name).read_text(encoding="utf-8") == to_json(record), f"{name} is not in canonical form"
+        assert record.name == name.split("/")[-1]
+        assert record.provenance.command.startswith("autoshard "), f"{name} does not say how it was made"
+        assert record.provenance.date is None
