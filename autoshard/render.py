@@ -191,12 +191,12 @@ class Report:
 # -- text -----------------------------------------------------------------------------------------------------------------
 
 
-def to_text(report: Report, width: int | None = None) -> str:
-    """The report as plain text without colour codes, at most ``width`` columns wide (120 unless told)."""
-    console = Console(file=io.StringIO(), width=width or PIPE_WIDTH, color_system=None, force_terminal=False, legacy_windows=False)
-    print_report(report, console)
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    return "\n".join(line.rstrip() for line in lines)
+def to_text(report: Report, width: int | None = None, encoding: str = "utf-8") -> str:
+    """The report as plain text without colour codes, at most ``width`` columns wide (120 unless told), in characters of the encoding."""
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="replace", newline="\n")
+    print_report(report, Console(file=file, width=width or PIPE_WIDTH, color_system=None, force_terminal=False, legacy_windows=False))
+    file.seek(0)
+    return "\n".join(line.rstrip() for line in file.read().splitlines())
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -302,9 +302,11 @@ def _html_table(columns: tuple[str, ...], rows: tuple[tuple[str, ...], ...]) -> 
 
     def line(tag: str, cells: tuple[str, ...], border: str) -> str:
         style = f"padding:0.2em 0.8em 0.2em 0;vertical-align:top;white-space:pre-line;border-bottom:1px solid {border}"
-        return "<tr>" + "".join(
-            f'<{tag} style="{style};text-align:{side}">{escape(cell)}</{tag}>' for cell, side in zip(cells, sides, strict=True)
-        ) + "</tr>"
+        return (
+            "<tr>"
+            + "".join(f'<{tag} style="{style};text-align:{side}">{escape(cell)}</{tag}>' for cell, side in zip(cells, sides, strict=True))
+            + "</tr>"
+        )
 
     head = line("th", tuple(column.removeprefix(">") for column in columns), LINE) if any(columns) else ""
     body = "".join(line("td", row, "rgba(128,128,128,0.15)") for row in rows)

@@ -15,7 +15,7 @@ LAYERS = 2
 WIDTH = 128
 HEADS = 4
 LENGTH = 128  # tokens of a sequence
-BATCH = 32
+BATCH = 16
 LEARNING_RATE = 3e-3
 
 
@@ -59,28 +59,34 @@ def init() -> tuple[GPT, nnx.Optimizer]:
     return model, nnx.Optimizer(model, optax.adamw(LEARNING_RATE), wrt=nnx.Param)
 
 
-def train_step(model: GPT, optimizer: nnx.Optimizer, text: jax.Array) -> jax.Array:
-    """The loss on ``text``, ``(batch, length + 1)`` bytes; updates the model and the optimizer."""
+def train_step(model: GPT, optimizer: nnx.Optimizer, tokens: jax.Array, targets: jax.Array) -> jax.Array:
+    """The loss of predicting each target from the tokens up to it; updates the model and the optimizer."""
 
     def loss(model: GPT) -> jax.Array:
-        return optax.softmax_cross_entropy_with_integer_labels(model(text[:, :-1]), text[:, 1:]).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(model(tokens), targets).mean()
 
     value, gradients = nnx.value_and_grad(loss)(model)
     optimizer.update(model, gradients)
     return value
 
 
-def batches(steps: int) -> Iterator[tuple[np.ndarray]]:
-    """Random pieces of the text, ``(batch, length + 1) int32``; equal every time."""
-    text = np.frombuffer(corpus(), dtype=np.uint8)
+def example() -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Tokens and targets ``(batch, length) int32``, abstract."""
+    tokens = jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)
+    return tokens, tokens
+
+
+def batches(steps: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Random pieces of the text with the byte that follows each of theirs, ``(batch, length) int32``; equal every time."""
+    text = np.frombuffer(corpus(), dtype=np.uint8).astype(np.int32)
     generator = np.random.default_rng(0)
     for _ in range(steps):
-        starts = generator.integers(0, len(text) - LENGTH - 1, BATCH)
-        yield (text[starts[:, None] + np.arange(LENGTH + 1)].astype(np.int32),)
+        starts = generator.integers(0, len(text) - LENGTH - 1, BATCH)[:, None] + np.arange(LENGTH)
+        yield text[starts], text[starts + 1]
 
 
 def corpus() -> bytes:
-    """The text of ``help()``'s topics, about 700 kB of English that every CPython carries."""
+    """The text of ``help()``'s topics, about 500 kB of English that every CPython carries."""
     from pydoc_data.topics import topics  # here, because it takes a while to load and only training reads it
 
     return "\n\n".join(topics[name] for name in sorted(topics)).encode("utf-8")

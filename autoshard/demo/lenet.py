@@ -52,6 +52,11 @@ def train_step(model: LeNet5, optimizer: nnx.Optimizer, images: jax.Array, label
     return value
 
 
+def example() -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Images ``(batch, 32, 32, 1) float32`` and labels ``(batch,) int32``, abstract."""
+    return jax.ShapeDtypeStruct((BATCH, SIDE, SIDE, 1), np.float32), jax.ShapeDtypeStruct((BATCH,), np.int32)
+
+
 def batches(steps: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Random images ``(batch, 32, 32, 1) float32`` in [0, 1] with their labels ``(batch,) int32``; equal every time."""
     images, labels = digits()

@@ -1,0 +1,52 @@
+"""``autoshard demo``: two train steps, their shardings found, run on 8 virtual CPU devices and checked."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from autoshard.cli.options import command, positive
+from autoshard.cli.terminal import progress, show, show_json
+
+STEPS = 30
+
+
+def add(commands) -> None:
+    """Adds the subcommand's options."""
+    what = "shard and train a small GPT and LeNet-5 on 8 virtual CPU devices"
+    parser = command(commands, "demo", run, what, "autoshard demo --steps 10")
+    parser.add_argument("--steps", metavar="N", type=positive, default=STEPS, help=f"training steps of each model (default {STEPS})")
+    parser.add_argument("--only", metavar="NAME", help="one of the models: gpt or lenet")
+    parser.add_argument(
+        "--write-strategies", metavar="FOLDER", nargs="?", const="strategies", help="instead search both and write their strategy files"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the demo; 1 where the losses disagree."""
+    from autoshard.demo.devices import virtual_devices
+
+    virtual_devices(8)  # before anything else: JAX takes its devices when it starts
+    from autoshard.demo.programs import named
+    from autoshard.demo.run import report, summary, train
+    from autoshard.demo.strategies import write
+
+    programs = named(options.only)
+    if options.write_strategies is not None:
+        with progress(options.json) as callback:
+            files = write(options.write_strategies, programs, callback)
+        show_json([str(file) for file in files]) if options.json else print("\n".join(map(str, files)))
+        return 0
+    outcomes = []
+    for program in programs:
+        with progress(options.json) as callback:
+            outcomes.append(train(program, options.steps, callback))
+        if not options.json:
+            show(report(outcomes[-1]))
+            print()
+    if options.json:
+        show_json([summary(outcome) for outcome in outcomes])
+    wrong = [outcome.program.name for outcome in outcomes if not outcome.agrees]
+    if wrong:
+        print(f"autoshard demo: the sharded losses of {', '.join(wrong)} differ from the single-device ones.", file=sys.stderr)
+    return 1 if wrong else 0

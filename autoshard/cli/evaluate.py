@@ -1,0 +1,47 @@
+"""``autoshard evaluate``: what a sharding that somebody chose will cost."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import redirect_stdout
+
+from autoshard.cli.found import finish
+from autoshard.cli.options import SPEC_HELP, add_program, cluster_of, command, mesh, path_spec
+from autoshard.cli.program import load
+
+EXAMPLE = "autoshard evaluate train:train_step --args train:example_args --cluster cpu:8 --mesh data=4,model=2 --in-spec 'batch*=data'"
+
+
+def add(commands) -> None:
+    """Adds the subcommand's options."""
+    parser = command(commands, "evaluate", run, "say what a sharding of your own will cost", EXAMPLE)
+    add_program(parser)
+    parser.add_argument("--mesh", metavar="NAME=SIZE,...", type=mesh, required=True, help="mesh axes, outermost first")
+    parser.add_argument(
+        "--in-spec",
+        metavar="PATH=SPEC",
+        type=path_spec,
+        action="append",
+        default=[],
+        help=f"an argument's sharding; repeatable, later ones override; what none mentions is replicated. {SPEC_HELP}",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Evaluates, saves, reports."""
+    from jax.sharding import PartitionSpec
+
+    import autoshard
+
+    function, arguments = load(options.program, options.args, options.devices)
+    with redirect_stdout(sys.stderr):  # stdout is for our output, not the program's
+        strategy = autoshard.evaluate(
+            function,
+            *arguments,
+            cluster=cluster_of(options.cluster),
+            mesh=options.mesh,
+            in_specs={path: PartitionSpec(*spec) for path, spec in options.in_spec},
+            donate_argnums=options.donate,
+        )
+    return finish(strategy, options)

@@ -1,0 +1,34 @@
+"""What is done with a strategy once a command has it: saved, then shown."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from dataclasses import replace
+
+from autoshard.cli.terminal import show, show_json
+
+
+def finish(strategy, options: argparse.Namespace) -> int:
+    """Saves the strategy where asked for, with the command that made it, and prints its report or its JSON."""
+    from autoshard.api.explain import explain
+    from autoshard.strategy import save_record, to_json
+
+    provenance = replace(strategy.record.provenance, command=shlex.join(options.command_line))
+    record = replace(strategy.record, provenance=provenance)
+    if options.save:
+        save_record(record, options.save)
+        print(f"saved to {options.save}", file=sys.stderr)
+    show_json(to_json(record)) if options.json else show(explain(record))
+    return 0
+
+
+def record_of(name: str):
+    """The record of a strategy file, or of a strategy of the library by its name."""
+    from pathlib import Path
+
+    from autoshard import library
+    from autoshard.strategy import load_record
+
+    return library.load(name) if name in library.names() and not Path(name).exists() else load_record(name)

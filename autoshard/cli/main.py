@@ -1,0 +1,69 @@
+"""The entry point: picks the subcommand, and turns every failure into one paragraph and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from autoshard.cli import clusters, compare, demo, evaluate, explain, search, strategies
+from autoshard.cli.failure import describe
+
+COMMANDS = (search, evaluate, explain, compare, clusters, strategies, demo)
+
+USAGE_ERROR = 2  # as argparse exits
+INTERRUPTED = 130  # 128 + SIGINT, as shells say it
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code of a command line: 0, 1 where a check failed, 2 where the input was bad, 130 where the user interrupted."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    try:
+        options = parser().parse_args(arguments)
+    except SystemExit as stop:  # argparse has printed help, version or what is wrong
+        return stop.code if isinstance(stop.code, int) else USAGE_ERROR
+    if options.run is None:
+        parser().print_help(sys.stderr)
+        return USAGE_ERROR
+    options.command_line = ("autoshard", *arguments)
+    try:
+        code = options.run(options)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        print("\nautoshard: interrupted; nothing was written.", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of our output, such as head, has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains once more when it flushes at exit
+        return 0
+    except Exception as error:
+        if options.debug:
+            traceback.print_exc()
+        print(f"autoshard {options.command}: {describe(error)}", file=sys.stderr)
+        return USAGE_ERROR
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    whole = argparse.ArgumentParser(
+        prog="autoshard",
+        description="Finds how to shard a JAX program over a cluster, says what a step will cost, and runs it.",
+        epilog="Try: autoshard demo",
+        allow_abbrev=False,
+    )
+    whole.add_argument("--version", action="version", version=f"autoshard {_version()}")
+    whole.set_defaults(run=None)
+    commands = whole.add_subparsers(title="commands", metavar="COMMAND", dest="command")
+    for command in COMMANDS:
+        command.add(commands)
+    return whole
+
+
+def _version() -> str:
+    try:
+        return version("autoshard")
+    except PackageNotFoundError:  # run from a source tree that is not installed
+        return "(not installed)"

@@ -1,0 +1,147 @@
+"""Options that several subcommands share, and the text forms they take."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+
+UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{unit}": base**power for power, prefix in enumerate("kMGTP", 1) for unit, base in (("", 1000), ("B", 1000), ("iB", 1024))
+}
+
+SPEC_HELP = (
+    "A SPEC names, for each dimension, the mesh axes that shard it: 'data,None' shards dimension 0 over data, "
+    "'(data+model),None' over data and model together; 'replicated' shards nothing. "
+    "PATH is an argument's path as 'autoshard explain' prints it, such as state['params']['w']; * and ? stand for any text."
+)
+
+
+def command(commands, name: str, run, what: str, example: str) -> argparse.ArgumentParser:
+    """A subcommand's parser, with the options that all have."""
+    parser = commands.add_parser(
+        name,
+        help=what,
+        description=f"{what[0].upper()}{what[1:]}.",
+        epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a report")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def add_program(parser: argparse.ArgumentParser) -> None:
+    """Which program, with which arguments, on which cluster."""
+    parser.add_argument("program", metavar="MODULE:FUNCTION", help="the function to shard; modules are found from the current folder too")
+    parser.add_argument(
+        "--args",
+        metavar="MODULE:NAME",
+        help="its arguments: a tuple of arrays, jax.ShapeDtypeStructs or pytrees of them, or a function without arguments that returns it",
+    )
+    parser.add_argument(
+        "--cluster", metavar="CLUSTER", required=True, help="such as cpu:8, v5e:4x4, h100:8x4, or a .toml file; see autoshard clusters"
+    )
+    parser.add_argument(
+        "--donate", metavar="N,...", type=numbers, default=(), help="positions of arguments whose memory may be reused, as donate_argnums"
+    )
+    parser.add_argument(
+        "--devices", metavar="N", type=int, help="give JAX N virtual CPU devices, for a program that builds a mesh of its own"
+    )
+    parser.add_argument("--save", metavar="FILE", type=writable, help="write the strategy to a JSON file")
+
+
+def cluster_of(text: str):
+    """The cluster of its short form or of a TOML file."""
+    from autoshard.cluster import Cluster
+
+    return Cluster.load(text) if text.endswith(".toml") else Cluster.parse(text)
+
+
+# -- text forms: argparse prints the messages after the option's name ----------------------------------------------------
+
+
+def mesh(text: str) -> dict[str, int]:
+    """The mesh shape of ``data=4,model=2``.
+
+    >>> mesh("data=4,model=2")
+    {'data': 4, 'model': 2}
+    """
+    shape: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = (piece.strip() for piece in part.partition("="))
+        if not name.isidentifier() or not size.isdecimal() or int(size) < 1 or name in shape:
+            raise argparse.ArgumentTypeError(f"a mesh reads data=4,model=2 with distinct names and positive sizes, got {text!r}")
+        shape[name] = int(size)
+    return shape
+
+
+def spec(text: str) -> tuple[None | str | tuple[str, ...], ...]:
+    """The spec, one entry a dimension, of ``data,None`` or ``(data+model),None``.
+
+    >>> spec("data,None"), spec("(data+model),None"), spec("replicated")
+    (('data', None), (('data', 'model'), None), ())
+    """
+    if text.strip() in ("replicated", ""):
+        return ()
+    entries: list[None | str | tuple[str, ...]] = []
+    for part in (part.strip() for part in text.split(",")):
+        inner = part[1:-1] if part.startswith("(") and part.endswith(")") else part
+        axes = tuple(axis.strip() for axis in inner.split("+"))
+        if axes == ("None",):
+            entries.append(None)
+        elif all(axis.isidentifier() and axis != "None" for axis in axes):
+            entries.append(axes[0] if len(axes) == 1 else axes)
+        else:
+            raise argparse.ArgumentTypeError(f"a spec reads data,None or (data+model),None, one entry a dimension, got {text!r}")
+    return tuple(entries)
+
+
+def path_spec(text: str) -> tuple[str, tuple]:
+    """Path or pattern, and spec, of ``PATH=SPEC``.
+
+    >>> path_spec("state['w']=model,None")
+    ("state['w']", ('model', None))
+    """
+    path, equals, right = text.rpartition("=")
+    if not equals or not path.strip():
+        raise argparse.ArgumentTypeError(f"a pin reads PATH=SPEC, such as \"state['w']=data,None\", got {text!r}")
+    return path.strip(), spec(right)
+
+
+def size(text: str) -> float:
+    """The number of bytes of ``12GB``, ``11.5GiB`` or ``1e9``.
+
+    >>> size("12GB"), size("1.5 GiB"), size("1e9")
+    (12000000000.0, 1610612736.0, 1000000000.0)
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:[eE]\d+)?)\s*([A-Za-z]*)\s*", text)
+    unit = match and next((factor for name, factor in UNITS.items() if name.lower() == match[2].lower()), None)
+    if not match or not unit or float(match[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"a size reads 12GB, 11.5GiB or 1e9 (bytes), got {text!r}")
+    return float(match[1]) * unit
+
+
+def writable(text: str) -> str:
+    """The path of a file to write, in a folder that exists: found out before a search rather than after it."""
+    folder = os.path.dirname(os.path.abspath(text))
+    if not os.path.isdir(folder) or os.path.isdir(text):
+        raise argparse.ArgumentTypeError(f"a file in a folder that exists is expected, got {text!r}")
+    return text
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """The positions of ``0,2``."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"positions read 0 or 0,2, got {text!r}")
+    return tuple(int(part) for part in parts)
+
+
+def positive(text: str) -> int:
+    """A whole number from one up."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a whole number from 1 up is expected, got {text!r}")
+    return int(text)

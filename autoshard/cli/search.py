@@ -1,0 +1,57 @@
+"""``autoshard search``: the best strategy a searcher finds for a program on a cluster."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import redirect_stdout
+
+from autoshard.cli.found import finish
+from autoshard.cli.options import SPEC_HELP, add_program, cluster_of, command, mesh, path_spec, size
+from autoshard.cli.program import load
+from autoshard.cli.terminal import progress
+
+EXAMPLE = "autoshard search train:train_step --args train:example_args --cluster v5e:4x4 --donate 0 --save s.json"
+
+
+def add(commands) -> None:
+    """Adds the subcommand's options."""
+    parser = command(commands, "search", run, "find how to shard a program over a cluster", EXAMPLE)
+    add_program(parser)
+    parser.add_argument(
+        "--searcher", metavar="NAME", default="recursive_programming", help="recursive_programming (default), data_parallel, fully_sharded"
+    )
+    parser.add_argument("--mesh", metavar="NAME=SIZE,...", type=mesh, help="mesh axes, outermost first; searched unless given")
+    parser.add_argument(
+        "--pin",
+        metavar="PATH=SPEC",
+        type=path_spec,
+        action="append",
+        default=[],
+        help=f"keep an argument's sharding; repeatable. {SPEC_HELP}",
+    )
+    parser.add_argument(
+        "--memory-limit", metavar="SIZE", type=size, help="memory a device may use, such as 12GB; the cluster's unless given"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Searches, saves, reports."""
+    from jax.sharding import PartitionSpec
+
+    import autoshard
+
+    function, arguments = load(options.program, options.args, options.devices)
+    with redirect_stdout(sys.stderr), progress(quiet=options.json) as callback:  # stdout is for our output, not the program's
+        strategy = autoshard.search(
+            function,
+            *arguments,
+            cluster=cluster_of(options.cluster),
+            searcher=options.searcher,
+            mesh=options.mesh,
+            pins={path: PartitionSpec(*spec) for path, spec in options.pin},
+            memory_limit_bytes=options.memory_limit,
+            donate_argnums=options.donate,
+            progress=callback,
+        )
+    return finish(strategy, options)

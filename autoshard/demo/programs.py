@@ -1,0 +1,62 @@
+"""The demo's programs: what trains, and on what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from autoshard.demo import gpt, lenet
+from autoshard.errors import AutoshardError
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A train step with its beginning and its data.
+
+    Attributes:
+        name, title: its short name, and what it is in words.
+        init: makes the model and the optimizer; equal every time.
+        train_step: ``(model, optimizer, *batch) -> loss``, updating both.
+        batches: the batches of so many steps; equal every time.
+        example: one batch as `jax.ShapeDtypeStruct`.
+    """
+
+    name: str
+    title: str
+    init: Callable[[], tuple[Any, Any]]
+    train_step: Callable[..., Any]
+    batches: Callable[[int], Iterable[tuple]]
+    example: Callable[[], tuple]
+
+
+PROGRAMS = (
+    Program(
+        "gpt",
+        f"A GPT of {gpt.LAYERS} layers, {gpt.WIDTH} wide, on {gpt.BATCH} x {gpt.LENGTH} bytes of Python's documentation",
+        gpt.init,
+        gpt.train_step,
+        gpt.batches,
+        gpt.example,
+    ),
+    Program(
+        "lenet",
+        f"LeNet-5 on {lenet.BATCH} of scikit-learn's handwritten digits",
+        lenet.init,
+        lenet.train_step,
+        lenet.batches,
+        lenet.example,
+    ),
+)
+
+
+def named(name: str | None) -> tuple[Program, ...]:
+    """The program of a name, or all of them.
+
+    Raises:
+        AutoshardError: none has that name.
+    """
+    found = tuple(program for program in PROGRAMS if name in (None, program.name))
+    if not found:
+        raise AutoshardError(f"the demo's programs are {', '.join(program.name for program in PROGRAMS)}, got {name!r}. Name one of them.")
+    return found

@@ -1,0 +1,189 @@
+"""One program's demo: searched, trained on one device and on eight, compared."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+import autoshard
+from autoshard.api.explain import argument_parts, compare
+from autoshard.api.explain import summary as strategy_summary
+from autoshard.api.strategy import Strategy
+from autoshard.demo.programs import Program
+from autoshard.ir import Collective
+from autoshard.render import Heading, Paragraph, Report, Table, format_bytes, format_count, format_seconds
+from autoshard.verify import collectives_of
+
+CLUSTER = "cpu:8"
+SEARCHERS = ("recursive_programming", "data_parallel", "fully_sharded")  # what is found, and what it is held against
+TOLERANCE = 1e-4  # relative difference of losses: sums in another order, grown over a few dozen AdamW steps
+TABLE_ROWS = 8
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """The loss of every step, and the median seconds of one, those that compile left out."""
+
+    losses: tuple[float, ...]
+    step_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a demo found.
+
+    Attributes:
+        program: what was trained.
+        strategies: by searcher; the first is the one that ran.
+        sharded, reference: the training on all devices, and on one.
+        compiled: the collectives of the compiled module.
+    """
+
+    program: Program
+    strategies: dict[str, Strategy]
+    sharded: Training
+    reference: Training
+    compiled: tuple[Collective, ...]
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that ran."""
+        return self.strategies[SEARCHERS[0]]
+
+    @property
+    def difference(self) -> float:
+        """The largest relative difference between the two loss curves."""
+        return float(np.max([_relative(a, b) for a, b in zip(self.sharded.losses, self.reference.losses, strict=True)]))  # nan stays nan
+
+    @property
+    def agrees(self) -> bool:
+        """Whether sharding left the losses as they were; never where one is not a number."""
+        return self.difference <= TOLERANCE
+
+
+def search(program: Program, searcher: str, progress: Progress) -> Strategy:
+    """The strategy that a searcher finds for a program, its mesh included."""
+    return autoshard.search(program.train_step, *program.init(), *program.example(), cluster=CLUSTER, searcher=searcher, progress=progress)
+
+
+def train(program: Program, steps: int, progress: Progress) -> Outcome:
+    """Searches, then trains with the same data on one device and on all."""
+    strategies = {searcher: search(program, searcher, progress) for searcher in SEARCHERS}
+    strategy = strategies[SEARCHERS[0]]
+    batches = list(program.batches(steps))
+    step = strategy.apply(program.train_step)
+    reference = _run(nnx.jit(program.train_step), program, batches, f"{program.name} on 1 device", progress)
+    sharded = _run(step, program, batches, f"{program.name} on {strategy.record.mesh.size} devices", progress)
+    progress("reading the compiled module", 1.0)
+    module = step.lower(*program.init(), *batches[0]).compile().as_text()
+    return Outcome(program, strategies, sharded, reference, collectives_of(module, strategy.record.mesh))
+
+
+def _run(step: Callable, program: Program, batches: Sequence[tuple], what: str, progress: Progress) -> Training:
+    """Trains a new model, one step a batch."""
+    model, optimizer = program.init()
+    losses, seconds = [], []
+    for number, batch in enumerate(batches):
+        progress(what, number / len(batches))
+        started = time.perf_counter()
+        losses.append(float(step(model, optimizer, *batch)))
+        seconds.append(time.perf_counter() - started)
+    return Training(tuple(losses), statistics.median(seconds[2:] or seconds))
+
+
+# -- what is shown --------------------------------------------------------------------------------------------------------
+
+
+def report(outcome: Outcome) -> Report:
+    """The outcome as a report."""
+    records = {name: strategy.record for name, strategy in outcome.strategies.items()}
+    found = outcome.strategy.record
+    parts = (
+        Heading(f"Predicted for {CLUSTER}"),
+        *compare(records).parts,
+        Heading(f"The sharding found: mesh {found.mesh}"),
+        *argument_parts(found)[1:],
+        *_loss_parts(outcome),
+        *_collective_parts(outcome),
+        Heading("Measured, for information"),
+        Paragraph(
+            f"{format_seconds(outcome.sharded.step_seconds)} a step on {found.mesh.size} virtual devices, "
+            f"{format_seconds(outcome.reference.step_seconds)} on one device; virtual devices share this machine's cores."
+        ),
+    )
+    return Report(outcome.program.title, parts)
+
+
+def _loss_parts(outcome: Outcome) -> tuple:
+    one, eight = outcome.reference.losses, outcome.sharded.losses
+    shown = sorted({round(i * (len(one) - 1) / (TABLE_ROWS - 1)) for i in range(TABLE_ROWS)})
+    rows = tuple((f"{i + 1}", f"{one[i]:.6f}", f"{eight[i]:.6f}", f"{_relative(eight[i], one[i]):.1e}") for i in shown)
+    verdict = "agree" if outcome.agrees else "DISAGREE"
+    note = f"The curves {verdict}: over {len(one)} steps they differ by {outcome.difference:.1e} at most, and {TOLERANCE:.0e} is allowed."
+    curves = Paragraph(f"one device    {_sparkline(one)}\n8 devices     {_sparkline(eight)}")
+    return Heading("Loss"), curves, Table((">step", ">one device", ">8 devices", ">difference"), rows, (note,))
+
+
+def _relative(found: float, expected: float) -> float:
+    return abs(found - expected) / abs(expected) if expected else abs(found)
+
+
+def _sparkline(values: Sequence[float]) -> str:
+    low, high = min(values), max(values)
+    return "".join("▁▂▃▄▅▆▇█"[round(7 * (value - low) / (high - low))] if high > low else "▁" for value in values)
+
+
+def _collective_parts(outcome: Outcome) -> tuple:
+    rows = tuple(
+        (row["kind"], ", ".join(row["mesh_axes"]), *(text for side in ("predicted", "compiled") for text in _amount(row[side])))
+        for row in collectives(outcome)
+    )
+    if not rows:
+        return Heading("Collectives a step"), Paragraph("None, predicted or compiled.")
+    columns = ("kind", "axes", ">predicted", ">bytes", ">compiled", ">bytes")
+    return Heading("Collectives a step, predicted and in the compiled module"), Table(columns, rows)
+
+
+def _amount(side: dict[str, float]) -> tuple[str, str]:
+    return format_count(side["count"]), format_bytes(side["bytes"])
+
+
+def collectives(outcome: Outcome) -> list[dict[str, Any]]:
+    """Per kind and mesh axes: executions and bytes of one step, predicted and compiled."""
+    sides = {"predicted": outcome.strategy.cost.collectives, "compiled": outcome.compiled}
+    table: dict[tuple, dict[str, dict[str, float]]] = {}
+    for side, found in sides.items():
+        for collective in found:
+            row = table.setdefault((collective.kind, collective.mesh_axes), {name: {"count": 0, "bytes": 0.0} for name in sides})
+            row[side]["count"] += collective.count
+            row[side]["bytes"] += collective.count * collective.bytes
+    return [{"kind": kind, "mesh_axes": list(axes), **row} for (kind, axes), row in sorted(table.items())]
+
+
+def summary(outcome: Outcome) -> dict[str, Any]:
+    """The outcome as plain JSON values."""
+    return {
+        "program": outcome.program.name,
+        "agrees": outcome.agrees,
+        "largest_relative_difference": _number(outcome.difference),
+        "losses": list(map(_number, outcome.sharded.losses)),
+        "reference_losses": list(map(_number, outcome.reference.losses)),
+        "step_seconds": outcome.sharded.step_seconds,
+        "reference_step_seconds": outcome.reference.step_seconds,
+        "strategies": {name: strategy_summary(strategy.record) for name, strategy in outcome.strategies.items()},
+        "collectives": collectives(outcome),
+    }
+
+
+def _number(x: float) -> float | None:
+    """The number as JSON has it: null where it is none."""
+    return x if math.isfinite(x) else None
