@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from autoshard.ir import Collective, Mesh
 from autoshard.verify.groups import axes_of
@@ -49,12 +50,18 @@ class Instruction:
     rest: str
     root: bool
 
-    @property
-    def arguments(self) -> str:
-        return self.rest
 
+class Computation(dict[str, Instruction]):
+    """Instructions by name."""
 
-Computation = Mapping[str, Instruction]
+    @cached_property
+    def readers(self) -> dict[str, list[Instruction]]:
+        """Per name the instructions that read it."""
+        found: dict[str, list[Instruction]] = {}
+        for instruction in self.values():
+            for operand in dict.fromkeys(instruction.operands):
+                found.setdefault(operand, []).append(instruction)
+        return found
 
 
 def collectives_of(hlo_text: str, mesh: Mesh) -> tuple[Collective, ...]:
@@ -70,14 +77,14 @@ class Module:
     """The computations of an HLO text, by name."""
 
     def __init__(self, text: str):
-        self.computations: dict[str, dict[str, Instruction]] = {}
+        self.computations: dict[str, Computation] = {}
         self.entry = ""
-        current: dict[str, Instruction] | None = None
+        current: Computation | None = None
         for line in text.splitlines():
             if current is None:
                 header = _HEADER.match(line)
                 if header and not line.startswith("HloModule"):
-                    current = self.computations[header[2]] = {}
+                    current = self.computations[header[2]] = Computation()
                     self.entry = header[2] if header[1] else self.entry
             elif line.startswith("}"):
                 current = None
@@ -92,7 +99,7 @@ class Module:
         condition = dict(_CALLEES.findall(loop.rest)).get("condition", "")
         bounds = [
             int(constant[1])
-            for instruction in self.computations.get(condition, {}).values()
+            for instruction in self.computations.get(condition, Computation()).values()
             if instruction.opcode == "constant" and (constant := re.match(r"\(?(\d+)\)?", instruction.rest))
         ]
         return max(bounds, default=1)
@@ -133,7 +140,7 @@ def tensor_bytes(type_text: str) -> tuple[float, ...]:
 
 
 def _collectives(module: Module, name: str, count: int, mesh: Mesh, in_flight: set[str]) -> Iterator[Collective]:
-    computation = module.computations.get(name, {})
+    computation = module.computations.get(name, Computation())
     for instruction in computation.values():
         base = instruction.opcode.removesuffix("-start")
         if base in KINDS:
@@ -152,7 +159,7 @@ def _collectives(module: Module, name: str, count: int, mesh: Mesh, in_flight: s
 def _fused(module: Module, fusion: Instruction, count: int, mesh: Mesh, in_flight: set[str]) -> Iterator[Collective]:
     """A TPU fusion's collectives; the fusions that start, carry and end one all show it, under one channel."""
     for callee in _callees(fusion):
-        for inner in module.computations.get(callee, {}).values():
+        for inner in module.computations.get(callee, Computation()).values():
             channel = re.search(r"channel_id=(\d+)", inner.rest)
             if channel and channel[1] in in_flight:
                 return
@@ -178,39 +185,46 @@ def _records(module: Module, computation: Computation, instruction: Instruction,
         sizes = tuple(max(pair) for pair in zip(operands, results[len(operands) :], strict=False))  # (operands, results, contexts)
     else:
         sizes = tuple(max(pair) for pair in zip(operands or results, results, strict=False))
-    kind = KINDS[base]
-    if kind == "all_reduce" and _is_scattered(module, computation, instruction, mesh, axes):
-        kind = "reduce_scatter"
-    return [Collective(kind, axes, size, count, source[1] if source else "") for size in sizes]
+    kinds = [KINDS[base]] * len(sizes)
+    if base == "all-reduce":
+        parts = math.prod(dict(mesh.axes).get(axis, 0) for axis in axes)
+        for k, names in enumerate(_tensors(computation, instruction, len(sizes))):
+            if parts > 1 and names and all(_only_sliced(module, computation, name, sizes[k] / parts) for name in names):
+                kinds[k] = "reduce_scatter"
+    return [Collective(kind, axes, size, count, source[1] if source else "") for kind, size in zip(kinds, sizes, strict=True)]
 
 
-def _is_scattered(module: Module, computation: Computation, reduce: Instruction, mesh: Mesh, axes: tuple[str, ...]) -> bool:
-    """Whether every reader of an all_reduce takes just the part that a reduce_scatter over its axes would have left."""
-    sizes = dict(mesh.axes)
-    parts = math.prod(sizes.get(axis, 0) for axis in axes)
-    whole = tensor_bytes(reduce.type)
-    if len(whole) != 1 or parts < 2:
-        return False
-    return _only_sliced(module, computation, reduce.name, whole[0] / parts)
+def _tensors(computation: Computation, instruction: Instruction, n: int) -> list[list[str]]:
+    """Per tensor of an all_reduce the names under which it is read: its own, or those that take it out of the tuple."""
+    name = instruction.name
+    if instruction.opcode.endswith("-start"):
+        (name,) = [reader.name for reader in computation.readers.get(name, ())] or [name]
+    if n == 1 and not computation[name].type.startswith("("):
+        return [[name]]
+    taken: list[list[str]] = [[] for _ in range(n)]
+    for reader in computation.readers.get(name, ()):
+        index = re.search(r"index=(\d+)", reader.rest)
+        if reader.opcode == "get-tuple-element" and index:
+            taken[int(index[1])].append(reader.name)
+    return taken
 
 
 def _only_sliced(module: Module, computation: Computation, name: str, part_bytes: float) -> bool:
-    readers = [instruction for instruction in computation.values() if name in instruction.operands]
+    """Whether every reader of a tensor takes just a part of this size, as after a reduce_scatter."""
+    readers = computation.readers.get(name, [])
     if not readers or computation[name].root:
         return False
-    for reader in readers:
-        if reader.opcode == "dynamic-slice" and reader.operands[0] == name:
-            if tensor_bytes(reader.type) != (part_bytes,):
-                return False
-        elif reader.opcode in ("bitcast", "copy"):
-            if not _only_sliced(module, computation, reader.name, part_bytes):
-                return False
-        elif reader.opcode == "fusion":
-            (body,) = (module.computations.get(callee, {}) for callee in _callees(reader))
-            inputs = [f"({position})" for position, operand in enumerate(reader.operands) if operand == name]
-            inner = [i.name for i in body.values() if i.opcode == "parameter" and f"({i.rest.split(',')[0].strip()})" in inputs]
-            if not inner or not all(_only_sliced(module, body, parameter, part_bytes) for parameter in inner):
-                return False
-        else:
-            return False
-    return True
+    return all(_slices(module, computation, name, reader, part_bytes) for reader in readers)
+
+
+def _slices(module: Module, computation: Computation, name: str, reader: Instruction, part_bytes: float) -> bool:
+    if reader.opcode == "dynamic-slice":
+        return reader.operands[0] == name and tensor_bytes(reader.type) == (part_bytes,)
+    if reader.opcode in ("bitcast", "copy", "reshape"):
+        return _only_sliced(module, computation, reader.name, part_bytes)
+    if reader.opcode != "fusion":
+        return False
+    (body,) = (module.computations[callee] for callee in _callees(reader))
+    positions = {str(position) for position, operand in enumerate(reader.operands) if operand == name}
+    parameters = [inner.name for inner in body.values() if inner.opcode == "parameter" and inner.rest.partition(",")[0] in positions]
+    return bool(parameters) and all(_only_sliced(module, body, parameter, part_bytes) for parameter in parameters)
