@@ -62,7 +62,7 @@ def search(
     >>> import jax.numpy as jnp
     >>> strategy = search(lambda w, x: jnp.tanh(x @ w), jnp.ones((64, 64)), jnp.ones((512, 64)), cluster="cpu:8", mesh={"data": 8})
     >>> strategy.in_specs
-    (PartitionSpec(), PartitionSpec('data', None))
+    (P(None, None), P('data', None))
     """
     cluster = _cluster(cluster)
     chosen = searcher_of(searcher)
@@ -107,7 +107,8 @@ def evaluate(
     Args:
         fn, args, cluster, donate_argnums: as for `search`.
         mesh: axis sizes by name, outermost first.
-        in_specs: a tuple with one entry an argument: a pytree of `PartitionSpec` like the argument, or one for all its leaves.
+        in_specs: a tuple with one entry an argument: a pytree of `PartitionSpec` like the argument, or one for all its leaves. Or a mapping
+            of argument paths and patterns to specs, as pins are; what it does not mention is replicated.
 
     Raises:
         ShardingError: a spec does not fit its argument or the mesh.
@@ -217,13 +218,7 @@ def _resolve(pins: Pins, graph: Graph, mesh: Mesh) -> dict[int, Pin]:
     for pattern, spec in pins.items():
         if not isinstance(spec, PartitionSpec):
             raise ShardingError(f"a pin is a PartitionSpec, got {spec!r} for {pattern!r}.")
-        matches = _matching(pattern, graph.argument_paths)
-        if not matches:
-            near = difflib.get_close_matches(pattern, graph.argument_paths, n=3, cutoff=0.3) or graph.argument_paths[:3]
-            raise ShardingError(
-                f"a pin names an argument path or a pattern of them, and {pattern!r} matches none of {len(graph.argument_paths)}. Near ones: {', '.join(near)}."
-            )
-        for position in matches:
+        for position in _matching(pattern, graph.argument_paths):
             value = graph.arguments[position]
             found[value] = _pin(tuple(spec), mesh, graph.values[value].shape, graph.argument_paths[position])
     for op in graph.walk():
@@ -234,11 +229,17 @@ def _resolve(pins: Pins, graph: Graph, mesh: Mesh) -> dict[int, Pin]:
 
 
 def _matching(pattern: str, paths: Sequence[str]) -> list[int]:
-    """Positions of the paths a pattern matches; only ``*`` and ``?`` are wild, since paths have brackets."""
+    """Positions of the paths a pattern matches, at least one; only ``*`` and ``?`` are wild, since paths have brackets."""
     if pattern in paths:
         return [paths.index(pattern)]
     wild = re.compile(re.escape(pattern).replace(r"\*", ".*").replace(r"\?", "."))
-    return [position for position, path in enumerate(paths) if wild.fullmatch(path)]
+    matches = [position for position, path in enumerate(paths) if wild.fullmatch(path)]
+    if not matches:
+        near = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.3) or paths[:3]
+        raise ShardingError(
+            f"a sharding is given by argument path or a pattern of paths, and {pattern!r} matches none of {len(paths)}. Near ones: {', '.join(near)}."
+        )
+    return matches
 
 
 def _pin(spec: tuple, mesh: Mesh, shape: tuple[int, ...], what: str) -> Pin:
@@ -249,7 +250,11 @@ def _pin(spec: tuple, mesh: Mesh, shape: tuple[int, ...], what: str) -> Pin:
 
 
 def _flat_specs(traced: Traced, args: tuple, in_specs: Any) -> list[PartitionSpec]:
-    """One spec an argument leaf, from a tuple of spec pytrees or prefixes of them."""
+    """One spec an argument leaf, from a tuple of spec pytrees or prefixes of them, or from specs by path."""
+    if isinstance(in_specs, Mapping):
+        paths = traced.graph.argument_paths
+        by_position = {position: spec for pattern, spec in in_specs.items() for position in _matching(pattern, paths)}
+        in_specs = traced.in_tree.unflatten([by_position.get(position) for position in range(len(paths))])
     if not isinstance(in_specs, tuple) or isinstance(in_specs, PartitionSpec) or len(in_specs) != len(args):
         raise ShardingError(f"in_specs is a tuple with one entry for each of the {len(args)} arguments, got {in_specs!r}.")
     try:

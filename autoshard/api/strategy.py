@@ -30,7 +30,10 @@ from autoshard.strategy import (
     load_record,
     save_record,
 )
-from autoshard.trace import Traced, split_modules
+from autoshard.trace import SplitModules, Traced
+
+
+WRITTEN_BACK = "result and updates of NNX objects"
 
 
 class Strategy:
@@ -73,7 +76,9 @@ class Strategy:
         """A `PartitionSpec` for each result leaf, structured as the result."""
         specs = [PartitionSpec(*tensor.spec) for tensor in self.record.results]
         if self._traced is None:
-            return rebuild(self.record.result_structure, specs)
+            structure = self.record.result_structure
+            written = isinstance(structure, dict) and structure.get("node") == WRITTEN_BACK
+            return rebuild(structure["children"][0] if written else structure, specs)
         return self._traced.out_tree.unflatten(specs[: self._traced.out_tree.num_leaves])
 
     @property
@@ -121,16 +126,16 @@ class Strategy:
         Raises:
             StrategyError: an argument is structured otherwise than the one that was searched.
         """
-        pure, finish = split_modules(args)
+        split = SplitModules(args)
         per_argument = self._shardings(devices)
         if len(args) > len(per_argument):
             raise StrategyError(f"shard takes the {len(per_argument)} arguments of {self.record.program.name!r} or the first few, got {len(args)}.")
         placed = []
-        for position, (argument, shardings) in enumerate(zip(pure, per_argument, strict=False)):
+        for position, (argument, shardings) in enumerate(zip(split.states, per_argument, strict=False)):
             leaves, tree = jax.tree.flatten(argument)
             self._check_leaves(position, leaves, shardings)
             placed.append(tree.unflatten(jax.device_put(leaves, [sharding for _, sharding in shardings])))
-        return finish(tuple(placed))
+        return split.update(tuple(placed))
 
     def init(self, init_fn: Callable, *args: Any, devices: Sequence[Any] | None = None) -> Any:
         """What ``init_fn(*args)`` makes, made already sharded: no device ever holds it whole.
@@ -140,17 +145,16 @@ class Strategy:
         Raises:
             StrategyError: the result is structured as no argument.
         """
-        rest: list[Callable] = []
+        made: list[SplitModules] = []
 
         def pure_init(*args: Any) -> Any:
-            made, finish = split_modules((init_fn(*args),))
-            rest[:] = [finish]
-            return made[0]
+            made[:] = [SplitModules((init_fn(*args),))]
+            return made[0].states[0]
 
         shape = jax.eval_shape(pure_init, *args)
         shardings = self._matching(jax.tree.leaves(shape), devices)
-        made = jax.jit(pure_init, out_shardings=jax.tree.structure(shape).unflatten(shardings))(*args)
-        return rest[0]((made,))[0]
+        state = jax.jit(pure_init, out_shardings=jax.tree.structure(shape).unflatten(shardings))(*args)
+        return made[0].rebuild((state,))[0]
 
     def _shardings(self, devices: Sequence[Any] | None) -> list[list[tuple[TensorRecord, NamedSharding]]]:
         """Per argument, its leaves and where they lie."""
@@ -214,7 +218,7 @@ def record_of(
         arguments=tuple(tensor(path, v, assignment.layout(v)) for path, v in zip(graph.argument_paths, graph.arguments, strict=True)),
         results=tuple(tensor(path, v, layout) for path, v, layout in results),
         argument_structure=describe(traced.in_tree),
-        result_structure=describe(traced.out_tree),
+        result_structure=_result_structure(traced),
         choices={op: choice for op, choice in assignment.choices.items() if any(factor >= 0 for factor, _ in choice)},
         layouts={value: layout for value, layout in assignment.layouts.items() if layout != nowhere},
         copies=dict(assignment.copies),
@@ -226,6 +230,15 @@ def record_of(
         stats=solution.stats,
         provenance=Provenance(autoshard=metadata.version("autoshard"), jax=jax.__version__),
     )
+
+
+def _result_structure(traced: Traced) -> Any:
+    """The structure of the results; what is written back into NNX objects stands beside the function's own."""
+    own, everything = traced.out_tree.num_leaves, len(traced.graph.results)
+    structure = describe(traced.out_tree)
+    if traced.modules is None:
+        return structure
+    return {"node": WRITTEN_BACK, "keys": ["result", "updates"], "children": [structure, {"list": list(range(own, everything))}]}
 
 
 def named(strategy: Strategy, name: str, command: str = "") -> Strategy:

@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -76,6 +77,8 @@ class _Canonical:
         return self._other(x)
 
     def _other(self, x: Any) -> str:
+        if isinstance(x, jax.Array) and not x.shape and not jax.numpy.issubdtype(x.dtype, jax.dtypes.extended):
+            x = np.asarray(x)  # a scalar by value, larger captured arrays by shape
         if isinstance(x, np.ndarray | np.generic):
             return f"array({x.dtype},{x.shape},{hashlib.sha256(np.ascontiguousarray(x).tobytes()).hexdigest()})"
         if isinstance(x, np.dtype) or type(x).__name__.endswith("DType"):

@@ -30,17 +30,17 @@ class Leaf:
 def argument_names(fn: Callable, n_args: int) -> tuple[str, ...]:
     """The names of ``n_args`` positional arguments as the function's signature has them."""
     try:
-        parameters = list(inspect.signature(fn).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):  # some built-in callables have none
+        parameters = ()
     names: list[str] = []
-    for position in range(n_args):
-        last = parameters[min(position, len(parameters) - 1)] if parameters else None
-        if last is not None and last.kind is inspect.Parameter.VAR_POSITIONAL:
-            names.append(f"{last.name}[{position - len(parameters) + 1}]" if position >= len(parameters) - 1 else f"{last.name}[0]")
-        else:
-            names.append(parameters[position].name if position < len(parameters) else f"argument{position}")
-    return tuple(names)
+    for parameter in parameters:
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            names.extend(f"{parameter.name}[{i}]" for i in range(n_args - len(names)))
+        elif parameter.kind is not inspect.Parameter.VAR_KEYWORD and parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
+            names.append(parameter.name)
+    names.extend(f"argument{i}" for i in range(len(names), n_args))
+    return tuple(names[:n_args])
 
 
 def plain_leaves(args: Sequence[Any], names: Sequence[str]) -> list[Leaf]:

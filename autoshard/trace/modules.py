@@ -184,18 +184,35 @@ def _attributes(path: Sequence[Any]) -> str:
     return text
 
 
-def split_modules(trees: tuple) -> tuple[tuple, Callable[[tuple], tuple]]:
-    """Pytrees with each NNX graph node replaced by its state, and the way back, which writes new states into the nodes."""
-    if not has_modules(trees):
-        return trees, lambda new: new
-    places = _Places.of(trees)
-    nodes = places.get(trees)
-    _, states = _split(nodes)
+class SplitModules:
+    """Pytrees with each NNX graph node replaced by its state, and the two ways back.
 
-    def finish(new: tuple) -> tuple:
+    Attributes:
+        states: the pytrees of arrays.
+    """
+
+    def __init__(self, trees: tuple):
+        self.states = trees
+        self._places = None
+        if has_modules(trees):
+            self._places = _Places.of(trees)
+            self._nodes = self._places.get(trees)
+            self._structure, states = _split(self._nodes)
+            self.states = self._places.put(trees, states)
+
+    def update(self, new: tuple) -> tuple:
+        """The trees with new arrays; graph nodes are the ones that were split, updated in place."""
+        if self._places is None:
+            return new
         from flax import nnx
 
-        nnx.update(nodes, _joined(places.get(new)))
-        return places.put(new, nodes)
+        nnx.update(self._nodes, _joined(self._places.get(new)))
+        return self._places.put(new, self._nodes)
 
-    return places.put(trees, states), finish
+    def rebuild(self, new: tuple) -> tuple:
+        """The trees with new arrays and new graph nodes."""
+        if self._places is None:
+            return new
+        from flax import nnx
+
+        return self._places.put(new, nnx.merge(self._structure, _joined(self._places.get(new))))

@@ -108,7 +108,7 @@ def trace(
         modules = Modules(fn, args, donated_args) if has_modules(args) else None
         leaves = plain_leaves(args, names) if modules is None else modules.leaves(args, names)
     except ValueError as error:
-        raise TraceError(f"Arguments are pytrees, and these cannot be flattened: {_reason(error)}. Make their keys comparable.") from error
+        raise TraceError(f"Arguments are pytrees, and these cannot be flattened: {_reason(error)} Make their keys comparable.") from error
     pure_args = args if modules is None else modules.split(args)
     avals = _abstract(pure_args, leaves)
     function = fn if modules is None else modules.pure
@@ -213,4 +213,4 @@ def _reason(error: Exception) -> str:
     """The first paragraph of what JAX, or the user's code, says, on one line."""
     text = " ".join(str(error).split("\n\n")[0].split("\nSee http")[0].split()) or "no message"
     text = text if len(text) <= 400 else f"{text[:397]}..."
-    return text if text[-1] in ".!?" else f"{text}."
+    return f"{text.rstrip('.!?')}."
