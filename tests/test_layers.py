@@ -1,0 +1,184 @@
+"""The layer map: a file of autoshard imports only from what is upstream of its folder, and JAX only where JAX belongs."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "autoshard"
+
+# From upstream to downstream. A folder (or module) imports from the rows above it and from itself, never from its neighbours.
+LAYERS = (
+    ("errors", "render"),
+    ("ir",),
+    ("cluster",),  # places the axes of an `ir.Mesh` on its links
+    ("rules", "cost"),
+    ("trace", "problem"),
+    ("search",),
+    ("strategy",),
+    ("lower", "library"),
+    ("verify",),  # hands Shardy the program as `lower` rebuilds it
+    ("api",),
+    ("__init__",),  # the public names
+    ("demo",),
+    ("cli",),
+)
+
+# The only folders in which JAX and what stands on it may be imported.
+JAX = ("jax", "jaxlib", "flax", "optax")
+KNOWS_JAX = ("rules", "trace", "lower", "verify", "api", "demo", "cli")
+
+# Imports inside a function: (file, module, why it is not at the top of the file).
+DELAYED = (
+    ("cluster/cluster.py", "jax", "Cluster.local is its only use; describing a cluster must not need or start JAX"),
+    ("trace/modules.py", "flax", "functions without NNX modules must not pay for loading Flax"),
+    ("demo/gpt.py", "pydoc_data.topics", "takes a while to load, and only training reads it"),
+    ("demo/lenet.py", "sklearn.datasets", "scikit-learn is the `demo` extra"),
+    ("cli/*.py", "*", "virtual devices are asked for, and bad options are refused, before a subcommand loads what it works with"),
+)
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module: who imports it, on which line, how many dots it starts with, and whether inside a function."""
+
+    file: str
+    line: int
+    module: str
+    dots: int = 0
+    delayed: bool = False
+
+    def __str__(self) -> str:
+        return f"autoshard/{self.file}:{self.line} imports {'.' * self.dots}{self.module}"
+
+
+def imports(file: str, source: str) -> Iterator[Import]:
+    """Every import of a source text, wherever it stands; ``from autoshard import name`` counts as ``autoshard.name``."""
+    tree = ast.parse(source)
+    inside = {id(node) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef) for node in ast.walk(f)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(file, node.lineno, alias.name, 0, id(node) in inside)
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            names = [f"autoshard.{a.name}" if is_room(a.name) else module for a in node.names] if module == "autoshard" else [module]
+            for name in names:
+                yield Import(file, node.lineno, name, node.level, id(node) in inside)
+
+
+def is_room(name: str) -> bool:
+    """Whether a name of the package is a folder or module of it."""
+    return any(name in row for row in LAYERS)
+
+
+def room(file: str) -> str:
+    """The folder or module of a file: ``search`` of ``search/meshes.py``."""
+    return file.removesuffix(".py").split("/")[0]
+
+
+def violations(found: Import) -> Iterator[str]:
+    """What is wrong with an import, in words."""
+    level = {name: row for row, names in enumerate(LAYERS) for name in names}
+    here = room(found.file)
+    top, _, rest = found.module.partition(".")
+    if found.dots:
+        yield f"{found}: imports are absolute."
+    if top == "autoshard":
+        there = rest.split(".")[0] or "__init__"
+        if there not in level:
+            yield f"{found}: LAYERS has no {there!r}."
+        elif there != here and level[there] >= level[here]:
+            yield f"{found}: {there!r} is not upstream of {here!r}."
+    if found.module.startswith("jax._src"):
+        yield f"{found}: JAX's internals change without notice."
+    excused = any(fnmatch(found.file, file) and fnmatch(found.module, module) for file, module, _ in DELAYED)
+    if found.delayed and not excused:
+        yield f"{found} inside a function: move it to the top, or say why in DELAYED."
+    if top in JAX and here not in KNOWS_JAX and not (found.delayed and excused):
+        yield f"{found}: only {', '.join(KNOWS_JAX)} know JAX."
+
+
+def sources() -> dict[str, str]:
+    return {file.relative_to(PACKAGE).as_posix(): file.read_text(encoding="utf-8") for file in sorted(PACKAGE.rglob("*.py"))}
+
+
+def test_every_import_goes_upstream():
+    """No file imports from its own layer's neighbours or from downstream, by relative paths, JAX's internals, or late without a reason."""
+    wrong = [text for file, source in sources().items() for found in imports(file, source) for text in violations(found)]
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+def test_the_map_names_every_folder_and_no_other():
+    """A new folder gets its place in the map, and a folder that goes leaves it."""
+    here = {room(file) for file in sources()}
+    listed = {name for row in LAYERS for name in row}
+    assert here == listed
+
+
+def test_every_delayed_import_that_is_excused_exists():
+    """The list of excuses has no leftovers."""
+    late = [found for file, source in sources().items() for found in imports(file, source) if found.delayed]
+    for file, module, _ in DELAYED:
+        assert any(fnmatch(found.file, file) and fnmatch(found.module, module) for found in late), (
+            f"nothing in {file} imports {module} late"
+        )
+
+
+def test_every_third_party_import_is_a_declared_dependency():
+    """What is imported at the top of a file is installed with autoshard; extras are imported late."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = {re.split(r"[<>=\[ ]", requirement)[0] for requirement in project["dependencies"]}
+    known = declared | set(sys.stdlib_module_names) | {"autoshard"}
+    wrong = [
+        str(found)
+        for file, source in sources().items()
+        for found in imports(file, source)
+        if not found.delayed and not found.dots and found.module.split(".")[0] not in known
+    ]
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "words"),
+    [
+        ("ir/graph.py", "from autoshard.cost import model", "'cost' is not upstream of 'ir'"),
+        ("cost/model.py", "from autoshard.rules import rule", "'rules' is not upstream of 'cost'"),
+        ("search/x.py", "def f():\n    from autoshard.api import search", "'api' is not upstream"),
+        ("search/x.py", "from autoshard import strategy", "'strategy' is not upstream"),
+        ("search/x.py", "import autoshard", "'__init__' is not upstream"),
+        ("search/x.py", "from autoshard.nowhere import x", "LAYERS has no 'nowhere'"),
+        ("search/x.py", "from . import y", "imports are absolute"),
+        ("search/x.py", "from ..ir import Mesh", "imports are absolute"),
+        ("search/x.py", "def f():\n    import json", "inside a function"),
+        ("search/x.py", "if True:\n    import jax.numpy as jnp", "know JAX"),
+        ("problem/x.py", "from flax import nnx", "know JAX"),
+        ("lower/x.py", "from jax._src import core", "internals"),
+        ("lower/x.py", "import jax._src.core", "internals"),
+    ],
+)
+def test_a_wrong_import_is_seen(file, source, words):
+    """Each kind of import that the map forbids is found in a file that has it."""
+    assert any(words in text for found in imports(file, source) for text in violations(found))
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("search/x.py", "from autoshard.search.y import z\nfrom autoshard.ir import Mesh\nimport numpy as np"),
+        ("cli/x.py", "def run():\n    import autoshard\n    from autoshard import library, search"),
+        ("lower/x.py", "from jax.extend.core import Jaxpr"),
+    ],
+)
+def test_a_right_import_passes(file, source):
+    """Imports from upstream, from the same folder, and of JAX where it belongs are fine."""
+    assert not [text for found in imports(file, source) for text in violations(found)]

@@ -1,0 +1,36 @@
+"""What an installed autoshard is: quick to import, whole, and with its strategies inside."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_importing_autoshard_starts_no_backend_and_loads_no_model_library():
+    """With a JAX platform that does not exist the import works, so nothing starts JAX; Flax and Optax are not loaded."""
+    code = "import sys, autoshard; print([name for name in ('flax', 'optax', 'sklearn', 'matplotlib') if name in sys.modules])"
+    environment = {**os.environ, "JAX_PLATFORMS": "nonexistent"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+def test_the_wheel_holds_the_package_and_the_strategies(tmp_path):
+    """A wheel has every source file, each strategy under ``autoshard/_strategies``, the command, the licence, and nothing else."""
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    (wheel,) = tmp_path.glob("autoshard-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+        info = {name.split(".dist-info/")[1]: name for name in archive.namelist() if ".dist-info/" in name}
+        assert "autoshard = autoshard.cli:main" in archive.read(info["entry_points.txt"]).decode()
+    sources = {f"autoshard/{file.relative_to(ROOT / 'autoshard').as_posix()}" for file in (ROOT / "autoshard").rglob("*.py")}
+    strategies = {
+        f"autoshard/_strategies/{file.relative_to(ROOT / 'strategies').as_posix()}" for file in (ROOT / "strategies").rglob("*.*")
+    }
+    assert held == sources | strategies | {"autoshard/py.typed"}
+    assert "licenses/LICENSE" in info
