@@ -18,6 +18,7 @@ from autoshard.cost.model import CostModel
 from autoshard.cost.profile import Profile, profile
 from autoshard.errors import AutoshardError, ClusterError, InfeasibleError, ShardingError
 from autoshard.ir import Graph, Mesh, check_divides, spec_to_layout
+from autoshard.lower import abstract_mesh
 from autoshard.problem import Pin, Problem
 from autoshard.rules import rules_of
 from autoshard.search import Searcher, Solution, candidate_meshes, check_mesh, searcher_of, silent, solve
@@ -126,7 +127,11 @@ def evaluate(
     started = time.perf_counter()
     model = CostModel(cluster, given)
     problem = Problem(facts, model)
-    spread = follow_layouts(problem, {**propagated(traced.jaxpr, graph, [layouts[v] for v in graph.arguments], given), **layouts})
+    entering = [layouts[value] for value in graph.arguments]
+    replaced = {result: entering[argument] for result, argument in graph.aliases}
+    leaving = [replaced.get(result) for result in range(len(graph.results))]
+    between = propagated(traced.jaxpr, graph, entering, abstract_mesh(given), leaving)
+    spread = follow_layouts(problem, {**between, **layouts})
     solution = Solution(spread, problem.evaluate(spread), 0.0, {**seconds, "search_seconds": time.perf_counter() - started})
     return Strategy(record_of(traced, cluster, given, solution, _Given(), _positions(donate_argnums), _notes(facts)), traced)
 

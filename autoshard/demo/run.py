@@ -6,20 +6,20 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from flax import nnx
 
 import autoshard
+from autoshard import verify
 from autoshard.api.explain import argument_parts, compare
 from autoshard.api.explain import summary as strategy_summary
 from autoshard.api.strategy import Strategy
 from autoshard.demo.programs import Program
-from autoshard.ir import Collective
 from autoshard.render import Heading, Paragraph, Report, Table, format_bytes, format_count, format_seconds
-from autoshard.verify import collectives_of
+from autoshard.verify import Row
 
 CLUSTER = "cpu:8"
 SEARCHERS = ("recursive_programming", "data_parallel", "fully_sharded")  # what is found, and what it is held against
@@ -45,14 +45,14 @@ class Outcome:
         program: what was trained.
         strategies: by searcher; the first is the one that ran.
         sharded, reference: the training on all devices, and on one.
-        compiled: the collectives of the compiled module.
+        collectives: predicted, and in the compiled module.
     """
 
     program: Program
     strategies: dict[str, Strategy]
     sharded: Training
     reference: Training
-    compiled: tuple[Collective, ...]
+    collectives: tuple[Row, ...]
 
     @property
     def strategy(self) -> Strategy:
@@ -85,7 +85,8 @@ def train(program: Program, steps: int, progress: Progress) -> Outcome:
     sharded = _run(step, program, batches, f"{program.name} on {strategy.record.mesh.size} devices", progress)
     progress("reading the compiled module", 1.0)
     module = step.lower(*program.init(), *batches[0]).compile().as_text()
-    return Outcome(program, strategies, sharded, reference, collectives_of(module, strategy.record.mesh))
+    collectives = verify.compare(strategy.cost.collectives, verify.collectives_of(module, strategy.record.mesh))
+    return Outcome(program, strategies, sharded, reference, collectives)
 
 
 def _run(step: Callable, program: Program, batches: Sequence[tuple], what: str, progress: Progress) -> Training:
@@ -144,29 +145,20 @@ def _sparkline(values: Sequence[float]) -> str:
 
 def _collective_parts(outcome: Outcome) -> tuple:
     rows = tuple(
-        (row["kind"], ", ".join(row["mesh_axes"]), *(text for side in ("predicted", "compiled") for text in _amount(row[side])))
-        for row in collectives(outcome)
+        (
+            row.kind,
+            ", ".join(row.mesh_axes),
+            format_count(row.predicted_count),
+            format_bytes(row.predicted_bytes),
+            format_count(row.actual_count),
+            format_bytes(row.actual_bytes),
+        )
+        for row in outcome.collectives
     )
     if not rows:
         return Heading("Collectives a step"), Paragraph("None, predicted or compiled.")
     columns = ("kind", "axes", ">predicted", ">bytes", ">compiled", ">bytes")
     return Heading("Collectives a step, predicted and in the compiled module"), Table(columns, rows)
-
-
-def _amount(side: dict[str, float]) -> tuple[str, str]:
-    return format_count(side["count"]), format_bytes(side["bytes"])
-
-
-def collectives(outcome: Outcome) -> list[dict[str, Any]]:
-    """Per kind and mesh axes: executions and bytes of one step, predicted and compiled."""
-    sides = {"predicted": outcome.strategy.cost.collectives, "compiled": outcome.compiled}
-    table: dict[tuple, dict[str, dict[str, float]]] = {}
-    for side, found in sides.items():
-        for collective in found:
-            row = table.setdefault((collective.kind, collective.mesh_axes), {name: {"count": 0, "bytes": 0.0} for name in sides})
-            row[side]["count"] += collective.count
-            row[side]["bytes"] += collective.count * collective.bytes
-    return [{"kind": kind, "mesh_axes": list(axes), **row} for (kind, axes), row in sorted(table.items())]
 
 
 def summary(outcome: Outcome) -> dict[str, Any]:
@@ -180,7 +172,7 @@ def summary(outcome: Outcome) -> dict[str, Any]:
         "step_seconds": outcome.sharded.step_seconds,
         "reference_step_seconds": outcome.reference.step_seconds,
         "strategies": {name: strategy_summary(strategy.record) for name, strategy in outcome.strategies.items()},
-        "collectives": collectives(outcome),
+        "collectives": [{**asdict(row), "agrees": row.agrees} for row in outcome.collectives],
     }
 
 

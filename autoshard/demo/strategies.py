@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
+from autoshard.api.strategy import Strategy, named
 from autoshard.demo.programs import Program
 from autoshard.demo.run import SEARCHERS, Progress, search
-from autoshard.strategy import Record, save_record
 
 COMMAND = "autoshard demo --write-strategies"
 
 
-def record_of(program: Program, searcher: str, progress: Progress) -> Record:
-    """The record as it is checked in: equal every time, so without the seconds that a search took."""
-    record = search(program, searcher, progress).record
-    stats = {name: value for name, value in record.stats.items() if not name.endswith("_seconds")}
-    return replace(
-        record, name=file_name(program, searcher), stats=stats, provenance=replace(record.provenance, command=COMMAND, date=None)
-    )
-
-
-def file_name(program: Program, searcher: str) -> str:
-    """The strategy's name in the library."""
-    return f"demo_{program.name}_{searcher}"
+def checked_in(program: Program, searcher: str, progress: Progress) -> Strategy:
+    """The strategy as it is checked in: the same file every time, with the command that makes it."""
+    return named(search(program, searcher, progress), f"demo_{program.name}_{searcher}", COMMAND)
 
 
 def write(folder: str | Path, programs: Iterable[Program], progress: Progress) -> list[Path]:
@@ -32,6 +22,7 @@ def write(folder: str | Path, programs: Iterable[Program], progress: Progress) -
     files = []
     for program in programs:
         for searcher in SEARCHERS:
-            files.append(Path(folder) / f"{file_name(program, searcher)}.json")
-            save_record(record_of(program, searcher, progress), files[-1])
+            strategy = checked_in(program, searcher, progress)
+            files.append(Path(folder) / f"{strategy.record.name}.json")
+            strategy.save(files[-1])
     return files

@@ -211,9 +211,7 @@ class _Region(Interpreter):
             return tuple(to_named_sharding(layout, np.ndim(x), mesh).spec for x, layout in zip(arrays, layouts, strict=True))
 
         leaving = specs((v.aval for v in eqn.outvars), (computed_layout(rule, choice, k) for k in range(len(eqn.outvars))))
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # the one in force may be a stand-in that the trace used
-            local = jax.shard_map(lambda *shards: bind(eqn, shards), mesh=mesh, in_specs=specs(read, targets), out_specs=[*leaving])
-            return list(local(*read))
+        return jax.shard_map(lambda *shards: bind(eqn, shards), mesh=mesh, in_specs=specs(read, targets), out_specs=[*leaving])(*read)
 
     def _settled(self, x: Any, value: int, rule: Rule, choice: Choice, result: int) -> Any:
         """A result in its value's layout. A scattered reduction takes two constraints: the whole of it, then its slice."""

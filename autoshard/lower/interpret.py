@@ -7,6 +7,7 @@ are evaluated the same way, so that rematerialisation, custom gradients and what
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 import jax
@@ -63,9 +64,8 @@ class Interpreter:
             return atom.val if isinstance(atom, Literal) else arrays[atom]
 
         for position, eqn in enumerate(jaxpr.eqns):
-            # The manager restores what was in force where the equation was traced; source lines and names stay the user's.
             names = current_name_stack() + eqn.source_info.name_stack
-            with user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
+            with user_context(eqn.source_info.traceback, name_stack=names), _context(eqn):
                 results = self._equation(eqn, [read(atom) for atom in eqn.invars], (*path, position))
             arrays.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
@@ -105,6 +105,11 @@ class Interpreter:
             new.append(jaxpr)
             constants += leading
         return bind(eqn, [*constants, *operands], **with_bodies(eqn, bodies, new))
+
+
+def _context(eqn: JaxprEqn) -> AbstractContextManager:
+    """What was in force where the equation was traced, unless that was a mesh: it may have stood in for the one that counts."""
+    return eqn.ctx.manager if eqn.ctx.cur_abstract_mesh.empty else nullcontext()
 
 
 def ops_by_path(graph: Graph) -> dict[Path, Op]:

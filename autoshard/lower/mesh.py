@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from autoshard.errors import ClusterError
 from autoshard.ir import Layout, Mesh, layout_to_spec
@@ -31,6 +31,11 @@ def jax_mesh(mesh: Mesh, devices: Sequence[jax.Device] | None = None) -> jax.sha
     return jax.make_mesh(mesh.sizes, mesh.names, axis_types=(AxisType.Auto,) * len(mesh.axes), devices=found[: mesh.size])
 
 
-def to_named_sharding(layout: Layout, rank: int, mesh: jax.sharding.Mesh) -> NamedSharding:
+def abstract_mesh(mesh: Mesh) -> AbstractMesh:
+    """The JAX mesh without devices: programs can be lowered for it, however large it is."""
+    return AbstractMesh(mesh.sizes, mesh.names, axis_types=(AxisType.Auto,) * len(mesh.axes))
+
+
+def to_named_sharding(layout: Layout, rank: int, mesh: jax.sharding.Mesh | AbstractMesh) -> NamedSharding:
     """The `NamedSharding` of a layout of a tensor of this rank."""
     return NamedSharding(mesh, PartitionSpec(*layout_to_spec(layout, mesh.axis_names, rank)))

@@ -97,45 +97,54 @@ def _solution(problem: Problem, assignment: Assignment, started: float) -> Solut
 
 
 def split_batch(problem: Problem) -> Propagation:
-    """The propagation of the batch that costs least; of everything replicated where no argument can be a batch."""
-    best, best_seconds = None, float("inf")
-    for batch in _batches(problem):
-        spread = Propagation(problem)
-        spread.seed({value: _pinned(problem, value, layout) for value, layout in batch.items()})
-        spread.forward()
-        seconds = problem.evaluate(spread.assignment()).cost.objective_seconds
-        if seconds < best_seconds:
-            best, best_seconds = spread, seconds
-    assert best is not None
+    """The propagation of the batch, sharded on its leading dimension; on the next one where that splits no work (a scanned sequence)."""
+    whole = _spread(problem, {})
+    best, best_cost = whole, problem.evaluate(whole.assignment()).cost
+    compute_seconds = best_cost.compute_seconds
+    for dim in (0, 1):
+        found = [_spread(problem, batch) for batch in _batches(problem, dim)]
+        costs = [problem.evaluate(spread.assignment()).cost for spread in found]
+        for spread, cost in zip(found, costs, strict=True):
+            if best is whole or cost.objective_seconds < best_cost.objective_seconds:
+                best, best_cost = spread, cost
+        if best_cost.compute_seconds < 0.99 * compute_seconds:
+            break
     return best
 
 
-def _batches(problem: Problem) -> list[dict[int, Layout]]:
-    """What may be the batch: the arrays of one argument that share its commonest leading size, each sharded on it."""
+def _spread(problem: Problem, batch: dict[int, Layout]) -> Propagation:
+    spread = Propagation(problem)
+    spread.seed({value: _pinned(problem, value, layout) for value, layout in batch.items()})
+    spread.forward()
+    return spread
+
+
+def _batches(problem: Problem, dim: int) -> list[dict[int, Layout]]:
+    """What may be the batch: the arrays of one argument, or of all, that share the commonest size of a dimension, sharded on it."""
     graph = problem.graph
     replaced = {graph.arguments[argument] for _, argument in graph.aliases}
     groups: dict[str, list[int]] = {}
     for value, path in zip(graph.arguments, graph.argument_paths, strict=True):
-        if value not in replaced and graph.values[value].rank:
+        if value not in replaced and graph.values[value].rank > dim:
             root = re.match(r"\w*", path).group()  # type: ignore[union-attr]
             groups.setdefault(root, []).append(value)
     together = [value for group in groups.values() for value in group]
-    found: list[dict[int, Layout]] = []
+    found = []
     for group in [*groups.values(), *([together] if len(groups) > 1 else [])]:
-        sizes = [graph.values[value].shape[0] for value in group]
+        sizes = [graph.values[value].shape[dim] for value in group]
         commonest = max(dict.fromkeys(sizes), key=sizes.count)
-        batch = {value: _leading(problem, value) for value, size in zip(group, sizes, strict=True) if size == commonest}
-        if any(dim >= 0 for layout in batch.values() for dim in layout):
+        batch = {value: _split(problem, value, dim) for value, size in zip(group, sizes, strict=True) if size == commonest}
+        if any(axis_dim >= 0 for layout in batch.values() for axis_dim in layout):
             found.append(batch)
-    return found or [{}]
+    return found
 
 
-def _leading(problem: Problem, value: int) -> Layout:
-    """Dimension 0 sharded over as many mesh axes as divide it."""
+def _split(problem: Problem, value: int, dim: int) -> Layout:
+    """One dimension sharded over as many mesh axes as divide it."""
     shape, sizes = problem.graph.values[value].shape, problem.mesh.sizes
     layout = (-1,) * len(sizes)
     for axis in range(len(sizes)):
-        option = (*layout[:axis], 0, *layout[axis + 1 :])
+        option = (*layout[:axis], dim, *layout[axis + 1 :])
         if divides(option, shape, sizes):
             layout = option
     return layout

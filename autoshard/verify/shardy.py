@@ -155,7 +155,7 @@ def propagated(
     jaxpr: ClosedJaxpr,
     graph: Graph,
     in_layouts: Sequence[Layout | None],
-    mesh: jax.sharding.Mesh,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
     out_layouts: Sequence[Layout | None] | None = None,
 ) -> dict[int, Layout]:
     """The layout that Shardy's propagation gives each value, bodies of loops, branches and checkpoints included.
@@ -177,7 +177,8 @@ def propagated(
         return marker.run(jaxpr.jaxpr, jaxpr.consts, marker.marks(arguments, graph.arguments))
 
     jitted = jax.jit(function, in_shardings=tuple(shardings[:n_arguments]), out_shardings=shardings[n_arguments:], keep_unused=True)
-    lowered = jitted.lower(*(jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in jaxpr.in_avals))
+    avals = (jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in jaxpr.in_avals)
+    lowered = jitted.trace(*avals).lower(lowering_platforms=("cpu",))  # any will do: Shardy runs before a platform's passes
     found = _marked(_run(lowered, PROPAGATE), Mesh(tuple(mesh.shape.items())))
     return found
 
