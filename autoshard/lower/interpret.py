@@ -137,9 +137,11 @@ def retraced(old: ClosedJaxpr | Jaxpr, function: Any) -> tuple[ClosedJaxpr | Jax
         jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False)) for v in opened(old)[0].invars
     ]
     new = jax.make_jaxpr(function)(*types)
-    if isinstance(old, ClosedJaxpr):
-        return new, []
-    return new.jaxpr.replace(constvars=[], invars=[*new.jaxpr.constvars, *new.jaxpr.invars], debug_info=None), list(new.consts)
+    if isinstance(old, ClosedJaxpr) or not new.consts:
+        return new if isinstance(old, ClosedJaxpr) else new.jaxpr, []
+    consts = list(new.consts)
+    opened_up = jax.make_jaxpr(lambda *all_: jax.core.eval_jaxpr(new.jaxpr, all_[: len(consts)], *all_[len(consts) :]))(*consts, *types)
+    return opened_up.jaxpr, consts
 
 
 def with_bodies(eqn: JaxprEqn, old: Sequence[ClosedJaxpr | Jaxpr], new: Sequence[ClosedJaxpr | Jaxpr]) -> dict[str, Any]:
