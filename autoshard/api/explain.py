@@ -159,7 +159,7 @@ def _assumptions(record: Record) -> list[Part]:
 
 
 def _search(record: Record) -> list[Part]:
-    options = ", ".join(f"{name}={value}" for name, value in record.searcher.options.items())
+    options = ", ".join(f"{name}={value}" for name, value in sorted(record.searcher.options.items()))
     rows = [("program", f"{record.program.name}, {format_count(record.program.n_ops)} ops, fingerprint {record.program.fingerprint[:16]}")]
     rows.append(("searcher", f"{record.searcher.name}({options})"))
     rows += [(_words(name), _stat(name, value)) for name, value in sorted(record.stats.items())]
@@ -193,7 +193,7 @@ def _seconds(collective: Collective, communication: Communication, mesh: Mesh) -
 
 def _short_source(source: str) -> str:
     """The source with folders cut from its file names: ``dot_general at gpt.py:41 (loss)``."""
-    return re.sub(r"(?:[A-Za-z]:)?[\\/](?:[^\\/\s:]+[\\/])+", "", source)
+    return re.sub(r"\S*[\\/](?=[^\\/\s]+:\d)", "", source)
 
 
 # -- tables of tensors ----------------------------------------------------------------------------------------------------

@@ -36,7 +36,12 @@ def peak_memory(
 
 
 class _Liveness:
-    def __init__(self, profile: Profile, local_bytes, extra):
+    def __init__(
+        self,
+        profile: Profile,
+        local_bytes: Callable[[int], float],
+        extra: Mapping[int, Iterable[tuple[int, Layout, float]]],
+    ):
         self.profile = profile
         self.local_bytes = local_bytes
         self.extra = extra
@@ -44,16 +49,20 @@ class _Liveness:
         self.last = self._last_reads()
         donated = {graph.arguments[position] for position in graph.donated}
         self.alive: dict[int, float] = {}
-        self.copies: dict[tuple[int, Layout], tuple[float, int]] = {}
+        self.copies: dict[int, dict[Layout, float]] = {}
         kept = set()
         for value in (*graph.arguments, *graph.constants):
             self._add(value)
             if value not in donated:
                 kept.add(profile.root[value])
         self.kept = kept
-        self.total = sum(self.alive.values())
-        self.peak = Peak(self.total, tuple(self.alive))
+        self.total = self.highest = sum(self.alive.values())
+        self.moment = self.moment_of_peak = 0
+        self.born = dict.fromkeys(self.alive, 0)
+        self.died: dict[int, int] = {}
         self._run(graph.ops)
+        alive = (root for root, born in self.born.items() if born <= self.moment_of_peak < self.died.get(root, self.moment + 1))
+        self.peak = Peak(self.highest, tuple(alive))
 
     def _last_reads(self) -> list[int]:
         """Per root value the last op that needs it; results are needed to the end."""
@@ -77,26 +86,27 @@ class _Liveness:
 
     def _run(self, ops: Iterable[Op]) -> None:
         for op in ops:
-            before = len(self.alive)
-            made = [value for value in op.results]
+            self.moment += 1
+            made = list(op.results)
             for body in op.bodies:
                 made.extend(body.inputs)
             for value in made:
                 root = self.profile.root[value]
                 if root not in self.alive and self.profile.materialised[root]:
                     self.alive[root] = self.local_bytes(root)
+                    self.born[root] = self.moment
                     self.total += self.alive[root]
             for value, layout, nbytes in self.extra.get(op.index, ()):
-                if (value, layout) not in self.copies:
-                    self.copies[value, layout] = (nbytes, self.last[self.profile.root[value]])
+                if layout not in self.copies.setdefault(value, {}):
+                    self.copies[value][layout] = nbytes
                     self.total += nbytes
-            if self.total > self.peak.nbytes:
-                self.peak = Peak(self.total, tuple(self.alive))
+            if self.total > self.highest:
+                self.highest, self.moment_of_peak = self.total, self.moment
             for body in op.bodies:
                 self._run(body.ops)
-            self._drop(op, before)
+            self._drop(op)
 
-    def _drop(self, op: Op, before: int) -> None:
+    def _drop(self, op: Op) -> None:
         end = _end(op)
         touched = [*op.operands, *op.results]
         for body in op.bodies:
@@ -105,13 +115,10 @@ class _Liveness:
             root = self.profile.root[value]
             if root in self.alive and root not in self.kept and self.last[root] <= end:
                 self.total -= self.alive.pop(root)
-        finished = [key for key in self._copies_of(touched) if self.copies[key][1] <= end]
-        for key in finished:
-            self.total -= self.copies.pop(key)[0]
-
-    def _copies_of(self, values: list[int]) -> list[tuple[int, Layout]]:
-        wanted = set(values)
-        return [key for key in self.copies if key[0] in wanted] if self.copies else []
+                self.died[root] = self.moment
+        for value in touched:
+            if value in self.copies and self.last[self.profile.root[value]] <= end:
+                self.total -= sum(self.copies.pop(value).values())
 
 
 def _end(op: Op) -> int:

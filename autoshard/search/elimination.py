@@ -154,7 +154,7 @@ class _State:
             total = total + _aligned(factor_scope, table, scope)
         best = total.argmin(axis=-1)
         self.records.append((variable, around, best.astype(np.int16)))
-        reduced = np.take_along_axis(total, best[..., None], axis=-1)[..., 0]
+        reduced = total.min(axis=-1)
         if not around:
             self.constant += float(reduced)
         elif len(around) == 1:

@@ -207,8 +207,8 @@ class _Emitter:
         arguments = self._all(whole.inputs)
         ops = self._ops(steps)
         results = self._all(whole.outputs)
-        tables = (self.values, ops, arguments, results, self.constants, self.literals, self.written, self.flat.assumptions)
-        return Program(*map(tuple, tables))
+        values, constants, literals, written = map(tuple, (self.values, self.constants, self.literals, self.written))
+        return Program(values, ops, arguments, results, constants, literals, written, tuple(self.flat.assumptions))
 
     def _number(self, array: int) -> int:
         found = self.numbers.get(array)
