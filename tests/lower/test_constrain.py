@@ -156,14 +156,14 @@ def test_a_shared_copy_serves_the_readers_it_is_cheaper_for():
 
 def test_a_reshard_goes_through_the_planned_layouts():
     """The steps of a path stand in the program one by one, where a constraint to its end alone is left to the partitioner."""
-    traced = trace(lambda x, w: x @ w, abstract((8, 8)), abstract((8, 4)))
+    traced = trace(lambda x, w: x @ w, abstract((16, 8)), abstract((8, 4)))
     x, _ = traced.graph.arguments
     rows = rules_of(traced.graph)[0].operands[0][0][0]
     assignment = Assignment(MESH, {0: ((-1, -1), (rows, -1))}, {x: (0, 0), traced.graph.results[0]: (-1, 0)})
     steps = MODEL.reshard_path(traced.graph.values[x], (0, 0), (-1, 0))
 
     def moves(path):
-        lowered = jax.jit(lowering(traced, assignment, path)).lower(jnp.ones((8, 8)), jnp.ones((8, 4)))
+        lowered = jax.jit(lowering(traced, assignment, path)).lower(jnp.ones((16, 8)), jnp.ones((8, 4)))
         return [(c.kind, c.mesh_axes) for c in explicit_collectives(lowered, MESH)]
 
     planned = [(step.kind, tuple(MESH.names[axis] for axis in step.axes)) for step in steps if step.kind != "slice"]
