@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
+
+from autoshard.ir import Collective, Mesh
+from autoshard.lower import jax_mesh
+from autoshard.verify import collectives_of
+from autoshard.verify.groups import axes_of, parse_groups
+
+MESH = Mesh.of({"x": 2, "y": 4})
+
+
+def module(entry: str, *others: str) -> str:
+    """An HLO text of an entry computation's lines and other computations."""
+    return "HloModule m, num_partitions=8\n\n" + "\n\n".join(others) + "\n\nENTRY %main (p: f32[8]) -> f32[8] {\n" + entry + "\n}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "axes"),
+    [
+        ("replica_groups={{0,1,2,3},{4,5,6,7}}", ("y",)),
+        ("replica_groups={{0,4},{1,5},{2,6},{3,7}}", ("x",)),
+        ("replica_groups={{0,1,2,3,4,5,6,7}}", ("x", "y")),
+        ("replica_groups={}", ("x", "y")),
+        ("replica_groups=[2,4]<=[8]", ("y",)),
+        ("replica_groups=[4,2]<=[2,4]T(1,0)", ("x",)),
+        ("replica_groups=mesh['a'=2,'b'=4] {'b'}", ("y",)),
+        ("replica_groups=mesh['a'=8] {'a':(2)4}", ("y",)),
+        ("replica_groups=mesh['a'=8] {'a':(1)2}", ("x",)),
+        ("replica_groups=mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}", ("x",)),
+        ("replica_groups={{0,2},{1,3},{4,6},{5,7}}", ("?",)),
+        ("source_target_pairs={{0,1},{1,2},{2,3},{3,0},{4,5},{5,6},{6,7},{7,4}}", ("y",)),
+        ("source_target_pairs={{0,7},{7,0}}", ("x", "y")),
+    ],
+)
+def test_every_spelling_of_device_groups_is_read(text, axes):
+    """Lists, iotas, meshes with sub-axes and permutes name the axes along which devices exchange data."""
+    assert axes_of(text, MESH) == axes
+
+
+@given(st.permutations(range(3)), st.sets(st.integers(0, 2), min_size=1))
+@settings(max_examples=40, deadline=None)
+def test_an_iota_says_what_its_list_says(order, grouped):
+    """However the device numbers are transposed, the iota's groups are those of the numpy array it abbreviates."""
+    ids = np.arange(24).reshape(2, 3, 4).transpose(order)
+    width = int(np.prod([ids.shape[d] for d in range(3 - len(grouped), 3)]))
+    rows = ids.reshape(-1, width)
+    iota = f"replica_groups=[{rows.shape[0]},{width}]<=[2,3,4]T({','.join(map(str, order))})"
+    listed = "replica_groups={" + ",".join("{" + ",".join(map(str, row)) + "}" for row in rows.tolist()) + "}"
+    assert parse_groups(iota, 24) == parse_groups(listed, 24)
+
+
+def test_axes_of_size_one_take_no_part():
+    """Groups over an axis of one device are named without it."""
+    assert axes_of("replica_groups={{0,1}}", Mesh.of({"x": 1, "y": 2})) == ("y",)
+
+
+def test_loops_count_their_trips():
+    """A body's collective runs as often as the loop's known trip count, or the bound in its condition, says; loops multiply."""
+    inner = """%body (s: (f32[8])) -> (f32[8]) {
+  %s = (f32[8]{0}) parameter(0)
+  %g = f32[8]{0} get-tuple-element(%s), index=0
+  %ar = f32[8]{0} all-reduce(%g), replica_groups={}, to_apply=%add, metadata={op_name="jit(f)/while/body/dot"}
+  ROOT %t = (f32[8]{0}) tuple(%ar)
+}"""
+    condition = """%condition (s: (f32[8])) -> pred[] {
+  %s = (f32[8]{0}) parameter(0)
+  %n = s32[] constant(5)
+  %i = s32[] constant(0)
+  ROOT %lt = pred[] compare(%i, %n), direction=LT
+}"""
+    outer = """%outer (s: (f32[8])) -> (f32[8]) {
+  %s = (f32[8]{0}) parameter(0)
+  ROOT %w = (f32[8]{0}) while(%s), condition=%condition, body=%body
+}"""
+    entry = """  %p = f32[8]{0} parameter(0)
+  %t = (f32[8]{0}) tuple(%p)
+  ROOT %w = (f32[8]{0}) while(%t), condition=%condition, body=%outer, backend_config={"known_trip_count":{"n":"3"}}"""
+    expected = Collective("all_reduce", ("x", "y"), 32.0, 15, "jit(f)/while/body/dot")
+    assert collectives_of(module(entry, inner, condition, outer), MESH) == (expected,)
+
+
+def test_combined_collectives_are_one_record_a_tensor():
+    """A tuple all_reduce moves each of its tensors; one whose readers slice it is a reduce_scatter."""
+    entry = """  %p = f32[8]{0} parameter(0)
+  %q = bf16[4]{0} parameter(1)
+  %i = s32[] parameter(2)
+  %ar = (f32[8]{0}, bf16[4]{0}) all-reduce(%p, %q), replica_groups=[4,2]<=[2,4]T(1,0), to_apply=%add
+  %a = f32[8]{0} get-tuple-element(%ar), index=0
+  %b = bf16[4]{0} get-tuple-element(%ar), index=1
+  %s = f32[4]{0} dynamic-slice(%a, %i), dynamic_slice_sizes={4}
+  ROOT %t = (f32[4]{0}, bf16[4]{0}) tuple(%s, %b)"""
+    assert collectives_of(module(entry), MESH) == (Collective("reduce_scatter", ("x",), 32.0), Collective("all_reduce", ("x",), 8.0))
+
+
+def test_chunks_of_an_all_to_all_are_one_tensor():
+    """XLA:CPU passes the pieces of one tensor as a tuple; they count together."""
+    entry = """  %p = f32[2,4]{1,0} parameter(0)
+  %q = f32[2,4]{1,0} parameter(1)
+  ROOT %a = (f32[2,4]{1,0}, f32[2,4]{1,0}) all-to-all(%p, %q), replica_groups=[4,2]<=[2,4]T(1,0)"""
+    assert collectives_of(module(entry), MESH) == (Collective("all_to_all", ("x",), 64.0),)
+
+
+def test_asynchronous_pairs_count_once():
+    """A start and its done are one collective, of the size of what it delivers."""
+    entry = """  %p = f32[2]{0} parameter(0)
+  %s = (f32[2]{0}, f32[8]{0}) all-gather-start(%p), replica_groups=[2,4]<=[8], dimensions={0}
+  %d = f32[8]{0} all-gather-done(%s)
+  %c = (f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%d), source_target_pairs={{0,4},{4,0}}
+  %e = f32[8]{0} collective-permute-done(%c)
+  %r = f32[8]{0} all-reduce-start(%e), replica_groups=[2,4]<=[8], to_apply=%add
+  ROOT %f = f32[8]{0} all-reduce-done(%r)"""
+    assert [(c.kind, c.mesh_axes, c.bytes) for c in collectives_of(module(entry), MESH)] == [
+        ("all_gather", ("y",), 32.0),
+        ("collective_permute", ("x",), 32.0),
+        ("all_reduce", ("y",), 32.0),
+    ]
+
+
+def test_a_channel_shown_by_several_fusions_moves_once():
+    """TPU fusions that start, carry and end a collective all contain its text."""
+    fused = """%fused{n} (p: f32[2]) -> f32[8] {
+  %p = f32[2]{0} parameter(0)
+  ROOT %g = f32[8]{0} all-gather(%p), channel_id=7, replica_groups=[2,4]<=[8], dimensions={0}
+}"""
+    entry = """  %p = f32[2]{0} parameter(0)
+  %a = f32[8]{0} fusion(%p), kind=kCustom, calls=%fused1
+  ROOT %b = f32[8]{0} fusion(%p), kind=kCustom, calls=%fused2"""
+    text = module(entry, fused.replace("{n}", "1"), fused.replace("{n}", "2"))
+    assert collectives_of(text, MESH) == (Collective("all_gather", ("y",), 32.0),)
+
+
+@pytest.mark.parametrize(("dtype", "itemsize"), [(jnp.float32, 4), (jnp.int8, 1), (jnp.bool_, 1), (jnp.complex64, 8)])
+def test_bytes_of_a_compiled_gather(dtype, itemsize):
+    """A gather's bytes are those of its result, whatever the type."""
+    mesh = jax_mesh(MESH)
+    sharding, whole = (NamedSharding(mesh, PartitionSpec(spec)) for spec in ("y", None))
+    x = jax.ShapeDtypeStruct((16, 4), dtype, sharding=sharding)
+    text = jax.jit(lambda x: jax.lax.with_sharding_constraint(x, whole)).lower(x).compile().as_text()
+    assert [(c.kind, c.mesh_axes, c.bytes) for c in collectives_of(text, MESH)] == [("all_gather", ("y",), 64.0 * itemsize)]
+
+
+@pytest.mark.parametrize("axes", [axes for n in (1, 2, 3) for axes in itertools.combinations("abc", n)])
+def test_axes_of_a_compiled_sum(axes):
+    """Whatever axes a contraction is split over, its all_reduce is found to run over just these."""
+    mesh = Mesh.of({"a": 2, "b": 2, "c": 2})
+    sharding = NamedSharding(jax_mesh(mesh), PartitionSpec(axes))
+    x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding)
+    text = jax.jit(lambda x: x @ x).lower(x).compile().as_text()
+    assert [(c.kind, c.mesh_axes) for c in collectives_of(text, mesh)] == [("all_reduce", axes)]
