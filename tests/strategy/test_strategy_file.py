@@ -71,7 +71,7 @@ def test_numpy_scalars_are_saved_as_numbers():
     [
         {"lower_bound_seconds": float("nan")},
         {"stats": {"x": float("inf")}},
-        {"stats": {"x": object()}},
+        {"stats": {"x": print}},
         {"layouts": {99: (0, 0)}},
         {"layouts": {0: (0,)}},
         {"layouts": {0: [0, -1]}},
