@@ -2,7 +2,8 @@
 
 The text is walked from the entry computation: a loop's body counts its trips, a call or fusion once for each caller. One
 record a tensor: a combined collective moves several. Forms differ by compiler (XLA:CPU's plain instructions, pairs
-``-start`` and ``-done``, ``async-start`` around a computation, custom fusions on TPU); what moves data once counts once. XLA:CPU moves narrow floats as float32 or float16 (jaxlib 0.10.2): their bytes are what it moves.
+``-start`` and ``-done``, ``async-start`` around a computation, custom fusions on TPU); what moves data once counts once.
+XLA:CPU moves narrow floats as wider ones (bfloat16 as float32, jaxlib 0.10.2), and their bytes are what it moves.
 """
 
 from __future__ import annotations
