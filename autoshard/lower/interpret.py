@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.extend.source_info_util import current_name_stack, user_context
 
 from autoshard.ir import Graph, Op
@@ -133,15 +133,16 @@ def retraced(old: ClosedJaxpr | Jaxpr, function: Any) -> tuple[ClosedJaxpr | Jax
 
     A closed jaxpr keeps its constants; an open one, as a checkpoint's, gets them as leading arguments.
     """
-    types = [
-        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False)) for v in opened(old)[0].invars
-    ]
+    avals: list[Any] = [v.aval for v in opened(old)[0].invars]
+    types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False)) for aval in avals]
     new = jax.make_jaxpr(function)(*types)
-    if isinstance(old, ClosedJaxpr) or not new.consts:
-        return new if isinstance(old, ClosedJaxpr) else new.jaxpr, []
-    consts = list(new.consts)
-    opened_up = jax.make_jaxpr(lambda *all_: jax.core.eval_jaxpr(new.jaxpr, all_[: len(consts)], *all_[len(consts) :]))(*consts, *types)
-    return opened_up.jaxpr, consts
+    if isinstance(old, ClosedJaxpr):
+        return new, []
+    n = len(new.consts)
+    if n:
+        passed_in = jax.make_jaxpr(lambda *given: jaxpr_as_fun(ClosedJaxpr(new.jaxpr, given[:n]))(*given[n:]))
+        return passed_in(*new.consts, *types).jaxpr, list(new.consts)
+    return new.jaxpr, []
 
 
 def with_bodies(eqn: JaxprEqn, old: Sequence[ClosedJaxpr | Jaxpr], new: Sequence[ClosedJaxpr | Jaxpr]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
@@ -11,13 +12,13 @@ from autoshard.errors import ClusterError
 from autoshard.ir import Layout, Mesh, layout_to_spec
 
 
-def jax_mesh(mesh: Mesh, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+def jax_mesh(mesh: Mesh, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
     """The JAX mesh of Auto axes with these names and sizes, its devices placed by JAX to suit the machine's links.
 
     ``devices`` may be those of an ahead-of-time topology; the first ``mesh.size`` of them are used.
 
-    >>> jax_mesh(Mesh.of({"data": 1})).shape
-    OrderedDict({'data': 1})
+    >>> dict(jax_mesh(Mesh.of({"data": 1})).shape)
+    {'data': 1}
 
     Raises:
         ClusterError: there are fewer devices than the mesh has places.

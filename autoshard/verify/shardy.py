@@ -20,7 +20,7 @@ from autoshard.cost.profile import profile
 from autoshard.ir import Collective, Graph, Layout, Mesh, Op
 from autoshard.lower.interpret import Interpreter, apply, ops_by_path
 from autoshard.lower.mesh import to_named_sharding
-from autoshard.trace.structure import CHECKPOINTS
+from autoshard.trace import CHECKPOINTS, constraint_spec
 
 PROPAGATE = "builtin.module(sdy-propagation-pipeline)"
 EXPLICIT = "builtin.module(func.func(sdy-insert-explicit-reshards{enable-full-version=true},sdy-reshard-to-collectives))"
@@ -48,7 +48,7 @@ def explicit_collectives(lowered: jax.stages.Lowered | ir.Module, mesh: Mesh) ->
 
 def _run(lowered: jax.stages.Lowered | ir.Module, *pipelines: str) -> ir.Operation:
     """The module after the passes; they work in place, so on a copy."""
-    module = lowered if isinstance(lowered, ir.Module) else lowered.compiler_ir("stablehlo")
+    module: Any = lowered if isinstance(lowered, ir.Module) else lowered.compiler_ir("stablehlo")
     copy = module.operation.clone()
     with module.context:
         for pipeline in pipelines:
@@ -139,8 +139,9 @@ def _itemsize(element: str) -> float:
     """Bytes an element of an MLIR type: ``f32``, ``bf16``, ``ui8``, ``i1``, ``f8E4M3FN``, ``complex<f32>``."""
     if element == "i1":
         return 1.0
-    bits = int(re.search(r"\d+", element)[0])
-    return bits / 8 * (2 if element.startswith("complex") else 1)
+    bits = re.search(r"\d+", element)
+    assert bits, element
+    return int(bits[0]) / 8 * (2 if element.startswith("complex") else 1)
 
 
 def _text(attribute: Any) -> str:
@@ -210,7 +211,7 @@ def _layout(dims: Sequence[Sequence[tuple[str, str]]], mesh: Mesh) -> Layout:
 class _Marker(Interpreter):
     """Writes every value's number on it: as the name of a constraint that constrains nothing, which propagation fills in."""
 
-    def __init__(self, ops: Mapping[tuple[int, ...], Op], mesh: jax.sharding.Mesh, free: tuple[bool, ...]):
+    def __init__(self, ops: Mapping[tuple[int, ...], Op], mesh: Any, free: tuple[bool, ...]):
         super().__init__(ops)
         self.mesh = mesh
         self.free = free
@@ -233,23 +234,18 @@ class _Marker(Interpreter):
 
     def op(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         if op.primitive == "sharding_constraint":
-            operands = [self._constrain(operands[0], self._user_spec(eqn, operands[0].ndim))]
+            operands = [self._constrain(operands[0], self._known(constraint_spec(op)[0]))]
         return self.marks(apply(eqn, operands), op.results)
 
-    def _user_spec(self, eqn: JaxprEqn, rank: int) -> PartitionSpec:
-        """The user's own constraint on this mesh: axes it lacks constrain nothing."""
-        open_dims = eqn.params.get("unconstrained_dims") or ()
-        sharding = eqn.params["sharding"]
-        spec = list(sharding.spec) if isinstance(sharding, NamedSharding) else [PartitionSpec.UNCONSTRAINED] * rank
-        entries = []
-        for dim in range(rank):
-            entry = spec[dim] if dim < len(spec) else None
-            if dim in open_dims or entry is PartitionSpec.UNCONSTRAINED:
-                entries.append(PartitionSpec.UNCONSTRAINED)
-                continue
-            axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
-            entries.append(tuple(name for name in axes if name in self.mesh.axis_names) or None)
-        return PartitionSpec(*entries)
+    def _known(self, spec: tuple) -> PartitionSpec:
+        """The user's spec without the axes that this mesh lacks."""
+        names = self.mesh.axis_names
+
+        def known(entry: Any) -> Any:
+            axes = (entry,) if isinstance(entry, str) else entry
+            return tuple(name for name in axes if name in names) or None if isinstance(axes, tuple) else entry
+
+        return PartitionSpec(*map(known, spec))
 
     def control_flow(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         results = self.rebound(op, eqn, operands)
