@@ -72,7 +72,8 @@ class Outcome:
 
 def search(program: Program, searcher: str, progress: Progress) -> Strategy:
     """The strategy that a searcher finds for a program, its mesh included."""
-    return autoshard.search(program.train_step, *program.init(), *program.example(), cluster=CLUSTER, searcher=searcher, progress=progress)
+    state = nnx.eval_shape(program.init)
+    return autoshard.search(program.train_step, *state, *program.example(), cluster=CLUSTER, searcher=searcher, progress=progress)
 
 
 def train(program: Program, steps: int, progress: Progress) -> Outcome:
@@ -80,23 +81,23 @@ def train(program: Program, steps: int, progress: Progress) -> Outcome:
     strategies = {searcher: search(program, searcher, progress) for searcher in SEARCHERS}
     strategy = strategies[SEARCHERS[0]]
     batches = list(program.batches(steps))
-    step = strategy.apply(program.train_step)
-    reference = _run(nnx.jit(program.train_step), program, batches, f"{program.name} on 1 device", progress)
-    sharded = _run(step, program, batches, f"{program.name} on {strategy.record.mesh.size} devices", progress)
-    progress("reading the compiled module", 1.0)
-    module = step.lower(*program.init(), *batches[0]).compile().as_text()
+    progress(f"{program.name}: first parameters", 0.0)
+    init, step = nnx.jit(program.init), strategy.apply(program.train_step)
+    reference = _run(nnx.jit(program.train_step), init(), batches, f"{program.name} on 1 device", progress)
+    state = strategy.shard(*init())
+    sharded = _run(step, state, batches, f"{program.name} on {strategy.record.mesh.size} devices", progress)
+    module = step.lower(*state, *batches[0]).compile().as_text()
     collectives = verify.compare(strategy.cost.collectives, verify.collectives_of(module, strategy.record.mesh))
     return Outcome(program, strategies, sharded, reference, collectives)
 
 
-def _run(step: Callable, program: Program, batches: Sequence[tuple], what: str, progress: Progress) -> Training:
-    """Trains a new model, one step a batch."""
-    model, optimizer = program.init()
+def _run(step: Callable, state: tuple, batches: Sequence[tuple], what: str, progress: Progress) -> Training:
+    """Trains the model and the optimizer of a state, one step a batch."""
     losses, seconds = [], []
     for number, batch in enumerate(batches):
         progress(what, number / len(batches))
         started = time.perf_counter()
-        losses.append(float(step(model, optimizer, *batch)))
+        losses.append(float(step(*state, *batch)))
         seconds.append(time.perf_counter() - started)
     return Training(tuple(losses), statistics.median(seconds[2:] or seconds))
 
@@ -139,8 +140,10 @@ def _relative(found: float, expected: float) -> float:
 
 
 def _sparkline(values: Sequence[float]) -> str:
-    low, high = min(values), max(values)
-    return "".join("▁▂▃▄▅▆▇█"[round(7 * (value - low) / (high - low))] if high > low else "▁" for value in values)
+    """The curve in block characters; ``!`` stands for what is no number."""
+    finite = [value for value in values if math.isfinite(value)]
+    low, span = min(finite, default=0.0), max(finite, default=0.0) - min(finite, default=0.0)
+    return "".join("▁▂▃▄▅▆▇█"[round(7 * (value - low) / (span or 1.0))] if math.isfinite(value) else "!" for value in values)
 
 
 def _collective_parts(outcome: Outcome) -> tuple:

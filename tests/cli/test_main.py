@@ -1,0 +1,104 @@
+"""The command line as a whole: help, usage errors, lists, option texts."""
+
+import argparse
+import doctest
+import json
+import subprocess
+import sys
+
+import pytest
+
+from autoshard.cli import options
+from autoshard.cli.main import COMMANDS
+from autoshard.cluster import Cluster
+
+NAMES = ("search", "evaluate", "explain", "compare", "clusters", "strategies", "demo")
+
+
+def test_help_lists_every_command(run):
+    """The help names each command; without a command the same text goes to stderr with exit code 2."""
+    code, out, _ = run("--help")
+    assert code == 0 and all(name in out for name in NAMES) and len(COMMANDS) == len(NAMES)
+    code, out, err = run()
+    assert code == 2 and not out and all(name in err for name in NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_command_shows_an_example_that_parses(run, name):
+    """The help of a command has an example, and its options are the command's own."""
+    code, out, _ = run(name, "--help")
+    example = out.split("example:\n")[1].strip()
+    assert code == 0 and example.startswith(f"autoshard {name}")
+    import shlex
+
+    from autoshard.cli.main import parser
+
+    parser().parse_args(shlex.split(example)[1:])
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("serch",),
+        ("search",),
+        ("search", "a:b", "--cluster", "cpu:8", "--mesh", "data"),
+        ("demo", "--steps", "0"),
+        ("explain", "--jso", "x"),
+    ],
+)
+def test_bad_usage_exits_with_2(run, argv):
+    """A misspelt command, a missing option and a malformed value exit with 2 and say what is wrong."""
+    code, out, err = run(*argv)
+    assert code == 2 and not out and "error:" in err
+
+
+def test_clusters_lists_what_parses(run):
+    """Every example that clusters prints is a cluster."""
+    code, out, _ = run("clusters", "--json")
+    entries = json.loads(out)
+    assert code == 0 and len(entries) >= 10
+    for entry in entries:
+        assert Cluster.parse(entry["example"]).device.name == entry["name"]
+    text = run("clusters")[1]
+    assert all(entry["example"] in text for entry in entries)
+
+
+def test_strategies_lists_and_shows_the_library(run):
+    """The library's strategies are listed, shown by name, and explained by name; a wrong name is refused."""
+    code, out, _ = run("strategies", "--json")
+    names = [entry["strategy"] for entry in json.loads(out)]
+    assert code == 0 and "demo_lenet_data_parallel" in names
+    assert run("strategies", "demo_lenet_data_parallel")[1] == run("explain", "demo_lenet_data_parallel")[1]
+    assert all(name in run("strategies")[1] for name in names)
+    code, _, err = run("strategies", "demo_lenet_dat")
+    assert code == 2 and "demo_lenet_data_parallel" in err
+
+
+def test_help_is_quick_since_jax_is_not_loaded():
+    """Parsing a command line loads neither the searchers nor the demo."""
+    script = "import sys; from autoshard.cli import main; main(['--help']); print([m for m in ('flax', 'sklearn', 'autoshard.demo') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert out.strip().endswith("[]")
+
+
+@pytest.mark.parametrize(
+    "read, bad",
+    [
+        (options.mesh, ("data", "data=", "data=0", "data=2,data=4", "data=x", "")),
+        (options.spec, ("data,", "1", "(data", "data+,None", "None+data")),
+        (options.path_spec, ("data", "=data", "x=1")),
+        (options.size, ("12 apples", "-1GB", "GB", "0")),
+        (options.numbers, ("a", "0,", "-1")),
+        (options.positive, ("0", "-3", "x", "1.5")),
+    ],
+)
+def test_malformed_values_are_refused(read, bad):
+    """Each text form refuses what is not of its kind, saying what it expects."""
+    for text in bad:
+        with pytest.raises(argparse.ArgumentTypeError, match="got"):
+            read(text)
+
+
+def test_examples_of_the_text_forms():
+    """The examples in the options' docstrings hold."""
+    assert doctest.testmod(options).failed == 0

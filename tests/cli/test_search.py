@@ -1,0 +1,182 @@
+"""``autoshard search``, ``evaluate``, ``explain`` and ``compare`` on a program in the current folder."""
+
+import json
+
+import pytest
+
+import autoshard
+from autoshard.cli import terminal
+from autoshard.strategy import from_json
+
+
+def test_search_reports_and_saves(search, run, tmp_path):
+    """A search prints a report and saves a strategy that loads, with the command that made it, and that explain shows again."""
+    code, out, err = search("--donate", "0", "--save", "s.json")
+    assert code == 0 and "saved to s.json" in err
+    for words in ("step time", "peak memory", "Where the time goes", "state['params']['up']", "recursive_programming"):
+        assert words in out
+    record = autoshard.load(tmp_path / "s.json").record
+    assert record.donate_argnums == (0,)
+    assert record.provenance.command.startswith("autoshard search user_program:train_step --args user_program:example_args")
+    assert run("explain", "s.json")[:2] == (0, out)
+
+
+def test_json_alone_is_on_stdout(search, run):
+    """With --json stdout is the strategy file and nothing else, though the user's module prints; explain gives the same."""
+    code, out, err = search("--json", "--save", "s.json")
+    assert code == 0 and "talks while it is imported" in err and "while it is traced" in err
+    assert from_json(out).program.name == "train_step"
+    assert run("explain", "s.json", "--json")[1] == out
+
+
+def test_args_may_be_a_tuple_or_real_arrays(search):
+    """A module's tuple serves as arguments, and so do real arrays."""
+    assert search("--json", args="ARGS")[0] == 0
+    code, out, _ = search("--json", args="other_args")
+    assert code == 0 and json.loads(out)["arguments"][0]["shape"] == [64, 32]
+
+
+def test_mesh_pins_and_searcher_are_obeyed(search):
+    """The mesh is the one given, a pinned argument keeps its spec, and the searcher is the one named."""
+    pins = ("--pin", "state*up*=None,model", "--pin", "batch['x']=(data+model),None")
+    code, out, _ = search("--mesh", "data=4,model=2", *pins, "--searcher", "recursive_programming", "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["mesh"] == [["data", 4], ["model", 2]] and found["searcher"]["name"] == "recursive_programming"
+    specs = {argument["path"]: argument["spec"] for argument in found["arguments"]}
+    assert specs["state['params']['up']"] == [None, "model"] and specs["batch['x']"] == [["data", "model"], None]
+
+
+def test_evaluate_costs_the_given_sharding(run):
+    """Evaluate keeps the given specs, replicates what is not mentioned, and costs it; compare puts it next to a search."""
+    program = ("user_program:train_step", "--args", "user_program:example_args", "--cluster", "cpu:8")
+    code, out, _ = run("evaluate", *program, "--mesh", "data=8", "--in-spec", "batch*=data", "--save", "given.json", "--json")
+    assert code == 0
+    specs = {argument["path"]: argument["spec"] for argument in json.loads(out)["arguments"]}
+    assert specs == {
+        "state['params']['down']": [None, None],
+        "state['params']['up']": [None, None],
+        "batch['x']": ["data", None],
+        "batch['y']": ["data", None],
+    }
+    assert run("search", *program, "--mesh", "data=8", "--save", "found.json")[0] == 0
+    code, out, _ = run("compare", "found.json", "given.json", "--json")
+    found, given = json.loads(out)
+    assert code == 0 and 0 < found["makespan_seconds"] <= given["makespan_seconds"]
+    code, out, _ = run("compare", "found.json", "given.json")
+    assert code == 0 and "1.00 x" in out and "given.json" in out
+
+
+@pytest.mark.parametrize(
+    "options, pieces",
+    [
+        (("--mesh", "data=3"), ("8 devices", "product is 8")),
+        (("--pin", "batches=data"), ("batches", "batch['x']")),
+        (("--mesh", "data=8", "--pin", "state['params']['up']=model"), ("'model'", "data=8")),
+        (("--memory-limit", "1kB"), ("smallest peak", "memory_limit_bytes")),
+        (("--searcher", "magic"), ("magic", "recursive_programming")),
+        (("--donate", "7"), ("donate_argnums", "7")),
+        (("--cluster", "tpu9:4"), ("tpu9", "cpu")),
+    ],
+)
+def test_impossible_requests_say_what_to_do(search, options, pieces):
+    """What cannot be had is one paragraph with names and numbers, exit code 2, and no traceback."""
+    code, out, err = search(*options)
+    message = err.strip().splitlines()[-1]
+    assert code == 2 and not out and message.startswith("autoshard search: ") and "Traceback" not in err
+    for piece in pieces:
+        assert piece in message
+
+
+@pytest.mark.parametrize(
+    "names, pieces",
+    [
+        ({"program": "nothing"}, ("has no 'nothing'", "train_step")),
+        ({"program": "ARGS"}, ("a program is a function", "tuple")),
+        ({"args": "list_args"}, ("a tuple with one entry", "list")),
+        ({"program": "example_args"}, ("must fit the program", "2")),
+        ({"program": "raises_while_traced"}, ("no luck today", "user_program.py:37", "--debug")),
+        ({"program": "branches_on_values"}, ("user_program.py:45", "lax.cond")),
+        ({"args": "args_that_raise"}, ("ZeroDivisionError", "user_program.py:41", "--debug")),
+    ],
+)
+def test_faults_of_the_program_name_its_line(search, names, pieces):
+    """A fault in the user's program is one paragraph with the line it comes from, exit code 2, and no traceback."""
+    code, out, err = search(**names)
+    assert code == 2 and not out and "Traceback" not in err
+    for piece in pieces:
+        assert piece in err.strip().splitlines()[-1]
+
+
+def test_debug_shows_the_traceback(search):
+    """--debug shows where the error was raised, and the exit code stays."""
+    code, _, err = search("--debug", program="raises_while_traced")
+    assert code == 2 and "Traceback" in err and "no luck today" in err
+
+
+@pytest.mark.parametrize(
+    "program, piece", [("nowhere:step", "no module 'nowhere'"), ("user_program", "module:function"), ("user_program.py:f", "without .py")]
+)
+def test_programs_that_are_not_found(run, program, piece):
+    """A misnamed program is explained."""
+    code, _, err = run("search", program, "--cluster", "cpu:8")
+    assert code == 2 and piece in err
+
+
+def test_an_import_that_fails_inside_the_module_is_the_modules(run, tmp_path):
+    """A module that is there but imports what is not says so, with its line; one that exits is explained."""
+    (tmp_path / "broken_program.py").write_text("import does_not_exist\n")
+    (tmp_path / "exiting_program.py").write_text("raise SystemExit(0)\n")
+    (tmp_path / "unparsable_program.py").write_text("def f(:\n")
+    for module, piece in (("broken", "does_not_exist"), ("exiting", "__main__"), ("unparsable", "unparsable_program.py:1")):
+        code, _, err = run("search", f"{module}_program:f", "--cluster", "cpu:8")
+        assert code == 2 and piece in err and "Traceback" not in err
+
+
+def test_an_interrupt_leaves_nothing_behind(search, monkeypatch, tmp_path):
+    """Ctrl-C during a search exits with 130, without a traceback and without a file."""
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(autoshard, "search", interrupted)
+    code, out, err = search("--save", "s.json")
+    assert code == 130 and not out and "Traceback" not in err and not (tmp_path / "s.json").exists()
+
+
+def test_a_fault_of_ours_says_so(search, monkeypatch):
+    """An exception without a line of the user's is owned up to."""
+
+    def faulty(*_, **__):
+        raise KeyError("oops")
+
+    monkeypatch.setattr(autoshard, "search", faulty)
+    monkeypatch.setattr("autoshard.cli.failure.user_place", lambda _: None)
+    code, _, err = search()
+    assert code == 2 and "fault in autoshard" in err
+
+
+def test_files_that_are_no_strategies(run, tmp_path):
+    """A missing, a truncated and a hostile file are each explained."""
+    (tmp_path / "cut.json").write_text('{"schema": 1, "na')
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    for name in ("missing.json", "cut.json", "deep.json"):
+        code, out, err = run("explain", name)
+        assert code == 2 and not out and name in err and "Traceback" not in err
+
+
+def test_a_strategy_of_another_program_is_refused_when_run(search, tmp_path):
+    """A saved strategy does not run another program."""
+    import user_program
+
+    assert search("--save", "s.json")[0] == 0
+    with pytest.raises(autoshard.StrategyError):
+        autoshard.load(tmp_path / "s.json").apply(user_program.train_step)(*user_program.other_args())
+
+
+def test_progress_draws_only_for_a_terminal(capsys):
+    """Progress is silent in a pipe, and where --json asks for quiet."""
+    for quiet in (False, True):
+        with terminal.progress(quiet) as callback:
+            callback("working", 0.5)
+    assert capsys.readouterr() == ("", "")
