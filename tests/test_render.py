@@ -81,7 +81,7 @@ def test_seconds_keep_three_digits(seconds):
 
 @given(st.floats(1e3, 1e17))
 def test_bytes_and_flops_keep_three_digits(n):
-    """Bytes and operations read back from their text are within half a unit of the third digit, and never show four digits before the point."""
+    """Bytes and operations read back from their text are within half a unit of the third digit, three digits before the point at most."""
     for text, unit in ((format_bytes(n), "B"), (format_flops(n), "FLOP")):
         assert value_of(text, unit) == pytest.approx(n, rel=5.1e-3)
         assert float(text.split()[0]) < 1000

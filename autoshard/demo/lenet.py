@@ -79,6 +79,6 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
             "the LeNet demo reads the digits that scikit-learn ships, and scikit-learn is not installed. "
             "Install it with: pip install 'autoshard[demo]'."
         ) from None
-    data = load_digits()
-    images = np.kron(data.images / 16.0, np.ones((1, SIDE // 8, SIDE // 8)))
-    return images[..., None].astype(np.float32), data.target.astype(np.int32)
+    pixels, labels = load_digits(return_X_y=True)
+    images = np.kron(np.reshape(pixels, (-1, 8, 8)) / 16, np.ones((1, SIDE // 8, SIDE // 8)))
+    return images[..., None].astype(np.float32), np.asarray(labels, np.int32)

@@ -86,7 +86,7 @@ def train(program: Program, steps: int, progress: Progress) -> Outcome:
     reference = _run(nnx.jit(program.train_step), init(), batches, f"{program.name} on 1 device", progress)
     state = strategy.shard(*init())
     sharded = _run(step, state, batches, f"{program.name} on {strategy.record.mesh.size} devices", progress)
-    module = step.lower(*state, *batches[0]).compile().as_text()
+    module = step.lower(*state, *batches[0]).compile().as_text() or ""
     collectives = verify.compare(strategy.cost.collectives, verify.collectives_of(module, strategy.record.mesh))
     return Outcome(program, strategies, sharded, reference, collectives)
 

@@ -3,13 +3,14 @@
 import argparse
 import doctest
 import json
+import shlex
 import subprocess
 import sys
 
 import pytest
 
 from autoshard.cli import options
-from autoshard.cli.main import COMMANDS
+from autoshard.cli.main import COMMANDS, parser
 from autoshard.cluster import Cluster
 
 NAMES = ("search", "evaluate", "explain", "compare", "clusters", "strategies", "demo")
@@ -29,10 +30,6 @@ def test_every_command_shows_an_example_that_parses(run, name):
     code, out, _ = run(name, "--help")
     example = out.split("example:\n")[1].strip()
     assert code == 0 and example.startswith(f"autoshard {name}")
-    import shlex
-
-    from autoshard.cli.main import parser
-
     parser().parse_args(shlex.split(example)[1:])
 
 
@@ -76,7 +73,8 @@ def test_strategies_lists_and_shows_the_library(run):
 
 def test_help_is_quick_since_jax_is_not_loaded():
     """Parsing a command line loads neither the searchers nor the demo."""
-    script = "import sys; from autoshard.cli import main; main(['--help']); print([m for m in ('flax', 'sklearn', 'autoshard.demo') if m in sys.modules])"
+    loaded = "[m for m in ('flax', 'sklearn', 'autoshard.demo') if m in sys.modules]"
+    script = f"import sys; from autoshard.cli import main; main(['--help']); print({loaded})"
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert out.strip().endswith("[]")
 
