@@ -207,8 +207,16 @@ class _Emitter:
         arguments = self._all(whole.inputs)
         ops = self._ops(steps)
         results = self._all(whole.outputs)
-        values, constants, literals, written = map(tuple, (self.values, self.constants, self.literals, self.written))
-        return Program(values, ops, arguments, results, constants, literals, written, tuple(self.flat.assumptions))
+        return Program(
+            values=tuple(self.values),
+            ops=ops,
+            arguments=arguments,
+            results=results,
+            constants=tuple(self.constants),
+            literals=tuple(self.literals),
+            written=tuple(self.written),
+            assumptions=tuple(self.flat.assumptions),
+        )
 
     def _number(self, array: int) -> int:
         found = self.numbers.get(array)

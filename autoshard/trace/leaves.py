@@ -45,7 +45,13 @@ def argument_names(fn: Callable, n_args: int) -> tuple[str, ...]:
 
 def plain_leaves(args: Sequence[Any], names: Sequence[str]) -> list[Leaf]:
     """The leaves of a tuple of pytrees, in `jax.tree.leaves` order."""
-    return [Leaf(path[0].idx, names[path[0].idx], keystr(path[1:])) for path, _ in jax.tree_util.tree_flatten_with_path(tuple(args))[0]]
+    return [leaf_at(path, names) for path, _ in jax.tree_util.tree_flatten_with_path(tuple(args))[0]]
+
+
+def leaf_at(path: Sequence[Any], names: Sequence[str], inside: str = "") -> Leaf:
+    """The leaf at a path in the arguments tuple; ``inside`` continues the path, in a module."""
+    position: int = path[0].idx
+    return Leaf(position, names[position], keystr(tuple(path[1:])) + inside)
 
 
 def result_path(path: Sequence[Any]) -> str:

@@ -15,7 +15,7 @@ import jax
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey, keystr
 
 from autoshard.errors import TraceError
-from autoshard.trace.leaves import Leaf
+from autoshard.trace.leaves import Leaf, leaf_at
 
 
 def has_modules(tree: Any) -> bool:
@@ -40,7 +40,7 @@ def _ends_here(x: Any) -> bool:
 class _Places:
     """Where in a pytree the graph nodes stand, or what stands for them."""
 
-    tree: jax.tree_util.PyTreeDef
+    tree: Any  # jax.tree.structure, with graph nodes as leaves
     is_node: tuple[bool, ...]
 
     @classmethod
@@ -108,8 +108,7 @@ class Modules:
         found = []
         for path, part, node in zip(outer, self._places.tree.flatten_up_to(self.split(args)), self._places.is_node, strict=True):
             for inner, _ in jax.tree_util.tree_flatten_with_path(part)[0]:
-                key = keystr(path[1:]) + (_attributes(inner) if node else keystr(inner))
-                found.append(Leaf(path[0].idx, names[path[0].idx], key))
+                found.append(leaf_at(path, names, _attributes(inner) if node else keystr(inner)))
         return found
 
     def pure(self, *states: Any) -> tuple[Any, list[Any]]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr
-from jax.tree_util import PyTreeDef
 
 from autoshard.errors import TraceError
 from autoshard.ir import Graph
@@ -29,14 +28,14 @@ class Traced:
     Attributes:
         graph: the program; calls inlined, dead ops dropped.
         jaxpr: as JAX traced it, for the lowering; its inputs and outputs are the graph's arguments and results.
-        in_tree: structure of the arguments tuple; an NNX object counts as its `nnx.State`; keyword arguments are a last dict.
+        in_tree: `jax.tree.structure` of the arguments tuple; an NNX object counts as its `nnx.State`; keyword arguments are a last dict.
         out_tree: structure of the function's result, without what is written back into NNX objects.
     """
 
     graph: Graph
     jaxpr: ClosedJaxpr
-    in_tree: PyTreeDef
-    out_tree: PyTreeDef
+    in_tree: Any
+    out_tree: Any
     modules: Modules | None = None
 
     def split(self, args: tuple) -> tuple:
@@ -182,7 +181,7 @@ def _abstract(args: tuple, leaves: list[Leaf]) -> tuple:
 
 def _abstract_leaf(x: Any, leaf: Leaf) -> jax.ShapeDtypeStruct:
     try:
-        aval = jax.api_util.shaped_abstractify(x)
+        aval: Any = jax.api_util.shaped_abstractify(x)
     except (TypeError, ValueError, OverflowError):
         raise TraceError(
             f"Arguments are pytrees of arrays, jax.ShapeDtypeStructs and Python numbers; '{leaf.path}' is {type(x).__name__} {x!r:.60}. "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from autoshard.trace.structure import opened
@@ -37,7 +38,7 @@ def while_trips(eqn: JaxprEqn) -> int | None:
 
 def _written(atom: Any) -> int | None:
     """The integer a literal is, or None."""
-    if isinstance(atom, Literal) and isinstance(atom.aval.dtype.type(0).item(), int):
+    if isinstance(atom, Literal) and np.issubdtype(np.asarray(atom.val).dtype, np.integer):
         return int(atom.val)
     return None
 

@@ -67,7 +67,6 @@ def test_every_value_is_made_before_it_is_read(traced):
             for body in op.bodies:
                 made.extend(body.inputs)
                 inner |= check(body.ops, seen | set(body.inputs), trips * body.trips)
-                assert not op.holders or all(len(holder.sources) for holder in op.holders)
             own = [value for value in op.results if not inner or value not in inner]
             made.extend(own)
             seen |= set(own) | (inner if op.primitive == "remat2" else set())
@@ -86,7 +85,7 @@ def test_flows_fit_their_holders(traced):
             shape = values[holder.value].shape
             assert all(values[view].shape == shape for view in holder.views)
             for flow in holder.sources:
-                assert values[flow.value].shape == shape[max(0, -flow.shift) :] or values[flow.value].shape[max(0, flow.shift) :] == shape
+                assert values[flow.value].shape[max(0, flow.shift) :] == shape[max(0, -flow.shift) :]
 
 
 def test_the_ops_compute_the_program(traced):
