@@ -105,6 +105,8 @@ class _Judge:
                     continue
                 layout = self.assignment.layout(holder.value)
                 for flow in holder.sources:
+                    if self.profile.free[flow.value]:
+                        continue
                     entering = flow.value not in {v for body in op.bodies for v in body.outputs} and not flow.inside
                     if entering == inside:
                         continue

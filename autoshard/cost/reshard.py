@@ -154,24 +154,31 @@ def reduction_steps(
     computed: Layout,
     reductions: Iterable[tuple[int, str, int]],
 ) -> tuple[Step, ...]:
-    """The collectives that combine an op's partial results.
+    """The collectives that combine an op's partial results: one for each operator, over all its axes together.
 
-    Axes that scatter come first, one reduce_scatter per dimension and operator; the others share one all_reduce per operator.
+    Where every axis scatters it is a reduce_scatter, else an all_reduce of which the scattered axes then take their slices, for
+    nothing: the partitioner combines partial results once.
 
     Args:
         computed: the layout of the partial results.
         reductions: per axis ``(axis, operator, dimension it scatters onto or -1)``; see `autoshard.ir.reductions`.
     """
-    groups: dict[tuple[bool, int, str], list[int]] = {}
+    operators: dict[str, list[tuple[int, int]]] = {}
     for axis, operator, scatter in reductions:
-        groups.setdefault((scatter < 0, scatter, operator), []).append(axis)
+        operators.setdefault(operator, []).append((axis, scatter))
     at = computed
     steps = []
-    for (whole, scatter, _), axes in sorted(groups.items()):
-        kind = "all_reduce" if whole else "reduce_scatter"
-        target = at if whole else tuple(scatter if axis in axes else dim for axis, dim in enumerate(at))
+    for _, group in sorted(operators.items()):
+        axes = tuple(sorted(axis for axis, _ in group))
+        scatters = {axis: scatter for axis, scatter in group if scatter >= 0}
+        target = tuple(scatters.get(axis, dim) for axis, dim in enumerate(at))
         nbytes = _nbytes(shape, itemsize) / shards(at, mesh.sizes)
-        steps.append(Step(kind, tuple(sorted(axes)), at, target, nbytes, float(communication.seconds(kind, nbytes, tuple(axes)))))
+        if len(scatters) == len(axes):
+            steps.append(Step("reduce_scatter", axes, at, target, nbytes, float(communication.seconds("reduce_scatter", nbytes, axes))))
+        else:
+            steps.append(Step("all_reduce", axes, at, at, nbytes, float(communication.seconds("all_reduce", nbytes, axes))))
+            if scatters:
+                steps.append(Step("slice", tuple(sorted(scatters)), at, target, nbytes, 0.0))
         at = target
     return tuple(steps)
 

@@ -114,7 +114,8 @@ def split_batch(problem: Problem) -> Propagation:
 
 def _spread(problem: Problem, batch: dict[int, Layout]) -> Propagation:
     spread = Propagation(problem)
-    spread.seed({value: _pinned(problem, value, layout) for value, layout in batch.items()})
+    pinned = {value: spread.layout(value) for value in problem.graph.arguments if value in problem.pins}
+    spread.seed({value: _pinned(problem, value, layout) for value, layout in (pinned | batch).items()})
     spread.forward()
     return spread
 

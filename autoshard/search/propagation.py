@@ -21,7 +21,7 @@ from autoshard.ir import (
     result_layout,
     shift_layout,
 )
-from autoshard.problem import Problem
+from autoshard.problem import Pin, Problem
 
 NOWHERE = (-1, -1)
 
@@ -78,6 +78,9 @@ class Propagation:
         """Per axis the factor that the most operand bytes are sharded on, as far as that is legal."""
         graph, profile, sizes = self.problem.graph, self.problem.profile, self.problem.mesh.sizes
         choice: list[tuple[int, int]] = [NOWHERE] * len(sizes)
+        pin = self.problem.pins.get(op.results[0]) if op.results else None
+        if pin is not None:
+            return _pinned_choice(rule, pin)
         for axis in range(len(sizes)):
             votes: dict[int, float] = {}
             for position, value in enumerate(op.operands):
@@ -194,6 +197,12 @@ class Propagation:
             if any(dim >= 0 for dim in layout):
                 wanted.setdefault(graph.results[result], {})[layout] = None
         return wanted
+
+
+def _pinned_choice(rule: Rule, pin: Pin) -> Choice:
+    """The choice that leaves an op's result as its pin wants it; what the pin leaves open stays replicated."""
+    dims = [min(allowed) for allowed in pin]
+    return tuple((rule.results[0][dim][0], -1) if dim >= 0 and rule.results[0][dim] else NOWHERE for dim in dims)
 
 
 def follow_layouts(problem: Problem, layouts: Mapping[int, Layout]) -> Assignment:

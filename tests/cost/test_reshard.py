@@ -147,8 +147,8 @@ def test_a_matrix_is_shared_and_read_only():
         matrix[0, 0] = 1.0
 
 
-def test_partial_results_scatter_first_and_share_one_all_reduce():
-    """Axes that scatter onto one dimension go together, then all the others of one operator."""
+def test_partial_results_are_combined_once_for_each_operator():
+    """A reduce_scatter where every axis scatters, else an all_reduce with a free slice."""
     mesh, communication = parts("cpu:8", (2, 2, 2))
 
     def steps(computed, *left):
@@ -157,10 +157,11 @@ def test_partial_results_scatter_first_and_share_one_all_reduce():
 
     assert steps((0, -1, -1), (1, "sum", -1), (2, "sum", -1)) == [("all_reduce", (1, 2), (0, -1, -1), 256.0)]
     assert steps((-1, -1, -1), (0, "sum", -1), (2, "sum", 1)) == [
-        ("reduce_scatter", (2,), (-1, -1, 1), 512.0),
-        ("all_reduce", (0,), (-1, -1, 1), 256.0),
+        ("all_reduce", (0, 2), (-1, -1, -1), 512.0),
+        ("slice", (2,), (-1, -1, 1), 512.0),
     ]
     assert steps((0, -1, -1), (1, "sum", 0), (2, "sum", 0)) == [("reduce_scatter", (1, 2), (0, 0, 0), 256.0)]
+    assert steps((0, -1, -1), (1, "sum", 0), (2, "sum", 1)) == [("reduce_scatter", (1, 2), (0, 0, 1), 256.0)]
     assert [step[:2] for step in steps((-1, -1, -1), (0, "sum", -1), (1, "max", -1))] == [("all_reduce", (1,)), ("all_reduce", (0,))]
     assert steps((0, 1, -1)) == []
 

@@ -1,0 +1,248 @@
+"""The user's way: search, apply, run, save, load, check."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from problems import eager_cluster
+from programs import PROGRAMS, concrete
+
+import autoshard
+from autoshard.verify import collectives_of
+
+SEARCHERS = ("data_parallel", "fully_sharded", "recursive_programming")
+
+
+def assert_close(got, wanted, tolerance=1e-5):
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        np.testing.assert_allclose(a, b, atol=tolerance * max(1e-3, np.abs(b).max(initial=0)), rtol=0)
+
+
+@pytest.mark.parametrize("searcher", SEARCHERS)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_applied_steps_compute_the_same(program, searcher):
+    """On eight devices, heavily sharded, every program gives the unsharded numbers, twice in a row where it steps."""
+    fn, args = PROGRAMS[program]()
+    strategy = autoshard.search(fn, *args, cluster=eager_cluster(), searcher=searcher)
+    real = concrete(args)
+    step = strategy.apply(fn)
+    wanted = jax.jit(fn)(*real)
+    got = step(*real)
+    assert_close(got, wanted)
+    for result, spec in zip(jax.tree.leaves(got), jax.tree.leaves(strategy.out_specs, is_leaf=lambda x: isinstance(x, P)), strict=True):
+        assert result.sharding.is_equivalent_to(jax.sharding.NamedSharding(result.sharding.mesh, spec), result.ndim)
+    if isinstance(wanted, tuple) and jax.tree.structure(wanted[0]) == jax.tree.structure(real[0]):
+        assert_close(step(got[0], *real[1:]), jax.jit(fn)(wanted[0], *real[1:]), 1e-4)
+
+
+@pytest.mark.parametrize("searcher", SEARCHERS)
+@pytest.mark.parametrize("program", ["mlp", "convnet", "gpt", "gpt_scan", "control_flow"])
+def test_collectives_are_those_predicted(program, searcher):
+    """The compiled module sends what the strategy says, within a fiftieth of its bytes, on one mesh axis."""
+    fn, args = PROGRAMS[program]()
+    strategy = autoshard.search(fn, *args, cluster=eager_cluster(), searcher=searcher, mesh={"data": 8})
+    text = strategy.apply(fn).lower(*args).compile().as_text()
+    sent = sum(c.bytes * c.count for c in collectives_of(text, strategy.record.mesh))
+    predicted = sum(c.bytes * c.count for c in strategy.cost.collectives)
+    assert sent == pytest.approx(predicted, rel=0.02)
+
+
+def test_state_keeps_its_spec_and_donation_is_kept():
+    """Returned state lies as its argument does, and a donated one gives its memory back."""
+    fn, args = PROGRAMS["mlp"]()
+    strategy = autoshard.search(fn, *args, cluster=eager_cluster(), donate_argnums=0, mesh={"data": 8})
+    assert jax.tree.leaves(strategy.in_specs[0]) == jax.tree.leaves(strategy.out_specs[0])
+    step = strategy.apply(fn)
+    state, *batch = strategy.shard(*concrete(args))
+    new, _ = step(state, *batch)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state) if leaf.ndim)
+    assert "may-alias" in step.lower(*args).compile().as_text()
+    step(new, *batch)
+
+
+def test_specs_are_structured_as_arguments_and_results():
+    """One PartitionSpec a leaf, in the same containers, also after loading from a file."""
+    fn, args = PROGRAMS["mlp"]()
+    strategy = autoshard.search(fn, *args, cluster="cpu:8")
+    is_spec = lambda x: isinstance(x, P)  # noqa: E731 - a predicate of one line
+    assert jax.tree.structure(strategy.in_specs, is_leaf=is_spec) == jax.tree.structure(args)
+    assert jax.tree.structure(strategy.out_specs, is_leaf=is_spec) == jax.tree.structure(jax.eval_shape(fn, *args))
+
+
+def test_saved_strategies_run(tmp_path):
+    """A strategy that was saved and loaded is equal, runs, and saves to the same bytes."""
+    fn, args = PROGRAMS["gpt"]()
+    strategy = autoshard.search(fn, *args, cluster=eager_cluster(), mesh={"data": 4, "model": 2})
+    strategy.save(tmp_path / "s.json")
+    loaded = autoshard.load(tmp_path / "s.json")
+    assert loaded.record == strategy.record
+    real = concrete(args)
+    assert_close(loaded.apply(fn)(*loaded.shard(*real)), jax.jit(fn)(*real))
+    loaded.save(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == (tmp_path / "s.json").read_bytes()
+
+
+def test_a_strategy_refuses_another_program():
+    """Applied to a different function, the first call says that the strategy is for another program."""
+    fn, args = PROGRAMS["mlp"]()
+    strategy = autoshard.search(fn, *args, cluster="cpu:8")
+    step = strategy.apply(lambda *args: jax.tree.map(lambda x: x * 2, args[0]))
+    with pytest.raises(autoshard.StrategyError, match="Search again"):
+        step(*concrete(args))
+
+
+def test_init_makes_the_state_sharded():
+    """The state comes out where the strategy wants it, made by a function that never holds it whole."""
+    fn, args = PROGRAMS["mlp"]()
+    strategy = autoshard.search(fn, *args, cluster="cpu:8", searcher="fully_sharded")
+    zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), args[0])  # noqa: E731 - a function of one line
+    state = strategy.init(zeros)
+    for leaf, spec in zip(jax.tree.leaves(state), jax.tree.leaves(strategy.in_specs[0], is_leaf=lambda x: isinstance(x, P)), strict=True):
+        assert leaf.sharding.spec == spec or leaf.sharding.is_fully_replicated
+    assert any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(state))
+    with pytest.raises(autoshard.StrategyError, match="shapes of none"):
+        strategy.init(lambda: jnp.zeros((3, 5)))
+
+
+class Network(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.first = nnx.Linear(64, 128, use_bias=False, rngs=rngs)  # before the norm a bias has no gradient but rounding
+        self.norm = nnx.BatchNorm(128, rngs=rngs)
+        self.drop = nnx.Dropout(0.2, rngs=rngs)
+        self.last = nnx.Linear(128, 16, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(self.drop(nnx.relu(self.norm(self.first(x)))))
+
+
+def train_step(network, optimizer, x, y):
+    value, gradients = nnx.value_and_grad(lambda n: optax.softmax_cross_entropy_with_integer_labels(n(x), y).mean())(network)
+    optimizer.update(network, gradients)
+    return value
+
+
+def make():
+    network = Network(nnx.Rngs(0))
+    return network, nnx.Optimizer(network, optax.adamw(1e-2), wrt=nnx.Param)
+
+
+def test_modules_train_as_under_nnx_jit():
+    """NNX modules and optimizers are updated in place: dropout, running statistics, moments and all."""
+    x, y = jax.random.normal(jax.random.key(1), (64, 64)), jnp.arange(64) % 16
+    plain, sharded = make(), make()
+    reference = nnx.jit(train_step)
+    step = autoshard.parallelize(train_step, cluster=eager_cluster(), donate_argnums=(0, 1))
+    for _ in range(3):
+        np.testing.assert_allclose(step(*sharded, x, y), reference(*plain, x, y), rtol=1e-5)
+    assert_close(nnx.state(sharded[0], nnx.Param, nnx.BatchStat), nnx.state(plain[0], nnx.Param, nnx.BatchStat), 1e-4)
+    assert any(op.primitive == "sqrt" for op in step.strategy._traced.graph.walk())
+    network, optimizer = step.strategy.init(make)
+    np.testing.assert_allclose(step(network, optimizer, x, y), reference(*make(), x, y), rtol=1e-5)
+
+
+def test_the_decorator_searches_once_per_structure():
+    """The first call searches, the second does not; other shapes search again; .search runs nothing."""
+
+    @autoshard.parallelize(cluster="cpu:8")
+    def double(x):
+        return 2 * x
+
+    with pytest.raises(autoshard.StrategyError, match="Call one of them first"):
+        double.strategy  # noqa: B018 - the property raises
+    strategy = double.search(jax.ShapeDtypeStruct((16,), jnp.float32))
+    np.testing.assert_array_equal(double(jnp.ones(16)), 2 * np.ones(16))
+    assert double.strategy is strategy
+    double(jnp.ones(24))
+    assert double.strategy is not strategy
+
+
+def test_rematerialisation_survives():
+    """As many optimization barriers and products are compiled into the constrained step as into the plain one."""
+    fn, args = PROGRAMS["mlp_remat"]()
+    strategy = autoshard.search(fn, *args, cluster=eager_cluster(), mesh={"data": 8})
+    plain, ours = jax.jit(fn).lower(*args).as_text(), strategy.apply(fn).lower(*args).as_text()
+    assert ours.count("optimization_barrier") == plain.count("optimization_barrier") > 0
+    assert ours.count("stablehlo.dot_general") == plain.count("stablehlo.dot_general")
+
+
+def test_custom_gradients_survive():
+    """Under jax.grad of the applied function a custom gradient is still the custom one."""
+
+    @jax.custom_vjp
+    def clipped(x):
+        return x * 3
+
+    clipped.defvjp(lambda x: (clipped(x), None), lambda _, g: (jnp.full_like(g, 7.0),))
+
+    def f(x, w):
+        return clipped(x @ w).sum()
+
+    x, w = jnp.ones((16, 8)), jnp.ones((8, 8))
+    step = autoshard.search(f, x, w, cluster=eager_cluster()).apply(f)
+    np.testing.assert_allclose(jax.grad(step)(x, w), jax.grad(f)(x, w))
+    np.testing.assert_allclose(jax.grad(step)(x, w)[0, 0], 7.0 * 8)
+
+
+def test_pins_and_constraints_inside_are_kept():
+    """A pinned argument and a constrained intermediate lie as told; a bare spec names an axis of the searched mesh."""
+
+    def f(w, x):
+        h = jax.lax.with_sharding_constraint(x @ w, P("rows", None))
+        return jnp.tanh(h).sum()
+
+    args = jax.ShapeDtypeStruct((16, 32), jnp.float32), jax.ShapeDtypeStruct((64, 16), jnp.float32)
+    strategy = autoshard.search(f, *args, cluster=eager_cluster(), pins={"w": P(None, "columns")})
+    assert {"rows", "columns"} <= set(strategy.mesh_shape)
+    assert strategy.in_specs[0] == P(None, "columns")
+    real = concrete(args)
+    np.testing.assert_allclose(strategy.apply(f)(*real), jnp.tanh(real[1] @ real[0]).sum(), rtol=1e-4)
+
+
+def test_evaluate_costs_a_given_sharding():
+    """Data parallel, given by its argument specs, costs what the searcher of that name says; any cluster will do."""
+    fn, args = PROGRAMS["gpt"]()
+    specs = (P(), *[P("data")] * (len(args) - 1))
+    given = autoshard.evaluate(fn, *args, cluster="cpu:8", mesh={"data": 8}, in_specs=specs)
+    searched = autoshard.search(fn, *args, cluster="cpu:8", mesh={"data": 8}, searcher="data_parallel")
+    assert given.cost.objective_seconds == pytest.approx(searched.cost.objective_seconds, rel=1e-9)
+    assert_close(given.apply(fn)(*concrete(args)), jax.jit(fn)(*concrete(args)))
+    assert autoshard.evaluate(fn, *args, cluster="v5e:4x8", mesh={"data": 8, "model": 4}, in_specs=specs).mesh_shape == {"data": 8, "model": 4}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "pieces"),
+    [
+        ({"cluster": "v9:8"}, autoshard.ClusterError, ["v9", "v5e"]),
+        ({"mesh": {"data": 3}}, autoshard.ClusterError, ["8 devices", "data=3"]),
+        ({"mesh": {"data": 0}}, autoshard.ShardingError, ["positive", "0"]),
+        ({"pins": {"nothing*": P("data")}}, autoshard.ShardingError, ["matches none", "state"]),
+        ({"pins": {"state['params']*'w']": P("model")}, "mesh": {"data": 8}}, autoshard.ShardingError, ["'model'", "data=8"]),
+        ({"pins": {"state['params'][0]['w']": P(None, None, "data")}}, autoshard.ShardingError, ["rank 2"]),
+        ({"memory_limit_bytes": 10}, autoshard.InfeasibleError, ["smallest peak", "memory_limit_bytes"]),
+        ({"memory_limit_bytes": -1}, autoshard.ShardingError, ["positive number"]),
+        ({"searcher": "magic"}, autoshard.SearchLimitError, ["magic", "recursive_programming"]),
+        ({"donate_argnums": 9}, autoshard.TraceError, ["donate_argnums", "9"]),
+    ],
+)
+def test_bad_input_is_told(options, error, pieces):
+    """Each mistake is one paragraph: the rule, what was got, what to do."""
+    fn, args = PROGRAMS["mlp"]()
+    with pytest.raises(error) as caught:
+        autoshard.search(fn, *args, **{"cluster": "cpu:8", **options})
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(piece in message for piece in pieces), message
+
+
+def test_indivisible_specs_are_told():
+    """A spec that does not divide its dimension names the dimension, the axes and what to do."""
+    args = (jax.ShapeDtypeStruct((6, 4), jnp.float32),)
+    with pytest.raises(autoshard.ShardingError, match=r"dim 0 of x has size 6.*\('data',\) of size 8"):
+        autoshard.evaluate(lambda x: x, *args, cluster="cpu:8", mesh={"data": 8}, in_specs=(P("data"),))

@@ -1,0 +1,72 @@
+"""Small search problems for tests, on clusters whose links are fast enough that sharding pays even for toy sizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from autoshard import Cluster
+from autoshard.cost.model import CostModel
+from autoshard.cost.profile import profile
+from autoshard.ir import Mesh
+from autoshard.problem import Problem
+from autoshard.rules import rules_of
+from autoshard.trace import trace
+
+
+def eager_cluster(name: str = "v5e:2x4", speed: float = 1e-3) -> Cluster:
+    """A cluster with slow devices and links without latency, so that the best sharding of a small program is never 'none'."""
+    cluster = Cluster.parse(name)
+    device = replace(
+        cluster.device,
+        kernel_overhead_seconds=0.0,
+        matrix_tile=1,
+        flops_per_second=tuple((kind, rate * speed) for kind, rate in cluster.device.flops_per_second),
+        vector_flops_per_second=1e9,
+        memory_bandwidth_bytes_per_second=1e9,
+    )
+    return replace(cluster, device=device, interconnect=replace(cluster.interconnect, latency_seconds=1e-9, launch_seconds=0.0))
+
+
+def problem_of(fn, *args, mesh=None, cluster=None, pins=None, memory_limit_bytes=None) -> Problem:
+    """The problem of a function on a mesh, by default four and two devices of an eager cluster."""
+    graph = trace(fn, *args).graph
+    cluster = cluster or eager_cluster()
+    model = CostModel(cluster, Mesh.of(mesh or {"data": 4, "model": 2}))
+    return Problem(profile(graph, rules_of(graph)), model, pins, memory_limit_bytes)
+
+
+def _array(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def matmul():
+    return (lambda w, x: x @ w), (_array(16, 32), _array(64, 16))
+
+
+def two_matmuls():
+    return (lambda v, w, x: jnp.tanh(x @ v) @ w), (_array(16, 64), _array(64, 16), _array(8, 16))
+
+
+def shared_weight():
+    return (lambda w, x: (x @ w + 1) @ w.T), (_array(8, 32), _array(16, 8))
+
+
+def reshaped():
+    return (lambda w, x: (x.reshape(8, 4, 8) @ w).transpose(1, 0, 2).sum(0)), (_array(8, 16), _array(32, 8))
+
+
+def gathered():
+    return (lambda table, tokens: table[tokens].mean(1)), (_array(64, 16), jax.ShapeDtypeStruct((16, 8), jnp.int32))
+
+
+def descent():
+    def step(w, x):
+        return w - 0.1 * jax.grad(lambda w: ((x @ w) ** 2).sum())(w)
+
+    return step, (_array(16, 32), _array(64, 16))
+
+
+SMALL = {f.__name__: f for f in (matmul, two_matmuls, shared_weight, reshaped, gathered, descent)}
