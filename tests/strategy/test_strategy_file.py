@@ -112,6 +112,14 @@ def test_a_file_that_cannot_be_written_says_so(tmp_path):
         save_record(EXAMPLE, tmp_path / "nowhere" / "s.json")
 
 
+def test_a_failed_write_leaves_no_file(tmp_path):
+    """Where the target cannot be replaced, here a folder, the temporary file goes."""
+    (tmp_path / "s.json").mkdir()
+    with pytest.raises(StrategyError, match="cannot be written"):
+        save_record(EXAMPLE, tmp_path / "s.json")
+    assert os.listdir(tmp_path) == ["s.json"]
+
+
 # -- damage ---------------------------------------------------------------------------------------------------------------
 
 REPLACEMENTS = (None, True, -1, 0, 1.5, 10**30, "", "text", "a\u001b[31m", "\ud800", [], [[]], [1, 2, 3], {}, {"x": 1}, {"tuple": 3})
