@@ -1,0 +1,30 @@
+"""The benchmarks run, and their arithmetic is right."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
+def test_exponents_are_those_of_power_laws(power, monkeypatch):
+    """Seconds that grow as a power of the size give that power."""
+    monkeypatch.syspath_prepend(ROOT)
+    from benchmarks.search import exponent
+
+    sizes = [100, 250, 1000, 8000]
+    assert exponent(sizes, [3e-4 * n**power for n in sizes]) == pytest.approx(power)
+
+
+def test_search_benchmark_runs():
+    """One small case prints every phase's seconds as JSON."""
+    command = [sys.executable, "-m", "benchmarks.search", "--depths", "1,2", "--devices", "8", "--repeats", "1", "--json"]
+    found = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120).stdout)
+    one, two = found["samples"]
+    assert 0 < one["n_ops"] < two["n_ops"] and one["devices"] == 8
+    assert all(len(sample[phase]) == 1 and sample[phase][0] > 0 for sample in (one, two) for phase in ("trace", "search"))
+    assert set(found["exponents"]["8"]) == {"trace", "graph", "search"}

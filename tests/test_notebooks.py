@@ -1,0 +1,35 @@
+"""Every notebook runs from top to bottom, and is checked in without outputs."""
+
+from pathlib import Path
+
+import nbclient
+import nbformat
+import pytest
+
+NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+
+
+def test_there_are_notebooks():
+    """The folder is found: without it the tests below would pass for nothing."""
+    assert "quickstart" in {notebook.stem for notebook in NOTEBOOKS}
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_runs(path, monkeypatch):
+    """A fresh kernel executes all cells; the reports and pictures come out."""
+    monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
+    monkeypatch.delenv("XLA_FLAGS", raising=False)  # the notebook asks for its own devices
+    notebook = nbformat.read(path, as_version=4)
+    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(path.parent)}}).execute()
+    shown = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    kinds = {kind for output in shown for kind in output.get("data", {})}
+    assert {"text/html", "image/png"} <= kinds
+    assert not any(output.output_type == "stream" and output.name == "stderr" for output in shown)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_is_checked_in_without_outputs(path):
+    """Outputs are made by whoever runs it, and do not fill the history."""
+    for cell in nbformat.read(path, as_version=4).cells:
+        if cell.cell_type == "code":
+            assert cell.outputs == [] and cell.execution_count is None
