@@ -39,7 +39,9 @@ class Parallelized:
             StrategyError: nothing has been searched yet.
         """
         if self._latest is None:
-            raise StrategyError(f"{self._fn.__name__} has a strategy once it was called, or after its .search(*args). Call one of them first.")
+            raise StrategyError(
+                f"{self._fn.__name__} has a strategy once it was called, or after its .search(*args). Call one of them first."
+            )
         return self._latest
 
     def search(self, *args: Any) -> Strategy:

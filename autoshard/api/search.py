@@ -92,7 +92,8 @@ def search(
         raise failure
     solution, found = best
     stats = {**seconds, **solution.stats, "search_seconds": time.perf_counter() - started, "meshes": len(meshes)}
-    return Strategy(record_of(traced, cluster, found, replace(solution, stats=stats), chosen, _positions(donate_argnums), _notes(facts)), traced)
+    solution = replace(solution, stats=stats)
+    return Strategy(record_of(traced, cluster, found, solution, chosen, _positions(donate_argnums), _notes(facts)), traced)
 
 
 def evaluate(
@@ -242,7 +243,8 @@ def _matching(pattern: str, paths: Sequence[str]) -> list[int]:
     if not matches:
         near = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.3) or paths[:3]
         raise ShardingError(
-            f"a sharding is given by argument path or a pattern of paths, and {pattern!r} matches none of {len(paths)}. Near ones: {', '.join(near)}."
+            f"a sharding is given by argument path or a pattern of paths, and {pattern!r} matches none of {len(paths)}. "
+            f"Near ones: {', '.join(near)}."
         )
     return matches
 

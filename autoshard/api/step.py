@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from autoshard.cluster import Cluster
@@ -94,6 +95,6 @@ class Step:
 
 def _placed(x: Any, sharding: NamedSharding) -> Any:
     """The array where its sharding wants it; what is not committed anywhere yet is left to jit."""
-    if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer) or not x.committed or x.sharding == sharding:
+    if not isinstance(x, jax.Array) or isinstance(x, Tracer) or not x.committed or x.sharding == sharding:
         return x
     return x if x.sharding.is_equivalent_to(sharding, x.ndim) else jax.device_put(x, sharding)

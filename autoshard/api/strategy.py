@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass, replace
 from importlib import metadata
+from itertools import chain
 from typing import Any
 
 import jax
@@ -31,7 +32,6 @@ from autoshard.strategy import (
     save_record,
 )
 from autoshard.trace import SplitModules, Traced
-
 
 WRITTEN_BACK = "result and updates of NNX objects"
 
@@ -129,7 +129,9 @@ class Strategy:
         split = SplitModules(args)
         per_argument = self._shardings(devices)
         if len(args) > len(per_argument):
-            raise StrategyError(f"shard takes the {len(per_argument)} arguments of {self.record.program.name!r} or the first few, got {len(args)}.")
+            raise StrategyError(
+                f"shard takes the {len(per_argument)} arguments of {self.record.program.name!r} or the first few, got {len(args)}."
+            )
         placed = []
         for position, (argument, shardings) in enumerate(zip(split.states, per_argument, strict=False)):
             leaves, tree = jax.tree.flatten(argument)
@@ -172,14 +174,15 @@ class Strategy:
         for leaf, (tensor, _) in zip(leaves, shardings, strict=True):
             if tuple(jax.numpy.shape(leaf)) != tensor.shape:
                 raise StrategyError(
-                    f"{tensor.path} has shape {tensor.shape} in this strategy, got {tuple(jax.numpy.shape(leaf))}. Search again for these shapes."
+                    f"{tensor.path} has shape {tensor.shape} in this strategy, got {tuple(jax.numpy.shape(leaf))}. "
+                    "Search again for these shapes."
                 )
 
     def _matching(self, leaves: Sequence[Any], devices: Sequence[Any] | None) -> list[NamedSharding]:
         """The shardings of the argument, or the first few arguments, whose leaves have these shapes."""
         per_argument = self._shardings(devices)
         shapes = [tuple(leaf.shape) for leaf in leaves]
-        first_few = [sum(per_argument[:n], []) for n in range(2, len(per_argument) + 1)]
+        first_few = [[*chain(*per_argument[:n])] for n in range(2, len(per_argument) + 1)]
         for candidate in (*per_argument, *first_few):
             if [tensor.shape for tensor, _ in candidate] == shapes:
                 return [sharding for _, sharding in candidate]
@@ -199,7 +202,13 @@ def load(path: str | os.PathLike[str]) -> Strategy:
 
 
 def record_of(
-    traced: Traced, cluster: Cluster, mesh: Mesh, solution: Solution, searcher: Any, donate_argnums: tuple[int, ...], notes: Sequence[str] = ()
+    traced: Traced,
+    cluster: Cluster,
+    mesh: Mesh,
+    solution: Solution,
+    searcher: Any,
+    donate_argnums: tuple[int, ...],
+    notes: Sequence[str] = (),
 ) -> Record:
     """The record of a solution for a traced program."""
     graph, assignment = traced.graph, solution.assignment

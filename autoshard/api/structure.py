@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 
-
-def describe(tree: jax.tree_util.PyTreeDef) -> Any:
-    """The structure as JSON: a leaf's index, None, or its container with children.
+def describe(tree: Any) -> Any:
+    """A `PyTreeDef` as JSON: a leaf's index, None, or its container with children.
 
     >>> describe(jax.tree.structure(({"w": 0, "b": [0, None]}, 0)))
     {'tuple': [{'dict': {'b': {'list': [0, None]}, 'w': 1}}, 2]}
@@ -17,7 +15,7 @@ def describe(tree: jax.tree_util.PyTreeDef) -> Any:
     return _describe(tree, iter(range(tree.num_leaves)))
 
 
-def _describe(tree: jax.tree_util.PyTreeDef, leaves) -> Any:
+def _describe(tree: Any, leaves) -> Any:
     data = tree.node_data()
     if data is None:
         return next(leaves) if tree.num_leaves else None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from autoshard.cost.memory import Peak, peak_memory
 from autoshard.cost.model import CostModel
@@ -110,7 +111,8 @@ class _Judge:
                     entering = flow.value not in {v for body in op.bodies for v in body.outputs} and not flow.inside
                     if entering == inside:
                         continue
-                    target = shift_layout(layout, flow.shift) if flow.shift else layout
+                    target = shift_layout(layout, flow.shift)
+                    assert target is not None, "a stacked result keeps its leading dimension whole"
                     trips = op.trips * (max(body.trips for body in op.bodies) if flow.inside else 1)
                     done = self._read(flow.value, target, op.index, trips, f"{op.primitive} {op.origin}")
                     self.compute_free = max(self.compute_free, done)
@@ -144,7 +146,7 @@ class _Judge:
         values = self.graph.values
         done = self.ready.get(value, 0.0)
         hops = sources(self.model, self.assignment, value, values.__getitem__, target)
-        for previous, layout in zip(hops, hops[1:], strict=False):
+        for previous, layout in pairwise(hops):
             if (value, layout) not in self.made:
                 path = self.model.reshard_path(values[value], previous, layout)
                 self.made[value, layout] = self._communicate(path, done, trips, source)

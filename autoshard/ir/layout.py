@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 from autoshard.errors import ShardingError
 
@@ -96,7 +96,7 @@ def layout_number(layout: Layout, rank: int) -> int:
     return number
 
 
-@lru_cache(maxsize=None)
+@cache
 def layouts(rank: int, n_axes: int) -> tuple[Layout, ...]:
     """All ``(rank + 1) ** n_axes`` layouts of a rank, in the order of `layout_number`, divisible or not."""
 
@@ -152,7 +152,8 @@ def spec_to_layout(spec: Sequence[None | str | Sequence[str]], mesh: Mesh, rank:
         for name in axes:
             if name not in mesh.names:
                 raise ShardingError(
-                    f"{what}: dim {dim} names mesh axis {name!r}, and the mesh has {mesh}. Use one of {list(mesh.names)}, or give a mesh that has it."
+                    f"{what}: dim {dim} names mesh axis {name!r}, and the mesh has {mesh}. "
+                    f"Use one of {list(mesh.names)}, or give a mesh that has it."
                 )
             axis = mesh.names.index(name)
             if layout[axis] >= 0:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import numpy as np
 
@@ -34,8 +35,10 @@ from autoshard.ir import (
 )
 from autoshard.problem.nodes import Edge, Node, Nodes, Pin, build_nodes
 
-Label = Choice | Layout
-NOWHERE = (-1, -1)  # an axis that splits none of an op's factors
+Label = tuple[Any, ...]
+"""A `Choice` for an op node, a `Layout` for a layout node."""
+
+NOWHERE: tuple[int, int] = (-1, -1)  # an axis that splits none of an op's factors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,7 +90,7 @@ class Problem:
         self.nodes: Nodes = build_nodes(profile, self.pins)
         numbers: dict[tuple, int] = {}
         self._kinds = [numbers.setdefault(node.key(), len(numbers)) for node in self.nodes.nodes]
-        self._columns: dict[tuple[int, Label, int], _Columns] = {}
+        self._columns: dict[tuple[int, Label, tuple[int, ...]], _Columns] = {}
         self._member_costs: dict[tuple[int, int], np.ndarray] = {}
         self._moved: dict[tuple, np.ndarray] = {}
         self._edge_tables: dict[tuple, np.ndarray] = {}
@@ -139,11 +142,11 @@ class Problem:
         ops = self.graph.walk()
         for i, node in enumerate(self.nodes.nodes):
             if node.leader >= 0:
-                choices[node.leader] = labels[i]  # type: ignore[assignment]
+                choices[node.leader] = labels[i]
             for op, slot, position in node.members:
                 rank = values[ops[op].operands[position]].rank
                 layout = layouts(rank, n_axes)[int(columns[i].slots[slot][0])]
-                choices[op] = _followed(self.rules[op], position, layout)
+                choices[op] = _followed(self._rule(op), position, layout)
         for value, (node, slot) in self.nodes.home.items():
             lies[value] = layouts(values[value].rank, n_axes)[int(columns[node].slots[slot][0])]
         copies = {}
@@ -152,6 +155,11 @@ class Problem:
             if layout != lies[value]:
                 copies[value] = layout
         return Assignment(self.mesh, choices, lies, copies)
+
+    def _rule(self, op: int) -> Rule:
+        rule = self.rules[op]
+        assert rule is not None, "ops without a rule make no decision"
+        return rule
 
     def evaluate(self, assignment: Assignment) -> Judgement:
         """What the judge says of an assignment."""
@@ -272,9 +280,9 @@ class Problem:
             matrix = self.model.reshard_matrix(value.shape, value.itemsize)
             distinct = {target.tobytes(): target for target in targets}.values()
             if edge.source == edge.target:
-                found = edge.trips * sum(matrix[source, target] for target in distinct)
+                found = edge.trips * np.sum([matrix[source, target] for target in distinct], axis=0)
             else:
-                found = edge.trips * sum(matrix[source[:, None], target[None, :]] for target in distinct)
+                found = edge.trips * np.sum([matrix[source[:, None], target[None, :]] for target in distinct], axis=0)
             self._edge_tables[key] = found
         return found
 
@@ -310,7 +318,7 @@ def _vary(label: Label, free: tuple[int, ...], atoms: Iterable) -> list[Label]:
     ]
 
 
-def _followed(rule: Rule | None, position: int, layout: Layout) -> Choice:
+def _followed(rule: Rule, position: int, layout: Layout) -> Choice:
     """The choice of a follower whose deciding operand has this layout."""
     dims = rule.operands[position]
     return tuple((dims[dim][0], -1) if dim >= 0 and dims[dim] else NOWHERE for dim in layout)

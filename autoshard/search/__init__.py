@@ -23,7 +23,9 @@ def searcher_of(searcher: str | Searcher) -> Searcher:
     """
     if isinstance(searcher, str):
         if searcher not in SEARCHERS:
-            raise SearchLimitError(f"a searcher is one of {sorted(SEARCHERS)}, got {searcher!r}. Use one of those names, or a searcher value.")
+            raise SearchLimitError(
+                f"a searcher is one of {sorted(SEARCHERS)}, got {searcher!r}. Use one of those names, or a searcher value."
+            )
         return SEARCHERS[searcher]()
     if isinstance(searcher, type) or not isinstance(searcher, Searcher):
         raise SearchLimitError(f"a searcher is one of {sorted(SEARCHERS)} or a value with a solve method, got {searcher!r}.")

@@ -38,10 +38,11 @@ class BruteForce:
         n = math.prod(len(options) for options in tables.labels)
         if n > self.max_assignments:
             raise SearchLimitError(
-                f"brute force tries up to {self.max_assignments:,} assignments and this problem has {n:,}. Use searcher='recursive_programming'."
+                f"brute force tries up to {self.max_assignments:,} assignments and this problem has {n:,}. "
+                "Use searcher='recursive_programming'."
             )
         ranges = [range(len(options)) for options in tables.labels]
-        ranked = sorted(((table_cost(tables.unary, tables.pairs, labels), labels) for labels in product(*ranges)))
+        ranked = sorted((table_cost(tables.unary, tables.pairs, labels), labels) for labels in product(*ranges))
         smallest = math.inf
         for _, labels in ranked:
             assignment = problem.assignment([options[label] for options, label in zip(tables.labels, labels, strict=True)])

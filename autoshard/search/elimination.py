@@ -39,7 +39,7 @@ class Elimination:
     conditioned: int
 
 
-def table_cost(unary: Sequence[np.ndarray], pairs: Pairs, labels: Sequence[int]) -> float:
+def table_cost(unary: Sequence[np.ndarray], pairs: Pairs, labels: Sequence[int] | np.ndarray) -> float:
     """The sum of all tables at the given labels."""
     total = math.fsum(float(table[label]) for table, label in zip(unary, labels, strict=True))
     return total + math.fsum(float(table[labels[i], labels[j]]) for (i, j), table in pairs.items())
@@ -50,7 +50,7 @@ def eliminate(
     pairs: Pairs,
     *,
     max_entries: int = 1 << 22,
-    incumbent: Sequence[int] | None = None,
+    incumbent: Sequence[int] | np.ndarray | None = None,
 ) -> Elimination:
     """The minimiser of a sum of unary and pair tables.
 

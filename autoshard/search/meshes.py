@@ -44,6 +44,7 @@ def check_mesh(mesh: Mesh, cluster: Cluster) -> None:
     """Raises `ClusterError` where a mesh does not cover the cluster's devices."""
     if mesh.size != cluster.n_devices:
         raise ClusterError(
-            f"a mesh covers every device of the cluster once: {cluster.name} has {cluster.n_devices} devices and the mesh {mesh} has {mesh.size}. "
+            f"a mesh covers every device of the cluster once: {cluster.name} has {cluster.n_devices} devices and "
+            f"the mesh {mesh} has {mesh.size}. "
             f"Use axis sizes whose product is {cluster.n_devices}."
         )

@@ -137,6 +137,7 @@ class _Run:
         self.conditioned = max(self.conditioned, found.conditioned)
         chosen = [options[label] for options, label in zip(tables.labels, found.labels, strict=True)]
         gain = before - found.cost
-        if gain <= 1e-9 * abs(before) and all(options[i] == label for options, i, label in zip(tables.labels, tables.incumbent, labels, strict=True)):
+        kept = all(options[i] == label for options, i, label in zip(tables.labels, tables.incumbent, labels, strict=True))
+        if kept and gain <= 1e-9 * abs(before):
             return labels, 0.0
         return chosen, max(gain, 0.0)

@@ -55,7 +55,7 @@ class _Canonical:
         return ",".join(f"{name}={self.of(params[name])}" for name in kept)
 
     def of(self, x: Any) -> str:
-        if x is None or isinstance(x, bool | int | float | complex | str | bytes) and not isinstance(x, enum.Enum):
+        if x is None or (isinstance(x, bool | int | float | complex | str | bytes) and not isinstance(x, enum.Enum)):
             return repr(x) if type(x) in _PLAIN else f"{type(x).__name__}:{x!s}"
         if isinstance(x, PartitionSpec):
             return str(tuple(str(entry) if entry is PartitionSpec.UNCONSTRAINED else entry for entry in x))
@@ -113,4 +113,4 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 def _holds_jaxpr(x: Any) -> bool:
-    return isinstance(x, Jaxpr | ClosedJaxpr) or isinstance(x, tuple) and bool(x) and all(map(_holds_jaxpr, x))
+    return isinstance(x, Jaxpr | ClosedJaxpr) or (isinstance(x, tuple) and bool(x) and all(map(_holds_jaxpr, x)))

@@ -14,15 +14,17 @@ from jax.extend.core import JaxprEqn
 
 from autoshard.ir import Origin
 
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LIBRARIES = tuple({
     os.path.join(folder, "")
     for folder in (
         *site.getsitepackages(),
         site.getusersitepackages(),
         *(sysconfig.get_paths()[scheme] for scheme in ("stdlib", "platstdlib", "purelib", "platlib")),
-        os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
+        _PACKAGE,
     )
 })  # fmt: skip
+_DEMO = os.path.join(_PACKAGE, "demo", "")  # a user's program like any other
 _JAX = tuple(os.path.join(os.path.dirname(os.path.abspath(jax.__file__)), part) for part in ("", "_src"))
 
 
@@ -33,14 +35,14 @@ def is_library(file: str) -> bool:
     >>> is_library(jax.__file__), is_library("/home/me/train.py"), is_library("<stdin>")
     (True, False, False)
     """
-    return file.startswith(_LIBRARIES) or file.startswith("<frozen")
+    return (file.startswith(_LIBRARIES) and not file.startswith(_DEMO)) or file.startswith("<frozen")
 
 
 @cache
 def _shown(file: str) -> str:
-    """The path as it is shown: relative where it lies beneath the working directory."""
-    here = os.path.join(os.getcwd(), "")
-    return file.removeprefix(here)
+    """The path as it is shown: a package's own, or relative where it lies beneath the working directory."""
+    roots = {os.path.join(os.getcwd(), ""), os.path.join(os.path.dirname(_PACKAGE), ""), *_LIBRARIES} - {os.path.join(_PACKAGE, "")}
+    return file.removeprefix(max((root for root in roots if file.startswith(root)), key=len, default=""))
 
 
 def error_place(error: BaseException) -> str:

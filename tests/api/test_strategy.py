@@ -155,7 +155,7 @@ def test_the_decorator_searches_once_per_structure():
         return 2 * x
 
     with pytest.raises(autoshard.StrategyError, match="Call one of them first"):
-        double.strategy  # noqa: B018 - the property raises
+        double.strategy
     strategy = double.search(jax.ShapeDtypeStruct((16,), jnp.float32))
     np.testing.assert_array_equal(double(jnp.ones(16)), 2 * np.ones(16))
     assert double.strategy is strategy
@@ -213,7 +213,8 @@ def test_evaluate_costs_a_given_sharding():
     searched = autoshard.search(fn, *args, cluster="cpu:8", mesh={"data": 8}, searcher="data_parallel")
     assert given.cost.objective_seconds == pytest.approx(searched.cost.objective_seconds, rel=1e-9)
     assert_close(given.apply(fn)(*concrete(args)), jax.jit(fn)(*concrete(args)))
-    assert autoshard.evaluate(fn, *args, cluster="v5e:4x8", mesh={"data": 8, "model": 4}, in_specs=specs).mesh_shape == {"data": 8, "model": 4}
+    mesh = {"data": 8, "model": 4}
+    assert autoshard.evaluate(fn, *args, cluster="v5e:4x8", mesh=mesh, in_specs=specs).mesh_shape == mesh
 
 
 @pytest.mark.parametrize(

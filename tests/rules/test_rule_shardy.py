@@ -16,9 +16,12 @@ RULE = re.compile(r"op_sharding_rule<(?P<rule>.*?)(?: blocked_propagation=\{[^}]
 
 # Lowered to several operations, or to one that Shardy's registry lacks (chlo, custom calls, iota).
 NOT_ONE = set(
-    """add_scalar mul_size_one integer_pow logistic erf_inv igamma nextafter clamp_scalar optimization_barrier ragged_dot argmax cumsum
-    cumlogsumexp top_k approx_top_k split stack unstack tile embedding_fill iota random_bits random_bits_many_keys random_bits_rbg
-    random_split random_fold_in rng_bit_generator cholesky qr eigh svd lu tridiagonal_solve select_and_scatter_add""".split()
+    [
+        "add_scalar", "mul_size_one", "integer_pow", "logistic", "erf_inv", "igamma", "nextafter", "clamp_scalar",
+        "optimization_barrier", "ragged_dot", "argmax", "cumsum", "cumlogsumexp", "top_k", "approx_top_k", "split", "stack",
+        "unstack", "tile", "embedding_fill", "iota", "random_bits", "random_bits_many_keys", "random_bits_rbg", "random_split",
+        "random_fold_in", "rng_bit_generator", "cholesky", "qr", "eigh", "svd", "lu", "tridiagonal_solve", "select_and_scatter_add",
+    ]
 )
 
 # Where the two differ, and why.

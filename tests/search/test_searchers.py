@@ -98,8 +98,8 @@ def test_data_parallel_finds_the_batch_of_a_scanned_sequence():
     """Where the leading dimension is scanned, so that splitting it splits no work, the batch is the next one."""
     fn, args = PROGRAMS["lstm"]()
     problem = problem_of(fn, *args, mesh={"data": 8})
-    cost = DataParallel().solve(problem).judgement.cost
-    assert cost.flops < 0.3 * RecursiveProgramming().solve(problem_of(fn, *args, mesh={"data": 1}, cluster=eager_cluster("cpu:1"))).judgement.cost.flops
+    alone = problem_of(fn, *args, mesh={"data": 1}, cluster=eager_cluster("cpu:1"))
+    assert DataParallel().solve(problem).judgement.cost.flops < 0.3 * DataParallel().solve(alone).judgement.cost.flops
 
 
 def test_fully_sharded_stages_shard_ever_more_state():

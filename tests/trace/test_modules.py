@@ -171,7 +171,7 @@ def test_a_captured_module_may_not_be_mutated():
         return x
 
     for fn in (lambda x: train_step(model, optimizer, x), assigns):
-        with pytest.raises(TraceError, match="captures.*Pass the module as an argument"):
+        with pytest.raises(TraceError, match=r"captures.*Pass the module as an argument"):
             trace(fn, x)
 
 
