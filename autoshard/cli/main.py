@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
-        print("\nautoshard: interrupted; nothing was written.", file=sys.stderr)
+        print("\nautoshard: interrupted; no file is left half-written.", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # the reader of our output, such as head, has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains once more when it flushes at exit

@@ -19,6 +19,7 @@ def checked_in(program: Program, searcher: str, progress: Progress) -> Strategy:
 
 def write(folder: str | Path, programs: Iterable[Program], progress: Progress) -> list[Path]:
     """Searches every program with every searcher and writes the strategies; returns the files."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
     files = []
     for program in programs:
         for searcher in SEARCHERS:

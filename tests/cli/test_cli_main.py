@@ -71,8 +71,8 @@ def test_strategies_lists_and_shows_the_library(run):
     assert code == 2 and "demo_lenet_data_parallel" in err
 
 
-def test_help_is_quick_since_jax_is_not_loaded():
-    """Parsing a command line loads neither the searchers nor the demo."""
+def test_help_loads_no_demo():
+    """Parsing a command line loads neither Flax nor the demo."""
     loaded = "[m for m in ('flax', 'sklearn', 'autoshard.demo') if m in sys.modules]"
     script = f"import sys; from autoshard.cli import main; main(['--help']); print({loaded})"
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout

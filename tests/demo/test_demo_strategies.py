@@ -44,7 +44,6 @@ def test_writing_makes_the_same_file_every_time(tmp_path):
     """Two runs of the command write the same bytes, under the names of the library."""
     texts = []
     for folder in ("one", "two"):
-        (tmp_path / folder).mkdir()
         with progress() as callback:
             files = write(tmp_path / folder, PROGRAMS[1:], callback)
         texts.append({file.name: file.read_bytes() for file in files})

@@ -1,0 +1,138 @@
+"""The report on a strategy says what the record says, and its pictures what JAX does."""
+
+import doctest
+import math
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
+from strategy_records import EXAMPLE
+
+from autoshard.api import explain as module
+from autoshard.api.explain import argument_parts, bytes_a_device, compare, explain, itemsize, mesh_picture, summary, tensor_picture
+from autoshard.ir import Collective, Mesh, layout_to_spec
+from autoshard.lower import jax_mesh
+from autoshard.render import Table, to_text
+from autoshard.strategy import TensorRecord
+
+MESHES = [Mesh.of({"data": 8}), Mesh.of({"data": 4, "model": 2}), Mesh.of({"data": 2, "model": 2, "third": 2})]
+
+
+@st.composite
+def sharded_tensors(draw):
+    """A mesh of 8 devices and a tensor that lies on it in any layout."""
+    mesh = draw(st.sampled_from(MESHES))
+    rank = draw(st.integers(1, 3))
+    layout = tuple(draw(st.integers(-1, rank - 1)) for _ in mesh.axes)
+    return mesh, TensorRecord("w", (8, 16, 24)[:rank], "float32", layout_to_spec(layout, mesh.names, rank))
+
+
+@settings(deadline=None)
+@given(sharded_tensors())
+def test_pictures_show_where_jax_puts_the_blocks(case):
+    """Each device stands in the block, counted along the two dimensions shown, that JAX gives it; bytes a device are JAX's."""
+    mesh, tensor = case
+    sharding = NamedSharding(jax_mesh(mesh), PartitionSpec(*tensor.spec))
+    order = {device: number for number, device in enumerate(sharding.mesh.devices.flat)}
+    local = sharding.shard_shape(tensor.shape)
+    assert bytes_a_device(tensor, mesh) == 4 * math.prod(local)
+    shown = [dim for dim, (n, part) in enumerate(zip(tensor.shape, local, strict=True)) if part < n][:2]
+    expected: dict[tuple[int, ...], set[int]] = {}
+    for device, index in sharding.devices_indices_map(tensor.shape).items():
+        block = tuple((index[dim].start or 0) // local[dim] for dim in shown)
+        expected.setdefault(block, set()).add(order[device])
+    rows = tensor_picture(tensor, mesh).rows
+    found = {}
+    for down, row in enumerate(rows):
+        for across, cell in enumerate(row):
+            place = (down, across) if len(shown) == 2 else (max(down, across),) if shown else ()
+            found[place] = numbers_of(cell.text)
+    assert found == expected
+
+
+def numbers_of(text):
+    """The device numbers that ``0-2,5`` stands for."""
+    found = set()
+    for run in text.split(","):
+        low, _, high = run.partition("-")
+        found |= set(range(int(low), int(high or low) + 1))
+    return found
+
+
+def test_pictures_of_large_meshes_stay_small():
+    """Of a mesh of 512 devices the picture shows the ends, and says that something is left out."""
+    picture = mesh_picture(Mesh.of({"data": 32, "model": 16}))
+    assert max(len(picture.rows), *map(len, picture.rows)) <= 8
+    assert "…" in {cell.text for row in picture.rows for cell in row} and picture.rows[-1][-1].text == "511"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int4", "uint8", "bool", "float8_e4m3fn", "complex64"])
+def test_item_sizes_are_jaxs(dtype):
+    """Bytes an element by a dtype's name are JAX's."""
+    bits = {"int4": 4}.get(dtype, 8 * np.dtype(jnp.dtype(dtype)).itemsize)
+    assert itemsize(dtype) == bits / 8
+
+
+def test_repeated_layers_and_optimizer_moments_share_a_row():
+    """Layers of equal sharding share a row with their moments; one that differs has its own, named by its number."""
+
+    def tensors(prefix):
+        for layer in range(4):
+            yield TensorRecord(f"{prefix}['layers'][{layer}]['up']", (64, 32), "float32", (None, "model" if layer != 2 else "data"))
+
+    arguments = (*tensors("state['params']"), *tensors("state['optimizer'][0].mu"), *tensors("state['optimizer'][0].nu"))
+    table = next(part for part in argument_parts(replace(EXAMPLE, arguments=arguments)) if isinstance(part, Table))
+    assert [row[:2] for row in table.rows] == [("state['params']['layers'][0,1,3]['up']", "9"), ("state['params']['layers'][2]['up']", "3")]
+    assert table.rows[0][4] == "36.9 kB"  # 9 tensors of 64 x 32 / 2 float32
+
+
+def test_the_report_has_every_section_with_the_records_numbers():
+    """Step time, memory, proof, arguments, new results, collectives with seconds, assumptions and origin all show."""
+    text = to_text(explain(EXAMPLE))
+    for words in (
+        *("2.50 µs predicted", "4.10 kB a device", "gap 3.3 %", "state['w']", "P(None, 'model')", "1 that replace arguments"),
+        *(
+            "all_reduce",
+            "dot_general",
+            "the while loop at step.py:3",
+            "autoshard search step:train_step",
+            "seed=0",
+            "mesh data=4 x model=2",
+        ),
+    ):
+        assert words in text, words
+
+
+@pytest.mark.parametrize("bound, words", [(0.0, "nothing proven"), (EXAMPLE.cost.objective_seconds, "proven: no strategy on this mesh")])
+def test_optimality_is_said_plainly(bound, words):
+    """What is proven and what is not reads differently."""
+    assert words in to_text(explain(replace(EXAMPLE, lower_bound_seconds=bound)))
+
+
+def test_equal_collectives_are_counted_together_and_long_lists_are_cut():
+    """Collectives of one kind, size and source line are one row, dearest first; the rest is summed up."""
+    same = [Collective("all_reduce", ("data",), 1e6, 1, "dot_general /home/a/model.py:7 (f)")] * 3
+    others = [Collective("all_gather", ("model",), 10.0, 2, f"add model.py:{line} (g)") for line in range(20)]
+    text = to_text(explain(replace(EXAMPLE, cost=replace(EXAMPLE.cost, collectives=(*others, *same)))))
+    first = next(line for line in text.splitlines() if line.startswith((" all_reduce", " all_gather")))
+    assert first.split()[:2] == ["all_reduce", "data"] and " 3 " in first and "dot_general model.py:7 (f)" in first
+    assert "43 in a step" in text and "18 more take" in text
+
+
+def test_comparisons_give_ratios_within_a_program_only():
+    """Strategies of one program are set against its fastest; another program has its own."""
+    slow = replace(EXAMPLE, cost=replace(EXAMPLE.cost, makespan_seconds=5e-6))
+    other = replace(slow, program=replace(EXAMPLE.program, fingerprint="00"))
+    rows = compare({"fast": EXAMPLE, "slow": slow, "other": other}).parts[0].rows
+    assert [row[4] for row in rows] == ["1.00 x", "2.00 x", "1.00 x"]
+    assert summary(slow)["makespan_seconds"] == 5e-6 and summary(slow)["mesh"] == {"data": 4, "model": 2}
+
+
+def test_examples_in_the_docstrings_hold():
+    """The examples of the small formatting functions hold."""
+    assert doctest.testmod(module).failed == 0 and jax.device_count() == 8
