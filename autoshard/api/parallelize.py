@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from autoshard.api.search import Pins, search
-from autoshard.api.step import Step
+from autoshard.api.step import Step, positional
 from autoshard.api.strategy import Strategy
 from autoshard.cluster import Cluster
 from autoshard.errors import StrategyError
@@ -39,16 +39,16 @@ class Parallelized:
             StrategyError: nothing has been searched yet.
         """
         if self._latest is None:
-            raise StrategyError(
-                f"{self._fn.__name__} has a strategy once it was called, or after its .search(*args). Call one of them first."
-            )
+            name = getattr(self._fn, "__name__", self._fn)
+            raise StrategyError(f"{name} has a strategy once it was called, or after its .search(*args). Call one of them first.")
         return self._latest
 
     def search(self, *args: Any) -> Strategy:
         """The strategy for arguments like these, arrays or abstract, without running anything."""
         return self._lookup(args)[0]
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args = positional(self._fn, args, kwargs)
         return self._lookup(args)[1](*args)
 
     def lower(self, *args: Any) -> jax.stages.Lowered:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.api.strategy import Strategy, record_of
@@ -35,7 +36,7 @@ def search(
     *args: Any,
     cluster: Cluster | str | None = None,
     searcher: str | Searcher = "recursive_programming",
-    mesh: Mapping[str, int] | None = None,
+    mesh: Mapping[str, int] | jax.sharding.Mesh | None = None,
     pins: Pins | None = None,
     memory_limit_bytes: float | None = None,
     donate_argnums: int | Sequence[int] = (),
@@ -68,8 +69,8 @@ def search(
     cluster = _cluster(cluster)
     chosen = searcher_of(searcher)
     limit = _limit(cluster, memory_limit_bytes)
-    pins = dict(pins or {})
-    given = None if mesh is None else Mesh.of(mesh)
+    pins = _checked(pins)
+    given = None if mesh is None else _mesh(mesh)
     if given is not None:
         check_mesh(given, cluster)
     traced, facts, seconds = _prepare(fn, args, donate_argnums, (*_pinned_axes(pins), *(given.names if given else ())))
@@ -100,7 +101,7 @@ def evaluate(
     fn: Callable,
     *args: Any,
     cluster: Cluster | str | None = None,
-    mesh: Mapping[str, int],
+    mesh: Mapping[str, int] | jax.sharding.Mesh,
     in_specs: Any,
     donate_argnums: int | Sequence[int] = (),
 ) -> Strategy:
@@ -116,7 +117,7 @@ def evaluate(
         ShardingError: a spec does not fit its argument or the mesh.
     """
     cluster = _cluster(cluster)
-    given = Mesh.of(mesh)
+    given = _mesh(mesh)
     check_mesh(given, cluster)
     traced, facts, seconds = _prepare(fn, args, donate_argnums, given.names)
     graph = traced.graph
@@ -138,7 +139,7 @@ def evaluate(
 
 
 def _positions(donate_argnums: int | Sequence[int]) -> tuple[int, ...]:
-    return (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+    return (donate_argnums,) if isinstance(donate_argnums, int) else tuple(dict.fromkeys(donate_argnums))
 
 
 def _notes(facts: Profile) -> list[str]:
@@ -204,6 +205,26 @@ def _meshes(cluster: Cluster, graph: Graph, pins: Pins, max_axes: int) -> list[M
     return list(candidate_meshes(cluster.n_devices, tuple(dict.fromkeys(names)), max_axes))
 
 
+def _mesh(mesh: Any) -> Mesh:
+    """The mesh a user gives: axis sizes by name, or a JAX mesh."""
+    shape = mesh.shape if isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh) else mesh
+    if not isinstance(shape, Mapping) or not shape:
+        raise ShardingError(f"a mesh is axis sizes by name, as in {{'data': 4, 'model': 2}}, or a jax.sharding.Mesh; got {mesh!r}.")
+    return Mesh.of(shape)
+
+
+def _checked(pins: Pins | None) -> dict[str, PartitionSpec]:
+    """The user's pins, if they are any."""
+    if pins is None:
+        return {}
+    if not isinstance(pins, Mapping) or not all(isinstance(path, str) for path in pins):
+        raise ShardingError(f"pins map argument paths or patterns to PartitionSpecs, as in {{'state.params*': P('data')}}; got {pins!r}.")
+    for path, spec in pins.items():
+        if not isinstance(spec, PartitionSpec):
+            raise ShardingError(f"a pin is a PartitionSpec, got {spec!r} for {path!r}. Write P('data', None), or P() for a replicated one.")
+    return dict(pins)
+
+
 def _axes_of(spec) -> list[str]:
     axes = []
     for entry in spec:
@@ -222,8 +243,6 @@ def _resolve(pins: Pins, graph: Graph, mesh: Mesh) -> dict[int, Pin]:
     """The pins by value number: the user's and those of constraints inside the function."""
     found: dict[int, Pin] = {}
     for pattern, spec in pins.items():
-        if not isinstance(spec, PartitionSpec):
-            raise ShardingError(f"a pin is a PartitionSpec, got {spec!r} for {pattern!r}.")
         for position in _matching(pattern, graph.argument_paths):
             value = graph.arguments[position]
             found[value] = _pin(tuple(spec), mesh, graph.values[value].shape, graph.argument_paths[position])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from jax.sharding import NamedSharding
 
 from autoshard.cluster import Cluster
 from autoshard.cost.model import CostModel
+from autoshard.errors import TraceError
 from autoshard.ir import Layout, result_layouts
 from autoshard.lower import constrained, jax_mesh, to_named_sharding
 from autoshard.rules import rules_of
@@ -42,7 +44,8 @@ class Step:
         self._mesh = jax_mesh(record.mesh, devices)
         self._programs: dict[Any, _Program] = {}
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args = positional(self._fn, args, kwargs)
         program, pure = self._program(args)
         leaves, tree = jax.tree.flatten(pure)
         placed = tree.unflatten([_placed(x, sharding) for x, sharding in zip(leaves, program.in_shardings, strict=True)])
@@ -91,6 +94,26 @@ class Step:
             donate_argnums=record.donate_argnums,
         )
         return _Program(traced, jitted, in_shardings)
+
+
+def positional(fn: Callable, args: tuple, kwargs: Mapping[str, Any]) -> tuple:
+    """The arguments of a call in the order of the function's parameters.
+
+    Raises:
+        TraceError: a keyword names no positional parameter.
+    """
+    if not kwargs:
+        return args
+    try:
+        bound = inspect.signature(fn).bind(*args, **kwargs)
+    except (TypeError, ValueError) as error:
+        raise TraceError(f"A call passes the function's arguments by position or by name, and this one does not fit: {error}.") from None
+    if bound.kwargs:
+        raise TraceError(
+            f"A sharded function takes positional arguments; {sorted(bound.kwargs)} can be passed by keyword only. "
+            "Bind them beforehand with functools.partial, or make them positional."
+        )
+    return bound.args
 
 
 def _placed(x: Any, sharding: NamedSharding) -> Any:

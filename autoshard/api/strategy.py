@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass, replace
 from importlib import metadata
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.api.explain import explain
 from autoshard.api.step import Step
-from autoshard.api.structure import describe, rebuild
+from autoshard.api.structure import alike, describe, per_argument, rebuild
 from autoshard.cluster import Cluster
 from autoshard.cost.record import Cost
 from autoshard.errors import StrategyError
@@ -135,7 +135,7 @@ class Strategy:
         placed = []
         for position, (argument, shardings) in enumerate(zip(split.states, per_argument, strict=False)):
             leaves, tree = jax.tree.flatten(argument)
-            self._check_leaves(position, leaves, shardings)
+            self._check_leaves(position, tree, leaves, shardings)
             placed.append(tree.unflatten(jax.device_put(leaves, [sharding for _, sharding in shardings])))
         return split.update(tuple(placed))
 
@@ -161,14 +161,17 @@ class Strategy:
     def _shardings(self, devices: Sequence[Any] | None) -> list[list[tuple[TensorRecord, NamedSharding]]]:
         """Per argument, its leaves and where they lie."""
         mesh = jax_mesh(self.record.mesh, devices)
-        flat = [(tensor, NamedSharding(mesh, PartitionSpec(*tensor.spec))) for tensor in self.record.arguments]
-        whole = rebuild(self.record.argument_structure, range(len(flat)))
-        return [[flat[i] for i in jax.tree.leaves(part)] for part in whole]
+        flat = iter([(tensor, NamedSharding(mesh, PartitionSpec(*tensor.spec))) for tensor in self.record.arguments])
+        return [list(islice(flat, n)) for n in per_argument(self.record.argument_structure)]
 
-    def _check_leaves(self, position: int, leaves: Sequence[Any], shardings: Sequence[tuple[TensorRecord, NamedSharding]]) -> None:
-        if len(leaves) != len(shardings):
+    def _check_leaves(
+        self, position: int, tree: Any, leaves: Sequence[Any], shardings: Sequence[tuple[TensorRecord, NamedSharding]]
+    ) -> None:
+        if not alike(self.record.argument_structure["tuple"][position], tree):
+            paths = ", ".join(tensor.path for tensor, _ in shardings[:3]) + ", ..." * (len(shardings) > 3)
             raise StrategyError(
-                f"argument {position} of {self.record.program.name!r} has {len(shardings)} leaves in this strategy, got {len(leaves)}. "
+                f"argument {position} of {self.record.program.name!r} is structured otherwise in this strategy: it has {len(shardings)} "
+                f"leaves, {paths}; got {len(leaves)}, {tree!s:.200}. "
                 "Pass arguments structured as those that were searched."
             )
         for leaf, (tensor, _) in zip(leaves, shardings, strict=True):
@@ -198,6 +201,8 @@ def load(path: str | os.PathLike[str]) -> Strategy:
     Raises:
         StrategyError: the file is no strategy, or a damaged one.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise StrategyError(f"load takes the path of a strategy file, got {path!r}. Pass a string or a pathlib.Path.")
     return Strategy(load_record(path))
 
 

@@ -27,11 +27,43 @@ def _describe(tree: Any, leaves) -> Any:
         return {"tuple": children}
     if kind is list:
         return {"list": children}
-    if kind is dict:
+    if kind is dict and all(isinstance(key, str) for key in extra):
         return {"dict": {str(key): child for key, child in zip(extra, children, strict=True)}}
     name = f"{kind.__module__}.{kind.__qualname__}"
-    keys = [str(field) for field in getattr(kind, "_fields", range(len(children)))]
+    keys = [str(key) for key in (extra if kind is dict else getattr(kind, "_fields", range(len(children))))]
     return {"node": name, "keys": keys, "children": children}
+
+
+def per_argument(structure: Any) -> list[int]:
+    """How many leaves each argument of a described arguments tuple has; they are numbered one argument after the other.
+
+    >>> per_argument({"tuple": [{"dict": {"b": 0, "w": 1}}, 2]})
+    [2, 1]
+    """
+    return [_count(child) for child in structure["tuple"]]
+
+
+def alike(structure: Any, tree: Any) -> bool:
+    """Whether a `PyTreeDef` has a described structure, whatever the leaves' numbers."""
+    return _unnumbered(structure) == _unnumbered(describe(tree))
+
+
+def _children(structure: Any) -> list[Any]:
+    if not isinstance(structure, dict):
+        return []
+    (inner,) = (part for kind, part in structure.items() if kind in ("tuple", "list", "dict", "children"))
+    return list(inner.values()) if isinstance(inner, dict) else inner
+
+
+def _count(structure: Any) -> int:
+    return isinstance(structure, int) + sum(map(_count, _children(structure)))
+
+
+def _unnumbered(structure: Any) -> Any:
+    if not isinstance(structure, dict):
+        return "leaf" if isinstance(structure, int) else None
+    names = {kind: sorted(part) if kind == "dict" else part for kind, part in structure.items() if kind in ("node", "keys", "dict")}
+    return [sorted(structure), names, [_unnumbered(child) for child in _children(structure)]]
 
 
 def rebuild(structure: Any, leaves: Sequence[Any]) -> Any:

@@ -211,7 +211,10 @@ class _Region(Interpreter):
             return tuple(to_named_sharding(layout, np.ndim(x), mesh).spec for x, layout in zip(arrays, layouts, strict=True))
 
         leaving = specs((v.aval for v in eqn.outvars), (computed_layout(rule, choice, k) for k in range(len(eqn.outvars))))
-        return jax.shard_map(lambda *shards: bind(eqn, shards), mesh=mesh, in_specs=specs(read, targets), out_specs=[*leaving])(*read)
+        entering = specs(read, targets)
+        # Sharded and replicated operands meet in one primitive, which shard_map's own type check refuses.
+        bound = jax.shard_map(lambda *shards: bind(eqn, shards), mesh=mesh, in_specs=entering, out_specs=[*leaving], check_vma=False)
+        return bound(*read)
 
     def _settled(self, x: Any, value: int, rule: Rule, choice: Choice, result: int) -> Any:
         """A result in its value's layout. A scattered reduction takes two constraints: the whole of it, then its slice."""

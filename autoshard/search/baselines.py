@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from autoshard.errors import InfeasibleError, ShardingError
 from autoshard.ir import Assignment, Layout, divides
 from autoshard.problem import Problem
+from autoshard.render import format_bytes
 from autoshard.search.propagation import Propagation
 from autoshard.search.searcher import Progress, Solution, silent
 
@@ -84,7 +85,7 @@ def _solution(problem: Problem, assignment: Assignment, started: float) -> Solut
     limit = problem.memory_limit_bytes
     if limit is not None and judgement.cost.peak_bytes > limit:
         raise InfeasibleError(
-            f"a strategy must fit {limit / 1e9:.3g} GB a device, and this baseline needs {judgement.cost.peak_bytes / 1e9:.3g} GB. "
+            f"a strategy must fit {format_bytes(limit)} a device, and this baseline needs {format_bytes(judgement.cost.peak_bytes)}. "
             "Use searcher='recursive_programming' or 'fully_sharded', more devices, or a higher memory_limit_bytes.",
             judgement.cost.peak_bytes,
         )

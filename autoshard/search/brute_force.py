@@ -9,6 +9,7 @@ from itertools import product
 
 from autoshard.errors import InfeasibleError, SearchLimitError
 from autoshard.problem import Problem
+from autoshard.render import format_bytes
 from autoshard.search.elimination import table_cost
 from autoshard.search.searcher import Progress, Solution, silent
 
@@ -51,4 +52,4 @@ class BruteForce:
             if problem.memory_limit_bytes is None or smallest <= problem.memory_limit_bytes:
                 bound = min(judgement.cost.objective_seconds, problem.compute_bound())
                 return Solution(assignment, judgement, bound, {"assignments": n, "search_seconds": time.perf_counter() - started})
-        raise InfeasibleError(f"no assignment fits the memory limit; the smallest peak is {smallest / 1e9:.3g} GB.", smallest)
+        raise InfeasibleError(f"no assignment fits the memory limit; the smallest peak is {format_bytes(smallest)}.", smallest)

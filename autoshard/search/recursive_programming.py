@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from autoshard.cost.evaluate import Judgement
 from autoshard.errors import InfeasibleError
 from autoshard.problem import Label, Problem
+from autoshard.render import format_bytes
 from autoshard.search.elimination import eliminate, table_cost
 from autoshard.search.searcher import Progress, Solution, silent
 
@@ -92,8 +93,8 @@ class RecursiveProgramming:
                 break
         if best is None:
             raise InfeasibleError(
-                f"a strategy must fit {limit / 1e9:.3g} GB a device, and the smallest peak found on mesh {run.problem.mesh} is "
-                f"{smallest / 1e9:.3g} GB. Use more devices, a smaller batch, rematerialisation, or a higher memory_limit_bytes.",
+                f"a strategy must fit {format_bytes(limit)} a device, and the smallest peak found on mesh {run.problem.mesh} is "
+                f"{format_bytes(smallest)}. Use more devices, a smaller batch, rematerialisation, or a higher memory_limit_bytes.",
                 smallest,
             )
         return best

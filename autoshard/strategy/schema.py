@@ -92,12 +92,17 @@ def decode(document: Node) -> Record:
         lower_bound_seconds=part["lower_bound_seconds"].number(),
         donate_argnums=tuple(node.integer(0, MAX_FACTORS) for node in part["donate_argnums"].items()),
         assumptions=tuple(node.text() for node in part["assumptions"].items()),
-        stats={name: node.json() for name, node in _named(part["stats"])},
+        stats={name: _stat(node) for name, node in _named(part["stats"])},
         provenance=_provenance(part["provenance"]),
     )
 
 
 # -- parts, in the order of the file -------------------------------------------------------------------------------------
+
+
+def _stat(node: Node) -> int | float:
+    node.number()
+    return node.value
 
 
 def _program(node: Node) -> Program:

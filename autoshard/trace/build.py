@@ -215,7 +215,7 @@ class _Emitter:
             constants=tuple(self.constants),
             literals=tuple(self.literals),
             written=tuple(self.written),
-            assumptions=tuple(self.flat.assumptions),
+            assumptions=tuple(dict.fromkeys(self.flat.assumptions)),
         )
 
     def _number(self, array: int) -> int:

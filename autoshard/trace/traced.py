@@ -166,11 +166,11 @@ def _with_keywords(fn: Callable, n_args: int) -> Callable:
 
 
 def _positions(donate_argnums: int | Sequence[int], n_args: int) -> tuple[int, ...]:
-    given = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+    given = tuple(donate_argnums) if isinstance(donate_argnums, Sequence) else (donate_argnums,)
     for position in given:
-        if not isinstance(position, int) or not -n_args <= position < n_args:
+        if isinstance(position, bool) or not isinstance(position, int) or not -n_args <= position < n_args:
             raise TraceError(f"donate_argnums are positions among the {n_args} arguments, got {position!r}. Use 0 to {n_args - 1}.")
-    return tuple(position % n_args for position in given)
+    return tuple(dict.fromkeys(position % n_args for position in given))
 
 
 def _abstract(args: tuple, leaves: list[Leaf]) -> tuple:

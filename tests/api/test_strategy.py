@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -247,3 +249,76 @@ def test_indivisible_specs_are_told():
     args = (jax.ShapeDtypeStruct((6, 4), jnp.float32),)
     with pytest.raises(autoshard.ShardingError, match=r"dim 0 of x has size 6.*\('data',\) of size 8"):
         autoshard.evaluate(lambda x: x, *args, cluster="cpu:8", mesh={"data": 8}, in_specs=(P("data"),))
+
+
+@pytest.mark.parametrize(
+    ("options", "pieces"),
+    [
+        ({"mesh": "data"}, ["axis sizes by name", "'data'"]),
+        ({"mesh": {}}, ["axis sizes by name"]),
+        ({"pins": [P()]}, ["pins map argument paths"]),
+        ({"pins": {"state*": None}}, ["PartitionSpec", "P()"]),
+        ({"donate_argnums": None}, ["donate_argnums"]),
+        ({"donate_argnums": True}, ["donate_argnums"]),
+    ],
+)
+def test_options_of_a_wrong_type_are_told(options, pieces):
+    """What is no mesh, no pin, no position is refused in words."""
+    fn, args = PROGRAMS["mlp"]()
+    with pytest.raises(autoshard.AutoshardError) as caught:
+        autoshard.search(fn, *args, **{"cluster": "cpu:8", **options})
+    assert all(piece in str(caught.value) for piece in pieces), caught.value
+
+
+def test_a_jax_mesh_is_a_mesh():
+    """Axis names and sizes may come as a jax.sharding.Mesh."""
+    mesh = jax.make_mesh((4, 2), ("a", "b"))
+    fn, args = PROGRAMS["mlp"]()
+    assert autoshard.search(fn, *args, cluster="cpu:8", mesh=mesh).mesh_shape == {"a": 4, "b": 2}
+
+
+def test_leaves_are_placed_by_their_own_specs():
+    """Named tuples whose fields are not in alphabetical order, and dicts of more than ten integers, keep their leaves apart."""
+
+    class State(NamedTuple):
+        w: jax.Array
+        b: jax.Array
+
+    def step(state, table):
+        return State(state.w * 2, state.b * 3), {key: x + 1 for key, x in table.items()}
+
+    x = jnp.ones((16, 16))
+    args = State(x, x), {key: x for key in range(12)}
+    pins = {"state.w": P("data"), "state.b": P(None, "data"), "table[2]": P("data")}
+    strategy = autoshard.search(step, *args, cluster="cpu:8", mesh={"data": 8}, pins=pins)
+    state, table = strategy.shard(*args)
+    assert (state.w.sharding.spec, state.b.sharding.spec) == (P("data", None), P(None, "data"))
+    assert table[2].sharding.spec == P("data", None)
+    made = strategy.init(lambda: State(x, x))
+    assert (made.w.sharding.spec, made.b.sharding.spec) == (P("data", None), P(None, "data"))
+    with pytest.raises(autoshard.StrategyError, match="structured otherwise"):
+        strategy.shard((x, x))
+
+
+def test_calls_may_name_arguments():
+    """Keywords go to their positions; one that is none is refused."""
+
+    def f(x, y):
+        return x - y
+
+    step = autoshard.search(f, jnp.ones(8), jnp.ones(8), cluster="cpu:8").apply(f)
+    np.testing.assert_array_equal(step(y=jnp.ones(8), x=3 * jnp.ones(8)), 2 * np.ones(8))
+    with pytest.raises(autoshard.TraceError, match="does not fit"):
+        step(jnp.ones(8), z=1)
+
+
+def test_depthwise_convolutions_run_sharded():
+    """A grouped convolution whose batch is sharded runs per shard, forward and backward."""
+
+    def f(w, x):
+        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=8).sum()
+
+    w, x = jax.random.normal(jax.random.key(0), (3, 3, 1, 8)), jax.random.normal(jax.random.key(1), (16, 6, 6, 8))
+    g = jax.value_and_grad(f)
+    strategy = autoshard.search(g, w, x, cluster=eager_cluster(), mesh={"data": 8}, pins={"x": P("data")})
+    assert_close(strategy.apply(g)(w, x), g(w, x))
