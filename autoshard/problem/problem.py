@@ -24,6 +24,7 @@ from autoshard.ir import (
     Dims,
     Layout,
     Rule,
+    Value,
     divides,
     layout_number,
     layouts,
@@ -37,6 +38,9 @@ from autoshard.problem.nodes import Edge, Node, Nodes, Pin, build_nodes
 
 Label = tuple[Any, ...]
 """A `Choice` for an op node, a `Layout` for a layout node."""
+
+# Of equally fast layouts an argument takes the one of fewest bytes a device; below any rounding of the objective.
+TIE_SECONDS_PER_BYTE = 1e-20
 
 NOWHERE: tuple[int, int] = (-1, -1)  # an axis that splits none of an op's factors
 
@@ -242,7 +246,9 @@ class Problem:
 
     def _leader_cost(self, node: Node, labels: list[Label]) -> np.ndarray:
         if node.leader < 0:
-            return np.zeros(len(labels))
+            _, shape, itemsize, argument = node.head
+            held = np.array([Value(shape, "", itemsize).nbytes / shards(label, self.mesh.sizes) for label in labels])
+            return TIE_SECONDS_PER_BYTE * held if argument else np.zeros(len(labels))
         signature = self.nodes.signatures[node.head[1]]
         op = self.graph.walk()[signature.op]
         return signature.trips * np.array(
