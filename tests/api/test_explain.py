@@ -91,6 +91,14 @@ def test_repeated_layers_and_optimizer_moments_share_a_row():
     assert table.rows[0][4] == "36.9 kB"  # 9 tensors of 64 x 32 / 2 float32
 
 
+def test_a_moment_that_is_sharded_otherwise_has_its_own_row():
+    """What mirrors a parameter's path but not its spec is not counted with it."""
+    parameter = TensorRecord("params['up']", (64, 32), "float32", (None, None))
+    moment = TensorRecord("optimizer[0].mu['up']", (64, 32), "float32", (None, "model"))
+    table = next(part for part in argument_parts(replace(EXAMPLE, arguments=(parameter, moment))) if isinstance(part, Table))
+    assert [row[:2] for row in table.rows] == [("params['up']", "1"), ("optimizer[0].mu['up']", "1")]
+
+
 def test_the_report_has_every_section_with_the_records_numbers():
     """Step time, memory, proof, arguments, new results, collectives with seconds, assumptions and origin all show."""
     text = to_text(explain(EXAMPLE))
