@@ -105,6 +105,6 @@ def records(draw):
         lower_bound_seconds=draw(seconds),
         donate_argnums=tuple(draw(st.lists(st.integers(0, 9), max_size=2))),
         assumptions=tuple(draw(st.lists(names, max_size=2))),
-        stats=draw(options),
+        stats=draw(st.dictionaries(names, st.integers(0, 2**40) | seconds, max_size=4)),
         provenance=Provenance(draw(names), "0.1.0", "0.10.2", draw(st.none() | st.just("2026-11-21"))),
     )

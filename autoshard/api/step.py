@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
@@ -117,7 +118,9 @@ def positional(fn: Callable, args: tuple, kwargs: Mapping[str, Any]) -> tuple:
 
 
 def _placed(x: Any, sharding: NamedSharding) -> Any:
-    """The array where its sharding wants it; what is not committed anywhere yet is left to jit."""
-    if not isinstance(x, jax.Array) or isinstance(x, Tracer) or not x.committed or x.sharding == sharding:
+    """The array committed to where its sharding wants it, so that every call finds the same compiled program."""
+    if isinstance(x, Tracer) or not isinstance(x, jax.Array | np.ndarray):
         return x
-    return x if x.sharding.is_equivalent_to(sharding, x.ndim) else jax.device_put(x, sharding)
+    if isinstance(x, jax.Array) and x.committed and (x.sharding == sharding or x.sharding.is_equivalent_to(sharding, x.ndim)):
+        return x
+    return jax.device_put(x, sharding)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import dataclass
+from typing import ClassVar
 
 from autoshard.errors import InfeasibleError, ShardingError
 from autoshard.ir import Assignment, Layout, divides
@@ -22,13 +23,8 @@ from autoshard.search.searcher import Progress, Solution, silent
 class DataParallel:
     """Batch split over every mesh axis, state replicated, gradients all-reduced."""
 
-    @property
-    def name(self) -> str:
-        return "data_parallel"
-
-    @property
-    def automatic(self) -> bool:
-        return False
+    name: ClassVar[str] = "data_parallel"
+    automatic: ClassVar[bool] = False
 
     def solve(self, problem: Problem, progress: Progress = silent) -> Solution:
         """The data-parallel assignment."""
@@ -45,19 +41,14 @@ class FullySharded:
         stage: 1 shards the optimizer state, 2 scatters the gradients onto it as well, 3 shards the parameters too.
     """
 
+    name: ClassVar[str] = "fully_sharded"
+    automatic: ClassVar[bool] = False
+
     stage: int = 3
 
     def __post_init__(self):
         if self.stage not in (1, 2, 3):
             raise ShardingError(f"FullySharded has stages 1, 2 and 3 (ZeRO's), got {self.stage!r}.")
-
-    @property
-    def name(self) -> str:
-        return "fully_sharded"
-
-    @property
-    def automatic(self) -> bool:
-        return False
 
     def solve(self, problem: Problem, progress: Progress = silent) -> Solution:
         """The assignment of the stage."""

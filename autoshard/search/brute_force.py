@@ -6,6 +6,7 @@ import math
 import time
 from dataclasses import dataclass
 from itertools import product
+from typing import ClassVar
 
 from autoshard.errors import InfeasibleError, SearchLimitError
 from autoshard.problem import Problem
@@ -22,15 +23,10 @@ class BruteForce:
         max_assignments: more than this many raise `SearchLimitError`.
     """
 
+    name: ClassVar[str] = "brute_force"
+    automatic: ClassVar[bool] = False
+
     max_assignments: int = 1_000_000
-
-    @property
-    def name(self) -> str:
-        return "brute_force"
-
-    @property
-    def automatic(self) -> bool:
-        return False
 
     def solve(self, problem: Problem, progress: Progress = silent) -> Solution:
         """The optimum over all mesh axes at once."""

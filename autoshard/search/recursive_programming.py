@@ -19,6 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from autoshard.cost.evaluate import Judgement
 from autoshard.errors import InfeasibleError
@@ -38,17 +39,12 @@ class RecursiveProgramming:
         price_steps: how many memory prices may be tried when the limit binds.
     """
 
+    name: ClassVar[str] = "recursive_programming"
+    automatic: ClassVar[bool] = True
+
     max_sweeps: int = 8
     max_entries: int = 1 << 20
     price_steps: int = 16
-
-    @property
-    def name(self) -> str:
-        return "recursive_programming"
-
-    @property
-    def automatic(self) -> bool:
-        return True
 
     def solve(self, problem: Problem, progress: Progress = silent) -> Solution:
         """The assignment found by sweeps over the mesh axes; see the module."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 from autoshard.cost.evaluate import Judgement
 from autoshard.ir import Assignment
@@ -47,10 +47,7 @@ class Searcher(Protocol):
         automatic: whether the answer must be at least as good as data parallel, by the judge.
     """
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def automatic(self) -> bool: ...
+    name: ClassVar[str]
+    automatic: ClassVar[bool]
 
     def solve(self, problem: Problem, progress: Progress = silent) -> Solution: ...

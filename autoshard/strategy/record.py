@@ -95,7 +95,7 @@ class Record:
         lower_bound_seconds: proven lower bound of the objective on this mesh; 0.0 where nothing is proven.
         donate_argnums: which arguments' memory the program may reuse, as in `jax.jit`.
         assumptions: what tracing and costing had to assume, in words.
-        stats: what the search took, as plain JSON values by name.
+        stats: what the search took: counts and seconds by name.
         provenance: where it comes from.
     """
 

@@ -62,8 +62,8 @@ def test_a_file_is_readable():
 
 def test_numpy_scalars_are_saved_as_numbers():
     """Stats of numpy type come back as the plain numbers they are."""
-    record = replace(EXAMPLE, stats={"n": np.int64(3), "t": np.float64(0.1), "mesh": (np.int32(2), 4)})
-    assert from_json(to_json(record)).stats == {"n": 3, "t": 0.1, "mesh": [2, 4]}
+    record = replace(EXAMPLE, stats={"n": np.int64(3), "t": np.float64(0.1)})
+    assert from_json(to_json(record)).stats == {"n": 3, "t": 0.1}
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,8 @@ def _text(old: str, new: str) -> str:
 HOSTILE = {
     "deep lists": ("[" * 200_000, "nested"),
     "deep objects": ('{"a":' * 200_000, "nested"),
-    "deep stats": (_text('"induced_width": 2', f'"induced_width": {"[" * 300}{"]" * 300}'), "nested at most 100"),
+    "stats in words": (_text('"induced_width": 2', '"induced_width": "two"'), "a number, zero or more"),
+    "deep options": (_text('"options": {', f'"options": {{"x": {"[" * 300}{"]" * 300}, '), "nested at most 100"),
     "thousands of digits": (_text('"n_ops": 6', '"n_ops": ' + "9" * 5000), "digits"),
     "more than 63 bits": (_text('"n_ops": 6', '"n_ops": ' + "9" * 30), r"program\.n_ops"),
     "float overflow": (_text("3e-06", "1e999"), "finite"),
