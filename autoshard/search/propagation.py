@@ -35,12 +35,14 @@ class Propagation:
         layouts: per value; a value that is absent is replicated.
         choices: per op.
         frozen: ops whose choice may not change any more.
+        kept: layouts that holders keep, whatever flows into them.
     """
 
     problem: Problem
     layouts: dict[int, Layout] = field(default_factory=dict)
     choices: dict[int, Choice] = field(default_factory=dict)
     frozen: set[int] = field(default_factory=set)
+    kept: dict[int, Layout] = field(default_factory=dict)
 
     def assignment(self) -> Assignment:
         return Assignment(self.problem.mesh, dict(self.choices), dict(self.layouts))
@@ -103,7 +105,7 @@ class Propagation:
         inputs = {value for body in op.bodies for value in body.inputs}
         for holder in op.holders:
             if holder.value in inputs and holder.sources and not holder.sources[0].inside:
-                self._hold(holder, self._flowed(holder, holder.sources[0]))
+                self._hold(holder, self.kept.get(holder.value) or self._flowed(holder, holder.sources[0]))
         for attempt in range(3):
             for body in op.bodies:
                 self._forward(body.ops)

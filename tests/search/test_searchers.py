@@ -182,3 +182,10 @@ def test_results_do_not_depend_on_the_hash_seed():
         for seed in ("1", "2")
     }
     assert len(outputs) == 1
+
+
+def test_fully_sharded_gathers_loop_constants_once():
+    """The weights of a recurrent layer are gathered before its loop, not in every trip."""
+    fn, args = PROGRAMS["lstm"]()
+    cost = FullySharded().solve(problem_of(fn, *args, mesh={"data": 8})).judgement.cost
+    assert {c.count for c in cost.collectives if c.kind == "all_gather"} == {1}
