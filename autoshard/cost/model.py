@@ -31,7 +31,6 @@ class CostModel:
         self.communication = Communication(cluster.links(mesh))
         self._roofline = Roofline(cluster.device)
         self._reshards = Reshards(mesh, self.communication)
-        self._ops: dict[tuple, float] = {}
 
     def reshard_matrix(self, shape: tuple[int, ...], itemsize: float) -> np.ndarray:
         """Seconds from each layout (row number) to each other (column number) of a tensor."""

@@ -1,0 +1,128 @@
+"""The judge: flops, collectives, overlap and peak memory of small programs counted by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from problems import eager_cluster
+
+from autoshard.cost.evaluate import evaluate
+from autoshard.cost.model import CostModel
+from autoshard.cost.profile import profile
+from autoshard.ir import Assignment, Mesh
+from autoshard.rules import rules_of
+from autoshard.trace import trace
+
+X = jax.ShapeDtypeStruct((64, 32), jnp.float32)
+W = jax.ShapeDtypeStruct((32, 16), jnp.float32)
+
+
+def judged(fn, *args, choices=None, layouts=None, copies=None, cluster=None, mesh=None, **options):
+    """The judgement of an assignment given by op and value positions; by default everything is replicated over 8 devices."""
+    graph = trace(fn, *args, **options).graph
+    mesh = Mesh.of(mesh or {"data": 8})
+    facts = profile(graph, rules_of(graph))
+    assignment = Assignment(mesh, choices or {}, layouts or {}, copies or {})
+    return evaluate(facts, CostModel(cluster or eager_cluster(), mesh), assignment), graph
+
+
+def test_a_sharded_product_costs_its_share():
+    """A product whose rows are split does an eighth of the flops and sends nothing."""
+    whole, graph = judged(lambda x, w: x @ w, X, W)
+    x, _ = graph.arguments
+    split, _ = judged(lambda x, w: x @ w, X, W, choices={0: ((0, -1),)}, layouts={x: (0,), graph.results[0]: (0,)})
+    assert whole.cost.flops == 2 * 64 * 32 * 16
+    assert split.cost.flops == whole.cost.flops / 8
+    assert split.cost.collectives == ()
+    assert split.cost.objective_seconds < whole.cost.objective_seconds
+
+
+def test_partial_sums_are_reduced():
+    """A split contraction reduces its result, whole, or scattered where the choice says so."""
+    _, graph = judged(lambda x, w: x @ w, X, W)
+    x, w = graph.arguments
+    (out,) = graph.results
+    contracted = next(f for f, factor in enumerate(rules_of(graph)[0].factors) if factor.kind == "reduction")
+    reduced, _ = judged(lambda x, w: x @ w, X, W, choices={0: ((contracted, -1),)}, layouts={x: (1,), w: (0,)})
+    scattered, _ = judged(lambda x, w: x @ w, X, W, choices={0: ((contracted, 0),)}, layouts={x: (1,), w: (0,), out: (0,)})
+    assert [(c.kind, c.bytes) for c in reduced.cost.collectives] == [("all_reduce", 64 * 16 * 4)]
+    assert [(c.kind, c.bytes) for c in scattered.cost.collectives] == [("reduce_scatter", 64 * 16 * 4)]
+    assert scattered.cost.communication_seconds < reduced.cost.communication_seconds
+
+
+def test_readers_of_one_layout_share_one_reshard():
+    """A weight that two products read whole is gathered once."""
+
+    def twice(x, w):
+        return (x @ w) @ w.T
+
+    _, graph = judged(twice, X, W)
+    judgement, _ = judged(twice, X, W, layouts={graph.arguments[1]: (0,)})
+    gathers = [c for c in judgement.cost.collectives if c.kind == "all_gather"]
+    assert [c.count for c in gathers] == [1]
+
+
+def test_loops_count_their_trips():
+    """What a scan's body computes and sends counts once a trip."""
+
+    def loop(x, w):
+        return jax.lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, length=5)[0]
+
+    square = jax.ShapeDtypeStruct((32, 32), jnp.float32)
+    judgement, graph = judged(loop, X, square)
+    (scan,) = graph.ops
+    assert judgement.cost.flops >= 5 * 2 * 64 * 32 * 32
+    carry = next(holder.value for holder in scan.holders if holder.views)
+    held = {value: (1,) for value in (carry, graph.results[0])}
+    inside = next(op for op in graph.walk() if op.primitive == "dot_general")
+    sharded, _ = judged(loop, X, square, layouts=held)
+    assert {c.count for c in sharded.cost.collectives if str(inside.origin) in c.source and c.kind == "all_gather"} == {5}
+
+
+def test_overlap_hides_communication_where_devices_can():
+    """With asynchronous collectives the makespan is less than the sum; without, it is the sum."""
+
+    def step(x, w, v):
+        reduced = x @ w
+        other = jnp.tanh(jnp.tanh(x @ v) @ v.T)
+        return reduced.sum(), other
+
+    args = X, W, jax.ShapeDtypeStruct((32, 256), jnp.float32)
+    _, graph = judged(step, *args)
+    contracted = next(f for f, factor in enumerate(rules_of(graph)[0].factors) if factor.kind == "reduction")
+    plan = {"choices": {0: ((contracted, -1),)}, "layouts": {}}
+    serial, _ = judged(step, *args, **plan, cluster=replace(eager_cluster(), overlap=False))
+    overlapped, _ = judged(step, *args, **plan, cluster=replace(eager_cluster(), overlap=True))
+    assert serial.cost.makespan_seconds == pytest.approx(serial.cost.objective_seconds)
+    assert overlapped.cost.objective_seconds == serial.cost.objective_seconds
+    assert overlapped.cost.makespan_seconds < serial.cost.makespan_seconds
+    assert overlapped.cost.exposed_communication_seconds < serial.cost.exposed_communication_seconds
+
+
+def test_peak_memory_counts_what_is_alive():
+    """Two products in a row hold the arguments, the value between and the result; a sharded one holds its share."""
+
+    def chain(x, w, v):
+        return (x @ w) @ v
+
+    v = jax.ShapeDtypeStruct((16, 32), jnp.float32)
+    judgement, graph = judged(chain, X, W, v)
+    arguments = (64 * 32 + 32 * 16 + 16 * 32) * 4
+    assert judgement.cost.peak_bytes == arguments + (64 * 16 + 64 * 32) * 4
+    split = {graph.arguments[0]: (0,), graph.ops[0].results[0]: (0,), graph.results[0]: (0,)}
+    sharded, _ = judged(chain, X, W, v, choices={0: ((0, -1),), 1: ((0, -1),)}, layouts=split)
+    assert sharded.cost.peak_bytes == (64 * 32 // 8 + 32 * 16 + 16 * 32 + 64 * 16 // 8 + 64 * 32 // 8) * 4
+
+
+def test_donated_arguments_give_their_memory_back():
+    """A donated argument is dropped after its last reader, so the peak falls by what it held."""
+
+    def chain(x, w):
+        return jnp.sort((x @ w) @ w.T, axis=0) @ w
+
+    kept, _ = judged(chain, X, W)
+    donated, _ = judged(chain, X, W, donate_argnums=0)
+    assert donated.cost.peak_bytes < kept.cost.peak_bytes
