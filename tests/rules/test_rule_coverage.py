@@ -213,6 +213,6 @@ def test_a_parameter_that_cannot_be_hashed_only_costs_the_cache():
 def test_rules_of_a_deep_program_take_less_than_a_second():
     """37,000 ops, about 96 layers of a transformer."""
     graph = graph_of(37_000)
-    start = time.perf_counter()
+    start = time.process_time()
     rules_of(graph)
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
