@@ -1,7 +1,12 @@
-"""Eight virtual CPU devices for every test, set before JAX starts."""
+"""Eight virtual CPU devices for every test, set before JAX starts; hypothesis keeps no deadlines, since machines are busy."""
 
 import os
+
+from hypothesis import settings
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8").strip()
+
+settings.register_profile("autoshard", deadline=None, derandomize="CI" in os.environ)
+settings.load_profile("autoshard")
