@@ -197,6 +197,11 @@ def _failure(fn: Callable, error: Exception) -> TraceError:
             "A function is traced with abstract arrays, so its Python control flow cannot depend on their values",
             "Use jax.lax.cond, jax.numpy.where or jax.lax.while_loop, or bind the value beforehand with functools.partial.",
         )
+    elif "does not match the specs of the input" in str(error):  # shard_map, on an argument whose Explicit sharding is not traced
+        rule, advice = (
+            "A function is traced without its arguments' present shardings, so a mesh inside it has Auto axes",
+            "Make its mesh with axis_types=(jax.sharding.AxisType.Auto,) for each axis.",
+        )
     elif type(error).__name__ == "TraceContextError" or "trace level" in str(error):  # Flax says either, as to where the mutation is
         rule, advice = (
             "A step may mutate only the modules that it is passed; it mutates one that it captures, and that mutation would be lost",

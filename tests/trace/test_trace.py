@@ -301,3 +301,13 @@ def test_a_large_model_is_traced_whole():
     one, two = ([op.primitive for op in trace(fn, *args).graph.walk()] for fn, args in (gpt(1), gpt(2)))
     assert two.count("dot_general") - one.count("dot_general") == 18  # six products and their gradients
     assert two.count("sqrt") - one.count("sqrt") == 8  # AdamW, eight parameters a layer
+
+
+def test_explicit_meshes_are_told_to_be_auto():
+    """A shard_map that relies on an argument's Explicit sharding says how to make the mesh."""
+    mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Explicit,))
+    spec = PartitionSpec("i")
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones((16, 4)), NamedSharding(mesh, spec))
+        with pytest.raises(TraceError, match=r"axis_types=.*Auto"):
+            trace(lambda x: jax.shard_map(lambda x: jax.lax.psum(x, "i"), in_specs=spec, out_specs=PartitionSpec())(x), x)
