@@ -17,7 +17,7 @@ from autoshard.cost.model import CostModel
 from autoshard.cost.profile import Profile
 from autoshard.cost.record import Cost
 from autoshard.cost.reshard import Step
-from autoshard.ir import Assignment, Collective, Layout, Op, operand_layout, shards, shift_layout
+from autoshard.ir import Assignment, Collective, Layout, Op, operand_layout, served_from, shards, shift_layout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,19 +31,6 @@ class Judgement:
 def evaluate(profile: Profile, model: CostModel, assignment: Assignment) -> Judgement:
     """The cost of an assignment; linear in the program's size."""
     return _Judge(profile, model, assignment).judgement()
-
-
-def sources(model: CostModel, assignment: Assignment, value: int, shape_of, target: Layout) -> tuple[Layout, ...]:
-    """Where a reader in the target layout gets a value from: the layouts to go through, the value's own first."""
-    own = assignment.layout(value)
-    copy = assignment.copies.get(value)
-    if target == own or copy is None:
-        return (own,) if target == own else (own, target)
-    if target == copy:
-        return own, copy
-    direct = sum(step.seconds for step in model.reshard_path(shape_of(value), own, target))
-    by_copy = sum(step.seconds for step in model.reshard_path(shape_of(value), copy, target))
-    return (own, target) if direct <= by_copy else (own, copy, target)
 
 
 class _Judge:
@@ -145,7 +132,9 @@ class _Judge:
         """When the value is there in the target layout, resharding it if nobody has yet."""
         values = self.graph.values
         done = self.ready.get(value, 0.0)
-        hops = sources(self.model, self.assignment, value, values.__getitem__, target)
+        own, copy = self.assignment.layout(value), self.assignment.copies.get(value)
+        served = served_from(own, copy, target, lambda a, b: sum(step.seconds for step in self.model.reshard_path(values[value], a, b)))
+        hops = dict.fromkeys((own, served, target))
         for previous, layout in pairwise(hops):
             if (value, layout) not in self.made:
                 path = self.model.reshard_path(values[value], previous, layout)

@@ -9,6 +9,7 @@ from autoshard.ir.assignment import (
     reductions,
     result_layout,
     result_layouts,
+    served_from,
 )
 from autoshard.ir.collective import Collective
 from autoshard.ir.graph import Body, Flow, Graph, Holder, Op, Origin, Value
@@ -59,6 +60,7 @@ __all__ = [
     "replicated",
     "result_layout",
     "result_layouts",
+    "served_from",
     "shard_counts",
     "shards",
     "shift_layout",

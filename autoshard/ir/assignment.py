@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from autoshard.ir.graph import Graph
@@ -39,6 +39,17 @@ class Assignment:
         """The choice of an op."""
         found = self.choices.get(op)
         return ((-1, -1),) * len(self.mesh.axes) if found is None else found
+
+
+def served_from(own: Layout, copy: Layout | None, target: Layout, seconds: Callable[[Layout, Layout], float]) -> Layout:
+    """The layout that a reader in the target layout is served from: the value's own, or its shared copy's where that is cheaper.
+
+    Args:
+        seconds: what a reshard from one layout to another costs.
+    """
+    if copy is None or target in (own, copy):
+        return own
+    return own if seconds(own, target) <= seconds(copy, target) else copy
 
 
 def operand_layout(rule: Rule, choice: Choice, operand: int) -> Layout:

@@ -31,6 +31,7 @@ from autoshard.ir import (
     replicated,
     result_layout,
     result_layouts,
+    served_from,
 )
 from autoshard.lower.control_flow import FLOWS, Flows
 from autoshard.lower.interpret import Interpreter, Path, apply, bind, ops_by_path
@@ -113,13 +114,11 @@ class _Plan:
 
     def source(self, value: int, target: Layout) -> Layout:
         """The layout that a reader in another layout is served from: the value's, or its shared copy's where that is cheaper."""
-        own, copy = self.layout(value), self.assignment.copies.get(value)
-        if copy is None or target == copy:
-            return own
-        return own if self._seconds(value, own, target) <= self._seconds(value, copy, target) else copy
 
-    def _seconds(self, value: int, source: Layout, target: Layout) -> float:
-        return sum(step.seconds for step in self.reshard_path(value, source, target))
+        def seconds(source: Layout, target: Layout) -> float:
+            return sum(step.seconds for step in self.reshard_path(value, source, target))
+
+        return served_from(self.layout(value), self.assignment.copies.get(value), target, seconds)
 
 
 class _Region(Interpreter):
