@@ -121,7 +121,7 @@ def _batches(problem: Problem, dim: int) -> list[dict[int, Layout]]:
     groups: dict[str, list[int]] = {}
     for value, path in zip(graph.arguments, graph.argument_paths, strict=True):
         if value not in replaced and graph.values[value].rank > dim:
-            root = re.match(r"\w*", path).group()  # type: ignore[union-attr]
+            root = re.split(r"\W", path, maxsplit=1)[0]
             groups.setdefault(root, []).append(value)
     together = [value for group in groups.values() for value in group]
     found = []
