@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from autoshard.api.search import Pins, search
-from autoshard.api.step import Step, positional
+from autoshard.api.step import Step, call_type, positional
 from autoshard.api.strategy import Strategy
 from autoshard.cluster import Cluster
 from autoshard.errors import StrategyError
@@ -56,8 +56,7 @@ class Parallelized:
         return self._lookup(args)[1].lower(*args)
 
     def _lookup(self, args: tuple) -> tuple[Strategy, Step]:
-        leaves, tree = jax.tree.flatten(args)
-        key = tree, tuple((getattr(x, "shape", ()), getattr(x, "dtype", type(x)), getattr(x, "weak_type", False)) for x in leaves)
+        key = call_type(args)
         if key not in self._found:
             strategy = search(self._fn, *args, **self._options)
             self._found[key] = strategy, strategy.apply(self._fn, self._devices)

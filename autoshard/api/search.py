@@ -22,7 +22,7 @@ from autoshard.ir import Graph, Mesh, check_divides, spec_to_layout
 from autoshard.lower import abstract_mesh
 from autoshard.problem import Pin, Problem
 from autoshard.rules import rules_of
-from autoshard.search import Searcher, Solution, candidate_meshes, check_mesh, searcher_of, silent, solve
+from autoshard.search import Searcher, Solution, candidate_meshes, searcher_of, silent, solve
 from autoshard.search.propagation import follow_layouts
 from autoshard.search.searcher import Progress
 from autoshard.trace import Traced, constraint_spec, trace
@@ -72,7 +72,7 @@ def search(
     pins = _checked(pins)
     given = None if mesh is None else _mesh(mesh)
     if given is not None:
-        check_mesh(given, cluster)
+        cluster.check(given)
     traced, facts, seconds = _prepare(fn, args, donate_argnums, (*_pinned_axes(pins), *(given.names if given else ())))
     meshes = [given] if given else _meshes(cluster, traced.graph, pins, 2 if chosen.automatic else 1)
     started = time.perf_counter()
@@ -118,7 +118,7 @@ def evaluate(
     """
     cluster = _cluster(cluster)
     given = _mesh(mesh)
-    check_mesh(given, cluster)
+    cluster.check(given)
     traced, facts, seconds = _prepare(fn, args, donate_argnums, given.names)
     graph = traced.graph
     layouts = {}
@@ -199,7 +199,7 @@ def _meshes(cluster: Cluster, graph: Graph, pins: Pins, max_axes: int) -> list[M
             spec, fixed = constraint_spec(op)
             if fixed is not None:
                 mesh = Mesh.of(fixed)
-                check_mesh(mesh, cluster)
+                cluster.check(mesh)
                 return [mesh]
             names.extend(_axes_of(spec))
     return list(candidate_meshes(cluster.n_devices, tuple(dict.fromkeys(names)), max_axes))

@@ -59,8 +59,7 @@ class Step:
 
     def _program(self, args: tuple) -> tuple[_Program, tuple]:
         """The program for arguments like these, and the arguments as pytrees of arrays."""
-        leaves, tree = jax.tree.flatten(args)
-        key = tree, tuple((getattr(x, "shape", ()), getattr(x, "dtype", type(x)), getattr(x, "weak_type", False)) for x in leaves)
+        key = call_type(args)
         if (found := self._programs.get(key)) is None:
             found = self._programs[key] = self._lowered(args)
         return found, found.traced.split(args)
@@ -95,6 +94,12 @@ class Step:
             donate_argnums=record.donate_argnums,
         )
         return _Program(traced, jitted, in_shardings)
+
+
+def call_type(args: tuple) -> tuple:
+    """What tells programs apart: the arguments' structure, and the leaves' shapes and dtypes."""
+    leaves, tree = jax.tree.flatten(args)
+    return tree, tuple((getattr(x, "shape", ()), getattr(x, "dtype", type(x)), getattr(x, "weak_type", False)) for x in leaves)
 
 
 def positional(fn: Callable, args: tuple, kwargs: Mapping[str, Any]) -> tuple:

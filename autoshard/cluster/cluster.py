@@ -171,17 +171,21 @@ class Cluster:
     def _hosts(self) -> int:
         return self.topology[1] if len(self.topology) == 2 else 1
 
+    def check(self, mesh: Mesh) -> None:
+        """Raises `ClusterError` where a mesh does not cover the devices."""
+        if mesh.size != self.n_devices:
+            raise ClusterError(
+                f"a mesh covers all devices: {self.name} has {self.n_devices}, the mesh {mesh or '()'} has {mesh.size}. "
+                f"Use axis sizes whose product is {self.n_devices}, so that all {self.n_devices} devices have a place."
+            )
+
     def links(self, mesh: Mesh) -> tuple[Link, ...]:
         """What each axis of a mesh gets of the wires, in mesh order; see `place`.
 
         Raises:
             ClusterError: the mesh does not cover the devices.
         """
-        if mesh.size != self.n_devices:
-            raise ClusterError(
-                f"a mesh covers all devices: {self.name} has {self.n_devices}, the mesh {mesh or '()'} has {mesh.size}. "
-                f"Use axis sizes whose product is {self.n_devices}."
-            )
+        self.check(mesh)
         outermost_first = tuple(reversed(self.topology)) if self.interconnect.kind == "switch" else self.topology
         return place(self.interconnect, outermost_first, mesh.sizes)
 

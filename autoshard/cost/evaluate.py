@@ -82,6 +82,7 @@ class _Judge:
 
     def _control_flow(self, op: Op) -> None:
         """Sources are read in their holders' layouts: once before the bodies, or once a trip inside them."""
+        made_inside = {value for body in op.bodies for value in body.outputs}
         for inside in (False, True):
             if inside:
                 for body in op.bodies:
@@ -95,13 +96,11 @@ class _Judge:
                 for flow in holder.sources:
                     if self.profile.free[flow.value]:
                         continue
-                    entering = flow.value not in {v for body in op.bodies for v in body.outputs} and not flow.inside
-                    if entering == inside:
+                    if inside != (flow.inside or flow.value in made_inside):
                         continue
                     target = shift_layout(layout, flow.shift)
                     assert target is not None, "a stacked result keeps its leading dimension whole"
-                    trips = op.trips * (max(body.trips for body in op.bodies) if flow.inside else 1)
-                    done = self._read(flow.value, target, op.index, trips, f"{op.primitive} {op.origin}")
+                    done = self._read(flow.value, target, op.index, op.flow_trips(flow), f"{op.primitive} {op.origin}")
                     self.compute_free = max(self.compute_free, done)
         for result in op.results:
             self.ready[result] = max(self.compute_free, self.ready.get(result, 0.0))

@@ -48,7 +48,11 @@ class _Liveness:
         graph = profile.graph
         self.last = self._last_reads()
         donated = {graph.arguments[position] for position in graph.donated}
+        self.total = 0.0
+        self.moment = self.moment_of_peak = 0
         self.alive: dict[int, float] = {}
+        self.born: dict[int, int] = {}
+        self.died: dict[int, int] = {}
         self.copies: dict[int, dict[Layout, float]] = {}
         kept = set()
         for value in (*graph.arguments, *graph.constants):
@@ -56,10 +60,7 @@ class _Liveness:
             if value not in donated:
                 kept.add(profile.root[value])
         self.kept = kept
-        self.total = self.highest = sum(self.alive.values())
-        self.moment = self.moment_of_peak = 0
-        self.born = dict.fromkeys(self.alive, 0)
-        self.died: dict[int, int] = {}
+        self.highest = self.total
         self._run(graph.ops)
         alive = (root for root, born in self.born.items() if born <= self.moment_of_peak < self.died.get(root, self.moment + 1))
         self.peak = Peak(self.highest, tuple(alive))
@@ -83,6 +84,8 @@ class _Liveness:
         root = self.profile.root[value]
         if root not in self.alive and self.profile.materialised[root]:
             self.alive[root] = self.local_bytes(root)
+            self.born[root] = self.moment
+            self.total += self.alive[root]
 
     def _run(self, ops: Iterable[Op]) -> None:
         for op in ops:
@@ -91,11 +94,7 @@ class _Liveness:
             for body in op.bodies:
                 made.extend(body.inputs)
             for value in made:
-                root = self.profile.root[value]
-                if root not in self.alive and self.profile.materialised[root]:
-                    self.alive[root] = self.local_bytes(root)
-                    self.born[root] = self.moment
-                    self.total += self.alive[root]
+                self._add(value)
             for value, layout, nbytes in self.extra.get(op.index, ()):
                 if layout not in self.copies.setdefault(value, {}):
                     self.copies[value][layout] = nbytes

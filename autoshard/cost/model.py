@@ -64,7 +64,7 @@ class CostModel:
                 count = 1 if rule is None else shards(computed_layout(rule, choice, k), sizes)
                 nbytes += values[value].nbytes / count
         flops = self.op_flops(profile, op, choice)
-        dtype = values[op.operands[0]].dtype if op.operands else values[op.results[0]].dtype if op.results else "float32"
+        dtype = _dtype(op, values)
         if is_matrix(op.primitive) and rule is not None:
             batch, m, n, k = _matrix_sizes(rule, choice, sizes, flops)
             return float(self._roofline.dot_seconds(batch, m, n, k, dtype, nbytes))
@@ -80,7 +80,7 @@ class CostModel:
         nbytes = sum(values[value].nbytes for value in (*op.operands, *op.results) if profile.materialised[value]) / n
         if nbytes == 0.0:
             return 0.0
-        dtype = values[op.operands[0]].dtype if op.operands else values[op.results[0]].dtype
+        dtype = _dtype(op, values)
         return float(self._roofline.seconds(is_matrix(op.primitive), profile.flops[op.index] / n, dtype, nbytes))
 
     def reduction_path(self, profile: Profile, op: Op, choice: Choice, result: int) -> tuple[Step, ...]:
@@ -96,6 +96,11 @@ class CostModel:
     def reduction_seconds(self, profile: Profile, op: Op, choice: Choice) -> float:
         """The seconds of those collectives, over all results."""
         return sum(step.seconds for k in range(len(op.results)) for step in self.reduction_path(profile, op, choice, k))
+
+
+def _dtype(op: Op, values: tuple[Value, ...]) -> str:
+    """The dtype whose rate an op runs at: its first operand's, or its first result's."""
+    return next((values[value].dtype for value in (*op.operands, *op.results)), "float32")
 
 
 def _matrix_sizes(rule: Rule, choice: Choice, sizes: tuple[int, ...], flops: float) -> tuple[float, float, float, float]:

@@ -1,6 +1,7 @@
 """Pure records: graph, rule, layout, assignment. Nothing here imports JAX."""
 
 from autoshard.ir.assignment import (
+    NOWHERE,
     Assignment,
     Choice,
     computed_layout,
@@ -31,6 +32,7 @@ from autoshard.ir.layout import (
 from autoshard.ir.rule import Dims, Factor, Rule, factor_names
 
 __all__ = [
+    "NOWHERE",
     "Assignment",
     "Body",
     "Choice",

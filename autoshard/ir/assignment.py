@@ -14,6 +14,10 @@ Choice = tuple[tuple[int, int], ...]
 dimension that the reduction scatters onto, or -1 for an all_reduce."""
 
 
+NOWHERE: tuple[int, int] = (-1, -1)
+"""A mesh axis that splits none of an op's factors."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Assignment:
     """The layouts and choices of a program on a mesh.
@@ -38,7 +42,7 @@ class Assignment:
     def choice(self, op: int) -> Choice:
         """The choice of an op."""
         found = self.choices.get(op)
-        return ((-1, -1),) * len(self.mesh.axes) if found is None else found
+        return (NOWHERE,) * len(self.mesh.axes) if found is None else found
 
 
 def served_from(own: Layout, copy: Layout | None, target: Layout, seconds: Callable[[Layout, Layout], float]) -> Layout:

@@ -123,6 +123,10 @@ class Op:
     bodies: tuple[Body, ...] = ()
     holders: tuple[Holder, ...] = ()
 
+    def flow_trips(self, flow: Flow) -> int:
+        """How often a value is read into one of the op's holders in one step."""
+        return self.trips * (max(body.trips for body in self.bodies) if flow.inside else 1)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Graph:

@@ -179,11 +179,10 @@ class _Builder:
             node, slot = self.home[holder.value]
             rank = self.values[holder.value].rank
             for flow in holder.sources:
-                trips = op.trips * (max(body.trips for body in op.bodies) if flow.inside else 1)
                 target = slot
                 if flow.shift:
                     target = self.nodes[node].slot(("shift", slot, rank, flow.shift))
-                self._read(flow.value, node, target, trips)
+                self._read(flow.value, node, target, op.flow_trips(flow))
 
     def _op(self, op: Op, rule: Rule) -> None:
         position = self._leading_operand(op, rule)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -19,6 +20,7 @@ from autoshard.cost.model import CostModel
 from autoshard.cost.profile import Profile
 from autoshard.errors import ShardingError
 from autoshard.ir import (
+    NOWHERE,
     Assignment,
     Choice,
     Dims,
@@ -42,7 +44,6 @@ Label = tuple[Any, ...]
 # Of equally fast layouts an argument takes the one of fewest bytes a device; below any rounding of the objective.
 TIE_SECONDS_PER_BYTE = 1e-20
 
-NOWHERE: tuple[int, int] = (-1, -1)  # an axis that splits none of an op's factors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -301,8 +302,7 @@ class Problem:
 
     def _bytes(self, value: int, numbers: np.ndarray) -> np.ndarray:
         found = self.graph.values[value]
-        counts = np.array([shards(layout, self.mesh.sizes) for layout in layouts(found.rank, len(self.mesh.axes))])
-        return found.nbytes / counts[numbers]
+        return found.nbytes / _shards_by_number(found.rank, self.mesh.sizes)[numbers]
 
 
 def _atoms(rule: Rule) -> list[tuple[int, int]]:
@@ -314,6 +314,11 @@ def _atoms(rule: Rule) -> list[tuple[int, int]]:
             if entry.kind == "reduction" and entry.operator == "sum" and len(rule.results) == 1:
                 atoms.extend((factor, dim) for dim in range(len(rule.results[0])))
     return atoms
+
+
+@cache
+def _shards_by_number(rank: int, sizes: tuple[int, ...]) -> np.ndarray:
+    return np.array([shards(layout, sizes) for layout in layouts(rank, len(sizes))])
 
 
 def _vary(label: Label, free: tuple[int, ...], atoms: Iterable) -> list[Label]:

@@ -3,7 +3,7 @@
 from autoshard.errors import InfeasibleError, SearchLimitError
 from autoshard.search.baselines import DataParallel, FullySharded
 from autoshard.search.brute_force import BruteForce
-from autoshard.search.meshes import candidate_meshes, check_mesh
+from autoshard.search.meshes import candidate_meshes
 from autoshard.search.recursive_programming import RecursiveProgramming
 from autoshard.search.searcher import Progress, Searcher, Solution, silent
 
@@ -54,7 +54,6 @@ __all__ = [
     "Searcher",
     "Solution",
     "candidate_meshes",
-    "check_mesh",
     "searcher_of",
     "silent",
     "solve",

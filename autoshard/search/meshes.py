@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autoshard.cluster import Cluster
-from autoshard.errors import ClusterError
 from autoshard.ir import Mesh
 
 NAMES = ("data", "model", "third", "fourth")
@@ -38,13 +36,3 @@ def _factorisations(n: int, n_axes: int, smallest: int) -> list[tuple[int, ...]]
         if n % first == 0 and first >= smallest
         for rest in _factorisations(n // first, n_axes - 1, smallest)
     ]
-
-
-def check_mesh(mesh: Mesh, cluster: Cluster) -> None:
-    """Raises `ClusterError` where a mesh does not cover the cluster's devices."""
-    if mesh.size != cluster.n_devices:
-        raise ClusterError(
-            f"a mesh covers every device of the cluster once: {cluster.name} has {cluster.n_devices} devices and "
-            f"the mesh {mesh} has {mesh.size}. "
-            f"Use axis sizes whose product is {cluster.n_devices}."
-        )

@@ -6,12 +6,15 @@ is what a plain sharding-propagation pass does with annotated arguments, and wha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from autoshard.ir import (
+    NOWHERE,
     Assignment,
     Choice,
+    Dims,
     Layout,
     Op,
     Rule,
@@ -22,8 +25,6 @@ from autoshard.ir import (
     shift_layout,
 )
 from autoshard.problem import Pin, Problem
-
-NOWHERE = (-1, -1)
 
 
 @dataclass(slots=True)
@@ -78,27 +79,21 @@ class Propagation:
 
     def _choose(self, op: Op, rule: Rule) -> Choice:
         """Per axis the factor that the most operand bytes are sharded on, as far as that is legal."""
-        graph, profile, sizes = self.problem.graph, self.problem.profile, self.problem.mesh.sizes
-        choice: list[tuple[int, int]] = [NOWHERE] * len(sizes)
+        graph, profile = self.problem.graph, self.problem.profile
         pin = self.problem.pins.get(op.results[0]) if op.results else None
         if pin is not None:
             return _pinned_choice(rule, pin)
-        for axis in range(len(sizes)):
+
+        def voted(axis: int) -> list[int]:
             votes: dict[int, float] = {}
             for position, value in enumerate(op.operands):
                 dim = self.layout(value)[axis]
-                if dim < 0 or profile.free[value]:
-                    continue
-                for factor in rule.operands[position][dim]:
-                    if rule.factors[factor].shardable and rule.factors[factor].size > 1:
-                        votes[factor] = votes.get(factor, 0.0) + graph.values[value].nbytes
-                        break
-            for factor in sorted(votes, key=lambda f: (-votes[f], f)):
-                option = (*choice[:axis], (factor, -1), *choice[axis + 1 :])
-                if legal(rule, option, sizes):
-                    choice[axis] = (factor, -1)
-                    break
-        return tuple(choice)
+                factor = -1 if profile.free[value] else _major_factor(rule, rule.operands[position], dim)
+                if factor >= 0:
+                    votes[factor] = votes.get(factor, 0.0) + graph.values[value].nbytes
+            return sorted(votes, key=lambda f: (-votes[f], f))
+
+        return _first_legal(rule, self.problem.mesh.sizes, voted)
 
     def _control_flow(self, op: Op) -> None:
         """Holders start in the layout of what flows in; a carry that comes out sharded is held sharded from the start."""
@@ -106,7 +101,7 @@ class Propagation:
         for holder in op.holders:
             if holder.value in inputs and holder.sources and not holder.sources[0].inside:
                 self._hold(holder, self.kept.get(holder.value) or self._flowed(holder, holder.sources[0]))
-        for attempt in range(3):
+        for _ in range(3):
             for body in op.bodies:
                 self._forward(body.ops)
             changed = False
@@ -118,7 +113,7 @@ class Propagation:
                     if self._plainer(self.layout(holder.value), layout) and self._fits(holder.value, layout):
                         self._hold(holder, layout)
                         changed = changed or holder.value in inputs
-            if not changed or attempt == 2:
+            if not changed:
                 break
 
     def _hold(self, holder, layout: Layout) -> None:
@@ -215,20 +210,11 @@ def follow_layouts(problem: Problem, layouts: Mapping[int, Layout]) -> Assignmen
     """
     spread = Propagation(problem)
     spread.seed(layouts)
-    sizes = problem.mesh.sizes
     for op in problem.graph.walk():
         rule = problem.rules[op.index]
-        if rule is None:
-            continue
-        choice: list[tuple[int, int]] = [NOWHERE] * len(sizes)
-        for axis in range(len(sizes)):
-            for factor in _factors_on(spread, op, rule, axis):
-                option = (*choice[:axis], (factor, -1), *choice[axis + 1 :])
-                if legal(rule, option, sizes):
-                    choice[axis] = (factor, -1)
-                    break
-        spread.choices[op.index] = tuple(choice)
-        spread.settle(op, rule)
+        if rule is not None:
+            spread.choices[op.index] = _first_legal(rule, problem.mesh.sizes, partial(_factors_on, spread, op, rule))
+            spread.settle(op, rule)
     return spread.assignment()
 
 
@@ -239,10 +225,22 @@ def _factors_on(spread: Propagation, op: Op, rule: Rule, axis: int) -> list[int]
     operands = [(rule.operands[j], value) for j, value in enumerate(op.operands) if not profile.free[value]]
     found: dict[int, None] = {}
     for dims, value in (*tensors, *sorted(operands, key=lambda entry: -values[entry[1]].nbytes)):
-        dim = spread.layout(value)[axis]
-        if dim >= 0:
-            for factor in dims[dim]:
-                if rule.factors[factor].shardable and rule.factors[factor].size > 1:
-                    found[factor] = None
-                    break
+        factor = _major_factor(rule, dims, spread.layout(value)[axis])
+        if factor >= 0:
+            found[factor] = None
     return list(found)
+
+
+def _major_factor(rule: Rule, dims: Dims, dim: int) -> int:
+    """The factor that an axis on this dimension splits: the first that can be split; -1 for none."""
+    factors = dims[dim] if dim >= 0 else ()
+    return next((factor for factor in factors if rule.factors[factor].shardable and rule.factors[factor].size > 1), -1)
+
+
+def _first_legal(rule: Rule, sizes: tuple[int, ...], ranked: Callable[[int], Iterable[int]]) -> Choice:
+    """The choice that gives each mesh axis in turn the first of its ranked factors that is legal with those before."""
+    choice: Choice = (NOWHERE,) * len(sizes)
+    for axis in range(len(sizes)):
+        options = ((*choice[:axis], (factor, -1), *choice[axis + 1 :]) for factor in ranked(axis))
+        choice = next((option for option in options if legal(rule, option, sizes)), choice)
+    return choice

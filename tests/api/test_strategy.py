@@ -20,6 +20,10 @@ from autoshard.verify import collectives_of
 SEARCHERS = ("data_parallel", "fully_sharded", "recursive_programming")
 
 
+def is_spec(x):
+    return isinstance(x, P)
+
+
 def assert_close(got, wanted, tolerance=1e-5):
     assert jax.tree.structure(got) == jax.tree.structure(wanted)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
@@ -38,7 +42,7 @@ def test_applied_steps_compute_the_same(program, searcher):
     wanted = jax.jit(fn)(*real)
     got = step(*real)
     assert_close(got, wanted)
-    for result, spec in zip(jax.tree.leaves(got), jax.tree.leaves(strategy.out_specs, is_leaf=lambda x: isinstance(x, P)), strict=True):
+    for result, spec in zip(jax.tree.leaves(got), jax.tree.leaves(strategy.out_specs, is_leaf=is_spec), strict=True):
         assert result.sharding.is_equivalent_to(jax.sharding.NamedSharding(result.sharding.mesh, spec), result.ndim)
     if isinstance(wanted, tuple) and jax.tree.structure(wanted[0]) == jax.tree.structure(real[0]):
         assert_close(step(got[0], *real[1:]), jax.jit(fn)(wanted[0], *real[1:]), 1e-4)
@@ -73,7 +77,6 @@ def test_specs_are_structured_as_arguments_and_results():
     """One PartitionSpec a leaf, in the same containers, also after loading from a file."""
     fn, args = PROGRAMS["mlp"]()
     strategy = autoshard.search(fn, *args, cluster="cpu:8")
-    is_spec = lambda x: isinstance(x, P)  # noqa: E731 - a predicate of one line
     assert jax.tree.structure(strategy.in_specs, is_leaf=is_spec) == jax.tree.structure(args)
     assert jax.tree.structure(strategy.out_specs, is_leaf=is_spec) == jax.tree.structure(jax.eval_shape(fn, *args))
 
@@ -104,9 +107,8 @@ def test_init_makes_the_state_sharded():
     """The state comes out where the strategy wants it, made by a function that never holds it whole."""
     fn, args = PROGRAMS["mlp"]()
     strategy = autoshard.search(fn, *args, cluster="cpu:8", searcher="fully_sharded")
-    zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), args[0])  # noqa: E731 - a function of one line
-    state = strategy.init(zeros)
-    for leaf, spec in zip(jax.tree.leaves(state), jax.tree.leaves(strategy.in_specs[0], is_leaf=lambda x: isinstance(x, P)), strict=True):
+    state = strategy.init(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), args[0]))
+    for leaf, spec in zip(jax.tree.leaves(state), jax.tree.leaves(strategy.in_specs[0], is_leaf=is_spec), strict=True):
         assert leaf.sharding.spec == spec or leaf.sharding.is_fully_replicated
     assert any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(state))
     with pytest.raises(autoshard.StrategyError, match="shapes of none"):
