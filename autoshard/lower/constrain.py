@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from autoshard.cost.profile import profile
 from autoshard.cost.reshard import Step
@@ -41,6 +41,15 @@ from autoshard.rules import runs_per_shard
 ReshardPath = Callable[[int, Layout, Layout], Sequence[Step]]
 """``(value number, source, target)`` to the steps between the two layouts."""
 
+Constrain = Callable[[Any, NamedSharding, int], Any]
+"""``(array, sharding, value number)`` to the array with the sharding written on it."""
+
+
+def constrain_sharding(x: Any, sharding: NamedSharding, _: int) -> Any:
+    """The array with the sharding written on it."""
+    return jax.lax.with_sharding_constraint(x, sharding)
+
+
 # These partition themselves: their operands are theirs to place.
 SELF_PARTITIONED = frozenset({"shard_map", "custom_partitioning"})
 
@@ -50,21 +59,23 @@ def constrained(
     graph: Graph,
     rules: tuple[Rule | None, ...],
     assignment: Assignment,
-    mesh: jax.sharding.Mesh,
+    mesh: jax.sharding.Mesh | AbstractMesh,
     reshard_path: ReshardPath,
+    constrain: Constrain = constrain_sharding,
 ) -> Callable[..., list[Any]]:
     """A function from flat arguments to flat results that computes what ``jaxpr`` does, sharded as the assignment says.
 
-    ``graph`` and ``rules`` are those of the same jaxpr. To be called under `jax.jit`.
+    ``graph`` and ``rules`` are those of the same jaxpr; ``constrain`` is called for every constraint, in the same order each time.
+    To be called under `jax.jit`.
     """
     free = profile(graph, rules).free
     home = {view: holder.value for op in graph.walk() for holder in op.holders for view in holder.views}
-    plan = _Plan(ops_by_path(graph), rules, assignment, mesh, reshard_path, free, frozenset(graph.constants), home)
+    plan = _Plan(ops_by_path(graph), rules, assignment, mesh, reshard_path, constrain, free, frozenset(graph.constants), home)
     leaving = result_layouts(graph, assignment)
 
     def function(*arguments: Any) -> list[Any]:
         region = _Region(plan)
-        entered = [plan.pin(x, plan.layout(value)) for x, value in zip(arguments, graph.arguments, strict=True)]
+        entered = [plan.pin(x, value, plan.layout(value)) for x, value in zip(arguments, graph.arguments, strict=True)]
         results = region.run(jaxpr.jaxpr, jaxpr.consts, entered)
         return [region.handed(x, value, layout) for x, value, layout in zip(results, graph.results, leaving, strict=True)]
 
@@ -85,8 +96,9 @@ class _Plan:
     ops: Mapping[Path, Op]
     rules: tuple[Rule | None, ...]
     assignment: Assignment
-    mesh: jax.sharding.Mesh
+    mesh: jax.sharding.Mesh | AbstractMesh
     reshard_path: ReshardPath
+    constrain: Constrain
     free: tuple[bool, ...]
     constants: frozenset[int]
     home: Mapping[int, int]
@@ -103,13 +115,13 @@ class _Plan:
     def flows(self, op: Op) -> Flows:
         return FLOWS[op.primitive](op, self.layout)
 
-    def pin(self, x: Any, layout: Layout) -> Any:
+    def pin(self, x: Any, value: int, layout: Layout) -> Any:
         rank = np.ndim(x)
-        return jax.lax.with_sharding_constraint(x, to_named_sharding(layout, rank, self.mesh)) if rank else x
+        return self.constrain(x, to_named_sharding(layout, rank, self.mesh), value) if rank else x
 
     def reshard(self, x: Any, value: int, source: Layout, target: Layout) -> Any:
         for step in self.reshard_path(value, source, target):
-            x = self.pin(x, step.target)
+            x = self.pin(x, value, step.target)
         return x
 
     def source(self, value: int, target: Layout) -> Layout:
@@ -149,7 +161,7 @@ class _Region(Interpreter):
         if plan.own(value, target):
             return self._pinned(x, value) if value in plan.constants else x
         if (value, target) not in self.made:
-            self.made[value, target] = plan.pin(x, target) if plan.free[value] else self._copy(x, value, target)
+            self.made[value, target] = plan.pin(x, value, target) if plan.free[value] else self._copy(x, value, target)
         return self.made[value, target]
 
     def _copy(self, x: Any, value: int, target: Layout) -> Any:
@@ -164,7 +176,7 @@ class _Region(Interpreter):
             return x
         own = self.plan.layout(value)
         if (value, own) not in self.made:
-            self.made[value, own] = self.plan.pin(x, own)
+            self.made[value, own] = self.plan.pin(x, value, own)
         return self.made[value, own]
 
     def handed(self, x: Any, value: int, target: Layout) -> Any:
@@ -178,7 +190,7 @@ class _Region(Interpreter):
 
     def enter(self, op: Op, number: int, arguments: Sequence[Any]) -> list[Any]:
         layouts = self.plan.flows(op).inputs[number]
-        return [self.plan.pin(x, layout) for x, layout in zip(arguments, layouts, strict=True)]
+        return [self.plan.pin(x, value, layout) for x, value, layout in zip(arguments, op.bodies[number].inputs, layouts, strict=True)]
 
     def leave(self, op: Op, number: int, results: Sequence[Any]) -> list[Any]:
         layouts = self.plan.flows(op).outputs[number]
@@ -219,8 +231,8 @@ class _Region(Interpreter):
         """A result in its value's layout. A scattered reduction takes two constraints: the whole of it, then its slice."""
         combined = result_layout(rule, choice, result)
         if reductions(rule, choice) and (computed := computed_layout(rule, choice, result)) != combined:
-            x = self.plan.pin(x, computed)
-        return self.plan.reshard(self.plan.pin(x, combined), value, combined, self.plan.layout(value))
+            x = self.plan.pin(x, value, computed)
+        return self.plan.reshard(self.plan.pin(x, value, combined), value, combined, self.plan.layout(value))
 
     def _replicated(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         """The results of an op that nothing is known of: it reads whole arrays, unless it partitions itself or has effects."""
@@ -230,7 +242,7 @@ class _Region(Interpreter):
         return self._pinned_results(op, apply(eqn, operands))
 
     def _pinned_results(self, op: Op, results: Sequence[Any]) -> list[Any]:
-        return [self.plan.pin(x, self.plan.layout(value)) for x, value in zip(results, op.results, strict=True)]
+        return [self.plan.pin(x, value, self.plan.layout(value)) for x, value in zip(results, op.results, strict=True)]
 
     def _follows(self, op: Op, rule: Rule, targets: Sequence[Layout]) -> bool:
         """Whether the result's layout follows without a constraint: elementwise, with every operand and the result in one layout."""
