@@ -31,7 +31,7 @@ TIE_SECONDS = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One move, or one combination of partial results.
+    """One move, one combination of partial results, or one exchange between shards.
 
     Attributes:
         kind: ``slice``, ``all_gather``, ``all_to_all``, ``collective_permute``, ``reduce_scatter`` or ``all_reduce``.
@@ -97,7 +97,7 @@ class Reshards:
         while source != target:
             number = layout_number(source, rank)
             after = everything[int(first[number, goal])]
-            kind, axes = moves.get((number, layout_number(after, rank))) or ("collective_permute", _permute_axes(source, after))
+            kind, axes = moves.get((number, layout_number(after, rank))) or ("collective_permute", _permute_axes(source, after, self._sizes))
             parts = shards(source, self._sizes), shards(after, self._sizes)
             nbytes = _nbytes(shape, itemsize) / (max(parts) if kind == "collective_permute" else min(parts))
             seconds = 0.0 if kind == "slice" else float(self._communication.seconds(kind, nbytes, axes))
@@ -210,22 +210,23 @@ def _used(layout: Layout) -> int:
     return sum(1 << axis for axis, dim in enumerate(layout) if dim >= 0)
 
 
-def _exchanging(source: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Which axes a permute sends along, ``(..., n_axes)`` of layouts so shaped.
+def _exchanging(source: np.ndarray, target: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
+    """Which axes a permute sends along, ``(..., n_axes)`` of layouts so shaped: those whose place changes.
 
-    Those whose dimension changes, and those that come after such an axis in a dimension: their place in it changes.
+    An axis's place is its dimension, and into how many parts the axes before it split that.
     """
     taking_part = source != target
     for axis in range(source.shape[-1]):
+        parts = [np.ones(layout.shape[:-1], np.int64) for layout in (source, target)]
         for before in range(axis):
-            beside = (source[..., before] == source[..., axis]) | (target[..., before] == source[..., axis])
-            moved = (source[..., before] != target[..., before]) & beside & (source[..., axis] >= 0)
-            taking_part[..., axis] |= moved
+            for k, layout in enumerate((source, target)):
+                parts[k] *= np.where(layout[..., before] == layout[..., axis], sizes[before], 1)
+        taking_part[..., axis] |= (source[..., axis] >= 0) & (parts[0] != parts[1])
     return taking_part
 
 
-def _permute_axes(source: Layout, target: Layout) -> tuple[int, ...]:
-    return tuple(np.flatnonzero(_exchanging(np.array(source), np.array(target))).tolist())
+def _permute_axes(source: Layout, target: Layout, sizes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(np.flatnonzero(_exchanging(np.array(source), np.array(target), sizes)).tolist())
 
 
 @cache
@@ -265,7 +266,7 @@ def _permutes(rank: int, sizes: tuple[int, ...]) -> tuple[tuple[tuple[int, ...],
     counts = np.array([shard_counts(layout, rank, sizes) for layout in everything]).reshape(len(everything), rank)
     dims = np.array(everything).reshape(len(everything), len(sizes))
     source, target = np.nonzero(np.all(counts[None, :] % counts[:, None] == 0, axis=2))
-    sending = _exchanging(dims[source], dims[target]) @ (1 << np.arange(len(sizes)))
+    sending = _exchanging(dims[source], dims[target], sizes) @ (1 << np.arange(len(sizes)))
     groups = []
     for bits in np.unique(sending[sending > 0]):
         axes = tuple(axis for axis in range(len(sizes)) if bits >> axis & 1)

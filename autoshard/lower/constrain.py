@@ -3,12 +3,17 @@
 An operand that an op reads in another layout than the value has is constrained at that use, by way of the layouts of
 the cheapest reshard; a result is constrained as its op leaves it, and once more where a reduction is scattered; so is
 whatever enters or leaves a loop, a branch or a checkpoint.
+
+A constraint that cannot change anything is left out: a result *follows* where its layout is that of its operands carried
+through the op, and everybody reads it so. Between the constraints that remain, such values form regions in which each op
+agrees with all its neighbours, so that propagation has one answer. A value that somebody reads in another layout is never
+left loose: the reader's constraint would compete with the operands.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -26,6 +31,7 @@ from autoshard.ir import (
     Op,
     Rule,
     computed_layout,
+    exchanges,
     operand_layout,
     reductions,
     replicated,
@@ -34,9 +40,10 @@ from autoshard.ir import (
     served_from,
 )
 from autoshard.lower.control_flow import FLOWS, Flows
+from autoshard.lower.exchange import run_shard
 from autoshard.lower.interpret import Interpreter, Path, apply, bind, ops_by_path
 from autoshard.lower.mesh import to_named_sharding
-from autoshard.rules import runs_per_shard
+from autoshard.rules import propagates, runs_per_shard
 
 ReshardPath = Callable[[int, Layout, Layout], Sequence[Step]]
 """``(value number, source, target)`` to the steps between the two layouts."""
@@ -72,6 +79,7 @@ def constrained(
     home = {view: holder.value for op in graph.walk() for holder in op.holders for view in holder.views}
     plan = _Plan(ops_by_path(graph), rules, assignment, mesh, reshard_path, constrain, free, frozenset(graph.constants), home)
     leaving = result_layouts(graph, assignment)
+    plan = replace(plan, contested=_contested(graph, plan, leaving))
 
     def function(*arguments: Any) -> list[Any]:
         region = _Region(plan)
@@ -91,6 +99,7 @@ class _Plan:
         free: per value, whether it is made of constants alone; the partitioner recomputes those for each use.
         constants: values that the function captured.
         home: per value that shares a holder's layout, the holder's value.
+        contested: values that somebody reads in another layout than their own.
     """
 
     ops: Mapping[Path, Op]
@@ -102,6 +111,7 @@ class _Plan:
     free: tuple[bool, ...]
     constants: frozenset[int]
     home: Mapping[int, int]
+    contested: frozenset[int] = frozenset()
 
     def layout(self, value: int) -> Layout:
         while value not in self.assignment.layouts and value in self.home:
@@ -205,27 +215,37 @@ class _Region(Interpreter):
         targets = [operand_layout(rule, choice, position) for position in range(len(operands))]
         if op.results and all(plan.free[value] for value in op.results):
             return apply(eqn, operands)
-        if self._follows(op, rule, targets):
-            self.loose.update(op.results)
-            return apply(eqn, operands)
-        read = [self.read(x, value, target) for x, value, target in zip(operands, op.operands, targets, strict=True)]
+        follows = self._follows(op, rule, choice)
+        read = [
+            x if follows and plan.free[value] else self.read(x, value, target)
+            for x, value, target in zip(operands, op.operands, targets, strict=True)
+        ]
         results = self._bound(op, eqn, rule, choice, read, targets)
+        if follows:
+            self.loose.update(op.results)
+            return results
         return [self._settled(x, value, rule, choice, k) for k, (x, value) in enumerate(zip(results, op.results, strict=True))]
 
     def _bound(self, op: Op, eqn: JaxprEqn, rule: Rule, choice: Choice, read: list[Any], targets: Sequence[Layout]) -> list[Any]:
-        """The op's results; where its rule allows what the partitioner would gather for, of the shards on each device alone."""
-        if not _per_shard(op) or all(factor < 0 for factor, _ in choice):
+        """The op's results; where its rule allows what the partitioner would gather for, of each device's shards and what they exchange."""
+        mesh, axes = self.plan.mesh, self.plan.assignment.mesh
+        if not (exchanges(rule, choice, axes.sizes) or (_per_shard(op) and any(factor >= 0 for factor, _ in choice))):
             return apply(eqn, read)
-        mesh = self.plan.mesh
 
         def specs(arrays: Iterable[Any], layouts: Iterable[Layout]) -> tuple[PartitionSpec, ...]:
             return tuple(to_named_sharding(layout, np.ndim(x), mesh).spec for x, layout in zip(arrays, layouts, strict=True))
 
         leaving = specs((v.aval for v in eqn.outvars), (computed_layout(rule, choice, k) for k in range(len(eqn.outvars))))
         entering = specs(read, targets)
+
+        def one_device(*shards: Any) -> list[Any]:
+            def bound(*operands: Any, **replaced: Any) -> list[Any]:
+                return bind(eqn, operands, **replaced)
+
+            return run_shard(op.primitive, op.params, bound, rule, choice, axes, shards)
+
         # Sharded and replicated operands meet in one primitive, which shard_map's own type check refuses.
-        bound = jax.shard_map(lambda *shards: bind(eqn, shards), mesh=mesh, in_specs=entering, out_specs=[*leaving], check_vma=False)
-        return bound(*read)
+        return jax.shard_map(one_device, mesh=mesh, in_specs=entering, out_specs=[*leaving], check_vma=False)(*read)
 
     def _settled(self, x: Any, value: int, rule: Rule, choice: Choice, result: int) -> Any:
         """A result in its value's layout. A scattered reduction takes two constraints: the whole of it, then its slice."""
@@ -244,17 +264,37 @@ class _Region(Interpreter):
     def _pinned_results(self, op: Op, results: Sequence[Any]) -> list[Any]:
         return [self.plan.pin(x, value, self.plan.layout(value)) for x, value in zip(results, op.results, strict=True)]
 
-    def _follows(self, op: Op, rule: Rule, targets: Sequence[Layout]) -> bool:
-        """Whether the result's layout follows without a constraint: elementwise, with every operand and the result in one layout."""
-        plan = self.plan
-        if len(op.results) != 1 or _per_shard(op) or any(factor.kind != "pass_through" for factor in rule.factors):
+    def _follows(self, op: Op, rule: Rule, choice: Choice) -> bool:
+        """Whether the result's layout needs no constraint: it follows from the operands', and every reader wants it so."""
+        if len(op.results) != 1 or not propagates(op.primitive, rule) or reductions(rule, choice) or _per_shard(op):
             return False
-        layout = plan.layout(op.results[0])
-        arrays = [position for position, value in enumerate(op.operands) if rule.operands[position] and not plan.free[value]]
-        return bool(arrays) and all(
-            rule.operands[position] == rule.results[0] and targets[position] == layout == plan.layout(op.operands[position])
-            for position in arrays
-        )
+        (value,) = op.results
+        layout = computed_layout(rule, choice, 0)
+        if value in self.plan.contested or layout != self.plan.layout(value):
+            return False
+        arrays = [dims for dims, operand in zip(rule.operands, op.operands, strict=True) if not self.plan.free[operand]]
+        known = {factor for dims in arrays for dim in dims for factor in dim}
+        return bool(arrays) and all(factor in known for (factor, _), dim in zip(choice, layout, strict=True) if dim >= 0)
+
+
+def _contested(graph: Graph, plan: _Plan, leaving: Iterable[Layout]) -> frozenset[int]:
+    """The values that are read in another layout than their own: by an op, by what leaves a body, or by the program's result."""
+
+    def reads() -> Iterator[tuple[int, Layout]]:
+        yield from zip(graph.results, leaving, strict=True)
+        for op in graph.walk():
+            if op.bodies:
+                flows = plan.flows(op)
+                yield from zip(op.operands, flows.operands, strict=True)
+                for body, outputs in zip(op.bodies, flows.outputs, strict=True):
+                    yield from zip(body.outputs, outputs, strict=True)
+            elif (rule := plan.rules[op.index]) is not None:
+                choice = plan.assignment.choice(op.index)
+                yield from ((value, operand_layout(rule, choice, k)) for k, value in enumerate(op.operands))
+            else:
+                yield from ((value, replicated(plan.assignment.mesh)) for value in op.operands)
+
+    return frozenset(value for value, target in reads() if target != plan.layout(value))
 
 
 def _per_shard(op: Op) -> bool:

@@ -11,9 +11,10 @@ from autoshard.rules import (
     shape,
     window,
 )
-from autoshard.rules.partitioner import runs_per_shard
-from autoshard.rules.registry import registered, rule, rule_of, rules_of
+from autoshard.rules.lookup import rules_of
+from autoshard.rules.partitioner import propagates, runs_per_shard
+from autoshard.rules.registry import registered, rule, rule_of
 
 FAMILIES = (contraction, creation, elementwise, indexing, linalg, ordering, reduction, shape, window)
 
-__all__ = ["FAMILIES", "registered", "rule", "rule_of", "rules_of", "runs_per_shard"]
+__all__ = ["FAMILIES", "propagates", "registered", "rule", "rule_of", "rules_of", "runs_per_shard"]

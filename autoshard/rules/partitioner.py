@@ -1,15 +1,37 @@
-"""Where XLA's partitioner falls behind a rule, and running the operation per shard keeps the rule's promise."""
+"""How far XLA's partitioner keeps a rule's promise: where it follows the rule by itself, and where it falls behind."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from autoshard.ir import Rule
+
 # Custom calls and transforms that the partitioner replicates, batch and all (seen in compiled modules, jaxlib 0.10.2).
 GATHERED = frozenset({"fft", "top_k"})
 
 # Elementwise functions that iterate until the last element has converged: partitioned, every trip asks all shards.
-ITERATED = frozenset({"igamma", "igamma_grad_a", "igammac", "random_gamma_grad", "regularized_incomplete_beta"})
+ITERATED = frozenset({"igamma", "igamma_grad_a", "igammac", "random_gamma", "random_gamma_grad", "regularized_incomplete_beta"})
+
+# Operations of one StableHLO operation each, whose rule in the partitioner's own registry is ours.
+PROPAGATED = frozenset({
+    "broadcast_in_dim", "dot_general", "reduce_max", "reduce_min", "reduce_prod", "reduce_sum", "squeeze", "transpose",
+})  # fmt: skip
+
+
+def propagates(primitive: str, rule: Rule) -> bool:
+    """Whether the partitioner carries shardings from operands to results just as the rule does: then none need be written on results.
+
+    >>> propagates("exp", Rule.parse("([i, j])->([i, j]) {i=8, j=4}"))
+    True
+    """
+    if primitive in PROPAGATED:
+        return True
+    return all(factor.kind == "pass_through" for factor in rule.factors) and all(
+        dim in ((), made)
+        for operand in rule.operands
+        for dim, made in zip(reversed(operand), reversed(rule.results[0]), strict=False)  # stretched ones have fewer
+    )
 
 
 def runs_per_shard(primitive: str, params: Mapping[str, Any]) -> bool:

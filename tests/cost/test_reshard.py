@@ -217,7 +217,7 @@ def test_single_collectives_are_shardys(shape, shardy):
         if theirs == [("all_to_all", (0, 1))] and ours == [("all_to_all", (0,))]:
             continue
         compared += 1
-        if theirs[0][0] == "collective_permute":  # Shardy prints no axes there
+        if theirs[0][0] == "collective_permute":  # no axes stand there
             assert [kind for kind, _ in ours] == ["collective_permute"], (source, target)
         else:
             assert ours == theirs, (source, target)
