@@ -110,6 +110,7 @@ class Op:
         trips: how often it runs in one step: the product of the enclosing loops' trip counts.
         bodies: sub-programs of a control-flow op.
         holders: how layouts flow into and out of the bodies.
+        equation: what it was traced from, opaque to everything but the rule of last resort, which lowers it.
     """
 
     index: int
@@ -122,6 +123,7 @@ class Op:
     trips: int = 1
     bodies: tuple[Body, ...] = ()
     holders: tuple[Holder, ...] = ()
+    equation: Any = field(default=None, repr=False)
 
     def flow_trips(self, flow: Flow) -> int:
         """How often a value is read into one of the op's holders in one step."""

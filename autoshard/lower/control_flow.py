@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard.ir import Layout, Op
+from autoshard.trace.structure import called_with
 
 Layouts = tuple[Layout, ...]
 LayoutOf = Callable[[int], Layout]
@@ -51,9 +52,11 @@ def cond_flows(op: Op, layout: LayoutOf) -> Flows:
 
 
 def call_flows(op: Op, layout: LayoutOf) -> Flows:
-    """One body that runs once: it reads what goes in, and what it returns comes out."""
+    """One body that runs once: it reads what goes in, and what it returns comes out. Operands it does not read stay as they are."""
     inputs = _each(layout, op.bodies[0].inputs)
-    return Flows(inputs, (inputs,), (_each(layout, op.results),))
+    entering = dict(zip(called_with(op.primitive, op.params, len(op.operands)), inputs, strict=True))
+    operands = tuple(entering.get(k, layout(value)) for k, value in enumerate(op.operands))
+    return Flows(operands, (inputs,), (_each(layout, op.results),))
 
 
 FLOWS: Mapping[str, Callable[[Op, LayoutOf], Flows]] = {
@@ -62,6 +65,7 @@ FLOWS: Mapping[str, Callable[[Op, LayoutOf], Flows]] = {
     "cond": cond_flows,
     "remat2": call_flows,
     "checkpoint": call_flows,
+    "custom_linear_solve": call_flows,
 }
 
 

@@ -15,12 +15,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as
 from jax.extend.source_info_util import current_name_stack, user_context
 
 from autoshard.ir import Graph, Op
-from autoshard.trace.structure import INLINED, opened, subjaxprs
+from autoshard.trace.structure import CUSTOM, INLINED, opened, subjaxprs
 
 Path = tuple[int, ...]
-
-CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call"})
-"""Primitives that the graph inlines and that are bound again all the same: they carry derivative rules."""
 
 
 class Interpreter:
@@ -153,7 +150,7 @@ def with_bodies(eqn: JaxprEqn, old: Sequence[ClosedJaxpr | Jaxpr], new: Sequence
 
     def swap(param: Any) -> Any:
         if isinstance(param, (tuple, list)):
-            return type(param)(map(swap, param))
-        return waiting[id(param)].pop(0) if id(param) in waiting else param
+            return getattr(type(param), "_make", type(param))(map(swap, param))
+        return waiting[id(param)].pop(0) if waiting.get(id(param)) else param
 
     return {name: swap(param) for name, param in eqn.params.items() if isinstance(param, (tuple, list, Jaxpr, ClosedJaxpr))}

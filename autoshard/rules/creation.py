@@ -25,6 +25,14 @@ def random_bits(keys: Value, /, *, results: tuple[Value, ...], **_) -> Rule:
     return assemble([dims], [[*dims, *(free(drawn) if keys.dtype == "key<fry>" else whole(drawn))]])
 
 
+@rule("random_gamma")
+def random_gamma(keys: Value, shape: Value, /, *, results: tuple[Value, ...], **_) -> Rule:
+    """The keys' dimensions are shared; what is drawn from one key stays whole, since each sample's key goes by its position."""
+    dims = free(keys.shape)
+    drawn = [*dims, *whole(shape.shape[keys.rank :])]
+    return assemble([dims, drawn], [drawn])
+
+
 @rule("rng_bit_generator", "rng_uniform")
 def rng(*operands: Value, results: tuple[Value, ...], **_) -> Rule:
     """One stream that is drawn whole."""

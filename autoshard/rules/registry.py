@@ -15,11 +15,11 @@ A tensor is written as one entry a dimension: a `Factor`, or a tuple of factors 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from autoshard.errors import RuleError
-from autoshard.ir import Dims, Factor, Graph, Rule, Value
+from autoshard.ir import Dims, Factor, Rule, Value
 
 Dim = Factor | tuple[Factor, ...]
 RuleFunction = Callable[..., Rule | None]
@@ -50,7 +50,7 @@ def registered() -> frozenset[str]:
 
 
 def rule_of(primitive: str, params: Mapping[str, Any], operands: Sequence[Value], results: Sequence[Value]) -> Rule | None:
-    """The sharding rule of one operation, or None where its primitive has none: its operands then stay replicated.
+    """The sharding rule of one operation, or None where its primitive has none here.
 
     >>> x = Value((8, 4), "float32", 4)
     >>> str(rule_of("reduce_max", {"axes": (1,)}, [x], [Value((8,), "float32", 4)]))
@@ -66,27 +66,6 @@ def rule_of(primitive: str, params: Mapping[str, Any], operands: Sequence[Value]
     return found
 
 
-def rules_of(graph: Graph) -> tuple[Rule | None, ...]:
-    """The rule of every op, by op index; equal operations share one `Rule` object. Linear in the number of ops."""
-    values = graph.values
-    known: dict[Hashable, Rule | None] = {}
-    found = []
-    for op in graph.walk():
-        if op.bodies or op.primitive not in _FUNCTIONS:
-            found.append(None)
-            continue
-        operands = tuple(values[v] for v in op.operands)
-        results = tuple(values[v] for v in op.results)
-        key = (op.primitive, tuple(op.params.items()), operands, results)
-        try:
-            if key not in known:
-                known[key] = rule_of(op.primitive, op.params, operands, results)
-            found.append(known[key])
-        except TypeError:  # a parameter that cannot be hashed
-            found.append(rule_of(op.primitive, op.params, operands, results))
-    return tuple(found)
-
-
 def free(shape: Sequence[int]) -> list[Factor]:
     """A new pass-through factor for each dimension."""
     return [Factor(n) for n in shape]
@@ -95,6 +74,19 @@ def free(shape: Sequence[int]) -> list[Factor]:
 def whole(shape: Sequence[int]) -> list[Factor]:
     """A new need-replication factor for each dimension."""
     return [Factor(n, "need_replication") for n in shape]
+
+
+def reduced(size: int, operator: str, dtype: str) -> Factor:
+    """A new reduction factor, or a need-replication one where XLA has no all_reduce by this operator for elements of this dtype.
+
+    It has none by xor, by and/or for booleans alone, none that orders complex numbers, and none of two-bit integers: jaxlib 0.10.2
+    fails to compile them.
+    """
+    bits = operator == "xor" or (operator in ("and", "or") and dtype != "bool")
+    ordered = operator in ("max", "min") and dtype.startswith("complex")
+    if bits or ordered or dtype in ("int2", "uint2"):
+        return Factor(size, "need_replication")
+    return Factor(size, "reduction", operator)
 
 
 def free_but(shape: Sequence[int], touched: Collection[int]) -> list[Factor]:

@@ -18,12 +18,14 @@ def broadcast_in_dim(x: Value, /, *_sizes: Value, results: tuple[Value, ...], br
 
 
 @rule("reshape")
-def reshape(x: Value, /, *_sizes: Value, results: tuple[Value, ...], dimensions: tuple[int, ...] | None = None, **_) -> Rule | None:
-    """The common refinement of both shapes: ``([i, j])->([ij])`` merges, ``([ij])->([i, j])`` splits, major factors first."""
-    if dimensions is not None:
-        return None
-    operand, result = _refine(x.shape, results[0].shape)
-    return assemble([operand, *([] for _ in _sizes)], [result])
+def reshape(x: Value, /, *_sizes: Value, results: tuple[Value, ...], dimensions: tuple[int, ...] | None = None, **_) -> Rule:
+    """The common refinement of both shapes: ``([i, j])->([ij])`` merges, ``([ij])->([i, j])`` splits, major factors first.
+
+    ``dimensions`` is the order in which the operand's are read, if not their own.
+    """
+    order = list(range(x.rank) if dimensions is None else dimensions)
+    read, result = _refine([x.shape[d] for d in order], results[0].shape)
+    return assemble([[read[order.index(d)] for d in range(x.rank)], *([] for _ in _sizes)], [result])
 
 
 def _refine(left: Sequence[int], right: Sequence[int]) -> tuple[Sequence[Dim], Sequence[Dim]]:

@@ -2,7 +2,7 @@
 
 from autoshard.trace.constraints import constraint_spec
 from autoshard.trace.modules import SplitModules
-from autoshard.trace.structure import CHECKPOINTS, INLINED, subjaxprs
+from autoshard.trace.structure import CALLS, INLINED, subjaxprs
 from autoshard.trace.traced import Traced, trace
 
-__all__ = ["CHECKPOINTS", "INLINED", "SplitModules", "Traced", "constraint_spec", "subjaxprs", "trace"]
+__all__ = ["CALLS", "INLINED", "SplitModules", "Traced", "constraint_spec", "subjaxprs", "trace"]

@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from autoshard.ir import Body, Flow, Holder, Op, Origin, Value
 from autoshard.trace.origin import Origins, calls_library
-from autoshard.trace.structure import CHECKPOINTS, INLINED, opened, subjaxprs
+from autoshard.trace.structure import CALLS, INLINED, called_with, opened, subjaxprs
 from autoshard.trace.trips import scan_trips, while_trips
 
 
@@ -150,8 +150,7 @@ class _Flat:
         blocks = tuple(self.block(body, (*path, b), trips * inner, outer, origin.name_stack) for b, body in enumerate(bodies))
         for block in blocks:
             block.trips = inner
-        checkpoint = eqn.primitive.name in CHECKPOINTS
-        results = blocks[0].outputs if checkpoint else [self._new(v.aval) for v in eqn.outvars]
+        results = blocks[0].outputs if eqn.primitive.name in CALLS else [self._new(v.aval) for v in eqn.outvars]
         return _Step(eqn, operands, results, origin, path, trips, blocks)
 
     def _trips(self, eqn: JaxprEqn, origin: Origin) -> int:
@@ -258,7 +257,7 @@ class _Emitter:
             holders = tuple(_holders(eqn.primitive.name, eqn.params, operands, results, bodies, used))
         else:
             results = self._all(step.results)
-        return Op(index, eqn.primitive.name, operands, results, eqn.params, step.origin, step.path, step.trips, bodies, holders)
+        return Op(index, eqn.primitive.name, operands, results, eqn.params, step.origin, step.path, step.trips, bodies, holders, eqn)
 
     def _body(self, block: _Block) -> Body:
         inputs = self._all(block.inputs)
@@ -275,7 +274,8 @@ def _holders(name: str, params: Mapping, operands: tuple, results: tuple, bodies
             return _while_holders(params["cond_nconsts"], params["body_nconsts"], operands, results, *bodies)
         case "cond":
             return _cond_holders(operands[1:], results, bodies, used)
-    return [Holder(inner, (Flow(outer),)) for inner, outer in zip(bodies[0].inputs, operands, strict=True)]
+    read = called_with(name, params, len(operands))
+    return [Holder(inner, (Flow(operands[k]),)) for inner, k in zip(bodies[0].inputs, read, strict=True)]
 
 
 def _scan_holders(n_consts: int, n_carry: int, operands: tuple, results: tuple, body: Body, used: list[bool]) -> list[Holder]:

@@ -6,6 +6,9 @@ top-level jaxpr; inside sub-program ``b`` of that equation, it is ``(position, b
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 # Parameters that hold the sub-programs, in body order. An equation of any other primitive is opaque.
@@ -16,6 +19,8 @@ _SUBJAXPRS = {
     "core_call": ("call_jaxpr",),
     "custom_jvp_call": ("call_jaxpr",),
     "custom_vjp_call": ("call_jaxpr",),
+    "custom_vmap_call": ("call",),
+    "linear_call": ("callee",),
     "remat2": ("jaxpr",),
     "checkpoint": ("jaxpr",),
     "scan": ("jaxpr",),
@@ -23,15 +28,23 @@ _SUBJAXPRS = {
     "cond": ("branches",),
 }
 
-INLINED = frozenset({"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"})
+CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "linear_call"})
+"""Primitives that carry a derivative or batching rule of the user's own beside their sub-program."""
+
+INLINED = frozenset({"jit", "pjit", "closed_call", "core_call", *CUSTOM})
 """Primitives whose sub-program becomes part of the graph around it."""
 
-CHECKPOINTS = frozenset({"remat2", "checkpoint"})
-"""The names under which JAX versions know `jax.checkpoint`."""
+CALLS = frozenset({"remat2", "checkpoint", "custom_linear_solve"})
+"""Primitives of one body that runs once and whose results are theirs; JAX versions know `jax.checkpoint` under two names."""
 
 
 def subjaxprs(eqn: JaxprEqn) -> tuple[ClosedJaxpr | Jaxpr, ...]:
-    """The sub-programs of an equation in body order; none for an ordinary or an opaque one."""
+    """The sub-programs of an equation in body order; none for an ordinary or an opaque one.
+
+    Of a linear solve's four it is the solver itself: the others are for its derivatives, which are traced by now.
+    """
+    if eqn.primitive.name == "custom_linear_solve":
+        return (eqn.params["jaxprs"].solve,)
     found: list[ClosedJaxpr | Jaxpr] = []
     for name in _SUBJAXPRS.get(eqn.primitive.name, ()):
         param = eqn.params[name]
@@ -42,3 +55,12 @@ def subjaxprs(eqn: JaxprEqn) -> tuple[ClosedJaxpr | Jaxpr, ...]:
 def opened(jaxpr: ClosedJaxpr | Jaxpr) -> tuple[Jaxpr, tuple]:
     """The jaxpr itself and its constants."""
     return (jaxpr, ()) if isinstance(jaxpr, Jaxpr) else (jaxpr.jaxpr, tuple(jaxpr.consts))
+
+
+def called_with(name: str, params: Mapping[str, Any], n_operands: int) -> range | tuple[int, ...]:
+    """Which operands of a call are its body's inputs, by position: all, but for those of a linear solve's other functions."""
+    if name != "custom_linear_solve":
+        return range(n_operands)
+    lengths = params["const_lengths"]
+    first = lengths.matvec + lengths.vecmat
+    return (*range(first, first + lengths.solve), *range(sum(lengths), n_operands))

@@ -20,7 +20,7 @@ from autoshard.cost.profile import profile
 from autoshard.ir import Collective, Graph, Layout, Mesh, Op
 from autoshard.lower.interpret import Interpreter, apply, ops_by_path
 from autoshard.lower.mesh import to_named_sharding
-from autoshard.trace import CHECKPOINTS, constraint_spec
+from autoshard.trace import CALLS, constraint_spec
 
 PROPAGATE = "builtin.module(sdy-propagation-pipeline)"
 EXPLICIT = "builtin.module(func.func(sdy-insert-explicit-reshards{enable-full-version=true},sdy-reshard-to-collectives))"
@@ -249,7 +249,7 @@ class _Marker(Interpreter):
 
     def control_flow(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         results = self.rebound(op, eqn, operands)
-        return results if op.primitive in CHECKPOINTS else self.marks(results, op.results)
+        return results if op.primitive in CALLS else self.marks(results, op.results)
 
     def enter(self, op: Op, number: int, arguments: Sequence[Any]) -> Sequence[Any]:
         return self.marks(arguments, op.bodies[number].inputs)

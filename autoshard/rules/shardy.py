@@ -1,0 +1,424 @@
+"""The rule of last resort: a primitive that has none here is lowered, and Shardy's rules of its operations become one.
+
+Lowering one equation takes 5-10 ms. Each StableHLO operation's rule says which dimensions of its tensors are one and the
+same factor; following the values through calls, loops and branches unifies them, so that a dimension of the equation's
+operands and results is a sequence of unified factors. A factor may be sharded where that needs no collective but its
+own reduction:
+
+- no operation needs it whole, and it stands at most once in every tensor, those in between included;
+- a value that is partial over a factor goes straight to the results: one that is read again is combined first;
+- a minor factor of a dimension in between has its majors beside it in an operand or result, whose layout orders them.
+
+Constants, iota and whatever is made of those alone are free: every use has factors of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend.core import JaxprEqn
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import stablehlo
+from jaxlib.mlir.passmanager import PassManager
+
+from autoshard.errors import RuleError
+from autoshard.ir import Factor, Rule
+from autoshard.rules.registry import assemble
+
+LEGALIZE = "builtin.module(func.func(chlo-legalize-to-stablehlo))"
+POPULATE = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
+
+# They partition themselves, or call back into Python: the user's own word is the last.
+OPAQUE = frozenset({"shard_map", "pallas_call", "custom_partitioning", "ffi_call", "pure_callback", "io_callback", "debug_callback"})
+
+# What XLA gathers although Shardy has a rule for it (seen in compiled modules, jaxlib 0.10.2).
+GATHERED = frozenset({"stablehlo.fft", "stablehlo.triangular_solve"})
+REPLACED = frozenset({"chlo.top_k", "chlo.ragged_dot"})  # as StableHLO they have rules, and XLA has code of its own for them
+
+IDENTITIES = frozenset({"stablehlo.optimization_barrier", "sdy.sharding_constraint"})
+BROADCASTS = frozenset({"stablehlo.broadcast_in_dim"})  # its new dimensions come from nowhere
+CONSTANTS = frozenset({"stablehlo.constant", "stablehlo.iota"})
+RETURNS = frozenset({"func.return", "stablehlo.return"})
+
+# How partial results combine, by the one operation of a reduction's body.
+OPERATORS = {
+    "stablehlo.add": "sum",
+    "stablehlo.multiply": "prod",
+    "stablehlo.maximum": "max",
+    "stablehlo.minimum": "min",
+    "stablehlo.and": "and",
+    "stablehlo.or": "or",
+}
+SUMS = frozenset({"stablehlo.dot_general", "stablehlo.dot", "stablehlo.convolution", "stablehlo.gather"})
+
+_RULE = re.compile(r"op_sharding_rule<(?P<rule>.*?)(?: blocked_propagation=\{[^}]*\})?(?:, custom)?>$")
+
+
+def lowered_rule(eqn: JaxprEqn) -> Rule | None:
+    """The rule composed from what an equation lowers to; None where it does not lower alone, or nothing of it may be sharded.
+
+    >>> jaxpr = jax.make_jaxpr(jax.numpy.matmul)(jax.numpy.ones((8, 4)), jax.numpy.ones((4, 2)))
+    >>> str(lowered_rule(jaxpr.eqns[0]))
+    '([i, k], [k, j])->([i, j]) {i=8, j=2, k=4} reduction={k}'
+    """
+    if eqn.effects or eqn.primitive.name in OPAQUE:
+        return None
+    try:
+        module = lowered(eqn)
+    except Exception:  # whatever a primitive's own code raises: it then stays replicated, as one without a rule does
+        return None
+    rule = composed(module, ranks(eqn))
+    return rule if any(factor.shardable for factor in rule.factors) else None
+
+
+def ranks(eqn: JaxprEqn) -> list[int]:
+    """The rank of each operand, then of each result of an equation."""
+    return [len(getattr(v.aval, "shape", ())) for v in (*eqn.invars, *eqn.outvars)]
+
+
+def lowered(eqn: JaxprEqn) -> ir.Module:
+    """The StableHLO module of one equation."""
+
+    def function(*operands: Any) -> Any:
+        return eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+
+    avals: list[Any] = [v.aval for v in eqn.invars]
+    types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False)) for aval in avals]
+    with eqn.ctx.manager if eqn.ctx.cur_abstract_mesh.empty else nullcontext():
+        traced = jax.jit(function, keep_unused=True).trace(*types)
+        module: Any = traced.lower(lowering_platforms=("cpu",)).compiler_ir("stablehlo")  # any will do: it is never compiled
+    return module
+
+
+def composed(module: ir.Module, ranks: Sequence[int], as_partitioned: bool = True) -> Rule:
+    """The one rule of a module's ``main``; linear in its operations. The module is changed.
+
+    Args:
+        ranks: of each operand, then of each result; a tensor that has more dimensions (the words of a typed key) keeps those whole.
+        as_partitioned: whether what XLA is known to gather stays whole, or Shardy is taken at its word.
+    """
+    stablehlo.register_stablehlo_passes()
+    replaced = any(op.name in REPLACED for op in _walk(module.operation))
+    with module.context:
+        for pipeline in (LEGALIZE, POPULATE):
+            PassManager.parse(pipeline).run(module.operation)
+    functions = {ir.StringAttr(op.attributes["sym_name"]).value: op for op in _walk(module.operation) if op.name == "func.func"}
+    program = _Program(functions, as_partitioned)
+    block = _block(functions["main"])
+    operands = [program.tensor(argument.type) for argument in block.arguments]
+    returned = program.run(block, operands, {})
+    results = [found if found is not None else program.tensor(kind) for found, kind in returned]
+    if replaced and as_partitioned:
+        program.keep_whole(*operands, *results)
+    return program.rule(operands, results, ranks)
+
+
+def _walk(op: Any) -> Iterator[Any]:
+    for region in op.regions:
+        for block in region.blocks:
+            for inner in block.operations:
+                yield inner.operation
+                yield from _walk(inner.operation)
+
+
+def _block(op: Any, region: int = 0) -> Any:
+    (block,) = op.regions[region].blocks
+    return block
+
+
+def _shape(kind: Any) -> list[int]:
+    return list(ir.RankedTensorType(kind).shape) if isinstance(kind, ir.RankedTensorType) else []  # a token has none
+
+
+@dataclass(slots=True, eq=False)
+class _Tensor:
+    """A tensor: per dimension its factors, major first; and whether an operation reads it."""
+
+    dims: list[list[int]]
+    read: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Reduction:
+    """A tensor that is partial over factors, and how its parts combine."""
+
+    result: _Tensor
+    factors: tuple[int, ...]
+    operator: str
+
+
+class _Factors:
+    """Factors that can be found to be one and the same, and be split into a major and a minor one."""
+
+    def __init__(self):
+        self.sizes: list[int] = []
+        self.whole: list[bool] = []
+        self._next: list[tuple[int, ...]] = []  # none, the factor that this one is, or the two that it is made of
+
+    def new(self, size: int, whole: bool = False) -> int:
+        self.sizes.append(size)
+        self.whole.append(whole)
+        self._next.append(())
+        return len(self.sizes) - 1
+
+    def parts(self, factors: Sequence[int]) -> list[int]:
+        """What a sequence of factors is made of by now; factors of size one are no factors."""
+        found = []
+        for factor in factors:
+            while len(self._next[factor]) == 1:
+                (factor,) = self._next[factor]
+            if self._next[factor]:
+                found += self.parts(self._next[factor])
+            elif self.sizes[factor] > 1:
+                found.append(factor)
+        return found
+
+    def keep_whole(self, factors: Sequence[int]) -> None:
+        for part in self.parts(factors):
+            self.whole[part] = True
+
+    def unify(self, left: Sequence[int], right: Sequence[int]) -> None:
+        """Makes two sequences of equal product one, from the major end; what does not meet stays whole."""
+        a, b = self.parts(left), self.parts(right)
+        while a and b:
+            common = math.gcd(self.sizes[a[0]], self.sizes[b[0]])
+            if common > 1:
+                self._same(self._split(a, common), self._split(b, common))
+                continue
+            products = [1, 1]
+            while True:  # digits that interleave
+                behind = int(products[1] < products[0])
+                factor = (a, b)[behind].pop(0)
+                self.whole[factor] = True
+                products[behind] *= self.sizes[factor]
+                if products[0] == products[1]:
+                    break
+
+    def _split(self, sequence: list[int], size: int) -> int:
+        """The major part of this size, taken off the sequence."""
+        factor = sequence.pop(0)
+        if self.sizes[factor] == size:
+            return factor
+        whole = self.whole[factor]
+        major, minor = self.new(size, whole), self.new(self.sizes[factor] // size, whole)
+        self._next[factor] = (major, minor)
+        sequence.insert(0, minor)
+        return major
+
+    def _same(self, a: int, b: int) -> None:
+        if a != b:
+            self._next[a] = (b,)
+            self.whole[b] |= self.whole[a]
+
+
+Known = Mapping[Any, "_Tensor | None"]
+"""The tensor of each MLIR value; None for one that is made of constants alone, which every use takes anew."""
+
+
+class _Program:
+    """A module while its tensors' factors are found."""
+
+    def __init__(self, functions: Mapping[str, Any], as_partitioned: bool):
+        self.functions = functions
+        self.as_partitioned = as_partitioned
+        self.factors = _Factors()
+        self.tensors: list[_Tensor] = []
+        self.reductions: list[_Reduction] = []
+
+    def tensor(self, kind: Any) -> _Tensor:
+        """A new tensor whose every dimension is a factor of its own."""
+        return self._made([[self.factors.new(n)] for n in _shape(kind)])
+
+    def _made(self, dims: list[list[int]]) -> _Tensor:
+        self.tensors.append(_Tensor(dims))
+        return self.tensors[-1]
+
+    def keep_whole(self, *tensors: _Tensor) -> None:
+        for tensor in tensors:
+            for dim in tensor.dims:
+                self.factors.keep_whole(dim)
+
+    def run(self, block: Any, arguments: Sequence[_Tensor | None], outside: Known) -> list[tuple[_Tensor | None, Any]]:
+        """The tensors that a block returns, with their types."""
+        known = {**outside, **dict(zip(block.arguments, arguments, strict=True))}
+        for op in (each.operation for each in block.operations):
+            if op.name in RETURNS:
+                return [(known[value], value.type) for value in op.operands]
+            known.update(zip(op.results, self._results(op, known), strict=True))
+        return []
+
+    def _results(self, op: Any, known: Known) -> Sequence[_Tensor | None]:
+        operands = [known[value] for value in op.operands]
+        if op.name in CONSTANTS:
+            return [None]
+        if op.name in IDENTITIES:
+            return operands
+        if op.name == "func.call":
+            callee = self.functions[ir.FlatSymbolRefAttr(op.attributes["callee"]).value]
+            return [tensor for tensor, _ in self.run(_block(callee), operands, {})]
+        if op.name == "stablehlo.while":
+            return self._loop(op, known)
+        if op.name in ("stablehlo.case", "stablehlo.if"):
+            return self._branches(op, known)
+        if operands and not any(operands) and not op.regions and len(op.results) == 1:
+            return [None]
+        return self._ruled(op, [self._read(value, known) for value in op.operands])
+
+    def _read(self, value: Any, known: Known) -> _Tensor:
+        tensor = known[value]
+        if tensor is None:
+            return self.tensor(value.type)
+        tensor.read = True
+        return tensor
+
+    def _loop(self, op: Any, known: Known) -> list[_Tensor]:
+        """Carries: what goes in, what the body takes and returns, and what comes out are one tensor."""
+        carries = [self.tensor(value.type) for value in op.operands]
+        self._unify(carries, [self._read(value, known) for value in op.operands])
+        for region in (0, 1):
+            returned = self.run(_block(op, region), carries, known)
+            for tensor, _ in returned:
+                if tensor is not None:
+                    tensor.read = True
+            if region:
+                self._unify(carries, [tensor for tensor, _ in returned])
+        return carries
+
+    def _branches(self, op: Any, known: Known) -> list[_Tensor]:
+        results = [self.tensor(value.type) for value in op.results]
+        for region in range(len(op.regions)):
+            returned = [tensor for tensor, _ in self.run(_block(op, region), (), known)]
+            for tensor in filter(None, returned):
+                tensor.read = True
+            self._unify(results, returned)
+        return results
+
+    def _unify(self, lefts: Sequence[_Tensor], rights: Sequence[_Tensor | None]) -> None:
+        for left, right in zip(lefts, rights, strict=True):
+            if right is not None:
+                for a, b in zip(left.dims, right.dims, strict=True):
+                    self.factors.unify(a, b)
+
+    def _ruled(self, op: Any, operands: list[_Tensor]) -> list[_Tensor]:
+        """The results of an operation by Shardy's rule; all that it touches stays whole where there is none."""
+        if "sdy.sharding_rule" not in op.attributes or (self.as_partitioned and _gathered(op)):
+            results = [self.tensor(value.type) for value in op.results]
+            self.keep_whole(*operands, *results)
+            return results
+        rule = _parsed(op.attributes["sdy.sharding_rule"])
+        numbers = [self.factors.new(factor.size, not factor.shardable) for factor in rule.factors]
+        results = []
+        for dims, value in zip((*rule.operands, *rule.results), (*op.operands, *op.results), strict=True):
+            made = [[numbers[f] for f in dim] for dim in dims]
+            for d, (dim, n) in enumerate(zip(made, _shape(value.type), strict=True)):
+                if math.prod(self.factors.sizes[f] for f in dim) != max(n, 1):  # a slice, say, of a factor
+                    self.factors.keep_whole(dim)
+                    made[d] = [self.factors.new(n, True)]
+            results.append(self._made(made))
+        inputs, results = results[: len(operands)], results[len(operands) :]
+        for f in self._lost(op, rule):
+            self.factors.keep_whole([numbers[f]])
+        self._unify(operands, inputs)
+        operator = _operator(op)
+        reduced = tuple(number for number, factor in zip(numbers, rule.factors, strict=True) if factor.kind == "reduction")
+        if operator is None:
+            self.factors.keep_whole(reduced)
+        elif reduced:
+            self.reductions += [_Reduction(result, reduced, operator) for result in results]
+        return results
+
+    def _lost(self, op: Any, rule: Rule) -> list[int]:
+        """Factors that pass through from nowhere or into nothing; and of an update, those that it does not cover."""
+        read, left = ({f for dims in tensors for dim in dims for f in dim} for tensors in (rule.operands, rule.results))
+        kept = left if op.name in BROADCASTS else read & left
+        if self.as_partitioned and op.name == "stablehlo.dynamic_update_slice":
+            kept &= {f for dim in rule.operands[1] for f in dim}
+        return [f for f, factor in enumerate(rule.factors) if factor.kind == "pass_through" and f not in kept]
+
+    def rule(self, operands: Sequence[_Tensor], results: Sequence[_Tensor], ranks: Sequence[int]) -> Rule:
+        """The rule of the whole, once all factors are known; ``ranks`` are those of the operands, then of the results."""
+        parts, whole = self.factors.parts, self.factors.whole
+        ranked = [*zip((*operands, *results), ranks, strict=True)]
+        for tensor, rank in ranked:
+            for dim in tensor.dims[rank:]:
+                self.factors.keep_whole(dim)
+        outside = [[parts(dim) for dim in tensor.dims[:rank]] for tensor, rank in ranked]
+        ordered = {tuple(dim[: k + 1]) for dims in outside for dim in dims for k in range(len(dim))}
+        operators = self._operators(results)
+        for tensor in self.tensors:
+            seen: set[int] = set()
+            for dim in map(parts, tensor.dims):
+                for k, part in enumerate(dim):
+                    if part in seen or (k and tuple(dim[: k + 1]) not in ordered):
+                        whole[part] = True
+                    seen.add(part)
+        for dim in (dim for dims in outside for dim in dims):  # what may not be sharded keeps its minors from it
+            for major, minor in itertools.pairwise(dim):
+                whole[minor] |= whole[major]
+        made = {
+            part: Factor(self.factors.sizes[part], "need_replication")
+            if whole[part]
+            else Factor(self.factors.sizes[part], "reduction" if part in operators else "pass_through", operators.get(part))
+            for dims in outside
+            for dim in dims
+            for part in dim
+        }
+        tensors = [[tuple(made[part] for part in dim) for dim in dims] for dims in outside]
+        return assemble(tensors[: len(operands)], tensors[len(operands) :])
+
+    def _operators(self, results: Sequence[_Tensor]) -> dict[int, str]:
+        """How each reduced factor combines, where every result of the whole is partial over it; others stay whole."""
+        found: dict[int, dict[str, list[_Tensor]]] = {}
+        for reduction in self.reductions:
+            for part in self.factors.parts(reduction.factors):
+                if reduction.result.read:
+                    self.factors.whole[part] = True
+                found.setdefault(part, {}).setdefault(reduction.operator, []).append(reduction.result)
+        operators = {}
+        for part, by_operator in found.items():
+            (operator, tensors), *others = by_operator.items()
+            if others or any(result not in tensors for result in results):
+                self.factors.whole[part] = True
+            operators[part] = operator
+        return operators
+
+
+def _parsed(attribute: Any) -> Rule:
+    match = _RULE.search(str(attribute))
+    if match is None:
+        raise RuleError(f"Shardy's rules read '#sdy.op_sharding_rule<...>', got {attribute}. Report it with the version of jaxlib.")
+    return Rule.parse(match["rule"] if "{" in match["rule"] else f"{match['rule']} {{}}")
+
+
+def _gathered(op: Any) -> bool:
+    """Whether XLA gathers, or aborts, where Shardy's rule says that nothing need be done."""
+    match op.name:
+        case "stablehlo.custom_call":  # JAX marks those whose batch XLA splits
+            name = "mhlo.frontend_attributes"
+            return name not in op.attributes or "num_batch_dims" not in ir.DictAttr(op.attributes[name])
+        case "stablehlo.convolution":  # of groups
+            return any(ir.IntegerAttr(op.attributes[name]).value > 1 for name in ("feature_group_count", "batch_group_count"))
+    return op.name in GATHERED
+
+
+def _operator(op: Any) -> str | None:
+    """How an operation's partial results combine; None where no collective does it."""
+    if op.name in SUMS:
+        return "sum"
+    if op.name not in ("stablehlo.reduce", "stablehlo.scatter"):
+        return None
+    body = [each.operation for each in _block(op).operations]
+    if len(body) != 2 or {*body[0].operands} != {*_block(op).arguments}:
+        return None
+    operator = OPERATORS.get(body[0].name)
+    boolean = str(ir.RankedTensorType(op.results[0].type).element_type) == "i1"
+    if boolean:
+        return {"sum": "or", "max": "or", "prod": "and", "min": "and"}.get(operator or "", operator)
+    return None if operator in ("and", "or") else operator  # XLA all_reduces by these for booleans alone
