@@ -117,15 +117,15 @@ class _Judge:
                 continue
             target = (-1,) * len(self.sizes) if rule is None else operand_layout(rule, choice, position)
             start = max(start, self._read(value, target, op.index, op.trips, f"{op.primitive} {op.origin}"))
+        source = f"{op.primitive} {op.origin}"
+        start = self._communicate(self.model.exchange_path(self.profile, op, choice), start, op.trips, source)
         seconds = op.trips * self.model.op_seconds(self.profile, op, choice)
         self.flops += op.trips * self.model.op_flops(self.profile, op, choice)
         self.compute += seconds
         self.compute_free = start + seconds if seconds else self.compute_free
         done = start + seconds
         for k, value in enumerate(op.results):
-            self.ready[value] = self._communicate(
-                self.model.reduction_path(self.profile, op, choice, k), done, op.trips, f"{op.primitive} {op.origin}"
-            )
+            self.ready[value] = self._communicate(self.model.reduction_path(self.profile, op, choice, k), done, op.trips, source)
 
     def _read(self, value: int, target: Layout, op: int, trips: int, source: str) -> float:
         """When the value is there in the target layout, resharding it if nobody has yet."""

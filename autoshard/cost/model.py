@@ -1,4 +1,4 @@
-"""What things cost on a mesh of a cluster: one op under a choice, the reduction it leaves, one reshard.
+"""What things cost on a mesh of a cluster: one op under a choice, what its shards exchange, the reduction it leaves, one reshard.
 
 The searchers' tables and the judge both ask this model, and neither knows how it answers.
 """
@@ -12,9 +12,10 @@ import numpy as np
 from autoshard.cluster import Cluster
 from autoshard.cost.collectives import Communication
 from autoshard.cost.compute import Roofline, is_matrix
+from autoshard.cost.exchange import exchange_steps
 from autoshard.cost.profile import Profile, is_view
 from autoshard.cost.reshard import Reshards, Step, reduction_steps
-from autoshard.ir import Choice, Layout, Mesh, Op, Rule, Value, computed_layout, operand_layout, reductions, shards
+from autoshard.ir import Choice, Layout, Mesh, Op, Rule, Value, computed_layout, exchanges, operand_layout, reductions, shards
 
 
 class CostModel:
@@ -93,9 +94,18 @@ class CostModel:
             self.mesh, self.communication, value.shape, value.itemsize, computed_layout(rule, choice, result), left
         )
 
-    def reduction_seconds(self, profile: Profile, op: Op, choice: Choice) -> float:
-        """The seconds of those collectives, over all results."""
-        return sum(step.seconds for k in range(len(op.results)) for step in self.reduction_path(profile, op, choice, k))
+    def exchange_path(self, profile: Profile, op: Op, choice: Choice) -> tuple[Step, ...]:
+        """The collectives in which an op's shards send each other what it needs."""
+        rule = profile.rules[op.index]
+        if rule is None or not exchanges(rule, choice, self.mesh.sizes):
+            return ()
+        tensors = [profile.graph.values[value] for value in (*op.operands, *op.results)]
+        return exchange_steps(self.mesh, self.communication, rule, choice, tensors)
+
+    def communication_seconds(self, profile: Profile, op: Op, choice: Choice) -> float:
+        """The seconds of all collectives that are the op's own: its exchange, and the combination of its results."""
+        combining = (step for k in range(len(op.results)) for step in self.reduction_path(profile, op, choice, k))
+        return sum(step.seconds for step in (*self.exchange_path(profile, op, choice), *combining))
 
 
 def _dtype(op: Op, values: tuple[Value, ...]) -> str:

@@ -5,6 +5,7 @@ from autoshard.ir.assignment import (
     Assignment,
     Choice,
     computed_layout,
+    exchanges,
     legal,
     operand_layout,
     reductions,
@@ -29,7 +30,7 @@ from autoshard.ir.layout import (
     shift_layout,
     spec_to_layout,
 )
-from autoshard.ir.rule import Dims, Factor, Rule, factor_names
+from autoshard.ir.rule import Dims, Factor, Rule, Send, factor_names
 
 __all__ = [
     "NOWHERE",
@@ -47,11 +48,13 @@ __all__ = [
     "Op",
     "Origin",
     "Rule",
+    "Send",
     "Spec",
     "Value",
     "check_divides",
     "computed_layout",
     "divides",
+    "exchanges",
     "factor_names",
     "layout_number",
     "layout_to_spec",

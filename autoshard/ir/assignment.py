@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -92,6 +93,15 @@ def reductions(rule: Rule, choice: Choice) -> tuple[tuple[int, str, int], ...]:
     return tuple(found)
 
 
+def exchanges(rule: Rule, choice: Choice, sizes: tuple[int, ...]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """The split factors whose shards send each other data, in order, each with the mesh axes that split it."""
+    found: dict[int, tuple[int, ...]] = {}
+    for axis, (factor, _) in enumerate(choice):
+        if factor >= 0 and rule.factors[factor].sends and sizes[axis] > 1:
+            found[factor] = (*found.get(factor, ()), axis)
+    return tuple(sorted(found.items()))
+
+
 def _layout(dims: tuple[tuple[int, ...], ...], choice: Choice) -> Layout:
     where = {factor: dim for dim, factors in enumerate(dims) for factor in factors}
     return tuple(where.get(factor, -1) for factor, _ in choice)
@@ -101,7 +111,8 @@ def legal(rule: Rule, choice: Choice, sizes: tuple[int, ...]) -> bool:
     """Whether the choice divides every factor and keeps every dimension's axes in mesh and factor order.
 
     In a dimension of several factors a minor one is sharded only where its majors are fully sharded, and the axes of
-    the major ones come first in the mesh; otherwise the partitioner would have to exchange or permute data.
+    the major ones come first in the mesh; otherwise the partitioner would have to exchange or permute data. Of a shard
+    no more is sent than it has: a halo reaches into the neighbours, never beyond them.
     """
     split: dict[int, int] = {}
     axes: dict[int, list[int]] = {}
@@ -112,7 +123,7 @@ def legal(rule: Rule, choice: Choice, sizes: tuple[int, ...]) -> bool:
             return False
         split[factor] = split.get(factor, 1) * sizes[axis]
         axes.setdefault(factor, []).append(axis)
-    if any(rule.factors[factor].size % n for factor, n in split.items()):
+    if any(rule.factors[factor].size % n or not _holds_sends(rule, factor, n) for factor, n in split.items()):
         return False
     for tensor in (*rule.operands, *rule.results):
         for dim in tensor:
@@ -126,6 +137,16 @@ def legal(rule: Rule, choice: Choice, sizes: tuple[int, ...]) -> bool:
                     last = axes[factor][-1]
                 full = full and split.get(factor, 1) == rule.factors[factor].size
     return _scatters_legal(rule, choice, sizes)
+
+
+def _holds_sends(rule: Rule, factor: int, n: int) -> bool:
+    """Whether each of ``n`` shards of a factor has the elements that it sends."""
+    tensors = (*rule.operands, *rule.results)
+    for send in rule.factors[factor].sends:
+        for dim in tensors[send.tensor]:
+            if factor in dim and send.count * n > math.prod(rule.factors[f].size for f in dim):
+                return False
+    return True
 
 
 def _scatters_legal(rule: Rule, choice: Choice, sizes: tuple[int, ...]) -> bool:

@@ -5,9 +5,10 @@ A dot product is ``([i, k], [k, j])->([i, j]) {i=8, j=16, k=4} reduction={k}``. 
 - *pass_through*: sharding it splits the work, nothing has to be exchanged;
 - *reduction*: sharding it leaves partial results that its operator (``sum``, ``max``, ...) combines;
 - *need_replication*: it cannot be sharded without changing the result;
-- *permutation*: sharding it needs data from neighbouring shards.
+- *permutation*: sharding it needs data from other shards.
 
-Unlike Shardy's, our reductions name their operator: ``reduction={k:max}``; a plain ``{k}`` is a sum.
+Unlike Shardy's, our reductions name their operator: ``reduction={k:max}``; a plain ``{k}`` is a sum. And a factor names what its shards
+send each other, if that is modelled: ``permutation={j/all_gather 1 of 0}`` gathers one element of operand 0 from each shard.
 """
 
 from __future__ import annotations
@@ -19,17 +20,47 @@ from autoshard.errors import RuleError
 
 KINDS = ("pass_through", "reduction", "need_replication", "permutation")
 OPERATORS = ("sum", "max", "min", "prod", "and", "or", "xor")
+EXCHANGES = ("all_gather", "collective_permute")
 
 Dims = tuple[tuple[int, ...], ...]  # per dimension, its factors from major to minor
 
 
 @dataclass(frozen=True, slots=True)
+class Send:
+    """One collective between the shards of a factor, over all mesh axes that split it.
+
+    Attributes:
+        kind: ``all_gather``: every shard gets what all of them send; ``collective_permute``: what one other shard sends.
+        tensor: the number of the tensor that is sent, operands first, then results.
+        count: how many elements along the factor's dimension each shard sends (a tensor without it is sent whole); a permuted count
+            is put beside the shard it reaches, which later sends then contain. 0: the whole shard, which is replaced.
+    """
+
+    kind: str
+    tensor: int
+    count: int = 1
+
+    def __post_init__(self):
+        if self.kind not in EXCHANGES or self.tensor < 0 or self.count < 0:
+            raise RuleError(f"a send is one of {EXCHANGES} of some elements of a tensor, got {self}.")
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.count or 'all'} of {self.tensor}"
+
+
+@dataclass(frozen=True, slots=True)
 class Factor:
-    """One iteration dimension of an op: its size, its kind, and for reductions the operator."""
+    """One iteration dimension of an op.
+
+    Attributes:
+        operator: of a reduction, what combines its partial results.
+        sends: what its shards send each other; none where nothing is modelled, and a permutation then stays whole.
+    """
 
     size: int
     kind: str = "pass_through"
     operator: str | None = None
+    sends: tuple[Send, ...] = ()
 
     def __post_init__(self):
         if self.kind not in KINDS:
@@ -38,10 +69,12 @@ class Factor:
             raise RuleError(f"a reduction factor, and no other, names its operator; got {self}.")
         if self.operator is not None and self.operator not in OPERATORS:
             raise RuleError(f"a reduction operator is one of {OPERATORS}, got {self.operator!r}.")
+        if self.sends and self.kind not in ("reduction", "permutation"):
+            raise RuleError(f"the shards of a reduction or permutation factor, and of no other, send each other data; got {self}.")
 
     @property
     def shardable(self) -> bool:
-        return self.kind in ("pass_through", "reduction")
+        return self.kind in ("pass_through", "reduction") or bool(self.sends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +131,19 @@ def format_rule(rule: Rule) -> str:
     text = f"({', '.join(map(tensor, rule.operands))})->({', '.join(map(tensor, rule.results))})"
     text += " {" + ", ".join(f"{name}={factor.size}" for name, factor in zip(names, rule.factors, strict=True)) + "}"
     for kind in KINDS[1:]:
-        members = [
-            name if factor.operator in (None, "sum") else f"{name}:{factor.operator}"
-            for name, factor in zip(names, rule.factors, strict=True)
-            if factor.kind == kind
-        ]
+        members = [name + _suffix(factor) for name, factor in zip(names, rule.factors, strict=True) if factor.kind == kind]
         if members:
             text += f" {kind}={{{', '.join(members)}}}"
     return text
 
 
+def _suffix(factor: Factor) -> str:
+    """What a factor's name is followed by in its kind's list: a reduction's operator, unless it is a sum, and the sends."""
+    operator = "" if factor.operator in (None, "sum") else f":{factor.operator}"
+    return operator + (f"/{' + '.join(map(str, factor.sends))}" if factor.sends else "")
+
+
+_SEND = re.compile(r"(\w+) (\d+|all) of (\d+)")
 _RULE = re.compile(r"^\((?P<operands>.*?)\)\s*->\s*\((?P<results>.*?)\)\s*\{(?P<sizes>[^}]*)\}(?P<kinds>.*)$")
 _FACTOR = re.compile(r"[a-z](?:_\d+)?")
 
@@ -122,11 +158,13 @@ def parse_rule(text: str) -> Rule:
         if not _FACTOR.fullmatch(name.strip()) or not size.strip().isdigit():
             raise RuleError(f"a factor size reads 'i=8', got {entry!r} in {text!r}.")
         sizes[name.strip()] = int(size)
-    kinds: dict[str, tuple[str, str | None]] = {}
+    kinds: dict[str, tuple[str, str | None, tuple[Send, ...]]] = {}
     for kind, members in re.findall(r"(\w+)=\{([^}]*)\}", match["kinds"]):
         for member in filter(None, (part.strip() for part in members.split(","))):
-            name, _, operator = member.partition(":")
-            kinds[name] = (kind, (operator or "sum") if kind == "reduction" else None)
+            named, _, sent = member.partition("/")
+            name, _, operator = named.partition(":")
+            sends = tuple(Send(what, int(tensor), 0 if count == "all" else int(count)) for what, count, tensor in _SEND.findall(sent))
+            kinds[name] = (kind, (operator or "sum") if kind == "reduction" else None, sends)
     order = {name: position for position, name in enumerate(sizes)}
 
     def tensors(part: str) -> tuple[Dims, ...]:
@@ -136,7 +174,7 @@ def parse_rule(text: str) -> Rule:
         )
 
     try:
-        factors = tuple(Factor(size, *kinds.get(name, ("pass_through", None))) for name, size in sizes.items())
+        factors = tuple(Factor(size, *kinds.get(name, ("pass_through", None, ()))) for name, size in sizes.items())
         return Rule(factors, tensors(match["operands"]), tensors(match["results"]))
     except KeyError as missing:
         raise RuleError(f"factor {missing} has no size in {text!r}. Give every factor as in '{{i=8}}'.") from None

@@ -253,7 +253,7 @@ class Problem:
         signature = self.nodes.signatures[node.head[1]]
         op = self.graph.walk()[signature.op]
         return signature.trips * np.array(
-            [self.model.op_seconds(self.profile, op, label) + self.model.reduction_seconds(self.profile, op, label) for label in labels]
+            [self.model.op_seconds(self.profile, op, label) + self.model.communication_seconds(self.profile, op, label) for label in labels]
         )
 
     def _member_cost(self, signature: int, position: int) -> np.ndarray:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from autoshard.ir import Rule, Value
-from autoshard.rules.registry import assemble, free_but, resized, rule
+from autoshard.ir import Factor, Rule, Send, Value
+from autoshard.rules.registry import assemble, free, free_but, resized, rule, whole
 
 
 @rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 def cumulative(x: Value, /, *, results: tuple[Value, ...], axis: int, **_) -> Rule:
-    """The accumulated dimension stays whole: ``([i, j])->([i, j]) need_replication={j}``."""
-    dims = free_but(x.shape, (axis,))
+    """Shards of the accumulated dimension gather each other's last element: ``([i, j])->([i, j]) permutation={j/all_gather 1 of 1}``."""
+    dims = free(x.shape)
+    dims[axis] = Factor(x.shape[axis], "permutation", sends=(Send("all_gather", 1),))
     return assemble([dims], [dims])
 
 
@@ -22,9 +23,12 @@ def sort(*operands: Value, results: tuple[Value, ...], dimension: int, **_) -> R
 
 @rule("top_k")
 def top_k(x: Value, /, *, results: tuple[Value, ...], axis: int, **_) -> Rule:
-    """The searched dimension stays whole, and so do the k found."""
-    dims = free_but(x.shape, (axis % x.rank,))
-    return assemble([dims], [resized(dims, result.shape) for result in results])
+    """Shards of the searched dimension gather the k best of each, values and places; the k found stay whole."""
+    dims, axis = free(x.shape), axis % x.rank
+    k = results[0].shape[axis]
+    found = [*dims[:axis], *whole([k]), *dims[axis + 1 :]]
+    dims[axis] = Factor(x.shape[axis], "permutation", sends=(Send("all_gather", 0, max(k, 1)), Send("all_gather", 2)))
+    return assemble([dims], [found, found])
 
 
 @rule("approx_top_k")

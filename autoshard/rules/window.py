@@ -1,33 +1,110 @@
-"""Primitives that slide a window: pooling and its gradients."""
+"""Primitives that slide a window: pooling and its gradients. And the geometry of windows, which convolutions share."""
 
 from __future__ import annotations
 
-from autoshard.ir import Rule, Value
-from autoshard.rules.registry import assemble, free_but, resized, rule
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autoshard.ir import Factor, Rule, Send, Value
+from autoshard.rules.registry import Dim, assemble, free_but, resized, rule
 
 
-@rule(
-    "reduce_window",
-    "reduce_window_sum",
-    "reduce_window_max",
-    "reduce_window_min",
-    "select_and_gather_add",
-    "select_and_scatter",
-    "select_and_scatter_add",
-)
-def window(
-    *operands: Value,
-    results: tuple[Value, ...],
-    window_dimensions: tuple[int, ...],
-    window_strides: tuple[int, ...],
-    padding: tuple[tuple[int, int], ...],
-    base_dilation: tuple[int, ...] | None = None,
-    **_,
-) -> Rule:
-    """Windowed dimensions stay whole, the others (batch, features) pass through; scalars are initial values."""
-    dilation = base_dilation or (1,) * len(window_dimensions)
-    moves = zip(window_dimensions, window_strides, dilation, padding, strict=True)
-    moved = [d for d, (n, stride, spread, pads) in enumerate(moves) if (n, stride, spread, *pads) != (1, 1, 1, 0, 0)]
-    dims = free_but(results[0].shape, moved)
-    tensors = [resized(dims, v.shape) if v.rank else [] for v in (*operands, *results)]
-    return assemble(tensors[: len(operands)], tensors[len(operands) :])
+@dataclass(frozen=True, slots=True)
+class Window:
+    """How a window moves along a dimension: step ``o`` reads the positions from ``o * stride - low`` on.
+
+    Attributes:
+        span: the positions from its first element to its last, its own dilation included.
+        stride: positions a step.
+        spread: positions an element of the dimension takes (its dilation).
+        low: the positions of padding before the first element.
+    """
+
+    span: int
+    stride: int
+    spread: int
+    low: int
+
+    def even(self, size: int, steps: int) -> bool:
+        """Whether shards of the dimension, and as many of the steps, all need the same of their neighbours."""
+        return 0 < size * self.spread == steps * self.stride
+
+    @property
+    def halo(self) -> tuple[int, int]:
+        """How many elements the steps of a shard read of the shard before it, and of the one behind it."""
+        return max(self.low // self.spread, 0), max((self.span - 1 - self.stride - self.low) // self.spread + 1, 0)
+
+    def padding(self, size: int, steps: int) -> tuple[int, int]:
+        """The padding, cropping where it is negative, with which these steps cover a shard of this size and its halos."""
+        before, behind = self.halo
+        low = self.low - before * self.spread
+        length = (before + size + behind - 1) * self.spread + 1
+        return low, (steps - 1) * self.stride + self.span - length - low
+
+    def dims(self, size: int, steps: int, sends: tuple[Send, ...], operator: str | None = None) -> tuple[Dim, Dim]:
+        """The dimension and the steps as factors: what they have in common is shared and sends halos; an operator sums over it."""
+        if not self.even(size, steps):
+            return Factor(size, "need_replication"), Factor(steps, "need_replication")
+        common = math.gcd(size, steps)
+        shared = Factor(common, "reduction" if operator else "permutation" if sends else "pass_through", operator, sends)
+        return (shared, Factor(size // common, "need_replication")), (shared, Factor(steps // common, "need_replication"))
+
+    def sends(self, *tensors: int) -> tuple[Send, ...]:
+        """The halos of these tensors, from the shard before and from the one behind."""
+        return tuple(Send("collective_permute", tensor, count) for tensor in tensors for count in self.halo if count)
+
+
+def pool_window(params: Mapping[str, Any], dim: int) -> Window:
+    """The window along a dimension, from the parameters of a pooling primitive."""
+
+    def of(name: str) -> int:
+        return params[name][dim] if params.get(name) is not None else 1
+
+    return Window(
+        (params["window_dimensions"][dim] - 1) * of("window_dilation") + 1,
+        params["window_strides"][dim],
+        of("base_dilation"),
+        params["padding"][dim][0],
+    )
+
+
+@rule("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_gather_add")
+def pool(*operands: Value, results: tuple[Value, ...], **params: Any) -> Rule:
+    """A windowed dimension is its steps times their stride: ``([ij])->([i])``; scalars are initial values.
+
+    Its shards exchange halos where windows overlap, and it stays whole where shards would need different ones. So it does
+    under an arbitrary function, of which nobody knows a value that it would ignore beyond the ends.
+    """
+    arrays = [j for j, operand in enumerate(operands) if operand.rank]
+    read, made = [], []
+    for d, (size, steps) in enumerate(zip(operands[0].shape, results[0].shape, strict=True)):
+        window = pool_window(params, d)
+        before, after = window.dims(size, steps, window.sends(*arrays))
+        if len(arrays) < len(operands) and any(window.halo):
+            before, after = Factor(size, "need_replication"), Factor(steps, "need_replication")
+        read.append(before)
+        made.append(after)
+    return assemble([read if operand.rank else [] for operand in operands], [made] * len(results))
+
+
+@rule("select_and_scatter_add")
+def select_and_scatter_add(source: Value, x: Value, /, *, results: tuple[Value, ...], **params: Any) -> Rule:
+    """The gradient of max pooling, ``([i], [ij])->([ij])``: halos of the pooled array come, and their sums go back."""
+    steps, read = [], []
+    for d, (size, n) in enumerate(zip(x.shape, source.shape, strict=True)):
+        window = pool_window(params, d)
+        before, after = window.dims(size, n, window.sends(1, 2))
+        read.append(before)
+        steps.append(after)
+    return assemble([steps, read], [read])
+
+
+@rule("select_and_scatter")
+def select_and_scatter(*operands: Value, results: tuple[Value, ...], **params: Any) -> Rule:
+    """Windowed dimensions stay whole, the others pass through; scalars are initial values."""
+    x = results[0]
+    moved = [d for d in range(x.rank) if pool_window(params, d) != Window(1, 1, 1, 0)]
+    dims = free_but(x.shape, moved)
+    return assemble([resized(dims, v.shape) if v.rank else [] for v in operands], [dims])

@@ -35,9 +35,22 @@ def axes_of(attributes: str, mesh: Mesh) -> tuple[str, ...]:
     """
     pairs = _PAIRS.search(attributes)
     if pairs:
-        return _axes_of_pairs(re.findall(r"\{(\d+),(\d+)\}", pairs[1]), mesh)
+        return axes_of_pairs(np.array(re.findall(r"\{(\d+),(\d+)\}", pairs[1]), dtype=int), mesh)
     groups = parse_groups(attributes, mesh.size)
     return UNKNOWN if groups is None else _known(mesh).get(groups, UNKNOWN)
+
+
+def axes_of_groups(groups: np.ndarray, mesh: Mesh) -> tuple[str, ...]:
+    """The mesh axes that span groups of devices, given as rows; ``("?",)`` where none do."""
+    return _known(mesh).get(_rows(groups), UNKNOWN)
+
+
+def axes_of_pairs(pairs: np.ndarray, mesh: Mesh) -> tuple[str, ...]:
+    """The mesh axes along which pairs of source and target differ."""
+    ends = pairs.reshape(-1, 2)
+    source, target = (np.array(np.unravel_index(ends[:, k], mesh.sizes)) for k in (0, 1))
+    moved = (source != target).any(axis=1)
+    return tuple(name for name, differs in zip(mesh.names, moved, strict=True) if differs)
 
 
 def parse_groups(attributes: str, n_devices: int) -> Groups | None:
@@ -65,13 +78,6 @@ def _known(mesh: Mesh) -> dict[Groups, tuple[str, ...]]:
             width = math.prod(mesh.sizes[axis] for axis in axes)
             found.setdefault(_rows(ids.transpose(*rest, *axes).reshape(-1, width)), tuple(mesh.names[axis] for axis in axes))
     return found
-
-
-def _axes_of_pairs(pairs: list[tuple[str, str]], mesh: Mesh) -> tuple[str, ...]:
-    ends = np.array(pairs, dtype=int).reshape(-1, 2)
-    source, target = (np.array(np.unravel_index(ends[:, k], mesh.sizes)) for k in (0, 1))
-    moved = (source != target).any(axis=1)
-    return tuple(name for name, differs in zip(mesh.names, moved, strict=True) if differs)
 
 
 def _mesh_groups(axes: str, ids: str | None, over: str) -> Groups:

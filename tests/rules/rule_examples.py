@@ -113,11 +113,33 @@ PAIRED_ROWS = {
 }
 
 
-def pool_gradient(x):
-    """The gradient of max pooling over 2 x 2 windows of the middle dimensions."""
-    window = ((1, 2, 2, 1), (1, 2, 2, 1))
-    pooled, backward = jax.vjp(lambda x: lax.reduce_window(x, -np.inf, lax.max, *window, "VALID"), x)
+def pool_gradient(x, size=2, padding="VALID"):
+    """The gradient of max pooling over windows of the middle dimensions, two elements apart."""
+    window = ((1, size, size, 1), (1, 2, 2, 1))
+    pooled, backward = jax.vjp(lambda x: lax.reduce_window(x, -np.inf, lax.max, *window, padding), x)
     return backward(pooled)[0]
+
+
+def pool_tangent(x, t):
+    """The tangent of max pooling over overlapping windows: the tangents of the elements that were selected."""
+    return jax.jvp(lambda x: lax.reduce_window(x, -np.inf, lax.max, (1, 3, 1), (1, 2, 1), "SAME"), (x,), (t,))[1]
+
+
+def strided(x, w):
+    return lax.conv_general_dilated(x, w, (2, 1), "SAME", rhs_dilation=(1, 2), dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+def conv_gradient(x, w, argument):
+    """The gradient of a strided and dilated convolution, of its output squared, with respect to one argument."""
+    y, backward = jax.vjp(lambda z: strided(*((z, w) if argument == 0 else (x, z))), (x, w)[argument])
+    return backward(y)[0]
+
+
+def with_ties(*shape: int) -> np.ndarray:
+    """Few distinct values, and a NaN in the last row."""
+    x = np.round(normal(*shape))
+    x[-1, 5] = np.nan
+    return x
 
 
 def key() -> jax.Array:
@@ -157,6 +179,9 @@ EXAMPLES: dict[str, Callable[[], Operation]] = {
     "conv_strided_pointwise": lambda: conv(normal(4, 2, 6, 6), normal(8, 2, 1, 1), (2, 2)),
     "conv_grouped": lambda: conv(normal(4, 4, 6, 6), normal(8, 2, 3, 3), feature_group_count=2),
     "conv_contracts_batch": lambda: conv(normal(4, 2, 6, 6), normal(4, 8, 4, 4), padding="VALID", layout=("CNHW", "IOHW", "NCHW")),
+    "conv_strided": lambda: operation(strided, normal(4, 16, 16, 2), normal(3, 3, 2, 8)),
+    "conv_input_gradient": lambda: operation(lambda x, w: conv_gradient(x, w, 0), normal(4, 16, 16, 2), normal(3, 3, 2, 8)),
+    "conv_kernel_gradient": lambda: operation(lambda x, w: conv_gradient(x, w, 1), normal(4, 16, 16, 2), normal(3, 3, 2, 8)),
     "conv_depthwise": lambda: conv(normal(4, 8, 6, 6), normal(8, 1, 3, 3), feature_group_count=8),
     "conv_batch_grouped": lambda: conv(normal(4, 2, 6, 6), normal(8, 2, 3, 3), batch_group_count=2),
     # reduction
@@ -170,12 +195,19 @@ EXAMPLES: dict[str, Callable[[], Operation]] = {
     "reduce_xor": lambda: operation(lambda x: lax.reduce_xor(x, (1,)), normal(4, 6) > 0),
     "reduce_and_bits": lambda: operation(lambda x: lax.reduce_and(x, (1,)), integers(256, 4, 6)),
     "argmax": lambda: operation(lambda x: lax.argmax(x, 1, np.int32), normal(4, 6)),
+    "argmax_ties": lambda: operation(lambda x: lax.argmax(x, 1, np.int32), with_ties(4, 16)),
+    "argmin_ties": lambda: operation(lambda x: lax.argmin(x, 1, np.int32), with_ties(4, 16)),
     "reduce": lambda: operation(lambda x: lax.reduce(x, np.float32(0), lambda a, b: a + b - a * b, (1,)), normal(4, 6)),
     # ordering
     "cumsum": lambda: operation(lambda x: lax.cumsum(x, 1), normal(4, 6)),
     "cumlogsumexp": lambda: operation(lambda x: lax.cumlogsumexp(x, 1), normal(4, 6)),
+    "cumsum_reverse": lambda: operation(lambda x: lax.cumsum(x, 0, reverse=True), integers(9, 8, 6)),
+    "cumprod": lambda: operation(lambda x: lax.cumprod(x, 1), normal(4, 8)),
+    "cummax": lambda: operation(lambda x: lax.cummax(x, 1), with_ties(4, 8)),
+    "cummin": lambda: operation(lambda x: lax.cummin(x, 1, reverse=True), with_ties(4, 8)),
     "sort": lambda: operation(lambda x, y: lax.sort((x, y), dimension=1, num_keys=1), normal(4, 6), integers(9, 4, 6)),
     "top_k": lambda: operation(lambda x: lax.top_k(x, 2), normal(4, 6)),
+    "top_k_ties": lambda: operation(lambda x: lax.top_k(x, 4), with_ties(4, 16)),
     "approx_top_k": lambda: operation(lambda x: lax.approx_max_k(x, 2), normal(4, 6)),
     # shape
     "broadcast_in_dim": lambda: operation(lambda x: lax.broadcast_in_dim(x, (4, 6, 8), (1, 2)), normal(1, 8)),
@@ -186,6 +218,7 @@ EXAMPLES: dict[str, Callable[[], Operation]] = {
     "transpose": lambda: operation(lambda x: lax.transpose(x, (2, 0, 1)), normal(4, 6, 8)),
     "squeeze": lambda: operation(lambda x: lax.squeeze(x, (1,)), normal(4, 1, 6)),
     "rev": lambda: operation(lambda x: lax.rev(x, (1,)), normal(4, 6)),
+    "rev_two": lambda: operation(lambda x: lax.rev(x, (0, 2)), normal(4, 6, 8)),
     "concatenate": lambda: operation(lambda x, y: lax.concatenate((x, y), 1), normal(4, 6), normal(4, 2)),
     "split": lambda: operation(lambda x: lax.split(x, (2, 4), 1), normal(4, 6)),
     "stack": lambda: operation(lambda x, y: jnp.stack((x, y), 1), normal(4, 6), -normal(4, 6)),
@@ -276,7 +309,19 @@ EXAMPLES: dict[str, Callable[[], Operation]] = {
     "reduce_window_sum": lambda: operation(
         lambda x: lax.reduce_window(x, np.float32(0), lax.add, (1, 3, 1), (1, 1, 1), "SAME"), normal(4, 6, 2)
     ),
+    "reduce_window_min": lambda: operation(
+        lambda x: lax.reduce_window(x, np.int32(99), lax.min, (5, 3), (2, 1), ((2, 1), (0, 2))), integers(9, 16, 8)
+    ),
+    "reduce_window": lambda: operation(
+        lambda x: lax.reduce_window(x, np.float32(2), lambda a, b: a * b + a, (1, 3), (1, 2), "SAME"), normal(4, 16)
+    ),
+    "reduce_window_apart": lambda: operation(
+        lambda x: lax.reduce_window(x, np.float32(2), lambda a, b: a * b + a, (1, 2), (1, 2), "VALID"), normal(4, 16)
+    ),
+    "reduce_window_uneven": lambda: operation(lambda x: lax.reduce_window(x, -np.inf, lax.max, (3, 1), (1, 1), "VALID"), normal(8, 2)),
     "select_and_scatter_add": lambda: operation(pool_gradient, normal(4, 6, 6, 2)),
+    "select_and_scatter_overlapping": lambda: operation(lambda x: pool_gradient(x, 3, "SAME"), normal(2, 16, 8, 2)),
+    "select_and_gather_add": lambda: operation(pool_tangent, normal(4, 16, 2), normal(4, 16, 2) + 1),
 }
 
 

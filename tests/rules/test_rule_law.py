@@ -22,9 +22,11 @@ from rule_examples import EXAMPLES, Operation, example
 
 from autoshard.ir import (
     Choice,
+    Mesh,
     Rule,
     Value,
     computed_layout,
+    exchanges,
     layout_to_spec,
     legal,
     operand_layout,
@@ -32,6 +34,7 @@ from autoshard.ir import (
     result_layout,
     shard_counts,
 )
+from autoshard.lower.exchange import run_shard
 from autoshard.rules import rule_of
 
 AXES = ("x", "y")
@@ -77,6 +80,9 @@ def run_sharded(op: Operation, rule: Rule, choice: Choice, sizes: tuple[int, ...
         counts = [shard_counts(layout, len(v.shape), sizes) for layout, v in zip(leaves, op.results, strict=True)]
         shapes = [tuple(n // c for n, c in zip(v.shape, count, strict=True)) for v, count in zip(op.results, counts, strict=True)]
         run = SHARDS.get(op.primitive.name, bind)
+        if exchanges(rule, choice, sizes):
+            mesh = Mesh(tuple(zip(AXES, sizes, strict=False)))
+            return tuple(run_shard(op.primitive.name, op.params, op.bind, rule, choice, mesh, operands))
         found = run(op, rule, choice, operands, shapes, lambda j, d: offset(reads[j], d, operands[j].shape[d]))
         if op.primitive.name == "iota":
             (layout,), dim = leaves, op.params["dimension"]

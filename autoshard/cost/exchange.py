@@ -1,0 +1,39 @@
+"""What the shards of an op send each other, as collectives: sizes, and seconds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from autoshard.cost.collectives import Communication
+from autoshard.cost.reshard import Step
+from autoshard.ir import Choice, Mesh, Rule, Value, computed_layout, exchanges, operand_layout, shard_counts
+
+
+def exchange_steps(mesh: Mesh, communication: Communication, rule: Rule, choice: Choice, tensors: Sequence[Value]) -> tuple[Step, ...]:
+    """The collectives in which the shards of an op send each other what it needs, factor by factor.
+
+    Args:
+        tensors: the op's operands, then its results.
+    """
+    layouts_of = [
+        *(operand_layout(rule, choice, j) for j in range(len(rule.operands))),
+        *(computed_layout(rule, choice, k) for k in range(len(rule.results))),
+    ]
+    local = [
+        [n // count for n, count in zip(value.shape, shard_counts(layout, value.rank, mesh.sizes), strict=True)]
+        for value, layout in zip(tensors, layouts_of, strict=True)
+    ]
+    steps = []
+    for factor, axes in exchanges(rule, choice, mesh.sizes):
+        for send in rule.factors[factor].sends:
+            shape, dims = list(local[send.tensor]), (*rule.operands, *rule.results)[send.tensor]
+            if (dim := next((d for d, members in enumerate(dims) if factor in members), -1)) >= 0 and send.count:
+                shape[dim] = send.count
+                if send.kind == "collective_permute":
+                    local[send.tensor][dim] += send.count
+            sent = tensors[send.tensor].itemsize * math.prod(shape)
+            nbytes = sent * math.prod(mesh.sizes[axis] for axis in axes) if send.kind == "all_gather" else sent
+            layout = layouts_of[send.tensor]
+            steps.append(Step(send.kind, axes, layout, layout, nbytes, float(communication.seconds(send.kind, nbytes, axes))))
+    return tuple(steps)
