@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from autoshard.cluster import Cluster
 from autoshard.cost.model import CostModel
 from autoshard.errors import TraceError
-from autoshard.ir import Layout, result_layouts
-from autoshard.lower import constrained, jax_mesh, to_named_sharding
+from autoshard.ir import Layout, Rule, result_layouts
+from autoshard.lower import constrained, to_named_sharding
+from autoshard.lower.constrain import ReshardPath
 from autoshard.rules import rules_of
 from autoshard.strategy import Record, check_program
 from autoshard.trace import Traced, trace
@@ -38,11 +39,12 @@ class Step:
     Arguments that lie elsewhere are moved to where the strategy wants them; Flax NNX objects among them are updated in place.
     """
 
-    def __init__(self, fn: Callable, record: Record, devices: Sequence[Any] | None = None):
+    def __init__(self, fn: Callable, record: Record, mesh: Mesh | AbstractMesh):
+        """``mesh`` is the record's, of devices; or abstract, where the program is lowered and never run."""
         functools.update_wrapper(self, fn, updated=())
         self._fn = fn
         self._record = record
-        self._mesh = jax_mesh(record.mesh, devices)
+        self._mesh = mesh
         self._programs: dict[Any, _Program] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -55,7 +57,9 @@ class Step:
     def lower(self, *args: Any) -> jax.stages.Lowered:
         """The lowered program, as `jax.jit(fn).lower` gives it; NNX objects stand there as their states."""
         program, pure = self._program(args)
-        return program.jitted.lower(*pure)
+        traced = program.jitted.trace(*jax.tree.map(_described, pure))
+        # Any platform will do without devices: shardings come before a platform's own passes.
+        return traced.lower(lowering_platforms=("cpu",)) if isinstance(self._mesh, AbstractMesh) else traced.lower()
 
     def _program(self, args: tuple) -> tuple[_Program, tuple]:
         """The program for arguments like these, and the arguments as pytrees of arrays."""
@@ -66,15 +70,8 @@ class Step:
 
     def _lowered(self, args: tuple) -> _Program:
         record = self._record
-        traced = trace(self._fn, *args, donate_argnums=record.donate_argnums, axis_names=record.mesh.names)
-        graph, rules = traced.graph, rules_of(traced.graph)
-        check_program(record, graph, rules)
-        assignment = record.assignment
-        model = CostModel(Cluster.from_dict(record.cluster), record.mesh)
-
-        def path(value: int, source: Layout, target: Layout):
-            return model.reshard_path(graph.values[value], source, target)
-
+        traced, rules, path = program_of(self._fn, args, record)
+        graph, assignment = traced.graph, record.assignment
         flat = constrained(traced.jaxpr, graph, rules, assignment, self._mesh, path)
 
         def sharding(layout: Layout, value: int) -> NamedSharding:
@@ -94,6 +91,23 @@ class Step:
             donate_argnums=record.donate_argnums,
         )
         return _Program(traced, jitted, in_shardings)
+
+
+def program_of(fn: Callable, args: tuple, record: Record) -> tuple[Traced, tuple[Rule | None, ...], ReshardPath]:
+    """The traced function, its rules, and the steps of its reshards.
+
+    Raises:
+        StrategyError: it is not the program the record is for.
+    """
+    traced = trace(fn, *args, donate_argnums=record.donate_argnums, axis_names=record.mesh.names)
+    graph, rules = traced.graph, rules_of(traced.graph)
+    check_program(record, graph, rules)
+    model = CostModel(Cluster.from_dict(record.cluster), record.mesh)
+
+    def path(value: int, source: Layout, target: Layout):
+        return model.reshard_path(graph.values[value], source, target)
+
+    return traced, rules, path
 
 
 def call_type(args: tuple) -> tuple:
@@ -120,6 +134,11 @@ def positional(fn: Callable, args: tuple, kwargs: Mapping[str, Any]) -> tuple:
             "Bind them beforehand with functools.partial, or make them positional."
         )
     return bound.args
+
+
+def _described(x: Any) -> Any:
+    """An array as its shape and type, wherever it lies; anything else as it is."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False)) if isinstance(x, jax.Array | np.ndarray) else x
 
 
 def _placed(x: Any, sharding: NamedSharding) -> Any:

@@ -13,15 +13,18 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.api.explain import explain
-from autoshard.api.step import Step
+from autoshard.api.pins import Pins
+from autoshard.api.step import Step, program_of
 from autoshard.api.structure import alike, describe, per_argument, rebuild
 from autoshard.cluster import Cluster
 from autoshard.cost.record import Cost
 from autoshard.errors import StrategyError
 from autoshard.ir import Layout, Mesh, layout_to_spec, result_layouts
+from autoshard.ir.naming import is_backward
 from autoshard.lower import jax_mesh
 from autoshard.render import Report
 from autoshard.search import Solution
+from autoshard.search.searcher import Progress, silent
 from autoshard.strategy import (
     Program,
     Provenance,
@@ -32,6 +35,8 @@ from autoshard.strategy import (
     save_record,
 )
 from autoshard.trace import SplitModules, Traced
+from autoshard.trace.leaves import argument_names
+from autoshard.verify.pins import fewest_pins
 
 WRITTEN_BACK = "result and updates of NNX objects"
 
@@ -105,6 +110,31 @@ class Strategy:
         """A report that prints in a terminal and shows in a notebook."""
         return explain(self.record)
 
+    def pins(self, fn: Callable, *args: Any, budget_seconds: float = 30.0, progress: Progress = silent) -> Pins:
+        """The fewest argument specs and ``with_sharding_constraint`` lines that make JAX's own propagation arrive at this strategy.
+
+        The answer prints as Python to paste, each line with the source line where it belongs, and says whether a program with only
+        these lines was seen to have the strategy's collectives.
+
+        Args:
+            fn, args: the program that the strategy is for.
+            budget_seconds: how long to look for lines that can go; what is left by then is verified all the same.
+            progress: called with what is being done and the fraction that is done.
+
+        Raises:
+            StrategyError: ``fn`` is not the program the strategy is for.
+        """
+        traced, rules, path = program_of(fn, args, self.record)
+        graph = traced.graph
+        found = fewest_pins(traced.jaxpr, graph, rules, self.record.assignment, path, budget_seconds, progress)
+        return Pins(
+            record=self.record,
+            found=found,
+            differentiated=any(map(is_backward, graph.walk())),
+            argument_names=argument_names(fn, len(args)),
+            has_modules=traced.modules is not None,
+        )
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the strategy as canonical JSON, whole or not at all."""
         save_record(self.record, path)
@@ -118,7 +148,7 @@ class Strategy:
             ClusterError: there are too few devices.
             StrategyError: at the first call, where ``fn`` is not the program the strategy is for.
         """
-        return Step(fn, self.record, devices)
+        return Step(fn, self.record, jax_mesh(self.record.mesh, devices))
 
     def shard(self, *args: Any, devices: Sequence[Any] | None = None) -> tuple:
         """The arguments, all or the first few, put where the strategy wants them; a tuple. NNX objects are moved in place.

@@ -1,0 +1,75 @@
+"""What a program's values are called where people read of them."""
+
+from __future__ import annotations
+
+import re
+
+from autoshard.ir.graph import Graph, Op, Value
+
+_INDEX = re.compile(r"(?<=\[)\d+(?=\])")
+
+
+class Names:
+    """The names of a graph's values: an argument goes by its path, any other by the op that makes it."""
+
+    def __init__(self, graph: Graph):
+        self._values = graph.values
+        self._paths = dict(zip(graph.arguments, graph.argument_paths, strict=True))
+        self._constants = frozenset((*graph.constants, *graph.literals))
+        self._makers: dict[int, Op] = {}
+        self._entering: dict[int, tuple[Op, int, int]] = {}  # a value inside a body: the op, what is read into it, its leading dimensions
+        for op in graph.walk():
+            self._makers.update((value, op) for value in op.results)
+            for holder in op.holders:
+                outside = next((flow for flow in holder.sources if not flow.inside), None)
+                for value in (holder.value, *holder.views):
+                    if value not in op.results and outside is not None and value != outside.value:
+                        self._entering.setdefault(value, (op, outside.value, outside.shift))
+
+    def maker(self, value: int) -> Op | None:
+        """The op that makes the value, or whose body it enters; None for arguments and constants."""
+        entered = self._entering.get(value)
+        return entered[0] if entered is not None else self._makers.get(value)
+
+    def is_gradient(self, value: int) -> bool:
+        """Whether the value is made on the way back."""
+        while value in self._entering:
+            value = self._entering[value][1]
+        op = self._makers.get(value)
+        return op is not None and is_backward(op)
+
+    def name(self, value: int) -> str:
+        """``state['params']['w']``, ``a slice of xs``, ``the result of dot_general``."""
+        if value in self._paths:
+            return self._paths[value]
+        if value in self._constants:
+            return "a constant"
+        if value in self._entering:
+            op, source, shift = self._entering[value]
+            whole = source in self._paths or source in self._entering
+            return f"{'a slice of ' if shift else ''}{self.name(source)}" if whole else f"what enters {op.primitive}"
+        op = self._makers.get(value)
+        return "a value" if op is None else f"the result of {op.primitive}"
+
+    def tensor(self, value: int) -> str:
+        """The name with dtype and shape: ``state['params']['w'] float32[8,16]``."""
+        return f"{self.name(value)} {array_type(self._values[value])}"
+
+
+def array_type(value: Value) -> str:
+    """``float32[8,16]``."""
+    return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+
+
+def pattern(path: str) -> str:
+    """The path with a star for every index, equal for the layers of a stack.
+
+    >>> pattern("state['layers'][3]['w']")
+    "state['layers'][*]['w']"
+    """
+    return _INDEX.sub("*", path)
+
+
+def is_backward(op: Op) -> bool:
+    """Whether the op computes a gradient: JAX writes so on the names of what it transposes; what it only computes again is none."""
+    return "transpose(" in op.origin.name_stack and "rematted_computation" not in op.origin.name_stack

@@ -1,0 +1,281 @@
+"""The fewest constraints with which Shardy's own propagation arrives at a strategy's program.
+
+*Given*: the shardings of arguments and results, and every constraint that the lowering writes. *Sought*: a subset of the constraints
+with which Shardy inserts the same collectives, and no device computes more. Constraints of one source line that agree in everything but the
+layer they are in go together: a person writes them once.
+
+The program is lowered once, with a number on each constraint. A trial deletes constraints from a copy of the module and runs Shardy's
+passes on it, which takes milliseconds. Chunks are deleted, twice as large after a success and half as large after a failure, until
+no single line can go: k log n trials for the k of n lines that stay. What is kept is minimal in that sense, not the smallest set
+there is. In the end the program is lowered anew with only these constraints, and compared.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import NamedSharding
+
+from autoshard.cost.profile import profile
+from autoshard.ir import Assignment, Collective, Graph, Layout, Mesh, Op, Origin, Rule, Spec, layout_to_spec, operand_layout, result_layouts
+from autoshard.ir.naming import Names, array_type, pattern
+from autoshard.lower.constrain import ReshardPath, constrained
+from autoshard.lower.mesh import abstract_mesh, to_named_sharding
+from autoshard.search.searcher import Progress, silent
+from autoshard.verify.compare import Row, compare
+from autoshard.verify.shardy import collectives_in, explicit, lowered_flat, made_bytes
+
+SLACK = 0.02  # share of the bytes a device computes that may come on top; propagation leaves a few scalars and iotas whole
+
+MARK = "autoshard.constraint="
+_MARKED = re.compile(re.escape(MARK) + r"(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """One ``with_sharding_constraint`` line.
+
+    Attributes:
+        origin: the source line where it belongs.
+        name: what it is put on: ``state['layers'][*]['w']``, ``the result of dot_general``.
+        type: its dtype and shape.
+        spec: its `PartitionSpec` as a tuple.
+        reader: the op on that line that reads the tensor so; empty where the tensor has this sharding for all its readers.
+        backward: whether the tensor is a gradient: it belongs on the way back through that line.
+        count: how many constraints of the program the line stands for.
+    """
+
+    origin: Origin
+    name: str
+    type: str
+    spec: Spec
+    reader: str
+    backward: bool
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fewest:
+    """The constraints that are left, and what was seen.
+
+    Attributes:
+        pins: the lines to add, in program order.
+        differing: collectives that differ between the strategy and the program with only these lines; empty where it is the same.
+        extra_compute: the share of bytes that a device computes beyond the strategy's.
+        minimal: whether no line can go; False where the time was up.
+        n_constraints: constraints of the whole lowering.
+        trials, seconds: what it took.
+    """
+
+    pins: tuple[Pin, ...]
+    differing: tuple[Row, ...]
+    extra_compute: float
+    minimal: bool
+    n_constraints: int
+    trials: int
+    seconds: float
+
+
+def fewest_pins(
+    jaxpr: ClosedJaxpr,
+    graph: Graph,
+    rules: tuple[Rule | None, ...],
+    assignment: Assignment,
+    reshard_path: ReshardPath,
+    budget_seconds: float = 30.0,
+    progress: Progress = silent,
+) -> Fewest:
+    """The constraints that Shardy's propagation needs to arrive at the assignment's program; arguments and results are as assigned."""
+    started = time.perf_counter()
+    mesh = assignment.mesh
+    everything = abstract_mesh(mesh)
+    sites: list[tuple[int, NamedSharding]] = []
+
+    def lower(constrain: Callable[[Any, NamedSharding, int], Any]) -> jax.stages.Lowered:
+        sites.clear()
+        flat = constrained(jaxpr, graph, rules, assignment, everything, reshard_path, constrain)
+        results = zip(result_layouts(graph, assignment), graph.results, strict=True)
+        pairs = [*((assignment.layout(value), value) for value in graph.arguments), *results]
+        shardings = [to_named_sharding(layout, graph.values[value].rank, everything) for layout, value in pairs]
+        return lowered_flat(flat, jaxpr, shardings[: len(graph.arguments)], shardings[len(graph.arguments) :])
+
+    def numbered(x: Any, sharding: NamedSharding, value: int) -> Any:
+        sites.append((value, sharding))
+        with jax.named_scope(f"{MARK}{len(sites) - 1}"):
+            return jax.lax.with_sharding_constraint(x, sharding)
+
+    module = lower(numbered).compiler_ir("stablehlo")
+    lines = _lines(sites, graph, rules, assignment)
+    wanted = _Outcome.of(module, mesh)
+    trials = 0
+
+    def suffices(kept: Sequence[_Line]) -> bool:
+        nonlocal trials
+        trials += 1
+        numbers = {number for line in kept for number in line.sites}
+        return _Outcome.of(_without(module, numbers), mesh).equals(wanted)
+
+    deadline = started + budget_seconds
+    given = [line for line in lines if line.given]
+    asked, minimal = _minimal([line for line in lines if not line.given], lambda kept: suffices([*given, *kept]), deadline, progress)
+    kept = {number for line in (*given, *asked) for number in line.sites}
+    n_constraints = len(sites)
+
+    def chosen(x: Any, sharding: NamedSharding, value: int) -> Any:
+        sites.append((value, sharding))
+        return jax.lax.with_sharding_constraint(x, sharding) if len(sites) - 1 in kept else x
+
+    alone = _Outcome.of(lower(chosen), mesh)
+    return Fewest(
+        pins=tuple(line.pin for line in sorted(asked, key=lambda line: line.sites)),
+        differing=alone.differences(wanted),
+        extra_compute=alone.nbytes / wanted.nbytes - 1 if wanted.nbytes else 0.0,
+        minimal=minimal,
+        n_constraints=n_constraints,
+        trials=trials,
+        seconds=time.perf_counter() - started,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What Shardy makes of a program."""
+
+    module: Any
+    mesh: Mesh
+    collectives: tuple[Collective, ...]
+
+    @staticmethod
+    def of(module: Any, mesh: Mesh) -> _Outcome:
+        after = explicit(module)
+        return _Outcome(after, mesh, collectives_in(after, mesh))
+
+    @property
+    def nbytes(self) -> float:
+        """The bytes that a device computes."""
+        return made_bytes(self.module, self.mesh)
+
+    def differences(self, wanted: _Outcome) -> tuple[Row, ...]:
+        rows = compare(wanted.collectives, self.collectives)
+        return tuple(row for row in rows if not row.agrees or row.predicted_count != row.actual_count)
+
+    def equals(self, wanted: _Outcome) -> bool:
+        return not self.differences(wanted) and self.nbytes <= (1 + SLACK) * wanted.nbytes
+
+
+def _minimal(
+    lines: Sequence[_Line], suffices: Callable[[Sequence[_Line]], bool], deadline: float, progress: Progress
+) -> tuple[list[_Line], bool]:
+    """Lines none of which can go alone, and whether there was the time to find that out. The first ones go first."""
+    lines = sorted(lines, key=lambda line: (line.worth, line.sites))
+    while True:
+        kept: list[_Line] = []
+        waiting, size = list(lines), len(lines)
+        while waiting:
+            if time.perf_counter() > deadline:
+                return [*kept, *waiting], False
+            progress(f"{len(kept)} constraints needed, {len(waiting)} in question", 1 - len(waiting) / len(lines))
+            if suffices([*kept, *waiting[size:]]):
+                waiting, size = waiting[size:], 2 * size
+            elif size == 1:
+                kept.append(waiting.pop(0))
+            else:
+                size //= 2
+        if len(kept) == len(lines):
+            return kept, True
+        lines = kept  # what a later line made superfluous goes in another round
+
+
+# -- constraints and the lines that stand for them ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """Constraints that one source line stands for.
+
+    Attributes:
+        sites: their numbers.
+        worth: how much sooner a person would write this line than another; what is worth least is tried without first.
+        given: whether the program has it already, as a constraint of the user's own.
+    """
+
+    sites: tuple[int, ...]
+    pin: Pin
+    worth: int
+    given: bool
+
+
+def _lines(sites: Sequence[tuple[int, NamedSharding]], graph: Graph, rules: tuple[Rule | None, ...], assignment: Assignment) -> list[_Line]:
+    names, free = Names(graph), profile(graph, rules).free
+    readers = _readers(graph, rules, assignment)
+
+    def next_reader(number: int) -> Op | None:
+        """Whom a step of a reshard leads to: the value's constraints on the way to a reader follow each other."""
+        value = sites[number][0]
+        following = itertools.takewhile(lambda site: site[0] == value, sites[number + 1 :])
+        return next((readers[value, tuple(sharding.spec)] for _, sharding in following if (value, tuple(sharding.spec)) in readers), None)
+
+    groups: dict[tuple[Pin, int, bool], list[int]] = {}
+    for number, (value, sharding) in enumerate(sites):
+        tensor, maker, spec = graph.values[value], names.maker(value), tuple(sharding.spec)
+        own = layout_to_spec(assignment.layout(value), assignment.mesh.names, tensor.rank) == spec
+        reader = None if own else readers.get((value, spec))
+        at = reader or (maker if own else next_reader(number) or maker)
+        pin = Pin(
+            origin=replace(at.origin, name_stack="") if at else Origin(),
+            name=pattern(names.name(value)),
+            type=array_type(tensor),
+            spec=spec,
+            reader=reader.primitive if reader else "",
+            backward=names.is_gradient(value),
+            count=0,
+        )
+        # What jit knows, what is made of constants, the steps of a reshard; then operands before results, gradients before values.
+        in_jit = own and value in graph.arguments
+        worth = 0 if in_jit else 1 if free[value] else 2 if not own and reader is None else 3 + 2 * own + (not pin.backward)
+        given = own and maker is not None and maker.primitive == "sharding_constraint"
+        groups.setdefault((pin, worth, given), []).append(number)
+    return [_Line(tuple(numbers), replace(pin, count=len(numbers)), worth, given) for (pin, worth, given), numbers in groups.items()]
+
+
+def _readers(graph: Graph, rules: tuple[Rule | None, ...], assignment: Assignment) -> dict[tuple[int, Spec], Op]:
+    """Per value and spec the first op that reads it so."""
+    found: dict[tuple[int, Spec], Op] = {}
+    for op in graph.walk():
+        rule = rules[op.index]
+        for position, value in enumerate(op.operands):
+            target: Layout = (-1,) * len(assignment.mesh.axes)
+            if rule is not None:
+                target = operand_layout(rule, assignment.choice(op.index), position)
+            found.setdefault((value, layout_to_spec(target, assignment.mesh.names, graph.values[value].rank)), op)
+    return found
+
+
+# -- modules -----------------------------------------------------------------------------------------------------------------
+
+
+def _without(module: Any, kept: set[int]) -> Any:
+    """A copy of the module with those numbered constraints only that are kept."""
+    copy = module.operation.clone()
+    for op in [*_constraints(copy)]:
+        mark = _MARKED.search(str(op.location))
+        if mark and int(mark[1]) not in kept:
+            op.results[0].replace_all_uses_with(op.operands[0])
+            op.erase()
+    return copy
+
+
+def _constraints(op: Any) -> Iterator[Any]:
+    for region in op.operation.regions:
+        for block in region.blocks:
+            for inner in block.operations:
+                if inner.operation.name == "sdy.sharding_constraint":
+                    yield inner.operation
+                yield from _constraints(inner)
