@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoshard.ir import Factor, Rule, Value
-from autoshard.rules.registry import Dim, assemble, free, rule, whole
+from autoshard.rules.registry import Dim, assemble, free, reduced, rule, whole
+from autoshard.rules.window import Window
 
 
 @rule("dot_general")
@@ -14,7 +16,7 @@ def dot_general(lhs: Value, rhs: Value, /, *, results: tuple[Value, ...], dimens
     (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = dimension_numbers
     left, right = free(lhs.shape), free(rhs.shape)
     for a, b in zip(lhs_contracting, rhs_contracting, strict=True):
-        left[a] = right[b] = Factor(lhs.shape[a], "reduction", "sum")
+        left[a] = right[b] = reduced(lhs.shape[a], "sum", results[0].dtype)
     for a, b in zip(lhs_batch, rhs_batch, strict=True):
         right[b] = left[a]
     return assemble(
@@ -33,7 +35,7 @@ def ragged_dot_general(
     groups = tuple(numbers.rhs_group_dimensions)
     left, right = free(lhs.shape), free(rhs.shape)
     for a, b in zip(lhs_contracting, rhs_contracting, strict=True):
-        left[a] = right[b] = Factor(lhs.shape[a], "reduction", "sum")
+        left[a] = right[b] = reduced(lhs.shape[a], "sum", results[0].dtype)
     for a, b in zip(lhs_batch, rhs_batch, strict=True):
         right[b] = left[a]
     for d in numbers.lhs_ragged_dimensions:
@@ -56,6 +58,24 @@ def _others(dims: list[Factor], *taken: tuple[int, ...]) -> list[Factor]:
     return [dim for d, dim in enumerate(dims) if not any(d in some for some in taken)]
 
 
+def conv_window(params: Mapping[str, Any], lhs: Sequence[int], rhs: Sequence[int], out: Sequence[int], k: int) -> tuple[Window, bool]:
+    """The window that moves along the k-th spatial dimension of the left operand, and whether its steps are the right one's elements.
+
+    Mostly they are the result's, each reading as much as the right operand covers. In a kernel's gradient the right operand
+    is the long one: its elements step along the left one, and each meets as much of it as the result covers.
+
+    Args:
+        lhs, rhs, out: the shapes.
+    """
+    numbers = params["dimension_numbers"]
+    window, steps = rhs[numbers.rhs_spec[2 + k]], out[numbers.out_spec[2 + k]]
+    stride, spread, dilation = (params[name][k] for name in ("window_strides", "lhs_dilation", "rhs_dilation"))
+    low = params["padding"][k][0]
+    if window > steps:
+        return Window((steps - 1) * stride + 1, dilation, spread, low), True
+    return Window((window - 1) * dilation + 1, stride, spread, low), False
+
+
 @rule("conv_general_dilated")
 def conv_general_dilated(
     lhs: Value,
@@ -63,21 +83,17 @@ def conv_general_dilated(
     /,
     *,
     results: tuple[Value, ...],
-    dimension_numbers: Any,
-    window_strides: tuple[int, ...],
-    padding: tuple[tuple[int, int], ...],
-    lhs_dilation: tuple[int, ...],
     feature_group_count: int,
     batch_group_count: int,
-    **_,
+    **params: Any,
 ) -> Rule:
-    """Batch and output features pass through, input features are summed, spatial dimensions stay whole.
+    """Batch and output features pass through, input features are summed, shards of space exchange halos.
 
-    A window of one element that neither strides nor pads leaves its spatial dimension free. What a grouped convolution
+    In a kernel's gradient space is summed, too. It stays whole where shards would need different halos. What a grouped convolution
     groups (features, or the batch and the output features) stays whole: XLA:CPU aborts the process on some of it.
     """
     (out,) = results
-    numbers = dimension_numbers
+    numbers = params["dimension_numbers"]
     left, right, result = (list[Dim](whole(v.shape)) for v in (lhs, rhs, out))
     batch, channels, *space = numbers.lhs_spec
     features, depth, *window = numbers.rhs_spec
@@ -85,10 +101,13 @@ def conv_general_dilated(
     if batch_group_count == 1:
         left[batch] = result[out_batch] = Factor(lhs.shape[batch])
     if feature_group_count == 1:
-        left[channels] = right[depth] = Factor(lhs.shape[channels], "reduction", "sum")
+        left[channels] = right[depth] = reduced(lhs.shape[channels], "sum", out.dtype)
     if feature_group_count == batch_group_count == 1:
         right[features] = result[out_features] = Factor(rhs.shape[features])
     for k, (d, w, o) in enumerate(zip(space, window, out_space, strict=True)):
-        if rhs.shape[w] == window_strides[k] == lhs_dilation[k] == 1 and tuple(padding[k]) == (0, 0):
-            left[d] = result[o] = Factor(lhs.shape[d])
+        moving, summed = conv_window(params, lhs.shape, rhs.shape, out.shape, k)
+        if not summed:
+            left[d], result[o] = moving.dims(lhs.shape[d], out.shape[o], moving.sends(0))
+        elif reduced(rhs.shape[w], "sum", out.dtype).shardable:
+            left[d], right[w] = moving.dims(lhs.shape[d], rhs.shape[w], moving.sends(0), "sum")
     return assemble([left, right], [result])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from autoshard.ir import Factor, Rule, Value
-from autoshard.rules.registry import Dim, assemble, free, free_but, resized, rule, whole
+from autoshard.rules.registry import Dim, assemble, free, free_but, reduced, resized, rule, whole
 
 
 @rule("dynamic_slice")
@@ -44,7 +44,7 @@ def gather(x: Value, indices: Value, /, *, results: tuple[Value, ...], dimension
         if taken == n:
             operand.append(result)
         elif taken == 1 and d in numbers.start_index_map:
-            operand.append(Factor(n, "reduction", "or" if x.dtype == "bool" else "sum"))
+            operand.append(reduced(n, "or" if x.dtype == "bool" else "sum", x.dtype))
             result = Factor(1)
         else:
             operand.append(Factor(n, "need_replication"))
@@ -78,8 +78,8 @@ def _scatter(operator: str | None):
         lookup = _index_dims(indices)
         for d in range(indices.rank - 1):
             if d not in batched.values():
-                kind = ("reduction", operator) if operator else ("need_replication",)
-                lookup[d] = Factor(indices.shape[d], *kind)
+                n = indices.shape[d]
+                lookup[d] = reduced(n, operator, x.dtype) if operator else Factor(n, "need_replication")
         operand: list[Dim] = []
         windows: list[Dim] = []
         sizes = iter([updates.shape[d] for d in numbers.update_window_dims])

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoshard.ir import Factor, Rule, Value
-from autoshard.rules.registry import assemble, free_but, rule
+from autoshard.ir import Factor, Rule, Send, Value
+from autoshard.rules.registry import assemble, free, free_but, reduced, rule
 
 
 def _reduction(operator: str):
     def reduce(x: Value, /, *, results: tuple[Value, ...], axes: tuple[int, ...], **_) -> Rule:
-        """Reduced dimensions leave partial results, the others pass through: ``([i, j])->([i]) reduction={j:max}``.
-
-        Bits stay whole: XLA has no all_reduce by xor, and by and/or for booleans alone (jaxlib 0.10.2 fails to compile them).
-        """
-        bits = operator == "xor" or (operator in ("and", "or") and x.dtype != "bool")
-        kind = ("need_replication",) if bits else ("reduction", operator)
-        dims = [Factor(n, *kind) if d in axes else Factor(n) for d, n in enumerate(x.shape)]
+        """Reduced dimensions leave partial results, the others pass through: ``([i, j])->([i]) reduction={j:max}``."""
+        dims = [reduced(n, operator, x.dtype) if d in axes else Factor(n) for d, n in enumerate(x.shape)]
         return assemble([dims], [[dim for d, dim in enumerate(dims) if d not in axes]])
 
     return reduce
@@ -28,8 +23,10 @@ for _operator in ("sum", "max", "min", "prod", "and", "or", "xor"):
 
 @rule("argmax", "argmin")
 def argmax(x: Value, /, *, results: tuple[Value, ...], axes: tuple[int, ...], **_) -> Rule:
-    """The searched dimension stays whole: partial results would have to carry value and position."""
-    dims = free_but(x.shape, axes)
+    """Shards of the searched dimension gather what each of them found, the element and its position."""
+    dims = free(x.shape)
+    for axis in axes:
+        dims[axis] = Factor(x.shape[axis], "permutation", sends=(Send("all_gather", 0), Send("all_gather", 1)))
     return assemble([dims], [[dim for d, dim in enumerate(dims) if d not in axes]])
 
 

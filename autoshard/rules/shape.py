@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from autoshard.ir import Factor, Rule, Value
+from autoshard.ir import Factor, Rule, Send, Value
 from autoshard.rules.registry import Dim, assemble, free, free_but, resized, rule, whole
 
 
@@ -86,8 +86,9 @@ def squeeze(x: Value, /, *, results: tuple[Value, ...], dimensions: tuple[int, .
 
 @rule("rev")
 def rev(x: Value, /, *, results: tuple[Value, ...], dimensions: tuple[int, ...], **_) -> Rule:
-    """Reversed dimensions stay whole."""
-    dims = free_but(x.shape, dimensions)
+    """Shards of a reversed dimension change places, each reversed in itself."""
+    turned = (Send("collective_permute", 0, 0),)
+    dims = [Factor(n, "permutation", sends=turned) if d in dimensions else Factor(n) for d, n in enumerate(x.shape)]
     return assemble([dims], [dims])
 
 
