@@ -1,6 +1,6 @@
 """autoshard finds how to shard any JAX train step over many devices, says what it will cost, and runs it."""
 
-from autoshard.api import Strategy, evaluate, load, parallelize, search
+from autoshard.api import Strategy, Verification, evaluate, load, parallelize, search, verify
 from autoshard.cluster import Cluster
 from autoshard.cost.record import Cost
 from autoshard.errors import (
@@ -33,8 +33,10 @@ __all__ = [
     "Strategy",
     "StrategyError",
     "TraceError",
+    "Verification",
     "evaluate",
     "load",
     "parallelize",
     "search",
+    "verify",
 ]

@@ -4,5 +4,6 @@ from autoshard.api.parallelize import Parallelized, parallelize
 from autoshard.api.search import evaluate, search
 from autoshard.api.step import Step
 from autoshard.api.strategy import Strategy, load
+from autoshard.api.verification import Verification, verify
 
-__all__ = ["Parallelized", "Step", "Strategy", "evaluate", "load", "parallelize", "search"]
+__all__ = ["Parallelized", "Step", "Strategy", "Verification", "evaluate", "load", "parallelize", "search", "verify"]

@@ -33,8 +33,8 @@ def command(commands, name: str, run, what: str, example: str) -> argparse.Argum
     return parser
 
 
-def add_program(parser: argparse.ArgumentParser) -> None:
-    """Which program, with which arguments, on which cluster."""
+def add_function(parser: argparse.ArgumentParser) -> None:
+    """Which program, with which arguments."""
     parser.add_argument("program", metavar="MODULE:FUNCTION", help="the function to shard; modules are found from the current folder too")
     parser.add_argument(
         "--args",
@@ -42,13 +42,18 @@ def add_program(parser: argparse.ArgumentParser) -> None:
         help="its arguments: a tuple of arrays, jax.ShapeDtypeStructs or pytrees of them, or a function without arguments that returns it",
     )
     parser.add_argument(
+        "--devices", metavar="N", type=int, help="give JAX N virtual CPU devices, for a program that builds a mesh of its own"
+    )
+
+
+def add_program(parser: argparse.ArgumentParser) -> None:
+    """Which program, with which arguments, on which cluster, and where the strategy goes."""
+    add_function(parser)
+    parser.add_argument(
         "--cluster", metavar="CLUSTER", required=True, help="such as cpu:8, v5e:4x4, h100:8x4, or a .toml file; see autoshard clusters"
     )
     parser.add_argument(
         "--donate", metavar="N,...", type=numbers, default=(), help="positions of arguments whose memory may be reused, as donate_argnums"
-    )
-    parser.add_argument(
-        "--devices", metavar="N", type=int, help="give JAX N virtual CPU devices, for a program that builds a mesh of its own"
     )
     parser.add_argument("--save", metavar="FILE", type=writable, help="write the strategy to a JSON file")
 

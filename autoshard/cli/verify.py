@@ -1,0 +1,42 @@
+"""``autoshard verify``: a strategy's predicted collectives next to what the partitioner or a compiler makes of the program."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import redirect_stdout
+
+from autoshard.cli.found import record_of
+from autoshard.cli.options import add_function, command
+from autoshard.cli.program import load
+from autoshard.cli.terminal import show, show_json
+
+EXAMPLE = "autoshard verify train:train_step --args train:example_args --strategy s.json --target shardy"
+
+
+def add(commands) -> None:
+    """Adds the subcommand's options."""
+    parser = command(commands, "verify", run, "hold a saved strategy against the partitioner or a compiler", EXAMPLE)
+    add_function(parser)
+    parser.add_argument(
+        "--strategy", metavar="FILE", required=True, help="a file that --save wrote, or a name that autoshard strategies lists"
+    )
+    parser.add_argument(
+        "--target",
+        choices=("shardy", "cpu"),
+        default="shardy",
+        help="shardy (default): the partitioner's own collectives, without compiling; cpu: the program compiled for virtual CPU devices",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Verifies and reports; the exit code is 1 where the two differ."""
+    record = record_of(options.strategy)
+    devices = options.devices or (record.mesh.size if options.target == "cpu" else None)
+    function, arguments = load(options.program, options.args, devices)
+    import autoshard
+
+    with redirect_stdout(sys.stderr):  # stdout is for our output, not the program's
+        found = autoshard.verify(autoshard.Strategy(record), function, *arguments, target=options.target)
+    show_json(found.to_json()) if options.json else show(found.report())
+    return 0 if found.exact else 1

@@ -1,0 +1,39 @@
+"""A strategy does exactly the communication it says: the partitioner's collectives, and the compiler's, are the predicted ones."""
+
+from __future__ import annotations
+
+import pytest
+from exactness import MESHES, Pair, pairs
+
+TOLERANCE = 0.02  # of a step's bytes, where XLA:CPU combines partial sums over two factors one after the other
+
+
+@pytest.mark.parametrize("pair", pairs(MESHES[::2]), ids=str)
+def test_the_partitioner_does_what_is_predicted(pair):
+    """Shardy's explicit collectives are the predicted ones in kind, mesh axes, count and bytes."""
+    found = pair.verified("shardy")
+    assert found.exact, str(found)
+
+
+COMPILED = [
+    Pair("mlp", "fully_sharded 3", tuple(MESHES[0].items())),
+    Pair("convnet", "recursive_programming", tuple(MESHES[1].items())),
+    Pair("lstm", "recursive_programming", tuple(MESHES[0].items())),
+    Pair("moe", "recursive_programming", tuple(MESHES[2].items())),
+    Pair("gpt_forward", "recursive_programming", tuple(MESHES[0].items())),
+]
+
+
+@pytest.mark.parametrize("pair", COMPILED, ids=str)
+def test_the_compiler_does_what_is_predicted(pair):
+    """So are those of the module compiled by XLA:CPU, but for a fiftieth of the bytes."""
+    found = pair.verified("cpu")
+    assert found.bytes_ratio == pytest.approx(1.0, abs=TOLERANCE), str(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", pairs(), ids=str)
+def test_the_compiler_does_what_is_predicted_everywhere(pair):
+    """The same for every program, searcher and mesh."""
+    found = pair.verified("cpu")
+    assert found.bytes_ratio == pytest.approx(1.0, abs=TOLERANCE), str(found)
