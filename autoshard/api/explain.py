@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from autoshard.cluster import Cluster
-from autoshard.cost.collectives import Communication
-from autoshard.ir import Collective, Mesh, Spec, shard_counts, spec_to_layout
+from autoshard.ir import Mesh, Spec, shard_counts, spec_to_layout
+from autoshard.ir.naming import pattern
 from autoshard.render import (
     Bar,
     Bars,
@@ -48,7 +48,7 @@ def explain(record: Record) -> Report:
         *argument_parts(record),
         *_results(record),
         *_layouts(record),
-        *_collectives(record, cluster),
+        *_collectives(record),
         *_assumptions(record),
         *_search(record),
     ]
@@ -131,27 +131,33 @@ def _layouts(record: Record) -> list[Part]:
     return [Heading("Which device holds what"), Gallery(tuple(pictures))]
 
 
-def _collectives(record: Record, cluster: Cluster) -> list[Part]:
+def _collectives(record: Record) -> list[Part]:
+    """The dearest collectives with what they move, for whom and why; those that differ by a layer's index only are one row."""
     if not record.cost.collectives:
         return [Heading("Collectives"), Paragraph("None: the devices never exchange data.")]
-    communication = Communication(cluster.links(record.mesh))
-    groups: dict[tuple, float] = defaultdict(float)
+    seconds: dict[tuple, float] = defaultdict(float)
     counts: Counter[tuple] = Counter()
     for collective in record.cost.collectives:
-        key = (collective.kind, collective.mesh_axes, collective.bytes, _short_source(collective.source))
-        groups[key] += collective.count * _seconds(collective, communication, record.mesh)
+        name, space, array_type = collective.tensor.rpartition(" ")
+        words = f"{pattern(name)}{space}{array_type}", _short_source(collective.source), pattern(collective.cause)
+        key = (collective.kind, collective.mesh_axes, collective.bytes, words)
+        seconds[key] += collective.count * collective.seconds
         counts[key] += collective.count
-    ranked = sorted(groups, key=lambda key: (-groups[key], -key[2] * counts[key], key))
+    ranked = sorted(seconds, key=lambda key: (-seconds[key], -key[2] * counts[key], key))
     rows = tuple(
-        (kind, ", ".join(axes), format_bytes(nbytes), format_count(counts[kind, axes, nbytes, source]), format_seconds(seconds), source)
-        for kind, axes, nbytes, source in ranked[:TOP_COLLECTIVES]
-        for seconds in (groups[kind, axes, nbytes, source],)
+        (key[0], ", ".join(key[1]), format_bytes(key[2]), format_count(counts[key]), format_seconds(seconds[key]), _blame(*key[3]))
+        for key in ranked[:TOP_COLLECTIVES]
     )
     rest = ranked[TOP_COLLECTIVES:]
-    notes = [f"{format_count(sum(counts.values()))} in a step, {format_seconds(sum(groups.values()))} in all."]
+    notes = [f"{format_count(sum(counts.values()))} in a step, {format_seconds(sum(seconds.values()))} in all."]
     if rest:
-        notes.append(f"{format_count(sum(counts[key] for key in rest))} more take {format_seconds(sum(groups[key] for key in rest))}.")
-    return [Heading("Collectives"), Table(("kind", "axes", ">bytes", ">count", ">seconds", "for"), rows, tuple(notes))]
+        notes.append(f"{format_count(sum(counts[key] for key in rest))} more take {format_seconds(sum(seconds[key] for key in rest))}.")
+    return [Heading("Collectives"), Table(("kind", "axes", ">bytes", ">count", ">seconds", "what, for whom, why"), rows, tuple(notes))]
+
+
+def _blame(tensor: str, source: str, cause: str) -> str:
+    """The three of them a line each, as far as they are known."""
+    return "\n".join(filter(None, (tensor, f"for {source}" if tensor else source, cause)))
 
 
 def _assumptions(record: Record) -> list[Part]:
@@ -184,11 +190,6 @@ def _stat(name: str, value) -> str:
 
 
 # -- collectives ----------------------------------------------------------------------------------------------------------
-
-
-def _seconds(collective: Collective, communication: Communication, mesh: Mesh) -> float:
-    axes = tuple(mesh.names.index(name) for name in collective.mesh_axes)
-    return float(communication.seconds(collective.kind, collective.bytes, axes))
 
 
 def _short_source(source: str) -> str:

@@ -16,7 +16,10 @@ class Collective:
         mesh_axes: the axes whose devices take part, in mesh order; ``("?",)`` where the groups fit no subset of axes.
         bytes: the larger of operand and result on one device, in one execution.
         count: how often it runs in one step, loop trips included.
-        source: the operation it serves, in words.
+        source: the operation it serves and its source line, in words.
+        tensor: what is moved: an argument by its path, else by the op that makes it; with dtype and shape.
+        seconds: predicted time of one execution; 0.0 where nothing is predicted.
+        cause: the choice that asks for it, in words.
     """
 
     kind: str
@@ -24,3 +27,6 @@ class Collective:
     bytes: float
     count: int = 1
     source: str = ""
+    tensor: str = ""
+    seconds: float = 0.0
+    cause: str = ""

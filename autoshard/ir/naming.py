@@ -6,6 +6,11 @@ import re
 
 from autoshard.ir.graph import Graph, Op, Value
 
+MOVES = frozenset(
+    {"broadcast_in_dim", "convert_element_type", "copy", "dynamic_slice", "expand_dims", "reshape", "rev", "slice", "squeeze", "transpose"}
+)
+"""Operations whose result is still the tensor that they read, to a person."""
+
 _INDEX = re.compile(r"(?<=\[)\d+(?=\])")
 
 
@@ -39,17 +44,32 @@ class Names:
         return op is not None and is_backward(op)
 
     def name(self, value: int) -> str:
-        """``state['params']['w']``, ``a slice of xs``, ``the result of dot_general``."""
+        """``state['params']['w']``, ``transpose of state['params']['w']``, ``a slice of xs``, ``the result of dot_general``."""
         if value in self._paths:
             return self._paths[value]
         if value in self._constants:
             return "a constant"
         if value in self._entering:
             op, source, shift = self._entering[value]
-            whole = source in self._paths or source in self._entering
-            return f"{'a slice of ' if shift else ''}{self.name(source)}" if whole else f"what enters {op.primitive}"
+            return f"{'a slice of ' if shift else ''}{self.name(source)}" if self._is_argument(source) else f"what enters {op.primitive}"
         op = self._makers.get(value)
-        return "a value" if op is None else f"the result of {op.primitive}"
+        if op is None:
+            return "a value"
+        if op.primitive in MOVES and self._is_argument(op.operands[0]):
+            return f"{op.primitive} of {self.name(op.operands[0])}"
+        return f"the result of {op.primitive}"
+
+    def _is_argument(self, value: int) -> bool:
+        """Whether the value is an argument, or no more than one moved or sliced."""
+        while value not in self._paths:
+            op = self._makers.get(value)
+            if value in self._entering:
+                value = self._entering[value][1]
+            elif op is not None and op.primitive in MOVES:
+                value = op.operands[0]
+            else:
+                return False
+        return True
 
     def tensor(self, value: int) -> str:
         """The name with dtype and shape: ``state['params']['w'] float32[8,16]``."""

@@ -153,12 +153,21 @@ def _cost(node: Node, mesh: Mesh) -> Cost:
 
 
 def _collective(node: Node, mesh: Mesh) -> Collective:
-    part = node.fields("kind", "mesh_axes", "bytes", "count", "source")
+    part = node.fields(*(field.name for field in fields(Collective)))
     kind = part["kind"].text()
     if kind not in KINDS:
         raise part["kind"].error(f"one of {', '.join(KINDS)}")
     axes = tuple(_axis(child, mesh) for child in part["mesh_axes"].items())
-    return Collective(kind, axes, part["bytes"].number(), part["count"].integer(0), part["source"].text(empty=True))
+    return Collective(
+        kind,
+        axes,
+        bytes=part["bytes"].number(),
+        count=part["count"].integer(0),
+        source=part["source"].text(empty=True),
+        tensor=part["tensor"].text(empty=True),
+        seconds=part["seconds"].number(),
+        cause=part["cause"].text(empty=True),
+    )
 
 
 def _tensor(node: Node, mesh: Mesh) -> TensorRecord:
