@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from autoshard.ir import Collective, Graph, Layout, Mesh, Op
 from autoshard.lower.interpret import Interpreter, apply, ops_by_path
 from autoshard.lower.mesh import to_named_sharding
 from autoshard.trace import CALLS, constraint_spec
+from autoshard.verify import manual
 
 PROPAGATE = "builtin.module(sdy-propagation-pipeline)"
 EXPLICIT = "builtin.module(func.func(sdy-insert-explicit-reshards{enable-full-version=true},sdy-reshard-to-collectives))"
@@ -30,9 +32,13 @@ KINDS = {
     "sdy.all_reduce": ("all_reduce", "reduction_axes"),
     "sdy.reduce_scatter": ("reduce_scatter", "reduce_scatter_axes"),
     "sdy.all_to_all": ("all_to_all", "params"),
-    "sdy.collective_permute": ("collective_permute", "out_sharding"),
+    "sdy.collective_permute": ("collective_permute", ""),
 }
 _AXIS = re.compile(r'"([^"]*)"(:\(\d+\)\d+)?')
+_SHARDING = re.compile(r"<@[^<>]*>")
+
+Dims = Sequence[Sequence[tuple[str, str]]]
+"""Per dimension of a Shardy sharding its axes, as ``(name, sub-axis suffix)``."""
 
 
 def explicit_collectives(lowered: jax.stages.Lowered | ir.Module, mesh: Mesh) -> tuple[Collective, ...]:
@@ -41,14 +47,41 @@ def explicit_collectives(lowered: jax.stages.Lowered | ir.Module, mesh: Mesh) ->
     An all_reduce of which every reader takes this device's slice over the same axes counts as the reduce_scatter it
     becomes on TPU and GPU.
     """
-    module = _run(lowered, PROPAGATE, EXPLICIT)
-    functions = {_text(op.attributes["sym_name"]): op for op in _operations(module) if op.name == "func.func"}
-    return tuple(_collectives(functions["main"], functions, 1, mesh))
+    return collectives_in(explicit(lowered), mesh)
 
 
-def _run(lowered: jax.stages.Lowered | ir.Module, *pipelines: str) -> ir.Operation:
+def explicit(lowered: jax.stages.Lowered | ir.Module | ir.Operation) -> Any:
+    """A copy of the module after propagation, with every reshard as explicit collectives."""
+    return _run(lowered, PROPAGATE, EXPLICIT)
+
+
+def collectives_in(module: Any, mesh: Mesh) -> tuple[Collective, ...]:
+    """The collectives of a module that has them explicit, in the order of the program."""
+    found = []
+    for op, count in _executed(module):
+        if op.name in KINDS:
+            found.append(_record(op, count, mesh))
+        elif op.name in manual.KINDS:
+            made = manual.collective(op, count, mesh)
+            scattered = made.kind == "all_reduce" and _is_scattered(manual.handed_on(op.results[0]), made.mesh_axes, mesh)
+            found.append(replace(made, kind="reduce_scatter") if scattered else made)
+    return tuple(found)
+
+
+def made_bytes(module: Any, mesh: Mesh) -> float:
+    """The bytes of all that one device computes in a step, intermediate or not: grows where an op is less sharded."""
+    return sum(
+        count * _local_bytes(result.type, _dims_of(result), mesh)
+        for op, count in _executed(module)
+        if op.name.startswith("stablehlo.") and op.name not in ("stablehlo.constant", "stablehlo.while", "stablehlo.case")
+        for result in op.results
+        if isinstance(result.type, ir.RankedTensorType)
+    )
+
+
+def _run(lowered: jax.stages.Lowered | ir.Module | ir.Operation, *pipelines: str) -> ir.Operation:
     """The module after the passes; they work in place, so on a copy."""
-    module: Any = lowered if isinstance(lowered, ir.Module) else lowered.compiler_ir("stablehlo")
+    module: Any = lowered.compiler_ir("stablehlo") if isinstance(lowered, jax.stages.Lowered) else lowered
     copy = module.operation.clone()
     with module.context:
         for pipeline in pipelines:
@@ -63,46 +96,85 @@ def _operations(op: Any) -> Iterator[Any]:
                 yield inner.operation
 
 
-def _collectives(op: Any, functions: Mapping[str, Any], count: int, mesh: Mesh) -> Iterator[Collective]:
+def _executed(module: Any) -> Iterator[tuple[Any, int]]:
+    """Every operation that the module's main function reaches, with how often it runs."""
+    functions = {_text(op.attributes["sym_name"]): op for op in _operations(module) if op.name == "func.func"}
+    return _walk(functions["main"], functions, 1)
+
+
+def _walk(op: Any, functions: Mapping[str, Any], count: int) -> Iterator[tuple[Any, int]]:
     for inner in _operations(op):
-        if inner.name in KINDS:
-            yield _record(inner, count, mesh)
-        elif inner.name == "func.call":
-            callee = _text(inner.attributes["callee"]).lstrip("@")
-            yield from _collectives(functions[callee], functions, count, mesh)
-        elif inner.regions:
-            trips = _trips(inner) if inner.name == "stablehlo.while" else 1
-            yield from _collectives(inner, functions, count * trips, mesh)
+        yield inner, count
+        if inner.name == "func.call":
+            yield from _walk(functions[_text(inner.attributes["callee"]).lstrip("@")], functions, count)
+        else:
+            yield from _walk(inner, functions, count * (_trips(inner) if inner.name == "stablehlo.while" else 1))
 
 
 def _record(op: Any, count: int, mesh: Mesh) -> Collective:
     kind, attribute = KINDS[op.name]
-    axes = _axes(str(op.attributes[attribute]), mesh)
-    local = _local_bytes(op.results[0].type, _dims(str(op.attributes["out_sharding"])), mesh)
+    after = _dims(str(op.attributes["out_sharding"]))
+    axes = _moved(_dims_of(op.operands[0]), after, mesh) if kind == "collective_permute" else _axes(str(op.attributes[attribute]), mesh)
+    local = _local_bytes(op.results[0].type, after, mesh)
     if kind == "reduce_scatter":
         local *= _parts(axes, mesh)  # the operand is larger
-    if kind == "all_reduce" and _is_scattered(op, axes, mesh):
+    if kind == "all_reduce" and _is_scattered(op.results[0], axes, mesh):
         kind = "reduce_scatter"
     named = re.match(r'loc\("([^"]*)"', str(op.location))
     return Collective(kind, axes, local, count, named[1] if named else "")
 
 
-def _is_scattered(op: Any, axes: tuple[str, ...], mesh: Mesh) -> bool:
-    readers = [use.owner for use in op.results[0].uses]
+def _dims_of(value: Any) -> list[list[tuple[str, str]]]:
+    """The sharding of a value by dimension, from what defines it: an operation, or a function's or a loop's argument."""
+    owner = value.owner
+    if isinstance(owner, ir.Block):
+        outer: Any = owner.owner
+        position = ir.BlockArgument(value).arg_number
+        attributes = outer.attributes["arg_attrs"][position] if outer.name == "func.func" else outer.attributes
+    else:
+        position, attributes = ir.OpResult(value).result_number, owner.attributes
+        if "out_sharding" in attributes:
+            return _dims(str(attributes["out_sharding"]))
+    if "sdy.sharding" not in attributes:
+        return [[] for _ in ir.RankedTensorType(value.type).shape]
+    text = str(attributes["sdy.sharding"])
+    return _dims(_SHARDING.findall(text)[position] if "sharding_per_value" in text else text)
+
+
+def _moved(before: Dims, after: Dims, mesh: Mesh) -> tuple[str, ...]:
+    """The mesh axes along which a permute between two shardings sends: those that split another dimension, or another place in it."""
+    places = [_places(dims, mesh) for dims in (before, after)]
+    return tuple(name for name in mesh.names if places[0].get(name) != places[1].get(name))
+
+
+def _places(dims: Dims, mesh: Mesh) -> dict[str, set[tuple[int, int, str]]]:
+    """Per axis its dimension, into how many parts the axes before it split that, and which part of the axis is meant."""
+    sizes = dict(mesh.axes)
+    places: dict[str, set[tuple[int, int, str]]] = {}
+    for dim, axes in enumerate(dims):
+        parts = 1
+        for name, suffix in axes:
+            places.setdefault(name, set()).add((dim, parts, suffix))
+            parts *= int(suffix.rpartition(")")[2]) if suffix else sizes[name]
+    return places
+
+
+def _is_scattered(value: Any, axes: tuple[str, ...], mesh: Mesh) -> bool:
+    readers = [use.owner for use in value.uses]
     return bool(readers) and all(
         reader.name == "sdy.all_slice" and _axes(str(reader.attributes["slicing_axes"]), mesh) == axes for reader in readers
     )
 
 
 def _trips(loop: Any) -> int:
-    """How often a while loop runs, where its condition compares with a constant; else once."""
-    condition = next(iter(loop.regions[0].blocks))
-    for op in condition.operations:
-        if op.operation.name == "stablehlo.compare":
-            bound = op.operation.operands[1].owner
-            value = re.match(r"dense<(\d+)>", str(bound.attributes["value"])) if _is_constant(bound) else None
-            return int(value[1]) if value else 1
-    return 1
+    """How often a while loop runs, where its condition is a comparison with a constant and nothing else; else once."""
+    *_, end = next(iter(loop.regions[0].blocks)).operations
+    condition = end.operation.operands[0].owner
+    if getattr(condition, "name", "") != "stablehlo.compare":
+        return 1
+    bound = condition.operands[1].owner
+    value = re.match(r"dense<(\d+)>", str(bound.attributes["value"])) if _is_constant(bound) else None
+    return int(value[1]) if value else 1
 
 
 def _is_constant(owner: Any) -> bool:
@@ -125,23 +197,14 @@ def _dims(sharding: str) -> list[list[tuple[str, str]]]:
     return [_AXIS.findall(dim) for dim in re.findall(r"\{([^}]*)\}", inside)]
 
 
-def _local_bytes(kind: Any, dims: Sequence[Sequence[tuple[str, str]]], mesh: Mesh) -> float:
+def _local_bytes(kind: Any, dims: Dims, mesh: Mesh) -> float:
     """The bytes one device holds of a tensor, padding included."""
     sizes = dict(mesh.axes)
     elements = 1
     for size, axes in zip(ir.RankedTensorType(kind).shape, dims, strict=True):
         parts = math.prod(int(suffix.rpartition(")")[2]) if suffix else sizes[name] for name, suffix in axes)
         elements *= -(-size // parts)
-    return elements * _itemsize(str(ir.RankedTensorType(kind).element_type))
-
-
-def _itemsize(element: str) -> float:
-    """Bytes an element of an MLIR type: ``f32``, ``bf16``, ``ui8``, ``i1``, ``f8E4M3FN``, ``complex<f32>``."""
-    if element == "i1":
-        return 1.0
-    bits = re.search(r"\d+", element)
-    assert bits, element
-    return int(bits[0]) / 8 * (2 if element.startswith("complex") else 1)
+    return elements * manual.itemsize(str(ir.RankedTensorType(kind).element_type))
 
 
 def _text(attribute: Any) -> str:
@@ -177,11 +240,17 @@ def propagated(
         marker = _Marker(ops_by_path(graph), mesh, free)
         return marker.run(jaxpr.jaxpr, jaxpr.consts, marker.marks(arguments, graph.arguments))
 
-    jitted = jax.jit(function, in_shardings=tuple(shardings[:n_arguments]), out_shardings=shardings[n_arguments:], keep_unused=True)
+    lowered = lowered_flat(function, jaxpr, shardings[:n_arguments], shardings[n_arguments:])
+    return _marked(_run(lowered, PROPAGATE), Mesh(tuple(mesh.shape.items())))
+
+
+def lowered_flat(
+    function: Callable[..., list[Any]], jaxpr: ClosedJaxpr, in_shardings: Sequence[Any], out_shardings: Sequence[Any]
+) -> jax.stages.Lowered:
+    """A function of the flat arguments of ``jaxpr``, lowered for Shardy; no devices are needed."""
+    jitted = jax.jit(function, in_shardings=tuple(in_shardings), out_shardings=[*out_shardings], keep_unused=True)
     avals = (jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in jaxpr.in_avals)
-    lowered = jitted.trace(*avals).lower(lowering_platforms=("cpu",))  # any will do: Shardy runs before a platform's passes
-    found = _marked(_run(lowered, PROPAGATE), Mesh(tuple(mesh.shape.items())))
-    return found
+    return jitted.trace(*avals).lower(lowering_platforms=("cpu",))  # any will do: Shardy runs before a platform's passes
 
 
 def _marked(module: Any, mesh: Mesh) -> dict[int, Layout]:
@@ -194,7 +263,7 @@ def _marked(module: Any, mesh: Mesh) -> dict[int, Layout]:
     return found
 
 
-def _layout(dims: Sequence[Sequence[tuple[str, str]]], mesh: Mesh) -> Layout:
+def _layout(dims: Dims, mesh: Mesh) -> Layout:
     """The layout of a Shardy sharding; of a dimension's axes, those up to the first that a layout cannot express."""
     layout = [-1] * len(mesh.axes)
     for dim, axes in enumerate(dims):
