@@ -160,9 +160,12 @@ class _Builder:
     def _whole(self, op: Op) -> None:
         """An op that cannot be sharded reads its operands whole."""
         for value in op.operands:
-            if value in self.home:
-                node, slot = self.home[value]
-                self.nodes[node].gathers.append((slot, self.values[value].shape, self.values[value].itemsize, op.trips))
+            self._read_whole(value, op.trips)
+
+    def _read_whole(self, value: int, trips: int) -> None:
+        if value in self.home:
+            node, slot = self.home[value]
+            self.nodes[node].gathers.append((slot, self.values[value].shape, self.values[value].itemsize, trips))
 
     def _control_flow(self, op: Op) -> None:
         """Holders are layout nodes; what flows into them is read in their layout."""
@@ -174,7 +177,9 @@ class _Builder:
             self.build(body.ops)
         for holder in op.holders:
             self.hold(holder.value, holder.views)
-            if self.values[holder.value].rank == 0:
+            if self.values[holder.value].rank == 0:  # of a scanned vector every trip takes one element
+                for flow in holder.sources:
+                    self._read_whole(flow.value, op.flow_trips(flow))
                 continue
             node, slot = self.home[holder.value]
             rank = self.values[holder.value].rank
