@@ -1,33 +1,35 @@
-"""JAX's own examples of its primitives, each sharded in two ways and held against the plain jitted function.
+"""JAX's own examples of its primitives, each sharded in several ways and held against the plain jitted function.
 
 A case is one of `all_harnesses`: 5,594 functions in 132 groups, with arguments. Each is searched on a cluster whose links are fast enough
-that sharding pays, and applied as users do; then lowered once more by a random legal assignment. Its mesh has 5 to 8 devices, whichever
-its sizes are divided by best. The results must be those of the plain function: equal bits for integers, booleans and keys, and for floats
-what a sum in another order may differ by (`TOLERANCE`).
+that sharding pays, and applied as users do; then lowered again by random legal assignments. Its mesh has 5 to 8 devices, whichever its
+sizes are divided by best. The results must be those of the plain function: equal bits for integers, booleans and keys, and for floats
+what a sum in another order may differ by (`TOLERANCE`). Decompositions need no other comparison: their matrices stay whole, and one
+algorithm on one matrix gives the same vectors, phases included.
 
 Compiling is most of the time, so the programs of many cases are compiled as one, side by side and without a shared argument. Where that
 fails the cases are halved until the one that fails stands alone. Some shardings make XLA end the whole process: `sweep` therefore runs the
 cases in worker processes that say what they begin with, and a case in which a worker ends is one that crashed.
 
-    python tests/harnesses.py 17 add_    # checks the cases with this number or whose name begins so, in this process
+    python tests/harnesses.py dot_general reduce_max    # checks the cases whose names begin so, in this process
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import queue
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-import traceback
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import jax
 import numpy as np
@@ -44,13 +46,17 @@ from autoshard.trace import Traced, trace
 
 MESHES = tuple(Mesh.of(axes) for axes in ({"x": 2, "y": 4}, {"x": 4, "y": 2}, {"x": 2, "y": 3}, {"x": 3, "y": 2}, {"x": 5}, {"x": 7}))
 BATCH = 48  # cases compiled as one
-SILENCE_SECONDS = 300  # a worker that says nothing for so long hangs
+PATIENCE_SECONDS = 300  # a batch that takes longer hangs
+WORKER = (sys.executable, __file__, "--worker")
 
-# What two orders of the same sum may differ by, relative to the largest element: some hundred roundings.
-TOLERANCE = {"float32": 2e-5, "complex64": 2e-5, "float16": 1e-2, "bfloat16": 6e-2}
+# What two orders of one sum may differ by, relative to the largest element of the result: some ten roundings.
+TOLERANCE = {"float32": 5e-6, "complex64": 5e-6, "float16": 1e-2, "bfloat16": 8e-2}
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+# By name and in the order of names: the list's own order is another in every process.
+CASES: dict[str, Harness] = {harness.fullname: harness for harness in sorted(all_harnesses, key=lambda h: (h.group_name, h.fullname))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,27 +64,23 @@ class Outcome:
     """What became of one case.
 
     Attributes:
-        number: its place in `all_harnesses`.
-        status: ``equal``, or what it did not get beyond: ``trace``, ``search``, ``lower``, ``run`` (compiled and run), ``compare``; ``crash`` where
-            the process ended; ``unsupported`` where JAX itself cannot run the plain function on this platform.
-        sharded: which of ``search`` and ``random`` sharded any of its values.
+        name: the harness's.
+        status: ``equal``, or what it did not get beyond: ``trace``, ``search``, ``lower``, ``run`` (compiling included), ``compare``, and
+            ``crash`` where the process ended; ``unsupported`` where JAX cannot run the plain function on this platform.
+        sharded: of ``search`` and ``random``, those in which any value was sharded.
         message: why it is not equal.
         seconds: its share of the time.
     """
 
-    number: int
+    name: str
     status: str
     sharded: tuple[str, ...] = ()
     message: str = ""
     seconds: float = 0.0
 
     @property
-    def name(self) -> str:
-        return all_harnesses[self.number].fullname
-
-    @property
     def group(self) -> str:
-        return all_harnesses[self.number].group_name
+        return CASES[self.name].group_name
 
     @property
     def failed(self) -> bool:
@@ -87,9 +89,9 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
-    """One sharded form of a case: ``kind`` is ``search`` or ``random``."""
+    """One sharded form of a case; ``kind`` is ``search`` or ``random``."""
 
-    number: int
+    name: str
     kind: str
     mesh: Mesh
     function: Callable[..., Any]
@@ -97,51 +99,52 @@ class Program:
     sharded: bool
 
 
-def groups() -> dict[str, list[int]]:
-    """The numbers of the cases of each group."""
-    found: dict[str, list[int]] = {}
-    for number, harness in enumerate(all_harnesses):
-        found.setdefault(harness.group_name, []).append(number)
+def groups() -> dict[str, list[str]]:
+    """The names of the cases of each group."""
+    found: dict[str, list[str]] = {}
+    for name, harness in CASES.items():
+        found.setdefault(harness.group_name, []).append(name)
     return found
 
 
-def batches(numbers: Sequence[int], size: int = BATCH) -> Iterator[list[int]]:
+def batches(names: Sequence[str], size: int = BATCH) -> Iterator[list[str]]:
     """The cases in runs of at most ``size``."""
-    for start in range(0, len(numbers), size):
-        yield list(numbers[start : start + size])
+    for start in range(0, len(names), size):
+        yield list(names[start : start + size])
 
 
 # -- one batch of cases, in this process ---------------------------------------------------------------------------------
 
 
-def check(numbers: Sequence[int]) -> list[Outcome]:
-    """What becomes of the cases, compiled together."""
+def check(names: Sequence[str], n_random: int = 1) -> list[Outcome]:
+    """What becomes of the cases, compiled together; each is searched, and sharded at random so many times."""
     started = time.perf_counter()
-    arguments = {number: _arguments(all_harnesses[number]) for number in numbers}
-    wanted = dict(zip(numbers, each(functools.partial(_plain, arguments), numbers), strict=True))
-    found = {number: Outcome(number, "unsupported", message=_said(error)) for number, error in wanted.items() if isinstance(error, Exception)}
+    arguments = {name: _arguments(name) for name in names}
+    wanted = dict(zip(names, each(functools.partial(_plain, arguments), names), strict=True))
+    found: dict[str, Outcome] = {}
     programs: list[Program] = []
-    for number in numbers:
-        if number not in found:
-            try:
-                programs += _programs(number, arguments[number])
-            except _Failed as failure:
-                found[number] = Outcome(number, failure.stage, message=_said(failure.__cause__))
-    for number in numbers:
-        if number not in found:
-            found[number] = Outcome(number, "equal", tuple(p.kind for p in programs if p.number == number and p.sharded))
+    for name, results in wanted.items():
+        if isinstance(results, Exception):
+            found[name] = Outcome(name, "unsupported", message=_said(results))
+            continue
+        try:
+            forms = _programs(name, arguments[name], n_random)
+            found[name] = Outcome(name, "equal", tuple(dict.fromkeys(form.kind for form in forms if form.sharded)))
+            programs += forms
+        except _Failed as failure:
+            found[name] = Outcome(name, failure.stage, message=_said(failure.__cause__))
     for mesh in MESHES:
         chosen = [program for program in programs if program.mesh == mesh]
         for program, results in zip(chosen, each(_run, chosen), strict=True):
-            if isinstance(results, Exception):
-                status, message = "run", _said(results)
-            else:
-                status, message = "compare", difference(results, wanted[program.number])
-            if message and not found[program.number].failed:
-                found[program.number] = replace(found[program.number], status=status, message=f"{program.kind}: {message}")
+            failed = isinstance(results, Exception)
+            message = _said(results) if failed else difference(results, wanted[program.name])
+            if message and not found[program.name].failed:
+                found[program.name] = replace(
+                    found[program.name], status="run" if failed else "compare", message=f"{program.kind}: {message}"
+                )
     jax.clear_caches()
-    seconds = (time.perf_counter() - started) / max(1, len(numbers))
-    return [replace(found[number], seconds=seconds) for number in numbers]
+    seconds = (time.perf_counter() - started) / max(1, len(names))
+    return [replace(found[name], seconds=seconds) for name in names]
 
 
 def each(run: Callable[[Sequence[T]], Sequence[R]], items: Sequence[T]) -> Sequence[R | Exception]:
@@ -165,21 +168,24 @@ class _Failed(Exception):
         self.stage = stage
 
 
-def _arguments(harness: Harness) -> tuple:
-    return tuple(harness.dyn_args_maker(np.random.RandomState(zlib.crc32(harness.fullname.encode()))))
+def _seed(name: str) -> int:
+    return zlib.crc32(name.encode())
 
 
-def _plain(arguments: dict[int, tuple], numbers: Sequence[int]) -> list[list[Any]]:
+def _arguments(name: str) -> tuple:
+    return tuple(CASES[name].dyn_args_maker(np.random.RandomState(_seed(name))))
+
+
+def _plain(arguments: dict[str, tuple], names: Sequence[str]) -> list[list[np.ndarray]]:
     """The results of the plain functions, jitted, on one device."""
-    functions = [all_harnesses[number].dyn_fun for number in numbers]
-    return _jitted(functions, [arguments[number] for number in numbers])
+    return _jitted([CASES[name].dyn_fun for name in names], [arguments[name] for name in names])
 
 
-def _run(programs: Sequence[Program]) -> list[list[Any]]:
+def _run(programs: Sequence[Program]) -> list[list[np.ndarray]]:
     return _jitted([program.function for program in programs], [program.arguments for program in programs])
 
 
-def _jitted(functions: Sequence[Callable], arguments: Sequence[tuple]) -> list[list[Any]]:
+def _jitted(functions: Sequence[Callable], arguments: Sequence[tuple]) -> list[list[np.ndarray]]:
     """The flat results of functions that are compiled as one program."""
 
     def side_by_side(arguments):
@@ -188,21 +194,20 @@ def _jitted(functions: Sequence[Callable], arguments: Sequence[tuple]) -> list[l
     return [[_numbers(x) for x in results] for results in jax.jit(side_by_side)(list(arguments))]
 
 
-def _programs(number: int, arguments: tuple) -> list[Program]:
-    """The searched form, and the random one where the case has anything to shard."""
-    function, seed = all_harnesses[number].dyn_fun, zlib.crc32(all_harnesses[number].fullname.encode())
+def _programs(name: str, arguments: tuple, n_random: int) -> list[Program]:
+    """The searched form, and the random ones where the case has anything to shard."""
+    function, seed = CASES[name].dyn_fun, _seed(name)
     traced = _stage("trace", lambda: trace(function, *arguments))
     rules = _stage("trace", lambda: rules_of(traced.graph))
     mesh = _mesh(rules, seed)
     cluster = eager_cluster(f"cpu:{mesh.size}")
     strategy = _stage("search", lambda: autoshard.search(function, *arguments, cluster=cluster, mesh=dict(mesh.axes)))
-    searched = Program(number, "search", mesh, strategy.apply(function), arguments, _shards(strategy.record.assignment))
-    assignments = (random_assignment(traced.graph, rules, mesh, seed + k) for k in range(8))
-    random = next(filter(_shards, assignments), None)
-    if random is None:
-        return [searched]
-    lowered = _stage("lower", lambda: _lowered(traced, rules, random, CostModel(cluster, mesh)))
-    return [searched, Program(number, "random", mesh, lowered, arguments, True)]
+    found = [Program(name, "search", mesh, strategy.apply(function), arguments, _shards(strategy.record.assignment))]
+    drawn = (random_assignment(traced.graph, rules, mesh, seed + k) for k in range(8 * n_random))
+    for assignment in itertools.islice(filter(_shards, drawn), n_random):
+        lowered = _lowered(traced, rules, assignment, CostModel(cluster, mesh))
+        found.append(Program(name, "random", mesh, lowered, arguments, True))
+    return found
 
 
 def _stage(stage: str, compute: Callable[[], R]) -> R:
@@ -226,7 +231,7 @@ def _shards(assignment: Assignment) -> bool:
 def _lowered(traced: Traced, rules: tuple[Rule | None, ...], assignment: Assignment, model: CostModel) -> Callable:
     graph = traced.graph
     path = lambda value, source, target: model.reshard_path(graph.values[value], source, target)  # noqa: E731
-    flat = constrained(traced.jaxpr, graph, rules, assignment, jax_mesh(assignment.mesh), path)
+    flat = _stage("lower", lambda: constrained(traced.jaxpr, graph, rules, assignment, jax_mesh(assignment.mesh), path))
     return lambda *arguments: flat(*jax.tree.leaves(arguments))
 
 
@@ -260,100 +265,114 @@ def difference(got: Sequence[np.ndarray], wanted: Sequence[np.ndarray]) -> str:
 
 
 def _said(error: BaseException | None) -> str:
-    """An error's type and the first line of what it says."""
-    return traceback.format_exception_only(error)[-1].split("\n---")[0].strip().replace("\n", " ")[:500] if error else ""
+    """An error's type and what it says, without JAX's remarks on its traceback."""
+    text = f"{type(error).__name__}: {error}"
+    return " ".join(text.split("\n---")[0].split())[:500]
 
 
 # -- all of them, in worker processes ------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
-class _Work:
+class _Jobs:
     """Batches to do, shared by the threads that watch the workers."""
 
-    waiting: queue.SimpleQueue[list[int]] = field(default_factory=queue.SimpleQueue)
+    n_random: int
+    waiting: queue.SimpleQueue[list[str]] = field(default_factory=queue.SimpleQueue)
     done: queue.SimpleQueue[list[Outcome] | None] = field(default_factory=queue.SimpleQueue)
 
 
-def sweep(numbers: Sequence[int], processes: int = 2, size: int = BATCH) -> Iterator[list[Outcome]]:
-    """The outcomes of the cases as they come, from worker processes; the cases of a worker that ends are tried again one by one."""
-    work = _Work()
-    for batch in batches(numbers, size):
-        work.waiting.put(batch)
-    threads = [threading.Thread(target=_watch, args=(work,), daemon=True) for _ in range(processes)]
+@dataclass(slots=True)
+class _Worker:
+    """A process that checks the batches it is sent; what it and XLA say on the way goes to a file."""
+
+    process: subprocess.Popen[str]
+    errors: IO[bytes]
+
+    @classmethod
+    def started(cls, n_random: int) -> _Worker:
+        env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+        command = [*WORKER, str(n_random)]
+        errors, pipe = tempfile.TemporaryFile(), subprocess.PIPE  # noqa: SIM115, it lives as long as the worker
+        process = subprocess.Popen(command, env=env, cwd=Path(__file__).parents[1], text=True, stdin=pipe, stdout=pipe, stderr=errors)
+        return cls(process, errors)
+
+    def check(self, batch: list[str]) -> list[Outcome] | str:
+        """The outcomes; or what was said last, where the process ended or had to be ended."""
+        assert self.process.stdin and self.process.stdout
+        alarm = threading.Timer(PATIENCE_SECONDS, self.process.kill)
+        alarm.start()
+        try:
+            print(json.dumps(batch), file=self.process.stdin, flush=True)
+            return [Outcome(**{**entry, "sharded": tuple(entry["sharded"])}) for entry in json.loads(self.process.stdout.readline())]
+        except (BrokenPipeError, json.JSONDecodeError):
+            code = self.process.wait()
+            self.errors.seek(0)
+            lines = self.errors.read().decode(errors="replace").splitlines()
+            fatal = [line for line in lines if line.startswith("F")] or lines[-1:]
+            return f"the process ended with {code}: {' '.join(fatal)[:400]}"
+        finally:
+            alarm.cancel()
+
+    def stop(self) -> None:
+        if self.process.stdin:
+            self.process.stdin.close()
+        self.process.wait()
+
+
+def sweep(names: Sequence[str], n_random: int = 1, processes: int = 2) -> Iterator[list[Outcome]]:
+    """The outcomes of the cases as they come, from worker processes; the cases of a batch in which a worker ends are tried one by one."""
+    jobs = _Jobs(n_random)
+    for batch in batches(names):
+        jobs.waiting.put(batch)
+    threads = [threading.Thread(target=_watch, args=(jobs,), daemon=True) for _ in range(processes)]
     for thread in threads:
         thread.start()
     for _ in threads:
-        while (outcomes := work.done.get()) is not None:
+        while (outcomes := jobs.done.get()) is not None:
             yield outcomes
 
 
-def _watch(work: _Work) -> None:
+def _watch(jobs: _Jobs) -> None:
     """Feeds a worker batch by batch, and a new one where it ends."""
-    worker = None
+    worker = _Worker.started(jobs.n_random)
     try:
         while True:
-            try:
-                pending = [work.waiting.get_nowait()]
-            except queue.Empty:
-                return
+            pending = [jobs.waiting.get_nowait()]
             while pending:
                 batch = pending.pop(0)
-                worker = worker or _worker()
-                outcomes = _asked(worker, batch)
-                if outcomes is None:
-                    worker = None
+                outcomes = worker.check(batch)
+                if isinstance(outcomes, str):
+                    worker = _Worker.started(jobs.n_random)
                     if len(batch) > 1:
-                        pending += [[number] for number in batch]
+                        pending += [[name] for name in batch]
                         continue
-                    outcomes = [Outcome(batch[0], "crash", message="the process ended, or fell silent")]
-                work.done.put(outcomes)
+                    outcomes = [Outcome(batch[0], "crash", message=outcomes)]
+                jobs.done.put(outcomes)
+    except queue.Empty:
+        pass
     finally:
-        if worker is not None:
-            worker.stdin.close()
-            worker.wait()
-        work.done.put(None)
+        worker.stop()
+        jobs.done.put(None)
 
 
-def _worker() -> subprocess.Popen:
-    flags = "--xla_force_host_platform_device_count=8 --xla_cpu_multi_thread_eigen=false"
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    command = [sys.executable, __file__, "--worker"]
-    return subprocess.Popen(command, cwd=Path(__file__).parents[1], env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-
-
-def _asked(worker: subprocess.Popen, batch: list[int]) -> list[Outcome] | None:
-    """What the worker answers; None where it ended, or said nothing for so long that it was ended."""
-    alarm = threading.Timer(SILENCE_SECONDS, worker.kill)
-    alarm.start()
-    try:
-        print(json.dumps(batch), file=worker.stdin, flush=True)
-        answer = worker.stdout.readline()
-        return [Outcome(**{**entry, "sharded": tuple(entry["sharded"])}) for entry in json.loads(answer)]
-    except (BrokenPipeError, json.JSONDecodeError):
-        worker.wait()
-        return None
-    finally:
-        alarm.cancel()
-
-
-def _work() -> None:
-    """A worker: a line of case numbers in, a line of outcomes out."""
+def _work(n_random: int) -> None:
+    """A worker's life: a line of names in, a line of outcomes out."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what others print does not belong to the answer
     for line in sys.stdin:
-        print(json.dumps([asdict(outcome) for outcome in check(json.loads(line))]), file=out, flush=True)
+        print(json.dumps([asdict(outcome) for outcome in check(json.loads(line), n_random)]), file=out, flush=True)
 
 
-def _chosen(words: Sequence[str]) -> list[int]:
-    return [n for n, h in enumerate(all_harnesses) if any(word == str(n) or h.fullname.startswith(word) for word in words)]
+def _main(words: Sequence[str]) -> None:
+    for batch in batches([name for name in CASES if name.startswith(tuple(words))]):
+        for outcome in check(batch):
+            print(f"{outcome.status:11} {'+'.join(outcome.sharded):13} {outcome.name}  {outcome.message}")
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--worker"]:
-        _work()
+    os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+    if sys.argv[1] == "--worker":
+        _work(int(sys.argv[2]))
     else:
-        os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-        for batch in batches(_chosen(sys.argv[1:])):
-            for outcome in check(batch):
-                print(f"{outcome.number:5} {outcome.status:11} {'+'.join(outcome.sharded):13} {outcome.seconds:.2f} s  {outcome.name}  {outcome.message}")
+        _main(sys.argv[1:])

@@ -41,6 +41,7 @@ from autoshard.ir import (
 )
 from autoshard.lower.control_flow import FLOWS, Flows
 from autoshard.lower.exchange import run_shard
+from autoshard.lower.guard import guarded
 from autoshard.lower.interpret import Interpreter, Path, apply, bind, ops_by_path
 from autoshard.lower.mesh import to_named_sharding
 from autoshard.rules import propagates, runs_per_shard
@@ -220,7 +221,7 @@ class _Region(Interpreter):
             x if follows and plan.free[value] else self.read(x, value, target)
             for x, value, target in zip(operands, op.operands, targets, strict=True)
         ]
-        results = self._bound(op, eqn, rule, choice, read, targets)
+        results = self._bound(op, eqn, rule, choice, guarded(op.primitive, rule, choice, read), targets)
         if follows:
             self.loose.update(op.results)
             return results

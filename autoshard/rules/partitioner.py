@@ -37,9 +37,11 @@ def propagates(primitive: str, rule: Rule) -> bool:
 def runs_per_shard(primitive: str, params: Mapping[str, Any]) -> bool:
     """Whether an operation must run per shard, inside `jax.shard_map`, to need no collectives but its rule's.
 
-    Its parameters hold for a shard as they hold for the whole, and none of its factors is a reduction.
+    Its parameters hold for a shard as they hold for the whole. Grouped convolutions are gathered, and where they group the batch the
+    partitioner adds up the sum over input features once too often.
 
     >>> runs_per_shard("top_k", {"k": 2, "axis": 1}), runs_per_shard("dot_general", {})
     (True, False)
     """
-    return primitive in GATHERED or primitive in ITERATED or params.get("feature_group_count", 1) > 1
+    grouped = any(params.get(name, 1) > 1 for name in ("feature_group_count", "batch_group_count"))
+    return primitive in GATHERED or primitive in ITERATED or grouped
