@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from exactness import MESHES, Pair, pairs
+from exactness import EMBEDDINGS, MESHES, Pair, by_hand_and_by_strategy, pairs
 
 TOLERANCE = 0.02  # of a step's bytes, where XLA:CPU combines partial sums over two factors one after the other
 
@@ -29,6 +29,16 @@ def test_the_compiler_does_what_is_predicted(pair):
     """So are those of the module compiled by XLA:CPU, but for a fiftieth of the bytes."""
     found = pair.verified("cpu")
     assert found.bytes_ratio == pytest.approx(1.0, abs=TOLERANCE), str(found)
+
+
+@pytest.mark.parametrize("embedding", EMBEDDINGS)
+def test_nothing_is_lost_against_a_program_sharded_by_hand(embedding):
+    """With the same shardings the compiled step has as many fusions, as much memory, and sends and reuses the same."""
+    by_hand, by_strategy = by_hand_and_by_strategy(EMBEDDINGS[embedding])
+    assert by_strategy.sent_bytes == by_hand.sent_bytes
+    assert by_strategy.fusions <= by_hand.fusions
+    assert by_strategy.temporary_bytes <= by_hand.temporary_bytes
+    assert by_strategy.reused_bytes == by_hand.reused_bytes > 0
 
 
 @pytest.mark.slow

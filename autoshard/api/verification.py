@@ -122,8 +122,9 @@ def verify(strategy: Strategy, fn: Callable, *args: Any, target: str = "shardy")
         actual = explicit_collectives(lowered, record.mesh)
     else:
         compiled = lowered.compile()
-        actual = collectives_of(compiled.as_text(), record.mesh)
-        peak = float(compiled.memory_analysis().peak_memory_in_bytes)
+        actual = collectives_of(compiled.as_text() or "", record.mesh)
+        memory = compiled.memory_analysis()
+        peak = None if memory is None else float(memory.peak_memory_in_bytes)
     return Verification(
         program=record.program.name,
         mesh=record.mesh,
