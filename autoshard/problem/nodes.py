@@ -216,8 +216,11 @@ class _Builder:
         self._settle(op.results[0], index, slot)
 
     def _leading_operand(self, op: Op, rule: Rule) -> int | None:
-        """The operand the op may follow, or None: every operand that has a node lies alike and carries all factors."""
-        if len(op.results) != 1 or any(factor.kind != "pass_through" for factor in rule.factors):
+        """The operand the op may follow, or None: every operand that has a node lies alike and carries all factors.
+
+        A constraint of the user's own decides alone: its operand may have to lie elsewhere, and is then resharded into it.
+        """
+        if len(op.results) != 1 or op.results[0] in self.pins or any(factor.kind != "pass_through" for factor in rule.factors):
             return None
         if any(len(dim) > 1 for tensor in (*rule.operands, *rule.results) for dim in tensor):
             return None

@@ -15,9 +15,11 @@ from autoshard.ir import (
     Assignment,
     Choice,
     Dims,
+    Holder,
     Layout,
     Op,
     Rule,
+    divides,
     legal,
     operand_layout,
     reductions,
@@ -211,11 +213,25 @@ def follow_layouts(problem: Problem, layouts: Mapping[int, Layout]) -> Assignmen
     spread = Propagation(problem)
     spread.seed(layouts)
     for op in problem.graph.walk():
+        for holder in op.holders:
+            layout = _holdable(problem, holder, spread.layout(holder.value))
+            spread.seed(dict.fromkeys((holder.value, *holder.views), layout))
         rule = problem.rules[op.index]
         if rule is not None:
             spread.choices[op.index] = _first_legal(rule, problem.mesh.sizes, partial(_factors_on, spread, op, rule))
             spread.settle(op, rule)
     return spread.assignment()
+
+
+def _holdable(problem: Problem, holder: Holder, layout: Layout) -> Layout:
+    """The part of a layout in which a holder can be held: it divides the value, and a dimension that is stacked stays whole."""
+    stacked = max((-flow.shift for flow in holder.sources), default=0)
+    held = (-1,) * len(layout)
+    for axis, dim in enumerate(layout):
+        option = (*held[:axis], dim, *held[axis + 1 :])
+        if dim >= stacked and divides(option, problem.graph.values[holder.value].shape, problem.mesh.sizes):
+            held = option
+    return held
 
 
 def _factors_on(spread: Propagation, op: Op, rule: Rule, axis: int) -> list[int]:

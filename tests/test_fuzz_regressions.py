@@ -1,0 +1,49 @@
+"""What random programs once got wrong, each shrunk to a few lines; see `tests/fuzz.py`."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from fuzz import P, check, f32, i32
+from jax import lax
+
+
+def test_a_constraint_may_differ_from_the_pin_of_what_it_constrains():
+    """An argument pinned one way and constrained another is resharded between the two."""
+
+    def program(a):
+        return lax.with_sharding_constraint(a, P("y"))
+
+    check(program, f32(16), pins={"a": P("x")})
+
+
+def test_a_constraint_may_differ_from_another_on_the_same_value():
+    """Two constraints in a row are two layouts, also where the first one's gradient is constrained in turn."""
+
+    def program(a):
+        def loss(a):
+            b = lax.with_sharding_constraint(a, P("x"))
+            return jnp.sum(lax.with_sharding_constraint(b, P(None)) ** 2)
+
+        return jax.grad(loss)(a)
+
+    check(program, f32(8))
+
+
+def test_given_specs_may_shard_what_is_stacked():
+    """Where Shardy shards the stacked dimension of a scan's results, a given sharding keeps it whole."""
+
+    def program(a):
+        stacked = lax.scan(lambda c, x: (c, x * 2), jnp.zeros(8), a)[1]
+        return stacked + a
+
+    check(program, f32(8, 8), in_specs={"a": P("y", None)})
+
+
+def test_a_single_scattered_update_stays_where_it_belongs():
+    """Shards that an update does not fall into keep what they have, next to a reshard too (openxla/xla#49121)."""
+
+    def program(a, i, b):
+        return a.reshape(16, 1, 1, 4).at[i % 16].min(b)
+
+    check(program, f32(16, 1, 4), i32(1), f32(1, 1, 1, 4), pins={"a": P(("x", "y")), "b": P(None, None, None, "x")})
