@@ -30,9 +30,27 @@ def argmax(x: Value, /, *, results: tuple[Value, ...], axes: tuple[int, ...], **
     return assemble([dims], [[dim for d, dim in enumerate(dims) if d not in axes]])
 
 
+# Functions for which it does not matter how often the initial value counts: every shard begins with it.
+IDEMPOTENT = {"max": "max", "min": "min", "and": "and", "or": "or"}
+
+
 @rule("reduce")
-def reduce(*operands: Value, results: tuple[Value, ...], dimensions: tuple[int, ...], **_: Any) -> Rule:
-    """A reduction by an arbitrary function, which keeps its dimensions whole; operands come first, then their initial values."""
-    dims = free_but(operands[0].shape, dimensions)
+def reduce(*operands: Value, results: tuple[Value, ...], dimensions: tuple[int, ...], jaxpr: Any, **_: Any) -> Rule:
+    """A reduction by a function of the user's own keeps its dimensions whole, unless that is a maximum or its like.
+
+    Operands come first, then their initial values.
+    """
+    x = operands[0]
+    operator = IDEMPOTENT.get(_only_primitive(jaxpr.jaxpr)) if len(results) == 1 else None
+    dims = free_but(x.shape, dimensions)
+    if operator is not None:
+        dims = [reduced(n, operator, x.dtype) if d in dimensions else dims[d] for d, n in enumerate(x.shape)]
     kept = [dim for d, dim in enumerate(dims) if d not in dimensions]
     return assemble([dims if operand.rank else [] for operand in operands], [kept] * len(results))
+
+
+def _only_primitive(jaxpr: Any) -> str:
+    """The name of the primitive that a function consists of, applied to its two arguments; empty if there is more to it."""
+    if len(jaxpr.eqns) != 1 or {*jaxpr.eqns[0].invars} != {*jaxpr.invars} or jaxpr.outvars != jaxpr.eqns[0].outvars:
+        return ""
+    return jaxpr.eqns[0].primitive.name

@@ -101,8 +101,8 @@ def concatenate(*operands: Value, results: tuple[Value, ...], dimension: int, **
 
 @rule("split")
 def split(x: Value, /, *, results: tuple[Value, ...], axis: int, **_) -> Rule:
-    """The divided dimension stays whole in the operand and every result."""
-    dims = free_but(x.shape, (axis,))
+    """The divided dimension stays whole in the operand and every result, unless there is one of these."""
+    dims = free_but(x.shape, (axis,) if len(results) > 1 else ())
     return assemble([dims], [resized(dims, result.shape) for result in results])
 
 

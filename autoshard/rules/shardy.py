@@ -56,6 +56,7 @@ OPERATORS = {
     "stablehlo.and": "and",
     "stablehlo.or": "or",
 }
+NEUTRAL = {"sum": 0.0, "prod": 1.0}
 SUMS = frozenset({"stablehlo.dot_general", "stablehlo.dot", "stablehlo.convolution", "stablehlo.gather"})
 
 _RULE = re.compile(r"op_sharding_rule<(?P<rule>.*?)(?: blocked_propagation=\{[^}]*\})?(?:, custom)?>$")
@@ -335,12 +336,16 @@ class _Program:
         return results
 
     def _lost(self, op: Any, rule: Rule) -> list[int]:
-        """Factors that pass through from nowhere or into nothing; and of an update, those that it does not cover."""
+        """Factors that pass through from nowhere or into nothing; and those that XLA does not split as Shardy says."""
         read, left = ({f for dims in tensors for dim in dims for f in dim} for tensors in (rule.operands, rule.results))
         kept = left if op.name in BROADCASTS else read & left
         if self.as_partitioned and op.name == "stablehlo.dynamic_update_slice":
             kept &= {f for dim in rule.operands[1] for f in dim}
-        return [f for f, factor in enumerate(rule.factors) if factor.kind == "pass_through" and f not in kept]
+        lost = [f for f, factor in enumerate(rule.factors) if factor.kind == "pass_through" and f not in kept]
+        if self.as_partitioned and op.name == "stablehlo.convolution":  # a sum over space would need halos
+            features = rule.operands[0][stablehlo.ConvDimensionNumbers(op.attributes["dimension_numbers"]).input_feature_dimension]
+            lost += [f for f, factor in enumerate(rule.factors) if factor.kind == "reduction" and f not in features]
+        return lost
 
     def rule(self, operands: Sequence[_Tensor], results: Sequence[_Tensor], ranks: Sequence[int]) -> Rule:
         """The rule of the whole, once all factors are known; ``ranks`` are those of the operands, then of the results."""
@@ -350,7 +355,7 @@ class _Program:
             for dim in tensor.dims[rank:]:
                 self.factors.keep_whole(dim)
         outside = [[parts(dim) for dim in tensor.dims[:rank]] for tensor, rank in ranked]
-        ordered = {tuple(dim[: k + 1]) for dims in outside for dim in dims for k in range(len(dim))}
+        ordered = {tuple(dim[a : b + 1]) for dims in outside for dim in dims for b in range(len(dim)) for a in range(b)}
         operators = self._operators(results)
         for tensor in self.tensors:
             seen: set[int] = set()
@@ -362,15 +367,15 @@ class _Program:
         for dim in (dim for dims in outside for dim in dims):  # what may not be sharded keeps its minors from it
             for major, minor in itertools.pairwise(dim):
                 whole[minor] |= whole[major]
-        made = {
-            part: Factor(self.factors.sizes[part], "need_replication")
-            if whole[part]
-            else Factor(self.factors.sizes[part], "reduction" if part in operators else "pass_through", operators.get(part))
-            for dims in outside
-            for dim in dims
-            for part in dim
-        }
-        tensors = [[tuple(made[part] for part in dim) for dim in dims] for dims in outside]
+        made: dict[int, Factor] = {}
+
+        def factor(part: int) -> Factor:
+            if whole[part]:
+                return Factor(self.factors.sizes[part], "need_replication")
+            kind = "reduction" if part in operators else "pass_through"
+            return made.setdefault(part, Factor(self.factors.sizes[part], kind, operators.get(part)))
+
+        tensors = [[tuple(map(factor, dim)) for dim in dims] for dims in outside]
         return assemble(tensors[: len(operands)], tensors[len(operands) :])
 
     def _operators(self, results: Sequence[_Tensor]) -> dict[int, str]:
@@ -418,7 +423,22 @@ def _operator(op: Any) -> str | None:
     if len(body) != 2 or {*body[0].operands} != {*_block(op).arguments}:
         return None
     operator = OPERATORS.get(body[0].name)
+    if op.name == "stablehlo.reduce" and operator in NEUTRAL and not _is_constant(op.operands[1], NEUTRAL[operator]):
+        return None  # every shard would count the initial value
     boolean = str(ir.RankedTensorType(op.results[0].type).element_type) == "i1"
     if boolean:
         return {"sum": "or", "max": "or", "prod": "and", "min": "and"}.get(operator or "", operator)
     return None if operator in ("and", "or") else operator  # XLA all_reduces by these for booleans alone
+
+
+def _is_constant(value: Any, wanted: float) -> bool:
+    """Whether an MLIR value is a scalar constant of this value."""
+    if isinstance(value.owner, ir.Block) or value.owner.name != "stablehlo.constant":
+        return False
+    text = re.match(r"dense<(.*?)>", str(value.owner.attributes["value"]))
+    parts = re.findall(r"[^(),\s]+", text[1]) if text else []
+    numbers = {"true": "1", "false": "0"}
+    try:
+        return bool(parts) and [float(numbers.get(part, part)) for part in parts] == [wanted, 0.0][: len(parts)]
+    except ValueError:  # written as the bits of a special value
+        return False

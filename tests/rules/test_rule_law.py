@@ -109,6 +109,8 @@ def bind(op, rule, choice, operands, shapes, offset):
         case "slice":
             limits = zip(params["limit_indices"], op.operands[0].shape, x.shape, strict=True)
             changes = {"limit_indices": tuple(n if limit == size else limit for limit, size, n in limits)}
+        case "split":
+            changes = {"sizes": tuple(shape[params["axis"]] for shape in shapes)}
         case "dynamic_slice":
             changes = {"slice_sizes": shapes[0]}
         case "gather":

@@ -22,7 +22,7 @@ NOT_ONE = set(
         "unstack", "tile", "argmax_ties", "argmin_ties", "cumsum_reverse", "cumprod", "cummax", "cummin", "top_k_ties",
         "select_and_scatter_overlapping", "embedding_fill", "iota", "random_bits", "random_bits_many_keys", "random_bits_rbg",
         "random_split", "random_fold_in", "rng_bit_generator", "cholesky", "qr", "eigh", "svd", "lu", "tridiagonal_solve",
-        "select_and_scatter_add",
+        "select_and_scatter_add", "random_gamma", "reshape_reordered",
     ]
 )
 
