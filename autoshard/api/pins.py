@@ -6,13 +6,13 @@ import linecache
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from html import escape
-from itertools import groupby
+from typing import Any
 
 from autoshard.api.structure import per_argument
 from autoshard.ir import Origin, Spec
-from autoshard.ir.naming import pattern
+from autoshard.ir.naming import array_type, pattern
 from autoshard.strategy import Record, TensorRecord
 from autoshard.verify.pins import Fewest, Pin
 
@@ -49,29 +49,29 @@ out_shardings = shardings({{"result": jax.eval_shape({function}, {called})}})["r
 step = jax.jit({function}, in_shardings=in_shardings, out_shardings=out_shardings{donated})
 '''
 
-PIN = '''\
-def pin(x, spec):
-    """The array with its sharding fixed; jax.lax.with_sharding_constraint would fix its gradient's as well."""
-    constrain = jax.custom_vjp(lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec)))
-    constrain.defvjp(lambda x: (constrain(x), None), lambda _, gradient: (gradient,))
-    return constrain(x)
-'''
-
-PIN_GRADIENT = '''\
-def pin_gradient(x, spec):
-    """The array itself, with the sharding of its gradient fixed."""
-    same = jax.custom_vjp(lambda x: x)
-    same.defvjp(lambda x: (x, None), lambda _, gradient: (jax.lax.with_sharding_constraint(gradient, NamedSharding(mesh, spec)),))
-    return same(x)
-'''
-
 CONSTRAIN = '''\
-def pin(x, spec):
-    """The array with its sharding fixed."""
+def constrain(x, spec):
+    """The array with its sharding fixed, and its gradient's."""
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 '''
 
+FORWARD = '''\
+def constrain_forward(x, spec):
+    """The array with its sharding fixed, and its gradient left as it is."""
+    same = jax.custom_vjp(lambda x: constrain(x, spec))
+    same.defvjp(lambda x: (same(x), None), lambda _, gradient: (gradient,))
+    return same(x)
+'''
 
+BACKWARD = '''\
+def constrain_gradient(x, spec):
+    """The array as it is, with its gradient's sharding fixed."""
+    same = jax.custom_vjp(lambda x: x)
+    same.defvjp(lambda x: (x, None), lambda _, gradient: (constrain(gradient, spec),))
+    return same(x)
+'''
+
+_NUMBER = re.compile(r"\[[\d*]+\]")
 _COMPONENT = re.compile(r"\['(?:[^'])*'\]|\[[^\]]*\]|\.?[^.\[\]]+")
 
 
@@ -105,8 +105,20 @@ class Pins:
         """Whether the program with these lines alone has the strategy's collectives."""
         return not self.found.differing
 
+    def to_json(self) -> dict[str, Any]:
+        """What was found, as JSON values; the text to paste is among them."""
+        found = self.found
+        return {
+            "exact": self.exact,
+            "minimal": found.minimal,
+            "constraints_in_all": found.n_constraints,
+            "constraints": [asdict(pin) for pin in found.pins],
+            "differing": [asdict(row) for row in found.differing],
+            "python": str(self),
+        }
+
     def __str__(self) -> str:
-        return "\n\n".join(part for part in (_comment(_verdict(self)), _jit(self), _helpers(self), _constraints(self.constraints)) if part)
+        return "\n\n".join(part for part in (_comment(_verdict(self)), _mesh(self), _helpers(self), _jit(self), _constraints(self)) if part)
 
     def _repr_html_(self) -> str:
         return f'<pre style="line-height:1.35">{escape(str(self))}</pre>'
@@ -141,12 +153,16 @@ def _comment(lines: Iterable[str]) -> str:
 # -- arguments and results ---------------------------------------------------------------------------------------------------
 
 
+def _mesh(pins: Pins) -> str:
+    mesh = pins.record.mesh
+    return SET_UP.format(sizes=mesh.sizes, names=mesh.names, n_axes=len(mesh.axes))
+
+
 def _jit(pins: Pins) -> str:
-    """The mesh, and the jitted function with its arguments' and results' shardings."""
-    record, mesh = pins.record, pins.record.mesh
-    set_up = SET_UP.format(sizes=mesh.sizes, names=mesh.names, n_axes=len(mesh.axes))
+    """The jitted function with its arguments' and results' shardings."""
+    record = pins.record
     if pins.has_modules:
-        return f"{set_up}\n# Arguments are Flax NNX objects: place them with strategy.shard(...), and jit the function with nnx.jit.\n"
+        return "# Arguments are Flax NNX objects: place them with strategy.shard(...), and jit the function with nnx.jit.\n"
     leaves = iter(record.arguments)
     paths = [
         (f"[{name!r}]{next(leaves).path.removeprefix(name)}")
@@ -156,16 +172,12 @@ def _jit(pins: Pins) -> str:
     paths += [f"['result']{tensor.path if tensor.path != 'result' else ''}" for tensor in record.results]
     tensors = (*record.arguments, *record.results)
     specs = "".join(f"\n    {path!r}: {_spec(spec)}," for path, spec in _endings(dict(zip(paths, tensors, strict=True))).items())
-    return (
-        set_up
-        + "\n"
-        + SHARDINGS.format(
-            specs=f"{specs}\n" if specs else "",
-            arguments=", ".join(f"{name!r}: {name}" for name in pins.argument_names),
-            function=record.program.name,
-            called=", ".join(pins.argument_names),
-            donated=f", donate_argnums={record.donate_argnums!r}" if record.donate_argnums else "",
-        )
+    return SHARDINGS.format(
+        specs=f"{specs}\n" if specs else "",
+        arguments=", ".join(f"{name!r}: {name}" for name in pins.argument_names),
+        function=record.program.name if record.program.name.isidentifier() else "function",
+        called=", ".join(pins.argument_names),
+        donated=f", donate_argnums={record.donate_argnums!r}" if record.donate_argnums else "",
     )
 
 
@@ -190,9 +202,10 @@ def _endings(tensors: Mapping[str, TensorRecord]) -> dict[str, Spec]:
 
 
 def _path_endings(path: str) -> Iterator[str]:
-    """What the path ends with, from its last component to all of it."""
+    """What the path ends with, from its last name to all of it."""
     parts = _COMPONENT.findall(path)
-    for start in reversed(range(len(parts))):
+    last_name = max((at for at, part in enumerate(parts) if not _NUMBER.fullmatch(part)), default=0)
+    for start in reversed(range(last_name + 1)):
         yield "".join(parts[start:])
 
 
@@ -211,33 +224,49 @@ def _spec(spec: Spec) -> str:
 
 
 def _helpers(pins: Pins) -> str:
-    forward = any(not p.backward for p in pins.constraints)
-    back = any(p.backward for p in pins.constraints)
-    parts = [(PIN if pins.differentiated else CONSTRAIN)] if forward else []
-    return "\n\n".join(text.rstrip() + "\n" for text in (*parts, *([PIN_GRADIENT] if back else [])))
+    """The functions that the lines call."""
+    calls = {call for call, _ in _calls(pins.constraints, pins.differentiated)}
+    texts = {"constrain": CONSTRAIN, "constrain_forward": FORWARD, "constrain_gradient": BACKWARD}
+    return "\n\n".join(text for name, text in texts.items() if calls and name in {*calls, "constrain"})
 
 
-def _constraints(pins: Sequence[Pin]) -> str:
+def _constraints(pins: Pins) -> str:
     """Per source line what to add there."""
-    return "\n\n".join("\n".join(_at(origin, list(members))) for origin, members in groupby(_together(pins), key=lambda p: p.origin))
-
-
-def _together(pins: Sequence[Pin]) -> Iterator[Pin]:
-    """The lines with those of one source line next to each other, in the order of the first."""
     places: dict[Origin, list[Pin]] = defaultdict(list)
-    for p in pins:
-        places[p.origin].append(p)
-    for members in places.values():
-        yield from members
+    for pin in pins.constraints:
+        places[pin.origin].append(pin)
+    return "\n\n".join("\n".join(_at(origin, members, pins.differentiated)) for origin, members in places.items())
 
 
-def _at(origin: Origin, pins: Sequence[Pin]) -> Iterator[str]:
-    source = linecache.getline(origin.file, origin.line).strip()
+def _at(origin: Origin, pins: Sequence[Pin], differentiated: bool) -> Iterator[str]:
+    """The lines to add at a source line, which is shown where it can be read."""
     yield f"# {origin.file}:{origin.line} in {origin.function}" if origin.file else "# wherever it is made"
-    if source:
+    if source := linecache.getline(origin.file, origin.line).strip():
         yield f"#     {source}"
-    for p in pins:
-        read = f", as {p.reader} reads it" if p.reader else ""
-        whose = "its gradient is " if p.backward else ""
-        times = f"; {p.count} times" if p.count > 1 else ""
-        yield f"x = {'pin_gradient' if p.backward else 'pin'}(x, {_spec(p.spec)})  # {whose}{p.name} {p.type}{read}{times}"
+    for call, pin in _calls(pins, differentiated):
+        variable = pin.name if pin.name.isidentifier() and not pin.backward else "x"
+        what = f"its gradient is {pin.name}" if call == "constrain_gradient" else pin.name
+        read = f", as {pin.reader} reads it" if pin.reader else ""
+        times = f"; {pin.count} times" if pin.count > 1 else ""
+        yield f"{variable} = {call}({variable}, {_spec(pin.spec)})  # {what} {array_type(pin.dtype, pin.shape)}{read}{times}"
+
+
+def _calls(pins: Sequence[Pin], differentiated: bool) -> Iterator[tuple[str, Pin]]:
+    """Each pin with the function that fixes it; a tensor's and its gradient's on one line are one call."""
+    gradients = [pin for pin in pins if pin.backward]
+    for pin in pins:
+        if pin.backward:
+            continue
+        own = next((gradient for gradient in gradients if differentiated and _is_gradient(gradient, pin)), None)
+        if own is not None:
+            gradients.remove(own)
+        yield "constrain" if own is not None or not differentiated else "constrain_forward", pin
+    yield from (("constrain_gradient", pin) for pin in gradients)
+
+
+def _is_gradient(gradient: Pin, pin: Pin) -> bool:
+    """Whether the one looks like the other's gradient: from the same line, of the same shape, or its transpose where nothing is sharded."""
+    if (gradient.origin, gradient.spec) != (pin.origin, pin.spec):
+        return False
+    whole = all(entry is None for entry in pin.spec)
+    return sorted(gradient.shape) == sorted(pin.shape) if whole else gradient.shape == pin.shape

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
-from autoshard.ir.graph import Graph, Op, Value
+from autoshard.ir.graph import Graph, Op
 
 MOVES = frozenset(
     {"broadcast_in_dim", "convert_element_type", "copy", "dynamic_slice", "expand_dims", "reshape", "rev", "slice", "squeeze", "transpose"}
@@ -73,12 +74,16 @@ class Names:
 
     def tensor(self, value: int) -> str:
         """The name with dtype and shape: ``state['params']['w'] float32[8,16]``."""
-        return f"{self.name(value)} {array_type(self._values[value])}"
+        return f"{self.name(value)} {array_type(self._values[value].dtype, self._values[value].shape)}"
 
 
-def array_type(value: Value) -> str:
-    """``float32[8,16]``."""
-    return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+def array_type(dtype: str, shape: Sequence[int]) -> str:
+    """The type of an array as JAX writes it.
+
+    >>> array_type("float32", (8, 16))
+    'float32[8,16]'
+    """
+    return f"{dtype}[{','.join(map(str, shape))}]"
 
 
 def pattern(path: str) -> str:

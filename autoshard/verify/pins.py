@@ -17,6 +17,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ from jax.sharding import NamedSharding
 
 from autoshard.cost.profile import profile
 from autoshard.ir import Assignment, Collective, Graph, Layout, Mesh, Op, Origin, Rule, Spec, layout_to_spec, operand_layout, result_layouts
-from autoshard.ir.naming import Names, array_type, pattern
+from autoshard.ir.naming import Names, pattern
 from autoshard.lower.constrain import ReshardPath, constrained
 from autoshard.lower.mesh import abstract_mesh, to_named_sharding
 from autoshard.search.searcher import Progress, silent
@@ -45,7 +46,7 @@ class Pin:
     Attributes:
         origin: the source line where it belongs.
         name: what it is put on: ``state['layers'][*]['w']``, ``the result of dot_general``.
-        type: its dtype and shape.
+        dtype, shape: what it is an array of.
         spec: its `PartitionSpec` as a tuple.
         reader: the op on that line that reads the tensor so; empty where the tensor has this sharding for all its readers.
         backward: whether the tensor is a gradient: it belongs on the way back through that line.
@@ -54,7 +55,8 @@ class Pin:
 
     origin: Origin
     name: str
-    type: str
+    dtype: str
+    shape: tuple[int, ...]
     spec: Spec
     reader: str
     backward: bool
@@ -144,7 +146,7 @@ def fewest_pins(
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class _Outcome:
     """What Shardy makes of a program."""
 
@@ -157,7 +159,7 @@ class _Outcome:
         after = explicit(module)
         return _Outcome(after, mesh, collectives_in(after, mesh))
 
-    @property
+    @cached_property
     def nbytes(self) -> float:
         """The bytes that a device computes."""
         return made_bytes(self.module, self.mesh)
@@ -175,9 +177,10 @@ def _minimal(
 ) -> tuple[list[_Line], bool]:
     """Lines none of which can go alone, and whether there was the time to find that out. The first ones go first."""
     lines = sorted(lines, key=lambda line: (line.worth, line.sites))
+    size = len(lines)
     while True:
         kept: list[_Line] = []
-        waiting, size = list(lines), len(lines)
+        waiting = list(lines)
         while waiting:
             if time.perf_counter() > deadline:
                 return [*kept, *waiting], False
@@ -231,7 +234,8 @@ def _lines(sites: Sequence[tuple[int, NamedSharding]], graph: Graph, rules: tupl
         pin = Pin(
             origin=replace(at.origin, name_stack="") if at else Origin(),
             name=pattern(names.name(value)),
-            type=array_type(tensor),
+            dtype=tensor.dtype,
+            shape=tensor.shape,
             spec=spec,
             reader=reader.primitive if reader else "",
             backward=names.is_gradient(value),

@@ -1,0 +1,38 @@
+"""``autoshard pins``: a saved strategy as the few lines of Python that make JAX do the same by itself."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import redirect_stdout
+
+from autoshard.cli.found import record_of
+from autoshard.cli.options import add_function, command
+from autoshard.cli.program import load
+from autoshard.cli.terminal import progress, show_json
+
+EXAMPLE = "autoshard pins train:train_step --args train:example_args --strategy s.json"
+
+
+def add(commands) -> None:
+    """Adds the subcommand's options."""
+    parser = command(commands, "pins", run, "print a saved strategy as specs and constraints to paste", EXAMPLE)
+    add_function(parser)
+    parser.add_argument(
+        "--strategy", metavar="FILE", required=True, help="a file that --save wrote, or a name that autoshard strategies lists"
+    )
+    parser.add_argument(
+        "--seconds", metavar="N", type=float, default=30.0, help="how long to look for constraints that can go (default 30)"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Finds the lines and prints them; the exit code is 1 where they do not make the same program."""
+    record = record_of(options.strategy)
+    function, arguments = load(options.program, options.args, options.devices)
+    from autoshard.api.strategy import Strategy
+
+    with redirect_stdout(sys.stderr), progress(quiet=options.json) as callback:  # stdout is for our output, not the program's
+        found = Strategy(record).pins(function, *arguments, budget_seconds=options.seconds, progress=callback)
+    show_json(found.to_json()) if options.json else print(found)
+    return 0 if found.exact else 1

@@ -1,0 +1,136 @@
+"""What is printed runs, and makes JAX do what the strategy says."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from programs import PROGRAMS, abstract, mlp
+
+import autoshard
+from autoshard.api.pins import _endings
+from autoshard.ir import Mesh
+from autoshard.strategy import TensorRecord
+from autoshard.verify import compare, explicit_collectives
+
+MESH = {"data": 4, "model": 2}
+ARGS = (abstract((256, 512)), abstract((512, 256)), abstract((64, 256)), abstract((64, 256)))
+
+
+def step(w1, w2, x, y, constrain=lambda name, x: x):
+    def loss(w1, w2):
+        hidden = jax.nn.relu(x @ constrain("w1", w1))
+        return ((hidden @ constrain("w2", w2) - y) ** 2).mean()
+
+    g1, g2 = jax.grad(loss, (0, 1))(w1, w2)
+    return w1 - 0.1 * g1, w2 - 0.1 * g2
+
+
+def plain(w1, w2, x, y):
+    return step(w1, w2, x, y)
+
+
+@pytest.mark.parametrize("mesh", [{"data": 8}, MESH])
+@pytest.mark.parametrize("searcher", ["data_parallel", "fully_sharded"])
+def test_pasted_lines_make_the_strategys_collectives(searcher, mesh):
+    """The printed set-up runs, and the function with the printed lines in it is partitioned as the strategy says."""
+    strategy = autoshard.search(plain, *ARGS, cluster="cpu:8", searcher=searcher, mesh=mesh)
+    pins = strategy.pins(plain, *ARGS)
+    assert pins.exact
+    lines: dict[str, list[str]] = {"w1": [], "w2": []}
+    for line in str(pins).splitlines():
+        if " = constrain" in line:
+            lines[line.split(" = ")[0]].append(line)
+    assert any(lines.values()) == (searcher == "fully_sharded")
+    scope: dict = {}
+
+    def pasted(name, x):
+        local = {**scope, name: x}
+        exec("\n".join(lines[name]), local)
+        return local[name]
+
+    def user(w1, w2, x, y):
+        return step(w1, w2, x, y, pasted)
+
+    scope |= dict(zip(("w1", "w2", "x", "y"), ARGS, strict=True)) | {"plain": user}
+    exec(without_lines(str(pins)), scope)
+    rows = compare(strategy.cost.collectives, explicit_collectives(scope["step"].lower(*ARGS), Mesh.of(mesh)))
+    assert rows and all(row.agrees for row in rows)
+
+
+def without_lines(text):
+    """The printed text without the lines that belong into the function."""
+    return "\n".join(line for line in text.splitlines() if " = constrain" not in line)
+
+
+@pytest.mark.parametrize("name", ["mlp", "convnet", "lstm"])
+def test_printed_specs_are_the_strategys(name):
+    """The printed table of endings gives every argument and result its own sharding."""
+    fn, args = PROGRAMS[name]()
+    strategy = autoshard.search(fn, *args, cluster="cpu:8", searcher="fully_sharded", mesh=MESH, donate_argnums=0)
+    text = str(strategy.pins(fn, *args, budget_seconds=0.0))
+    scope = {fn.__name__: fn, "state": args[0], "batch": args[1:]}
+    exec(without_lines(text), scope)
+    assert "donate_argnums=(0,)" in text
+
+    def same(leaf, sharding, spec):
+        assert sharding.is_equivalent_to(NamedSharding(scope["mesh"], spec), len(leaf.shape))
+
+    jax.tree.map(same, args, scope["in_shardings"], strategy.in_specs)
+    jax.tree.map(same, jax.eval_shape(fn, *args), scope["out_shardings"], strategy.out_specs)
+
+
+def test_endings_tell_leaves_apart():
+    """One ending speaks for all layers and moments; a leaf that differs, or is replicated, speaks for itself."""
+
+    def tensor(spec):
+        return TensorRecord("", (8, 8), "float32", spec)
+
+    tensors = {
+        "['state']['layers'][0]['w']": tensor(("x", None)),
+        "['state']['layers'][1]['w']": tensor(("x", None)),
+        "['state']['mu']['layers'][0]['w']": tensor(("x", None)),
+        "['state']['b'][0]": tensor(("x", None)),
+        "['state']['b'][1]": tensor((None, None)),
+        "['y']": tensor((None, "x")),
+        "['result']['y']": tensor((None, None)),
+    }
+    assert _endings(tensors) == {"['w']": ("x",), "['b'][0]": ("x",), "['y']": (None, "x"), "['result']['y']": ()}
+
+
+def test_a_program_without_gradients_has_plain_constraints():
+    """Where nothing is differentiated, a line is with_sharding_constraint and no more."""
+
+    def forward(w1, w2, x):
+        return jax.nn.relu(x @ w1) @ w2
+
+    args = ARGS[:3]
+    strategy = autoshard.search(forward, *args, cluster="cpu:8", searcher="fully_sharded", mesh=MESH)
+    text = str(strategy.pins(forward, *args))
+    assert "with_sharding_constraint" in text and "constrain_forward" not in text and "constrain_gradient" not in text
+
+
+def test_pins_say_where_and_show_in_a_notebook():
+    """Each line stands under its file, line and source text; HTML has all of it, escaped; JSON too."""
+    strategy = autoshard.search(plain, *ARGS, cluster="cpu:8", searcher="fully_sharded", mesh={"data": 8})
+    pins = strategy.pins(plain, *ARGS)
+    text = str(pins)
+    assert f"tests/api/test_pins.py:{step.__code__.co_firstlineno + 2} in step.<locals>.loss" in text
+    assert 'hidden = jax.nn.relu(x @ constrain("w1", w1))' in text
+    assert "step.&lt;locals&gt;.loss" in pins._repr_html_()
+    assert pins.to_json()["exact"] is True and pins.to_json()["python"] == text
+
+
+def test_another_program_is_refused():
+    """A strategy of one program gives no pins for another."""
+    strategy = autoshard.search(plain, *ARGS, cluster="cpu:8", searcher="data_parallel", mesh=MESH)
+    with pytest.raises(autoshard.StrategyError, match="program"):
+        strategy.pins(lambda a, b, c, d: jnp.sin(a), *ARGS)
+
+
+def test_an_unfinished_search_says_so():
+    """Where the time was up, the text says that fewer may do, and still that it was verified."""
+    fn, args = mlp(layers=1)
+    text = str(autoshard.search(fn, *args, cluster="cpu:8", searcher="fully_sharded", mesh=MESH).pins(fn, *args, budget_seconds=0.0))
+    assert "Fewer may do" in text and "Verified" in text
