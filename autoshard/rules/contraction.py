@@ -106,8 +106,8 @@ def conv_general_dilated(
         right[features] = result[out_features] = Factor(rhs.shape[features])
     for k, (d, w, o) in enumerate(zip(space, window, out_space, strict=True)):
         moving, summed = conv_window(params, lhs.shape, rhs.shape, out.shape, k)
-        if not summed:
-            left[d], result[o] = moving.dims(lhs.shape[d], out.shape[o], moving.sends(0))
-        elif reduced(rhs.shape[w], "sum", out.dtype).shardable:
+        if summed:
             left[d], right[w] = moving.dims(lhs.shape[d], rhs.shape[w], moving.sends(0), "sum")
+        else:
+            left[d], result[o] = moving.dims(lhs.shape[d], out.shape[o], moving.sends(0))
     return assemble([left, right], [result])

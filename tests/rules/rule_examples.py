@@ -149,6 +149,7 @@ def key() -> jax.Array:
 EXAMPLES: dict[str, Callable[[], Operation]] = {
     # elementwise
     "add": lambda: operation(lax.add, normal(4, 6), normal(4, 6)),
+    "sub_square": lambda: operation(lax.sub, normal(4, 4), normal(4, 4).T),
     "add_scalar": lambda: operation(lambda x: x + 1.0, normal(4, 6)),
     "mul_size_one": lambda: operation(lax.mul_p.bind, normal(4, 6), normal(4, 1)),
     "integer_pow": lambda: operation(lambda x: x**3, normal(4, 6)),
@@ -191,7 +192,7 @@ EXAMPLES: dict[str, Callable[[], Operation]] = {
     "reduce_min": lambda: operation(lambda x: lax.reduce_min(x, (1,)), normal(4, 6)),
     "reduce_prod": lambda: operation(lambda x: lax.reduce_prod(x, (1,)), normal(4, 6)),
     "reduce_and": lambda: operation(lambda x: lax.reduce_and(x, (1,)), normal(4, 6) > -1),
-    "reduce_or": lambda: operation(lambda x: lax.reduce_or(x, (1,)), normal(4, 6) > 1),
+    "reduce_or": lambda: operation(lambda x: lax.reduce_or(x, (1,)), normal(4, 6) > 0.8),
     "reduce_xor": lambda: operation(lambda x: lax.reduce_xor(x, (1,)), normal(4, 6) > 0),
     "reduce_and_bits": lambda: operation(lambda x: lax.reduce_and(x, (1,)), integers(256, 4, 6)),
     "argmax": lambda: operation(lambda x: lax.argmax(x, 1, np.int32), normal(4, 6)),
@@ -280,7 +281,7 @@ EXAMPLES: dict[str, Callable[[], Operation]] = {
     "scatter_add_window": lambda: write(
         lax.scatter_add,
         normal(8, 6),
-        integers(6, 4, 1),
+        np.array([[3], [0], [3], [5]], np.int32),
         normal(4, 2, 6),
         update_window_dims=(1, 2),
         inserted_window_dims=(),
@@ -314,7 +315,7 @@ EXAMPLES: dict[str, Callable[[], Operation]] = {
         lambda x: lax.reduce_window(x, np.float32(0), lax.add, (1, 3, 1), (1, 1, 1), "SAME"), normal(4, 6, 2)
     ),
     "reduce_window_min": lambda: operation(
-        lambda x: lax.reduce_window(x, np.int32(99), lax.min, (5, 3), (2, 1), ((2, 1), (0, 2))), integers(9, 16, 8)
+        lambda x: lax.reduce_window(x, np.int32(2**31 - 1), lax.min, (5, 3), (2, 1), ((2, 1), (0, 2))), integers(9, 16, 8)
     ),
     "reduce_window": lambda: operation(
         lambda x: lax.reduce_window(x, np.float32(2), lambda a, b: a * b + a, (1, 3), (1, 2), "SAME"), normal(4, 16)

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +25,13 @@ from rule_examples import EXAMPLES, Operation, example
 
 from autoshard.ir import (
     Choice,
+    Factor,
     Mesh,
     Rule,
     Value,
     computed_layout,
     exchanges,
+    factor_names,
     layout_to_spec,
     legal,
     operand_layout,
@@ -35,7 +40,7 @@ from autoshard.ir import (
     shard_counts,
 )
 from autoshard.lower.exchange import run_shard
-from autoshard.rules import rule_of
+from autoshard.rules import FAMILIES, registry, rule_of
 
 AXES = ("x", "y")
 COMBINE = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min, "prod": jnp.prod, "and": jnp.all, "or": jnp.any}
@@ -64,7 +69,10 @@ def mesh_of(sizes: tuple[int, ...]):
 
 
 def run_sharded(op: Operation, rule: Rule, choice: Choice, sizes: tuple[int, ...]) -> tuple:
-    """The results of the operation run shard by shard and combined as the rule says."""
+    """The results of the operation run shard by shard and combined as the rule says, with a dimension for each axis that they lack.
+
+    What the rule leaves whole on several devices is thus what each of them has.
+    """
     reads = [operand_layout(rule, choice, j) for j in range(len(op.operands))]
     leaves = [computed_layout(rule, choice, j) for j in range(len(op.results))]
 
@@ -82,17 +90,24 @@ def run_sharded(op: Operation, rule: Rule, choice: Choice, sizes: tuple[int, ...
         run = SHARDS.get(op.primitive.name, bind)
         if exchanges(rule, choice, sizes):
             mesh = Mesh(tuple(zip(AXES, sizes, strict=False)))
-            return tuple(run_shard(op.primitive.name, op.params, op.bind, rule, choice, mesh, operands))
+            return each_device(run_shard(op.primitive.name, op.params, op.bind, rule, choice, mesh, operands))
         found = run(op, rule, choice, operands, shapes, lambda j, d: offset(reads[j], d, operands[j].shape[d]))
         if op.primitive.name == "iota":
             (layout,), dim = leaves, op.params["dimension"]
             found = [found[0] + offset(layout, dim, shapes[0][dim])]
         for axis, operator, _ in reductions(rule, choice):
             found = [COMBINE[operator](lax.all_gather(y, AXES[axis]), axis=0).astype(y.dtype) for y in found]
-        return tuple(finish(op, operands, y) for y in found)
+        return each_device(finish(op, operands, y) for y in found)
+
+    def each_device(results):
+        return tuple(lax.expand_dims(y, range(len(lacking))) for y, lacking in zip(results, unused, strict=True))
 
     in_specs = tuple(spec(layout, np.ndim(x)) for layout, x in zip(reads, op.operands, strict=True))
-    out_specs = tuple(spec(result_layout(rule, choice, j), len(v.shape)) for j, v in enumerate(op.results))
+    made = [result_layout(rule, choice, j) for j in range(len(op.results))]
+    unused = [[AXES[axis] for axis, dim in enumerate(layout) if dim < 0] for layout in made]
+    out_specs = tuple(
+        PartitionSpec(*lacking, *spec(layout, len(v.shape))) for lacking, layout, v in zip(unused, made, op.results, strict=True)
+    )
     return jax.jit(jax.shard_map(shard, mesh=mesh_of(sizes), in_specs=in_specs, out_specs=out_specs, check_vma=False))(*op.operands)
 
 
@@ -183,19 +198,97 @@ def plain(x) -> np.ndarray:
     return np.asarray(x)
 
 
+def check_law(op: Operation, rule: Rule, under: Iterable[tuple[tuple[int, ...], Choice]]) -> None:
+    """Raises where the operation, run in shards on a mesh of these sizes under this choice of the rule, is not the whole one."""
+    expected = list(map(plain, op.bind(*op.operands)))
+    for sizes, choice in under:
+        drawn = any(f not in {g for dim in rule.operands[0] for g in dim} for f, _ in choice) if rule.operands else False
+        if op.primitive.name in POSITIONAL and drawn:
+            continue
+        for found, wanted in zip(run_sharded(op, rule, choice, sizes), expected, strict=True):
+            found = plain(found)
+            wanted = np.broadcast_to(wanted, (*found.shape[: found.ndim - wanted.ndim], *wanted.shape))
+            np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5, err_msg=f"{rule} under {choice}")
+
+
+def pairs(rule: Rule) -> list[Choice]:
+    """Choices of two axes: all that put both on a factor whose shards exchange data, and a sample of the others."""
+    legal_ones = choices(rule, (2, 2))
+    joint = [choice for choice in legal_ones if choice[0] == choice[1] and rule.factors[choice[0][0]].sends]
+    others = [choice for choice in legal_ones if choice not in joint]
+    return joint + random.Random(0).sample(others, min(len(others), 3))
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_sharded_operation_equals_the_whole_one(name):
-    """Along every factor a rule offers, and every pair of them, the combined shards are the unsharded result."""
+    """Along every factor a rule offers, and pairs of them, the combined shards are the unsharded result."""
     op = example(name)
-    rule = op.rule
-    expected = list(map(plain, op.bind(*op.operands)))
-    for sizes in ((2,), (2, 2)):
+    check_law(op, op.rule, [*(((2,), choice) for choice in choices(op.rule, (2,))), *(((2, 2), choice) for choice in pairs(op.rule))])
+
+
+OTHER = {"sum": "max", "max": "sum", "min": "sum", "prod": "sum", "and": "or", "or": "and"}
+
+
+def mutants(rule: Rule) -> Iterator[tuple[str, set[int], Rule]]:
+    """Rules that promise what is not so, with the factors on which it shows."""
+
+    def changed(number: int, *factor) -> Rule:
+        return replace(rule, factors=(*rule.factors[:number], Factor(*factor), *rule.factors[number + 1 :]))
+
+    for number, (name, factor) in enumerate(zip(factor_names(rule), rule.factors, strict=True)):
+        if factor.kind != "pass_through":
+            yield f"{name} passes through", {number}, changed(number, factor.size)
+        if factor.kind == "reduction":
+            yield f"{name} is reduced by another operator", {number}, changed(number, factor.size, "reduction", OTHER[factor.operator])
+        if factor.kind == "reduction" and factor.sends:
+            yield f"{name} sends nothing", {number}, changed(number, factor.size, "reduction", factor.operator)
+    for side in ("operands", "results"):
+        tensors = getattr(rule, side)
+        for t, dims in enumerate(tensors):
+            for a, b in itertools.combinations(range(len(dims)), 2):
+                sizes = [math.prod(rule.factors[f].size for f in dims[d]) for d in (a, b)]
+                if sizes[0] == sizes[1] > 1 and dims[a] != dims[b]:
+                    swapped = [dims[b] if d == a else dims[a] if d == b else dim for d, dim in enumerate(dims)]
+                    yield (
+                        f"dimensions {a} and {b} of {side} {t} change places",
+                        {*dims[a], *dims[b]},
+                        replace(rule, **{side: (*tensors[:t], tuple(map(tuple, swapped)), *tensors[t + 1 :])}),
+                    )
+
+
+def exposing(rule: Rule, factors: set[int]) -> tuple[tuple[int, ...], Choice] | None:
+    """The smallest mesh and a choice that split one of the factors; None where no legal one does."""
+    for sizes in ((2,), (3,), (2, 2), (3, 2), (2, 3)):
         for choice in choices(rule, sizes):
-            drawn = any(f not in {g for dim in rule.operands[0] for g in dim} for f, _ in choice) if rule.operands else False
-            if op.primitive.name in POSITIONAL and drawn:
-                continue
-            for found, wanted in zip(run_sharded(op, rule, choice, sizes), expected, strict=True):
-                np.testing.assert_allclose(plain(found), wanted, rtol=2e-5, atol=2e-5, err_msg=f"{rule} under {choice}")
+            if factors & {f for f, _ in choice}:
+                return sizes, choice
+    return None
+
+
+def test_every_family_has_rules_to_break():
+    """No family of rules goes without a mutant that the law can refuse."""
+    families = set()
+    for name in EXAMPLES:
+        op = example(name)
+        if op.primitive.name not in POSITIONAL and any(exposing(rule, factors) for _, factors, rule in mutants(op.rule)):
+            families.add(registry._FUNCTIONS[op.primitive.name].__module__)
+    assert families == {family.__name__ for family in FAMILIES}
+
+
+@pytest.mark.parametrize("at_most", [2, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if example(name).primitive.name not in POSITIONAL])
+def test_a_wrong_rule_breaks_the_law(name, at_most):
+    """Whatever the rule is made to promise beyond the truth, running it per shard shows."""
+    op = example(name)
+    wrong = list(mutants(op.rule))
+    random.Random(name).shuffle(wrong)
+    for words, factors, rule in wrong[:at_most]:
+        under = exposing(rule, factors)
+        if under is None:  # not split on so few devices
+            continue
+        with pytest.raises((AssertionError, TypeError, ValueError)):
+            check_law(op, rule, [under])
+            pytest.fail(f"{words}: {rule} under {under}", pytrace=False)
 
 
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name.startswith("random_")])
