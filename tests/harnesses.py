@@ -20,6 +20,7 @@ import itertools
 import json
 import os
 import queue
+import random
 import subprocess
 import sys
 import tempfile
@@ -46,6 +47,7 @@ from autoshard.trace import Traced, trace
 
 MESHES = tuple(Mesh.of(axes) for axes in ({"x": 2, "y": 4}, {"x": 4, "y": 2}, {"x": 2, "y": 3}, {"x": 3, "y": 2}, {"x": 5}, {"x": 7}))
 BATCH = 48  # cases compiled as one
+LIFETIME = 16  # batches that a worker checks: what compilers leave in memory adds up
 PATIENCE_SECONDS = 300  # a batch that takes longer hangs
 WORKER = (sys.executable, __file__, "--worker")
 
@@ -99,12 +101,19 @@ class Program:
     sharded: bool
 
 
+@functools.cache
 def groups() -> dict[str, list[str]]:
     """The names of the cases of each group."""
     found: dict[str, list[str]] = {}
     for name, harness in CASES.items():
         found.setdefault(harness.group_name, []).append(name)
     return found
+
+
+def sample(group: str) -> list[str]:
+    """Some cases of a group, the same every time: three, and one more for every fifty."""
+    names = groups()[group]
+    return random.Random(group).sample(names, min(len(names), 3 + len(names) // 50))
 
 
 def batches(names: Sequence[str], size: int = BATCH) -> Iterator[list[str]]:
@@ -334,11 +343,14 @@ def sweep(names: Sequence[str], n_random: int = 1, processes: int = 2) -> Iterat
 
 
 def _watch(jobs: _Jobs) -> None:
-    """Feeds a worker batch by batch, and a new one where it ends."""
+    """Feeds a worker batch by batch, and a new one where it ends or has lived long enough."""
     worker = _Worker.started(jobs.n_random)
     try:
-        while True:
+        for number in itertools.count():
             pending = [jobs.waiting.get_nowait()]
+            if number and number % LIFETIME == 0:
+                worker.stop()
+                worker = _Worker.started(jobs.n_random)
             while pending:
                 batch = pending.pop(0)
                 outcomes = worker.check(batch)

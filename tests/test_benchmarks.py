@@ -28,3 +28,12 @@ def test_search_benchmark_runs():
     assert 0 < one["n_ops"] < two["n_ops"] and one["devices"] == 8
     assert all(len(sample[phase]) == 1 and sample[phase][0] > 0 for sample in (one, two) for phase in ("trace", "search"))
     assert set(found["exponents"]["8"]) == {"trace", "graph", "search"}
+
+
+def test_harness_benchmark_runs():
+    """A group JAX can run and one it cannot run all of: every case has an outcome, and none failed."""
+    command = [sys.executable, "-m", "benchmarks.harnesses", "--quick", "--groups", "neg,lu", "--random", "1", "--processes", "1", "--json"]
+    found = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300).stdout)
+    outcomes = found["outcomes"]
+    assert len(outcomes) == 6 and {outcome["status"] for outcome in outcomes} <= {"equal", "unsupported"}
+    assert all(outcome["sharded"] == ["search", "random"] for outcome in outcomes if outcome["group"] == "neg")

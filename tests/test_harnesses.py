@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import sys
 from collections import Counter
 
@@ -11,15 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harnesses import CASES, Outcome, check, difference, each, groups, sweep
-
-GROUPS = groups()
-
-
-def sample(group: str) -> list[str]:
-    """Some cases of a group: three, and one more for every fifty."""
-    names = GROUPS[group]
-    return random.Random(group).sample(names, min(len(names), 3 + len(names) // 50))
+from harnesses import CASES, Outcome, check, difference, each, groups, sample, sweep
 
 
 def told(outcomes: list[Outcome]) -> list[str]:
@@ -28,11 +19,11 @@ def told(outcomes: list[Outcome]) -> list[str]:
 
 def test_every_case_is_known():
     """The yardstick has the size that is spoken of, and the sample touches all of it."""
-    assert (len(CASES), len(GROUPS)) == (5594, 132)
-    assert sum(len(sample(group)) for group in GROUPS) >= 400
+    assert (len(CASES), len(groups())) == (5594, 132)
+    assert sum(len(sample(group)) for group in groups()) >= 400
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", groups())
 def test_a_sample_of_the_group_is_equal(group):
     """Searched or sharded at random, the cases compute what the plain function does."""
     assert told(check(sample(group))) == []
