@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import linecache
 import re
 from collections import defaultdict
@@ -70,6 +71,8 @@ def constrain_gradient(x, spec):
     same.defvjp(lambda x: (x, None), lambda _, gradient: (constrain(gradient, spec),))
     return same(x)
 '''
+
+INSIDE = "# Inside the program, at the lines that are named:"
 
 _NUMBER = re.compile(r"\[[\d*]+\]")
 _COMPONENT = re.compile(r"\['(?:[^'])*'\]|\[[^\]]*\]|\.?[^.\[\]]+")
@@ -235,20 +238,57 @@ def _constraints(pins: Pins) -> str:
     places: dict[Origin, list[Pin]] = defaultdict(list)
     for pin in pins.constraints:
         places[pin.origin].append(pin)
-    return "\n\n".join("\n".join(_at(origin, members, pins.differentiated)) for origin, members in places.items())
+    lines = ["\n".join(_at(origin, members, pins.differentiated)) for origin, members in places.items()]
+    return "\n\n".join([INSIDE, *lines]) if lines else ""
 
 
 def _at(origin: Origin, pins: Sequence[Pin], differentiated: bool) -> Iterator[str]:
-    """The lines to add at a source line, which is shown where it can be read."""
+    """The lines to add at a source line, which is shown where it can be read; a tensor's constraints are one expression."""
+    source = linecache.getline(origin.file, origin.line).strip()
     yield f"# {origin.file}:{origin.line} in {origin.function}" if origin.file else "# wherever it is made"
-    if source := linecache.getline(origin.file, origin.line).strip():
+    if source:
         yield f"#     {source}"
+    tensors: dict[tuple, list[tuple[str, Pin]]] = defaultdict(list)
     for call, pin in _calls(pins, differentiated):
-        variable = pin.name if pin.name.isidentifier() and not pin.backward else "x"
-        what = f"its gradient is {pin.name}" if call == "constrain_gradient" else pin.name
-        read = f", as {pin.reader} reads it" if pin.reader else ""
-        times = f"; {pin.count} times" if pin.count > 1 else ""
-        yield f"{variable} = {call}({variable}, {_spec(pin.spec)})  # {what} {array_type(pin.dtype, pin.shape)}{read}{times}"
+        tensors[pin.name, pin.dtype, pin.shape, pin.backward].append((call, pin))
+    for members in tensors.values():
+        _, last = members[-1]
+        written = None if last.backward else _written(source, last.name)
+        text = written or "x"
+        for call, pin in members:
+            text = f"{call}({text}, {_spec(pin.spec)})"
+        what = f"its gradient is {last.name}" if last.backward else last.name
+        read = f", as {last.reader} reads it" if last.reader else ""
+        times = f"; {last.count} times" if last.count > 1 else ""
+        instead = written is not None and not written.isidentifier()
+        assigned, note = ("", f"in place of {written}: ") if instead else (f"{written or 'x'} = ", "")
+        yield f"{assigned}{text}  # {note}{what} {array_type(last.dtype, last.shape)}{read}{times}"
+
+
+def _written(source: str, name: str) -> str | None:
+    """How a source line writes the tensor of this name, an argument or a slice of one; None where it is not to be seen."""
+    path = name.removeprefix("a slice of ")
+    last = re.search(r"(\w+)(?:'\])?$", path)
+    if last is None or " of " in path:
+        return None
+    found = set()
+    for text in (source, f"{source} pass"):  # the head of a compound statement parses with a body only
+        try:
+            nodes = ast.walk(ast.parse(text))
+        except SyntaxError:
+            continue
+        for node in nodes:
+            match node:
+                case ast.Name(id=key) if path.isidentifier():
+                    pass
+                case ast.Attribute(attr=key) | ast.Subscript(slice=ast.Constant(value=key)):
+                    pass
+                case _:
+                    continue
+            if key == last[1]:
+                found.add(ast.get_source_segment(text, node))
+        break
+    return found.pop() if len(found) == 1 else None
 
 
 def _calls(pins: Sequence[Pin], differentiated: bool) -> Iterator[tuple[str, Pin]]:

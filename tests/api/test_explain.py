@@ -132,6 +132,22 @@ def test_equal_collectives_are_counted_together_and_long_lists_are_cut():
     assert "43 in a step" in text and "18 more take" in text
 
 
+def test_layers_share_a_row_that_says_why():
+    """A collective of every layer is one row with its count and seconds, the tensor with a star, its reader and its cause."""
+    cause = "kept as P('data', None), read whole: dot_general splits i=16 over 'data'"
+    layers = [
+        Collective("all_gather", ("data",), 4e3, 1, "dot_general /a/model.py:7 (f)", f"params['layers'][{n}] float32[32]", 2e-3, cause)
+        for n in range(3)
+    ]
+    (table,) = (
+        part
+        for part in explain(replace(EXAMPLE, cost=replace(EXAMPLE.cost, collectives=tuple(layers)))).parts
+        if isinstance(part, Table) and part.columns[0] == "kind"
+    )
+    told = f"params['layers'][*] float32[32]\nfor dot_general model.py:7 (f)\n{cause}"
+    assert table.rows == (("all_gather", "data", "4.00 kB", "3", "6.00 ms", told),)
+
+
 def test_comparisons_give_ratios_within_a_program_only():
     """Strategies of one program are set against its fastest; another program has its own."""
     slow = replace(EXAMPLE, cost=replace(EXAMPLE.cost, makespan_seconds=5e-6))
