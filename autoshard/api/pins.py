@@ -106,7 +106,7 @@ class Pins:
     @property
     def exact(self) -> bool:
         """Whether the program with these lines alone has the strategy's collectives."""
-        return not self.found.differing
+        return not self.found.differing and not self.found.per_shard
 
     def to_json(self) -> dict[str, Any]:
         """What was found, as JSON values; the text to paste is among them."""
@@ -116,6 +116,7 @@ class Pins:
             "minimal": found.minimal,
             "constraints_in_all": found.n_constraints,
             "constraints": [asdict(pin) for pin in found.pins],
+            "per_shard": list(found.per_shard),
             "differing": [asdict(row) for row in found.differing],
             "python": str(self),
         }
@@ -135,15 +136,18 @@ def _verdict(pins: Pins) -> list[str]:
         f"{record.program.name} on mesh {record.mesh}: the specs of its arguments and results,",
         f"and {n} line{'' if n == 1 else 's'} inside it ({constraints}).",
     ]
-    if pins.exact:
-        lines.append("Verified: with these alone, Shardy's propagation inserts the strategy's collectives, all of them and no others.")
-    else:
+    if found.differing:
         lines.append("NOT the same program: with these alone, Shardy's collectives differ from the strategy's:")
         lines += [
             f"  {row.kind} over {', '.join(row.mesh_axes)}: {row.actual_count} of {row.actual_bytes:.6g} bytes in all, "
             f"not {row.predicted_count} of {row.predicted_bytes:.6g}"
             for row in found.differing
         ]
+    else:
+        lines.append("Verified: with these alone, Shardy's propagation inserts the strategy's collectives, all of them and no others.")
+    if found.per_shard:
+        lines.append("NOT expressed: autoshard runs these inside jax.shard_map, for which a compiler may gather their operands:")
+        lines += [f"  {operation}" for operation in found.per_shard]
     if not found.minimal:
         lines.append(f"Fewer may do: the time was up after {found.trials} trials.")
     return lines

@@ -230,7 +230,7 @@ class _Region(Interpreter):
     def _bound(self, op: Op, eqn: JaxprEqn, rule: Rule, choice: Choice, read: list[Any], targets: Sequence[Layout]) -> list[Any]:
         """The op's results; where its rule allows what the partitioner would gather for, of each device's shards and what they exchange."""
         mesh, axes = self.plan.mesh, self.plan.assignment.mesh
-        if not (exchanges(rule, choice, axes.sizes) or (_per_shard(op) and any(factor >= 0 for factor, _ in choice))):
+        if not needs_shard_map(op, rule, choice, axes.sizes):
             return apply(eqn, read)
 
         def specs(arrays: Iterable[Any], layouts: Iterable[Layout]) -> tuple[PartitionSpec, ...]:
@@ -296,6 +296,11 @@ def _contested(graph: Graph, plan: _Plan, leaving: Iterable[Layout]) -> frozense
                 yield from ((value, replicated(plan.assignment.mesh)) for value in op.operands)
 
     return frozenset(value for value, target in reads() if target != plan.layout(value))
+
+
+def needs_shard_map(op: Op, rule: Rule, choice: Choice, sizes: tuple[int, ...]) -> bool:
+    """Whether an op is lowered as what each device does with its shards, since no constraint makes the partitioner do so."""
+    return bool(exchanges(rule, choice, sizes)) or (_per_shard(op) and any(factor >= 0 for factor, _ in choice))
 
 
 def _per_shard(op: Op) -> bool:

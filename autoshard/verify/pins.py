@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding
 from autoshard.cost.profile import profile
 from autoshard.ir import Assignment, Collective, Graph, Layout, Mesh, Op, Origin, Rule, Spec, layout_to_spec, operand_layout, result_layouts
 from autoshard.ir.naming import Names, pattern
-from autoshard.lower.constrain import ReshardPath, constrained
+from autoshard.lower.constrain import ReshardPath, constrained, needs_shard_map
 from autoshard.lower.mesh import abstract_mesh, to_named_sharding
 from autoshard.search.searcher import Progress, silent
 from autoshard.verify.compare import Row, compare
@@ -70,6 +70,7 @@ class Fewest:
     Attributes:
         pins: the lines to add, in program order.
         differing: collectives that differ between the strategy and the program with only these lines; empty where it is the same.
+        per_shard: operations that the lowering runs inside `jax.shard_map`, by primitive and source line: no constraint does that.
         extra_compute: the share of bytes that a device computes beyond the strategy's.
         minimal: whether no line can go; False where the time was up.
         n_constraints: constraints of the whole lowering.
@@ -78,6 +79,7 @@ class Fewest:
 
     pins: tuple[Pin, ...]
     differing: tuple[Row, ...]
+    per_shard: tuple[str, ...]
     extra_compute: float
     minimal: bool
     n_constraints: int
@@ -138,12 +140,23 @@ def fewest_pins(
     return Fewest(
         pins=tuple(line.pin for line in sorted(asked, key=lambda line: line.sites)),
         differing=alone.differences(wanted),
+        per_shard=_per_shard(graph, rules, assignment),
         extra_compute=alone.nbytes / wanted.nbytes - 1 if wanted.nbytes else 0.0,
         minimal=minimal,
         n_constraints=n_constraints,
         trials=trials,
         seconds=time.perf_counter() - started,
     )
+
+
+def _per_shard(graph: Graph, rules: tuple[Rule | None, ...], assignment: Assignment) -> tuple[str, ...]:
+    """The ops that are lowered inside `jax.shard_map`, each source line once."""
+    found = (
+        f"{op.primitive} {replace(op.origin, name_stack='')}"
+        for op in graph.walk()
+        if (rule := rules[op.index]) is not None and needs_shard_map(op, rule, assignment.choice(op.index), assignment.mesh.sizes)
+    )
+    return tuple(dict.fromkeys(found))
 
 
 @dataclass(frozen=True, eq=False)

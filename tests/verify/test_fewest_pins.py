@@ -130,6 +130,12 @@ def test_the_users_own_constraints_are_no_pins():
     assert all("sharding_constraint" not in pin.name for pin in fewest.pins) and fewest.differing == ()
 
 
+def test_what_no_constraint_expresses_is_listed():
+    """An operation that the lowering runs per shard is named with its line; others are not."""
+    fewest = found(lambda x: jnp.sort(jax.lax.top_k(x, 4)[0] * 2), (abstract((4096, 64)),), DataParallel())
+    assert len(fewest.per_shard) == 1 and fewest.per_shard[0].startswith("top_k ") and "test_fewest_pins.py" in fewest.per_shard[0]
+
+
 @pytest.mark.slow
 def test_a_transformer_needs_a_handful():
     """Of a two-layer GPT's train step, no constraint for data parallelism, and fewer than twenty lines for a fully sharded state."""
