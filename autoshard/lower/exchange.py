@@ -184,8 +184,7 @@ def _pool(fills: Fills):
         for split in splits:
             dim = _dim_of(rule.operands[0], split)
             window, size = pool_window(params, dim), arrays[0].shape[dim]
-            low, high = window.padding(size, size * window.spread // window.stride)
-            padding[dim] = (low, max(high, 0))  # positions behind the last window need no cropping
+            padding[dim] = window.padding(size, size * window.spread // window.stride)
             arrays = [split.with_halos(x, dim, window, fill) for x, fill in zip(arrays, ignored, strict=True)]
         return list(bind(*arrays, padding=tuple(padding)))
 
