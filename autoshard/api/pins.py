@@ -130,7 +130,7 @@ class Pins:
 
 def _verdict(pins: Pins) -> list[str]:
     found, record = pins.found, pins.record
-    n = len(found.pins)
+    n = sum(1 for line in _constraints(pins).splitlines() if line and not line.startswith("#"))
     constraints = f"{sum(p.count for p in found.pins)} of the {found.n_constraints} constraints of autoshard's own lowering"
     lines = [
         f"{record.program.name} on mesh {record.mesh}: the specs of its arguments and results,",
