@@ -66,9 +66,9 @@ def work(seed: int, numbers: Sequence[int], shrink: bool, run: bool) -> None:
             jax.clear_caches()
 
 
-def _failure(candidate: Any, run: bool) -> str | None:
+def _failure(candidate: Any, run: bool, only: str | None = None) -> str | None:
     try:
-        candidate.check(run=run)
+        candidate.check(run=run, only=only)
     except Exception as error:  # whatever goes wrong is what is looked for
         return f"{type(error).__name__}: {error}"
     return None
@@ -76,12 +76,13 @@ def _failure(candidate: Any, run: bool) -> str | None:
 
 def _fails_alike(wrong: str, run: bool, stop: float, candidate: Any) -> bool:
     """Whether a smaller program goes wrong in the same way, if there is time left to ask."""
-    return time.monotonic() < stop and _kind(_failure(candidate, run) or "") == _kind(wrong)
+    named = re.search(r" of (.*?): ", wrong) if wrong.startswith("Mismatch") else None
+    return time.monotonic() < stop and _kind(_failure(candidate, run, named and named[1]) or "") == _kind(wrong)
 
 
 def _kind(failure: str) -> str:
     """What failures have in common: their first words without figures and names."""
-    return re.sub(r"[\d']+.*", "", failure.split(" over ")[0])[:60]
+    return re.sub(r"(: |\d|').*", "", failure.replace(": ", " ", 1))[:60]
 
 
 def outcomes(seed: int, numbers: Sequence[int], shrink: bool, run: bool) -> Iterator[Outcome]:

@@ -137,13 +137,19 @@ def check(
     searchers: Sequence[Any] = SEARCHERS,
     seeds: Sequence[int] = (0,),
     run: bool = True,
+    only: str | None = None,
 ) -> None:
     """Raises `Mismatch`, or whatever autoshard raises, unless every sharding of the program keeps its numbers and predictions.
 
     Args:
         seeds: of random legal assignments that are lowered besides those that are searched.
         run: whether to compile and compare numbers; else collectives alone are compared.
+        only: the one sharding to check: a searcher's name, ``"evaluate"`` or ``"random assignment 0"``.
     """
+    if only is not None:
+        searchers = [searcher for searcher in searchers if str(searcher) == only]
+        seeds = [seed for seed in seeds if f"random assignment {seed}" == only]
+        in_specs = in_specs if only == "evaluate" else None
     cluster, mesh = eager_cluster(), dict(MESH.axes)
     wanted = _plain(fn, concrete(args)) if run else None
     found: dict[str, tuple[jax.stages.Lowered, tuple]] = {}
@@ -903,26 +909,43 @@ def shrunk(program: Program, fails: Callable[[Program], bool]) -> Program:
 
 
 def _smaller(program: Program) -> Iterator[Program]:
+    """Programs with something less, those that lose most first."""
     lines = program.lines
     for i in range(len(program.pins)):
         yield replace(program, pins=program.pins[:i] + program.pins[i + 1 :])
     for i in range(len(program.in_specs)):
         yield replace(program, in_specs=program.in_specs[:i] + program.in_specs[i + 1 :])
-    if lines[-1].startswith("return ") and ", " in lines[-1] and "(" not in lines[-1]:
-        for name in lines[-1].removeprefix("return ").split(", "):
-            yield replace(program, lines=(*lines[:-1], f"return {name}"))
-    for start in range(len(lines) - 1):  # a line, or a function with its body
-        stop = start + 1
-        while lines[start].lstrip().startswith("def ") and stop < len(lines) and _indent(lines[stop]) > _indent(lines[start]):
-            stop += 1
-        yield replace(program, lines=lines[:start] + lines[stop:])
-    for i, line in enumerate(lines):  # a variable is another of its type, or an argument
+    for i, line in enumerate(lines):
         match = re.fullmatch(r"(v\d+) = .*", line)
-        if match:
+        if match:  # a variable is passed in
             yield from _as_argument(program, i, match[1])
-    for i, (name, _) in enumerate(program.arguments):
-        if not any(re.search(rf"\b{name}\b", line) for line in lines):
-            yield _without(program, i)
+        if line.lstrip().startswith("return "):  # one of several results, or one of several terms
+            indent, returned = line[: _indent(line)], line.lstrip().removeprefix("return ")
+            for separator in (", ", " + "):
+                for part in returned.split(separator) if separator in returned else ():
+                    yield _swept(replace(program, lines=(*lines[:i], f"{indent}return {part}", *lines[i + 1 :])))
+    for start in range(len(lines) - 1):  # a line, or a function with its body
+        yield _swept(replace(program, lines=lines[:start] + lines[_end(lines, start) :]))
+    for i, line in enumerate(lines):  # a variable is one of those it was made of
+        match = re.fullmatch(r" *(v\d+) = (.*)", line)
+        for name in dict.fromkeys(re.findall(r"\b[a-z]\d*\b", match[2])) if match else ():
+            rest = [re.sub(rf"\b{match[1]}\b", name, other) for other in lines[i + 1 :]]
+            yield _swept(replace(program, lines=(*lines[:i], *rest)))
+    if program.arguments and program.arguments[0][0] == "state":  # a part of the state
+        entries = program.arguments[0][1].strip("{}").split(", '")
+        for i, entry in enumerate(entries):
+            name = entry.strip("'")[0]
+            kept = "{" + ", '".join(entries[:i] + entries[i + 1 :]).lstrip("'").join(["'", ""]) + "}" if len(entries) > 1 else "{}"
+            cut = tuple(line for line in lines if line.strip() != f"{name} = state['{name}']")
+            yield _swept(replace(program, arguments=(("state", kept), *program.arguments[1:]), lines=cut))
+
+
+def _end(lines: Sequence[str], start: int) -> int:
+    """Where the statement that starts on a line ends: a function with its body."""
+    stop = start + 1
+    while lines[start].lstrip().startswith("def ") and stop < len(lines) and _indent(lines[stop]) > _indent(lines[start]):
+        stop += 1
+    return stop
 
 
 def _indent(line: str) -> int:
@@ -955,10 +978,7 @@ def _swept(program: Program) -> Program:
         for i, line in enumerate(lines[:-1]):
             made = re.match(r"\s*(?:def )?(\w+)(?: = |\()", line)
             if made and "return" not in line and not any(re.search(rf"\b{made[1]}\b", other) for other in lines[:i] + lines[i + 1 :]):
-                stop = i + 1
-                while line.lstrip().startswith("def ") and stop < len(lines) and _indent(lines[stop]) > _indent(line):
-                    stop += 1
-                del lines[i:stop]
+                del lines[i : _end(lines, i)]
                 break
         else:
             break

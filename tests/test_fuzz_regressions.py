@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from fuzz import P, check, f32, i32
+from fuzz import P, check, f32, halved, i32
 from jax import lax
 
 
@@ -47,3 +47,38 @@ def test_a_single_scattered_update_stays_where_it_belongs():
         return a.reshape(16, 1, 1, 4).at[i % 16].min(b)
 
     check(program, f32(16, 1, 4), i32(1), f32(1, 1, 1, 4), pins={"a": P(("x", "y")), "b": P(None, None, None, "x")})
+
+
+def test_functions_that_the_partitioner_does_not_know_keep_their_sharding():
+    """A square lowers to CHLO, which carries no sharding along: its result is constrained (the partial sums of a variance)."""
+    check(lambda a: jnp.var(a, 0, keepdims=True), f32(8))
+
+
+def test_what_a_loop_does_not_read_is_not_sent():
+    """A scanned slice that no body reads is neither resharded nor predicted to be."""
+
+    def program(a, b):
+        return lax.scan(lambda c, x: (b, None), a, a)[0]
+
+    check(program, f32(8, 8), f32(8, 8), pins={"a": P("y", None)})
+
+
+def test_constants_that_replace_an_argument_are_made_where_it_lies():
+    """A zero gradient that comes out as new state is sent by nobody."""
+
+    def program(a, b, c):
+        return c, jax.grad(lambda b: jnp.sum(a**2))(b)
+
+    check(program, f32(2, 2), f32(2, 2), f32())
+
+
+def test_a_custom_derivative_shares_the_copies_of_its_surroundings():
+    """The body of a function with its own derivative and the derivative read one copy of their argument."""
+
+    def program(a, b):
+        def loss(a, b):
+            return jnp.sum(halved(jnp.einsum("ij,kil->lki", a, b)) ** 2)
+
+        return jax.grad(loss, (0, 1))(a, b)
+
+    check(program, f32(2, 2), f32(8, 2, 8))

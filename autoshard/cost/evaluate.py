@@ -59,6 +59,8 @@ class _Judge:
         end = len(self.graph.walk())
         for result, argument in self.graph.aliases:
             value = self.graph.results[result]
+            if self.profile.free[value]:
+                continue
             target = self.assignment.layout(self.graph.arguments[argument])
             kept = f"the new {self.graph.argument_paths[argument]} lies where the old one does"
             self._read(value, target, end, 1, self.graph.result_paths[result], lambda _, kept=kept: kept)

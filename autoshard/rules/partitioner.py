@@ -13,6 +13,12 @@ GATHERED = frozenset({"fft", "top_k"})
 # Elementwise functions that iterate until the last element has converged: partitioned, every trip asks all shards.
 ITERATED = frozenset({"igamma", "igamma_grad_a", "igammac", "random_gamma", "random_gamma_grad", "regularized_incomplete_beta"})
 
+# Elementwise functions that lower to CHLO, a dialect that the partitioner passes shardings through in neither direction.
+UNKNOWN = frozenset({
+    "acos", "acosh", "asin", "asinh", "atan", "atanh", "bessel_i1e", "cosh", "digamma", "erf", "erf_inv", "erfc", "lgamma", "mulhi",
+    "nextafter", "polygamma", "sinh", "square", "zeta",
+})  # fmt: skip
+
 # Operations of one StableHLO operation each, whose rule in the partitioner's own registry is ours.
 PROPAGATED = frozenset({
     "broadcast_in_dim", "dot_general", "reduce_max", "reduce_min", "reduce_prod", "reduce_sum", "squeeze", "transpose",
@@ -25,6 +31,8 @@ def propagates(primitive: str, rule: Rule) -> bool:
     >>> propagates("exp", Rule.parse("([i, j])->([i, j]) {i=8, j=4}"))
     True
     """
+    if primitive in UNKNOWN:
+        return False
     if primitive in PROPAGATED:
         return True
     return all(factor.kind == "pass_through" for factor in rule.factors) and all(

@@ -190,10 +190,17 @@ def test_scan_holders():
 
 
 def test_unused_stacked_results_are_dead():
-    """What a scan would stack for nobody is not computed, and has no holder; carries stay."""
+    """What a scan would stack for nobody is not computed, and is no result; carries stay."""
     graph = trace(lambda x: lax.scan(lambda c, _: (c + 1.0, jnp.sin(c)), x, None, length=3)[0], x8).graph
     assert primitives(graph) == ["scan", "add"]
-    assert len(graph.ops[0].results) == 2 and len(graph.ops[0].holders) == 1
+    assert len(graph.ops[0].results) == 1 and len(graph.ops[0].holders) == 1
+
+
+def test_what_a_loop_does_not_need_never_enters_it():
+    """Slices that no body reads, and carries that only feed themselves, are no operands; neither is what made them."""
+    graph = trace(lambda x: lax.scan(lambda c, _: ((c[0] + 1.0, c[1] * 2.0), None), (x, jnp.sin(x)), jnp.cos(x))[0][0], x8).graph
+    assert primitives(graph) == ["scan", "add"]
+    assert graph.ops[0].operands == graph.arguments and len(graph.ops[0].results) == 1
 
 
 def test_nested_loops_multiply_their_trips():
