@@ -103,17 +103,7 @@ def _executed(module: Any) -> Iterator[tuple[Any, int]]:
 
 
 def _walk(op: Any, functions: Mapping[str, Any], count: int) -> Iterator[tuple[Any, int]]:
-    """The operations of a region; of those that take one value to one sharding the first, since compilers make them one."""
-    moved: dict[tuple, Any] = {}
-    same: dict[Any, Any] = {}
     for inner in _operations(op):
-        if inner.name in KINDS or inner.name == "sdy.all_slice":
-            (source,) = inner.operands
-            key = (inner.name, same.get(source, source), *(str(inner.attributes[name]) for name in inner.attributes))
-            first = moved.setdefault(key, inner.results[0])
-            same[inner.results[0]] = first
-            if first != inner.results[0]:
-                continue
         yield inner, count
         if inner.name == "func.call":
             yield from _walk(functions[_text(inner.attributes["callee"]).lstrip("@")], functions, count)
