@@ -54,8 +54,8 @@ ONE = lax.ScatterDimensionNumbers((), (0,), (0,))
 WRONG = {
     "one_update_in_the_next_shard": (lambda x: lax.scatter_add(x, jnp.array([9]), jnp.float32(100), ONE), X),
     "one_update_overwrites": (lambda x: lax.scatter(x, jnp.array([0]), jnp.float32(100), ONE, unique_indices=True), X),
-    "update_beyond_the_end": (lambda x, u: lax.dynamic_update_slice_p.bind(x, u, jnp.int32(40)), X, X[:1]),
-    "update_before_the_beginning": (lambda x, u: lax.dynamic_update_slice_p.bind(x, u, jnp.int8(-9)), X, X[:1]),
+    "update_beyond_the_end": (lambda x, u: lax.dynamic_update_slice_p.bind(x, u, jnp.int32(40)), X, 100 * X[:1]),
+    "update_before_the_beginning": (lambda x, u: lax.dynamic_update_slice_p.bind(x, u, jnp.int8(-9)), X, 100 * X[:1]),
     "reduction_from_an_initial_value": (lambda x: lax.reduce(x, np.float32(3), lambda a, b: a + b + 0 * a, (0,)), WIDE),
     "convolution_that_groups_the_batch": (grouped_kernel_gradient, jnp.ones((4, 4, 6, 6)), jnp.ones((8, 4, 3, 3))),
     "largest_complex_number": (lambda x: lax.reduce_max(x, (0,)), WIDE + 1j),
