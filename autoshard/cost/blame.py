@@ -53,9 +53,11 @@ class Blame:
         rule = self._rules[op.index]
         assert rule is not None
         operator = next((rule.factors[choice[axis][0]].operator for axis in step.axes if choice[axis][0] >= 0), None) or "sum"
-        dims = sorted({dim for axis, dim in enumerate(step.target) if axis in step.axes and dim >= 0})
-        kept = f"each device keeps its slice of dim {', '.join(map(str, dims))}" if step.kind == "reduce_scatter" else "combined on every device"
-        return f"{self.splits(op, choice, step.axes)}: {PARTIAL.get(operator, 'partial results')}, {kept}"
+        left = "combined on every device"
+        if step.kind == "reduce_scatter":
+            dims = sorted({dim for axis, dim in enumerate(step.target) if axis in step.axes and dim >= 0})
+            left = f"each device keeps its slice of dim {', '.join(map(str, dims))}"
+        return f"{self.splits(op, choice, step.axes)}: {PARTIAL.get(operator, 'partial results')}, {left}"
 
     def exchanged(self, op: Op, choice: Choice, step: Step) -> str:
         """``cumsum splits i=64 over 'data', and needs what the other shards have``."""
