@@ -37,3 +37,12 @@ def test_harness_benchmark_runs():
     outcomes = found["outcomes"]
     assert len(outcomes) == 6 and {outcome["status"] for outcome in outcomes} <= {"equal", "unsupported"}
     assert all(outcome["sharded"] == ["search", "random"] for outcome in outcomes if outcome["group"] == "neg")
+
+
+def test_rules_benchmark_runs():
+    """One group prints its share, and the differences with their reasons, as JSON."""
+    command = [sys.executable, "-m", "benchmarks.rules", "--groups", "igamma", "--json"]
+    found = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120).stdout)
+    group, everything = found["shares"]
+    assert group["group"] == "igamma" and group["ours"] == group["equations"] == everything["equations"] > group["theirs"]
+    assert found["differences"] and all(difference["reasons"] for difference in found["differences"])

@@ -151,6 +151,6 @@ def with_bodies(eqn: JaxprEqn, old: Sequence[ClosedJaxpr | Jaxpr], new: Sequence
     def swap(param: Any) -> Any:
         if isinstance(param, (tuple, list)):
             return getattr(type(param), "_make", type(param))(map(swap, param))
-        return waiting[id(param)].pop(0) if waiting.get(id(param)) else param
+        return waiting[id(param)].pop(0) if id(param) in waiting else param
 
     return {name: swap(param) for name, param in eqn.params.items() if isinstance(param, (tuple, list, Jaxpr, ClosedJaxpr))}

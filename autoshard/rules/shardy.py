@@ -439,6 +439,6 @@ def _is_constant(value: Any, wanted: float) -> bool:
     parts = re.findall(r"[^(),\s]+", text[1]) if text else []
     numbers = {"true": "1", "false": "0"}
     try:
-        return bool(parts) and [float(numbers.get(part, part)) for part in parts] == [wanted, 0.0][: len(parts)]
+        return bool(parts) and [float(numbers.get(part) or part) for part in parts] == [wanted, 0.0][: len(parts)]
     except ValueError:  # written as the bits of a special value
         return False
