@@ -8,7 +8,7 @@ from typing import Any
 from autoshard.ir import Rule
 
 # Custom calls and transforms that the partitioner replicates, batch and all (seen in compiled modules, jaxlib 0.10.2).
-GATHERED = frozenset({"fft", "top_k"})
+GATHERED = frozenset({"fft", "select_and_scatter", "select_and_scatter_add", "top_k"})
 
 # Elementwise functions that iterate until the last element has converged: partitioned, every trip asks all shards.
 ITERATED = frozenset({"igamma", "igamma_grad_a", "igammac", "random_gamma", "random_gamma_grad", "regularized_incomplete_beta"})
@@ -17,6 +17,12 @@ ITERATED = frozenset({"igamma", "igamma_grad_a", "igammac", "random_gamma", "ran
 UNKNOWN = frozenset({
     "acos", "acosh", "asin", "asinh", "atan", "atanh", "bessel_i1e", "cosh", "digamma", "erf", "erf_inv", "erfc", "lgamma", "mulhi",
     "nextafter", "polygamma", "sinh", "square", "zeta",
+})  # fmt: skip
+
+# Operations that slide a window.
+WINDOWED = frozenset({
+    "conv_general_dilated", "reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum", "select_and_gather_add",
+    "select_and_scatter_add",
 })  # fmt: skip
 
 # Operations of one StableHLO operation each, whose rule in the partitioner's own registry is ours.
@@ -46,10 +52,11 @@ def runs_per_shard(primitive: str, params: Mapping[str, Any]) -> bool:
     """Whether an operation must run per shard, inside `jax.shard_map`, to need no collectives but its rule's.
 
     Its parameters hold for a shard as they hold for the whole. Grouped convolutions are gathered, and where they group the batch the
-    partitioner adds up the sum over input features once too often.
+    partitioner adds up the sum over input features once too often. Of windows that crop, a sharded one aborts the process.
 
     >>> runs_per_shard("top_k", {"k": 2, "axis": 1}), runs_per_shard("dot_general", {})
     (True, False)
     """
     grouped = any(params.get(name, 1) > 1 for name in ("feature_group_count", "batch_group_count"))
-    return primitive in GATHERED or primitive in ITERATED or grouped
+    cropped = primitive in WINDOWED and any(positions < 0 for edges in params["padding"] for positions in edges)
+    return primitive in GATHERED or primitive in ITERATED or grouped or cropped

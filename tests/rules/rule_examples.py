@@ -181,6 +181,7 @@ EXAMPLES: dict[str, Callable[[], Operation]] = {
     "conv_grouped": lambda: conv(normal(4, 4, 6, 6), normal(8, 2, 3, 3), feature_group_count=2),
     "conv_contracts_batch": lambda: conv(normal(4, 2, 6, 6), normal(4, 8, 4, 4), padding="VALID", layout=("CNHW", "IOHW", "NCHW")),
     "conv_strided": lambda: operation(strided, normal(4, 16, 16, 2), normal(3, 3, 2, 8)),
+    "conv_cropped": lambda: conv(normal(4, 2, 8, 8), normal(8, 2, 1, 1), (2, 1), ((-1, 0), (0, 0))),
     "conv_input_gradient": lambda: operation(lambda x, w: conv_gradient(x, w, 0), normal(4, 16, 16, 2), normal(3, 3, 2, 8)),
     "conv_kernel_gradient": lambda: operation(lambda x, w: conv_gradient(x, w, 1), normal(4, 16, 16, 2), normal(3, 3, 2, 8)),
     "conv_depthwise": lambda: conv(normal(4, 8, 6, 6), normal(8, 1, 3, 3), feature_group_count=8),

