@@ -84,3 +84,21 @@ def test_a_custom_derivative_shares_the_copies_of_its_surroundings():
         return jax.grad(loss, (0, 1))(a, b)
 
     check(program, f32(2, 2), f32(8, 2, 8))
+
+
+def test_a_result_that_nobody_reads_is_not_exchanged():
+    """The shards of a top-k send each other no positions where only the values are asked for."""
+    check(lambda a: lax.top_k(a, 1)[0], f32(8, 8), pins={"a": P(None, "x")})
+
+
+def test_the_gradient_of_pooling_is_pooled_shard_by_shard():
+    """Windows that lie side by side are scattered into on each device alone: the partitioner would gather the gradients."""
+
+    def program(a):
+        def loss(a):
+            rows = jnp.einsum("ijk,ljk->i", a, a) * 0.125
+            return jnp.sum(lax.reduce_window(rows, -jnp.inf, lax.max, (2,), (2,), "VALID") ** 2)
+
+        return a - 0.1 * jax.grad(loss)(a)
+
+    check(program, f32(8, 2, 4))

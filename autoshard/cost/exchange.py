@@ -10,11 +10,14 @@ from autoshard.cost.reshard import Step
 from autoshard.ir import Choice, Mesh, Rule, Value, computed_layout, exchanges, operand_layout, shard_counts
 
 
-def exchange_steps(mesh: Mesh, communication: Communication, rule: Rule, choice: Choice, tensors: Sequence[Value]) -> tuple[Step, ...]:
+def exchange_steps(
+    mesh: Mesh, communication: Communication, rule: Rule, choice: Choice, tensors: Sequence[Value], wanted: Sequence[bool]
+) -> tuple[Step, ...]:
     """The collectives in which the shards of an op send each other what it needs, factor by factor.
 
     Args:
         tensors: the op's operands, then its results.
+        wanted: per tensor whether anything depends on it; a result that nobody reads is not sent.
     """
     layouts_of = [
         *(operand_layout(rule, choice, j) for j in range(len(rule.operands))),
@@ -26,7 +29,7 @@ def exchange_steps(mesh: Mesh, communication: Communication, rule: Rule, choice:
     ]
     steps = []
     for factor, axes in exchanges(rule, choice, mesh.sizes):
-        for send in rule.factors[factor].sends:
+        for send in (send for send in rule.factors[factor].sends if wanted[send.tensor]):
             shape, dims = list(local[send.tensor]), (*rule.operands, *rule.results)[send.tensor]
             if (dim := next((d for d, members in enumerate(dims) if factor in members), -1)) >= 0 and send.count:
                 shape[dim] = send.count

@@ -100,7 +100,8 @@ class CostModel:
         if rule is None or not exchanges(rule, choice, self.mesh.sizes):
             return ()
         tensors = [profile.graph.values[value] for value in (*op.operands, *op.results)]
-        return exchange_steps(self.mesh, self.communication, rule, choice, tensors)
+        wanted = [*(True for _ in op.operands), *(profile.wanted[value] for value in op.results)]
+        return exchange_steps(self.mesh, self.communication, rule, choice, tensors, wanted)
 
     def communication_seconds(self, profile: Profile, op: Op, choice: Choice) -> float:
         """The seconds of all collectives that are the op's own: its exchange, and the combination of its results."""

@@ -40,6 +40,7 @@ class Profile:
         materialised: per value, whether it occupies memory.
         root: per value, the value whose memory it shares.
         readers: per value, the op indices that read it (control flow reads what it hands to its bodies).
+        wanted: per value, whether an op reads it or the program returns it.
     """
 
     graph: Graph
@@ -49,6 +50,7 @@ class Profile:
     materialised: tuple[bool, ...]
     root: tuple[int, ...]
     readers: tuple[tuple[int, ...], ...]
+    wanted: tuple[bool, ...]
 
 
 def profile(graph: Graph, rules: tuple[Rule | None, ...]) -> Profile:
@@ -63,6 +65,7 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...]) -> Profile:
         for result in op.results:
             if producer[result] < 0 or not op.bodies:
                 producer[result] = op.index
+    returned = frozenset(graph.results)
     free = _free_values(graph)
     root = list(range(len(values)))
     in_memory = [False] * len(values)
@@ -100,6 +103,7 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...]) -> Profile:
         materialised=tuple(in_memory),
         root=tuple(root),
         readers=tuple(map(tuple, readers)),
+        wanted=tuple(bool(found) or value in returned for value, found in enumerate(readers)),
     )
 
 

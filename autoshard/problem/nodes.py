@@ -241,7 +241,7 @@ class _Builder:
 
         def tensor(value: int) -> tuple:
             found = self.values[value]
-            return found.shape, found.dtype, self.profile.materialised[value]
+            return found.shape, found.dtype, self.profile.materialised[value], self.profile.wanted[value]
 
         key = (
             op.primitive,

@@ -87,7 +87,7 @@ def test_a_later_halo_contains_the_earlier_one():
     first, second = (f for f, factor in enumerate(rule.factors) if factor.sends)
     tensors = [Value((1, 2, 8, 16), "float32", 4), Value((3, 2, 3, 5), "float32", 4), Value((1, 3, 8, 16), "float32", 4)]
     communication = Communication(Cluster.parse("cpu:8").links(mesh))
-    steps = exchange_steps(mesh, communication, rule, ((first, -1), (second, -1)), tensors)
+    steps = exchange_steps(mesh, communication, rule, ((first, -1), (second, -1)), tensors, [True] * len(tensors))
     assert [(step.axes, step.nbytes / 4) for step in steps] == [
         ((0,), 2 * 1 * 4),
         ((0,), 2 * 1 * 4),
