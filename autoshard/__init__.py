@@ -14,7 +14,7 @@ from autoshard.errors import (
     TraceError,
 )
 from autoshard.ir import Collective
-from autoshard.search import BruteForce, DataParallel, FullySharded, RecursiveProgramming
+from autoshard.search import BruteForce, DataParallel, DynamicProgramming, FullySharded, RecursiveProgramming
 
 __all__ = [
     "AutoshardError",
@@ -24,6 +24,7 @@ __all__ = [
     "Collective",
     "Cost",
     "DataParallel",
+    "DynamicProgramming",
     "FullySharded",
     "InfeasibleError",
     "RecursiveProgramming",

@@ -11,7 +11,7 @@ from problems import eager_cluster
 from programs import PROGRAMS, gpt
 
 import autoshard
-from autoshard import DataParallel, FullySharded, RecursiveProgramming
+from autoshard import DataParallel, DynamicProgramming, FullySharded, RecursiveProgramming
 from autoshard.ir import Mesh
 from autoshard.lower import jax_mesh
 from autoshard.search import Searcher
@@ -25,6 +25,7 @@ SEARCHERS: dict[str, Searcher] = {
     "fully_sharded 2": FullySharded(stage=2),
     "fully_sharded 3": FullySharded(stage=3),
     "recursive_programming": RecursiveProgramming(),
+    "dynamic_programming": DynamicProgramming(),
 }
 
 

@@ -19,7 +19,10 @@ def add(commands) -> None:
     parser = command(commands, "search", run, "find how to shard a program over a cluster", EXAMPLE)
     add_program(parser)
     parser.add_argument(
-        "--searcher", metavar="NAME", default="recursive_programming", help="recursive_programming (default), data_parallel, fully_sharded"
+        "--searcher",
+        metavar="NAME",
+        default="recursive_programming",
+        help="recursive_programming (default), dynamic_programming (proven optimal), data_parallel, fully_sharded",
     )
     parser.add_argument("--mesh", metavar="NAME=SIZE,...", type=mesh, help="mesh axes, outermost first; searched unless given")
     parser.add_argument(

@@ -97,7 +97,8 @@ class Reshards:
         while source != target:
             number = layout_number(source, rank)
             after = everything[int(first[number, goal])]
-            kind, axes = moves.get((number, layout_number(after, rank))) or ("collective_permute", _permute_axes(source, after, self._sizes))
+            move = moves.get((number, layout_number(after, rank)))
+            kind, axes = move or ("collective_permute", _permute_axes(source, after, self._sizes))
             parts = shards(source, self._sizes), shards(after, self._sizes)
             nbytes = _nbytes(shape, itemsize) / (max(parts) if kind == "collective_permute" else min(parts))
             seconds = 0.0 if kind == "slice" else float(self._communication.seconds(kind, nbytes, axes))

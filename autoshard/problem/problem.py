@@ -7,6 +7,7 @@ so building tables costs a few dictionary look-ups a node.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -137,6 +138,21 @@ class Problem:
         )
         return Tables(tuple(offer.labels for offer in columns), tuple(unary), pairs, incumbent)
 
+    def table_entries(self, free: Sequence[int], limit: int) -> int:
+        """How many entries the pair tables have with these axes free; counting stops beyond the limit, before anything large is made."""
+        labels, free = self.start(), tuple(free)
+        for node in self.nodes.nodes:
+            atoms = len(_atoms(self.nodes.signatures[node.head[1]].rule)) if node.leader >= 0 else len(node.head[1]) + 1
+            if atoms ** len(free) > limit // 1000:  # labels that are listed before the illegal ones go
+                return atoms ** len(free) * 1000
+        entries = 0
+        for edge in self.nodes.edges:
+            if edge.source != edge.target:
+                entries += math.prod(len(self._offer(i, labels[i], free).labels) for i in (edge.source, edge.target))
+            if entries > limit:
+                break
+        return entries
+
     def assignment(self, labels: Sequence[Label]) -> Assignment:
         """The assignment that labels stand for."""
         choices: dict[int, Choice] = {}
@@ -169,6 +185,17 @@ class Problem:
     def evaluate(self, assignment: Assignment) -> Judgement:
         """What the judge says of an assignment."""
         return evaluate(self.profile, self.model, assignment)
+
+    def fixed_seconds(self) -> float:
+        """What ops cost that no node decides, such as those on scalars: the objective is this plus the tables."""
+        nodes = self.nodes.nodes
+        decided = {node.leader for node in nodes} | {op for node in nodes for op, _, _ in node.members}
+        whole = (NOWHERE,) * len(self.mesh.axes)
+        return sum(
+            op.trips * self.model.op_seconds(self.profile, op, whole)
+            for op in self.graph.walk()
+            if op.index not in decided and not (op.results and self.rules[op.index] and all(self.profile.free[v] for v in op.results))
+        )
 
     def compute_bound(self) -> float:
         """A lower bound of the objective over all assignments of the mesh: every op split over all devices, nothing exchanged."""

@@ -3,11 +3,13 @@
 from autoshard.errors import InfeasibleError, SearchLimitError
 from autoshard.search.baselines import DataParallel, FullySharded
 from autoshard.search.brute_force import BruteForce
+from autoshard.search.dynamic_programming import DynamicProgramming
 from autoshard.search.meshes import candidate_meshes
 from autoshard.search.recursive_programming import RecursiveProgramming
 from autoshard.search.searcher import Progress, Searcher, Solution, silent
 
 SEARCHERS = {
+    "dynamic_programming": DynamicProgramming,
     "recursive_programming": RecursiveProgramming,
     "data_parallel": DataParallel,
     "fully_sharded": FullySharded,
@@ -48,6 +50,7 @@ __all__ = [
     "SEARCHERS",
     "BruteForce",
     "DataParallel",
+    "DynamicProgramming",
     "FullySharded",
     "Progress",
     "RecursiveProgramming",

@@ -5,8 +5,7 @@ unary and pair tables (`autoshard.problem`). One axis is minimised exactly by el
 axis's problem. Then sweeps: each axis is freed again, given all others, until no axis improves the objective. Every step is
 exact in its axis, so the objective never rises; the whole is a coordinate descent, and its answer a heuristic.
 
-Where the memory limit binds, the bytes alive at the peak get a price in seconds, raised until the judge finds the peak below
-the limit and then lowered as far as it stays there (a Lagrange multiplier: it reaches the convex part of the time x memory frontier).
+Where the memory limit binds, the bytes alive at the peak get a price (`autoshard.search.memory`).
 
 After the recursive programming of MindSpore's auto parallel, which splits greedily, op by op; here each split is solved for
 the whole program, backward pass and optimizer included.
@@ -22,10 +21,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from autoshard.cost.evaluate import Judgement
-from autoshard.errors import InfeasibleError
 from autoshard.problem import Label, Problem
-from autoshard.render import format_bytes
 from autoshard.search.elimination import eliminate, table_cost
+from autoshard.search.memory import cheapest_within
 from autoshard.search.searcher import Progress, Solution, silent
 
 
@@ -53,7 +51,7 @@ class RecursiveProgramming:
         judgement, labels = run.descend({})
         limit = problem.memory_limit_bytes
         if limit is not None and judgement.cost.peak_bytes > limit:
-            judgement, labels = self._within(run, judgement, labels, limit)
+            judgement, labels = cheapest_within(limit, run.descend, judgement, problem.mesh, self.price_steps)
         return Solution(
             assignment=problem.assignment(labels),
             judgement=judgement,
@@ -67,33 +65,6 @@ class RecursiveProgramming:
                 "search_seconds": time.perf_counter() - started,
             },
         )
-
-    def _within(self, run: _Run, judgement: Judgement, labels: list[Label], limit: float) -> tuple[Judgement, list[Label]]:
-        """The fastest assignment met whose peak is within the limit."""
-        smallest = judgement.cost.peak_bytes
-        priced = set(judgement.peak.alive)
-        price = judgement.cost.objective_seconds / judgement.cost.peak_bytes
-        too_low, enough, best = 0.0, None, None
-        for _ in range(self.price_steps):
-            found, found_labels = run.descend(dict.fromkeys(sorted(priced), price))
-            smallest = min(smallest, found.cost.peak_bytes)
-            if found.cost.peak_bytes <= limit:
-                if best is None or found.cost.objective_seconds < best[0].cost.objective_seconds:
-                    best = (found, found_labels)
-                enough = price
-            else:
-                priced |= set(found.peak.alive)
-                too_low = price
-            price = price * 4 if enough is None else (too_low + enough) / 2
-            if enough is not None and enough - too_low < 0.2 * enough:
-                break
-        if best is None:
-            raise InfeasibleError(
-                f"a strategy must fit {format_bytes(limit)} a device, and the smallest peak found on mesh {run.problem.mesh} is "
-                f"{format_bytes(smallest)}. Use more devices, a smaller batch, rematerialisation, or a higher memory_limit_bytes.",
-                smallest,
-            )
-        return best
 
 
 class _Run:

@@ -12,10 +12,10 @@ from programs import PROGRAMS
 from autoshard.cost.evaluate import evaluate
 from autoshard.errors import InfeasibleError, SearchLimitError, ShardingError
 from autoshard.ir import legal, operand_layout, result_layout
-from autoshard.search import SEARCHERS, BruteForce, DataParallel, FullySharded, RecursiveProgramming, searcher_of, solve
+from autoshard.search import SEARCHERS, BruteForce, DataParallel, DynamicProgramming, FullySharded, RecursiveProgramming, searcher_of, solve
 from autoshard.search.elimination import eliminate
 
-SEARCHED = [DataParallel(), FullySharded(1), FullySharded(2), FullySharded(3), RecursiveProgramming()]
+SEARCHED = [DataParallel(), FullySharded(1), FullySharded(2), FullySharded(3), RecursiveProgramming(), DynamicProgramming()]
 MESHES = [{"data": 8}, {"data": 4, "model": 2}, {"a": 2, "b": 2, "c": 2}]
 
 

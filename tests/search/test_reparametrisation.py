@@ -1,0 +1,58 @@
+"""Laws of moving costs between tables, against enumeration."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from test_elimination import small_tables
+
+from autoshard.search.elimination import table_cost
+from autoshard.search.reparametrisation import reparametrise
+
+
+@settings(max_examples=200, deadline=None)
+@given(small_tables())
+def test_every_sum_stays_what_it_is(tables):
+    """Bound and tables add up to the sum of the original tables at all labels, and no table is negative."""
+    unary, pairs = tables
+    moved = reparametrise(unary, pairs)
+    assert all(table.min() >= -1e-12 for table in (*moved.unary, *moved.pairs.values()))
+    for labels in product(*(range(len(table)) for table in unary)):
+        again = moved.bound + table_cost(moved.unary, moved.pairs, labels)
+        assert again == pytest.approx(table_cost(unary, pairs, labels), abs=1e-9)
+
+
+@settings(max_examples=200, deadline=None)
+@given(small_tables())
+def test_reduced_costs_bound_whatever_has_the_label(tables):
+    """Labels cost at least the bound plus the reduced cost of each of them."""
+    unary, pairs = tables
+    moved = reparametrise(unary, pairs)
+    for labels in product(*(range(len(table)) for table in unary)):
+        cost = table_cost(unary, pairs, labels)
+        assert all(moved.bound + reduced[label] <= cost + 1e-9 for reduced, label in zip(moved.reduced, labels, strict=True))
+
+
+def test_a_chain_is_bounded_tightly():
+    """On a tree the bound is the minimum itself, and the given tables are left alone."""
+    generator = np.random.default_rng(0)
+    unary = [generator.random(5) for _ in range(12)]
+    pairs = {(i, i + 1): generator.random((5, 5)) for i in range(11)}
+    before = [table.copy() for table in (*unary, *pairs.values())]
+    moved = reparametrise(unary, pairs)
+    best = min(table_cost(unary, pairs, labels) for labels in _beam(unary, pairs))
+    assert moved.bound == pytest.approx(best, rel=1e-9)
+    assert all((a == b).all() for a, b in zip(before, (*unary, *pairs.values()), strict=True))
+
+
+def _beam(unary, pairs):
+    """The best labels of a chain by the Viterbi recursion, one for each last label."""
+    cost, paths = unary[0], [[k] for k in range(len(unary[0]))]
+    for i in range(1, len(unary)):
+        total = cost[:, None] + pairs[i - 1, i] + unary[i]
+        came = total.argmin(axis=0)
+        cost, paths = total.min(axis=0), [[*paths[k], label] for label, k in enumerate(came)]
+    return paths
