@@ -148,11 +148,11 @@ def _rev(bind: Bind, params: Mapping[str, Any], rule: Rule, splits: Sequence[Spl
 def _convolution(bind: Bind, params: Mapping[str, Any], rule: Rule, splits: Sequence[Split], lhs: Any, rhs: Any) -> list[Any]:
     """The convolution of the shard with its halos, zeros at the ends; it pads no more than they leave to be padded."""
     numbers, padding = params["dimension_numbers"], list(params["padding"])
-    whole = [_shape(rule, dims) for dims in (*rule.operands, *rule.results)]
+    left, right, made = (_shape(rule, dims) for dims in (*rule.operands, *rule.results))
     for split in splits:
         dim = _dim_of(rule.operands[0], split)
         k = numbers.lhs_spec.index(dim) - 2
-        window, summed = conv_window(params, *whole, k)
+        window, summed = conv_window(params, left, right, made, k)
         size = lhs.shape[dim]
         steps = rhs.shape[numbers.rhs_spec[2 + k]] if summed else size * window.spread // window.stride
         padding[k] = window.padding(size, steps)
