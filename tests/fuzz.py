@@ -373,7 +373,7 @@ class Block:
             exec("\n".join([*lines, f"_ = {text}"]), names)
             return names["_"]
 
-        return _abstract_eval(run, env)
+        return abstract_eval(run, env)
 
     def write(self, text: str, exact: bool = False, lines: Sequence[str] = ()) -> Var:
         """The variable of a new line ``name = text``, after the lines."""
@@ -442,7 +442,8 @@ class Block:
         return " + ".join(terms)
 
 
-def _abstract_eval(run: Callable, env: Any) -> Any:
+def abstract_eval(run: Callable, env: Any) -> Any:
+    """The types that a function of one pytree gives, where constraints may name the mesh's axes."""
     with jax.sharding.use_abstract_mesh(AbstractMesh(MESH.sizes, MESH.names, axis_types=(AxisType.Auto,) * 2)):
         return jax.eval_shape(run, env)
 
@@ -968,7 +969,7 @@ def _as_argument(program: Program, i: int, name: str) -> Iterator[Program]:
 
 def _type_of(program: Program, i: int, name: str) -> Any:
     cut = replace(program, lines=(*program.lines[: i + 1], f"return {name}"))
-    return _abstract_eval(lambda args: cut.function()(*args), cut.args())
+    return abstract_eval(lambda args: cut.function()(*args), cut.args())
 
 
 def _swept(program: Program) -> Program:

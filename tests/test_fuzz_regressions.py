@@ -102,3 +102,12 @@ def test_the_gradient_of_pooling_is_pooled_shard_by_shard():
         return a - 0.1 * jax.grad(loss)(a)
 
     check(program, f32(8, 2, 4))
+
+
+def test_a_constant_of_a_loop_goes_round_as_it_came():
+    """What a loop reads in another layout than its constant has is made anew in each trip, and nothing is sent to undo it."""
+
+    def program(a):
+        return lax.while_loop(lambda s: s[0] < 1, lambda s: (s[0] + 1, s[1] + jnp.sum(a) * 0.01), (0, a))[1]
+
+    check(program, f32(8))
