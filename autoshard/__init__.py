@@ -14,9 +14,10 @@ from autoshard.errors import (
     TraceError,
 )
 from autoshard.ir import Collective
-from autoshard.search import BruteForce, DataParallel, DynamicProgramming, FullySharded, RecursiveProgramming
+from autoshard.search import Auto, BruteForce, DataParallel, DynamicProgramming, FullySharded, RecursiveProgramming
 
 __all__ = [
+    "Auto",
     "AutoshardError",
     "BruteForce",
     "Cluster",

@@ -22,7 +22,7 @@ def add(commands) -> None:
         "--searcher",
         metavar="NAME",
         default="recursive_programming",
-        help="recursive_programming (default), dynamic_programming (proven optimal), data_parallel, fully_sharded",
+        help="recursive_programming (default), dynamic_programming (proven optimal), auto (the best of all), data_parallel, fully_sharded",
     )
     parser.add_argument("--mesh", metavar="NAME=SIZE,...", type=mesh, help="mesh axes, outermost first; searched unless given")
     parser.add_argument(

@@ -1,6 +1,7 @@
 """The searchers: one file each, and one row in the table below."""
 
 from autoshard.errors import InfeasibleError, SearchLimitError
+from autoshard.search.auto import Auto
 from autoshard.search.baselines import DataParallel, FullySharded
 from autoshard.search.brute_force import BruteForce
 from autoshard.search.dynamic_programming import DynamicProgramming
@@ -9,6 +10,7 @@ from autoshard.search.recursive_programming import RecursiveProgramming
 from autoshard.search.searcher import Progress, Searcher, Solution, silent
 
 SEARCHERS = {
+    "auto": Auto,
     "dynamic_programming": DynamicProgramming,
     "recursive_programming": RecursiveProgramming,
     "data_parallel": DataParallel,
@@ -48,6 +50,7 @@ def solve(searcher: Searcher, problem, progress: Progress = silent) -> Solution:
 
 __all__ = [
     "SEARCHERS",
+    "Auto",
     "BruteForce",
     "DataParallel",
     "DynamicProgramming",

@@ -1,0 +1,70 @@
+"""The portfolio: every searcher that fits the problem's size, and every baseline; the judge picks.
+
+Model. Each member minimises its own objective; what is returned has the least judged makespan of all that fit the memory limit, on ties
+the member that comes first. So it is never worse than any of them. Its lower bound is the best that any member proves: bounds hold for all
+assignments of the mesh.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from autoshard.errors import InfeasibleError, SearchLimitError
+from autoshard.problem import Problem
+from autoshard.search.baselines import DataParallel, FullySharded
+from autoshard.search.dynamic_programming import DynamicProgramming
+from autoshard.search.recursive_programming import RecursiveProgramming
+from autoshard.search.searcher import Progress, Searcher, Solution, silent
+
+MEMBERS: tuple[Searcher, ...] = (
+    DynamicProgramming(),
+    RecursiveProgramming(),
+    DataParallel(),
+    FullySharded(stage=1),
+    FullySharded(stage=2),
+    FullySharded(stage=3),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Auto:
+    """The best of several searchers.
+
+    Attributes:
+        members: who is asked.
+    """
+
+    name: ClassVar[str] = "auto"
+    automatic: ClassVar[bool] = True
+
+    members: tuple[Searcher, ...] = MEMBERS
+
+    def solve(self, problem: Problem, progress: Progress = silent) -> Solution:
+        """The member's answer of least makespan.
+
+        Raises:
+            InfeasibleError: no member's answer fits the memory limit; names the smallest peak found.
+        """
+        started = time.perf_counter()
+        found: list[Solution] = []
+        refused: list[InfeasibleError] = []
+        too_large: list[SearchLimitError] = []
+        for number, member in enumerate(self.members):
+            progress(member.name, number / len(self.members))
+            try:
+                found.append(member.solve(problem, progress))
+            except SearchLimitError as error:
+                too_large.append(error)
+            except InfeasibleError as error:
+                refused.append(error)
+        if not found:
+            raise min(refused, key=lambda error: error.smallest_peak_bytes or float("inf")) if refused else too_large[0]
+        best = min(found, key=lambda solution: solution.judgement.cost.makespan_seconds)
+        bound = max(solution.lower_bound_seconds for solution in found)
+        return replace(
+            best,
+            lower_bound_seconds=min(bound, best.judgement.cost.objective_seconds),
+            stats={**best.stats, "members": len(found), "search_seconds": time.perf_counter() - started},
+        )

@@ -1,0 +1,47 @@
+"""The portfolio is never worse than what it contains."""
+
+from __future__ import annotations
+
+import pytest
+from problems import problem_of
+from programs import PROGRAMS
+
+from autoshard.errors import InfeasibleError, SearchLimitError
+from autoshard.search import Auto, DataParallel, RecursiveProgramming
+from autoshard.search.auto import MEMBERS
+
+
+@pytest.mark.parametrize("program", ["mlp", "convnet", "lstm", "moe"])
+def test_no_member_is_better(program):
+    """The makespan is the least of all members', and the bound the greatest that any proves."""
+    fn, args = PROGRAMS[program]()
+    problem = problem_of(fn, *args)
+    found, members = Auto().solve(problem), [member.solve(problem) for member in MEMBERS]
+    assert found.judgement.cost.makespan_seconds == min(one.judgement.cost.makespan_seconds for one in members)
+    bound = max(one.lower_bound_seconds for one in members)
+    assert found.lower_bound_seconds == min(bound, found.judgement.cost.objective_seconds)
+
+
+class Refusing(DataParallel):
+    """A searcher that always refuses."""
+
+    error = SearchLimitError("too large")
+
+    def solve(self, problem, progress=None):
+        raise self.error
+
+
+def test_members_may_refuse():
+    """What one member cannot do another does; where none can, the smallest peak is named."""
+    fn, args = PROGRAMS["mlp"]()
+    problem = problem_of(fn, *args)
+    assert Auto(members=(Refusing(), RecursiveProgramming())).solve(problem).stats["members"] == 1
+    with pytest.raises(InfeasibleError, match="smallest peak"):
+        Auto().solve(problem_of(fn, *args, memory_limit_bytes=1000.0))
+
+
+def test_a_portfolio_of_one_that_refuses_passes_its_reason_on():
+    """Where every member met its limit, the first one's error comes out."""
+    fn, args = PROGRAMS["mlp"]()
+    with pytest.raises(SearchLimitError, match="too large"):
+        Auto(members=(Refusing(),)).solve(problem_of(fn, *args))
