@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import pytest
 from fuzz import P, check, f32, halved, i32
 from jax import lax
 
@@ -73,7 +72,6 @@ def test_constants_that_replace_an_argument_are_made_where_it_lies():
     check(program, f32(2, 2), f32(2, 2), f32())
 
 
-@pytest.mark.xfail(reason="the body is traced apart and makes a copy of its own: one gather more than predicted, which compilers merge")
 def test_a_custom_derivative_shares_the_copies_of_its_surroundings():
     """The body of a function with its own derivative and the derivative read one copy of their argument."""
 

@@ -19,7 +19,7 @@ from autoshard.cost.model import CostModel
 from autoshard.cost.profile import Profile, profile
 from autoshard.errors import AutoshardError, ClusterError, InfeasibleError, ShardingError
 from autoshard.ir import Graph, Mesh, check_divides, spec_to_layout
-from autoshard.lower import abstract_mesh
+from autoshard.lower import lowering_mesh
 from autoshard.problem import Pin, Problem
 from autoshard.rules import rules_of
 from autoshard.search import Searcher, Solution, candidate_meshes, searcher_of, silent, solve
@@ -132,7 +132,7 @@ def evaluate(
     entering = [layouts[value] for value in graph.arguments]
     replaced = {result: entering[argument] for result, argument in graph.aliases}
     leaving = [replaced.get(result) for result in range(len(graph.results))]
-    between = propagated(traced.jaxpr, graph, entering, abstract_mesh(given), leaving)
+    between = propagated(traced.jaxpr, graph, entering, lowering_mesh(given, graph), leaving)
     spread = follow_layouts(problem, {**between, **layouts})
     solution = Solution(spread, problem.evaluate(spread), 0.0, {**seconds, "search_seconds": time.perf_counter() - started})
     return Strategy(record_of(traced, cluster, given, solution, _Given(), _positions(donate_argnums), _notes(facts)), traced)

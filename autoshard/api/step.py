@@ -11,13 +11,13 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from autoshard.cluster import Cluster
 from autoshard.cost.model import CostModel
 from autoshard.errors import TraceError
 from autoshard.ir import Layout, Rule, result_layouts
-from autoshard.lower import constrained, to_named_sharding
+from autoshard.lower import constrained, lowering_mesh, to_named_sharding
 from autoshard.lower.constrain import ReshardPath
 from autoshard.rules import rules_of
 from autoshard.strategy import Record, check_program
@@ -39,8 +39,8 @@ class Step:
     Arguments that lie elsewhere are moved to where the strategy wants them; Flax NNX objects among them are updated in place.
     """
 
-    def __init__(self, fn: Callable, record: Record, mesh: Mesh | AbstractMesh):
-        """``mesh`` is the record's, of devices; or abstract, where the program is lowered and never run."""
+    def __init__(self, fn: Callable, record: Record, mesh: Mesh | None):
+        """``mesh`` is the record's, of devices; None where the program is lowered and never run."""
         functools.update_wrapper(self, fn, updated=())
         self._fn = fn
         self._record = record
@@ -59,23 +59,25 @@ class Step:
         program, pure = self._program(args)
         traced = program.jitted.trace(*jax.tree.map(_described, pure))
         # Any platform will do without devices: shardings come before a platform's own passes.
-        return traced.lower(lowering_platforms=("cpu",)) if isinstance(self._mesh, AbstractMesh) else traced.lower()
+        return traced.lower(lowering_platforms=("cpu",)) if self._mesh is None else traced.lower()
 
     def _program(self, args: tuple) -> tuple[_Program, tuple]:
         """The program for arguments like these, and the arguments as pytrees of arrays."""
-        key = call_type(args)
+        traced_further = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
+        key = call_type(args), traced_further
         if (found := self._programs.get(key)) is None:
-            found = self._programs[key] = self._lowered(args)
+            found = self._programs[key] = self._lowered(args, traced_further)
         return found, found.traced.split(args)
 
-    def _lowered(self, args: tuple) -> _Program:
+    def _lowered(self, args: tuple, differentiable: bool) -> _Program:
         record = self._record
         traced, rules, path = program_of(self._fn, args, record)
         graph, assignment = traced.graph, record.assignment
-        flat = constrained(traced.jaxpr, graph, rules, assignment, self._mesh, path)
+        mesh = lowering_mesh(record.mesh, graph) if self._mesh is None else self._mesh
+        flat = constrained(traced.jaxpr, graph, rules, assignment, mesh, path, differentiable=differentiable)
 
         def sharding(layout: Layout, value: int) -> NamedSharding:
-            return to_named_sharding(layout, graph.values[value].rank, self._mesh)
+            return to_named_sharding(layout, graph.values[value].rank, mesh)
 
         in_shardings = tuple(sharding(assignment.layout(value), value) for value in graph.arguments)
         out_shardings = [sharding(layout, value) for layout, value in zip(result_layouts(graph, assignment), graph.results, strict=True)]

@@ -12,7 +12,7 @@ from autoshard.api.step import Step
 from autoshard.api.strategy import Strategy
 from autoshard.errors import StrategyError
 from autoshard.ir import Mesh
-from autoshard.lower import abstract_mesh, jax_mesh
+from autoshard.lower import jax_mesh
 from autoshard.render import Paragraph, Part, Report, Table, format_bytes, format_count, format_percent
 from autoshard.verify import Row, collectives_of, compare, explicit_collectives
 
@@ -115,7 +115,7 @@ def verify(strategy: Strategy, fn: Callable, *args: Any, target: str = "shardy")
     if target not in TARGETS:
         raise StrategyError(f"a target of verify is one of {sorted(TARGETS)}, got {target!r}. Use one of those.")
     record = strategy.record
-    mesh = abstract_mesh(record.mesh) if target == "shardy" else jax_mesh(record.mesh, jax.devices("cpu"))
+    mesh = None if target == "shardy" else jax_mesh(record.mesh, jax.devices("cpu"))
     lowered = Step(fn, record, mesh).lower(*args)
     peak = None
     if target == "shardy":

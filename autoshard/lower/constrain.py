@@ -70,15 +70,17 @@ def constrained(
     mesh: jax.sharding.Mesh | AbstractMesh,
     reshard_path: ReshardPath,
     constrain: Constrain = constrain_sharding,
+    differentiable: bool = True,
 ) -> Callable[..., list[Any]]:
     """A function from flat arguments to flat results that computes what ``jaxpr`` does, sharded as the assignment says.
 
     ``graph`` and ``rules`` are those of the same jaxpr; ``constrain`` is called for every constraint, in the same order each time.
-    To be called under `jax.jit`.
+    Where the function is ``differentiable``, custom derivatives inside stay in force. To be called under `jax.jit`.
     """
     free = profile(graph, rules).free
     home = {view: holder.value for op in graph.walk() for holder in op.holders for view in holder.views}
-    plan = _Plan(ops_by_path(graph), rules, assignment, mesh, reshard_path, constrain, free, frozenset(graph.constants), home)
+    ops, constants = ops_by_path(graph), frozenset(graph.constants)
+    plan = _Plan(ops, rules, assignment, mesh, reshard_path, constrain, free, constants, home, differentiable)
     leaving = result_layouts(graph, assignment)
     plan = replace(plan, contested=_contested(graph, plan, leaving))
 
@@ -100,6 +102,7 @@ class _Plan:
         free: per value, whether it is made of constants alone; the partitioner recomputes those for each use.
         constants: values that the function captured.
         home: per value that shares a holder's layout, the holder's value.
+        differentiable: whether custom derivatives stay in force.
         contested: values that somebody reads in another layout than their own.
     """
 
@@ -112,6 +115,7 @@ class _Plan:
     free: tuple[bool, ...]
     constants: frozenset[int]
     home: Mapping[int, int]
+    differentiable: bool
     contested: frozenset[int] = frozenset()
 
     def layout(self, value: int) -> Layout:
@@ -153,7 +157,7 @@ class _Region(Interpreter):
     """
 
     def __init__(self, plan: _Plan, loose: set[int] | None = None):
-        super().__init__(plan.ops)
+        super().__init__(plan.ops, plan.differentiable)
         self.plan = plan
         self.loose = set(plan.constants) if loose is None else loose
         self.made: dict[tuple[int, Layout], Any] = {}
@@ -200,8 +204,15 @@ class _Region(Interpreter):
         return self._pinned_results(op, self.rebound(op, eqn, entering))
 
     def enter(self, op: Op, number: int, arguments: Sequence[Any]) -> list[Any]:
-        layouts = self.plan.flows(op).inputs[number]
-        return [self.plan.pin(x, value, layout) for x, value, layout in zip(arguments, op.bodies[number].inputs, layouts, strict=True)]
+        plan = self.plan
+        inputs, layouts = op.bodies[number].inputs, plan.flows(op).inputs[number]
+        entered = [plan.pin(x, value, layout) for x, value, layout in zip(arguments, inputs, layouts, strict=True)]
+        # JAX hands a while loop's constants on from trip to trip, and Shardy has the last of constraints in a row hold for that too.
+        n_handed_on = op.params["body_nconsts"] if op.primitive == "while" and number == 1 else 0
+        for k, value in enumerate(inputs[:n_handed_on]):
+            if value in plan.contested and np.ndim(entered[k]):
+                entered[k] = plan.pin(jax.lax.optimization_barrier(entered[k]), value, layouts[k])
+        return entered
 
     def leave(self, op: Op, number: int, results: Sequence[Any]) -> list[Any]:
         layouts = self.plan.flows(op).outputs[number]

@@ -1,7 +1,8 @@
 """A closed jaxpr evaluated again, equation by equation, with a say at every op of its graph.
 
-``jit`` is inlined. Loops, branches, checkpoints and functions with custom derivatives are bound again around bodies that
-are evaluated the same way, so that rematerialisation, custom gradients and whatever else their primitives mean survive.
+``jit`` is inlined. Loops, branches and checkpoints are bound again around bodies that are evaluated the same way, so that
+rematerialisation and whatever else their primitives mean survive. So are functions with custom derivatives, where these may
+be asked for; else they are inlined too, since a body that is traced apart shares no copies with what is around it.
 """
 
 from __future__ import annotations
@@ -24,14 +25,18 @@ class Interpreter:
     """Evaluates a region of a program: its top level, or one body.
 
     Subclasses override `op`, `control_flow`, `enter` and `leave`; `region` makes the interpreter of a body.
+
+    Attributes:
+        differentiable: whether what is evaluated may be differentiated, or mapped, once more.
     """
 
-    def __init__(self, ops: Mapping[Path, Op]):
+    def __init__(self, ops: Mapping[Path, Op], differentiable: bool = True):
         self.ops = ops
+        self.differentiable = differentiable
 
     def region(self) -> Self:
         """The interpreter of a control-flow op's body."""
-        return type(self)(self.ops)
+        return type(self)(self.ops, self.differentiable)
 
     def derived(self) -> Self:
         """The interpreter of the primal body of a function with custom derivatives: traced apart, part of this region all the same."""
@@ -68,7 +73,7 @@ class Interpreter:
         return [read(atom) for atom in jaxpr.outvars]
 
     def _equation(self, eqn: JaxprEqn, operands: list[Any], path: Path) -> list[Any]:
-        if eqn.primitive.name in CUSTOM:
+        if eqn.primitive.name in CUSTOM and self.differentiable:
             return self._custom(eqn, operands, path)
         if eqn.primitive.name in INLINED:
             (body,) = subjaxprs(eqn)

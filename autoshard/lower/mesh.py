@@ -9,7 +9,10 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from autoshard.errors import ClusterError
-from autoshard.ir import Layout, Mesh, layout_to_spec
+from autoshard.ir import Graph, Layout, Mesh, layout_to_spec
+
+_NEED_DEVICES = frozenset({"custom_partitioning", "inspect_sharding", "io_callback", "pure_callback"})
+"""What JAX 0.10 lowers for devices alone."""
 
 
 def jax_mesh(mesh: Mesh, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
@@ -35,6 +38,15 @@ def jax_mesh(mesh: Mesh, devices: Sequence[Any] | None = None) -> jax.sharding.M
 def abstract_mesh(mesh: Mesh) -> AbstractMesh:
     """The JAX mesh without devices: programs can be lowered for it, however large it is."""
     return AbstractMesh(mesh.sizes, mesh.names, axis_types=(AxisType.Auto,) * len(mesh.axes))
+
+
+def lowering_mesh(mesh: Mesh, graph: Graph) -> jax.sharding.Mesh | AbstractMesh:
+    """The JAX mesh for a program that is lowered and never run: without devices, unless an operation in it asks for them.
+
+    Raises:
+        ClusterError: one does, as callbacks do, and there are fewer devices than the mesh has places.
+    """
+    return jax_mesh(mesh) if any(op.primitive in _NEED_DEVICES for op in graph.walk()) else abstract_mesh(mesh)
 
 
 def to_named_sharding(layout: Layout, rank: int, mesh: jax.sharding.Mesh | AbstractMesh) -> NamedSharding:

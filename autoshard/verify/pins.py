@@ -28,7 +28,7 @@ from autoshard.cost.profile import profile
 from autoshard.ir import Assignment, Collective, Graph, Layout, Mesh, Op, Origin, Rule, Spec, layout_to_spec, operand_layout, result_layouts
 from autoshard.ir.naming import Names, pattern
 from autoshard.lower.constrain import ReshardPath, constrained, needs_shard_map
-from autoshard.lower.mesh import abstract_mesh, to_named_sharding
+from autoshard.lower.mesh import lowering_mesh, to_named_sharding
 from autoshard.search.searcher import Progress, silent
 from autoshard.verify.compare import Row, compare
 from autoshard.verify.shardy import collectives_in, explicit, lowered_flat, made_bytes
@@ -99,12 +99,12 @@ def fewest_pins(
     """The constraints that Shardy's propagation needs to arrive at the assignment's program; arguments and results are as assigned."""
     started = time.perf_counter()
     mesh = assignment.mesh
-    everything = abstract_mesh(mesh)
+    everything = lowering_mesh(mesh, graph)
     sites: list[tuple[int, NamedSharding]] = []
 
     def lower(constrain: Callable[[Any, NamedSharding, int], Any]) -> jax.stages.Lowered:
         sites.clear()
-        flat = constrained(jaxpr, graph, rules, assignment, everything, reshard_path, constrain)
+        flat = constrained(jaxpr, graph, rules, assignment, everything, reshard_path, constrain, differentiable=False)
         results = zip(result_layouts(graph, assignment), graph.results, strict=True)
         pairs = [*((assignment.layout(value), value) for value in graph.arguments), *results]
         shardings = [to_named_sharding(layout, graph.values[value].rank, everything) for layout, value in pairs]

@@ -83,10 +83,19 @@ def _run(lowered: jax.stages.Lowered | ir.Module | ir.Operation, *pipelines: str
     """The module after the passes; they work in place, so on a copy."""
     module: Any = lowered.compiler_ir("stablehlo") if isinstance(lowered, jax.stages.Lowered) else lowered
     copy = module.operation.clone()
+    _spread(copy)
     with module.context:
         for pipeline in pipelines:
             PassManager.parse(pipeline).run(copy.operation)
     return copy.operation
+
+
+def _spread(op: Any) -> None:
+    """Has what runs on a single device, as callbacks do, run on all of them: Shardy knows no reshard from there."""
+    for inner in _operations(op):
+        if "@maximal_mesh" in str(inner.attributes.get("sdy.sharding", "")):
+            del inner.attributes["sdy.sharding"]
+        _spread(inner)
 
 
 def _operations(op: Any) -> Iterator[Any]:

@@ -1,0 +1,91 @@
+"""What programs from outside the repository brought to light, each shrunk to the lines that matter, under every baseline and search."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import io_callback
+from jax.sharding import PartitionSpec
+from problems import eager_cluster
+
+import autoshard
+from autoshard import DataParallel, FullySharded, RecursiveProgramming
+
+MESH = {"x": 2, "y": 4}
+SEARCHERS = {"data_parallel": DataParallel(), "fully_sharded": FullySharded(), "recursive": RecursiveProgramming()}
+
+
+def normal(*shape):
+    return jnp.asarray(np.random.default_rng(sum(shape)).normal(0, 0.3, shape), jnp.float32)
+
+
+def loop_constant_read_sharded(x, y, v):
+    """A while loop that reads a constant whole as it stands, and sliced in the body."""
+
+    def body(carry):
+        i, v = carry
+        rest = x @ v - y
+        return i + 1, v + x.T @ (rest / (1 + jnp.abs(rest).sum()))
+
+    return jax.lax.while_loop(lambda carry: (carry[0] < 5) & (carry[1].sum() < 100), body, (0, v))
+
+
+def fixed_point(w, x, u):
+    """A loss through a fixed point with a derivative of its own: weights are read by the solver, and on the way back."""
+
+    def layer(w, x, z):
+        return jnp.tanh(z @ w / 2 + x @ u)
+
+    @jax.custom_vjp
+    def solve(w, x):
+        return jax.lax.fori_loop(0, 4, lambda _, z: layer(w, x, z), jnp.zeros((x.shape[0], w.shape[0])))
+
+    def forward(w, x):
+        z = solve(w, x)
+        return z, (w, x, z)
+
+    def backward(kept, g):
+        w, x, z = kept
+        _, vjp = jax.vjp(layer, w, x, z)
+        adjoint = jax.lax.fori_loop(0, 4, lambda _, a: vjp(a)[2] + g, g)
+        return vjp(adjoint)[:2]
+
+    solve.defvjp(forward, backward)
+    return jax.value_and_grad(lambda w: (solve(w, x) ** 2).mean())(w)
+
+
+def calls_python(w, x):
+    """A step that asks Python for an array, and tells it a number."""
+    h = jnp.tanh(x @ w)
+    h = jax.pure_callback(lambda a: np.sort(a, -1), jax.ShapeDtypeStruct(h.shape, h.dtype), h, vmap_method="sequential")
+    io_callback(lambda mean: None, None, h.mean())
+    return w - 0.1 * x.T @ h
+
+
+PROGRAMS = {
+    "loop_constant_read_sharded": (loop_constant_read_sharded, (normal(32, 6), normal(32, 2), normal(6, 2))),
+    "fixed_point": (fixed_point, (normal(16, 16), normal(16, 8), normal(8, 16))),
+    "calls_python": (calls_python, (normal(16, 32), normal(32, 16))),
+}
+
+
+@pytest.mark.parametrize("searcher", SEARCHERS)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_outside_programs_are_equal_and_do_what_is_predicted(name, searcher):
+    """The strategy gives the numbers of the plain run, and the partitioner inserts the predicted collectives."""
+    fn, args = PROGRAMS[name]
+    strategy = autoshard.search(fn, *args, cluster=eager_cluster(), searcher=SEARCHERS[searcher], mesh=MESH)
+    found = autoshard.verify(strategy, fn, *args)
+    assert found.exact, str(found)
+    for got, wanted in zip(jax.tree.leaves(strategy.apply(fn)(*args)), jax.tree.leaves(jax.jit(fn)(*args)), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=2e-4, atol=1e-5)
+
+
+def test_what_is_lowered_for_devices_alone_is_costed_and_pinned():
+    """A program with callbacks, which JAX lowers for devices alone, is costed as given and gets its pins."""
+    fn, args = PROGRAMS["calls_python"]
+    given = autoshard.evaluate(fn, *args, cluster="cpu:8", mesh=MESH, in_specs=(PartitionSpec(), PartitionSpec("x")))
+    assert given.in_specs[1] == PartitionSpec("x", None)
+    assert not given.pins(fn, *args).found.differing
