@@ -80,10 +80,10 @@ class _Tables:
             self._pass(i, self.behind[i], self.before[i])
 
     def _pass(self, i: int, come: list[tuple[np.ndarray, int]], go: list[tuple[np.ndarray, int]]) -> None:
-        """The node collects the minima of all its pairs, and gives those ahead their shares."""
+        """The node collects the minima of the pairs it comes from, and gives those ahead their shares."""
         held = self.unary[i]
-        for table, side in (*come, *go):
-            least = table.min(axis=1 - side)
+        for table, side in come:
+            least = np.minimum.reduce(table, axis=1 - side)
             table -= least[:, None] if side == 0 else least
             held = held + least
         if go:
