@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import io_callback
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 from problems import eager_cluster
 
 import autoshard
 from autoshard import DataParallel, FullySharded, RecursiveProgramming
+from autoshard.errors import StrategyError
 
 MESH = {"x": 2, "y": 4}
 SEARCHERS = {"data_parallel": DataParallel(), "fully_sharded": FullySharded(), "recursive": RecursiveProgramming()}
@@ -56,6 +57,15 @@ def fixed_point(w, x, u):
     return jax.value_and_grad(lambda w: (solve(w, x) ** 2).mean())(w)
 
 
+def constants_put_together(x, y):
+    """Weights that are made of constants by way of sums and transposes, read sharded and whole."""
+    ranks = jnp.log(8.5) - jnp.log(jnp.arange(1.0, 9.0))
+    weights = ranks / ranks.sum()
+    table = jnp.concatenate([weights, -weights]).reshape(4, 4).T.reshape(16)
+    decay = jnp.cumprod(weights)
+    return jnp.einsum("i,ij,ik->jk", weights, x, x) @ y * weights, (table * decay.sum()) @ jnp.concatenate([x, x]), y.sum(0) + decay
+
+
 def calls_python(w, x):
     """A step that asks Python for an array, and tells it a number."""
     h = jnp.tanh(x @ w)
@@ -67,6 +77,7 @@ def calls_python(w, x):
 PROGRAMS = {
     "loop_constant_read_sharded": (loop_constant_read_sharded, (normal(32, 6), normal(32, 2), normal(6, 2))),
     "fixed_point": (fixed_point, (normal(16, 16), normal(16, 8), normal(8, 16))),
+    "constants_put_together": (constants_put_together, (normal(8, 8), normal(8, 8))),
     "calls_python": (calls_python, (normal(16, 32), normal(32, 16))),
 }
 
@@ -81,6 +92,32 @@ def test_outside_programs_are_equal_and_do_what_is_predicted(name, searcher):
     assert found.exact, str(found)
     for got, wanted in zip(jax.tree.leaves(strategy.apply(fn)(*args)), jax.tree.leaves(jax.jit(fn)(*args)), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=2e-4, atol=1e-5)
+
+
+def test_effects_in_an_order_are_refused():
+    """JAX orders effects on one device alone: a step that asks for that is told where, and what to do."""
+
+    def step(x):
+        jax.debug.print("{x}", x=x.sum(), ordered=True)
+        return 2 * x
+
+    strategy = autoshard.search(step, normal(8, 8), cluster="cpu:8")
+    with pytest.raises(StrategyError, match=r"debug_print at .*test_outside_programs.*ordered=False"):
+        strategy.apply(step)(normal(8, 8))
+
+
+def test_a_shard_map_fixes_the_mesh():
+    """Where the mesh is searched, one that the program partitions itself over is the mesh."""
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    spec = PartitionSpec("a", "b")
+
+    def step(x, w):
+        return jax.shard_map(lambda x: x - jax.lax.pmean(x, "a"), mesh=mesh, in_specs=spec, out_specs=spec)(x @ w)
+
+    args = normal(16, 8), normal(8, 8)
+    strategy = autoshard.search(step, *args, cluster="cpu:8")
+    assert strategy.mesh_shape == {"a": 4, "b": 2}
+    np.testing.assert_allclose(strategy.apply(step)(*args), step(*args), rtol=1e-4, atol=1e-5)
 
 
 def test_what_is_lowered_for_devices_alone_is_costed_and_pinned():

@@ -20,6 +20,7 @@ from autoshard.cost.profile import Profile, profile
 from autoshard.errors import AutoshardError, ClusterError, InfeasibleError, ShardingError
 from autoshard.ir import Graph, Mesh, check_divides, spec_to_layout
 from autoshard.lower import lowering_mesh
+from autoshard.lower.constrain import SELF_PARTITIONED
 from autoshard.problem import Pin, Problem
 from autoshard.rules import rules_of
 from autoshard.search import Searcher, Solution, candidate_meshes, searcher_of, silent, solve
@@ -143,9 +144,15 @@ def _positions(donate_argnums: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def _notes(facts: Profile) -> list[str]:
-    """What stays replicated for want of a rule."""
+    """What stays replicated for want of a rule, and what stays as its author partitioned it."""
     without = Counter(op.primitive for op in facts.graph.walk() if facts.rules[op.index] is None and not op.bodies and op.operands)
-    return [f"{name} has no sharding rule: {n} of them read their operands whole" for name, n in sorted(without.items())]
+
+    def note(name: str, n: int) -> str:
+        if name in SELF_PARTITIONED:
+            return f"{name} partitions itself: {n} of them run as written, and are costed as if they read their operands whole"
+        return f"{name} has no sharding rule: {n} of them read their operands whole"
+
+    return [note(name, n) for name, n in sorted(without.items())]
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,13 +202,14 @@ def _meshes(cluster: Cluster, graph: Graph, pins: Pins, max_axes: int) -> list[M
     """The meshes to try: the one that the program fixes, or all of some axes that have those named by pins."""
     names = list(_pinned_axes(pins))
     for op in graph.walk():
+        fixed = dict(op.params["mesh"].shape) if op.primitive == "shard_map" else None
         if op.primitive == "sharding_constraint":
             spec, fixed = constraint_spec(op)
-            if fixed is not None:
-                mesh = Mesh.of(fixed)
-                cluster.check(mesh)
-                return [mesh]
-            names.extend(_axes_of(spec))
+            names.extend(_axes_of(spec) if fixed is None else ())
+        if fixed is not None:
+            mesh = Mesh.of(fixed)
+            cluster.check(mesh)
+            return [mesh]
     return list(candidate_meshes(cluster.n_devices, tuple(dict.fromkeys(names)), max_axes))
 
 

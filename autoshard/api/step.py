@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from autoshard.cluster import Cluster
 from autoshard.cost.model import CostModel
-from autoshard.errors import TraceError
-from autoshard.ir import Layout, Rule, result_layouts
+from autoshard.errors import StrategyError, TraceError
+from autoshard.ir import Graph, Layout, Rule, result_layouts
 from autoshard.lower import constrained, lowering_mesh, to_named_sharding
 from autoshard.lower.constrain import ReshardPath
 from autoshard.rules import rules_of
@@ -73,6 +73,7 @@ class Step:
         record = self._record
         traced, rules, path = program_of(self._fn, args, record)
         graph, assignment = traced.graph, record.assignment
+        _check_effects(graph, record.mesh.size)
         mesh = lowering_mesh(record.mesh, graph) if self._mesh is None else self._mesh
         flat = constrained(traced.jaxpr, graph, rules, assignment, mesh, path, differentiable=differentiable)
 
@@ -110,6 +111,16 @@ def program_of(fn: Callable, args: tuple, record: Record) -> tuple[Traced, tuple
         return model.reshard_path(graph.values[value], source, target)
 
     return traced, rules, path
+
+
+def _check_effects(graph: Graph, n_devices: int) -> None:
+    """Raises `StrategyError` for effects in an order, which JAX has on a single device only."""
+    ordered = next((op for op in graph.walk() if op.params.get("ordered") is True), None)
+    if ordered is not None and n_devices > 1:
+        raise StrategyError(
+            f"effects in a fixed order happen on a single device, and {ordered.primitive} at {ordered.origin} asks for it on {n_devices}. "
+            "Pass ordered=False, or leave it out of the step."
+        )
 
 
 def call_type(args: tuple) -> tuple:

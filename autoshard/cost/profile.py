@@ -27,6 +27,9 @@ STANDALONE = frozenset({
     "scan", "while", "cond", "remat2", "checkpoint", "shard_map", "pallas_call", "custom_partitioning", "ffi_call", "tridiagonal_solve",
 })  # fmt: skip
 FREE_SOURCES = frozenset({"iota"})
+# Computed once even of constants, and their results moved: Shardy recomputes only elementwise ops, broadcasts, reshapes, slices.
+# (And no transposes; but those of masks are worth more as they are, fused into their readers by XLA.)
+ONCE = STANDALONE | REDUCTIONS | {"concatenate", "pad", "rev", "dynamic_slice"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,12 +111,12 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...]) -> Profile:
 
 
 def _free_values(graph: Graph) -> list[bool]:
-    """Per value whether it is an expansion of constants: literals, iota, and what only reads those."""
+    """Per value whether it is an expansion of constants: literals, iota, and what the partitioner computes again from those."""
     free = [False] * len(graph.values)
     for literal in graph.literals:
         free[literal] = True
     for op in graph.walk():
-        if op.bodies or op.primitive in STANDALONE or op.primitive.startswith("random") or not op.results:
+        if op.bodies or op.primitive in ONCE or op.primitive.startswith("random") or not op.results:
             continue
         if op.primitive in FREE_SOURCES or (op.operands and all(free[value] for value in op.operands)):
             for result in op.results:
