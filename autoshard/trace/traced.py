@@ -210,6 +210,11 @@ def _failure(fn: Callable, error: Exception) -> TraceError:
             "A function is traced without its arguments' present shardings, so a mesh inside it has Auto axes",
             "Make its mesh with axis_types=(jax.sharding.AxisType.Auto,) for each axis.",
         )
+    elif "static arguments are not supported" in str(error):  # of a jitted function that is passed a number for one of them
+        rule, advice = (
+            "Every argument of a function is traced, those included that `jax.jit` was told are static",
+            "Bind static arguments beforehand with functools.partial.",
+        )
     elif type(error).__name__ == "TraceContextError" or "trace level" in str(error):  # Flax says either, as to where the mutation is
         rule, advice = (
             "A step may mutate only the modules that it is passed; it mutates one that it captures, and that mutation would be lost",

@@ -283,6 +283,7 @@ def test_control_flow_on_values_names_the_line():
         (lambda a: "text", (x8,), ["not a valid JAX type"]),
         (lambda a: jax.lax.psum(a, "nowhere"), (x8,), ["nowhere"]),
         (lambda a: range(a), (3,), ["functools.partial"]),
+        (jax.jit(lambda a, n: a * n, static_argnums=1), (x8, 3), ["told are static", "functools.partial"]),
     ],
 )
 def test_untraceable_functions_say_why(fn, args, pieces):
