@@ -145,7 +145,12 @@ def _positions(donate_argnums: int | Sequence[int]) -> tuple[int, ...]:
 
 def _notes(facts: Profile) -> list[str]:
     """What stays replicated for want of a rule, and what stays as its author partitioned it."""
-    without = Counter(op.primitive for op in facts.graph.walk() if facts.rules[op.index] is None and not op.bodies and op.operands)
+    values = facts.graph.values
+    without = Counter(
+        op.primitive
+        for op in facts.graph.walk()
+        if facts.rules[op.index] is None and not op.bodies and any(values[value].rank for value in op.operands)
+    )
 
     def note(name: str, n: int) -> str:
         if name in SELF_PARTITIONED:
