@@ -267,8 +267,8 @@ class _Region(Interpreter):
         return self.plan.reshard(self.plan.pin(x, value, combined), value, combined, self.plan.layout(value))
 
     def _replicated(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-        """The results of an op that nothing is known of: it reads whole arrays, unless it partitions itself or has effects."""
-        if not eqn.effects and op.primitive not in SELF_PARTITIONED:
+        """The results of an op that nothing is known of: it reads whole arrays, unless it partitions itself."""
+        if op.primitive not in SELF_PARTITIONED:
             whole = replicated(self.plan.assignment.mesh)
             operands = [self.read(x, value, whole) for x, value in zip(operands, op.operands, strict=True)]
         return self._pinned_results(op, apply(eqn, operands))

@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as
 from jax.extend.source_info_util import current_name_stack, user_context
 
 from autoshard.ir import Graph, Op
-from autoshard.trace.structure import CUSTOM, INLINED, opened, subjaxprs
+from autoshard.trace.structure import CUSTOM, INLINED, opened, subjaxprs, with_bodies
 
 Path = tuple[int, ...]
 
@@ -145,17 +145,3 @@ def retraced(old: ClosedJaxpr | Jaxpr, function: Any) -> tuple[ClosedJaxpr | Jax
         passed_in = jax.make_jaxpr(lambda *given: jaxpr_as_fun(ClosedJaxpr(new.jaxpr, given[:n]))(*given[n:]))
         return passed_in(*new.consts, *types).jaxpr, list(new.consts)
     return new.jaxpr, []
-
-
-def with_bodies(eqn: JaxprEqn, old: Sequence[ClosedJaxpr | Jaxpr], new: Sequence[ClosedJaxpr | Jaxpr]) -> dict[str, Any]:
-    """The equation's parameters that hold sub-programs, with each of ``old`` replaced by its like in ``new``."""
-    waiting: dict[int, list[ClosedJaxpr | Jaxpr]] = {}
-    for before, after in zip(old, new, strict=True):
-        waiting.setdefault(id(before), []).append(after)  # two branches may be one object, and differ from now on
-
-    def swap(param: Any) -> Any:
-        if isinstance(param, (tuple, list)):
-            return getattr(type(param), "_make", type(param))(map(swap, param))
-        return waiting[id(param)].pop(0) if id(param) in waiting else param
-
-    return {name: swap(param) for name, param in eqn.params.items() if isinstance(param, (tuple, list, Jaxpr, ClosedJaxpr))}

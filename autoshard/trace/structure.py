@@ -6,7 +6,7 @@ top-level jaxpr; inside sub-program ``b`` of that equation, it is ``(position, b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
@@ -64,3 +64,17 @@ def called_with(name: str, params: Mapping[str, Any], n_operands: int) -> range 
     lengths = params["const_lengths"]
     first = lengths.matvec + lengths.vecmat
     return (*range(first, first + lengths.solve), *range(sum(lengths), n_operands))
+
+
+def with_bodies(eqn: JaxprEqn, old: Sequence[ClosedJaxpr | Jaxpr], new: Sequence[ClosedJaxpr | Jaxpr]) -> dict[str, Any]:
+    """The equation's parameters that hold sub-programs, with each of ``old`` replaced by its like in ``new``."""
+    waiting: dict[int, list[ClosedJaxpr | Jaxpr]] = {}
+    for before, after in zip(old, new, strict=True):
+        waiting.setdefault(id(before), []).append(after)  # two branches may be one object, and differ from now on
+
+    def swap(param: Any) -> Any:
+        if isinstance(param, (tuple, list)):
+            return getattr(type(param), "_make", type(param))(map(swap, param))
+        return waiting[id(param)].pop(0) if id(param) in waiting else param
+
+    return {name: swap(param) for name, param in eqn.params.items() if isinstance(param, (tuple, list, Jaxpr, ClosedJaxpr))}

@@ -16,6 +16,7 @@ from autoshard.trace.build import Program, build
 from autoshard.trace.constraints import with_axes
 from autoshard.trace.fingerprint import fingerprint
 from autoshard.trace.leaves import Leaf, argument_names, find_aliases, plain_leaves, result_path
+from autoshard.trace.mapped_loops import written_out
 from autoshard.trace.modules import Modules, has_modules
 from autoshard.trace.origin import error_place
 
@@ -118,7 +119,7 @@ def trace(
         raise
     except Exception as error:  # whatever the function raises while it is traced
         raise _failure(fn, error) from error
-    jaxpr = _live(everything)
+    jaxpr = _live(written_out(everything))
     output = shapes if modules is None else shapes[0]
     out_tree = jax.tree.structure(output)
     graph = _graph(fn, build(jaxpr), leaves, output, modules.written if modules else (), donated_args)
