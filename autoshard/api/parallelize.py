@@ -9,14 +9,14 @@ from typing import Any
 import jax
 
 from autoshard.api.search import Pins, search
-from autoshard.api.step import Step, call_type, positional
+from autoshard.api.step import Sharded, Step, call_type, positional
 from autoshard.api.strategy import Strategy
 from autoshard.cluster import Cluster
 from autoshard.errors import StrategyError
 from autoshard.search import Searcher
 
 
-class Parallelized:
+class Parallelized(Sharded):
     """A function that is searched for at its first call with arguments of some structure and types, and then runs sharded.
 
     Attributes:

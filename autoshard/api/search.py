@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from autoshard.api.step import plain
 from autoshard.api.strategy import Strategy, record_of
 from autoshard.cluster import Cluster
 from autoshard.cost.model import CostModel
@@ -188,7 +189,7 @@ def _limit(cluster: Cluster, memory_limit_bytes: float | None) -> float:
 def _prepare(fn, args, donate_argnums, axis_names) -> tuple[Traced, Profile, dict[str, float]]:
     """The traced function, its profile, and what tracing took."""
     started = time.perf_counter()
-    traced = trace(fn, *args, donate_argnums=donate_argnums, axis_names=tuple(dict.fromkeys(axis_names)))
+    traced = trace(plain(fn), *args, donate_argnums=donate_argnums, axis_names=tuple(dict.fromkeys(axis_names)))
     facts = profile(traced.graph, rules_of(traced.graph))
     return traced, facts, {"trace_seconds": time.perf_counter() - started, "n_ops": len(traced.graph.walk())}
 

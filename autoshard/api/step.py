@@ -33,7 +33,18 @@ class _Program:
     in_shardings: tuple[NamedSharding, ...]
 
 
-class Step:
+class Sharded:
+    """A function that runs sharded; the function that it was made of is its ``__wrapped__``."""
+
+    __wrapped__: Callable
+
+
+def plain(fn: Callable) -> Callable:
+    """The function without any sharding of ours: what a search, or another strategy, starts from."""
+    return plain(fn.__wrapped__) if isinstance(fn, Sharded) else fn
+
+
+class Step(Sharded):
     """``fn`` as its strategy says: `jax.jit` of the constrained program.
 
     Arguments that lie elsewhere are moved to where the strategy wants them; Flax NNX objects among them are updated in place.
@@ -102,7 +113,7 @@ def program_of(fn: Callable, args: tuple, record: Record) -> tuple[Traced, tuple
     Raises:
         StrategyError: it is not the program the record is for.
     """
-    traced = trace(fn, *args, donate_argnums=record.donate_argnums, axis_names=record.mesh.names)
+    traced = trace(plain(fn), *args, donate_argnums=record.donate_argnums, axis_names=record.mesh.names)
     graph, rules = traced.graph, rules_of(traced.graph)
     check_program(record, graph, rules)
     model = CostModel(Cluster.from_dict(record.cluster), record.mesh)

@@ -13,13 +13,13 @@ import numpy as np
 from flax import nnx
 
 import autoshard
-from autoshard import verify
 from autoshard.api.explain import argument_parts, compare
 from autoshard.api.explain import summary as strategy_summary
 from autoshard.api.strategy import Strategy
 from autoshard.demo.programs import Program
 from autoshard.render import Heading, Paragraph, Report, Table, format_bytes, format_count, format_seconds
-from autoshard.verify import Row
+from autoshard.verify import Row, collectives_of
+from autoshard.verify import compare as compare_collectives
 
 CLUSTER = "cpu:8"
 SEARCHERS = ("recursive_programming", "data_parallel", "fully_sharded")  # what is found, and what it is held against
@@ -87,7 +87,7 @@ def train(program: Program, steps: int, progress: Progress) -> Outcome:
     state = strategy.shard(*init())
     sharded = _run(step, state, batches, f"{program.name} on {strategy.record.mesh.size} devices", progress)
     module = step.lower(*state, *batches[0]).compile().as_text() or ""
-    collectives = verify.compare(strategy.cost.collectives, verify.collectives_of(module, strategy.record.mesh))
+    collectives = compare_collectives(strategy.cost.collectives, collectives_of(module, strategy.record.mesh))
     return Outcome(program, strategies, sharded, reference, collectives)
 
 

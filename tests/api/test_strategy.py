@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from problems import eager_cluster
-from programs import PROGRAMS, concrete
+from programs import PROGRAMS, concrete, mlp
 
 import autoshard
 from autoshard.verify import collectives_of
@@ -324,3 +324,12 @@ def test_depthwise_convolutions_run_sharded():
     g = jax.value_and_grad(f)
     strategy = autoshard.search(g, w, x, cluster=eager_cluster(), mesh={"data": 8}, pins={"x": P("data")})
     assert_close(strategy.apply(g)(w, x), g(w, x))
+
+
+def test_a_sharded_function_stands_for_what_it_was_made_of():
+    """A decorated or applied function is searched, evaluated, applied and verified as the plain one is."""
+    fn, args = mlp(layers=1)
+    decorated = autoshard.parallelize(fn, cluster="cpu:8", mesh={"data": 8})
+    strategy = autoshard.search(decorated, *args, cluster="cpu:8", mesh={"data": 8})
+    assert strategy.record.program.fingerprint == autoshard.search(fn, *args, cluster="cpu:8", mesh={"data": 8}).record.program.fingerprint
+    assert autoshard.verify(strategy, strategy.apply(decorated), *args).exact
