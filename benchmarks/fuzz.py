@@ -11,13 +11,16 @@ A program is made from ``seed`` and its number alone: ``--only 17`` repeats one.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import queue
 import random
 import re
-import selectors
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -31,6 +34,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 TESTS = Path(__file__).parents[1] / "tests"
 SECONDS = 180  # a program that takes longer counts as a failure
+# The code generator's optimisations take most of the time, and have no part in what is asked: partitioning comes before.
+FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,40 +90,63 @@ def _kind(failure: str) -> str:
     return re.sub(r"(: |\d|').*", "", failure.replace(": ", " ", 1))[:60]
 
 
-def outcomes(seed: int, numbers: Sequence[int], shrink: bool, run: bool) -> Iterator[Outcome]:
-    """The outcome of every program, in order; a worker that dies is replaced after the program that killed it."""
+def outcomes(seed: int, numbers: Sequence[int], shrink: bool, run: bool, processes: int) -> Iterator[Outcome]:
+    """The outcome of every program, as workers finish them."""
+    found: queue.Queue[Outcome | None] = queue.Queue()
+
+    def share(mine: Sequence[int]) -> None:
+        try:
+            for outcome in _worked(seed, mine, shrink, run):
+                found.put(outcome)
+        finally:
+            found.put(None)
+
+    shares = [numbers[k::processes] for k in range(processes)]
+    for mine in shares:
+        threading.Thread(target=share, args=(mine,), daemon=True).start()
+    for _ in shares:
+        while (outcome := found.get()) is not None:
+            yield outcome
+
+
+def _worked(seed: int, numbers: Sequence[int], shrink: bool, run: bool) -> Iterator[Outcome]:
+    """The outcomes of one worker's programs, in order; a worker that dies is replaced after the program that killed it."""
     left = list(numbers)
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "PYTHONPATH": str(TESTS)}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS, "PYTHONPATH": str(TESTS)}
     while left:
         command = [sys.executable, "-m", "benchmarks.fuzz", "--worker", ",".join(map(str, left)), "--seed", str(seed)]
         command += [] if shrink else ["--no-shrink"]
         command += [] if run else ["--no-run"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as worker:
-            assert worker.stdout is not None and worker.stderr is not None
-            started, text = left[0], ""
-            for line in _lines(worker):
-                entry = json.loads(line)
-                if "start" in entry:
-                    started, text = entry["number"], entry["start"]
-                else:
-                    left.remove(entry["number"])
-                    yield Outcome(entry["number"], entry["failure"], entry["text"])
-            worker.kill()
-            last = " ".join(worker.stderr.read().split("\n")[-12:])
-        if left:
-            left.remove(started)
-            yield Outcome(started, f"the process died or took more than {SECONDS} s: {last[-400:]}", text)
+        with tempfile.TemporaryFile("w+") as complaints:
+            with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=complaints, text=True, env=environment) as worker:
+                text = ""
+                for line in _lines(worker):
+                    entry = json.loads(line)
+                    if "start" in entry:
+                        text = entry["start"]
+                    else:
+                        left.remove(entry["number"])
+                        yield Outcome(entry["number"], entry["failure"], entry["text"])
+                worker.kill()
+            complaints.seek(0)
+            last = " ".join(complaints.read().split("\n")[-12:])
+        if left:  # they are worked on in order
+            yield Outcome(left.pop(0), f"the process died or took more than {SECONDS} s: {last[-400:]}", text)
 
 
 def _lines(worker: subprocess.Popen) -> Iterator[str]:
     """The worker's lines, until it ends or is silent for too long."""
-    assert worker.stdout is not None
-    with selectors.DefaultSelector() as selector:
-        selector.register(worker.stdout, selectors.EVENT_READ)
-        while selector.select(SECONDS):
-            line = worker.stdout.readline()
-            if not line:
-                return
+    lines: queue.Queue[str] = queue.Queue()
+
+    def read() -> None:
+        assert worker.stdout is not None
+        for line in worker.stdout:
+            lines.put(line)
+        lines.put("")
+
+    threading.Thread(target=read, daemon=True).start()
+    with contextlib.suppress(queue.Empty):
+        while line := lines.get(timeout=SECONDS):
             yield line
 
 
@@ -129,6 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, help="the number of the first (default 0)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="the number of the one program to check")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="how many at once (default: one a core)")
     parser.add_argument("--no-shrink", action="store_true", help="print failing programs as they are")
     parser.add_argument("--no-run", action="store_true", help="compare collectives alone, which takes a fraction of the time")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -142,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task("programs", total=len(numbers))
-        for outcome in outcomes(options.seed, numbers, shrink, run):
+        for outcome in outcomes(options.seed, numbers, shrink, run, options.processes):
             if outcome.failure is not None:
                 failures.append(outcome)
                 print(f"# program {outcome.number} of seed {options.seed}: {outcome.failure}\n{outcome.text}\n", flush=True)
