@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import io_callback
 from jax.sharding import AxisType, PartitionSpec
 from problems import eager_cluster
@@ -66,6 +67,50 @@ def constants_put_together(x, y):
     return jnp.einsum("i,ij,ik->jk", weights, x, x) @ y * weights, (table * decay.sum()) @ jnp.concatenate([x, x]), y.sum(0) + decay
 
 
+def mapped_loop(x, n):
+    """Loops that `vmap` maps over their trip counts: as long as any goes on, every device asks all others."""
+
+    def halved(x, n):
+        return jax.lax.while_loop(lambda c: (c[1] < n) & (jnp.abs(c[0]).max() > 0.01), lambda c: (jnp.sin(c[0] / 2), c[1] + 1), (x, 0))
+
+    return jax.vmap(halved)(x, n)
+
+
+def diagonal(a, x):
+    """A diagonal, which JAX takes by one branch in kernels and by another on devices."""
+    return x * jnp.diagonal(a), jnp.diagonal(x.reshape(2, 8, 8), axis1=1, axis2=2) @ a
+
+
+def loops_from_anywhere(w, x):
+    """While loops that start, step and stop where they like; one that never runs."""
+
+    def advanced(x, start, stop, step):
+        def body(carry):
+            i, x = carry
+            return i + step, jnp.tanh(x @ w) / (1 + jnp.abs(x).sum())
+
+        return jax.lax.while_loop(lambda carry: carry[0] < stop, body, (start, x))[1]
+
+    return advanced(x, 0, 3, 1), advanced(x, 2, 9, 3), advanced(x, 8, 8, 1)
+
+
+def named_and_read_twice(w, x):
+    """An activation that is read under a name in one layout, and by itself in another."""
+    h = jnp.tanh(x @ w)
+    return checkpoint_name(h, "h").T @ x, jnp.sort(checkpoint_name(h, "h"), 0), h * 3
+
+
+def tells_python_of_an_array(w, x):
+    """A branch that shows Python an array."""
+
+    def tell(h):
+        jax.debug.callback(lambda h: None, h)
+        return h + 1
+
+    h = jnp.tanh(x @ w)
+    return w - 0.1 * x.T @ jax.lax.cond(h.sum() > 0, tell, lambda h: h, h)
+
+
 def calls_python(w, x):
     """A step that asks Python for an array, and tells it a number."""
     h = jnp.tanh(x @ w)
@@ -78,6 +123,11 @@ PROGRAMS = {
     "loop_constant_read_sharded": (loop_constant_read_sharded, (normal(32, 6), normal(32, 2), normal(6, 2))),
     "fixed_point": (fixed_point, (normal(16, 16), normal(16, 8), normal(8, 16))),
     "constants_put_together": (constants_put_together, (normal(8, 8), normal(8, 8))),
+    "mapped_loop": (mapped_loop, (normal(16, 8), jnp.arange(16) % 5)),
+    "diagonal": (diagonal, (normal(8, 8), normal(16, 8))),
+    "loops_from_anywhere": (loops_from_anywhere, (normal(16, 16), normal(32, 16))),
+    "named_and_read_twice": (named_and_read_twice, (normal(16, 16), normal(32, 16))),
+    "tells_python_of_an_array": (tells_python_of_an_array, (normal(16, 16), normal(32, 16))),
     "calls_python": (calls_python, (normal(16, 32), normal(32, 16))),
 }
 
@@ -92,6 +142,21 @@ def test_outside_programs_are_equal_and_do_what_is_predicted(name, searcher):
     assert found.exact, str(found)
     for got, wanted in zip(jax.tree.leaves(strategy.apply(fn)(*args)), jax.tree.leaves(jax.jit(fn)(*args)), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=2e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("spec", [("x", None, None), (None, ("x", "y"), None), (None, None, ("x", "y")), (None, "x", "y")])
+def test_two_sides_of_a_mask_are_made_of_one_iota(spec):
+    """Positions that are compared with themselves are computed by each device as it needs them, whichever side is sharded."""
+
+    def masked(x):
+        i = jnp.broadcast_to(jnp.arange(16), (8, 16))
+        return jnp.where(i[:, :, None] >= i[:, None, :], x, 0.0)
+
+    x = normal(8, 16, 16)
+    strategy = autoshard.search(masked, x, cluster=eager_cluster(), mesh=MESH, pins={"x": PartitionSpec(*spec)})
+    found = autoshard.verify(strategy, masked, x)
+    assert found.exact and not strategy.cost.collectives, str(found)
+    np.testing.assert_array_equal(strategy.apply(masked)(x), masked(x))
 
 
 def test_effects_in_an_order_are_refused():

@@ -12,6 +12,7 @@ left loose: the reader's constraint would compete with the operands.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -60,6 +61,8 @@ def constrain_sharding(x: Any, sharding: NamedSharding, _: int) -> Any:
 
 # These partition themselves: their operands are theirs to place.
 SELF_PARTITIONED = frozenset({"shard_map", "custom_partitioning"})
+# Where the type stays, these are lowered to nothing: the result is the operand's own array.
+HANDED_ON = frozenset({"name", "copy", "copy_p", "convert_element_type", "device_put", "sharding_constraint"})
 
 
 def constrained(
@@ -80,7 +83,8 @@ def constrained(
     free = profile(graph, rules).free
     home = {view: holder.value for op in graph.walk() for holder in op.holders for view in holder.views}
     ops, constants = ops_by_path(graph), frozenset(graph.constants)
-    plan = _Plan(ops, rules, assignment, mesh, reshard_path, constrain, free, constants, home, differentiable)
+    tangled = _tangled(graph, free)
+    plan = _Plan(ops, rules, assignment, mesh, reshard_path, constrain, free, tangled, constants, home, differentiable)
     leaving = result_layouts(graph, assignment)
     plan = replace(plan, contested=_contested(graph, plan, leaving))
 
@@ -100,6 +104,7 @@ class _Plan:
     Attributes:
         ops: per path of an equation, its op.
         free: per value, whether it is made of constants alone; the partitioner recomputes those for each use.
+        tangled: the free values that other free ones read twice, all that is made of them, and all that is made for those.
         constants: values that the function captured.
         home: per value that shares a holder's layout, the holder's value.
         differentiable: whether custom derivatives stay in force.
@@ -113,6 +118,7 @@ class _Plan:
     reshard_path: ReshardPath
     constrain: Constrain
     free: tuple[bool, ...]
+    tangled: frozenset[int]
     constants: frozenset[int]
     home: Mapping[int, int]
     differentiable: bool
@@ -154,6 +160,8 @@ class _Region(Interpreter):
     Attributes:
         loose: values whose own array carries no constraint, because it follows from their operands.
         made: per value and layout the copy that all its readers in this region share.
+        recipes: per free value its op, equation and operands.
+        fresh: per tangled value and layout what was made for it alone.
     """
 
     def __init__(self, plan: _Plan, loose: set[int] | None = None):
@@ -161,6 +169,8 @@ class _Region(Interpreter):
         self.plan = plan
         self.loose = set(plan.constants) if loose is None else loose
         self.made: dict[tuple[int, Layout], Any] = {}
+        self.recipes: dict[int, tuple[Op, JaxprEqn, list[Any]]] = {}
+        self.fresh: dict[tuple[int, Layout], Any] = {}
 
     def region(self) -> _Region:
         return _Region(self.plan)
@@ -176,8 +186,26 @@ class _Region(Interpreter):
         if plan.own(value, target):
             return self._pinned(x, value) if value in plan.constants else x
         if (value, target) not in self.made:
-            self.made[value, target] = plan.pin(x, value, target) if plan.free[value] else self._copy(x, value, target)
+            free = plan.free[value]
+            self.made[value, target] = plan.pin(self._constant(x, value, target), value, target) if free else self._copy(x, value, target)
         return self.made[value, target]
+
+    def _constant(self, x: Any, value: int, target: Layout) -> Any:
+        """A free value for readers in one layout.
+
+        Of ``i[:, None] >= i[None, :]`` one side wants ``i`` sharded and the other whole. The partitioner computes constants again for each
+        of their readers, but for those that are constants themselves: what these share is computed again here, once in each layout.
+        """
+        plan = self.plan
+        if value not in plan.tangled or value not in self.recipes:
+            return x
+        if (value, target) not in self.fresh:
+            op, eqn, operands = self.recipes[value]
+            result, rule = op.results.index(value), plan.rules[op.index]
+            layouts = [_carried_back(rule, result, target, k) if rule else replicated(plan.assignment.mesh) for k in range(len(operands))]
+            sources = [self._constant(*given) for given in zip(operands, op.operands, layouts, strict=True)]
+            self.fresh[value, target] = apply(eqn, sources)[result]
+        return self.fresh[value, target]
 
     def _copy(self, x: Any, value: int, target: Layout) -> Any:
         plan = self.plan
@@ -226,10 +254,11 @@ class _Region(Interpreter):
         choice = plan.assignment.choice(op.index)
         targets = [operand_layout(rule, choice, position) for position in range(len(operands))]
         if op.results and all(plan.free[value] for value in op.results):
+            self.recipes.update((value, (op, eqn, operands)) for value in op.results)
             return apply(eqn, operands)
         follows = self._follows(op, rule, choice)
         read = [
-            x if follows and plan.free[value] else self.read(x, value, target)
+            self._constant(x, value, target) if follows and plan.free[value] else self.read(x, value, target)
             for x, value, target in zip(operands, op.operands, targets, strict=True)
         ]
         results = self._bound(op, eqn, rule, choice, guarded(op.primitive, rule, choice, read), targets)
@@ -290,7 +319,10 @@ class _Region(Interpreter):
 
 
 def _contested(graph: Graph, plan: _Plan, leaving: Iterable[Layout]) -> frozenset[int]:
-    """The values that are read in another layout than their own: by an op, by what leaves a body, or by the program's result."""
+    """The values that are read in another layout than their own: by an op, by what leaves a body, or by the program's result.
+
+    So are those that are such a value under another name: what is constrained is the array, for all who read it.
+    """
 
     def reads() -> Iterator[tuple[int, Layout]]:
         yield from zip(graph.results, leaving, strict=True)
@@ -306,7 +338,30 @@ def _contested(graph: Graph, plan: _Plan, leaving: Iterable[Layout]) -> frozense
             else:
                 yield from ((value, replicated(plan.assignment.mesh)) for value in op.operands)
 
-    return frozenset(value for value, target in reads() if target != plan.layout(value))
+    contested = {value for value, target in reads() if target != plan.layout(value)}
+    for op in reversed(graph.walk()):
+        if op.primitive in HANDED_ON and op.results[0] in contested and graph.values[op.operands[0]] == graph.values[op.results[0]]:
+            contested.add(op.operands[0])
+    return frozenset(contested)
+
+
+def _tangled(graph: Graph, free: Sequence[bool]) -> frozenset[int]:
+    makers = [op for op in graph.walk() if op.results and not op.bodies and all(free[value] for value in op.results)]
+    read = Counter(value for op in makers for value in op.operands if graph.values[value].rank)
+    found: set[int] = set()
+    for op in makers:
+        made_of_such = any(value in found for value in op.operands)
+        found.update(value for value in op.results if made_of_such or read[value] > 1)
+    for op in reversed(makers):
+        if any(value in found for value in op.results):
+            found.update(op.operands)
+    return frozenset(found)
+
+
+def _carried_back(rule: Rule, result: int, target: Layout, operand: int) -> Layout:
+    """The layout in which an op would read its operand, were its result wanted in the target layout: of a dimension by its major factor."""
+    where = {factor: dim for dim, factors in enumerate(rule.operands[operand]) for factor in factors}
+    return tuple(where.get(next(iter(rule.results[result][dim]), -1), -1) if dim >= 0 else -1 for dim in target)
 
 
 def needs_shard_map(op: Op, rule: Rule, choice: Choice, sizes: tuple[int, ...]) -> bool:

@@ -16,9 +16,9 @@ from autoshard.trace.build import Program, build
 from autoshard.trace.constraints import with_axes
 from autoshard.trace.fingerprint import fingerprint
 from autoshard.trace.leaves import Leaf, argument_names, find_aliases, plain_leaves, result_path
-from autoshard.trace.mapped_loops import written_out
 from autoshard.trace.modules import Modules, has_modules
 from autoshard.trace.origin import error_place
+from autoshard.trace.written_out import written_out
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,7 +29,7 @@ class Traced:
 
     Attributes:
         graph: the program; calls inlined, dead ops dropped.
-        jaxpr: as JAX traced it, for the lowering; its inputs and outputs are the graph's arguments and results.
+        jaxpr: as JAX traced it, mapped loops written out, for the lowering; its inputs and outputs are the graph's arguments and results.
         in_tree: `jax.tree.structure` of the arguments tuple; an NNX object counts as its `nnx.State`; keyword arguments are a last dict.
         out_tree: structure of the function's result, without what is written back into NNX objects.
     """

@@ -59,7 +59,7 @@ def _matched(predicted: tuple[Collective, ...], actual: tuple[Collective, ...]) 
     found = []
     for collective in actual:
         own, twin = (_key(collective, kind) for kind in (collective.kind, _TWINS.get(collective.kind, "")))
-        if left[own] <= -collective.count and left[twin] >= collective.count:
+        if 0 < collective.count <= min(-left[own], left[twin]):
             left[own] += collective.count
             left[twin] -= collective.count
             collective = replace(collective, kind=twin[0])

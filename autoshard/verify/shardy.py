@@ -176,18 +176,37 @@ def _is_scattered(value: Any, axes: tuple[str, ...], mesh: Mesh) -> bool:
 
 
 def _trips(loop: Any) -> int:
-    """How often a while loop runs, where its condition is a comparison with a constant and nothing else; else once."""
-    *_, end = next(iter(loop.regions[0].blocks)).operations
-    condition = end.operation.operands[0].owner
-    if getattr(condition, "name", "") != "stablehlo.compare":
+    """How often a while loop runs, where it counts by a constant from a constant up to one; else once."""
+    condition, body = (next(iter(region.blocks)) for region in loop.regions)
+    test, entering, leaving = _returned(condition)[0].owner, loop.operands, _returned(body)
+    if getattr(test, "name", "") != "stablehlo.compare" or not isinstance(test.operands[0].owner, ir.Block):
         return 1
-    bound = condition.operands[1].owner
-    value = re.match(r"dense<(\d+)>", str(bound.attributes["value"])) if _is_constant(bound) else None
-    return int(value[1]) if value else 1
+    bound, position = test.operands[1], ir.BlockArgument(test.operands[0]).arg_number
+    if isinstance(bound.owner, ir.Block):  # a carry, constant where the body hands it on
+        carry = ir.BlockArgument(bound).arg_number
+        bound = entering[carry] if leaving[carry] == body.arguments[carry] else bound
+    addition = leaving[position].owner
+    if getattr(addition, "name", "") != "stablehlo.add" or addition.operands[0] != body.arguments[position]:
+        return 1
+    start, limit, step = map(_integer, (entering[position], bound, addition.operands[1]))
+    direction = re.search(r"\bL[TE]\b", str(test.attributes["comparison_direction"]))
+    if start is None or limit is None or step is None or step <= 0 or direction is None:
+        return 1
+    return max(0, math.ceil((limit - start + (direction[0] == "LE")) / step))
 
 
-def _is_constant(owner: Any) -> bool:
-    return getattr(owner, "name", "") in ("sdy.constant", "stablehlo.constant")
+def _returned(block: Any) -> Any:
+    *_, end = block.operations
+    return end.operation.operands
+
+
+def _integer(value: Any) -> int | None:
+    """The integer that a constant is, or None."""
+    owner = value.owner
+    if getattr(owner, "name", "") not in ("sdy.constant", "stablehlo.constant"):
+        return None
+    found = re.match(r"dense<(-?\d+)>", str(owner.attributes["value"]))
+    return int(found[1]) if found else None
 
 
 def _axes(text: str, mesh: Mesh) -> tuple[str, ...]:

@@ -312,3 +312,18 @@ def test_explicit_meshes_are_told_to_be_auto():
         x = jax.device_put(jnp.ones((16, 4)), NamedSharding(mesh, spec))
         with pytest.raises(TraceError, match=r"axis_types=.*Auto"):
             trace(lambda x: jax.shard_map(lambda x: jax.lax.psum(x, "i"), in_specs=spec, out_specs=PartitionSpec())(x), x)
+
+
+def test_branches_for_no_device_are_gone():
+    """Of `jnp.diagonal` only the branch that devices take is traced; a choice between devices stays one."""
+    assert "cond" not in [op.primitive for op in trace(jnp.diagonal, x8).graph.walk()]
+    by_device = functools.partial(jax.lax.platform_dependent, cpu=jnp.sin, tpu=jnp.cos)
+    assert "cond" in [op.primitive for op in trace(by_device, x8).graph.walk()]
+
+
+def test_mapped_loops_ask_all_and_keep_what_is_done():
+    """A loop under `vmap` has one answer for all, and a body that selects."""
+    doubled = jax.vmap(lambda x: jax.lax.while_loop(lambda x: x.sum() < 10, lambda x: 2 * x, x))
+    loop = trace(doubled, x8).graph.ops[0]
+    condition, body = loop.bodies
+    assert condition.ops[-1].primitive == "reduce_or" and body.ops[-1].primitive == "select_n"

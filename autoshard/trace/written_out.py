@@ -1,10 +1,13 @@
-"""Loops that `jax.vmap` maps over different trip counts, written out: JAX does so only when it lowers them.
+"""What JAX settles only when it lowers a program, settled before anybody reads it: mapped loops, and branches by platform.
 
-Such a loop has a condition of many answers. It runs while any of them is true, and a carry whose own answer is false stays as it is.
+A loop that `jax.vmap` maps over different trip counts has a condition of many answers. It runs while any of them is true,
+and a carry whose own answer is false stays as it is. A branch by platform that is for no device, as those for kernel
+languages are, is never taken; where one branch is left it is a call.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,14 +16,16 @@ from jax.extend.source_info_util import user_context
 
 from autoshard.trace.structure import opened, subjaxprs, with_bodies
 
+PLATFORMS = frozenset({"cpu", "gpu", "cuda", "rocm", "tpu"})
+
 
 def written_out(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same program with mapped loops, at any depth, as ordinary ones."""
+    """The same program with mapped loops, at any depth, as ordinary ones, and without the branches that no device takes."""
     return ClosedJaxpr(_written_out(closed.jaxpr), closed.consts)
 
 
 def _written_out(jaxpr: Jaxpr) -> Jaxpr:
-    """The same object where there are no such loops, as are the bodies that hold none."""
+    """The same object where there is nothing to settle, as are the bodies that hold nothing."""
     eqns = [_equation(eqn) for eqn in jaxpr.eqns]
     return jaxpr.replace(eqns=eqns) if any(new is not old for new, old in zip(eqns, jaxpr.eqns, strict=True)) else jaxpr
 
@@ -31,7 +36,26 @@ def _equation(eqn: JaxprEqn) -> JaxprEqn:
     if any(after is not opened(before)[0] for after, before in zip(new, old, strict=True)):
         bodies = [after if isinstance(before, Jaxpr) else ClosedJaxpr(after, before.consts) for after, before in zip(new, old, strict=True)]
         eqn = eqn.replace(params={**eqn.params, **with_bodies(eqn, old, bodies)})
-    return _loop(eqn) if eqn.primitive.name == "while" and eqn.params["cond_jaxpr"].out_avals[0].shape else eqn
+    if eqn.primitive.name == "while" and eqn.params["cond_jaxpr"].out_avals[0].shape:
+        return _loop(eqn)
+    if eqn.primitive.name == "cond" and eqn.params.get("branches_platforms"):
+        return _branch(eqn)
+    return eqn
+
+
+def _branch(eqn: JaxprEqn) -> JaxprEqn:
+    """A branch by platform as a call of the one that is for devices; as it was where there are several."""
+    both = zip(eqn.params["branches"], eqn.params["branches_platforms"], strict=True)
+    taken = [branch for branch, platforms in both if platforms is None or not PLATFORMS.isdisjoint(platforms)]
+    if len(taken) != 1:
+        return eqn
+    with user_context(eqn.source_info.traceback, name_stack=eqn.source_info.name_stack):
+        (call,) = jax.make_jaxpr(jax.jit(jaxpr_as_fun(taken[0])))(*_types(eqn.invars[1:])).eqns
+    return call.replace(invars=eqn.invars[1:], outvars=eqn.outvars)
+
+
+def _types(atoms: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False)) for v in atoms]
 
 
 def _loop(eqn: JaxprEqn) -> JaxprEqn:
@@ -52,8 +76,7 @@ def _loop(eqn: JaxprEqn) -> JaxprEqn:
             for new, old in zip(results, carry, strict=True)
         ]
 
-    avals: list[Any] = [v.aval for v in eqn.invars]
-    types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False)) for aval in avals]
+    types = _types(eqn.invars)
     asked, carry = types[:n_cond], types[n_cond + n_body :]
     with user_context(eqn.source_info.traceback, name_stack=eqn.source_info.name_stack):
         asking = jax.make_jaxpr(any_true)(*asked, *carry)
