@@ -159,6 +159,18 @@ def test_two_sides_of_a_mask_are_made_of_one_iota(spec):
     np.testing.assert_array_equal(strategy.apply(masked)(x), masked(x))
 
 
+def test_constants_may_be_long_in_the_making():
+    """A constant of many steps, each of which reads the last one twice, is lowered without recursion."""
+
+    def scaled(x):
+        c = jnp.arange(16.0)
+        for _ in range(300):
+            c = jnp.sin(c) + c / 2
+        return x * c
+
+    assert autoshard.verify(autoshard.search(scaled, normal(32, 16), cluster="cpu:8", mesh=MESH), scaled, normal(32, 16)).exact
+
+
 def test_effects_in_an_order_are_refused():
     """JAX orders effects on one device alone: a step that asks for that is told where, and what to do."""
 

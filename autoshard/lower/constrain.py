@@ -196,16 +196,27 @@ class _Region(Interpreter):
         Of ``i[:, None] >= i[None, :]`` one side wants ``i`` sharded and the other whole. The partitioner computes constants again for each
         of their readers, but for those that are constants themselves: what these share is computed again here, once in each layout.
         """
-        plan = self.plan
-        if value not in plan.tangled or value not in self.recipes:
+        if value not in self.plan.tangled or value not in self.recipes:
             return x
-        if (value, target) not in self.fresh:
-            op, eqn, operands = self.recipes[value]
-            result, rule = op.results.index(value), plan.rules[op.index]
-            layouts = [_carried_back(rule, result, target, k) if rule else replicated(plan.assignment.mesh) for k in range(len(operands))]
-            sources = [self._constant(*given) for given in zip(operands, op.operands, layouts, strict=True)]
-            self.fresh[value, target] = apply(eqn, sources)[result]
+        wanted: dict[tuple[int, Layout], list[tuple[int, Layout]]] = {}
+        waiting = [(value, target)]
+        while waiting:
+            made = waiting.pop()
+            if made[0] in self.recipes and made not in wanted and made not in self.fresh:
+                wanted[made] = self._sources(*made)
+                waiting += wanted[made]
+        for made in sorted(wanted, key=lambda made: self.recipes[made[0]][0].index):
+            op, eqn, operands = self.recipes[made[0]]
+            read = [self.fresh.get(source, array) for source, array in zip(wanted[made], operands, strict=True)]
+            self.fresh[made] = apply(eqn, read)[op.results.index(made[0])]
         return self.fresh[value, target]
+
+    def _sources(self, value: int, target: Layout) -> list[tuple[int, Layout]]:
+        """What a free value is made of, each with the layout that it is wanted in."""
+        op, rule = self.recipes[value][0], self.plan.rules[self.recipes[value][0].index]
+        result = op.results.index(value)
+        whole = replicated(self.plan.assignment.mesh)
+        return [(operand, _carried_back(rule, result, target, k) if rule else whole) for k, operand in enumerate(op.operands)]
 
     def _copy(self, x: Any, value: int, target: Layout) -> Any:
         plan = self.plan
