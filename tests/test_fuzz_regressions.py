@@ -109,3 +109,16 @@ def test_a_constant_of_a_loop_goes_round_as_it_came():
         return lax.while_loop(lambda s: s[0] < 1, lambda s: (s[0] + 1, s[1] + jnp.sum(a) * 0.01), (0, a))[1]
 
     check(program, f32(8))
+
+
+def test_dead_code_inside_a_loop_sends_nothing():
+    """A scan that nobody reads, inside a while loop, is neither costed nor lowered."""
+
+    def program(a):
+        def step(c):
+            lax.scan(lambda carry, x: (carry + x.sum(), x), 0.0, c)
+            return jnp.sin(c) * 0.5
+
+        return lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, step(s[1])), (0, a))[1]
+
+    check(program, f32(8, 4), seeds=(0, 1, 2, 3))

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr
-from jax.interpreters.partial_eval import dce_jaxpr
 
 from autoshard.errors import TraceError
 from autoshard.ir import Graph
@@ -119,17 +118,11 @@ def trace(
         raise
     except Exception as error:  # whatever the function raises while it is traced
         raise _failure(fn, error) from error
-    jaxpr = _live(written_out(everything))
+    jaxpr = written_out(everything)
     output = shapes if modules is None else shapes[0]
     out_tree = jax.tree.structure(output)
     graph = _graph(fn, build(jaxpr), leaves, output, modules.written if modules else (), donated_args)
     return Traced(graph, jaxpr, jax.tree.structure(tuple(pure_args)), out_tree, modules)
-
-
-def _live(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The program without what no result needs: compilers drop it, unread carries and slices of loops included."""
-    jaxpr, _ = dce_jaxpr(closed.jaxpr, True, instantiate=True)
-    return ClosedJaxpr(jaxpr, closed.consts)
 
 
 def _graph(fn: Callable, program: Program, leaves: list[Leaf], output: Any, written: tuple[int, ...], donated_args: Sequence[int]) -> Graph:

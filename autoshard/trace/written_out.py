@@ -1,8 +1,9 @@
-"""What JAX settles only when it lowers a program, settled before anybody reads it: mapped loops, and branches by platform.
+"""What JAX settles only when it lowers a program, settled before anybody reads it: mapped loops, branches by platform, dead code.
 
 A loop that `jax.vmap` maps over different trip counts has a condition of many answers. It runs while any of them is true,
 and a carry whose own answer is false stays as it is. A branch by platform that is for no device, as those for kernel
-languages are, is never taken; where one branch is left it is a call.
+languages are, is never taken; where one branch is left it is a call. What no result needs is dropped at any depth, as compilers do,
+unread carries and slices of loops included.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 from jax.extend.source_info_util import user_context
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from autoshard.trace.structure import opened, subjaxprs, with_bodies
 
@@ -20,12 +22,18 @@ PLATFORMS = frozenset({"cpu", "gpu", "cuda", "rocm", "tpu"})
 
 
 def written_out(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same program with mapped loops, at any depth, as ordinary ones, and without the branches that no device takes."""
-    return ClosedJaxpr(_written_out(closed.jaxpr), closed.consts)
+    """The same program with mapped loops, at any depth, as ordinary ones, without branches that no device takes and without dead code."""
+    return ClosedJaxpr(_live(_written_out(closed.jaxpr)), closed.consts)
+
+
+def _live(jaxpr: Jaxpr) -> Jaxpr:
+    return dce_jaxpr(jaxpr, True, instantiate=True)[0]
 
 
 def _written_out(jaxpr: Jaxpr) -> Jaxpr:
     """The same object where there is nothing to settle, as are the bodies that hold nothing."""
+    live = _live(jaxpr)
+    jaxpr = jaxpr if len(live.eqns) == len(jaxpr.eqns) else live
     eqns = [_equation(eqn) for eqn in jaxpr.eqns]
     return jaxpr.replace(eqns=eqns) if any(new is not old for new, old in zip(eqns, jaxpr.eqns, strict=True)) else jaxpr
 
