@@ -31,7 +31,7 @@ from random_assignments import random_assignment
 import autoshard
 from autoshard.cost.model import CostModel
 from autoshard.cost.profile import profile
-from autoshard.ir import Assignment, Collective, Mesh, divides, layout_to_spec, layouts, result_layouts
+from autoshard.ir import Assignment, Collective, Mesh, divides, layout_to_spec, layouts, replicated, result_layouts
 from autoshard.lower import constrained, jax_mesh, to_named_sharding
 from autoshard.problem import Problem
 from autoshard.rules import rules_of
@@ -200,7 +200,8 @@ def _lowered(traced: Traced, rules: tuple, assignment: Assignment, model: CostMo
     graph, mesh = traced.graph, jax_mesh(MESH)
 
     def sharding(layout, value):
-        return to_named_sharding(layout, graph.values[value].rank, mesh)
+        found = graph.values[value]
+        return to_named_sharding(layout if found.size else replicated(MESH), found.rank, mesh)
 
     def path(value, source, target):
         return model.reshard_path(graph.values[value], source, target)

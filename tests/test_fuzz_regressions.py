@@ -122,3 +122,12 @@ def test_dead_code_inside_a_loop_sends_nothing():
         return lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, step(s[1])), (0, a))[1]
 
     check(program, f32(8, 4), seeds=(0, 1, 2, 3))
+
+
+def test_empty_arrays_are_neither_sharded_nor_sent():
+    """JAX reads back no more than a shard of an empty array whose other dimensions are split, so none is, pinned or not."""
+
+    def program(a):
+        return lax.with_sharding_constraint(a * 2, P("x")), a, a.sum(2)
+
+    check(program, f32(16, 2, 0), pins={"a": P("y")}, in_specs={"a": P("y")}, seeds=(0, 1, 2, 3))

@@ -259,7 +259,7 @@ def _at(origin: Origin, pins: Sequence[Pin], differentiated: bool) -> Iterator[s
         _, last = members[-1]
         written = None if last.backward else _written(source, last.name)
         text = written or "x"
-        for call, pin in members:
+        for call, pin in reversed(members) if last.backward else members:  # a gradient meets the outermost call first
             text = f"{call}({text}, {_spec(pin.spec)})"
         what = f"its gradient is {last.name}" if last.backward else last.name
         read = f", as {last.reader} reads it" if last.reader else ""

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from autoshard.cluster import Cluster
 from autoshard.cost.model import CostModel
 from autoshard.errors import StrategyError, TraceError
-from autoshard.ir import Graph, Layout, Rule, result_layouts
+from autoshard.ir import Graph, Layout, Rule, replicated, result_layouts
 from autoshard.lower import constrained, lowering_mesh, to_named_sharding
 from autoshard.lower.constrain import ReshardPath
 from autoshard.rules import rules_of
@@ -89,7 +89,8 @@ class Step(Sharded):
         flat = constrained(traced.jaxpr, graph, rules, assignment, mesh, path, differentiable=differentiable)
 
         def sharding(layout: Layout, value: int) -> NamedSharding:
-            return to_named_sharding(layout, graph.values[value].rank, mesh)
+            found = graph.values[value]  # an empty array lies whole: of one that is split, jaxlib 0.10.2 reads back no more than a shard
+            return to_named_sharding(layout if found.size else replicated(record.mesh), found.rank, mesh)
 
         in_shardings = tuple(sharding(assignment.layout(value), value) for value in graph.arguments)
         out_shardings = [sharding(layout, value) for layout, value in zip(result_layouts(graph, assignment), graph.results, strict=True)]

@@ -58,6 +58,8 @@ def load(program: str, args: str | None, devices: int | None = None) -> tuple[Ca
 
 def _arguments(name: str) -> tuple:
     found = _named(name, "--args")
+    if callable(found) and not _without_arguments(found):
+        raise ProgramError(f"--args names a function without arguments that returns the program's, and {name} takes some. Name another.")
     made = found() if callable(found) else found
     if not isinstance(made, tuple):
         raise ProgramError(
@@ -65,6 +67,16 @@ def _arguments(name: str) -> tuple:
             "Return a tuple; of one argument, (x,)."
         )
     return made
+
+
+def _without_arguments(function: Callable) -> bool:
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        return False
+    except ValueError:  # some built-in callables have no signature
+        pass
+    return True
 
 
 def _named(name: str, what: str) -> Any:

@@ -50,7 +50,7 @@ class Communication:
         if line is None:
             line = self._lines[key] = self._line(kind, sorted(key[1]))
         fixed, each = line
-        return nbytes * each + fixed
+        return nbytes * each + fixed * (nbytes > 0)  # what is empty is not sent
 
     def _line(self, kind: str, axes: list[int]) -> tuple[float, float]:
         """Seconds of an empty collective, and seconds a byte."""

@@ -165,7 +165,7 @@ class _Judge:
 
     def _communicate(self, path: Iterable[Step], ready: float, trips: int, source: str, moved: Sequence[int], cause: Cause) -> float:
         for step in path:
-            if step.kind == "slice":
+            if step.kind == "slice" or not step.nbytes:
                 continue
             seconds = step.seconds * trips
             self.communication += seconds

@@ -13,7 +13,7 @@ def candidate_meshes(n_devices: int, names: Sequence[str] = (), max_axes: int = 
     """All ordered factorisations of a device count into at most ``max_axes`` axes, fewest axes first.
 
     Args:
-        names: axis names that the mesh must have (those that pins name), outermost first.
+        names: axis names that the mesh must have (those that pins name), outermost first; of size one only where there are too few devices.
 
     >>> [str(mesh) for mesh in candidate_meshes(4)]
     ['data=4', 'data=2 x model=2']
@@ -24,7 +24,8 @@ def candidate_meshes(n_devices: int, names: Sequence[str] = (), max_axes: int = 
     for n_axes in range(fewest, max(max_axes, fewest) + 1):
         for sizes in _factorisations(n_devices, n_axes, smallest=1 if names else 2):
             found.append(Mesh(tuple(zip(axis_names, sizes, strict=False))))
-    return tuple(found) or (Mesh(((axis_names[0], n_devices),)),)
+    splitting = [mesh for mesh in found if 1 not in mesh.sizes[: len(names)]]
+    return tuple(splitting or found) or (Mesh(((axis_names[0], n_devices),)),)
 
 
 def _factorisations(n: int, n_axes: int, smallest: int) -> list[tuple[int, ...]]:

@@ -71,7 +71,7 @@ def collectives_of(hlo_text: str, mesh: Mesh) -> tuple[Collective, ...]:
     An all_reduce of which every reader takes this device's slice is a reduce_scatter that the compiler did not form.
     """
     module = Module(hlo_text)
-    return tuple(_collectives(module, module.entry, 1, mesh, set()))
+    return tuple(collective for collective in _collectives(module, module.entry, 1, mesh, set()) if collective.bytes)
 
 
 class Module:

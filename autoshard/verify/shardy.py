@@ -65,7 +65,7 @@ def collectives_in(module: Any, mesh: Mesh) -> tuple[Collective, ...]:
             made = manual.collective(op, count, mesh)
             scattered = made.kind == "all_reduce" and _is_scattered(manual.handed_on(op.results[0]), made.mesh_axes, mesh)
             found.append(replace(made, kind="reduce_scatter") if scattered else made)
-    return tuple(found)
+    return tuple(collective for collective in found if collective.bytes)  # what is empty is not sent
 
 
 def made_bytes(module: Any, mesh: Mesh) -> float:
