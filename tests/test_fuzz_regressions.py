@@ -131,3 +131,14 @@ def test_empty_arrays_are_neither_sharded_nor_sent():
         return lax.with_sharding_constraint(a * 2, P("x")), a, a.sum(2)
 
     check(program, f32(16, 2, 0), pins={"a": P("y")}, in_specs={"a": P("y")}, seeds=(0, 1, 2, 3))
+
+
+def test_what_enters_a_checkpoint_is_read_there_and_after():
+    """A value that follows from its operands, is resharded inside a checkpoint and read again behind it stays where it is."""
+
+    def program(a, b):
+        half = a * 0.5
+        best = jax.checkpoint(lambda x: x.at[jnp.arange(3)].max(0.5))(half)
+        return best + jnp.einsum("ij,kil->lji", half, b).sum() * 0.01
+
+    check(program, f32(8, 4), f32(3, 8, 4), seeds=tuple(range(8)), run=False)

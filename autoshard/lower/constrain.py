@@ -185,7 +185,8 @@ class _Region(Interpreter):
         if not np.ndim(x):
             return x
         if plan.own(value, target):
-            return self._pinned(x, value) if value in plan.constants else x
+            # Shardy has the last of constraints in a row hold for later readers of what the first one reads: they read the first.
+            return self._pinned(x, value) if value in plan.constants or (value, target) in self.made else x
         if (value, target) not in self.made:
             free = plan.free[value]
             self.made[value, target] = plan.pin(self._constant(x, value, target), value, target) if free else self._copy(x, value, target)
@@ -273,7 +274,10 @@ class _Region(Interpreter):
             self._constant(x, value, target) if follows and plan.free[value] else self.read(x, value, target)
             for x, value, target in zip(operands, op.operands, targets, strict=True)
         ]
-        results = self._bound(op, eqn, rule, choice, guarded(op.primitive, rule, choice, read), targets)
+        changed = guarded(op.primitive, rule, choice, read)
+        settled = zip(changed, read, op.operands, targets, strict=True)
+        guards = [new if new is old else plan.pin(new, value, target) for new, old, value, target in settled]
+        results = self._bound(op, eqn, rule, choice, guards, targets)
         if follows:
             self.loose.update(op.results)
             return results

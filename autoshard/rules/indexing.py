@@ -88,7 +88,7 @@ def _scatter(operator: str | None):
                 operand.append(lookup[batched[d]])
                 continue
             written = 1 if d in numbers.inserted_window_dims else next(sizes)
-            by_element = written == 1 and d in numbers.scatter_dims_to_operand_dims
+            by_element = d in numbers.inserted_window_dims and d in numbers.scatter_dims_to_operand_dims  # a window of one is gathered
             operand.append(Factor(n, "pass_through" if written == n or by_element else "need_replication"))
             if d not in numbers.inserted_window_dims:
                 windows.append(operand[-1] if written == n else Factor(written, "need_replication"))
