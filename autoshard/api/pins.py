@@ -50,6 +50,31 @@ out_shardings = shardings({{"result": jax.eval_shape({function}, {called})}})["r
 step = jax.jit({function}, in_shardings=in_shardings, out_shardings=out_shardings{donated})
 '''
 
+MODULES = '''\
+# By the words of a leaf's path; a leaf without a spec is replicated.
+SPECS = {{{specs}}}
+
+
+def place(name, tree):
+    """The argument with every leaf where its spec says; a module or an optimizer is changed in place."""
+
+    def put(path, x):
+        words = re.findall(r"\\w+", name + jax.tree_util.keystr(path))
+        spec = SPECS.get(" ".join(words), SPECS.get(" ".join(words[:-1]), P()))  # some versions end a variable's path with "value"
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
+    is_module = isinstance(tree, nnx.Pytree)
+    placed = jax.tree_util.tree_map_with_path(put, nnx.state(tree) if is_module else tree)
+    if is_module:
+        nnx.update(tree, placed)
+    return tree if is_module else placed
+
+
+# Once, before training; nnx.jit then keeps what lies where:
+{placing}
+step = nnx.jit({function})
+'''
+
 CONSTRAIN = '''\
 def constrain(x, spec):
     """The array with its sharding fixed, and its gradient's."""
@@ -162,14 +187,15 @@ def _comment(lines: Iterable[str]) -> str:
 
 def _mesh(pins: Pins) -> str:
     mesh = pins.record.mesh
-    return SET_UP.format(sizes=mesh.sizes, names=mesh.names, n_axes=len(mesh.axes))
+    text = SET_UP.format(sizes=mesh.sizes, names=mesh.names, n_axes=len(mesh.axes))
+    return text.replace("import jax\n", "import jax\nfrom flax import nnx\n", 1) if pins.has_modules else text
 
 
 def _jit(pins: Pins) -> str:
     """The jitted function with its arguments' and results' shardings."""
     record = pins.record
     if pins.has_modules:
-        return "# Arguments are Flax NNX objects: place them with strategy.shard(...), and jit the function with nnx.jit.\n"
+        return _placed_modules(pins)
     leaves = iter(record.arguments)
     paths = [
         (f"[{name!r}]{next(leaves).path.removeprefix(name)}")
@@ -182,10 +208,23 @@ def _jit(pins: Pins) -> str:
     return SHARDINGS.format(
         specs=f"{specs}\n" if specs else "",
         arguments=", ".join(f"{name!r}: {name}" for name in pins.argument_names),
-        function=record.program.name if record.program.name.isidentifier() else "function",
+        function=_function(record),
         called=", ".join(pins.argument_names),
         donated=f", donate_argnums={record.donate_argnums!r}" if record.donate_argnums else "",
     )
+
+
+def _placed_modules(pins: Pins) -> str:
+    """What puts Flax NNX objects, and other arguments, where they belong."""
+    record = pins.record
+    wanted = {" ".join(re.findall(r"\w+", tensor.path)): _trimmed(tensor.spec) for tensor in record.arguments}
+    specs = "".join(f"\n    {words!r}: {_spec(spec)}," for words, spec in wanted.items() if spec)
+    placing = "\n".join(f"{name} = place({name!r}, {name})" for name in pins.argument_names)
+    return MODULES.format(specs=f"{specs}\n" if specs else "", placing=placing, function=_function(record))
+
+
+def _function(record: Record) -> str:
+    return record.program.name if record.program.name.isidentifier() else "function"
 
 
 def _endings(tensors: Mapping[str, TensorRecord]) -> dict[str, Spec]:

@@ -137,9 +137,8 @@ class _Plan:
         return FLOWS[op.primitive](op, self.layout)
 
     def pin(self, x: Any, value: int, layout: Layout) -> Any:
-        if not np.ndim(x) or not np.size(x):
-            return x
-        return self.constrain(x, to_named_sharding(layout, np.ndim(x), self.mesh), value)
+        rank = np.ndim(x)
+        return self.constrain(x, to_named_sharding(layout, rank, self.mesh), value) if rank else x
 
     def reshard(self, x: Any, value: int, source: Layout, target: Layout) -> Any:
         for step in self.reshard_path(value, source, target):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding
+from problems import eager_cluster
 from programs import PROGRAMS, abstract, mlp
 
 import autoshard
@@ -146,3 +149,29 @@ def test_an_unfinished_search_says_so():
     fn, args = mlp(layers=1)
     text = str(autoshard.search(fn, *args, cluster="cpu:8", searcher="fully_sharded", mesh=MESH).pins(fn, *args, budget_seconds=0.0))
     assert "Fewer may do" in text and "Verified" in text
+
+
+def test_the_set_up_of_modules_places_them():
+    """For Flax NNX arguments the printed text puts every leaf where its spec says, and the step runs on."""
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.up, self.down = nnx.Linear(64, 128, rngs=rngs), nnx.Linear(128, 8, rngs=rngs)
+
+    def step(model, optimizer, x):
+        value, gradients = nnx.value_and_grad(lambda model: (model.down(jax.nn.relu(model.up(x))) ** 2).mean())(model)
+        optimizer.update(model, gradients)
+        return value
+
+    model = Model(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    arguments = model, optimizer, jnp.ones((64, 64))
+    strategy = autoshard.search(step, *arguments, cluster=eager_cluster(), mesh={"data": 4, "model": 2})
+    names = {"model": model, "optimizer": optimizer, "x": arguments[2], "step": step}
+    exec(str(strategy.pins(step, *arguments)).split(INSIDE)[0], names)
+    wanted = {tensor.path: tensor.spec for tensor in strategy.record.arguments}
+    found = {"model.up.kernel": model.up.kernel, "optimizer.opt_state[0].mu.down.kernel": optimizer.opt_state[0].mu["down"]["kernel"]}
+    assert any(entry for path in found for entry in wanted[path])
+    for path, leaf in found.items():
+        assert tuple(leaf[...].sharding.spec) == wanted[path]
+    assert names["step"](names["model"], names["optimizer"], names["x"]) > 0
