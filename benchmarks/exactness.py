@@ -14,19 +14,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from autoshard.cli.terminal import show
 from autoshard.demo.devices import virtual_devices
 from autoshard.render import Heading, Paragraph, Part, Report, Table, format_bytes, format_count, format_percent
+from benchmarks.progress import progress_bar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 
 def measure(pair, targets: Sequence[str]) -> dict:
     """One pair's figures per target."""
-    found = {target: pair.verified(target) for target in targets}
+    found = dict(zip(targets, pair.verified(*targets), strict=True))
     shardy = found["shardy"]
     return {
         "pair": str(pair),
@@ -106,8 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"programs are of {sorted({pair.program for pair in pairs()})}")
     targets = ("shardy", "cpu") if options.compile else ("shardy",)
     samples = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=options.json or not sys.stderr.isatty()) as progress:
+    with progress_bar(options.json) as progress:
         task = progress.add_task("", total=len(chosen))
         for pair in chosen:
             progress.update(task, description=str(pair))

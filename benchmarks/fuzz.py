@@ -29,8 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from benchmarks.progress import progress_bar
 
 TESTS = Path(__file__).parents[1] / "tests"
 SECONDS = 180  # a program that takes longer counts as a failure
@@ -168,8 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     numbers = [options.only] if options.only is not None else range(options.first, options.first + options.programs)
     failures: list[Outcome] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+    with progress_bar() as progress:
         task = progress.add_task("programs", total=len(numbers))
         for outcome in outcomes(options.seed, numbers, shrink, run, options.processes):
             if outcome.failure is not None:

@@ -24,12 +24,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from autoshard.cli.terminal import show
 from autoshard.demo.devices import virtual_devices
 from autoshard.render import Heading, Paragraph, Part, Report, Table, format_count, format_seconds
+from benchmarks.progress import progress_bar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
@@ -93,8 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = [name for group in wanted for name in (sample(group) if options.quick else groups()[group])]
     outcomes: list[Outcome] = []
     started = time.perf_counter()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=options.json or not sys.stderr.isatty()) as progress:
+    with progress_bar(options.json) as progress:
         task = progress.add_task("", total=len(names))
         for batch in sweep(names, options.random, options.processes):
             outcomes += batch

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from autoshard.cli.terminal import show
 from autoshard.render import Heading, Report, Table, format_count, format_percent
+from benchmarks.progress import progress_bar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"groups are of {', '.join(sorted(known))}; got {', '.join(sorted(unknown))}")
     found = []
     columns = (SpinnerColumn(), TextColumn("{task.completed} equations"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=options.json or not sys.stderr.isatty()) as progress:
+    with progress_bar(options.json, columns) as progress:
         task = progress.add_task("", total=None)
         for verdict in verdicts([name for group in options.groups or known for name in known[group]]):
             found.append(verdict)

@@ -24,8 +24,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import jax
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import autoshard
 from autoshard.cli.terminal import show
@@ -36,6 +34,7 @@ from autoshard.trace import trace
 from autoshard.trace.build import build
 from autoshard.trace.fingerprint import fingerprint
 from benchmarks.models import gpt
+from benchmarks.progress import progress_bar
 
 CLUSTERS = {8: "v5p:2x2x2", 64: "v5p:4x4x4", 512: "v5p:8x8x8"}
 DEPTHS = (1, 2, 4, 8, 16, 32, 64, 96)
@@ -149,8 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     _phases(*gpt(1))  # the first time pays for imports
     samples = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=options.json or not sys.stderr.isatty()) as progress:
+    with progress_bar(options.json) as progress:
         runs = [(layers, devices) for devices in options.devices for layers in options.depths]
         task = progress.add_task("", total=len(runs))
         for layers, devices in runs:

@@ -40,11 +40,11 @@ class Pair:
     def __str__(self) -> str:
         return f"{self.program}, {self.searcher}, {' x '.join(str(size) for _, size in self.mesh)}"
 
-    def verified(self, target: str) -> autoshard.Verification:
-        """The pair's strategy, on links fast enough that sharding pays, next to what the target makes of it."""
+    def verified(self, *targets: str) -> list[autoshard.Verification]:
+        """The pair's strategy, on links fast enough that sharding pays, next to what each target makes of it."""
         fn, args = PROGRAMS[self.program]()
         strategy = autoshard.search(fn, *args, cluster=eager_cluster(), searcher=SEARCHERS[self.searcher], mesh=dict(self.mesh))
-        return autoshard.verify(strategy, fn, *args, target=target)
+        return [autoshard.verify(strategy, fn, *args, target=target) for target in targets]
 
 
 def pairs(meshes=MESHES) -> list[Pair]:

@@ -203,10 +203,7 @@ def _lowered(traced: Traced, rules: tuple, assignment: Assignment, model: CostMo
         found = graph.values[value]
         return to_named_sharding(layout if found.size else replicated(MESH), found.rank, mesh)
 
-    def path(value, source, target):
-        return model.reshard_path(graph.values[value], source, target)
-
-    flat = constrained(traced.jaxpr, graph, rules, assignment, mesh, path, differentiable=False)
+    flat = constrained(traced.jaxpr, graph, rules, assignment, mesh, model.reshard_paths(graph.values), differentiable=False)
     entering = tuple(sharding(assignment.layout(value), value) for value in graph.arguments)
     leaving = [sharding(layout, value) for layout, value in zip(result_layouts(graph, assignment), graph.results, strict=True)]
     jitted = jax.jit(

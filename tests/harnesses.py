@@ -239,8 +239,8 @@ def _shards(assignment: Assignment) -> bool:
 
 def _lowered(traced: Traced, rules: tuple[Rule | None, ...], assignment: Assignment, model: CostModel) -> Callable:
     graph = traced.graph
-    path = lambda value, source, target: model.reshard_path(graph.values[value], source, target)  # noqa: E731
-    flat = _stage("lower", lambda: constrained(traced.jaxpr, graph, rules, assignment, jax_mesh(assignment.mesh), path))
+    paths = model.reshard_paths(graph.values)
+    flat = _stage("lower", lambda: constrained(traced.jaxpr, graph, rules, assignment, jax_mesh(assignment.mesh), paths))
     return lambda *arguments: flat(*jax.tree.leaves(arguments))
 
 

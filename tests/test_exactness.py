@@ -11,7 +11,7 @@ TOLERANCE = 0.02  # of a step's bytes, where XLA:CPU combines partial sums over 
 @pytest.mark.parametrize("pair", pairs(MESHES[::2]), ids=str)
 def test_the_partitioner_does_what_is_predicted(pair):
     """Shardy's explicit collectives are the predicted ones in kind, mesh axes, count and bytes."""
-    found = pair.verified("shardy")
+    (found,) = pair.verified("shardy")
     assert found.exact, str(found)
 
 
@@ -27,7 +27,7 @@ COMPILED = [
 @pytest.mark.parametrize("pair", COMPILED, ids=str)
 def test_the_compiler_does_what_is_predicted(pair):
     """So are those of the module compiled by XLA:CPU, but for a fiftieth of the bytes."""
-    found = pair.verified("cpu")
+    (found,) = pair.verified("cpu")
     assert found.bytes_ratio == pytest.approx(1.0, abs=TOLERANCE), str(found)
 
 
@@ -45,5 +45,5 @@ def test_nothing_is_lost_against_a_program_sharded_by_hand(embedding):
 @pytest.mark.parametrize("pair", pairs(), ids=str)
 def test_the_compiler_does_what_is_predicted_everywhere(pair):
     """The same for every program, searcher and mesh."""
-    found = pair.verified("cpu")
+    (found,) = pair.verified("cpu")
     assert found.bytes_ratio == pytest.approx(1.0, abs=TOLERANCE), str(found)

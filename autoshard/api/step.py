@@ -118,11 +118,7 @@ def program_of(fn: Callable, args: tuple, record: Record) -> tuple[Traced, tuple
     graph, rules = traced.graph, rules_of(traced.graph)
     check_program(record, graph, rules)
     model = CostModel(Cluster.from_dict(record.cluster), record.mesh)
-
-    def path(value: int, source: Layout, target: Layout):
-        return model.reshard_path(graph.values[value], source, target)
-
-    return traced, rules, path
+    return traced, rules, model.reshard_paths(graph.values)
 
 
 def _check_effects(graph: Graph, n_devices: int) -> None:

@@ -46,6 +46,14 @@ def add_function(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_saved(parser: argparse.ArgumentParser) -> None:
+    """Which program, with which arguments, and the strategy that was found for it."""
+    add_function(parser)
+    parser.add_argument(
+        "--strategy", metavar="FILE", required=True, help="a file that --save wrote, or a name that autoshard strategies lists"
+    )
+
+
 def add_program(parser: argparse.ArgumentParser) -> None:
     """Which program, with which arguments, on which cluster, and where the strategy goes."""
     add_function(parser)

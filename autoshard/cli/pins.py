@@ -7,7 +7,7 @@ import sys
 from contextlib import redirect_stdout
 
 from autoshard.cli.found import record_of
-from autoshard.cli.options import add_function, command
+from autoshard.cli.options import add_saved, command
 from autoshard.cli.program import load
 from autoshard.cli.terminal import progress, show_json
 
@@ -17,10 +17,7 @@ EXAMPLE = "autoshard pins train:train_step --args train:example_args --strategy 
 def add(commands) -> None:
     """Adds the subcommand's options."""
     parser = command(commands, "pins", run, "print a saved strategy as specs and constraints to paste", EXAMPLE)
-    add_function(parser)
-    parser.add_argument(
-        "--strategy", metavar="FILE", required=True, help="a file that --save wrote, or a name that autoshard strategies lists"
-    )
+    add_saved(parser)
     parser.add_argument(
         "--seconds", metavar="N", type=float, default=30.0, help="how long to look for constraints that can go (default 30)"
     )

@@ -7,7 +7,7 @@ import sys
 from contextlib import redirect_stdout
 
 from autoshard.cli.found import record_of
-from autoshard.cli.options import add_function, command
+from autoshard.cli.options import add_saved, command
 from autoshard.cli.program import load
 from autoshard.cli.terminal import show, show_json
 
@@ -17,10 +17,7 @@ EXAMPLE = "autoshard verify train:train_step --args train:example_args --strateg
 def add(commands) -> None:
     """Adds the subcommand's options."""
     parser = command(commands, "verify", run, "hold a saved strategy against the partitioner or a compiler", EXAMPLE)
-    add_function(parser)
-    parser.add_argument(
-        "--strategy", metavar="FILE", required=True, help="a file that --save wrote, or a name that autoshard strategies lists"
-    )
+    add_saved(parser)
     parser.add_argument(
         "--target",
         choices=("shardy", "cpu"),

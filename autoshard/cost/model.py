@@ -6,6 +6,7 @@ The searchers' tables and the judge both ask this model, and neither knows how i
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -40,6 +41,10 @@ class CostModel:
     def reshard_path(self, value: Value, source: Layout, target: Layout) -> tuple[Step, ...]:
         """The cheapest collectives that take a value from one layout to another."""
         return () if source == target else self._reshards.path(value.shape, value.itemsize, source, target)
+
+    def reshard_paths(self, values: Sequence[Value]) -> Callable[[int, Layout, Layout], tuple[Step, ...]]:
+        """`reshard_path` of a program's values by their numbers."""
+        return lambda value, source, target: self.reshard_path(values[value], source, target)
 
     def op_flops(self, profile: Profile, op: Op, choice: Choice) -> float:
         """The floating point operations a device executes, once."""

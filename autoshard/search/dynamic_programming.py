@@ -30,7 +30,7 @@ from autoshard.cost.evaluate import Judgement
 from autoshard.errors import SearchLimitError
 from autoshard.problem import Label, Problem, Tables
 from autoshard.search.elimination import Elimination, eliminate, table_cost
-from autoshard.search.memory import cheapest_within
+from autoshard.search.memory import fastest_within
 from autoshard.search.reparametrisation import Reparametrisation, reparametrise
 from autoshard.search.searcher import Progress, Solution, silent
 
@@ -65,10 +65,8 @@ class DynamicProgramming:
         """
         started = time.perf_counter()
         run = _Run(self, problem, progress)
-        judgement, labels = run.optimum({})
-        bound, limit = run.bound + problem.fixed_seconds(), problem.memory_limit_bytes
-        if limit is not None and judgement.cost.peak_bytes > limit:
-            judgement, labels = cheapest_within(limit, run.optimum, judgement, problem.mesh, self.price_steps)
+        judgement, labels = fastest_within(problem, run.optimum, self.price_steps)
+        bound = run.bound + problem.fixed_seconds()
         return Solution(
             assignment=problem.assignment(labels),
             judgement=judgement,
@@ -85,7 +83,7 @@ class DynamicProgramming:
 
 
 class _Run:
-    """One problem's searches, with what they took; ``bound`` is that of the last."""
+    """One problem's searches, with what they took; ``bound`` holds for all labels, since it is that of the tables without prices."""
 
     def __init__(self, searcher: DynamicProgramming, problem: Problem, progress: Progress):
         self.searcher = searcher
@@ -101,7 +99,9 @@ class _Run:
         moved = reparametrise(tables.unary, tables.pairs, max_sweeps=searcher.max_sweeps, progress=self.progress)
         self.sweeps += moved.sweeps
         self.n_variables = max(self.n_variables, sum(len(options) > 1 for options in tables.labels))
-        found, self.bound = self._widened(tables, moved)
+        found, bound = self._widened(tables, moved)
+        if not prices:
+            self.bound = bound
         labels = [options[label] for options, label in zip(tables.labels, found, strict=True)]
         return problem.evaluate(problem.assignment(labels)), labels
 

@@ -10,26 +10,27 @@ from collections.abc import Callable, Mapping
 
 from autoshard.cost.evaluate import Judgement
 from autoshard.errors import InfeasibleError
-from autoshard.ir import Mesh
-from autoshard.problem import Label
+from autoshard.problem import Label, Problem
 from autoshard.render import format_bytes
 
 Priced = Callable[[Mapping[int, float]], tuple[Judgement, list[Label]]]
 """Prices per value, in seconds a byte that a device holds of it, to what a search finds under them."""
 
 
-def cheapest_within(limit: float, search: Priced, judgement: Judgement, mesh: Mesh, steps: int) -> tuple[Judgement, list[Label]]:
-    """The fastest answer met whose peak is within the limit.
+def fastest_within(problem: Problem, search: Priced, steps: int) -> tuple[Judgement, list[Label]]:
+    """The answer without prices where it is within the problem's memory limit, else the fastest met that is.
 
     Args:
-        limit: bytes that a device may hold.
-        search: what finds an answer under prices.
-        judgement: of the answer without prices, which exceeds the limit.
+        search: what finds an answer under prices; asked for the one without prices first.
         steps: how many prices may be tried.
 
     Raises:
         InfeasibleError: no answer was within the limit; names the smallest peak met.
     """
+    judgement, labels = search({})
+    limit = problem.memory_limit_bytes
+    if limit is None or judgement.cost.peak_bytes <= limit:
+        return judgement, labels
     smallest = judgement.cost.peak_bytes
     priced = set(judgement.peak.alive)
     price = judgement.cost.objective_seconds / judgement.cost.peak_bytes
@@ -49,7 +50,7 @@ def cheapest_within(limit: float, search: Priced, judgement: Judgement, mesh: Me
             break
     if best is None:
         raise InfeasibleError(
-            f"a strategy must fit {format_bytes(limit)} a device, and the smallest peak found on mesh {mesh} is "
+            f"a strategy must fit {format_bytes(limit)} a device, and the smallest peak found on mesh {problem.mesh} is "
             f"{format_bytes(smallest)}. Use more devices, a smaller batch, rematerialisation, or a higher memory_limit_bytes.",
             smallest,
         )

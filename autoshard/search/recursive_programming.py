@@ -23,7 +23,7 @@ from typing import ClassVar
 from autoshard.cost.evaluate import Judgement
 from autoshard.problem import Label, Problem
 from autoshard.search.elimination import eliminate, table_cost
-from autoshard.search.memory import cheapest_within
+from autoshard.search.memory import fastest_within
 from autoshard.search.searcher import Progress, Solution, silent
 
 
@@ -48,10 +48,7 @@ class RecursiveProgramming:
         """The assignment found by sweeps over the mesh axes; see the module."""
         started = time.perf_counter()
         run = _Run(self, problem, progress)
-        judgement, labels = run.descend({})
-        limit = problem.memory_limit_bytes
-        if limit is not None and judgement.cost.peak_bytes > limit:
-            judgement, labels = cheapest_within(limit, run.descend, judgement, problem.mesh, self.price_steps)
+        judgement, labels = fastest_within(problem, run.descend, self.price_steps)
         return Solution(
             assignment=problem.assignment(labels),
             judgement=judgement,

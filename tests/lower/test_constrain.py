@@ -28,11 +28,7 @@ WHOLE = (-1, -1)
 def lowering(traced, assignment, path=None):
     """The constrained flat function of a traced program."""
     graph = traced.graph
-
-    def cheapest(value, source, target):
-        return MODEL.reshard_path(graph.values[value], source, target)
-
-    return constrained(traced.jaxpr, graph, rules_of(graph), assignment, jax_mesh(MESH), path or cheapest)
+    return constrained(traced.jaxpr, graph, rules_of(graph), assignment, jax_mesh(MESH), path or MODEL.reshard_paths(graph.values))
 
 
 def replicated(_):

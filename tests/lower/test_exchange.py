@@ -65,10 +65,8 @@ PROGRAMS = {
 
 
 def lowered(traced, rules, assignment, args):
-    def path(value, source, target):
-        return MODEL.reshard_path(traced.graph.values[value], source, target)
-
-    return jax.jit(constrained(traced.jaxpr, traced.graph, rules, assignment, jax_mesh(MESH), path)).lower(*args)
+    paths = MODEL.reshard_paths(traced.graph.values)
+    return jax.jit(constrained(traced.jaxpr, traced.graph, rules, assignment, jax_mesh(MESH), paths)).lower(*args)
 
 
 def exchanged(facts, assignment):

@@ -38,8 +38,8 @@ def sharded_forms(fn, *args):
             layouts = {value: (entering, -1) for value in graph.arguments if divides((entering, -1), graph.values[value].shape, MESH.sizes)}
             layouts |= {value: computed_layout(rule, choice, k) for k, value in enumerate(op.results)}
             assignment = Assignment(MESH, {op.index: choice}, layouts)
-            path = lambda value, source, target: MODEL.reshard_path(graph.values[value], source, target)  # noqa: E731
-            yield choice, jax.jit(constrained(traced.jaxpr, graph, rules, assignment, jax_mesh(MESH), path))(*args)
+            paths = MODEL.reshard_paths(graph.values)
+            yield choice, jax.jit(constrained(traced.jaxpr, graph, rules, assignment, jax_mesh(MESH), paths))(*args)
 
 
 def grouped_kernel_gradient(x, cotangent):

@@ -28,11 +28,7 @@ def found(fn, args, searcher, mesh=MESH, **options):
     graph, rules = traced.graph, rules_of(traced.graph)
     model = CostModel(Cluster.parse(f"cpu:{mesh.size}"), mesh)
     assignment = solve(searcher, Problem(profile(graph, rules), model)).assignment
-
-    def path(value, source, target):
-        return model.reshard_path(graph.values[value], source, target)
-
-    return fewest_pins(traced.jaxpr, graph, rules, assignment, path, **options)
+    return fewest_pins(traced.jaxpr, graph, rules, assignment, model.reshard_paths(graph.values), **options)
 
 
 def step(w1, w2, x, y):

@@ -24,10 +24,8 @@ MODEL = CostModel(Cluster.parse("cpu:8"), MESH)
 
 
 def lowered(traced, rules, assignment, args):
-    def path(value, source, target):
-        return MODEL.reshard_path(traced.graph.values[value], source, target)
-
-    return jax.jit(constrained(traced.jaxpr, traced.graph, rules, assignment, jax_mesh(MESH), path)).lower(*jax.tree.leaves(args))
+    paths = MODEL.reshard_paths(traced.graph.values)
+    return jax.jit(constrained(traced.jaxpr, traced.graph, rules, assignment, jax_mesh(MESH), paths)).lower(*jax.tree.leaves(args))
 
 
 def mlp(x, w1, w2):
