@@ -1,68 +1,424 @@
-"""Train steps of any depth in plain JAX, with abstract arguments: nothing is allocated."""
+"""Train steps (AdamW) in plain JAX with abstract arguments: nothing is allocated.
+
+Default sizes hold more than a gigabyte a device under data parallelism on eight devices, with few layers: they compile fast.
+`MODELS` names them all, each with the tensor parallelism that experts write by hand.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec as P
+
+BF16 = jnp.bfloat16
+
+Program = tuple[Callable, tuple]
+"""A train step and its arguments ``(state, *batch)``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A train step's maker.
+
+    Attributes:
+        make: called with sizes, all of which have defaults, gives the program.
+        tensor_parallel: `PartitionSpec` by pattern of argument paths on axes ``data`` and ``model``: contraction pairs are split
+            over ``model`` (column, then row: Megatron-LM, arXiv 1909.08053), the batch over ``data``.
+    """
+
+    make: Callable[..., Program]
+    tensor_parallel: Mapping[str, P]
+
+
+def leaf(*shape: int, dtype: Any = BF16) -> jax.ShapeDtypeStruct:
+    """An array that is not there."""
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _train_step(loss: Callable, params: Any, *batch: jax.ShapeDtypeStruct) -> Program:
+    optimizer = optax.adamw(1e-3)
+    state = {"params": params, "optimizer": jax.eval_shape(optimizer.init, params)}
+
+    def train_step(state: Any, *batch: jax.Array) -> tuple[Any, jax.Array]:
+        value, gradients = jax.value_and_grad(loss)(state["params"], *batch)
+        updates, moments = optimizer.update(gradients, state["optimizer"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "optimizer": moments}, value
+
+    return train_step, (state, *batch)
+
+
+# --- transformers ------------------------------------------------------------------------------------------------------
 
 
 def gpt(
-    layers: int, width: int = 1024, heads: int = 16, vocabulary: int = 32_768, batch: int = 512, length: int = 1024
-) -> tuple[Callable, tuple]:
-    """An AdamW train step of an unrolled decoder-only transformer, and its arguments ``(state, tokens, targets)``."""
-    head = width // heads
+    layers: int,
+    width: int = 1024,
+    heads: int = 16,
+    vocabulary: int = 32_768,
+    batch: int = 512,
+    length: int = 1024,
+    dtype: Any = BF16,
+    gathers: bool = True,
+    remat: bool = False,
+) -> Program:
+    """A decoder-only transformer, unrolled; its loss gathers the targets' logits unless it compares with all of them."""
+    block = jax.checkpoint(_block) if remat else _block
 
-    def leaf(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    def loss(params: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
+        x = params["embed"][tokens] + params["position"]
+        for layer in params["layers"]:
+            x = block(x, layer)
+        return _next_token(x, params, targets, gathers)
 
-    def layer() -> dict[str, Any]:
-        return {
-            "norm1": leaf(width),
-            "qkv": leaf(width, 3, heads, head),
-            "out": leaf(heads, head, width),
-            "norm2": leaf(width),
-            "up": leaf(width, 4 * width),
-            "down": leaf(4 * width, width),
-        }
+    each = _attention_params(width, heads, dtype) | _dense_params(width, dtype)
+    params = _language(vocabulary, length, width, [dict(each) for _ in range(layers)], dtype)
+    return _train_step(loss, params, *_tokens(batch, length))
 
-    params = {
-        "embed": leaf(vocabulary, width),
-        "position": leaf(length, width),
-        "layers": [layer() for _ in range(layers)],
-        "norm": leaf(width),
+
+def gpt_scan(
+    layers: int = 8,
+    width: int = 1024,
+    heads: int = 16,
+    vocabulary: int = 32_768,
+    batch: int = 64,
+    length: int = 1024,
+    dtype: Any = BF16,
+    remat: bool = False,
+) -> Program:
+    """The same transformer with its layers stacked and scanned; with ``remat`` the backward pass computes each again."""
+    block = jax.checkpoint(_block) if remat else _block
+
+    def loss(params: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
+        x = params["embed"][tokens] + params["position"]
+        x, _ = jax.lax.scan(lambda x, layer: (block(x, layer), None), x, params["layers"])
+        return _next_token(x, params, targets)
+
+    each = _attention_params(width, heads, dtype) | _dense_params(width, dtype)
+    stacked = {name: leaf(layers, *one.shape, dtype=dtype) for name, one in each.items()}
+    return _train_step(loss, _language(vocabulary, length, width, stacked, dtype), *_tokens(batch, length))
+
+
+def moe(
+    layers: int = 2,
+    width: int = 1024,
+    heads: int = 16,
+    experts: int = 8,
+    vocabulary: int = 32_768,
+    batch: int = 64,
+    length: int = 1024,
+    room: float = 1.25,
+    dtype: Any = BF16,
+) -> Program:
+    """A transformer whose dense layers are mixtures of experts: one expert a token, one-hot dispatch (GShard, arXiv 2006.16668).
+
+    Args:
+        room: tokens that an expert takes of each sequence, in shares of an even split; those beyond are dropped.
+    """
+    capacity = math.ceil(room * length / experts)
+
+    def mixture(x: jax.Array, layer: Any) -> jax.Array:
+        gates = jax.nn.softmax((x @ layer["router"]).astype(jnp.float32))
+        chosen = jax.nn.one_hot(jnp.argmax(gates, -1), experts)
+        place = ((jnp.cumsum(chosen, axis=1) - 1) * chosen).sum(-1).astype(jnp.int32)
+        dispatch = (chosen[..., None] * jax.nn.one_hot(place, capacity)[..., None, :]).astype(dtype)
+        inputs = jnp.einsum("bsec,bsd->becd", dispatch, x)
+        hidden = jax.nn.gelu(jnp.einsum("becd,edf->becf", inputs, layer["up"]))
+        outputs = jnp.einsum("becf,efd->becd", hidden, layer["down"])
+        return jnp.einsum("bsec,becd->bsd", dispatch * gates[..., None].astype(dtype), outputs)
+
+    def loss(params: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
+        x = params["embed"][tokens] + params["position"]
+        for layer in params["layers"]:
+            x = _attention(x, layer)
+            x = x + mixture(_norm(x, layer["norm2"]), layer)
+        return _next_token(x, params, targets)
+
+    each = _attention_params(width, heads, dtype) | {
+        "norm2": leaf(width, dtype=dtype),
+        "router": leaf(width, experts, dtype=dtype),
+        "up": leaf(experts, width, 4 * width, dtype=dtype),
+        "down": leaf(experts, 4 * width, width, dtype=dtype),
     }
-    optimizer = optax.adamw(1e-3)
-    state = {"params": params, "optimizer": jax.eval_shape(optimizer.init, params)}
-    tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32)
-
-    def train_step(state: Any, tokens: jax.Array, targets: jax.Array) -> tuple[Any, jax.Array]:
-        loss, gradients = jax.value_and_grad(_loss)(state["params"], tokens, targets)
-        updates, moments = optimizer.update(gradients, state["optimizer"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "optimizer": moments}, loss
-
-    return train_step, (state, tokens, tokens)
+    params = _language(vocabulary, length, width, [dict(each) for _ in range(layers)], dtype)
+    return _train_step(loss, params, *_tokens(batch, length))
 
 
-def _loss(params: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
-    x = params["embed"][tokens] + params["position"]
-    for layer in params["layers"]:
-        x = _block(x, layer)
+def _tokens(batch: int, length: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    return leaf(batch, length, dtype=jnp.int32), leaf(batch, length, dtype=jnp.int32)
+
+
+def _language(vocabulary: int, length: int, width: int, layers: Any, dtype: Any) -> dict[str, Any]:
+    return {
+        "embed": leaf(vocabulary, width, dtype=dtype),
+        "position": leaf(length, width, dtype=dtype),
+        "layers": layers,
+        "norm": leaf(width, dtype=dtype),
+    }
+
+
+def _attention_params(width: int, heads: int, dtype: Any) -> dict[str, Any]:
+    head = width // heads
+    return {
+        "norm1": leaf(width, dtype=dtype),
+        "qkv": leaf(width, 3, heads, head, dtype=dtype),
+        "out": leaf(heads, head, width, dtype=dtype),
+    }
+
+
+def _dense_params(width: int, dtype: Any) -> dict[str, Any]:
+    return {
+        "norm2": leaf(width, dtype=dtype),
+        "up": leaf(width, 4 * width, dtype=dtype),
+        "down": leaf(4 * width, width, dtype=dtype),
+    }
+
+
+def _next_token(x: jax.Array, params: Any, targets: jax.Array, gathers: bool = True) -> jax.Array:
     logits = (_norm(x, params["norm"]) @ params["embed"].T).astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+    if gathers:
+        return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+    return optax.softmax_cross_entropy(logits, jax.nn.one_hot(targets, logits.shape[-1])).mean()
 
 
 def _block(x: jax.Array, layer: Any) -> jax.Array:
+    x = _attention(x, layer)
+    return x + jax.nn.gelu(_norm(x, layer["norm2"]) @ layer["up"]) @ layer["down"]
+
+
+def _attention(x: jax.Array, layer: Any) -> jax.Array:
     query, key, value = jnp.moveaxis(jnp.einsum("bsd,dchk->bschk", _norm(x, layer["norm1"]), layer["qkv"]), 2, 0)
     scores = jnp.einsum("bqhk,bshk->bhqs", query, key) / query.shape[-1] ** 0.5
     causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
     weights = jax.nn.softmax(jnp.where(causal, scores, -1e9), axis=-1)
-    x = x + jnp.einsum("bhqs,bshk,hkd->bqd", weights, value, layer["out"])
-    return x + jax.nn.gelu(_norm(x, layer["norm2"]) @ layer["up"]) @ layer["down"]
+    return x + jnp.einsum("bhqs,bshk,hkd->bqd", weights, value, layer["out"])
 
 
 def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-6) * (1 + scale)
+
+
+# --- convolutions ------------------------------------------------------------------------------------------------------
+
+
+def resnet(
+    blocks: tuple[int, ...] = (1, 1, 1, 1),
+    channels: int = 64,
+    classes: int = 1024,
+    batch: int = 1024,
+    side: int = 224,
+    groups: int = 0,
+    dtype: Any = BF16,
+) -> Program:
+    """A residual network of bottlenecks (arXiv 1512.03385); norms are over the batch, or over so many groups of channels."""
+
+    def block(x: jax.Array, p: Any, stride: int) -> jax.Array:
+        y = jax.nn.relu(_channel_norm(_conv(x, p["reduce"]), p["norm1"], groups))
+        y = jax.nn.relu(_channel_norm(_conv(y, p["spatial"], stride), p["norm2"], groups))
+        y = _channel_norm(_conv(y, p["expand"]), p["norm3"], groups)
+        return jax.nn.relu(y + (_conv(x, p["shortcut"], stride) if "shortcut" in p else x))
+
+    def loss(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
+        x = jax.nn.relu(_channel_norm(_conv(images, params["stem"], 2), params["norm"], groups))
+        x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
+        for number, stage in enumerate(params["stages"]):
+            for index, p in enumerate(stage):
+                x = block(x, p, 2 if number and not index else 1)
+        logits = (x.mean((1, 2)) @ params["head"]).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    def bottleneck(before: int, inside: int) -> dict[str, Any]:
+        p = {
+            "reduce": leaf(1, 1, before, inside, dtype=dtype),
+            "spatial": leaf(3, 3, inside, inside, dtype=dtype),
+            "expand": leaf(1, 1, inside, 4 * inside, dtype=dtype),
+            "norm1": leaf(inside, dtype=dtype),
+            "norm2": leaf(inside, dtype=dtype),
+            "norm3": leaf(4 * inside, dtype=dtype),
+        }
+        return p if before == 4 * inside else p | {"shortcut": leaf(1, 1, before, 4 * inside, dtype=dtype)}
+
+    stages, before = [], channels
+    for number, depth in enumerate(blocks):
+        inside = channels * 2**number
+        stages.append([bottleneck(before if not index else 4 * inside, inside) for index in range(depth)])
+        before = 4 * inside
+    params = {
+        "stem": leaf(7, 7, 3, channels, dtype=dtype),
+        "norm": leaf(channels, dtype=dtype),
+        "stages": stages,
+        "head": leaf(before, classes, dtype=dtype),
+    }
+    return _train_step(loss, params, leaf(batch, side, side, 3, dtype=dtype), leaf(batch, dtype=jnp.int32))
+
+
+def unet(
+    depth: int = 2, channels: int = 64, batch: int = 256, side: int = 128, groups: int = 8, resizes: bool = False, dtype: Any = BF16
+) -> Program:
+    """A U-Net (arXiv 1505.04597): halved with strides, doubled with transposed convolutions or by resizing, skips concatenated."""
+
+    def double(x: jax.Array, p: Any) -> jax.Array:
+        x = jax.nn.silu(_channel_norm(_conv(x, p["first"]), p["norm1"], groups))
+        return jax.nn.silu(_channel_norm(_conv(x, p["second"]), p["norm2"], groups))
+
+    def upwards(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        if resizes:
+            n, height, width, c = x.shape
+            return _conv(jax.image.resize(x, (n, 2 * height, 2 * width, c), "nearest"), kernel)
+        return jax.lax.conv_transpose(x, kernel, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    def loss(params: Any, images: jax.Array, targets: jax.Array) -> jax.Array:
+        x, skips = images, []
+        for level in params["down"]:
+            x = double(x, level)
+            skips.append(x)
+            x = _conv(x, level["halve"], 2)
+        x = double(x, params["middle"])
+        for level, skip in zip(params["up"], reversed(skips), strict=True):
+            x = double(jnp.concatenate([upwards(x, level["twice"]), skip], axis=-1), level)
+        return ((_conv(x, params["head"]) - targets).astype(jnp.float32) ** 2).mean()
+
+    def pair(before: int, after: int) -> dict[str, Any]:
+        return {
+            "first": leaf(3, 3, before, after, dtype=dtype),
+            "second": leaf(3, 3, after, after, dtype=dtype),
+            "norm1": leaf(after, dtype=dtype),
+            "norm2": leaf(after, dtype=dtype),
+        }
+
+    widths = [channels * 2**level for level in range(depth + 1)]
+    params = {
+        "down": [
+            pair(3 if not level else widths[level - 1], widths[level]) | {"halve": leaf(3, 3, widths[level], widths[level], dtype=dtype)}
+            for level in range(depth)
+        ],
+        "middle": pair(widths[depth - 1], widths[depth]),
+        "up": [
+            pair(2 * widths[level], widths[level]) | {"twice": leaf(3, 3, widths[level + 1], widths[level], dtype=dtype)}
+            for level in reversed(range(depth))
+        ],
+        "head": leaf(1, 1, channels, 3, dtype=dtype),
+    }
+    images = leaf(batch, side, side, 3, dtype=dtype)
+    return _train_step(loss, params, images, images)
+
+
+def _conv(x: jax.Array, kernel: jax.Array, stride: int = 1) -> jax.Array:
+    return jax.lax.conv_general_dilated(x, kernel, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+def _channel_norm(x: jax.Array, scale: jax.Array, groups: int) -> jax.Array:
+    """Normalised over the batch and all pixels, or for each image over its pixels and each group of channels."""
+    n, height, width, channels = x.shape
+    grouped = x.reshape(n, height, width, groups or channels, -1).astype(jnp.float32)
+    dims = (1, 2, 4) if groups else (0, 1, 2)
+    centred = grouped - grouped.mean(dims, keepdims=True)
+    centred = centred * jax.lax.rsqrt((centred**2).mean(dims, keepdims=True) + 1e-5)
+    return centred.reshape(x.shape).astype(x.dtype) * (1 + scale)
+
+
+# --- recurrence --------------------------------------------------------------------------------------------------------
+
+
+def lstm(layers: int = 2, width: int = 1024, vocabulary: int = 8192, batch: int = 512, length: int = 256, dtype: Any = BF16) -> Program:
+    """A recurrent language model: each layer scans over time, time first."""
+
+    def cell(p: Any, carry: tuple[jax.Array, jax.Array], x: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        hidden, memory = carry
+        gates = jnp.einsum("bd,dgw->bgw", x, p["input"]) + jnp.einsum("bd,dgw->bgw", hidden, p["hidden"]) + p["bias"]
+        keep, take, give, new = (gates[:, k] for k in range(4))
+        memory = jax.nn.sigmoid(keep) * memory + jax.nn.sigmoid(take) * jnp.tanh(new)
+        hidden = jax.nn.sigmoid(give) * jnp.tanh(memory)
+        return (hidden, memory), hidden
+
+    def loss(params: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
+        x = params["embed"][tokens]
+        for p in params["layers"]:
+            zero = jnp.zeros(x.shape[1:], dtype)
+            _, x = jax.lax.scan(partial(cell, p), (zero, zero), x)
+        logits = (x @ params["head"]).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+    each = {
+        "input": leaf(width, 4, width, dtype=dtype),
+        "hidden": leaf(width, 4, width, dtype=dtype),
+        "bias": leaf(4, width, dtype=dtype),
+    }
+    params = {
+        "embed": leaf(vocabulary, width, dtype=dtype),
+        "layers": [dict(each) for _ in range(layers)],
+        "head": leaf(width, vocabulary, dtype=dtype),
+    }
+    tokens = leaf(length, batch, dtype=jnp.int32)
+    return _train_step(loss, params, tokens, tokens)
+
+
+# --- all of them -------------------------------------------------------------------------------------------------------
+
+_ATTENTION = {"state*['qkv']": P(None, None, "model"), "state*['out']": P("model")}
+_DENSE = {"state*['up']": P(None, "model"), "state*['down']": P("model")}
+_TOKENS = {"batch*": P("data"), "state*['embed']": P("model")}
+
+
+def _stacked(specs: Mapping[str, P]) -> dict[str, P]:
+    return {path: P(None, *spec) for path, spec in specs.items()}
+
+
+_GPT = _TOKENS | _ATTENTION | _DENSE
+_GPT_SCAN = _TOKENS | _stacked(_ATTENTION | _DENSE)
+
+MODELS: dict[str, Model] = {
+    "gpt": Model(partial(gpt, 2, batch=64), _GPT),
+    "gpt_one_hot": Model(partial(gpt, 2, batch=64, gathers=False), _GPT),
+    "gpt_f32": Model(partial(gpt, 2, batch=32, dtype=jnp.float32), _GPT),
+    "gpt_remat": Model(partial(gpt, 3, batch=64, remat=True), _GPT),
+    "gpt_scan": Model(gpt_scan, _GPT_SCAN),
+    "gpt_scan_remat": Model(partial(gpt_scan, remat=True), _GPT_SCAN),
+    "moe": Model(moe, _TOKENS | _ATTENTION | {"state*['up']": P("model"), "state*['down']": P("model")}),
+    "resnet": Model(
+        resnet,
+        {
+            "batch*": P("data"),
+            "state*['spatial']": P(None, None, None, "model"),
+            "state*['norm2']": P("model"),
+            "state*['expand']": P(None, None, "model"),
+            "state*['head']": P(None, "model"),
+        },
+    ),
+    "unet": Model(
+        unet,
+        {
+            "batch*": P("data"),
+            "state*['first']": P(None, None, None, "model"),
+            "state*['norm1']": P("model"),
+            "state*['second']": P(None, None, "model"),
+        },
+    ),
+    "unet_resize": Model(
+        partial(unet, resizes=True),
+        {
+            "batch*": P("data"),
+            "state*['first']": P(None, None, None, "model"),
+            "state*['norm1']": P("model"),
+            "state*['second']": P(None, None, "model"),
+        },
+    ),
+    "lstm": Model(
+        lstm,
+        {
+            "batch*": P(None, "data"),
+            "state*['input']": P(None, None, "model"),
+            "state*['hidden']": P(None, None, "model"),
+            "state*['bias']": P(None, "model"),
+            "state*['embed']": P("model"),
+            "state*['head']": P(None, "model"),
+        },
+    ),
+}
+"""By name; called without sizes each is of at least a gigabyte a device."""
