@@ -26,7 +26,7 @@ LAYERS = (
     ("search",),
     ("strategy",),
     ("lower", "library"),
-    ("verify",),  # hands Shardy the program as `lower` rebuilds it
+    ("verify", "probe"),  # hands Shardy the program as `lower` rebuilds it; measures on meshes as `lower` makes them
     ("api",),
     ("__init__",),  # the public names
     ("demo",),
@@ -35,7 +35,7 @@ LAYERS = (
 
 # The only folders in which JAX and what stands on it may be imported.
 JAX = ("jax", "jaxlib", "flax", "optax")
-KNOWS_JAX = ("rules", "trace", "lower", "verify", "api", "demo", "cli")
+KNOWS_JAX = ("rules", "trace", "lower", "verify", "probe", "api", "demo", "cli")
 
 # Imports inside a function: (file, module, why it is not at the top of the file).
 DELAYED = (
