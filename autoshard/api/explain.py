@@ -66,7 +66,7 @@ def _headline(record: Record, cluster: Cluster) -> list[Part]:
     rows = [
         ("step time", f"{format_seconds(cost.makespan_seconds)} predicted"),
         ("peak memory", f"{format_bytes(cost.peak_bytes)} a device: {of_limit}"),
-        ("work", f"{format_flops(cost.flops)} a device"),
+        ("work", f"{format_flops(cost.flops)} of matrix products and convolutions a device"),
         ("found by", found),
         ("optimality", _optimality(record)),
     ]

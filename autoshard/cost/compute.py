@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -84,10 +85,35 @@ def _ragged_dot(op: Op, operands: Values, results: Values) -> float:
 
 
 def _convolution(op: Op, operands: Values, results: Values) -> float:
-    """The kernel's input channels are those of one feature group already."""
-    _, channels, *window = op.params["dimension_numbers"].rhs_spec
-    kernel = operands[1].shape
-    return 2 * results[0].size * kernel[channels] * math.prod(kernel[dim] for dim in window)
+    """Of a window only the positions that meet the image count, neither padding nor holes, as in XLA's HloCostAnalysis.
+
+    So a convolution, its gradient for the image (dilated where it strides) and the one for the kernel (a large window over the
+    padded image) count alike. The kernel's input channels are those of one feature group already.
+    """
+    numbers = op.params["dimension_numbers"]
+    (_, channels, *window), (batch, features, *placed) = numbers.rhs_spec, numbers.out_spec
+    kernel, made = operands[1].shape, results[0].shape
+    params = (op.params[name] for name in ("window_strides", "padding", "lhs_dilation", "rhs_dilation"))
+    sizes = [(operands[0].shape[dim], kernel[over], made[to]) for dim, over, to in zip(numbers.lhs_spec[2:], window, placed, strict=True)]
+    meetings = (_meetings(*each) for each in zip(sizes, *params, strict=True))
+    return 2 * made[batch] * made[features] * kernel[channels] * math.prod(meetings)
+
+
+@cache
+def _meetings(sizes: tuple[int, int, int], stride: int, padding: tuple[int, int], holes: int, spread: int) -> int:
+    """How often a window's elements meet elements of the image, along one dimension.
+
+    Args:
+        sizes: of the image, the window and the result.
+        holes, spread: one more than the zeros between two elements of the image, and of the window.
+    """
+    image, window, made = sizes
+    few, many = sorted(((window, spread), (made, stride)))
+    places = np.arange(many[0]) * many[1] - padding[0]
+    return sum(
+        int(np.count_nonzero((at >= 0) & (at < image * holes) & (at % holes == 0)))
+        for at in (places + start * few[1] for start in range(few[0]))
+    )
 
 
 def _window(op: Op, operands: Values, results: Values) -> float:

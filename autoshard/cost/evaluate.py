@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from autoshard.cost.blame import Blame
+from autoshard.cost.compute import is_matrix
 from autoshard.cost.memory import Peak, peak_memory
 from autoshard.cost.model import CostModel
 from autoshard.cost.profile import Profile
@@ -130,7 +131,8 @@ class _Judge:
         exchange = self.model.exchange_path(self.profile, op, choice)
         start = self._communicate(exchange, start, op.trips, source, op.operands[:1], lambda step: self.blame.exchanged(op, choice, step))
         seconds = op.trips * self.model.op_seconds(self.profile, op, choice)
-        self.flops += op.trips * self.model.op_flops(self.profile, op, choice)
+        if is_matrix(op.primitive):
+            self.flops += op.trips * self.model.op_flops(self.profile, op, choice)
         self.compute += seconds
         self.compute_free = start + seconds if seconds else self.compute_free
         done = start + seconds

@@ -18,7 +18,7 @@ class Cost:
         communication_seconds: time of all collectives.
         exposed_communication_seconds: the part of it that nothing hides.
         peak_bytes: memory at the fullest moment.
-        flops: floating point operations.
+        flops: floating point operations of matrix products and convolutions, which is what model flops utilisation counts.
         collectives: what is sent, in program order.
     """
 

@@ -47,7 +47,7 @@ def flops(function, *shapes, dtype=jnp.float32):
             lambda x, y: lax.conv_general_dilated(x, y, (1,), "SAME", feature_group_count=6),
             [(2, 6, 10), (6, 1, 3)],
             "conv_general_dilated",
-            2 * 2 * 6 * 10 * 3,
+            2 * 2 * 6 * (3 * 10 - 2),  # the window's ends meet padding once each
         ),
         (jnp.tanh, [(8, 8)], "tanh", 64),
         (lambda x: x.sum(0), [(8, 4)], "reduce_sum", 32),
@@ -68,6 +68,22 @@ def flops(function, *shapes, dtype=jnp.float32):
 def test_work(function, shapes, primitive, work):
     """Each family counts what its algorithm does."""
     assert flops(function, *shapes)[primitive] == pytest.approx(work)
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3])
+@pytest.mark.parametrize("padding", ["SAME", "VALID"])
+def test_a_convolution_and_its_gradients_count_alike(stride, padding):
+    """Every product of an image's and a kernel's element is needed once in each, and neither padding nor holes are multiplied."""
+
+    def convolve(x, w):
+        return lax.conv_general_dilated(x, w, (stride, 2), padding, rhs_dilation=(1, 2), dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    shapes = (2, 13, 16, 3), (3, 2, 3, 5)
+    forward = flops(convolve, *shapes)["conv_general_dilated"]
+    for argument in (0, 1):
+        backward = ops_of(jax.grad(lambda x, w: convolve(x, w).sum(), argument), *shapes)
+        counts = [op_flops(op, None, values) for op, values in backward if op.primitive == "conv_general_dilated"]
+        assert set(counts) == {forward}
 
 
 def test_ragged_products_count_each_row_once():
