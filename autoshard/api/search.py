@@ -134,8 +134,8 @@ def evaluate(
     entering = [layouts[value] for value in graph.arguments]
     replaced = {result: entering[argument] for result, argument in graph.aliases}
     leaving = [replaced.get(result) for result in range(len(graph.results))]
-    between = propagated(traced.jaxpr, graph, entering, lowering_mesh(given, graph), leaving)
-    spread = follow_layouts(problem, {**between, **layouts})
+    between, sides = propagated(traced.jaxpr, graph, entering, lowering_mesh(given, graph), leaving)
+    spread = follow_layouts(problem, {**between, **layouts}, sides)
     solution = Solution(spread, problem.evaluate(spread), 0.0, {**seconds, "search_seconds": time.perf_counter() - started})
     return Strategy(record_of(traced, cluster, given, solution, _Given(), _positions(donate_argnums), _notes(facts)), traced)
 

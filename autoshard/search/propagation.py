@@ -6,7 +6,7 @@ is what a plain sharding-propagation pass does with annotated arguments, and wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -165,19 +165,14 @@ class Propagation:
         for op in self.problem.graph.walk():
             rule = self.problem.rules[op.index]
             choice = self.choices.get(op.index)
-            if rule is None or choice is None or not (left := reductions(rule, choice)):
+            if rule is None or choice is None or not reductions(rule, choice):
                 continue
             layouts = wanted.get(op.results[0], {})
             if len(layouts) != 1:
                 continue
             (layout,) = layouts
-            option = list(choice)
-            for axis, operator, _ in left:
-                if operator == "sum" and layout[axis] >= 0:
-                    option[axis] = (choice[axis][0], layout[axis])
-            if legal(rule, tuple(option), self.problem.mesh.sizes):
-                self.choices[op.index] = tuple(option)
-                self.settle(op, rule)
+            self.choices[op.index] = _scattered(rule, choice, layout, self.problem.mesh.sizes)
+            self.settle(op, rule)
 
     def _wanted(self) -> dict[int, dict[Layout, None]]:
         """Per value the sharded layouts its readers read it in; the alias of an argument reads its result."""
@@ -204,11 +199,14 @@ def _pinned_choice(rule: Rule, pin: Pin) -> Choice:
     return tuple((rule.results[0][dim][0], -1) if dim >= 0 and rule.results[0][dim] else NOWHERE for dim in dims)
 
 
-def follow_layouts(problem: Problem, layouts: Mapping[int, Layout]) -> Assignment:
+def follow_layouts(
+    problem: Problem, layouts: Mapping[int, Layout], sides: Mapping[int, tuple[Sequence[Layout], Sequence[Layout]]] | None = None
+) -> Assignment:
     """The assignment whose ops take the factors that given layouts shard, the result's first.
 
     Args:
         layouts: per value, as some other propagation left it; arguments keep theirs exactly.
+        sides: per op, where known, the layouts of its operands and of its results as it is to run.
     """
     spread = Propagation(problem)
     spread.seed(layouts)
@@ -218,9 +216,23 @@ def follow_layouts(problem: Problem, layouts: Mapping[int, Layout]) -> Assignmen
             spread.seed(dict.fromkeys((holder.value, *holder.views), layout))
         rule = problem.rules[op.index]
         if rule is not None:
-            spread.choices[op.index] = _first_legal(rule, problem.mesh.sizes, partial(_factors_on, spread, op, rule))
+            side = (sides or {}).get(op.index)
+            ranked = partial(_factors_on, spread, op, rule) if side is None else partial(_factors_in, rule, *side)
+            choice = _first_legal(rule, problem.mesh.sizes, ranked)
+            if side is not None:
+                choice = _scattered(rule, choice, spread.layout(op.results[0]), problem.mesh.sizes)
+            spread.choices[op.index] = choice
             spread.settle(op, rule)
     return spread.assignment()
+
+
+def _scattered(rule: Rule, choice: Choice, layout: Layout, sizes: tuple[int, ...]) -> Choice:
+    """The choice whose partial sums are scattered onto the layout in which their value lies, where that is legal."""
+    option = list(choice)
+    for axis, operator, _ in reductions(rule, choice):
+        if operator == "sum" and layout[axis] >= 0:
+            option[axis] = (choice[axis][0], layout[axis])
+    return tuple(option) if legal(rule, tuple(option), sizes) else choice
 
 
 def _holdable(problem: Problem, holder: Holder, layout: Layout) -> Layout:
@@ -245,6 +257,13 @@ def _factors_on(spread: Propagation, op: Op, rule: Rule, axis: int) -> list[int]
         if factor >= 0:
             found[factor] = None
     return list(found)
+
+
+def _factors_in(rule: Rule, operands: Sequence[Layout], results: Sequence[Layout], axis: int) -> list[int]:
+    """The factors that the axis shards in these layouts, the results' first."""
+    tensors = (*zip(rule.results, results, strict=True), *zip(rule.operands, operands, strict=True))
+    factors = (_major_factor(rule, dims, layout[axis]) for dims, layout in tensors)
+    return [factor for factor in dict.fromkeys(factors) if factor >= 0]
 
 
 def _major_factor(rule: Rule, dims: Dims, dim: int) -> int:

@@ -25,6 +25,7 @@ from autoshard.trace import CALLS, constraint_spec
 from autoshard.verify import manual
 
 PROPAGATE = "builtin.module(sdy-propagation-pipeline)"
+RESHARD = "builtin.module(func.func(sdy-insert-explicit-reshards{enable-full-version=true}))"
 EXPLICIT = "builtin.module(func.func(sdy-insert-explicit-reshards{enable-full-version=true},sdy-reshard-to-collectives))"
 
 KINDS = {
@@ -84,10 +85,15 @@ def _run(lowered: jax.stages.Lowered | ir.Module | ir.Operation, *pipelines: str
     module: Any = lowered.compiler_ir("stablehlo") if isinstance(lowered, jax.stages.Lowered) else lowered
     copy = module.operation.clone()
     _spread(copy)
+    return _passed(copy, *pipelines)
+
+
+def _passed(module: Any, *pipelines: str) -> ir.Operation:
+    """The module itself, after the passes."""
     with module.context:
         for pipeline in pipelines:
-            PassManager.parse(pipeline).run(copy.operation)
-    return copy.operation
+            PassManager.parse(pipeline).run(module.operation)
+    return module.operation
 
 
 def _spread(op: Any) -> None:
@@ -142,8 +148,9 @@ def _dims_of(value: Any) -> list[list[tuple[str, str]]]:
         attributes = outer.attributes["arg_attrs"][position] if outer.name == "func.func" else outer.attributes
     else:
         position, attributes = ir.OpResult(value).result_number, owner.attributes
-        if "out_sharding" in attributes:
-            return _dims(str(attributes["out_sharding"]))
+        for name in ("out_sharding", "sharding"):  # of explicit collectives, and of reshards
+            if name in attributes:
+                return _dims(str(attributes[name]))
     if "sdy.sharding" not in attributes:
         return [[] for _ in ir.RankedTensorType(value.type).shape]
     text = str(attributes["sdy.sharding"])
@@ -240,7 +247,12 @@ def _text(attribute: Any) -> str:
 
 
 MARK = "autoshard.value="
+OP_MARK = "autoshard.op="
 _MARKED = re.compile(re.escape(MARK) + r"(\d+)")
+_OP_MARKED = re.compile(re.escape(OP_MARK) + r"(\d+)")
+
+Sides = tuple[tuple[Layout, ...], tuple[Layout, ...]]
+"""The layouts of an op's operands and results."""
 
 
 def propagated(
@@ -249,11 +261,11 @@ def propagated(
     in_layouts: Sequence[Layout | None],
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
     out_layouts: Sequence[Layout | None] | None = None,
-) -> dict[int, Layout]:
-    """The layout that Shardy's propagation gives each value, bodies of loops, branches and checkpoints included.
+) -> tuple[dict[int, Layout], dict[int, Sides]]:
+    """The layout that Shardy's propagation gives each value, and those in which it then has each op run.
 
-    Values of rank 0, dead ones and those made of constants alone are absent. An axis that a layout cannot express, as
-    it stands against mesh order or is split, counts as unused.
+    Bodies of loops, branches and checkpoints included. Values of rank 0, dead ones and those made of constants alone are absent; so are
+    ops that become several operations. An axis that a layout cannot express, as it stands against mesh order or is split, counts as unused.
 
     Args:
         in_layouts: per argument its layout; None leaves it to the propagation, as it does a result's in ``out_layouts``.
@@ -269,7 +281,10 @@ def propagated(
         return marker.run(jaxpr.jaxpr, jaxpr.consts, marker.marks(arguments, graph.arguments))
 
     lowered = lowered_flat(function, jaxpr, shardings[:n_arguments], shardings[n_arguments:])
-    return _marked(_run(lowered, PROPAGATE), Mesh(tuple(mesh.shape.items())))
+    axes = Mesh(tuple(mesh.shape.items()))
+    module = _run(lowered, PROPAGATE)
+    values = _marked(module, axes)
+    return values, _sides(_passed(module, RESHARD), graph, axes)
 
 
 def lowered_flat(
@@ -288,6 +303,27 @@ def _marked(module: Any, mesh: Mesh) -> dict[int, Layout]:
         if mark:
             found[int(mark[1])] = _layout(_dims(str(op.attributes["sharding"])), mesh)
         found |= _marked(op, mesh)
+    return found
+
+
+def _sides(module: Any, graph: Graph, mesh: Mesh) -> dict[int, Sides]:
+    """Per op that became one operation, the layouts of its operands, resharded, and of its results."""
+    made: dict[int, list[Any]] = {}
+
+    def collect(op: Any) -> None:
+        for inner in _operations(op):
+            if (mark := _OP_MARKED.search(str(inner.location))) and inner.name.startswith(("stablehlo.", "chlo.")):
+                made.setdefault(int(mark[1]), []).append(inner)
+            collect(inner)
+
+    collect(module)
+    ops, found = graph.walk(), {}
+    for index, (operation, *others) in made.items():
+        tensors = [*operation.operands][: len(ops[index].operands)], [*operation.results]
+        shapes = [[graph.values[value].shape for value in side] for side in (ops[index].operands, ops[index].results)]
+        if not others and [[tuple(ir.RankedTensorType(tensor.type).shape) for tensor in side] for side in tensors] == shapes:
+            operands, results = (tuple(_layout(_dims_of(tensor), mesh) for tensor in side) for side in tensors)
+            found[index] = operands, results
     return found
 
 
@@ -332,7 +368,9 @@ class _Marker(Interpreter):
     def op(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         if op.primitive == "sharding_constraint":
             operands = [self._constrain(operands[0], self._known(constraint_spec(op)[0]))]
-        return self.marks(apply(eqn, operands), op.results)
+        with jax.named_scope(f"{OP_MARK}{op.index}"):
+            results = apply(eqn, operands)
+        return self.marks(results, op.results)
 
     def _known(self, spec: tuple) -> PartitionSpec:
         """The user's spec without the axes that this mesh lacks."""

@@ -1,0 +1,42 @@
+"""What `evaluate` says of a sharding is what plain JAX makes of it."""
+
+from typing import Any
+
+import jax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from programs import convnet, gpt, gpt_scan, mlp
+
+import autoshard
+from autoshard.ir import Mesh
+from autoshard.verify import explicit_collectives
+
+MESH = {"data": 2, "model": 4}
+
+
+def data_parallel(args):
+    return (P(), *(P("data") for _ in args[1:]))
+
+
+def split_weights(args):
+    """Every matrix of the parameters on its last dimension, whatever that means, so that much has to be moved."""
+    state = jax.tree.map(lambda leaf: P(*[None] * (leaf.ndim - 1), "model") if leaf.ndim > 1 and leaf.shape[-1] % 4 == 0 else P(), args[0])
+    return (state, *(P("data") for _ in args[1:]))
+
+
+@pytest.mark.parametrize("specs", [data_parallel, split_weights])
+@pytest.mark.parametrize("program", [mlp, gpt, gpt_scan, convnet])
+def test_evaluation_predicts_what_plain_jit_does(program, specs):
+    """The evaluated collectives are those that Shardy inserts into the jitted function: equal gathers once, since XLA merges them."""
+    fn, args = program()
+    strategy = autoshard.evaluate(fn, *args, cluster="cpu:8", mesh=MESH, in_specs=specs(args))
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+    def placed(tree: Any) -> Any:
+        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), tree, is_leaf=lambda x: isinstance(x, P))
+
+    jitted = jax.jit(fn, in_shardings=placed(strategy.in_specs), out_shardings=placed(strategy.out_specs))
+    actual = explicit_collectives(jitted.lower(*args), Mesh.of(MESH))
+    predicted, actual = ({(c.kind, c.mesh_axes, c.bytes) for c in collectives} for collectives in (strategy.cost.collectives, actual))
+    assert predicted == actual
