@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autoshard.cluster.device import Device
-from autoshard.cluster.interconnect import Interconnect
+from autoshard.cluster.interconnect import Interconnect, Protocol
 
 T = 1e12
 G = 1e9
@@ -146,12 +146,39 @@ V6E = Entry(
     most=256,
 )
 
-NCCL_STEP_SECONDS = 3.4e-6  # NCCL src/graph/tuning.cc, hwLatencies: NVLink, ring, Simple
-NCCL_NETWORK_STEP_SECONDS = 14e-6  # the same table: network, ring, Simple
-# vTrain (MICRO 2024) nccl-tests fits on A100: 40, 45 and 74 us on 2, 4 and 8 GPUs, less 2 (n - 1) steps of 3.4 us
-NCCL_LAUNCH_SECONDS = 26e-6
-# NCCL's author on H100: 450 GB/s is the line rate, 370 what is left after the protocol (NVIDIA/nccl-tests issue 212)
-NVLINK_EFFICIENCY = 370 / 450
+# NCCL's own model of itself (github.com/NVIDIA/nccl, src/graph/tuning.cc, 2.30): base latency, latency of a step over NVLink and over
+# the network, in microseconds, and what part of the bandwidth is left
+US = 1e-6
+NCCL_LAUNCH_SECONDS = 8.4 * US  # baseLatencies: ring, Simple
+NCCL_STEP_SECONDS = 3.4 * US  # hwLatencies: NVLink, ring, Simple
+NCCL_NETWORK_STEP_SECONDS = 14 * US  # hwLatencies: network, ring, Simple
+NCCL_LL = 0.5  # ring, LL: every 4 bytes come with a flag of 4
+NCCL_LL128 = 0.92  # ring, LL128: 120 of 128 bytes are data
+NCCL_TREE = 0.92  # tree
+NCCL_TREE_LL = 0.92 / 3.8 * 0.4  # tree, LL; times the least of treeCorrectionFactor, that of 256 KiB to 1 MiB
+NCCL_TREE_LL128 = 0.92 * 7 / 9 * 0.6  # tree, LL128; the same
+
+
+def _nccl(ll: float, network_ll: float, switch: float) -> tuple[Protocol, ...]:
+    """NCCL's protocols and algorithms but for the plain ring.
+
+    Args:
+        ll, network_ll: llMaxBws of one host, and of four or more.
+        switch: nvlsEfficiency; 0 where the switch does not reduce.
+    """
+    protocols = (
+        Protocol("ring", 6.6 * US, 0.6 * US, 2.7 * US, NCCL_LL, ll, network_ll),
+        Protocol("ring", 14 * US, 1.9 * US, 4 * US, NCCL_LL128),
+        Protocol("tree", 6.8 * US, 0.6 * US, 5 * US, NCCL_TREE_LL, ll, network_ll),
+        Protocol("tree", 14 * US, 1.25 * US, 8.5 * US, NCCL_TREE_LL128),
+        Protocol("tree", 8.4 * US, 4 * US, 14 * US, NCCL_TREE),
+    )
+    return (*protocols, Protocol("switch", 0.0, 25 * US, 20.9 * US, switch)) if switch else protocols
+
+
+# A network card's share of its line rate: NCCL, src/graph/search.cc, speedArrayInter: 24 GB/s of 200 Gb/s, 48 of 400; one of its authors
+# expects 46 to 48 (NVIDIA/nccl-tests issue 290)
+CARD_EFFICIENCY = 0.96
 GPU_KERNEL_SECONDS = 3e-6  # estimate: a kernel's launch within a CUDA graph, and its tail
 GPU_TILE = 64  # rows of one Hopper wgmma instruction (PTX ISA); smaller blocks leave tensor cores idle
 
@@ -173,21 +200,36 @@ def _gpu(
     )
 
 
-def _nvlink(bandwidth: float, network: float, source: str) -> Interconnect:
+def _nvlink(bandwidth: float, network: float, memory: float, protocols: tuple[Protocol, ...], source: str) -> Interconnect:
     return Interconnect(
         kind="switch",
         bandwidth_bytes_per_second=bandwidth,
         latency_seconds=NCCL_STEP_SECONDS,
         launch_seconds=NCCL_LAUNCH_SECONDS,
-        network_bandwidth_bytes_per_second=network,
+        network_bandwidth_bytes_per_second=network * CARD_EFFICIENCY,
         network_latency_seconds=NCCL_NETWORK_STEP_SECONDS,
+        copy_bandwidth_bytes_per_second=memory / 2,  # read and written
+        protocols=protocols,
         source=source,
     )
 
 
-# A100: 300 GB/s one way (datasheet), of which nccl-tests reach 226-235 on 8 GPUs (vTrain's fit; NVIDIA/nccl-tests PERFORMANCE.md).
-# DGX A100 datasheet: eight 200 Gb/s HDR InfiniBand cards, one a GPU.
-A100_LINKS = _nvlink(230 * G, 25 * G, "NVIDIA A100 and DGX A100 datasheets; vTrain nccl-tests")
+NCCL_SOURCE = "NCCL 2.30, src/graph/tuning.cc, topo.h and search.cc"
+AMPERE_NCCL = _nccl(87.7 * G, 19 * G, switch=0.0)
+HOPPER_NCCL = _nccl(141 * G, 35 * G, switch=0.85)
+BLACKWELL_NCCL = _nccl(282 * G, 70 * G, switch=0.74)
+
+
+def _ampere_links(memory: float) -> Interconnect:
+    """12 NVLinks of 25 GB/s, of which NCCL counts on 20 (topo.h); DGX A100 datasheet: eight 200 Gb/s HDR cards, one a GPU."""
+    return _nvlink(12 * 20 * G, 25 * G, memory, AMPERE_NCCL, f"NVIDIA A100 and DGX A100 datasheets; {NCCL_SOURCE}")
+
+
+def _hopper_links(memory: float) -> Interconnect:
+    """18 NVLinks of 25 GB/s, of which NCCL counts on 20.6 (topo.h); DGX H100 datasheet: eight 400 Gb/s NDR cards, one a GPU."""
+    return _nvlink(18 * 20.6 * G, 50 * G, memory, HOPPER_NCCL, f"NVIDIA H100 and DGX H100 datasheets; {NCCL_SOURCE}")
+
+
 A100_SOURCE = "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf"
 
 A100 = Entry(
@@ -203,7 +245,7 @@ A100 = Entry(
         bandwidth=2039 * G,
         source=A100_SOURCE,
     ),
-    interconnect=A100_LINKS,
+    interconnect=_ampere_links(2039 * G),
     jax_kinds=("NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM-80GB"),
     per_host=8,
 )
@@ -221,13 +263,10 @@ A100_40G = Entry(
         bandwidth=1555 * G,
         source=A100_SOURCE,
     ),
-    interconnect=A100_LINKS,
+    interconnect=_ampere_links(1555 * G),
     jax_kinds=("NVIDIA A100-SXM4-40GB",),
     per_host=8,
 )
-
-# H100 datasheet: NVLink 900 GB/s both ways. DGX H100 datasheet: eight 400 Gb/s NDR cards, one a GPU.
-HOPPER_LINKS = _nvlink(450 * G * NVLINK_EFFICIENCY, 50 * G, "NVIDIA H100 and DGX H100 datasheets; NVIDIA/nccl-tests issue 212")
 
 H100 = Entry(
     device=_gpu(
@@ -242,7 +281,7 @@ H100 = Entry(
         bandwidth=3350 * G,
         source="https://www.nvidia.com/en-us/data-center/h100/",
     ),
-    interconnect=HOPPER_LINKS,
+    interconnect=_hopper_links(3350 * G),
     jax_kinds=("NVIDIA H100 80GB HBM3",),
     per_host=8,
 )
@@ -260,7 +299,7 @@ H200 = Entry(
         bandwidth=4800 * G,
         source="https://www.nvidia.com/en-us/data-center/h200/",
     ),
-    interconnect=HOPPER_LINKS,
+    interconnect=_hopper_links(4800 * G),
     jax_kinds=("NVIDIA H200",),
     per_host=8,
 )
@@ -278,8 +317,8 @@ B200 = Entry(
         bandwidth=8000 * G,
         source="https://www.nvidia.com/en-us/data-center/dgx-b200/",
     ),
-    # NVLink 5: 1.8 TB/s both ways, Hopper's efficiency assumed; DGX B200 datasheet: eight 400 Gb/s cards
-    interconnect=_nvlink(900 * G * NVLINK_EFFICIENCY, 50 * G, "NVIDIA DGX B200 datasheet"),
+    # 18 NVLinks of 50 GB/s, of which NCCL counts on 40.1 (topo.h); DGX B200 datasheet: eight 400 Gb/s cards
+    interconnect=_nvlink(18 * 40.1 * G, 50 * G, 8000 * G, BLACKWELL_NCCL, f"NVIDIA DGX B200 datasheet; {NCCL_SOURCE}"),
     jax_kinds=("NVIDIA B200",),
     per_host=8,
 )

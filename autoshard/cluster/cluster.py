@@ -7,13 +7,13 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from autoshard.cluster.catalogue import CATALOGUE, Entry
 from autoshard.cluster.device import Device
-from autoshard.cluster.interconnect import Interconnect, Link, place
+from autoshard.cluster.interconnect import Interconnect, Link, Protocol, place
 from autoshard.errors import ClusterError
 from autoshard.ir import Mesh
 
@@ -145,13 +145,14 @@ class Cluster:
         """The cluster as plain JSON values, in a fixed order."""
         device = {f.name: getattr(self.device, f.name) for f in fields(Device)}
         device["flops_per_second"] = dict(self.device.flops_per_second)
+        wires = {f.name: getattr(self.interconnect, f.name) for f in fields(Interconnect)}
         return {
             "name": self.name,
             "topology": list(self.topology),
             "memory_limit_bytes": self.memory_limit_bytes,
             "overlap": self.overlap,
             "device": device,
-            "interconnect": {f.name: getattr(self.interconnect, f.name) for f in fields(Interconnect)},
+            "interconnect": wires | {"protocols": [list(astuple(protocol)) for protocol in self.interconnect.protocols]},
         }
 
     @classmethod
@@ -238,10 +239,19 @@ def _record(cls: type, data: Any, what: str) -> Any:
     if not isinstance(data, Mapping):
         raise ClusterError(f"{what} is a table of fields, got {data!r}.")
     wanted = {f.name: str(f.type) for f in fields(cls)}
-    if set(data) != set(wanted):
-        missing, unknown = sorted(set(wanted) - set(data)), sorted(map(str, set(data) - set(wanted)))
+    needed = {f.name for f in fields(cls) if f.default is MISSING}  # what has a default may be missing: older files lack newer fields
+    if not needed <= set(data) <= set(wanted):
+        missing, unknown = sorted(needed - set(data)), sorted(map(str, set(data) - set(wanted)))
         raise ClusterError(f"{what} has the fields {', '.join(wanted)}; missing: {missing}, unknown: {unknown}. Add or remove those.")
-    return cls(**{name: _field(kind, data[name], f"{name} of {what}") for name, kind in wanted.items()})
+    return cls(**{name: _field(kind, data[name], f"{name} of {what}") for name, kind in wanted.items() if name in data})
+
+
+def _protocol(row: Any, what: str) -> Protocol:
+    """A protocol of the list of its fields."""
+    names = [f.name for f in fields(Protocol)]
+    if not isinstance(row, (list, tuple)) or len(row) != len(names):
+        raise ClusterError(f"each entry of {what} is a list of {', '.join(names)}, got {row!r}.")
+    return _record(Protocol, dict(zip(names, row, strict=True)), f"an entry of {what}")
 
 
 def _field(kind: str, value: Any, what: str) -> Any:
@@ -261,7 +271,10 @@ def _field(kind: str, value: Any, what: str) -> Any:
             return int(value)
         case "tuple[int, ...]" if isinstance(value, (list, tuple)) and value:
             return tuple(_field("int", size, what) for size in value)
+        case "tuple[Protocol, ...]" if isinstance(value, (list, tuple)):
+            return tuple(_protocol(row, what) for row in value)
         case "tuple[tuple[str, float], ...]" if isinstance(value, Mapping):
             return tuple((str(name), _field("float", rate, what)) for name, rate in value.items())
     wanted = {"str": "text", "bool": "true or false", "float": "a number", "int": "a whole number", "tuple[int, ...]": "a list of sizes"}
+    wanted["tuple[Protocol, ...]"] = "a list of protocols"
     raise ClusterError(f"{what} is {wanted.get(kind, 'a table of numbers')}, got {value!r}.")

@@ -9,7 +9,8 @@ closes a ring sends both ways round. Spans in different dimensions carry parts o
 al., How to Scale Your Model, "Sharded Matrices and How to Multiply Them"); spans apart in one dimension take turns.
 
 *Switch.* Devices of a host reach each other at full rate, whatever the stride; between hosts each device has a network card of its
-own. A collective that spans both is pipelined through them, the slower part decides.
+own. A ring that spans both enters and leaves a host once for every device in it, each time through another card; the slower of
+switch and cards decides. (Five hosts of 8 H100 with four 400 Gb/s cards each: 190 GB/s of 200, NVIDIA/nccl issue 1368.)
 
 *Host.* Virtual devices copy through shared memory.
 """
@@ -25,6 +26,37 @@ from autoshard.errors import ClusterError
 WIRINGS = ("torus", "switch", "host")
 
 
+ALGORITHMS = ("ring", "tree", "switch")
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """Another way to run a collective than the plain ring: sooner done where little is sent, slower where much is, or for one kind only.
+
+    Attributes:
+        algorithm: ``ring``; ``tree``: a chain in each host and a binary tree over hosts; ``switch``: the host's switch adds up. The
+            last two are for an all_reduce.
+        launch_seconds, latency_seconds, network_latency_seconds: as the interconnect's.
+        share: of the interconnect's bandwidth, that it reaches.
+        most_bytes_per_second: what it never exceeds inside a host; 0 where there is no such limit.
+        network_most_bytes_per_second: the same on several hosts.
+    """
+
+    algorithm: str
+    launch_seconds: float
+    latency_seconds: float
+    network_latency_seconds: float
+    share: float
+    most_bytes_per_second: float = 0.0
+    network_most_bytes_per_second: float = 0.0
+
+    def __post_init__(self):
+        if self.algorithm not in ALGORITHMS:
+            raise ClusterError(f"a protocol's algorithm is one of {ALGORITHMS}, got {self.algorithm!r}.")
+        if not self.share > 0 or min(self.launch_seconds, self.latency_seconds, self.network_latency_seconds) < 0:
+            raise ClusterError(f"a protocol's share of the bandwidth is positive and its latencies are not negative, got {self}.")
+
+
 @dataclass(frozen=True, slots=True)
 class Interconnect:
     """The wires between devices.
@@ -38,6 +70,8 @@ class Interconnect:
         wrap_whole: whether rings close only where every dimension of the slice is such a multiple.
         network_bandwidth_bytes_per_second: one way, per device, between hosts of a ``switch``.
         network_latency_seconds: one step between hosts.
+        copy_bandwidth_bytes_per_second: of the copy from the buffer of what arrives last, which overlaps no send; 0 where it costs nothing.
+        protocols: other ways to run a collective on a ``switch``; the fastest is taken.
         source: where the figures come from.
     """
 
@@ -49,6 +83,8 @@ class Interconnect:
     wrap_whole: bool = False
     network_bandwidth_bytes_per_second: float = 0.0
     network_latency_seconds: float = 0.0
+    copy_bandwidth_bytes_per_second: float = 0.0
+    protocols: tuple[Protocol, ...] = ()
     source: str = ""
 
     def __post_init__(self):
@@ -112,7 +148,7 @@ class Link:
         if self.interconnect.kind == "torus":
             return "torus" if self.wrap else "torus_line"
         if self.interconnect.kind == "switch":
-            return "network" if self._hosts > 1 else "switch"
+            return "network" if self.hosts > 1 else "switch"
         return "host"
 
     @property
@@ -126,8 +162,8 @@ class Link:
         wires = self.interconnect
         if wires.kind == "torus":
             return wires.latency_seconds * sum(s.stride * (s.extent // 2 if s.ring else s.extent - 1) for s in self.spans)
-        hosts = self._hosts
-        return wires.latency_seconds * (self.size // hosts - 1) + wires.network_latency_seconds * (hosts - 1)
+        outside = self.hosts - 1
+        return wires.latency_seconds * (self.size - 1 - outside) + wires.network_latency_seconds * outside
 
     @property
     def bandwidth_bytes_per_second(self) -> float:
@@ -136,11 +172,9 @@ class Link:
         if wires.kind == "torus":
             dims = sorted({span.dim for span in self.spans})
             return sum(self._dim_bandwidth([s for s in self.spans if s.dim == dim]) for dim in dims) or wires.bandwidth_bytes_per_second
-        hosts, size = self._hosts, self.size
-        if hosts == 1:
+        if self.hosts == 1:
             return wires.bandwidth_bytes_per_second
-        network = wires.network_bandwidth_bytes_per_second * (size // hosts) * ((size - 1) / size) / ((hosts - 1) / hosts)
-        return min(network, wires.bandwidth_bytes_per_second) if size > hosts else network
+        return min(self.cards_bytes_per_second, wires.bandwidth_bytes_per_second if self.per_host > 1 else math.inf)
 
     @property
     def exchange_bandwidth_bytes_per_second(self) -> float:
@@ -151,8 +185,8 @@ class Link:
         wires = self.interconnect
         if wires.kind == "torus":
             return min((4 * self._span_bandwidth(s) / s.extent for s in self.spans), default=wires.bandwidth_bytes_per_second)
-        hosts, size = self._hosts, self.size
-        inside = (size // hosts - 1) / size / wires.bandwidth_bytes_per_second
+        hosts, size = self.hosts, self.size
+        inside = (self.per_host - 1) / size / wires.bandwidth_bytes_per_second
         outside = (hosts - 1) / hosts / wires.network_bandwidth_bytes_per_second if hosts > 1 else 0.0
         return 1 / max(inside, outside) if size > 1 else wires.bandwidth_bytes_per_second
 
@@ -162,10 +196,21 @@ class Link:
         wires = self.interconnect
         if wires.kind == "torus":
             return min((self._span_bandwidth(s) / (2 if s.ring else 1) for s in self.spans), default=wires.bandwidth_bytes_per_second)
-        return wires.network_bandwidth_bytes_per_second if self._hosts > 1 else wires.bandwidth_bytes_per_second
+        return wires.network_bandwidth_bytes_per_second if self.hosts > 1 else wires.bandwidth_bytes_per_second
 
     @property
-    def _hosts(self) -> int:
+    def cards_bytes_per_second(self) -> float:
+        """What the network cards of one host's devices send together."""
+        return self.interconnect.network_bandwidth_bytes_per_second * self.per_host
+
+    @property
+    def per_host(self) -> int:
+        """How many of the devices that take part share a host."""
+        return self.size // self.hosts
+
+    @property
+    def hosts(self) -> int:
+        """How many hosts take part."""
         if self.interconnect.kind != "switch" or len(self.length) == 1:
             return 1
         return math.prod(span.extent for span in self.spans if span.dim == 0)

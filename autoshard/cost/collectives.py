@@ -8,22 +8,37 @@ With ``n`` devices, ``b`` the larger of a device's operand and result, ``w`` a r
     collective_permute           launch + l + b / the lesser of exchange and shift bandwidth
 
 (Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in MPICH, 2005; the wires' side is in
-`autoshard.cluster.interconnect`.) Laws: monotone in bytes; nothing on one device; an all_reduce is a reduce_scatter and an
-all_gather in one launch; more bandwidth is never slower.
+`autoshard.cluster.interconnect`.) Laws: monotone in bytes; nothing on one device; an all_reduce costs no more than a reduce_scatter and
+an all_gather; more bandwidth is never slower.
+
+*GPUs.* NCCL takes the fastest of several protocols and algorithms, each a line of its own in its tuning model (NCCL,
+src/graph/tuning.cc); the cost is their minimum. To a ring it adds what that model leaves out: the last step of a device sends nothing,
+it copies what arrived to its place, and no send overlaps that (src/device/all_reduce.h, runRing: "Make final copy from buffer to dest";
+Hu et al., Demystifying NCCL, 2025, section on non-pipelined patterns). So a ring takes ``b / n / copy bandwidth`` more, which on two
+devices is a tenth; a permute takes ``b / copy bandwidth`` more. A switch that reduces gets all of every device's ``b`` bytes and,
+once more, each device's reduced n-th: ``(1 + 1 / n) b / w``.
+
+*TPUs.* As the scaling book has it (Austin et al., How to Scale Your Model, "Sharded Matrices and How to Multiply Them"): rings are used
+both ways round, an all_to_all on one costs a quarter of an all_gather, small messages about a microsecond a hop. XLA's scheduler itself
+assumes less: the same time whatever the size of the group, an all_reduce at 46.65 GB/s of v5e's 45 a link, an all_gather at twice
+that, and half of it where a group spans a box of 8 or more chips in two dimensions. (Its compiled schedules say so at 16 MiB.)
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
 
-from autoshard.cluster import Link, join
+from autoshard.cluster import Link, Protocol, join
 
 COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "collective_permute")
 
 Bytes = TypeVar("Bytes", float, np.ndarray)
+Line = tuple[float, float]
+"""Seconds of an empty collective, and seconds a byte."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,7 +50,7 @@ class Communication:
     """
 
     links: tuple[Link, ...]
-    _lines: dict[tuple[str, frozenset[int]], tuple[float, float]] = field(default_factory=dict, repr=False)
+    _lines: dict[tuple[str, frozenset[int]], tuple[Line, ...]] = field(default_factory=dict, repr=False)
 
     def seconds(self, kind: str, nbytes: Bytes, axes: tuple[int, ...]) -> Bytes:
         """Seconds of one collective over the given axes jointly; elementwise where ``nbytes`` is an array.
@@ -46,26 +61,88 @@ class Communication:
             axes: numbers of the mesh axes that take part, in any order.
         """
         key = (kind, frozenset(axes))
-        line = self._lines.get(key)
-        if line is None:
-            line = self._lines[key] = self._line(kind, sorted(key[1]))
-        fixed, each = line
-        return nbytes * each + fixed * (nbytes > 0)  # what is empty is not sent
+        lines = self._lines.get(key)
+        if lines is None:
+            lines = self._lines[key] = self._find(kind, sorted(key[1]))
+        least = _on(lines[0], nbytes)
+        for line in lines[1:]:
+            other = _on(line, nbytes)
+            least = np.minimum(least, other) if isinstance(least, np.ndarray) else min(least, other)
+        return least
 
-    def _line(self, kind: str, axes: list[int]) -> tuple[float, float]:
-        """Seconds of an empty collective, and seconds a byte."""
+    def _find(self, kind: str, axes: list[int]) -> tuple[Line, ...]:
+        """The ways to run a collective, none slower than another throughout."""
         if kind not in COLLECTIVES:
             raise ValueError(f"a collective is one of {COLLECTIVES}, got {kind!r}.")
         links = [self.links[axis] for axis in axes if self.links[axis].size > 1]
         if not links:
-            return 0.0, 0.0
+            return ((0.0, 0.0),)
         link = join(links)
-        if kind == "all_to_all":
-            return link.launch_seconds + link.latency_seconds, 1 / link.exchange_bandwidth_bytes_per_second
-        if kind == "collective_permute":
-            # of a permutation nobody knows better, half crosses the middle of the wires, as in an all_to_all
-            slowest = min(link.exchange_bandwidth_bytes_per_second, link.shift_bandwidth_bytes_per_second)
-            return link.launch_seconds + link.latency_seconds, 1 / slowest
-        passes = 2 if kind == "all_reduce" else 1
-        each = (link.size - 1) / link.size / link.bandwidth_bytes_per_second
-        return link.launch_seconds + passes * link.latency_seconds, passes * each
+        if kind in ("all_to_all", "collective_permute"):
+            return (_exchange(kind, link),)
+        protocols = [_protocol(kind, link, protocol) for protocol in link.interconnect.protocols]
+        return _fastest([_ring(kind, link, link.bandwidth_bytes_per_second), *filter(None, protocols)])
+
+
+def _on(line: Line, nbytes: Bytes) -> Bytes:
+    fixed, each = line
+    return nbytes * each + fixed * (nbytes > 0)  # what is empty is not sent
+
+
+def _fastest(lines: list[Line]) -> tuple[Line, ...]:
+    """The lines that are somewhere the lowest, from the least fixed cost on."""
+    kept: list[Line] = []
+    for fixed, each in sorted(set(lines)):
+        if not kept or each < kept[-1][1]:
+            kept.append((fixed, each))
+    return tuple(kept)
+
+
+def _exchange(kind: str, link: Link) -> Line:
+    wires = link.interconnect
+    # NCCL sends to all peers at once, in one kernel; elsewhere data moves on step by step
+    steps = max(wires.latency_seconds, wires.network_latency_seconds if link.hosts > 1 else 0.0)
+    latency = steps if wires.kind == "switch" else link.latency_seconds
+    if kind == "all_to_all":
+        arrives = (link.size - 1) / link.size
+        return link.launch_seconds + latency, 1 / link.exchange_bandwidth_bytes_per_second + arrives * _copy(link)
+    # of a permutation nobody knows better, half crosses the middle of the wires, as in an all_to_all
+    slowest = min(link.exchange_bandwidth_bytes_per_second, link.shift_bandwidth_bytes_per_second)
+    return link.launch_seconds + latency, 1 / slowest + _copy(link)
+
+
+def _ring(kind: str, link: Link, bandwidth: float, protocol: Protocol | None = None) -> Line:
+    passes = 2 if kind == "all_reduce" else 1
+    each = passes * (link.size - 1) / link.size / bandwidth + _copy(link) / link.size
+    if protocol is None:
+        return link.launch_seconds + passes * link.latency_seconds, each
+    outside = link.hosts - 1
+    latency = protocol.latency_seconds * (link.size - 1 - outside) + protocol.network_latency_seconds * outside
+    return protocol.launch_seconds + passes * latency, each
+
+
+def _protocol(kind: str, link: Link, protocol: Protocol) -> Line | None:
+    """What the collective takes by a protocol; None where it does not do that."""
+    limit = (protocol.network_most_bytes_per_second if link.hosts > 1 else protocol.most_bytes_per_second) or math.inf
+    if protocol.algorithm == "ring":
+        return _ring(kind, link, min(link.bandwidth_bytes_per_second * protocol.share, limit), protocol)
+    if kind != "all_reduce" or (protocol.algorithm == "switch" and link.per_host < 2):
+        return None
+    inside = link.interconnect.bandwidth_bytes_per_second * protocol.share
+    steps = protocol.latency_seconds * (2 * (link.per_host - 1) if protocol.algorithm == "tree" else 1)
+    seconds = [2 / limit]
+    if protocol.algorithm == "switch":
+        seconds.append((1 + 1 / link.per_host) / inside)
+    elif link.per_host > 1:
+        seconds.append(2 / inside)  # up the chain and down again
+    if link.hosts > 1:
+        # of two trees that share the data each host is a leaf of one; on two hosts it sends up in one and down in the other
+        seconds.append((1 if link.hosts == 2 else 2) / (link.cards_bytes_per_second * protocol.share))
+        steps += 2 * math.log2(link.hosts) * protocol.network_latency_seconds
+    return protocol.launch_seconds + steps, max(seconds)
+
+
+def _copy(link: Link) -> float:
+    """Seconds a byte of copying what arrived last to its place."""
+    copying = link.interconnect.copy_bandwidth_bytes_per_second
+    return 1 / copying if copying else 0.0

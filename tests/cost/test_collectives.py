@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from autoshard.cluster import Cluster
 from autoshard.cost.collectives import COLLECTIVES, Communication
 from autoshard.ir import Mesh
+from benchmarks.cost_model.nccl import PUBLISHED
 
 PLACES = (
     ("v5e:4x4", (4, 4)),
@@ -61,12 +62,14 @@ def test_more_bandwidth_is_never_slower(data, place, kind, nbytes, factor):
 @settings(deadline=None, max_examples=60)
 @given(st.data(), places, sizes)
 def test_all_reduce_is_reduce_scatter_and_all_gather(data, place, nbytes):
-    """The two halves cost the whole and one launch more; what is empty is not sent and costs nothing."""
+    """The two halves cost the whole and one launch more, at least: GPUs have faster ways. What is empty is not sent and costs nothing."""
     axes = data.draw(axes_of(place))
     model = communication(*place)
     halves = model.seconds("reduce_scatter", nbytes, axes) + model.seconds("all_gather", nbytes, axes)
     launch = model.links[0].launch_seconds if nbytes and any(model.links[axis].size > 1 for axis in axes) else 0.0
-    assert model.seconds("all_reduce", nbytes, axes) == pytest.approx(halves - launch)
+    whole = model.seconds("all_reduce", nbytes, axes)
+    assert whole <= halves * (1 + 1e-9)
+    assert model.links[0].interconnect.protocols or whole == pytest.approx(halves - launch)
 
 
 @settings(deadline=None, max_examples=60)
@@ -94,13 +97,45 @@ def test_unknown_collectives_are_refused():
         communication("cpu:8", (8,)).seconds("broadcast", 1.0, (0,))
 
 
-@pytest.mark.parametrize(("gpus", "latency", "bus_bandwidth", "within"), [(8, 74e-6, 226e9, 0.15), (4, 45e-6, 211e9, 0.15)])
-@pytest.mark.parametrize("nbytes", [2**26, 2**30])
-def test_a100_all_reduce_as_measured(gpus, latency, bus_bandwidth, within, nbytes):
-    """Near nccl-tests on one A100 host: alpha-beta fits of the tables of vTrain (VIA-Research/vTrain, MICRO 2024)."""
+@pytest.mark.parametrize(("gpus", "latency", "bus_bandwidth"), [(8, 74e-6, 226e9), (4, 45e-6, 211e9), (2, 40e-6, 189e9)])
+@pytest.mark.parametrize("nbytes", [2**28, 2**30])
+def test_a100_all_reduce_as_measured(gpus, latency, bus_bandwidth, nbytes):
+    """Near nccl-tests on one A100 host, which no constant was fitted to: alpha-beta fits of the tables of vTrain (MICRO 2024)."""
     measured = latency + 2 * (gpus - 1) / gpus * nbytes / bus_bandwidth
     predicted = communication(f"a100:{gpus}", (gpus,)).seconds("all_reduce", nbytes, (0,))
-    assert predicted == pytest.approx(measured, rel=within)
+    assert predicted == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize("published", PUBLISHED, ids=lambda published: published.source)
+def test_bus_bandwidths_as_published(published):
+    """Within a tenth of what others published of nccl-tests, inside hosts and between them."""
+    assert published.predicted() == pytest.approx(published.bus_bandwidth, rel=0.1)
+
+
+def test_small_messages_take_another_protocol():
+    """Eight bytes take NCCL's LL and not the bandwidth protocol: 15 us on 8 GPUs by its own model."""
+    model = communication("a100:8", (8,))
+    assert model.seconds("all_reduce", 8.0, (0,)) == pytest.approx(15e-6, rel=0.01)
+    assert model.seconds("all_reduce", 2.0**30, (0,)) > 2**30 * 14 / 8 / 240e9
+
+
+def test_hosts_in_the_middle():
+    """A collective over devices of several hosts costs no less than inside a host and no more than if every hop were the network."""
+    joint = communication("h100:8x4", (4, 8))
+    inside, outside = communication("h100:8", (8,)), communication("h100:1x32", (32,))
+    for kind in COLLECTIVES:
+        for nbytes in (1e3, 1e6, 1e9):
+            assert inside.seconds(kind, nbytes, (0,)) <= joint.seconds(kind, nbytes, (0, 1)) <= outside.seconds(kind, nbytes, (0,))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from((("v5e:4x4", (4, 4)), ("v5p:4x4x8", (8, 16)), ("v5e:16x16", (16, 16)), ("a100:8", (2, 4)))), sizes)
+def test_joined_axes_cost_no_more_than_one_after_the_other(place, nbytes):
+    """Gathering over two axes at once is no slower than over one and then the other; across hosts NCCL's one ring may be."""
+    model = communication(*place)
+    for first, second in ((0, 1), (1, 0)):
+        after = model.seconds("all_gather", nbytes / place[1][second], (first,)) + model.seconds("all_gather", nbytes, (second,))
+        assert model.seconds("all_gather", nbytes, (0, 1)) <= after * (1 + 1e-9)
 
 
 def test_scaling_book_example():
