@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from scipy.stats import spearmanr
 
 from autoshard.render import Part
@@ -64,4 +65,4 @@ def spearman(xs: Sequence[float], ys: Sequence[float]) -> float:
     """
     if len(set(xs)) < 2 or len(set(ys)) < 2:
         return math.nan
-    return float(spearmanr(xs, ys).statistic)
+    return float(np.asarray(spearmanr(xs, ys))[0])

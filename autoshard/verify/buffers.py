@@ -1,0 +1,93 @@
+"""The memory of a compiled program, read from XLA's own buffer assignment as it dumps it (``--xla_dump_to``).
+
+XLA places every value at an offset of an allocation, and says between which steps of the schedule it lives. Arguments, results and
+constants have allocations of their own; temporaries share one, whose size includes what fragmentation wastes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+_ALLOCATION = re.compile(r"allocation \d+: size (\d+),?(.*):$")
+_VALUE = re.compile(r" value: <\d+ (\S+)(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\)")
+_LIVE = re.compile(r"^    (\S+?)(\{[\d,]*\}):(\d+)-(\d+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """What a program takes of a device's main memory.
+
+    Attributes:
+        peak_bytes: what lives at the fullest moment: ``memory_analysis().peak_memory_in_bytes``, up to a few kilobytes of constants.
+        allocated_bytes: what the allocator takes for that, fragmentation included; without the program itself.
+    """
+
+    peak_bytes: float
+    allocated_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """A value's place in the temporaries' allocation, and the steps at which it lives, both included."""
+
+    offset: int
+    size: int
+    first: int
+    last: int
+
+
+def read_buffers(assignment: str, live_ranges: str) -> Buffers:
+    """What a program takes of main memory.
+
+    Args:
+        assignment: the text of ``*-buffer-assignment.txt``.
+        live_ranges: the text of ``*-live-range.txt``.
+    """
+    fixed, temporary = 0, 0
+    slots: list[_Slot] = []
+    live = {name + index: (int(first), int(last)) for name, index, first, last in _LIVE.findall(live_ranges)}
+    for size, attributes, values in _allocations(assignment):
+        if "color" in attributes or "thread-local" in attributes:
+            continue  # on-chip memories, and the scalars of reductions' bodies
+        if "preallocated-temp" in attributes:
+            temporary += size
+            slots += [_Slot(offset, n, *live[name]) for name, n, offset in values if n]
+        else:
+            fixed += size
+    return Buffers(fixed + _fullest(slots), fixed + temporary)
+
+
+def _allocations(assignment: str) -> Iterator[tuple[int, str, list[tuple[str, int, int]]]]:
+    """Per allocation its size, its attributes, and name, size and offset of each value in it."""
+    size, attributes, values = 0, "", []
+    for line in assignment.splitlines():
+        if value := _VALUE.match(line):
+            name = value[1] if value[1].endswith("}") else value[1] + "{}"
+            values.append((name, int(value[2]), int(value[3])))
+        elif allocation := _ALLOCATION.match(line):
+            if size:
+                yield size, attributes, values
+            size, attributes, values = int(allocation[1]), allocation[2], []
+    if size:
+        yield size, attributes, values
+
+
+def _fullest(slots: list[_Slot]) -> float:
+    """The most bytes in use at any step. Values that share bytes, as a loop's carry with its init, count once."""
+    if not slots:
+        return 0.0
+    edges = np.unique([edge for slot in slots for edge in (slot.offset, slot.offset + slot.size)])
+    lengths, users = np.diff(edges), np.zeros(len(edges) - 1, int)
+    events = sorted([(slot.last + 1, -1, slot) for slot in slots] + [(slot.first, 1, slot) for slot in slots], key=lambda event: event[:2])
+    used = most = 0
+    for _, change, slot in events:
+        first, last = np.searchsorted(edges, (slot.offset, slot.offset + slot.size))
+        users[first:last] += change
+        turned = users[first:last] == (1 if change > 0 else 0)  # from free to used, or back
+        used += change * int(lengths[first:last][turned].sum())
+        most = max(most, used)
+    return float(most)
