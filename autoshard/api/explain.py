@@ -49,7 +49,7 @@ def explain(record: Record) -> Report:
         *_results(record),
         *_layouts(record),
         *_collectives(record),
-        *_assumptions(record),
+        *_notes(record),
         *_search(record),
     ]
     return Report(f"Strategy of {record.program.name} on {cluster.name}, mesh {record.mesh}", tuple(parts))
@@ -160,8 +160,8 @@ def _blame(tensor: str, source: str, cause: str) -> str:
     return "\n".join(filter(None, (tensor, f"for {source}" if tensor else source, cause)))
 
 
-def _assumptions(record: Record) -> list[Part]:
-    return [Heading("Assumed"), *(Paragraph(f"- {assumption}") for assumption in record.assumptions)] if record.assumptions else []
+def _notes(record: Record) -> list[Part]:
+    return [Heading("Notes"), *(Paragraph(f"- {note}") for note in record.assumptions)] if record.assumptions else []
 
 
 def _search(record: Record) -> list[Part]:

@@ -106,6 +106,11 @@ class Strategy:
         """What the search took: ``search_seconds``, ``trace_seconds``, ``n_ops``, ``n_variables``, ``induced_width``, ..."""
         return self.record.stats
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was assumed, what stays replicated and why, and which pins disagree, in words; `explain` shows them too."""
+        return self.record.assumptions
+
     def explain(self) -> Report:
         """A report that prints in a terminal and shows in a notebook."""
         return explain(self.record)
@@ -270,7 +275,7 @@ def record_of(
         searcher=SearcherRecord(searcher.name, asdict(searcher) if is_dataclass(searcher) and not isinstance(searcher, type) else {}),
         lower_bound_seconds=solution.lower_bound_seconds,
         donate_argnums=donate_argnums,
-        assumptions=(*graph.assumptions, *notes),
+        assumptions=(*graph.assumptions, *notes, *solution.notes),
         stats=solution.stats,
         provenance=Provenance(autoshard=metadata.version("autoshard"), jax=jax.__version__),
     )

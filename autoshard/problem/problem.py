@@ -177,6 +177,11 @@ class Problem:
                 copies[value] = layout
         return Assignment(self.mesh, choices, lies, copies)
 
+    def layout(self, node: int, label: Label, slot: int, value: int) -> Layout:
+        """The layout that a node's label gives one of its slots, in which it holds or reads a value."""
+        number = int(self._offer(node, label, ()).slots[slot][0])
+        return layouts(self.graph.values[value].rank, len(self.mesh.axes))[number]
+
     def _rule(self, op: int) -> Rule:
         rule = self.rules[op]
         assert rule is not None, "ops without a rule make no decision"

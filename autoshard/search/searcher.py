@@ -27,12 +27,14 @@ class Solution:
         judgement: what the judge says of them.
         lower_bound_seconds: proven lower bound of the objective over all assignments of the mesh; 0.0 where nothing is proven.
         stats: what the search took: counts and seconds by name.
+        notes: what the user should know of it, in words.
     """
 
     assignment: Assignment
     judgement: Judgement
     lower_bound_seconds: float = 0.0
     stats: Mapping[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 @runtime_checkable

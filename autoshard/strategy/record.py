@@ -94,7 +94,7 @@ class Record:
         searcher: what found it.
         lower_bound_seconds: proven lower bound of the objective on this mesh; 0.0 where nothing is proven.
         donate_argnums: which arguments' memory the program may reuse, as in `jax.jit`.
-        assumptions: what tracing and costing had to assume, in words.
+        assumptions: what tracing and costing had to assume, and what the searcher noted, in words.
         stats: what the search took: counts and seconds by name.
         provenance: where it comes from.
     """
