@@ -14,12 +14,14 @@ from autoshard.errors import (
     TraceError,
 )
 from autoshard.ir import Collective
+from autoshard.probe import Calibration, calibrate
 from autoshard.search import Auto, BruteForce, DataParallel, DynamicProgramming, FullySharded, RecursiveProgramming
 
 __all__ = [
     "Auto",
     "AutoshardError",
     "BruteForce",
+    "Calibration",
     "Cluster",
     "ClusterError",
     "Collective",
@@ -36,6 +38,7 @@ __all__ = [
     "StrategyError",
     "TraceError",
     "Verification",
+    "calibrate",
     "evaluate",
     "load",
     "parallelize",

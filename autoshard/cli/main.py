@@ -9,10 +9,10 @@ import traceback
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from autoshard.cli import clusters, compare, demo, evaluate, explain, pins, search, strategies, verify
+from autoshard.cli import calibrate, clusters, compare, demo, evaluate, explain, pins, search, strategies, verify
 from autoshard.cli.failure import describe
 
-COMMANDS = (search, evaluate, explain, verify, pins, compare, clusters, strategies, demo)
+COMMANDS = (search, evaluate, explain, verify, pins, compare, calibrate, clusters, strategies, demo)
 
 USAGE_ERROR = 2  # as argparse exits
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,7 @@ class Cluster:
 
     @classmethod
     def local(cls) -> Cluster:
-        """The cluster of this process's jax devices, with the catalogue's figures; each process counts as one host.
+        """The cluster of this process's jax devices, with the catalogue's figures; `autoshard.calibrate` measures them instead.
 
         Raises:
             ClusterError: a device the catalogue does not have.
@@ -101,14 +101,22 @@ class Cluster:
         import jax  # delayed: this is the only use of jax here, and describing a cluster must not need or start it
 
         devices = jax.devices()
+        found = cls.of_devices(devices)
+        if found is None:
+            known = ", ".join(name for entry in CATALOGUE.values() for name in entry.jax_kinds)
+            raise ClusterError(
+                f"the catalogue does not have this machine's {len(devices)} devices of kind {devices[0].device_kind!r} (it has {known}). "
+                "Measure them with autoshard.calibrate() or `autoshard calibrate`, or write their figures to a file and use Cluster.load."
+            )
+        return found
+
+    @classmethod
+    def of_devices(cls, devices: Sequence[Any]) -> Cluster | None:
+        """The cluster of these jax devices, each process counting as one host; None where the catalogue does not have their kind."""
         kind = "cpu" if devices[0].platform == "cpu" else devices[0].device_kind
         entry = next((entry for entry in CATALOGUE.values() if kind in entry.jax_kinds), None)
         if entry is None:
-            known = ", ".join(name for entry in CATALOGUE.values() for name in entry.jax_kinds)
-            raise ClusterError(
-                f"the catalogue does not have this machine's {len(devices)} devices of kind {kind!r} (it has {known}). "
-                "Write their figures to a file and use Cluster.load."
-            )
+            return None
         return cls.parse(f"{entry.device.name}:{'x'.join(map(str, _local_topology(entry, devices)))}")
 
     @classmethod
@@ -187,8 +195,17 @@ class Cluster:
             ClusterError: the mesh does not cover the devices.
         """
         self.check(mesh)
-        outermost_first = tuple(reversed(self.topology)) if self.interconnect.kind == "switch" else self.topology
-        return place(self.interconnect, outermost_first, mesh.sizes)
+        if mesh.placement is not None and mesh.placement.topology != self.dimensions:
+            raise ClusterError(
+                f"a mesh is placed on the cluster's own topology: {self.name} has {self.dimensions}, outermost first, the mesh {mesh} was "
+                f"placed on {mesh.placement.topology}. Search again for this cluster."
+            )
+        return place(self.interconnect, self.dimensions, mesh.sizes, mesh.placement)
+
+    @property
+    def dimensions(self) -> tuple[int, ...]:
+        """The sizes of the physical dimensions, outermost (slowest link) first."""
+        return tuple(reversed(self.topology)) if self.interconnect.kind == "switch" else self.topology
 
     def __str__(self) -> str:
         return self.name
@@ -216,7 +233,7 @@ def _check_topology(entry: Entry, topology: tuple[int, ...], text: str) -> None:
         raise ClusterError(f"{name} clusters read '{name}:<devices>', got {text!r}. Use '{name}:{math.prod(topology)}'.")
 
 
-def _local_topology(entry: Entry, devices: list[Any]) -> tuple[int, ...]:
+def _local_topology(entry: Entry, devices: Sequence[Any]) -> tuple[int, ...]:
     if entry.topologies:
         corners = [(min(place), max(place)) for place in zip(*(device.coords for device in devices), strict=True)]
         sizes = [high - low + 1 for low, high in corners][: len(entry.topologies[0])]

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 
 import numpy as np
-from scipy.optimize import nnls
+from scipy.optimize import least_squares, nnls
+
+from autoshard.cluster import Cluster
+
+# Weight of "stays where it was": a constant on which no time depends keeps its value, one that ten times depend on moves freely.
+KEEP = 0.01
+OUTLIER = 0.3  # logarithms of ratios beyond this pull no harder: scipy's soft_l1
+STEP = 0.05  # of the logarithms, for slopes: the model has corners, where the slower of two things takes over; a small step sees one side
+RESTARTS = 10  # a minimiser that believes in slopes stops at corners; started there again it goes on along them
 
 
 def fit_line(nbytes: Sequence[float] | np.ndarray, seconds: Sequence[float] | np.ndarray) -> tuple[float, float]:
@@ -26,3 +35,59 @@ def fit_line(nbytes: Sequence[float] | np.ndarray, seconds: Sequence[float] | np
     scale = x.max()  # keeps both columns near one
     (latency, slope), _ = nnls(np.stack([1 / y, x / scale / y], axis=1) * y.min(), np.full_like(y, y.min()))
     return float(f"{latency:.12g}"), float(f"{scale / slope:.12g}") if slope else float("inf")
+
+
+def fit_cluster(
+    cluster: Cluster, constants: Sequence[str], predict: Callable[[Cluster], np.ndarray], seconds: Sequence[float] | np.ndarray
+) -> Cluster:
+    """The cluster with those constants that predict measured times best.
+
+    Least squares of ``log(predicted / measured)`` over the logarithms of the constants (Levenberg and Marquardt's trust region), so
+    that all stay positive and a time half as long counts as one twice as long. Times that fit badly pull only linearly.
+
+    Args:
+        cluster: where to start from.
+        constants: what may change: names as `constant` takes them.
+        predict: the cost model: seconds of everything that was measured, on a cluster.
+        seconds: measured, in the same order.
+    """
+    measured = np.asarray(seconds, float)
+    start = np.log([constant(cluster, name) for name in constants])
+
+    def moved(x: np.ndarray) -> Cluster:
+        changed = cluster
+        for name, value in zip(constants, np.exp(start + x), strict=True):
+            changed = with_constant(changed, name, float(value))
+        return changed
+
+    def errors(x: np.ndarray) -> np.ndarray:
+        return np.concatenate([np.log(predict(moved(x)) / measured), KEEP * x])
+
+    def slopes(x: np.ndarray) -> np.ndarray:
+        steps = STEP * np.eye(len(x))
+        return np.stack([(errors(x + step) - errors(x - step)) / (2 * STEP) for step in steps], axis=1)
+
+    x, cost = np.zeros(len(start)), np.inf
+    for _ in range(RESTARTS):
+        found = least_squares(errors, x, slopes, loss="soft_l1", f_scale=OUTLIER)  # pyright: ignore[reportArgumentType] scipy takes a callable
+        if found.cost > 0.999 * cost:
+            break
+        x, cost = found.x, found.cost
+    return moved(x)
+
+
+def constant(cluster: Cluster, name: str) -> float:
+    """A constant by its name: ``device.kernel_overhead_seconds``, ``device.flops_per_second.bf16``, ``interconnect.launch_seconds``."""
+    record, field, *key = name.split(".")
+    value = getattr(getattr(cluster, record), field)
+    return dict(value)[key[0]] if key else value
+
+
+def with_constant(cluster: Cluster, name: str, value: float) -> Cluster:
+    """The cluster with one constant changed."""
+    record, field, *key = name.split(".")
+    old = getattr(cluster, record)
+    assert field in {f.name for f in fields(old)}
+    new = tuple((k, value if k == key[0] else v) for k, v in getattr(old, field)) if key else value
+    changed = replace(old, **{field: new})
+    return replace(cluster, device=changed) if record == "device" else replace(cluster, interconnect=changed)

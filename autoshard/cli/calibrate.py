@@ -1,0 +1,38 @@
+"""``autoshard calibrate``: measures the devices of this machine and writes a cluster file that searches use."""
+
+from __future__ import annotations
+
+import argparse
+
+from autoshard.cli.options import command, positive, writable
+from autoshard.cli.terminal import progress, show, show_json
+
+OUT = "cluster.toml"
+
+
+def add(commands) -> None:
+    """Adds the subcommand's options."""
+    what = "measure this machine's devices, and write a file for --cluster with the constants that fit"
+    parser = command(commands, "calibrate", run, what, "autoshard calibrate --quick --out cluster.toml")
+    parser.add_argument("--out", metavar="FILE", type=writable, default=OUT, help=f"where the cluster goes (default {OUT})")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and repetitions: some ten seconds instead of a minute")
+    parser.add_argument("--devices", metavar="N", type=positive, help="measure N virtual CPU devices instead")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures, saves, reports."""
+    if options.devices is not None:
+        from autoshard.demo.devices import virtual_devices
+
+        virtual_devices(options.devices)  # before anything else: JAX takes its devices when it starts
+    from autoshard.probe import calibrate
+
+    with progress(quiet=options.json) as callback:
+        found = calibrate(quick=options.quick, progress=callback)
+    found.cluster.save(options.out)
+    if options.json:
+        show_json(found.to_json())
+        return 0
+    show(found.report())
+    print(f"\nWritten to {options.out}: autoshard search ... --cluster {options.out}")
+    return 0

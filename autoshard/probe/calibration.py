@@ -1,0 +1,316 @@
+"""Calibration: the constants of the cluster that this process runs on, from measurements, and how well they fit.
+
+*Measured.* Matrix products of several sizes and dtypes, elementwise work bound by memory and by arithmetic, and where there are several
+devices each collective over message sizes, on all of them and along both axes of a two-dimensional mesh. All devices work at once.
+
+*Fitted.* First the device: rates of the matrix unit, rate of elementwise work, memory bandwidth, cost of a kernel. Then the
+interconnect: launch, latency, bandwidths. Each so that the cost model, the one that searches use, predicts the measured times best in
+the ratio of the two; see `autoshard.probe.fit`. What no measurement depends on keeps the catalogue's figure.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from autoshard.cluster import CATALOGUE, Cluster
+from autoshard.probe.fit import constant, fit_cluster, with_constant
+from autoshard.probe.measure import Effort, measure, seconds_of
+from autoshard.probe.programs import COLLECTIVES, ELEMENTWISE, CollectiveProgram, Kernel, Program, elementwise, matrix_product
+from autoshard.render import Heading, Paragraph, Part, Report, Table, format_bytes, format_flops, format_percent, format_seconds
+from autoshard.search.searcher import Progress, silent
+
+DEVICE_CONSTANTS = (
+    "device.flops_per_second.f32",
+    "device.flops_per_second.bf16",
+    "device.vector_flops_per_second",
+    "device.memory_bandwidth_bytes_per_second",
+    "device.kernel_overhead_seconds",
+)
+# Rates that are not measured move with one that is: narrow types run on the unit of bfloat16, where there is one.
+FOLLOWS = {"fp16": "bf16", "fp8": "bf16", "int8": "bf16", "f64": "f32"}
+LINK_CONSTANTS = ("launch_seconds", "latency_seconds", "bandwidth_bytes_per_second", "copy_bandwidth_bytes_per_second")
+NETWORK_CONSTANTS = ("network_bandwidth_bytes_per_second", "network_latency_seconds")
+
+LONGEST_SECONDS = 0.01  # sizes grow until one execution takes about this long
+MEMORY_SHARE = 1 / 64  # or this share of a device's memory
+THOROUGH = Effort(run_seconds=0.005, total_seconds=40.0)
+QUICK = Effort(run_seconds=0.002, total_seconds=6.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One measured time, next to what is predicted for it.
+
+    Attributes:
+        section: ``matrix product``, ``elementwise`` or ``collective``.
+        name, size: what ran, on how much.
+        measured_seconds: of one execution, with all devices at work.
+        fitted_seconds: as the calibrated cluster predicts it.
+        catalogue_seconds: as the cluster that calibration started from does.
+    """
+
+    section: str
+    name: str
+    size: str
+    measured_seconds: float
+    fitted_seconds: float
+    catalogue_seconds: float
+
+    @property
+    def error(self) -> float:
+        """How far the fit is off: ``fitted / measured - 1``, or the same the other way round where it is too short."""
+        return _error(self.fitted_seconds, self.measured_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """The cluster that was measured, and how well its constants fit.
+
+    Attributes:
+        cluster: the devices of this process with fitted constants.
+        start: what the fit started from: the catalogue's figures, or for an unknown device those of another.
+        samples: everything that was measured.
+        constants: names of the fitted constants.
+        start_seconds: from the host's call of an almost empty program to its end; in no prediction.
+    """
+
+    cluster: Cluster
+    start: Cluster
+    samples: tuple[Sample, ...]
+    constants: tuple[str, ...]
+    start_seconds: float
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """Per section the median error of the fit: 0.1 where a typical prediction is 10 % too long or too short."""
+        return {section: float(np.median([sample.error for sample in group])) for section, group in self._sections()}
+
+    def report(self) -> Report:
+        """What was fitted, measured against fitted, and the errors; for terminals and notebooks."""
+        parts: list[Part] = [_constants_table(self)]
+        errors = []
+        for section, group in self._sections():
+            columns = ("what", "size", ">measured", ">fitted", ">error", ">before")
+            rows = tuple(
+                (
+                    s.name,
+                    s.size,
+                    format_seconds(s.measured_seconds),
+                    format_seconds(s.fitted_seconds),
+                    _signed(s.fitted_seconds / s.measured_seconds - 1),
+                    _signed(s.catalogue_seconds / s.measured_seconds - 1),
+                )
+                for s in group
+            )
+            parts += [Heading(section.capitalize()), Table(columns, rows)]
+            fitted = [s.error for s in group]
+            before = [_error(s.catalogue_seconds, s.measured_seconds) for s in group]
+            quantiles = (format_percent(float(np.quantile(fitted, q))) for q in (0.5, 0.9))
+            errors.append((section, str(len(group)), *quantiles, format_percent(float(np.median(before)))))
+        parts += [
+            Heading("Error of the fit"),
+            Table(("section", ">measured", ">median error", ">nine in ten below", ">median before"), tuple(errors)),
+            Paragraph(
+                "An error is how much longer the longer one of predicted and measured is. 'Before' is what the figures that calibration "
+                f"started from predict. Starting a program takes {format_seconds(self.start_seconds)} more, which no prediction counts."
+            ),
+        ]
+        return Report(f"Calibration of {self.cluster.n_devices} {self.cluster.device.name} devices", tuple(parts))
+
+    def to_json(self) -> dict[str, Any]:
+        """The calibration as plain JSON values."""
+        return {
+            "cluster": self.cluster.to_dict(),
+            "start": self.start.to_dict(),
+            "constants": {name: {"fitted": constant(self.cluster, name), "before": constant(self.start, name)} for name in self.constants},
+            "errors": self.errors,
+            "start_seconds": self.start_seconds,
+            "samples": [
+                {
+                    "section": s.section,
+                    "name": s.name,
+                    "size": s.size,
+                    "measured_seconds": s.measured_seconds,
+                    "fitted_seconds": s.fitted_seconds,
+                    "before_seconds": s.catalogue_seconds,
+                }
+                for s in self.samples
+            ],
+        }
+
+    def __str__(self) -> str:
+        return str(self.report())
+
+    def _repr_html_(self) -> str:
+        return self.report()._repr_html_()
+
+    def _sections(self) -> list[tuple[str, list[Sample]]]:
+        names = dict.fromkeys(sample.section for sample in self.samples)
+        return [(name, [sample for sample in self.samples if sample.section == name]) for name in names]
+
+
+def calibrate(devices: Sequence[Any] | None = None, *, quick: bool = False, progress: Progress = silent) -> Calibration:
+    """What the devices of this process do, measured, as a cluster to search with; about a minute on 8 virtual devices of 2 cores.
+
+    ``calibrate().cluster.save("cluster.toml")`` keeps it; `Cluster.load` and ``autoshard search --cluster cluster.toml`` read it.
+
+    Args:
+        devices: jax devices of one kind; all of this process's unless given.
+        quick: fewer sizes and repetitions, in some ten seconds.
+        progress: called with what is being done and the fraction that is done.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    progress(f"starting {len(devices)} devices", 0.0)
+    start = start_of(devices)
+    start_seconds = _start_seconds(devices)
+    programs = list(_programs(start, quick))
+    measured = measure(
+        [program.compiled(devices) for program in programs],
+        [program.predicted_seconds(start) * program.chained for program in programs],
+        start_seconds,
+        QUICK if quick else THOROUGH,
+        lambda fraction: progress(f"measuring {len(programs)} programs on {len(devices)} devices", 0.95 * fraction),
+    )
+    seconds = np.array([time / program.chained for time, program in zip(measured, programs, strict=True)])
+    progress("fitting", 0.95)
+    cluster, constants = fit(start, programs, seconds)
+    samples = tuple(
+        Sample(p.section, p.name, p.size, float(time), p.predicted_seconds(cluster), p.predicted_seconds(start))
+        for p, time in zip(programs, seconds, strict=True)
+    )
+    return Calibration(cluster, start, samples, constants, start_seconds)
+
+
+def fit(start: Cluster, programs: Sequence[Program], seconds: np.ndarray) -> tuple[Cluster, tuple[str, ...]]:
+    """The cluster that predicts the programs' times best, and the names of what was fitted."""
+    kernels = [k for k, program in enumerate(programs) if isinstance(program, Kernel)]
+    collectives = [k for k, program in enumerate(programs) if isinstance(program, CollectiveProgram)]
+
+    def fitted(cluster: Cluster, which: list[int], names: Sequence[str]) -> Cluster:
+        return fit_cluster(cluster, names, lambda c: np.array([programs[k].predicted_seconds(c) for k in which]), seconds[which])
+
+    cluster = fitted(start, kernels, DEVICE_CONSTANTS)
+    rates = dict(cluster.device.flops_per_second)
+    for name, measured in FOLLOWS.items():
+        if name in rates:
+            moved = constant(cluster, f"device.flops_per_second.{measured}") / constant(start, f"device.flops_per_second.{measured}")
+            cluster = with_constant(cluster, f"device.flops_per_second.{name}", rates[name] * moved)
+    names = DEVICE_CONSTANTS
+    if collectives:
+        several_hosts = start.interconnect.kind == "switch" and len(start.topology) > 1
+        fields = (*LINK_CONSTANTS, *(NETWORK_CONSTANTS if several_hosts else ()))
+        links = tuple(f"interconnect.{field}" for field in fields)
+        for name in links:
+            if not constant(cluster, name):  # what costs nothing so far starts from costing little
+                little = 1e-7 if name.endswith("_seconds") else 10 * cluster.interconnect.bandwidth_bytes_per_second
+                cluster = with_constant(cluster, name, little)
+        cluster = fitted(cluster, collectives, links)
+        names = (*names, *links)
+    source = f"measured by autoshard calibrate; not measured: {start.device.source}"
+    wires = f"measured by autoshard calibrate; not measured: {start.interconnect.source}" if collectives else start.interconnect.source
+    return replace(
+        cluster, device=replace(cluster.device, source=source), interconnect=replace(cluster.interconnect, source=wires)
+    ), names
+
+
+def start_of(devices: Sequence[Any]) -> Cluster:
+    """The cluster of these devices before anything is measured: as the catalogue has it, or like a device of its kind."""
+    known = Cluster.of_devices(devices)
+    if known is None:
+        like = CATALOGUE[{"tpu": "v5e"}.get(devices[0].platform, "a100")]
+        hosts = len({device.process_index for device in devices})
+        known = Cluster(
+            name=f"{_plain(devices[0].device_kind)}:{len(devices)}",
+            device=replace(like.device, name=_plain(devices[0].device_kind), source=f"as of {like.device.name}, which was known"),
+            topology=(len(devices) // hosts, hosts) if hosts > 1 else (len(devices),),
+            interconnect=replace(like.interconnect, source=f"as of {like.device.name}, which was known"),
+            memory_limit_bytes=int(like.device.memory_bytes),
+            overlap=True,
+        )
+    stats = devices[0].memory_stats() if devices[0].platform == "gpu" else None
+    if stats and stats.get("bytes_limit"):  # what the allocator took: its share of the memory is set by the environment
+        known = replace(known, memory_limit_bytes=int(stats["bytes_limit"]))
+    return known
+
+
+def _plain(kind: str) -> str:
+    """A device's kind as a name: ``nvidia-l4`` of ``NVIDIA L4``."""
+    return re.sub(r"[^a-z0-9]+", "-", kind.lower()).strip("-")
+
+
+def _start_seconds(devices: Sequence[Any]) -> float:
+    """Seconds from the host's call of an almost empty program on all devices to its end."""
+    run = elementwise("x / 2 + 1 / 4", 1, "float32").compiled(devices)(1)
+    run()
+    return min(seconds_of(run) for _ in range(20))
+
+
+# -- what is measured ----------------------------------------------------------------------------------------------------
+
+
+def _programs(start: Cluster, quick: bool) -> Iterable[Program]:
+    """What is measured on a cluster, small to large."""
+    room = start.memory_limit_bytes * MEMORY_SHARE
+
+    def affordable(program: Program) -> bool:
+        return program.predicted_seconds(start) <= LONGEST_SECONDS and program.nbytes <= room
+
+    for dtype in ("float32", "bfloat16"):
+        square = _growing(lambda side, d=dtype: matrix_product(side, side, d), 32, 4 if quick else 2, affordable)
+        yield from square
+        if not quick:
+            yield from _growing(lambda side, d=dtype: matrix_product(max(side // 16, 1), side, d), 256, 4, affordable)
+    for name in ELEMENTWISE:
+        yield from _growing(lambda side, n=name: elementwise(n, side, "float32"), 128, 4 if quick else 2, affordable)
+    if not quick:
+        yield from _growing(lambda side: elementwise("x / 2 + 1 / 4", side, "bfloat16"), 128, 4, affordable)
+    for sizes, axis in _axes(start.n_devices):
+        if quick and axis:
+            continue
+        for kind in COLLECTIVES:
+            least = 2**12 if not quick or len(sizes) == 1 else 2**16
+            yield from _growing(lambda n, k=kind, s=sizes, a=axis: CollectiveProgram(k, n, s, a), least, 32 if quick else 8, affordable)
+
+
+def _growing(make: Callable[[int], Program], least: int, step: int, affordable: Callable[[Program], bool]) -> list[Program]:
+    """Programs of ever larger size, at least one."""
+    found = [make(least)]
+    while affordable(larger := make(least := least * step)):
+        found.append(larger)
+    return found
+
+
+def _axes(n: int) -> list[tuple[tuple[int, ...], int]]:
+    """Mesh sizes and an axis: all devices, and where they make a rectangle both of its sides."""
+    if n == 1:
+        return []
+    side = next((d for d in range(2, math.isqrt(n) + 1) if n % d == 0), 0)
+    return [((n,), 0), *(((side, n // side), axis) for axis in (0, 1) if side)]
+
+
+# -- words ---------------------------------------------------------------------------------------------------------------
+
+
+def _error(predicted: float, measured: float) -> float:
+    ratio = predicted / measured
+    return max(ratio, 1 / ratio) - 1 if ratio > 0 else math.inf
+
+
+def _signed(share: float) -> str:
+    return ("+" if share > 0 else "") + format_percent(share)
+
+
+def _constants_table(calibration: Calibration) -> Table:
+    def shown(name: str, cluster: Cluster) -> str:
+        value = constant(cluster, name)
+        return format_seconds(value) if name.endswith("_seconds") else f"{(format_flops if 'flops' in name else format_bytes)(value)}/s"
+
+    rows = tuple((name, shown(name, calibration.cluster), shown(name, calibration.start)) for name in calibration.constants)
+    return Table(("constant", ">fitted", ">before"), rows)

@@ -1,0 +1,98 @@
+"""Seconds of programs, in rounds: every program once a round, until the time is up; of each its fastest round counts.
+
+Whatever else a machine does adds time and never takes any away, so the fastest of several runs is the least disturbed; and a disturbance
+that lasts a while spoils a round of all programs rather than all rounds of one. A run is a loop on the devices that outlasts the
+host's cost of starting it; what starting costs is measured by itself and taken off.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+LEAST_TRIPS = 8  # the first one pays for memory that is touched for the first time
+MOST_TRIPS = 2**14
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long to measure.
+
+    Attributes:
+        run_seconds: what one run is made to last.
+        total_seconds: when no further round starts.
+        least_rounds, most_rounds: how many rounds there are, whatever the time.
+    """
+
+    run_seconds: float
+    total_seconds: float
+    least_rounds: int = 3
+    most_rounds: int = 30
+
+
+def measure(
+    loops: Sequence[Callable[[int], Callable[[], object]]],
+    guesses: Sequence[float],
+    start_seconds: float,
+    effort: Effort,
+    progress: Callable[[float], None],
+) -> list[float]:
+    """Seconds of one trip of each loop.
+
+    Args:
+        loops: from a number of trips to a function that runs them and returns when they are done.
+        guesses: about how long a trip takes.
+        start_seconds: what a run takes without any trips.
+        progress: called with the fraction that is done.
+    """
+    begun = time.perf_counter()
+    runs, trips = [], []
+    for number, (loop, guess) in enumerate(zip(loops, guesses, strict=True)):
+        run, n = _prepared(loop, guess, start_seconds, effort.run_seconds)
+        runs.append(run)
+        trips.append(n)
+        progress(0.5 * (number + 1) / len(loops))
+    best = [math.inf] * len(runs)
+    prepared = time.perf_counter()
+    for number in range(effort.most_rounds):
+        now = time.perf_counter()
+        if number >= effort.least_rounds and now - begun > effort.total_seconds:
+            break
+        for k, run in enumerate(runs):
+            best[k] = min(best[k], seconds_of(run))
+        left = max(effort.total_seconds - (prepared - begun), 1e-9)
+        progress(0.5 + 0.5 * max((number + 1) / effort.most_rounds, min((time.perf_counter() - prepared) / left, 1.0)))
+    # starting a loop may take less than starting a program of its own does; a tenth of a run is always the loop's
+    return [max(fastest - start_seconds, 0.1 * fastest) / n for fastest, n in zip(best, trips, strict=True)]
+
+
+def _prepared(
+    loop: Callable[[int], Callable[[], object]], guess: float, start_seconds: float, run_seconds: float
+) -> tuple[Callable[[], object], int]:
+    """A compiled run that lasts about as long as it should, and its trips; tried at most three times."""
+    n = _trips(guess, run_seconds)
+    for _ in range(3):
+        run = loop(n)
+        run()
+        single = max(seconds_of(run) - start_seconds, 1e-7 * n) / n
+        better = _trips(single, run_seconds)
+        if n / 4 <= better <= n * 4:
+            break
+        n = better
+    else:
+        run = loop(n)
+        run()
+    return run, n
+
+
+def _trips(single: float, run_seconds: float) -> int:
+    return 2 ** math.ceil(math.log2(min(max(run_seconds / single, LEAST_TRIPS), MOST_TRIPS)))
+
+
+def seconds_of(run: Callable[[], object]) -> float:
+    """What one call takes."""
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
