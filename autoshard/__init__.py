@@ -1,11 +1,12 @@
 """autoshard finds how to shard any JAX train step over many devices, says what it will cost, and runs it."""
 
-from autoshard.api import Strategy, Verification, evaluate, load, parallelize, search, verify
+from autoshard.api import Strategy, Verification, collective_seconds, evaluate, load, matmul_seconds, parallelize, search, verify
 from autoshard.cluster import Cluster
 from autoshard.cost.record import Cost
 from autoshard.errors import (
     AutoshardError,
     ClusterError,
+    CompilerError,
     InfeasibleError,
     RuleError,
     SearchLimitError,
@@ -25,6 +26,7 @@ __all__ = [
     "Cluster",
     "ClusterError",
     "Collective",
+    "CompilerError",
     "Cost",
     "DataParallel",
     "DynamicProgramming",
@@ -39,8 +41,10 @@ __all__ = [
     "TraceError",
     "Verification",
     "calibrate",
+    "collective_seconds",
     "evaluate",
     "load",
+    "matmul_seconds",
     "parallelize",
     "search",
     "verify",

@@ -42,3 +42,7 @@ class SearchLimitError(AutoshardError):
 
 class StrategyError(AutoshardError):
     """A strategy file is damaged, or belongs to another program or schema."""
+
+
+class CompilerError(AutoshardError):
+    """A compiler that a check needs is not installed, or fails on the program."""

@@ -65,12 +65,14 @@ class Step(Sharded):
         placed = tree.unflatten([_placed(x, sharding) for x, sharding in zip(leaves, program.in_shardings, strict=True)])
         return program.traced.merge(args, program.jitted(*placed))
 
-    def lower(self, *args: Any) -> jax.stages.Lowered:
-        """The lowered program, as `jax.jit(fn).lower` gives it; NNX objects stand there as their states."""
+    def lower(self, *args: Any, platform: str = "cpu") -> jax.stages.Lowered:
+        """The lowered program, as `jax.jit(fn).lower` gives it; NNX objects stand there as their states.
+
+        Without devices it is lowered for the platform that is named: any will do for what does not compile it.
+        """
         program, pure = self._program(args)
         traced = program.jitted.trace(*jax.tree.map(_described, pure))
-        # Any platform will do without devices: shardings come before a platform's own passes.
-        return traced.lower(lowering_platforms=("cpu",)) if self._mesh is None else traced.lower()
+        return traced.lower(lowering_platforms=(platform,)) if self._mesh is None else traced.lower()
 
     def _program(self, args: tuple) -> tuple[_Program, tuple]:
         """The program for arguments like these, and the arguments as pytrees of arrays."""

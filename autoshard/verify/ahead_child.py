@@ -1,0 +1,61 @@
+"""The process that compiles for TPUs: ``python -m autoshard.verify.ahead_child FOLDER``, for `autoshard.verify.ahead` alone.
+
+It reads ``module`` and ``request`` from the folder and leaves ``compiled.json`` or ``failure`` there, next to what XLA dumps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jaxlib import xla_client
+from jaxlib.mlir import ir
+
+from autoshard.ir import Mesh
+from autoshard.lower import jax_mesh
+
+
+def main(folder: Path) -> None:
+    """Compiles what the folder asks for."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    topology, mesh = pickle.loads((folder / "request").read_bytes())
+    try:
+        compiled = _compile(folder / "module", topology, mesh)
+    except Exception as error:  # whatever it is, the parent says it
+        (folder / "failure").write_text(str(error))
+        return
+    memory = compiled.get_compiled_memory_stats()
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
+    found = {"hlo": compiled.hlo_modules()[0].to_string(), "peak_bytes": memory.peak_memory_in_bytes, "needed_bytes": held}
+    (folder / "compiled.json").write_text(json.dumps(found))
+
+
+def _compile(module: Path, topology: str, mesh: Mesh):
+    """The executable of a module in MLIR bytecode; `jax.jit` would need the devices, and so libtpu, in the process that lowers."""
+    devices = jax_mesh(mesh, topologies.get_topology_desc(platform="tpu", topology_name=topology).devices).devices
+    options = xla_client.CompileOptions()
+    options.num_replicas, options.num_partitions = 1, mesh.size
+    options.device_assignment = xla_client.DeviceAssignment.create(np.array([[device.id for device in devices.flat]]))
+    options.executable_build_options.use_spmd_partitioning = True
+    options.executable_build_options.use_shardy_partitioner = True
+    # The context of a module that JAX made knows every dialect that JAX writes.
+    with jax.jit(lambda: 0.0).trace().lower(lowering_platforms=("tpu",)).compiler_ir("stablehlo").context:  # pyright: ignore
+        parsed = ir.Module.parse(module.read_bytes())
+        return devices.flat[0].client.compile(parsed, xla_client.DeviceList(tuple(devices.flat)), options)
+
+
+def _end_with_parent() -> None:
+    """Waits for the parent to close the pipe, which its death does too."""
+    sys.stdin.read()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
