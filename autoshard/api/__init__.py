@@ -1,9 +1,22 @@
 """What users call: search, evaluate, parallelize, and the `Strategy` they get."""
 
+from autoshard.api.costs import collective_seconds, matmul_seconds
 from autoshard.api.parallelize import Parallelized, parallelize
 from autoshard.api.search import evaluate, search
 from autoshard.api.step import Step
 from autoshard.api.strategy import Strategy, load
 from autoshard.api.verification import Verification, verify
 
-__all__ = ["Parallelized", "Step", "Strategy", "Verification", "evaluate", "load", "parallelize", "search", "verify"]
+__all__ = [
+    "Parallelized",
+    "Step",
+    "Strategy",
+    "Verification",
+    "collective_seconds",
+    "evaluate",
+    "load",
+    "matmul_seconds",
+    "parallelize",
+    "search",
+    "verify",
+]

@@ -215,9 +215,7 @@ def fit(start: Cluster, programs: Sequence[Program], seconds: np.ndarray) -> tup
         names = (*names, *links)
     source = f"measured by autoshard calibrate; not measured: {start.device.source}"
     wires = f"measured by autoshard calibrate; not measured: {start.interconnect.source}" if collectives else start.interconnect.source
-    return replace(
-        cluster, device=replace(cluster.device, source=source), interconnect=replace(cluster.interconnect, source=wires)
-    ), names
+    return replace(cluster, device=replace(cluster.device, source=source), interconnect=replace(cluster.interconnect, source=wires)), names
 
 
 def start_of(devices: Sequence[Any]) -> Cluster:
