@@ -16,7 +16,16 @@ from autoshard.errors import (
 )
 from autoshard.ir import Collective
 from autoshard.probe import Calibration, calibrate
-from autoshard.search import Auto, BruteForce, DataParallel, DynamicProgramming, FullySharded, RecursiveProgramming
+from autoshard.search import (
+    Auto,
+    BruteForce,
+    DataParallel,
+    DynamicProgramming,
+    FullySharded,
+    Manual,
+    RecursiveProgramming,
+    ShardingPropagation,
+)
 
 __all__ = [
     "Auto",
@@ -32,10 +41,12 @@ __all__ = [
     "DynamicProgramming",
     "FullySharded",
     "InfeasibleError",
+    "Manual",
     "RecursiveProgramming",
     "RuleError",
     "SearchLimitError",
     "ShardingError",
+    "ShardingPropagation",
     "Strategy",
     "StrategyError",
     "TraceError",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Sequence
 
+from autoshard.errors import ShardingError
 from autoshard.ir.graph import Graph, Op
 
 MOVES = frozenset(
@@ -93,6 +95,28 @@ def pattern(path: str) -> str:
     "state['layers'][*]['w']"
     """
     return _INDEX.sub("*", path)
+
+
+def matching(pattern: str, paths: Sequence[str]) -> list[int]:
+    """Positions of the paths a pattern matches, at least one; only ``*`` and ``?`` are wild, since paths have brackets.
+
+    >>> matching("state*", ["state['w']", "batch"])
+    [0]
+
+    Raises:
+        ShardingError: it matches none; names the nearest.
+    """
+    if pattern in paths:
+        return [paths.index(pattern)]
+    wild = re.compile(re.escape(pattern).replace(r"\*", ".*").replace(r"\?", "."))
+    matches = [position for position, path in enumerate(paths) if wild.fullmatch(path)]
+    if not matches:
+        near = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.3) or paths[:3]
+        raise ShardingError(
+            f"a sharding is given by argument path or a pattern of paths, and {pattern!r} matches none of {len(paths)}. "
+            f"Near ones: {', '.join(near)}."
+        )
+    return matches
 
 
 def is_backward(op: Op) -> bool:

@@ -5,16 +5,20 @@ from autoshard.search.auto import Auto
 from autoshard.search.baselines import DataParallel, FullySharded
 from autoshard.search.brute_force import BruteForce
 from autoshard.search.dynamic_programming import DynamicProgramming
+from autoshard.search.manual import Manual
 from autoshard.search.meshes import candidate_meshes
 from autoshard.search.recursive_programming import RecursiveProgramming
 from autoshard.search.searcher import Progress, Searcher, Solution, silent
+from autoshard.search.sharding_propagation import ShardingPropagation
 
 SEARCHERS = {
     "auto": Auto,
     "dynamic_programming": DynamicProgramming,
     "recursive_programming": RecursiveProgramming,
+    "sharding_propagation": ShardingPropagation,
     "data_parallel": DataParallel,
     "fully_sharded": FullySharded,
+    "manual": Manual,
     "brute_force": BruteForce,
 }
 
@@ -55,9 +59,11 @@ __all__ = [
     "DataParallel",
     "DynamicProgramming",
     "FullySharded",
+    "Manual",
     "Progress",
     "RecursiveProgramming",
     "Searcher",
+    "ShardingPropagation",
     "Solution",
     "candidate_meshes",
     "searcher_of",

@@ -1,0 +1,85 @@
+"""Manual: the user's specs, completed and checked; nothing is searched but what they leave open.
+
+*Constraints.* Every argument lies as its spec or its pin says, and one that neither mentions is replicated; state that the program returns
+keeps its argument's. *Objective, variables, ties.* Those of sharding propagation (`autoshard.search.sharding_propagation`), which completes
+the specs: operations and intermediates follow with least redistribution, and a mesh axis is used only where some spec's use of it reaches.
+
+`autoshard.evaluate` costs the same specs as Shardy's own propagation completes them, as plain `jax.jit` does: it follows
+what operands are sharded on without asking what that costs, so that the two differ where other collectives are cheaper, a reduce_scatter
+than an all_reduce, say.
+
+Complexity: that of sharding propagation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from autoshard.errors import ShardingError
+from autoshard.ir import Layout, Spec, check_divides, spec_to_layout
+from autoshard.ir.naming import matching
+from autoshard.problem import Problem
+from autoshard.search.memory import fastest_within
+from autoshard.search.reached import disagreements
+from autoshard.search.searcher import Progress, Solution, silent
+from autoshard.search.sharding_propagation import Spread
+
+
+@dataclass(frozen=True, slots=True)
+class Manual:
+    """The specs of arguments, by path or pattern, as `search` takes pins; those of the pins count as well.
+
+    Attributes:
+        in_specs: per argument path or shell-style pattern, a `PartitionSpec` or a tuple like one; the last that matches counts.
+    """
+
+    name: ClassVar[str] = "manual"
+    automatic: ClassVar[bool] = False
+
+    in_specs: Mapping[str, Spec] = field(default_factory=dict)
+
+    def __post_init__(self):
+        if not isinstance(self.in_specs, Mapping):
+            raise ShardingError(
+                f"Manual takes specs by argument path or pattern, as in {{'state.params*': P('data')}}, got {self.in_specs!r}. For specs "
+                "in the structure of the arguments use autoshard.evaluate."
+            )
+        object.__setattr__(self, "in_specs", {path: tuple(spec) for path, spec in self.in_specs.items()})
+
+    def solve(self, problem: Problem, progress: Progress = silent) -> Solution:
+        """The completed specs.
+
+        Raises:
+            ShardingError: a spec is illegal, or contradicts a pin.
+            InfeasibleError: they do not fit the memory limit.
+        """
+        started = time.perf_counter()
+        layouts = self._layouts(problem)
+        homes = {problem.nodes.home[value][0]: layout for value, layout in layouts.items() if value in problem.nodes.home}
+        held = tuple({node: layout[axis] for node, layout in homes.items()} for axis in range(len(problem.mesh.axes)))
+        spread = Spread(problem, held, progress=progress)
+        judgement, labels = fastest_within(problem, spread.search, steps=8)
+        return Solution(
+            assignment=problem.assignment(labels),
+            judgement=judgement,
+            lower_bound_seconds=min(problem.compute_bound(), judgement.cost.objective_seconds),
+            stats={"n_nodes": problem.n_nodes, "rounds": spread.rounds, "search_seconds": time.perf_counter() - started},
+            notes=tuple(disagreements(problem, labels, spread.sources)),
+        )
+
+    def _layouts(self, problem: Problem) -> dict[int, Layout]:
+        """Where every argument lies that no pin decides."""
+        graph, mesh = problem.graph, problem.mesh
+        layouts: dict[int, Layout] = {value: (-1,) * len(mesh.axes) for value in graph.arguments if value not in problem.pins}
+        for path, spec in self.in_specs.items():
+            for position in matching(path, graph.argument_paths):
+                value, what = graph.arguments[position], graph.argument_paths[position]
+                layout = spec_to_layout(spec, mesh, graph.values[value].rank, what)
+                check_divides(layout, graph.values[value].shape, mesh, what)
+                if any(dim not in allowed for dim, allowed in zip(layout, problem.pins.get(value, ()), strict=False)):
+                    raise ShardingError(f"a spec keeps what pins say, and {spec} contradicts the pin of {what}. Drop one of the two.")
+                layouts[value] = layout
+        return layouts

@@ -1,0 +1,236 @@
+"""Sharding propagation: a few tensors or ops are pinned, and everything else follows with least redistribution.
+
+*Variables.* The labels of the problem's nodes (`autoshard.problem`). *Constraints.* Pins hold, whatever they cost; a mesh axis is used only
+where a pin's use of it reaches: by reads that lead, sharded all the way, from a pinned tensor or op. *Objective.* The judge's: what is
+resharded and reduced, and the work that is not split. *Ties.* The label that splits, then the smallest.
+
+*Steps*, for one mesh axis after another, in mesh order: (1) Breadth first from the pinned nodes outward, each node takes the label of least
+cost given the neighbours that are decided by then; one that leaves the axis unused hands it no further. (2) All that was reached is revised
+together, by elimination (`autoshard.search.elimination`), so that no choice of the first visit has to stay. (3) Rounds over the axes, until
+none changes anything. Steps 2 and 3 only lower the objective, and are exact in their axis; the whole is a heuristic.
+
+What no pin reaches stays replicated, and is noted; so are pins that force a reshard between what follows from the one and from the other.
+
+After the sharding propagation of MindSpore's auto parallel, which visits operators breadth first from the configured ones and minimises
+redistribution alone; here costs are seconds on the links of the cluster, backward pass and optimizer included, and choices are revised.
+
+Complexity: rounds x axes x nodes x labels ** (induced width + 1).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+
+from autoshard.cost.evaluate import Judgement
+from autoshard.errors import ShardingError
+from autoshard.problem import Label, Problem, Tables
+from autoshard.search.elimination import eliminate, table_cost
+from autoshard.search.memory import fastest_within
+from autoshard.search.reached import disagreements, unreached
+from autoshard.search.searcher import Progress, Solution, silent
+
+Held = tuple[Mapping[int, int], ...]
+"""Per mesh axis, by node: the factor that its op splits, or the dimension that its layout shards, whatever else follows."""
+
+ROUNDING = 1e-9  # relative; what choices must gain to be revised, so that revising ends
+MAX_ROUNDS = 6
+MAX_ENTRIES = 1 << 20  # of an elimination's tables; beyond it the best-connected nodes keep their labels
+
+
+@dataclass(frozen=True, slots=True)
+class ShardingPropagation:
+    """The searcher that spreads pins.
+
+    Attributes:
+        max_rounds: how often each mesh axis may be revised.
+        price_steps: how many memory prices may be tried when the limit binds.
+    """
+
+    name: ClassVar[str] = "sharding_propagation"
+    automatic: ClassVar[bool] = False
+
+    max_rounds: int = MAX_ROUNDS
+    price_steps: int = 8
+
+    def solve(self, problem: Problem, progress: Progress = silent) -> Solution:
+        """What follows from the problem's pins; see the module.
+
+        Raises:
+            ShardingError: no pin shards anything.
+            InfeasibleError: nothing that keeps the pins fits the memory limit.
+        """
+        held = tuple({} for _ in problem.mesh.axes)
+        if not any(_pinned(problem, axis) for axis in range(len(held))):
+            raise ShardingError(
+                "sharding_propagation spreads what pins shard, and no pin shards anything. Pin a batch, as in pins={'batch*': P('data')}, "
+                "some weights, or values inside the function by with_sharding_constraint; or use searcher='auto', which needs no pins."
+            )
+        started = time.perf_counter()
+        spread = Spread(problem, held, self.max_rounds, progress)
+        judgement, labels = fastest_within(problem, spread.search, self.price_steps)
+        return Solution(
+            assignment=problem.assignment(labels),
+            judgement=judgement,
+            lower_bound_seconds=min(problem.compute_bound(), judgement.cost.objective_seconds),
+            stats={"n_nodes": problem.n_nodes, "rounds": spread.rounds, "search_seconds": time.perf_counter() - started},
+            notes=(*disagreements(problem, labels, spread.sources), *unreached(problem, spread.sources)),
+        )
+
+
+def _pinned(problem: Problem, axis: int) -> list[int]:
+    """The nodes whose pins shard something over the axis."""
+    return [i for i, node in enumerate(problem.nodes.nodes) if any(-1 not in pin[axis] for _, _, pin in node.pins)]
+
+
+@dataclass(slots=True)
+class Spread:
+    """What follows from pins, and from which.
+
+    Attributes:
+        problem: the program and its mesh; its pins hold.
+        held: what ops and layouts take besides.
+        max_rounds: how often each axis may be revised.
+        sources: per mesh axis, by node that was reached: the pinned node it was reached from.
+        rounds: how many rounds there were, all searches together.
+    """
+
+    problem: Problem
+    held: Held
+    max_rounds: int = MAX_ROUNDS
+    progress: Progress = silent
+    sources: tuple[dict[int, int], ...] = ()
+    rounds: int = field(default=0)
+
+    def search(self, prices: Mapping[int, float]) -> tuple[Judgement, list[Label]]:
+        """The labels that follow under memory prices, and what the judge says of them."""
+        problem, n_axes = self.problem, len(self.problem.mesh.axes)
+        labels = problem.start()
+        self.sources = tuple(
+            {node: node for node in (*_pinned(problem, axis), *(node for node, use in held.items() if use >= 0))}
+            for axis, held in enumerate(self.held)
+        )
+        settled = [0] * n_axes  # per axis, how many changes there had been when it was settled
+        changes = 1
+        for number in range(self.max_rounds):
+            self.rounds += 1
+            for axis in range(n_axes):
+                if settled[axis] == changes:
+                    continue
+                self.progress(f"propagating {problem.mesh.names[axis]}", (number + axis / n_axes) / self.max_rounds)
+                one = _OneAxis(problem.tables((axis,), labels, prices), axis, self.held[axis], self.sources[axis])
+                (one.spread if number == 0 else one.revise)()
+                before, labels = labels, one.labels()
+                changes += labels != before
+                settled[axis] = changes
+            if all(count == changes for count in settled):
+                break
+        return problem.evaluate(problem.assignment(labels)), labels
+
+
+class _OneAxis:
+    """The tables of one free mesh axis, and the label that each node has by now."""
+
+    def __init__(self, tables: Tables, axis: int, held: Mapping[int, int], sources: dict[int, int]):
+        self.tables = tables
+        self.sources = sources
+        self.now: list[int] = tables.incumbent.tolist()
+        self.near: list[list[tuple[int, np.ndarray]]] = [[] for _ in tables.unary]
+        for (i, j), table in tables.pairs.items():
+            self.near[i].append((j, table.T))
+            self.near[j].append((i, table))
+        users: dict[int, list[bool]] = {}
+        self.uses = [users.setdefault(id(options), [_use(label[axis]) >= 0 for label in options]) for options in tables.labels]
+        self.kept = {
+            node: np.array([k for k, label in enumerate(tables.labels[node]) if _use(label[axis]) == use]) for node, use in held.items()
+        }
+
+    def labels(self) -> list[Label]:
+        return [options[k] for options, k in zip(self.tables.labels, self.now, strict=True)]
+
+    def spread(self) -> None:
+        """Decides breadth first from the sources, then revises."""
+        decided = [len(options) == 1 for options in self.tables.labels]
+        for node, kept in self.kept.items():
+            self.now[node], decided[node] = int(kept[self.tables.unary[node][kept].argmin()]), len(kept) == 1
+        queue = deque(self.sources)
+        while queue:
+            node = queue.popleft()
+            self.now[node] = self._best(node, decided)
+            decided[node] = True
+            if self.uses[node][self.now[node]]:
+                queue.extend(self._reach(node))
+        self.revise()
+
+    def revise(self) -> None:
+        """Gives all that is reached its best labels, together, as often as more is reached thereby."""
+        n_reached = 0
+        while n_reached < len(self.sources):
+            n_reached = len(self.sources)
+            self._solve()
+            for node in [node for node in self.sources if self.uses[node][self.now[node]]]:
+                self._reach(node)
+
+    def _solve(self) -> None:
+        """Gives the reached nodes their best labels, all others keeping theirs; exact while its tables stay small."""
+        nodes = sorted(self.sources)
+        place = {node: at for at, node in enumerate(nodes)}
+        unary, pairs = [self.tables.unary[node] for node in nodes], {}
+        for (i, j), table in self.tables.pairs.items():
+            if i in place and j in place:
+                pairs[place[i], place[j]] = table
+            elif i in place:
+                unary[place[i]] = unary[place[i]] + table[:, self.now[j]]
+            elif j in place:
+                unary[place[j]] = unary[place[j]] + table[self.now[i]]
+        kept = [self.kept.get(node) for node in nodes]
+        for at, labels in enumerate(kept):
+            if labels is not None:
+                unary[at] = unary[at][labels]
+        for (a, b), table in pairs.items():
+            if kept[a] is not None or kept[b] is not None:
+                pairs[a, b] = _sliced(_sliced(table, kept[a]).T, kept[b]).T
+        start = [
+            self.now[node] if labels is None else int(np.searchsorted(labels, self.now[node]))
+            for node, labels in zip(nodes, kept, strict=True)
+        ]
+        found = eliminate(unary, pairs, max_entries=MAX_ENTRIES, incumbent=start)
+        if found.cost < table_cost(unary, pairs, start) * (1 - ROUNDING):
+            for node, labels, k in zip(nodes, kept, found.labels.tolist(), strict=True):
+                self.now[node] = k if labels is None else int(labels[k])
+
+    def _reach(self, node: int) -> list[int]:
+        """The neighbours that nothing had reached, which are reached by now."""
+        found = [other for other, _ in self.near[node] if other not in self.sources]
+        self.sources.update(dict.fromkeys(found, self.sources[node]))
+        return found
+
+    def _best(self, node: int, decided: Sequence[bool]) -> int:
+        """The label of least cost given the neighbours that are decided; of equals one that uses the axis."""
+        cost = self.tables.unary[node]
+        if len(cost) == 1:
+            return 0
+        for other, rows in self.near[node]:
+            if decided[other]:
+                cost = cost + rows[self.now[other]]
+        if (kept := self.kept.get(node)) is not None:
+            return int(kept[cost[kept].argmin()])
+        best = int(cost.argmin())
+        if self.uses[node][best]:
+            return best
+        enough = cost[best] + ROUNDING * abs(cost[best])
+        return next((k for k, uses in enumerate(self.uses[node]) if uses and cost[k] <= enough), best)
+
+
+def _sliced(table: np.ndarray, rows: np.ndarray | None) -> np.ndarray:
+    return table if rows is None else table[rows]
+
+
+def _use(part: tuple[int, int] | int) -> int:
+    """What a label does with one axis: the factor that it splits, or the dimension that it shards; -1 for nothing."""
+    return part if isinstance(part, int) else part[0]
