@@ -25,6 +25,7 @@ from autoshard.lower.constrain import SELF_PARTITIONED
 from autoshard.problem import Pin, Problem
 from autoshard.rules import rules_of
 from autoshard.search import Searcher, Solution, candidate_meshes, searcher_of, silent, solve
+from autoshard.search.meshes import placed
 from autoshard.search.propagation import follow_layouts
 from autoshard.search.searcher import Progress
 from autoshard.trace import Traced, constraint_spec, trace
@@ -51,7 +52,8 @@ def search(
         args: its arguments: arrays or `jax.ShapeDtypeStruct`, in any pytrees.
         cluster: the devices, as a `Cluster` or in its string form, such as ``"v5e:4x4"``; None: those of this process.
         searcher: a name or a searcher value.
-        mesh: axis sizes by name, outermost first; None searches the mesh shape too.
+        mesh: axis sizes by name, outermost first; None searches the mesh shape too. How the mesh is placed on the cluster's wires is
+            always searched: which axis gets which dimension of a slice, or the links inside hosts.
         pins: `PartitionSpec` by argument path or shell-style pattern (``"state.params*"``), kept as given.
         memory_limit_bytes: what a device may hold at its peak; by default the cluster's memory less a reserve.
         donate_argnums: as in `jax.jit`.
@@ -76,7 +78,7 @@ def search(
     if given is not None:
         cluster.check(given)
     traced, facts, seconds = _prepare(fn, args, donate_argnums, (*_pinned_axes(pins), *(given.names if given else ())))
-    meshes = [given] if given else _meshes(cluster, traced.graph, pins, 2 if chosen.automatic else 1)
+    meshes = _meshes(cluster, traced.graph, pins, given, 2 if chosen.automatic else 1)
     started = time.perf_counter()
     best: tuple[Solution, Mesh] | None = None
     failure: AutoshardError | None = None
@@ -129,15 +131,18 @@ def evaluate(
         check_divides(layout, graph.values[value].shape, given, path)
         layouts[value] = layout
     started = time.perf_counter()
-    model = CostModel(cluster, given)
-    problem = Problem(facts, model)
     entering = [layouts[value] for value in graph.arguments]
     replaced = {result: entering[argument] for result, argument in graph.aliases}
     leaving = [replaced.get(result) for result in range(len(graph.results))]
     between, sides = propagated(traced.jaxpr, graph, entering, lowering_mesh(given, graph), leaving)
-    spread = follow_layouts(problem, {**between, **layouts}, sides)
-    solution = Solution(spread, problem.evaluate(spread), 0.0, {**seconds, "search_seconds": time.perf_counter() - started})
-    return Strategy(record_of(traced, cluster, given, solution, _Given(), _positions(donate_argnums), _notes(facts)), traced)
+    solutions = []
+    for placing in placed(cluster, [given], renamed=False, most=3):
+        problem = Problem(facts, CostModel(cluster, placing))
+        spread = follow_layouts(problem, {**between, **layouts}, sides)
+        solutions.append((problem.evaluate(spread), placing, spread))
+    judgement, placing, spread = min(solutions, key=lambda found: found[0].cost.makespan_seconds)
+    solution = Solution(spread, judgement, 0.0, {**seconds, "search_seconds": time.perf_counter() - started})
+    return Strategy(record_of(traced, cluster, placing, solution, _Given(), _positions(donate_argnums), _notes(facts)), traced)
 
 
 def _positions(donate_argnums: int | Sequence[int]) -> tuple[int, ...]:
@@ -204,8 +209,10 @@ def _worse(old: AutoshardError | None, new: AutoshardError) -> AutoshardError:
 # -- meshes and pins -----------------------------------------------------------------------------------------------------
 
 
-def _meshes(cluster: Cluster, graph: Graph, pins: Pins, max_axes: int) -> list[Mesh]:
-    """The meshes to try: the one that the program fixes, or all of some axes that have those named by pins."""
+def _meshes(cluster: Cluster, graph: Graph, pins: Pins, given: Mesh | None, max_axes: int) -> tuple[Mesh, ...]:
+    """The meshes to try: the given one in its best placements, the one that the program fixes, or all that have the axes of pins."""
+    if given is not None:
+        return placed(cluster, [given], renamed=False, most=3)
     names = list(_pinned_axes(pins))
     for op in graph.walk():
         fixed = dict(op.params["mesh"].shape) if op.primitive == "shard_map" else None
@@ -215,8 +222,9 @@ def _meshes(cluster: Cluster, graph: Graph, pins: Pins, max_axes: int) -> list[M
         if fixed is not None:
             mesh = Mesh.of(fixed)
             cluster.check(mesh)
-            return [mesh]
-    return list(candidate_meshes(cluster.n_devices, tuple(dict.fromkeys(names)), max_axes))
+            return (mesh,)
+    found = candidate_meshes(cluster.n_devices, tuple(dict.fromkeys(names)), max_axes)
+    return placed(cluster, found, renamed=not names)
 
 
 def _mesh(mesh: Any) -> Mesh:

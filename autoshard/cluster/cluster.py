@@ -16,11 +16,17 @@ from autoshard.cluster.device import Device
 from autoshard.cluster.interconnect import Interconnect, Link, Protocol, place
 from autoshard.errors import ClusterError
 from autoshard.ir import Mesh
+from autoshard.ir.collective import KINDS as COLLECTIVE_KINDS
 
 # What a program cannot have. TPU: the runtime keeps about 2 % (15.75 of v5e's 16 GiB are offered), the rest is room for
 # fragmentation. GPU: jax allocates three quarters of the memory unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise (docs.jax.dev,
 # "GPU memory allocation").
 MEMORY_FRACTION = {"tpu": 0.95, "gpu": 0.75, "cpu": 1.0}
+
+# Which collectives compilers start before, and end after, other work. XLA:TPU (libtpu 0.0.42, compiled for v5e): all_gathers run within
+# fusions (AsyncCollectiveStart), permutes have a start and an end; all_reduces, reduce_scatters and all_to_alls do not. XLA:GPU: all of
+# them (xla/service/gpu, "async_collective_creator"). XLA:CPU runs a collective and the ops around it one after the other.
+ASYNCHRONOUS = {"tpu": ("all_gather", "collective_permute"), "gpu": COLLECTIVE_KINDS, "cpu": ()}
 
 EXAMPLES = "'v5e:4x4' (a TPU slice), 'h100:8x4' (8 GPUs on each of 4 hosts) or 'cpu:8'"
 _TEXT = re.compile(r"([a-z0-9-]+):(\d{1,6}(?:x\d{1,6})*)")
@@ -179,6 +185,11 @@ class Cluster:
     @property
     def _hosts(self) -> int:
         return self.topology[1] if len(self.topology) == 2 else 1
+
+    @property
+    def asynchronous(self) -> tuple[str, ...]:
+        """The kinds of collectives that run while the device computes."""
+        return ASYNCHRONOUS[self.device.kind] if self.overlap else ()
 
     def check(self, mesh: Mesh) -> None:
         """Raises `ClusterError` where a mesh does not cover the devices."""

@@ -1,7 +1,7 @@
 """How devices are wired, and what a mesh axis gets of the wires.
 
-A mesh is laid row-major over the physical topology, first axis outermost, so each axis becomes one or more *spans*: strides
-through physical dimensions. Several axes that take part in one collective join their spans, and spans that are neighbours in one
+A mesh is laid row-major over the physical topology, each in an order of its own (`Placement`), so each axis becomes one or more *spans*:
+strides through physical dimensions. Several axes that take part in one collective join their spans, and spans that are neighbours in one
 dimension melt into one; so a collective over all axes of a 4 x 4 mesh costs what it costs over one axis of 16.
 
 *Torus.* A span of stride 1 has its links to itself; one of stride s shares each link with s - 1 interleaved groups. A span that
@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoshard.errors import ClusterError
+from autoshard.ir import Placement
 
 WIRINGS = ("torus", "switch", "host")
 
@@ -244,17 +245,22 @@ def join(links: Sequence[Link]) -> Link:
     return Link(first.interconnect, tuple(joined), first.length)
 
 
-def place(interconnect: Interconnect, topology: Sequence[int], sizes: Sequence[int]) -> tuple[Link, ...]:
-    """One link per mesh axis, for a mesh laid row-major over the physical topology, both outermost first.
+def place(
+    interconnect: Interconnect, topology: Sequence[int], sizes: Sequence[int], placement: Placement | None = None
+) -> tuple[Link, ...]:
+    """One link per mesh axis, for a mesh laid over the physical topology as the placement says; both stand outermost first.
 
     Where an axis does not divide the dimension it reaches, that dimension and the next one count as one, at half the bandwidth.
     """
-    rings = interconnect.rings(topology)
-    length = tuple(zip(topology, rings, strict=True))
-    remaining, taken, straddles = list(topology), [1] * len(topology), [False] * len(topology)
-    dim = len(topology) - 1
-    links = []
-    for size in reversed(sizes):
+    dims, axes = (range(len(topology)), range(len(sizes))) if placement is None else (placement.dims, placement.axes)
+    length = tuple(zip(topology, interconnect.rings(topology), strict=True))
+    rings = [length[dim][1] for dim in dims]
+    whole = [topology[dim] for dim in dims]
+    remaining, taken, straddles = list(whole), [1] * len(whole), [False] * len(whole)
+    dim = len(whole) - 1
+    links = {}
+    for axis in reversed(axes):
+        size = sizes[axis]
         spans = []
         while size > 1:
             if remaining[dim] == 1:
@@ -266,10 +272,10 @@ def place(interconnect: Interconnect, topology: Sequence[int], sizes: Sequence[i
                 straddles[dim - 1] = True
                 dim -= 1
                 continue
-            ring = rings[dim] and not straddles[dim] and extent * taken[dim] == topology[dim]
-            spans.append(Span(dim, extent, taken[dim], ring, straddles[dim]))
+            ring = rings[dim] and not straddles[dim] and extent * taken[dim] == whole[dim]
+            spans.append(Span(dims[dim], extent, taken[dim], ring, straddles[dim]))
             remaining[dim] //= extent
             taken[dim] *= extent
             size //= extent
-        links.append(join([Link(interconnect, tuple(spans), length)]))
-    return tuple(reversed(links))
+        links[axis] = join([Link(interconnect, tuple(spans), length)])
+    return tuple(links[axis] for axis in range(len(sizes)))

@@ -18,6 +18,7 @@ from autoshard.ir.graph import Body, Flow, Graph, Holder, Op, Origin, Value
 from autoshard.ir.layout import (
     Layout,
     Mesh,
+    Placement,
     Spec,
     check_divides,
     divides,
@@ -47,6 +48,7 @@ __all__ = [
     "Mesh",
     "Op",
     "Origin",
+    "Placement",
     "Rule",
     "Send",
     "Spec",

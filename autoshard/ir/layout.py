@@ -22,8 +22,35 @@ Spec = tuple[None | str | tuple[str, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
+class Placement:
+    """The order in which a mesh is laid over the physical dimensions of a cluster.
+
+    The devices of ``topology``, with its dimensions taken in the order ``dims``, are dealt out row-major to the mesh axes taken in the
+    order ``axes``. An axis may so get any physical dimension, or part of one.
+
+    Attributes:
+        topology: sizes of the physical dimensions, outermost (slowest link) first.
+        dims: a permutation of the physical dimensions.
+        axes: a permutation of the mesh axes.
+    """
+
+    topology: tuple[int, ...]
+    dims: tuple[int, ...]
+    axes: tuple[int, ...]
+
+    def __post_init__(self):
+        for order, n in ((self.dims, len(self.topology)), (self.axes, len(self.axes))):
+            if sorted(order) != list(range(n)):
+                raise ShardingError(f"a placement's orders are permutations of all physical dimensions and of all axes, got {self}.")
+
+
+@dataclass(frozen=True, slots=True)
 class Mesh:
     """A logical mesh: axis names and sizes, outermost (slowest link) first.
+
+    Attributes:
+        axes: the names and sizes.
+        placement: how it is laid over the cluster; None: row-major, as it stands.
 
     >>> mesh = Mesh((("data", 4), ("model", 2)))
     >>> mesh.size, mesh.names, mesh.sizes
@@ -31,6 +58,7 @@ class Mesh:
     """
 
     axes: tuple[tuple[str, int], ...]
+    placement: Placement | None = None
 
     def __post_init__(self):
         names = [name for name, _ in self.axes]
@@ -41,6 +69,9 @@ class Mesh:
                 raise ShardingError(f"a mesh axis name is a non-empty string, got {name!r}.")
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ShardingError(f"mesh axis {name!r} must have a positive integer size, got {size!r}.")
+        placed = self.placement
+        if placed is not None and (len(placed.axes) != len(names) or math.prod(placed.topology) != self.size):
+            raise ShardingError(f"a placement orders the axes of its mesh, and has as many devices: got {placed} for {self}.")
 
     @classmethod
     def of(cls, shape: Mapping[str, int]) -> Mesh:

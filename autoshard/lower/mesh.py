@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from autoshard.errors import ClusterError
@@ -16,9 +17,10 @@ _NEED_DEVICES = frozenset({"custom_partitioning", "inspect_sharding", "io_callba
 
 
 def jax_mesh(mesh: Mesh, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
-    """The JAX mesh of Auto axes with these names and sizes, its devices placed by JAX to suit the machine's links.
+    """The JAX mesh of Auto axes with these names and sizes, its devices where the mesh's placement says, so that links are as predicted.
 
-    ``devices`` may be those of an ahead-of-time topology; the first ``mesh.size`` of them are used.
+    ``devices`` may be those of an ahead-of-time topology; the first ``mesh.size`` of them are used. Those of a TPU slice are taken by
+    their coordinates, others in the order given: JAX lists GPUs host by host.
 
     >>> dict(jax_mesh(Mesh.of({"data": 1})).shape)
     {'data': 1}
@@ -32,7 +34,25 @@ def jax_mesh(mesh: Mesh, devices: Sequence[Any] | None = None) -> jax.sharding.M
             f"a mesh needs a device for each of its places: {mesh} has {mesh.size}, and there are {len(found)} devices. "
             f"Search on a smaller cluster, pass devices=..., or on a CPU set XLA_FLAGS=--xla_force_host_platform_device_count={mesh.size}."
         )
-    return jax.make_mesh(mesh.sizes, mesh.names, axis_types=(AxisType.Auto,) * len(mesh.axes), devices=found[: mesh.size])
+    grid = _placed(mesh, sorted(found[: mesh.size], key=_coordinates))
+    return jax.sharding.Mesh(grid, mesh.names, axis_types=(AxisType.Auto,) * len(mesh.axes))
+
+
+def _coordinates(device: Any) -> tuple[int, ...]:
+    """Where a device stands in its slice, outermost dimension first; nowhere in particular if it has no coordinates."""
+    coords = getattr(device, "coords", None)
+    return () if coords is None else (getattr(device, "slice_index", None) or 0, *coords, getattr(device, "core_on_chip", 0))
+
+
+def _placed(mesh: Mesh, devices: Sequence[Any]) -> np.ndarray:
+    """The devices, given row-major over the cluster, as an array shaped like the mesh."""
+    grid = np.empty(len(devices), object)
+    grid[:] = devices
+    if mesh.placement is None:
+        return grid.reshape(mesh.sizes)
+    placement = mesh.placement
+    laid = grid.reshape(placement.topology).transpose(placement.dims).reshape([mesh.sizes[axis] for axis in placement.axes])
+    return laid.transpose(np.argsort(placement.axes))
 
 
 def abstract_mesh(mesh: Mesh) -> AbstractMesh:

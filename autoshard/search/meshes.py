@@ -1,12 +1,19 @@
-"""The mesh shapes worth trying on a cluster: its devices, split over one or two named axes."""
+"""The meshes worth trying on a cluster: its devices, split over one or two named axes, and these placed on its wires."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations, permutations
 
-from autoshard.ir import Mesh
+import numpy as np
+
+from autoshard.cluster import Cluster, Link
+from autoshard.cost.collectives import COLLECTIVES, Communication
+from autoshard.ir import Mesh, Placement
 
 NAMES = ("data", "model", "third", "fourth")
+SIZES = np.array([1.0, 1e5, 1e7, 1e9])  # bytes; two placements that no collective of these sizes tells apart are one
 
 
 def candidate_meshes(n_devices: int, names: Sequence[str] = (), max_axes: int = 2) -> tuple[Mesh, ...]:
@@ -37,3 +44,60 @@ def _factorisations(n: int, n_axes: int, smallest: int) -> list[tuple[int, ...]]
         if n % first == 0 and first >= smallest
         for rest in _factorisations(n // first, n_axes - 1, smallest)
     ]
+
+
+def placed(cluster: Cluster, meshes: Iterable[Mesh], renamed: bool, most: int = 2) -> tuple[Mesh, ...]:
+    """The meshes as they stand, then their other placements that are faster somewhere than every one before, the most promising first.
+
+    Args:
+        renamed: whether axes of equal size stand for each other, as where nobody named them.
+        most: how many placements of one mesh there may be, the one as it stands included.
+
+    >>> [str(mesh.placement) for mesh in placed(Cluster.parse("v5e:2x4"), [Mesh.of({"data": 4, "model": 2})], renamed=False)]
+    ['None', 'Placement(topology=(2, 4), dims=(1, 0), axes=(0, 1))']
+    """
+    given = tuple(meshes)
+    kept = [(mesh, _seconds(cluster.links(mesh))) for mesh in given]
+    for mesh in given:
+        found = 1
+        for other, seconds in sorted(_distinct(cluster, mesh), key=lambda pair: np.log1p(1e6 * pair[1]).sum()):
+            if found < most and not any(_as_fast(known, one, mesh, seconds, renamed) for known, one in kept):
+                kept.append((other, seconds))
+                found += 1
+    return tuple(mesh for mesh, _ in kept)
+
+
+def _distinct(cluster: Cluster, mesh: Mesh) -> Iterator[tuple[Mesh, np.ndarray]]:
+    """The mesh in every placement whose links no earlier one has, and what collectives take on them."""
+    seen: set[tuple[Link, ...]] = set()
+    topology = cluster.dimensions
+    for axes in permutations(range(len(mesh.axes))):
+        for dims in permutations(range(len(topology))):
+            other = replace(mesh, placement=Placement(topology, dims, axes))
+            links = cluster.links(other)
+            if links not in seen:
+                seen.add(links)
+                yield other, _seconds(links)
+
+
+def _seconds(links: tuple[Link, ...]) -> np.ndarray:
+    """What each collective takes over each set of axes, ``(2 ** n_axes, n)`` by the bits of the set."""
+    model = Communication(links)
+    rows = np.zeros((2 ** len(links), len(COLLECTIVES), len(SIZES)))
+    for n in range(1, len(links) + 1):
+        for axes in combinations(range(len(links)), n):
+            rows[sum(1 << axis for axis in axes)] = [model.seconds(kind, SIZES, axes) for kind in COLLECTIVES]
+    return rows.reshape(len(rows), -1)
+
+
+def _as_fast(known: Mesh, ours: np.ndarray, mesh: Mesh, theirs: np.ndarray, renamed: bool) -> bool:
+    """Whether a known mesh is nowhere slower than another one, under its own names or any."""
+    n = len(mesh.axes)
+    if len(known.axes) != n:
+        return False
+    for order in permutations(range(n)) if renamed else [tuple(range(n))]:
+        if tuple(known.sizes[axis] for axis in order) == mesh.sizes:
+            bits = [sum(1 << order[axis] for axis in range(n) if number >> axis & 1) for number in range(2**n)]
+            if np.all(ours[bits] <= theirs * (1 + 1e-9)):
+                return True
+    return False

@@ -83,7 +83,7 @@ class Record:
         name: what people call it.
         program: which program it is for.
         cluster: the devices, as `Cluster.to_dict` gives them.
-        mesh: the logical mesh.
+        mesh: the logical mesh, and how it is placed on the cluster.
         arguments, results: the leaves of the program's arguments and results, in order.
         argument_structure, result_structure: the pytrees as JSON: a leaf's index, None, ``{"tuple": [...]}``, ``{"list": [...]}``,
             ``{"dict": {...}}``, or ``{"node": type name, "keys": [...], "children": [...]}``.

@@ -8,13 +8,13 @@ partial results scattered onto dimension 1.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any, TypeVar
 
 from autoshard.cluster import Cluster
 from autoshard.cost.record import Cost
 from autoshard.errors import ClusterError, ShardingError
-from autoshard.ir import Choice, Collective, Layout, Mesh, Spec, check_divides, spec_to_layout
+from autoshard.ir import Choice, Collective, Layout, Mesh, Placement, Spec, check_divides, spec_to_layout
 from autoshard.ir.collective import KINDS
 from autoshard.strategy.reader import MAX_DEPTH, Node
 from autoshard.strategy.record import SCHEMA, Program, Provenance, Record, SearcherRecord, TensorRecord, plain
@@ -38,6 +38,7 @@ def encode(record: Record) -> dict[str, Any]:
             "name": record.name,
             "program": asdict(record.program),
             "mesh": record.mesh.axes,
+            **({} if record.mesh.placement is None else {"placement": asdict(record.mesh.placement)}),
             "searcher": {"name": record.searcher.name, "options": _sorted(record.searcher.options)},
             "provenance": asdict(record.provenance),
             "cluster": _sorted(record.cluster),
@@ -66,13 +67,15 @@ def decode(document: Node) -> Record:
     version = dict(document.members()).get("schema", Node(None, "schema"))
     if version.value != SCHEMA or isinstance(version.value, bool):
         raise version.error(f"schema {SCHEMA}, the one that this version of autoshard reads")
+    placed = ("placement",) if "placement" in dict(document.members()) else ()
     part = document.fields(
+        *placed,
         *("schema", "name", "program", "mesh", "searcher", "provenance", "cluster", "lower_bound_seconds", "cost", "stats"),
         *("assumptions", "donate_argnums", "arguments", "results", "argument_structure", "result_structure"),
         *("choices", "layouts", "copies"),
     )
     program = _program(part["program"])
-    mesh = _mesh(part["mesh"])
+    mesh = _mesh(part["mesh"], part.get("placement"))
     arguments = tuple(_tensor(node, mesh) for node in part["arguments"].items())
     results = tuple(_tensor(node, mesh) for node in part["results"].items())
     return Record(
@@ -110,7 +113,7 @@ def _program(node: Node) -> Program:
     return Program(part["name"].text(), part["fingerprint"].text(), part["n_ops"].integer(0), part["n_values"].integer(0))
 
 
-def _mesh(node: Node) -> Mesh:
+def _mesh(node: Node, placement: Node | None) -> Mesh:
     axes = []
     for axis in node.items():
         name, size = axis.items(2)
@@ -118,9 +121,17 @@ def _mesh(node: Node) -> Mesh:
     if len(axes) > MAX_AXES:
         raise node.error(f"at most {MAX_AXES} mesh axes")
     try:
-        return Mesh(tuple(axes))
+        mesh = Mesh(tuple(axes))
     except ShardingError:
         raise node.error(f"mesh axes with distinct names, not {[name for name, _ in axes]}") from None
+    if placement is None:
+        return mesh
+    part = placement.fields("topology", "dims", "axes")
+    orders = {name: tuple(size.integer(0) for size in child.items()) for name, child in part.items()}
+    try:
+        return replace(mesh, placement=Placement(**orders))
+    except ShardingError as error:
+        raise placement.error(f"a placement of the mesh {mesh} ({str(error).rstrip('.')})") from None
 
 
 def _searcher(node: Node) -> SearcherRecord:
@@ -140,6 +151,8 @@ def _cluster(node: Node, mesh: Mesh) -> dict[str, Any]:
         cluster = Cluster.from_dict(data)
     except ClusterError as error:
         raise node.error(f"the description of a cluster ({str(error).rstrip('.')})") from None
+    if mesh.placement is not None and mesh.placement.topology != cluster.dimensions:
+        raise node.error(f"the cluster that the mesh is placed on, of topology {list(mesh.placement.topology)}, outermost first")
     if cluster.n_devices != mesh.size:
         raise node.error(f"a cluster of as many devices as the mesh {mesh} has, not {cluster.n_devices}")
     return data
