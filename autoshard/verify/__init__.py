@@ -1,8 +1,23 @@
 """What compilers really do, read back: their collectives next to the predicted ones, and Shardy's propagated layouts."""
 
+from autoshard.verify.ahead import Ahead, compile_ahead
 from autoshard.verify.buffers import Buffers, read_buffers
 from autoshard.verify.compare import Row, compare
+from autoshard.verify.flops import Flops, dot_flops, scheduled_cycles
 from autoshard.verify.hlo import collectives_of
 from autoshard.verify.shardy import explicit_collectives, propagated
 
-__all__ = ["Buffers", "Row", "collectives_of", "compare", "explicit_collectives", "propagated", "read_buffers"]
+__all__ = [
+    "Ahead",
+    "Buffers",
+    "Flops",
+    "Row",
+    "collectives_of",
+    "compare",
+    "compile_ahead",
+    "dot_flops",
+    "explicit_collectives",
+    "propagated",
+    "read_buffers",
+    "scheduled_cycles",
+]

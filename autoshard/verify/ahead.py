@@ -39,7 +39,8 @@ ASSIGNED = "after_optimizations_after_buffer_assignment.txt"
 GENERATED = "after_codegen.txt"
 POLL_SECONDS = 0.02
 
-_REFUSED = re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm")
+# "Used 22.53G of 15.75G hbm", "the total memory required for HLO temporaries (46.43G) exceeds available HBM (15.75G)"
+_REFUSED = re.compile(r"([\d.]+)([KMGT]?)\)? (?:of|exceeds available HBM) \(?([\d.]+)([KMGT]?)(?:\)| hbm)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from autoshard.errors import CompilerError
 from autoshard.ir import Collective, Mesh
 from autoshard.verify.groups import axes_of
 
@@ -30,6 +31,11 @@ BITS = {
     "s64": 64, "u64": 64, "f4e2m1fn": 4, "f8e3m4": 8, "f8e4m3": 8, "f8e4m3b11fnuz": 8, "f8e4m3fn": 8, "f8e4m3fnuz": 8, "f8e5m2": 8,
     "f8e5m2fnuz": 8, "f8e8m0fnu": 8, "f16": 16, "bf16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128, "token": 0, "opaque": 0,
 }  # fmt: skip
+
+_COLLECTIVE_MARKS = ("AsyncCollectiveStart", "AsyncCollectiveDone")  # around a collective that stands there itself
+_OTHER_COLLECTIVES = re.compile(
+    r"(collective-|ragged-all-to-all|all-to-all|all-gather|all-reduce|reduce-scatter|send|recv)(?!.*-done$|.*-update$)"
+)
 
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*)?.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
@@ -71,7 +77,7 @@ def collectives_of(hlo_text: str, mesh: Mesh) -> tuple[Collective, ...]:
     An all_reduce of which every reader takes this device's slice is a reduce_scatter that the compiler did not form.
     """
     module = Module(hlo_text)
-    return tuple(collective for collective in _collectives(module, module.entry, 1, mesh, set()) if collective.bytes)
+    return tuple(collective for collective in _collectives(module, module.entry, 1, mesh) if collective.bytes)
 
 
 class Module:
@@ -93,17 +99,23 @@ class Module:
                 instruction = _parse(found[2], found[3], bool(found[1]))
                 current[instruction.name] = instruction
 
+    def called(self, instruction: Instruction) -> list[tuple[str, int]]:
+        """The computations that an instruction runs, and how often; not those it only applies to elements, as a reduction does."""
+        if instruction.opcode == "while":
+            trips = self.trips(instruction)
+            return [(callee, trips) for callee in dict(_CALLEES.findall(instruction.rest)).values()]
+        if instruction.opcode in ("call", "conditional", "async-start", "fusion"):
+            return [(callee, 1) for callee in _callees(instruction)]
+        return []
+
     def trips(self, loop: Instruction) -> int:
-        """How often a while loop runs: as the compiler says, else the bound its condition compares with, else once."""
+        """How often a while loop runs: as the compiler says, else as its counter counts, else the bound in its condition, else once."""
         if known := _TRIPS.search(loop.rest):
             return int(known[1])
-        condition = dict(_CALLEES.findall(loop.rest)).get("condition", "")
-        bounds = [
-            int(constant[1])
-            for instruction in self.computations.get(condition, Computation()).values()
-            if instruction.opcode == "constant" and (constant := re.match(r"\(?(\d+)\)?", instruction.rest))
-        ]
-        return max(bounds, default=1)
+        callees = dict(_CALLEES.findall(loop.rest))
+        condition, body = (self.computations.get(callees.get(name, ""), Computation()) for name in ("condition", "body"))
+        bounds = [bound for instruction in condition.values() if (bound := _constant(instruction)) is not None]
+        return -(-max(bounds, default=1) // _step(condition, body))
 
 
 def _parse(name: str, line: str, root: bool) -> Instruction:
@@ -127,6 +139,34 @@ def _closing(text: str, start: int) -> int:
     return len(text) - 1
 
 
+def _constant(instruction: Instruction | None) -> int | None:
+    """The value of an integer scalar constant; None of anything else."""
+    found = re.match(r"\(?(\d+)\)?(?:$|[,)])", instruction.rest) if instruction and instruction.opcode == "constant" else None
+    return int(found[1]) if found else None
+
+
+def _step(condition: Computation, body: Computation) -> int:
+    """By how much the counter that a loop's condition compares grows in its body; 1 where that is not written plainly.
+
+    A windowed einsum of two directions counts by two.
+    """
+    compared = next((instruction for instruction in condition.values() if instruction.root and instruction.opcode == "compare"), None)
+    counter = next((condition[name] for name in compared.operands if name in condition), None) if compared else None
+    index = re.search(r"index=(\d+)", counter.rest) if counter and counter.opcode == "get-tuple-element" else None
+    root = next((instruction for instruction in body.values() if instruction.root and instruction.opcode == "tuple"), None)
+    if index is None or root is None:
+        return 1
+    grown = body.get(root.operands[int(index[1])])
+    steps = [_constant(body.get(name)) for name in grown.operands] if grown and grown.opcode == "add" else []
+    return next((step for step in steps if step), 1)
+
+
+def shape_of(type_text: str) -> tuple[int, ...]:
+    """The dimensions of an array's type."""
+    found = _TENSOR.search(type_text)
+    return tuple(int(re.sub(r"\D", "", size)) for size in found[2].split(",") if size) if found else ()
+
+
 def tensor_bytes(type_text: str) -> tuple[float, ...]:
     """The bytes of every tensor of a type, tuples flattened.
 
@@ -140,33 +180,38 @@ def tensor_bytes(type_text: str) -> tuple[float, ...]:
     )
 
 
-def _collectives(module: Module, name: str, count: int, mesh: Mesh, in_flight: set[str]) -> Iterator[Collective]:
+def _collectives(module: Module, name: str, count: int, mesh: Mesh) -> Iterator[Collective]:
     computation = module.computations.get(name, Computation())
     for instruction in computation.values():
         base = instruction.opcode.removesuffix("-start")
         if base in KINDS:
-            yield from _records(module, computation, instruction, base, count, mesh)
-        elif instruction.opcode == "while":
-            trips = module.trips(instruction)
-            for callee in dict(_CALLEES.findall(instruction.rest)).values():
-                yield from _collectives(module, callee, count * trips, mesh, in_flight)
-        elif instruction.opcode in ("call", "conditional", "async-start"):
-            for callee in _callees(instruction):
-                yield from _collectives(module, callee, count, mesh, in_flight)
-        elif instruction.opcode == "fusion":
-            yield from _fused(module, instruction, count, mesh, in_flight)
+            if not _carried(computation, instruction):
+                yield from _records(module, computation, instruction, base, count, mesh)
+        elif _is_collective(instruction):
+            raise CompilerError(
+                f"every collective of a compiled module is counted, and {instruction.opcode} {instruction.name!r} is of an unknown form: "
+                f"{instruction.rest[:120]}. Report it with the versions of jax and its compiler."
+            )
+        for callee, times in module.called(instruction):
+            yield from _collectives(module, callee, count * times, mesh)
 
 
-def _fused(module: Module, fusion: Instruction, count: int, mesh: Mesh, in_flight: set[str]) -> Iterator[Collective]:
-    """A TPU fusion's collectives; the fusions that start, carry and end one all show it, under one channel."""
-    for callee in _callees(fusion):
-        for inner in module.computations.get(callee, Computation()).values():
-            channel = re.search(r"channel_id=(\d+)", inner.rest)
-            if channel and channel[1] in in_flight:
-                return
-            if channel:
-                in_flight.add(channel[1])
-        yield from _collectives(module, callee, count, mesh, in_flight)
+def _carried(computation: Computation, collective: Instruction) -> bool:
+    """Whether a collective's text only stands for one that is under way.
+
+    XLA:TPU repeats it in the fusions that carry it while they compute, and in the one that ends it; the first feeds "AsyncCollectiveStart".
+    """
+    if '"async_collective_fusion_config"' not in collective.rest:
+        return False
+    return not any('"AsyncCollectiveStart"' in reader.rest for reader in computation.readers.get(collective.name, ()))
+
+
+def _is_collective(instruction: Instruction) -> bool:
+    """Whether an instruction that is none of `KINDS` moves data between devices all the same."""
+    if instruction.opcode == "custom-call":
+        target = re.search(r'custom_call_target="([^"]*)"', instruction.rest)
+        return target is not None and "ollective" in target[1] and target[1] not in _COLLECTIVE_MARKS
+    return bool(_OTHER_COLLECTIVES.match(instruction.opcode))
 
 
 def _callees(instruction: Instruction) -> list[str]:

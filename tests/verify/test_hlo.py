@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
+from autoshard.errors import CompilerError
 from autoshard.ir import Collective, Mesh
 from autoshard.lower import jax_mesh
 from autoshard.verify import collectives_of
@@ -125,17 +126,75 @@ def test_asynchronous_pairs_count_once():
     ]
 
 
-def test_a_channel_shown_by_several_fusions_moves_once():
-    """TPU fusions that start, carry and end a collective all contain its text."""
-    fused = """%fused{n} (p: f32[2]) -> f32[8] {
-  %p = f32[2]{0} parameter(0)
-  ROOT %g = f32[8]{0} all-gather(%p), channel_id=7, replica_groups=[2,4]<=[8], dimensions={0}
-}"""
+def test_a_collective_carried_by_fusions_moves_once():
+    """TPU fusions that start, carry and end a collective all contain its text (libtpu 0.0.42, shortened)."""
+    gather = "all-gather(%p), channel_id=7, replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_1'}, dimensions={0}"
+    config = 'backend_config={"async_collective_fusion_config":{"flag_start":"-1","flag_end":"-1"}}'
+    start = f"""%start (p: f32[2]) -> (f32[2], f32[8]) {{
+  %p = f32[2]{{0}} parameter(0)
+  %g = f32[8]{{0}} {gather}, {config}
+  ROOT %c = (f32[2]{{0}}, f32[8]{{0}}) custom-call(%g), custom_call_target="AsyncCollectiveStart"
+}}"""
+    carry = f"""%async_collective_fusion.4 (p: f32[2], q: f32[8]) -> (f32[4], f32[8]) {{
+  %p = f32[2]{{0}} parameter(0)
+  %q = f32[4]{{0}} parameter(1)
+  %g = f32[8]{{0}} {gather}, {config}
+  ROOT %t = (f32[4]{{0}}, f32[8]{{0}}) tuple(%q, %g)
+}}"""
+    done = f"""%done (p: f32[2]) -> f32[8] {{
+  %p = f32[2]{{0}} parameter(0)
+  %g = f32[8]{{0}} {gather}, {config}
+  ROOT %c = f32[8]{{0}} custom-call(%p, %g), custom_call_target="AsyncCollectiveDone"
+}}"""
     entry = """  %p = f32[2]{0} parameter(0)
-  %a = f32[8]{0} fusion(%p), kind=kCustom, calls=%fused1
-  ROOT %b = f32[8]{0} fusion(%p), kind=kCustom, calls=%fused2"""
-    text = module(entry, fused.replace("{n}", "1"), fused.replace("{n}", "2"))
-    assert collectives_of(text, MESH) == (Collective("all_gather", ("y",), 32.0),)
+  %a = (f32[2]{0}, f32[8]{0}) fusion(%p), kind=kCustom, calls=%start
+  %b = (f32[4]{0}, f32[8]{0}) fusion(%p), kind=kOutput, calls=%async_collective_fusion.4
+  ROOT %d = f32[8]{0} fusion(%p), kind=kCustom, calls=%done"""
+    assert collectives_of(module(entry, start, carry, done), MESH) == (Collective("all_gather", ("y",), 32.0),)
+
+
+def test_equal_channels_of_two_collectives_both_count():
+    """XLA:TPU forms reduce_scatters as fusions of an all_reduce and a slice; a cloned one keeps its channel and moves data again."""
+    scatter = """%all-reduce-scatter{n} (input: f32[32]) -> f32[8] {
+  %input = f32[32]{0} parameter(0)
+  %r = f32[32]{0} all-reduce(%input), channel_id=45, replica_groups={{0,1,2,3},{4,5,6,7}}, use_global_device_ids=true, to_apply=%add
+  %i = u32[] partition-id()
+  ROOT %s = f32[8]{0} dynamic-slice(%r, %i), dynamic_slice_sizes={8}
+}"""
+    entry = """  %p = f32[32]{0} parameter(0)
+  %a = f32[8]{0} fusion(%p), kind=kCustom, calls=%all-reduce-scatter1
+  ROOT %b = f32[8]{0} fusion(%p), kind=kCustom, calls=%all-reduce-scatter2"""
+    text = module(entry, scatter.replace("{n}", "1"), scatter.replace("{n}", "2"))
+    assert collectives_of(text, MESH) == (Collective("reduce_scatter", ("y",), 128.0),) * 2
+
+
+def test_unknown_collectives_are_an_error():
+    """What moves data in a form nobody described is not passed over."""
+    for call in ('custom-call(%p), custom_call_target="MegaCollective"', "ragged-all-to-all(%p), replica_groups={{0,1}}"):
+        with pytest.raises(CompilerError, match="unknown form"):
+            collectives_of(module("  %p = f32[32]{0} parameter(0)\n  ROOT %a = f32[8]{0} " + call), MESH)
+
+
+def test_loops_that_count_by_two_run_half_as_often():
+    """XLA:TPU writes no trip count: the bound stands in the condition, the step in the body."""
+    condition = """%cond (c: (s32[], f32[8])) -> pred[] {
+  %c = (s32[], f32[8]{0}) parameter(0)
+  %n = s32[] constant(7)
+  %i = s32[] get-tuple-element(%c), index=0
+  ROOT %lt = pred[] compare(%i, %n), direction=LT
+}"""
+    body = """%body (c: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %c = (s32[], f32[8]{0}) parameter(0)
+  %two = s32[] constant(2)
+  %i = s32[] get-tuple-element(%c), index=0
+  %x = f32[8]{0} get-tuple-element(%c), index=1
+  %next = s32[] add(%i, %two)
+  %r = f32[8]{0} all-reduce(%x), replica_groups=[2,4]<=[8], to_apply=%add
+  ROOT %t = (s32[], f32[8]{0}) tuple(%next, %r)
+}"""
+    entry = """  %p = (s32[], f32[8]{0}) parameter(0)
+  ROOT %w = (s32[], f32[8]{0}) while(%p), condition=%cond, body=%body"""
+    assert collectives_of(module(entry, condition, body), MESH) == (Collective("all_reduce", ("y",), 32.0, 4),)
 
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [(jnp.float32, 4), (jnp.int8, 1), (jnp.bool_, 1), (jnp.complex64, 8)])

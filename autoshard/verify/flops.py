@@ -1,0 +1,130 @@
+"""The arithmetic of a compiled module: what its matrix products and convolutions multiply, and the cycles the TPU compiler gives them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.errors import CompilerError
+from autoshard.verify.hlo import Computation, Instruction, Module, shape_of
+
+_NAMED = re.compile(r"(\w+)=\{([\d,]*)\}")
+_WINDOW = re.compile(r"window=\{([^}]*)\}")
+_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_MATRIX_TARGETS = re.compile(r"gemm|matmul|conv(?!ert)|dnn|dot", re.IGNORECASE)
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_REMATERIALISED = ".remat"  # XLA's rematerialisation names what it computes again so
+
+
+@dataclass(frozen=True, slots=True)
+class Flops:
+    """Floating point operations of one step on one device.
+
+    Attributes:
+        total: twice the multiplications of matrix products and convolutions, loop trips counted.
+        rematerialised: what of it XLA itself computes once more to save memory.
+    """
+
+    total: float
+    rematerialised: float
+
+
+def dot_flops(hlo_text: str) -> Flops:
+    """What the matrix products and convolutions of a compiled module take, loop trips counted.
+
+    Counted is each product of two elements that exist: what a window reads of the padding around an image, or of the holes that dilation
+    leaves, is not. XLA:TPU spells matrix products as convolutions, whose windows are nearly all padding.
+
+    Raises:
+        CompilerError: a library call stands for a matrix product, and does not say of which sizes.
+    """
+    module = Module(hlo_text)
+    counted = list(_flops(module, module.entry, 1, False))
+    return Flops(sum(flops for flops, _ in counted), sum(flops for flops, again in counted if again))
+
+
+def scheduled_cycles(hlo_text: str) -> float:
+    """The cycles that the TPU compiler estimates for a module's instructions one after the other, loop trips counted.
+
+    The text is that after code generation. Each fusion counts as a whole; collectives and copies between memories carry no cycles.
+    """
+    module = Module(hlo_text)
+    return float(_cycles(module, module.entry))
+
+
+def _cycles(module: Module, name: str) -> int:
+    total = 0
+    for instruction in module.computations.get(name, Computation()).values():
+        if found := _CYCLES.search(instruction.rest):
+            total += int(found[1])
+        elif instruction.opcode != "fusion":
+            total += sum(times * _cycles(module, callee) for callee, times in module.called(instruction))
+    return total
+
+
+def _flops(module: Module, name: str, count: int, again: bool) -> Iterator[tuple[float, bool]]:
+    """Per matrix product its operations, and whether XLA computes it once more."""
+    computation = module.computations.get(name, Computation())
+    for instruction in computation.values():
+        repeated = again or _REMATERIALISED in instruction.name
+        if instruction.opcode == "dot":
+            yield count * _of_dot(computation, instruction), repeated
+        elif instruction.opcode == "convolution":
+            yield count * _of_convolution(computation, instruction), repeated
+        elif instruction.opcode == "custom-call":
+            target = _TARGET.search(instruction.rest)
+            if target and _MATRIX_TARGETS.search(target[1]):
+                raise CompilerError(
+                    f"flops are counted from dots and convolutions, and {instruction.name!r} calls {target[1]!r}, which says no sizes. "
+                    "Report it with the versions of jax and its compiler."
+                )
+        for callee, times in module.called(instruction):
+            yield from _flops(module, callee, count * times, repeated)
+
+
+def _of_dot(computation: Computation, dot: Instruction) -> float:
+    named = {name: [int(dim) for dim in dims.split(",") if dim] for name, dims in _NAMED.findall(dot.rest)}
+    left = shape_of(computation[dot.operands[0]].type)
+    return 2.0 * math.prod(shape_of(dot.type)) * math.prod(left[dim] for dim in named.get("lhs_contracting_dims", []))
+
+
+def _of_convolution(computation: Computation, convolution: Instruction) -> float:
+    labels = _LABELS.search(convolution.rest)
+    if labels is None:
+        raise CompilerError(f"a convolution names its dimensions, and {convolution.name!r} does not: {convolution.rest[:120]}.")
+    image, kernel = (shape_of(computation[name].type) for name in convolution.operands[:2])
+    result = shape_of(convolution.type)
+    sizes = [dict(zip(text, shape, strict=True)) for text, shape in zip(labels.groups(), (image, kernel, result), strict=True)]
+    window = _window(convolution.rest)
+    products = 2.0 * sizes[2]["b"] * sizes[2]["f"] * sizes[1]["i"]
+    for position, dim in enumerate(sorted(label for label in sizes[2] if label.isdigit())):
+        # Without a window every size is one: XLA leaves it out of a convolution without spatial dimensions.
+        products *= _meetings(sizes[0][dim], sizes[1][dim], sizes[2][dim], *(part[position] for part in window))
+    return products
+
+
+def _meetings(image: int, kernel: int, result: int, stride: int, before: int, image_step: int, kernel_step: int) -> int:
+    """How many pairs of a result position and a kernel position read an element of the image: neither padding nor a hole.
+
+    >>> _meetings(image=1, kernel=3, result=3, stride=1, before=2, image_step=1, kernel_step=1)
+    3
+    """
+    read = np.arange(result)[:, None] * stride + np.arange(kernel)[None, :] * kernel_step - before
+    return int(((read >= 0) & (read < (image - 1) * image_step + 1) & (read % image_step == 0)).sum())
+
+
+def _window(rest: str) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Per spatial dimension the stride, the padding before, and the dilations of image and kernel."""
+    found = _WINDOW.search(rest)
+    parts = dict(part.split("=", 1) for part in found[1].split()) if found else {}
+    n = len(parts.get("size", "").split("x")) if parts.get("size") else 0
+
+    def numbers(name: str, default: int) -> list[int]:
+        return [int(part.split("_")[0]) for part in parts[name].split("x")] if name in parts else [default] * n
+
+    return numbers("stride", 1), numbers("pad", 0), numbers("lhs_dilate", 1), numbers("rhs_dilate", 1)

@@ -1,0 +1,81 @@
+"""Floating point operations and cycles read from compiled modules."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autoshard.errors import CompilerError
+from autoshard.verify import dot_flops, scheduled_cycles
+
+BF16 = jnp.bfloat16
+
+
+def module(entry: str, *computations: str) -> str:
+    """An HLO text with this entry."""
+    return "\n\n".join(("HloModule m", *computations, f"ENTRY %main (p: f32[]) -> f32[] {{\n{entry}\n}}")) + "\n"
+
+
+def compiled(fn, *shapes) -> str:
+    """The text of a program compiled for the CPU."""
+    return jax.jit(fn).lower(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)).compile().as_text() or ""
+
+
+def test_matrix_products():
+    """Batch, rows, columns and contraction, twice."""
+    text = compiled(lambda a, b: jnp.einsum("bij,bjk->bik", a, b), (3, 64, 65), (3, 65, 66))
+    assert dot_flops(text).total == 2 * 3 * 64 * 65 * 66
+
+
+def test_loops_count_their_trips():
+    """A product in a scan counts once a step."""
+    text = compiled(lambda w, x: jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=7)[0], (64, 64), (32, 64))
+    assert dot_flops(text).total == 7 * 2 * 32 * 64 * 64
+
+
+@pytest.mark.parametrize(
+    ("strides", "padding", "dilation", "groups", "met"),
+    [
+        ((1, 1), "VALID", (1, 1), 1, 6 * 3),
+        ((1, 1), "SAME", (1, 1), 1, 8 * 3 - 2),  # the outermost windows read one pixel of padding
+        ((2, 2), "VALID", (1, 1), 1, 3 * 3),
+        ((1, 1), ((0, 0), (0, 0)), (2, 2), 1, 3 * 2 + 2 * 1),  # 4 pixels spread to 7: of 5 windows 3 begin on one and meet two, 2 meet one
+        ((1, 1), "SAME", (1, 1), 2, 8 * 3 - 2),
+    ],
+)
+def test_convolutions_count_what_windows_meet(strides, padding, dilation, groups, met):
+    """Neither padding nor the holes of a dilated image are multiplied; a group reads its own channels."""
+    image = 8 // dilation[0]
+
+    def conv(x, k):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(
+            x, k, strides, padding, lhs_dilation=dilation, dimension_numbers=numbers, feature_group_count=groups
+        )
+
+    text = compiled(conv, (5, image, image, 4), (3, 3, 4 // groups, 6))
+    assert dot_flops(text).total == 2 * 5 * 6 * (4 // groups) * met**2
+
+
+def test_products_that_the_tpu_spells_as_windows():
+    """A batch dimension in a padded window adds nothing; recorded from XLA:TPU (libtpu 0.0.42), shortened."""
+    fused = """%fused_computation.1 (a: bf16[8,1024,1024,1,1], b: bf16[1024,3,16,64,1]) -> bf16[8,1024,3,16,64] {
+  %a = bf16[8,1024,1024,1,1]{2,1,4,3,0:T(8,128)(2,1)} parameter(0)
+  %b = bf16[1024,3,16,64,1]{0,3,2,1,4:T(8,128)(2,1)} parameter(1)
+  ROOT %convolution.69 = bf16[8,1024,3,16,64]{1,4,3,2,0:T(8,128)(2,1)} convolution(%a, %b), window={size=1x3x16 pad=0_0x2_2x15_15 \
+rhs_reversal=0x1x1}, dim_labels=0bf12_i12o0->0b12f
+}"""
+    entry = """  %a = bf16[8,1024,1024,1,1]{2,1,4,3,0:T(8,128)(2,1)} parameter(0)
+  %b = bf16[1024,3,16,64,1]{0,3,2,1,4:T(8,128)(2,1)} parameter(1)
+  ROOT %NAME = bf16[8,1024,3,16,64]{1,4,3,2,0} fusion(%a, %b), kind=kOutput, calls=%fused_computation.1, \
+backend_config={"estimated_cycles":"1234"}"""
+    product = 2.0 * 8 * 1024 * 1024 * 3 * 16 * 64
+    once, again = (dot_flops(module(entry.replace("NAME", name), fused)) for name in ("fusion.2", "fusion.2.remat"))
+    assert (once.total, once.rematerialised) == (product, 0.0)
+    assert (again.total, again.rematerialised) == (product, product)
+    assert scheduled_cycles(module(entry, fused)) == 1234.0
+
+
+def test_library_calls_without_sizes_are_an_error():
+    """A matrix product that cannot be read is not counted as nothing."""
+    with pytest.raises(CompilerError, match="__cublas"):
+        dot_flops(module('  ROOT %a = f32[8]{0} custom-call(), custom_call_target="__cublas$gemm"'))
