@@ -1,16 +1,30 @@
-"""Peak memory of one device: what is alive in program order.
+"""Peak memory of one device: what is alive when, of the values that a fused program stores.
 
-A value is alive from the op that makes it to its last reader; arguments that are not donated stay to the end. The body of
-a loop adds its own peak to what is alive around it. Copies live from their first to their last reader.
+*Order.* Kernels run in program order, or in that of a list scheduler, whichever holds less: compilers try both and keep the better one.
+*Buffers.* A value lives from the kernel that makes it to the last one that reads it, an argument throughout. A result that replaces a
+donated argument takes its place; so does an elementwise result that of an operand that dies with it. What a loop carries or stacks lives
+as long as the loop, its body's own values within. Copies in other layouts live from their first to their last reader.
+*Fast memory.* A TPU's compiler keeps short-lived values in the core's own memory as far as it goes: they are not in the device's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
+from autoshard.cluster import Device
+from autoshard.cost.lifetimes import usage
 from autoshard.cost.profile import Profile
-from autoshard.ir import Layout, Op
+from autoshard.ir import Assignment, Layout, Value, shard_counts, shards
+
+# The core's own memory that a program's buffers may have: the TPU compiler's preallocated-temp of memory space 1.
+FAST_MEMORY_BYTES = {"v5e": 112 * 2**20}
+
+
+LANES = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,110 +35,88 @@ class Peak:
     alive: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A value's copy in another layout: what a device holds of it, and the ops that read it first and last."""
+
+    nbytes: float
+    first: int
+    last: int
+
+
 def peak_memory(
     profile: Profile,
-    local_bytes: Callable[[int], float],
-    extra: Mapping[int, Iterable[tuple[int, Layout, float]]],
+    assignment: Assignment,
+    copies: Mapping[tuple[int, Layout], Copy],
+    partials: Mapping[int, float],
+    device: Device,
 ) -> Peak:
     """The peak of a program.
 
     Args:
-        local_bytes: bytes a device holds of a value, by its number.
-        extra: per op index, the resharded copies it is the first to read: ``(value, layout, bytes)``.
+        assignment: where each value lies.
+        copies: by value number and layout.
+        partials: per op index the bytes of its result before a reduce_scatter leaves a part of it.
     """
-    return _Liveness(profile, local_bytes, extra).peak
+    times = profile.lifetimes
+    on_tpu = device.kind == "tpu"
+
+    def share(value: int) -> float:
+        return 0.5 if on_tpu and profile.fusion.narrow[value] else 1.0
+
+    n = len(times.values)
+    mesh, values, minor = assignment.mesh.sizes, profile.graph.values, profile.fusion.minor
+    sizes = []
+    for value, passed in zip(times.values, times.passed, strict=True):
+        found, layout, pair = values[value], assignment.layout(value), minor[value]
+        if on_tpu and not passed and pair:
+            nbytes = _tiled(found, pair, layout, mesh)
+        else:
+            nbytes = found.nbytes / shards(layout, mesh)
+        sizes.append(nbytes * share(value))
+    born, dies = times.born, times.dies
+    if copies or partials:
+        sizes += [copy.nbytes * share(value) for (value, _), copy in copies.items()] + list(partials.values())
+        firsts = [copy.first for copy in copies.values()] + list(partials)
+        lasts = [copy.last for copy in copies.values()] + list(partials)
+        born = np.concatenate([born, [times.starts[op] for op in firsts]])
+        dies = np.concatenate([dies, [times.ends[op] for op in lasts]])
+    held = np.array(sizes)
+    if on_tpu:
+        _keep_fast(held, born, dies, times.passed, FAST_MEMORY_BYTES.get(device.name, 0))
+    total = usage(times.moments, held, born, dies)
+    moment = int(total.argmax())
+    alive = (born[:n] <= moment) & (dies[:n] > moment) & (held[:n] > 0)
+    return Peak(float(total[moment]), tuple(times.values[k] for k in np.flatnonzero(alive)))
 
 
-class _Liveness:
-    def __init__(
-        self,
-        profile: Profile,
-        local_bytes: Callable[[int], float],
-        extra: Mapping[int, Iterable[tuple[int, Layout, float]]],
-    ):
-        self.profile = profile
-        self.local_bytes = local_bytes
-        self.extra = extra
-        graph = profile.graph
-        self.last = self._last_reads()
-        donated = {graph.arguments[position] for position in graph.donated}
-        self.total = 0.0
-        self.moment = self.moment_of_peak = 0
-        self.alive: dict[int, float] = {}
-        self.born: dict[int, int] = {}
-        self.died: dict[int, int] = {}
-        self.copies: dict[int, dict[Layout, float]] = {}
-        kept = set()
-        for value in (*graph.arguments, *graph.constants):
-            self._add(value)
-            if value not in donated:
-                kept.add(profile.root[value])
-        self.kept = kept
-        self.highest = self.total
-        self._run(graph.ops)
-        alive = (root for root, born in self.born.items() if born <= self.moment_of_peak < self.died.get(root, self.moment + 1))
-        self.peak = Peak(self.highest, tuple(alive))
+def _tiled(value: Value, minor: tuple[int, int], layout: Layout, mesh: tuple[int, ...]) -> float:
+    """A device's bytes of a convolution's image, tiled: batch and features are its lanes and rows, whichever way pads less.
 
-    def _last_reads(self) -> list[int]:
-        """Per root value the last op that needs it; results are needed to the end."""
-        profile, graph = self.profile, self.profile.graph
-        last = [-1] * len(graph.values)
-        for op in graph.walk():
-            end = _end(op)
-            for value in (*op.operands, *(flow.value for holder in op.holders for flow in holder.sources if not flow.inside)):
-                last[profile.root[value]] = max(last[profile.root[value]], end if op.bodies else op.index)
-            for body in op.bodies:
-                for value in body.outputs:
-                    last[profile.root[value]] = max(last[profile.root[value]], end)
-        for value in graph.results:
-            last[profile.root[value]] = len(graph.walk())
-        return last
-
-    def _add(self, value: int) -> None:
-        root = self.profile.root[value]
-        if root not in self.alive and self.profile.materialised[root]:
-            self.alive[root] = self.local_bytes(root)
-            self.born[root] = self.moment
-            self.total += self.alive[root]
-
-    def _run(self, ops: Iterable[Op]) -> None:
-        for op in ops:
-            self.moment += 1
-            made = list(op.results)
-            for body in op.bodies:
-                made.extend(body.inputs)
-            for value in made:
-                self._add(value)
-            for value, layout, nbytes in self.extra.get(op.index, ()):
-                if layout not in self.copies.setdefault(value, {}):
-                    self.copies[value][layout] = nbytes
-                    self.total += nbytes
-            if self.total > self.highest:
-                self.highest, self.moment_of_peak = self.total, self.moment
-            for body in op.bodies:
-                self._run(body.ops)
-            self._drop(op)
-
-    def _drop(self, op: Op) -> None:
-        end = _end(op)
-        touched = [*op.operands, *op.results]
-        for body in op.bodies:
-            touched.extend((*body.inputs, *body.outputs))
-        for value in touched:
-            root = self.profile.root[value]
-            if root in self.alive and root not in self.kept and self.last[root] <= end:
-                self.total -= self.alive.pop(root)
-                self.died[root] = self.moment
-        for value in touched:
-            if value in self.copies and self.last[self.profile.root[value]] <= end:
-                self.total -= sum(self.copies.pop(value).values())
+    A tile has 128 lanes and 8 rows; of few rows 1, 2 or 4 (layouts ``{3,0,2,1:T(8,128)}`` and ``{0,3,2,1:T(4,128)}`` in XLA:TPU's HLO).
+    """
+    counts = shard_counts(layout, value.rank, mesh)
+    local = [size / count for size, count in zip(value.shape, counts, strict=True)]
+    one, other = (local[dim] for dim in minor)
+    rest = value.itemsize * math.prod(local) / (one * other)
+    return rest * min(_pad(one, LANES) * _pad_rows(other), _pad(other, LANES) * _pad_rows(one))
 
 
-def _end(op: Op) -> int:
-    """The index of the last op inside an op, bodies included."""
-    while op.bodies:
-        inner = [body.ops[-1] for body in op.bodies if body.ops]
-        if not inner:
-            break
-        op = max(inner, key=lambda o: o.index)
-    return op.index
+def _pad(size: float, to: int) -> float:
+    return math.ceil(size / to) * to
+
+
+def _pad_rows(size: float) -> float:
+    return _pad(size, next((rows for rows in (1, 2, 4) if size <= rows), 8))
+
+
+def _keep_fast(sizes: np.ndarray, born: np.ndarray, dies: np.ndarray, passed: tuple[bool, ...], room: float) -> None:
+    """Takes from the sizes what fits in fast memory, shortest lives first; not what is passed into the program or out of it."""
+    used = np.zeros(int(dies.max(initial=0)) + 1)
+    for k in np.argsort(dies - born, kind="stable"):
+        if sizes[k] > room or (k < len(passed) and passed[k]):
+            continue
+        span = used[born[k] : dies[k]]
+        if span.max(initial=0.0) + sizes[k] <= room:
+            span += sizes[k]
+            sizes[k] = 0.0

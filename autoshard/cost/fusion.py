@@ -1,0 +1,416 @@
+"""Which values of a program lie in memory once a compiler has fused it, and the kernels that make them.
+
+Between two values in memory everything is arithmetic in registers. What ends a fusion:
+
+- *Anchors*: matrix products and convolutions, gathers, scatters, sorts, loops. Their results lie in memory, and so do the operands of
+  all but products, which compute what they read.
+- *Epilogues*: what is done to a product's every element before anything else reads it is done by the product's own kernel; the value
+  where its readers part lies in memory instead (a bias is added, a residual too).
+- *Recomputation*: any other elementwise value is computed by each of its readers again where that moves less memory than keeping it:
+  of ``s`` values of its size and ``r`` reading kernels, ``s * r < s + 1 + r``. So a softmax is computed again from its scores, and a
+  normalised activation from the activation; a sum of three is kept.
+- *Reductions* lie in memory: they are small.
+
+Seen in the schedules that XLA:TPU (libtpu 0.0.42) makes of train steps. Linear in the program's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
+
+from autoshard.cost.compute import is_matrix
+from autoshard.ir import Body, Graph, Op
+
+VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "sharding_constraint", "optimization_barrier", "copy", "copy_p"})
+REDUCTIONS = frozenset({
+    "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin", "reduce",
+})  # fmt: skip
+# Ops that stand outside fusions: their operands and results are in memory.
+STANDALONE = frozenset({
+    "dot_general", "conv_general_dilated", "gather", "scatter", "scatter-add", "scatter_add", "scatter_mul", "scatter_min", "scatter_max",
+    "sort", "top_k", "approx_top_k", "fft", "cholesky", "triangular_solve", "qr", "eigh", "eig", "svd", "lu", "householder_product",
+    "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min",
+    "select_and_scatter", "select_and_scatter_add", "select_and_gather_add", "dynamic_update_slice", "ragged_dot_general", "ragged_dot",
+    "scan", "while", "cond", "remat2", "checkpoint", "shard_map", "pallas_call", "custom_partitioning", "ffi_call", "tridiagonal_solve",
+})  # fmt: skip
+LOOPS = frozenset({"scan", "while", "cond"})
+LONGEST = 64  # ops of an epilogue that are looked at: gelu's derivative is 15
+MOST = 6  # sources, or readers, that are told apart; more than this many are as good as this many
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """What one compiled kernel, or loop, reads and makes.
+
+    Attributes:
+        op: index of the op that ends it.
+        reads, makes: stored values, by their roots.
+        in_place: whether a result takes the place of an operand that dies here: loops, and what updates its operand.
+        inner: a loop's body or a conditional's branches, each the kernels of one run, in program order.
+    """
+
+    op: int
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    in_place: bool
+    inner: tuple[tuple[Kernel, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """A fused program.
+
+    Attributes:
+        stored: per value, whether it is written to memory.
+        materialised: per value, whether it lies in memory, as its own or as a view of what does; what is made of constants never counts.
+        root: per value, the value whose memory it shares: a view's operand, what a loop carries, the stack that a trip's result goes to.
+        narrow: per value, whether all that read it are matrix products: a TPU keeps it in bfloat16, as its matrix unit reads it.
+        minor: per value the two dimensions that convolutions want innermost, batch and features; None where there are none.
+        users: per value, the ops that read it, or a view of it.
+        kernels: the program's kernels, in program order.
+    """
+
+    stored: tuple[bool, ...]
+    materialised: tuple[bool, ...]
+    root: tuple[int, ...]
+    narrow: tuple[bool, ...]
+    minor: tuple[tuple[int, int] | None, ...]
+    users: tuple[tuple[int, ...], ...]
+    kernels: tuple[Kernel, ...]
+
+
+def fuse(graph: Graph, free: Sequence[bool]) -> Fusion:
+    """The fused program.
+
+    Args:
+        free: per value, whether it is made of constants alone: it is computed where it is read.
+    """
+    return _Fuser(graph, free).fusion()
+
+
+def is_call(op: Op) -> bool:
+    """Whether an op's body runs in its place, its results being the body's own: compilers see through it."""
+    return len(op.bodies) == 1 and op.primitive not in LOOPS and op.results == op.bodies[0].outputs
+
+
+class _Fuser:
+    def __init__(self, graph: Graph, free: Sequence[bool]):
+        self.graph = graph
+        self.values = graph.values
+        self.free = free
+        self.ops = graph.walk()
+        n = len(self.values)
+        self.root = list(range(n))
+        self.stored = [False] * n
+        self.absorbed = [False] * n
+        self.readers: list[list[Op]] = [[] for _ in range(n)]
+        self.sources: list[tuple[int, ...]] = [()] * n
+        self.fused: dict[int, tuple[int, ...]] = {}
+        self.sinks: list[frozenset[int]] = [frozenset()] * n
+        spread = (op for op in self.ops if op.primitive == "broadcast_in_dim" and not self.values[op.operands[0]].rank)
+        self.uniform = {op.results[0] for op in spread if free[op.operands[0]]}
+        self._alias()
+        self.returned = {self._find(value) for value in graph.results}
+        self.narrow = _narrow(graph, self.root)
+        self._store_boundaries()
+        self._count_sinks()
+        self._find_epilogues()
+
+    def fusion(self) -> Fusion:
+        for value in (*self.graph.arguments, *self.graph.constants):
+            self.sources[value] = (value,)
+        kernels = self._kernels(self.graph.ops)
+        stored = tuple(self.stored[value] and self.values[value].size > 0 for value in range(len(self.values)))
+        root = tuple(map(self._find, range(len(self.values))))
+        users = tuple(tuple(reader.index for reader in self.readers[value]) for value in root)
+        materialised = tuple(stored[end] and not self.free[value] for value, end in enumerate(root))
+        return Fusion(stored, materialised, root, tuple(self.narrow), _minor(self.graph), users, kernels)
+
+    # -- who shares memory with whom, who reads what ------------------------------------------------------------------------
+
+    def _find(self, value: int) -> int:
+        while self.root[value] != value:
+            value = self.root[value]
+        return value
+
+    def _alias(self) -> None:
+        root = self.root
+        for op in self.ops:
+            if op.primitive in VIEWS and not op.bodies and len(op.results) == 1 and op.operands:
+                root[op.results[0]] = self._find(op.operands[0])
+            for holder in op.holders:
+                first = next((flow for flow in holder.sources if not flow.inside and not flow.shift), None)
+                alone = len(holder.sources) == 1 and not holder.views and holder.value not in op.results
+                if first is not None and alone and op.primitive != "cond":
+                    root[holder.value] = self._find(first.value)  # what a call or a loop reads in each trip
+                for view in holder.views:
+                    root[view] = holder.value
+        for op in self.ops:
+            reads = [*op.operands, *(flow.value for holder in op.holders for flow in holder.sources)]
+            for value in dict.fromkeys(self._find(value) for value in reads):
+                if not is_call(op) and not (op.primitive in VIEWS and not op.bodies):
+                    self.readers[value].append(op)
+
+    def _store_boundaries(self) -> None:
+        for value in (*self.graph.arguments, *self.graph.results, *self.graph.constants):
+            self._store(value)
+        for op in self.ops:
+            if op.primitive == "optimization_barrier" or (is_call(op) and op.params.get("differentiated", False)):
+                for value in op.operands:  # what a rematerialised region reads is kept for it
+                    self._store(value)
+            if op.bodies and not is_call(op):
+                for holder in op.holders:
+                    for value in (holder.value, *(flow.value for flow in holder.sources)):
+                        self._store(value, even_free=True)
+            elif op.primitive in STANDALONE and not _is_one_hot(op, self.values):
+                for value in op.results:
+                    self._store(value)
+                if not is_matrix(op.primitive):
+                    for value in op.operands:
+                        self._store(value)
+            elif op.primitive in REDUCTIONS:
+                for value in op.results:
+                    self._store(value)
+
+    def _store(self, value: int, even_free: bool = False) -> None:
+        """Stores a value; one that is made of constants only where a loop reads it, and not the same number everywhere."""
+        root = self._find(value)
+        if self.values[root].rank and (not self.free[root] or (even_free and root not in self.uniform)):
+            self.stored[root] = True
+
+    def _count_sinks(self) -> None:
+        """Per value the kernels that read it, through all that is fused into them."""
+        for op in reversed(self.ops):
+            for value in op.results:
+                root = self._find(value)
+                found: set[int] = set()
+                for reader in self.readers[root]:
+                    if len(found) >= MOST:
+                        break
+                    if reader.primitive in REDUCTIONS:
+                        continue  # computed along with what else reads its operand
+                    if reader.bodies or reader.primitive in STANDALONE:
+                        found.add(reader.index)
+                    for result in () if reader.bodies else reader.results:
+                        end = self._find(result)
+                        if self.stored[end] and reader.primitive not in STANDALONE:
+                            found.add(reader.index)
+                        elif not self.stored[end]:
+                            found |= self.sinks[end]
+                self.sinks[root] = frozenset(sorted(found)[:MOST])
+
+    # -- epilogues -----------------------------------------------------------------------------------------------------------
+
+    def _find_epilogues(self) -> None:
+        for op in self.ops:
+            if is_matrix(op.primitive):
+                self._epilogue(op)
+
+    def _epilogue(self, op: Op) -> None:
+        """Moves what a product stores on to where its readers part."""
+        start = self._find(op.results[0])
+        if self.values[start].size == 0 or not self.stored[start] or start in self.returned:
+            return
+        unread = {start: len(self.readers[start])}
+        queue = [reader.index for reader in self.readers[start]]
+        heapify(queue)
+        queued, inside, found, covered = set(queue), [start], start, 1
+        while queue and len(queued) < LONGEST:
+            reader = self.ops[heappop(queue)]
+            if reader.bodies or reader.primitive in STANDALONE or reader.primitive in REDUCTIONS or len(reader.results) != 1:
+                break
+            made = self._find(reader.results[0])
+            if self.values[made].size != self.values[start].size or self.absorbed[made]:
+                break
+            for value in dict.fromkeys(map(self._find, reader.operands)):
+                if value in unread:
+                    unread[value] -= 1
+                    if not unread[value]:
+                        del unread[value]
+            unread[made] = len(self.readers[made])
+            inside.append(made)
+            for other in self.readers[made]:
+                if other.index not in queued:
+                    queued.add(other.index)
+                    heappush(queue, other.index)
+            if len(unread) == 1 and self.values[made].itemsize <= self.values[start].itemsize:
+                found, covered = made, len(inside)
+                if self.stored[made]:
+                    break
+        only = self.readers[found]
+        if found == start or (len(only) == 1 and is_matrix(only[0].primitive) and not self.stored[found]):
+            return  # the one product that reads it does the work itself
+        for value in inside[:covered]:
+            self.stored[value] = value == found
+            self.absorbed[value] = True
+
+    # -- kernels -------------------------------------------------------------------------------------------------------------
+
+    def _kernels(self, ops: Iterable[Op]) -> tuple[Kernel, ...]:
+        kernels: list[Kernel] = []
+        products: set[int] = set()  # values that a product's kernel ends in
+        makers: dict[tuple[int, ...], int] = {}  # the number of the kernel that does
+        for op in ops:
+            if is_call(op):
+                kernels.extend(self._kernels(op.bodies[0].ops))
+            elif op.bodies:
+                kernels.append(self._loop(op))
+            elif op.primitive in VIEWS and len(op.results) == 1 and op.operands:
+                continue
+            else:
+                fuses = op.primitive not in STANDALONE or is_matrix(op.primitive) or _is_one_hot(op, self.values)
+                roots = map(self._find, op.operands)
+                reads = _merged((self.fused.get(root) if fuses else None) or self.sources[root] for root in roots)
+                product = is_matrix(op.primitive) or any(self._find(value) in products for value in op.operands)
+                made = []
+                for value in op.results:
+                    root = self._find(value)
+                    if not self.stored[root] and not self.free[root] and self._keep(root, reads):
+                        self.stored[root] = True
+                    if self.stored[root]:
+                        made.append(root)
+                        self.sources[root] = (root,)
+                        if op.primitive == "convert_element_type" and reads:
+                            self.fused[root] = reads  # who can compute it reads what it is made of
+                    else:
+                        self.sources[root] = reads
+                        if product and self.absorbed[root]:
+                            products.add(root)
+                if made and op.primitive == "convert_element_type" and (maker := makers.get(reads)) is not None:
+                    kernels[maker] = replace(kernels[maker], makes=(*kernels[maker].makes, *made))  # a product's second result
+                elif made:
+                    if product:
+                        makers[tuple(made)] = len(kernels)
+                    kernels.append(Kernel(op.index, reads, tuple(dict.fromkeys(made)), _updates(op)))
+        return tuple(kernels)
+
+    def _keep(self, value: int, reads: tuple[int, ...]) -> bool:
+        """Whether keeping a value moves no more memory than computing it for each of its readers."""
+        if self.absorbed[value] or len(reads) < 2:
+            return False
+        size = self.values[value].size
+        sources = sum(2 * self.values[source].size > size for source in reads)
+        readers = len(self.sinks[value])
+        return sources + 1 + readers <= sources * readers or sources >= MOST
+
+    def _loop(self, op: Op) -> Kernel:
+        reads, makes = [], []
+        for holder in op.holders:
+            root = self._find(holder.value)
+            outer = [flow for flow in holder.sources if not flow.inside]
+            for flow in outer:
+                reads.append(self.sources[self._find(flow.value)])
+            if any(flow.shift == 1 for flow in outer):
+                self.stored[root] = False  # a slice is read from its stack
+                self.sources[root] = _merged(self.sources[self._find(flow.value)] for flow in outer)
+                continue
+            for flow in holder.sources:
+                if flow.inside:  # written where it is carried or stacked, and read from there
+                    made = self._find(flow.value)
+                    if not self._outside(op, made):
+                        self.root[made] = root
+            if not any(root == self._find(flow.value) for flow in outer):
+                makes.append(root)
+            self.sources[root] = (root,)
+        inner = tuple(self._kernels(body.ops) for body in op.bodies)
+        for result in op.results:
+            root = self._find(result)
+            self.sources[root] = (root,)
+        return Kernel(op.index, _merged(reads), tuple(dict.fromkeys(makes)), True, inner)
+
+    def _outside(self, op: Op, value: int) -> bool:
+        """Whether a value exists before a loop: an argument, an input of its body, or something computed outside."""
+        return value in _inputs(op.bodies) or self.sources[value] != ()
+
+
+def _inputs(bodies: tuple[Body, ...]) -> set[int]:
+    return {value for body in bodies for value in body.inputs}
+
+
+def _merged(groups: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(value for group in groups for value in group))
+
+
+def _updates(op: Op) -> bool:
+    """Whether an op writes into its first operand."""
+    return op.primitive == "dynamic_update_slice" or op.primitive.startswith("scatter")
+
+
+def _is_one_hot(op: Op, values: Sequence) -> bool:
+    """Whether a scatter puts one number a row: compilers compare positions instead, in registers."""
+    numbers = op.params.get("dimension_numbers")
+    if not op.primitive.startswith("scatter") or numbers is None:
+        return False
+    batch = tuple(getattr(numbers, "operand_batching_dims", ()))
+    return not numbers.update_window_dims and len(batch) + len(numbers.inserted_window_dims) == values[op.operands[0]].rank and bool(batch)
+
+
+def _narrow(graph: Graph, root: Sequence[int]) -> list[bool]:
+    """Per value, whether only matrix products of float32 at default precision, or conversions to bfloat16, read it."""
+    values = graph.values
+    wide = [False] * len(values)
+    read = [False] * len(values)
+    for value in (*graph.arguments, *graph.results, *graph.constants):
+        wide[value] = True
+    links: list[tuple[Sequence[int], Sequence[int]]] = []
+    for op in graph.walk():
+        if op.bodies:
+            for holder in op.holders:
+                for flow in holder.sources:
+                    links.append(((holder.value, *holder.views), (flow.value,)))
+                    if flow.inside and not flow.shift:
+                        wide[holder.value] = True
+            continue
+        for value in op.operands:
+            read[value] = True
+        if is_matrix(op.primitive) and _default_precision(op):
+            continue
+        if op.primitive in REDUCTIONS:
+            continue  # computed with what makes its operand
+        if op.primitive in VIEWS or op.primitive in ("slice", "dynamic_slice", "split", "rev", "name"):
+            links.append((op.results, op.operands[:1]))
+        elif op.primitive == "convert_element_type" and values[op.results[0]].dtype == "bfloat16":
+            continue
+        else:
+            for value in op.operands:
+                wide[value] = True
+    changed = True
+    while changed:  # as often as loops stand in each other, and once more
+        changed = False
+        for results, operands in reversed(links):
+            if any(wide[value] for value in results):
+                for value in operands:
+                    changed = changed or not wide[value]
+                    wide[value] = True
+    return [values[value].dtype == "float32" and not wide[value] for value in range(len(values))]
+
+
+def _default_precision(op: Op) -> bool:
+    precision = op.params.get("precision")
+    each = precision if isinstance(precision, tuple) else (precision,)
+    return all(one is None or str(getattr(one, "name", one)) == "DEFAULT" for one in each)
+
+
+def _minor(graph: Graph) -> tuple[tuple[int, int] | None, ...]:
+    """Per value the dimensions that tiles have in a program with convolutions: those of what they read and make, and of its like."""
+    found: list[tuple[int, int] | None] = [None] * len(graph.values)
+    shape = [value.shape for value in graph.values]
+    for op in graph.walk():
+        if op.primitive == "conv_general_dilated":
+            numbers = op.params["dimension_numbers"]
+            tensors = (*op.operands[:2], op.results[0])
+            for value, spec in zip(tensors, (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec), strict=True):
+                found[value] = spec[0], spec[1]
+    if not any(found):
+        return tuple(found)
+    for ops in (graph.walk(), reversed(graph.walk())):
+        for op in ops:
+            if op.bodies or op.primitive in ("dot_general", "conv_general_dilated", "transpose", "reshape"):
+                continue
+            tensors = [value for value in (*op.operands, *op.results) if len(shape[value]) == len(shape[op.results[0]])]
+            pair = next((found[value] for value in tensors if found[value]), None)
+            for value in tensors:
+                found[value] = found[value] or pair
+    return tuple(found)

@@ -1,0 +1,208 @@
+"""When the values of a fused program are alive: the order of its kernels, and the life of each buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+
+import numpy as np
+
+from autoshard.cost.fusion import Fusion, Kernel
+from autoshard.ir import Graph
+
+Order = Callable[[tuple[Kernel, ...], Callable[[int], float], frozenset[int]], tuple[Kernel, ...]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lifetimes:
+    """When buffers are alive; no assignment changes that.
+
+    Attributes:
+        values: per buffer the root value that it holds.
+        born, dies: per buffer the first moment of its life, and the first after it; two moments a kernel: it reads, it writes.
+        passed: per buffer whether it is an argument, a constant or a result.
+        moments: how many there are.
+        starts, ends: per op index the moment in which what it is part of starts to read, and the one after it has written; one past
+            the last for the program's results.
+    """
+
+    values: tuple[int, ...]
+    born: np.ndarray
+    dies: np.ndarray
+    passed: tuple[bool, ...]
+    moments: int
+    starts: tuple[int, ...]
+    ends: tuple[int, ...]
+
+
+def lifetimes(graph: Graph, fusion: Fusion) -> Lifetimes:
+    """The lifetimes of a fused program's buffers in the best of three orders, by unsharded sizes; O(n log n)."""
+    kept = frozenset(fusion.root[value] for value in (*graph.arguments, *graph.constants, *graph.results))
+
+    def nbytes(value: int) -> float:
+        return 0.0 if value in kept else graph.values[value].nbytes
+
+    def arranged(kernels: tuple[Kernel, ...], order: Order) -> tuple[Kernel, ...]:
+        inner = (replace(k, inner=tuple(arranged(body, order) for body in k.inner)) if k.inner else k for k in kernels)
+        return order(tuple(inner), nbytes, kept)
+
+    orders = (fusion.kernels, arranged(fusion.kernels, shifted), arranged(fusion.kernels, listed))
+    found = [_lifetimes(graph, fusion, kernels) for kernels in orders]
+
+    def peak(times: Lifetimes) -> float:
+        sizes = np.array([graph.values[value].nbytes for value in times.values])
+        return usage(times.moments, sizes, times.born, times.dies).max()
+
+    return min(found, key=peak)
+
+
+def _lifetimes(graph: Graph, fusion: Fusion, kernels: tuple[Kernel, ...]) -> Lifetimes:
+    born: dict[int, int] = {}
+    dies: dict[int, int] = {}
+    starts = [-1] * (len(graph.walk()) + 1)
+    ends = [-1] * (len(graph.walk()) + 1)
+    fixed = dict.fromkeys(fusion.root[value] for value in (*graph.arguments, *graph.constants))
+    replaces = {fusion.root[graph.results[result]] for result, argument in graph.aliases if argument in graph.donated}
+    moment = 0
+
+    def run(kernels: tuple[Kernel, ...]) -> None:
+        nonlocal moment
+        for kernel in kernels:
+            start = moment
+            starts[kernel.op], ends[kernel.op] = start, start + 2
+            moment += 2
+            for value in kernel.reads:
+                dies[value] = max(dies.get(value, 0), start + (1 if kernel.in_place else 2))
+            for value in kernel.makes:
+                born.setdefault(value, start + kernel.in_place)
+            for body in kernel.inner:
+                run(body)
+            if kernel.inner:
+                for inner in _reads(kernel.inner):
+                    if inner in fixed or born.get(inner, start) < start or inner in kernel.makes:
+                        dies[inner] = moment
+                for value in kernel.makes:
+                    dies[value] = moment
+                ends[kernel.op] = moment
+
+    run(kernels)
+    returned = {fusion.root[value] for value in graph.results}
+    dies.update(dict.fromkeys(returned, moment))
+    starts[-1], ends[-1] = moment, moment + 2
+    for op in reversed(graph.walk()):  # what is fused into other kernels runs with them
+        if starts[op.index] < 0:
+            users = [user for value in op.results for user in fusion.users[value]]
+            starts[op.index] = min((starts[user] for user in users), default=moment)
+            ends[op.index] = max((ends[user] for user in users), default=moment + 2)
+    values = tuple(value for value in (*fixed, *(v for v in born if v not in fixed and v not in replaces)) if fusion.stored[value])
+    return Lifetimes(
+        values=values,
+        born=np.array([0 if value in fixed else born[value] for value in values], dtype=np.int64),
+        dies=np.array([moment if value in fixed else max(dies.get(value, 0), born[value] + 2) for value in values], dtype=np.int64),
+        passed=tuple(value in fixed or value in returned for value in values),
+        moments=moment + 2,
+        starts=tuple(starts),
+        ends=tuple(ends),
+    )
+
+
+def _reads(bodies: Iterable[tuple[Kernel, ...]]) -> Iterable[int]:
+    for body in bodies:
+        for kernel in body:
+            yield from kernel.reads
+            yield from _reads(kernel.inner)
+
+
+def usage(moments: int, sizes: np.ndarray, born: np.ndarray, dies: np.ndarray) -> np.ndarray:
+    """Bytes alive at each moment."""
+    change = np.zeros(moments + 1)
+    np.add.at(change, born, sizes)
+    np.subtract.at(change, dies, sizes)
+    return np.cumsum(change)
+
+
+def shifted(kernels: tuple[Kernel, ...], nbytes: Callable[[int], float], kept: frozenset[int]) -> tuple[Kernel, ...]:
+    """The kernels in program order, but for those that hold less elsewhere: made just before its first reader, or read when it is there.
+
+    What only a result at the end depends on moves there, an optimizer's update to its gradient. O(n log n).
+
+    Args:
+        nbytes: per stored value its size.
+        kept: values that are alive throughout.
+    """
+    made_by = {value: k for k, kernel in enumerate(kernels) for value in kernel.makes}
+    readers: dict[int, list[int]] = {}
+    for k, kernel in enumerate(kernels):
+        for value in kernel.reads:
+            readers.setdefault(value, []).append(k)
+    places = [float(k) for k in range(len(kernels))]
+    aside = 0.5 / max(len(kernels), 1) ** 2  # so little that all kernels beside another one are still in order before the next
+
+    def made(k: int) -> float:
+        return sum(nbytes(value) for value in kernels[k].makes)
+
+    for k in reversed(range(len(kernels))):
+        first = min((places[reader] for value in kernels[k].makes for reader in readers.get(value, ())), default=float(len(kernels)))
+        held = sum(nbytes(v) for v in kernels[k].reads if v not in kept and max(places[other] for other in readers[v]) < first)
+        if held < made(k) and not kernels[k].inner:
+            places[k] = max(places[k], first - (len(kernels) - k) * aside)
+    for k in sorted(range(len(kernels)), key=lambda k: places[k]):
+        last = max((places[made_by[value]] for value in kernels[k].reads if value in made_by), default=None)
+        freed = sum(nbytes(v) for v in kernels[k].reads if v not in kept and max(places[other] for other in readers[v]) <= places[k])
+        if last is not None and 0 < freed >= made(k) and not kernels[k].inner and last < places[k]:
+            places[k] = last + (k + 1) * aside
+    return tuple(kernels[k] for k in sorted(range(len(kernels)), key=lambda k: places[k]))
+
+
+def listed(kernels: tuple[Kernel, ...], nbytes: Callable[[int], float], kept: frozenset[int]) -> tuple[Kernel, ...]:
+    """The kernels in the order of a list scheduler: of those that are ready, the one that frees most less what it makes.
+
+    As XLA's does (``ListMemoryScheduler`` in hlo_memory_scheduler.cc); ties go by program order. O(n log n).
+
+    Args:
+        nbytes: per stored value its size.
+        kept: values that are alive throughout.
+    """
+    made_by = {value: k for k, kernel in enumerate(kernels) for value in kernel.makes}
+    missing = [sum(value in made_by for value in kernel.reads) for kernel in kernels]
+    readers: dict[int, list[int]] = {}
+    for k, kernel in enumerate(kernels):
+        for value in kernel.reads:
+            readers.setdefault(value, []).append(k)
+    left = {value: len(found) for value, found in readers.items()}
+
+    def gain(k: int) -> float:
+        freed = sum(nbytes(value) for value in kernels[k].reads if left[value] == 1 and value not in kept)
+        return freed - sum(nbytes(value) for value in kernels[k].makes)
+
+    best: dict[int, float] = {}
+    queue: list[tuple[float, int]] = []
+
+    def offer(k: int) -> None:
+        best[k] = gain(k)
+        heappush(queue, (-best[k], k))
+
+    for k in range(len(kernels)):
+        if not missing[k]:
+            offer(k)
+    done = [False] * len(kernels)
+    order = []
+    while queue:
+        value, k = heappop(queue)
+        if done[k] or -value != best[k]:
+            continue
+        done[k] = True
+        order.append(kernels[k])
+        for made in kernels[k].makes:
+            for reader in readers.get(made, ()):
+                missing[reader] -= 1
+                if not missing[reader]:
+                    offer(reader)
+        for source in kernels[k].reads:
+            left[source] -= 1
+            if left[source] == 1:
+                for reader in readers[source]:
+                    if not done[reader] and not missing[reader]:
+                        offer(reader)
+    return tuple(order)

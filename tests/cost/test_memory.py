@@ -1,0 +1,152 @@
+"""The memory model: counted by hand, its laws, and peaks that the TPU compiler reported."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import programs
+import pytest
+from random_assignments import random_assignment
+
+from autoshard.cluster import Cluster
+from autoshard.cost.evaluate import evaluate
+from autoshard.cost.fusion import fuse
+from autoshard.cost.memory import peak_memory
+from autoshard.cost.model import CostModel
+from autoshard.cost.profile import profile
+from autoshard.ir import Assignment, Mesh
+from autoshard.rules import rules_of
+from autoshard.trace import trace
+
+MESH = Mesh.of({"data": 8})
+
+
+def facts_of(fn, *args, **options):
+    """A program's profile."""
+    graph = trace(fn, *args, **options).graph
+    return profile(graph, rules_of(graph))
+
+
+def peak(facts, cluster="cpu:8", mesh=MESH, choices=None, layouts=None):
+    """Peak bytes of an assignment; everything is replicated unless told otherwise."""
+    assignment = Assignment(mesh, choices or {}, layouts or {}, {})
+    return evaluate(facts, CostModel(Cluster.parse(cluster), mesh), assignment).peak.nbytes
+
+
+def stored(fn, *args):
+    """Shapes and dtypes of what a program's kernels write, in their order."""
+    facts = facts_of(fn, *args)
+    values = facts.graph.values
+    return [(values[value].shape, values[value].dtype) for kernel in facts.fusion.kernels for value in kernel.makes]
+
+
+def floats(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def test_what_is_alive_is_counted():
+    """Two products in a row hold the arguments, the value between and the result; a sharded one holds its share."""
+    facts = facts_of(lambda x, w, v: (x @ w) @ v, floats(64, 32), floats(32, 16), floats(16, 32))
+    graph = facts.graph
+    arguments = (64 * 32 + 32 * 16 + 16 * 32) * 4
+    assert peak(facts) == arguments + (64 * 16 + 64 * 32) * 4
+    split = {graph.arguments[0]: (0,), graph.ops[0].results[0]: (0,), graph.results[0]: (0,)}
+    sharded = peak(facts, choices={0: ((0, -1),), 1: ((0, -1),)}, layouts=split)
+    assert sharded == (64 * 32 // 8 + 32 * 16 + 16 * 32 + 64 * 16 // 8 + 64 * 32 // 8) * 4
+
+
+def test_fast_memory_holds_what_is_short_lived():
+    """On a TPU the value between two products is not in the device's memory, arguments and results are."""
+    facts = facts_of(lambda x, w, v: (x @ w) @ v, floats(64, 32), floats(32, 16), floats(16, 32))
+    assert peak(facts, "v5e:2x4") == (64 * 32 + 32 * 16 + 16 * 32 + 64 * 32) * 4
+
+
+def test_a_softmax_is_computed_again():
+    """Of an attention its scores are kept; the masked, normalised and scaled ones are not."""
+
+    def attend(q, k, v):
+        weights = jax.nn.softmax(q @ k.T / 8.0, axis=-1)
+        return weights @ v
+
+    made = stored(jax.grad(lambda q, k, v: attend(q, k, v).sum()), floats(256, 64), floats(256, 64), floats(256, 64))
+    assert made.count(((256, 256), "float32")) == 2  # scores, and the gradient of the weights
+
+
+def test_an_epilogue_is_part_of_the_product():
+    """A bias and a residual are added by the product's kernel: one value is stored, not three."""
+
+    def block(x, w, b):
+        y = x @ w + b + x
+        return jnp.tanh(y), jnp.exp(y)
+
+    assert len(stored(block, floats(64, 64), floats(64, 64), floats(64))) == 3
+
+
+def test_donation_never_costs_memory():
+    """A state that replaces its donated self takes no memory of its own."""
+    fn, args = programs.mlp(layers=3, width=512, batch=256)
+    kept, donated = facts_of(fn, *args), facts_of(fn, *args, donate_argnums=0)
+    for cluster in ("cpu:8", "v5e:2x4"):
+        assert peak(donated, cluster) <= peak(kept, cluster)
+    assert peak(donated) < peak(kept)
+
+
+def test_rematerialisation_lowers_the_peak():
+    """A checkpointed transformer holds less than one that keeps its activations, unrolled and scanned."""
+    sizes = {"d_model": 256, "heads": 4, "ffn": 1024, "vocab": 512, "batch": 64, "seq": 256}
+    for make in (programs.gpt, programs.gpt_scan):
+        plain, remat = (facts_of(*_flat(make(4, remat=remat, **sizes)), donate_argnums=0) for remat in (False, True))
+        for cluster in ("cpu:8", "v5e:2x4"):
+            assert peak(remat, cluster) < peak(plain, cluster)
+
+
+def test_residuals_of_a_scan_count_each_trip():
+    """Four more layers hold four more layers' residuals."""
+
+    def loss(w, x):
+        y, _ = jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, w)
+        return y.sum()
+
+    def held(layers):
+        facts = facts_of(jax.grad(loss), floats(layers, 256, 256), floats(4096, 256))
+        return peak(facts) - 2 * 256 * 256 * 4 * layers  # less weights and gradients
+
+    each = 4096 * 256 * 4
+    assert held(12) - held(8) == held(16) - held(12) >= 4 * each
+
+
+@pytest.mark.parametrize("program", ["mlp", "gpt", "moe", "lstm", "convnet"])
+def test_sharding_one_more_axis_never_raises_what_values_take(program):
+    """Where every value's shard is at most another assignment's, so is the peak (no copies: choices follow nothing here)."""
+    fn, args = programs.PROGRAMS[program]()
+    facts = facts_of(fn, *args, donate_argnums=0)
+    mesh = Mesh.of({"data": 2, "model": 2})
+    for seed in range(5):
+        layouts = random_assignment(facts.graph, facts.rules, mesh, seed).layouts
+        device = Cluster.parse("cpu:4").device
+        some = {value: tuple(-1 if axis else dim for axis, dim in enumerate(layout)) for value, layout in layouts.items()}
+        both, one, none = (peak_memory(facts, Assignment(mesh, {}, found, {}), {}, {}, device).nbytes for found in (layouts, some, {}))
+        assert both <= one <= none
+
+
+def test_fusion_is_linear():
+    """Twice the layers make twice the kernels, all with few reads."""
+    short, long = (facts_of(*_flat(programs.gpt(layers))).fusion.kernels for layers in (4, 8))
+    assert len(long) < 2.2 * len(short)
+    assert max(len(kernel.reads) for kernel in long) < 40
+
+
+def test_kernels_read_what_is_stored_before():
+    """In every order each kernel reads arguments or what an earlier kernel made."""
+    for make in programs.PROGRAMS.values():
+        facts = facts_of(*_flat(make()))
+        known = {facts.fusion.root[value] for value in (*facts.graph.arguments, *facts.graph.constants)}
+        for kernel in facts.fusion.kernels:
+            assert all(value in known or facts.free[value] for value in kernel.reads)
+            known.update(kernel.makes)
+        assert fuse(facts.graph, facts.free) == facts.fusion
+
+
+def _flat(program):
+    fn, args = program
+    return (fn, *args)
