@@ -10,16 +10,35 @@ import jax
 
 from autoshard.api.step import Step
 from autoshard.api.strategy import Strategy
-from autoshard.errors import StrategyError
-from autoshard.ir import Mesh
+from autoshard.cluster import Cluster
+from autoshard.errors import ClusterError, StrategyError
+from autoshard.ir import Collective, Mesh
 from autoshard.lower import jax_mesh
-from autoshard.render import Paragraph, Part, Report, Table, format_bytes, format_count, format_percent
-from autoshard.verify import Row, collectives_of, compare, explicit_collectives
+from autoshard.render import Paragraph, Part, Report, Table, format_bytes, format_count, format_flops, format_percent, format_seconds
+from autoshard.strategy import Record
+from autoshard.verify import (
+    Ahead,
+    Flops,
+    Row,
+    collectives_of,
+    compare,
+    compile_ahead,
+    dot_flops,
+    explicit_collectives,
+    scheduled_cycles,
+)
 
 TARGETS = {
     "shardy": "the partitioner's own explicit collectives, without compiling or devices",
     "cpu": "the program compiled by XLA for as many CPU devices as the mesh has",
+    "tpu": "the program compiled ahead of time by XLA:TPU for the strategy's slice",
+    "gpu": "the program compiled by XLA for as many GPUs as the mesh has",
 }
+# How near a compiled program is to be: compilers pad what they exchange, and fold some arithmetic away.
+BYTES_WITHIN = 0.03
+FLOPS_WITHIN = 0.01
+# Cycles a second: the peak of the matrix units over what they multiply in a cycle (4 of 128 x 128, of 256 x 256 in v6e; v5p has two cores).
+CLOCK_HERTZ = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +50,16 @@ class Verification:
         rows: collectives by kind and mesh axes, counts and bytes of one step on one device.
         n_ops: operations of the program.
         n_constraints: sharding constraints that the lowered program carries.
+        predicted_flops: of matrix products and convolutions in one step on one device, as the cost model says.
+        predicted_compute_seconds: computing alone, as the cost model says.
         predicted_peak_bytes: memory of a device at the fullest moment, as the cost model says.
-        actual_peak_bytes: the same as the compiler says; None where nothing was compiled.
+        actual_flops, rematerialised_flops: as compiled, and what of it XLA itself computes again to save memory; None where it is not
+            compiled.
+        actual_compute_seconds: the TPU compiler's own schedule, its estimated cycles at the device's clock; None where not asked for.
+        actual_peak_bytes: as the compiler says; None where nothing was compiled, or it was refused.
+        needed_bytes: what the compiler's allocator takes, fragmentation included; None where that is not known.
+        available_bytes: what a device offers; None where the compiler does not say.
+        fits: whether the compiler accepts the program on the device; None where that is not known.
     """
 
     program: str
@@ -41,13 +68,34 @@ class Verification:
     rows: tuple[Row, ...]
     n_ops: int
     n_constraints: int
+    predicted_flops: float
+    predicted_compute_seconds: float
     predicted_peak_bytes: float
+    actual_flops: float | None = None
+    rematerialised_flops: float | None = None
+    actual_compute_seconds: float | None = None
     actual_peak_bytes: float | None = None
+    needed_bytes: float | None = None
+    available_bytes: float | None = None
+    fits: bool | None = None
 
     @property
     def exact(self) -> bool:
         """Whether the actual collectives are the predicted ones in kind, mesh axes, count and bytes."""
-        return all(row.agrees for row in self.rows)
+        return self.fits is not False and all(row.agrees for row in self.rows)
+
+    @property
+    def near(self) -> bool:
+        """Whether the program fits and is what was predicted: collective bytes within 3 %, flops within 1 %."""
+        return self.fits is not False and abs(self.bytes_ratio - 1) <= BYTES_WITHIN and abs(self.flops_ratio - 1) <= FLOPS_WITHIN
+
+    @property
+    def flops_ratio(self) -> float:
+        """Actual over predicted flops, without what XLA computes again; 1.0 where nothing was compiled, or there are none."""
+        if self.actual_flops is None:
+            return 1.0
+        actual = self.actual_flops - (self.rematerialised_flops or 0.0)
+        return actual / self.predicted_flops if self.predicted_flops else 1.0 if not actual else float("inf")
 
     @property
     def bytes_ratio(self) -> float:
@@ -57,33 +105,47 @@ class Verification:
 
     def report(self) -> Report:
         """The comparison as a table, for terminals and notebooks."""
-        rows = tuple(
-            (
-                row.kind,
-                ", ".join(row.mesh_axes),
-                format_count(row.predicted_count),
-                format_count(row.actual_count),
-                format_bytes(row.predicted_bytes),
-                format_bytes(row.actual_bytes),
-                "" if row.agrees else "differs",
-            )
-            for row in self.rows
-        )
-        columns = ("collective", "mesh axes", ">predicted", ">actual", ">predicted bytes", ">actual bytes", "")
+        title = f"{self.program} on mesh {self.mesh}, held against {self.target}"
+        constraints = Paragraph(f"{format_count(self.n_constraints)} sharding constraints on {format_count(self.n_ops)} operations.")
+        if self.fits is False:
+            return Report(title, (Paragraph(self._refusal()), constraints))
         found = "the predicted ones, exactly" if self.exact else f"{format_percent(self.bytes_ratio)} of the predicted bytes"
         parts: list[Part] = [Paragraph(f"Collectives of {TARGETS[self.target]}: {found}.")]
-        if rows:
-            notes = ("Counts and bytes are of one step on one device.", "An all_reduce of which only slices are read is a reduce_scatter.")
+        if rows := (*map(_collective_row, self.rows), *self._measure_rows()):
+            columns = ("", "mesh axes", ">predicted", ">actual", ">predicted bytes", ">actual bytes", "")
+            notes = ("All of it is of one step on one device.", "An all_reduce of which only slices are read is a reduce_scatter.")
             parts.append(Table(columns, rows, notes))
-        parts.append(Paragraph(f"{format_count(self.n_constraints)} sharding constraints on {format_count(self.n_ops)} operations."))
+        if self.rematerialised_flops:
+            parts.append(Paragraph(f"XLA computes {format_flops(self.rematerialised_flops)} of it once more to save memory."))
+        if self.needed_bytes is not None:
+            parts.append(
+                Paragraph(f"It fits: the compiler takes {format_bytes(self.needed_bytes)} of the device's memory, holes included.")
+            )
+        return Report(title, (*parts, constraints))
+
+    def _measure_rows(self) -> list[tuple[str, ...]]:
+        """The table's rows below the collectives, of what the target tells."""
+        rows: list[tuple[str, ...]] = []
+        if self.actual_flops is not None:
+            differs = "" if abs(self.flops_ratio - 1) <= FLOPS_WITHIN else "differs"
+            rows.append(("FLOPs of products", "", format_flops(self.predicted_flops), format_flops(self.actual_flops), "", "", differs))
+        if self.actual_compute_seconds is not None:
+            seconds = (format_seconds(self.predicted_compute_seconds), format_seconds(self.actual_compute_seconds))
+            rows.append(("computing", "", *seconds, "", "", ""))
         if self.actual_peak_bytes is not None:
-            predicted, actual = format_bytes(self.predicted_peak_bytes), format_bytes(self.actual_peak_bytes)
-            parts.append(Paragraph(f"Peak memory a device: {predicted} predicted, {actual} actual."))
-        return Report(f"{self.program} on mesh {self.mesh}, held against {self.target}", tuple(parts))
+            rows.append(("peak memory", "", "", "", format_bytes(self.predicted_peak_bytes), format_bytes(self.actual_peak_bytes), ""))
+        return rows
+
+    def _refusal(self) -> str:
+        needed = "more" if self.needed_bytes is None else format_bytes(self.needed_bytes)
+        available = "there is" if self.available_bytes is None else f"the {format_bytes(self.available_bytes)} there are"
+        predicted = format_bytes(self.predicted_peak_bytes)
+        return f"Does not fit: the compiler needs {needed} of memory, of {available} on a device; {predicted} were predicted at the peak."
 
     def to_json(self) -> dict[str, Any]:
         """All of it as plain JSON values."""
-        return {**asdict(self), "mesh": dict(self.mesh.axes), "exact": self.exact, "bytes_ratio": self.bytes_ratio}
+        ratios = {"bytes_ratio": self.bytes_ratio, "flops_ratio": self.flops_ratio}
+        return {**asdict(self), "mesh": dict(self.mesh.axes), "exact": self.exact, "near": self.near, **ratios}
 
     def __str__(self) -> str:
         return str(self.report())
@@ -92,18 +154,21 @@ class Verification:
         return self.report()._repr_html_()
 
 
-def verify(strategy: Strategy, fn: Callable, *args: Any, target: str = "shardy") -> Verification:
+def verify(strategy: Strategy, fn: Callable, *args: Any, target: str = "shardy", cycles: bool = False) -> Verification:
     """What a strategy predicts next to what the target makes of its program.
 
     Args:
         strategy: of this function; loaded ones too.
         fn, args: the program, with arguments as for `search`.
-        target: ``"shardy"`` asks the partitioner for its explicit collectives, in milliseconds and without devices; ``"cpu"`` compiles
-            for this process's CPU devices and reads the compiled module.
+        target: ``"shardy"`` asks the partitioner for its explicit collectives, in milliseconds and without devices; ``"cpu"`` and ``"gpu"``
+            compile for this process's devices and read the compiled module; ``"tpu"`` compiles ahead of time for the strategy's slice, in
+            seconds and without a TPU, and needs libtpu installed.
+        cycles: of ``"tpu"``, whether to ask for the compiler's schedule too, which takes up to minutes.
 
     Raises:
         StrategyError: the function is not the strategy's program, or the target is unknown.
-        ClusterError: fewer devices than the mesh has places.
+        ClusterError: fewer devices than the mesh has places, or a TPU is asked for and the strategy's cluster has none.
+        CompilerError: the compiler is not installed, or fails on the program; a program that does not fit is a result, no error.
 
     >>> import jax.numpy as jnp
     >>> import autoshard
@@ -115,27 +180,102 @@ def verify(strategy: Strategy, fn: Callable, *args: Any, target: str = "shardy")
     """
     if target not in TARGETS:
         raise StrategyError(f"a target of verify is one of {sorted(TARGETS)}, got {target!r}. Use one of those.")
+    if cycles and target != "tpu":
+        raise StrategyError(f"cycles are what the TPU compiler schedules, got target {target!r}. Use target='tpu', or leave cycles out.")
     record = strategy.record
-    mesh = None if target == "shardy" else jax_mesh(record.mesh, jax.devices("cpu"))
-    lowered = Step(fn, record, mesh).lower(*args)
-    peak = None
+    topology = _topology(record) if target == "tpu" else ""
+    mesh = jax_mesh(record.mesh, _devices(target, record.mesh)) if target in ("cpu", "gpu") else None
+    lowered = Step(fn, record, mesh).lower(*args, platform="tpu" if target == "tpu" else "cpu")
     if target == "shardy":
-        actual = explicit_collectives(lowered, record.mesh)
+        found = _Actual(explicit_collectives(lowered, record.mesh))
+    elif target == "tpu":
+        found = _ahead(compile_ahead(lowered, record.mesh, topology, cycles), record, cycles)
     else:
-        compiled = lowered.compile()
-        actual = collectives_of(compiled.as_text() or "", record.mesh)
-        memory = compiled.memory_analysis()
-        peak = None if memory is None else float(_peak_bytes(memory))
+        found = _compiled(lowered.compile(), record.mesh)
     return Verification(
         program=record.program.name,
         mesh=record.mesh,
         target=target,
-        rows=compare(record.cost.collectives, actual),
+        rows=() if found.fits is False else compare(record.cost.collectives, found.collectives),
         n_ops=int(record.stats["n_ops"]),
         n_constraints=lowered.as_text().count("sdy.sharding_constraint"),
+        predicted_flops=record.cost.flops,
+        predicted_compute_seconds=record.cost.compute_seconds,
         predicted_peak_bytes=record.cost.peak_bytes,
-        actual_peak_bytes=peak,
+        actual_flops=found.flops and found.flops.total,
+        rematerialised_flops=found.flops and found.flops.rematerialised,
+        actual_compute_seconds=found.compute_seconds,
+        actual_peak_bytes=found.peak_bytes,
+        needed_bytes=found.needed_bytes,
+        available_bytes=found.available_bytes,
+        fits=found.fits,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Actual:
+    """What a target says of a program; None of what it does not."""
+
+    collectives: tuple[Collective, ...] = ()
+    flops: Flops | None = None
+    compute_seconds: float | None = None
+    peak_bytes: float | None = None
+    needed_bytes: float | None = None
+    available_bytes: float | None = None
+    fits: bool | None = None
+
+
+def _compiled(compiled: jax.stages.Compiled, mesh: Mesh) -> _Actual:
+    """What XLA made for devices of this process."""
+    text, memory = compiled.as_text() or "", compiled.memory_analysis()
+    peak = None if memory is None else float(_peak_bytes(memory))
+    return _Actual(collectives_of(text, mesh), dot_flops(text), peak_bytes=peak)
+
+
+def _ahead(ahead: Ahead, record: Record, cycles: bool) -> _Actual:
+    """What XLA:TPU made, or that it refused."""
+    if not ahead.fits:
+        return _Actual(needed_bytes=ahead.needed_bytes, available_bytes=ahead.available_bytes, fits=False)
+    clock = CLOCK_HERTZ.get(Cluster.from_dict(record.cluster).device.name)
+    return _Actual(
+        collectives_of(ahead.hlo, record.mesh),
+        dot_flops(ahead.hlo),
+        compute_seconds=scheduled_cycles(ahead.hlo) / clock if cycles and clock else None,
+        peak_bytes=ahead.peak_bytes,
+        needed_bytes=ahead.needed_bytes,
+        fits=True,
+    )
+
+
+def _devices(platform: str, mesh: Mesh) -> list[Any]:
+    """This process's devices of a platform, as many as the mesh needs."""
+    try:
+        devices = jax.devices(platform)
+    except RuntimeError:  # jax has no backend of that platform
+        devices = []
+    if platform == "gpu" and len(devices) < mesh.size:
+        raise ClusterError(
+            f"verifying for GPUs compiles on GPUs of this process, one for each place of the mesh: {mesh} has {mesh.size}, and JAX sees "
+            f"{len(devices)}. Run it where they are, with pip install 'autoshard[cuda]', or use target='shardy', which needs no devices."
+        )
+    return devices
+
+
+def _topology(record: Record) -> str:
+    """The slice of the strategy's cluster, as the TPU compiler names it."""
+    cluster = Cluster.from_dict(record.cluster)
+    if cluster.device.kind != "tpu":
+        raise ClusterError(
+            f"verifying for TPUs compiles for the strategy's own slice, and this strategy is for {cluster.name!r}. "
+            "Search with cluster='v5e:2x4' or another slice, or use another target."
+        )
+    return f"{cluster.device.name}:{'x'.join(map(str, cluster.topology))}"
+
+
+def _collective_row(row: Row) -> tuple[str, ...]:
+    counts = format_count(row.predicted_count), format_count(row.actual_count)
+    sizes = format_bytes(row.predicted_bytes), format_bytes(row.actual_bytes)
+    return row.kind, ", ".join(row.mesh_axes), *counts, *sizes, "" if row.agrees else "differs"
 
 
 def _peak_bytes(memory: Any) -> int:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from importlib.util import find_spec
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from programs import concrete, mlp
 import autoshard
 from autoshard.errors import StrategyError
 from autoshard.ir import Mesh
-from autoshard.verify import Row
+from autoshard.verify import Ahead, Row
 
 MESH = {"x": 2, "y": 4}
 
@@ -77,7 +78,7 @@ def test_a_loaded_strategy_is_verified(program, tmp_path):
 def test_wrong_input_is_refused(program):
     """An unknown target and another program are named for what they are."""
     fn, args, strategy = program
-    with pytest.raises(StrategyError, match=r"one of \['cpu', 'shardy'\], got 'abacus'"):
+    with pytest.raises(StrategyError, match=r"one of \['cpu', 'gpu', 'shardy', 'tpu'\], got 'abacus'"):
         autoshard.verify(strategy, fn, *args, target="abacus")
     with pytest.raises(StrategyError):
         autoshard.verify(strategy, lambda *a: jax.tree.map(jnp.sin, a), *args)
@@ -88,3 +89,58 @@ def test_no_collectives_is_a_ratio_of_one():
     strategy = autoshard.search(lambda x: x + 1.0, jax.ShapeDtypeStruct((8, 8), np.float32), cluster="cpu:8", mesh={"data": 8})
     found = autoshard.verify(strategy, lambda x: x + 1.0, jax.ShapeDtypeStruct((8, 8), np.float32))
     assert found.exact and found.bytes_ratio == 1.0 and found.mesh == Mesh.of({"data": 8})
+
+
+def test_flops_of_the_compiled_program_are_the_predicted_ones(program):
+    """Without any rewriting the compiler multiplies what the cost model counts; the report has it in its one table."""
+    fn, args, strategy = program
+    found = autoshard.verify(strategy, fn, *args, target="cpu")
+    assert found.actual_flops == found.predicted_flops == strategy.cost.flops and found.near
+    assert "FLOPs" in str(found) and "peak memory" in str(found)
+
+
+def test_targets_say_what_is_missing(program):
+    """GPUs that are not there, a TPU compile of a strategy for something else, and cycles of what has none."""
+    fn, args, strategy = program
+    with pytest.raises(autoshard.ClusterError, match=r"x=2 x y=4 has 8, and JAX sees 0.*pip install 'autoshard\[cuda\]'"):
+        autoshard.verify(strategy, fn, *args, target="gpu")
+    with pytest.raises(StrategyError, match=r"cycles are what the TPU compiler schedules, got target 'cpu'"):
+        autoshard.verify(strategy, fn, *args, target="cpu", cycles=True)
+    other = autoshard.search(fn, *args, cluster="cpu:8", mesh=MESH)
+    with pytest.raises(autoshard.ClusterError, match=r"this strategy is for 'cpu:8'.*v5e:2x4"):
+        autoshard.verify(other, fn, *args, target="tpu")
+
+
+def test_a_program_that_does_not_fit_is_a_result(program, monkeypatch):
+    """The compiler's refusal is reported with both sizes, and nothing agrees."""
+    fn, args, strategy = program
+    refused = Ahead("", None, 50e9, 16.9e9, False, 1.0)
+    monkeypatch.setattr("autoshard.api.verification.compile_ahead", lambda *_: refused)
+    found = autoshard.verify(strategy, fn, *args, target="tpu")
+    assert found.fits is False and not found.exact and not found.near
+    assert "Does not fit: the compiler needs 50.0 GB of memory, of the 16.9 GB there are" in str(found)
+
+
+def test_a_tpu_program_is_held_against_all_predictions(program, monkeypatch):
+    """Collectives, flops, memory and cycles come out of the compiler's text; here a stand-in's."""
+    fn, args, strategy = program
+    hlo = """ENTRY %main (p: f32[8]) -> f32[8] {
+  %p = f32[64,64]{1,0} parameter(0)
+  %d = f32[64,64]{1,0} dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={0}, backend_config={"estimated_cycles":"3000"}
+  ROOT %a = f32[64,64]{1,0} all-reduce(%d), replica_groups=[2,4]<=[8], to_apply=%add
+}
+"""
+    monkeypatch.setattr("autoshard.api.verification.compile_ahead", lambda *_: Ahead(hlo, 2e6, 3e6, None, True, 1.0))
+    found = autoshard.verify(strategy, fn, *args, target="tpu", cycles=True)
+    assert sum(row.actual_bytes for row in found.rows) == 64 * 64 * 4 and not found.exact and not found.near
+    assert found.actual_flops == 2 * 64**3 and found.actual_peak_bytes == 2e6 and found.needed_bytes == 3e6 and found.fits
+    assert found.actual_compute_seconds == pytest.approx(3000 / 1.5e9)
+    assert "computing" in str(found) and "It fits" in str(found)
+
+
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
+def test_the_tpu_compiler_makes_what_was_predicted(program):
+    """Compiled ahead of time by the real compiler: same flops, and it fits."""
+    fn, args, strategy = program
+    found = autoshard.verify(strategy, fn, *args, target="tpu")
+    assert found.fits and found.flops_ratio == pytest.approx(1, abs=0.01) and found.actual_peak_bytes

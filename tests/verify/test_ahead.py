@@ -1,0 +1,91 @@
+"""Reading what a process that compiles for TPUs leaves; nothing here needs libtpu."""
+
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autoshard.errors import CompilerError
+from autoshard.ir import Mesh
+from autoshard.verify import ahead, compile_ahead
+
+MESH = Mesh.of({"x": 1})
+DUMP = "module_0000.jit_step.cl_1."
+
+
+def lowered():
+    """Any program."""
+    return jax.jit(jnp.sin).trace(jax.ShapeDtypeStruct((8,), jnp.float32)).lower(lowering_platforms=("tpu",))
+
+
+def stand_in(monkeypatch, script: str):
+    """Has a script be the compiler's process; it finds its folder in ``folder``."""
+    monkeypatch.setenv("TPU_LIBRARY_PATH", "there")
+    run = ahead.subprocess.Popen
+    code = "import pathlib, sys, time; folder = pathlib.Path(sys.argv[1])\n" + script
+    monkeypatch.setattr(ahead.subprocess, "Popen", lambda command, **how: run([sys.executable, "-c", code, command[-1]], **how))
+
+
+def test_a_missing_compiler_is_named_with_the_cure(monkeypatch):
+    """Without libtpu the error says what to install."""
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    monkeypatch.setattr(ahead, "find_spec", lambda _: None)
+    with pytest.raises(CompilerError, match=r"pip install 'autoshard\[tpu\]'"):
+        compile_ahead(lowered(), MESH, "v5e:2x4")
+
+
+@pytest.mark.parametrize(
+    ("message", "needed", "available"),
+    [
+        ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 22.53G of 15.75G hbm. Exceeded by 6.78G.", 22.53, 15.75),
+        ("RESOURCE_EXHAUSTED: the total memory required for HLO temporaries (46.43G) exceeds available HBM (15.75G).", 46.43, 15.75),
+    ],
+)
+def test_a_refusal_is_a_result(monkeypatch, message, needed, available):
+    """XLA:TPU's two ways to say that a program does not fit (libtpu 0.0.42)."""
+    stand_in(monkeypatch, f"(folder / 'failure').write_text({message!r})")
+    found = compile_ahead(lowered(), MESH, "v5e:2x4")
+    assert not found.fits and found.peak_bytes is None
+    assert (found.needed_bytes, found.available_bytes) == (needed * 2**30, available * 2**30)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "(folder / 'failure').write_text('UNIMPLEMENTED: no such thing')",
+        "print('UNIMPLEMENTED: no such thing', file=sys.stderr); sys.exit(134)",
+    ],
+)
+def test_other_failures_are_errors(monkeypatch, script):
+    """What the compiler says reaches the user, and so does what its process says when it dies."""
+    stand_in(monkeypatch, script)
+    with pytest.raises(CompilerError, match="UNIMPLEMENTED: no such thing"):
+        compile_ahead(lowered(), MESH, "v5e:2x4")
+
+
+def test_the_process_is_stopped_once_memory_is_assigned(monkeypatch, tmp_path):
+    """Code generation is not waited for; nothing stays behind."""
+    monkeypatch.setattr(ahead.tempfile, "tempdir", str(tmp_path))
+    script = f"""
+def leave(name, text=""):
+    (folder / ("{DUMP}after_optimizations" + name)).write_text(text + chr(10))
+leave(".txt", "HloModule m")
+leave("-buffer-assignment.txt", "allocation 0: size 8, parameter 0:")
+leave("-live-range.txt")
+leave("_after_buffer_assignment.txt")
+time.sleep(60)"""
+    stand_in(monkeypatch, script)
+    started = time.perf_counter()
+    found = compile_ahead(lowered(), MESH, "v5e:2x4")
+    assert time.perf_counter() - started < 30
+    assert found.fits and found.hlo == "HloModule m\n" and found.peak_bytes == 8
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_compiler_that_dumps_nothing_compiles_to_the_end(monkeypatch):
+    """Another libtpu's names are not needed: the compiled program itself says the same."""
+    stand_in(monkeypatch, """(folder / "compiled.json").write_text('{"hlo": "HloModule m", "peak_bytes": 5, "needed_bytes": 6}')""")
+    found = compile_ahead(lowered(), MESH, "v5e:2x4")
+    assert found.fits and (found.hlo, found.peak_bytes, found.needed_bytes) == ("HloModule m", 5, 6)
