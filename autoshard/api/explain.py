@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.cluster import Cluster
+from autoshard.cluster import Cluster, Link
 from autoshard.ir import Mesh, Spec, shard_counts, spec_to_layout
 from autoshard.ir.naming import pattern
 from autoshard.render import (
@@ -70,7 +70,18 @@ def _headline(record: Record, cluster: Cluster) -> list[Part]:
         ("found by", found),
         ("optimality", _optimality(record)),
     ]
+    if record.mesh.placement is not None:
+        rows.append(("placement", _placement(record.mesh, cluster)))
     return [Table(("", ""), tuple(rows))]
+
+
+def _placement(mesh: Mesh, cluster: Cluster) -> str:
+    """Which physical dimensions, counted from the outermost, each axis runs along."""
+
+    def runs(link: Link) -> str:
+        return " and ".join(f"{span.extent} of {link.length[span.dim][0]} in dimension {span.dim}" for span in link.spans) or "nowhere"
+
+    return "; ".join(f"{name}: {runs(link)}" for name, link in zip(mesh.names, cluster.links(mesh), strict=True))
 
 
 def _optimality(record: Record) -> str:

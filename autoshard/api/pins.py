@@ -23,8 +23,16 @@ import re
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-mesh = jax.make_mesh({sizes}, {names}, axis_types=(AxisType.Auto,) * {n_axes})
+{mesh}
 """
+
+MADE = "mesh = jax.make_mesh({sizes}, {names}, axis_types=(AxisType.Auto,) * {n_axes})"
+
+PLACED = """\
+# Each mesh axis on the links that it was predicted to have.
+devices = np.array(sorted(jax.devices(), key=lambda device: getattr(device, "coords", ()))).reshape({topology})
+devices = devices.transpose({dims}).reshape({laid}).transpose({back})
+mesh = jax.sharding.Mesh(devices, {names}, axis_types=(AxisType.Auto,) * {n_axes})"""
 
 SHARDINGS = '''\
 # By the ending of a leaf's path, [*] for any index; the longest ending counts, and a leaf without one is replicated.
@@ -187,7 +195,20 @@ def _comment(lines: Iterable[str]) -> str:
 
 def _mesh(pins: Pins) -> str:
     mesh = pins.record.mesh
-    text = SET_UP.format(sizes=mesh.sizes, names=mesh.names, n_axes=len(mesh.axes))
+    placement = mesh.placement
+    if placement is None:
+        made = MADE.format(sizes=mesh.sizes, names=mesh.names, n_axes=len(mesh.axes))
+    else:
+        made = PLACED.format(
+            topology=placement.topology,
+            dims=placement.dims,
+            laid=tuple(mesh.sizes[axis] for axis in placement.axes),
+            back=tuple(map(placement.axes.index, range(len(mesh.axes)))),
+            names=mesh.names,
+            n_axes=len(mesh.axes),
+        )
+    text = SET_UP.format(mesh=made)
+    text = text if placement is None else text.replace("import jax\n", "import jax\nimport numpy as np\n", 1)
     return text.replace("import jax\n", "import jax\nfrom flax import nnx\n", 1) if pins.has_modules else text
 
 

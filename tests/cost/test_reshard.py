@@ -16,7 +16,7 @@ from jaxlib.mlir.passmanager import PassManager
 from autoshard.cluster import Cluster
 from autoshard.cost.collectives import Communication
 from autoshard.cost.reshard import Reshards, reduction_steps
-from autoshard.ir import Mesh, divides, layout_number, layout_to_spec, layouts, shard_counts, shards
+from autoshard.ir import Mesh, divides, layout_number, layout_to_spec, layouts, shard_counts, shards, spec_to_layout
 
 MESHES = (("v5e:2x4", (2, 4)), ("v5e:4x4", (4, 4)), ("h100:8x4", (4, 2, 4)), ("cpu:8", (2, 2, 2)), ("cpu:8", (8, 1)))
 
@@ -222,3 +222,64 @@ def test_single_collectives_are_shardys(shape, shardy):
         else:
             assert ours == theirs, (source, target)
     assert compared >= 6 * len(shape) - 2
+
+
+# What libtpu 0.0.42 compiles an array of float32[1024, 2048] into that is constrained to each layout of the path, on a mesh x, y:
+# kind, axes and bytes. Constrained to the last layout only it took, on 2 x 4, an all_to_all over parts of an axis and a permute for the
+# second, and gathers of all 8 MiB for the third and the fourth; on 4 x 4 the fourth was an all_to_all and a permute.
+COMPILED = (
+    (("x", None), (None, "x"), {(2, 4): [("all_to_all", "x", 4194304)], (4, 4): [("all_to_all", "x", 2097152)]}),
+    (
+        ("x", "y"),
+        ("y", "x"),
+        {(2, 4): [("all_gather", "x", 2097152), ("all_to_all", "y", 2097152)], (4, 4): [("collective_permute", "xy", 524288)]},
+    ),
+    (
+        (("x", "y"), None),
+        (None, "y"),
+        {
+            (2, 4): [("all_to_all", "y", 1048576), ("all_gather", "x", 2097152)],
+            (4, 4): [("all_to_all", "y", 524288), ("all_gather", "x", 2097152)],
+        },
+    ),
+    ((None, "y"), ("x", None), {(2, 4): [("all_gather", "y", 4194304)], (4, 4): [("all_gather", "y", 2097152)]}),
+    (("x", "y"), ("x", None), {(2, 4): [("all_gather", "y", 4194304)], (4, 4): [("all_gather", "y", 2097152)]}),
+    ((("x", "y"), None), (None, ("x", "y")), {(2, 4): [("all_to_all", "xy", 1048576)], (4, 4): [("all_to_all", "xy", 524288)]}),
+    (("x", None), ("y", None), {(2, 4): [("collective_permute", "xy", 2097152)], (4, 4): [("collective_permute", "xy", 2097152)]}),
+    ((("x", "y"), None), ("x", "y"), {(2, 4): [("all_to_all", "y", 1048576)], (4, 4): [("all_to_all", "y", 524288)]}),
+    (("x", None), ("y", "x"), {(2, 4): [("collective_permute", "xy", 1048576)], (4, 4): [("collective_permute", "xy", 524288)]}),
+    (
+        ("x", "y"),
+        ("y", None),
+        {
+            (2, 4): [("all_gather", "x", 2097152), ("all_to_all", "y", 2097152)],
+            (4, 4): [("collective_permute", "xy", 524288), ("all_gather", "x", 2097152)],
+        },
+    ),
+)
+
+
+@pytest.mark.parametrize(("source", "target", "compiled"), COMPILED)
+@pytest.mark.parametrize("sizes", [(2, 4), (4, 4)])
+def test_the_tpu_compiler_takes_the_predicted_collectives(source, target, compiled, sizes):
+    """Paths have the collectives that the TPU compiler makes of their steps, by kind, axes and bytes."""
+    mesh = Mesh((("x", sizes[0]), ("y", sizes[1])))
+    reshards = Reshards(mesh, Communication(Cluster.parse(f"v5e:{sizes[0]}x{sizes[1]}").links(mesh)))
+    path = reshards.path((1024, 2048), 4.0, spec_to_layout(source, mesh, 2), spec_to_layout(target, mesh, 2))
+    found = [(step.kind, "".join("xy"[axis] for axis in step.axes), step.nbytes) for step in path if step.kind != "slice"]
+    assert found == compiled[sizes]
+
+
+def test_partial_sums_scattered_over_more_axes_and_gathered_again():
+    """Scattering over all axes and gathering one again costs less than an all_reduce of which one axis takes a slice; both are choices.
+
+    The TPU compiler makes a reduce_scatter over x and y and an all_gather over y of the former, an all_reduce over x and y of the latter.
+    """
+    mesh = Mesh((("x", 2), ("y", 4)))
+    communication = Communication(Cluster.parse("v5e:2x4").links(mesh))
+    whole = reduction_steps(mesh, communication, (1024, 1024), 4.0, (-1, -1), [(0, "sum", 0), (1, "sum", -1)])
+    scattered = reduction_steps(mesh, communication, (1024, 1024), 4.0, (-1, -1), [(0, "sum", 0), (1, "sum", 0)])
+    gathered = Reshards(mesh, communication).path((1024, 1024), 4.0, (0, 0), (0, -1))
+    assert [(step.kind, step.axes) for step in (*scattered, *gathered)] == [("reduce_scatter", (0, 1)), ("all_gather", (1,))]
+    assert [(step.kind, step.axes) for step in whole] == [("all_reduce", (0, 1)), ("slice", (0,))]
+    assert sum(step.seconds for step in (*scattered, *gathered)) < sum(step.seconds for step in whole)

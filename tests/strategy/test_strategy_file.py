@@ -13,7 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from strategy_records import EXAMPLE, records
 
+from autoshard.cluster import Cluster
 from autoshard.errors import StrategyError
+from autoshard.ir import Placement
 from autoshard.strategy import from_json, load_record, save_record, to_json
 from autoshard.strategy.file import MAX_BYTES, WIDTH
 
@@ -37,6 +39,19 @@ def test_the_example_is_read_back_from_its_file(tmp_path):
     assert load_record(path) == EXAMPLE
     assert os.listdir(tmp_path) == ["s.json"]
     assert path.read_bytes() == TEXT.encode()
+
+
+def test_a_placement_is_saved_and_may_be_missing():
+    """A placed mesh comes back placed, on the cluster's own topology; a file without a placement is laid row-major."""
+    placement = Placement((2, 4), (1, 0), (0, 1))
+    record = replace(EXAMPLE, mesh=replace(EXAMPLE.mesh, placement=placement), cluster=Cluster.parse("v5e:2x4").to_dict())
+    text = to_json(record)
+    assert from_json(text).mesh.placement == placement
+    assert '"placement"' not in to_json(EXAMPLE) and from_json(to_json(EXAMPLE)).mesh.placement is None
+    with pytest.raises(StrategyError, match="placement"):
+        from_json(text.replace('"dims": [1, 0]', '"dims": [1, 1]'))
+    with pytest.raises(StrategyError, match="topology"):
+        from_json(text.replace('"topology": [2, 4], "dims": [1, 0]', '"topology": [8], "dims": [0]'))
 
 
 def test_bytes_do_not_depend_on_the_order_in_which_a_record_was_built():
