@@ -67,6 +67,8 @@ class Fusion:
         materialised: per value, whether it lies in memory, as its own or as a view of what does; what is made of constants never counts.
         root: per value, the value whose memory it shares: a view's operand, what a loop carries, the stack that a trip's result goes to.
         narrow: per value, whether all that read it are matrix products: a TPU keeps it in bfloat16, as its matrix unit reads it.
+        casts: what a loop's products read of float32 stacks, rounded once before it on a TPU: the first and last loop that do, by value.
+        rounds: per value whether some product reads it, and so a copy for it is of bfloat16 on a TPU.
         minor: per value the two dimensions that convolutions want innermost, batch and features; None where there are none.
         users: per value, the ops that read it, or a view of it.
         kernels: the program's kernels, in program order.
@@ -76,6 +78,8 @@ class Fusion:
     materialised: tuple[bool, ...]
     root: tuple[int, ...]
     narrow: tuple[bool, ...]
+    casts: dict[int, tuple[int, int]]
+    rounds: tuple[bool, ...]
     minor: tuple[tuple[int, int] | None, ...]
     users: tuple[tuple[int, ...], ...]
     kernels: tuple[Kernel, ...]
@@ -126,7 +130,7 @@ class _Fuser:
         root = tuple(map(self._find, range(len(self.values))))
         users = tuple(tuple(reader.index for reader in self.readers[value]) for value in root)
         materialised = tuple(stored[end] and not self.free[value] for value, end in enumerate(root))
-        return Fusion(stored, materialised, root, tuple(self.narrow), _minor(self.graph), users, kernels)
+        return Fusion(stored, materialised, root, tuple(self.narrow), self._casts(), self._rounds(), _minor(self.graph), users, kernels)
 
     # -- who shares memory with whom, who reads what ------------------------------------------------------------------------
 
@@ -152,6 +156,30 @@ class _Fuser:
             for value in dict.fromkeys(self._find(value) for value in reads):
                 if not is_call(op) and not (op.primitive in VIEWS and not op.bodies):
                     self.readers[value].append(op)
+
+    def _casts(self) -> dict[int, tuple[int, int]]:
+        found: dict[int, tuple[int, int]] = {}
+        for op in self.ops:
+            for holder in op.holders if op.primitive in LOOPS else ():
+                for flow in holder.sources:
+                    if not flow.inside and self.narrow[holder.value] and not self.narrow[flow.value] and self.values[flow.value].rank > 1:
+                        root = self._find(flow.value)
+                        found[root] = found.get(root, (op.index, 0))[0], op.index
+        return found
+
+    def _rounds(self) -> tuple[bool, ...]:
+        """Per value whether it is float32 and a product reads it at default precision, by itself or through a loop."""
+        found = [False] * len(self.values)
+        for op in reversed(self.ops):
+            if is_matrix(op.primitive) and _default_precision(op):
+                for value in op.operands:
+                    found[value] = found[self._find(value)] = self.values[value].dtype == "float32"
+            elif op.primitive in VIEWS and op.operands:
+                found[op.operands[0]] = found[op.operands[0]] or found[op.results[0]]
+            for holder in op.holders:
+                for flow in holder.sources:
+                    found[flow.value] = found[flow.value] or found[holder.value]
+        return tuple(found)
 
     def _store_boundaries(self) -> None:
         for value in (*self.graph.arguments, *self.graph.results, *self.graph.constants):

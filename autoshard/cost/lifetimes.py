@@ -11,8 +11,6 @@ import numpy as np
 from autoshard.cost.fusion import Fusion, Kernel
 from autoshard.ir import Graph
 
-Order = Callable[[tuple[Kernel, ...], Callable[[int], float], frozenset[int]], tuple[Kernel, ...]]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lifetimes:
@@ -43,11 +41,13 @@ def lifetimes(graph: Graph, fusion: Fusion) -> Lifetimes:
     def nbytes(value: int) -> float:
         return 0.0 if value in kept else graph.values[value].nbytes
 
-    def arranged(kernels: tuple[Kernel, ...], order: Order) -> tuple[Kernel, ...]:
-        inner = (replace(k, inner=tuple(arranged(body, order) for body in k.inner)) if k.inner else k for k in kernels)
-        return order(tuple(inner), nbytes, kept)
+    def arranged(kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
+        inner = (replace(k, inner=tuple(map(arranged, k.inner))) if k.inner else k for k in kernels)
+        return shifted(tuple(inner), nbytes, kept)
 
-    orders = (fusion.kernels, arranged(fusion.kernels, shifted), arranged(fusion.kernels, listed))
+    orders = [fusion.kernels, arranged(fusion.kernels)]
+    if not any(kernel.inner for kernel in fusion.kernels):  # (a loop's kernel would count for what its body holds)
+        orders.append(listed(fusion.kernels, nbytes, kept))
     found = [_lifetimes(graph, fusion, kernels) for kernels in orders]
 
     def peak(times: Lifetimes) -> float:
@@ -143,10 +143,16 @@ def shifted(kernels: tuple[Kernel, ...], nbytes: Callable[[int], float], kept: f
         return sum(nbytes(value) for value in kernels[k].makes)
 
     for k in reversed(range(len(kernels))):
+        if kernels[k].inner:
+            continue
         first = min((places[reader] for value in kernels[k].makes for reader in readers.get(value, ())), default=float(len(kernels)))
-        held = sum(nbytes(v) for v in kernels[k].reads if v not in kept and max(places[other] for other in readers[v]) < first)
-        if held < made(k) and not kernels[k].inner:
-            places[k] = max(places[k], first - (len(kernels) - k) * aside)
+        lasts = {v: max((places[other] for other in readers[v] if other != k), default=0.0) for v in kernels[k].reads if v not in kept}
+        after = max(lasts.values(), default=first) + (k + 1) * aside
+        for place in (first - (len(kernels) - k) * aside, after):  # before who reads it, or after all others that read what it reads
+            held = sum(nbytes(value) for value, last in lasts.items() if last < place - 0.5)
+            if places[k] < place < first and held < made(k):
+                places[k] = place
+                break
     for k in sorted(range(len(kernels)), key=lambda k: places[k]):
         last = max((places[made_by[value]] for value in kernels[k].reads if value in made_by), default=None)
         freed = sum(nbytes(v) for v in kernels[k].reads if v not in kept and max(places[other] for other in readers[v]) <= places[k])

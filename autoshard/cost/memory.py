@@ -75,10 +75,17 @@ def peak_memory(
             nbytes = found.nbytes / shards(layout, mesh)
         sizes.append(nbytes * share(value))
     born, dies = times.born, times.dies
-    if copies or partials:
-        sizes += [copy.nbytes * share(value) for (value, _), copy in copies.items()] + list(partials.values())
-        firsts = [copy.first for copy in copies.values()] + list(partials)
-        lasts = [copy.last for copy in copies.values()] + list(partials)
+    fusion = profile.fusion
+    more = [(copy.nbytes / (2 if on_tpu and fusion.rounds[value] else 1), copy.first, copy.last) for (value, _), copy in copies.items()]
+    more += [(nbytes, op, op) for op, nbytes in partials.items()]
+    if on_tpu:
+        copied = {value for value, _ in copies}
+        for value, (first, last) in fusion.casts.items():
+            if value not in copied:
+                more.append((values[value].nbytes / shards(assignment.layout(value), mesh) / 2, first, last))
+    if more:
+        extra, firsts, lasts = zip(*more, strict=True)
+        sizes += extra
         born = np.concatenate([born, [times.starts[op] for op in firsts]])
         dies = np.concatenate([dies, [times.ends[op] for op in lasts]])
     held = np.array(sizes)
