@@ -1,41 +1,78 @@
 """The judge: what an assignment costs, walked op by op in program order, without any search table.
 
 *Objective.* The sum of all compute and all collectives of a step, one after the other: additive, which is what searchers
-minimise and bound. *Makespan.* The end of a schedule with one compute stream in program order and one communication stream: a
-collective starts when its input is there, and only its reader waits for it; where the cluster cannot overlap, the two
-are one stream. A value is resharded once for each distinct layout it is read in.
+minimise and bound. *Makespan.* The end of a schedule that hides asynchronous collectives behind independent compute; see
+`autoshard.cost.schedule`. A value is resharded once for each distinct layout it is read in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 
 from autoshard.cost.blame import Blame
-from autoshard.cost.compute import is_matrix
-from autoshard.cost.memory import Peak, peak_memory
+from autoshard.cost.memory import Copy, Peak, peak_memory
 from autoshard.cost.model import CostModel
 from autoshard.cost.profile import Profile
 from autoshard.cost.record import Cost
 from autoshard.cost.reshard import Step
-from autoshard.ir import Assignment, Collective, Layout, Op, operand_layout, served_from, shards, shift_layout
+from autoshard.cost.schedule import BOTH, COMPUTE, WIRES, Tasks, schedule
+from autoshard.ir import Assignment, Choice, Collective, Flow, Layout, Op, served_from, shards, shift_layout
 
-Cause = Callable[[Step], str]
+LOOPS = ("scan", "while")
+Cause = Callable[[Blame, Step], str]
 """Why a step is there, in words."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Judgement:
-    """A cost, with the memory peak's values and every reshard by the op that first needs it."""
+    """A cost, and the memory peak's values."""
 
     cost: Cost
     peak: Peak
 
 
 def evaluate(profile: Profile, model: CostModel, assignment: Assignment) -> Judgement:
-    """The cost of an assignment; linear in the program's size."""
+    """The cost of an assignment; O(n log n) in the program's size."""
     return _Judge(profile, model, assignment).judgement()
+
+
+@dataclass(slots=True, eq=False)
+class _Region:
+    """What is scheduled together: the program, or one trip of a loop.
+
+    Attributes:
+        runs: how often in a step.
+        outside: the region that the loop stands in.
+        needs: what of that region must be done before the loop.
+        sent: its collectives' tasks, with their positions in `_Judge.sent`.
+    """
+
+    runs: int
+    outside: _Region | None = None
+    needs: set[int] = field(default_factory=set)
+    tasks: Tasks = field(default_factory=Tasks)
+    sent: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A collective, before it is put in words."""
+
+    step: Step
+    trips: int
+    source: Op | str
+    moved: Sequence[int]
+    cause: Cause
+
+
+_Made = int | tuple[int, Layout]
+"""A value, or its copy in a layout."""
+
+_Maker = tuple[_Region, int]
+"""The task that makes something, and where it stands; None: it is there from the start."""
 
 
 class _Judge:
@@ -45,15 +82,15 @@ class _Judge:
         self.model = model
         self.assignment = assignment
         self.sizes = model.mesh.sizes
-        self.names = model.mesh.names
-        self.overlap = model.cluster.overlap
-        self.compute = self.communication = self.flops = 0.0
-        self.compute_free = self.link_free = 0.0
-        self.ready: dict[int, float] = {}
-        self.made: dict[tuple[int, Layout], float] = {}
-        self.extra: dict[int, list[tuple[int, Layout, float]]] = {}
-        self.collectives: list[Collective] = []
-        self.blame = Blame(profile, assignment)
+        self.whole = (-1,) * len(self.sizes)
+        self.asynchronous = model.cluster.asynchronous
+        self.compute = self.communication = self.exposed = self.flops = 0.0
+        self.region = _Region(1)
+        self.makers: dict[_Made, _Maker | None] = {}
+        self.copies: dict[tuple[int, Layout], Copy] = {}
+        self.partials: dict[int, float] = {}
+        self.sent: list[_Sent] = []
+        self.exposures: dict[int, float] = {}
 
     def judgement(self) -> Judgement:
         self._run(self.graph.ops)
@@ -64,23 +101,49 @@ class _Judge:
                 continue
             target = self.assignment.layout(self.graph.arguments[argument])
             kept = f"the new {self.graph.argument_paths[argument]} lies where the old one does"
-            self._read(value, target, end, 1, self.graph.result_paths[result], lambda _, kept=kept: kept)
-        finish = max(self.compute_free, self.link_free, *self.made.values(), *self.ready.values(), 0.0)
-        peak = peak_memory(self.profile, self._local_bytes, self.extra)
+            self._read(value, target, end, 1, self.graph.result_paths[result], lambda *_, kept=kept: kept)
+        makespan = self._scheduled(self.region)
+        peak = peak_memory(self.profile, self.assignment, self.copies, self.partials, self.model.cluster.device)
         cost = Cost(
             objective_seconds=self.compute + self.communication,
-            makespan_seconds=finish,
+            makespan_seconds=min(makespan, self.compute + self.communication),  # which it exceeds by rounding at most
             compute_seconds=self.compute,
             communication_seconds=self.communication,
-            exposed_communication_seconds=max(finish - self.compute, 0.0),
+            exposed_communication_seconds=self.exposed,
             peak_bytes=peak.nbytes,
             flops=self.flops,
-            collectives=tuple(self.collectives),
+            collectives=self._collectives(),
         )
         return Judgement(cost, peak)
 
-    def _local_bytes(self, value: int) -> float:
-        return self.graph.values[value].nbytes / shards(self.assignment.layout(value), self.sizes)
+    def _scheduled(self, region: _Region) -> float:
+        """How long one run of a region takes."""
+        found = schedule(region.tasks)
+        for task, position in region.sent.items():
+            seconds = found.exposed_seconds.get(task, 0.0) * region.runs
+            self.exposures[position] = seconds
+            self.exposed += seconds
+        return found.makespan_seconds
+
+    def _collectives(self) -> tuple[Collective, ...]:
+        blame = Blame(self.profile, self.assignment)
+        names = self.model.mesh.names
+        return tuple(
+            Collective(
+                kind=sent.step.kind,
+                mesh_axes=tuple(names[axis] for axis in sent.step.axes),
+                bytes=sent.step.nbytes,
+                count=sent.trips,
+                source=sent.source if isinstance(sent.source, str) else f"{sent.source.primitive} {sent.source.origin}",
+                tensor=", ".join(map(blame.tensor, sent.moved)),
+                seconds=sent.step.seconds,
+                exposed_seconds=self.exposures[position] / sent.trips if sent.trips else 0.0,
+                cause=sent.cause(blame, sent.step),
+            )
+            for position, sent in enumerate(self.sent)
+        )
+
+    # -- the walk ----------------------------------------------------------------------------------------------------
 
     def _run(self, ops: Iterable[Op]) -> None:
         for op in ops:
@@ -91,93 +154,160 @@ class _Judge:
 
     def _control_flow(self, op: Op) -> None:
         """Sources are read in their holders' layouts: once before the bodies, or once a trip inside them."""
+        loop = op.primitive in LOOPS
         made_inside = {value for body in op.bodies for value in body.outputs}
-        for inside in (False, True):
-            if inside:
-                for body in op.bodies:
-                    for value in body.inputs:
-                        self.ready[value] = self.compute_free
-                    self._run(body.ops)
-            for holder in op.holders:
-                layout = self.assignment.layout(holder.value)
-                for flow in holder.sources:
-                    if self.profile.free[flow.value] or self.graph.values[flow.value].rank == 0:
-                        continue
-                    if inside != (flow.inside or flow.value in made_inside):
-                        continue
-                    target = shift_layout(layout, flow.shift)
-                    assert target is not None, "a stacked result keeps its leading dimension whole"
-                    kept = f"the body of {op.primitive} has it so"
-                    trips = op.flow_trips(flow)
-                    done = self._read(flow.value, target, op.index, trips, f"{op.primitive} {op.origin}", lambda _, kept=kept: kept)
-                    self.compute_free = max(self.compute_free, done)
-        for result in op.results:
-            self.ready[result] = max(self.compute_free, self.ready.get(result, 0.0))
+        before = self._flows(op, lambda flow: not (flow.inside or flow.value in made_inside))
+        if loop:
+            self.region = _Region(op.trips * max(body.trips for body in op.bodies), self.region, self._needs(before.values()))
+        else:
+            self.makers.update(before)
+        for body in op.bodies:
+            self._run(body.ops)
+        after = self._flows(op, lambda flow: flow.inside or flow.value in made_inside)
+        if not loop:
+            self.makers.update((value, maker) for value, maker in after.items() if value in op.results)
+            return
+        body, outside = self.region, self.region.outside
+        assert outside is not None
+        self.region = outside
+        seconds = self._scheduled(body) * body.runs / (outside.runs or 1)
+        maker = outside, outside.tasks.add(seconds, COMPUTE, tuple(body.needs))
+        self.makers.update(dict.fromkeys(op.results, maker))
+
+    def _flows(self, op: Op, chosen: Callable[[Flow], bool]) -> dict[_Made, _Maker | None]:
+        """Reads some of what flows into an op's holders; gives what makes each holder's value, and the views of it."""
+        found: dict[_Made, _Maker | None] = {}
+        for holder in op.holders:
+            layout = self.assignment.layout(holder.value)
+            makers = []
+            for flow in filter(chosen, holder.sources):
+                if self.profile.settled[flow.value]:
+                    makers.append(self.makers.get(flow.value))
+                    continue
+                target = shift_layout(layout, flow.shift)
+                assert target is not None, "a stacked result keeps its leading dimension whole"
+                makers.append(self._read(flow.value, target, op.index, op.flow_trips(flow), op, partial(_held, op)))
+            if makers:
+                found |= dict.fromkeys((holder.value, *holder.views), self._join(self._needs(makers)))
+        return found
 
     def _op(self, op: Op) -> None:
-        rule = self.profile.rules[op.index]
-        choice = self.assignment.choice(op.index)
-        if rule is not None and all(self.profile.free[value] for value in op.results) and op.results:
+        profile = self.profile
+        if profile.idle[op.index]:
             return
-        start = self.compute_free
-        source = f"{op.primitive} {op.origin}"
-        for position, value in enumerate(op.operands):
-            if self.profile.free[value] or self.graph.values[value].rank == 0:
-                start = max(start, self.ready.get(value, 0.0))
-                continue
-            target = (-1,) * len(self.sizes) if rule is None else operand_layout(rule, choice, position)
-            done = self._read(value, target, op.index, op.trips, source, lambda step: self.blame.splits(op, choice, step.axes))
-            start = max(start, done)
-        exchange = self.model.exchange_path(self.profile, op, choice)
-        start = self._communicate(exchange, start, op.trips, source, op.operands[:1], lambda step: self.blame.exchanged(op, choice, step))
-        seconds = op.trips * self.model.op_seconds(self.profile, op, choice)
-        if is_matrix(op.primitive):
-            self.flops += op.trips * self.model.op_flops(self.profile, op, choice)
-        self.compute += seconds
-        self.compute_free = start + seconds if seconds else self.compute_free
-        done = start + seconds
-        for k, value in enumerate(op.results):
-            combination = self.model.reduction_path(self.profile, op, choice, k)
-            self.ready[value] = self._communicate(
-                combination, done, op.trips, source, (value,), lambda step: self.blame.combined(op, choice, step)
-            )
+        choice = self.assignment.choice(op.index)
+        cost = self.model.op_cost(profile, op, choice)
+        makers, settled, layouts = self.makers, profile.settled, self.assignment.layouts
+        found = set()
+        for value, target in zip(op.operands, cost.operands, strict=True):
+            if settled[value] or layouts.get(value, self.whole) == target:
+                maker = makers.get(value)
+            else:
+                maker = self._read(value, target, op.index, op.trips, op, partial(_splits, op, choice))
+            if maker is not None:
+                found.add(maker)
+        if cost.is_nothing and len(found) < 2:
+            for maker in found:
+                makers.update(dict.fromkeys(op.results, maker))
+            return
+        needs = self._needs(found)
+        if cost.exchange:
+            needs = self._communicate(cost.exchange, needs, op.trips, op, op.operands[:1], partial(_exchanged, op, choice))
+        if cost.seconds:
+            self.flops += op.trips * cost.flops
+            needs = self._compute(cost.seconds, op.trips, needs)
+        for value, combination in zip(op.results, cost.combinations, strict=True):
+            done = needs
+            if combination:
+                if combination[0].kind == "reduce_scatter" or self.profile.fusion.narrow[value]:  # else it is reduced in place
+                    self.partials[op.index] = combination[0].nbytes
+                done = self._communicate(combination, needs, op.trips, op, (value,), partial(_combined, op, choice))
+            makers[value] = self._join(done)
 
-    def _read(self, value: int, target: Layout, op: int, trips: int, source: str, reason: Cause) -> float:
-        """When the value is there in the target layout, resharding it if nobody has yet."""
-        values = self.graph.values
-        done = self.ready.get(value, 0.0)
-        own, copy = self.assignment.layout(value), self.assignment.copies.get(value)
-        served = served_from(own, copy, target, lambda a, b: sum(step.seconds for step in self.model.reshard_path(values[value], a, b)))
-        hops = dict.fromkeys((own, served, target))
-        for previous, layout in pairwise(hops):
-            if (value, layout) not in self.made:
-                path = self.model.reshard_path(values[value], previous, layout)
-                self.made[value, layout] = self._communicate(
-                    path,
-                    done,
-                    trips,
-                    source,
-                    (value,),
-                    lambda step, ends=(previous, layout): self.blame.read(value, *ends, reason(step)),
-                )
+    def _read(self, value: int, target: Layout, op: int, trips: int, source: Op | str, reason: Cause) -> _Maker | None:
+        """What makes the value in the target layout; reshards it if nobody has yet."""
+        own = self.assignment.layout(value)
+        maker = self.makers.get(value)
+        if own == target:
+            return maker
+        values, path_of = self.graph.values, self.model.reshard_path
+        copy = self.assignment.copies.get(value)
+        served = served_from(own, copy, target, lambda a, b: sum(step.seconds for step in path_of(values[value], a, b)))
+        for previous, layout in pairwise(dict.fromkeys((own, served, target))):
+            if (value, layout) not in self.makers:
+                path = path_of(values[value], previous, layout)
+                needs = self._needs((maker,))
+                done = self._communicate(path, needs, trips, source, (value,), partial(_resharded, value, previous, layout, reason))
+                if not self.profile.portable[value]:
+                    done = self._compute(self.model.storing_seconds(values[value], previous, layout), trips, done)
+                self.makers[value, layout] = self._join(done)
                 if any(step.kind != "slice" for step in path):
-                    self.extra.setdefault(op, []).append((value, layout, values[value].nbytes / shards(layout, self.sizes)))
-            done = self.made[value, layout]
-        return done
+                    self.copies[value, layout] = Copy(values[value].nbytes / shards(layout, self.sizes), op, op)
+            if (value, layout) in self.copies:
+                self.copies[value, layout] = replace(self.copies[value, layout], last=op)
+            maker = self.makers[value, layout]
+        return maker
 
-    def _communicate(self, path: Iterable[Step], ready: float, trips: int, source: str, moved: Sequence[int], cause: Cause) -> float:
+    def _communicate(
+        self, path: Iterable[Step], needs: set[int], trips: int, source: Op | str, moved: Sequence[int], cause: Cause
+    ) -> set[int]:
+        """Sends one collective after another; gives what is to be waited for then."""
         for step in path:
             if step.kind == "slice" or not step.nbytes:
                 continue
-            seconds = step.seconds * trips
-            self.communication += seconds
-            axes = tuple(self.names[axis] for axis in step.axes)
-            tensor = ", ".join(map(self.blame.tensor, moved))
-            self.collectives.append(Collective(step.kind, axes, step.nbytes, trips, source, tensor, step.seconds, cause(step)))
-            if self.overlap:
-                ready = max(ready, self.link_free) + seconds
-                self.link_free = ready
-            else:
-                ready = max(ready, self.compute_free) + seconds
-                self.compute_free = ready
-        return ready
+            region = self.region
+            self.communication += step.seconds * trips
+            stream = WIRES if step.kind in self.asynchronous else BOTH
+            task = region.tasks.add(step.seconds * trips / (region.runs or 1), stream, tuple(needs))
+            region.sent[task] = len(self.sent)
+            self.sent.append(_Sent(step, trips, source, moved, cause))
+            needs = self._compute(step.copying_seconds, trips, {task}) if step.copying_seconds else {task}
+        return needs
+
+    def _compute(self, seconds: float, trips: int, needs: set[int]) -> set[int]:
+        """Keeps the device busy; gives what is to be waited for then."""
+        self.compute += seconds * trips
+        return {self.region.tasks.add(seconds * trips / (self.region.runs or 1), COMPUTE, tuple(needs))}
+
+    def _needs(self, makers: Iterable[_Maker | None]) -> set[int]:
+        """The tasks of this region among some makers; a loop waits for what its body needs of the regions around it."""
+        found = set()
+        for maker in makers:
+            if maker is None:
+                continue
+            region, task = maker
+            if region is self.region:
+                found.add(task)
+                continue
+            inner = self.region
+            while inner.outside is not None and inner.outside is not region:
+                inner = inner.outside
+            if inner.outside is region:  # else it was made in a loop that is done, which is waited for itself
+                inner.needs.add(task)
+        return found
+
+    def _join(self, needs: set[int]) -> _Maker | None:
+        """One task that ends when all of some do."""
+        if len(needs) > 1:
+            return self.region, self.region.tasks.add(0.0, COMPUTE, tuple(needs))
+        return (self.region, next(iter(needs))) if needs else None
+
+
+def _held(op: Op, blame: Blame, step: Step) -> str:
+    return f"the body of {op.primitive} has it so"
+
+
+def _splits(op: Op, choice: Choice, blame: Blame, step: Step) -> str:
+    return blame.splits(op, choice, step.axes)
+
+
+def _exchanged(op: Op, choice: Choice, blame: Blame, step: Step) -> str:
+    return blame.exchanged(op, choice, step)
+
+
+def _combined(op: Op, choice: Choice, blame: Blame, step: Step) -> str:
+    return blame.combined(op, choice, step)
+
+
+def _resharded(value: int, before: Layout, after: Layout, reason: Cause, blame: Blame, step: Step) -> str:
+    return blame.read(value, before, after, reason(blame, step))

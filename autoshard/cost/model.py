@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,7 +17,35 @@ from autoshard.cost.compute import Roofline, is_matrix
 from autoshard.cost.exchange import exchange_steps
 from autoshard.cost.profile import Profile, is_view
 from autoshard.cost.reshard import Reshards, Step, reduction_steps
-from autoshard.ir import Choice, Layout, Mesh, Op, Rule, Value, computed_layout, exchanges, operand_layout, reductions, shards
+from autoshard.ir import Choice, Layout, Mesh, Op, Rule, Value, computed_layout, exchanges, layouts, operand_layout, reductions, shards
+
+# An all_to_all exchanges contiguous pieces: the operand is transposed before and the result after, each read and written (copies around
+# all-to-all in modules that XLA:TPU compiled, libtpu 0.0.42). Of gathered bytes fewer than a tenth were copied.
+ALL_TO_ALL_PASSES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class OpCost:
+    """What an op costs under a choice.
+
+    Attributes:
+        seconds: computing, once.
+        flops: what the matrix unit does of that.
+        operands: the layouts it reads its operands in.
+        exchange: the collectives in which its shards send each other what it needs.
+        combinations: per result, the collectives that combine partial results.
+    """
+
+    seconds: float
+    flops: float
+    operands: tuple[Layout, ...]
+    exchange: tuple[Step, ...]
+    combinations: tuple[tuple[Step, ...], ...]
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether it takes no time at all."""
+        return not (self.seconds or self.exchange or any(self.combinations))
 
 
 class CostModel:
@@ -32,19 +61,60 @@ class CostModel:
         self.mesh = mesh
         self.communication = Communication(cluster.links(mesh))
         self._roofline = Roofline(cluster.device)
-        self._reshards = Reshards(mesh, self.communication)
+        self._byte_seconds = 1 / cluster.device.memory_bandwidth_bytes_per_second
+        self._reshards = Reshards(mesh, self.communication, ALL_TO_ALL_PASSES * self._byte_seconds)
+        self._matrices: dict[tuple, np.ndarray] = {}
+        self._op_costs: dict[tuple[Profile, int, Choice], OpCost] = {}
+        self._paths: dict[tuple, tuple[Step, ...]] = {}
 
-    def reshard_matrix(self, shape: tuple[int, ...], itemsize: float) -> np.ndarray:
-        """Seconds from each layout (row number) to each other (column number) of a tensor."""
-        return self._reshards.matrix(shape, itemsize)
+    def reshard_matrix(self, shape: tuple[int, ...], itemsize: float, portable: bool) -> np.ndarray:
+        """Seconds from each layout (row number) to each other (column number) of a tensor, what the device is busy for it included.
+
+        Args:
+            portable: as in `Profile`; what is not costs `storing_seconds` too.
+        """
+        key = shape, itemsize, portable
+        if (found := self._matrices.get(key)) is None:
+            found = self._reshards.matrix(shape, itemsize)
+            if not portable:
+                whole = Value(shape, "", itemsize).nbytes * self._byte_seconds
+                parts = whole / np.array([shards(layout, self.mesh.sizes) for layout in layouts(len(shape), len(self.mesh.axes))])
+                found = found + (parts[:, None] + parts[None, :]) * ~np.eye(len(parts), dtype=bool)
+            self._matrices[key] = found
+        return found
+
+    def storing_seconds(self, value: Value, source: Layout, target: Layout) -> float:
+        """The seconds of writing and reading a value between fused ops, because one leaves it in another layout than the next reads."""
+        sizes = self.mesh.sizes
+        return value.nbytes * self._byte_seconds * (1 / shards(source, sizes) + 1 / shards(target, sizes)) if source != target else 0.0
 
     def reshard_path(self, value: Value, source: Layout, target: Layout) -> tuple[Step, ...]:
         """The cheapest collectives that take a value from one layout to another."""
-        return () if source == target else self._reshards.path(value.shape, value.itemsize, source, target)
+        if source == target:
+            return ()
+        key = value.shape, value.itemsize, source, target
+        if (found := self._paths.get(key)) is None:
+            found = self._paths[key] = self._reshards.path(*key)
+        return found
 
     def reshard_paths(self, values: Sequence[Value]) -> Callable[[int, Layout, Layout], tuple[Step, ...]]:
         """`reshard_path` of a program's values by their numbers."""
         return lambda value, source, target: self.reshard_path(values[value], source, target)
+
+    def op_cost(self, profile: Profile, op: Op, choice: Choice) -> OpCost:
+        """All that an op costs; equal ops are asked for once."""
+        key = profile, profile.alike[op.index], choice
+        if (found := self._op_costs.get(key)) is None:
+            rule = profile.rules[op.index]
+            whole = (-1,) * len(self.mesh.axes)
+            found = self._op_costs[key] = OpCost(
+                seconds=self.op_seconds(profile, op, choice),
+                flops=self.op_flops(profile, op, choice) if is_matrix(op.primitive) else 0.0,
+                operands=tuple(whole if rule is None else operand_layout(rule, choice, position) for position in range(len(op.operands))),
+                exchange=self.exchange_path(profile, op, choice),
+                combinations=tuple(self.reduction_path(profile, op, choice, k) for k in range(len(op.results))),
+            )
+        return found
 
     def op_flops(self, profile: Profile, op: Op, choice: Choice) -> float:
         """The floating point operations a device executes, once."""

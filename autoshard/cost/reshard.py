@@ -39,6 +39,7 @@ class Step:
         source, target: the layouts before and after.
         nbytes: the larger of operand and result of one device; of a permute the piece that is sent.
         seconds: what it costs; 0 for a slice.
+        copying_seconds: how long the device itself is busy for it.
     """
 
     kind: str
@@ -47,6 +48,7 @@ class Step:
     target: Layout
     nbytes: float
     seconds: float
+    copying_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,8 +67,9 @@ class _Table:
 class Reshards:
     """Reshards on one mesh; answers are kept per byte count and divisibility pattern, which shapes share."""
 
-    def __init__(self, mesh: Mesh, communication: Communication):
+    def __init__(self, mesh: Mesh, communication: Communication, copying_seconds_per_byte: float = 0.0):
         self._sizes = mesh.sizes
+        self._copying = {"all_to_all": copying_seconds_per_byte}
         self._communication = communication
         self._tables: dict[tuple, _Table] = {}
         self._by_shape: dict[tuple, _Table] = {}
@@ -102,7 +105,7 @@ class Reshards:
             parts = shards(source, self._sizes), shards(after, self._sizes)
             nbytes = _nbytes(shape, itemsize) / (max(parts) if kind == "collective_permute" else min(parts))
             seconds = 0.0 if kind == "slice" else float(self._communication.seconds(kind, nbytes, axes))
-            steps.append(Step(kind, axes, source, after, nbytes, seconds))
+            steps.append(Step(kind, axes, source, after, nbytes, seconds, nbytes * self._copying.get(kind, 0.0)))
             source = after
         return tuple(steps)
 
@@ -143,7 +146,8 @@ class Reshards:
             seconds[source, target] = self._communication.seconds("collective_permute", nbytes / parts[target], axes)
         for kind, axes, source, target in _move_arrays(rank, n_axes):
             size = nbytes / np.minimum(parts[source], parts[target])
-            seconds[source, target] = 0.0 if kind == "slice" else self._communication.seconds(kind, size, axes)
+            sent = 0.0 if kind == "slice" else self._communication.seconds(kind, size, axes)
+            seconds[source, target] = sent + size * self._copying.get(kind, 0.0)
         return seconds
 
 

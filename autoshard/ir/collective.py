@@ -19,6 +19,7 @@ class Collective:
         source: the operation it serves and its source line, in words.
         tensor: what is moved: an argument by its path, else by the op that makes it; with dtype and shape.
         seconds: predicted time of one execution; 0.0 where nothing is predicted.
+        exposed_seconds: the part of it that no compute hides.
         cause: the choice that asks for it, in words.
     """
 
@@ -30,3 +31,4 @@ class Collective:
     tensor: str = ""
     seconds: float = 0.0
     cause: str = ""
+    exposed_seconds: float = 0.0

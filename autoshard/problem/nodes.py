@@ -32,7 +32,7 @@ class Node:
         members: followers as ``(op index, slot of the deciding operand, its position)``.
         costs: ``(slot, signature number, position)`` of each follower.
         pins: ``(slot, rank, pin)``.
-        gathers: ``(slot, shape, itemsize, trips)`` of values that must be read whole.
+        gathers: ``(slot, shape, itemsize, portable, trips)`` of values that must be read whole.
     """
 
     head: tuple
@@ -165,7 +165,8 @@ class _Builder:
     def _read_whole(self, value: int, trips: int) -> None:
         if value in self.home:
             node, slot = self.home[value]
-            self.nodes[node].gathers.append((slot, self.values[value].shape, self.values[value].itemsize, trips))
+            found = self.values[value]
+            self.nodes[node].gathers.append((slot, found.shape, found.itemsize, self.profile.portable[value], trips))
 
     def _control_flow(self, op: Op) -> None:
         """Holders are layout nodes; what flows into them is read in their layout."""
@@ -237,20 +238,8 @@ class _Builder:
         return first
 
     def _signature(self, op: Op, rule: Rule) -> int:
-        """The number of the op's signature; rules of equal ops are one object, so identity will do for them."""
-
-        def tensor(value: int) -> tuple:
-            found = self.values[value]
-            return found.shape, found.dtype, self.profile.materialised[value], self.profile.wanted[value]
-
-        key = (
-            op.primitive,
-            id(rule),
-            self.profile.flops[op.index],
-            tuple(map(tensor, op.operands)),
-            tuple(map(tensor, op.results)),
-            op.trips,
-        )
+        """The number of the op's signature."""
+        key = self.profile.alike[op.index], op.trips
         number = self._signatures.setdefault(key, len(self.signatures))
         if number == len(self.signatures):
             self.signatures.append(Signature(op.index, rule, op.trips))

@@ -249,8 +249,8 @@ class Problem:
         unary = self._leader_cost(node, labels)
         for slot, signature, position in node.costs:
             unary = unary + self._member_cost(signature, position)[slots[slot]]
-        for slot, shape, itemsize, trips in node.gathers:
-            unary = unary + trips * self.model.reshard_matrix(shape, itemsize)[slots[slot], 0]
+        for slot, shape, itemsize, portable, trips in node.gathers:
+            unary = unary + trips * self.model.reshard_matrix(shape, itemsize, portable)[slots[slot], 0]
         return _Columns(tuple(labels), {label: i for i, label in enumerate(labels)}, unary, tuple(slots))
 
     def _slot_numbers(self, node: Node, derivation: tuple, labels: list[Label], slots: list[np.ndarray]) -> np.ndarray:
@@ -314,9 +314,10 @@ class Problem:
         value = self.graph.values[edge.value]
         source = columns[edge.source].slots[edge.source_slot]
         targets = [columns[edge.target].slots[slot] for slot in edge.target_slots]
-        key = (value.shape, value.itemsize, edge.trips, edge.source == edge.target, id(source), *map(id, targets))
+        portable = self.profile.portable[edge.value]
+        key = (value.shape, value.itemsize, portable, edge.trips, edge.source == edge.target, id(source), *map(id, targets))
         if (found := self._edge_tables.get(key)) is None:
-            matrix = self.model.reshard_matrix(value.shape, value.itemsize)
+            matrix = self.model.reshard_matrix(value.shape, value.itemsize, portable)
             distinct = {target.tobytes(): target for target in targets}.values()
             if edge.source == edge.target:
                 found = edge.trips * np.sum([matrix[source, target] for target in distinct], axis=0)

@@ -43,7 +43,10 @@ def encode(record: Record) -> dict[str, Any]:
             "provenance": asdict(record.provenance),
             "cluster": _sorted(record.cluster),
             "lower_bound_seconds": float(record.lower_bound_seconds),
-            "cost": {name: value if name == "collectives" else float(value) for name, value in cost.items()},
+            "cost": {
+                name: [_encode_collective(each) for each in value] if name == "collectives" else float(value)
+                for name, value in cost.items()
+            },
             "stats": _sorted(record.stats),
             "assumptions": record.assumptions,
             "donate_argnums": record.donate_argnums,
@@ -165,8 +168,14 @@ def _cost(node: Node, mesh: Mesh) -> Cost:
     return Cost(**{name: child.number() for name, child in part.items()}, collectives=collectives)
 
 
+def _encode_collective(collective: dict[str, Any]) -> dict[str, Any]:
+    """A collective without its exposed time where that is all of its time."""
+    return {k: v for k, v in collective.items() if k != "exposed_seconds" or v != collective["seconds"]}
+
+
 def _collective(node: Node, mesh: Mesh) -> Collective:
-    part = node.fields(*(field.name for field in fields(Collective)))
+    hidden = ("exposed_seconds",) if "exposed_seconds" in dict(node.members()) else ()
+    part = node.fields(*(field.name for field in fields(Collective) if field.name != "exposed_seconds"), *hidden)
     kind = part["kind"].text()
     if kind not in KINDS:
         raise part["kind"].error(f"one of {', '.join(KINDS)}")
@@ -180,6 +189,7 @@ def _collective(node: Node, mesh: Mesh) -> Collective:
         tensor=part["tensor"].text(empty=True),
         seconds=part["seconds"].number(),
         cause=part["cause"].text(empty=True),
+        exposed_seconds=part[hidden[0] if hidden else "seconds"].number(),
     )
 
 
