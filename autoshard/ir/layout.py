@@ -50,7 +50,7 @@ class Mesh:
 
     Attributes:
         axes: the names and sizes.
-        placement: how it is laid over the cluster; None: row-major, as it stands.
+        placement: how it is laid over the cluster; None: row-major as far as is known, JAX decides.
 
     >>> mesh = Mesh((("data", 4), ("model", 2)))
     >>> mesh.size, mesh.names, mesh.sizes

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from autoshard.errors import ClusterError
-from autoshard.ir import Graph, Layout, Mesh, layout_to_spec
+from autoshard.ir import Graph, Layout, Mesh, Placement, layout_to_spec
 
 _NEED_DEVICES = frozenset({"custom_partitioning", "inspect_sharding", "io_callback", "pure_callback"})
 """What JAX 0.10 lowers for devices alone."""
@@ -20,7 +20,8 @@ def jax_mesh(mesh: Mesh, devices: Sequence[Any] | None = None) -> jax.sharding.M
     """The JAX mesh of Auto axes with these names and sizes, its devices where the mesh's placement says, so that links are as predicted.
 
     ``devices`` may be those of an ahead-of-time topology; the first ``mesh.size`` of them are used. Those of a TPU slice are taken by
-    their coordinates, others in the order given: JAX lists GPUs host by host.
+    their coordinates, others in the order given: JAX lists GPUs host by host. A mesh without a placement is placed by JAX, as are those
+    inside programs that bring their own.
 
     >>> dict(jax_mesh(Mesh.of({"data": 1})).shape)
     {'data': 1}
@@ -34,8 +35,11 @@ def jax_mesh(mesh: Mesh, devices: Sequence[Any] | None = None) -> jax.sharding.M
             f"a mesh needs a device for each of its places: {mesh} has {mesh.size}, and there are {len(found)} devices. "
             f"Search on a smaller cluster, pass devices=..., or on a CPU set XLA_FLAGS=--xla_force_host_platform_device_count={mesh.size}."
         )
-    grid = _placed(mesh, sorted(found[: mesh.size], key=_coordinates))
-    return jax.sharding.Mesh(grid, mesh.names, axis_types=(AxisType.Auto,) * len(mesh.axes))
+    found = found[: mesh.size]
+    types = (AxisType.Auto,) * len(mesh.axes)
+    if mesh.placement is None:
+        return jax.make_mesh(mesh.sizes, mesh.names, axis_types=types, devices=found)
+    return jax.sharding.Mesh(_placed(mesh, mesh.placement, sorted(found, key=_coordinates)), mesh.names, axis_types=types)
 
 
 def _coordinates(device: Any) -> tuple[int, ...]:
@@ -44,13 +48,10 @@ def _coordinates(device: Any) -> tuple[int, ...]:
     return () if coords is None else (getattr(device, "slice_index", None) or 0, *coords, getattr(device, "core_on_chip", 0))
 
 
-def _placed(mesh: Mesh, devices: Sequence[Any]) -> np.ndarray:
+def _placed(mesh: Mesh, placement: Placement, devices: Sequence[Any]) -> np.ndarray:
     """The devices, given row-major over the cluster, as an array shaped like the mesh."""
     grid = np.empty(len(devices), object)
     grid[:] = devices
-    if mesh.placement is None:
-        return grid.reshape(mesh.sizes)
-    placement = mesh.placement
     laid = grid.reshape(placement.topology).transpose(placement.dims).reshape([mesh.sizes[axis] for axis in placement.axes])
     return laid.transpose(np.argsort(placement.axes))
 
