@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -33,9 +34,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"sections are {', '.join(SECTIONS)}; got {', '.join(sorted(unknown))}")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}".strip()
-    if options.keep:
-        os.environ["AUTOSHARD_BENCHMARK_KEEP"] = options.keep
-    names = [name for name in SECTIONS if name in (options.sections or SECTIONS)]
+    with tempfile.TemporaryDirectory() as folder:  # sections share what they compiled
+        os.environ["AUTOSHARD_BENCHMARK_KEEP"] = options.keep or folder
+        return _run([name for name in SECTIONS if name in (options.sections or SECTIONS)], options)
+
+
+def _run(names: Sequence[str], options: argparse.Namespace) -> int:
+    """Runs the sections one by one, and prints each as it ends."""
     found: dict[str, Findings | str] = {}
     for name in names:
         found[name] = isolated(name, options.quick, options.memory, options.json)

@@ -1,0 +1,49 @@
+"""Are the collectives those of the compiled module?
+
+Predicted bytes of all collectives on one device, next to those in the compiled module, loop trips counted; and by kind and mesh axes where
+the two differ. Bytes are the larger of operand and result of each execution.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from autoshard.render import Heading, Paragraph, Part, Table, format_bytes, format_count
+from autoshard.search.searcher import Progress
+from autoshard.verify import collectives_of, compare
+from benchmarks.cost_model.compiled import cases, compiled, n_cases
+from benchmarks.cost_model.findings import Findings, Target
+
+WITHIN = 0.03
+
+
+def run(quick: bool, progress: Progress) -> Findings:
+    """Every case's collectives, predicted and compiled."""
+    rows, differing, numbers, refused = [], [], [], []
+    for number, case in enumerate(cases(quick)):
+        progress(case.title, number / n_cases(quick))
+        ahead = compiled(case)
+        if not ahead.fits:
+            refused.append(case.title)
+            continue
+        compared = compare(case.strategy.cost.collectives, collectives_of(ahead.hlo, case.strategy.record.mesh))
+        predicted, actual = (sum(getattr(row, f"{side}_bytes") for row in compared) for side in ("predicted", "actual"))
+        error = predicted / actual - 1 if actual else 0.0 if not predicted else float("inf")
+        rows.append((case.cluster, case.model, case.how, format_bytes(predicted), format_bytes(actual), f"{100 * error:+.2f} %"))
+        differing += [
+            (case.title, row.kind, ", ".join(row.mesh_axes), format_count(row.predicted_count), format_count(row.actual_count))
+            + (format_bytes(row.predicted_bytes), format_bytes(row.actual_bytes))
+            for row in compared
+            if abs(row.predicted_bytes - row.actual_bytes) > WITHIN * actual
+        ]
+        numbers.append({"case": case.title, "predicted": predicted, "compiled": actual, "error": error, "rows": [*map(asdict, compared)]})
+    within = sum(abs(one["error"]) <= WITHIN for one in numbers)
+    columns = ("cluster", "model", "strategy", ">predicted", ">compiled", ">error")
+    parts: list[Part] = [Table(columns, tuple(rows))]
+    if differing:
+        columns = ("case", "kind", "mesh axes", ">predicted", ">compiled", ">predicted bytes", ">compiled bytes")
+        parts += [Heading("Where more than 3 % of a module's bytes differ"), Table(columns, tuple(differing))]
+    parts += [Paragraph(f"Refused, for want of memory: {title}.") for title in refused]
+    share = within / len(numbers) if numbers else 0.0
+    target = Target("cases whose bytes are within 3 %, of all in %", "100", 100 * share, share == 1.0)
+    return Findings("bytes of collectives on one device", tuple(parts), (target,), {"cases": numbers, "refused": refused})
