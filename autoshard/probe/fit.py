@@ -14,7 +14,8 @@ from autoshard.cluster import Cluster
 KEEP = 0.01
 OUTLIER = 0.3  # logarithms of ratios beyond this pull no harder: scipy's soft_l1
 STEP = 0.05  # of the logarithms, for slopes: the model has corners, where the slower of two things takes over; a small step sees one side
-RESTARTS = 10  # a minimiser that believes in slopes stops at corners; started there again it goes on along them
+LEAPS = (-1.0, -0.3, 0.3, 1.0)
+RESTARTS = 10  # a minimiser that believes in slopes stops at corners: it is started again from behind them
 
 
 def fit_line(nbytes: Sequence[float] | np.ndarray, seconds: Sequence[float] | np.ndarray) -> tuple[float, float]:
@@ -67,13 +68,25 @@ def fit_cluster(
         steps = STEP * np.eye(len(x))
         return np.stack([(errors(x + step) - errors(x - step)) / (2 * STEP) for step in steps], axis=1)
 
-    x, cost = np.zeros(len(start)), np.inf
+    def cost(x: np.ndarray) -> float:
+        return float(np.sum(np.sqrt(1 + (errors(x) / OUTLIER) ** 2) - 1))  # what scipy's soft_l1 minimises
+
+    x, least = np.zeros(len(start)), np.inf
     for _ in range(RESTARTS):
         found = least_squares(errors, x, slopes, loss="soft_l1", f_scale=OUTLIER)  # pyright: ignore[reportArgumentType] scipy takes a callable
-        if found.cost > 0.999 * cost:
+        x = _leaps(cost, found.x)
+        if cost(x) > 0.999 * least:
             break
-        x, cost = found.x, found.cost
+        least = cost(x)
     return moved(x)
+
+
+def _leaps(cost: Callable[[np.ndarray], float], x: np.ndarray) -> np.ndarray:
+    """The best of single long steps along each axis in turn, which cross corners that slopes cannot see behind."""
+    for axis in range(len(x)):
+        tried = [x + length * np.eye(len(x))[axis] for length in (0.0, *LEAPS)]
+        x = min(tried, key=cost)
+    return x
 
 
 def constant(cluster: Cluster, name: str) -> float:

@@ -5,7 +5,10 @@ import doctest
 import numpy as np
 import pytest
 
-from autoshard.probe import fit, fit_line
+from autoshard.cluster import Cluster
+from autoshard.probe import fit, fit_cluster, fit_line
+from autoshard.probe.fit import constant, with_constant
+from autoshard.probe.programs import COLLECTIVES, ELEMENTWISE, CollectiveProgram, elementwise, matrix_product
 
 SIZES = 2.0 ** np.arange(12, 30)
 
@@ -48,3 +51,56 @@ def test_too_little_is_refused(nbytes, seconds):
     """One size, no size twice, and times of zero make no line."""
     with pytest.raises(ValueError, match="two or more sizes"):
         fit_line(nbytes, seconds)
+
+
+TRUE = {
+    "device.flops_per_second.f32": 3e11,
+    "device.vector_flops_per_second": 2e9,
+    "device.memory_bandwidth_bytes_per_second": 1e10,
+    "device.kernel_overhead_seconds": 2e-5,
+    "interconnect.launch_seconds": 3e-5,
+    "interconnect.latency_seconds": 2e-6,
+    "interconnect.bandwidth_bytes_per_second": 7e9,
+}
+PROGRAMS = (
+    *(matrix_product(side, side, "float32") for side in (32, 128, 512, 2048)),
+    *(elementwise(name, side, "float32") for name in ELEMENTWISE for side in (128, 512, 2048)),
+    *(CollectiveProgram(kind, n, sizes, 0) for kind in COLLECTIVES for n in (2**12, 2**16, 2**22) for sizes in ((8,), (2, 4))),
+)
+
+
+def predict(cluster):
+    return np.array([program.predicted_seconds(cluster) for program in PROGRAMS])
+
+
+def known():
+    cluster = Cluster.parse("cpu:8")
+    for name, value in TRUE.items():
+        cluster = with_constant(cluster, name, value)
+    return cluster
+
+
+def test_constants_are_found_again():
+    """From times that other constants make, the fit finds those constants, wherever it starts; the rest stays as it was."""
+    found = fit_cluster(Cluster.parse("cpu:8"), tuple(TRUE), predict, predict(known()))
+    assert {name: constant(found, name) for name in TRUE} == pytest.approx(TRUE, rel=0.05)
+    assert constant(found, "device.flops_per_second.bf16") == constant(Cluster.parse("cpu:8"), "device.flops_per_second.bf16")
+
+
+def test_single_bad_times_lead_nobody_astray():
+    """With three times of forty a hundred times too long, half of all predictions stay within 5 %, and nine in ten within 25 %."""
+    seconds = predict(known())
+    spoilt = seconds.copy()
+    spoilt[[1, 8, 20]] *= 100
+    found = fit_cluster(Cluster.parse("cpu:8"), tuple(TRUE), predict, spoilt)
+    errors = np.abs(predict(found) / seconds - 1)
+    assert np.median(errors) < 0.05 and np.quantile(errors, 0.9) < 0.25
+
+
+def test_a_constant_that_no_time_depends_on_stays():
+    """What was not measured keeps the catalogue's figure."""
+    start = Cluster.parse("h100:8")
+    names = ("device.flops_per_second.f32", "device.flops_per_second.int8")
+    found = fit_cluster(start, names, lambda cluster: predict(cluster)[:4], 2 * predict(start)[:4])
+    assert constant(found, names[0]) < 0.6 * constant(start, names[0])
+    assert constant(found, names[1]) == pytest.approx(constant(start, names[1]), rel=1e-6)
