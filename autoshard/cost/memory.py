@@ -29,10 +29,23 @@ LANES = 128
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The largest number of bytes alive at once on a device, and the values that are alive then."""
+    """The largest number of bytes alive at once on a device, and what it is made of.
+
+    Attributes:
+        nbytes: the sum of what is alive then.
+        alive: the values that are.
+        held: the bytes of each.
+        copies: the values that are alive in other layouts too, each with the bytes of such a copy.
+        partials: the ops whose results are not scattered yet, each with the bytes of those.
+        spare_bytes: what another assignment's short-lived values may hold beyond these, since fast memory has room for them.
+    """
 
     nbytes: float
     alive: tuple[int, ...]
+    held: tuple[float, ...]
+    copies: tuple[tuple[int, float], ...]
+    partials: tuple[tuple[int, float], ...]
+    spare_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +106,17 @@ def peak_memory(
         _keep_fast(held, born, dies, times.passed, FAST_MEMORY_BYTES.get(device.name, 0))
     total = usage(times.moments, held, born, dies)
     moment = int(total.argmax())
-    alive = (born[:n] <= moment) & (dies[:n] > moment) & (held[:n] > 0)
-    return Peak(float(total[moment]), tuple(times.values[k] for k in np.flatnonzero(alive)))
+    alive = np.flatnonzero((born <= moment) & (dies > moment) & (held > 0))
+    numbers = (*times.values, *(value for value, _ in copies), *partials)
+    m = n + len(copies)
+    return Peak(
+        nbytes=float(total[moment]),
+        alive=tuple(numbers[k] for k in alive if k < n),
+        held=tuple(float(held[k]) for k in alive if k < n),
+        copies=tuple((numbers[k], float(held[k])) for k in alive if n <= k < m),
+        partials=tuple((numbers[k], float(held[k])) for k in alive if m <= k < len(numbers)),
+        spare_bytes=FAST_MEMORY_BYTES.get(device.name, 0) if on_tpu else 0,
+    )
 
 
 def _tiled(value: Value, minor: tuple[int, int], layout: Layout, mesh: tuple[int, ...]) -> float:

@@ -177,6 +177,18 @@ class Problem:
                 copies[value] = layout
         return Assignment(self.mesh, choices, lies, copies)
 
+    def labels(self, assignment: Assignment) -> list[Label]:
+        """The labels that stand for an assignment of this problem; the inverse of `assignment`."""
+        held_by = {node: value for value, node in self.nodes.copies.items()}
+        labels: list[Label] = []
+        for i, node in enumerate(self.nodes.nodes):
+            if node.leader >= 0:
+                labels.append(assignment.choice(node.leader))
+            else:
+                value = node.value
+                labels.append(assignment.copies.get(value, assignment.layout(value)) if i in held_by else assignment.layout(value))
+        return labels
+
     def layout(self, node: int, label: Label, slot: int, value: int) -> Layout:
         """The layout that a node's label gives one of its slots, in which it holds or reads a value."""
         number = int(self._offer(node, label, ()).slots[slot][0])
@@ -332,6 +344,37 @@ class Problem:
         if value in self.nodes.copies:
             places.append((self.nodes.copies[value], 0))
         return places
+
+    def held_bytes(self, value: int) -> tuple[int, np.ndarray] | None:
+        """The node that decides where a value lies, and the bytes a device holds of it by that node's label; None where it is whole.
+
+        Labels are those of tables with all axes free.
+        """
+        if value not in self.nodes.home:
+            return None
+        node, slot = self.nodes.home[value]
+        return node, self._bytes(value, self._joint(node).slots[slot])
+
+    def lying_alike(self, value: int, labels: Sequence[int] | np.ndarray) -> dict[int, np.ndarray]:
+        """Per node that holds or reads a value, the labels under which it lies there as under the given ones.
+
+        Args:
+            value: a value number.
+            labels: per node the position of its label in tables with all axes free.
+        """
+        concerned: list[tuple[int, tuple[int, ...]]] = [(node, (slot,)) for node, slot in self._places(value)]
+        concerned.extend((edge.target, edge.target_slots) for edge in self.nodes.edges if edge.value == value)
+        alike: dict[int, np.ndarray] = {}
+        for node, slots in concerned:
+            offer = self._joint(node)
+            same = np.all([offer.slots[slot] == offer.slots[slot][labels[node]] for slot in slots], axis=0)
+            alike[node] = alike.get(node, True) & same
+        return alike
+
+    def _joint(self, node: int) -> _Columns:
+        n = len(self.mesh.axes)
+        label = (NOWHERE,) * n if self.nodes.nodes[node].leader >= 0 else (-1,) * n
+        return self._offer(node, label, tuple(range(n)))
 
     def _bytes(self, value: int, numbers: np.ndarray) -> np.ndarray:
         found = self.graph.values[value]

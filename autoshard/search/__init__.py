@@ -5,6 +5,7 @@ from autoshard.search.auto import Auto
 from autoshard.search.baselines import DataParallel, FullySharded
 from autoshard.search.brute_force import BruteForce
 from autoshard.search.dynamic_programming import DynamicProgramming
+from autoshard.search.integer_programming import IntegerProgramming
 from autoshard.search.manual import Manual
 from autoshard.search.meshes import candidate_meshes
 from autoshard.search.recursive_programming import RecursiveProgramming
@@ -15,6 +16,7 @@ SEARCHERS = {
     "auto": Auto,
     "dynamic_programming": DynamicProgramming,
     "recursive_programming": RecursiveProgramming,
+    "integer_programming": IntegerProgramming,
     "sharding_propagation": ShardingPropagation,
     "data_parallel": DataParallel,
     "fully_sharded": FullySharded,
@@ -59,6 +61,7 @@ __all__ = [
     "DataParallel",
     "DynamicProgramming",
     "FullySharded",
+    "IntegerProgramming",
     "Manual",
     "Progress",
     "RecursiveProgramming",

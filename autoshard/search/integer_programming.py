@@ -1,0 +1,357 @@
+"""Integer programming: the optimum as HiGHS proves it, the memory limit as a constraint of its own.
+
+*Variables.* One 0/1 variable a node and label; one continuous variable a pair of nodes and their labels. *Constraints.* Each node has one
+label; the pair variables of two nodes add up to the nodes' own, from either side (the local marginal polytope: Wainwright and Jordan 2008,
+"Graphical models, exponential families, and variational inference", section 4.1). *Memory.* A peak is a maximum over program points. The
+model starts without any; where the judge finds the answer's peak above the limit, the values alive there become a row, bytes by label at
+most the limit, and the model is solved again (Kelley 1960, "The cutting-plane method"). Copies that readers want elsewhere count as long as
+the value and all its readers keep their labels. *Objective.* The sum of unary and pair tables: the judge's ``objective_seconds``. *Ties.*
+As HiGHS breaks them: of equal models it returns equal answers.
+
+*Warm start.* Message passing (`autoshard.search.reparametrisation`) gives every label and every pair of labels a reduced cost: what any
+labelling with it costs at least beyond the bound. The model has those up to a slack, which is widened until the answer is within it: no
+label outside could then be part of a better one. The answer of recursive programming is there from the start.
+
+*The certificate.* Every row follows from the limit: which values are alive at a point of the program does not depend on the assignment,
+and a row never counts more than the judge does for the labels it speaks of. So the dual bound of the model with rows bounds every
+assignment within the limit, and the gap is honest where the limit binds; assignments above the limit may cost less.
+
+Complexity: exponential in the worst case; on tables that message passing has made tight the relaxation is nearly integral.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from scipy import sparse
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from autoshard.cost.evaluate import Judgement
+from autoshard.cost.memory import Peak
+from autoshard.errors import InfeasibleError, SearchLimitError
+from autoshard.problem import Label, Problem, Tables
+from autoshard.render import format_bytes
+from autoshard.search.recursive_programming import RecursiveProgramming
+from autoshard.search.reparametrisation import Reparametrisation, reparametrise
+from autoshard.search.searcher import Progress, Solution, silent
+
+ROUNDING = 1e-9  # relative; what sums of tables in double precision are exact to
+SCALE = 1e4  # an answer's cost in the model: HiGHS's tolerances are absolute, 1e-6 and 1e-7
+STATUS_INFEASIBLE = 2  # of scipy.optimize.milp
+IN_PROCESS = 2000  # variables; HiGHS was seen to take less than a second for models of so many
+CHILD = """
+import pickle, sys
+from scipy.optimize import milp
+found = milp(**pickle.load(sys.stdin.buffer))
+sys.stdout.buffer.write(pickle.dumps((found.status, found.x, found.mip_dual_bound)))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerProgramming:
+    """The integer-programming searcher.
+
+    Attributes:
+        time_limit_seconds: how long HiGHS may take in all; beyond it the best answer is returned with the gap that is left.
+        gap: the gap at which an answer is good enough, relative to its objective.
+        max_problem_entries: how many entries all pair tables together may have.
+        max_variables: how many variables the model may have after the warm start.
+        max_sweeps: how often message passing goes over the nodes.
+    """
+
+    name: ClassVar[str] = "integer_programming"
+    automatic: ClassVar[bool] = True
+
+    time_limit_seconds: float = 60.0
+    gap: float = 0.0
+    max_problem_entries: int = 1 << 24
+    max_variables: int = 1 << 20
+    max_sweeps: int = 60
+
+    def solve(self, problem: Problem, progress: Progress = silent) -> Solution:
+        """The optimum within the memory limit, or the best that was found in time; see the module.
+
+        Raises:
+            SearchLimitError: the tables or the model would be too large, or no answer within the limit was found in time.
+            InfeasibleError: nothing fits the memory limit.
+        """
+        return _Run(self, problem, progress).solution()
+
+
+class _Run:
+    """One problem's models, with what they took."""
+
+    def __init__(self, searcher: IntegerProgramming, problem: Problem, progress: Progress):
+        self.searcher = searcher
+        self.problem = problem
+        self.progress = progress
+        self.started = time.perf_counter()
+        self.best: tuple[Judgement, list[Label]] | None = None
+        self.smallest_peak = math.inf
+        self.rows: list[Row] = []
+        self.rounds = self.n_variables = 0
+        self.until = math.inf
+
+    def solution(self) -> Solution:
+        problem = self.problem
+        self._first_answer()
+        tables = self._tables()
+        moved = reparametrise(tables.unary, tables.pairs, max_sweeps=self.searcher.max_sweeps, progress=self.progress)
+        bound = self._widened(tables, moved, problem.fixed_seconds())
+        if self.best is None:
+            raise InfeasibleError(
+                f"a strategy must fit {format_bytes(problem.memory_limit_bytes or 0.0)} a device, and on mesh {problem.mesh} none does: "
+                f"the smallest peak met is {format_bytes(self.smallest_peak)}. "
+                "Use more devices, a smaller batch, rematerialisation, or a higher memory_limit_bytes.",
+                self.smallest_peak,
+            )
+        judgement, labels = self.best
+        return Solution(
+            assignment=problem.assignment(labels),
+            judgement=judgement,
+            lower_bound_seconds=min(bound, judgement.cost.objective_seconds),
+            stats={
+                "n_nodes": problem.n_nodes,
+                "n_variables": self.n_variables,
+                "memory_rows": len(self.rows),
+                "rounds": self.rounds,
+                "search_seconds": time.perf_counter() - self.started,
+            },
+        )
+
+    def _first_answer(self) -> None:
+        try:
+            found = RecursiveProgramming().solve(self.problem, self.progress)
+        except InfeasibleError as error:
+            self.smallest_peak = error.smallest_peak_bytes or math.inf
+        else:
+            self.best = found.judgement, self.problem.labels(found.assignment)
+
+    def _tables(self) -> Tables:
+        problem, limit = self.problem, self.searcher.max_problem_entries
+        axes = range(len(problem.mesh.axes))
+        if (entries := problem.table_entries(axes, limit)) > limit:
+            raise SearchLimitError(
+                f"integer programming takes tables of up to {limit:,} entries, and on mesh {problem.mesh} this program has "
+                f"more than {entries:,}. Use searcher='dynamic_programming', or 'recursive_programming' on meshes of many axes."
+            )
+        return problem.tables(axes, problem.start())
+
+    def _widened(self, tables: Tables, moved: Reparametrisation, fixed: float) -> float:
+        """The bound that is proven once no label outside the model can be part of a better answer, or the time has run out."""
+        self.until = time.perf_counter() + self.searcher.time_limit_seconds
+        least = bound = fixed + moved.bound
+        most = sum(float(table.max()) for table in (*moved.unary, *moved.pairs.values()))  # beyond it nothing is left out
+        slack = 0.0
+        while True:
+            enough = most if self.best is None else self.best[0].cost.objective_seconds - least
+            slack = min(max(8 * slack, enough / 64 if self.best else least / 64), max(enough, 0.0)) + ROUNDING * least
+            model = Model(moved, slack, self.searcher.max_variables)
+            self.n_variables = model.n_variables
+            bound = max(bound, min(self._cut(tables, model, fixed), least + slack))
+            objective = math.inf if self.best is None else self.best[0].cost.objective_seconds
+            if objective <= bound / (1 - self.searcher.gap) * (1 + ROUNDING) or slack >= most or self._late():
+                return bound
+
+    def _cut(self, tables: Tables, model: Model, fixed: float) -> float:
+        """The bound of the model once its answer is within the limit, or the time has run out; keeps the best answer met."""
+        problem = self.problem
+        bound = 0.0
+        while True:
+            left = max(self.until - time.perf_counter(), 0.0)
+            self.progress("integer program", 1.0 - left / self.searcher.time_limit_seconds)
+            answer = model.solved(self.rows, max(left, 0.1), self.searcher.gap)
+            self.rounds += 1
+            bound = max(bound, fixed + answer.bound)
+            if answer.labels is None:
+                return bound
+            labels = [options[label] for options, label in zip(tables.labels, answer.labels, strict=True)]
+            judgement = problem.evaluate(problem.assignment(labels))
+            limit = problem.memory_limit_bytes
+            self.smallest_peak = min(self.smallest_peak, judgement.cost.peak_bytes)
+            if limit is None or judgement.cost.peak_bytes <= limit:
+                if self.best is None or judgement.cost.objective_seconds < self.best[0].cost.objective_seconds:
+                    self.best = judgement, labels
+                return bound
+            self.rows.append(memory_row(problem, [len(options) for options in tables.labels], answer.labels, judgement.peak, limit))
+            if self._late():
+                return bound
+
+    def _late(self) -> bool:
+        """Whether the time has run out.
+
+        Raises:
+            SearchLimitError: it has, and there is no answer.
+        """
+        if time.perf_counter() <= self.until:
+            return False
+        if self.best is None:
+            raise SearchLimitError(
+                f"integer programming had {self.searcher.time_limit_seconds:g} s and met no strategy within the memory limit. "
+                "Use a longer time_limit_seconds, or searcher='recursive_programming'."
+            )
+        return True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """A constraint: per node a coefficient a label, whose sum is at most a limit."""
+
+    coefficients: dict[int, np.ndarray]
+    limit: float
+
+
+def memory_row(problem: Problem, sizes: Sequence[int], labels: np.ndarray, peak: Peak, limit: float) -> Row:
+    """A row in units of the limit that these labels, whose peak is beyond it, violate and all labels within the limit keep.
+
+    Where fast memory makes it unclear what another assignment's peak would be, the row excludes these labels alone.
+    """
+    coefficients: dict[int, np.ndarray] = {}
+    room = (limit + peak.spare_bytes) / limit
+
+    def add(node: int, nbytes: np.ndarray) -> None:
+        coefficients[node] = coefficients.get(node, 0.0) + nbytes / limit
+
+    for value, nbytes in zip(peak.alive, peak.held, strict=True):
+        if (found := problem.held_bytes(value)) is None:
+            room -= nbytes / limit
+            continue
+        node, held = found
+        share = 0.5 if problem.profile.fusion.narrow[value] else 1.0  # padding only adds, rounding to bfloat16 halves
+        add(node, np.where(held == held[labels[node]], nbytes, min(share, nbytes / held[labels[node]]) * held))
+    for value, nbytes in peak.copies:  # there as long as nobody who reads the value moves
+        alike = problem.lying_alike(value, labels)
+        room += (len(alike) - 1) * nbytes / limit
+        for node, same in alike.items():
+            add(node, same * nbytes)
+    leaders = {node.leader: i for i, node in enumerate(problem.nodes.nodes) if node.leader >= 0}
+    for op, nbytes in peak.partials:
+        if op in leaders:
+            add(leaders[op], (np.arange(sizes[leaders[op]]) == labels[leaders[op]]) * nbytes)
+    if sum(shares[labels[node]] for node, shares in coefficients.items()) > room + ROUNDING:
+        return Row(coefficients, room)
+    others = {node: np.arange(n) != labels[node] for node, n in enumerate(sizes) if n > 1}
+    return Row({node: -other.astype(float) for node, other in others.items()}, -1.0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answer:
+    """What HiGHS says: labels if it has any, and a bound of the tables' sum, infinite where no labels keep the rows."""
+
+    labels: np.ndarray | None
+    bound: float
+
+
+class Model:
+    """The local marginal polytope of the labels and pairs whose reduced cost is at most the slack.
+
+    Attributes:
+        kept: per node the labels that are left.
+        n_variables: how many there are.
+    """
+
+    def __init__(self, moved: Reparametrisation, slack: float, max_variables: int):
+        self.bound = moved.bound
+        self.kept = [np.flatnonzero(reduced <= slack) for reduced in moved.reduced]
+        sizes = [len(labels) for labels in self.kept]
+        self.offsets = np.concatenate(([0], np.cumsum(sizes)))
+        self._costs = [table[labels] for table, labels in zip(moved.unary, self.kept, strict=True)]
+        self._more: list[np.ndarray] = []
+        self._entries: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self._sides: list[np.ndarray] = []
+        self.n_variables = int(self.offsets[-1])
+        n_rows = 0
+        for (i, j), table in moved.pairs.items():
+            part = table[np.ix_(self.kept[i], self.kept[j])]
+            if sizes[i] == 1 or sizes[j] == 1:
+                self._costs[i if sizes[j] == 1 else j] = self._costs[i if sizes[j] == 1 else j] + part.reshape(-1)
+                continue
+            least = moved.reduced[i] - table.min(axis=1), moved.reduced[j] - table.min(axis=0)
+            beyond = part + least[0][self.kept[i]][:, None] + least[1][self.kept[j]]
+            a, b = np.nonzero(beyond <= slack)
+            if not part.any():  # costs nothing, and forbids nothing that could be better
+                continue
+            n_rows = self._pair(i, j, a, b, part[a, b], n_rows)
+            if self.n_variables > max_variables:
+                raise SearchLimitError(
+                    f"integer programming takes models of up to {max_variables:,} variables, and this one has more than "
+                    f"{self.n_variables:,}. Use searcher='dynamic_programming' or 'recursive_programming'."
+                )
+        self._n_pair_rows = n_rows
+
+    def _pair(self, i: int, j: int, a: np.ndarray, b: np.ndarray, costs: np.ndarray, n_rows: int) -> int:
+        """Adds the variables of a pair and the rows that tie them to the nodes', and returns how many rows there are."""
+        columns = self.n_variables + np.arange(len(costs))
+        self._more.append(costs)
+        self.n_variables += len(costs)
+        for node, position in ((i, a), (j, b)):
+            own = np.arange(len(self.kept[node]))
+            self._entries.append((n_rows + position, columns, np.ones(len(columns))))
+            self._entries.append((n_rows + own, self.offsets[node] + own, np.full(len(own), -1.0)))
+            n_rows += len(own)
+        return n_rows
+
+    def solved(self, rows: Sequence[Row], time_limit_seconds: float, gap: float) -> Answer:
+        """What HiGHS finds under these rows."""
+        n, n_labels = self.n_variables, int(self.offsets[-1])
+        costs = np.concatenate([*self._costs, *self._more]) if n else np.zeros(0)
+        unit = SCALE / max(self.bound, float(np.max(costs, initial=0.0)) / SCALE, 1e-300)
+        constant = np.array([self.bound * unit])  # a variable that is 1, so that gaps are relative to the whole sum
+        which = np.repeat(np.arange(len(self.kept)), np.diff(self.offsets))
+        one_label = sparse.csr_array((np.ones(n_labels), (which, np.arange(n_labels))), shape=(len(self.kept), n + 1))
+        constraints = [LinearConstraint(one_label, 1.0, 1.0)]
+        if self._entries:
+            r, c, v = (np.concatenate([entry[k] for entry in self._entries]) for k in range(3))
+            constraints.append(LinearConstraint(sparse.csr_array((v, (r, c)), shape=(self._n_pair_rows, n + 1)), 0.0, 0.0))
+        for row in rows:
+            line = np.zeros(n + 1)
+            for node, coefficients in row.coefficients.items():
+                line[self.offsets[node] : self.offsets[node + 1]] = coefficients[self.kept[node]]
+            constraints.append(LinearConstraint(sparse.csr_array(line[None, :]), -np.inf, row.limit))
+        lower = np.zeros(n + 1)
+        lower[n] = 1.0
+        status, x, dual = _highs({
+            "c": np.concatenate((costs * unit, constant)),
+            "integrality": np.concatenate((np.ones(n_labels), np.zeros(n + 1 - n_labels))),
+            "bounds": Bounds(lower, np.ones(n + 1)),  # pyright: ignore[reportArgumentType] (arrays, as documented)
+            "constraints": constraints,
+            "options": {"time_limit": time_limit_seconds, "mip_rel_gap": gap},
+        })  # fmt: skip
+        if status == STATUS_INFEASIBLE:
+            return Answer(None, math.inf)
+        bound = self.bound if dual is None or not math.isfinite(dual) else dual / unit
+        if x is None:
+            return Answer(None, bound)
+        shares = np.split(x[:n_labels], self.offsets[1:-1])
+        return Answer(np.array([labels[share.argmax()] for labels, share in zip(self.kept, shares, strict=True)]), bound)
+
+
+def _highs(model: dict) -> tuple[int, np.ndarray | None, float | None]:
+    """Status, variables and dual bound, as `scipy.optimize.milp` gives them.
+
+    It never lets go of the interpreter, so that nothing would answer Ctrl-C: what may take long is solved by a child, which then stops.
+    """
+    if len(model["c"]) <= IN_PROCESS:
+        found = milp(**model)
+        return found.status, found.x, found.mip_dual_bound
+    command = [sys.executable, "-c", CHILD]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as child:
+        try:
+            said, _ = child.communicate(pickle.dumps(model))
+        except BaseException:
+            child.kill()
+            raise
+    if child.returncode:
+        raise SearchLimitError(
+            f"integer programming solves in a child process, which ended with status {child.returncode} (out of memory?). "
+            "Use searcher='dynamic_programming' or 'recursive_programming'."
+        )
+    return pickle.loads(said)

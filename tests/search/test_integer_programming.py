@@ -1,0 +1,136 @@
+"""The integer program: the same optimum as the other exact searchers, and the memory limit as a true constraint."""
+
+from __future__ import annotations
+
+import subprocess
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from problems import SMALL, eager_cluster, problem_of
+from programs import PROGRAMS
+from test_elimination import enumerated, small_tables
+
+from autoshard.errors import InfeasibleError, SearchLimitError
+from autoshard.search import BruteForce, DynamicProgramming, IntegerProgramming, integer_programming
+from autoshard.search.elimination import eliminate, table_cost
+from autoshard.search.integer_programming import Model, memory_row
+from autoshard.search.reparametrisation import reparametrise
+
+
+@settings(max_examples=200, deadline=None)
+@given(small_tables())
+def test_the_model_has_the_optimum_of_enumeration_and_elimination(tables):
+    """On random small graphs HiGHS, elimination and enumeration agree, and the dual bound meets them."""
+    unary, pairs = tables
+    best = enumerated(unary, pairs)
+    for sweeps in (0, 20):
+        moved = reparametrise(unary, pairs, max_sweeps=sweeps)
+        answer = Model(moved, best - moved.bound + 1e-9, 1 << 20).solved((), 10.0, 0.0)
+        assert table_cost(unary, pairs, answer.labels) == pytest.approx(best, abs=1e-6)
+        assert answer.bound == pytest.approx(best, abs=1e-6)
+    assert eliminate(unary, pairs).cost == pytest.approx(best, abs=1e-9)
+
+
+@pytest.mark.parametrize("program", SMALL)
+def test_integer_programming_finds_what_the_others_find(program):
+    """On every small problem the objective is brute force's and dynamic programming's, and proven."""
+    fn, args = SMALL[program]()
+    problem = problem_of(fn, *args, mesh={"data": 4}, cluster=eager_cluster("v5e:2x2"))
+    exact = BruteForce(max_assignments=3_000_000).solve(problem).judgement.cost.objective_seconds
+    found = IntegerProgramming().solve(problem)
+    assert found.judgement.cost.objective_seconds == pytest.approx(exact, rel=1e-9)
+    assert found.lower_bound_seconds == pytest.approx(exact, rel=1e-6)
+    joint = problem_of(fn, *args)
+    assert IntegerProgramming().solve(joint).judgement.cost.objective_seconds == pytest.approx(
+        DynamicProgramming().solve(joint).judgement.cost.objective_seconds, rel=1e-9
+    )
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("program", ["matmul", "two_matmuls", "shared_weight"])
+def test_the_memory_limit_is_a_true_constraint(program, share):
+    """Under limits that bind, the optimum is brute force's and proven, or both refuse; prices alone reach neither."""
+    fn, args = SMALL[program]()
+
+    def limited(limit):
+        return problem_of(fn, *args, mesh={"data": 4}, cluster=eager_cluster("v5p:2x2x1"), memory_limit_bytes=limit)
+
+    free = DynamicProgramming().solve(limited(None)).judgement.cost
+    limit = free.peak_bytes * (1 - share / 4)
+    try:
+        exact = BruteForce().solve(limited(limit)).judgement.cost
+    except InfeasibleError:
+        with pytest.raises(InfeasibleError, match="smallest peak"):
+            IntegerProgramming().solve(limited(limit))
+        return
+    found = IntegerProgramming().solve(limited(limit))
+    assert found.judgement.cost.peak_bytes <= limit
+    assert found.judgement.cost.objective_seconds == pytest.approx(exact.objective_seconds, rel=1e-9)
+    assert found.lower_bound_seconds == pytest.approx(exact.objective_seconds, rel=1e-6)
+
+
+@pytest.mark.parametrize("program", ["matmul", "shared_weight", "descent"])
+def test_rows_exclude_nothing_that_fits(program):
+    """A memory row excludes the labels it comes from, and no random labels whose judged peak is within the limit."""
+    fn, args = SMALL[program]()
+    problem = problem_of(fn, *args, mesh={"data": 2, "model": 2}, cluster=eager_cluster("v5p:2x2x1"))
+    tables = problem.tables((0, 1), problem.start())
+    sizes = [len(options) for options in tables.labels]
+    random = np.random.default_rng(0)
+
+    def judged(labels):
+        return problem.evaluate(problem.assignment([options[label] for options, label in zip(tables.labels, labels, strict=True)])).peak
+
+    drawn = [random.integers(sizes) for _ in range(60)]
+    peaks = [judged(labels) for labels in drawn]
+    limit = float(np.median([peak.nbytes for peak in peaks]))
+
+    def kept(row, labels):
+        return sum(shares[labels[node]] for node, shares in row.coefficients.items()) <= row.limit + 1e-9
+
+    for labels, peak in zip(drawn, peaks, strict=True):
+        if peak.nbytes > limit:
+            row = memory_row(problem, sizes, labels, peak, limit)
+            assert not kept(row, labels)
+            assert all(kept(row, other) for other, held in zip(drawn, peaks, strict=True) if held.nbytes <= limit)
+
+
+def test_the_dual_bound_is_reported_where_the_time_runs_out():
+    """With hardly any time the answer is legal, and its bound below the optimum."""
+    fn, args = PROGRAMS["gpt"]()
+    problem = problem_of(fn, *args)
+    found = IntegerProgramming(time_limit_seconds=0.01).solve(problem)
+    other = DynamicProgramming().solve(problem)
+    assert found.lower_bound_seconds <= other.judgement.cost.objective_seconds
+    assert other.lower_bound_seconds <= found.judgement.cost.objective_seconds
+
+
+def test_a_child_solves_what_may_take_long(monkeypatch):
+    """Large models are solved in a process of their own, with the same answer; Ctrl-C ends it."""
+    fn, args = PROGRAMS["mlp"]()
+    problem = problem_of(fn, *args)
+    here = IntegerProgramming().solve(problem).judgement.cost
+    monkeypatch.setattr(integer_programming, "IN_PROCESS", 0)
+    assert IntegerProgramming().solve(problem).judgement.cost.objective_seconds == pytest.approx(here.objective_seconds, rel=1e-9)
+    children = []
+
+    class Interrupted(subprocess.Popen):
+        def communicate(self, *args, **kwargs):
+            children.append(self)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        IntegerProgramming().solve(problem)
+    assert children[0].wait(10) < 0
+
+
+def test_too_large_models_name_the_searcher_to_use():
+    """Tables and models beyond their limits are refused with their size and the way out."""
+    fn, args = PROGRAMS["gpt"]()
+    problem = problem_of(fn, *args)
+    with pytest.raises(SearchLimitError, match=r"up to 1,000 entries.*dynamic_programming"):
+        IntegerProgramming(max_problem_entries=1000).solve(problem)
+    with pytest.raises(SearchLimitError, match=r"up to 1,000 variables.*dynamic_programming"):
+        IntegerProgramming(max_variables=1000).solve(problem)
