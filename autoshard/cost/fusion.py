@@ -67,6 +67,7 @@ class Fusion:
         materialised: per value, whether it lies in memory, as its own or as a view of what does; what is made of constants never counts.
         root: per value, the value whose memory it shares: a view's operand, what a loop carries, the stack that a trip's result goes to.
         narrow: per value, whether all that read it are matrix products: a TPU keeps it in bfloat16, as its matrix unit reads it.
+        last: per value whether nothing but kernels that make the program's results read it, as gradients are.
         casts: what a loop's products read of float32 stacks, rounded once before it on a TPU: the first and last loop that do, by value.
         rounds: per value whether some product reads it, and so a copy for it is of bfloat16 on a TPU.
         minor: per value the two dimensions that convolutions want innermost, batch and features; None where there are none.
@@ -78,6 +79,7 @@ class Fusion:
     materialised: tuple[bool, ...]
     root: tuple[int, ...]
     narrow: tuple[bool, ...]
+    last: tuple[bool, ...]
     casts: dict[int, tuple[int, int]]
     rounds: tuple[bool, ...]
     minor: tuple[tuple[int, int] | None, ...]
@@ -130,7 +132,18 @@ class _Fuser:
         root = tuple(map(self._find, range(len(self.values))))
         users = tuple(tuple(reader.index for reader in self.readers[value]) for value in root)
         materialised = tuple(stored[end] and not self.free[value] for value, end in enumerate(root))
-        return Fusion(stored, materialised, root, tuple(self.narrow), self._casts(), self._rounds(), _minor(self.graph), users, kernels)
+        return Fusion(
+            stored=stored,
+            materialised=materialised,
+            root=root,
+            narrow=tuple(self.narrow),
+            last=self._last(),
+            casts=self._casts(),
+            rounds=self._rounds(),
+            minor=_minor(self.graph),
+            users=users,
+            kernels=kernels,
+        )
 
     # -- who shares memory with whom, who reads what ------------------------------------------------------------------------
 
@@ -156,6 +169,10 @@ class _Fuser:
             for value in dict.fromkeys(self._find(value) for value in reads):
                 if not is_call(op) and not (op.primitive in VIEWS and not op.bodies):
                     self.readers[value].append(op)
+
+    def _last(self) -> tuple[bool, ...]:
+        makes_results = {op.index for op in self.graph.ops if any(self._find(value) in self.returned for value in op.results)}
+        return tuple(bool(self.sinks[end]) and self.sinks[end] <= makes_results for end in map(self._find, range(len(self.values))))
 
     def _casts(self) -> dict[int, tuple[int, int]]:
         found: dict[int, tuple[int, int]] = {}

@@ -3,7 +3,8 @@
 *Order.* Kernels run in program order, or in that of a list scheduler, whichever holds less: compilers try both and keep the better one.
 *Buffers.* A value lives from the kernel that makes it to the last one that reads it, an argument throughout. A result that replaces a
 donated argument takes its place; so does an elementwise result that of an operand that dies with it. What a loop carries or stacks lives
-as long as the loop, its body's own values within. Copies in other layouts live from their first to their last reader.
+as long as the loop, its body's own values within. Copies in other layouts live from their first to their last reader. Partial gradients
+wait until the end to be combined: XLA sends many in one all_reduce, and computes first what it can (its latency-hiding scheduler).
 *Fast memory.* A TPU's compiler keeps short-lived values in the core's own memory as far as it goes: they are not in the device's.
 """
 
@@ -69,7 +70,7 @@ def peak_memory(
     Args:
         assignment: where each value lies.
         copies: by value number and layout.
-        partials: per op index the bytes of its result before a reduce_scatter leaves a part of it.
+        partials: per op index the bytes of its result before it is combined with other devices'.
     """
     times = profile.lifetimes
     on_tpu = device.kind == "tpu"
@@ -90,7 +91,13 @@ def peak_memory(
     born, dies = times.born, times.dies
     fusion = profile.fusion
     more = [(copy.nbytes / (2 if on_tpu and fusion.rounds[value] else 1), copy.first, copy.last) for (value, _), copy in copies.items()]
-    more += [(nbytes, op, op) for op, nbytes in partials.items()]
+    ops, end = profile.graph.walk(), len(profile.graph.walk())
+    for op, nbytes in partials.items():
+        value = ops[op].results[0]
+        if fusion.last[value]:
+            more.append((nbytes, op, end))
+        elif fusion.narrow[value] or nbytes > values[value].nbytes / shards(assignment.layout(value), mesh):
+            more.append((nbytes, op, op))
     if on_tpu:
         copied = {value for value, _ in copies}
         for value, (first, last) in fusion.casts.items():

@@ -86,7 +86,8 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...]) -> Profile:
 
 def _portable(graph: Graph, free: tuple[bool, ...], materialised: tuple[bool, ...]) -> tuple[bool, ...]:
     """Per value whether it lies in memory, or is made of what is at most half its size, directly or through values like itself."""
-    found = list(materialised)
+    made = {value for op in graph.walk() for value in op.results}
+    found = [held or value not in made for value, held in enumerate(materialised)]  # what a loop hands in is made outside
     for op in graph.walk():
         if op.bodies:
             continue
