@@ -180,11 +180,25 @@ def _nccl(ll: float, network_ll: float, switch: float) -> tuple[Protocol, ...]:
 # expects 46 to 48 (NVIDIA/nccl-tests issue 290)
 CARD_EFFICIENCY = 0.96
 GPU_KERNEL_SECONDS = 3e-6  # estimate: a kernel's launch within a CUDA graph, and its tail
+# Matrix products, bf16, as measured over many shapes (stas00/ml-engineering, compute/accelerator, "Maximum Achievable Matmul FLOPS
+# comparison table"): 271.2 of 312 Tflop/s on A100 SXM, 794.5 of 989 on H100 SXM ("H200 is the same"), 1745 of 2250 on B200 SXM.
+A100_EFFICIENCY, HOPPER_EFFICIENCY, B200_EFFICIENCY = 271.2 / 312, 794.5 / 989, 1745 / 2250
+GPU_MEMORY_EFFICIENCY = 0.9  # kernels that move over 100 MB: calculon-ai/calculon, systems/a100_80g.json (Isaev et al., SC 2023)
 GPU_TILE = 64  # rows of one Hopper wgmma instruction (PTX ISA); smaller blocks leave tensor cores idle
 
 
 def _gpu(
-    name: str, bf16: float, tf32: float, f64: float, int8: float, fp8: float, vector: float, memory: float, bandwidth: float, source: str
+    name: str,
+    bf16: float,
+    tf32: float,
+    f64: float,
+    int8: float,
+    fp8: float,
+    vector: float,
+    memory: float,
+    bandwidth: float,
+    efficiency: float,
+    source: str,
 ) -> Device:
     return Device(
         name=name,
@@ -197,6 +211,8 @@ def _gpu(
         kernel_overhead_seconds=GPU_KERNEL_SECONDS,
         matrix_tile=GPU_TILE,
         source=source,
+        matrix_efficiency=efficiency,
+        memory_efficiency=GPU_MEMORY_EFFICIENCY,
     )
 
 
@@ -243,6 +259,7 @@ A100 = Entry(
         vector=19.5 * T,  # float32 outside tensor cores
         memory=80 * G,  # A100 80GB SXM: 80 GB, 2039 GB/s
         bandwidth=2039 * G,
+        efficiency=A100_EFFICIENCY,
         source=A100_SOURCE,
     ),
     interconnect=_ampere_links(2039 * G),
@@ -261,6 +278,7 @@ A100_40G = Entry(
         vector=19.5 * T,
         memory=40 * G,  # A100 40GB SXM: 40 GB, 1555 GB/s
         bandwidth=1555 * G,
+        efficiency=A100_EFFICIENCY,
         source=A100_SOURCE,
     ),
     interconnect=_ampere_links(1555 * G),
@@ -279,6 +297,7 @@ H100 = Entry(
         vector=67 * T,  # float32 outside tensor cores
         memory=80 * G,  # 80 GB, 3.35 TB/s
         bandwidth=3350 * G,
+        efficiency=HOPPER_EFFICIENCY,
         source="https://www.nvidia.com/en-us/data-center/h100/",
     ),
     interconnect=_hopper_links(3350 * G),
@@ -297,6 +316,7 @@ H200 = Entry(
         vector=67 * T,
         memory=141 * G,  # 141 GB, 4.8 TB/s
         bandwidth=4800 * G,
+        efficiency=HOPPER_EFFICIENCY,
         source="https://www.nvidia.com/en-us/data-center/h200/",
     ),
     interconnect=_hopper_links(4800 * G),
@@ -315,6 +335,7 @@ B200 = Entry(
         vector=75 * T,  # float32 outside tensor cores
         memory=180 * G,  # DGX B200 datasheet: 1,440 GB in 8 GPUs; 8 TB/s each
         bandwidth=8000 * G,
+        efficiency=B200_EFFICIENCY,
         source="https://www.nvidia.com/en-us/data-center/dgx-b200/",
     ),
     # 18 NVLinks of 50 GB/s, of which NCCL counts on 40.1 (topo.h); DGX B200 datasheet: eight 400 Gb/s cards

@@ -27,6 +27,8 @@ class Device:
         memory_bandwidth_bytes_per_second: peak rate of that memory.
         kernel_overhead_seconds: fixed cost of one compiled kernel.
         matrix_tile: a matrix product's sides are padded to multiples of this.
+        matrix_efficiency: the share of the matrix unit's peak that large, aligned products reach.
+        memory_efficiency: the share of the memory's peak that large kernels reach.
         source: where the figures come from.
     """
 
@@ -39,6 +41,8 @@ class Device:
     kernel_overhead_seconds: float
     matrix_tile: int
     source: str
+    matrix_efficiency: float = 1.0
+    memory_efficiency: float = 1.0
 
     def __post_init__(self):
         if self.kind not in KINDS:
@@ -53,13 +57,24 @@ class Device:
         if any(rate <= 0 for rate in rates) or self.memory_bytes <= 0 or self.kernel_overhead_seconds < 0 or self.matrix_tile < 1:
             raise ClusterError(f"rates, memory and tile of device {self.name!r} are positive, got {self}.")
 
+        if not (0 < self.matrix_efficiency <= 1 and 0 < self.memory_efficiency <= 1):
+            raise ClusterError(
+                f"efficiencies of device {self.name!r} are shares of its peaks, above 0 and up to 1, got {self.matrix_efficiency} and "
+                f"{self.memory_efficiency}."
+            )
+
+    @property
+    def memory_rate(self) -> float:
+        """Bytes per second that large kernels move."""
+        return self.memory_bandwidth_bytes_per_second * self.memory_efficiency
+
     def matrix_rate(self, dtype: str) -> float:
-        """Flops per second of matrix products of a dtype (``float32``); the vector rate where the matrix unit does not know it."""
+        """Flops per second that large products of a dtype (``float32``) reach; the vector rate where the matrix unit does not know it."""
         rates = dict(self.flops_per_second)
         name = "fp8" if dtype.startswith("float8") else "int8" if dtype in ("int8", "uint8", "int4", "uint4") else _CLASS_OF.get(dtype, "")
         if name not in rates:
             return self.vector_rate(dtype)
-        return rates[name] / (_COMPLEX_WORK if dtype.startswith("complex") else 1)
+        return rates[name] * self.matrix_efficiency / (_COMPLEX_WORK if dtype.startswith("complex") else 1)
 
     def vector_rate(self, dtype: str) -> float:
         """Flops per second of elementwise work of a dtype; float64 never runs faster than its matrix products."""

@@ -222,7 +222,7 @@ class Roofline:
             flops, nbytes: its arithmetic and its memory traffic on this device.
         """
         rate = self.device.matrix_rate(dtype) if matrix else self.device.vector_rate(dtype)
-        moved = nbytes / self.device.memory_bandwidth_bytes_per_second
+        moved = nbytes / self.device.memory_rate
         return np.maximum(flops / rate, moved) + self.device.kernel_overhead_seconds
 
     def dot_seconds(

@@ -61,7 +61,7 @@ class CostModel:
         self.mesh = mesh
         self.communication = Communication(cluster.links(mesh))
         self._roofline = Roofline(cluster.device)
-        self._byte_seconds = 1 / cluster.device.memory_bandwidth_bytes_per_second
+        self._byte_seconds = 1 / cluster.device.memory_rate
         self._reshards = Reshards(mesh, self.communication, ALL_TO_ALL_PASSES * self._byte_seconds)
         self._matrices: dict[tuple, np.ndarray] = {}
         self._op_costs: dict[tuple[Profile, int, Choice], OpCost] = {}
