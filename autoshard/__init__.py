@@ -26,6 +26,7 @@ from autoshard.search import (
     Manual,
     RecursiveProgramming,
     ShardingPropagation,
+    TensorParallel,
 )
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "ShardingPropagation",
     "Strategy",
     "StrategyError",
+    "TensorParallel",
     "TraceError",
     "Verification",
     "calibrate",

@@ -24,7 +24,7 @@ from autoshard.lower import lowering_mesh
 from autoshard.lower.constrain import SELF_PARTITIONED
 from autoshard.problem import Pin, Problem
 from autoshard.rules import rules_of
-from autoshard.search import Searcher, Solution, candidate_meshes, searcher_of, silent, solve
+from autoshard.search import Searcher, Solution, TensorParallel, candidate_meshes, searcher_of, silent, solve
 from autoshard.search.meshes import placed
 from autoshard.search.propagation import follow_layouts
 from autoshard.search.searcher import Progress
@@ -78,7 +78,7 @@ def search(
     if given is not None:
         cluster.check(given)
     traced, facts, seconds = _prepare(fn, args, donate_argnums, (*_pinned_axes(pins), *(given.names if given else ())))
-    meshes = _meshes(cluster, traced.graph, pins, given, 2 if chosen.automatic else 1)
+    meshes = _meshes(cluster, traced.graph, pins, given, 2 if chosen.automatic or isinstance(chosen, TensorParallel) else 1)
     started = time.perf_counter()
     best: tuple[Solution, Mesh] | None = None
     failure: AutoshardError | None = None

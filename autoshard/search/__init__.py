@@ -11,6 +11,7 @@ from autoshard.search.meshes import candidate_meshes
 from autoshard.search.recursive_programming import RecursiveProgramming
 from autoshard.search.searcher import Progress, Searcher, Solution, silent
 from autoshard.search.sharding_propagation import ShardingPropagation
+from autoshard.search.tensor_parallel import TensorParallel
 
 SEARCHERS = {
     "auto": Auto,
@@ -20,6 +21,7 @@ SEARCHERS = {
     "sharding_propagation": ShardingPropagation,
     "data_parallel": DataParallel,
     "fully_sharded": FullySharded,
+    "tensor_parallel": TensorParallel,
     "manual": Manual,
     "brute_force": BruteForce,
 }
@@ -61,6 +63,7 @@ __all__ = [
     "DataParallel",
     "DynamicProgramming",
     "FullySharded",
+    "Manual",
     "IntegerProgramming",
     "Manual",
     "Progress",
@@ -68,6 +71,7 @@ __all__ = [
     "Searcher",
     "ShardingPropagation",
     "Solution",
+    "TensorParallel",
     "candidate_meshes",
     "searcher_of",
     "silent",

@@ -17,6 +17,7 @@ from autoshard.search.baselines import DataParallel, FullySharded
 from autoshard.search.dynamic_programming import DynamicProgramming
 from autoshard.search.recursive_programming import RecursiveProgramming
 from autoshard.search.searcher import Progress, Searcher, Solution, silent
+from autoshard.search.tensor_parallel import TensorParallel
 
 MEMBERS: tuple[Searcher, ...] = (
     DynamicProgramming(),
@@ -25,6 +26,7 @@ MEMBERS: tuple[Searcher, ...] = (
     FullySharded(stage=1),
     FullySharded(stage=2),
     FullySharded(stage=3),
+    TensorParallel(),
 )
 
 

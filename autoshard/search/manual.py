@@ -3,6 +3,7 @@
 *Constraints.* Every argument lies as its spec or its pin says, and one that neither mentions is replicated; state that the program returns
 keeps its argument's. *Objective, variables, ties.* Those of sharding propagation (`autoshard.search.sharding_propagation`), which completes
 the specs: operations and intermediates follow with least redistribution, and a mesh axis is used only where some spec's use of it reaches.
+Twice: the first axis decided first, and the last; the judge picks.
 
 `autoshard.evaluate` costs the same specs as Shardy's own propagation completes them, as plain `jax.jit` does: it follows
 what operands are sharded on without asking what that costs, so that the two differ where other collectives are cheaper, a reduce_scatter
@@ -60,8 +61,9 @@ class Manual:
         layouts = self._layouts(problem)
         homes = {problem.nodes.home[value][0]: layout for value, layout in layouts.items() if value in problem.nodes.home}
         held = tuple({node: layout[axis] for node, layout in homes.items()} for axis in range(len(problem.mesh.axes)))
-        spread = Spread(problem, held, progress=progress)
-        judgement, labels = fastest_within(problem, spread.search, steps=8)
+        spreads = [Spread(problem, held, last_first=order, progress=progress) for order in (False, True)]
+        found = [(*fastest_within(problem, spread.search, steps=8), spread) for spread in spreads]
+        judgement, labels, spread = min(found, key=lambda answer: answer[0].cost.makespan_seconds)
         return Solution(
             assignment=problem.assignment(labels),
             judgement=judgement,

@@ -35,8 +35,11 @@ from autoshard.search.memory import fastest_within
 from autoshard.search.reached import disagreements, unreached
 from autoshard.search.searcher import Progress, Solution, silent
 
-Held = tuple[Mapping[int, int], ...]
-"""Per mesh axis, by node: the factor that its op splits, or the dimension that its layout shards, whatever else follows."""
+Part = tuple[int, int] | int
+"""What a label does with one mesh axis: the factor it splits and where it scatters, or the dimension it shards; -1 for nothing."""
+
+Held = tuple[Mapping[int, Part], ...]
+"""Per mesh axis, by node: what its label does with it, or the factor alone, whatever else follows. What is not legal is not held."""
 
 ROUNDING = 1e-9  # relative; what choices must gain to be revised, so that revising ends
 MAX_ROUNDS = 6
@@ -72,7 +75,7 @@ class ShardingPropagation:
                 "some weights, or values inside the function by with_sharding_constraint; or use searcher='auto', which needs no pins."
             )
         started = time.perf_counter()
-        spread = Spread(problem, held, self.max_rounds, progress)
+        spread = Spread(problem, held, self.max_rounds, progress=progress)
         judgement, labels = fastest_within(problem, spread.search, self.price_steps)
         return Solution(
             assignment=problem.assignment(labels),
@@ -96,6 +99,7 @@ class Spread:
         problem: the program and its mesh; its pins hold.
         held: what ops and layouts take besides.
         max_rounds: how often each axis may be revised.
+        last_first: whether the last mesh axis is decided first, rather than the first one.
         sources: per mesh axis, by node that was reached: the pinned node it was reached from.
         rounds: how many rounds there were, all searches together.
     """
@@ -103,6 +107,7 @@ class Spread:
     problem: Problem
     held: Held
     max_rounds: int = MAX_ROUNDS
+    last_first: bool = False
     progress: Progress = silent
     sources: tuple[dict[int, int], ...] = ()
     rounds: int = field(default=0)
@@ -112,14 +117,14 @@ class Spread:
         problem, n_axes = self.problem, len(self.problem.mesh.axes)
         labels = problem.start()
         self.sources = tuple(
-            {node: node for node in (*_pinned(problem, axis), *(node for node, use in held.items() if use >= 0))}
+            {node: node for node in (*_pinned(problem, axis), *(node for node, part in held.items() if _use(part) >= 0))}
             for axis, held in enumerate(self.held)
         )
         settled = [0] * n_axes  # per axis, how many changes there had been when it was settled
         changes = 1
         for number in range(self.max_rounds):
             self.rounds += 1
-            for axis in range(n_axes):
+            for axis in reversed(range(n_axes)) if self.last_first else range(n_axes):
                 if settled[axis] == changes:
                     continue
                 self.progress(f"propagating {problem.mesh.names[axis]}", (number + axis / n_axes) / self.max_rounds)
@@ -136,7 +141,7 @@ class Spread:
 class _OneAxis:
     """The tables of one free mesh axis, and the label that each node has by now."""
 
-    def __init__(self, tables: Tables, axis: int, held: Mapping[int, int], sources: dict[int, int]):
+    def __init__(self, tables: Tables, axis: int, held: Mapping[int, Part], sources: dict[int, int]):
         self.tables = tables
         self.sources = sources
         self.now: list[int] = tables.incumbent.tolist()
@@ -146,9 +151,11 @@ class _OneAxis:
             self.near[j].append((i, table))
         users: dict[int, list[bool]] = {}
         self.uses = [users.setdefault(id(options), [_use(label[axis]) >= 0 for label in options]) for options in tables.labels]
-        self.kept = {
-            node: np.array([k for k, label in enumerate(tables.labels[node]) if _use(label[axis]) == use]) for node, use in held.items()
-        }
+        self.kept: dict[int, np.ndarray] = {}
+        for node, part in held.items():
+            allowed = np.flatnonzero([part in (label[axis], _use(label[axis])) for label in tables.labels[node]])
+            if len(allowed):
+                self.kept[node] = allowed
 
     def labels(self) -> list[Label]:
         return [options[k] for options, k in zip(self.tables.labels, self.now, strict=True)]
@@ -231,6 +238,6 @@ def _sliced(table: np.ndarray, rows: np.ndarray | None) -> np.ndarray:
     return table if rows is None else table[rows]
 
 
-def _use(part: tuple[int, int] | int) -> int:
-    """What a label does with one axis: the factor that it splits, or the dimension that it shards; -1 for nothing."""
+def _use(part: Part) -> int:
+    """The factor or the dimension that a part of a label uses; -1 for none."""
     return part if isinstance(part, int) else part[0]

@@ -1,0 +1,133 @@
+"""Contraction pairs are found by their contractions alone, and split as experts split them, or better."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from problems import SMALL, eager_cluster, problem_of
+from programs import PROGRAMS
+
+import autoshard
+from autoshard.search import Auto, DataParallel, TensorParallel
+from autoshard.search.tensor_parallel import contraction_pairs
+from benchmarks.models import MODELS, gpt, gpt_scan, moe
+
+
+def array(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def pairs_of(fn, *args):
+    """First products, second ones and ends, each by its second operand's shape and its feature's size; the batch starts with b or x."""
+    problem = problem_of(fn, *args)
+    batch = {value for value, path in zip(problem.graph.arguments, problem.graph.argument_paths, strict=True) if path[0] in "bx"}
+    found = contraction_pairs(problem, set(problem.graph.arguments) - batch)
+    ops = problem.graph.walk()
+
+    def described(splits):
+        return sorted(
+            (problem.graph.values[ops[op].operands[1]].shape, problem.rules[op].factors[factor].size) for op, factor in splits.items()
+        )
+
+    first = {op: factor for op, factor in found.pairs.items() if op not in found.seconds}
+    return described(first), described({op: found.pairs[op] for op in found.seconds}), described(found.ends)
+
+
+@pytest.mark.parametrize("make", [gpt, gpt_scan], ids=["unrolled", "scanned"])
+def test_the_pairs_of_a_transformer_are_its_blocks_projections(make):
+    """Heads pair query, key and value with the output, hidden units up with down; the vocabulary ends in a loss."""
+    first, second, ends = pairs_of(*_program(make(2, 64, 4, 512, 16, 32)))
+    n = 2 if make is gpt else 1
+    assert first == sorted([((64, 256), 256), ((64, 3, 4, 16), 4)] * n)
+    assert second == sorted([((256, 64), 256), ((4, 16, 64), 4)] * n)
+    assert [size for _, size in ends] == [512, 512]
+
+
+def _program(program):
+    fn, args = program
+    return fn, *args
+
+
+def test_a_chain_of_products_pairs_two_by_two():
+    """Of four products in a row each is in one pair: column, row, column, row."""
+
+    def chain(p, q, r, s, x):
+        return jnp.tanh(jnp.tanh(jnp.tanh(x @ p) @ q) @ r) @ s
+
+    fn_args = chain, array(16, 64), array(64, 16), array(16, 128), array(128, 16), array(512, 16)
+    first, second, _ = pairs_of(*fn_args)
+    assert first == [((16, 64), 64), ((16, 128), 128)]
+    assert second == [((64, 16), 64), ((128, 16), 128)]
+
+
+def test_what_is_reduced_between_is_no_pair():
+    """A norm over the feature that the next product contracts keeps both whole."""
+
+    def normed(p, q, x):
+        y = x @ p
+        return (y / y.sum(-1, keepdims=True)) @ q
+
+    assert pairs_of(normed, array(16, 64), array(64, 16), array(512, 16))[:2] == ([], [])
+
+
+def test_gated_units_share_their_second_product():
+    """Two first products that are multiplied go with one second product, and leave one reduction on the way forward."""
+
+    def step(w, x):
+        def loss(w):
+            return (((jax.nn.silu(x @ w["p"]) * (x @ w["q"])) @ w["r"]) ** 2).sum()
+
+        return jax.tree.map(jnp.subtract, w, jax.grad(loss)(w))
+
+    args = {"p": array(64, 256), "q": array(64, 256), "r": array(256, 64)}, array(4096, 64)
+    first, second, _ = pairs_of(step, *args)
+    assert (len(first), len(second)) == (2, 1)
+    options = {"cluster": eager_cluster(), "mesh": {"data": 4, "model": 2}}
+    strategy = autoshard.search(step, *args, searcher=TensorParallel(sequence=False), **options)
+    assert strategy.in_specs[0]["p"][1] == strategy.in_specs[0]["q"][1] == "model"
+    assert [c.count for c in strategy.cost.collectives if c.kind == "all_reduce" and c.mesh_axes == ("model",)] == [1]
+
+
+@pytest.mark.parametrize("name", ["gpt", "gpt_scan", "moe"])
+@pytest.mark.parametrize("mesh", [{"data": 2, "model": 4}, {"data": 4, "model": 2}], ids=str)
+def test_it_is_judged_no_slower_than_the_experts_specs(name, mesh):
+    """The specs that experts write by hand, completed by Shardy's propagation, take no less."""
+    make = {"gpt": gpt, "gpt_scan": gpt_scan, "moe": moe}[name]
+    fn, args = make(2, batch=64)
+    found = autoshard.search(fn, *args, cluster="v5e:2x4", mesh=mesh, searcher="tensor_parallel", memory_limit_bytes=1e15)
+    hand = autoshard.evaluate(fn, *args, cluster="v5e:2x4", mesh=mesh, in_specs=dict(MODELS[name].tensor_parallel))
+    assert found.cost.makespan_seconds <= hand.cost.makespan_seconds
+
+
+def test_sequence_parallelism_is_an_option_that_pays():
+    """Without it every pair of the forward pass ends in an all_reduce; with it the answer is no slower."""
+    fn, args = gpt(2, batch=64)
+    options = {"cluster": "v5e:2x4", "mesh": {"data": 2, "model": 4}, "memory_limit_bytes": 1e15}
+    with_it = autoshard.search(fn, *args, searcher=TensorParallel(), **options)
+    without = autoshard.search(fn, *args, searcher=TensorParallel(sequence=False), **options)
+    assert with_it.cost.makespan_seconds <= without.cost.makespan_seconds
+    assert any(c.kind == "reduce_scatter" and c.mesh_axes == ("model",) for c in with_it.cost.collectives)
+
+
+def test_the_mesh_is_searched_over_two_axes():
+    """Without a mesh the factorisations of the devices into two axes are tried."""
+    fn, args = gpt(1, 512, 8, 4096, 32, 128)
+    strategy = autoshard.search(fn, *args, cluster="v5e:2x4", searcher="tensor_parallel")
+    assert strategy.stats["meshes"] > 1
+
+
+@pytest.mark.parametrize("program", ["convnet", "lstm"])
+def test_other_programs_have_an_answer_too(program):
+    """Channels pair convolutions; a program without pairs is split by its batch alone."""
+    fn, args = PROGRAMS[program]()
+    assert TensorParallel().solve(problem_of(fn, *args)).judgement.cost.objective_seconds > 0
+    fn, args = SMALL["gathered"]()
+    problem = problem_of(fn, *args, mesh={"data": 8})
+    baseline = DataParallel().solve(problem).judgement.cost.objective_seconds
+    assert TensorParallel(vocabulary=False).solve(problem).judgement.cost.objective_seconds <= baseline * (1 + 1e-9)
+
+
+def test_the_portfolio_asks_it():
+    """Tensor parallelism is a member of auto."""
+    assert any(isinstance(member, TensorParallel) for member in Auto().members)
