@@ -63,7 +63,6 @@ __all__ = [
     "DataParallel",
     "DynamicProgramming",
     "FullySharded",
-    "Manual",
     "IntegerProgramming",
     "Manual",
     "Progress",
