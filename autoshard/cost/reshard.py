@@ -12,6 +12,13 @@
 (a slice over an idle axis that a wider gather undoes can be faster on a torus, but no partitioner does it); of equally cheap ones the
 shortest. Exact, by Floyd and Warshall's all-pairs closure for each set of axes: O(n^3) elementwise in numpy for the
 n = (rank + 1) ** axes layouts, once per byte count and divisibility pattern.
+
+*Compilers.* The lowering constrains the array to every layout on the path, and compilers then take the predicted collectives, one for
+each step. Given the last layout alone, the TPU compiler mostly takes the same ones; it gathers the whole array where two dimensions
+change at once, and has all_to_alls over parts of an axis that no path has (``('x', 'y')`` to ``('y', 'x')`` on axes of 2 and 4).
+
+*Partial sums* are combined by one reduce_scatter where every axis scatters, else by one all_reduce. Scattering over one axis and reducing
+over another is a reduce_scatter over both, then an all_gather: a choice that scatters both, and a value that is whole over one.
 """
 
 from __future__ import annotations
