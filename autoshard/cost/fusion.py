@@ -113,6 +113,8 @@ class _Fuser:
         self.absorbed = [False] * n
         self.readers: list[list[Op]] = [[] for _ in range(n)]
         self.sources: list[tuple[int, ...]] = [()] * n
+        self.minor, self.relayouts = _minor(graph)
+        self.moved: set[int] = set()
         self.fused: dict[int, tuple[int, ...]] = {}
         self.sinks: list[frozenset[int]] = [frozenset()] * n
         spread = (op for op in self.ops if op.primitive == "broadcast_in_dim" and not self.values[op.operands[0]].rank)
@@ -140,7 +142,7 @@ class _Fuser:
             last=self._last(),
             casts=self._casts(),
             rounds=self._rounds(),
-            minor=_minor(self.graph),
+            minor=self.minor,
             users=users,
             kernels=kernels,
         )
@@ -155,7 +157,7 @@ class _Fuser:
     def _alias(self) -> None:
         root = self.root
         for op in self.ops:
-            if op.primitive in VIEWS and not op.bodies and len(op.results) == 1 and op.operands:
+            if self._is_view(op):
                 root[op.results[0]] = self._find(op.operands[0])
             for holder in op.holders:
                 first = next((flow for flow in holder.sources if not flow.inside and not flow.shift), None)
@@ -167,7 +169,7 @@ class _Fuser:
         for op in self.ops:
             reads = [*op.operands, *(flow.value for holder in op.holders for flow in holder.sources)]
             for value in dict.fromkeys(self._find(value) for value in reads):
-                if not is_call(op) and not (op.primitive in VIEWS and not op.bodies):
+                if not is_call(op) and not self._is_view(op):
                     self.readers[value].append(op)
 
     def _last(self) -> tuple[bool, ...]:
@@ -218,6 +220,27 @@ class _Fuser:
             elif op.primitive in REDUCTIONS:
                 for value in op.results:
                     self._store(value)
+            elif op.index in self.relayouts:
+                end = self._chain_end(op)
+                self.moved.add(end)
+                self._store(end)
+
+    def _chain_end(self, op: Op) -> int:
+        """The last value of a chain of elementwise ops with one reader each."""
+        end = self._find(op.results[0])
+        while len(self.readers[end]) == 1 and self._is_elementwise(only := self.readers[end][0]):
+            after = self._find(only.results[0])
+            if self.values[after].size != self.values[end].size:
+                break
+            end = after
+        return end
+
+    def _is_view(self, op: Op) -> bool:
+        return op.primitive in VIEWS and not op.bodies and len(op.results) == 1 and bool(op.operands) and op.index not in self.relayouts
+
+    def _is_elementwise(self, op: Op) -> bool:
+        alone = op.bodies or op.primitive in STANDALONE or op.primitive in REDUCTIONS or op.index in self.relayouts
+        return not alone and len(op.results) == 1
 
     def _store(self, value: int, even_free: bool = False) -> None:
         """Stores a value; one that is made of constants only where a loop reads it, and not the same number everywhere."""
@@ -264,7 +287,7 @@ class _Fuser:
         queued, inside, found, covered = set(queue), [start], start, 1
         while queue and len(queued) < LONGEST:
             reader = self.ops[heappop(queue)]
-            if reader.bodies or reader.primitive in STANDALONE or reader.primitive in REDUCTIONS or len(reader.results) != 1:
+            if not self._is_elementwise(reader):
                 break
             made = self._find(reader.results[0])
             if self.values[made].size != self.values[start].size or self.absorbed[made]:
@@ -302,9 +325,7 @@ class _Fuser:
                 kernels.extend(self._kernels(op.bodies[0].ops))
             elif op.bodies:
                 kernels.append(self._loop(op))
-            elif op.primitive in VIEWS and len(op.results) == 1 and op.operands:
-                continue
-            else:
+            elif not self._is_view(op):
                 fuses = op.primitive not in STANDALONE or is_matrix(op.primitive) or _is_one_hot(op, self.values)
                 roots = map(self._find, op.operands)
                 reads = _merged((self.fused.get(root) if fuses else None) or self.sources[root] for root in roots)
@@ -317,7 +338,7 @@ class _Fuser:
                     if self.stored[root]:
                         made.append(root)
                         self.sources[root] = (root,)
-                        if op.primitive == "convert_element_type" and reads:
+                        if op.primitive == "convert_element_type" and reads and root not in self.moved:
                             self.fused[root] = reads  # who can compute it reads what it is made of
                     else:
                         self.sources[root] = reads
@@ -438,8 +459,12 @@ def _default_precision(op: Op) -> bool:
     return all(one is None or str(getattr(one, "name", one)) == "DEFAULT" for one in each)
 
 
-def _minor(graph: Graph) -> tuple[tuple[int, int] | None, ...]:
-    """Per value the dimensions that tiles have in a program with convolutions: those of what they read and make, and of its like."""
+def _minor(graph: Graph) -> tuple[tuple[tuple[int, int] | None, ...], frozenset[int]]:
+    """Per value the dimensions that tiles have in a program with convolutions, and the reshapes that move data between tiles.
+
+    What convolutions read and make, and its like, has batch and features innermost. A reshape that splits or merges features is no view
+    of that: the groups of a group norm lie with the last image dimension and their members innermost.
+    """
     found: list[tuple[int, int] | None] = [None] * len(graph.values)
     shape = [value.shape for value in graph.values]
     for op in graph.walk():
@@ -449,13 +474,26 @@ def _minor(graph: Graph) -> tuple[tuple[int, int] | None, ...]:
             for value, spec in zip(tensors, (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec), strict=True):
                 found[value] = spec[0], spec[1]
     if not any(found):
-        return tuple(found)
-    for ops in (graph.walk(), reversed(graph.walk())):
-        for op in ops:
+        return tuple(found), frozenset()
+    _spread(graph.walk(), shape, found)
+    relayouts = []
+    for op in graph.walk():
+        if op.primitive == "reshape" and len(shape[op.operands[0]]) > 3 < len(shape[op.results[0]]):
+            for value, other in ((op.operands[0], op.results[0]), (op.results[0], op.operands[0])):
+                pair, dims = found[value], shape[other]
+                if pair and 1 not in dims and dims[-1] != shape[value][max(pair)] and dims[:3] == shape[value][:3]:
+                    relayouts.append(op.index)
+                    found[other] = found[other] or (len(dims) - 3, len(dims) - 1)
+    _spread(graph.walk(), shape, found)
+    return tuple(found), frozenset(relayouts)
+
+
+def _spread(ops: Sequence[Op], shape: Sequence[tuple[int, ...]], found: list[tuple[int, int] | None]) -> None:
+    for some in (ops, reversed(ops)):
+        for op in some:
             if op.bodies or op.primitive in ("dot_general", "conv_general_dilated", "transpose", "reshape"):
                 continue
             tensors = [value for value in (*op.operands, *op.results) if len(shape[value]) == len(shape[op.results[0]])]
             pair = next((found[value] for value in tensors if found[value]), None)
             for value in tensors:
                 found[value] = found[value] or pair
-    return tuple(found)
