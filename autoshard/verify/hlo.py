@@ -183,17 +183,22 @@ def tensor_bytes(type_text: str) -> tuple[float, ...]:
 def _collectives(module: Module, name: str, count: int, mesh: Mesh) -> Iterator[Collective]:
     computation = module.computations.get(name, Computation())
     for instruction in computation.values():
-        base = instruction.opcode.removesuffix("-start")
-        if base in KINDS:
-            if not _carried(computation, instruction):
-                yield from _records(module, computation, instruction, base, count, mesh)
-        elif _is_collective(instruction):
-            raise CompilerError(
-                f"every collective of a compiled module is counted, and {instruction.opcode} {instruction.name!r} is of an unknown form: "
-                f"{instruction.rest[:120]}. Report it with the versions of jax and its compiler."
-            )
+        yield from sent_by(module, computation, instruction, mesh, count)
         for callee, times in module.called(instruction):
             yield from _collectives(module, callee, count * times, mesh)
+
+
+def sent_by(module: Module, computation: Computation, instruction: Instruction, mesh: Mesh, count: int = 1) -> list[Collective]:
+    """The collectives that an instruction is, or starts; not those of computations that it calls."""
+    base = instruction.opcode.removesuffix("-start")
+    if base in KINDS:
+        return [] if _carried(computation, instruction) else _records(module, computation, instruction, base, count, mesh)
+    if _is_collective(instruction):
+        raise CompilerError(
+            f"every collective of a compiled module is counted, and {instruction.opcode} {instruction.name!r} is of an unknown form: "
+            f"{instruction.rest[:120]}. Report it with the versions of jax and its compiler."
+        )
+    return []
 
 
 def _carried(computation: Computation, collective: Instruction) -> bool:

@@ -1,0 +1,220 @@
+"""Does the cost model rank strategies as the TPU compiler does? Predicted makespan against the compiler's own schedule.
+
+Strategies are the baselines', a searcher's, hand-written tensor parallelism, batches split over one mesh axis only, and what random
+changes make of all these (a few decisions are changed, the rest then settles for what is cheapest beside them), on three meshes of eight
+v5e chips. Each is compiled to the end. Its schedule's time is the compiler's cycles at the chip's clock, in the compiler's order, and
+each collective's time from the cost model, whose bytes and axes are the compiled module's: a synchronous one waits for its end, an
+asynchronous one where it is waited for. Compiling takes half a minute and more a strategy.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from autoshard.api.strategy import Strategy, record_of
+from autoshard.cluster import Cluster
+from autoshard.cost.collectives import Communication
+from autoshard.cost.model import CostModel
+from autoshard.cost.profile import profile
+from autoshard.ir import Assignment, Collective, Mesh
+from autoshard.problem import Problem
+from autoshard.render import Paragraph, Part, Table, format_seconds
+from autoshard.rules import rules_of
+from autoshard.search import DataParallel, FullySharded, RecursiveProgramming, Solution
+from autoshard.search.propagation import Propagation
+from autoshard.trace import trace
+from autoshard.verify.hlo import Computation, Instruction, Module, sent_by
+from benchmarks import models
+from benchmarks.cost_model.compiled import Case, compiled
+from benchmarks.cost_model.findings import Findings, Target, quantile, spearman
+
+CLUSTER = "v5e:2x4"
+CLOCK = 1.5e9  # Hz, of v5e: from its peak, 197 Tflop/s of 4 x 128 x 128 multiply-adds a cycle
+MESHES = ({"data": 8}, {"data": 2, "model": 4}, {"data": 4, "model": 2})
+PROGRAMS: dict[str, Callable[[], models.Program]] = {
+    "gpt": lambda: models.gpt(1, width=512, heads=8, vocabulary=8192, batch=64, length=512),
+    "moe": lambda: models.moe(layers=1, width=256, heads=4, experts=8, vocabulary=4096, batch=64, length=256),
+}
+# Dimensions that tensor parallelism splits, by what an argument's path contains.
+TENSOR = {
+    "gpt": {"qkv": 2, "'out'": 0, "'up'": 1, "'down'": 0, "embed": 0},
+    "moe": {"qkv": 2, "'out'": 0, "'up'": 2, "'down'": 1},
+}
+CHANGES = (2, 4, 8, 12, 20, 30)
+CHANGED = 11  # strategies a mesh that random changes make
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+
+
+def run(quick: bool, progress: Callable[[str, float], None]) -> Findings:
+    """Spearman's correlation of each program; quick: a dozen strategies of one program."""
+    parts: list[Part] = []
+    targets, numbers = [], {}
+    for name, make in list(PROGRAMS.items())[: 1 if quick else None]:
+        found = []
+        every = list(_strategies(name, make(), 2 if quick else CHANGED))
+        every = every[:: max(1, len(every) // 12)] if quick else every
+        for position, (label, case) in enumerate(every):
+            progress(f"{name}, {label}", position / len(every))
+            record = case.strategy.record
+            links = Communication(Cluster.parse(CLUSTER).links(record.mesh))
+            found.append((label, record.cost.makespan_seconds, scheduled_seconds(compiled(case, cycles=True).hlo, record.mesh, links)))
+        rank = spearman([one for _, one, _ in found], [two for _, _, two in found])
+        errors = [abs(one / two - 1) for _, one, two in found]
+        rows = tuple((label, format_seconds(one), format_seconds(two), f"{one / two:.2f}") for label, one, two in found)
+        parts += [
+            Table((f"{name}, strategy", ">predicted", ">scheduled", ">ratio"), rows),
+            Paragraph(f"median error {quantile(errors, 0.5):.1%}, nine in ten within {quantile(errors, 0.9):.1%}"),
+        ]
+        targets.append(Target(f"{name}, Spearman over {len(found)} strategies", ">= 0.95", rank, rank >= 0.95))
+        numbers[name] = [{"strategy": label, "predicted": one, "scheduled": two} for label, one, two in found]
+    return Findings("does it rank strategies as the TPU compiler does?", tuple(parts), tuple(targets), numbers)
+
+
+# -- what the compiler scheduled -----------------------------------------------------------------------------------------
+
+
+def scheduled_seconds(hlo_text: str, mesh: Mesh, communication: Communication) -> float:
+    """The time of a compiled module's schedule: its instructions in order, and collectives that are under way while others run."""
+    module = Module(hlo_text)
+
+    def seconds(sent: list[Collective]) -> float:
+        axes = [tuple(mesh.names.index(axis) for axis in one.mesh_axes if axis in mesh.names) for one in sent]
+        everything = tuple(range(len(mesh.axes)))
+        return sum(float(communication.seconds(one.kind, one.bytes, over or everything)) for one, over in zip(sent, axes, strict=True))
+
+    def walk(name: str) -> float:
+        computation = module.computations.get(name, Computation())
+        now = wires = 0.0
+        flying: dict[str, float] = {}
+        for instruction in computation.values():
+            cycles = _CYCLES.search(instruction.rest)
+            started, channel, ends = _sends(module, computation, instruction, mesh)
+            if ends:
+                now = max(now, flying.pop(channel, now))
+            elif started and channel:
+                wires = flying[channel] = max(now, wires) + seconds(started)
+            elif started:
+                now = wires = max(now, wires) + seconds(started)
+            if cycles:
+                now += int(cycles[1]) / CLOCK
+            elif instruction.opcode != "fusion":
+                now += sum(times * walk(callee) for callee, times in module.called(instruction))
+        return max(now, wires)
+
+    return walk(module.entry)
+
+
+def _sends(module: Module, computation: Computation, instruction: Instruction, mesh: Mesh) -> tuple[list[Collective], str, bool]:
+    """What an instruction sends; what names the flight that it starts or ends (nothing: it waits for it); whether it ends one."""
+    if instruction.opcode.endswith("-start"):
+        return sent_by(module, computation, instruction, mesh), instruction.name, False
+    if instruction.opcode in ("collective-permute-done", "all-gather-done", "all-reduce-done"):
+        return [], instruction.operands[0], True
+    if instruction.opcode != "fusion":
+        return sent_by(module, computation, instruction, mesh), "", False
+    sent, channel, starts, ends = [], "", False, False
+    for callee, _ in module.called(instruction):
+        inside = module.computations.get(callee, Computation())
+        for inner in inside.values():
+            sent += sent_by(module, inside, inner, mesh)
+            starts |= '"AsyncCollectiveStart"' in inner.rest
+            ends |= '"AsyncCollectiveDone"' in inner.rest
+            if found := re.search(r"channel_id=(\d+)", inner.rest):
+                channel = found[1]
+    return sent, channel if starts or ends else "", ends
+
+
+# -- strategies ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Here:
+    """The 'searcher' of strategies made here."""
+
+    name: str
+
+
+def _strategies(name: str, program: models.Program, changed: int) -> Iterator[tuple[str, Case]]:
+    """Different strategies of a program, each once."""
+    function, args = program
+    traced = trace(function, *args, donate_argnums=0, axis_names=("data", "model"))
+    facts = profile(traced.graph, rules_of(traced.graph))
+    cluster = Cluster.parse(CLUSTER)
+    seen = set()
+    for sizes in MESHES:
+        mesh = Mesh.of(sizes)
+        problem = Problem(facts, CostModel(cluster, mesh))
+        for label, assignment in _assignments(problem, TENSOR[name], changed):
+            key = mesh.sizes, *(tuple(sorted(each.items())) for each in (assignment.choices, assignment.layouts, assignment.copies))
+            if key not in seen:
+                seen.add(key)
+                solution = Solution(assignment, problem.evaluate(assignment), 0.0, {})
+                strategy = Strategy(record_of(traced, cluster, mesh, solution, _Here(label), (0,)), traced)
+                yield f"{'x'.join(map(str, mesh.sizes))} {label}", Case(name, label, CLUSTER, function, args, strategy)
+
+
+def _assignments(problem: Problem, tensor: Mapping[str, int], changed: int) -> Iterator[tuple[str, Assignment]]:
+    """What baselines, a searcher, hands and chance come up with on a mesh."""
+    found: list[tuple[str, Assignment]] = []
+    if problem.mesh.sizes != (4, 2):  # baselines treat both axes alike
+        stages = ((f"zero {stage}", FullySharded(stage)) for stage in (1, 2, 3))
+        found += [(label, searcher.solve(problem).assignment) for label, searcher in (("data parallel", DataParallel()), *stages)]
+    found.append(("recursive", RecursiveProgramming().solve(problem).assignment))
+    if len(problem.mesh.axes) > 1:
+        for axis, where in enumerate(problem.mesh.names):
+            found.append((f"batch over {where}", _spread(problem, axis, {})))
+            found.append((f"batch over {where}, tensors over the other", _spread(problem, axis, tensor)))
+    yield from found
+    for k in range(changed):
+        label, assignment = found[5 * k % len(found)]
+        yield f"{label}, changed {k}", _changed(problem, assignment, k, CHANGES[k % len(CHANGES)], 1 + k % 3)
+
+
+def _spread(problem: Problem, axis: int, tensor: Mapping[str, int]) -> Assignment:
+    """The batch over one mesh axis, and what ``tensor`` names over the other, spread through the program."""
+    graph, sizes = problem.graph, problem.mesh.sizes
+    replaced = {argument for _, argument in graph.aliases}
+    seeds = {}
+    for position, value in enumerate(graph.arguments):
+        shape = graph.values[value].shape
+        if position not in replaced:
+            seeds[value] = tuple(0 if other == axis else -1 for other in range(2))
+            continue
+        dims = [dim for part, dim in tensor.items() if part in graph.argument_paths[position]]
+        if dims and dims[0] < len(shape) and shape[dims[0]] % sizes[1 - axis] == 0:
+            seeds[value] = tuple(-1 if other == axis else dims[0] for other in range(2))
+    spread = Propagation(problem)
+    spread.seed(seeds)
+    spread.forward()
+    spread.backward()
+    spread.forward()
+    return spread.assignment()
+
+
+def _changed(problem: Problem, assignment: Assignment, seed: int, changes: int, sweeps: int) -> Assignment:
+    """Some decisions changed at random, half of them layouts of arguments; the others then take what is cheapest beside them."""
+    rng = random.Random(seed)
+    nodes = problem.nodes.nodes
+    labels = [assignment.choice(node.leader) if node.leader >= 0 else assignment.layout(node.value) for node in nodes]
+    for value, node in problem.nodes.copies.items():
+        labels[node] = assignment.copies.get(value, assignment.layout(value))
+    tables = problem.tables(tuple(range(len(problem.mesh.axes))), labels)
+    at = [int(position) for position in tables.incumbent]
+    beside: list[list] = [[] for _ in nodes]
+    for (i, j), table in tables.pairs.items():
+        beside[i].append((j, table))
+        beside[j].append((i, table.T))
+    arguments = [i for i, node in enumerate(nodes) if node.value in problem.graph.arguments]
+    fixed = set()
+    for _ in range(changes):
+        i = rng.choice(arguments) if rng.random() < 0.5 else rng.randrange(len(nodes))
+        at[i] = rng.randrange(len(tables.labels[i]))
+        fixed.add(i)
+    for _ in range(sweeps):
+        for i in rng.sample(range(len(nodes)), len(nodes)):
+            if i not in fixed:
+                at[i] = int(sum((table[:, at[j]] for j, table in beside[i]), start=tables.unary[i]).argmin())
+    return problem.assignment([options[position] for options, position in zip(tables.labels, at, strict=True)])
