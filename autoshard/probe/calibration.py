@@ -126,10 +126,11 @@ class Calibration:
 
     def to_json(self) -> dict[str, Any]:
         """The calibration as plain JSON values."""
+        before = _reached(self.start)
         return {
             "cluster": self.cluster.to_dict(),
             "start": self.start.to_dict(),
-            "constants": {name: {"fitted": constant(self.cluster, name), "before": constant(self.start, name)} for name in self.constants},
+            "constants": {name: {"fitted": constant(self.cluster, name), "before": constant(before, name)} for name in self.constants},
             "errors": self.errors,
             "start_seconds": self.start_seconds,
             "samples": [
@@ -196,11 +197,12 @@ def fit(start: Cluster, programs: Sequence[Program], seconds: np.ndarray) -> tup
     def fitted(cluster: Cluster, which: list[int], names: Sequence[str]) -> Cluster:
         return fit_cluster(cluster, names, lambda c: np.array([programs[k].predicted_seconds(c) for k in which]), seconds[which])
 
-    cluster = fitted(start, kernels, DEVICE_CONSTANTS)
+    reached = _reached(start)
+    cluster = fitted(reached, kernels, DEVICE_CONSTANTS)
     rates = dict(cluster.device.flops_per_second)
     for name, measured in FOLLOWS.items():
         if name in rates:
-            moved = constant(cluster, f"device.flops_per_second.{measured}") / constant(start, f"device.flops_per_second.{measured}")
+            moved = constant(cluster, f"device.flops_per_second.{measured}") / constant(reached, f"device.flops_per_second.{measured}")
             cluster = with_constant(cluster, f"device.flops_per_second.{name}", rates[name] * moved)
     names = DEVICE_CONSTANTS
     if collectives:
@@ -216,6 +218,19 @@ def fit(start: Cluster, programs: Sequence[Program], seconds: np.ndarray) -> tup
     source = f"measured by autoshard calibrate; not measured: {start.device.source}"
     wires = f"measured by autoshard calibrate; not measured: {start.interconnect.source}" if collectives else start.interconnect.source
     return replace(cluster, device=replace(cluster.device, source=source), interconnect=replace(cluster.interconnect, source=wires)), names
+
+
+def _reached(cluster: Cluster) -> Cluster:
+    """The same cluster with the rates that are reached in place of peaks, as measurements will have it."""
+    device = cluster.device
+    reached = replace(
+        device,
+        flops_per_second=tuple((name, rate * device.matrix_efficiency) for name, rate in device.flops_per_second),
+        memory_bandwidth_bytes_per_second=device.memory_rate,
+        matrix_efficiency=1.0,
+        memory_efficiency=1.0,
+    )
+    return replace(cluster, device=reached)
 
 
 def start_of(devices: Sequence[Any]) -> Cluster:
@@ -307,7 +322,7 @@ def _signed(share: float) -> str:
 
 def _constants_table(calibration: Calibration) -> Table:
     def shown(name: str, cluster: Cluster) -> str:
-        value = constant(cluster, name)
+        value = constant(_reached(cluster), name)
         return format_seconds(value) if name.endswith("_seconds") else f"{(format_flops if 'flops' in name else format_bytes)(value)}/s"
 
     rows = tuple((name, shown(name, calibration.cluster), shown(name, calibration.start)) for name in calibration.constants)

@@ -60,7 +60,9 @@ def test_both_kinds_of_time_move_the_fit():
     assert {type(program) for program in programs} == {Kernel, CollectiveProgram}
     found, names = fit(start, programs, np.array([2 * program.predicted_seconds(start) for program in programs]))
     for name in ("bf16", "f32", "fp16", "int8"):
-        assert dict(found.device.flops_per_second)[name] == pytest.approx(dict(start.device.flops_per_second)[name] / 2, rel=0.1)
+        reached = dict(start.device.flops_per_second)[name] * start.device.matrix_efficiency
+        assert dict(found.device.flops_per_second)[name] == pytest.approx(reached / 2, rel=0.1)
+    assert found.device.memory_rate == pytest.approx(start.device.memory_rate / 2, rel=0.1) and found.device.matrix_efficiency == 1.0
     assert found.device.kernel_overhead_seconds == pytest.approx(2 * start.device.kernel_overhead_seconds, rel=0.1)
     assert found.interconnect.bandwidth_bytes_per_second < 0.7 * start.interconnect.bandwidth_bytes_per_second
     assert not any("network" in name for name in names)
