@@ -136,7 +136,7 @@ def evaluate(
     leaving = [replaced.get(result) for result in range(len(graph.results))]
     between, sides = propagated(traced.jaxpr, graph, entering, lowering_mesh(given, graph), leaving)
     solutions = []
-    for placing in placed(cluster, [given], renamed=False, most=3):
+    for placing in placed(cluster, [given], renamed=False):
         problem = Problem(facts, CostModel(cluster, placing))
         spread = follow_layouts(problem, {**between, **layouts}, sides)
         solutions.append((problem.evaluate(spread), placing, spread))
@@ -212,7 +212,7 @@ def _worse(old: AutoshardError | None, new: AutoshardError) -> AutoshardError:
 def _meshes(cluster: Cluster, graph: Graph, pins: Pins, given: Mesh | None, max_axes: int) -> tuple[Mesh, ...]:
     """The meshes to try: the given one in its best placements, the one that the program fixes, or all that have the axes of pins."""
     if given is not None:
-        return placed(cluster, [given], renamed=False, most=3)
+        return placed(cluster, [given], renamed=False)
     names = list(_pinned_axes(pins))
     for op in graph.walk():
         fixed = dict(op.params["mesh"].shape) if op.primitive == "shard_map" else None
