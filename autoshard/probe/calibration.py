@@ -38,6 +38,7 @@ FOLLOWS = {"fp16": "bf16", "fp8": "bf16", "int8": "bf16", "f64": "f32"}
 LINK_CONSTANTS = ("launch_seconds", "latency_seconds", "bandwidth_bytes_per_second", "copy_bandwidth_bytes_per_second")
 NETWORK_CONSTANTS = ("network_bandwidth_bytes_per_second", "network_latency_seconds")
 
+DISTURBED = 1.5  # estimate: a typical run over the fastest of its program, above which the report says so
 LONGEST_SECONDS = 0.01  # sizes grow until one execution takes about this long
 MEMORY_SHARE = 1 / 64  # or this share of a device's memory
 THOROUGH = Effort(run_seconds=0.005, total_seconds=40.0)
@@ -79,6 +80,7 @@ class Calibration:
         samples: everything that was measured.
         constants: names of the fitted constants.
         start_seconds: from the host's call of an almost empty program to its end; in no prediction.
+        disturbance: how many times as long as its fastest run a program's typical run took; 1.0 on a machine that does nothing else.
     """
 
     cluster: Cluster
@@ -86,6 +88,7 @@ class Calibration:
     samples: tuple[Sample, ...]
     constants: tuple[str, ...]
     start_seconds: float
+    disturbance: float
 
     @property
     def errors(self) -> dict[str, float]:
@@ -122,6 +125,13 @@ class Calibration:
                 f"started from predict. Starting a program takes {format_seconds(self.start_seconds)} more, which no prediction counts."
             ),
         ]
+        if self.disturbance > DISTURBED:
+            parts.append(
+                Paragraph(
+                    f"A typical run took {self.disturbance:.1f} times as long as the fastest of its program: other work ran on the "
+                    "machine. Calibrate again when it is quiet."
+                )
+            )
         return Report(f"Calibration of {self.cluster.n_devices} {self.cluster.device.name} devices", tuple(parts))
 
     def to_json(self) -> dict[str, Any]:
@@ -133,6 +143,7 @@ class Calibration:
             "constants": {name: {"fitted": constant(self.cluster, name), "before": constant(before, name)} for name in self.constants},
             "errors": self.errors,
             "start_seconds": self.start_seconds,
+            "disturbance": self.disturbance,
             "samples": [
                 {
                     "section": s.section,
@@ -172,7 +183,7 @@ def calibrate(devices: Sequence[Any] | None = None, *, quick: bool = False, prog
     start = start_of(devices)
     start_seconds = _start_seconds(devices)
     programs = list(_programs(start, quick))
-    measured = measure(
+    measured, disturbance = measure(
         [program.compiled(devices) for program in programs],
         [program.predicted_seconds(start) * program.chained for program in programs],
         start_seconds,
@@ -186,7 +197,7 @@ def calibrate(devices: Sequence[Any] | None = None, *, quick: bool = False, prog
         Sample(p.section, p.name, p.size, float(time), p.predicted_seconds(cluster), p.predicted_seconds(start))
         for p, time in zip(programs, seconds, strict=True)
     )
-    return Calibration(cluster, start, samples, constants, start_seconds)
+    return Calibration(cluster, start, samples, constants, start_seconds, disturbance)
 
 
 def fit(start: Cluster, programs: Sequence[Program], seconds: np.ndarray) -> tuple[Cluster, tuple[str, ...]]:

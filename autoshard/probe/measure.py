@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 LEAST_TRIPS = 8  # the first one pays for memory that is touched for the first time
 MOST_TRIPS = 2**14
@@ -38,8 +39,8 @@ def measure(
     start_seconds: float,
     effort: Effort,
     progress: Callable[[float], None],
-) -> list[float]:
-    """Seconds of one trip of each loop.
+) -> tuple[list[float], float]:
+    """Seconds of one trip of each loop; and the disturbance: how many times as long as the fastest run a typical one took.
 
     Args:
         loops: from a number of trips to a function that runs them and returns when they are done.
@@ -54,18 +55,20 @@ def measure(
         runs.append(run)
         trips.append(n)
         progress(0.5 * (number + 1) / len(loops))
-    best = [math.inf] * len(runs)
+    times: list[list[float]] = [[] for _ in runs]
     prepared = time.perf_counter()
     for number in range(effort.most_rounds):
         now = time.perf_counter()
         if number >= effort.least_rounds and now - begun > effort.total_seconds:
             break
         for k, run in enumerate(runs):
-            best[k] = min(best[k], seconds_of(run))
+            times[k].append(seconds_of(run))
         left = max(effort.total_seconds - (prepared - begun), 1e-9)
         progress(0.5 + 0.5 * max((number + 1) / effort.most_rounds, min((time.perf_counter() - prepared) / left, 1.0)))
     # starting a loop may take less than starting a program of its own does; a tenth of a run is always the loop's
-    return [max(fastest - start_seconds, 0.1 * fastest) / n for fastest, n in zip(best, trips, strict=True)]
+    best = [min(each) for each in times]
+    disturbance = median(median(each) / fastest for each, fastest in zip(times, best, strict=True))
+    return [max(fastest - start_seconds, 0.1 * fastest) / n for fastest, n in zip(best, trips, strict=True)], disturbance
 
 
 def _prepared(

@@ -1,5 +1,7 @@
 """Calibration from end to end on virtual devices, and what it starts from on devices that are not here."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -29,6 +31,8 @@ def test_calibration_measures_fits_and_reports(hurried, tmp_path):
     assert autoshard.Cluster.load(tmp_path / "cluster.toml") == found.cluster
     strategy = autoshard.search(lambda x: x * 2, jax.ShapeDtypeStruct((8, 8), "float32"), cluster=found.cluster)
     assert strategy.cost.makespan_seconds > 0
+    assert found.disturbance >= 1 and found.start_seconds > 0
+    assert "other work ran" in str(replace(found, disturbance=2.0)) and "other work ran" not in str(replace(found, disturbance=1.0))
     text = str(found)
     assert all(name in text for name in found.constants) and all(sample.name in text for sample in found.samples)
 
