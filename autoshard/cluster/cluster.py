@@ -18,10 +18,11 @@ from autoshard.errors import ClusterError
 from autoshard.ir import Mesh
 from autoshard.ir.collective import KINDS as COLLECTIVE_KINDS
 
-# What a program cannot have. TPU: the runtime keeps about 2 % (15.75 of v5e's 16 GiB are offered), the rest is room for
-# fragmentation. GPU: jax allocates three quarters of the memory unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise (docs.jax.dev,
-# "GPU memory allocation").
-MEMORY_FRACTION = {"tpu": 0.95, "gpu": 0.75, "cpu": 1.0}
+# What a program may have. GPU: jax allocates three quarters of the memory unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise
+# (docs.jax.dev, "GPU memory allocation"). TPU: what XLA:TPU (libtpu 0.0.42) says where it refuses a program: "exceeds available HBM
+# (15.75G)" for v5e; v4 has two cores a chip with 15.25G each. Another TPU is taken to keep as much back as a v4.
+MEMORY_FRACTION = {"tpu": 30.5 / 32, "gpu": 0.75, "cpu": 1.0}
+AVAILABLE_BYTES = {"v4": int(30.5 * 2**30), "v5e": int(15.75 * 2**30), "v5p": int(95.74 * 2**30), "v6e": int(31.25 * 2**30)}
 
 # Which collectives compilers start before, and end after, other work. XLA:TPU (libtpu 0.0.42, compiled for v5e): all_gathers run within
 # fusions (AsyncCollectiveStart), permutes have a start and an end; all_reduces, reduce_scatters and all_to_alls do not. XLA:GPU: all of
@@ -93,7 +94,7 @@ class Cluster:
             device=entry.device,
             topology=topology,
             interconnect=entry.interconnect,
-            memory_limit_bytes=int(entry.device.memory_bytes * MEMORY_FRACTION[entry.device.kind]),
+            memory_limit_bytes=AVAILABLE_BYTES.get(entry.device.name, int(entry.device.memory_bytes * MEMORY_FRACTION[entry.device.kind])),
             overlap=entry.device.kind != "cpu",  # XLA:CPU runs a collective and the ops around it one after the other
         )
 

@@ -21,8 +21,9 @@ from autoshard.cost.lifetimes import usage
 from autoshard.cost.profile import Profile
 from autoshard.ir import Assignment, Layout, Value, shard_counts, shards
 
-# The core's own memory that a program's buffers may have: the TPU compiler's preallocated-temp of memory space 1.
-FAST_MEMORY_BYTES = {"v5e": 112 * 2**20}
+# The core's own memory that a program's buffers may have: the largest preallocated-temp of memory space 1 in XLA:TPU's buffer assignments
+# (libtpu 0.0.42). A v5e's reaches 112 MiB in most large programs; a v6e (95 MiB) and a v5p (48 MiB) compiled one program: estimates.
+FAST_MEMORY_BYTES = {"v5e": 112 * 2**20, "v6e": 112 * 2**20, "v5p": 48 * 2**20}
 
 
 LANES = 128

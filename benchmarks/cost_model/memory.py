@@ -1,0 +1,99 @@
+"""Is the peak memory that of the compiler?
+
+Predicted peak bytes of a device next to XLA:TPU's own buffer assignment (``memory_analysis().peak_memory_in_bytes``), on programs of a
+gigabyte and more. The model was designed on one half of them; the others are of sizes, meshes, slices and dtypes that it had not seen.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import jax.numpy as jnp
+
+import autoshard
+from autoshard.render import Table, format_bytes
+from autoshard.search.searcher import Progress
+from benchmarks.cost_model.compiled import NO_LIMIT, Case, compiled
+from benchmarks.cost_model.findings import Findings, Target, quantile
+from benchmarks.models import gpt, gpt_scan, lstm, moe, resnet, unet
+
+F32 = jnp.float32
+HOW = ("data_parallel", "fully_sharded", "recursive_programming")
+SMALLEST_BYTES = 1e9
+
+Program = tuple[str, Callable, str, dict[str, int]]
+"""A name, the model's maker, a cluster and a mesh."""
+
+DESIGNED: tuple[Program, ...] = (
+    ("gpt 4", partial(gpt, 4, batch=64), "v5e:2x4", {"data": 2, "model": 4}),
+    ("gpt 3 f32", partial(gpt, 3, width=1536, heads=12, batch=32, dtype=F32, gathers=False), "v5e:2x4", {"data": 4, "model": 2}),
+    ("gpt_scan 8", gpt_scan, "v5e:2x4", {"data": 2, "model": 4}),
+    ("gpt_scan 12 remat", partial(gpt_scan, layers=12, batch=128, remat=True), "v5e:2x4", {"data": 4, "model": 2}),
+    ("moe 2", moe, "v5e:2x4", {"data": 2, "model": 4}),
+    ("resnet", resnet, "v5e:2x4", {"data": 4, "model": 2}),
+    ("unet", unet, "v5e:2x4", {"data": 4, "model": 2}),
+    ("lstm 2", lstm, "v5e:2x4", {"data": 2, "model": 4}),
+)
+UNSEEN: tuple[Program, ...] = (
+    ("gpt 6 wide", partial(gpt, 6, width=2048, vocabulary=50_304, batch=64), "v5e:4x4", {"data": 4, "model": 4}),
+    ("gpt 2 wider", partial(gpt, 2, width=4096, heads=32, vocabulary=16_384, batch=16, length=2048, gathers=False), "v5e:2x4", {"data": 8}),
+    ("gpt_scan 24 remat", partial(gpt_scan, layers=24, batch=128, length=512, remat=True), "v5e:4x4", {"data": 4, "model": 4}),
+    ("gpt_scan 6 f32", partial(gpt_scan, layers=6, width=1536, heads=12, vocabulary=24_576, batch=32, dtype=F32), "v5e:2x4", {"data": 8}),
+    (
+        "moe 4 of 16",
+        partial(moe, layers=4, width=768, heads=12, experts=16, vocabulary=16_384, length=512),
+        "v5e:2x4",
+        {"data": 2, "model": 4},
+    ),
+    ("moe 2 f32", partial(moe, layers=2, dtype=F32), "v5e:4x4", {"data": 4, "model": 4}),
+    ("resnet large", partial(resnet, batch=512), "v5e:2x4", {"data": 8}),
+    ("unet resizing", partial(unet, resizes=True, batch=128), "v5e:2x4", {"data": 8}),
+    ("lstm 3 f32", partial(lstm, layers=3, batch=256, length=128, dtype=F32), "v5e:2x4", {"data": 8}),
+)
+
+
+def cases(programs: tuple[Program, ...]) -> Iterator[Case]:
+    """Each program under each strategy."""
+    for name, make, cluster, mesh in programs:
+        function, args = make()
+        for how in HOW:
+            found = autoshard.search(
+                function, *args, cluster=cluster, mesh=mesh, searcher=how, donate_argnums=0, memory_limit_bytes=NO_LIMIT
+            )
+            yield Case(name, how, cluster, function, args, found)
+
+
+def run(quick: bool, progress: Progress) -> Findings:
+    """Every program's peak, predicted and compiled."""
+    rows, numbers = [], []
+    errors: dict[str, list[float]] = {"designed on": [], "unseen": []}
+    groups = {"designed on": DESIGNED[:2] if quick else DESIGNED, "unseen": UNSEEN[:2] if quick else UNSEEN}
+    total, done = len(HOW) * sum(map(len, groups.values())), 0
+    for group, programs in groups.items():
+        for case in cases(programs):
+            progress(case.title, done / total)
+            done += 1
+            ahead = compiled(case)
+            if ahead.peak_bytes is None or ahead.peak_bytes < SMALLEST_BYTES:
+                continue
+            predicted = case.strategy.cost.peak_bytes
+            error = predicted / ahead.peak_bytes - 1
+            errors[group].append(error)
+            rows.append((group, case.title, format_bytes(predicted), format_bytes(ahead.peak_bytes), f"{100 * error:+.1f} %"))
+            numbers.append({"case": case.title, "group": group, "predicted": predicted, "compiled": ahead.peak_bytes, "error": error})
+    targets = tuple(target for group, found in errors.items() for target in _targets(group, found))
+    return Findings("peak memory of a device", (Table(("", "program", ">predicted", ">compiled", ">error"), tuple(rows)),), targets,
+                    {"cases": numbers})  # fmt: skip
+
+
+def _targets(group: str, errors: list[float]) -> tuple[Target, ...]:
+    sizes = [100 * abs(error) for error in errors]
+    median, nine = statistics.median(sizes) if sizes else float("nan"), quantile(sizes, 0.9)
+    below = -100 * min(errors, default=0.0)
+    return (
+        Target(f"median error, {group}, %", "<= 8", median, median <= 8),
+        Target(f"error of nine in ten, {group}, %", "<= 15", nine, nine <= 15),
+        Target(f"furthest below, {group}, %", "<= 10", below, below <= 10),
+    )
