@@ -8,7 +8,8 @@ github.com/VIA-Research/vTrain) with ``AUTOSHARD_PUBLISHED_TABLE``.
 A run is predicted as the train step of one pipeline stage on the GPUs of one tensor-parallel group: a scan over micro-batches of a scan
 over rematerialised layers with the weights split over ``model`` as Megatron does, then Adam; and one all_reduce of the gradients over
 ``data``, as Megatron does after the last micro-batch (a scan would do it in each). With ``p`` stages and ``m`` micro-batches
-the micro-batches' share is multiplied by ``(m + p - 1) / m``, the bubble of 1F1B (Narayanan et al., SC 2021, section 2.2).
+the micro-batches' share is multiplied by ``(m + p - 1) / m``, the bubble of 1F1B (Narayanan et al., SC 2021, section 2.2), and each of them
+sends its activations on to the next host and gets their gradients back, at a network card's rate.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ def predicted(run: Run) -> float:
     each = two - one  # of a micro-batch
     gradients = 2 * (VOCABULARY * run.width + 12 * run.width**2 * run.layers // run.stages) / run.tensor
     mean = Communication(_cluster(run).links(Mesh.of({"data": run.data, "model": run.tensor}))).seconds("all_reduce", gradients, (0,))
-    return one - each + mean + each * (run.micros + run.stages - 1)
+    sent = 2 * run.micro * run.length * run.width * 2 / (CARDS * CARD_EFFICIENCY) if run.stages > 1 else 0.0
+    return one - each + mean + (each + sent) * (run.micros + run.stages - 1)
 
 
 def _cluster(run: Run) -> Cluster:
@@ -159,12 +161,29 @@ def _loss(params: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 def _block(x: jax.Array, layer: Any) -> jax.Array:
-    query, key, value = jnp.moveaxis(jnp.einsum("bsd,dchk->bschk", _norm(x, layer["norm1"]), layer["qkv"]), 2, 0)
-    scores = jnp.einsum("bqhk,bshk->bhqs", query, key) / query.shape[-1] ** 0.5
+    """A layer in Megatron's kernels: products, layer norms, masked softmax, dropouts with the residual, GeLU (its ``model/fused_*.py``)."""
+    seed = layer["norm1"][0]
+    h = _kernel(_norm(x, layer["norm1"]))
+    query, key, value = jnp.moveaxis(jnp.einsum("bsd,dchk->bschk", h, layer["qkv"]), 2, 0)
+    scores = jnp.einsum("bqhk,bshk->bhqs", query, key)
     causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
-    weights = jax.nn.softmax(jnp.where(causal, scores, -1e4), axis=-1)
-    x = x + jnp.einsum("bhqs,bshk,hkd->bqd", weights, value, layer["out"])
-    return x + jax.nn.gelu(_norm(x, layer["norm2"]) @ layer["up"]) @ layer["down"]
+    weights = _kernel(jax.nn.softmax(jnp.where(causal, scores / query.shape[-1] ** 0.5, -1e4), axis=-1))
+    context = jnp.einsum("bhqs,bshk->bqhk", _kernel(_dropout(weights, seed)), value)
+    x = _kernel(x + _dropout(jnp.einsum("bqhk,hkd->bqd", context, layer["out"]), seed))
+    h = _kernel(_norm(x, layer["norm2"]))
+    h = _kernel(jax.nn.gelu(h @ layer["up"]))
+    return _kernel(x + _dropout(h @ layer["down"], seed))
+
+
+def _kernel(x: jax.Array) -> jax.Array:
+    """The end of a kernel: Megatron's are not fused with each other."""
+    return jax.lax.optimization_barrier(x)
+
+
+def _dropout(x: jax.Array, seed: jax.Array) -> jax.Array:
+    """What dropout moves: its mask, one byte an element, is written, and read again on the way back."""
+    keep = _kernel(jnp.broadcast_to(seed, x.shape) > 0)
+    return jnp.where(keep, x / 0.9, 0)
 
 
 def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
