@@ -1,6 +1,18 @@
 """autoshard finds how to shard any JAX train step over many devices, says what it will cost, and runs it."""
 
-from autoshard.api import Strategy, Verification, collective_seconds, evaluate, load, matmul_seconds, parallelize, search, verify
+from autoshard.api import (
+    Frontier,
+    Strategy,
+    Verification,
+    collective_seconds,
+    evaluate,
+    frontier,
+    load,
+    matmul_seconds,
+    parallelize,
+    search,
+    verify,
+)
 from autoshard.cluster import Cluster
 from autoshard.cost.record import Cost
 from autoshard.errors import (
@@ -41,6 +53,7 @@ __all__ = [
     "Cost",
     "DataParallel",
     "DynamicProgramming",
+    "Frontier",
     "FullySharded",
     "InfeasibleError",
     "IntegerProgramming",
@@ -58,6 +71,7 @@ __all__ = [
     "calibrate",
     "collective_seconds",
     "evaluate",
+    "frontier",
     "load",
     "matmul_seconds",
     "parallelize",

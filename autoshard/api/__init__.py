@@ -1,6 +1,7 @@
 """What users call: search, evaluate, parallelize, and the `Strategy` they get."""
 
 from autoshard.api.costs import collective_seconds, matmul_seconds
+from autoshard.api.frontier import Frontier, frontier
 from autoshard.api.parallelize import Parallelized, parallelize
 from autoshard.api.search import evaluate, search
 from autoshard.api.step import Step
@@ -8,12 +9,14 @@ from autoshard.api.strategy import Strategy, load
 from autoshard.api.verification import Verification, verify
 
 __all__ = [
+    "Frontier",
     "Parallelized",
     "Step",
     "Strategy",
     "Verification",
     "collective_seconds",
     "evaluate",
+    "frontier",
     "load",
     "matmul_seconds",
     "parallelize",

@@ -70,23 +70,16 @@ def search(
     >>> strategy.in_specs
     (P(None, None), P('data', None))
     """
-    cluster = _cluster(cluster)
     chosen = searcher_of(searcher)
-    limit = _limit(cluster, memory_limit_bytes)
-    pins = _checked(pins)
-    given = None if mesh is None else _mesh(mesh)
-    if given is not None:
-        cluster.check(given)
-    traced, facts, seconds = _prepare(fn, args, donate_argnums, (*_pinned_axes(pins), *(given.names if given else ())))
-    meshes = _meshes(cluster, traced.graph, pins, given, 2 if chosen.automatic or isinstance(chosen, TensorParallel) else 1)
+    prepared = prepare(fn, args, cluster, chosen, mesh, pins, memory_limit_bytes, donate_argnums)
+    meshes = prepared.meshes
     started = time.perf_counter()
     best: tuple[Solution, Mesh] | None = None
     failure: AutoshardError | None = None
     for number, candidate in enumerate(meshes):
         progress(f"mesh {candidate}", number / len(meshes))
         try:
-            problem = Problem(facts, CostModel(cluster, candidate), _resolve(pins, traced.graph, candidate), limit)
-            solution = solve(chosen, problem, progress)
+            solution = solve(chosen, prepared.problem(candidate, prepared.limit), progress)
         except (InfeasibleError, ShardingError) as error:
             failure = _worse(failure, error)
             continue
@@ -96,9 +89,54 @@ def search(
         assert failure is not None
         raise failure
     solution, found = best
-    stats = {**seconds, **solution.stats, "search_seconds": time.perf_counter() - started, "meshes": len(meshes)}
-    solution = replace(solution, stats=stats)
-    return Strategy(record_of(traced, cluster, found, solution, chosen, _positions(donate_argnums), _notes(facts)), traced)
+    stats = {**solution.stats, "search_seconds": time.perf_counter() - started}
+    return prepared.strategy(found, replace(solution, stats=stats), chosen)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """A traced program and all that a search of it asks for.
+
+    Attributes:
+        traced, facts: the program.
+        cluster: the devices.
+        meshes: those to try.
+        pins: the user's.
+        limit: bytes that a device may hold.
+        donated: positions of the arguments whose memory may be reused.
+        seconds: what tracing took, and the number of ops.
+    """
+
+    traced: Traced
+    facts: Profile
+    cluster: Cluster
+    meshes: tuple[Mesh, ...]
+    pins: Pins
+    limit: float
+    donated: tuple[int, ...]
+    seconds: Mapping[str, float]
+
+    def problem(self, mesh: Mesh, limit: float | None) -> Problem:
+        """The search problem on a mesh."""
+        return Problem(self.facts, CostModel(self.cluster, mesh), _resolve(self.pins, self.traced.graph, mesh), limit)
+
+    def strategy(self, mesh: Mesh, solution: Solution, searcher: Searcher) -> Strategy:
+        """The strategy of a solution on a mesh."""
+        solution = replace(solution, stats={**self.seconds, **solution.stats, "meshes": len(self.meshes)})
+        return Strategy(record_of(self.traced, self.cluster, mesh, solution, searcher, self.donated, _notes(self.facts)), self.traced)
+
+
+def prepare(fn, args, cluster, searcher, mesh, pins, memory_limit_bytes, donate_argnums) -> Prepared:
+    """What `search` is given, checked, traced and with the meshes that are worth trying; arguments are `search`'s."""
+    cluster = _cluster(cluster)
+    limit = _limit(cluster, memory_limit_bytes)
+    pins = _checked(pins)
+    given = None if mesh is None else _mesh(mesh)
+    if given is not None:
+        cluster.check(given)
+    traced, facts, seconds = _traced(fn, args, donate_argnums, (*_pinned_axes(pins), *(given.names if given else ())))
+    meshes = _meshes(cluster, traced.graph, pins, given, 2 if searcher.automatic or isinstance(searcher, TensorParallel) else 1)
+    return Prepared(traced, facts, cluster, meshes, pins, limit, _positions(donate_argnums), seconds)
 
 
 def evaluate(
@@ -123,7 +161,7 @@ def evaluate(
     cluster = _cluster(cluster)
     given = _mesh(mesh)
     cluster.check(given)
-    traced, facts, seconds = _prepare(fn, args, donate_argnums, given.names)
+    traced, facts, seconds = _traced(fn, args, donate_argnums, given.names)
     graph = traced.graph
     layouts = {}
     for value, path, spec in zip(graph.arguments, graph.argument_paths, _flat_specs(traced, args, in_specs), strict=True):
@@ -191,7 +229,7 @@ def _limit(cluster: Cluster, memory_limit_bytes: float | None) -> float:
     return memory_limit_bytes
 
 
-def _prepare(fn, args, donate_argnums, axis_names) -> tuple[Traced, Profile, dict[str, float]]:
+def _traced(fn, args, donate_argnums, axis_names) -> tuple[Traced, Profile, dict[str, float]]:
     """The traced function, its profile, and what tracing took."""
     started = time.perf_counter()
     traced = trace(plain(fn), *args, donate_argnums=donate_argnums, axis_names=tuple(dict.fromkeys(axis_names)))

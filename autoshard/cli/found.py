@@ -13,15 +13,32 @@ from autoshard.cli.terminal import show, show_json
 def finish(strategy, options: argparse.Namespace) -> int:
     """Saves the strategy where asked for, with the command that made it, and prints its report or its JSON."""
     from autoshard.api.explain import explain
-    from autoshard.strategy import save_record, to_json
+    from autoshard.strategy import to_json
+
+    record = _saved(strategy, options)
+    show_json(to_json(record)) if options.json else show(explain(record))
+    return 0
+
+
+def finish_frontier(frontier, options: argparse.Namespace) -> int:
+    """Saves the fastest strategy where asked for, and prints a line for each, or their main facts as JSON."""
+    from autoshard.api.explain import summary
+
+    _saved(frontier[-1], options)
+    show_json([summary(strategy.record) for strategy in frontier]) if options.json else show(frontier.report())
+    return 0
+
+
+def _saved(strategy, options: argparse.Namespace):
+    """The strategy's record with the command that made it, written where the options say."""
+    from autoshard.strategy import save_record
 
     provenance = replace(strategy.record.provenance, command=shlex.join(options.command_line))
     record = replace(strategy.record, provenance=provenance)
     if options.save:
         save_record(record, options.save)
         print(f"saved to {options.save}", file=sys.stderr)
-    show_json(to_json(record)) if options.json else show(explain(record))
-    return 0
+    return record
 
 
 def record_of(name: str):

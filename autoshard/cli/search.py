@@ -6,8 +6,8 @@ import argparse
 import sys
 from contextlib import redirect_stdout
 
-from autoshard.cli.found import finish
-from autoshard.cli.options import SPEC_HELP, add_program, cluster_of, command, mesh, path_spec, size
+from autoshard.cli.found import finish, finish_frontier
+from autoshard.cli.options import SPEC_HELP, add_program, cluster_of, command, mesh, path_spec, positive, size
 from autoshard.cli.program import load
 from autoshard.cli.terminal import progress
 
@@ -22,7 +22,8 @@ def add(commands) -> None:
         "--searcher",
         metavar="NAME",
         default="recursive_programming",
-        help="recursive_programming (default), dynamic_programming (proven optimal), auto (the best of all), data_parallel, fully_sharded",
+        help="recursive_programming (default), dynamic_programming (proven optimal), auto (the best of all), data_parallel, fully_sharded, "
+        "tensor_parallel; sharding_propagation (spreads pins), manual (keeps pins, replicates other arguments)",
     )
     parser.add_argument("--mesh", metavar="NAME=SIZE,...", type=mesh, help="mesh axes, outermost first; searched unless given")
     parser.add_argument(
@@ -36,6 +37,14 @@ def add(commands) -> None:
     parser.add_argument(
         "--memory-limit", metavar="SIZE", type=size, help="memory a device may use, such as 12GB; the cluster's unless given"
     )
+    parser.add_argument(
+        "--frontier",
+        metavar="POINTS",
+        type=positive,
+        nargs="?",
+        const=8,
+        help="print up to so many strategies (8), from the least memory to the least time, instead of one; --save then takes the fastest",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -46,15 +55,17 @@ def run(options: argparse.Namespace) -> int:
 
     function, arguments = load(options.program, options.args, options.devices)
     with redirect_stdout(sys.stderr), progress(quiet=options.json) as callback:  # stdout is for our output, not the program's
-        strategy = autoshard.search(
-            function,
-            *arguments,
-            cluster=cluster_of(options.cluster),
-            searcher=options.searcher,
-            mesh=options.mesh,
-            pins={path: PartitionSpec(*spec) for path, spec in options.pin},
-            memory_limit_bytes=options.memory_limit,
-            donate_argnums=options.donate,
-            progress=callback,
-        )
-    return finish(strategy, options)
+        asked = {
+            "cluster": cluster_of(options.cluster),
+            "searcher": options.searcher,
+            "mesh": options.mesh,
+            "pins": {path: PartitionSpec(*spec) for path, spec in options.pin},
+            "memory_limit_bytes": options.memory_limit,
+            "donate_argnums": options.donate,
+            "progress": callback,
+        }
+        if options.frontier is None:
+            strategy = autoshard.search(function, *arguments, **asked)
+        else:
+            frontier = autoshard.frontier(function, *arguments, points=options.frontier, **asked)
+    return finish(strategy, options) if options.frontier is None else finish_frontier(frontier, options)

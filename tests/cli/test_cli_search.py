@@ -180,3 +180,12 @@ def test_progress_draws_only_for_a_terminal(capsys):
         with terminal.progress(quiet) as callback:
             callback("working", 0.5)
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_frontier_is_a_line_for_each_strategy(search):
+    """With --frontier the table, or a list of summaries, is printed, and the fastest saved."""
+    code, out, _ = search("--frontier", "3", "--mesh", "data=8")
+    assert code == 0 and "What memory buys" in out and 1 <= out.count("data=8") <= 3
+    code, out, _ = search("--frontier", "3", "--mesh", "data=8", "--json", "--save", "fastest.json")
+    found = json.loads(out)
+    assert autoshard.load("fastest.json").cost.makespan_seconds == found[-1]["makespan_seconds"]

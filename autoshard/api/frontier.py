@@ -1,0 +1,236 @@
+"""What memory buys: the strategies of a program that no other one beats in both step time and peak memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, overload
+
+import jax
+
+from autoshard.api.search import Pins, prepare
+from autoshard.api.strategy import Strategy
+from autoshard.cluster import Cluster
+from autoshard.cost.evaluate import Judgement
+from autoshard.errors import InfeasibleError, SearchLimitError, ShardingError
+from autoshard.ir import Assignment, Mesh
+from autoshard.problem import Problem
+from autoshard.render import Report, Table, format_bytes, format_percent, format_seconds
+from autoshard.search import DataParallel, FullySharded, Searcher, Solution, TensorParallel, searcher_of, silent
+from autoshard.search.searcher import Progress
+
+BASELINES: tuple[Searcher, ...] = (DataParallel(), FullySharded(stage=1), FullySharded(stage=2), FullySharded(stage=3), TensorParallel())
+
+
+LEAST_RATIO = 1.02  # peaks that are closer are one to whoever has to fit a device
+
+
+class Frontier(Sequence[Strategy]):
+    """Strategies of one program by rising peak memory and falling step time: none is beaten in both by any that was met.
+
+    Attributes:
+        strategies: the first holds the least memory, the last takes the least time.
+    """
+
+    def __init__(self, strategies: Sequence[Strategy]):
+        self.strategies = tuple(strategies)
+
+    def __len__(self) -> int:
+        return len(self.strategies)
+
+    @overload
+    def __getitem__(self, index: int) -> Strategy: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Strategy, ...]: ...
+    def __getitem__(self, index: int | slice) -> Strategy | tuple[Strategy, ...]:
+        return self.strategies[index]
+
+    def within(self, memory_limit_bytes: float) -> Strategy:
+        """The fastest that a device of so many bytes can run.
+
+        Raises:
+            InfeasibleError: none fits; names the smallest peak.
+        """
+        fitting = [strategy for strategy in self if strategy.cost.peak_bytes <= memory_limit_bytes]
+        if not fitting:
+            least = self[0].cost.peak_bytes
+            raise InfeasibleError(
+                f"a strategy must fit {format_bytes(memory_limit_bytes)} a device, and the smallest peak on this frontier is "
+                f"{format_bytes(least)}. Use more devices, a smaller batch, rematerialisation, or a higher limit.",
+                least,
+            )
+        return fitting[-1]
+
+    def report(self) -> Report:
+        """A row for each strategy; prints in a terminal and shows in Jupyter."""
+        fastest, largest = self[-1].cost.makespan_seconds, self[-1].cost.peak_bytes
+        rows = tuple(
+            (
+                format_bytes(strategy.cost.peak_bytes),
+                format_percent(strategy.cost.peak_bytes / largest),
+                format_seconds(strategy.cost.makespan_seconds),
+                f"{strategy.cost.makespan_seconds / (fastest or 1.0):.2f} x",
+                str(strategy.record.mesh),
+                _found_by(strategy),
+            )
+            for strategy in self
+        )
+        columns = (">peak memory", ">of the fastest's", ">step time", ">ratio", "mesh", "found by")
+        record = self[-1].record
+        return Report(f"What memory buys for {record.program.name} on {record.cluster['name']}", (Table(columns, rows),))
+
+    def __repr__(self) -> str:
+        return f"Frontier of {len(self)}: {', '.join(map(repr, self.strategies))}"
+
+    def _repr_html_(self) -> str:
+        return self.report()._repr_html_()
+
+
+def _found_by(strategy: Strategy) -> str:
+    """The searcher, with the stage of ZeRO where it has one."""
+    searcher = strategy.record.searcher
+    return f"{searcher.name}, stage {searcher.options['stage']}" if "stage" in searcher.options else searcher.name
+
+
+def frontier(
+    fn: Callable,
+    *args: Any,
+    cluster: Cluster | str | None = None,
+    searcher: str | Searcher = "recursive_programming",
+    mesh: Mapping[str, int] | jax.sharding.Mesh | None = None,
+    pins: Pins | None = None,
+    points: int = 8,
+    memory_limit_bytes: float | None = None,
+    donate_argnums: int | Sequence[int] = (),
+    progress: Progress = silent,
+) -> Frontier:
+    """The Pareto front of step time against peak memory: what the searcher finds under ever smaller limits, and the baselines.
+
+    On every mesh the searcher and the baselines are asked without a limit, then the searcher for less than there can be, which makes it
+    try all its memory prices. Limits in equal ratios from the fastest answer's peak down to the smallest are then asked for where nothing
+    was met between them, on the meshes that are best around. Every assignment that is judged on the way counts; the program is traced once,
+    and each mesh's tables are made once. Heuristic: prices alone reach the convex part of the front.
+
+    Args:
+        fn, args, cluster, searcher, mesh, pins, donate_argnums, progress: as for `search`.
+        points: how many strategies there may be.
+        memory_limit_bytes: what a device may hold at its peak; by default the cluster's memory less a reserve.
+
+    Raises:
+        InfeasibleError: nothing fits the memory limit; names the smallest peak found.
+
+    >>> import jax.numpy as jnp
+    >>> found = frontier(lambda w, x: jnp.tanh(x @ w), jnp.ones((64, 64)), jnp.ones((512, 64)), cluster="cpu:8", mesh={"data": 8})
+    >>> [strategy.in_specs for strategy in found][-1]
+    (P(None, None), P('data', None))
+    """
+    if isinstance(points, bool) or not isinstance(points, int) or points < 1:
+        raise ShardingError(f"a frontier has a whole number of points, 1 or more, got {points!r}.")
+    chosen = searcher_of(searcher)
+    prepared = prepare(fn, args, cluster, chosen, mesh, pins, memory_limit_bytes, donate_argnums)
+    front: list[_Point] = []
+    problems: dict[Mesh, Problem] = {}
+    failure: ShardingError | None = None
+    for number, candidate in enumerate(prepared.meshes):
+        progress(f"mesh {candidate}", number / len(prepared.meshes) / 2)
+        try:
+            problems[candidate] = prepared.problem(candidate, None)
+            for one in (chosen, *BASELINES):
+                _ask(front, problems[candidate], one, None)
+            _ask(front, problems[candidate], chosen, 1.0)
+        except ShardingError as error:  # pins do not divide on this mesh
+            failure = error
+    if not front:
+        assert failure is not None
+        raise failure
+    limits = _limits(front, prepared.limit, points)
+    for number, (lower, limit) in enumerate(pairwise(limits)):
+        progress(f"at most {format_bytes(limit)}", (1 + number / len(limits)) / 2)
+        if not any(lower < point.cost[0] <= limit for point in front):
+            for candidate in dict.fromkeys(point.mesh for point in _around(front, limit)):
+                _ask(front, problems[candidate], chosen, limit)
+    kept = dict.fromkeys(_fastest(front, limit) for limit in limits)
+    return Frontier([prepared.strategy(point.mesh, point.solution(), point.searcher) for point in kept])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Point:
+    """An assignment that was judged, on which mesh, and who asked."""
+
+    problem: Problem
+    assignment: Assignment
+    judgement: Judgement
+    searcher: Searcher
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.problem.mesh
+
+    @property
+    def cost(self) -> tuple[float, float]:
+        return self.judgement.cost.peak_bytes, self.judgement.cost.makespan_seconds
+
+    def beats(self, other: _Point) -> bool:
+        return all(ours <= theirs for ours, theirs in zip(self.cost, other.cost, strict=True))
+
+    def solution(self) -> Solution:
+        bound = min(self.problem.compute_bound(), self.judgement.cost.objective_seconds)
+        return Solution(self.assignment, self.judgement, bound)
+
+
+class _Watched(Problem):
+    """A problem under another limit, with the caches of the first, that remembers what was judged."""
+
+    def __init__(self, problem: Problem, limit: float | None):
+        vars(self).update(vars(problem))
+        self.memory_limit_bytes = limit
+        self.judged: list[tuple[Assignment, Judgement]] = []
+
+    def evaluate(self, assignment: Assignment) -> Judgement:
+        judgement = super().evaluate(assignment)
+        self.judged.append((assignment, judgement))
+        return judgement
+
+
+def _ask(front: list[_Point], problem: Problem, searcher: Searcher, limit: float | None) -> None:
+    """Lets a searcher look for an answer within a limit, and puts on the front what it met on the way."""
+    watched = _Watched(problem, limit)
+    with suppress(InfeasibleError, SearchLimitError):  # what it met counts all the same
+        searcher.solve(watched)
+    for assignment, judgement in watched.judged:
+        point = _Point(problem, assignment, judgement, searcher)
+        if not any(other.beats(point) for other in front):
+            front[:] = [*(other for other in front if not point.beats(other)), point]
+
+
+def _limits(front: Sequence[_Point], limit: float, points: int) -> list[float]:
+    """Rising limits in equal ratios, from the smallest peak to that of the fastest that fits.
+
+    Raises:
+        InfeasibleError: nothing fits.
+    """
+    least = min(point.cost[0] for point in front)
+    if least > limit:
+        raise InfeasibleError(
+            f"a strategy must fit {format_bytes(limit)} a device, and the smallest peak found is {format_bytes(least)}. "
+            "Use more devices, a smaller batch, rematerialisation, or a higher memory_limit_bytes.",
+            least,
+        )
+    most = _fastest(front, limit).cost[0]
+    steps = min(points - 1, int(math.log(most / least) / math.log(LEAST_RATIO)))
+    return [least * (most / least) ** (number / steps) for number in range(steps)] + [most]
+
+
+def _fastest(front: Sequence[_Point], limit: float) -> _Point:
+    """The fastest within a limit that something fits."""
+    return min((point for point in front if point.cost[0] <= limit), key=lambda point: point.cost[1])
+
+
+def _around(front: Sequence[_Point], limit: float) -> list[_Point]:
+    """The points of the front on both sides of a limit."""
+    below = [point for point in front if point.cost[0] <= limit]
+    above = [point for point in front if point.cost[0] > limit]
+    return [*([max(below, key=lambda point: point.cost)] if below else []), *([min(above, key=lambda point: point.cost)] if above else [])]
