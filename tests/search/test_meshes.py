@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
 
+import autoshard
 from autoshard.cluster import Cluster
 from autoshard.cost.collectives import Communication
 from autoshard.errors import ClusterError, ShardingError
@@ -142,3 +144,18 @@ def test_a_placement_of_another_topology_is_refused():
         Placement((2, 4), (0, 0), (0, 1))
     with pytest.raises(ShardingError, match="as many devices"):
         Mesh((("data", 4),), Placement((2, 4), (0, 1), (0,)))
+
+
+def test_the_busier_axis_gets_the_faster_links():
+    """Of a mesh that names it first, the axis whose activations are summed goes inside the hosts; its weights' gradients cross them."""
+
+    def step(w1, w2, x):
+        gradients = jax.grad(lambda w: ((jax.nn.relu(x @ w[0]) @ w[1]) ** 2).sum())((w1, w2))
+        return w1 - gradients[0], w2 - gradients[1]
+
+    arguments = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((1024, 8192), (8192, 1024), (65536, 1024))]
+    specs = PartitionSpec(None, "model"), PartitionSpec("model", None), PartitionSpec("data", None)
+    mesh = {"model": 8, "data": 4}
+    strategy = autoshard.evaluate(step, *arguments, cluster="h100:8x4", mesh=mesh, in_specs=specs)
+    assert [link.kind for link in Cluster.parse("h100:8x4").links(strategy.record.mesh)] == ["switch", "network"]
+    assert strategy.mesh_shape == mesh
