@@ -25,7 +25,7 @@ HOW = ("data_parallel", "fully_sharded")
 GROWN: tuple[tuple[str, Callable, tuple[int, ...]], ...] = (
     ("gpt_scan, batch", lambda n: gpt_scan(batch=n), (64, 72, 80, 88, 96)),
     ("gpt_scan remat, batch", lambda n: gpt_scan(layers=16, batch=n, remat=True), (256, 320, 384, 448)),
-    ("gpt, batch", lambda n: gpt(8, width=2048, batch=n, length=512), (128, 144, 160, 192)),
+    ("gpt, batch", lambda n: gpt(8, width=2048, batch=n, length=512), (256, 272, 304, 336)),
     ("gpt f32, width", lambda n: gpt(4, width=n, heads=n // 128, batch=16, dtype=jnp.float32), (3072, 3328, 3584, 4096)),
     ("lstm, batch", lambda n: lstm(batch=n), (512, 576, 640)),
 )

@@ -8,6 +8,7 @@ import programs
 import pytest
 from random_assignments import random_assignment
 
+import autoshard
 from autoshard.cluster import Cluster
 from autoshard.cost.evaluate import evaluate
 from autoshard.cost.fusion import fuse
@@ -17,6 +18,7 @@ from autoshard.cost.profile import profile
 from autoshard.ir import Assignment, Mesh
 from autoshard.rules import rules_of
 from autoshard.trace import trace
+from benchmarks import models
 
 MESH = Mesh.of({"data": 8})
 
@@ -150,3 +152,27 @@ def test_kernels_read_what_is_stored_before():
 def _flat(program):
     fn, args = program
     return (fn, *args)
+
+
+# What XLA:TPU (libtpu 0.0.42.1, for v5e:2x4) assigned: memory_analysis().peak_memory_in_bytes.
+RECORDED = (
+    (lambda: programs.gpt(2, 768, 12, 3072, 32000, 32, 1024), {"data": 2, "model": 4}, "data_parallel", 1.834e9),
+    (lambda: programs.gpt_scan(6, 768, 12, 3072, 32000, 32, 1024, remat=False), {"data": 2, "model": 4}, "data_parallel", 6.521e9),
+    (lambda: programs.gpt_scan(8, 1024, 16, 4096, 32000, 32, 1024, remat=True), {"data": 2, "model": 4}, "data_parallel", 3.530e9),
+    (lambda: programs.moe(2048, 8192, 16, 1024, 8192), {"data": 2, "model": 4}, "data_parallel", 7.668e9),
+    (lambda: programs.lstm(1024, 512, 128), {"data": 2, "model": 4}, "data_parallel", 3.590e9),
+    (lambda: models.gpt(4, batch=64), {"data": 2, "model": 4}, "fully_sharded", 3.554e9),
+    (lambda: models.gpt_scan(), {"data": 2, "model": 4}, "fully_sharded", 11.930e9),
+    (lambda: models.resnet(), {"data": 4, "model": 2}, "data_parallel", 1.658e9),
+    (lambda: models.unet(), {"data": 4, "model": 2}, "data_parallel", 2.547e9),
+)
+
+
+@pytest.mark.parametrize(("make", "mesh", "searcher", "compiled"), RECORDED)
+def test_the_peak_is_the_compilers(make, mesh, searcher, compiled):
+    """Predicted peaks are within 15 % of what the TPU compiler assigned, and never 10 % below."""
+    fn, args = make()
+    found = autoshard.search(
+        fn, *args, cluster="v5e:2x4", mesh=mesh, searcher=searcher, donate_argnums=0, memory_limit_bytes=1e15
+    ).cost.peak_bytes
+    assert 0.9 * compiled <= found <= 1.15 * compiled
