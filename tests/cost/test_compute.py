@@ -1,5 +1,7 @@
 """Work of ops, and the roofline."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from jax import lax
 
 from autoshard.cluster import CATALOGUE
 from autoshard.cost.compute import MATRIX, MOVES_NOTHING, Roofline, is_matrix, op_flops
+from autoshard.errors import ClusterError
 from autoshard.ir import Factor, Op, Origin, Rule, Value
 
 
@@ -116,6 +119,16 @@ def test_large_products_run_at_peak_and_small_ones_pay_for_padding(name):
     tile = device.matrix_tile
     depth = [roofline.dot_seconds(1, 4096, 4096, k, "bfloat16", 0.0) for k in (max(tile // 2, 1), tile)]
     assert depth[0] == pytest.approx(depth[1]) if tile > 1 else depth[0] == depth[1]
+
+
+def test_efficiencies_slow_products_and_memory_down():
+    """A device that reaches a share of its peaks takes so much longer."""
+    device = CATALOGUE["v5e"].device
+    half = Roofline(replace(device, matrix_efficiency=0.5, memory_efficiency=0.25, kernel_overhead_seconds=0.0))
+    assert half.seconds(True, 197e12, "bfloat16", 0.0) == pytest.approx(2)
+    assert half.seconds(False, 0.0, "float32", 819e9) == pytest.approx(4)
+    with pytest.raises(ClusterError, match="efficiencies"):
+        replace(device, matrix_efficiency=1.5)
 
 
 def test_roofline_is_the_slower_side_and_vectorises():

@@ -10,6 +10,7 @@ import pytest
 from problems import eager_cluster
 from random_assignments import random_assignment
 
+from autoshard.cluster import Cluster
 from autoshard.cost.evaluate import evaluate
 from autoshard.cost.model import CostModel
 from autoshard.cost.profile import profile
@@ -125,3 +126,33 @@ def test_what_collectives_leave_exposed_adds_up():
             assert cost.makespan_seconds == pytest.approx(cost.compute_seconds + exposed)
             assert cost.compute_seconds <= cost.makespan_seconds <= cost.objective_seconds
             assert all(c.exposed_seconds <= c.seconds * (1 + 1e-9) for c in cost.collectives)
+
+
+def test_other_layouts_cost_what_is_stored_and_copied_for_them():
+    """A value between fused ops is written and read where the next op wants another layout; an all_to_all is packed and unpacked."""
+
+    def step(x):
+        return jnp.sin(jnp.cos(x))
+
+    cluster, large = Cluster.parse("v5e:2x4"), jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+    _, graph = judged(step, large, cluster=cluster)
+    made = graph.ops[0].results[0]
+    rows, columns = ((0, -1),), ((1, -1),)
+    ends = {graph.arguments[0]: (0,), graph.results[0]: (0,)}
+    plain, _ = judged(step, large, cluster=cluster, choices={0: rows, 1: rows}, layouts={**ends, made: (0,)})
+    moved, _ = judged(step, large, cluster=cluster, choices={0: rows, 1: columns}, layouts={**ends, made: (0,), graph.results[0]: (1,)})
+    there, back = moved.cost.collectives  # the result replaces the argument, and lies where that does
+    nbytes, rate = 4096 * 4096 * 4 / 8, cluster.device.memory_rate
+    assert there.kind == back.kind == "all_to_all" and there.bytes == back.bytes == nbytes
+    assert moved.cost.compute_seconds - plain.cost.compute_seconds == pytest.approx((2 + 4 + 4) * nbytes / rate)
+    assert moved.cost.objective_seconds == moved.cost.compute_seconds + moved.cost.communication_seconds
+
+
+def test_judging_again_gives_the_same():
+    """What the model keeps of one evaluation changes nothing in the next."""
+    graph = trace(lambda x, w: jnp.tanh(x @ w).sum(0), X, W).graph
+    facts, mesh = profile(graph, rules_of(graph)), Mesh.of({"data": 4, "model": 2})
+    model = CostModel(eager_cluster(), mesh)
+    for seed in range(10):
+        assignment = random_assignment(graph, facts.rules, mesh, seed)
+        assert evaluate(facts, model, assignment).cost == evaluate(facts, CostModel(eager_cluster(), mesh), assignment).cost

@@ -1,0 +1,50 @@
+"""The benchmark of the cost model reads schedules, runs and times as it says."""
+
+from pathlib import Path
+
+import pytest
+
+from autoshard.cluster import Cluster
+from autoshard.cost.collectives import Communication
+from autoshard.ir import Mesh
+
+ROOT = Path(__file__).parents[1]
+
+SCHEDULE = """HloModule module, is_scheduled=true
+
+ENTRY %main (p: f32[1024]) -> f32[8192] {
+  %p = f32[1024]{0} parameter(0)
+  %start = (f32[1024]{0}, f32[1024]{0}) collective-permute-start(%p), source_target_pairs={PAIRS}
+  %hides = f32[1024]{0} fusion(%p), kind=kLoop, calls=%body, backend_config={"estimated_cycles":"CYCLES"}
+  %done = f32[1024]{0} collective-permute-done(%start)
+  ROOT %gathered = f32[8192]{0} all-gather(%done), channel_id=2, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}
+}
+"""
+
+
+@pytest.mark.parametrize("cycles", [0, 1500, 150_000_000])
+def test_a_schedule_waits_where_it_waits(cycles, monkeypatch):
+    """A permute under way hides behind the cycles in between, whichever is longer; an all_gather that is waited for adds its time."""
+    monkeypatch.syspath_prepend(ROOT)
+    from benchmarks.cost_model.ranking import CLOCK, scheduled_seconds
+
+    mesh = Mesh.of({"data": 8})
+    communication = Communication(Cluster.parse("v5e:2x4").links(mesh))
+    permute, gather = (communication.seconds(kind, n, (0,)) for kind, n in (("collective_permute", 4096), ("all_gather", 32768)))
+    pairs = ",".join(f"{{{k},{(k + 1) % 8}}}" for k in range(8))
+    text = SCHEDULE.replace("CYCLES", str(cycles)).replace("PAIRS", pairs)
+    found = scheduled_seconds(text, mesh, communication)
+    assert found == pytest.approx(max(cycles / CLOCK, permute) + gather)
+
+
+def test_published_runs_are_read_and_predicted(tmp_path, monkeypatch):
+    """A run of the table's form is predicted; twice the stages or the micro-batches' number takes longer, fewer layers less."""
+    monkeypatch.syspath_prepend(ROOT)
+    from benchmarks.cost_model.published import predicted, read
+
+    table = tmp_path / "runs.csv"
+    head = "\ufeffParameters (billion),# GPUs,global batch,micro batch,hidden size,attention heads,# layers,sequence length,t,d,p,ms\n"
+    rows = ("0.1,8,64,8,512,8,4,256,2,4,1,10", "0.1,8,128,8,512,8,4,256,2,4,1,10", "0.1,8,64,8,512,8,2,256,2,4,1,10")
+    table.write_text(head + "\n".join(rows), encoding="utf-8")
+    one, longer, shorter = (predicted(run) for run in read(table))
+    assert 0 < shorter < one < longer
