@@ -1,8 +1,10 @@
 """The benchmarks run, and their arithmetic is right."""
 
 import json
+import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -46,3 +48,25 @@ def test_rules_benchmark_runs():
     group, everything = found["shares"]
     assert group["group"] == "igamma" and group["ours"] == group["equations"] == everything["equations"] > group["theirs"]
     assert found["differences"] and all(difference["reasons"] for difference in found["differences"])
+
+
+@pytest.mark.skipif(find_spec("libtpu") is not None, reason="the TPU compiler is installed")
+def test_cost_model_benchmark_says_what_it_lacks():
+    """A section that needs the TPU compiler says what to install, and the exit code tells."""
+    command = [sys.executable, "-m", "benchmarks.cost_model", "flops", "--quick", "--json"]
+    environment = {name: value for name, value in os.environ.items() if name != "TPU_LIBRARY_PATH"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 1
+    assert "pip install 'autoshard[tpu]'" in json.loads(done.stdout)["flops"]["failed"]
+
+
+@pytest.mark.parametrize("name", ["gpt", "gpt_scan_remat", "moe", "resnet", "unet", "lstm"])
+def test_benchmark_models_and_their_tensor_parallelism_fit(name, monkeypatch):
+    """Every model traces abstractly, and its hand-written specs name leaves it has, in sizes that divide."""
+    monkeypatch.syspath_prepend(ROOT)
+    import autoshard
+    from benchmarks.models import MODELS
+
+    function, args = MODELS[name].make()
+    found = autoshard.evaluate(function, *args, cluster="v5e:2x4", mesh={"data": 2, "model": 4}, in_specs=MODELS[name].tensor_parallel)
+    assert found.cost.peak_bytes > 1e9 and found.cost.flops > 1e12
