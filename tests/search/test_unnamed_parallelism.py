@@ -1,0 +1,80 @@
+"""Expert, context, sequence and vocabulary parallelism come out of a search that has no word for any of them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import autoshard
+from autoshard.trace import trace
+from benchmarks.models import leaf, moe
+
+OPTIONS = {"cluster": "v5e:2x4", "mesh": {"x": 8}, "memory_limit_bytes": 1e15}
+EXACT = pytest.mark.parametrize("searcher", ["recursive_programming", "dynamic_programming"])
+
+
+def descend(loss):
+    """One step of gradient descent."""
+
+    def step(params, *batch):
+        value, gradients = jax.value_and_grad(loss)(params, *batch)
+        return jax.tree.map(lambda p, g: p - 0.01 * g, params, gradients), value
+
+    return step
+
+
+def sharded_dims(strategy, fn, args, shape):
+    """The dimensions that mesh axis x shards in the program's values of a shape."""
+    graph = trace(fn, *args).graph
+    layouts = [strategy.record.assignment.layout(value) for value, found in enumerate(graph.values) if found.shape == shape]
+    return {layout[0] for layout in layouts} - {-1}  # constants lie whole
+
+
+@EXACT
+def test_experts_are_split(searcher):
+    """The weights of a mixture of experts lie split by expert, and its products run so: tokens travel, by all_to_all or otherwise."""
+    fn, args = moe(1, 1024, 16, 8, 4096, 16, 1024)
+    strategy = autoshard.search(fn, *args, searcher=searcher, **OPTIONS)
+    specs = {tensor.path: tensor.spec for tensor in strategy.record.arguments}
+    assert specs["state['params']['layers'][0]['up']"] == ("x", None, None)
+    assert specs["state['params']['layers'][0]['down']"] == ("x", None, None)
+    hidden = sharded_dims(strategy, fn, args, (16, 8, 160, 4096))  # batch, experts, room, hidden units
+    assert hidden == {1}
+
+
+@EXACT
+def test_long_sequences_are_split(searcher):
+    """Where neither batch nor heads divide, attention is split by positions, and what comes before and after as well."""
+    batch, length, heads, width = 1, 65_536, 4, 512
+
+    def loss(params, x):
+        q, k, v = (jnp.einsum("bsd,dhk->bshk", x, params[name]) for name in "qkv")
+        weights = jax.nn.softmax(jnp.einsum("bqhk,bshk->bhqs", q, k).astype(jnp.float32)).astype(x.dtype)
+        y = jnp.einsum("bqhk,hkd->bqd", jnp.einsum("bhqs,bshk->bqhk", weights, v), params["o"])
+        return (y.astype(jnp.float32) ** 2).mean()
+
+    params = {name: leaf(width, heads, width // heads) for name in "qkv"} | {"o": leaf(heads, width // heads, width)}
+    fn, args = descend(loss), (params, leaf(batch, length, width))
+    strategy = autoshard.search(fn, *args, searcher=searcher, **OPTIONS)
+    assert sharded_dims(strategy, fn, args, (batch, heads, length, length)) in ({2}, {3})
+    assert 1 in sharded_dims(strategy, fn, args, (batch, length, width))
+    assert strategy.cost.flops < 1.01 / 8 * 12 * 2 * batch * length * length * width
+
+
+@EXACT
+def test_a_large_vocabulary_is_split(searcher):
+    """The head and its logits are split by vocabulary; what the loss reduces over it are a few numbers a token."""
+    batch, length, width, vocabulary = 4, 512, 1024, 262_144
+
+    def loss(params, x, targets):
+        logits = (x @ params["head"]).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+    fn = descend(loss)
+    args = {"head": leaf(width, vocabulary)}, leaf(batch, length, width), leaf(batch, length, dtype=jnp.int32)
+    strategy = autoshard.search(fn, *args, searcher=searcher, **OPTIONS)
+    assert strategy.record.arguments[0].spec == (None, "x")
+    assert sharded_dims(strategy, fn, args, (batch, length, vocabulary)) == {2}
+    assert max(c.bytes for c in strategy.cost.collectives) <= 4 * batch * length * width
