@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import sys
 import threading
 from pathlib import Path
@@ -24,7 +25,7 @@ from autoshard.lower import jax_mesh
 
 def main(folder: Path) -> None:
     """Compiles what the folder asks for."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     topology, mesh = pickle.loads((folder / "request").read_bytes())
     try:
         compiled = _compile(folder / "module", topology, mesh)
@@ -51,9 +52,10 @@ def _compile(module: Path, topology: str, mesh: Mesh):
         return devices.flat[0].client.compile(parsed, xla_client.DeviceList(tuple(devices.flat)), options)
 
 
-def _end_with_parent() -> None:
-    """Waits for the parent to close the pipe, which its death does too."""
+def _end_with_parent(folder: Path) -> None:
+    """Waits for the pipe to close: the parent ends this process before it closes it, so the parent is dead, and cannot clean up."""
     sys.stdin.read()
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
