@@ -225,15 +225,23 @@ def _used(layout: Layout) -> int:
 def _exchanging(source: np.ndarray, target: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
     """Which axes a permute sends along, ``(..., n_axes)`` of layouts so shaped: those whose place changes.
 
-    An axis's place is its dimension, and into how many parts the axes before it split that.
+    An axis's place is its dimension, and into how many parts the axes before it split that. An axis that only the target has is sliced
+    first, behind those that split its dimension already; unless one of these leaves it, and makes room.
     """
     taking_part = source != target
-    for axis in range(source.shape[-1]):
-        parts = [np.ones(layout.shape[:-1], np.int64) for layout in (source, target)]
-        for before in range(axis):
-            for k, layout in enumerate((source, target)):
-                parts[k] *= np.where(layout[..., before] == layout[..., axis], sizes[before], 1)
-        taking_part[..., axis] |= (source[..., axis] >= 0) & (parts[0] != parts[1])
+    for axis in range(len(sizes)):
+        dim = target[..., axis]
+        new = (source[..., axis] < 0) & (dim >= 0)
+        room = np.zeros(new.shape, bool)
+        before, after = np.ones(new.shape, np.int64), np.ones(new.shape, np.int64)
+        for other, size in enumerate(sizes):
+            there, here = source[..., other] == np.where(new, dim, source[..., axis]), target[..., other] == dim
+            room |= there & ~here
+            sliced_before = new & (source[..., other] < 0) & here & (other < axis)
+            before *= np.where(there & (new | (other < axis)) | sliced_before, size, 1)
+            after *= np.where(here & (other < axis), size, 1)
+        stays = (before == after) & np.where(new, ~room, source[..., axis] == dim)
+        taking_part[..., axis] = ((source[..., axis] >= 0) | new) & ~stays
     return taking_part
 
 

@@ -143,7 +143,7 @@ def _dims_of(value: Any) -> list[list[tuple[str, str]]]:
     """The sharding of a value by dimension, from what defines it: an operation, or a function's or a loop's argument."""
     owner = value.owner
     if isinstance(owner, ir.Block):
-        outer: Any = owner.owner
+        outer: Any = owner.owner.operation
         position = ir.BlockArgument(value).arg_number
         attributes = outer.attributes["arg_attrs"][position] if outer.name == "func.func" else outer.attributes
     else:

@@ -15,8 +15,9 @@ from jaxlib.mlir.passmanager import PassManager
 
 from autoshard.cluster import Cluster
 from autoshard.cost.collectives import Communication
-from autoshard.cost.reshard import Reshards, reduction_steps
+from autoshard.cost.reshard import Reshards, _permute_axes, reduction_steps
 from autoshard.ir import Mesh, divides, layout_number, layout_to_spec, layouts, shard_counts, shards, spec_to_layout
+from autoshard.verify import explicit_collectives
 
 MESHES = (("v5e:2x4", (2, 4)), ("v5e:4x4", (4, 4)), ("h100:8x4", (4, 2, 4)), ("cpu:8", (2, 2, 2)), ("cpu:8", (8, 1)))
 
@@ -192,6 +193,21 @@ def shardy():
         return [(kind, tuple(map(NAMES.index, sorted(re.findall(r'"(\w+)"', axes))))) for kind, axes in lines if kind != "all_slice"]
 
     return collectives
+
+
+def test_permutes_send_along_shardys_axes():
+    """Of three axes on one dimension those send whose place changes; what is only added behind is sliced."""
+    names, sizes = ("a", "b", "c"), (2, 2, 2)
+    mesh = jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * 3)
+    permuted = 0
+    for source, target in itertools.permutations(layouts(1, 3), 2):
+        ends = [NamedSharding(mesh, PartitionSpec(*layout_to_spec(layout, names, 1))) for layout in (source, target)]
+        lowered = jax.jit(lambda x: x, in_shardings=ends[0], out_shardings=ends[1]).lower(jax.ShapeDtypeStruct((64,), jnp.float32))
+        sent = explicit_collectives(lowered, Mesh(tuple(zip(names, sizes, strict=True))))
+        if [collective.kind for collective in sent] == ["collective_permute"]:
+            assert tuple(names[axis] for axis in _permute_axes(source, target, sizes)) == sent[0].mesh_axes, (source, target)
+            permuted += 1
+    assert permuted >= 12
 
 
 @pytest.mark.parametrize("shape", [(2**22,), (4096, 4096), (1024, 1024, 16)])
