@@ -98,7 +98,7 @@ def _compiled(folder: Path, stop: bool) -> str:
     environment = {**os.environ, **ENVIRONMENT, "XLA_FLAGS": flags, "PYTHONPATH": paths}
     command = [sys.executable, "-m", "autoshard.verify.ahead_child", str(folder)]
     with open(folder / "log", "wb") as log:
-        # It reads its stdin to the end, and ends itself there: so it dies with this process, however that dies.
+        # It reads its stdin to the end, and ends itself there: if this process is killed, it ends too, once the compiler lets Python run.
         child = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log)
         try:
             while child.poll() is None and not (stop and _dumped(folder, ASSIGNED)):
