@@ -219,8 +219,7 @@ class _Judge:
         for value, combination in zip(op.results, cost.combinations, strict=True):
             done = needs
             if combination:
-                if combination[0].kind == "reduce_scatter" or self.profile.fusion.narrow[value]:  # else it is reduced in place
-                    self.partials[op.index] = combination[0].nbytes
+                self.partials[op.index] = combination[0].nbytes
                 done = self._communicate(combination, needs, op.trips, op, (value,), partial(_combined, op, choice))
             makers[value] = self._join(done)
 
@@ -241,6 +240,8 @@ class _Judge:
                 if not self.profile.portable[value]:
                     done = self._compute(self.model.storing_seconds(values[value], previous, layout), trips, done)
                 self.makers[value, layout] = self._join(done)
+                if not self.profile.portable[value]:  # stored to be sent, or sliced
+                    self.copies.setdefault((value, own), Copy(values[value].nbytes / shards(own, self.sizes), op, op))
                 if any(step.kind != "slice" for step in path):
                     self.copies[value, layout] = Copy(values[value].nbytes / shards(layout, self.sizes), op, op)
             if (value, layout) in self.copies:
