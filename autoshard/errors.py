@@ -40,6 +40,10 @@ class SearchLimitError(AutoshardError):
     """The search met a size it cannot handle; names the searcher to try instead."""
 
 
+class SearcherError(AutoshardError):
+    """What was named or given as a searcher is none."""
+
+
 class StrategyError(AutoshardError):
     """A strategy file is damaged, or belongs to another program or schema."""
 

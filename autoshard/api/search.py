@@ -18,13 +18,14 @@ from autoshard.api.strategy import Strategy, record_of
 from autoshard.cluster import Cluster
 from autoshard.cost.model import CostModel
 from autoshard.cost.profile import Profile, profile
-from autoshard.errors import AutoshardError, ClusterError, InfeasibleError, ShardingError
+from autoshard.errors import ClusterError, ShardingError
 from autoshard.ir import Graph, Mesh, check_divides, spec_to_layout
 from autoshard.lower import lowering_mesh
 from autoshard.lower.constrain import SELF_PARTITIONED
 from autoshard.problem import Pin, Problem
 from autoshard.rules import rules_of
 from autoshard.search import Searcher, Solution, TensorParallel, candidate_meshes, searcher_of, silent, solve
+from autoshard.search.mesh_search import search_meshes
 from autoshard.search.meshes import placed
 from autoshard.search.propagation import follow_layouts
 from autoshard.search.searcher import Progress
@@ -72,25 +73,19 @@ def search(
     """
     chosen = searcher_of(searcher)
     prepared = prepare(fn, args, cluster, chosen, mesh, pins, memory_limit_bytes, donate_argnums)
-    meshes = prepared.meshes
     started = time.perf_counter()
-    best: tuple[Solution, Mesh] | None = None
-    failure: AutoshardError | None = None
-    for number, candidate in enumerate(meshes):
-        progress(f"mesh {candidate}", number / len(meshes))
+    problems: list[Problem] = []
+    failure: ShardingError | None = None
+    for candidate in prepared.meshes:
         try:
-            solution = solve(chosen, prepared.problem(candidate, prepared.limit), progress)
-        except (InfeasibleError, ShardingError) as error:
-            failure = _worse(failure, error)
-            continue
-        if best is None or solution.judgement.cost.makespan_seconds < best[0].judgement.cost.makespan_seconds:
-            best = solution, candidate
-    if best is None:
-        assert failure is not None
+            problems.append(prepared.problem(candidate, prepared.limit, like=problems[0] if problems else None))
+        except ShardingError as error:
+            failure = error
+    if failure is not None and not problems:
         raise failure
-    solution, found = best
+    solution, problem = search_meshes(chosen, problems, solve, progress)
     stats = {**solution.stats, "search_seconds": time.perf_counter() - started}
-    return prepared.strategy(found, replace(solution, stats=stats), chosen)
+    return prepared.strategy(problem.mesh, replace(solution, stats=stats), chosen)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,14 +111,15 @@ class Prepared:
     donated: tuple[int, ...]
     seconds: Mapping[str, float]
 
-    def problem(self, mesh: Mesh, limit: float | None) -> Problem:
-        """The search problem on a mesh."""
-        return Problem(self.facts, CostModel(self.cluster, mesh), _resolve(self.pins, self.traced.graph, mesh), limit)
+    def problem(self, mesh: Mesh, limit: float | None, like: Problem | None = None) -> Problem:
+        """The search problem on a mesh; one of the same program that it is like shares what does not depend on the mesh."""
+        return Problem(self.facts, CostModel(self.cluster, mesh), _resolve(self.pins, self.traced.graph, mesh), limit, like)
 
     def strategy(self, mesh: Mesh, solution: Solution, searcher: Searcher) -> Strategy:
         """The strategy of a solution on a mesh."""
         solution = replace(solution, stats={**self.seconds, **solution.stats, "meshes": len(self.meshes)})
-        return Strategy(record_of(self.traced, self.cluster, mesh, solution, searcher, self.donated, _notes(self.facts)), self.traced)
+        notes = [*_notes(self.facts), *_idle(self.traced.graph, solution)]
+        return Strategy(record_of(self.traced, self.cluster, mesh, solution, searcher, self.donated, notes), self.traced)
 
 
 def prepare(fn, args, cluster, searcher, mesh, pins, memory_limit_bytes, donate_argnums) -> Prepared:
@@ -204,6 +200,19 @@ def _notes(facts: Profile) -> list[str]:
     return [note(name, n) for name, n in sorted(without.items())]
 
 
+def _idle(graph: Graph, solution: Solution) -> list[str]:
+    """Why mesh axes shard nothing, where no dimension of the arguments divides by them."""
+    assignment = solution.assignment
+    used = {axis for layout in assignment.layouts.values() for axis, dim in enumerate(layout) if dim >= 0}
+    sizes = sorted({size for value in graph.arguments for size in graph.values[value].shape if size > 1}, reverse=True)
+    found = []
+    for axis, (name, n) in enumerate(assignment.mesh.axes):
+        if axis not in used and n > 1 and sizes and all(size % n for size in sizes):
+            shown = ", ".join(map(str, sizes[:6])) + (", ..." if len(sizes) > 6 else "")
+            found.append(f"mesh axis {name} of size {n} shards nothing: no dimension of the arguments ({shown}) divides by {n}")
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class _Given:
     """The 'searcher' of a sharding that was given."""
@@ -235,13 +244,6 @@ def _traced(fn, args, donate_argnums, axis_names) -> tuple[Traced, Profile, dict
     traced = trace(plain(fn), *args, donate_argnums=donate_argnums, axis_names=tuple(dict.fromkeys(axis_names)))
     facts = profile(traced.graph, rules_of(traced.graph))
     return traced, facts, {"trace_seconds": time.perf_counter() - started, "n_ops": len(traced.graph.walk())}
-
-
-def _worse(old: AutoshardError | None, new: AutoshardError) -> AutoshardError:
-    """The error to report when no mesh has a solution: of memory errors the one with the smallest peak."""
-    if isinstance(old, InfeasibleError) and isinstance(new, InfeasibleError):
-        return min(old, new, key=lambda error: error.smallest_peak_bytes or float("inf"))
-    return old if isinstance(old, InfeasibleError) else new
 
 
 # -- meshes and pins -----------------------------------------------------------------------------------------------------

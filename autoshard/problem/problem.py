@@ -82,10 +82,18 @@ class Problem:
         model: what things cost on the mesh.
         pins: per value number, where each mesh axis may shard it.
         memory_limit_bytes: what a device may hold at its peak; None: no limit.
+        like: a problem on another mesh, whose nodes are shared where the pins allow it.
         nodes: the decisions to be made.
     """
 
-    def __init__(self, profile: Profile, model: CostModel, pins: Mapping[int, Pin] | None = None, memory_limit_bytes: float | None = None):
+    def __init__(
+        self,
+        profile: Profile,
+        model: CostModel,
+        pins: Mapping[int, Pin] | None = None,
+        memory_limit_bytes: float | None = None,
+        like: Problem | None = None,
+    ):
         self.profile = profile
         self.graph = profile.graph
         self.rules = profile.rules
@@ -93,9 +101,12 @@ class Problem:
         self.mesh = model.mesh
         self.pins: Mapping[int, Pin] = dict(pins or {})
         self.memory_limit_bytes = memory_limit_bytes
-        self.nodes: Nodes = build_nodes(profile, self.pins)
-        numbers: dict[tuple, int] = {}
-        self._kinds = [numbers.setdefault(node.key(), len(numbers)) for node in self.nodes.nodes]
+        if like is not None and like.profile is profile and like.pins == self.pins:
+            self.nodes, self._kinds = like.nodes, like._kinds
+        else:
+            self.nodes: Nodes = build_nodes(profile, self.pins)
+            numbers: dict[tuple, int] = {}
+            self._kinds = [numbers.setdefault(node.key(), len(numbers)) for node in self.nodes.nodes]
         self._columns: dict[tuple[int, Label, tuple[int, ...]], _Columns] = {}
         self._member_costs: dict[tuple[int, int], np.ndarray] = {}
         self._moved: dict[tuple, np.ndarray] = {}

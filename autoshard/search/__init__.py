@@ -1,6 +1,6 @@
 """The searchers: one file each, and one row in the table below."""
 
-from autoshard.errors import InfeasibleError, SearchLimitError
+from autoshard.errors import InfeasibleError, SearcherError
 from autoshard.search.auto import Auto
 from autoshard.search.baselines import DataParallel, FullySharded
 from autoshard.search.brute_force import BruteForce
@@ -31,16 +31,16 @@ def searcher_of(searcher: str | Searcher) -> Searcher:
     """The searcher of a name, or the searcher itself.
 
     Raises:
-        SearchLimitError: no searcher has that name.
+        SearcherError: no searcher has that name.
     """
     if isinstance(searcher, str):
         if searcher not in SEARCHERS:
-            raise SearchLimitError(
+            raise SearcherError(
                 f"a searcher is one of {sorted(SEARCHERS)}, got {searcher!r}. Use one of those names, or a searcher value."
             )
         return SEARCHERS[searcher]()
     if isinstance(searcher, type) or not isinstance(searcher, Searcher):
-        raise SearchLimitError(f"a searcher is one of {sorted(SEARCHERS)} or a value with a solve method, got {searcher!r}.")
+        raise SearcherError(f"a searcher is one of {sorted(SEARCHERS)} or a value with a solve method, got {searcher!r}.")
     return searcher
 
 

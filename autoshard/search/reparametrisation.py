@@ -57,6 +57,18 @@ def reparametrise(
     return tables.normalised(len(bounds) - 1)
 
 
+def bound_after(unary: Sequence[np.ndarray], pairs: Pairs, *, max_sweeps: int, enough: float = math.inf) -> float:
+    """The lower bound alone, after some sweeps, or fewer where it is enough."""
+    tables = _Tables(unary, pairs)
+    bound = tables.bound()
+    for _ in range(max_sweeps):
+        if bound >= enough:
+            break
+        tables.sweep()
+        bound = tables.bound()
+    return bound
+
+
 class _Tables:
     """Tables while costs are moved in place; pairs go from a node to one behind it."""
 

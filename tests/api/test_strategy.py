@@ -232,7 +232,7 @@ def test_evaluate_costs_a_given_sharding():
         ({"pins": {"state['params'][0]['w']": P(None, None, "data")}}, autoshard.ShardingError, ["rank 2"]),
         ({"memory_limit_bytes": 10}, autoshard.InfeasibleError, ["smallest peak", "memory_limit_bytes"]),
         ({"memory_limit_bytes": -1}, autoshard.ShardingError, ["positive number"]),
-        ({"searcher": "magic"}, autoshard.SearchLimitError, ["magic", "recursive_programming"]),
+        ({"searcher": "magic"}, autoshard.SearcherError, ["magic", "recursive_programming"]),
         ({"donate_argnums": 9}, autoshard.TraceError, ["donate_argnums", "9"]),
     ],
 )

@@ -10,7 +10,7 @@ from problems import SMALL, eager_cluster, problem_of
 from programs import PROGRAMS
 
 from autoshard.cost.evaluate import evaluate
-from autoshard.errors import InfeasibleError, SearchLimitError, ShardingError
+from autoshard.errors import InfeasibleError, SearcherError, ShardingError
 from autoshard.ir import legal, operand_layout, result_layout
 from autoshard.search import (
     SEARCHERS,
@@ -193,7 +193,7 @@ def test_searchers_have_names():
     """The table's names give their searchers, and an unknown one lists them."""
     for name in SEARCHERS:
         assert searcher_of(name).name == name
-    with pytest.raises(SearchLimitError, match="recursive_programming"):
+    with pytest.raises(SearcherError, match="recursive_programming"):
         searcher_of("simulated_annealing")
     with pytest.raises(ShardingError, match="1, 2 and 3"):
         FullySharded(4)
