@@ -93,12 +93,15 @@ def peak_memory(
     fusion = profile.fusion
     more = [(copy.nbytes / (2 if on_tpu and fusion.rounds[value] else 1), copy.first, copy.last) for (value, _), copy in copies.items()]
     ops, end = profile.graph.walk(), len(profile.graph.walk())
+    stored = []
     for op, nbytes in partials.items():
         value = ops[op].results[0]
         if fusion.last[value]:
             more.append((nbytes, op, end))
+            stored.append(op)
         elif fusion.narrow[value] or nbytes > values[value].nbytes / shards(assignment.layout(value), mesh):
             more.append((nbytes, op, op))
+            stored.append(op)
     if on_tpu:
         copied = {value for value, _ in copies}
         for value, (first, last) in fusion.casts.items():
@@ -115,7 +118,7 @@ def peak_memory(
     total = usage(times.moments, held, born, dies)
     moment = int(total.argmax())
     alive = np.flatnonzero((born <= moment) & (dies > moment) & (held > 0))
-    numbers = (*times.values, *(value for value, _ in copies), *partials)
+    numbers = (*times.values, *(value for value, _ in copies), *stored)
     m = n + len(copies)
     return Peak(
         nbytes=float(total[moment]),

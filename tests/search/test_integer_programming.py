@@ -48,7 +48,7 @@ def test_integer_programming_finds_what_the_others_find(program):
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
-@pytest.mark.parametrize("program", ["matmul", "two_matmuls", "shared_weight"])
+@pytest.mark.parametrize("program", ["matmul"])
 def test_the_memory_limit_is_a_true_constraint(program, share):
     """Under limits that bind, the optimum is brute force's and proven, or both refuse; prices alone reach neither."""
     fn, args = SMALL[program]()
