@@ -17,7 +17,7 @@ from autoshard.cost.memory import Copy, Peak, peak_memory
 from autoshard.cost.model import CostModel
 from autoshard.cost.profile import Profile
 from autoshard.cost.record import Cost
-from autoshard.cost.reshard import Step
+from autoshard.cost.reshard import Step, path_seconds
 from autoshard.cost.schedule import BOTH, COMPUTE, WIRES, Tasks, schedule
 from autoshard.ir import Assignment, Choice, Collective, Flow, Layout, Op, served_from, shards, shift_layout
 
@@ -231,7 +231,7 @@ class _Judge:
             return maker
         values, path_of = self.graph.values, self.model.reshard_path
         copy = self.assignment.copies.get(value)
-        served = served_from(own, copy, target, lambda a, b: sum(step.seconds for step in path_of(values[value], a, b)))
+        served = served_from(own, copy, target, lambda a, b: path_seconds(path_of(values[value], a, b)))
         for previous, layout in pairwise(dict.fromkeys((own, served, target))):
             if (value, layout) not in self.makers:
                 path = path_of(values[value], previous, layout)

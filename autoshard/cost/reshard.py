@@ -58,6 +58,11 @@ class Step:
     copying_seconds: float = 0.0
 
 
+def path_seconds(path: Iterable[Step]) -> float:
+    """The seconds of all its steps, the device's copying included."""
+    return sum(step.seconds + step.copying_seconds for step in path)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Table:
     """All-pairs answers of one byte count.

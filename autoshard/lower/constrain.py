@@ -23,7 +23,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from autoshard.cost.profile import profile
-from autoshard.cost.reshard import Step
+from autoshard.cost.reshard import Step, path_seconds
 from autoshard.ir import (
     Assignment,
     Choice,
@@ -149,7 +149,7 @@ class _Plan:
         """The layout that a reader in another layout is served from: the value's, or its shared copy's where that is cheaper."""
 
         def seconds(source: Layout, target: Layout) -> float:
-            return sum(step.seconds for step in self.reshard_path(value, source, target))
+            return path_seconds(self.reshard_path(value, source, target))
 
         return served_from(self.layout(value), self.assignment.copies.get(value), target, seconds)
 

@@ -19,6 +19,7 @@ Complexity: sweeps x table entries, then nodes x kept labels ** (induced width +
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -125,16 +126,19 @@ class _Run:
         except SearchLimitError:
             best = self._shell(moved, delta, [int(reduced.argmin()) for reduced in moved.reduced])
         cost = table_cost(tables.unary, tables.pairs, best)
-        while cost > moved.bound + delta:
+        too_wide = math.inf
+        while cost > moved.bound + delta and too_wide > 1.25 * delta:
             gap = cost - moved.bound + rounding
-            delta = min(max(4 * delta, gap / 64), gap)
+            wider = min(max(4 * delta, gap / 64) if too_wide == math.inf else math.sqrt(delta * too_wide), gap)
             self.progress("shells", delta / gap)
             try:
-                found = self._shell(moved, delta)
+                found = self._shell(moved, wider)
             except SearchLimitError:
-                return best, moved.bound - rounding
+                too_wide = wider
+                continue
+            delta = wider
             best, cost = min(((best, cost), (found, table_cost(tables.unary, tables.pairs, found))), key=lambda labelled: labelled[1])
-        return best, cost
+        return best, min(cost, moved.bound + delta - rounding)  # what uses a label outside the last shell costs more than that
 
     def _shell(self, moved: Reparametrisation, delta: float, incumbent: list[int] | None = None) -> np.ndarray:
         """The best of the labels whose reduced cost is at most delta; with an incumbent, nodes that are too well connected keep its."""
