@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from os import environ
 
 import pytest
 from programs import PROGRAMS
@@ -26,7 +26,8 @@ def test_files_do_not_depend_on_the_hash_seed(searcher, tmp_path):
     found = []
     for seed in ("1", "2"):
         path = tmp_path / f"{seed}.json"
-        subprocess.run([sys.executable, "-c", SCRIPT, searcher, path], env={**environ, "PYTHONHASHSEED": seed}, check=True)
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+        subprocess.run([sys.executable, "-c", SCRIPT, searcher, path], env=environment, check=True)
         entry = json.loads(path.read_text())
         entry["stats"] = {key: value for key, value in entry["stats"].items() if not key.endswith("_seconds")}
         entry.pop("provenance", None)
