@@ -186,6 +186,11 @@ def _pool(fills: Fills):
             window, size = pool_window(params, dim), arrays[0].shape[dim]
             padding[dim] = window.padding(size, size * window.spread // window.stride)
             arrays = [split.with_halos(x, dim, window, fill) for x, fill in zip(arrays, ignored, strict=True)]
+            if window.span == window.spread == 1:  # of negative padding around windows of one XLA:CPU aborts (jaxlib 0.10.2): crop
+                low, high = padding[dim]
+                end = arrays[0].shape[dim] + min(high, 0)
+                arrays = [lax.slice_in_dim(x, max(-low, 0), end, axis=dim) for x in arrays]
+                padding[dim] = max(low, 0), max(high, 0)
         return list(bind(*arrays, padding=tuple(padding)))
 
     return pool

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from jax import lax
 from rule_examples import normal, operation
@@ -80,10 +80,13 @@ def test_a_convolution_of_shards_is_the_shard_of_the_convolution(case, dilation)
 
 
 @given(windows(lowest=0))
+@example((Window(1, 1, 1, 1), 4, 4))
+@example((Window(1, 2, 1, 1), 8, 4))
 @settings(max_examples=15)
 def test_a_pooling_of_shards_is_the_shard_of_the_pooling(case):
     """Any even window is offered, and pooling shards with halos is pooling the whole."""
     window, size, steps = case
+    assume(window.span > 1 or window.spread == 1)  # XLA:CPU aborts on negative padding around windows of one (jaxlib 0.10.2)
 
     def pool(x):
         padding = [padding_of(window, size, steps)]
