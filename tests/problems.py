@@ -25,7 +25,7 @@ def eager_cluster(name: str = "v5e:2x4", speed: float = 1e-3) -> Cluster:
         matrix_tile=1,
         flops_per_second=tuple((kind, rate * speed) for kind, rate in cluster.device.flops_per_second),
         vector_flops_per_second=1e9,
-        memory_bandwidth_bytes_per_second=1e12,
+        memory_bandwidth_bytes_per_second=1e11,
     )
     return replace(cluster, device=device, interconnect=replace(cluster.interconnect, latency_seconds=1e-9, launch_seconds=0.0))
 

@@ -145,8 +145,8 @@ class CostModel:
         if is_matrix(op.primitive) and rule is not None:
             batch, m, n, k = _matrix_sizes(rule, choice, sizes, flops)
             return float(self._roofline.dot_seconds(batch, m, n, k, dtype, nbytes))
-        if nbytes == 0.0:
-            return 0.0
+        if nbytes == 0.0:  # part of another op's kernel, whose registers it works on
+            return flops / self.cluster.device.vector_rate(dtype)
         return float(self._roofline.seconds(False, flops, dtype, nbytes))
 
     def least_op_seconds(self, profile: Profile, op: Op) -> float:
@@ -155,10 +155,10 @@ class CostModel:
             return 0.0
         values, n = profile.graph.values, self.mesh.size
         nbytes = sum(values[value].nbytes for value in (*op.operands, *op.results) if profile.materialised[value]) / n
+        flops, dtype = profile.flops[op.index] / n, _dtype(op, values)
         if nbytes == 0.0:
-            return 0.0
-        dtype = _dtype(op, values)
-        return float(self._roofline.seconds(is_matrix(op.primitive), profile.flops[op.index] / n, dtype, nbytes))
+            return flops / self.cluster.device.vector_rate(dtype)
+        return float(self._roofline.seconds(is_matrix(op.primitive), flops, dtype, nbytes))
 
     def reduction_path(self, profile: Profile, op: Op, choice: Choice, result: int) -> tuple[Step, ...]:
         """The collectives that combine an op's partial results."""

@@ -117,7 +117,7 @@ def linear_call(x, y):
 
 
 def callback(x):
-    return jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x * 2) + io_callback(
+    return jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x @ x.T @ x) + io_callback(
         np.cos, jax.ShapeDtypeStruct((), x.dtype), x[0, 0]
     )
 
@@ -137,7 +137,7 @@ def kernel(x):
     def body(x_ref, y_ref):
         y_ref[...] = x_ref[...] * 3
 
-    return pallas.pallas_call(body, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x + 1) + x
+    return pallas.pallas_call(body, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x @ x.T @ x) + x
 
 
 @custom_partitioning
