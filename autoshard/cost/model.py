@@ -145,7 +145,7 @@ class CostModel:
         if is_matrix(op.primitive) and rule is not None:
             batch, m, n, k = _matrix_sizes(rule, choice, sizes, flops)
             return float(self._roofline.dot_seconds(batch, m, n, k, dtype, nbytes))
-        if nbytes == 0.0:  # part of another op's kernel, whose registers it works on
+        if nbytes == 0.0 and not is_matrix(op.primitive):  # part of another op's kernel, whose registers it works on
             return flops / self.cluster.device.vector_rate(dtype)
         return float(self._roofline.seconds(False, flops, dtype, nbytes))
 
@@ -156,7 +156,7 @@ class CostModel:
         values, n = profile.graph.values, self.mesh.size
         nbytes = sum(values[value].nbytes for value in (*op.operands, *op.results) if profile.materialised[value]) / n
         flops, dtype = profile.flops[op.index] / n, _dtype(op, values)
-        if nbytes == 0.0:
+        if nbytes == 0.0 and not is_matrix(op.primitive):
             return flops / self.cluster.device.vector_rate(dtype)
         return float(self._roofline.seconds(is_matrix(op.primitive), flops, dtype, nbytes))
 

@@ -7,14 +7,15 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
-from problems import eager_cluster
+from problems import eager_cluster, problem_of
+from programs import PROGRAMS
 from random_assignments import random_assignment
 
 from autoshard.cluster import Cluster
 from autoshard.cost.evaluate import evaluate
 from autoshard.cost.model import CostModel
 from autoshard.cost.profile import profile
-from autoshard.ir import Assignment, Mesh
+from autoshard.ir import Assignment, Mesh, legal
 from autoshard.rules import rules_of
 from autoshard.trace import trace
 
@@ -156,3 +157,18 @@ def test_judging_again_gives_the_same():
     for seed in range(10):
         assignment = random_assignment(graph, facts.rules, mesh, seed)
         assert evaluate(facts, model, assignment).cost == evaluate(facts, CostModel(eager_cluster(), mesh), assignment).cost
+
+
+@pytest.mark.parametrize("program", ["mlp", "gpt", "convnet", "lstm", "moe"])
+def test_no_choice_costs_less_than_an_even_share(program):
+    """`least_op_seconds` bounds an op from below whatever its choice, so that meshes may be cut by it."""
+    fn, args = PROGRAMS[program]()
+    problem = problem_of(fn, *args)
+    model, profiled = problem.model, problem.profile
+    for op in problem.graph.walk():
+        least = model.least_op_seconds(profiled, op)
+        rule = problem.rules[op.index]
+        factors = range(-1, len(rule.factors)) if rule else (-1,)
+        for choice in ((a, b) for a in factors for b in factors):
+            if rule is None or legal(rule, choice, problem.mesh.sizes):
+                assert least <= model.op_seconds(profiled, op, choice) * (1 + 1e-9), f"{op.primitive} {choice}"
