@@ -169,6 +169,6 @@ def test_no_choice_costs_less_than_an_even_share(program):
         least = model.least_op_seconds(profiled, op)
         rule = problem.rules[op.index]
         factors = range(-1, len(rule.factors)) if rule else (-1,)
-        for choice in ((a, b) for a in factors for b in factors):
+        for choice in (((a, -1), (b, -1)) for a in factors for b in factors):
             if rule is None or legal(rule, choice, problem.mesh.sizes):
                 assert least <= model.op_seconds(profiled, op, choice) * (1 + 1e-9), f"{op.primitive} {choice}"
