@@ -105,6 +105,82 @@ def gpt_scan(
     return _train_step(loss, _language(vocabulary, length, width, stacked, dtype), *_tokens(batch, length))
 
 
+def llama(
+    layers: int = 2,
+    width: int = 4096,
+    heads: int = 32,
+    kv_heads: int = 8,
+    ffn: int = 14_336,
+    vocabulary: int = 128_256,
+    batch: int = 64,
+    length: int = 2048,
+    dtype: Any = BF16,
+    scan: bool = False,
+    remat: bool = True,
+) -> Program:
+    """A Llama-3 decoder (arXiv 2407.21783; sizes of the 8B): grouped queries, rotary positions, gated feed-forward, untied head.
+
+    Args:
+        scan: whether the layers are stacked and scanned instead of unrolled.
+        remat: whether the backward pass computes each layer again.
+    """
+    head = width // heads
+
+    def rotary(x: jax.Array) -> jax.Array:
+        angles = jnp.arange(length)[:, None] / 500_000 ** (jnp.arange(0, head, 2) / head)
+        cos, sin = (f(angles)[:, None, :].astype(dtype) for f in (jnp.cos, jnp.sin))
+        first, second = jnp.split(x, 2, axis=-1)
+        return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+    def block(x: jax.Array, layer: Any) -> jax.Array:
+        y = _norm(x, layer["norm1"])
+        query = rotary(jnp.einsum("bsd,dhk->bshk", y, layer["query"]))
+        key = rotary(jnp.einsum("bsd,dhk->bshk", y, layer["key"]))
+        value = jnp.einsum("bsd,dhk->bshk", y, layer["value"])
+        grouped = query.reshape(*query.shape[:2], kv_heads, heads // kv_heads, head)
+        scores = jnp.einsum("bqhgk,bshk->bhgqs", grouped, key).astype(jnp.float32) / head**0.5
+        causal = jnp.tril(jnp.ones((length, length), bool))
+        weights = jax.nn.softmax(jnp.where(causal, scores, -1e9), axis=-1).astype(dtype)
+        mixed = jnp.einsum("bhgqs,bshk->bqhgk", weights, value).reshape(query.shape)
+        x = x + jnp.einsum("bshk,hkd->bsd", mixed, layer["out"])
+        y = _norm(x, layer["norm2"])
+        return x + (jax.nn.silu(y @ layer["gate"]) * (y @ layer["up"])) @ layer["down"]
+
+    def loss(params: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
+        x = params["embed"][tokens]
+        once = jax.checkpoint(block) if remat else block
+        if scan:
+            x, _ = jax.lax.scan(lambda x, layer: (once(x, layer), None), x, params["layers"])
+        else:
+            for layer in params["layers"]:
+                x = once(x, layer)
+        logits = (_norm(x, params["norm"]) @ params["head"]).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+    each = {
+        "norm1": (width,),
+        "query": (width, heads, head),
+        "key": (width, kv_heads, head),
+        "value": (width, kv_heads, head),
+        "out": (heads, head, width),
+        "norm2": (width,),
+        "gate": (width, ffn),
+        "up": (width, ffn),
+        "down": (ffn, width),
+    }
+    if scan:
+        stack: Any = {name: leaf(layers, *shape, dtype=dtype) for name, shape in each.items()}
+    else:
+        stack = [{name: leaf(*shape, dtype=dtype) for name, shape in each.items()} for _ in range(layers)]
+    params = {
+        "embed": leaf(vocabulary, width, dtype=dtype),
+        "layers": stack,
+        "norm": leaf(width, dtype=dtype),
+        "head": leaf(width, vocabulary, dtype=dtype),
+    }
+    return _train_step(loss, params, *_tokens(batch, length))
+
+
 def moe(
     layers: int = 2,
     width: int = 1024,
@@ -370,6 +446,17 @@ def _stacked(specs: Mapping[str, P]) -> dict[str, P]:
     return {path: P(None, *spec) for path, spec in specs.items()}
 
 
+_LLAMA = {
+    "state*['query']": P(None, "model"),
+    "state*['key']": P(None, "model"),
+    "state*['value']": P(None, "model"),
+    "state*['out']": P("model"),
+    "state*['gate']": P(None, "model"),
+    "state*['up']": P(None, "model"),
+    "state*['down']": P("model"),
+    "state*['head']": P(None, "model"),
+}
+
 _GPT = _TOKENS | _ATTENTION | _DENSE
 _GPT_SCAN = _TOKENS | _stacked(_ATTENTION | _DENSE)
 
@@ -380,6 +467,7 @@ MODELS: dict[str, Model] = {
     "gpt_remat": Model(partial(gpt, 3, batch=64, remat=True), _GPT),
     "gpt_scan": Model(gpt_scan, _GPT_SCAN),
     "gpt_scan_remat": Model(partial(gpt_scan, remat=True), _GPT_SCAN),
+    "llama": Model(partial(llama, 2, 2048, 16, 4, 7168, 32_768, batch=32), _TOKENS | _LLAMA),
     "moe": Model(moe, _TOKENS | _ATTENTION | {"state*['up']": P("model"), "state*['down']": P("model")}),
     "resnet": Model(
         resnet,
