@@ -67,12 +67,18 @@ def gpt(
     dtype: Any = BF16,
     gathers: bool = True,
     remat: bool = False,
+    stream: P | None = None,
 ) -> Program:
-    """A decoder-only transformer, unrolled; its loss gathers the targets' logits unless it compares with all of them."""
-    block = jax.checkpoint(_block) if remat else _block
+    """A decoder-only transformer, unrolled; its loss gathers the targets' logits unless it compares with all of them.
+
+    Args:
+        stream: where the residual stream is constrained to lie between sublayers, if anywhere.
+    """
+    block = partial(_block, stream=stream)
+    block = jax.checkpoint(block) if remat else block
 
     def loss(params: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
-        x = params["embed"][tokens] + params["position"]
+        x = _lying(params["embed"][tokens] + params["position"], stream)
         for layer in params["layers"]:
             x = block(x, layer)
         return _next_token(x, params, targets, gathers)
@@ -91,12 +97,14 @@ def gpt_scan(
     length: int = 1024,
     dtype: Any = BF16,
     remat: bool = False,
+    stream: P | None = None,
 ) -> Program:
     """The same transformer with its layers stacked and scanned; with ``remat`` the backward pass computes each again."""
-    block = jax.checkpoint(_block) if remat else _block
+    block = partial(_block, stream=stream)
+    block = jax.checkpoint(block) if remat else block
 
     def loss(params: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
-        x = params["embed"][tokens] + params["position"]
+        x = _lying(params["embed"][tokens] + params["position"], stream)
         x, _ = jax.lax.scan(lambda x, layer: (block(x, layer), None), x, params["layers"])
         return _next_token(x, params, targets)
 
@@ -117,6 +125,7 @@ def llama(
     dtype: Any = BF16,
     scan: bool = False,
     remat: bool = True,
+    stream: P | None = None,
 ) -> Program:
     """A Llama-3 decoder (arXiv 2407.21783; sizes of the 8B): grouped queries, rotary positions, gated feed-forward, untied head.
 
@@ -142,12 +151,12 @@ def llama(
         causal = jnp.tril(jnp.ones((length, length), bool))
         weights = jax.nn.softmax(jnp.where(causal, scores, -1e9), axis=-1).astype(dtype)
         mixed = jnp.einsum("bhgqs,bshk->bqhgk", weights, value).reshape(query.shape)
-        x = x + jnp.einsum("bshk,hkd->bsd", mixed, layer["out"])
+        x = _lying(x + jnp.einsum("bshk,hkd->bsd", mixed, layer["out"]), stream)
         y = _norm(x, layer["norm2"])
-        return x + (jax.nn.silu(y @ layer["gate"]) * (y @ layer["up"])) @ layer["down"]
+        return _lying(x + (jax.nn.silu(y @ layer["gate"]) * (y @ layer["up"])) @ layer["down"], stream)
 
     def loss(params: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
-        x = params["embed"][tokens]
+        x = _lying(params["embed"][tokens], stream)
         once = jax.checkpoint(block) if remat else block
         if scan:
             x, _ = jax.lax.scan(lambda x, layer: (once(x, layer), None), x, params["layers"])
@@ -191,29 +200,48 @@ def moe(
     length: int = 1024,
     room: float = 1.25,
     dtype: Any = BF16,
+    sorts: bool = False,
+    stream: P | None = None,
 ) -> Program:
-    """A transformer whose dense layers are mixtures of experts: one expert a token, one-hot dispatch (GShard, arXiv 2006.16668).
+    """A transformer whose dense layers are mixtures of experts: one expert a token.
 
     Args:
         room: tokens that an expert takes of each sequence, in shares of an even split; those beyond are dropped.
+        sorts: whether tokens are sorted by expert and gathered, rather than dispatched by one-hot products (GShard, arXiv 2006.16668).
+        stream: as of `gpt`.
     """
     capacity = math.ceil(room * length / experts)
 
-    def mixture(x: jax.Array, layer: Any) -> jax.Array:
+    def experts_of(inputs: jax.Array, layer: Any) -> jax.Array:
+        hidden = jax.nn.gelu(jnp.einsum("becd,edf->becf", inputs, layer["up"]))
+        return jnp.einsum("becf,efd->becd", hidden, layer["down"])
+
+    def sorted_mixture(x: jax.Array, layer: Any) -> jax.Array:
+        gates = jax.nn.softmax((x @ layer["router"]).astype(jnp.float32))
+        chosen = jnp.argmax(gates, -1)
+        counts = jax.nn.one_hot(chosen, experts, dtype=jnp.int32).sum(1)
+        places = jnp.arange(capacity) + (jnp.cumsum(counts, axis=1) - counts)[..., None]
+        token = jnp.take_along_axis(jnp.argsort(chosen, axis=1), jnp.minimum(places, length - 1).reshape(batch, -1), axis=1)
+        inputs = jnp.take_along_axis(x, token[..., None], axis=1).reshape(batch, experts, capacity, width)
+        weights = jnp.take_along_axis(gates.max(-1), token, axis=1).reshape(places.shape) * (jnp.arange(capacity) < counts[..., None])
+        outputs = experts_of(inputs, layer) * weights[..., None].astype(dtype)
+        return jnp.zeros_like(x).at[jnp.arange(batch)[:, None], token].add(outputs.reshape(batch, -1, width))
+
+    def dispatched_mixture(x: jax.Array, layer: Any) -> jax.Array:
         gates = jax.nn.softmax((x @ layer["router"]).astype(jnp.float32))
         chosen = jax.nn.one_hot(jnp.argmax(gates, -1), experts)
         place = ((jnp.cumsum(chosen, axis=1) - 1) * chosen).sum(-1).astype(jnp.int32)
         dispatch = (chosen[..., None] * jax.nn.one_hot(place, capacity)[..., None, :]).astype(dtype)
-        inputs = jnp.einsum("bsec,bsd->becd", dispatch, x)
-        hidden = jax.nn.gelu(jnp.einsum("becd,edf->becf", inputs, layer["up"]))
-        outputs = jnp.einsum("becf,efd->becd", hidden, layer["down"])
+        outputs = experts_of(jnp.einsum("bsec,bsd->becd", dispatch, x), layer)
         return jnp.einsum("bsec,becd->bsd", dispatch * gates[..., None].astype(dtype), outputs)
 
+    mixture = sorted_mixture if sorts else dispatched_mixture
+
     def loss(params: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
-        x = params["embed"][tokens] + params["position"]
+        x = _lying(params["embed"][tokens] + params["position"], stream)
         for layer in params["layers"]:
-            x = _attention(x, layer)
-            x = x + mixture(_norm(x, layer["norm2"]), layer)
+            x = _lying(_attention(x, layer), stream)
+            x = _lying(x + mixture(_norm(x, layer["norm2"]), layer), stream)
         return _next_token(x, params, targets)
 
     each = _attention_params(width, heads, dtype) | {
@@ -263,9 +291,13 @@ def _next_token(x: jax.Array, params: Any, targets: jax.Array, gathers: bool = T
     return optax.softmax_cross_entropy(logits, jax.nn.one_hot(targets, logits.shape[-1])).mean()
 
 
-def _block(x: jax.Array, layer: Any) -> jax.Array:
-    x = _attention(x, layer)
-    return x + jax.nn.gelu(_norm(x, layer["norm2"]) @ layer["up"]) @ layer["down"]
+def _lying(x: jax.Array, stream: P | None) -> jax.Array:
+    return x if stream is None else jax.lax.with_sharding_constraint(x, stream)
+
+
+def _block(x: jax.Array, layer: Any, stream: P | None) -> jax.Array:
+    x = _lying(_attention(x, layer), stream)
+    return _lying(x + jax.nn.gelu(_norm(x, layer["norm2"]) @ layer["up"]) @ layer["down"], stream)
 
 
 def _attention(x: jax.Array, layer: Any) -> jax.Array:
@@ -278,6 +310,23 @@ def _attention(x: jax.Array, layer: Any) -> jax.Array:
 
 def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-6) * (1 + scale)
+
+
+def mlp(layers: int = 4, width: int = 4096, hidden: int = 16_384, batch: int = 16_384, dtype: Any = BF16) -> Program:
+    """A residual network of dense layers: regression on vectors."""
+
+    def loss(params: Any, x: jax.Array, targets: jax.Array) -> jax.Array:
+        for p in params:
+            x = x + jax.nn.gelu(x @ p["up"] + p["inner"]) @ p["down"] + p["outer"]
+        return ((x - targets).astype(jnp.float32) ** 2).mean()
+
+    each = {
+        "up": leaf(width, hidden, dtype=dtype),
+        "inner": leaf(hidden, dtype=dtype),
+        "down": leaf(hidden, width, dtype=dtype),
+        "outer": leaf(width, dtype=dtype),
+    }
+    return _train_step(loss, [dict(each) for _ in range(layers)], leaf(batch, width, dtype=dtype), leaf(batch, width, dtype=dtype))
 
 
 # --- convolutions ------------------------------------------------------------------------------------------------------
@@ -446,7 +495,8 @@ def _stacked(specs: Mapping[str, P]) -> dict[str, P]:
     return {path: P(None, *spec) for path, spec in specs.items()}
 
 
-_LLAMA = {
+_LLAMA_HEAD = {"state*['head']": P(None, "model")}
+_LLAMA_LAYER = {
     "state*['query']": P(None, "model"),
     "state*['key']": P(None, "model"),
     "state*['value']": P(None, "model"),
@@ -454,11 +504,12 @@ _LLAMA = {
     "state*['gate']": P(None, "model"),
     "state*['up']": P(None, "model"),
     "state*['down']": P("model"),
-    "state*['head']": P(None, "model"),
 }
 
+_LLAMA = _LLAMA_LAYER | _LLAMA_HEAD
 _GPT = _TOKENS | _ATTENTION | _DENSE
 _GPT_SCAN = _TOKENS | _stacked(_ATTENTION | _DENSE)
+_MOE = _TOKENS | _ATTENTION | {"state*['up']": P("model"), "state*['down']": P("model")}
 
 MODELS: dict[str, Model] = {
     "gpt": Model(partial(gpt, 2, batch=64), _GPT),
@@ -468,7 +519,12 @@ MODELS: dict[str, Model] = {
     "gpt_scan": Model(gpt_scan, _GPT_SCAN),
     "gpt_scan_remat": Model(partial(gpt_scan, remat=True), _GPT_SCAN),
     "llama": Model(partial(llama, 2, 2048, 16, 4, 7168, 32_768, batch=32), _TOKENS | _LLAMA),
-    "moe": Model(moe, _TOKENS | _ATTENTION | {"state*['up']": P("model"), "state*['down']": P("model")}),
+    "llama_scan": Model(partial(llama, 4, 2048, 16, 4, 7168, 32_768, batch=32, scan=True), _TOKENS | _stacked(_LLAMA_LAYER) | _LLAMA_HEAD),
+    "moe": Model(moe, _MOE),
+    "moe_sorted": Model(partial(moe, sorts=True), _MOE),
+    "mlp": Model(
+        mlp, {"batch*": P("data"), "state*['up']": P(None, "model"), "state*['inner']": P("model"), "state*['down']": P("model")}
+    ),
     "resnet": Model(
         resnet,
         {
