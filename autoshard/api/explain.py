@@ -146,24 +146,30 @@ def _collectives(record: Record) -> list[Part]:
     """The dearest collectives with what they move, for whom and why; those that differ by a layer's index only are one row."""
     if not record.cost.collectives:
         return [Heading("Collectives"), Paragraph("None: the devices never exchange data.")]
-    seconds: dict[tuple, float] = defaultdict(float)
+    seconds, exposed = defaultdict[tuple, float](float), defaultdict[tuple, float](float)
     counts: Counter[tuple] = Counter()
     for collective in record.cost.collectives:
         name, space, array_type = collective.tensor.rpartition(" ")
         words = f"{pattern(name)}{space}{array_type}", _short_source(collective.source), pattern(collective.cause)
         key = (collective.kind, collective.mesh_axes, collective.bytes, words)
         seconds[key] += collective.count * collective.seconds
+        exposed[key] += collective.count * collective.exposed_seconds
         counts[key] += collective.count
     ranked = sorted(seconds, key=lambda key: (-seconds[key], -key[2] * counts[key], key))
     rows = tuple(
-        (key[0], ", ".join(key[1]), format_bytes(key[2]), format_count(counts[key]), format_seconds(seconds[key]), _blame(*key[3]))
+        (key[0], ", ".join(key[1]), format_bytes(key[2]), format_count(counts[key]))
+        + (format_seconds(seconds[key]), format_seconds(exposed[key]), _blame(*key[3]))
         for key in ranked[:TOP_COLLECTIVES]
     )
     rest = ranked[TOP_COLLECTIVES:]
-    notes = [f"{format_count(sum(counts.values()))} in a step, {format_seconds(sum(seconds.values()))} in all."]
+    notes = [
+        f"{format_count(sum(counts.values()))} in a step, {format_seconds(sum(seconds.values()))} in all.",
+        "'exposed' is the part of the seconds that no compute hides.",
+    ]
     if rest:
         notes.append(f"{format_count(sum(counts[key] for key in rest))} more take {format_seconds(sum(seconds[key] for key in rest))}.")
-    return [Heading("Collectives"), Table(("kind", "axes", ">bytes", ">count", ">seconds", "what, for whom, why"), rows, tuple(notes))]
+    columns = ("kind", "axes", ">bytes", ">count", ">seconds", ">exposed", "what, for whom, why")
+    return [Heading("Collectives"), Table(columns, rows, tuple(notes))]
 
 
 def _blame(tensor: str, source: str, cause: str) -> str:
@@ -176,15 +182,25 @@ def _notes(record: Record) -> list[Part]:
 
 
 def _search(record: Record) -> list[Part]:
-    options = ", ".join(f"{name}={value}" for name, value in sorted(record.searcher.options.items()))
     rows = [("program", f"{record.program.name}, {format_count(record.program.n_ops)} ops, fingerprint {record.program.fingerprint[:16]}")]
-    rows.append(("searcher", f"{record.searcher.name}({options})"))
+    rows.append(("searcher", _called(record.searcher.name, record.searcher.options)))
     rows += [(_words(name), _stat(name, value)) for name, value in sorted(record.stats.items())]
     provenance = record.provenance
     versions = [f"{name} {version}" for name, version in (("autoshard", provenance.autoshard), ("jax", provenance.jax)) if version]
     rows += [("made with", ", ".join((*versions, *filter(None, [provenance.date]))))] if versions else []
     rows += [("made by", provenance.command)] if provenance.command else []
     return [Heading("Search"), Table(("", ""), tuple(rows))]
+
+
+def _called(name: str, options: Mapping[str, Any]) -> str:
+    """A searcher as one writes it, those among its options too: ``auto(members=[data_parallel(), fully_sharded(stage=1)])``."""
+
+    def written(value: Any) -> str:
+        if isinstance(value, Mapping) and "name" in value:
+            return _called(value["name"], {key: child for key, child in value.items() if key != "name"})
+        return f"[{', '.join(map(written, value))}]" if isinstance(value, list) else str(value)
+
+    return f"{name}({', '.join(f'{option}={written(value)}' for option, value in sorted(options.items()))})"
 
 
 def _words(name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from importlib import metadata
 from itertools import chain, islice
 from typing import Any
@@ -272,13 +272,18 @@ def record_of(
         layouts={value: layout for value, layout in assignment.layouts.items() if layout != nowhere},
         copies=dict(assignment.copies),
         cost=solution.judgement.cost,
-        searcher=SearcherRecord(searcher.name, asdict(searcher) if is_dataclass(searcher) and not isinstance(searcher, type) else {}),
+        searcher=SearcherRecord(searcher.name, _options(searcher)),
         lower_bound_seconds=solution.lower_bound_seconds,
         donate_argnums=donate_argnums,
         assumptions=(*graph.assumptions, *notes, *solution.notes),
         stats=solution.stats,
         provenance=Provenance(autoshard=metadata.version("autoshard"), jax=jax.__version__),
     )
+
+
+def _options(searcher: Any) -> dict[str, Any]:
+    """The fields of a searcher that is a dataclass; none of another."""
+    return {each.name: getattr(searcher, each.name) for each in fields(searcher)} if is_dataclass(searcher) else {}
 
 
 def _result_structure(traced: Traced) -> Any:

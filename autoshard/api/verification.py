@@ -37,8 +37,6 @@ TARGETS = {
 # How near a compiled program is to be: compilers pad what they exchange, and fold some arithmetic away.
 BYTES_WITHIN = 0.03
 FLOPS_WITHIN = 0.01
-# Cycles a second: the peak of the matrix units over what they multiply in a cycle (4 of 128 x 128, of 256 x 256 in v6e; v5p has two cores).
-CLOCK_HERTZ = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9}
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +234,7 @@ def _ahead(ahead: Ahead, record: Record, cycles: bool) -> _Actual:
     """What XLA:TPU made, or that it refused."""
     if not ahead.fits:
         return _Actual(needed_bytes=ahead.needed_bytes, available_bytes=ahead.available_bytes, fits=False)
-    clock = CLOCK_HERTZ.get(Cluster.from_dict(record.cluster).device.name)
+    clock = Cluster.from_dict(record.cluster).device.clock_hertz
     return _Actual(
         collectives_of(ahead.hlo, record.mesh),
         dot_flops(ahead.hlo),

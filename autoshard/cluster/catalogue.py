@@ -47,7 +47,10 @@ FLAT_SLICES = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)
 SMALL_CUBES = ((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))  # Cloud TPU docs, v4 and v5p: slices below one 4x4x4 cube
 
 
-def _tpu(name: str, bf16: float, int8: float, vector: float, memory: float, bandwidth: float, tile: int, source: str) -> Device:
+def _tpu(
+    name: str, bf16: float, int8: float, clock: float, cores: int, memory: float, bandwidth: float, tile: int, source: str
+) -> Device:
+    vector = cores * 8 * 128 * 4 * clock  # (8 x 128) lanes x 4 units a core: scaling book, appendix A
     return Device(
         name=name,
         kind="tpu",
@@ -61,6 +64,7 @@ def _tpu(name: str, bf16: float, int8: float, vector: float, memory: float, band
         kernel_overhead_seconds=TPU_KERNEL_SECONDS,
         matrix_tile=tile,
         source=source,
+        clock_hertz=clock,
     )
 
 
@@ -81,7 +85,8 @@ V4 = Entry(
         "v4",
         bf16=275 * T,  # Cloud TPU docs, v4: 275 teraflops (bf16 or int8)
         int8=275 * T,
-        vector=2 * 8 * 128 * 4 * 1.05 * G,  # 2 cores x (8 x 128) lanes x 4 units (scaling book, appendix A) x 1.05 GHz (from the peak)
+        clock=1.05 * G,  # Jouppi et al., TPU v4 (ISCA 2023), table 4: 1050 MHz; 2 cores of 4 MXUs of 128 x 128 then reach the peak
+        cores=2,
         memory=32 * GIB,  # Cloud TPU docs, v4: 32 GiB, 1200 GBps
         bandwidth=1200 * G,
         tile=128,  # 128 x 128 MXU
@@ -99,7 +104,8 @@ V5E = Entry(
         "v5e",
         bf16=197 * T,  # Cloud TPU docs, v5e: 197 TFLOPs bf16, 393 TOPs int8
         int8=393 * T,
-        vector=8 * 128 * 4 * 1.5 * G,  # (8 x 128) lanes x 4 units (scaling book, appendix A) x 1.5 GHz (from the peak of 4 MXUs)
+        clock=1.5 * G,  # scaling book, TPUs: 1.5 GHz; 4 MXUs of 128 x 128 then reach the peak
+        cores=1,
         memory=16 * GIB,  # Cloud TPU docs, v5e: 16 GB, 819 GBps
         bandwidth=819 * G,
         tile=128,  # 128 x 128 MXU
@@ -116,7 +122,8 @@ V5P = Entry(
         "v5p",
         bf16=459 * T,  # Cloud TPU docs, v5p: 459 TFLOPs bf16
         int8=918 * T,  # scaling book, TPU specs: 9.18e14
-        vector=2 * 8 * 128 * 4 * 1.75 * G,  # 2 cores x (8 x 128) lanes x 4 units (scaling book, appendix A) x 1.75 GHz (from the peak)
+        clock=1.75 * G,  # from the peak: that of 2 cores of 4 MXUs of 128 x 128
+        cores=2,
         memory=95 * GIB,  # Cloud TPU docs, v5p: 95 GiB, 2765 GBps
         bandwidth=2765 * G,
         tile=128,  # 128 x 128 MXU
@@ -134,7 +141,8 @@ V6E = Entry(
         "v6e",
         bf16=918 * T,  # Cloud TPU docs, v6e: 918 TFLOPs bf16, 1836 TOPs int8
         int8=1836 * T,
-        vector=8 * 128 * 4 * 1.75 * G,  # (8 x 128) lanes x 4 units, as v5e, x 1.75 GHz (from the peak)
+        clock=1.75 * G,  # from the peak: that of 4 MXUs of 256 x 256
+        cores=1,
         memory=32 * GIB,  # Cloud TPU docs, v6e: 32 GB, 1640 GBps
         bandwidth=1640 * G,
         tile=256,  # 256 x 256 MXU (scaling book, TPUs)

@@ -29,6 +29,7 @@ class Device:
         matrix_tile: a matrix product's sides are padded to multiples of this.
         matrix_efficiency: the share of the matrix unit's peak that large, aligned products reach.
         memory_efficiency: the share of the memory's peak that large kernels reach.
+        clock_hertz: cycles a second of what a compiler counts cycles of; 0 where none does.
         source: where the figures come from.
     """
 
@@ -43,6 +44,7 @@ class Device:
     source: str
     matrix_efficiency: float = 1.0
     memory_efficiency: float = 1.0
+    clock_hertz: float = 0.0
 
     def __post_init__(self):
         if self.kind not in KINDS:
@@ -54,9 +56,8 @@ class Device:
                 f"got {self.flops_per_second}."
             )
         rates = (*(rate for _, rate in self.flops_per_second), self.vector_flops_per_second, self.memory_bandwidth_bytes_per_second)
-        if any(rate <= 0 for rate in rates) or self.memory_bytes <= 0 or self.kernel_overhead_seconds < 0 or self.matrix_tile < 1:
+        if any(rate <= 0 for rate in rates) or self.memory_bytes <= 0 or self.kernel_overhead_seconds < 0 or self.matrix_tile < 1 or self.clock_hertz < 0:
             raise ClusterError(f"rates, memory and tile of device {self.name!r} are positive, got {self}.")
-
         if not (0 < self.matrix_efficiency <= 1 and 0 < self.memory_efficiency <= 1):
             raise ClusterError(
                 f"efficiencies of device {self.name!r} are shares of its peaks, above 0 and up to 1, got {self.matrix_efficiency} and "

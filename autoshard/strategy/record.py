@@ -6,7 +6,7 @@ Everything is plain: names, numbers and tuples. A record neither knows JAX nor n
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -143,7 +143,8 @@ def plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if is_dataclass(value) and not isinstance(value, type):
-        return plain(asdict(value))
+        named = {"name": value.name} if isinstance(getattr(value, "name", None), str) else {}  # a class's own, as searchers have
+        return named | {each.name: plain(getattr(value, each.name)) for each in fields(value)}
     if isinstance(value, Mapping):
         return {str(key): plain(child) for key, child in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

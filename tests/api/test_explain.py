@@ -18,7 +18,8 @@ from autoshard.api.explain import argument_parts, bytes_a_device, compare, expla
 from autoshard.ir import Collective, Mesh, layout_to_spec
 from autoshard.lower import jax_mesh
 from autoshard.render import Table, to_text
-from autoshard.strategy import TensorRecord
+from autoshard.search import DataParallel, FullySharded
+from autoshard.strategy import SearcherRecord, TensorRecord
 
 MESHES = [Mesh.of({"data": 8}), Mesh.of({"data": 4, "model": 2}), Mesh.of({"data": 2, "model": 2, "third": 2})]
 
@@ -133,10 +134,10 @@ def test_equal_collectives_are_counted_together_and_long_lists_are_cut():
 
 
 def test_layers_share_a_row_that_says_why():
-    """A collective of every layer is one row with its count and seconds, the tensor with a star, its reader and its cause."""
+    """A collective of every layer is one row with its count and seconds, the exposed ones too, the tensor with a star, its reader and its cause."""
     cause = "kept as P('data', None), read whole: dot_general splits i=16 over 'data'"
     layers = [
-        Collective("all_gather", ("data",), 4e3, 1, "dot_general /a/model.py:7 (f)", f"params['layers'][{n}] float32[32]", 2e-3, cause)
+        Collective("all_gather", ("data",), 4e3, 1, "dot_general /a/model.py:7 (f)", f"params['layers'][{n}] float32[32]", 2e-3, cause, 5e-4)
         for n in range(3)
     ]
     (table,) = (
@@ -145,7 +146,13 @@ def test_layers_share_a_row_that_says_why():
         if isinstance(part, Table) and part.columns[0] == "kind"
     )
     told = f"params['layers'][*] float32[32]\nfor dot_general model.py:7 (f)\n{cause}"
-    assert table.rows == (("all_gather", "data", "4.00 kB", "3", "6.00 ms", told),)
+    assert table.rows == (("all_gather", "data", "4.00 kB", "3", "6.00 ms", "1.50 ms", told),)
+
+
+def test_a_portfolio_names_its_members():
+    """The searchers among a searcher's options read as one writes them, not as bare dicts."""
+    searcher = SearcherRecord("auto", {"members": (DataParallel(), FullySharded(stage=1))})
+    assert "auto(members=[data_parallel(), fully_sharded(stage=1)])" in " ".join(to_text(explain(replace(EXAMPLE, searcher=searcher))).split())
 
 
 def test_comparisons_give_ratios_within_a_program_only():
