@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 import autoshard
 from autoshard.api.step import Step
+from autoshard.ir import Mesh
 from autoshard.lower import jax_mesh
 from autoshard.verify import Ahead, compile_ahead
 from benchmarks.models import MODELS, gpt, lstm, moe, resnet, unet
@@ -76,16 +77,21 @@ def case(model: str, how: str, cluster: str) -> Case:
 
 
 def compiled(case: Case, cycles: bool = False) -> Ahead:
-    """What the compiler of the case's cluster makes of it; kept in the run's folder, so that other sections need not ask again."""
+    """What the compiler of the case's cluster makes of it; kept as `compiled_ahead` keeps it."""
     cpu = case.cluster.startswith("cpu")
     record = case.strategy.record
     mesh = jax_mesh(record.mesh, jax.devices("cpu")) if cpu else None
     lowered = Step(case.function, record, mesh).lower(*case.args, platform="cpu" if cpu else "tpu")
-    key = hashlib.sha256(f"{lowered.as_text()} {record.mesh!r} {case.cluster} {cycles}".encode()).hexdigest()[:32]
+    return compiled_ahead(lowered, record.mesh, case.cluster, cycles)
+
+
+def compiled_ahead(lowered: jax.stages.Lowered, mesh: Mesh, cluster: str, cycles: bool = False) -> Ahead:
+    """What the compiler of a cluster makes of a program; kept in the run's folder, so that nobody need ask again."""
+    key = hashlib.sha256(f"{lowered.as_text()} {mesh!r} {cluster} {cycles}".encode()).hexdigest()[:32]
     kept = Path(os.environ["AUTOSHARD_BENCHMARK_KEEP"]) / f"{key}.json.gz"
     if kept.exists():
         return Ahead(**json.loads(gzip.decompress(kept.read_bytes())))
-    found = _on_cpu(lowered) if cpu else compile_ahead(lowered, record.mesh, case.cluster, cycles)
+    found = _on_cpu(lowered) if cluster.startswith("cpu") else compile_ahead(lowered, mesh, cluster, cycles)
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.write_bytes(gzip.compress(json.dumps(asdict(found)).encode()))
     return found
