@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from itertools import product
 from typing import Any
 
@@ -73,6 +73,11 @@ class _Columns:
     unary: np.ndarray
     slots: tuple[np.ndarray, ...]
 
+    def position(self, label: Label) -> int:
+        """Where a label stands; that of the cheapest where it is not offered."""
+        found = self.positions.get(label)
+        return int(self.unary.argmin()) if found is None else found
+
 
 class Problem:
     """A program on a mesh, ready to be searched.
@@ -102,15 +107,16 @@ class Problem:
         self.pins: Mapping[int, Pin] = dict(pins or {})
         self.memory_limit_bytes = memory_limit_bytes
         if like is not None and like.profile is profile and like.pins == self.pins:
-            self.nodes, self._kinds = like.nodes, like._kinds
+            self.nodes, self._kinds, self._joints = like.nodes, like._kinds, like._joints
         else:
             self.nodes: Nodes = build_nodes(profile, self.pins)
             numbers: dict[tuple, int] = {}
             self._kinds = [numbers.setdefault(node.key(), len(numbers)) for node in self.nodes.nodes]
+            self._joints = _joints(profile, self.nodes)
         self._columns: dict[tuple[int, Label, tuple[int, ...]], _Columns] = {}
         self._member_costs: dict[tuple[int, int], np.ndarray] = {}
         self._moved: dict[tuple, np.ndarray] = {}
-        self._edge_tables: dict[tuple, np.ndarray] = {}
+        self._joint_tables: dict[tuple[int, int, int], np.ndarray] = {}
 
     @property
     def n_nodes(self) -> int:
@@ -129,24 +135,20 @@ class Problem:
             labels: the present label of every node.
             prices: per value number, seconds charged for each byte a device holds of it (a memory multiplier).
         """
-        columns = [self._offer(i, labels[i], tuple(free)) for i in range(self.n_nodes)]
+        free = tuple(free)
+        columns = [self._offer(i, label, free) for i, label in enumerate(labels)]
         unary = [offer.unary for offer in columns]
         pairs: dict[tuple[int, int], np.ndarray] = {}
-        for edge in self.nodes.edges:
-            table = self._edge_table(edge, columns)
-            i, j = edge.source, edge.target
+        for i, j, number, edges in self._joints:
+            key = number, id(columns[i]), id(columns[j])
+            if (table := self._joint_tables.get(key)) is None:
+                table = self._joint_tables[key] = self._joint_table(i, edges, columns)
             if i == j:
-                unary[i] = unary[i] + table
-            elif i < j:
-                pairs[i, j] = pairs[i, j] + table if (i, j) in pairs else table
+                unary[i] = table
             else:
-                pairs[j, i] = pairs[j, i] + table.T if (j, i) in pairs else table.T
-        for value, price in (prices or {}).items():
-            for node, slot in self._places(value):
-                unary[node] = unary[node] + price * self._bytes(value, columns[node].slots[slot])
-        incumbent = np.array(
-            [offer.positions.get(label, int(offer.unary.argmin())) for offer, label in zip(columns, labels, strict=True)], dtype=np.int64
-        )
+                pairs[i, j] = table
+        self._charge(unary, columns, prices or {})
+        incumbent = np.fromiter(map(_Columns.position, columns, labels), dtype=np.int64, count=len(labels))
         return Tables(tuple(offer.labels for offer in columns), tuple(unary), pairs, incumbent)
 
     def table_entries(self, free: Sequence[int], limit: int) -> int:
@@ -227,11 +229,15 @@ class Problem:
 
     def compute_bound(self) -> float:
         """A lower bound of the objective over all assignments of the mesh: every op split over all devices, nothing exchanged."""
-        return sum(
-            op.trips * self.model.least_op_seconds(self.profile, op)
-            for op in self.graph.walk()
-            if not all(self.profile.free[value] for value in op.results)
-        )
+        least: dict[int, float] = {}
+        total = 0.0
+        for op in self.graph.walk():
+            if not all(self.profile.free[value] for value in op.results):
+                alike = self.profile.alike[op.index]
+                if alike not in least:
+                    least[alike] = self.model.least_op_seconds(self.profile, op)
+                total += op.trips * least[alike]
+        return total
 
     # -- one node --------------------------------------------------------------------------------------------------
 
@@ -333,21 +339,33 @@ class Problem:
 
     # -- pairs -----------------------------------------------------------------------------------------------------
 
+    def _joint_table(self, i: int, edges: Sequence[Edge], columns: Sequence[_Columns]) -> np.ndarray:
+        """What reads between node ``i`` and one behind it, or within it, cost by their labels; a node's own costs included."""
+        tables = [self._edge_table(edge, columns) for edge in edges]
+        if edges[0].source == edges[0].target:
+            return reduce(np.add, tables, columns[i].unary)
+        return reduce(np.add, [table if edge.source == i else table.T for edge, table in zip(edges, tables, strict=True)])
+
     def _edge_table(self, edge: Edge, columns: Sequence[_Columns]) -> np.ndarray:
         value = self.graph.values[edge.value]
         source = columns[edge.source].slots[edge.source_slot]
-        targets = [columns[edge.target].slots[slot] for slot in edge.target_slots]
-        portable = self.profile.portable[edge.value]
-        key = (value.shape, value.itemsize, portable, edge.trips, edge.source == edge.target, id(source), *map(id, targets))
-        if (found := self._edge_tables.get(key)) is None:
-            matrix = self.model.reshard_matrix(value.shape, value.itemsize, portable)
-            distinct = {target.tobytes(): target for target in targets}.values()
-            if edge.source == edge.target:
-                found = edge.trips * np.sum([matrix[source, target] for target in distinct], axis=0)
-            else:
-                found = edge.trips * np.sum([matrix[source[:, None], target[None, :]] for target in distinct], axis=0)
-            self._edge_tables[key] = found
-        return found
+        distinct = {target.tobytes(): target for target in (columns[edge.target].slots[slot] for slot in edge.target_slots)}.values()
+        matrix = self.model.reshard_matrix(value.shape, value.itemsize, self.profile.portable[edge.value])
+        if edge.source == edge.target:
+            return edge.trips * np.sum([matrix[source, target] for target in distinct], axis=0)
+        return edge.trips * np.sum([matrix[source[:, None], target[None, :]] for target in distinct], axis=0)
+
+    def _charge(self, unary: list[np.ndarray], columns: Sequence[_Columns], prices: Mapping[int, float]) -> None:
+        """Adds prices for the bytes that values hold; equal tables stay one."""
+        charged: dict[tuple, tuple[np.ndarray, np.ndarray]] = {}  # with the table that was charged, which keeps its identity
+        for value, price in prices.items():
+            held = self.graph.values[value]
+            for node, slot in self._places(value):
+                numbers = columns[node].slots[slot]
+                key = id(unary[node]), id(numbers), held.shape, held.itemsize, price
+                if key not in charged:
+                    charged[key] = unary[node], unary[node] + price * self._bytes(value, numbers)
+                unary[node] = charged[key][1]
 
     def _places(self, value: int) -> list[tuple[int, int]]:
         """Where a value's bytes lie: its own slot, and its copy's."""
@@ -390,6 +408,24 @@ class Problem:
     def _bytes(self, value: int, numbers: np.ndarray) -> np.ndarray:
         found = self.graph.values[value]
         return found.nbytes / _shards_by_number(found.rank, self.mesh.sizes)[numbers]
+
+
+def _joints(profile: Profile, nodes: Nodes) -> list[tuple[int, int, int, tuple[Edge, ...]]]:
+    """The reads between every two nodes, or within one: the two in order, a number that alike ones share, and the edges."""
+    between: dict[tuple[int, int], list[Edge]] = {}
+    for edge in nodes.edges:
+        between.setdefault((min(edge.source, edge.target), max(edge.source, edge.target)), []).append(edge)
+    numbers: dict[tuple, int] = {}
+    values, found = profile.graph.values, []
+
+    def facts(edge: Edge) -> tuple:
+        value = values[edge.value]
+        return value.shape, value.itemsize, profile.portable[edge.value], edge.trips, edge.source_slot, edge.target_slots
+
+    for (i, j), edges in between.items():
+        key = i == j, tuple((edge.source == i, *facts(edge)) for edge in edges)
+        found.append((i, j, numbers.setdefault(key, len(numbers)), tuple(edges)))
+    return found
 
 
 def _atoms(rule: Rule) -> list[tuple[int, int]]:

@@ -6,6 +6,8 @@ by one (min-plus bucket elimination, Dechter 1999, "Bucket elimination: a unifyi
 that mention a variable are added up, minimised over it, and the result replaces them. The order is greedy: always the
 variable whose combined table is smallest ("min-weight"). Exact; time and memory grow with the largest combined table,
 ``exp(induced width)``. Ties go to the smaller label, so results do not depend on hash seeds.
+
+Equal layers have the very same tables: a step on tables that were met together before is remembered, not repeated.
 """
 
 from __future__ import annotations
@@ -14,12 +16,17 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from itertools import chain
 
 import numpy as np
 
 from autoshard.errors import SearchLimitError
 
 Pairs = Mapping[tuple[int, int], np.ndarray]
+
+KEPT_ENTRIES = 1 << 22  # of the tables that are remembered: 32 MiB
+PLANNING_ENTRIES = 1 << 12  # a variable; adding them up takes as long as planning its elimination does (20 us, 5 ns an entry)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,135 +71,277 @@ def eliminate(
     Raises:
         SearchLimitError: a table would exceed ``max_entries`` and there is no incumbent.
     """
-    state = _State(unary, pairs)
-    while state.heap:
-        weight, variable, stamp = heapq.heappop(state.heap)
-        if variable not in state.neighbours or stamp != state.stamps[variable]:
-            continue
-        if weight > max_entries:
-            if incumbent is None:
+    return Eliminator(max_entries)(unary, pairs, incumbent)
+
+
+class Eliminator:
+    """Eliminations that share what they have in common: the order between the same pairs, and steps on the same tables.
+
+    Attributes:
+        max_entries: the largest combined table allowed.
+    """
+
+    def __init__(self, max_entries: int = 1 << 22):
+        self.max_entries = max_entries
+        self._plans: dict[tuple[Scope, ...], list[_Plan]] = {}
+        self._joins: dict[Join, int] = {}
+        self._met: dict[tuple[int, ...], _Met] = {}
+        self._kept = 0
+
+    def __call__(self, unary: Sequence[np.ndarray], pairs: Pairs, incumbent: Sequence[int] | np.ndarray | None = None) -> Elimination:
+        """As `eliminate`."""
+        sizes = [len(table) for table in unary]
+        plan = self._plan(tuple(pairs), sizes, incumbent is not None)
+        tables = [np.asarray(table, dtype=np.float64) for table in unary]
+        for (i, j), table in pairs.items():
+            tables.append(self._slab(table, 0, 0) if i in plan.singles else self._slab(table, 1, 0) if j in plan.singles else table)
+        constant, best = self._follow(plan, tables, incumbent)
+        labels = [0] * len(sizes)
+        for step in reversed(plan.steps):
+            labels[step.variable] = best[step.variable].item(*[labels[other] for other in step.around])
+        return Elimination(constant, np.array(labels, dtype=np.int64), plan.width, plan.conditioned)
+
+    def _plan(self, pairs: tuple[Scope, ...], sizes: list[int], conditioning: bool) -> _Plan:
+        """The order of an earlier elimination over these pairs where it serves, else a new one."""
+        known = self._plans.setdefault(pairs, [])
+        for plan in known:
+            if plan.serves(sizes, self.max_entries):
+                return plan
+        known.append(_Planner(pairs, sizes, self._joins).plan(self.max_entries, conditioning))
+        return known[-1]
+
+    def _follow(self, plan: _Plan, tables: list[np.ndarray], incumbent: Sequence[int] | np.ndarray | None):
+        """The sum of what is left in the end, and per variable its best label by those of the variables around it."""
+        tables += [NOTHING] * (plan.n_tables - len(tables))
+        best: list[np.ndarray] = [NOTHING] * len(plan.sizes)
+        constant, met = 0.0, self._met
+        for step in plan.steps:
+            variable, inputs = step.variable, step.inputs
+            if step.join < 0:
+                assert incumbent is not None, "only with an incumbent is anything conditioned"
+                label = int(incumbent[variable])
+                best[variable] = np.asarray(label)
+                for source, target, (side,) in zip(inputs, step.made, step.axes, strict=True):
+                    tables[target], tables[source] = self._slab(tables[source], side, label), NOTHING
+                constant += sum(float(tables[target]) for target in step.made if tables[target].ndim == 0)
+                continue
+            key = (step.join, *[id(tables[source]) for source in inputs])
+            if (found := met.get(key)) is None:
+                found = self._met_first(key, step, [tables[source] for source in inputs])
+            for source in inputs:
+                tables[source] = NOTHING
+            best[variable] = found.best
+            if step.around:
+                tables[step.made[0]] = found.least
+            else:
+                constant += float(found.least)
+        return constant, best
+
+    def _met_first(self, key: tuple[int, ...], step: _Step, tables: list[np.ndarray]) -> _Met:
+        n_axes = len(step.around) + 1
+        total = reduce(np.add, (_aligned(table, axes, n_axes) for table, axes in zip(tables, step.axes, strict=True)))
+        found = _Met(total.min(axis=-1), total.argmin(axis=-1).astype(np.int16), tuple(tables))
+        return self._remembered(key, found)
+
+    def _slab(self, table: np.ndarray, side: int, label: int) -> np.ndarray:
+        """What is left of a table when one variable has its label."""
+        key = (-1, id(table), side, label)
+        if (found := self._met.get(key)) is None:
+            found = self._remembered(key, _Met(np.take(table, label, axis=side), NOTHING, (table,)))
+        return found.least
+
+    def _remembered(self, key: tuple[int, ...], found: _Met) -> _Met:
+        """The same; holding its tables keeps their identities from being given to others."""
+        self._kept += found.least.size
+        if self._kept <= KEPT_ENTRIES:
+            self._met[key] = found
+        return found
+
+
+Scope = tuple[int, ...]
+"""The variables of a table, in the order of its axes."""
+
+Join = tuple[tuple[int, ...], ...]
+"""How tables are joined: per table, which axis of the joined one each of its axes is."""
+
+NOTHING = np.zeros((), dtype=np.int16)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Met:
+    """What a step left, the best labels, and the tables it was made of."""
+
+    least: np.ndarray
+    best: np.ndarray
+    tables: tuple[np.ndarray, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Step:
+    """A variable is eliminated, or conditioned.
+
+    Attributes:
+        variable: which.
+        around: its neighbours by then; none where it is conditioned.
+        inputs, made: the numbers of the tables that mention it, and of those that replace them.
+        axes: how those are joined; where it is conditioned, its axis in each.
+        join: a number for that; -1 where it is conditioned.
+    """
+
+    variable: int
+    around: Scope
+    inputs: tuple[int, ...]
+    made: tuple[int, ...]
+    axes: Join
+    join: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Plan:
+    """The order of an elimination, for variables of any size.
+
+    Attributes:
+        steps: in order.
+        sizes: the sizes it was made for.
+        singles: the variables of a single label, which are no decision: their pairs are folded into who stands next to them.
+        n_tables: the tables that there are in all.
+        width, conditioned: as in `Elimination`.
+        scopes, starts: the variables of all joined tables one after the other, and where each begins.
+    """
+
+    steps: tuple[_Step, ...]
+    sizes: list[int]
+    singles: frozenset[int]
+    n_tables: int
+    width: int
+    conditioned: int
+    scopes: np.ndarray
+    starts: np.ndarray
+
+    def serves(self, sizes: list[int], max_entries: int) -> bool:
+        """Whether another order for these sizes would cost more to find than it could save."""
+        if sizes == self.sizes:
+            return True
+        if self.conditioned or any(sizes[variable] > 1 for variable in self.singles):
+            return False
+        entries, before = self._entries(sizes), self._entries(self.sizes)
+        return bool(entries.max() <= max_entries and entries.sum() - before.sum() <= PLANNING_ENTRIES * len(sizes))
+
+    def _entries(self, sizes: list[int]) -> np.ndarray:
+        """How large the joined table of each step is."""
+        return np.multiply.reduceat(np.array(sizes, dtype=np.float64)[self.scopes], self.starts)
+
+
+class _Planner:
+    """The variables that are left, and who stands next to whom."""
+
+    def __init__(self, pairs: Sequence[Scope], sizes: list[int], joins: dict[Join, int]):
+        self.sizes = sizes
+        self.joins = joins
+        self.singles = frozenset(variable for variable, size in enumerate(sizes) if size == 1)
+        folded = ((j,) if i in self.singles else (i,) if j in self.singles else (i, j) for i, j in pairs)
+        self.scopes: list[Scope] = [*((variable,) for variable in range(len(sizes))), *folded]
+        self.left = [True] * len(self.scopes)
+        self.tables: list[list[int]] = [[] for _ in sizes]
+        self.neighbours: list[set[int]] = [set() for _ in sizes]
+        for table, scope in enumerate(self.scopes):
+            for variable in scope:
+                self.tables[variable].append(table)
+                self.neighbours[variable].update(scope)
+        for variable, around in enumerate(self.neighbours):
+            around.discard(variable)
+        self.weights = [math.prod((sizes[v], *(sizes[other] for other in self.neighbours[v]))) for v in range(len(sizes))]
+        self.steps: list[_Step] = []
+
+    def plan(self, max_entries: int, conditioning: bool) -> _Plan:
+        heap = [(weight, variable) for variable, weight in enumerate(self.weights)]
+        heapq.heapify(heap)
+        waiting = dict.fromkeys(range(len(self.sizes)))
+        while heap:
+            weight, variable = heapq.heappop(heap)
+            if variable not in waiting:
+                continue
+            if weight != self.weights[variable]:
+                if weight < self.weights[variable]:  # it grew since, and comes later
+                    heapq.heappush(heap, (self.weights[variable], variable))
+                continue
+            if weight <= max_entries:
+                del waiting[variable]
+                changed = self._eliminate(variable)
+            elif conditioning:
+                hub = max(waiting, key=lambda v: (len(self.neighbours[v]), self.sizes[v], -v))
+                del waiting[hub]
+                changed = self._condition(hub)
+                if hub != variable:
+                    changed.append(variable)
+            else:
                 raise SearchLimitError(
                     f"exact elimination keeps tables up to {max_entries:,} entries and met one of {weight:,} "
-                    f"(induced width {len(state.neighbours[variable])}). Use searcher='recursive_programming', or a mesh of fewer axes."
+                    f"(induced width {len(self.neighbours[variable])}). Use searcher='recursive_programming', or a mesh of fewer axes."
                 )
-            hub = max(state.neighbours, key=lambda v: (len(state.neighbours[v]), state.sizes[v], -v))
-            state.condition(hub, int(incumbent[hub]))
-            if hub != variable:
-                state.push(variable)
-        else:
-            state.eliminate(variable)
-    return state.trace_back()
+            for other in changed:
+                heapq.heappush(heap, (self.weights[other], other))
+        scopes = [(*step.around, step.variable) for step in self.steps]
+        return _Plan(
+            steps=tuple(self.steps),
+            sizes=self.sizes,
+            singles=self.singles,
+            n_tables=len(self.scopes),
+            width=max(len(step.around) for step in self.steps),
+            conditioned=sum(step.join < 0 for step in self.steps),
+            scopes=np.fromiter(chain.from_iterable(scopes), dtype=np.int64),
+            starts=np.cumsum([0, *map(len, scopes[:-1])]),
+        )
 
-
-class _State:
-    """The tables that are left, and the record of what was eliminated."""
-
-    def __init__(self, unary: Sequence[np.ndarray], pairs: Pairs):
-        self.sizes = [len(table) for table in unary]
-        self.unary = [np.array(table, dtype=np.float64) for table in unary]
-        self.neighbours: dict[int, dict[int, None]] = {i: {} for i in range(len(unary))}
-        self.factors: dict[int, dict[int, None]] = {i: {} for i in range(len(unary))}
-        self.tables: dict[int, tuple[tuple[int, ...], np.ndarray]] = {}
-        self.records: list[tuple[int, tuple[int, ...], np.ndarray]] = []
-        self.constant = 0.0
-        self.width = 0
-        self.conditioned = 0
-        self._names = 0
-        for (i, j), table in pairs.items():
-            if self.sizes[i] == 1:
-                self.unary[j] = self.unary[j] + table[0]
-            elif self.sizes[j] == 1:
-                self.unary[i] = self.unary[i] + table[:, 0]
-            else:
-                self._add((i, j), table)
-        self.stamps = [0] * len(unary)
-        self.heap: list[tuple[int, int, int]] = []
-        for i in range(len(unary)):
-            self.push(i)
-
-    def push(self, variable: int) -> None:
-        self.stamps[variable] += 1
-        weight = self.sizes[variable]
-        for other in self.neighbours[variable]:
-            weight *= self.sizes[other]
-        heapq.heappush(self.heap, (weight, variable, self.stamps[variable]))
-
-    def _add(self, scope: tuple[int, ...], table: np.ndarray) -> None:
-        name = self._names
-        self._names += 1
-        self.tables[name] = (scope, table)
-        for i in scope:
-            self.factors[i][name] = None
-            for j in scope:
-                if i != j:
-                    self.neighbours[i][j] = None
-
-    def _take(self, variable: int) -> list[tuple[tuple[int, ...], np.ndarray]]:
-        """Removes and returns the tables that mention the variable."""
-        taken = []
-        for name in self.factors.pop(variable):
-            scope, table = self.tables.pop(name)
-            taken.append((scope, table))
-            for other in scope:
-                if other != variable:
-                    del self.factors[other][name]
+    def _take(self, variable: int) -> tuple[int, ...]:
+        """The tables that mention the variable, which are then gone."""
+        taken = tuple(table for table in self.tables[variable] if self.left[table])
+        for table in taken:
+            self.left[table] = False
         return taken
 
-    def _forget(self, variable: int) -> tuple[int, ...]:
-        around = tuple(sorted(self.neighbours.pop(variable)))
+    def _add(self, scope: Scope) -> int:
+        self.scopes.append(scope)
+        self.left.append(True)
+        for variable in scope:
+            self.tables[variable].append(len(self.scopes) - 1)
+        return len(self.scopes) - 1
+
+    def _eliminate(self, variable: int) -> list[int]:
+        """Records the step; gives the variables whose combined table has become smaller."""
+        inputs = self._take(variable)
+        around = tuple(sorted(self.neighbours[variable]))
+        target = (*around, variable)
+        axes = tuple(tuple(map(target.index, self.scopes[table])) for table in inputs)
+        made = (self._add(around),) if around else ()
+        self.steps.append(_Step(variable, around, inputs, made, axes, self.joins.setdefault(axes, len(self.joins))))
+        smaller = []
         for other in around:
-            del self.neighbours[other][variable]
+            neighbours, weight = self.neighbours[other], self.weights[other] // self.sizes[variable]
+            neighbours.discard(variable)
+            for met in around:
+                if met != other and met not in neighbours:
+                    neighbours.add(met)
+                    weight *= self.sizes[met]
+            if weight < self.weights[other]:
+                smaller.append(other)
+            self.weights[other] = weight
+        return smaller
+
+    def _condition(self, variable: int) -> list[int]:
+        """Records that the variable is fixed, which folds its tables into its neighbours; gives those."""
+        inputs = self._take(variable)
+        sides = tuple((self.scopes[table].index(variable),) for table in inputs)
+        made = tuple(self._add(tuple(v for v in self.scopes[table] if v != variable)) for table in inputs)
+        self.steps.append(_Step(variable, (), inputs, made, sides, -1))
+        around = sorted(self.neighbours[variable])
+        for other in around:
+            self.neighbours[other].discard(variable)
+            self.weights[other] //= self.sizes[variable]
         return around
 
-    def eliminate(self, variable: int) -> None:
-        taken = self._take(variable)
-        around = self._forget(variable)
-        self.width = max(self.width, len(around))
-        scope = (*around, variable)
-        total = self.unary[variable].reshape((1,) * len(around) + (-1,))
-        for factor_scope, table in taken:
-            total = total + _aligned(factor_scope, table, scope)
-        best = total.argmin(axis=-1)
-        self.records.append((variable, around, best.astype(np.int16)))
-        reduced = total.min(axis=-1)
-        if not around:
-            self.constant += float(reduced)
-        elif len(around) == 1:
-            self.unary[around[0]] = self.unary[around[0]] + reduced
-            self.push(around[0])
-        else:
-            self._add(around, reduced)
-            for other in around:
-                self.push(other)
 
-    def condition(self, variable: int, label: int) -> None:
-        """Fixes a variable at a label and folds its tables into its neighbours."""
-        self.conditioned += 1
-        self.constant += float(self.unary[variable][label])
-        self.records.append((variable, (), np.asarray(label, dtype=np.int16)))
-        taken = self._take(variable)
-        around = self._forget(variable)
-        for scope, table in taken:
-            rest = tuple(v for v in scope if v != variable)
-            slab = np.take(table, label, axis=scope.index(variable))
-            if len(rest) == 1:
-                self.unary[rest[0]] = self.unary[rest[0]] + slab
-            else:
-                self._add(rest, slab)
-        for other in around:
-            self.push(other)
-
-    def trace_back(self) -> Elimination:
-        labels = np.zeros(len(self.sizes), dtype=np.int64)
-        for variable, around, best in reversed(self.records):
-            labels[variable] = best[tuple(labels[v] for v in around)]
-        return Elimination(self.constant, labels, self.width, self.conditioned)
-
-
-def _aligned(scope: tuple[int, ...], table: np.ndarray, target: tuple[int, ...]) -> np.ndarray:
-    """The table transposed to the target's variable order, with size-1 axes for those it lacks."""
-    order = sorted(range(len(scope)), key=lambda a: target.index(scope[a]))
-    shape = [1] * len(target)
-    for axis in order:
-        shape[target.index(scope[axis])] = table.shape[axis]
-    return table.transpose(order).reshape(shape)
+def _aligned(table: np.ndarray, axes: tuple[int, ...], n_axes: int) -> np.ndarray:
+    """The table with its axes where they are in a joined one, and of size 1 where it lacks them."""
+    order = sorted(range(len(axes)), key=lambda axis: axes[axis])
+    return table.transpose(order)[tuple(slice(None) if axis in axes else None for axis in range(n_axes))]

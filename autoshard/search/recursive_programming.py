@@ -22,7 +22,7 @@ from typing import ClassVar
 
 from autoshard.cost.evaluate import Judgement
 from autoshard.problem import Label, Problem
-from autoshard.search.elimination import eliminate, table_cost
+from autoshard.search.elimination import Eliminator, table_cost
 from autoshard.search.memory import fastest_within
 from autoshard.search.searcher import Progress, Solution, silent
 
@@ -71,6 +71,7 @@ class _Run:
         self.searcher = searcher
         self.problem = problem
         self.progress = progress
+        self.eliminate = Eliminator(searcher.max_entries)
         self.n_variables = self.width = self.sweeps = self.conditioned = 0
 
     def descend(self, prices: Mapping[int, float]) -> tuple[Judgement, list[Label]]:
@@ -96,7 +97,7 @@ class _Run:
         self.progress(f"axis {self.problem.mesh.names[axis]}", axis / len(self.problem.mesh.axes))
         tables = self.problem.tables((axis,), labels, prices)
         before = table_cost(tables.unary, tables.pairs, tables.incumbent)
-        found = eliminate(tables.unary, tables.pairs, max_entries=self.searcher.max_entries, incumbent=tables.incumbent)
+        found = self.eliminate(tables.unary, tables.pairs, tables.incumbent)
         self.n_variables = max(self.n_variables, sum(len(options) > 1 for options in tables.labels))
         self.width = max(self.width, found.width)
         self.conditioned = max(self.conditioned, found.conditioned)

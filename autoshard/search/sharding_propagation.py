@@ -30,7 +30,7 @@ import numpy as np
 from autoshard.cost.evaluate import Judgement
 from autoshard.errors import ShardingError
 from autoshard.problem import Label, Problem, Tables
-from autoshard.search.elimination import eliminate, table_cost
+from autoshard.search.elimination import Eliminator, table_cost
 from autoshard.search.memory import fastest_within
 from autoshard.search.reached import disagreements, unreached
 from autoshard.search.searcher import Progress, Solution, silent
@@ -102,6 +102,7 @@ class Spread:
         last_first: whether the last mesh axis is decided first, rather than the first one.
         sources: per mesh axis, by node that was reached: the pinned node it was reached from.
         rounds: how many rounds there were, all searches together.
+        eliminate: what remembers the eliminations of all axes and prices.
     """
 
     problem: Problem
@@ -110,7 +111,8 @@ class Spread:
     last_first: bool = False
     progress: Progress = silent
     sources: tuple[dict[int, int], ...] = ()
-    rounds: int = field(default=0)
+    rounds: int = 0
+    eliminate: Eliminator = field(default_factory=lambda: Eliminator(MAX_ENTRIES))
 
     def search(self, prices: Mapping[int, float]) -> tuple[Judgement, list[Label]]:
         """The labels that follow under memory prices, and what the judge says of them."""
@@ -128,7 +130,7 @@ class Spread:
                 if settled[axis] == changes:
                     continue
                 self.progress(f"propagating {problem.mesh.names[axis]}", (number + axis / n_axes) / self.max_rounds)
-                one = _OneAxis(problem.tables((axis,), labels, prices), axis, self.held[axis], self.sources[axis])
+                one = _OneAxis(problem.tables((axis,), labels, prices), axis, self.held[axis], self.sources[axis], self.eliminate)
                 (one.spread if number == 0 else one.revise)()
                 before, labels = labels, one.labels()
                 changes += labels != before
@@ -141,8 +143,9 @@ class Spread:
 class _OneAxis:
     """The tables of one free mesh axis, and the label that each node has by now."""
 
-    def __init__(self, tables: Tables, axis: int, held: Mapping[int, Part], sources: dict[int, int]):
+    def __init__(self, tables: Tables, axis: int, held: Mapping[int, Part], sources: dict[int, int], eliminate: Eliminator):
         self.tables = tables
+        self.eliminate = eliminate
         self.sources = sources
         self.now: list[int] = tables.incumbent.tolist()
         self.near: list[list[tuple[int, np.ndarray]]] = [[] for _ in tables.unary]
@@ -185,31 +188,25 @@ class _OneAxis:
 
     def _solve(self) -> None:
         """Gives the reached nodes their best labels, all others keeping theirs; exact while its tables stay small."""
-        nodes = sorted(self.sources)
-        place = {node: at for at, node in enumerate(nodes)}
-        unary, pairs = [self.tables.unary[node] for node in nodes], {}
-        for (i, j), table in self.tables.pairs.items():
-            if i in place and j in place:
-                pairs[place[i], place[j]] = table
-            elif i in place:
-                unary[place[i]] = unary[place[i]] + table[:, self.now[j]]
-            elif j in place:
-                unary[place[j]] = unary[place[j]] + table[self.now[i]]
-        kept = [self.kept.get(node) for node in nodes]
-        for at, labels in enumerate(kept):
-            if labels is not None:
-                unary[at] = unary[at][labels]
-        for (a, b), table in pairs.items():
-            if kept[a] is not None or kept[b] is not None:
-                pairs[a, b] = _sliced(_sliced(table, kept[a]).T, kept[b]).T
-        start = [
-            self.now[node] if labels is None else int(np.searchsorted(labels, self.now[node]))
-            for node, labels in zip(nodes, kept, strict=True)
-        ]
-        found = eliminate(unary, pairs, max_entries=MAX_ENTRIES, incumbent=start)
+        here = (np.array([label]) for label in self.now)
+        kept = [self.kept.get(node) if node in self.sources else alone for node, alone in enumerate(here)]
+        slices: dict[tuple, np.ndarray] = {}  # equal ones once: steps on the same tables are not repeated
+
+        def sliced(table: np.ndarray, *rows: np.ndarray | None) -> np.ndarray:
+            if all(labels is None for labels in rows):
+                return table
+            key = id(table), *(labels if labels is None else labels.tobytes() for labels in rows)
+            if key not in slices:
+                every = [range(n) if labels is None else labels for n, labels in zip(table.shape, rows, strict=True)]
+                slices[key] = table[np.ix_(*every)]
+            return slices[key]
+
+        unary = [sliced(table, labels) for table, labels in zip(self.tables.unary, kept, strict=True)]
+        pairs = {(i, j): sliced(table, kept[i], kept[j]) for (i, j), table in self.tables.pairs.items()}
+        start = [k if labels is None else int(np.searchsorted(labels, k)) for k, labels in zip(self.now, kept, strict=True)]
+        found = self.eliminate(unary, pairs, start)
         if found.cost < table_cost(unary, pairs, start) * (1 - ROUNDING):
-            for node, labels, k in zip(nodes, kept, found.labels.tolist(), strict=True):
-                self.now[node] = k if labels is None else int(labels[k])
+            self.now = [k if labels is None else int(labels[k]) for k, labels in zip(found.labels.tolist(), kept, strict=True)]
 
     def _reach(self, node: int) -> list[int]:
         """The neighbours that nothing had reached, which are reached by now."""
@@ -232,10 +229,6 @@ class _OneAxis:
             return best
         enough = cost[best] + ROUNDING * abs(cost[best])
         return next((k for k, uses in enumerate(self.uses[node]) if uses and cost[k] <= enough), best)
-
-
-def _sliced(table: np.ndarray, rows: np.ndarray | None) -> np.ndarray:
-    return table if rows is None else table[rows]
 
 
 def _use(part: Part) -> int:

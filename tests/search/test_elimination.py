@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard.errors import SearchLimitError
-from autoshard.search.elimination import eliminate, table_cost
+from autoshard.search.elimination import Eliminator, eliminate, table_cost
 
 
 @st.composite
@@ -63,3 +63,33 @@ def test_too_large_a_table_names_the_searcher_to_try():
     pairs = {(i, j): np.ones((4, 4)) for i in range(8) for j in range(i + 1, 8)}
     with pytest.raises(SearchLimitError, match="recursive_programming"):
         eliminate(unary, pairs, max_entries=100)
+
+
+@settings(max_examples=100, deadline=None)
+@given(small_tables(), st.integers(0, 2**32 - 1))
+def test_eliminations_that_share_an_order_are_exact_too(tables, seed):
+    """Over the same pairs an eliminator finds each minimum, whatever sizes the variables have from one time to the next."""
+    unary, pairs = tables
+    generator = np.random.default_rng(seed)
+    shared = Eliminator()
+    for _ in range(4):
+        kept = [np.sort(generator.permutation(len(table))[: generator.integers(1, len(table) + 1)]) for table in unary]
+        some = [table[labels] for table, labels in zip(unary, kept, strict=True)]
+        between = {(i, j): table[np.ix_(kept[i], kept[j])] for (i, j), table in pairs.items()}
+        found = shared(some, between)
+        assert found.cost == enumerated(some, between) == table_cost(some, between, found.labels)
+
+
+def test_equal_layers_are_eliminated_once(monkeypatch):
+    """In a chain of layers that have the very same tables hardly any step is new after the first ones."""
+    steps = []
+    first = Eliminator._met_first
+    monkeypatch.setattr(Eliminator, "_met_first", lambda self, *args: steps.append(1) or first(self, *args))
+    generator = np.random.default_rng(0)
+    node, inside, between = generator.random(5), generator.random((5, 5)), generator.random((5, 5))
+    n = 300
+    pairs = {(i, i + 1): inside if i % 3 else between for i in range(n - 1)}
+    found = Eliminator()([node] * n, pairs)
+    assert len(steps) < n / 4
+    copies = Eliminator()([node.copy() for _ in range(n)], {pair: table.copy() for pair, table in pairs.items()})
+    assert found.cost == pytest.approx(copies.cost) and (found.labels == copies.labels).all()
