@@ -152,8 +152,8 @@ class _OneAxis:
         for (i, j), table in tables.pairs.items():
             self.near[i].append((j, table.T))
             self.near[j].append((i, table))
-        users: dict[int, list[bool]] = {}
-        self.uses = [users.setdefault(id(options), [_use(label[axis]) >= 0 for label in options]) for options in tables.labels]
+        users = {id(options): [_use(label[axis]) >= 0 for label in options] for options in {id(o): o for o in tables.labels}.values()}
+        self.uses = [users[id(options)] for options in tables.labels]
         self.kept: dict[int, np.ndarray] = {}
         for node, part in held.items():
             allowed = np.flatnonzero([part in (label[axis], _use(label[axis])) for label in tables.labels[node]])
