@@ -5,7 +5,8 @@ pair* is a product with a weight whose output feature goes, never reduced on the
 projections; query, key and value against output projections, by their heads; convolutions, by their channels. Both are split over the model
 axis by that feature, so that one reduction a pair is left (Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053). A product whose output
 feature is only reduced, as are logits whose loss sums over a vocabulary, is split by it where that is faster, and so are tables that are
-looked up. No name is looked at.
+looked up. Where a feature is taken apart on the way, as fused query, key and value are, second products are split by what its parts bring
+them, and what makes them all follows. No name is looked at.
 
 *What follows.* Everything else, by sharding propagation (`autoshard.search.sharding_propagation`): gradients and state as weights, and what
 lies between pairs replicated or, where that is faster, split as in sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198).
@@ -19,7 +20,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from autoshard.cost.compute import is_matrix
@@ -32,6 +33,8 @@ from autoshard.search.memory import fastest_within
 from autoshard.search.propagation import Propagation
 from autoshard.search.searcher import Progress, Solution, silent
 from autoshard.search.sharding_propagation import Part, Spread
+
+TAKES_APART = frozenset({"split", "slice", "reshape"})
 
 Splits = dict[int, int]
 """Per op index, the factor that the model axis splits."""
@@ -136,11 +139,11 @@ def contraction_pairs(problem: Problem, weights: Iterable[int]) -> Pairs:
         if side is None:
             continue
         for factor in _columns(rule, side):
-            met = search.follow(op, factor)
+            met = search.follow(op.results[0], _dim(rule.results[0], factor))
             if met is None:
                 continue
             if met.contracted and all(pairs.get(second, by) == by for second, by in met.contracted.items()):
-                pairs |= {op.index: factor, **met.contracted}
+                pairs |= met.contracted if met.apart else {op.index: factor, **met.contracted}
                 seconds |= set(met.contracted)
                 break
             if met.reduced:
@@ -168,10 +171,17 @@ def _factors(dims: Dims) -> set[int]:
 
 @dataclass(slots=True)
 class _Met:
-    """What a feature meets on its way: products with weights that contract it, and whether anything else reduces it."""
+    """What a feature meets on its way.
 
-    contracted: Splits
+    Attributes:
+        contracted: products with weights that contract it, or parts of it.
+        reduced: whether anything else reduces it.
+        apart: whether something takes it apart.
+    """
+
+    contracted: Splits = field(default_factory=dict)
     reduced: bool = False
+    apart: bool = False
 
 
 class _Features:
@@ -202,12 +212,10 @@ class _Features:
         """Whether the op looks rows up in a weight."""
         return op.primitive == "gather" and op.operands[0] in self.weights
 
-    def follow(self, op: Op, factor: int) -> _Met | None:
-        """What a product's feature meets; None where something needs all of it, returns it, or one contracts and another reduces it."""
-        rule = self.problem.rules[op.index]
-        assert rule is not None
-        met = _Met({})
-        waiting = deque([(op.results[0], _dim(rule.results[0], factor))])
+    def follow(self, value: int, dim: int) -> _Met | None:
+        """What the feature in a dimension meets; None where it is returned or needed whole, or one contracts and another reduces it."""
+        met = _Met()
+        waiting = deque([(value, dim)])
         seen = set(waiting)
         while waiting:
             value, dim = waiting.popleft()
@@ -228,8 +236,12 @@ class _Features:
     def _through(self, op: Op, position: int, dim: int, met: _Met) -> list[tuple[int, int]] | None:
         """Where an op puts a feature that it reads in a dimension; None where it needs all of it."""
         rule = self.problem.rules[op.index]
-        factor = -1 if rule is None else _major(rule, rule.operands[position][dim])
-        if rule is None or factor < 0:
+        if rule is None:
+            return None
+        factor = _major(rule, rule.operands[position][dim])
+        if op.primitive in TAKES_APART and (factor < 0 or rule.factors[factor].size % self.problem.mesh.sizes[-1]):
+            return self._apart(op, dim, met)
+        if factor < 0:
             return None
         if rule.factors[factor].kind == "reduction":
             if self.weight_side(op) == 1 - position:
@@ -239,6 +251,21 @@ class _Features:
             return []
         made = [(value, _dim(dims, factor)) for value, dims in zip(op.results, rule.results, strict=True) if factor in _factors(dims)]
         return made if made and all(found >= 0 for _, found in made) else None
+
+    def _apart(self, op: Op, dim: int, met: _Met) -> list[tuple[int, int]] | None:
+        """Follows the parts into which an op takes a feature, each in the first dimension from which only products with weights meet it."""
+        rule, shapes, n = self.problem.rules[op.index], self.problem.graph.values, self.problem.mesh.sizes[-1]
+        assert rule is not None
+        taken = set(rule.operands[0][dim])
+        for value, dims in zip(op.results, rule.results, strict=True):
+            parts = [at for at, factors in enumerate(dims) if taken & set(factors)] if op.primitive == "reshape" else [dim]
+            ways = (self.follow(value, at) for at in parts if shapes[value].shape[at] % n == 0)
+            way = next((way for way in ways if way is not None and way.contracted), None)
+            if way is None:
+                return None
+            met.contracted |= way.contracted
+        met.apart = True
+        return []
 
 
 def _major(rule: Rule, factors: Sequence[int]) -> int:

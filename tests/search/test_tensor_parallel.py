@@ -61,6 +61,36 @@ def test_a_chain_of_products_pairs_two_by_two():
     assert second == [((64, 16), 64), ((128, 16), 128)]
 
 
+@pytest.mark.parametrize("fused", ["split", "reshaped", "by_head"])
+def test_fused_projections_that_are_taken_apart_leave_their_second_product_split(fused):
+    """The output is split by heads; what makes query, key and value in one product pairs with it where heads come first, else follows."""
+    batch, length, width, heads = 4, 32, 64, 8
+
+    def attention(p, r, x):
+        y = jnp.tanh(x @ p)
+        if fused == "split":
+            q, k, v = (part.reshape(batch, length, heads, -1) for part in jnp.split(y, 3, axis=-1))
+        else:
+            axis = 2 if fused == "reshaped" else 3
+            q, k, v = jnp.moveaxis(y.reshape(batch, length, *((3, heads) if axis == 2 else (heads, 3)), -1), axis, 0)
+        weights = jax.nn.softmax(jnp.einsum("bqhd,bshd->bhqs", q, k), -1)
+        return jnp.einsum("bhqs,bshd->bqhd", weights, v).reshape(batch, length, width) @ r
+
+    first, second, _ = pairs_of(attention, array(width, 3 * width), array(width, width), array(batch, length, width))
+    assert first == ([((width, 3 * width), 3 * width)] if fused == "by_head" else [])
+    assert second == [((width, width), width)]
+
+
+def test_fused_gates_are_taken_apart_too():
+    """One product makes gate and units; the product that contracts their product is split all the same."""
+
+    def gated(p, r, x):
+        gate, units = jnp.split(x @ p, 2, axis=-1)
+        return (jax.nn.silu(gate) * units) @ r
+
+    assert pairs_of(gated, array(64, 512), array(256, 64), array(512, 64))[:2] == ([], [((256, 64), 256)])
+
+
 def test_what_is_reduced_between_is_no_pair():
     """A norm over the feature that the next product contracts keeps both whole."""
 
