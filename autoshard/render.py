@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
+from typing import TextIO
 
 from rich import box
 from rich.columns import Columns
@@ -340,3 +345,66 @@ def _html_picture(picture: Picture) -> str:
         f'<div><div style="font-weight:600;white-space:pre-line">{escape(picture.title)}</div>'
         f'<table style="border-collapse:collapse;margin:0.3em 0;color:inherit">{rows}</table>{caption}</div>'
     )
+
+
+# -- progress -------------------------------------------------------------------------------------------------------------
+
+PATIENCE_SECONDS = 2.0  # what takes less shows no progress
+FRAME_SECONDS = 0.2
+LEAST_DONE = 0.05  # of the work; before, nothing is foretold
+
+
+@contextmanager
+def progress_line(file: TextIO | None = None) -> Iterator[Callable[[str, float], None]]:
+    """A callback ``(what is being done, fraction done)`` that keeps a line up to date: how far, how long it still takes, and at what.
+
+    Drawn over itself from the third second on, in terminals and notebooks alike, on stderr unless told; wiped in the end.
+    """
+    out = sys.stderr if file is None else file
+    line = _ProgressLine(time.monotonic())
+    done = threading.Event()
+
+    def draw() -> None:
+        wait, width = PATIENCE_SECONDS, 0
+        while not done.wait(wait):
+            text = line.text(time.monotonic())
+            width = max(width, len(text))
+            out.write("\r" + text.ljust(width))
+            out.flush()
+            wait = FRAME_SECONDS
+        if width:
+            out.write("\r" + " " * width + "\r")
+            out.flush()
+
+    thread = threading.Thread(target=draw, daemon=True)
+    thread.start()
+    try:
+        yield line.advance
+    finally:
+        done.set()
+        thread.join()
+
+
+@dataclass(slots=True)
+class _ProgressLine:
+    """What is being done, since when, and how much of it is done."""
+
+    started: float
+    what: str = "tracing"
+    fraction: float = 0.0
+
+    def advance(self, what: str, fraction: float) -> None:
+        if self.what == "tracing":
+            self.started = time.monotonic()  # of the search; tracing says nothing of how long that takes
+        self.what, self.fraction = what, fraction
+
+    def text(self, now: float) -> str:
+        """The line at a time.
+
+        >>> _ProgressLine(0.0, "mesh data=8", 0.25).text(3.0)
+        '[#####...............]  25 %, about 9 s left: mesh data=8'
+        """
+        filled = round(20 * self.fraction)
+        seconds = (now - self.started) * (1 / max(self.fraction, LEAST_DONE) - 1)
+        left = f", about {seconds:.0f} s left" if self.fraction >= LEAST_DONE else ""
+        return f"[{'#' * filled}{'.' * (20 - filled)}] {100 * self.fraction:3.0f} %{left}: {self.what}"[:PIPE_WIDTH]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, overload
 
 import jax
 
-from autoshard.api.search import Pins, prepare
+from autoshard.api.search import Pins, Prepared, prepare, shown
 from autoshard.api.strategy import Strategy
 from autoshard.cluster import Cluster
 from autoshard.cost.evaluate import Judgement
@@ -20,7 +21,8 @@ from autoshard.ir import Assignment, Mesh
 from autoshard.problem import Problem
 from autoshard.render import Report, Table, format_bytes, format_percent, format_seconds
 from autoshard.search import DataParallel, FullySharded, Searcher, Solution, TensorParallel, searcher_of, silent
-from autoshard.search.searcher import Progress
+from autoshard.search.early import endings, timed
+from autoshard.search.searcher import Progress, part
 
 BASELINES: tuple[Searcher, ...] = (DataParallel(), FullySharded(stage=1), FullySharded(stage=2), FullySharded(stage=3), TensorParallel())
 
@@ -105,7 +107,9 @@ def frontier(
     points: int = 8,
     memory_limit_bytes: float | None = None,
     donate_argnums: int | Sequence[int] = (),
-    progress: Progress = silent,
+    progress: Progress | bool = silent,
+    time_limit_seconds: float | None = None,
+    interruptible: bool = False,
 ) -> Frontier:
     """The Pareto front of step time against peak memory: what the searcher finds under ever smaller limits, and the baselines.
 
@@ -116,6 +120,7 @@ def frontier(
 
     Args:
         fn, args, cluster, searcher, mesh, pins, donate_argnums, progress: as for `search`.
+        time_limit_seconds, interruptible: as for `search`; what was met by then makes the front.
         points: how many strategies there may be.
         memory_limit_bytes: what a device may hold at its peak; by default the cluster's memory less a reserve.
 
@@ -130,30 +135,60 @@ def frontier(
     if isinstance(points, bool) or not isinstance(points, int) or points < 1:
         raise ShardingError(f"a frontier has a whole number of points, 1 or more, got {points!r}.")
     chosen = searcher_of(searcher)
-    prepared = prepare(fn, args, cluster, chosen, mesh, pins, memory_limit_bytes, donate_argnums)
-    front: list[_Point] = []
-    problems: dict[Mesh, Problem] = {}
-    failure: ShardingError | None = None
-    for number, candidate in enumerate(prepared.meshes):
-        progress(f"mesh {candidate}", number / len(prepared.meshes) / 2)
+    with shown(progress) as callback:
+        prepared = prepare(fn, args, cluster, chosen, mesh, pins, memory_limit_bytes, donate_argnums)
+        limited, ends = timed(callback, time_limit_seconds), endings(time_limit_seconds, interruptible)
+        search = _Search(prepared, chosen, limited)
         try:
-            problems[candidate] = prepared.problem(candidate, None)
-            for one in (chosen, *BASELINES):
-                _ask(front, problems[candidate], one, None)
-            _ask(front, problems[candidate], chosen, 1.0)
-        except ShardingError as error:  # pins do not divide on this mesh
-            failure = error
-    if not front:
-        assert failure is not None
-        raise failure
-    limits = _limits(front, prepared.limit, points)
-    for number, (lower, limit) in enumerate(pairwise(limits)):
-        progress(f"at most {format_bytes(limit)}", (1 + number / len(limits)) / 2)
-        if not any(lower < point.cost[0] <= limit for point in front):
-            for candidate in dict.fromkeys(point.mesh for point in _around(front, limit)):
-                _ask(front, problems[candidate], chosen, limit)
-    kept = dict.fromkeys(_fastest(front, limit) for limit in limits)
+            search.run(points)
+        except ends:
+            if not search.front:
+                raise
+    kept = dict.fromkeys(_fastest(search.front, limit) for limit in _limits(search.front, prepared.limit, points))
     return Frontier([prepared.strategy(point.mesh, point.solution(), point.searcher) for point in kept])
+
+
+class _Search:
+    """Everything that is met on all meshes, as far as nothing else beats it."""
+
+    def __init__(self, prepared: Prepared, searcher: Searcher, progress: Progress):
+        self.prepared = prepared
+        self.searcher = searcher
+        self.progress = progress
+        self.front: list[_Point] = []
+        self.problems: dict[Mesh, Problem] = {}
+
+    def run(self, points: int) -> None:
+        """First what searcher and baselines find on every mesh, then what lies between."""
+        prepared, failure = self.prepared, None
+        n = len(prepared.meshes)
+        for number, candidate in enumerate(prepared.meshes):
+            self.progress(f"mesh {candidate}", number / n / 2)
+            asked = [(self.searcher, None), *((baseline, None) for baseline in BASELINES), (self.searcher, 1.0)]
+            try:
+                self.problems[candidate] = prepared.problem(candidate, None, like=next(iter(self.problems.values()), None))
+                for done, (searcher, limit) in enumerate(asked):
+                    share = 1 / n / len(asked) / 2
+                    self._ask(self.problems[candidate], searcher, limit, part(self.progress, number / n / 2 + done * share, share))
+            except ShardingError as error:  # pins do not divide on this mesh
+                failure = error
+        if not self.front:
+            assert failure is not None
+            raise failure
+        limits = _limits(self.front, prepared.limit, points)
+        for number, (lower, limit) in enumerate(pairwise(limits)):
+            before, share = (1 + number / len(limits)) / 2, 1 / len(limits) / 2
+            self.progress(f"at most {format_bytes(limit)}", before)
+            if not any(lower < point.cost[0] <= limit for point in self.front):
+                for candidate in dict.fromkeys(point.mesh for point in _around(self.front, limit)):
+                    self._ask(self.problems[candidate], self.searcher, limit, part(self.progress, before, share))
+
+    def _ask(self, problem: Problem, searcher: Searcher, limit: float | None, progress: Progress) -> None:
+        """Lets a searcher look for an answer within a limit, and puts on the front what it meets on the way."""
+        watched = copy(problem)
+        watched.memory_limit_bytes, watched.watcher = limit, _Watcher(self.front, problem, searcher)
+        with suppress(InfeasibleError, SearchLimitError):  # what it met counts all the same
+            searcher.solve(watched, progress)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -181,29 +216,21 @@ class _Point:
         return Solution(self.assignment, self.judgement, bound)
 
 
-class _Watched(Problem):
-    """A problem under another limit, with the caches of the first, that remembers what was judged."""
+@dataclass(frozen=True, slots=True)
+class _Watcher:
+    """Puts on the front what a searcher meets."""
 
-    def __init__(self, problem: Problem, limit: float | None):
-        vars(self).update(vars(problem))
-        self.memory_limit_bytes = limit
-        self.judged: list[tuple[Assignment, Judgement]] = []
+    front: list[_Point]
+    problem: Problem
+    searcher: Searcher
 
-    def evaluate(self, assignment: Assignment) -> Judgement:
-        judgement = super().evaluate(assignment)
-        self.judged.append((assignment, judgement))
-        return judgement
+    def judged(self, assignment: Assignment, judgement: Judgement) -> None:
+        point = _Point(self.problem, assignment, judgement, self.searcher)
+        if not any(other.beats(point) for other in self.front):
+            self.front[:] = [*(other for other in self.front if not point.beats(other)), point]
 
-
-def _ask(front: list[_Point], problem: Problem, searcher: Searcher, limit: float | None) -> None:
-    """Lets a searcher look for an answer within a limit, and puts on the front what it met on the way."""
-    watched = _Watched(problem, limit)
-    with suppress(InfeasibleError, SearchLimitError):  # what it met counts all the same
-        searcher.solve(watched)
-    for assignment, judgement in watched.judged:
-        point = _Point(problem, assignment, judgement, searcher)
-        if not any(other.beats(point) for other in front):
-            front[:] = [*(other for other in front if not point.beats(other)), point]
+    def noted(self, found: Callable[[], Assignment]) -> None:
+        """What is not judged yet does not count."""
 
 
 def _limits(front: Sequence[_Point], limit: float, points: int) -> list[float]:

@@ -6,7 +6,8 @@ import difflib
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,8 +24,10 @@ from autoshard.ir import Graph, Mesh, check_divides, spec_to_layout
 from autoshard.lower import lowering_mesh
 from autoshard.lower.constrain import SELF_PARTITIONED
 from autoshard.problem import Pin, Problem
+from autoshard.render import progress_line
 from autoshard.rules import rules_of
-from autoshard.search import Searcher, Solution, TensorParallel, candidate_meshes, searcher_of, silent, solve
+from autoshard.search import IntegerProgramming, Searcher, Solution, TensorParallel, candidate_meshes, searcher_of, silent, solve
+from autoshard.search.early import endings, timed
 from autoshard.search.mesh_search import search_meshes
 from autoshard.search.meshes import placed
 from autoshard.search.propagation import follow_layouts
@@ -44,7 +47,9 @@ def search(
     pins: Pins | None = None,
     memory_limit_bytes: float | None = None,
     donate_argnums: int | Sequence[int] = (),
-    progress: Progress = silent,
+    progress: Progress | bool = silent,
+    time_limit_seconds: float | None = None,
+    interruptible: bool = False,
 ) -> Strategy:
     """The best strategy that the searcher finds for a function on a cluster.
 
@@ -58,13 +63,17 @@ def search(
         pins: `PartitionSpec` by argument path or shell-style pattern (``"state.params*"``), kept as given.
         memory_limit_bytes: what a device may hold at its peak; by default the cluster's memory less a reserve.
         donate_argnums: as in `jax.jit`.
-        progress: called with what is being done and the fraction that is done.
+        progress: called with what is being done and the fraction that is done; True draws a line that says how long it still takes, in a
+            terminal or a notebook.
+        time_limit_seconds: how long to search, tracing not included; then the best strategy met so far is returned, with its gap.
+        interruptible: whether Ctrl-C returns the best strategy met so far, with its gap, rather than to raise KeyboardInterrupt.
 
     Raises:
         TraceError: the function cannot be traced with these arguments.
         ClusterError: the cluster is unknown, or the mesh does not cover it.
         ShardingError: a pin is illegal.
         InfeasibleError: nothing fits the memory limit; names the smallest peak found.
+        SearchLimitError: the searcher cannot hold the program, or the time was over before any strategy was met.
 
     >>> import jax.numpy as jnp
     >>> strategy = search(lambda w, x: jnp.tanh(x @ w), jnp.ones((64, 64)), jnp.ones((512, 64)), cluster="cpu:8", mesh={"data": 8})
@@ -72,18 +81,22 @@ def search(
     (P(None, None), P('data', None))
     """
     chosen = searcher_of(searcher)
-    prepared = prepare(fn, args, cluster, chosen, mesh, pins, memory_limit_bytes, donate_argnums)
-    started = time.perf_counter()
-    problems: list[Problem] = []
-    failure: ShardingError | None = None
-    for candidate in prepared.meshes:
-        try:
-            problems.append(prepared.problem(candidate, prepared.limit, like=problems[0] if problems else None))
-        except ShardingError as error:
-            failure = error
-    if failure is not None and not problems:
-        raise failure
-    solution, problem = search_meshes(chosen, problems, solve, progress)
+    if isinstance(chosen, IntegerProgramming) and time_limit_seconds is not None:  # HiGHS runs without a word until its own limit
+        chosen = replace(chosen, time_limit_seconds=min(time_limit_seconds, chosen.time_limit_seconds))
+    with shown(progress) as callback:
+        prepared = prepare(fn, args, cluster, chosen, mesh, pins, memory_limit_bytes, donate_argnums)
+        started = time.perf_counter()
+        problems: list[Problem] = []
+        failure: ShardingError | None = None
+        for candidate in prepared.meshes:
+            try:
+                problems.append(prepared.problem(candidate, prepared.limit, like=problems[0] if problems else None))
+            except ShardingError as error:
+                failure = error
+        if failure is not None and not problems:
+            raise failure
+        limited, ends = timed(callback, time_limit_seconds), endings(time_limit_seconds, interruptible)
+        solution, problem = search_meshes(chosen, problems, solve, limited, ends)
     stats = {**solution.stats, "search_seconds": time.perf_counter() - started}
     return prepared.strategy(problem.mesh, replace(solution, stats=stats), chosen)
 
@@ -218,6 +231,18 @@ class _Given:
     """The 'searcher' of a sharding that was given."""
 
     name: str = "given"
+
+
+@contextmanager
+def shown(progress: Progress | bool) -> Iterator[Progress]:
+    """The callback that is given; the one that draws a line where it is True."""
+    if callable(progress):
+        yield progress
+    elif progress:
+        with progress_line() as callback:
+            yield callback
+    else:
+        yield silent
 
 
 def _cluster(cluster: Cluster | str | None) -> Cluster:

@@ -7,7 +7,7 @@ import sys
 from contextlib import redirect_stdout
 
 from autoshard.cli.found import finish, finish_frontier
-from autoshard.cli.options import SPEC_HELP, add_program, cluster_of, command, mesh, path_spec, positive, size
+from autoshard.cli.options import SPEC_HELP, add_program, cluster_of, command, mesh, path_spec, positive, seconds, size
 from autoshard.cli.program import load
 from autoshard.cli.terminal import progress
 
@@ -38,6 +38,15 @@ def add(commands) -> None:
         "--memory-limit", metavar="SIZE", type=size, help="memory a device may use, such as 12GB; the cluster's unless given"
     )
     parser.add_argument(
+        "--time-limit",
+        metavar="SECONDS",
+        type=seconds,
+        help="search no longer than this; what is printed and saved is then the best met so far, with its gap",
+    )
+    parser.add_argument(
+        "--interruptible", action="store_true", help="Ctrl-C ends the search alone: the best met so far is printed and saved, with its gap"
+    )
+    parser.add_argument(
         "--frontier",
         metavar="POINTS",
         type=positive,
@@ -63,6 +72,8 @@ def run(options: argparse.Namespace) -> int:
             "memory_limit_bytes": options.memory_limit,
             "donate_argnums": options.donate,
             "progress": callback,
+            "time_limit_seconds": options.time_limit,
+            "interruptible": options.interruptible,
         }
         if options.frontier is None:
             strategy = autoshard.search(function, *arguments, **asked)

@@ -7,12 +7,11 @@ so building tables costs a few dictionary look-ups a node.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from itertools import product
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -79,6 +78,14 @@ class _Columns:
         return int(self.unary.argmin()) if found is None else found
 
 
+class Watcher(Protocol):
+    """Who wants to know what a search meets on its way."""
+
+    def judged(self, assignment: Assignment, judgement: Judgement) -> None: ...
+
+    def noted(self, found: Callable[[], Assignment]) -> None: ...
+
+
 class Problem:
     """A program on a mesh, ready to be searched.
 
@@ -87,6 +94,7 @@ class Problem:
         model: what things cost on the mesh.
         pins: per value number, where each mesh axis may shard it.
         memory_limit_bytes: what a device may hold at its peak; None: no limit.
+        watcher: who is told what a search meets; nobody unless set.
         like: a problem on another mesh, whose nodes are shared where the pins allow it.
         nodes: the decisions to be made.
     """
@@ -106,6 +114,7 @@ class Problem:
         self.mesh = model.mesh
         self.pins: Mapping[int, Pin] = dict(pins or {})
         self.memory_limit_bytes = memory_limit_bytes
+        self.watcher: Watcher | None = None
         if like is not None and like.profile is profile and like.pins == self.pins:
             self.nodes, self._kinds, self._joints = like.nodes, like._kinds, like._joints
         else:
@@ -116,16 +125,21 @@ class Problem:
         self._columns: dict[tuple[int, Label, tuple[int, ...]], _Columns] = {}
         self._member_costs: dict[tuple[int, int], np.ndarray] = {}
         self._moved: dict[tuple, np.ndarray] = {}
+        self._followers: dict[tuple[int, Label], tuple[Choice, ...]] = {}
+        self._lying: dict[tuple[int, Label, int], Layout] = {}
         self._joint_tables: dict[tuple[int, int, int], np.ndarray] = {}
 
     @property
     def n_nodes(self) -> int:
         return len(self.nodes.nodes)
 
+    def alike(self) -> tuple[list[int], list[tuple[int, int, int]]]:
+        """Per node a number that nodes of equal tables share; and the reads: two nodes in order, and a number that equal tables share."""
+        return self._kinds, [(i, j, number) for i, j, number, _ in self._joints]
+
     def start(self) -> list[Label]:
         """The labels that leave everything replicated."""
-        n = len(self.mesh.axes)
-        return [(NOWHERE,) * n if node.leader >= 0 else (-1,) * n for node in self.nodes.nodes]
+        return [self._nowhere(node) for node in self.nodes.nodes]
 
     def tables(self, free: Sequence[int], labels: Sequence[Label], prices: Mapping[int, float] | None = None) -> Tables:
         """The costs with some mesh axes free and the given labels on all others.
@@ -153,36 +167,46 @@ class Problem:
 
     def table_entries(self, free: Sequence[int], limit: int) -> int:
         """How many entries the pair tables have with these axes free; counting stops beyond the limit, before anything large is made."""
-        labels, free = self.start(), tuple(free)
-        for node in self.nodes.nodes:
-            atoms = len(_atoms(self.nodes.signatures[node.head[1]].rule)) if node.leader >= 0 else len(node.head[1]) + 1
-            if atoms ** len(free) > limit // 1000:  # labels that are listed before the illegal ones go
-                return atoms ** len(free) * 1000
+        free = tuple(free)
+        sizes: dict[int, int] = {}  # by kind
+        for i, (node, kind) in enumerate(zip(self.nodes.nodes, self._kinds, strict=True)):
+            if kind not in sizes:
+                atoms = len(_atoms(self.nodes.signatures[node.head[1]].rule)) if node.leader >= 0 else len(node.head[1]) + 1
+                if atoms ** len(free) > limit // 1000:  # labels that are listed before the illegal ones go
+                    return atoms ** len(free) * 1000
+                sizes[kind] = len(self._offer(i, self._nowhere(node), free).labels)
         entries = 0
-        for edge in self.nodes.edges:
-            if edge.source != edge.target:
-                entries += math.prod(len(self._offer(i, labels[i], free).labels) for i in (edge.source, edge.target))
+        for i, j in self._read_pairs():
+            entries += sizes[self._kinds[i]] * sizes[self._kinds[j]]
             if entries > limit:
                 break
         return entries
+
+    def _read_pairs(self) -> Iterable[tuple[int, int]]:
+        """The pairs of nodes that have tables."""
+        return ((i, j) for i, j, _, _ in self._joints if i != j)
+
+    def _nowhere(self, node: Node) -> Label:
+        return (NOWHERE if node.leader >= 0 else -1,) * len(self.mesh.axes)
 
     def assignment(self, labels: Sequence[Label]) -> Assignment:
         """The assignment that labels stand for."""
         choices: dict[int, Choice] = {}
         lies: dict[int, Layout] = {}
-        columns = [self._offer(i, label, ()) for i, label in enumerate(labels)]
-        n_axes = len(self.mesh.axes)
-        values = self.graph.values
-        ops = self.graph.walk()
+        values, ops = self.graph.values, self.graph.walk()
         for i, node in enumerate(self.nodes.nodes):
             if node.leader >= 0:
                 choices[node.leader] = labels[i]
-            for op, slot, position in node.members:
-                rank = values[ops[op].operands[position]].rank
-                layout = layouts(rank, n_axes)[int(columns[i].slots[slot][0])]
-                choices[op] = _followed(self._rule(op), position, layout)
+            key = self._kinds[i], labels[i]
+            if (followed := self._followers.get(key)) is None:
+                ranks = [values[ops[op].operands[position]].rank for op, _, position in node.members]
+                followed = self._followers[key] = tuple(
+                    _followed(self._rule(op), position, self._layout(i, labels[i], slot, rank))
+                    for (op, slot, position), rank in zip(node.members, ranks, strict=True)
+                )
+            choices.update((op, choice) for (op, _, _), choice in zip(node.members, followed, strict=True))
         for value, (node, slot) in self.nodes.home.items():
-            lies[value] = layouts(values[value].rank, n_axes)[int(columns[node].slots[slot][0])]
+            lies[value] = self._layout(node, labels[node], slot, values[value].rank)
         copies = {}
         for value, node in self.nodes.copies.items():
             layout = labels[node]
@@ -204,8 +228,14 @@ class Problem:
 
     def layout(self, node: int, label: Label, slot: int, value: int) -> Layout:
         """The layout that a node's label gives one of its slots, in which it holds or reads a value."""
-        number = int(self._offer(node, label, ()).slots[slot][0])
-        return layouts(self.graph.values[value].rank, len(self.mesh.axes))[number]
+        return self._layout(node, label, slot, self.graph.values[value].rank)
+
+    def _layout(self, node: int, label: Label, slot: int, rank: int) -> Layout:
+        key = self._kinds[node], label, slot
+        if (found := self._lying.get(key)) is None:
+            number = int(self._offer(node, label, ()).slots[slot][0])
+            found = self._lying[key] = layouts(rank, len(self.mesh.axes))[number]
+        return found
 
     def _rule(self, op: int) -> Rule:
         rule = self.rules[op]
@@ -214,7 +244,15 @@ class Problem:
 
     def evaluate(self, assignment: Assignment) -> Judgement:
         """What the judge says of an assignment."""
-        return evaluate(self.profile, self.model, assignment)
+        judgement = evaluate(self.profile, self.model, assignment)
+        if self.watcher is not None:
+            self.watcher.judged(assignment, judgement)
+        return judgement
+
+    def note(self, labels: Sequence[Label]) -> None:
+        """Says what the search would return if it ended now; costs nothing unless somebody watches."""
+        if self.watcher is not None:
+            self.watcher.noted(partial(self.assignment, list(labels)))
 
     def fixed_seconds(self) -> float:
         """What ops cost that no node decides, such as those on scalars: the objective is this plus the tables."""
@@ -401,9 +439,7 @@ class Problem:
         return alike
 
     def _joint(self, node: int) -> _Columns:
-        n = len(self.mesh.axes)
-        label = (NOWHERE,) * n if self.nodes.nodes[node].leader >= 0 else (-1,) * n
-        return self._offer(node, label, tuple(range(n)))
+        return self._offer(node, self._nowhere(self.nodes.nodes[node]), tuple(range(len(self.mesh.axes))))
 
     def _bytes(self, value: int, numbers: np.ndarray) -> np.ndarray:
         found = self.graph.values[value]

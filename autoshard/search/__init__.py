@@ -1,5 +1,7 @@
 """The searchers: one file each, and one row in the table below."""
 
+from contextlib import suppress
+
 from autoshard.errors import InfeasibleError, SearcherError
 from autoshard.search.auto import Auto
 from autoshard.search.baselines import DataParallel, FullySharded
@@ -46,14 +48,14 @@ def searcher_of(searcher: str | Searcher) -> Searcher:
 
 def solve(searcher: Searcher, problem, progress: Progress = silent) -> Solution:
     """What the searcher finds; for an automatic one never worse, by the judge, than data parallel within the memory limit."""
+    baseline = None
+    if searcher.automatic:
+        with suppress(InfeasibleError):
+            baseline = DataParallel().solve(problem)  # first, so that a search that ends early has an answer
     solution = searcher.solve(problem, progress)
-    if not searcher.automatic:
+    if baseline is None or solution.judgement.cost.makespan_seconds <= baseline.judgement.cost.makespan_seconds:
         return solution
-    try:
-        baseline = DataParallel().solve(problem)
-    except InfeasibleError:
-        return solution
-    return solution if solution.judgement.cost.makespan_seconds <= baseline.judgement.cost.makespan_seconds else baseline
+    return baseline
 
 
 __all__ = [

@@ -16,7 +16,7 @@ from autoshard.problem import Problem
 from autoshard.search.baselines import DataParallel, FullySharded
 from autoshard.search.dynamic_programming import DynamicProgramming
 from autoshard.search.recursive_programming import RecursiveProgramming
-from autoshard.search.searcher import Progress, Searcher, Solution, silent
+from autoshard.search.searcher import Progress, Searcher, Solution, part, silent
 from autoshard.search.tensor_parallel import TensorParallel
 
 MEMBERS: tuple[Searcher, ...] = (
@@ -56,7 +56,7 @@ class Auto:
         for number, member in enumerate(self.members):
             progress(member.name, number / len(self.members))
             try:
-                found.append(member.solve(problem, progress))
+                found.append(member.solve(problem, part(progress, number / len(self.members), 1 / len(self.members))))
             except SearchLimitError as error:
                 too_large.append(error)
             except InfeasibleError as error:

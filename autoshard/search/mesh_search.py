@@ -10,13 +10,14 @@ bound, and a heuristic in the makespan that picks among their answers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from autoshard.errors import AutoshardError, InfeasibleError, ShardingError
 from autoshard.problem import Problem
+from autoshard.search.early import Met, watch
 from autoshard.search.reparametrisation import bound_after
-from autoshard.search.searcher import Progress, Searcher, Solution, silent
+from autoshard.search.searcher import Progress, Searcher, Solution, part, silent
 
 MAX_ENTRIES = 1 << 24  # of tables that are made for a bound alone: 128 MiB
 SCREENING_SWEEPS = 12  # GPT steps of 8 layers on 64 devices: the bound is within 1 % of the optimum after 8
@@ -53,46 +54,91 @@ def bounded(problem: Problem, solution: Solution) -> Solution:
     return replace(solution, lower_bound_seconds=max(bound, solution.lower_bound_seconds))
 
 
-def search_meshes(searcher: Searcher, problems: Sequence[Problem], solve, progress: Progress = silent) -> tuple[Solution, Problem]:
+def search_meshes(
+    searcher: Searcher,
+    problems: Sequence[Problem],
+    solve,
+    progress: Progress = silent,
+    ends: tuple[type[BaseException], ...] = (),
+) -> tuple[Solution, Problem]:
     """The best solution over some problems that differ in their mesh, and its problem; statistics say how many meshes were cut.
 
     Args:
         solve: called with searcher, problem and progress.
+        ends: what may end the search early; the best that was met by then is then the solution.
 
     Raises:
         InfeasibleError: no mesh has a solution within the memory limit; names the smallest peak found.
         ShardingError: the pins leave no mesh a legal sharding.
     """
-    failure: AutoshardError | None = None
-    order = sorted(range(len(problems)), key=lambda number: (len(problems[number].mesh.axes), max(problems[number].mesh.sizes), number))
-    best: tuple[float, int, Solution] | None = None
-    cut = 0
-    for done, number in enumerate(order if searcher.automatic else range(len(problems))):
-        problem = problems[number]
-        progress(f"mesh {problem.mesh}", done / len(problems))
-        if best is not None and searcher.automatic:
-            enough = best[2].judgement.cost.objective_seconds * (1 - LEAST_GAIN)
-            try:
-                hopeless = message_bound(problem, SCREENING_SWEEPS, enough) >= enough
-            except ShardingError as error:
-                failure = worse(failure, error)
-                continue
-            if hopeless:
-                cut += 1
-                continue
-        try:
-            solution = solve(searcher, problem, progress)
-        except (InfeasibleError, ShardingError) as error:
-            failure = worse(failure, error)
-            continue
-        ranked = solution.judgement.cost.makespan_seconds, number, solution
-        best = ranked if best is None else min(best, ranked, key=lambda entry: entry[:2])
-    if best is None:
-        assert failure is not None
-        raise failure
-    _, number, solution = best
+    search = _Search(searcher, problems, solve, progress, watched=bool(ends))
+    try:
+        search.run()
+    except ends:
+        search.end_early()
+        if search.best is None:
+            raise
+    if search.best is None:
+        assert search.failure is not None
+        raise search.failure
+    _, number, solution = search.best
     solution = bounded(problems[number], solution)
-    return replace(solution, stats={**solution.stats, "meshes": len(problems), "meshes_cut": cut}), problems[number]
+    stats = {**solution.stats, "meshes": len(problems), "meshes_cut": search.cut}
+    return replace(solution, stats=stats, notes=(*solution.notes, *search.notes)), problems[number]
+
+
+@dataclass(slots=True)
+class _Search:
+    """The problems of one program, searched one after the other, and the best solution so far."""
+
+    searcher: Searcher
+    problems: Sequence[Problem]
+    solve: Callable[[Searcher, Problem, Progress], Solution]
+    progress: Progress
+    watched: bool
+    best: tuple[float, int, Solution] | None = None
+    failure: AutoshardError | None = None
+    cut: int = 0
+    met: dict[int, Met] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def run(self) -> None:
+        n = len(self.problems)
+        order = range(n)
+        if self.searcher.automatic:
+            order = sorted(order, key=lambda k: (len(self.problems[k].mesh.axes), max(self.problems[k].mesh.sizes), k))
+        for done, number in enumerate(order):
+            problem = self.problems[number]
+            self.progress(f"mesh {problem.mesh}", done / n)
+            if self.watched:
+                self.met[number] = watch(problem)
+            try:
+                if self._hopeless(problem):
+                    self.cut += 1
+                else:
+                    self._keep(number, self.solve(self.searcher, problem, part(self.progress, done / n, 1 / n)))
+            except (InfeasibleError, ShardingError) as error:
+                self.failure = worse(self.failure, error)
+
+    def _hopeless(self, problem: Problem) -> bool:
+        """Whether no assignment of the mesh gains what is worth a search."""
+        if self.best is None or not self.searcher.automatic:
+            return False
+        enough = self.best[2].judgement.cost.objective_seconds * (1 - LEAST_GAIN)
+        return message_bound(problem, SCREENING_SWEEPS, enough) >= enough
+
+    def _keep(self, number: int, solution: Solution) -> None:
+        ranked = solution.judgement.cost.makespan_seconds, number, solution
+        self.best = ranked if self.best is None else min(self.best, ranked, key=lambda entry: entry[:2])
+
+    def end_early(self) -> None:
+        """Takes what was met for what was found."""
+        for number, met in self.met.items():
+            if (solution := met.solution()) is not None:
+                self._keep(number, solution)
+        self.notes = (
+            f"the search ended early, on mesh {len(self.met)} of {len(self.problems)}: this is the best strategy that it had met",
+        )
 
 
 def worse(old: AutoshardError | None, new: AutoshardError) -> AutoshardError:

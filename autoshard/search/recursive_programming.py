@@ -79,22 +79,20 @@ class _Run:
         problem, searcher = self.problem, self.searcher
         n_axes = len(problem.mesh.axes)
         labels = problem.start()
-        for axis in range(n_axes):
-            labels, _ = self._free(axis, labels, prices)
-        for sweep in range(searcher.max_sweeps if n_axes > 1 else 0):
-            self.sweeps += 1
+        for sweep in range(1 + searcher.max_sweeps if n_axes > 1 else 1):
             gained = 0.0
             for axis in range(n_axes):
+                self.progress(f"axis {problem.mesh.names[axis]}", (sweep + axis / n_axes) / (1 + searcher.max_sweeps))
                 labels, gain = self._free(axis, labels, prices)
                 gained += gain
-            self.progress("sweeps", (sweep + 1) / searcher.max_sweeps)
-            if gained <= 0.0:
+            problem.note(labels)
+            self.sweeps += sweep > 0
+            if sweep and gained <= 0.0:
                 break
         return problem.evaluate(problem.assignment(labels)), labels
 
     def _free(self, axis: int, labels: list[Label], prices: Mapping[int, float]) -> tuple[list[Label], float]:
         """The best labels when one axis is free, and the seconds gained (0.0: nothing better than a rounding error)."""
-        self.progress(f"axis {self.problem.mesh.names[axis]}", axis / len(self.problem.mesh.axes))
         tables = self.problem.tables((axis,), labels, prices)
         before = table_cost(tables.unary, tables.pairs, tables.incumbent)
         found = self.eliminate(tables.unary, tables.pairs, tables.incumbent)

@@ -18,6 +18,15 @@ def silent(_: str, __: float) -> None:
     """The progress callback that shows nothing."""
 
 
+def part(progress: Progress, before: float, share: float) -> Progress:
+    """The callback of a part of the work, of which so much was done before, and which is such a share of it.
+
+    >>> part(print, 0.5, 0.25)("the third quarter", 0.5)
+    the third quarter 0.625
+    """
+    return lambda what, fraction: progress(what, before + share * fraction)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Solution:
     """What a searcher found.

@@ -135,6 +135,7 @@ class Spread:
                 before, labels = labels, one.labels()
                 changes += labels != before
                 settled[axis] = changes
+            problem.note(labels)
             if all(count == changes for count in settled):
                 break
         return problem.evaluate(problem.assignment(labels)), labels
