@@ -29,6 +29,9 @@ AVAILABLE_BYTES = {"v4": int(30.5 * 2**30), "v5e": int(15.75 * 2**30), "v5p": in
 # them (xla/service/gpu, "async_collective_creator"). XLA:CPU runs a collective and the ops around it one after the other.
 ASYNCHRONOUS = {"tpu": ("all_gather", "collective_permute"), "gpu": COLLECTIVE_KINDS, "cpu": ()}
 
+# Which compilers add partial sums before they combine them: see `autoshard.cost.partial_sums`.
+ADDS_FIRST = ("tpu", "gpu")
+
 EXAMPLES = "'v5e:4x4' (a TPU slice), 'h100:8x4' (8 GPUs on each of 4 hosts) or 'cpu:8'"
 _TEXT = re.compile(r"([a-z0-9-]+):(\d{1,6}(?:x\d{1,6})*)")
 
@@ -191,6 +194,11 @@ class Cluster:
     def asynchronous(self) -> tuple[str, ...]:
         """The kinds of collectives that run while the device computes."""
         return ASYNCHRONOUS[self.device.kind] if self.overlap else ()
+
+    @property
+    def adds_first(self) -> bool:
+        """Whether the compiler adds partial sums that are only added up, over trips of a loop too, before it combines them."""
+        return self.device.kind in ADDS_FIRST
 
     def check(self, mesh: Mesh) -> None:
         """Raises `ClusterError` where a mesh does not cover the devices."""

@@ -2,7 +2,8 @@
 
 *Objective.* The sum of all compute and all collectives of a step, one after the other: additive, which is what searchers
 minimise and bound. *Makespan.* The end of a schedule that hides asynchronous collectives behind independent compute; see
-`autoshard.cost.schedule`. A value is resharded once for each distinct layout it is read in.
+`autoshard.cost.schedule`. A value is resharded once for each distinct layout it is read in. Where the compiler adds partial results before
+it combines them, one collective is all the makespan has of theirs; the objective charges each, since it adds up what ops cost one by one.
 """
 
 from __future__ import annotations
@@ -11,17 +12,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
+from operator import attrgetter
 
 from autoshard.cost.blame import Blame
 from autoshard.cost.memory import Copy, Peak, peak_memory
 from autoshard.cost.model import CostModel
+from autoshard.cost.partial_sums import LOOPS, Addition
 from autoshard.cost.profile import Profile
 from autoshard.cost.record import Cost
 from autoshard.cost.reshard import Step, path_seconds
 from autoshard.cost.schedule import BOTH, COMPUTE, WIRES, Tasks, schedule
 from autoshard.ir import Assignment, Choice, Collective, Flow, Layout, Op, served_from, shards, shift_layout
 
-LOOPS = ("scan", "while")
 Cause = Callable[[Blame, Step], str]
 """Why a step is there, in words."""
 
@@ -84,12 +86,15 @@ class _Judge:
         self.sizes = model.mesh.sizes
         self.whole = (-1,) * len(self.sizes)
         self.asynchronous = model.cluster.asynchronous
-        self.compute = self.communication = self.exposed = self.flops = 0.0
+        self.additions = {each.op: each for each in profile.sums.additions} if model.cluster.adds_first else {}
+        self.compute = self.communication = self.merged = self.exposed = self.flops = 0.0
         self.region = _Region(1)
         self.makers: dict[_Made, _Maker | None] = {}
         self.copies: dict[tuple[int, Layout], Copy] = {}
         self.partials: dict[int, float] = {}
         self.sent: list[_Sent] = []
+        self.combined: dict[int, tuple[_Region, int]] = {}  # per op the task that combines its partial results
+        self.moved: set[int] = set()  # values that are read in another layout
         self.exposures: dict[int, float] = {}
 
     def judgement(self) -> Judgement:
@@ -105,7 +110,7 @@ class _Judge:
         makespan = self._scheduled(self.region)
         peak = peak_memory(self.profile, self.assignment, self.copies, self.partials, self.model.cluster.device)
         cost = Cost(
-            objective_seconds=self.compute + self.communication,
+            objective_seconds=self.compute + self.communication + self.merged,
             makespan_seconds=min(makespan, self.compute + self.communication),  # which it exceeds by rounding at most
             compute_seconds=self.compute,
             communication_seconds=self.communication,
@@ -139,9 +144,18 @@ class _Judge:
                 seconds=sent.step.seconds,
                 exposed_seconds=self.exposures[position] / sent.trips if sent.trips else 0.0,
                 cause=sent.cause(blame, sent.step),
+                compiled=self._compiled(sent),
             )
             for position, sent in enumerate(self.sent)
         )
+
+    def _compiled(self, sent: _Sent) -> tuple[Collective, ...] | None:
+        """What the compiler makes of a collective; None: just that."""
+        step = sent.step
+        if step.trips == 1:
+            return None
+        axes = tuple(self.model.mesh.names[axis] for axis in step.axes)
+        return (Collective(step.kind, axes, step.nbytes, sent.trips // step.trips),) if step.trips else ()
 
     # -- the walk ----------------------------------------------------------------------------------------------------
 
@@ -206,6 +220,8 @@ class _Judge:
                 maker = self._read(value, target, op.index, op.trips, op, partial(_splits, op, choice))
             if maker is not None:
                 found.add(maker)
+        if op.index in self.additions:
+            self._add_first(self.additions[op.index])
         if cost.is_nothing and len(found) < 2:
             for maker in found:
                 makers.update(dict.fromkeys(op.results, maker))
@@ -221,7 +237,25 @@ class _Judge:
             if combination:
                 self.partials[op.index] = combination[0].nbytes
                 done = self._communicate(combination, needs, op.trips, op, (value,), partial(_combined, op, choice))
+                if len(done) == 1 and (task := next(iter(done))) in self.region.sent:
+                    self.combined[op.index] = self.region, task
             makers[value] = self._join(done)
+
+    def _add_first(self, addition: Addition) -> None:
+        """Of two collectives whose results are only added keeps the second, which combines the sum."""
+        first, second = map(self.combined.get, addition.sides)
+        if first is None or second is None or first[0] is not second[0] or not self.moved.isdisjoint(addition.between):
+            return
+        region = first[0]
+        (dropped, one), (_, other) = ((position, self.sent[position]) for position in (region.sent[task] for _, task in (first, second)))
+        alike = attrgetter("kind", "axes", "nbytes", "trips")
+        if alike(one.step) != alike(other.step):
+            return
+        self.combined[addition.op] = second
+        self.sent[dropped] = replace(one, step=replace(one.step, seconds=0.0, trips=0))
+        region.tasks.seconds[first[1]] = 0.0
+        self.communication -= one.step.seconds * one.trips
+        self.merged += one.step.seconds * one.trips
 
     def _read(self, value: int, target: Layout, op: int, trips: int, source: Op | str, reason: Cause) -> _Maker | None:
         """What makes the value in the target layout; reshards it if nobody has yet."""
@@ -243,6 +277,7 @@ class _Judge:
                 if not self.profile.portable[value]:  # stored to be sent, or sliced
                     self.copies.setdefault((value, own), Copy(values[value].nbytes / shards(own, self.sizes), op, op))
                 if any(step.kind != "slice" for step in path):
+                    self.moved.add(value)
                     self.copies[value, layout] = Copy(values[value].nbytes / shards(layout, self.sizes), op, op)
             if (value, layout) in self.copies:
                 self.copies[value, layout] = replace(self.copies[value, layout], last=op)

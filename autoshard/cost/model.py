@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -79,15 +79,21 @@ class CostModel:
             if not portable:
                 whole = Value(shape, "", itemsize).nbytes * self._byte_seconds
                 parts = whole / np.array([shards(layout, self.mesh.sizes) for layout in layouts(len(shape), len(self.mesh.axes))])
-                found = found + 2 * parts[None, :] * (found > 0)
+                before, after = np.broadcast_arrays(parts[:, None], parts[None, :])
+                found = found + np.where(found > 0, 2 * after, np.where(before == after, 0.0, before + after))
             self._matrices[key] = found
         return found
 
     def storing_seconds(self, value: Value, source: Layout, target: Layout) -> float:
-        """The seconds of writing and reading a value between fused ops, because it is sent from one to the other; slices fuse."""
-        if all(step.kind == "slice" for step in self.reshard_path(value, source, target)):
-            return 0.0
-        return 2 * value.nbytes * self._byte_seconds / shards(target, self.mesh.sizes)
+        """The seconds of writing and reading a value between fused ops, because it is read elsewhere or otherwise than where it is made.
+
+        What is sliced is made whole and read in part: XLA:TPU fuses a slice into what reads it, never into what makes its operand
+        (exponentials and gradients of logits in modules that libtpu 0.0.42 compiled).
+        """
+        before, after = (value.nbytes * self._byte_seconds / shards(layout, self.mesh.sizes) for layout in (source, target))
+        if any(step.kind != "slice" for step in self.reshard_path(value, source, target)):
+            return 2 * after
+        return before + after if before != after else 0.0
 
     def reshard_path(self, value: Value, source: Layout, target: Layout) -> tuple[Step, ...]:
         """The cheapest collectives that take a value from one layout to another."""
@@ -161,14 +167,19 @@ class CostModel:
         return float(self._roofline.seconds(is_matrix(op.primitive), flops, dtype, nbytes))
 
     def reduction_path(self, profile: Profile, op: Op, choice: Choice, result: int) -> tuple[Step, ...]:
-        """The collectives that combine an op's partial results."""
+        """The collectives that combine an op's partial results.
+
+        Compilers that add partial sums over a loop's trips first (`autoshard.cost.partial_sums`) make one all_reduce of those of all trips.
+        """
         rule = profile.rules[op.index]
         if rule is None or not (left := reductions(rule, choice)):
             return ()
         value = profile.graph.values[op.results[result]]
-        return reduction_steps(
-            self.mesh, self.communication, value.shape, value.itemsize, computed_layout(rule, choice, result), left
-        )
+        steps = reduction_steps(self.mesh, self.communication, value.shape, value.itemsize, computed_layout(rule, choice, result), left)
+        trips = profile.sums.accumulated[op.index]
+        if trips == 1 or not self.cluster.adds_first or len(steps) > 1 or steps[0].kind != "all_reduce":
+            return steps
+        return (replace(steps[0], seconds=steps[0].seconds / trips, trips=trips),)
 
     def exchange_path(self, profile: Profile, op: Op, choice: Choice) -> tuple[Step, ...]:
         """The collectives in which an op's shards send each other what it needs."""

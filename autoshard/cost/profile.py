@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from autoshard.cost.compute import op_flops
 from autoshard.cost.fusion import REDUCTIONS, STANDALONE, VIEWS, Fusion, fuse
 from autoshard.cost.lifetimes import Lifetimes, lifetimes
+from autoshard.cost.partial_sums import PartialSums, partial_sums
 from autoshard.ir import Graph, Op, Rule
 
 FREE_SOURCES = frozenset({"iota"})
@@ -33,6 +34,7 @@ class Profile:
         settled: per value, whether no layout is ever asked of it: it is free, or a scalar.
         idle: per op index, whether it has a rule and all its results are free, so that nobody runs it.
         alike: per op index, a number that ops share whose costs are equal under every choice.
+        sums: what is only added up.
     """
 
     graph: Graph
@@ -47,6 +49,7 @@ class Profile:
     settled: tuple[bool, ...]
     idle: tuple[bool, ...]
     alike: tuple[int, ...]
+    sums: PartialSums
 
     @property
     def materialised(self) -> tuple[bool, ...]:
@@ -65,6 +68,7 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...]) -> Profile:
     free = tuple(_free_values(graph))
     fusion = fuse(graph, free)
     flops = tuple(op_flops(op, rules[op.index], values) for op in graph.walk())
+    sums = partial_sums(graph, readers)
     wanted = tuple(bool(found) or value in returned for value, found in enumerate(readers))
     return Profile(
         graph=graph,
@@ -80,7 +84,8 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...]) -> Profile:
         idle=tuple(
             rules[op.index] is not None and len(op.results) > 0 and all(free[value] for value in op.results) for op in graph.walk()
         ),
-        alike=_alike(graph, rules, flops, fusion.materialised, wanted),
+        alike=_alike(graph, rules, flops, fusion.materialised, wanted, sums.accumulated),
+        sums=sums,
     )
 
 
@@ -99,7 +104,12 @@ def _portable(graph: Graph, free: tuple[bool, ...], materialised: tuple[bool, ..
 
 
 def _alike(
-    graph: Graph, rules: tuple[Rule | None, ...], flops: tuple[float, ...], materialised: tuple[bool, ...], wanted: tuple[bool, ...]
+    graph: Graph,
+    rules: tuple[Rule | None, ...],
+    flops: tuple[float, ...],
+    materialised: tuple[bool, ...],
+    wanted: tuple[bool, ...],
+    accumulated: tuple[int, ...],
 ) -> tuple[int, ...]:
     """Per op a number that ops of equal costs share; rules of equal ops are one object, so identity will do for them."""
     tensors = [(value.shape, value.dtype, held, read) for value, held, read in zip(graph.values, materialised, wanted, strict=True)]
@@ -107,7 +117,8 @@ def _alike(
 
     def number(op: Op) -> int:
         operands, results = (tuple(tensors[value] for value in group) for group in (op.operands, op.results))
-        return numbers.setdefault((op.primitive, id(rules[op.index]), flops[op.index], operands, results), len(numbers))
+        key = op.primitive, id(rules[op.index]), flops[op.index], accumulated[op.index], operands, results
+        return numbers.setdefault(key, len(numbers))
 
     return tuple(map(number, graph.walk()))
 

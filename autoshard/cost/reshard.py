@@ -47,6 +47,7 @@ class Step:
         nbytes: the larger of operand and result of one device; of a permute the piece that is sent.
         seconds: what it costs; 0 for a slice.
         copying_seconds: how long the device itself is busy for it.
+        trips: of so many executions the compiler makes one, and ``seconds`` is their share of it; 0: another collective does it, too.
     """
 
     kind: str
@@ -56,6 +57,7 @@ class Step:
     nbytes: float
     seconds: float
     copying_seconds: float = 0.0
+    trips: int = 1
 
 
 def path_seconds(path: Iterable[Step]) -> float:

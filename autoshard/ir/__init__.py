@@ -13,7 +13,7 @@ from autoshard.ir.assignment import (
     result_layouts,
     served_from,
 )
-from autoshard.ir.collective import Collective
+from autoshard.ir.collective import Collective, as_compiled
 from autoshard.ir.graph import Body, Flow, Graph, Holder, Op, Origin, Value
 from autoshard.ir.layout import (
     Layout,
@@ -53,6 +53,7 @@ __all__ = [
     "Send",
     "Spec",
     "Value",
+    "as_compiled",
     "check_divides",
     "computed_layout",
     "divides",

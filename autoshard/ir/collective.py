@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 KINDS = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "collective_permute")
@@ -21,6 +22,7 @@ class Collective:
         seconds: predicted time of one execution; 0.0 where nothing is predicted.
         exposed_seconds: the part of it that no compute hides.
         cause: the choice that asks for it, in words.
+        compiled: what the cluster's compiler is expected to make of it; None: just this.
     """
 
     kind: str
@@ -32,3 +34,9 @@ class Collective:
     seconds: float = 0.0
     cause: str = ""
     exposed_seconds: float = 0.0
+    compiled: tuple[Collective, ...] | None = None
+
+
+def as_compiled(planned: Iterable[Collective]) -> tuple[Collective, ...]:
+    """What the cluster's compiler is expected to make of planned collectives."""
+    return tuple(made for each in planned for made in ((each,) if each.compiled is None else each.compiled))

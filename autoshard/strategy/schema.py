@@ -168,29 +168,37 @@ def _cost(node: Node, mesh: Mesh) -> Cost:
     return Cost(**{name: child.number() for name, child in part.items()}, collectives=collectives)
 
 
+_MADE = ("kind", "mesh_axes", "bytes", "count")  # of what a compiler makes of a collective
+
+
 def _encode_collective(collective: dict[str, Any]) -> dict[str, Any]:
-    """A collective without its exposed time where that is all of its time."""
-    return {k: v for k, v in collective.items() if k != "exposed_seconds" or v != collective["seconds"]}
+    """A collective without its exposed time where that is all of its time, and without what compilers make of it where that is the same."""
+    kept = {k: v for k, v in collective.items() if k != "exposed_seconds" or v != collective["seconds"]}
+    made = kept.pop("compiled")
+    return kept if made is None else kept | {"compiled": [{name: each[name] for name in _MADE} for each in made]}
 
 
 def _collective(node: Node, mesh: Mesh) -> Collective:
-    hidden = ("exposed_seconds",) if "exposed_seconds" in dict(node.members()) else ()
-    part = node.fields(*(field.name for field in fields(Collective) if field.name != "exposed_seconds"), *hidden)
-    kind = part["kind"].text()
-    if kind not in KINDS:
-        raise part["kind"].error(f"one of {', '.join(KINDS)}")
-    axes = tuple(_axis(child, mesh) for child in part["mesh_axes"].items())
-    return Collective(
-        kind,
-        axes,
-        bytes=part["bytes"].number(),
-        count=part["count"].integer(0),
+    given = [name for name in ("exposed_seconds", "compiled") if name in dict(node.members())]
+    part = node.fields(*(field.name for field in fields(Collective) if field.name not in ("exposed_seconds", "compiled")), *given)
+    made = tuple(_planned(each.fields(*_MADE), mesh) for each in part["compiled"].items()) if "compiled" in given else None
+    return replace(
+        _planned(part, mesh),
         source=part["source"].text(empty=True),
         tensor=part["tensor"].text(empty=True),
         seconds=part["seconds"].number(),
         cause=part["cause"].text(empty=True),
-        exposed_seconds=part[hidden[0] if hidden else "seconds"].number(),
+        exposed_seconds=part["exposed_seconds" if "exposed_seconds" in given else "seconds"].number(),
+        compiled=made,
     )
+
+
+def _planned(part: Mapping[str, Node], mesh: Mesh) -> Collective:
+    kind = part["kind"].text()
+    if kind not in KINDS:
+        raise part["kind"].error(f"one of {', '.join(KINDS)}")
+    axes = tuple(_axis(child, mesh) for child in part["mesh_axes"].items())
+    return Collective(kind, axes, part["bytes"].number(), part["count"].integer(0))
 
 
 def _tensor(node: Node, mesh: Mesh) -> TensorRecord:

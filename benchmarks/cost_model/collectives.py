@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+from autoshard.ir import as_compiled
 from autoshard.render import Heading, Paragraph, Part, Table, format_bytes, format_count
 from autoshard.search.searcher import Progress
 from autoshard.verify import collectives_of, compare
@@ -26,7 +27,7 @@ def run(quick: bool, progress: Progress) -> Findings:
         if not ahead.fits:
             refused.append(case.title)
             continue
-        compared = compare(case.strategy.cost.collectives, collectives_of(ahead.hlo, case.strategy.record.mesh))
+        compared = compare(as_compiled(case.strategy.cost.collectives), collectives_of(ahead.hlo, case.strategy.record.mesh))
         predicted, actual = (sum(getattr(row, f"{side}_bytes") for row in compared) for side in ("predicted", "actual"))
         error = predicted / actual - 1 if actual else 0.0 if not predicted else float("inf")
         rows.append((case.cluster, case.model, case.how, format_bytes(predicted), format_bytes(actual), f"{100 * error:+.2f} %"))

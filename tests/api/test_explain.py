@@ -134,10 +134,10 @@ def test_equal_collectives_are_counted_together_and_long_lists_are_cut():
 
 
 def test_layers_share_a_row_that_says_why():
-    """A collective of every layer is one row with its count and seconds, the exposed ones too, the tensor with a star, its reader and its cause."""
+    """A collective of every layer is one row with count, seconds and exposed seconds, the tensor with a star, its reader and its cause."""
     cause = "kept as P('data', None), read whole: dot_general splits i=16 over 'data'"
     layers = [
-        Collective("all_gather", ("data",), 4e3, 1, "dot_general /a/model.py:7 (f)", f"params['layers'][{n}] float32[32]", 2e-3, cause, 5e-4)
+        Collective("all_gather", ("data",), 4e3, 1, "dot_general /a/model.py:7 (f)", f"w['layers'][{n}] float32[32]", 2e-3, cause, 5e-4)
         for n in range(3)
     ]
     (table,) = (
@@ -145,14 +145,15 @@ def test_layers_share_a_row_that_says_why():
         for part in explain(replace(EXAMPLE, cost=replace(EXAMPLE.cost, collectives=tuple(layers)))).parts
         if isinstance(part, Table) and part.columns[0] == "kind"
     )
-    told = f"params['layers'][*] float32[32]\nfor dot_general model.py:7 (f)\n{cause}"
+    told = f"w['layers'][*] float32[32]\nfor dot_general model.py:7 (f)\n{cause}"
     assert table.rows == (("all_gather", "data", "4.00 kB", "3", "6.00 ms", "1.50 ms", told),)
 
 
 def test_a_portfolio_names_its_members():
     """The searchers among a searcher's options read as one writes them, not as bare dicts."""
     searcher = SearcherRecord("auto", {"members": (DataParallel(), FullySharded(stage=1))})
-    assert "auto(members=[data_parallel(), fully_sharded(stage=1)])" in " ".join(to_text(explain(replace(EXAMPLE, searcher=searcher))).split())
+    text = " ".join(to_text(explain(replace(EXAMPLE, searcher=searcher))).split())
+    assert "auto(members=[data_parallel(), fully_sharded(stage=1)])" in text
 
 
 def test_comparisons_give_ratios_within_a_program_only():

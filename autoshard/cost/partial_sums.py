@@ -1,0 +1,125 @@
+"""Partial sums that are added up before they are combined: collectives of which compilers make fewer.
+
+*Added.* A parameter that is used twice, as tied embeddings are, has two gradients, and all that happens to them is that they are added.
+XLA combines their sum instead of each (``all-reduce-reassociate``, ``reduce-scatter-reassociate``: openxla/xla,
+xla/hlo/transforms/collectives).
+
+*Accumulated.* What a loop adds to a value that it only carries along, as a backward scan does with the gradient of a weight, is combined
+once, after the loop (``while-loop-all-reduce-code-motion``, of the same folder); reduce_scatters stay inside, where they keep the carried
+value small.
+
+Both see through what only rearranges elements. They are of the pipelines of XLA:GPU (gpu_compiler.cc) and XLA:TPU (compiled modules of
+libtpu 0.0.42), and not of XLA:CPU's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autoshard.ir import Body, Graph, Holder, Op
+
+LOOPS = ("scan", "while")
+
+_SUMS = ("add", "add_any")
+_CARRIERS = ("convert_element_type", "copy", "reshape", "squeeze", "transpose")
+
+
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """An addition of two values that nothing else reads.
+
+    Attributes:
+        op: its index.
+        sides: the ops that make the two; they may be additions themselves.
+        between: the values on the way from those to it.
+    """
+
+    op: int
+    sides: tuple[int, int]
+    between: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PartialSums:
+    """Where compilers may add partial sums before they combine them.
+
+    Attributes:
+        additions: in program order.
+        accumulated: per op index, over how many trips of its innermost loop its result is added up unread; 1 where it is not.
+    """
+
+    additions: tuple[Addition, ...]
+    accumulated: tuple[int, ...]
+
+
+def partial_sums(graph: Graph, readers: Sequence[Sequence[int]]) -> PartialSums:
+    """What a program only adds up; linear in its size.
+
+    Args:
+        readers: per value, the op indices that read it.
+    """
+    ops = graph.walk()
+    finder = _Finder(graph, readers)
+    additions = {op.index: found for op in ops if op.primitive in _SUMS and (found := finder.addition(op))}
+    accumulated = [1] * len(ops)
+    for op in ops:
+        if op.primitive in LOOPS:
+            body = op.bodies[-1]
+            added = [maker for holder in op.holders if holder.value in body.inputs for maker in finder.accumulated_in(holder, body)]
+            while added:
+                maker = added.pop()
+                accumulated[maker] = body.trips
+                added += additions[maker].sides if maker in additions else ()
+    return PartialSums(tuple(additions.values()), tuple(accumulated))
+
+
+class _Finder:
+    def __init__(self, graph: Graph, readers: Sequence[Sequence[int]]):
+        self._readers = readers
+        self._ops = graph.walk()
+        self._values = graph.values
+        self._makers = {value: op for op in self._ops for value in op.results}
+        self._returned = frozenset(graph.results)
+
+    def addition(self, op: Op) -> Addition | None:
+        """An addition with both its sides, where each is made by an op for it alone."""
+        sides, between = zip(*map(self._made, op.operands), strict=True)
+        return Addition(op.index, sides, (*between[0], *between[1])) if None not in sides else None
+
+    def accumulated_in(self, holder: Holder, body: Body) -> list[int]:
+        """The ops whose results a loop does nothing with but add them to a value that it carries along."""
+        kept = [flow.value for flow in holder.sources if flow.inside]
+        if len(kept) != 1 or body.outputs.count(kept[0]) != 1:
+            return []
+        addition, _ = self._made(kept[0])
+        if addition is None or self._ops[addition].primitive not in _SUMS or self._reader(holder.value) != addition:
+            return []
+        return [maker for maker, _ in map(self._made, self._ops[addition].operands) if maker is not None]
+
+    def _made(self, value: int) -> tuple[int | None, tuple[int, ...]]:
+        """The op that computes a value for one reader, seen through what only rearranges it, and the values on the way."""
+        between = []
+        while len(self._readers[value]) == 1 and value not in self._returned:
+            between.append(value)
+            op = self._makers.get(value)
+            if op is None or op.bodies:
+                break
+            if not self._rearranges(op):
+                return op.index, tuple(between)
+            value = op.operands[0]
+        return None, ()
+
+    def _reader(self, value: int) -> int | None:
+        """The only reader of a value, seen through what only rearranges it."""
+        while len(self._readers[value]) == 1:
+            op = self._ops[self._readers[value][0]]
+            if not self._rearranges(op):
+                return op.index
+            value = op.results[0]
+        return None
+
+    def _rearranges(self, op: Op) -> bool:
+        """Whether an op changes no element of its first operand; a sum over dimensions of size one does not."""
+        sums_nothing = op.primitive == "reduce_sum" and self._values[op.operands[0]].size == self._values[op.results[0]].size
+        return op.primitive in _CARRIERS or sums_nothing

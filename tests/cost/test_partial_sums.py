@@ -1,0 +1,94 @@
+"""What programs only add up, and what the judge and `verify` make of that."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+from problems import eager_cluster
+
+import autoshard
+from autoshard.cost.profile import profile
+from autoshard.ir import as_compiled
+from autoshard.rules import rules_of
+from autoshard.trace import trace
+
+X = jax.ShapeDtypeStruct((64, 32), jnp.float32)
+W = jax.ShapeDtypeStruct((32, 16), jnp.float32)
+TRIPS = 4
+
+
+def tied(w, x, y):
+    """A weight used twice, as tied embeddings are: both gradients are summed over the batch, and added."""
+    return jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)) + jnp.sum(jnp.tanh(y @ w.T)))(w)
+
+
+def accumulated(w, x):
+    """Gradients added up over slices of the batch."""
+
+    def grow(sums, part):
+        return sums + jax.grad(lambda w: jnp.sum(jnp.tanh(part @ w)))(w), None
+
+    return jax.lax.scan(grow, jnp.zeros_like(w), x)[0]
+
+
+def looked_at(w, x):
+    """The same, but each trip reads what there is so far."""
+
+    def grow(sums, part):
+        return sums + jax.grad(lambda w: jnp.sum(jnp.tanh(part @ w)))(w + sums), None
+
+    return jax.lax.scan(grow, jnp.zeros_like(w), x)[0]
+
+
+TIED = tied, (W, X, jax.ShapeDtypeStruct((64, 16), jnp.float32))
+SLICES = W, jax.ShapeDtypeStruct((TRIPS, *X.shape), jnp.float32)
+
+
+def sums_of(fn, args):
+    graph = trace(fn, *args).graph
+    return graph, profile(graph, rules_of(graph)).sums
+
+
+def strategy_of(fn, args, cluster, batch):
+    """Data parallelism over 8 devices."""
+    return autoshard.evaluate(fn, *args, cluster=cluster, mesh={"data": 8}, in_specs=batch)
+
+
+def test_added_gradients_are_found():
+    """The two products of a tied weight are the sides of one addition, transposed or not."""
+    graph, sums = sums_of(*TIED)
+    (addition,) = sums.additions
+    assert [graph.walk()[side].primitive for side in addition.sides] == ["dot_general", "dot_general"]
+
+
+@pytest.mark.parametrize(("fn", "trips"), [(accumulated, TRIPS), (looked_at, 1)])
+def test_what_a_loop_only_adds_up_is_found(fn, trips):
+    """A gradient that a loop adds to a value nothing else reads is accumulated over its trips; one that is looked at is not."""
+    graph, sums = sums_of(fn, SLICES)
+    products = [op.index for op in graph.walk() if op.primitive == "dot_general" and op.trips == TRIPS]
+    assert max(sums.accumulated[index] for index in products) == trips
+
+
+@pytest.mark.parametrize(("cluster", "made"), [("v5e:2x4", 1), ("h100:8", 1), ("cpu:8", 2)])
+def test_compilers_combine_a_sum_once(cluster, made):
+    """Of a tied weight's two all_reduces XLA:TPU and XLA:GPU make one: verify expects it, the makespan has it, the objective has both."""
+    strategy = strategy_of(*TIED, eager_cluster(cluster), {"x": P("data"), "y": P("data")})
+    gradients = [c for c in strategy.cost.collectives if c.kind == "all_reduce"]
+    assert len(gradients) == 2 and len(as_compiled(gradients)) == made
+    cost = strategy.cost
+    twice = cost.objective_seconds - cost.compute_seconds - cost.communication_seconds
+    assert twice == pytest.approx(gradients[1].seconds if made == 1 else 0.0)
+    assert autoshard.verify(strategy, tied, *TIED[1]).exact
+
+
+@pytest.mark.parametrize(("cluster", "made"), [("v5e:2x4", 1), ("cpu:8", TRIPS)])
+def test_loops_combine_what_they_add_up_at_their_end(cluster, made):
+    """An accumulated gradient's all_reduce runs once, and costs once, on clusters whose compilers move it out of the loop."""
+    strategy = strategy_of(accumulated, SLICES, eager_cluster(cluster), {"x": P(None, "data")})
+    (gradient,) = [c for c in strategy.cost.collectives if c.kind == "all_reduce"]
+    assert gradient.count == TRIPS and [c.count for c in as_compiled([gradient])] == [made]
+    whole = strategy_of(looked_at, SLICES, eager_cluster(cluster), {"x": P(None, "data")})
+    assert TRIPS * gradient.seconds == pytest.approx(made * whole.cost.collectives[0].seconds)
+    assert autoshard.verify(strategy, accumulated, *SLICES).exact
