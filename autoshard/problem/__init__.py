@@ -1,6 +1,7 @@
 """From a profiled program and a cost model to what searchers see: nodes, labels and tables."""
 
+from autoshard.problem.folding import Folded, folded
 from autoshard.problem.nodes import Pin
 from autoshard.problem.problem import Label, Problem, Tables
 
-__all__ = ["Label", "Pin", "Problem", "Tables"]
+__all__ = ["Folded", "Label", "Pin", "Problem", "Tables", "folded"]

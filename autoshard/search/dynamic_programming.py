@@ -12,9 +12,14 @@ that. (2) A *shell* keeps the labels of reduced cost up to ``delta``, and variab
 the shell costs more. Otherwise the shell is widened, at most to the answer's distance from the bound, which holds the optimum for
 certain; where its tables would grow too large, the best answer is returned with the gap that is left.
 
+*Repeated layers* are folded first (`autoshard.problem.folding`): the steps are taken on a problem of a layer or two, whose optimum is an
+answer to the whole. Costs moved as they were moved there give a bound of the whole, and some more message passing raises it until it is
+within the tolerance of the answer; where it is not, the steps are taken on the whole.
+
 After the dynamic programming of MindSpore's auto parallel (node, edge and triangle elimination), here on bounded tables.
 
-Complexity: sweeps x table entries, then nodes x kept labels ** (induced width + 1).
+Complexity: sweeps x table entries, then nodes x kept labels ** (induced width + 1); of repeated layers those of a layer or two, and a few
+sweeps over all.
 """
 
 from __future__ import annotations
@@ -29,12 +34,13 @@ import numpy as np
 
 from autoshard.cost.evaluate import Judgement
 from autoshard.errors import SearchLimitError
-from autoshard.problem import Label, Problem, Tables
-from autoshard.search.elimination import Elimination, eliminate, table_cost
+from autoshard.problem import Folded, Label, Problem, Tables, folded
+from autoshard.search.elimination import Eliminator, table_cost
 from autoshard.search.memory import fastest_within
-from autoshard.search.reparametrisation import Reparametrisation, reparametrise
+from autoshard.search.reparametrisation import Passing, Reparametrisation, unfolded
 from autoshard.search.searcher import Progress, Solution, silent
 
+SWEEPS = 60  # of message passing between attempts at a proof
 ROUNDING = 1e-9  # relative; sums of a few thousand terms in double precision are exact to 1e-12
 
 
@@ -47,6 +53,7 @@ class DynamicProgramming:
         max_problem_entries: how many entries all pair tables together may have.
         max_sweeps: how often message passing goes over the nodes.
         price_steps: how many memory prices may be tried when the limit binds.
+        tolerance: the gap at which nothing more is tried: further sweeps, or the whole after the folded problem; 0 asks for the optimum.
     """
 
     name: ClassVar[str] = "dynamic_programming"
@@ -54,8 +61,9 @@ class DynamicProgramming:
 
     max_entries: int = 1 << 21
     max_problem_entries: int = 1 << 26
-    max_sweeps: int = 60
+    max_sweeps: int = 240
     price_steps: int = 12
+    tolerance: float = 1e-3
 
     def solve(self, problem: Problem, progress: Progress = silent) -> Solution:
         """The optimum, proven where the tables stay small enough; see the module.
@@ -65,13 +73,16 @@ class DynamicProgramming:
             InfeasibleError: nothing fits the memory limit.
         """
         started = time.perf_counter()
-        run = _Run(self, problem, progress)
-        judgement, labels = fastest_within(problem, run.optimum, self.price_steps)
-        bound = run.bound + problem.fixed_seconds()
+        small = folded(problem)
+        run = _Run(self, problem if small is None else small, progress)
+        judgement, labels = fastest_within(run.problem, run.optimum, self.price_steps)
+        bound = run.bound
+        if small is not None:
+            judgement, labels, bound = self._unfolded(problem, small, run, judgement, small.unfold(labels))
         return Solution(
             assignment=problem.assignment(labels),
             judgement=judgement,
-            lower_bound_seconds=min(bound, judgement.cost.objective_seconds),
+            lower_bound_seconds=min(bound + problem.fixed_seconds(), judgement.cost.objective_seconds),
             stats={
                 "n_nodes": problem.n_nodes,
                 "n_variables": run.n_variables,
@@ -82,31 +93,84 @@ class DynamicProgramming:
             },
         )
 
+    def _unfolded(
+        self, problem: Problem, small: Folded, run: _Run, judgement: Judgement, labels: list[Label]
+    ) -> tuple[Judgement, list[Label], float]:
+        """The folded problem's answer where a bound of the whole shows it to be good enough, or memory binds; else the whole's."""
+        whole = _Run(self, problem, run.progress)
+        try:
+            tables = whole.tables_without_prices()
+        except SearchLimitError:
+            return judgement, labels, problem.compute_bound() - problem.fixed_seconds()
+        passing = Passing(*unfolded(small, run.tables, run.moved, tables))
+        enough = run.cost * (1 - self.tolerance)
+        run.sweeps += passing.run(SWEEPS, enough, run.progress)
+        bound = passing.bound() - ROUNDING * run.cost
+        if bound >= enough - ROUNDING * run.cost or judgement is not run.first:
+            return judgement, labels, bound
+        found, bound = whole.widened(tables, passing.normalised(run.sweeps))
+        run.shells, run.width = run.shells + whole.shells, max(run.width, whole.width)
+        run.n_variables = max(run.n_variables, sum(len(options) > 1 for options in tables.labels))
+        answer = [options[label] for options, label in zip(tables.labels, found, strict=True)]
+        other = problem.evaluate(problem.assignment(answer))
+        fits = problem.memory_limit_bytes is None or other.cost.peak_bytes <= problem.memory_limit_bytes
+        if fits and other.cost.objective_seconds < judgement.cost.objective_seconds:
+            return other, answer, bound
+        return judgement, labels, bound
+
 
 class _Run:
-    """One problem's searches, with what they took; ``bound`` holds for all labels, since it is that of the tables without prices."""
+    """One problem's searches, with what they took.
+
+    Attributes:
+        bound: of all labels, since it is that of the tables without prices.
+        first, cost: the judgement of the answer without prices, and its cost in the tables.
+        tables, moved: those without prices, before and after message passing.
+    """
+
+    first: Judgement
+    cost: float
+    tables: Tables
+    moved: Reparametrisation
 
     def __init__(self, searcher: DynamicProgramming, problem: Problem, progress: Progress):
         self.searcher = searcher
         self.problem = problem
         self.progress = progress
+        self.eliminate = Eliminator(searcher.max_entries)
         self.bound = 0.0
         self.n_variables = self.width = self.sweeps = self.shells = 0
 
     def optimum(self, prices: Mapping[int, float]) -> tuple[Judgement, list[Label]]:
         """The best labels under memory prices, and what the judge says of them."""
-        problem, searcher = self.problem, self.searcher
-        tables = self._tables(prices)
-        moved = reparametrise(tables.unary, tables.pairs, max_sweeps=searcher.max_sweeps, progress=self.progress)
-        self.sweeps += moved.sweeps
+        problem = self.problem
+        tables = problem.tables(range(len(problem.mesh.axes)), problem.start(), prices) if prices else self.tables_without_prices()
         self.n_variables = max(self.n_variables, sum(len(options) > 1 for options in tables.labels))
-        found, bound = self._widened(tables, moved)
-        if not prices:
-            self.bound = bound
+        found, bound, moved = self._proven(tables)
         labels = [options[label] for options, label in zip(tables.labels, found, strict=True)]
-        return problem.evaluate(problem.assignment(labels)), labels
+        judgement = problem.evaluate(problem.assignment(labels))
+        if not prices:
+            self.bound, self.tables, self.moved = bound, tables, moved
+            self.first, self.cost = judgement, table_cost(tables.unary, tables.pairs, found)
+        return judgement, labels
 
-    def _tables(self, prices: Mapping[int, float]) -> Tables:
+    def _proven(self, tables: Tables) -> tuple[np.ndarray, float, Reparametrisation]:
+        """The best labels found, a bound, and the tables as they were moved for it; goes on while sweeps tell and the gap is too wide."""
+        passing, searcher = Passing(tables.unary, tables.pairs), self.searcher
+        best, cost, sweeps = None, math.inf, 0
+        while True:
+            done = passing.run(SWEEPS, progress=self.progress)
+            sweeps += done
+            moved = passing.normalised(sweeps)
+            found, bound = self.widened(tables, moved)
+            best, cost = min(((best, cost), (found, table_cost(tables.unary, tables.pairs, found))), key=lambda labelled: labelled[1])
+            if done < SWEEPS or sweeps >= searcher.max_sweeps or cost - bound <= searcher.tolerance * abs(cost):
+                self.sweeps += sweeps
+                assert best is not None
+                return best, min(bound, cost), moved
+
+    def tables_without_prices(self) -> Tables:
+        """All axes' tables, if they are not too large."""
         problem, limit = self.problem, self.searcher.max_problem_entries
         axes = range(len(problem.mesh.axes))
         if (entries := problem.table_entries(axes, limit)) > limit:
@@ -115,16 +179,16 @@ class _Run:
                 f"more than {entries:,}. Use searcher='recursive_programming', or a mesh of fewer axes."
             )
         self.progress("tables", 0.0)
-        return problem.tables(axes, problem.start(), prices)
+        return problem.tables(axes, problem.start())
 
-    def _widened(self, tables: Tables, moved: Reparametrisation) -> tuple[np.ndarray, float]:
+    def widened(self, tables: Tables, moved: Reparametrisation) -> tuple[np.ndarray, float]:
         """The best labels of ever wider shells, and the bound that is proven by then."""
         rounding = ROUNDING * abs(moved.bound)
         delta = rounding
         try:
-            best = self._shell(moved, delta)
+            best = self._shell(tables, moved, delta)
         except SearchLimitError:
-            best = self._shell(moved, delta, [int(reduced.argmin()) for reduced in moved.reduced])
+            best = self._shell(tables, moved, delta, [int(reduced.argmin()) for reduced in moved.reduced])
         cost = table_cost(tables.unary, tables.pairs, best)
         too_wide = math.inf
         while cost > moved.bound + delta and too_wide > 1.25 * delta:
@@ -132,7 +196,7 @@ class _Run:
             wider = min(max(4 * delta, gap / 64) if too_wide == math.inf else math.sqrt(delta * too_wide), gap)
             self.progress("shells", delta / gap)
             try:
-                found = self._shell(moved, wider)
+                found = self._shell(tables, moved, wider)
             except SearchLimitError:
                 too_wide = wider
                 continue
@@ -140,13 +204,21 @@ class _Run:
             best, cost = min(((best, cost), (found, table_cost(tables.unary, tables.pairs, found))), key=lambda labelled: labelled[1])
         return best, min(cost, moved.bound + delta - rounding)  # what uses a label outside the last shell costs more than that
 
-    def _shell(self, moved: Reparametrisation, delta: float, incumbent: list[int] | None = None) -> np.ndarray:
+    def _shell(self, tables: Tables, moved: Reparametrisation, delta: float, incumbent: list[int] | None = None) -> np.ndarray:
         """The best of the labels whose reduced cost is at most delta; with an incumbent, nodes that are too well connected keep its."""
+        sets: dict[bytes, np.ndarray] = {}  # equal ones are one, so that what is cut from equal tables is one too
         kept = [np.flatnonzero(reduced <= max(delta, reduced.min())) for reduced in moved.reduced]
-        unary = [table[labels] for table, labels in zip(moved.unary, kept, strict=True)]
-        pairs = {(i, j): table[np.ix_(kept[i], kept[j])] for (i, j), table in moved.pairs.items()}
+        kept = [sets.setdefault(labels.tobytes(), labels) for labels in kept]
+        cut: dict[tuple[int, ...], np.ndarray] = {}
+        unary = [cut.setdefault((id(table), id(labels)), table[labels]) for table, labels in zip(tables.unary, kept, strict=True)]
+        pairs = {}
+        for (i, j), table in tables.pairs.items():
+            key = id(table), id(kept[i]), id(kept[j])
+            if key not in cut:
+                cut[key] = table[kept[i][:, None], kept[j]]
+            pairs[i, j] = cut[key]
         start = None if incumbent is None else [int(np.searchsorted(labels, label)) for labels, label in zip(kept, incumbent, strict=True)]
-        answer: Elimination = eliminate(unary, pairs, max_entries=self.searcher.max_entries, incumbent=start)
+        answer = self.eliminate(unary, pairs, start)
         self.shells += 1
         self.width = max(self.width, answer.width)
         return np.array([labels[position] for labels, position in zip(kept, answer.labels, strict=True)])

@@ -4,7 +4,8 @@ The problem: variables ``i`` with ``n_i`` labels, unary tables ``u_i`` of shape 
 shape ``(n_i, n_j)``; find the labels with the least ``sum u_i[x_i] + sum p_ij[x_i, x_j]``. Variables are eliminated one
 by one (min-plus bucket elimination, Dechter 1999, "Bucket elimination: a unifying framework for reasoning"): the tables
 that mention a variable are added up, minimised over it, and the result replaces them. The order is greedy: always the
-variable whose combined table is smallest ("min-weight"). Exact; time and memory grow with the largest combined table,
+variable whose combined table is smallest ("min-weight"), or where that is dear the one that adds least to the pairs that are left
+("weighted min-fill"), whichever takes fewer entries. Exact; time and memory grow with the largest combined table,
 ``exp(induced width)``. Ties go to the smaller label, so results do not depend on hash seeds.
 
 Equal layers have the very same tables: a step on tables that were met together before is remembered, not repeated.
@@ -26,6 +27,7 @@ from autoshard.errors import SearchLimitError
 Pairs = Mapping[tuple[int, int], np.ndarray]
 
 KEPT_ENTRIES = 1 << 22  # of the tables that are remembered: 32 MiB
+DEAR_ENTRIES = 1e6  # of all tables together, from which on another order is tried: 5 ms of adding, what a plan of 200 variables takes
 PLANNING_ENTRIES = 1 << 12  # a variable; adding them up takes as long as planning its elimination does (20 us, 5 ns an entry)
 
 
@@ -105,10 +107,29 @@ class Eliminator:
         """The order of an earlier elimination over these pairs where it serves, else a new one."""
         known = self._plans.setdefault(pairs, [])
         for plan in known:
-            if plan.serves(sizes, self.max_entries):
+            if plan.serves(sizes, self.max_entries) and (conditioning or not plan.conditioned):
                 return plan
-        known.append(_Planner(pairs, sizes, self._joins).plan(self.max_entries, conditioning))
+        known.append(self._planned(pairs, sizes, conditioning))
         return known[-1]
+
+    def _planned(self, pairs: tuple[Scope, ...], sizes: list[int], conditioning: bool) -> _Plan:
+        """The order by weights, or that by fill where the former is dear and the latter better."""
+        try:
+            plan = _Planner(pairs, sizes, self._joins).plan(self.max_entries, False)
+            if plan.entries <= DEAR_ENTRIES:
+                return plan
+            failure = None
+        except SearchLimitError as error:
+            plan, failure = None, error
+        other = _Planner(pairs, sizes, self._joins).plan_by_fill(self.max_entries)
+        if other is not None and (plan is None or other.entries < plan.entries):
+            return other
+        if plan is not None:
+            return plan
+        if not conditioning:
+            assert failure is not None
+            raise failure
+        return _Planner(pairs, sizes, self._joins).plan(self.max_entries, True)
 
     def _follow(self, plan: _Plan, tables: list[np.ndarray], incumbent: Sequence[int] | np.ndarray | None):
         """The sum of what is left in the end, and per variable its best label by those of the variables around it."""
@@ -227,6 +248,11 @@ class _Plan:
         entries, before = self._entries(sizes), self._entries(self.sizes)
         return bool(entries.max() <= max_entries and entries.sum() - before.sum() <= PLANNING_ENTRIES * len(sizes))
 
+    @property
+    def entries(self) -> float:
+        """Of all joined tables together."""
+        return float(self._entries(self.sizes).sum())
+
     def _entries(self, sizes: list[int]) -> np.ndarray:
         """How large the joined table of each step is."""
         return np.multiply.reduceat(np.array(sizes, dtype=np.float64)[self.scopes], self.starts)
@@ -281,6 +307,10 @@ class _Planner:
                 )
             for other in changed:
                 heapq.heappush(heap, (self.weights[other], other))
+        return self._planned()
+
+    def _planned(self) -> _Plan:
+        """The steps that were recorded."""
         scopes = [(*step.around, step.variable) for step in self.steps]
         return _Plan(
             steps=tuple(self.steps),
@@ -291,6 +321,37 @@ class _Planner:
             conditioned=sum(step.join < 0 for step in self.steps),
             scopes=np.fromiter(chain.from_iterable(scopes), dtype=np.int64),
             starts=np.cumsum([0, *map(len, scopes[:-1])]),
+        )
+
+    def plan_by_fill(self, max_entries: int) -> _Plan | None:
+        """The order in which the variable comes next that makes neighbours of strangers over the fewest entries; None if too large."""
+        keys = [(self._fill(variable), self.weights[variable], variable) for variable in range(len(self.sizes))]
+        heap = list(keys)
+        heapq.heapify(heap)
+        while heap:
+            key = heapq.heappop(heap)
+            variable = key[-1]
+            if key != keys[variable]:
+                continue
+            if self.weights[variable] > max_entries:
+                return None
+            keys[variable] = (-1, -1, -1)
+            self._eliminate(variable)
+            around = self.steps[-1].around
+            for other in sorted(set(around).union(*(self.neighbours[met] for met in around))):
+                if (renewed := (self._fill(other), self.weights[other], other)) != keys[other]:
+                    keys[other] = renewed
+                    heapq.heappush(heap, renewed)
+        return self._planned()
+
+    def _fill(self, variable: int) -> int:
+        """The entries of the pairs of its neighbours that are none of each other's."""
+        around, sizes = sorted(self.neighbours[variable]), self.sizes
+        return sum(
+            sizes[one] * sizes[other]
+            for number, one in enumerate(around)
+            for other in around[number + 1 :]
+            if other not in self.neighbours[one]
         )
 
     def _take(self, variable: int) -> tuple[int, ...]:

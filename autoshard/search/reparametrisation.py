@@ -12,15 +12,19 @@ Complexity: sweeps x entries of the pair tables.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from autoshard.problem import Folded, Tables
 from autoshard.search.elimination import Pairs
 from autoshard.search.searcher import Progress, silent
 
 Pair = tuple[int, int]
+
+TOLERANCE = 3e-7  # of the bound; a sweep that raises it by less is the last
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,34 +47,52 @@ class Reparametrisation:
 
 
 def reparametrise(
-    unary: Sequence[np.ndarray], pairs: Pairs, *, max_sweeps: int = 40, tolerance: float = 3e-6, progress: Progress = silent
+    unary: Sequence[np.ndarray], pairs: Pairs, *, max_sweeps: int = 40, enough: float = math.inf, progress: Progress = silent
 ) -> Reparametrisation:
-    """The tables after message passing, which stops where ten sweeps raise the bound by less than the tolerance, relative to it."""
-    tables = _Tables(unary, pairs)
-    bounds = [tables.bound()]
-    for sweep in range(max_sweeps):
-        tables.sweep()
-        bounds.append(tables.bound())
-        progress("lower bound", (sweep + 1) / max_sweeps)
-        if bounds[-1] - bounds[-2] <= tolerance / 10 * abs(bounds[-1]):
-            break
-    return tables.normalised(len(bounds) - 1)
+    """The tables after message passing, which stops where the bound is enough, or a sweep raises it by next to nothing."""
+    passing = Passing(unary, pairs)
+    sweeps = passing.run(max_sweeps, enough, progress)
+    return passing.normalised(sweeps)
 
 
 def bound_after(unary: Sequence[np.ndarray], pairs: Pairs, *, max_sweeps: int, enough: float = math.inf) -> float:
     """The lower bound alone, after some sweeps, or fewer where it is enough."""
-    tables = _Tables(unary, pairs)
-    bound = tables.bound()
-    for _ in range(max_sweeps):
-        if bound >= enough:
-            break
-        tables.sweep()
-        bound = tables.bound()
-    return bound
+    passing = Passing(unary, pairs)
+    passing.run(max_sweeps, enough)
+    return passing.bound()
 
 
-class _Tables:
-    """Tables while costs are moved in place; pairs go from a node to one behind it."""
+def unfolded(problem: Folded, small: Tables, moved: Reparametrisation, whole: Tables) -> tuple[list[np.ndarray], dict[Pair, np.ndarray]]:
+    """Tables of the whole problem, equivalent to its own, in which costs are moved as between those of the folded problem.
+
+    What was moved between two nodes there is shared evenly by all the pairs of nodes here that they stand for.
+
+    Args:
+        small, moved: the folded problem's tables, and the same after message passing.
+        whole: the whole problem's.
+    """
+    classes = problem.classes.tolist()
+    between = [(classes[i], classes[j]) for i, j in whole.pairs]
+    alike = Counter((min(pair), max(pair)) for pair in between)
+    shares: dict[Pair, tuple[np.ndarray, np.ndarray]] = {}
+    for (a, b), table in small.pairs.items():
+        difference = moved.pairs[a, b] - table
+        first, last = difference[:, 0] / alike[a, b], (difference[0] - difference[0, 0]) / alike[a, b]
+        shares[a, b], shares[b, a] = (first, last), (last, first)
+    unary = [table.copy() for table in whole.unary]
+    pairs = {}
+    for ((i, j), table), (a, b) in zip(whole.pairs.items(), between, strict=True):
+        if a != b:
+            first, last = shares[a, b]
+            unary[i] -= first
+            unary[j] -= last
+            table = table + (first[:, None] + last)
+        pairs[i, j] = table
+    return unary, pairs
+
+
+class Passing:
+    """Tables while costs are moved; pairs go from a node to one behind it."""
 
     def __init__(self, unary: Sequence[np.ndarray], pairs: Pairs):
         self.unary = [np.array(table, dtype=np.float64) for table in unary]
@@ -82,6 +104,20 @@ class _Tables:
             behind[first[0]].append(first[1:])
             before[last[0]].append(last[1:])
         self.before, self.behind = before, behind
+        self.swept = False
+
+    def run(self, max_sweeps: int, enough: float = math.inf, progress: Progress = silent) -> int:
+        """Sweeps until the bound is enough or hardly rises, and their number."""
+        bound = self.bound()
+        for sweep in range(max_sweeps):
+            if bound >= enough:
+                return sweep
+            self.sweep()
+            old, bound = bound, self.bound()
+            progress("lower bound", (sweep + 1) / max_sweeps)
+            if bound - old <= TOLERANCE * abs(bound):
+                return sweep + 1
+        return max_sweeps
 
     def sweep(self) -> None:
         """Forward, then backward, over all nodes."""
@@ -90,6 +126,7 @@ class _Tables:
             self._pass(i, self.before[i], self.behind[i])
         for i in range(n - 1, -1, -1):
             self._pass(i, self.behind[i], self.before[i])
+        self.swept = True
 
     def _pass(self, i: int, come: list[tuple[np.ndarray, int]], go: list[tuple[np.ndarray, int]]) -> None:
         """The node collects the minima of the pairs it comes from, and gives those ahead their shares."""
@@ -106,8 +143,9 @@ class _Tables:
         self.unary[i] = held
 
     def bound(self) -> float:
-        """The sum of all minima."""
-        return math.fsum(float(table.min()) for table in (*self.unary, *self.pairs.values()))
+        """The sum of all minima; those of pairs are zero after a sweep, whose backward half ends with taking them."""
+        pairs = () if self.swept else self.pairs.values()
+        return math.fsum(np.minimum.reduce(table, axis=None) for table in (*self.unary, *pairs))
 
     def normalised(self, sweeps: int) -> Reparametrisation:
         """The tables less their minima, which are the bound."""

@@ -25,7 +25,7 @@ def test_shells_end_at_the_optimum(tables, sweeps):
     unary, pairs = tables
     run = _Run(DynamicProgramming(), None, silent)
     whole = Tables(tuple(tuple(range(len(table))) for table in unary), tuple(unary), pairs, np.zeros(len(unary), int))
-    found, bound = run._widened(whole, reparametrise(unary, pairs, max_sweeps=sweeps))
+    found, bound = run.widened(whole, reparametrise(unary, pairs, max_sweeps=sweeps))
     best = enumerated(unary, pairs)
     assert bound == pytest.approx(best, abs=1e-6)
     assert sum(table[label] for table, label in zip(unary, found, strict=True)) + sum(

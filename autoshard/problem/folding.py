@@ -1,0 +1,119 @@
+"""Repeated layers folded: a smaller problem in which nodes that look alike decide alike.
+
+Two nodes look alike when they have the same tables and, as far as a few reads away, so do the nodes around them: colour refinement
+(Weisfeiler and Lehman 1968), stopped early, so that all layers but those next to something else fall together. A folded problem has one
+node a colour; its tables are the sums over those it stands for. Whatever labels it is given are labels of the whole problem, of the same
+cost: its optimum is an answer, at the cost of a layer or two however deep the program is. That no answer is much better is for the whole
+problem's bound to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from autoshard.ir import Assignment
+from autoshard.problem.problem import Label, Problem, Tables
+
+# Reads that a node looks around: 3 give the optimum's labels of GPT, Llama and MoE steps of 2 to 32 layers, 2 come within 0.08 %.
+ROUNDS = 4
+WORTH = 0.6  # of the nodes, at most, that must be left
+
+
+def folded(problem: Problem) -> Folded | None:
+    """The folded problem, or None where too little repeats itself."""
+    classes = _classes(problem)
+    return Folded(problem, classes) if classes.max(initial=0) + 1 <= WORTH * problem.n_nodes else None
+
+
+def _classes(problem: Problem) -> np.ndarray:
+    """Per node the number of its colour, in the order in which colours first occur."""
+    kinds, joints = problem.alike()
+    within = {i: number for i, j, number in joints if i == j}
+    keys = [(kind, within.get(node, -1)) for node, kind in enumerate(kinds)]
+    colours = np.unique(np.array(keys, dtype=np.int64).reshape(-1, 2), axis=0, return_inverse=True)[1].reshape(-1)
+    first, last, number = np.array([joint for joint in joints if joint[0] != joint[1]], dtype=np.int64).reshape(-1, 3).T
+    for _ in range(ROUNDS):
+        seen = np.zeros(len(kinds), dtype=np.uint64)
+        np.add.at(seen, first, _mixed(_mixed(colours)[last] + 2 * number.astype(np.uint64)))
+        np.add.at(seen, last, _mixed(_mixed(colours)[first] + 2 * number.astype(np.uint64) + 1))
+        pairs = np.stack([colours.astype(np.uint64), seen], axis=1)
+        finer = np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1)
+        if finer.max(initial=0) == colours.max(initial=0):
+            break
+        colours = finer
+    _, firsts, inverse = np.unique(colours, return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(firsts))[inverse.reshape(-1)]
+
+
+def _mixed(numbers: np.ndarray) -> np.ndarray:
+    """Numbers that hardly ever add up alike (the finaliser of SplitMix64); where they do, a colour is not split."""
+    z = numbers.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+class Folded(Problem):
+    """A problem in which nodes that look alike have one label.
+
+    Attributes:
+        whole: the problem that is folded.
+        classes: ``(whole.n_nodes,)``, the node here that each node there is one of.
+    """
+
+    def __init__(self, whole: Problem, classes: np.ndarray):
+        self.__dict__.update(whole.__dict__)
+        self.whole = whole
+        self.classes = classes
+        _, self._firsts = np.unique(classes, return_index=True)
+
+    @property
+    def n_nodes(self) -> int:
+        return len(self._firsts)
+
+    def unfold(self, labels: Sequence[Label]) -> list[Label]:
+        """The labels of the whole problem."""
+        return [labels[int(number)] for number in self.classes]
+
+    def fold(self, labels: Sequence[Label]) -> list[Label]:
+        """The labels of the first of each."""
+        return [labels[int(node)] for node in self._firsts]
+
+    def start(self) -> list[Label]:
+        return self.fold(self.whole.start())
+
+    def tables(self, free: Sequence[int], labels: Sequence[Label], prices: Mapping[int, float] | None = None) -> Tables:
+        return self.fold_tables(self.whole.tables(free, self.unfold(labels), prices))
+
+    def fold_tables(self, tables: Tables) -> Tables:
+        """The sums of tables of the whole problem, in which nodes that look alike have equal labels."""
+        classes = self.classes.tolist()
+        unary = [np.zeros(len(tables.labels[node])) for node in self._firsts]
+        for number, table in zip(classes, tables.unary, strict=True):
+            unary[number] += table
+        pairs: dict[tuple[int, int], np.ndarray] = {}
+        for (i, j), table in tables.pairs.items():
+            a, b = classes[i], classes[j]
+            if a == b:
+                unary[a] += np.diagonal(table)
+            else:
+                key, one = ((a, b), table) if a < b else ((b, a), table.T)
+                if key in pairs:
+                    pairs[key] += one
+                else:
+                    pairs[key] = one.copy()
+        options = tuple(tables.labels[node] for node in self._firsts)
+        return Tables(options, tuple(unary), pairs, tables.incumbent[self._firsts])
+
+    def _read_pairs(self) -> Iterable[tuple[int, int]]:
+        classes = self.classes.tolist()
+        pairs = {(min(a, b), max(a, b)) for a, b in ((classes[i], classes[j]) for i, j in self.whole._read_pairs()) if a != b}
+        return ((int(self._firsts[a]), int(self._firsts[b])) for a, b in pairs)
+
+    def assignment(self, labels: Sequence[Label]) -> Assignment:
+        return self.whole.assignment(self.unfold(labels))
+
+    def labels(self, assignment: Assignment) -> list[Label]:
+        return self.fold(self.whole.labels(assignment))

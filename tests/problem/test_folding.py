@@ -1,0 +1,91 @@
+"""Folding: repeated layers decide alike, at the same cost, and nothing better is lost."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from problems import problem_of
+from programs import PROGRAMS, gpt
+
+from autoshard.cluster import Cluster
+from autoshard.problem import Folded, folded
+from autoshard.search import DynamicProgramming
+from autoshard.search.elimination import table_cost
+from autoshard.search.reparametrisation import Passing, reparametrise, unfolded
+
+
+def deep(layers=6, **options):
+    fn, args = gpt(n_layers=layers)
+    return problem_of(fn, *args, **options)
+
+
+def random_labels(small: Folded, seed: int):
+    tables = small.tables(range(len(small.mesh.axes)), small.start())
+    rng = np.random.default_rng(seed)
+    return tables, np.array([rng.integers(len(options)) for options in tables.labels])
+
+
+def test_layers_beyond_a_few_add_nothing():
+    """However deep the program, the folded problem is as large as that of a few layers, and its nodes stand for all the others."""
+    sizes = [folded(deep(layers)).n_nodes for layers in (6, 9, 12)]
+    assert sizes[0] == sizes[1] == sizes[2] < deep(3).n_nodes
+
+
+@pytest.mark.parametrize("program", ["mlp", "convnet", "lstm"])
+def test_what_hardly_repeats_itself_is_not_folded(program):
+    """Programs of a layer or two are searched as they are."""
+    fn, args = PROGRAMS[program]()
+    assert folded(problem_of(fn, *args)) is None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_labels_of_the_folded_problem_cost_the_same_unfolded(seed):
+    """The folded tables are the whole's, summed: any labels cost the same in both, and the judge agrees."""
+    whole = deep()
+    small = folded(whole)
+    tables, chosen = random_labels(small, seed)
+    labels = [options[label] for options, label in zip(tables.labels, chosen, strict=True)]
+    every = whole.tables(range(2), small.unfold(labels))
+    at = [options.index(label) for options, label in zip(every.labels, small.unfold(labels), strict=True)]
+    assert table_cost(tables.unary, tables.pairs, chosen) == pytest.approx(table_cost(every.unary, every.pairs, at), rel=1e-12)
+    assert small.fold(small.unfold(labels)) == labels == small.labels(small.assignment(labels))
+
+
+def test_moved_costs_are_moved_in_the_whole_as_well():
+    """Tables moved as those of the folded problem are equivalent to the whole's own, and bound it better than nothing moved."""
+    whole = deep()
+    small = folded(whole)
+    own = small.tables(range(2), small.start())
+    every = whole.tables(range(2), whole.start())
+    unary, pairs = unfolded(small, own, reparametrise(own.unary, own.pairs), every)
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        labels = [rng.integers(len(options)) for options in every.labels]
+        assert table_cost(unary, pairs, labels) == pytest.approx(table_cost(every.unary, every.pairs, labels), rel=1e-9)
+    moved, plain = Passing(unary, pairs), Passing(every.unary, every.pairs)
+    moved.run(3)
+    plain.run(3)
+    assert plain.bound() < moved.bound()
+
+
+@pytest.mark.parametrize("mesh", [{"data": 4, "model": 2}, {"data": 8}], ids=str)
+def test_nothing_better_is_lost(mesh):
+    """The answer by way of the folded problem is within the tolerance of the whole's optimum, and its bound below that."""
+    problem = deep(4, mesh=mesh)
+    assert folded(problem) is not None
+    quick, exact = DynamicProgramming().solve(problem), DynamicProgramming(tolerance=0.0).solve(problem)
+    objective = exact.judgement.cost.objective_seconds
+    assert objective <= quick.judgement.cost.objective_seconds * (1 + 1e-9)
+    assert quick.judgement.cost.objective_seconds <= objective * (1 + 1e-3)
+    assert quick.lower_bound_seconds <= objective * (1 + 1e-9)
+    assert quick.judgement.cost.objective_seconds - quick.lower_bound_seconds <= 1.01e-3 * objective
+
+
+def test_memory_limits_bind_folded_problems_too():
+    """Under a limit that the fastest answer exceeds, the answer fits."""
+    cluster = Cluster.parse("v5e:2x4")
+    free = DynamicProgramming().solve(deep(cluster=cluster))
+    limit = 0.7 * free.judgement.cost.peak_bytes
+    found = DynamicProgramming().solve(deep(cluster=cluster, memory_limit_bytes=limit))
+    assert found.judgement.cost.peak_bytes <= limit
+    assert found.lower_bound_seconds <= free.judgement.cost.objective_seconds * (1 + 1e-9)
