@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import ClassVar
 
+import numpy as np
+
 from autoshard.errors import InfeasibleError, SearchLimitError
-from autoshard.problem import Problem
+from autoshard.problem import Problem, Tables
 from autoshard.render import format_bytes
-from autoshard.search.elimination import table_cost
 from autoshard.search.searcher import Progress, Solution, silent
 
 
@@ -38,14 +39,32 @@ class BruteForce:
                 f"brute force tries up to {self.max_assignments:,} assignments and this problem has {n:,}. "
                 "Use searcher='recursive_programming'."
             )
-        ranges = [range(len(options)) for options in tables.labels]
-        ranked = sorted((table_cost(tables.unary, tables.pairs, labels), labels) for labels in product(*ranges))
+        sizes = [len(options) for options in tables.labels]
+        strides = [math.prod(sizes[node + 1 :]) for node in range(len(sizes))]
+        costs = _costs(tables, strides)
         smallest = math.inf
-        for _, labels in ranked:
-            assignment = problem.assignment([options[label] for options, label in zip(tables.labels, labels, strict=True)])
+        for number in np.argsort(costs, kind="stable"):
+            assignment = problem.assignment(
+                [options[int(number) // stride % len(options)] for options, stride in zip(tables.labels, strides, strict=True)]
+            )
             judgement = problem.evaluate(assignment)
             smallest = min(smallest, judgement.cost.peak_bytes)
             if problem.memory_limit_bytes is None or smallest <= problem.memory_limit_bytes:
                 bound = min(judgement.cost.objective_seconds, problem.compute_bound())
                 return Solution(assignment, judgement, bound, {"assignments": n, "search_seconds": time.perf_counter() - started})
         raise InfeasibleError(f"no assignment fits the memory limit; the smallest peak is {format_bytes(smallest)}.", smallest)
+
+
+def _costs(tables: Tables, strides: Sequence[int]) -> np.ndarray:
+    """The sum of the tables at all labels, numbered with those of the last node varying fastest."""
+    numbers = np.arange(math.prod(map(len, tables.unary)))
+
+    def position(node: int) -> np.ndarray:
+        return numbers // strides[node] % len(tables.unary[node])
+
+    costs = np.zeros(len(numbers))
+    for node, table in enumerate(tables.unary):
+        costs += table[position(node)]
+    for (i, j), table in tables.pairs.items():
+        costs += table[position(i), position(j)]
+    return costs

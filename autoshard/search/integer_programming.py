@@ -26,7 +26,7 @@ import pickle
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -181,7 +181,7 @@ class _Run:
                 if self.best is None or judgement.cost.objective_seconds < self.best[0].cost.objective_seconds:
                     self.best = judgement, labels
                 return bound
-            self.rows.append(memory_row(problem, [len(options) for options in tables.labels], answer.labels, judgement.peak, limit))
+            self.rows += memory_rows(problem, [len(options) for options in tables.labels], answer.labels, judgement.peak, limit)
             if self._late():
                 return bound
 
@@ -209,24 +209,44 @@ class Row:
     limit: float
 
 
-def memory_row(problem: Problem, sizes: Sequence[int], labels: np.ndarray, peak: Peak, limit: float) -> Row:
-    """A row in units of the limit that these labels, whose peak is beyond it, violate and all labels within the limit keep.
+def memory_rows(problem: Problem, sizes: Sequence[int], labels: np.ndarray, peak: Peak, limit: float) -> list[Row]:
+    """Rows that these labels, whose peak is beyond the limit, violate and all labels within the limit keep.
 
-    Where fast memory makes it unclear what another assignment's peak would be, the row excludes these labels alone.
+    One counts all that is alive at the peak, less what fast memory could hold of it under other labels; one only what is passed into the
+    program or out of it, which fast memory never holds. Where neither says that these labels do not fit, they alone are excluded.
     """
+    times = problem.profile.lifetimes
+    passed = {value for value, is_passed in zip(times.values, times.passed, strict=True) if is_passed}
+    rows = [_row(problem, sizes, labels, peak, limit)]
+    if peak.spare_bytes:
+        rows.append(_row(problem, sizes, labels, peak, limit, passed))
+    if violated := [row for row in rows if sum(shares[labels[node]] for node, shares in row.coefficients.items()) > row.limit + ROUNDING]:
+        return violated
+    others = {node: np.arange(n) != labels[node] for node, n in enumerate(sizes) if n > 1}
+    return [Row({node: -other.astype(float) for node, other in others.items()}, -1.0)]
+
+
+def _row(
+    problem: Problem, sizes: Sequence[int], labels: np.ndarray, peak: Peak, limit: float, only: Collection[int] | None = None
+) -> Row:
+    """What is alive at a peak, in units of the limit: all of it, or only some values, which fast memory never holds."""
     coefficients: dict[int, np.ndarray] = {}
-    room = (limit + peak.spare_bytes) / limit
+    room = (limit + peak.spare_bytes) / limit if only is None else 1.0
 
     def add(node: int, nbytes: np.ndarray) -> None:
         coefficients[node] = coefficients.get(node, 0.0) + nbytes / limit
 
     for value, nbytes in zip(peak.alive, peak.held, strict=True):
+        if only is not None and value not in only:
+            continue
         if (found := problem.held_bytes(value)) is None:
             room -= nbytes / limit
             continue
         node, held = found
         share = 0.5 if problem.profile.fusion.narrow[value] else 1.0  # padding only adds, rounding to bfloat16 halves
         add(node, np.where(held == held[labels[node]], nbytes, min(share, nbytes / held[labels[node]]) * held))
+    if only is not None:
+        return Row(coefficients, room)
     for value, nbytes in peak.copies:  # there as long as nobody who reads the value moves
         alike = problem.lying_alike(value, labels)
         room += (len(alike) - 1) * nbytes / limit
@@ -236,10 +256,7 @@ def memory_row(problem: Problem, sizes: Sequence[int], labels: np.ndarray, peak:
     for op, nbytes in peak.partials:
         if op in leaders:
             add(leaders[op], (np.arange(sizes[leaders[op]]) == labels[leaders[op]]) * nbytes)
-    if sum(shares[labels[node]] for node, shares in coefficients.items()) > room + ROUNDING:
-        return Row(coefficients, room)
-    others = {node: np.arange(n) != labels[node] for node, n in enumerate(sizes) if n > 1}
-    return Row({node: -other.astype(float) for node, other in others.items()}, -1.0)
+    return Row(coefficients, room)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

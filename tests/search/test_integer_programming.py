@@ -14,7 +14,7 @@ from test_elimination import enumerated, small_tables
 from autoshard.errors import InfeasibleError, SearchLimitError
 from autoshard.search import BruteForce, DynamicProgramming, IntegerProgramming, integer_programming
 from autoshard.search.elimination import eliminate, table_cost
-from autoshard.search.integer_programming import Model, memory_row
+from autoshard.search.integer_programming import Model, memory_rows
 from autoshard.search.reparametrisation import reparametrise
 
 
@@ -70,11 +70,12 @@ def test_the_memory_limit_is_a_true_constraint(program, share):
     assert found.lower_bound_seconds == pytest.approx(exact.objective_seconds, rel=1e-6)
 
 
+@pytest.mark.parametrize("cluster", ["v5p:2x2x1", "v5e:2x2", "a100:4"])
 @pytest.mark.parametrize("program", ["matmul", "shared_weight", "descent"])
-def test_rows_exclude_nothing_that_fits(program):
-    """A memory row excludes the labels it comes from, and no random labels whose judged peak is within the limit."""
+def test_rows_exclude_nothing_that_fits(program, cluster):
+    """Memory rows exclude the labels they come from, and no random labels whose judged peak is within the limit; also with fast memory."""
     fn, args = SMALL[program]()
-    problem = problem_of(fn, *args, mesh={"data": 2, "model": 2}, cluster=eager_cluster("v5p:2x2x1"))
+    problem = problem_of(fn, *args, mesh={"data": 2, "model": 2}, cluster=eager_cluster(cluster))
     tables = problem.tables((0, 1), problem.start())
     sizes = [len(options) for options in tables.labels]
     random = np.random.default_rng(0)
@@ -91,9 +92,9 @@ def test_rows_exclude_nothing_that_fits(program):
 
     for labels, peak in zip(drawn, peaks, strict=True):
         if peak.nbytes > limit:
-            row = memory_row(problem, sizes, labels, peak, limit)
-            assert not kept(row, labels)
-            assert all(kept(row, other) for other, held in zip(drawn, peaks, strict=True) if held.nbytes <= limit)
+            for row in memory_rows(problem, sizes, labels, peak, limit):
+                assert not kept(row, labels)
+                assert all(kept(row, other) for other, held in zip(drawn, peaks, strict=True) if held.nbytes <= limit)
 
 
 def test_the_dual_bound_is_reported_where_the_time_runs_out():
