@@ -7,7 +7,9 @@ whatever enters or leaves a loop, a branch or a checkpoint.
 A constraint that cannot change anything is left out: a result *follows* where its layout is that of its operands carried
 through the op, and everybody reads it so. Between the constraints that remain, such values form regions in which each op
 agrees with all its neighbours, so that propagation has one answer. A value that somebody reads in another layout is never
-left loose: the reader's constraint would compete with the operands.
+left loose: the reader's constraint would compete with the operands. Nor is a result of which an operand is stretched, a scalar or a row
+that is added to a matrix: it is lowered as a broadcast of its own, XLA:TPU makes one of equal broadcasts before it propagates, and
+what one region reads would spread into the other.
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from autoshard.cost.compute import is_matrix
 from autoshard.cost.profile import profile
 from autoshard.cost.reshard import Step, path_seconds
 from autoshard.ir import (
     Assignment,
     Choice,
+    Dims,
     Graph,
     Layout,
     Op,
@@ -329,7 +333,9 @@ class _Region(Interpreter):
         if value in self.plan.contested or layout != self.plan.layout(value):
             return False
         arrays = [dims for dims, operand in zip(rule.operands, op.operands, strict=True) if not self.plan.free[operand]]
-        known = {factor for dims in arrays for dim in dims for factor in dim}
+        if not is_matrix(op.primitive) and any(_factors(rule.results[0]) - _factors(dims) for dims in arrays):
+            return False
+        known = {factor for dims in arrays for factor in _factors(dims)}
         return bool(arrays) and all(factor in known for (factor, _), dim in zip(choice, layout, strict=True) if dim >= 0)
 
 
@@ -371,6 +377,10 @@ def _tangled(graph: Graph, free: Sequence[bool]) -> frozenset[int]:
         if any(value in found for value in op.results):
             found.update(op.operands)
     return frozenset(found)
+
+
+def _factors(dims: Dims) -> set[int]:
+    return {factor for dim in dims for factor in dim}
 
 
 def _carried_back(rule: Rule, result: int, target: Layout, operand: int) -> Layout:
