@@ -80,14 +80,9 @@ def records(draw):
 
     arguments = tuple(tensor() for _ in range(draw(st.integers(1, 4))))
     results = tuple(tensor() for _ in range(draw(st.integers(1, 3))))
-    collective = st.builds(
-        Collective,
-        st.sampled_from(KINDS),
-        st.lists(st.sampled_from(mesh.names), unique=True).map(tuple),
-        seconds,
-        st.integers(0, 2**40),
-        names,
-    )
+    sent = st.sampled_from(KINDS), st.lists(st.sampled_from(mesh.names), unique=True).map(tuple), seconds, st.integers(0, 2**40)
+    made = st.none() | st.lists(st.builds(Collective, *sent), max_size=2).map(tuple)
+    collective = st.builds(Collective, *sent, names, compiled=made)
     return Record(
         name=draw(names),
         program=Program(draw(names), draw(names), n_ops=20, n_values=30),

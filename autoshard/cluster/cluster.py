@@ -31,6 +31,8 @@ ASYNCHRONOUS = {"tpu": ("all_gather", "collective_permute"), "gpu": COLLECTIVE_K
 
 # Which compilers add partial sums before they combine them: see `autoshard.cost.partial_sums`.
 ADDS_FIRST = ("tpu", "gpu")
+# Which compilers round what products round anyway before they send it: see `autoshard.cost.narrowing`.
+NARROWS = ("tpu",)
 
 EXAMPLES = "'v5e:4x4' (a TPU slice), 'h100:8x4' (8 GPUs on each of 4 hosts) or 'cpu:8'"
 _TEXT = re.compile(r"([a-z0-9-]+):(\d{1,6}(?:x\d{1,6})*)")
@@ -199,6 +201,11 @@ class Cluster:
     def adds_first(self) -> bool:
         """Whether the compiler adds partial sums that are only added up, over trips of a loop too, before it combines them."""
         return self.device.kind in ADDS_FIRST
+
+    @property
+    def narrows(self) -> bool:
+        """Whether the compiler sends float32 operands of products of default precision as bfloat16."""
+        return self.device.kind in NARROWS
 
     def check(self, mesh: Mesh) -> None:
         """Raises `ClusterError` where a mesh does not cover the devices."""

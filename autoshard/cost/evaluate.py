@@ -2,8 +2,10 @@
 
 *Objective.* The sum of all compute and all collectives of a step, one after the other: additive, which is what searchers
 minimise and bound. *Makespan.* The end of a schedule that hides asynchronous collectives behind independent compute; see
-`autoshard.cost.schedule`. A value is resharded once for each distinct layout it is read in. Where the compiler adds partial results before
-it combines them, one collective is all the makespan has of theirs; the objective charges each, since it adds up what ops cost one by one.
+`autoshard.cost.schedule`. A value is resharded once for each distinct layout it is read in.
+
+*Compilers.* Where the compiler adds partial results before it combines them, or narrows what it sends, the makespan has what the compiler
+makes of the planned collectives (`Collective.compiled`); the objective charges the plan, since it adds up what ops cost one by one.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from operator import attrgetter
 from autoshard.cost.blame import Blame
 from autoshard.cost.memory import Copy, Peak, peak_memory
 from autoshard.cost.model import CostModel
+from autoshard.cost.narrowing import NARROW_ITEMSIZE
 from autoshard.cost.partial_sums import LOOPS, Addition
 from autoshard.cost.profile import Profile
 from autoshard.cost.record import Cost
@@ -61,13 +64,14 @@ class _Region:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A collective, before it is put in words."""
+    """A collective, before it is put in words; ``nbytes`` is what the compiler makes of its bytes, if that is less."""
 
     step: Step
     trips: int
     source: Op | str
     moved: Sequence[int]
     cause: Cause
+    nbytes: float = 0.0
 
 
 _Made = int | tuple[int, Layout]
@@ -87,7 +91,7 @@ class _Judge:
         self.whole = (-1,) * len(self.sizes)
         self.asynchronous = model.cluster.asynchronous
         self.additions = {each.op: each for each in profile.sums.additions} if model.cluster.adds_first else {}
-        self.compute = self.communication = self.merged = self.exposed = self.flops = 0.0
+        self.compute = self.communication = self.saved = self.exposed = self.flops = 0.0
         self.region = _Region(1)
         self.makers: dict[_Made, _Maker | None] = {}
         self.copies: dict[tuple[int, Layout], Copy] = {}
@@ -95,6 +99,8 @@ class _Judge:
         self.sent: list[_Sent] = []
         self.combined: dict[int, tuple[_Region, int]] = {}  # per op the task that combines its partial results
         self.moved: set[int] = set()  # values that are read in another layout
+        self.copied: dict[int, tuple[int, Layout]] = {}  # per collective the copy that it is for
+        self.wide: set[tuple[int, Layout]] = set()  # copies of which a reader wants every bit
         self.exposures: dict[int, float] = {}
 
     def judgement(self) -> Judgement:
@@ -110,7 +116,7 @@ class _Judge:
         makespan = self._scheduled(self.region)
         peak = peak_memory(self.profile, self.assignment, self.copies, self.partials, self.model.cluster.device)
         cost = Cost(
-            objective_seconds=self.compute + self.communication + self.merged,
+            objective_seconds=self.compute + self.communication + self.saved,
             makespan_seconds=min(makespan, self.compute + self.communication),  # which it exceeds by rounding at most
             compute_seconds=self.compute,
             communication_seconds=self.communication,
@@ -123,6 +129,9 @@ class _Judge:
 
     def _scheduled(self, region: _Region) -> float:
         """How long one run of a region takes."""
+        if self.model.cluster.narrows:
+            for task, position in region.sent.items():
+                self._narrow(region, task, position)
         found = schedule(region.tasks)
         for task, position in region.sent.items():
             seconds = found.exposed_seconds.get(task, 0.0) * region.runs
@@ -151,11 +160,11 @@ class _Judge:
 
     def _compiled(self, sent: _Sent) -> tuple[Collective, ...] | None:
         """What the compiler makes of a collective; None: just that."""
-        step = sent.step
-        if step.trips == 1:
+        step, nbytes = sent.step, sent.nbytes or sent.step.nbytes
+        if step.trips == 1 and nbytes == step.nbytes:
             return None
         axes = tuple(self.model.mesh.names[axis] for axis in step.axes)
-        return (Collective(step.kind, axes, step.nbytes, sent.trips // step.trips),) if step.trips else ()
+        return (Collective(step.kind, axes, nbytes, sent.trips // step.trips),) if step.trips else ()
 
     # -- the walk ----------------------------------------------------------------------------------------------------
 
@@ -255,7 +264,22 @@ class _Judge:
         self.sent[dropped] = replace(one, step=replace(one.step, seconds=0.0, trips=0))
         region.tasks.seconds[first[1]] = 0.0
         self.communication -= one.step.seconds * one.trips
-        self.merged += one.step.seconds * one.trips
+        self.saved += one.step.seconds * one.trips
+
+    def _narrow(self, region: _Region, task: int, position: int) -> None:
+        """Halves what is sent for a copy all of whose readers round it."""
+        copy = self.copied.get(position)
+        if copy is None or copy in self.wide:
+            return
+        sent = self.sent[position]
+        step = sent.step
+        nbytes = step.nbytes * NARROW_ITEMSIZE / self.graph.values[copy[0]].itemsize
+        seconds = float(self.model.communication.seconds(step.kind, nbytes, step.axes))
+        saved = (step.seconds - seconds) * sent.trips
+        self.sent[position] = replace(sent, step=replace(step, seconds=seconds), nbytes=nbytes)
+        region.tasks.seconds[task] -= saved / (region.runs or 1)
+        self.communication -= saved
+        self.saved += saved
 
     def _read(self, value: int, target: Layout, op: int, trips: int, source: Op | str, reason: Cause) -> _Maker | None:
         """What makes the value in the target layout; reshards it if nobody has yet."""
@@ -270,7 +294,9 @@ class _Judge:
             if (value, layout) not in self.makers:
                 path = path_of(values[value], previous, layout)
                 needs = self._needs((maker,))
+                start = len(self.sent)
                 done = self._communicate(path, needs, trips, source, (value,), partial(_resharded, value, previous, layout, reason))
+                self.copied.update(dict.fromkeys(range(start, len(self.sent)), (value, layout)))
                 if not self.profile.portable[value]:
                     done = self._compute(self.model.storing_seconds(values[value], previous, layout), trips, done)
                 self.makers[value, layout] = self._join(done)
@@ -282,6 +308,8 @@ class _Judge:
             if (value, layout) in self.copies:
                 self.copies[value, layout] = replace(self.copies[value, layout], last=op)
             maker = self.makers[value, layout]
+        if not (op < len(self.profile.narrows) and self.profile.narrows[op]):
+            self.wide.update(((value, served), (value, target)))
         return maker
 
     def _communicate(

@@ -22,7 +22,7 @@ from autoshard.ir import Body, Graph, Holder, Op
 LOOPS = ("scan", "while")
 
 _SUMS = ("add", "add_any")
-_CARRIERS = ("convert_element_type", "copy", "reshape", "squeeze", "transpose")
+CARRIERS = ("convert_element_type", "copy", "reshape", "squeeze", "transpose")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,4 +122,4 @@ class _Finder:
     def _rearranges(self, op: Op) -> bool:
         """Whether an op changes no element of its first operand; a sum over dimensions of size one does not."""
         sums_nothing = op.primitive == "reduce_sum" and self._values[op.operands[0]].size == self._values[op.results[0]].size
-        return op.primitive in _CARRIERS or sums_nothing
+        return op.primitive in CARRIERS or sums_nothing

@@ -1,5 +1,4 @@
-"""What a program's ops cost before anybody shards it: work, what lies in memory after fusion, and for how long.
-"""
+"""What a program's ops cost before anybody shards it: work, what lies in memory after fusion, and for how long."""
 
 from __future__ import annotations
 
@@ -8,6 +7,7 @@ from dataclasses import dataclass
 from autoshard.cost.compute import op_flops
 from autoshard.cost.fusion import REDUCTIONS, STANDALONE, VIEWS, Fusion, fuse
 from autoshard.cost.lifetimes import Lifetimes, lifetimes
+from autoshard.cost.narrowing import narrowing_ops
 from autoshard.cost.partial_sums import PartialSums, partial_sums
 from autoshard.ir import Graph, Op, Rule
 
@@ -35,6 +35,7 @@ class Profile:
         idle: per op index, whether it has a rule and all its results are free, so that nobody runs it.
         alike: per op index, a number that ops share whose costs are equal under every choice.
         sums: what is only added up.
+        narrows: per op index, whether it rounds its operands to bfloat16, where the device's matrix unit does.
     """
 
     graph: Graph
@@ -50,6 +51,7 @@ class Profile:
     idle: tuple[bool, ...]
     alike: tuple[int, ...]
     sums: PartialSums
+    narrows: tuple[bool, ...]
 
     @property
     def materialised(self) -> tuple[bool, ...]:
@@ -81,11 +83,10 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...]) -> Profile:
         wanted=wanted,
         portable=_portable(graph, free, fusion.materialised),
         settled=tuple(free[value] or not values[value].shape for value in range(len(values))),
-        idle=tuple(
-            rules[op.index] is not None and len(op.results) > 0 and all(free[value] for value in op.results) for op in graph.walk()
-        ),
+        idle=tuple(rules[op.index] is not None and len(op.results) > 0 and all(free[value] for value in op.results) for op in graph.walk()),
         alike=_alike(graph, rules, flops, fusion.materialised, wanted, sums.accumulated),
         sums=sums,
+        narrows=narrowing_ops(graph, readers),
     )
 
 

@@ -12,8 +12,8 @@ class Cost:
     """The predicted cost of one step on one device; devices are alike.
 
     Attributes:
-        objective_seconds: the additive function that searchers minimise: all compute and all communication, nothing overlapped, and each
-            partial result combined by itself.
+        objective_seconds: the additive function that searchers minimise: all compute and all communication, nothing overlapped, and every
+            collective as it is planned.
         makespan_seconds: the predicted step time, overlap included.
         compute_seconds: time computing.
         communication_seconds: time of all collectives.

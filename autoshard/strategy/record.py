@@ -143,8 +143,8 @@ def plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if is_dataclass(value) and not isinstance(value, type):
-        named = {"name": value.name} if isinstance(getattr(value, "name", None), str) else {}  # a class's own, as searchers have
-        return named | {each.name: plain(getattr(value, each.name)) for each in fields(value)}
+        name = getattr(value, "name", None)  # of searchers their class's own, no field
+        return ({"name": name} if isinstance(name, str) else {}) | {each.name: plain(getattr(value, each.name)) for each in fields(value)}
     if isinstance(value, Mapping):
         return {str(key): plain(child) for key, child in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

@@ -1,9 +1,10 @@
-"""What JAX settles only when it lowers a program, settled before anybody reads it: mapped loops, branches by platform, dead code.
+"""What is settled later anyway, settled before anybody reads a program: mapped loops, branches by platform, dead code, reversals of one.
 
 A loop that `jax.vmap` maps over different trip counts has a condition of many answers. It runs while any of them is true,
 and a carry whose own answer is false stays as it is. A branch by platform that is for no device, as those for kernel
 languages are, is never taken; where one branch is left it is a call. What no result needs is dropped at any depth, as compilers do,
-unread carries and slices of loops included.
+unread carries and slices of loops included. To reverse dimensions of size one, as the gradient of a 1 x 1 convolution does with its kernel,
+is to do nothing: the kernel, and what is gathered of it, is one.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from jax.extend.source_info_util import user_context
 from jax.interpreters.partial_eval import dce_jaxpr
 
@@ -34,8 +35,25 @@ def _written_out(jaxpr: Jaxpr) -> Jaxpr:
     """The same object where there is nothing to settle, as are the bodies that hold nothing."""
     live = _live(jaxpr)
     jaxpr = jaxpr if len(live.eqns) == len(jaxpr.eqns) else live
+    jaxpr = _without_reversals_of_one(jaxpr)
     eqns = [_equation(eqn) for eqn in jaxpr.eqns]
     return jaxpr.replace(eqns=eqns) if any(new is not old for new, old in zip(eqns, jaxpr.eqns, strict=True)) else jaxpr
+
+
+def _without_reversals_of_one(jaxpr: Jaxpr) -> Jaxpr:
+    same: dict[Any, Any] = {}
+
+    def named(atoms: Sequence[Any]) -> list[Any]:
+        return [atom if isinstance(atom, Literal) else same.get(atom, atom) for atom in atoms]
+
+    eqns = []
+    for eqn in jaxpr.eqns:
+        invars = named(eqn.invars)
+        if eqn.primitive.name == "rev" and all(invars[0].aval.shape[dim] == 1 for dim in eqn.params["dimensions"]):
+            same[eqn.outvars[0]] = invars[0]
+        else:
+            eqns.append(eqn.replace(invars=invars) if same else eqn)
+    return jaxpr.replace(eqns=eqns, outvars=named(jaxpr.outvars)) if same else jaxpr
 
 
 def _equation(eqn: JaxprEqn) -> JaxprEqn:

@@ -327,3 +327,17 @@ def test_mapped_loops_ask_all_and_keep_what_is_done():
     loop = trace(doubled, x8).graph.ops[0]
     condition, body = loop.bodies
     assert condition.ops[-1].primitive == "reduce_or" and body.ops[-1].primitive == "select_n"
+
+
+def test_reversals_of_one_are_left_out():
+    """Reversed dimensions of size one are the operand itself, at any depth; others stay."""
+
+    def program(x):
+        once, _ = jax.lax.scan(lambda c, y: (c + jax.lax.rev(y, (0,)), None), jnp.zeros((1, 4)), x)
+        return jax.lax.rev(once, (0,)), jax.lax.rev(once, (1,)), jax.lax.rev(x, (1,)) * 2
+
+    traced = trace(program, jax.ShapeDtypeStruct((3, 1, 4), jnp.float32))
+    assert [op.params["dimensions"] for op in traced.graph.walk() if op.primitive == "rev"] == [(1,)]
+    x = jnp.arange(12.0).reshape(3, 1, 4)
+    for one, other in zip(jax.core.eval_jaxpr(traced.jaxpr.jaxpr, traced.jaxpr.consts, x), program(x), strict=True):
+        assert (one == other).all()

@@ -1,0 +1,52 @@
+"""What compilers round before they send it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+from problems import eager_cluster
+
+import autoshard
+from autoshard.cost.profile import profile
+from autoshard.ir import as_compiled
+from autoshard.rules import rules_of
+from autoshard.trace import trace
+
+X = jax.ShapeDtypeStruct((64, 32), jnp.float32)
+W = jax.ShapeDtypeStruct((32, 16), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("program", "cluster", "share"),
+    [
+        (lambda w, x: x @ w, "v5e:2x4", 0.5),
+        (lambda w, x: x @ w, "h100:8", 1.0),
+        (lambda w, x: x @ w.T.reshape(16, 32).T, "v5e:2x4", 0.5),
+        (lambda w, x: jnp.matmul(x, w, precision="highest"), "v5e:2x4", 1.0),
+        (lambda w, x: jnp.tanh(x @ w) + jnp.tanh(w).sum(), "v5e:2x4", 0.5),
+    ],
+)
+def test_gathered_operands_of_products_are_rounded_first(program, cluster, share):
+    """A float32 weight that only products of default precision read whole is sent as bfloat16 on TPUs; the objective has the plan."""
+    strategy = autoshard.evaluate(program, W, X, cluster=eager_cluster(cluster), mesh={"data": 8}, in_specs={"w": P("data"), "x": P("data")})
+    gathers = [c for c in strategy.cost.collectives if c.kind == "all_gather" and c.bytes == 32 * 16 * 4]
+    assert len(gathers) == 1
+    assert sum(c.bytes for c in as_compiled(gathers)) == share * gathers[0].bytes
+    cost = strategy.cost
+    assert (cost.compute_seconds + cost.communication_seconds < cost.objective_seconds) == (share < 1)
+    assert autoshard.verify(strategy, program, W, X).exact
+
+
+def test_what_others_read_too_keeps_its_bits():
+    """A rearranged weight is rounded where only products read it, not where an elementwise op does too."""
+
+    def program(w, x):
+        seen = w.reshape(32, 16)
+        return x @ w.T, x @ seen, jnp.exp(seen)
+
+    graph = trace(program, jax.ShapeDtypeStruct((16, 32), jnp.float32), X).graph
+    narrows = profile(graph, rules_of(graph)).narrows
+    found = {op.primitive: narrows[op.index] for op in graph.walk()}
+    assert found == {"reshape": False, "transpose": True, "dot_general": True, "exp": False}
