@@ -187,7 +187,9 @@ def _nccl(ll: float, network_ll: float, switch: float) -> tuple[Protocol, ...]:
 # A network card's share of its line rate: NCCL, src/graph/search.cc, speedArrayInter: 24 GB/s of 200 Gb/s, 48 of 400; one of its authors
 # expects 46 to 48 (NVIDIA/nccl-tests issue 290)
 CARD_EFFICIENCY = 0.96
-GPU_KERNEL_SECONDS = 3e-6  # estimate: a kernel's launch within a CUDA graph, and its tail
+# XLA's measured products on H100 (openxla/xla, service/gpu/model/matmul_interpolator_data.h, sm_90): the smallest take 6.2 us, of which
+# their work is a fifth at most; cuBLAS's of 256**3 on A100 took 11, its launch included (triton-lang/triton issue 3551)
+GPU_KERNEL_SECONDS = 5e-6
 # Matrix products, bf16, as measured over many shapes (stas00/ml-engineering, compute/accelerator, "Maximum Achievable Matmul FLOPS
 # comparison table"): 271.2 of 312 Tflop/s on A100 SXM, 794.5 of 989 on H100 SXM ("H200 is the same"), 1745 of 2250 on B200 SXM.
 A100_EFFICIENCY, HOPPER_EFFICIENCY, B200_EFFICIENCY = 271.2 / 312, 794.5 / 989, 1745 / 2250
@@ -206,6 +208,7 @@ def _gpu(
     memory: float,
     bandwidth: float,
     efficiency: float,
+    processors: int,
     source: str,
 ) -> Device:
     return Device(
@@ -221,6 +224,7 @@ def _gpu(
         source=source,
         matrix_efficiency=efficiency,
         memory_efficiency=GPU_MEMORY_EFFICIENCY,
+        processors=processors,
     )
 
 
@@ -268,6 +272,7 @@ A100 = Entry(
         memory=80 * G,  # A100 80GB SXM: 80 GB, 2039 GB/s
         bandwidth=2039 * G,
         efficiency=A100_EFFICIENCY,
+        processors=108,  # streaming multiprocessors: NVIDIA A100 architecture whitepaper
         source=A100_SOURCE,
     ),
     interconnect=_ampere_links(2039 * G),
@@ -287,6 +292,7 @@ A100_40G = Entry(
         memory=40 * G,  # A100 40GB SXM: 40 GB, 1555 GB/s
         bandwidth=1555 * G,
         efficiency=A100_EFFICIENCY,
+        processors=108,  # streaming multiprocessors: NVIDIA A100 architecture whitepaper
         source=A100_SOURCE,
     ),
     interconnect=_ampere_links(1555 * G),
@@ -306,6 +312,7 @@ H100 = Entry(
         memory=80 * G,  # 80 GB, 3.35 TB/s
         bandwidth=3350 * G,
         efficiency=HOPPER_EFFICIENCY,
+        processors=132,  # streaming multiprocessors: NVIDIA H100 architecture whitepaper, SXM5
         source="https://www.nvidia.com/en-us/data-center/h100/",
     ),
     interconnect=_hopper_links(3350 * G),
@@ -325,6 +332,7 @@ H200 = Entry(
         memory=141 * G,  # 141 GB, 4.8 TB/s
         bandwidth=4800 * G,
         efficiency=HOPPER_EFFICIENCY,
+        processors=132,  # streaming multiprocessors: NVIDIA H100 architecture whitepaper, SXM5
         source="https://www.nvidia.com/en-us/data-center/h200/",
     ),
     interconnect=_hopper_links(4800 * G),
@@ -344,6 +352,7 @@ B200 = Entry(
         memory=180 * G,  # DGX B200 datasheet: 1,440 GB in 8 GPUs; 8 TB/s each
         bandwidth=8000 * G,
         efficiency=B200_EFFICIENCY,
+        processors=148,  # streaming multiprocessors: cudaDeviceProp of B200
         source="https://www.nvidia.com/en-us/data-center/dgx-b200/",
     ),
     # 18 NVLinks of 50 GB/s, of which NCCL counts on 40.1 (topo.h); DGX B200 datasheet: eight 400 Gb/s cards

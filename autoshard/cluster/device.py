@@ -27,6 +27,7 @@ class Device:
         memory_bandwidth_bytes_per_second: peak rate of that memory.
         kernel_overhead_seconds: fixed cost of one compiled kernel.
         matrix_tile: a matrix product's sides are padded to multiples of this.
+        processors: how many blocks of a matrix product run at once, in waves; 0 where one unit works through all of it.
         matrix_efficiency: the share of the matrix unit's peak that large, aligned products reach.
         memory_efficiency: the share of the memory's peak that large kernels reach.
         clock_hertz: cycles a second of what a compiler counts cycles of; 0 where none does.
@@ -45,6 +46,7 @@ class Device:
     matrix_efficiency: float = 1.0
     memory_efficiency: float = 1.0
     clock_hertz: float = 0.0
+    processors: int = 0
 
     def __post_init__(self):
         if self.kind not in KINDS:

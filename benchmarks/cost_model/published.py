@@ -9,7 +9,12 @@ A run is predicted as the train step of one pipeline stage on the GPUs of one te
 over rematerialised layers with the weights split over ``model`` as Megatron does, then Adam; and one all_reduce of the gradients over
 ``data``, as Megatron does after the last micro-batch (a scan would do it in each). With ``p`` stages and ``m`` micro-batches
 the micro-batches' share is multiplied by ``(m + p - 1) / m``, the bubble of 1F1B (Narayanan et al., SC 2021, section 2.2), and each of them
-sends its activations on to the next host and gets their gradients back, at a network card's rate.
+sends its activations on to the next host and gets their gradients back: each GPU of a tensor-parallel group its share, at its part of the
+network cards, and the group then gathers the shares (Megatron's scatter and gather, section 4.1 there).
+
+In the model: what a stage computes and keeps in memory, tensor-parallel collectives, the gradients' all_reduce, the bubble, sends between
+stages. Not in it: stages of unequal work (every one has the embedding and the loss), sends that wait for each other, other jobs' traffic on
+the network, memory that the allocator gives back and takes again, steps in which the loss scale overflowed.
 """
 
 from __future__ import annotations
@@ -86,8 +91,15 @@ def predicted(run: Run) -> float:
     each = two - one  # of a micro-batch
     gradients = 2 * (VOCABULARY * run.width + 12 * run.width**2 * run.layers // run.stages) / run.tensor
     mean = Communication(_cluster(run).links(Mesh.of({"data": run.data, "model": run.tensor}))).seconds("all_reduce", gradients, (0,))
-    sent = 2 * run.micro * run.length * run.width * 2 / (CARDS * CARD_EFFICIENCY) if run.stages > 1 else 0.0
+    sent = _sent_seconds(run) if run.stages > 1 else 0.0
     return one - each + mean + (each + sent) * (run.micros + run.stages - 1)
+
+
+def _sent_seconds(run: Run) -> float:
+    """Seconds that one micro-batch's activations take to the next stage, and their gradients back."""
+    nbytes = 2 * run.micro * run.length * run.width
+    gathered = Communication(_cluster(run).links(Mesh.of({"data": run.data, "model": run.tensor}))).seconds("all_gather", nbytes, (1,))
+    return 2 * (nbytes / run.tensor / (CARDS * CARD_EFFICIENCY) + gathered)
 
 
 def _cluster(run: Run) -> Cluster:

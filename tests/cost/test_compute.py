@@ -115,7 +115,7 @@ def test_large_products_run_at_peak_and_small_ones_pay_for_padding(name):
     device = CATALOGUE[name].device
     roofline = Roofline(device)
     large = roofline.dot_seconds(1, 8192, 8192, 8192, "bfloat16", 3 * 2 * 8192**2)
-    assert large == pytest.approx(2 * 8192**3 / device.matrix_rate("bfloat16"), rel=0.02)
+    assert large == pytest.approx(2 * 8192**3 / device.matrix_rate("bfloat16"), rel=0.03)  # GPUs: a wave of 60 is 1.5 % of it
     tile = device.matrix_tile
     depth = [roofline.dot_seconds(1, 4096, 4096, k, "bfloat16", 0.0) for k in (max(tile // 2, 1), tile)]
     assert depth[0] == pytest.approx(depth[1]) if tile > 1 else depth[0] == depth[1]
@@ -144,3 +144,40 @@ def test_roofline_is_the_slower_side_and_vectorises():
     assert roofline.dot_seconds(1, m, 128, 128, "bfloat16", 0.0).tolist() == [
         roofline.dot_seconds(1, each, 128, 128, "bfloat16", 0.0) for each in m
     ]
+
+
+# Measured products: (products, m, n, k, Tflop/s). cuBLAS, float16, A100: triton-lang/triton issue 3551. H100, bfloat16: XLA's own table
+# (openxla/xla, service/gpu/model/matmul_interpolator_data.h, sm_90).
+MEASURED = {
+    "a100": [
+        (1, 1024, 1024, 1024, 104.9), (1, 1280, 1280, 1280, 157.5), (1, 1536, 1536, 1536, 176.9), (1, 1792, 1792, 1792, 172.9),
+        (1, 2048, 2048, 2048, 233.0), (1, 2304, 2304, 2304, 246.3), (1, 2432, 2432, 2432, 219.5), (1, 2560, 2560, 2560, 244.5),
+        (1, 2688, 2688, 2688, 213.1), (1, 2944, 2944, 2944, 247.9), (1, 3072, 3072, 3072, 229.2), (1, 3200, 3200, 3200, 244.3),
+    ],
+    "h100": [
+        (1, 512, 512, 512, 40.7), (1, 1024, 1024, 256, 82.0), (4, 512, 512, 1024, 237.1), (1, 1024, 1024, 4096, 470.1),
+        (2, 2048, 1024, 512, 342.4), (1, 512, 4096, 4096, 644.1), (1, 1024, 2048, 4096, 653.5), (1, 4096, 4096, 1024, 677.4),
+        (4, 2048, 1024, 256, 300.9), (2, 512, 4096, 2048, 627.2), (4, 2048, 512, 4096, 730.4), (2, 2048, 4096, 4096, 779.3),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_products_of_any_size_take_as_long_as_measured(name):
+    """Waves of blocks over the multiprocessors and a kernel's fixed cost explain measured products, from slow small ones to the largest."""
+    roofline = Roofline(CATALOGUE[name].device)
+    errors = []
+    for batch, m, n, k, reached in MEASURED[name]:
+        predicted = roofline.dot_seconds(batch, m, n, k, "bfloat16", 2 * batch * (m * k + k * n + m * n))
+        errors.append(abs(predicted / (2 * batch * m * n * k / (reached * 1e12)) - 1))
+    assert sorted(errors)[len(errors) // 2] <= 0.12 and max(errors) <= 0.35
+
+
+def test_one_block_too_many_takes_another_wave():
+    """A product of as many blocks as there are multiprocessors takes as long as a smaller one; one more row of blocks a quarter longer."""
+    device = CATALOGUE["a100"].device
+    roofline = Roofline(replace(device, kernel_overhead_seconds=0.0))
+    full = roofline.dot_seconds(1, 128 * 12, 256 * 9, 4096, "bfloat16", 0.0)
+    assert full == pytest.approx(2 * 128 * 12 * 256 * 9 * 4096 / device.matrix_rate("bfloat16"))
+    assert roofline.dot_seconds(1, 128 * 12 - 100, 256 * 9, 4096, "bfloat16", 0.0) == full
+    assert roofline.dot_seconds(1, 128 * 13, 256 * 9, 4096, "bfloat16", 0.0) >= 1.25 * full

@@ -159,12 +159,13 @@ def test_judging_again_gives_the_same():
         assert evaluate(facts, model, assignment).cost == evaluate(facts, CostModel(eager_cluster(), mesh), assignment).cost
 
 
+@pytest.mark.parametrize("cluster", ["", "v5e:2x4", "a100:8"])
 @pytest.mark.parametrize("program", ["mlp", "gpt", "convnet", "lstm", "moe"])
-def test_no_choice_costs_less_than_an_even_share(program):
+def test_no_choice_costs_less_than_an_even_share(program, cluster):
     """`least_op_seconds` bounds an op from below whatever its choice, so that meshes may be cut by it."""
     fn, args = PROGRAMS[program]()
     problem = problem_of(fn, *args)
-    model, profiled = problem.model, problem.profile
+    model, profiled = CostModel(Cluster.parse(cluster), problem.mesh) if cluster else problem.model, problem.profile
     for op in problem.graph.walk():
         least = model.least_op_seconds(profiled, op)
         rule = problem.rules[op.index]
@@ -172,3 +173,18 @@ def test_no_choice_costs_less_than_an_even_share(program):
         for choice in (((a, -1), (b, -1)) for a in factors for b in factors):
             if rule is None or legal(rule, choice, problem.mesh.sizes):
                 assert least <= model.op_seconds(profiled, op, choice) * (1 + 1e-9), f"{op.primitive} {choice}"
+
+
+def test_what_is_sliced_between_fused_ops_is_stored():
+    """A fused value that one reader takes a slice of is written whole and read in part, by the judge and in the tables."""
+    graph = trace(lambda x: jnp.exp(x + 1.0).sum(), X).graph
+    facts = profile(graph, rules_of(graph))
+    value = next(op.results[0] for op in graph.walk() if op.primitive == "exp")
+    assert not facts.portable[value]
+    model = CostModel(Cluster.parse("v5e:2x4"), Mesh.of({"data": 8}))
+    source, target, nbytes = (-1,), (0,), graph.values[value].nbytes
+    seconds = model.storing_seconds(graph.values[value], source, target)
+    assert seconds == pytest.approx(nbytes * (1 + 1 / 8) / model.cluster.device.memory_rate)
+    assert model.reshard_matrix(graph.values[value].shape, 4, False)[0, 1] == pytest.approx(seconds)
+    assert model.reshard_matrix(graph.values[value].shape, 4, True)[0, 1] == 0.0
+    assert model.storing_seconds(graph.values[value], source, source) == 0.0
