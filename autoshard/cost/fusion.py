@@ -5,7 +5,8 @@ Between two values in memory everything is arithmetic in registers. What ends a 
 - *Anchors*: matrix products and convolutions, gathers, scatters, sorts, loops. Their results lie in memory, and so do the operands of
   all but products, which compute what they read.
 - *Epilogues*: what is done to a product's every element before anything else reads it is done by the product's own kernel; the value
-  where its readers part lies in memory instead (a bias is added, a residual too).
+  where its readers part lies in memory instead (a bias is added, a residual too; scores in float32 before a softmax). Where all that
+  is done is to widen it, its readers do.
 - *Recomputation*: any other elementwise value is computed by each of its readers again where that moves less memory than keeping it:
   of ``s`` values of its size and ``r`` reading kernels, ``s * r < s + 1 + r``. So a softmax is computed again from its scores, and a
   normalised activation from the activation; a sum of three is kept.
@@ -71,6 +72,8 @@ class Fusion:
         casts: what a loop's products read of float32 stacks, rounded once before it on a TPU: the first and last loop that do, by value.
         rounds: per value whether some product reads it, and so a copy for it is of bfloat16 on a TPU.
         minor: per value the two dimensions that convolutions want innermost, batch and features; None where there are none.
+        moved: what is moved between tiles, and the value in whose tiles it lies before.
+        turned: the arguments that are updated with gradients whose dimensions lie in another order, and the ops that do.
         users: per value, the ops that read it, or a view of it.
         kernels: the program's kernels, in program order.
     """
@@ -83,6 +86,8 @@ class Fusion:
     casts: dict[int, tuple[int, int]]
     rounds: tuple[bool, ...]
     minor: tuple[tuple[int, int] | None, ...]
+    moved: dict[int, int]
+    turned: dict[int, int]
     users: tuple[tuple[int, ...], ...]
     kernels: tuple[Kernel, ...]
 
@@ -114,7 +119,7 @@ class _Fuser:
         self.readers: list[list[Op]] = [[] for _ in range(n)]
         self.sources: list[tuple[int, ...]] = [()] * n
         self.minor, self.relayouts = _minor(graph)
-        self.moved: set[int] = set()
+        self.moved: dict[int, int] = {}
         self.fused: dict[int, tuple[int, ...]] = {}
         self.sinks: list[frozenset[int]] = [frozenset()] * n
         spread = (op for op in self.ops if op.primitive == "broadcast_in_dim" and not self.values[op.operands[0]].rank)
@@ -143,6 +148,8 @@ class _Fuser:
             casts=self._casts(),
             rounds=self._rounds(),
             minor=self.minor,
+            moved=self.moved,
+            turned=self._turned(),
             users=users,
             kernels=kernels,
         )
@@ -200,6 +207,21 @@ class _Fuser:
                     found[flow.value] = found[flow.value] or found[holder.value]
         return tuple(found)
 
+    def _turned(self) -> dict[int, int]:
+        """The arguments that are replaced by what is made elementwise of a product's transposed result, and the ops that make that."""
+        made = {value for op in self.ops if _turns(op) for value in op.results}
+        turned: dict[int, int] = {}
+        for op in self.ops:
+            if op.primitive == "transpose":
+                if op.operands[0] in made and list(op.params["permutation"]) != sorted(op.params["permutation"]):
+                    turned[op.results[0]] = op.index
+            elif len(op.results) == 1 and (op.primitive in VIEWS or self._is_elementwise(op)):
+                shape = self.values[op.results[0]].shape
+                if any(value in turned and self.values[value].shape == shape for value in op.operands):
+                    turned[op.results[0]] = op.index
+        results, arguments = self.graph.results, self.graph.arguments
+        return {arguments[k]: turned[results[result]] for result, k in self.graph.aliases if results[result] in turned}
+
     def _store_boundaries(self) -> None:
         for value in (*self.graph.arguments, *self.graph.results, *self.graph.constants):
             self._store(value)
@@ -222,7 +244,7 @@ class _Fuser:
                     self._store(value)
             elif op.index in self.relayouts:
                 end = self._chain_end(op)
-                self.moved.add(end)
+                self.moved[end] = op.operands[0]
                 self._store(end)
 
     def _chain_end(self, op: Op) -> int:
@@ -303,7 +325,8 @@ class _Fuser:
                 if other.index not in queued:
                     queued.add(other.index)
                     heappush(queue, other.index)
-            if len(unread) == 1 and self.values[made].itemsize <= self.values[start].itemsize:
+            widens = reader.primitive == "convert_element_type" and self.values[made].itemsize > self.values[start].itemsize
+            if len(unread) == 1 and not widens:
                 found, covered = made, len(inside)
                 if self.stored[made]:
                     break
@@ -451,6 +474,17 @@ def _narrow(graph: Graph, root: Sequence[int]) -> list[bool]:
                     changed = changed or not wide[value]
                     wide[value] = True
     return [values[value].dtype == "float32" and not wide[value] for value in range(len(values))]
+
+
+def _turns(op: Op) -> bool:
+    """Whether a product's result lies in its own order of dimensions even where it is wanted in another.
+
+    A batched product of one contracted dimension does not: its operands change places (seen in the schedules of mixtures of experts).
+    """
+    if op.primitive != "dot_general":
+        return is_matrix(op.primitive)
+    contracted, batch = op.params["dimension_numbers"]
+    return not batch[0] or len(contracted[0]) > 1
 
 
 def _default_precision(op: Op) -> bool:

@@ -23,6 +23,7 @@ class Lifetimes:
         moments: how many there are.
         starts, ends: per op index the moment in which what it is part of starts to read, and the one after it has written; one past
             the last for the program's results.
+        reads: per moment in which a kernel starts, the buffers that it reads, by their positions.
     """
 
     values: tuple[int, ...]
@@ -32,6 +33,7 @@ class Lifetimes:
     moments: int
     starts: tuple[int, ...]
     ends: tuple[int, ...]
+    reads: dict[int, tuple[int, ...]]
 
 
 def lifetimes(graph: Graph, fusion: Fusion) -> Lifetimes:
@@ -64,6 +66,7 @@ def _lifetimes(graph: Graph, fusion: Fusion, kernels: tuple[Kernel, ...]) -> Lif
     ends = [-1] * (len(graph.walk()) + 1)
     fixed = dict.fromkeys(fusion.root[value] for value in (*graph.arguments, *graph.constants))
     replaces = {fusion.root[graph.results[result]] for result, argument in graph.aliases if argument in graph.donated}
+    reads: dict[int, tuple[int, ...]] = {}
     moment = 0
 
     def run(kernels: tuple[Kernel, ...]) -> None:
@@ -72,6 +75,7 @@ def _lifetimes(graph: Graph, fusion: Fusion, kernels: tuple[Kernel, ...]) -> Lif
             start = moment
             starts[kernel.op], ends[kernel.op] = start, start + 2
             moment += 2
+            reads[start] = kernel.reads
             for value in kernel.reads:
                 dies[value] = max(dies.get(value, 0), start + (1 if kernel.in_place else 2))
             for value in kernel.makes:
@@ -96,6 +100,7 @@ def _lifetimes(graph: Graph, fusion: Fusion, kernels: tuple[Kernel, ...]) -> Lif
             starts[op.index] = min((starts[user] for user in users), default=moment)
             ends[op.index] = max((ends[user] for user in users), default=moment + 2)
     values = tuple(value for value in (*fixed, *(v for v in born if v not in fixed and v not in replaces)) if fusion.stored[value])
+    places = {value: k for k, value in enumerate(values)}
     return Lifetimes(
         values=values,
         born=np.array([0 if value in fixed else born[value] for value in values], dtype=np.int64),
@@ -104,6 +109,7 @@ def _lifetimes(graph: Graph, fusion: Fusion, kernels: tuple[Kernel, ...]) -> Lif
         moments=moment + 2,
         starts=tuple(starts),
         ends=tuple(ends),
+        reads={start: tuple(places[value] for value in found if value in places) for start, found in reads.items()},
     )
 
 

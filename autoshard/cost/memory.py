@@ -4,29 +4,31 @@
 *Buffers.* A value lives from the kernel that makes it to the last one that reads it, an argument throughout. A result that replaces a
 donated argument takes its place; so does an elementwise result that of an operand that dies with it. What a loop carries or stacks lives
 as long as the loop, its body's own values within. Copies in other layouts live from their first to their last reader. Partial gradients
-wait until the end to be combined: XLA sends many in one all_reduce, and computes first what it can (its latency-hiding scheduler).
+wait for those that they are combined with. On a TPU arrays lie in tiles, and some in two orders of dimensions.
 *Fast memory.* A TPU's compiler keeps short-lived values in the core's own memory as far as it goes: they are not in the device's.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise, permutations
 
 import numpy as np
 
 from autoshard.cluster import Device
-from autoshard.cost.lifetimes import usage
+from autoshard.cost.lifetimes import Lifetimes, usage
 from autoshard.cost.profile import Profile
 from autoshard.ir import Assignment, Layout, Value, shard_counts, shards
 
 # The core's own memory that a program's buffers may have: the largest preallocated-temp of memory space 1 in XLA:TPU's buffer assignments
-# (libtpu 0.0.42). A v5e's reaches 112 MiB in most large programs; a v6e (95 MiB) and a v5p (48 MiB) compiled one program: estimates.
-FAST_MEMORY_BYTES = {"v5e": 112 * 2**20, "v6e": 112 * 2**20, "v5p": 48 * 2**20}
-
-
-LANES = 128
+# (libtpu 0.0.42), which large programs nearly fill: 112.0 MiB on a v5e, 95.6 on a v6e (6 programs), 47.9 on a v5p (4 programs).
+FAST_MEMORY_BYTES = {"v5e": 112 * 2**20, "v6e": 96 * 2**20, "v5p": 48 * 2**20}
+# XLA:TPU sends gradients in groups of so much: all_reduces of several are of at most 125.8 MB in all programs that were seen.
+COMBINED_BYTES = 120 * 2**20
+LANES, ROWS = 128, 8  # of a tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,53 +75,46 @@ def peak_memory(
         copies: by value number and layout.
         partials: per op index the bytes of its result before it is combined with other devices'.
     """
-    times = profile.lifetimes
-    on_tpu = device.kind == "tpu"
+    times, fusion, values, ops = profile.lifetimes, profile.fusion, profile.graph.values, profile.graph.walk()
+    mesh, on_tpu = assignment.mesh.sizes, device.kind == "tpu"
 
     def share(value: int) -> float:
-        return 0.5 if on_tpu and profile.fusion.narrow[value] else 1.0
+        return values[value].nbytes / shards(assignment.layout(value), mesh)
 
-    n = len(times.values)
-    mesh, values, minor = assignment.mesh.sizes, profile.graph.values, profile.fusion.minor
-    sizes = []
-    for value, passed in zip(times.values, times.passed, strict=True):
-        found, layout, pair = values[value], assignment.layout(value), minor[value]
-        if on_tpu and not passed and pair:
-            nbytes = _tiled(found, pair, layout, mesh)
-        else:
-            nbytes = found.nbytes / shards(layout, mesh)
-        sizes.append(nbytes * share(value))
-    born, dies = times.born, times.dies
-    fusion = profile.fusion
-    more = [(copy.nbytes / (2 if on_tpu and fusion.rounds[value] else 1), copy.first, copy.last) for (value, _), copy in copies.items()]
-    ops, end = profile.graph.walk(), len(profile.graph.walk())
-    stored = []
-    for op, nbytes in partials.items():
-        value = ops[op].results[0]
-        if fusion.last[value]:
-            more.append((nbytes, op, end))
-            stored.append(op)
-        elif fusion.narrow[value] or nbytes > values[value].nbytes / shards(assignment.layout(value), mesh):
-            more.append((nbytes, op, op))
-            stored.append(op)
+    sizes = [share(value) for value in times.values]
     if on_tpu:
+        for k, (value, passed) in enumerate(zip(times.values, times.passed, strict=True)):
+            if not passed and values[value].rank > 1:
+                sizes[k] *= _padding(_local(values[value], assignment.layout(value), mesh), fusion.minor[value])
+            if fusion.narrow[value]:
+                sizes[k] *= 0.5
+    more = [
+        (copy.nbytes / (2 if on_tpu and fusion.rounds[value] else 1), times.starts[copy.first], times.ends[copy.last])
+        for (value, _), copy in copies.items()
+    ]
+    stored = _stored(profile, partials, share)
+    more += [(partials[op], times.starts[op], times.ends[last]) for op, last in stored.items()]
+    dies = times.dies
+    if on_tpu:
+        if copies:  # (without any, everything that is sent is synchronous)
+            dies = _one_later(times, {op for op, nbytes in partials.items() if nbytes > share(ops[op].results[0])})
+        more += _arranged(profile, assignment, bool(copies))
         copied = {value for value, _ in copies}
-        for value, (first, last) in fusion.casts.items():
-            if value not in copied:
-                more.append((values[value].nbytes / shards(assignment.layout(value), mesh) / 2, first, last))
-    if more:
-        extra, firsts, lasts = zip(*more, strict=True)
-        sizes += extra
-        born = np.concatenate([born, [times.starts[op] for op in firsts]])
-        dies = np.concatenate([dies, [times.ends[op] for op in lasts]])
-    held = np.array(sizes)
+        more += [
+            (share(value) / 2, times.starts[first], times.ends[last])
+            for value, (first, last) in fusion.casts.items()
+            if value not in copied
+        ]
+    extra, firsts, lasts = zip(*more, strict=True) if more else ((), (), ())
+    held = np.array([*sizes, *extra])
+    born, dies = (np.concatenate([moments, np.array(others, np.int64)]) for moments, others in ((times.born, firsts), (dies, lasts)))
     if on_tpu:
         _keep_fast(held, born, dies, times.passed, FAST_MEMORY_BYTES.get(device.name, 0))
     total = usage(times.moments, held, born, dies)
     moment = int(total.argmax())
     alive = np.flatnonzero((born <= moment) & (dies > moment) & (held > 0))
     numbers = (*times.values, *(value for value, _ in copies), *stored)
-    m = n + len(copies)
+    n, m = len(times.values), len(times.values) + len(copies)
     return Peak(
         nbytes=float(total[moment]),
         alive=tuple(numbers[k] for k in alive if k < n),
@@ -130,24 +125,87 @@ def peak_memory(
     )
 
 
-def _tiled(value: Value, minor: tuple[int, int], layout: Layout, mesh: tuple[int, ...]) -> float:
-    """A device's bytes of a convolution's image, tiled: batch and features are its lanes and rows, whichever way pads less.
+def _stored(profile: Profile, partials: Mapping[int, float], share: Callable[[int], float]) -> dict[int, int]:
+    """Per op whose partial result is stored the op that it waits for until it is combined.
 
-    A tile has 128 lanes and 8 rows; of few rows 1, 2 or 4 (layouts ``{3,0,2,1:T(8,128)}`` and ``{0,3,2,1:T(4,128)}`` in XLA:TPU's HLO).
+    Gradients wait for those that they are combined with: XLA puts each into the first collective that has room. Others are combined at
+    once, and stored if their readers do not find them in registers.
     """
-    counts = shard_counts(layout, value.rank, mesh)
-    local = [size / count for size, count in zip(value.shape, counts, strict=True)]
-    one, other = (local[dim] for dim in minor)
-    rest = value.itemsize * math.prod(local) / (one * other)
-    return rest * min(_pad(one, LANES) * _pad_rows(other), _pad(other, LANES) * _pad_rows(one))
+    fusion, ops = profile.fusion, profile.graph.walk()
+    groups: list[tuple[float, list[int]]] = []
+    found: dict[int, int] = {}
+    for op, nbytes in sorted(partials.items()):
+        value = ops[op].results[0]
+        if fusion.last[value]:
+            k = next((k for k, (size, _) in enumerate(groups) if size + nbytes <= COMBINED_BYTES), len(groups))
+            size, members = groups[k] if k < len(groups) else (0.0, [])
+            groups[k:] = [(size + nbytes, [*members, op]), *groups[k + 1 :]]
+        elif fusion.narrow[value] or nbytes > share(value):
+            found[op] = op
+    return found | {op: members[-1] for _, members in groups for op in members}
 
 
-def _pad(size: float, to: int) -> float:
-    return math.ceil(size / to) * to
+def _one_later(times: Lifetimes, scattered: set[int]) -> np.ndarray:
+    """When buffers die if each gradient that is scattered asynchronously is made one later than in the order of the kernels.
+
+    XLA's latency-hiding scheduler puts products that nothing waits for beside the collectives of others; in the schedules of convolutional
+    networks (libtpu 0.0.42) each was one behind, mostly.
+    """
+    dies = times.dies.copy()
+    ends = {times.starts[op]: times.ends[op] for op in scattered}
+    for start, after in pairwise(sorted(ends)):
+        for buffer in times.reads.get(start, ()):
+            dies[buffer] = max(dies[buffer], ends[after])
+    return dies
 
 
-def _pad_rows(size: float) -> float:
-    return _pad(size, next((rows for rows in (1, 2, 4) if size <= rows), 8))
+def _arranged(profile: Profile, assignment: Assignment, asynchronous: bool) -> Iterator[tuple[float, int, int]]:
+    """Bytes, birth and death of what lies in memory twice, its dimensions in other orders.
+
+    - Images that a program is handed are not in a convolution's tiles.
+    - Between the tiles of convolutions and others a value is copied, from one stored value to another.
+    - Weights are updated in the order of dimensions of their gradients, so parameters and moments are copied to that: just before, but
+      where collectives are asynchronous as early as can be. (Half of them were seen alive at peaks, and more: this is a bound.)
+    """
+    fusion, times, values, mesh = profile.fusion, profile.lifetimes, profile.graph.values, assignment.mesh.sizes
+
+    def share(value: int) -> float:
+        return values[value].nbytes / shards(assignment.layout(value), mesh)
+
+    def tiles(value: int) -> float:
+        return _padding(_local(values[value], assignment.layout(value), mesh), fusion.minor[value])
+
+    for value in profile.graph.arguments:
+        if fusion.minor[value] and (users := fusion.users[value]) and tiles(value) > 1:
+            yield share(value) * tiles(value), min(times.starts[op] for op in users), max(times.ends[op] for op in users)
+    births = dict(zip(times.values, times.born.tolist(), strict=True)) if fusion.moved else {}
+    for value, before in fusion.moved.items():
+        if value in births:
+            wider = values[value].itemsize / values[before].itemsize
+            yield share(before) * wider * tiles(before), births[value], births[value] + 2
+    for value, op in fusion.turned.items():
+        yield share(value), 0 if asynchronous else times.starts[op], times.ends[op]
+
+
+def _local(value: Value, layout: Layout, mesh: tuple[int, ...]) -> tuple[float, ...]:
+    return tuple(size / count for size, count in zip(value.shape, shard_counts(layout, value.rank, mesh), strict=True))
+
+
+@cache
+def _padding(local: tuple[float, ...], minor: tuple[int, int] | None) -> float:
+    """How many times its size a device's array of at least two dimensions takes in tiles of 128 lanes and 8 rows.
+
+    Those two dimensions are innermost that pad least, of a convolution's image batch and features. Of few rows a tile has 1, 2 or 4
+    (layouts ``{3,0,2,1:T(8,128)}`` and ``{0,3,2,1:T(4,128)}`` in XLA:TPU's HLO).
+    """
+    lanes = [math.ceil(size / LANES) * LANES / size if size else 1.0 for size in local]
+    rows = [_whole_rows(size) / size if size else 1.0 for size in local]
+    return min(lanes[i] * rows[j] for i, j in permutations(minor or range(len(local)), 2))
+
+
+def _whole_rows(size: float) -> float:
+    tile = next((few for few in (1, 2, 4) if size <= few), ROWS)
+    return math.ceil(size / tile) * tile
 
 
 def _keep_fast(sizes: np.ndarray, born: np.ndarray, dies: np.ndarray, passed: tuple[bool, ...], room: float) -> None:
