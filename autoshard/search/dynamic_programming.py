@@ -12,6 +12,9 @@ that. (2) A *shell* keeps the labels of reduced cost up to ``delta``, and variab
 the shell costs more. Otherwise the shell is widened, at most to the answer's distance from the bound, which holds the optimum for
 certain; where its tables would grow too large, the best answer is returned with the gap that is left.
 
+*Memory.* Where the limit binds, bytes get prices (`autoshard.search.memory`), and recursive programming is asked too: of the two answers
+the faster one is returned, with the gap to the bound without prices.
+
 *Repeated layers* are folded first (`autoshard.problem.folding`): the steps are taken on a problem of a layer or two, whose optimum is an
 answer to the whole. Costs moved as they were moved there give a bound of the whole, and some more message passing raises it until it is
 within the tolerance of the answer; where it is not, the steps are taken on the whole.
@@ -27,16 +30,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
 
 from autoshard.cost.evaluate import Judgement
-from autoshard.errors import SearchLimitError
+from autoshard.errors import InfeasibleError, SearchLimitError
 from autoshard.problem import Folded, Label, Problem, Tables, folded
 from autoshard.search.elimination import Eliminator, table_cost
 from autoshard.search.memory import fastest_within
+from autoshard.search.recursive_programming import RecursiveProgramming
 from autoshard.search.reparametrisation import Passing, Reparametrisation, unfolded
 from autoshard.search.searcher import Progress, Solution, silent
 
@@ -72,6 +77,19 @@ class DynamicProgramming:
             SearchLimitError: the mesh has so many axes that the tables alone would be too large.
             InfeasibleError: nothing fits the memory limit.
         """
+        try:
+            own, binds = self._found(problem, progress)
+        except InfeasibleError:
+            return RecursiveProgramming().solve(problem, progress)
+        if binds:  # the best answers under prices need not be the best ones within a limit
+            with suppress(InfeasibleError):
+                other = RecursiveProgramming().solve(problem, progress)
+                if other.judgement.cost.objective_seconds < own.judgement.cost.objective_seconds:
+                    return replace(own, assignment=other.assignment, judgement=other.judgement)
+        return own
+
+    def _found(self, problem: Problem, progress: Progress) -> tuple[Solution, bool]:
+        """The optimum under the prices that keep it within the memory limit, and whether there had to be any."""
         started = time.perf_counter()
         small = folded(problem)
         run = _Run(self, problem if small is None else small, progress)
@@ -79,7 +97,7 @@ class DynamicProgramming:
         bound = run.bound
         if small is not None:
             judgement, labels, bound = self._unfolded(problem, small, run, judgement, small.unfold(labels))
-        return Solution(
+        solution = Solution(
             assignment=problem.assignment(labels),
             judgement=judgement,
             lower_bound_seconds=min(bound + problem.fixed_seconds(), judgement.cost.objective_seconds),
@@ -92,6 +110,8 @@ class DynamicProgramming:
                 "search_seconds": time.perf_counter() - started,
             },
         )
+        limit = problem.memory_limit_bytes
+        return solution, limit is not None and run.first.cost.peak_bytes > limit
 
     def _unfolded(
         self, problem: Problem, small: Folded, run: _Run, judgement: Judgement, labels: list[Label]

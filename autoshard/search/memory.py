@@ -1,12 +1,16 @@
 """Searching under a memory limit: bytes that are alive at the peak get a price in seconds.
 
 A Lagrange multiplier: the price is raised until the judge finds the peak below the limit, then lowered as far as it stays there. It
-reaches the convex part of the time x memory frontier.
+reaches the convex part of the time x memory frontier. What lies between is reached by repair: the answers on both sides of the limit
+differ in parts that do not touch, such as layers, and as many of these as fit are taken from the faster one; then single decisions are
+changed where that is faster and fits, or where nothing fits yet and that holds less. How many assignments are judged for it is bounded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
 
 from autoshard.cost.evaluate import Judgement
 from autoshard.errors import InfeasibleError
@@ -16,8 +20,15 @@ from autoshard.render import format_bytes
 Priced = Callable[[Mapping[int, float]], tuple[Judgement, list[Label]]]
 """Prices per value, in seconds a byte that a device holds of it, to what a search finds under them."""
 
+Found = tuple[Judgement, list[Label]]
 
-def fastest_within(problem: Problem, search: Priced, steps: int) -> tuple[Judgement, list[Label]]:
+JUDGED_OPS = 100_000  # that repair may judge: about a second
+MOST_JUDGED = 128  # assignments, of small programs
+DEAR = 100  # times the price at which bytes cost as much as seconds
+ROUNDING = 1e-9  # relative; what a change must gain
+
+
+def fastest_within(problem: Problem, search: Priced, steps: int) -> Found:
     """The answer without prices where it is within the problem's memory limit, else the fastest met that is.
 
     Args:
@@ -27,31 +38,151 @@ def fastest_within(problem: Problem, search: Priced, steps: int) -> tuple[Judgem
     Raises:
         InfeasibleError: no answer was within the limit; names the smallest peak met.
     """
-    judgement, labels = search({})
+    found = search({})
     limit = problem.memory_limit_bytes
-    if limit is None or judgement.cost.peak_bytes <= limit:
-        return judgement, labels
-    smallest = judgement.cost.peak_bytes
-    priced = set(judgement.peak.alive)
-    price = judgement.cost.objective_seconds / judgement.cost.peak_bytes
-    too_low, enough, best = 0.0, None, None
-    for _ in range(steps):
-        found, labels = search(dict.fromkeys(sorted(priced), price))
-        smallest = min(smallest, found.cost.peak_bytes)
-        if found.cost.peak_bytes <= limit:
-            if best is None or found.cost.objective_seconds < best[0].cost.objective_seconds:
-                best = (found, labels)
-            enough = price
-        else:
-            priced |= set(found.peak.alive)
-            too_low = price
-        price = price * 4 if enough is None else (too_low + enough) / 2
-        if enough is not None and enough - too_low < 0.2 * enough:
-            break
-    if best is None:
+    if limit is None or found[0].cost.peak_bytes <= limit:
+        return found
+    best, above, priced = _by_prices(problem, search, found, steps)
+    repair = _Repair(problem, limit)
+    best = repair.changed(above if best is None else repair.mixed(best, above, priced))
+    if best[0].cost.peak_bytes > limit:
+        smallest = best[0].cost.peak_bytes
         raise InfeasibleError(
             f"a strategy must fit {format_bytes(limit)} a device, and the smallest peak found on mesh {problem.mesh} is "
             f"{format_bytes(smallest)}. Use more devices, a smaller batch, rematerialisation, or a higher memory_limit_bytes.",
             smallest,
         )
     return best
+
+
+def _by_prices(problem: Problem, search: Priced, free: Found, steps: int) -> tuple[Found | None, Found, set[int]]:
+    """The fastest answer met within the limit, the one that just is not or that holds least, and the values that had a price."""
+    limit = problem.memory_limit_bytes or 0.0
+    above, best = free, None
+    priced = set(free[0].peak.alive)
+    first = price = free[0].cost.objective_seconds / free[0].cost.peak_bytes
+    too_low, enough = 0.0, None
+    for _ in range(steps):
+        judgement, labels = search(dict.fromkeys(sorted(priced), price))
+        if judgement.cost.peak_bytes <= limit:
+            if best is None or judgement.cost.objective_seconds < best[0].cost.objective_seconds:
+                best = judgement, labels
+            enough = price
+        else:
+            news = set(judgement.peak.alive) - priced
+            if enough is None and not news and labels == above[1] and price > DEAR * first:
+                break  # the very same at four times the price, where bytes decide alone: nothing is to be had for more
+            if enough is not None or judgement.cost.peak_bytes < above[0].cost.peak_bytes:
+                above = judgement, labels
+            priced |= news
+            too_low = price
+        price = price * 4 if enough is None else (too_low + enough) / 2
+        if enough is not None and enough - too_low < 0.2 * enough:
+            break
+    return best, above, priced
+
+
+class _Repair:
+    """Changes of an answer that the judge approves of, as long as it may be asked."""
+
+    def __init__(self, problem: Problem, limit: float):
+        self.problem = problem
+        self.limit = limit
+        self.left = min(MOST_JUDGED, JUDGED_OPS // len(problem.graph.walk()))
+
+    def _judged(self, labels: list[Label]) -> Found:
+        self.left -= 1
+        return self.problem.evaluate(self.problem.assignment(labels)), labels
+
+    def _better(self, found: Found, than: Found) -> bool:
+        """Whether an answer fits and is faster; of those that do not fit the smaller one is better."""
+        ours, theirs = (max(judgement.cost.peak_bytes, self.limit) for judgement, _ in (found, than))
+        if ours != theirs:
+            return ours < theirs
+        return ours <= self.limit and found[0].cost.objective_seconds < than[0].cost.objective_seconds * (1 - ROUNDING)
+
+    def mixed(self, below: Found, above: Found, priced: Iterable[int]) -> Found:
+        """The answer within the limit with what it differs in from one above it, as much as fits, most seconds a byte first."""
+        parts = self._parts(below[1], above[1], priced)
+        fits, too_many, best = 0, len(parts) + 1, below
+        while too_many - fits > 1 and self.left > 0:
+            some = (fits + too_many) // 2
+            labels = list(below[1])
+            for node in (node for part in parts[:some] for node in part):
+                labels[node] = above[1][node]
+            found = self._judged(labels)
+            if found[0].cost.peak_bytes <= self.limit:
+                fits, best = some, found if self._better(found, best) else best
+            else:
+                too_many = some
+        return best
+
+    def _parts(self, below: list[Label], above: list[Label], priced: Iterable[int]) -> list[list[int]]:
+        """The nodes in which two answers differ, in parts that no table joins; those that gain nothing are left out."""
+        differ = {node: node for node, (one, other) in enumerate(zip(below, above, strict=True)) if one != other}
+
+        def first(node: int) -> int:
+            while differ[node] != node:
+                node = differ[node]
+            return node
+
+        bytes_of = dict.fromkeys(sorted(priced), 1.0)
+        ours, theirs, charged, refunded = (
+            self.problem.tables((), labels, prices) for prices in (None, bytes_of) for labels in (below, above)
+        )
+        for i, j in ours.pairs:
+            if i in differ and j in differ:
+                differ[first(j)] = first(i)
+        gains: dict[int, float] = dict.fromkeys(map(first, differ), 0.0)
+        held = dict(gains)
+        for node in differ:
+            gain = float(ours.unary[node][0] - theirs.unary[node][0])
+            gains[first(node)] += gain
+            held[first(node)] += float(refunded.unary[node][0] - charged.unary[node][0]) + gain
+        for (i, j), table in ours.pairs.items():
+            if (node := i if i in differ else j) in differ:
+                gains[first(node)] += float(table[0, 0] - theirs.pairs[i, j][0, 0])
+        parts: dict[int, list[int]] = {part: [] for part in gains}
+        for node in differ:
+            parts[first(node)].append(node)
+        return [parts[part] for part in sorted(gains, key=lambda part: -gains[part] / max(held[part], 1.0)) if gains[part] > 0.0]
+
+    def changed(self, found: Found) -> Found:
+        """The answer after single decisions have changed, each time the most promising that the judge approves of."""
+        tried: set[tuple[int, Label]] = set()
+        while self.left > 0:
+            for node, label in self._changes(found):
+                if self.left > 0 and (node, label) not in tried:
+                    tried.add((node, label))
+                    other = self._judged([*found[1][:node], label, *found[1][node + 1 :]])
+                    if self._better(other, found):
+                        found, tried = other, set()
+                        break
+            else:
+                break
+        return found
+
+    def _changes(self, found: Found) -> list[tuple[int, Label]]:
+        """Other labels of single nodes, on one mesh axis each: where the answer fits those that gain most; else those that save bytes."""
+        judgement, labels = found
+        fits = judgement.cost.peak_bytes <= self.limit
+        bytes_of = dict.fromkeys(sorted(judgement.peak.alive), 1.0)
+        changes: list[tuple[float, int, int, int]] = []
+        offered = []
+        for axis in range(len(self.problem.mesh.axes)):
+            tables = self.problem.tables((axis,), labels)
+            charged = self.problem.tables((axis,), labels, bytes_of)
+            offered.append(tables.labels)
+            now = tables.incumbent
+            costs = list(tables.unary)
+            for (i, j), table in tables.pairs.items():
+                costs[i] = costs[i] + table[:, now[j]]
+                costs[j] = costs[j] + table[now[i]]
+            for node, cost in enumerate(costs):
+                lost = cost - cost[now[node]]
+                held = charged.unary[node] - tables.unary[node]
+                saved = held[now[node]] - held
+                ranks = lost if fits else np.where(saved > 0, lost, np.inf) / np.maximum(saved, 1.0)
+                worth = np.flatnonzero(lost < -ROUNDING * abs(cost[now[node]]) if fits else saved > 0)
+                changes += [(float(ranks[k]), node, axis, int(k)) for k in worth]
+        return [(node, offered[axis][node][k]) for _, node, axis, k in sorted(changes)]

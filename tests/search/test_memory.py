@@ -1,0 +1,86 @@
+"""Searches under a memory limit that binds, on random small programs: nothing above it, the true optimum, honest gaps."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from problems import eager_cluster, problem_of
+from small_graphs import random_small
+
+from autoshard.errors import InfeasibleError, SearchLimitError
+from autoshard.search import BruteForce, DynamicProgramming, IntegerProgramming, RecursiveProgramming
+from autoshard.search.memory import _Repair
+
+MESHES = ({"data": 4}, {"data": 2, "model": 2})
+MOST_ASSIGNMENTS = 50_000
+
+
+def limited(seed, limit=None):
+    """The problem of a random program; every fifth on a device whose fast memory holds what is short-lived."""
+    fn, args = random_small(seed)
+    cluster = eager_cluster("v5e:2x2" if seed % 5 == 0 else "a100:4")
+    return problem_of(fn, *args, mesh=MESHES[seed % 2], cluster=cluster, memory_limit_bytes=limit)
+
+
+def binding_limit(seed):
+    """A limit between the smallest peak that is found and that of the fastest assignment; None where these are one, or they are too many."""
+    try:
+        free = BruteForce(MOST_ASSIGNMENTS).solve(limited(seed)).judgement.cost
+    except SearchLimitError:
+        return None
+    with pytest.raises(InfeasibleError) as refused:
+        RecursiveProgramming().solve(limited(seed, 1.0))
+    least = refused.value.smallest_peak_bytes
+    limit = least + random.Random(seed).choice([0.0, 0.1, 0.3, 0.5, 0.7, 0.9]) * (free.peak_bytes - least)
+    return limit if limit < free.peak_bytes else None
+
+
+def check(seeds):
+    """How many of the seeds have a limit that binds; the searchers are held to brute force on each, dynamic programming to recursive."""
+    bound = 0
+    for seed in seeds:
+        if (limit := binding_limit(seed)) is None:
+            continue
+        bound += 1
+        exact = BruteForce(MOST_ASSIGNMENTS).solve(limited(seed, limit)).judgement.cost.objective_seconds
+        found = {s.name: s.solve(limited(seed, limit)) for s in (IntegerProgramming(), DynamicProgramming(), RecursiveProgramming())}
+        objectives = {name: solution.judgement.cost.objective_seconds for name, solution in found.items()}
+        for name, solution in found.items():
+            assert solution.judgement.cost.peak_bytes <= limit, (seed, name)
+            assert solution.lower_bound_seconds <= exact * (1 + 1e-9), (seed, name)
+        assert objectives["integer_programming"] == pytest.approx(exact, rel=1e-9), seed
+        assert objectives["dynamic_programming"] <= objectives["recursive_programming"] <= 1.5 * exact, seed
+    return bound
+
+
+def test_the_limit_is_a_true_constraint():
+    """Integer programming is brute force under limits that bind; the other searchers keep them, and bounds are bounds."""
+    assert check(range(0, 60)) >= 8
+
+
+@pytest.mark.slow
+def test_the_limit_is_a_true_constraint_on_many():
+    """The same on more than fifty random programs."""
+    assert check(range(60, 420)) >= 50
+
+
+def test_repair_finds_what_prices_alone_do_not(monkeypatch):
+    """The answers are never slower for having been repaired, and now and then faster."""
+    limits = {seed: limit for seed in range(0, 60) if (limit := binding_limit(seed)) is not None}
+
+    def objectives():
+        found = []
+        for seed, limit in limits.items():
+            try:
+                found.append(RecursiveProgramming().solve(limited(seed, limit)).judgement.cost.objective_seconds)
+            except InfeasibleError:
+                found.append(float("inf"))
+        return found
+
+    repaired = objectives()
+    monkeypatch.setattr(_Repair, "mixed", lambda self, below, above, priced: below)
+    monkeypatch.setattr(_Repair, "changed", lambda self, found: found)
+    by_prices = objectives()
+    assert all(ours <= theirs for ours, theirs in zip(repaired, by_prices, strict=True))
+    assert any(ours < theirs for ours, theirs in zip(repaired, by_prices, strict=True))
