@@ -196,6 +196,17 @@ def test_elementwise_chains_need_no_constraints_of_their_own():
     assert constraints(lowering(traced, replicated(traced)), jnp.ones((8, 8))) == 1
 
 
+@pytest.mark.parametrize("row", [(), (8,), (1, 8)], ids=str)
+def test_results_of_stretched_operands_are_constrained(row):
+    """XLA:TPU makes one of equal broadcasts before it propagates, so that whatever reads one could spread to all that do."""
+    traced = trace(lambda x, row: jnp.exp(x * row) * x, abstract((16, 8)), abstract(row))
+    text = jax.jit(lowering(traced, replicated(traced))).lower(jnp.ones((16, 8)), jnp.ones(row)).as_text()
+    stretched, _ = re.findall(r"(%\d+) = stablehlo.multiply", text)
+    assert f"sdy.sharding_constraint {stretched} " in text
+    exponential = re.search(r"(%\d+) = stablehlo.exponential", text)
+    assert exponential and f"sdy.sharding_constraint {exponential[1]} " not in text
+
+
 def test_captured_arrays_are_replicated():
     """An array that the function captured is constrained like any other value."""
     weight = np.ones((8, 8), np.float32)
