@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial, reduce
+from functools import cache, cached_property, partial, reduce
 from itertools import product
 from typing import Any, Protocol
 
@@ -406,10 +406,17 @@ class Problem:
                 unary[node] = charged[key][1]
 
     def _places(self, value: int) -> list[tuple[int, int]]:
-        """Where a value's bytes lie: its own slot, and its copy's."""
+        """Where a value's bytes lie: its own slot, its copy's, and that of each name under which a body reads it."""
         places = [self.nodes.home[value]] if value in self.nodes.home else []
-        if value in self.nodes.copies:
-            places.append((self.nodes.copies[value], 0))
+        return places + self._other_places.get(value, [])
+
+    @cached_property
+    def _other_places(self) -> dict[int, list[tuple[int, int]]]:
+        root, places = self.profile.fusion.root, {}
+        copied = {node: value for value, node in self.nodes.copies.items()}
+        for number, node in enumerate(self.nodes.nodes):
+            if node.leader < 0 and (number in copied or root[node.value] != node.value):
+                places.setdefault(copied.get(number, root[node.value]), []).append((number, 0))
         return places
 
     def held_bytes(self, value: int) -> tuple[int, np.ndarray] | None:

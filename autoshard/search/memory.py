@@ -61,9 +61,11 @@ def _by_prices(problem: Problem, search: Priced, free: Found, steps: int) -> tup
     above, best = free, None
     priced = set(free[0].peak.alive)
     first = price = free[0].cost.objective_seconds / free[0].cost.peak_bytes
+    shares = _shares(problem)
     too_low, enough = 0.0, None
     for _ in range(steps):
-        judgement, labels = search(dict.fromkeys(sorted(priced), price))
+        weights = shares | dict.fromkeys(sorted(priced), 1.0)
+        judgement, labels = search({value: price * weight for value, weight in weights.items()})
         if judgement.cost.peak_bytes <= limit:
             if best is None or judgement.cost.objective_seconds < best[0].cost.objective_seconds:
                 best = judgement, labels
@@ -80,6 +82,16 @@ def _by_prices(problem: Problem, search: Priced, free: Found, steps: int) -> tup
         if enough is not None and enough - too_low < 0.2 * enough:
             break
     return best, above, priced
+
+
+def _shares(problem: Problem) -> dict[int, float]:
+    """Per value that is held in memory for how much of the program it is: what its bytes weigh while no peak has been met that it is in.
+
+    Without any weight a value that was not in the way yet would be made as large as whatever saves others' bytes.
+    """
+    lives = problem.profile.lifetimes
+    shares = (lives.dies - lives.born) / max(lives.moments, 1)
+    return dict(sorted(zip(lives.values, shares.tolist(), strict=True)))
 
 
 class _Repair:
