@@ -190,9 +190,11 @@ CARD_EFFICIENCY = 0.96
 # XLA's measured products on H100 (openxla/xla, service/gpu/model/matmul_interpolator_data.h, sm_90): the smallest take 6.2 us, of which
 # their work is a fifth at most; cuBLAS's of 256**3 on A100 took 11, its launch included (triton-lang/triton issue 3551)
 GPU_KERNEL_SECONDS = 5e-6
-# Matrix products, bf16, as measured over many shapes (stas00/ml-engineering, compute/accelerator, "Maximum Achievable Matmul FLOPS
-# comparison table"): 271.2 of 312 Tflop/s on A100 SXM, 794.5 of 989 on H100 SXM ("H200 is the same"), 1745 of 2250 on B200 SXM.
-A100_EFFICIENCY, HOPPER_EFFICIENCY, B200_EFFICIENCY = 271.2 / 312, 794.5 / 989, 1745 / 2250
+# What matrix products reach in full waves, so that measured large ones (2 x 2048**3 and up, 10 and 13 of them) are neither over- nor
+# underestimated: cuBLAS, float16, A100 SXM (triton-lang/triton issue 3551), and XLA's table for H100 (as above). The best of many shapes
+# reach 271 of 312 Tflop/s on A100, 794 of 989 on H100 ("H200 is the same") and 1745 of 2250 on B200, of which nothing more is known
+# (stas00/ml-engineering, compute/accelerator, "Maximum Achievable Matmul FLOPS comparison table").
+A100_EFFICIENCY, HOPPER_EFFICIENCY, B200_EFFICIENCY = 0.83, 0.82, 1745 / 2250
 GPU_MEMORY_EFFICIENCY = 0.9  # kernels that move over 100 MB: calculon-ai/calculon, systems/a100_80g.json (Isaev et al., SC 2023)
 GPU_TILE = 64  # rows of one Hopper wgmma instruction (PTX ISA); smaller blocks leave tensor cores idle
 

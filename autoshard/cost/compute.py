@@ -242,8 +242,8 @@ class Roofline:
         One unit holds a tile of one operand, the other streams past it in rows: ``k`` and one of ``m`` and ``n`` are padded to the
         tile, the other one to a block of rows, whichever is less. On many multiprocessors blocks of the result run in waves, the last
         of which takes as long as a full one (NVIDIA, Matrix Multiplication Background, sections 3.1 and 3.2). Of cuBLAS's times for 24
-        square products on A100 (triton-lang/triton issue 3551) and XLA's for 38 on H100 (matmul_interpolator_data.h) that halves the
-        median error, from 28 % and 26 % to 12 % and 6 %.
+        square products on A100 (triton-lang/triton issue 3551) and XLA's for 38 on H100 (matmul_interpolator_data.h) that takes the
+        median error from 28 % and 26 % to 8 % and 6 %.
         """
         tile, rows = self.device.matrix_tile, min(ROWS, self.device.matrix_tile)
         if processors := self.device.processors:

@@ -14,7 +14,7 @@ network cards, and the group then gathers the shares (Megatron's scatter and gat
 
 In the model: what a stage computes and keeps in memory, tensor-parallel collectives, the gradients' all_reduce, the bubble, sends between
 stages. Not in it: stages of unequal work (every one has the embedding and the loss), sends that wait for each other, other jobs' traffic on
-the network, memory that the allocator gives back and takes again, steps in which the loss scale overflowed.
+the network, hosts that launch kernels more slowly than small ones run, memory that the allocator gives back and takes again.
 """
 
 from __future__ import annotations
