@@ -12,7 +12,7 @@ import autoshard
 from autoshard.cluster import Cluster
 from autoshard.cost.evaluate import evaluate
 from autoshard.cost.fusion import fuse
-from autoshard.cost.memory import peak_memory
+from autoshard.cost.memory import COMBINED_BYTES, peak_memory
 from autoshard.cost.model import CostModel
 from autoshard.cost.profile import profile
 from autoshard.ir import Assignment, Mesh
@@ -82,6 +82,59 @@ def test_an_epilogue_is_part_of_the_product():
         return jnp.tanh(y), jnp.exp(y)
 
     assert len(stored(block, floats(64, 64), floats(64, 64), floats(64))) == 3
+
+
+def test_scores_are_kept_in_float32():
+    """What is done to a product in float32 is stored so; a product that is only widened is stored as it is, for its readers to widen."""
+
+    def attend(q, k, v):
+        return (jax.nn.softmax((q @ k.T).astype(jnp.float32) / 8.0, axis=-1)).astype(jnp.bfloat16) @ v
+
+    def widened(q, k, v):
+        scores = (q @ k.T).astype(jnp.float32)
+        return jnp.tanh(scores), jnp.exp(scores), v
+
+    inputs = [jax.ShapeDtypeStruct((256, 64), jnp.bfloat16)] * 3
+    made = stored(jax.grad(lambda q, k, v: attend(q, k, v).sum()), *inputs)
+    assert ((256, 256), "float32") in made
+    assert ((256, 256), "bfloat16") in stored(widened, *inputs)
+
+
+def test_tiles_pad_what_is_not_handed_in():
+    """A value of 2,177 numbers a row takes as much as one of 2,184, the next multiple of 8; arguments are as large as they are."""
+
+    def held(width):
+        facts = facts_of(lambda x, w, v: jnp.sort(x @ w, axis=0) @ v, floats(2**14, 128), floats(128, width), floats(width, 128))
+        return peak(facts, "v5e:2x4") - 4 * 128 * 2 * width
+
+    assert held(2177) == held(2184) == held(2176) + 4 * 2**14 * 8
+
+
+def test_gradients_wait_for_those_that_they_are_sent_with():
+    """Of many gradients' partial sums as many are alive as one collective takes; twice the layers hold no more of them."""
+
+    def held(layers):
+        fn, args = programs.mlp(layers=layers, width=2048, batch=64)
+        found = autoshard.search(fn, *args, cluster="v5e:2x4", mesh={"data": 8}, searcher="data_parallel", donate_argnums=0)
+        return found.cost.peak_bytes - 3 * layers * 2048 * 2049 * 4
+
+    assert held(16) < held(8) + 2**25
+    assert held(16) < 2 * COMBINED_BYTES
+
+
+def test_state_lies_in_its_gradients_order_too():
+    """A weight whose gradient comes transposed is copied to be updated; one whose gradient is a sum of its own order is not."""
+
+    def transposed(w, x):
+        return w - jax.grad(lambda w: (x @ w).sum())(w)
+
+    def elementwise(w, x):
+        return w - jax.grad(lambda w: (x * w).sum())(w)
+
+    weight = floats(4096, 4096)
+    for fn, copies in ((transposed, 1), (elementwise, 0)):
+        facts = facts_of(fn, weight, weight, donate_argnums=0)
+        assert len(facts.fusion.turned) == copies
 
 
 def test_donation_never_costs_memory():
