@@ -19,7 +19,7 @@ from operator import attrgetter
 from autoshard.cost.blame import Blame
 from autoshard.cost.memory import Copy, Peak, peak_memory
 from autoshard.cost.model import CostModel
-from autoshard.cost.narrowing import NARROW_ITEMSIZE
+from autoshard.cost.narrowing import NARROW_SHARE, rounds_operands
 from autoshard.cost.partial_sums import LOOPS, Addition
 from autoshard.cost.profile import Profile
 from autoshard.cost.record import Cost
@@ -209,7 +209,8 @@ class _Judge:
                     continue
                 target = shift_layout(layout, flow.shift)
                 assert target is not None, "a stacked result keeps its leading dimension whole"
-                makers.append(self._read(flow.value, target, op.index, op.flow_trips(flow), op, partial(_held, op)))
+                rounds = len(holder.sources) == 1 and self.profile.rounded[holder.value]
+                makers.append(self._read(flow.value, target, op.index, op.flow_trips(flow), op, partial(_held, op), rounds))
             if makers:
                 found |= dict.fromkeys((holder.value, *holder.views), self._join(self._needs(makers)))
         return found
@@ -226,7 +227,8 @@ class _Judge:
             if settled[value] or layouts.get(value, self.whole) == target:
                 maker = makers.get(value)
             else:
-                maker = self._read(value, target, op.index, op.trips, op, partial(_splits, op, choice))
+                rounds = rounds_operands(self.graph, op, profile.rounded)
+                maker = self._read(value, target, op.index, op.trips, op, partial(_splits, op, choice), rounds)
             if maker is not None:
                 found.add(maker)
         if op.index in self.additions:
@@ -269,11 +271,11 @@ class _Judge:
     def _narrow(self, region: _Region, task: int, position: int) -> None:
         """Halves what is sent for a copy all of whose readers round it."""
         copy = self.copied.get(position)
-        if copy is None or copy in self.wide:
+        if copy is None or copy in self.wide or self.graph.values[copy[0]].dtype != "float32":
             return
         sent = self.sent[position]
         step = sent.step
-        nbytes = step.nbytes * NARROW_ITEMSIZE / self.graph.values[copy[0]].itemsize
+        nbytes = step.nbytes * NARROW_SHARE
         seconds = float(self.model.communication.seconds(step.kind, nbytes, step.axes))
         saved = (step.seconds - seconds) * sent.trips
         self.sent[position] = replace(sent, step=replace(step, seconds=seconds), nbytes=nbytes)
@@ -281,8 +283,10 @@ class _Judge:
         self.communication -= saved
         self.saved += saved
 
-    def _read(self, value: int, target: Layout, op: int, trips: int, source: Op | str, reason: Cause) -> _Maker | None:
-        """What makes the value in the target layout; reshards it if nobody has yet."""
+    def _read(
+        self, value: int, target: Layout, op: int, trips: int, source: Op | str, reason: Cause, rounds: bool = False
+    ) -> _Maker | None:
+        """What makes the value in the target layout for a reader that may round it; reshards it if nobody has yet."""
         own = self.assignment.layout(value)
         maker = self.makers.get(value)
         if own == target:
@@ -308,7 +312,7 @@ class _Judge:
             if (value, layout) in self.copies:
                 self.copies[value, layout] = replace(self.copies[value, layout], last=op)
             maker = self.makers[value, layout]
-        if not (op < len(self.profile.narrows) and self.profile.narrows[op]):
+        if not rounds:
             self.wide.update(((value, served), (value, target)))
         return maker
 

@@ -9,27 +9,45 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autoshard.cost.partial_sums import CARRIERS
 from autoshard.ir import Graph, Op
 
-NARROW_ITEMSIZE = 2  # bytes of a bfloat16
+NARROW_SHARE = 0.5  # of a float32's bytes
+# Rounding first gives the same. XLA's convert-mover pass lists most of them (openxla/xla, xla/hlo/transforms/simplifiers/convert_mover.cc);
+# XLA:TPU was seen to round embedding tables, too, whose rows products read.
+_REARRANGING = (
+    *("broadcast_in_dim", "concatenate", "copy", "gather", "pad", "reshape"),
+    *("select_n", "slice", "squeeze", "stack", "transpose"),
+)
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
-def narrowing_ops(graph: Graph, readers: Sequence[Sequence[int]]) -> tuple[bool, ...]:
-    """Per op whether all it does with its operands is to multiply them, rounded, or to rearrange them for ops that do.
+def rounded_values(graph: Graph, readers: Sequence[Sequence[int]]) -> tuple[bool, ...]:
+    """Per value whether all that is done with it is to multiply it, rounded, rearranged or in a loop that does.
 
     Args:
         readers: per value, the op indices that read it.
     """
     ops, returned = graph.walk(), frozenset(graph.results)
-    narrows = [False] * len(ops)
+    rounded = [False] * len(graph.values)
+
+    def rounds(op: Op, value: int) -> bool:
+        if op.bodies:
+            held = [holder for holder in op.holders if any(flow.value == value for flow in holder.sources)]
+            return all(len(holder.sources) == 1 and rounded[holder.value] for holder in held)
+        return rounds_operands(graph, op, rounded)
+
+    def settle(value: int) -> None:
+        rounded[value] = len(readers[value]) > 0 and value not in returned and all(rounds(ops[reader], value) for reader in readers[value])
+
     for op in reversed(ops):
-        if op.primitive in _PRODUCTS:
-            narrows[op.index] = _rounded(graph, op)
-        elif op.primitive in CARRIERS and (result := op.results[0]) not in returned:
-            narrows[op.index] = len(readers[result]) > 0 and all(narrows[reader] for reader in readers[result])
-    return tuple(narrows)
+        for value in (*op.results, *(made for body in op.bodies for made in body.inputs)):
+            settle(value)
+    return tuple(rounded)
+
+
+def rounds_operands(graph: Graph, op: Op, rounded: Sequence[bool]) -> bool:
+    """Whether an op without bodies multiplies its operands, rounded, or rearranges them for what does."""
+    return _rounded(graph, op) if op.primitive in _PRODUCTS else op.primitive in _REARRANGING and rounded[op.results[0]]
 
 
 def _rounded(graph: Graph, op: Op) -> bool:

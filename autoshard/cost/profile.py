@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from autoshard.cost.compute import op_flops
 from autoshard.cost.fusion import REDUCTIONS, STANDALONE, VIEWS, Fusion, fuse
 from autoshard.cost.lifetimes import Lifetimes, lifetimes
-from autoshard.cost.narrowing import narrowing_ops
+from autoshard.cost.narrowing import rounded_values
 from autoshard.cost.partial_sums import PartialSums, partial_sums
 from autoshard.ir import Graph, Op, Rule
 
@@ -35,7 +35,7 @@ class Profile:
         idle: per op index, whether it has a rule and all its results are free, so that nobody runs it.
         alike: per op index, a number that ops share whose costs are equal under every choice.
         sums: what is only added up.
-        narrows: per op index, whether it rounds its operands to bfloat16, where the device's matrix unit does.
+        rounded: per value, whether whatever reads it rounds it to bfloat16, where the device's matrix unit does.
     """
 
     graph: Graph
@@ -51,7 +51,7 @@ class Profile:
     idle: tuple[bool, ...]
     alike: tuple[int, ...]
     sums: PartialSums
-    narrows: tuple[bool, ...]
+    rounded: tuple[bool, ...]
 
     @property
     def materialised(self) -> tuple[bool, ...]:
@@ -86,7 +86,7 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...]) -> Profile:
         idle=tuple(rules[op.index] is not None and len(op.results) > 0 and all(free[value] for value in op.results) for op in graph.walk()),
         alike=_alike(graph, rules, flops, fusion.materialised, wanted, sums.accumulated),
         sums=sums,
-        narrows=narrowing_ops(graph, readers),
+        rounded=rounded_values(graph, readers),
     )
 
 

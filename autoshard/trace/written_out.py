@@ -1,10 +1,10 @@
-"""What is settled later anyway, settled before anybody reads a program: mapped loops, branches by platform, dead code, reversals of one.
+"""What is settled later anyway, settled before anybody reads a program: mapped loops, branches by platform, dead code, reversals.
 
 A loop that `jax.vmap` maps over different trip counts has a condition of many answers. It runs while any of them is true,
 and a carry whose own answer is false stays as it is. A branch by platform that is for no device, as those for kernel
 languages are, is never taken; where one branch is left it is a call. What no result needs is dropped at any depth, as compilers do,
 unread carries and slices of loops included. To reverse dimensions of size one, as the gradient of a 1 x 1 convolution does with its kernel,
-is to do nothing: the kernel, and what is gathered of it, is one.
+is to do nothing, and what is reversed twice alike is reversed once: a kernel, and what is gathered of it, is one.
 """
 
 from __future__ import annotations
@@ -35,13 +35,15 @@ def _written_out(jaxpr: Jaxpr) -> Jaxpr:
     """The same object where there is nothing to settle, as are the bodies that hold nothing."""
     live = _live(jaxpr)
     jaxpr = jaxpr if len(live.eqns) == len(jaxpr.eqns) else live
-    jaxpr = _without_reversals_of_one(jaxpr)
+    jaxpr = _without_reversals(jaxpr)
     eqns = [_equation(eqn) for eqn in jaxpr.eqns]
     return jaxpr.replace(eqns=eqns) if any(new is not old for new, old in zip(eqns, jaxpr.eqns, strict=True)) else jaxpr
 
 
-def _without_reversals_of_one(jaxpr: Jaxpr) -> Jaxpr:
+def _without_reversals(jaxpr: Jaxpr) -> Jaxpr:
+    """The same program with each reversal made once, and none of dimensions of size one."""
     same: dict[Any, Any] = {}
+    made: dict[tuple, Any] = {}
 
     def named(atoms: Sequence[Any]) -> list[Any]:
         return [atom if isinstance(atom, Literal) else same.get(atom, atom) for atom in atoms]
@@ -49,10 +51,13 @@ def _without_reversals_of_one(jaxpr: Jaxpr) -> Jaxpr:
     eqns = []
     for eqn in jaxpr.eqns:
         invars = named(eqn.invars)
-        if eqn.primitive.name == "rev" and all(invars[0].aval.shape[dim] == 1 for dim in eqn.params["dimensions"]):
-            same[eqn.outvars[0]] = invars[0]
-        else:
-            eqns.append(eqn.replace(invars=invars) if same else eqn)
+        if eqn.primitive.name == "rev" and not isinstance(invars[0], Literal):
+            reversed_dims = tuple(dim for dim in eqn.params["dimensions"] if invars[0].aval.shape[dim] > 1)
+            like = made.setdefault((invars[0], reversed_dims), eqn.outvars[0]) if reversed_dims else invars[0]
+            if like is not eqn.outvars[0]:
+                same[eqn.outvars[0]] = like
+                continue
+        eqns.append(eqn.replace(invars=invars) if same else eqn)
     return jaxpr.replace(eqns=eqns, outvars=named(jaxpr.outvars)) if same else jaxpr
 
 

@@ -30,7 +30,8 @@ W = jax.ShapeDtypeStruct((32, 16), jnp.float32)
 )
 def test_gathered_operands_of_products_are_rounded_first(program, cluster, share):
     """A float32 weight that only products of default precision read whole is sent as bfloat16 on TPUs; the objective has the plan."""
-    strategy = autoshard.evaluate(program, W, X, cluster=eager_cluster(cluster), mesh={"data": 8}, in_specs={"w": P("data"), "x": P("data")})
+    split = {"w": P("data"), "x": P("data")}
+    strategy = autoshard.evaluate(program, W, X, cluster=eager_cluster(cluster), mesh={"data": 8}, in_specs=split)
     gathers = [c for c in strategy.cost.collectives if c.kind == "all_gather" and c.bytes == 32 * 16 * 4]
     assert len(gathers) == 1
     assert sum(c.bytes for c in as_compiled(gathers)) == share * gathers[0].bytes
@@ -47,6 +48,22 @@ def test_what_others_read_too_keeps_its_bits():
         return x @ w.T, x @ seen, jnp.exp(seen)
 
     graph = trace(program, jax.ShapeDtypeStruct((16, 32), jnp.float32), X).graph
-    narrows = profile(graph, rules_of(graph)).narrows
-    found = {op.primitive: narrows[op.index] for op in graph.walk()}
-    assert found == {"reshape": False, "transpose": True, "dot_general": True, "exp": False}
+    rounded = profile(graph, rules_of(graph)).rounded
+    assert {op.primitive: rounded[op.results[0]] for op in graph.walk() if op.primitive in ("reshape", "transpose")} == {
+        "reshape": False,
+        "transpose": True,
+    }
+
+
+@pytest.mark.parametrize(("body", "share"), [(lambda x, w: jnp.tanh(x @ w), 0.5), (lambda x, w: jnp.tanh(x @ w) + w, 1.0)])
+def test_loops_that_multiply_round_what_they_read(body, share):
+    """Stacked weights that are gathered for a loop are sent as bfloat16 where its body does nothing but multiply them."""
+
+    def program(w, x):
+        return jax.lax.scan(lambda x, w: (body(x, w), None), x, w)[0]
+
+    args = jax.ShapeDtypeStruct((4, 32, 32), jnp.float32), jax.ShapeDtypeStruct((32, 32), jnp.float32)
+    cluster, split = eager_cluster(), {"w": P("data"), "x": P("data")}
+    strategy = autoshard.evaluate(program, *args, cluster=cluster, mesh={"data": 4, "model": 2}, in_specs=split)
+    (gather,) = [c for c in strategy.cost.collectives if c.tensor == "w float32[4,32,32]"]
+    assert sum(c.bytes for c in as_compiled([gather])) == share * gather.bytes
