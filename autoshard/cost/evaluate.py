@@ -17,6 +17,7 @@ from itertools import pairwise
 from operator import attrgetter
 
 from autoshard.cost.blame import Blame
+from autoshard.cost.compute import is_matrix
 from autoshard.cost.memory import Copy, Peak, peak_memory
 from autoshard.cost.model import CostModel
 from autoshard.cost.narrowing import NARROW_SHARE, rounds_operands
@@ -304,9 +305,11 @@ class _Judge:
                 if not self.profile.portable[value]:
                     done = self._compute(self.model.storing_seconds(values[value], previous, layout), trips, done)
                 self.makers[value, layout] = self._join(done)
-                if not self.profile.portable[value]:  # stored to be sent, or sliced
+                sends = any(step.kind != "slice" for step in path)
+                sliced = not sends and isinstance(source, Op) and is_matrix(source.primitive) and not self.profile.free[value]
+                if sliced or not self.profile.portable[value]:  # whole where a product reads a slice of it; stored to be sent
                     self.copies.setdefault((value, own), Copy(values[value].nbytes / shards(own, self.sizes), op, op))
-                if any(step.kind != "slice" for step in path):
+                if sends:
                     self.moved.add(value)
                     self.copies[value, layout] = Copy(values[value].nbytes / shards(layout, self.sizes), op, op)
             if (value, layout) in self.copies:

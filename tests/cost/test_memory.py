@@ -137,6 +137,21 @@ def test_state_lies_in_its_gradients_order_too():
         assert len(facts.fusion.turned) == copies
 
 
+def test_what_a_product_reads_a_slice_of_is_stored_whole():
+    """A product of outer products that it computes itself holds none; where they lie whole and it reads a part, all of them."""
+
+    def program(a, b, w):
+        return (a[:, None] * b[None, :]) @ w
+
+    facts = facts_of(program, floats(4096), floats(2048), floats(2048, 8))
+    graph = facts.graph
+    product = next(op for op in graph.walk() if op.primitive == "dot_general")
+    layouts = {graph.results[0]: (0,)}
+    alike = peak(facts, choices={product.index: ((0, -1),)}, layouts={**layouts, product.operands[0]: (0,)})
+    sliced = peak(facts, choices={product.index: ((0, -1),)}, layouts=layouts)
+    assert sliced - alike >= 4096 * 2048 * 4
+
+
 def test_donation_never_costs_memory():
     """A state that replaces its donated self takes no memory of its own."""
     fn, args = programs.mlp(layers=3, width=512, batch=256)
