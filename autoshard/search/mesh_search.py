@@ -11,10 +11,12 @@ bound, and a heuristic in the makespan that picks among their answers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from autoshard.errors import AutoshardError, InfeasibleError, ShardingError
 from autoshard.problem import Problem, folded
+from autoshard.search.baselines import DataParallel
 from autoshard.search.early import Met, watch
 from autoshard.search.reparametrisation import bound_after, reparametrise, unfolded
 from autoshard.search.searcher import Progress, Searcher, Solution, part, silent
@@ -138,12 +140,15 @@ class _Search:
         self.best = ranked if self.best is None else min(self.best, ranked, key=lambda entry: entry[:2])
 
     def end_early(self) -> None:
-        """Takes what was met for what was found."""
+        """Takes what was met for what was found; for an automatic searcher that met nothing, data parallelism."""
         for number, met in self.met.items():
             if (solution := met.solution()) is not None:
                 self._keep(number, solution)
+        if self.best is None and self.searcher.automatic:
+            with suppress(InfeasibleError, ShardingError):
+                self._keep(0, DataParallel().solve(self.problems[0]))
         self.notes = (
-            f"the search ended early, on mesh {len(self.met)} of {len(self.problems)}: this is the best strategy that it had met",
+            f"the search ended early, on mesh {max(len(self.met), 1)} of {len(self.problems)}: this is the best strategy that it had met",
         )
 
 

@@ -11,27 +11,42 @@ import pytest
 from programs import PROGRAMS
 
 import autoshard
+from autoshard.search import SEARCHERS
 
 SCRIPT = """
-import sys, autoshard
+import sys, jax, autoshard
 from programs import PROGRAMS
+from autoshard.search import SEARCHERS
 fn, args = PROGRAMS["mlp"]()
-autoshard.search(fn, *args, cluster="v5e:2x4", searcher=sys.argv[1]).save(sys.argv[2])
+asked = {"cluster": "v5e:2x4", "mesh": {"data": 4, "model": 2}}
+for name in sorted(set(SEARCHERS) - {"brute_force"}):
+    pins = {"batch*": jax.sharding.PartitionSpec("data")} if name in ("sharding_propagation", "manual") else None
+    found = autoshard.search(fn, *args, searcher=name, pins=pins, **asked)
+    found.save(f"{sys.argv[1]}/{name}.json")
+    if name in ("auto", "dynamic_programming", "recursive_programming"):
+        limited = autoshard.search(fn, *args, searcher=name, memory_limit_bytes=0.97 * found.cost.peak_bytes, **asked)
+        limited.save(f"{sys.argv[1]}/{name}_limited.json")
+for number, strategy in enumerate(autoshard.frontier(fn, *args, **asked)):
+    strategy.save(f"{sys.argv[1]}/frontier_{number}.json")
 """
 
 
-@pytest.mark.parametrize("searcher", ["dynamic_programming", "recursive_programming", "integer_programming"])
-def test_files_do_not_depend_on_the_hash_seed(searcher, tmp_path):
-    """Files of two processes with different hash seeds are equal, but for what was timed and when."""
+def test_files_do_not_depend_on_the_hash_seed(tmp_path):
+    """Files of two processes with different hash seeds are equal, but for what was timed and when: every searcher, limits, frontiers."""
     found = []
     for seed in ("1", "2"):
-        path = tmp_path / f"{seed}.json"
+        folder = tmp_path / seed
+        folder.mkdir()
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
-        subprocess.run([sys.executable, "-c", SCRIPT, searcher, path], env=environment, check=True)
-        entry = json.loads(path.read_text())
-        entry["stats"] = {key: value for key, value in entry["stats"].items() if not key.endswith("_seconds")}
-        entry.pop("provenance", None)
-        found.append(json.dumps(entry))
+        subprocess.run([sys.executable, "-c", SCRIPT, folder], env=environment, check=True)
+        entries = {}
+        for path in sorted(folder.iterdir()):
+            entry = json.loads(path.read_text())
+            entry["stats"] = {key: value for key, value in entry["stats"].items() if not key.endswith("_seconds")}
+            entry.pop("provenance", None)
+            entries[path.name] = json.dumps(entry)
+        found.append(entries)
+    assert len(found[0]) >= len(SEARCHERS) + 3
     assert found[0] == found[1]
 
 

@@ -1,0 +1,73 @@
+"""A search that ends early returns the best it met, within the memory limit and with its gap."""
+
+from __future__ import annotations
+
+import pytest
+from programs import PROGRAMS
+
+import autoshard
+from autoshard.errors import SearcherError, SearchLimitError
+
+OPTIONS = {"cluster": "v5e:2x4", "searcher": "auto"}
+
+
+def interrupting(after):
+    """A progress callback that is an impatient user's Ctrl-C."""
+    calls = []
+
+    def progress(what, fraction):
+        calls.append(what)
+        if len(calls) == after:
+            raise KeyboardInterrupt
+
+    return progress
+
+
+@pytest.mark.parametrize("after", [2, 20, 60])
+@pytest.mark.parametrize("searcher", ["recursive_programming", "dynamic_programming", "auto"])
+def test_ctrl_c_returns_the_best_met_so_far(searcher, after):
+    """It is costed as always, within the limit, no better than the whole search's answer, and says what it is."""
+    fn, args = PROGRAMS["mlp"]()
+    whole = autoshard.search(fn, *args, cluster="v5e:2x4", searcher=searcher)
+    found = autoshard.search(fn, *args, cluster="v5e:2x4", searcher=searcher, interruptible=True, progress=interrupting(after))
+    assert found.cost.makespan_seconds >= whole.cost.makespan_seconds
+    assert 0 < found.lower_bound_seconds <= found.cost.objective_seconds
+    if found.notes:  # else it was done before
+        assert any("ended early" in note for note in found.notes)
+
+
+def test_without_being_asked_ctrl_c_stops():
+    """An interrupt comes out as such."""
+    fn, args = PROGRAMS["mlp"]()
+    with pytest.raises(KeyboardInterrupt):
+        autoshard.search(fn, *args, progress=interrupting(3), **OPTIONS)
+
+
+def test_the_time_limit_ends_a_search():
+    """With hardly any time there is a strategy within the memory limit all the same; where nothing fits, the error says what to do."""
+    fn, args = PROGRAMS["gpt"]()
+    found = autoshard.search(fn, *args, time_limit_seconds=1e-6, **OPTIONS)
+    assert found.cost.makespan_seconds > 0
+    with pytest.raises(SearchLimitError, match=r"1e-06 s.*longer time_limit_seconds"):
+        autoshard.search(fn, *args, time_limit_seconds=1e-6, memory_limit_bytes=10.0, **OPTIONS)
+    with pytest.raises(SearcherError, match="positive number of seconds"):
+        autoshard.search(fn, *args, time_limit_seconds=0, **OPTIONS)
+
+
+def test_a_frontier_ends_early_too():
+    """What was met by then makes the front."""
+    fn, args = PROGRAMS["mlp"]()
+    found = autoshard.frontier(fn, *args, cluster="v5e:2x4", interruptible=True, progress=interrupting(12))
+    assert len(found) >= 1
+    with pytest.raises(KeyboardInterrupt):
+        autoshard.frontier(fn, *args, cluster="v5e:2x4", progress=interrupting(12))
+
+
+@pytest.mark.parametrize("ask", [autoshard.search, autoshard.frontier])
+def test_progress_never_leaves_its_bar(ask):
+    """All fractions are between nothing and everything, and the last quarter is reached."""
+    fn, args = PROGRAMS["mlp"]()
+    fractions = []
+    ask(fn, *args, cluster="v5e:2x4", progress=lambda what, fraction: fractions.append(fraction))
+    assert all(0 <= fraction <= 1 for fraction in fractions)
+    assert max(fractions) > 0.5
