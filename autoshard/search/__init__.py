@@ -47,15 +47,27 @@ def searcher_of(searcher: str | Searcher) -> Searcher:
 
 
 def solve(searcher: Searcher, problem, progress: Progress = silent) -> Solution:
-    """What the searcher finds; for an automatic one never worse, by the judge, than data parallel within the memory limit."""
-    baseline = None
-    if searcher.automatic:
-        with suppress(InfeasibleError):
-            baseline = DataParallel().solve(problem)  # first, so that a search that ends early has an answer
-    solution = searcher.solve(problem, progress)
+    """What the searcher finds; for an automatic one never worse, by the judge, than a baseline that fits the memory limit.
+
+    The baseline is data parallelism, or where that does not fit fully sharded data parallelism.
+    """
+    baseline = _baseline(problem) if searcher.automatic else None  # first, so that a search that ends early has an answer
+    try:
+        solution = searcher.solve(problem, progress)
+    except InfeasibleError:
+        if baseline is None:
+            raise
+        return baseline
     if baseline is None or solution.judgement.cost.makespan_seconds <= baseline.judgement.cost.makespan_seconds:
         return solution
     return baseline
+
+
+def _baseline(problem) -> Solution | None:
+    for searcher in (DataParallel(), FullySharded(stage=3)):
+        with suppress(InfeasibleError):
+            return searcher.solve(problem)
+    return None
 
 
 __all__ = [

@@ -89,7 +89,7 @@ class DynamicProgramming:
         return own
 
     def _found(self, problem: Problem, progress: Progress) -> tuple[Solution, bool]:
-        """The optimum under the prices that keep it within the memory limit, and whether there had to be any."""
+        """The optimum under the prices that keep it within the memory limit, and whether there had to be any and nothing is folded."""
         started = time.perf_counter()
         small = folded(problem)
         run = _Run(self, problem if small is None else small, progress)
@@ -111,7 +111,7 @@ class DynamicProgramming:
             },
         )
         limit = problem.memory_limit_bytes
-        return solution, limit is not None and run.first.cost.peak_bytes > limit
+        return solution, small is None and limit is not None and run.first.cost.peak_bytes > limit
 
     def _unfolded(
         self, problem: Problem, small: Folded, run: _Run, judgement: Judgement, labels: list[Label]

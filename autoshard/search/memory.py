@@ -8,6 +8,7 @@ changed where that is faster and fits, or where nothing fits yet and that holds 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
@@ -78,7 +79,7 @@ def _by_prices(problem: Problem, search: Priced, free: Found, steps: int) -> tup
                 above = judgement, labels
             priced |= news
             too_low = price
-        price = price * 4 if enough is None else (too_low + enough) / 2
+        price = price * 4 if enough is None else math.sqrt(too_low * enough) if too_low else price / 4
         if enough is not None and enough - too_low < 0.2 * enough:
             break
     return best, above, priced
