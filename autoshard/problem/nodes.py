@@ -24,7 +24,8 @@ class Node:
     """One decision.
 
     Attributes:
-        head: what its labels are: ``("op", signature number)`` or ``("layout", shape, itemsize, is_argument)``.
+        head: what its labels are: ``("op", signature number)`` or ``("layout", shape, itemsize, held)``; held are arguments and what a
+            loop holds, but no copies.
         leader: the op index of an op node, else -1.
         value: the value of a layout node, else -1.
         slots: how each slot follows from the label: ``("operand", j)``, ``("result", k)``, ``("layout",)``, or from another slot:
@@ -107,7 +108,6 @@ class _Builder:
     def __init__(self, profile: Profile, pins: Mapping[int, Pin]):
         self.profile = profile
         self.values = profile.graph.values
-        self.arguments = frozenset(profile.graph.arguments)
         self.pins = pins
         self.nodes: list[Node] = []
         self.signatures: list[Signature] = []
@@ -119,13 +119,13 @@ class _Builder:
         """Puts a value, and the views of it, into a layout node of their own."""
         if self.values[value].rank == 0 or value in self.home:
             return
-        node = self._layout_node(value, value in self.arguments)
+        node = self._layout_node(value, True)
         self._add(node, value, node.slot(("layout",)))
         for view in views:
             self.home[view] = self.home[value]
 
-    def _layout_node(self, value: int, argument: bool) -> Node:
-        return Node(("layout", self.values[value].shape, self.values[value].itemsize, argument), value=value)
+    def _layout_node(self, value: int, held: bool) -> Node:
+        return Node(("layout", self.values[value].shape, self.values[value].itemsize, held), value=value)
 
     def _add(self, node: Node, value: int, slot: int) -> None:
         self.nodes.append(node)

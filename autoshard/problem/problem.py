@@ -41,7 +41,8 @@ from autoshard.problem.nodes import Edge, Node, Nodes, Pin, build_nodes
 Label = tuple[Any, ...]
 """A `Choice` for an op node, a `Layout` for a layout node."""
 
-# Of equally fast layouts an argument takes the one of fewest bytes a device; below any rounding of the objective.
+# Of equally fast layouts an argument takes the one of fewest bytes a device, and so does what a loop holds, such as a mask that is made of
+# constants outside it: none is sent however it lies, but each device makes its part. Below any rounding of the objective.
 TIE_SECONDS_PER_BYTE = 1e-20
 
 
@@ -346,9 +347,9 @@ class Problem:
 
     def _leader_cost(self, node: Node, labels: list[Label]) -> np.ndarray:
         if node.leader < 0:
-            _, shape, itemsize, argument = node.head
+            _, shape, itemsize, kept = node.head
             held = np.array([Value(shape, "", itemsize).nbytes / shards(label, self.mesh.sizes) for label in labels])
-            return TIE_SECONDS_PER_BYTE * held if argument else np.zeros(len(labels))
+            return TIE_SECONDS_PER_BYTE * held if kept else np.zeros(len(labels))
         signature = self.nodes.signatures[node.head[1]]
         op = self.graph.walk()[signature.op]
         return signature.trips * np.array(
