@@ -48,3 +48,32 @@ def test_published_runs_are_read_and_predicted(tmp_path, monkeypatch):
     table.write_text(head + "\n".join(rows), encoding="utf-8")
     one, longer, shorter = (predicted(run) for run in read(table))
     assert 0 < shorter < one < longer
+
+
+def test_a_ranking_that_was_interrupted_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    """Nothing that was compiled is compiled again, progress never goes back, and every strategy gets its rank."""
+    monkeypatch.syspath_prepend(ROOT)
+    from autoshard.verify import Ahead
+    from benchmarks import models
+    from benchmarks.cost_model import compiled, ranking
+
+    asked = []
+
+    def compile_ahead(lowered, mesh, topology, cycles):
+        asked.append(lowered)
+        if len(asked) == 4:
+            raise KeyboardInterrupt
+        pairs = ",".join(f"{{{k},{(k + 1) % 8}}}" for k in range(8))
+        return Ahead(SCHEDULE.replace("CYCLES", str(len(asked))).replace("PAIRS", pairs), 0.0, 0.0, None, True, 0.0)
+
+    monkeypatch.setenv("AUTOSHARD_BENCHMARK_KEEP", str(tmp_path))
+    monkeypatch.setattr(compiled, "compile_ahead", compile_ahead)
+    small = lambda: models.gpt(1, width=64, heads=8, vocabulary=64, batch=8, length=16)  # noqa: E731
+    monkeypatch.setattr(ranking, "PROGRAMS", {"gpt": small})
+    told: list[float] = []
+    with pytest.raises(KeyboardInterrupt):
+        ranking.run(True, lambda what, fraction: told.append(fraction))
+    assert told == sorted(told)
+    found = ranking.run(True, lambda what, fraction: told.append(fraction))
+    assert len(found.numbers["gpt"]) >= 12
+    assert len(asked) == 1 + len(list(tmp_path.iterdir())), "the interrupted one was asked for again, the others were not"
