@@ -44,29 +44,30 @@ class Auto:
     members: tuple[Searcher, ...] = MEMBERS
 
     def solve(self, problem: Problem, progress: Progress = silent) -> Solution:
-        """The member's answer of least makespan.
+        """The member's answer of least makespan; its notes say whose it is, and which members met their limits.
 
         Raises:
             InfeasibleError: no member's answer fits the memory limit; names the smallest peak found.
         """
         started = time.perf_counter()
-        found: list[Solution] = []
+        found: list[tuple[Solution, Searcher]] = []
         refused: list[InfeasibleError] = []
         too_large: list[SearchLimitError] = []
         for number, member in enumerate(self.members):
             progress(member.name, number / len(self.members))
             try:
-                found.append(member.solve(problem, part(progress, number / len(self.members), 1 / len(self.members))))
+                found.append((member.solve(problem, part(progress, number / len(self.members), 1 / len(self.members))), member))
             except SearchLimitError as error:
                 too_large.append(error)
             except InfeasibleError as error:
                 refused.append(error)
         if not found:
             raise min(refused, key=lambda error: error.smallest_peak_bytes or float("inf")) if refused else too_large[0]
-        best = min(found, key=lambda solution: solution.judgement.cost.makespan_seconds)
-        bound = max(solution.lower_bound_seconds for solution in found)
+        best, finder = min(found, key=lambda answer: answer[0].judgement.cost.makespan_seconds)
+        bound = max(solution.lower_bound_seconds for solution, _ in found)
         return replace(
             best,
             lower_bound_seconds=min(bound, best.judgement.cost.objective_seconds),
+            notes=(f"found by {finder.name}, the fastest of {len(found)} that auto asked", *best.notes, *map(str, too_large)),
             stats={**best.stats, "members": len(found), "search_seconds": time.perf_counter() - started},
         )

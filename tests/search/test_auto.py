@@ -7,7 +7,7 @@ from problems import problem_of
 from programs import PROGRAMS
 
 from autoshard.errors import InfeasibleError, SearchLimitError
-from autoshard.search import Auto, DataParallel, RecursiveProgramming
+from autoshard.search import Auto, DataParallel, DynamicProgramming, RecursiveProgramming
 from autoshard.search.auto import MEMBERS
 
 
@@ -35,7 +35,9 @@ def test_members_may_refuse():
     """What one member cannot do another does; where none can, the smallest peak is named."""
     fn, args = PROGRAMS["mlp"]()
     problem = problem_of(fn, *args)
-    assert Auto(members=(Refusing(), RecursiveProgramming())).solve(problem).stats["members"] == 1
+    alone = Auto(members=(Refusing(), RecursiveProgramming())).solve(problem)
+    assert alone.stats["members"] == 1
+    assert alone.notes == ("found by recursive_programming, the fastest of 1 that auto asked", "too large")
     with pytest.raises(InfeasibleError, match="smallest peak"):
         Auto().solve(problem_of(fn, *args, memory_limit_bytes=1000.0))
 
@@ -45,3 +47,16 @@ def test_a_portfolio_of_one_that_refuses_passes_its_reason_on():
     fn, args = PROGRAMS["mlp"]()
     with pytest.raises(SearchLimitError, match="too large"):
         Auto(members=(Refusing(),)).solve(problem_of(fn, *args))
+
+
+def test_a_mesh_of_many_axes_is_searched_without_being_asked():
+    """What dynamic programming's error would have the user do, auto does: another searcher answers, and a note has the error."""
+    fn, args = PROGRAMS["mlp"]()
+    problem = problem_of(fn, *args, mesh={"a": 2, "b": 2, "c": 2})
+    small = DynamicProgramming(max_problem_entries=1000)
+    with pytest.raises(SearchLimitError, match="recursive_programming"):
+        small.solve(problem)
+    others = tuple(member for member in MEMBERS if not isinstance(member, DynamicProgramming))
+    found = Auto((small, *others)).solve(problem)
+    assert "dynamic programming keeps all axes' tables" in found.notes[-1]
+    assert found.judgement.cost.makespan_seconds == min(one.solve(problem).judgement.cost.makespan_seconds for one in others)
