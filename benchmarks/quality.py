@@ -190,7 +190,7 @@ def measured(plan: Plan, cluster: Cluster, compiles: bool) -> Found:
         ahead = compiled_ahead(plan.lowered(), record.mesh, cluster.name, cycles=True)
         fits, needed = ahead.fits, ahead.needed_bytes
         if fits:
-            seconds = scheduled_seconds(ahead.hlo, record.mesh, Communication(cluster.links(record.mesh)))
+            seconds = scheduled_seconds(ahead.hlo, record.mesh, Communication(cluster.links(record.mesh)), cluster.device.clock_hertz)
     return Found(plan.kind, plan.expert, str(record.mesh), cost.makespan_seconds, cost.peak_bytes, seconds, needed, fits)
 
 
@@ -279,6 +279,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except AutoshardError as error:
             print(error, file=sys.stderr)
             return 1
+        except KeyboardInterrupt:  # what is done is shown, and --keep has it
+            print(f"interrupted after {len(results)} of {len(programs) * len(clusters)} comparisons", file=sys.stderr)
     every = [ratio for found in results.values() for ratio in ratios(found).values()]
     if options.json:
         rows = [{"program": name, "cluster": cluster, **asdict(one)} for (name, cluster), found in results.items() for one in found]

@@ -96,7 +96,7 @@ def _misplaced(found: list[tuple[str, float, float]]) -> list[str]:
 # -- what the compiler scheduled -----------------------------------------------------------------------------------------
 
 
-def scheduled_seconds(hlo_text: str, mesh: Mesh, communication: Communication) -> float:
+def scheduled_seconds(hlo_text: str, mesh: Mesh, communication: Communication, clock_hertz: float = CLOCK) -> float:
     """The time of a compiled module's schedule: its instructions in order, and collectives that are under way while others run."""
     module = Module(hlo_text)
 
@@ -119,7 +119,7 @@ def scheduled_seconds(hlo_text: str, mesh: Mesh, communication: Communication) -
             elif started:
                 now = wires = max(now, wires) + seconds(started)
             if cycles:
-                now += int(cycles[1]) / CLOCK
+                now += int(cycles[1]) / clock_hertz
             elif instruction.opcode != "fusion":
                 now += sum(times * walk(callee) for callee, times in module.called(instruction))
         return max(now, wires)
