@@ -27,8 +27,8 @@ from autoshard.errors import SearchLimitError
 Pairs = Mapping[tuple[int, int], np.ndarray]
 
 KEPT_ENTRIES = 1 << 22  # of the tables that are remembered: 32 MiB
-DEAR_ENTRIES = 1e6  # of all tables together, from which on another order is tried: 5 ms of adding, what a plan of 200 variables takes
 PLANNING_ENTRIES = 1 << 12  # a variable; adding them up takes as long as planning its elimination does (20 us, 5 ns an entry)
+DEAR_ENTRIES = 2 * PLANNING_ENTRIES  # a variable; an order by fill takes twice as long to find as one by weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class Eliminator:
         """The order by weights, or that by fill where the former is dear and the latter better."""
         try:
             plan = _Planner(pairs, sizes, self._joins).plan(self.max_entries, False)
-            if plan.entries <= DEAR_ENTRIES:
+            if plan.entries <= DEAR_ENTRIES * len(sizes):
                 return plan
             failure = None
         except SearchLimitError as error:
