@@ -21,9 +21,11 @@ from autoshard.ir import Mesh
 from autoshard.lower import jax_mesh
 from autoshard.verify import Ahead, compile_ahead
 from benchmarks.models import MODELS, gpt, lstm, moe, resnet, unet
+from benchmarks.unseen_models import UNSEEN
 
 MESHES = {"v5e:2x4": {"data": 2, "model": 4}, "v5e:4x4": {"data": 4, "model": 4}, "cpu:8": {"data": 2, "model": 4}}
 HOW = ("data_parallel", "fully_sharded", "tensor_parallel", "recursive_programming")
+HOW_UNSEEN = ("data_parallel", "fully_sharded", "recursive_programming")  # nobody wrote those models' tensor parallelism by hand
 FAMILIES = ("gpt", "moe", "resnet", "unet", "lstm")
 NO_LIMIT = 1e15  # bytes: what is compared here is what a strategy does, whether it fits or not
 # For XLA:CPU, which moves bfloat16 as float32: float32, and small, since it compiles every matrix product itself.
@@ -53,20 +55,26 @@ class Case:
 
 
 def cases(quick: bool) -> Iterator[Case]:
-    """Every family under every strategy, on two slices and on CPU devices; quick: two families on the smaller slice and the CPU."""
+    """Every family under every strategy, on two slices and on CPU devices; quick: two families on the smaller slice and the CPU.
+
+    What nothing was designed on comes last, on the smaller slice; quick: none of it.
+    """
     for cluster in ("v5e:2x4", "cpu:8") if quick else tuple(MESHES):
         for model in ("gpt", "resnet") if quick else FAMILIES:
             for how in HOW:
                 yield case(model, how, cluster)
+    for model in () if quick else UNSEEN:
+        for how in HOW_UNSEEN:
+            yield case(model, how, "v5e:2x4")
 
 
 def n_cases(quick: bool) -> int:
-    return len(HOW) * (2 * 2 if quick else len(MESHES) * len(FAMILIES))
+    return len(HOW) * 2 * 2 if quick else len(HOW) * len(MESHES) * len(FAMILIES) + len(HOW_UNSEEN) * len(UNSEEN)
 
 
 def case(model: str, how: str, cluster: str) -> Case:
-    """A model of `MODELS` under data parallelism, fully sharded, its hand-written tensor parallelism, or a searcher's strategy."""
-    function, args = (SMALL if cluster.startswith("cpu") else {name: entry.make for name, entry in MODELS.items()})[model]()
+    """A model under data parallelism, fully sharded, its hand-written tensor parallelism, or a searcher's strategy."""
+    function, args = (SMALL if cluster.startswith("cpu") else UNSEEN | {name: entry.make for name, entry in MODELS.items()})[model]()
     common: dict[str, Any] = {"cluster": cluster, "donate_argnums": 0}
     if how == "tensor_parallel":
         found = autoshard.evaluate(function, *args, mesh=MESHES[cluster], in_specs=MODELS[model].tensor_parallel, **common)
