@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from problems import eager_cluster
 from programs import concrete, mlp
+from strategy_records import EXAMPLE
 
 import autoshard
+from autoshard.api.verification import expected
 from autoshard.errors import StrategyError
-from autoshard.ir import Mesh
+from autoshard.ir import Collective, Mesh
 from autoshard.verify import Ahead, Row
 
 MESH = {"x": 2, "y": 4}
@@ -144,3 +146,16 @@ def test_the_tpu_compiler_makes_what_was_predicted(program):
     fn, args, strategy = program
     found = autoshard.verify(strategy, fn, *args, target="tpu")
     assert found.fits and found.flops_ratio == pytest.approx(1, abs=0.01) and found.actual_peak_bytes
+
+
+def test_only_the_strategys_own_compiler_is_expected_to_rewrite_its_plan():
+    """What the cluster's compiler makes of a collective counts for that target; the partitioner and other compilers have the plan."""
+    made = Collective("all_reduce", ("data",), 4096.0, 1)
+    planned = Collective("all_reduce", ("data",), 4096.0, 8, compiled=(made,))
+    cost = replace(EXAMPLE.cost, collectives=(planned,))
+    for cluster, target, found in (
+        *(("v5e:2x4", "tpu", made), ("v5e:2x4", "shardy", planned), ("v5e:2x4", "cpu", planned)),
+        *(("h100:8", "gpu", made), ("h100:8", "shardy", planned)),
+    ):
+        record = replace(EXAMPLE, cost=cost, cluster=autoshard.Cluster.parse(cluster).to_dict())
+        assert expected(record, target) == (found,)
