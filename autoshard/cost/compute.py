@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 
 import numpy as np
 
@@ -248,7 +248,7 @@ class Roofline:
         tile, rows = self.device.matrix_tile, min(ROWS, self.device.matrix_tile)
         if processors := self.device.processors:
             blocks = [(batch * _parts(m, high) * _parts(n, wide), high * wide) for high, wide in BLOCKS]
-            area = np.min([_pad(count, processors) * size for count, size in blocks], axis=0)
+            area = reduce(np.minimum, (_pad(count, processors) * size for count, size in blocks))
         else:
             area = batch * np.minimum(_pad(m, rows) * _pad(n, tile), _pad(m, tile) * _pad(n, rows))
         return self.seconds(True, 2 * area * _pad(k, tile), dtype, nbytes)

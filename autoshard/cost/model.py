@@ -177,7 +177,7 @@ class CostModel:
         value = profile.graph.values[op.results[result]]
         steps = reduction_steps(self.mesh, self.communication, value.shape, value.itemsize, computed_layout(rule, choice, result), left)
         trips = profile.sums.accumulated[op.index]
-        if trips == 1 or not self.cluster.adds_first or len(steps) > 1 or steps[0].kind != "all_reduce":
+        if trips == 1 or not self.cluster.adds_first or len(steps) != 1 or steps[0].kind != "all_reduce":
             return steps
         return (replace(steps[0], seconds=steps[0].seconds / trips, trips=trips),)
 
