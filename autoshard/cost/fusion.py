@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
 from autoshard.cost.compute import is_matrix
-from autoshard.ir import Body, Graph, Op
+from autoshard.ir import Body, Graph, Op, Value
 
 VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "sharding_constraint", "optimization_barrier", "copy", "copy_p"})
 REDUCTIONS = frozenset({
@@ -236,8 +236,8 @@ class _Fuser:
             elif op.primitive in STANDALONE and not _is_one_hot(op, self.values):
                 for value in op.results:
                     self._store(value)
-                if not is_matrix(op.primitive):
-                    for value in op.operands:
+                for value in op.operands:
+                    if not is_matrix(op.primitive) or _is_window(op, value, self.values):
                         self._store(value)
             elif op.primitive in REDUCTIONS:
                 for value in op.results:
@@ -474,6 +474,18 @@ def _narrow(graph: Graph, root: Sequence[int]) -> list[bool]:
                     changed = changed or not wide[value]
                     wide[value] = True
     return [values[value].dtype == "float32" and not wide[value] for value in range(len(values))]
+
+
+def _is_window(op: Op, value: int, values: Sequence[Value]) -> bool:
+    """Whether a batched product's operand has several free dimensions, or several contracted ones: the kernel reads it in windows.
+
+    Its elements are in memory then, not computed on the way (seen of experts' activations, and of grouped queries' attention weights).
+    """
+    if op.primitive != "dot_general":
+        return False
+    _, batch = op.params["dimension_numbers"]
+    side = op.operands.index(value)
+    return len(batch[side]) > 0 and values[value].rank - len(batch[side]) > 2
 
 
 def _turns(op: Op) -> bool:

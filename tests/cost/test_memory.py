@@ -100,6 +100,20 @@ def test_scores_are_kept_in_float32():
     assert ((256, 256), "bfloat16") in stored(widened, *inputs)
 
 
+def test_batched_products_with_several_free_dimensions_read_what_is_stored():
+    """An expert's activation on two dimensions of tokens is stored for its product; on one the product computes it."""
+
+    def experts(tokens):
+        def program(x, w):
+            return jnp.einsum(f"{tokens}ef,efd->{tokens}ed", jnp.tanh(x), w)
+
+        shape = (32, 16) if len(tokens) == 2 else (512,)
+        return stored(program, floats(*shape, 4, 64), floats(4, 64, 32))
+
+    assert ((32, 16, 4, 64), "float32") in experts("bc")
+    assert ((512, 4, 64), "float32") not in experts("c")
+
+
 def test_tiles_pad_what_is_not_handed_in():
     """A value of 2,177 numbers a row takes as much as one of 2,184, the next multiple of 8; arguments are as large as they are."""
 
@@ -231,8 +245,11 @@ RECORDED = (
     (lambda: programs.lstm(1024, 512, 128), {"data": 2, "model": 4}, "data_parallel", 3.590e9),
     (lambda: models.gpt(4, batch=64), {"data": 2, "model": 4}, "fully_sharded", 3.554e9),
     (lambda: models.gpt_scan(), {"data": 2, "model": 4}, "fully_sharded", 11.930e9),
+    (lambda: models.moe(), {"data": 2, "model": 4}, "fully_sharded", 3.245e9),
     (lambda: models.resnet(), {"data": 4, "model": 2}, "data_parallel", 1.658e9),
+    (lambda: models.resnet(), {"data": 4, "model": 2}, "fully_sharded", 1.852e9),
     (lambda: models.unet(), {"data": 4, "model": 2}, "data_parallel", 2.547e9),
+    (lambda: models.unet(), {"data": 4, "model": 2}, "fully_sharded", 2.872e9),
 )
 
 
