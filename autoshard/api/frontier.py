@@ -113,10 +113,10 @@ def frontier(
 ) -> Frontier:
     """The Pareto front of step time against peak memory: what the searcher finds under ever smaller limits, and the baselines.
 
-    On every mesh the searcher and the baselines are asked without a limit, then the searcher for less than there can be, which makes it
-    try all its memory prices. Limits in equal ratios from the fastest answer's peak down to the smallest are then asked for where nothing
-    was met between them, on the meshes that are best around. Every assignment that is judged on the way counts; the program is traced once,
-    and each mesh's tables are made once. Heuristic: prices alone reach the convex part of the front.
+    On every mesh the searcher and the baselines are asked without a limit, then, on meshes of which the front has something, the searcher
+    for less than there can be, which makes it try all its memory prices. Limits in equal ratios from the fastest answer's peak down to the
+    smallest are then asked for where nothing was met between them, on the meshes that are best around. Every assignment that is judged on
+    the way counts; the program is traced once, and each mesh's tables are made once. Heuristic.
 
     Args:
         fn, args, cluster, searcher, mesh, pins, donate_argnums, progress: as for `search`.
@@ -163,21 +163,24 @@ class _Search:
         prepared, failure = self.prepared, None
         n = len(prepared.meshes)
         for number, candidate in enumerate(prepared.meshes):
-            self.progress(f"mesh {candidate}", number / n / 2)
-            asked = [(self.searcher, None), *((baseline, None) for baseline in BASELINES), (self.searcher, 1.0)]
+            self.progress(f"mesh {candidate}", number / n / 3)
             try:
                 self.problems[candidate] = prepared.problem(candidate, None, like=next(iter(self.problems.values()), None))
-                for done, (searcher, limit) in enumerate(asked):
-                    share = 1 / n / len(asked) / 2
-                    self._ask(self.problems[candidate], searcher, limit, part(self.progress, number / n / 2 + done * share, share))
+                for done, searcher in enumerate((self.searcher, *BASELINES)):
+                    share = 1 / n / (1 + len(BASELINES)) / 3
+                    self._ask(self.problems[candidate], searcher, None, part(self.progress, number / n / 3 + done * share, share))
             except ShardingError as error:  # pins do not divide on this mesh
                 failure = error
         if not self.front:
             assert failure is not None
             raise failure
+        promising = list(dict.fromkeys(point.mesh for point in self.front))
+        for number, candidate in enumerate(promising):
+            share = 1 / len(promising) / 3
+            self._ask(self.problems[candidate], self.searcher, 1.0, part(self.progress, 1 / 3 + number * share, share))
         limits = _limits(self.front, prepared.limit, points)
         for number, (lower, limit) in enumerate(pairwise(limits)):
-            before, share = (1 + number / len(limits)) / 2, 1 / len(limits) / 2
+            before, share = (2 + number / len(limits)) / 3, 1 / len(limits) / 3
             self.progress(f"at most {format_bytes(limit)}", before)
             if not any(lower < point.cost[0] <= limit for point in self.front):
                 for candidate in dict.fromkeys(point.mesh for point in _around(self.front, limit)):

@@ -26,11 +26,11 @@ def interrupting(after):
 @pytest.mark.parametrize("after", [2, 20, 60])
 @pytest.mark.parametrize("searcher", ["recursive_programming", "dynamic_programming", "auto"])
 def test_ctrl_c_returns_the_best_met_so_far(searcher, after):
-    """It is costed as always, within the limit, no better than the whole search's answer, and says what it is."""
+    """It is bounded as always, no slower than data parallelism, and says what it is."""
     fn, args = PROGRAMS["mlp"]()
-    whole = autoshard.search(fn, *args, cluster="v5e:2x4", searcher=searcher)
+    baseline = autoshard.search(fn, *args, cluster="v5e:2x4", searcher="data_parallel", mesh={"data": 8})
     found = autoshard.search(fn, *args, cluster="v5e:2x4", searcher=searcher, interruptible=True, progress=interrupting(after))
-    assert found.cost.makespan_seconds >= whole.cost.makespan_seconds
+    assert found.cost.makespan_seconds <= baseline.cost.makespan_seconds * (1 + 1e-9)
     assert 0 < found.lower_bound_seconds <= found.cost.objective_seconds
     if found.notes:  # else it was done before
         assert any("ended early" in note for note in found.notes)
