@@ -1,10 +1,13 @@
 """``autoshard search``, ``evaluate``, ``explain`` and ``compare`` on a program in the current folder."""
 
+import io
 import json
+import time
 
 import pytest
 
 import autoshard
+from autoshard import render
 from autoshard.cli import terminal
 from autoshard.strategy import from_json
 
@@ -189,3 +192,25 @@ def test_a_frontier_is_a_line_for_each_strategy(search):
     code, out, _ = search("--frontier", "3", "--mesh", "data=8", "--json", "--save", "fastest.json")
     found = json.loads(out)
     assert autoshard.load("fastest.json").cost.makespan_seconds == found[-1]["makespan_seconds"]
+
+
+def test_a_time_limit_prints_and_saves_the_best_so_far(search):
+    """What was met by then comes with its bound and a note; no time at all is refused."""
+    code, out, _ = search("--time-limit", "0.000001", "--interruptible", "--searcher", "auto", "--json")
+    assert code == 0 and any("ended early" in note for note in json.loads(out)["assumptions"])
+    code, _, err = search("--time-limit", "0")
+    assert code == 2 and "positive number of seconds" in err
+
+
+def test_the_line_of_progress_is_drawn_and_wiped(monkeypatch):
+    """After a moment it says how far, how long still and at what; in the end nothing of it is left on the line."""
+    monkeypatch.setattr(render, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(render, "FRAME_SECONDS", 0.01)
+    drawn = io.StringIO()
+    with render.progress_line(drawn) as callback:
+        callback("mesh data=8", 0.25)
+        deadline = time.monotonic() + 10
+        while "left: mesh data=8" not in drawn.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert " 25 %, about " in drawn.getvalue()
+    assert not drawn.getvalue().split("\r")[-2].strip() and drawn.getvalue().endswith("\r")
