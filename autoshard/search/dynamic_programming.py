@@ -5,15 +5,7 @@
 which is the judge's ``objective_seconds``. *Ties.* Of equal labellings the one that elimination meets first: the smallest labels, last node
 first.
 
-*Steps.* (1) Message passing moves costs between the tables until their minima add up to a lower bound
-(`autoshard.search.reparametrisation`). Every label then has a reduced cost: any labelling with it exceeds the bound by at least
-that. (2) A *shell* keeps the labels of reduced cost up to ``delta``, and variable elimination solves it exactly
-(`autoshard.search.elimination`). (3) An answer of cost at most ``bound + delta`` is the optimum, since whatever uses a label outside
-the shell costs more. Otherwise the shell is widened, at most to the answer's distance from the bound, which holds the optimum for
-certain; where its tables would grow too large, the best answer is returned with the gap that is left.
-
-*Memory.* Where the limit binds, bytes get prices (`autoshard.search.memory`), and recursive programming is asked too: of the two answers
-the faster one is returned, with the gap to the bound without prices.
+*Steps.* Message passing and shells of small reduced cost, widened until an answer is proven (`autoshard.search.shells`).
 
 *Repeated layers* are folded first (`autoshard.problem.folding`): the steps are taken on a problem of a layer or two, whose optimum is an
 answer to the whole. Costs moved as they were moved there give a bound of the whole, and some more message passing raises it until it is
@@ -27,26 +19,21 @@ sweeps over all.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import numpy as np
-
 from autoshard.cost.evaluate import Judgement
 from autoshard.errors import InfeasibleError, SearchLimitError
 from autoshard.problem import Folded, Label, Problem, Tables, folded
-from autoshard.search.elimination import Eliminator, table_cost
+from autoshard.search.elimination import table_cost
 from autoshard.search.memory import fastest_within
 from autoshard.search.recursive_programming import RecursiveProgramming
 from autoshard.search.reparametrisation import Passing, Reparametrisation, unfolded
 from autoshard.search.searcher import Progress, Solution, silent
-
-SWEEPS = 60  # of message passing between attempts at a proof
-ROUNDING = 1e-9  # relative; sums of a few thousand terms in double precision are exact to 1e-12
+from autoshard.search.shells import ROUNDING, SWEEPS, Shells
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +91,9 @@ class DynamicProgramming:
             stats={
                 "n_nodes": problem.n_nodes,
                 "n_variables": run.n_variables,
-                "induced_width": run.width,
-                "sweeps": run.sweeps,
-                "shells": run.shells,
+                "induced_width": run.shells.width,
+                "sweeps": run.shells.sweeps,
+                "shells": run.shells.shells,
                 "search_seconds": time.perf_counter() - started,
             },
         )
@@ -124,12 +111,11 @@ class DynamicProgramming:
             return judgement, labels, problem.compute_bound() - problem.fixed_seconds()
         passing = Passing(*unfolded(small, run.tables, run.moved, tables))
         enough = run.cost * (1 - self.tolerance)
-        run.sweeps += passing.run(SWEEPS, enough, run.progress)
+        run.shells.sweeps += passing.run(SWEEPS, enough, run.progress)
         bound = passing.bound() - ROUNDING * run.cost
         if bound >= enough - ROUNDING * run.cost or judgement is not run.first:
             return judgement, labels, bound
-        found, bound = whole.widened(tables, passing.normalised(run.sweeps))
-        run.shells, run.width = run.shells + whole.shells, max(run.width, whole.width)
+        found, bound = run.shells.widened(tables, passing.normalised(run.shells.sweeps))
         run.n_variables = max(run.n_variables, sum(len(options) > 1 for options in tables.labels))
         answer = [options[label] for options, label in zip(tables.labels, found, strict=True)]
         other = problem.evaluate(problem.assignment(answer))
@@ -157,37 +143,22 @@ class _Run:
         self.searcher = searcher
         self.problem = problem
         self.progress = progress
-        self.eliminate = Eliminator(searcher.max_entries)
+        self.shells = Shells(searcher.max_entries, searcher.max_sweeps, searcher.tolerance, progress)
         self.bound = 0.0
-        self.n_variables = self.width = self.sweeps = self.shells = 0
+        self.n_variables = 0
 
     def optimum(self, prices: Mapping[int, float]) -> tuple[Judgement, list[Label]]:
         """The best labels under memory prices, and what the judge says of them."""
         problem = self.problem
         tables = problem.tables(range(len(problem.mesh.axes)), problem.start(), prices) if prices else self.tables_without_prices()
         self.n_variables = max(self.n_variables, sum(len(options) > 1 for options in tables.labels))
-        found, bound, moved = self._proven(tables)
+        found, bound, moved = self.shells.solve(tables)
         labels = [options[label] for options, label in zip(tables.labels, found, strict=True)]
         judgement = problem.evaluate(problem.assignment(labels))
         if not prices:
             self.bound, self.tables, self.moved = bound, tables, moved
             self.first, self.cost = judgement, table_cost(tables.unary, tables.pairs, found)
         return judgement, labels
-
-    def _proven(self, tables: Tables) -> tuple[np.ndarray, float, Reparametrisation]:
-        """The best labels found, a bound, and the tables as they were moved for it; goes on while sweeps tell and the gap is too wide."""
-        passing, searcher = Passing(tables.unary, tables.pairs), self.searcher
-        best, cost, sweeps = None, math.inf, 0
-        while True:
-            done = passing.run(SWEEPS, progress=self.progress)
-            sweeps += done
-            moved = passing.normalised(sweeps)
-            found, bound = self.widened(tables, moved)
-            best, cost = min(((best, cost), (found, table_cost(tables.unary, tables.pairs, found))), key=lambda labelled: labelled[1])
-            if done < SWEEPS or sweeps >= searcher.max_sweeps or cost - bound <= searcher.tolerance * abs(cost):
-                self.sweeps += sweeps
-                assert best is not None
-                return best, min(bound, cost), moved
 
     def tables_without_prices(self) -> Tables:
         """All axes' tables, if they are not too large."""
@@ -200,45 +171,3 @@ class _Run:
             )
         self.progress("tables", 0.0)
         return problem.tables(axes, problem.start())
-
-    def widened(self, tables: Tables, moved: Reparametrisation) -> tuple[np.ndarray, float]:
-        """The best labels of ever wider shells, and the bound that is proven by then."""
-        rounding = ROUNDING * abs(moved.bound)
-        delta = rounding
-        try:
-            best = self._shell(tables, moved, delta)
-        except SearchLimitError:
-            best = self._shell(tables, moved, delta, [int(reduced.argmin()) for reduced in moved.reduced])
-        cost = table_cost(tables.unary, tables.pairs, best)
-        too_wide = math.inf
-        while cost > moved.bound + delta and too_wide > 1.25 * delta:
-            gap = cost - moved.bound + rounding
-            wider = min(max(4 * delta, gap / 64) if too_wide == math.inf else math.sqrt(delta * too_wide), gap)
-            self.progress("shells", delta / gap)
-            try:
-                found = self._shell(tables, moved, wider)
-            except SearchLimitError:
-                too_wide = wider
-                continue
-            delta = wider
-            best, cost = min(((best, cost), (found, table_cost(tables.unary, tables.pairs, found))), key=lambda labelled: labelled[1])
-        return best, min(cost, moved.bound + delta - rounding)  # what uses a label outside the last shell costs more than that
-
-    def _shell(self, tables: Tables, moved: Reparametrisation, delta: float, incumbent: list[int] | None = None) -> np.ndarray:
-        """The best of the labels whose reduced cost is at most delta; with an incumbent, nodes that are too well connected keep its."""
-        sets: dict[bytes, np.ndarray] = {}  # equal ones are one, so that what is cut from equal tables is one too
-        kept = [np.flatnonzero(reduced <= max(delta, reduced.min())) for reduced in moved.reduced]
-        kept = [sets.setdefault(labels.tobytes(), labels) for labels in kept]
-        cut: dict[tuple[int, ...], np.ndarray] = {}
-        unary = [cut.setdefault((id(table), id(labels)), table[labels]) for table, labels in zip(tables.unary, kept, strict=True)]
-        pairs = {}
-        for (i, j), table in tables.pairs.items():
-            key = id(table), id(kept[i]), id(kept[j])
-            if key not in cut:
-                cut[key] = table[kept[i][:, None], kept[j]]
-            pairs[i, j] = cut[key]
-        start = None if incumbent is None else [int(np.searchsorted(labels, label)) for labels, label in zip(kept, incumbent, strict=True)]
-        answer = self.eliminate(unary, pairs, start)
-        self.shells += 1
-        self.width = max(self.width, answer.width)
-        return np.array([labels[position] for labels, position in zip(kept, answer.labels, strict=True)])

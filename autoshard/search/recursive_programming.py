@@ -1,11 +1,12 @@
 """Recursive programming: one mesh axis after another, slowest links first, each solved exactly for the whole program.
 
-Model. With the other axes' labels fixed, each node has one label for the free axis, and the objective is a sum of
-unary and pair tables (`autoshard.problem`). One axis is minimised exactly by elimination; its answer is a part of the next
-axis's problem. Then sweeps: each axis is freed again, given all others, until no axis improves the objective. Every step is
-exact in its axis, so the objective never rises; the whole is a coordinate descent, and its answer a heuristic.
+Model. With the other axes' labels fixed, each node has one label for the free axis, and the objective is a sum of unary and pair tables
+(`autoshard.problem`). One axis is minimised exactly, by elimination (`autoshard.search.elimination`); its answer is a part of the next
+axis's problem. Then sweeps: each axis is freed again, given all others, until no axis improves the objective. Every step is exact in its
+axis, so the objective never rises; the whole is a coordinate descent, and its answer a heuristic.
 
-Where the memory limit binds, the bytes alive at the peak get a price (`autoshard.search.memory`).
+Where the tables of an elimination would be too large, repeated layers are folded (`autoshard.problem.folding`) and message passing helps
+(`autoshard.search.shells`). Where the memory limit binds, the bytes alive at the peak get a price (`autoshard.search.memory`).
 
 After the recursive programming of MindSpore's auto parallel, which splits greedily, op by op; here each split is solved for
 the whole program, backward pass and optimizer included.
@@ -20,11 +21,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
+
 from autoshard.cost.evaluate import Judgement
-from autoshard.problem import Label, Problem
+from autoshard.errors import SearchLimitError
+from autoshard.problem import Label, Problem, Tables, folded
 from autoshard.search.elimination import Eliminator, table_cost
 from autoshard.search.memory import fastest_within
 from autoshard.search.searcher import Progress, Solution, silent
+from autoshard.search.shells import SWEEPS, Shells
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +38,7 @@ class RecursiveProgramming:
 
     Attributes:
         max_sweeps: how often each axis may be freed again.
-        max_entries: the largest table of an elimination; beyond it the best-connected nodes keep their labels.
+        max_entries: the largest table of an elimination.
         price_steps: how many memory prices may be tried when the limit binds.
     """
 
@@ -48,7 +53,14 @@ class RecursiveProgramming:
         """The assignment found by sweeps over the mesh axes; see the module."""
         started = time.perf_counter()
         run = _Run(self, problem, progress)
-        judgement, labels = fastest_within(problem, run.descend, self.price_steps)
+        try:
+            judgement, labels = fastest_within(problem, run.descend, self.price_steps)
+        except SearchLimitError:
+            small = folded(problem)
+            run = _Run(self, small or problem, progress, Shells(self.max_entries, SWEEPS, 0.0, progress))
+            judgement, labels = fastest_within(run.problem, run.descend, self.price_steps)
+            if small is not None:
+                labels = small.unfold(labels)
         return Solution(
             assignment=problem.assignment(labels),
             judgement=judgement,
@@ -58,7 +70,7 @@ class RecursiveProgramming:
                 "n_variables": run.n_variables,
                 "induced_width": run.width,
                 "sweeps": run.sweeps,
-                "conditioned": run.conditioned,
+                "shells": run.shells.shells if run.shells else 0,
                 "search_seconds": time.perf_counter() - started,
             },
         )
@@ -67,12 +79,13 @@ class RecursiveProgramming:
 class _Run:
     """Descents over one problem, with what they took."""
 
-    def __init__(self, searcher: RecursiveProgramming, problem: Problem, progress: Progress):
+    def __init__(self, searcher: RecursiveProgramming, problem: Problem, progress: Progress, shells: Shells | None = None):
         self.searcher = searcher
         self.problem = problem
         self.progress = progress
         self.eliminate = Eliminator(searcher.max_entries)
-        self.n_variables = self.width = self.sweeps = self.conditioned = 0
+        self.shells = shells
+        self.n_variables = self.width = self.sweeps = 0
 
     def descend(self, prices: Mapping[int, float]) -> tuple[Judgement, list[Label]]:
         """Labels that no single axis can improve, from everything replicated."""
@@ -95,13 +108,22 @@ class _Run:
         """The best labels when one axis is free, and the seconds gained (0.0: nothing better than a rounding error)."""
         tables = self.problem.tables((axis,), labels, prices)
         before = table_cost(tables.unary, tables.pairs, tables.incumbent)
-        found = self.eliminate(tables.unary, tables.pairs, tables.incumbent)
         self.n_variables = max(self.n_variables, sum(len(options) > 1 for options in tables.labels))
-        self.width = max(self.width, found.width)
-        self.conditioned = max(self.conditioned, found.conditioned)
-        chosen = [options[label] for options, label in zip(tables.labels, found.labels, strict=True)]
-        gain = before - found.cost
+        found, cost = self._minimum(tables)
+        chosen = [options[label] for options, label in zip(tables.labels, found, strict=True)]
+        gain = before - cost
         kept = all(options[i] == label for options, i, label in zip(tables.labels, tables.incumbent, labels, strict=True))
         if kept and gain <= 1e-9 * abs(before):
             return labels, 0.0
         return chosen, max(gain, 0.0)
+
+    def _minimum(self, tables: Tables) -> tuple[np.ndarray, float]:
+        """The best labels and their cost: by elimination alone, or with the help of message passing."""
+        if self.shells is None:
+            found = self.eliminate(tables.unary, tables.pairs)
+            self.width = max(self.width, found.width)
+            return found.labels, found.cost
+        labels, _, _ = self.shells.solve(tables)
+        self.width = self.shells.width
+        cost, before = (table_cost(tables.unary, tables.pairs, one) for one in (labels, tables.incumbent))
+        return (labels, cost) if cost < before else (tables.incumbent, before)

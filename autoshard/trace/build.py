@@ -286,9 +286,7 @@ def _scan_holders(n_consts: int, n_carry: int, operands: tuple, results: tuple, 
         for k in range(n_carry)
     ]
     slices = [Holder(body.inputs[i], (Flow(operands[i], shift=1),)) for i in range(first_slice, len(operands))]
-    stacked = [
-        Holder(results[k], (Flow(body.outputs[k], shift=-1, inside=True),)) for k in range(n_carry, len(results)) if used[k]
-    ]
+    stacked = [Holder(results[k], (Flow(body.outputs[k], shift=-1, inside=True),)) for k in range(n_carry, len(results)) if used[k]]
     return consts + carries + slices + stacked
 
 

@@ -13,9 +13,8 @@ from test_elimination import enumerated, small_tables
 from autoshard.errors import SearchLimitError
 from autoshard.problem import Tables
 from autoshard.search import BruteForce, DynamicProgramming, RecursiveProgramming
-from autoshard.search.dynamic_programming import _Run
 from autoshard.search.reparametrisation import reparametrise
-from autoshard.search.searcher import silent
+from autoshard.search.shells import Shells
 
 
 @settings(max_examples=200, deadline=None)
@@ -23,9 +22,8 @@ from autoshard.search.searcher import silent
 def test_shells_end_at_the_optimum(tables, sweeps):
     """However little the bound says, the labels that are found are optimal, and the bound is then their cost."""
     unary, pairs = tables
-    run = _Run(DynamicProgramming(), None, silent)
     whole = Tables(tuple(tuple(range(len(table))) for table in unary), tuple(unary), pairs, np.zeros(len(unary), int))
-    found, bound = run.widened(whole, reparametrise(unary, pairs, max_sweeps=sweeps))
+    found, bound = Shells(1 << 21, 60, 0.0).widened(whole, reparametrise(unary, pairs, max_sweeps=sweeps))
     best = enumerated(unary, pairs)
     assert bound == pytest.approx(best, abs=1e-6)
     assert sum(table[label] for table, label in zip(unary, found, strict=True)) + sum(
