@@ -31,6 +31,9 @@ ASYNCHRONOUS = {"tpu": ("all_gather", "collective_permute"), "gpu": COLLECTIVE_K
 
 # Which compilers add partial sums before they combine them: see `autoshard.cost.partial_sums`.
 ADDS_FIRST = ("tpu", "gpu")
+# Which compilers make one all_reduce of several over different mesh axes: the partitioner has one for each dimension that is reduced, and
+# "all-reduce-folder" (openxla/xla, xla/hlo/transforms/collectives) is not of XLA:CPU's pipeline.
+FOLDS = ("tpu", "gpu")
 # Which compilers round what products round anyway before they send it: see `autoshard.cost.narrowing`.
 NARROWS = ("tpu",)
 
@@ -201,6 +204,11 @@ class Cluster:
     def adds_first(self) -> bool:
         """Whether the compiler adds partial sums that are only added up, over trips of a loop too, before it combines them."""
         return self.device.kind in ADDS_FIRST
+
+    @property
+    def folds(self) -> bool:
+        """Whether partial results of several reduced dimensions are combined at once, rather than one dimension after the other."""
+        return self.device.kind in FOLDS
 
     @property
     def narrows(self) -> bool:

@@ -162,10 +162,11 @@ class _Judge:
     def _compiled(self, sent: _Sent) -> tuple[Collective, ...] | None:
         """What the compiler makes of a collective; None: just that."""
         step, nbytes = sent.step, sent.nbytes or sent.step.nbytes
-        if step.trips == 1 and nbytes == step.nbytes:
+        if step.trips == 1 and nbytes == step.nbytes and not step.apart:
             return None
-        axes = tuple(self.model.mesh.names[axis] for axis in step.axes)
-        return (Collective(step.kind, axes, nbytes, sent.trips // step.trips),) if step.trips else ()
+        names, count = self.model.mesh.names, sent.trips // step.trips if step.trips else 0
+        groups = (tuple(names[axis] for axis in axes) for axes in step.apart or (step.axes,))
+        return tuple(Collective(step.kind, axes, nbytes, count) for axes in groups if count)
 
     # -- the walk ----------------------------------------------------------------------------------------------------
 
@@ -210,11 +211,15 @@ class _Judge:
                     continue
                 target = shift_layout(layout, flow.shift)
                 assert target is not None, "a stacked result keeps its leading dimension whole"
-                rounds = len(holder.sources) == 1 and self.profile.rounded[holder.value]
+                rounds = self.profile.rounded[holder.value] and not any(map(self._wide, holder.views))
                 makers.append(self._read(flow.value, target, op.index, op.flow_trips(flow), op, partial(_held, op), rounds))
             if makers:
                 found |= dict.fromkeys((holder.value, *holder.views), self._join(self._needs(makers)))
         return found
+
+    def _wide(self, value: int) -> bool:
+        """Whether somebody wants every bit of a value."""
+        return self.profile.wanted[value] and not self.profile.rounded[value]
 
     def _op(self, op: Op) -> None:
         profile = self.profile
@@ -269,6 +274,18 @@ class _Judge:
         self.communication -= one.step.seconds * one.trips
         self.saved += one.step.seconds * one.trips
 
+    def _combine_each_trip(self, op: int) -> None:
+        """What is added up in another layout than it is made in is combined in every trip."""
+        combined = self.combined.get(op)
+        if combined is None:
+            return
+        region, task = combined
+        sent = self.sent[region.sent[task]]
+        step, trips = sent.step, sent.step.trips
+        self.sent[region.sent[task]] = replace(sent, step=replace(step, seconds=step.seconds * trips, trips=1))
+        region.tasks.seconds[task] *= trips
+        self.communication += step.seconds * (trips - 1) * sent.trips
+
     def _narrow(self, region: _Region, task: int, position: int) -> None:
         """Halves what is sent for a copy all of whose readers round it."""
         copy = self.copied.get(position)
@@ -292,6 +309,8 @@ class _Judge:
         maker = self.makers.get(value)
         if own == target:
             return maker
+        if value in self.profile.sums.made_by:
+            self._combine_each_trip(self.profile.sums.made_by[value])
         values, path_of = self.graph.values, self.model.reshard_path
         copy = self.assignment.copies.get(value)
         served = served_from(own, copy, target, lambda a, b: path_seconds(path_of(values[value], a, b)))

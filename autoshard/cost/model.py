@@ -176,10 +176,26 @@ class CostModel:
             return ()
         value = profile.graph.values[op.results[result]]
         steps = reduction_steps(self.mesh, self.communication, value.shape, value.itemsize, computed_layout(rule, choice, result), left)
+        if not self.cluster.folds:
+            return tuple(self._apart(step, choice) for step in steps)
         trips = profile.sums.accumulated[op.index]
         if trips == 1 or not self.cluster.adds_first or len(steps) != 1 or steps[0].kind != "all_reduce":
             return steps
         return (replace(steps[0], seconds=steps[0].seconds / trips, trips=trips),)
+
+    def recombining_seconds(self, profile: Profile, op: Op, choice: Choice) -> float:
+        """What one execution of an op takes longer if its partial results are not added up over a loop's trips before they are combined."""
+        return sum(step.seconds * (step.trips - 1) for step in self.reduction_path(profile, op, choice, 0))
+
+    def _apart(self, step: Step, choice: Choice) -> Step:
+        """The step as compilers take it that combine over one reduced factor after the other."""
+        groups: dict[int, tuple[int, ...]] = {}
+        for axis in step.axes:
+            groups[choice[axis][0]] = (*groups.get(choice[axis][0], ()), axis)
+        if step.kind == "slice" or len(groups) < 2:
+            return step
+        seconds = sum(float(self.communication.seconds(step.kind, step.nbytes, axes)) for axes in groups.values())
+        return replace(step, seconds=seconds, apart=tuple(groups.values()))
 
     def exchange_path(self, profile: Profile, op: Op, choice: Choice) -> tuple[Step, ...]:
         """The collectives in which an op's shards send each other what it needs."""

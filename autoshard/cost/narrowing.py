@@ -15,7 +15,7 @@ NARROW_SHARE = 0.5  # of a float32's bytes
 # Rounding first gives the same. XLA's convert-mover pass lists most of them (openxla/xla, xla/hlo/transforms/simplifiers/convert_mover.cc);
 # XLA:TPU was seen to round embedding tables, too, whose rows products read.
 _REARRANGING = (
-    *("broadcast_in_dim", "concatenate", "copy", "gather", "pad", "reshape"),
+    *("broadcast_in_dim", "concatenate", "copy", "gather", "pad", "reshape", "rev"),
     *("select_n", "slice", "squeeze", "stack", "transpose"),
 )
 _PRODUCTS = ("dot_general", "conv_general_dilated")

@@ -5,8 +5,8 @@ XLA combines their sum instead of each (``all-reduce-reassociate``, ``reduce-sca
 xla/hlo/transforms/collectives).
 
 *Accumulated.* What a loop adds to a value that it only carries along, as a backward scan does with the gradient of a weight, is combined
-once, after the loop (``while-loop-all-reduce-code-motion``, of the same folder); reduce_scatters stay inside, where they keep the carried
-value small.
+once, after the loop (``while-loop-all-reduce-code-motion``, of the same folder). What keeps the carried value small stays inside:
+reduce_scatters, and all_reduces of which a slice is added, whose results are kept in another layout than they are made in.
 
 Both see through what only rearranges elements. They are of the pipelines of XLA:GPU (gpu_compiler.cc) and XLA:TPU (compiled modules of
 libtpu 0.0.42), and not of XLA:CPU's.
@@ -14,7 +14,7 @@ libtpu 0.0.42), and not of XLA:CPU's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard.ir import Body, Graph, Holder, Op
@@ -22,7 +22,8 @@ from autoshard.ir import Body, Graph, Holder, Op
 LOOPS = ("scan", "while")
 
 _SUMS = ("add", "add_any")
-CARRIERS = ("convert_element_type", "copy", "reshape", "squeeze", "transpose")
+_FOLLOWERS = ("convert_element_type", "copy", "transpose")  # these carry their operand's layout
+CARRIERS = (*_FOLLOWERS, "reshape", "squeeze")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +48,12 @@ class PartialSums:
     Attributes:
         additions: in program order.
         accumulated: per op index, over how many trips of its innermost loop its result is added up unread; 1 where it is not.
+        made_by: of such results, and what only carries them, the op.
     """
 
     additions: tuple[Addition, ...]
     accumulated: tuple[int, ...]
+    made_by: Mapping[int, int]
 
 
 def partial_sums(graph: Graph, readers: Sequence[Sequence[int]]) -> PartialSums:
@@ -71,7 +74,8 @@ def partial_sums(graph: Graph, readers: Sequence[Sequence[int]]) -> PartialSums:
                 maker = added.pop()
                 accumulated[maker] = body.trips
                 added += additions[maker].sides if maker in additions else ()
-    return PartialSums(tuple(additions.values()), tuple(accumulated))
+    made_by = {value: op.index for op in ops if accumulated[op.index] > 1 for value in finder.carried(op.results[0])}
+    return PartialSums(tuple(additions.values()), tuple(accumulated), made_by)
 
 
 class _Finder:
@@ -96,6 +100,13 @@ class _Finder:
         if addition is None or self._ops[addition].primitive not in _SUMS or self._reader(holder.value) != addition:
             return []
         return [maker for maker, _ in map(self._made, self._ops[addition].operands) if maker is not None]
+
+    def carried(self, value: int) -> list[int]:
+        """A value of one reader, and what only carries it to where it is added."""
+        found = [value]
+        while (op := self._ops[self._readers[found[-1]][0]]).primitive in _FOLLOWERS:
+            found.append(op.results[0])
+        return found
 
     def _made(self, value: int) -> tuple[int | None, tuple[int, ...]]:
         """The op that computes a value for one reader, seen through what only rearranges it, and the values on the way."""

@@ -48,6 +48,7 @@ class Step:
         seconds: what it costs; 0 for a slice.
         copying_seconds: how long the device itself is busy for it.
         trips: of so many executions the compiler makes one, and ``seconds`` is their share of it; 0: another collective does it, too.
+        apart: the groups of axes that the compiler combines one after the other; none where it is one collective.
     """
 
     kind: str
@@ -58,6 +59,7 @@ class Step:
     seconds: float
     copying_seconds: float = 0.0
     trips: int = 1
+    apart: tuple[tuple[int, ...], ...] = ()
 
 
 def path_seconds(path: Iterable[Step]) -> float:

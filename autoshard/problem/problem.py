@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial, reduce
 from itertools import product
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -38,6 +38,7 @@ from autoshard.ir import (
 )
 from autoshard.problem.nodes import Edge, Node, Nodes, Pin, build_nodes
 
+Fact = TypeVar("Fact")
 Label = tuple[Any, ...]
 """A `Choice` for an op node, a `Layout` for a layout node."""
 
@@ -129,6 +130,7 @@ class Problem:
         self._followers: dict[tuple[int, Label], tuple[Choice, ...]] = {}
         self._lying: dict[tuple[int, Label, int], Layout] = {}
         self._joint_tables: dict[tuple[int, int, int], np.ndarray] = {}
+        self._remembered: dict[Callable, Any] = {}
 
     @property
     def n_nodes(self) -> int:
@@ -254,6 +256,12 @@ class Problem:
         """Says what the search would return if it ended now; costs nothing unless somebody watches."""
         if self.watcher is not None:
             self.watcher.noted(partial(self.assignment, list(labels)))
+
+    def remembered(self, fact: Callable[[Problem], Fact]) -> Fact:
+        """What a pure function says of this problem; several searchers that ask have it computed once."""
+        if fact not in self._remembered:
+            self._remembered[fact] = fact(self)
+        return self._remembered[fact]
 
     def fixed_seconds(self) -> float:
         """What ops cost that no node decides, such as those on scalars: the objective is this plus the tables."""
@@ -392,7 +400,12 @@ class Problem:
         matrix = self.model.reshard_matrix(value.shape, value.itemsize, self.profile.portable[edge.value])
         if edge.source == edge.target:
             return edge.trips * np.sum([matrix[source, target] for target in distinct], axis=0)
-        return edge.trips * np.sum([matrix[source[:, None], target[None, :]] for target in distinct], axis=0)
+        table = edge.trips * np.sum([matrix[source[:, None], target[None, :]] for target in distinct], axis=0)
+        if (made_by := self.profile.sums.made_by.get(edge.value)) is not None:
+            op, labels = self.graph.walk()[made_by], columns[edge.source].labels
+            again = np.array([op.trips * self.model.recombining_seconds(self.profile, op, label) for label in labels])
+            table += again[:, None] * np.any([source[:, None] != target[None, :] for target in distinct], axis=0)
+        return table
 
     def _charge(self, unary: list[np.ndarray], columns: Sequence[_Columns], prices: Mapping[int, float]) -> None:
         """Adds prices for the bytes that values hold; equal tables stay one."""
@@ -464,7 +477,8 @@ def _joints(profile: Profile, nodes: Nodes) -> list[tuple[int, int, int, tuple[E
 
     def facts(edge: Edge) -> tuple:
         value = values[edge.value]
-        return value.shape, value.itemsize, profile.portable[edge.value], edge.trips, edge.source_slot, edge.target_slots
+        added = edge.value in profile.sums.made_by
+        return value.shape, value.itemsize, profile.portable[edge.value], added, edge.trips, edge.source_slot, edge.target_slots
 
     for (i, j), edges in between.items():
         key = i == j, tuple((edge.source == i, *facts(edge)) for edge in edges)

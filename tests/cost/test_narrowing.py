@@ -9,8 +9,10 @@ from jax.sharding import PartitionSpec as P
 from problems import eager_cluster
 
 import autoshard
+from autoshard.cost.evaluate import evaluate
+from autoshard.cost.model import CostModel
 from autoshard.cost.profile import profile
-from autoshard.ir import as_compiled
+from autoshard.ir import Assignment, Mesh, as_compiled
 from autoshard.rules import rules_of
 from autoshard.trace import trace
 
@@ -67,3 +69,23 @@ def test_loops_that_multiply_round_what_they_read(body, share):
     strategy = autoshard.evaluate(program, *args, cluster=cluster, mesh={"data": 4, "model": 2}, in_specs=split)
     (gather,) = [c for c in strategy.cost.collectives if c.tensor == "w float32[4,32,32]"]
     assert sum(c.bytes for c in as_compiled([gather])) == share * gather.bytes
+
+
+@pytest.mark.parametrize(("looks", "share"), [(False, 0.5), (True, 1.0)])
+def test_what_a_loop_carries_for_its_products_is_rounded(looks, share):
+    """A carry that is gathered for the next trip's product alone is sent as bfloat16 (seen in an LSTM, libtpu 0.0.42)."""
+
+    def program(x, w):
+        last, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)
+        return last if looks else last @ w[0]
+
+    graph = trace(program, jax.ShapeDtypeStruct((64, 32), jnp.float32), jax.ShapeDtypeStruct((4, 32, 32), jnp.float32)).graph
+    facts = profile(graph, rules_of(graph))
+    product, tanh = (next(op for op in graph.walk() if op.primitive == name) for name in ("dot_general", "tanh"))
+    split = {value: (1,) for value in (*product.results, *tanh.results)}
+    choices = {product.index: ((2, -1),), tanh.index: ((1, -1),)}
+    assert [str(facts.rules[op.index]).split(" {")[0] for op in (product, tanh)] == ["([i, k], [k, j])->([i, j])", "([i, j])->([i, j])"]
+    mesh = Mesh.of({"data": 8})
+    cost = evaluate(facts, CostModel(eager_cluster(), mesh), Assignment(mesh, choices, split)).cost
+    (gather,) = [c for c in cost.collectives if c.kind == "all_gather"]
+    assert gather.count == 4 and sum(c.bytes for c in as_compiled([gather])) == share * gather.bytes

@@ -9,8 +9,10 @@ from jax.sharding import PartitionSpec as P
 from problems import eager_cluster
 
 import autoshard
+from autoshard.cost.model import CostModel
 from autoshard.cost.profile import profile
-from autoshard.ir import as_compiled
+from autoshard.ir import Mesh, as_compiled
+from autoshard.problem import Problem
 from autoshard.rules import rules_of
 from autoshard.trace import trace
 
@@ -92,3 +94,34 @@ def test_loops_combine_what_they_add_up_at_their_end(cluster, made):
     whole = strategy_of(looked_at, SLICES, eager_cluster(cluster), {"x": P(None, "data")})
     assert TRIPS * gradient.seconds == pytest.approx(made * whole.cost.collectives[0].seconds)
     assert autoshard.verify(strategy, accumulated, *SLICES).exact
+
+
+def test_what_is_added_in_slices_is_combined_in_every_trip():
+    """An all_reduce of which a loop adds up slices stays inside (seen in an LSTM, libtpu 0.0.42), for the judge and in the tables."""
+    graph = trace(accumulated, *SLICES).graph
+    facts = profile(graph, rules_of(graph))
+    problem = Problem(facts, CostModel(eager_cluster("v5e:2x4"), Mesh.of({"data": 8})))
+    product, add = (max(op.index for op in graph.walk() if op.primitive == name) for name in ("dot_general", "add"))
+    reduced = next(f for f, factor in enumerate(facts.rules[product].factors) if factor.kind == "reduction")
+    nodes, labels = problem.nodes.nodes, problem.start()
+    labels[next(i for i, node in enumerate(nodes) if node.leader == product)] = ((reduced, -1),)
+    found = []
+    for split in (-1, 0):
+        labels[next(i for i, node in enumerate(nodes) if node.leader == add)] = ((split, -1),)
+        tables = problem.tables((0,), labels)
+        at = tables.incumbent
+        objective = sum(own[at[i]] for i, own in enumerate(tables.unary)) + sum(pair[at[i], at[j]] for (i, j), pair in tables.pairs.items())
+        cost = problem.evaluate(problem.assignment(labels)).cost
+        assert cost.objective_seconds == pytest.approx(objective + problem.fixed_seconds(), rel=1e-9)
+        found += [c.count for c in as_compiled(cost.collectives) if c.kind == "all_reduce"]
+    assert found == [1, TRIPS]
+
+
+@pytest.mark.parametrize(("cluster", "made"), [("v5e:2x4", [("data", "model")]), ("cpu:8", [("data",), ("model",)])])
+def test_reductions_of_two_dimensions_are_one_collective_where_compilers_fold_them(cluster, made):
+    """XLA's partitioner combines over one dimension after the other; XLA:TPU and XLA:GPU make one of it, XLA:CPU does not."""
+    strategy = autoshard.evaluate(jnp.sum, X, cluster=cluster, mesh={"data": 2, "model": 4}, in_specs={"*": P("data", "model")})
+    assert [c.mesh_axes for c in as_compiled(strategy.cost.collectives)] == made
+    assert [c.mesh_axes for c in strategy.cost.collectives] == [("data", "model")]
+    if cluster.startswith("cpu"):
+        assert autoshard.verify(strategy, jnp.sum, X, target="cpu").exact
