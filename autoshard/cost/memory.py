@@ -21,7 +21,7 @@ import numpy as np
 from autoshard.cluster import Device
 from autoshard.cost.lifetimes import Lifetimes, usage
 from autoshard.cost.profile import Profile
-from autoshard.ir import Assignment, Layout, Value, shard_counts, shards
+from autoshard.ir import Assignment, Layout, Op, Value, operand_layout, shard_counts, shards
 
 # The core's own memory that a program's buffers may have: the largest preallocated-temp of memory space 1 in XLA:TPU's buffer assignments
 # (libtpu 0.0.42), which large programs nearly fill: 112.0 MiB on a v5e, 95.6 on a v6e (6 programs), 47.9 on a v5p (4 programs).
@@ -78,8 +78,10 @@ def peak_memory(
     times, fusion, values, ops = profile.lifetimes, profile.fusion, profile.graph.values, profile.graph.walk()
     mesh, on_tpu = assignment.mesh.sizes, device.kind == "tpu"
 
+    constant = _loop_constants(profile, assignment)
+
     def share(value: int) -> float:
-        return values[value].nbytes / shards(assignment.layout(value), mesh)
+        return constant[value] if value in constant else values[value].nbytes / shards(assignment.layout(value), mesh)
 
     sizes = [share(value) for value in times.values]
     if on_tpu:
@@ -123,6 +125,37 @@ def peak_memory(
         partials=tuple((numbers[k], float(held[k])) for k in alive if m <= k < len(numbers)),
         spare_bytes=FAST_MEMORY_BYTES.get(device.name, 0) if on_tpu else 0,
     )
+
+
+def _loop_constants(profile: Profile, assignment: Assignment) -> dict[int, float]:
+    """Per value that is made of constants and read by loops the bytes that a device holds of it.
+
+    A loop that reads it as it lies makes it again in each trip (``while-loop-constant-sinking``, openxla/xla, xla/service; modules of libtpu
+    0.0.42 carry ``pred[1024,1024]`` for masks of 64 x 16 such). One that reads a slice is handed what it is a slice of.
+    """
+    graph, root, mesh = profile.graph, profile.fusion.root, assignment.mesh.sizes
+    ops, found = graph.walk(), {}
+    for op in ops:
+        for holder in op.holders if op.bodies else ():
+            value, whole = root[holder.value], assignment.layout(holder.value)
+            if profile.free[value]:
+                sliced = any(
+                    layout != whole
+                    for reader in profile.readers[holder.value]
+                    for layout in _read_in(profile, assignment, ops[reader], holder.value)
+                )
+                held = graph.values[value].nbytes / shards(whole, mesh) if sliced else 0.0
+                found[value] = max(found.get(value, 0.0), held)
+    return found
+
+
+def _read_in(profile: Profile, assignment: Assignment, op: Op, value: int) -> list[Layout]:
+    """The layouts in which an op reads a value; none of one with bodies, and of one without a rule the whole."""
+    rule, choice = profile.rules[op.index], assignment.choice(op.index)
+    whole = (-1,) * len(choice)
+    return [
+        operand_layout(rule, choice, k) if rule else whole for k, operand in enumerate(op.operands) if operand == value and not op.bodies
+    ]
 
 
 def _stored(profile: Profile, partials: Mapping[int, float], share: Callable[[int], float]) -> dict[int, int]:

@@ -24,9 +24,7 @@ def ops_of(function, *shapes, dtype=jnp.float32):
             if eqn.primitive.name in ("jit", "pjit"):
                 visit(inner.jaxpr)
                 continue
-            values = [
-                Value(tuple(v.aval.shape), str(v.aval.dtype), np.dtype(v.aval.dtype).itemsize) for v in (*eqn.invars, *eqn.outvars)
-            ]
+            values = [Value(tuple(v.aval.shape), str(v.aval.dtype), np.dtype(v.aval.dtype).itemsize) for v in (*eqn.invars, *eqn.outvars)]
             n = len(eqn.invars)
             op = Op(0, eqn.primitive.name, tuple(range(n)), tuple(range(n, len(values))), eqn.params, Origin(), (0,))
             found.append((op, tuple(values)))

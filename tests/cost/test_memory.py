@@ -57,6 +57,25 @@ def test_what_is_alive_is_counted():
     assert sharded == (64 * 32 // 8 + 32 * 16 + 16 * 32 + 64 * 16 // 8 + 64 * 32 // 8) * 4
 
 
+@pytest.mark.parametrize(("lies", "held"), [(0, 0.0), (-1, 64 * 32 * 1)])
+def test_masks_that_loops_read_as_they_lie_are_made_in_them(lies, held):
+    """A mask made of constants takes memory only where a loop is handed the whole of it and reads a slice."""
+
+    def masked(x):
+        mask = jnp.arange(64)[:, None] >= jnp.arange(32)[None, :]
+        return jax.lax.scan(lambda x, _: (jnp.where(mask, x, 0.0) * 2.0, None), x, None, length=3)[0]
+
+    facts = facts_of(masked, floats(64, 32))
+    graph, (scan,) = facts.graph, [op for op in facts.graph.walk() if op.primitive == "scan"]
+    mask, carry = scan.bodies[0].inputs[:2]
+    body = {op.index: ((0, -1),) for op in scan.bodies[0].ops}
+    split = {value: (0,) for op in scan.bodies[0].ops for value in op.results} | {carry: (0,), mask: (lies,)}
+    split |= dict.fromkeys((*graph.arguments, *graph.results), (0,))
+    assert graph.values[mask].dtype == "bool"
+    without = peak(facts, choices=body, layouts=split | {mask: (0,)})
+    assert peak(facts, choices=body, layouts=split) - without == held
+
+
 def test_fast_memory_holds_what_is_short_lived():
     """On a TPU the value between two products is not in the device's memory, arguments and results are."""
     facts = facts_of(lambda x, w, v: (x @ w) @ v, floats(64, 32), floats(32, 16), floats(16, 32))

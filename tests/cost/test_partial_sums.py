@@ -102,7 +102,9 @@ def test_what_is_added_in_slices_is_combined_in_every_trip():
     facts = profile(graph, rules_of(graph))
     problem = Problem(facts, CostModel(eager_cluster("v5e:2x4"), Mesh.of({"data": 8})))
     product, add = (max(op.index for op in graph.walk() if op.primitive == name) for name in ("dot_general", "add"))
-    reduced = next(f for f, factor in enumerate(facts.rules[product].factors) if factor.kind == "reduction")
+    rule = facts.rules[product]
+    assert rule is not None
+    reduced = next(f for f, factor in enumerate(rule.factors) if factor.kind == "reduction")
     nodes, labels = problem.nodes.nodes, problem.start()
     labels[next(i for i, node in enumerate(nodes) if node.leader == product)] = ((reduced, -1),)
     found = []
