@@ -10,11 +10,14 @@ problem's bound to say.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from autoshard.ir import Assignment
 from autoshard.problem.problem import Label, Problem, Tables
+
+Part = TypeVar("Part")
 
 # Reads that a node looks around: 3 give the optimum's labels of GPT, Llama and MoE steps of 2 to 32 layers, 2 come within 0.08 %.
 ROUNDS = 4
@@ -81,8 +84,21 @@ class Folded(Problem):
         """The labels of the first of each."""
         return [labels[int(node)] for node in self._firsts]
 
+    def fold_parts(self, parts: Sequence[Mapping[int, Part]]) -> tuple[dict[int, Part], ...] | None:
+        """What nodes of the whole problem are to do, per mesh axis, as nodes here; None where nodes that look alike differ in it."""
+        numbers = self.classes.tolist()
+        found: list[dict[int, Part]] = []
+        for part_of in parts:
+            found.append({numbers[node]: part for node, part in part_of.items()})
+            if any(part_of.get(node) != found[-1].get(number) for node, number in enumerate(numbers)):
+                return None
+        return tuple(found)
+
     def start(self) -> list[Label]:
         return self.fold(self.whole.start())
+
+    def pinned(self, axis: int) -> list[int]:
+        return list(dict.fromkeys(int(self.classes[node]) for node in self.whole.pinned(axis)))
 
     def tables(self, free: Sequence[int], labels: Sequence[Label], prices: Mapping[int, float] | None = None) -> Tables:
         return self.fold_tables(self.whole.tables(free, self.unfold(labels), prices))

@@ -144,6 +144,10 @@ class Problem:
         """The labels that leave everything replicated."""
         return [self._nowhere(node) for node in self.nodes.nodes]
 
+    def pinned(self, axis: int) -> list[int]:
+        """The nodes whose pins shard something over the mesh axis."""
+        return [i for i, node in enumerate(self.nodes.nodes) if any(-1 not in pin[axis] for _, _, pin in node.pins)]
+
     def tables(self, free: Sequence[int], labels: Sequence[Label], prices: Mapping[int, float] | None = None) -> Tables:
         """The costs with some mesh axes free and the given labels on all others.
 

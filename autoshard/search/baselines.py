@@ -92,6 +92,10 @@ def _solution(problem: Problem, assignment: Assignment, started: float) -> Solut
 
 def split_batch(problem: Problem) -> Propagation:
     """The propagation of the batch, sharded on its leading dimension; on the next one where that splits no work (a scanned sequence)."""
+    return problem.remembered(_split_batch).copy()
+
+
+def _split_batch(problem: Problem) -> Propagation:
     whole = _spread(problem, {})
     best, best_cost = whole, problem.evaluate(whole.assignment()).cost
     compute_seconds = best_cost.compute_seconds

@@ -7,7 +7,7 @@ is what a plain sharding-propagation pass does with annotated arguments, and wha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from autoshard.ir import (
@@ -39,6 +39,7 @@ class Propagation:
         choices: per op.
         frozen: ops whose choice may not change any more.
         kept: layouts that holders keep, whatever flows into them.
+        chosen: the choices of equal ops whose operands lie alike.
     """
 
     problem: Problem
@@ -46,6 +47,11 @@ class Propagation:
     choices: dict[int, Choice] = field(default_factory=dict)
     frozen: set[int] = field(default_factory=set)
     kept: dict[int, Layout] = field(default_factory=dict)
+    chosen: dict[tuple, Choice] = field(default_factory=dict)
+
+    def copy(self) -> Propagation:
+        """The same, to be changed apart; what equal ops choose stays shared."""
+        return replace(self, layouts=dict(self.layouts), choices=dict(self.choices), frozen=set(self.frozen), kept=dict(self.kept))
 
     def assignment(self) -> Assignment:
         return Assignment(self.problem.mesh, dict(self.choices), dict(self.layouts))
@@ -85,6 +91,9 @@ class Propagation:
         pin = self.problem.pins.get(op.results[0]) if op.results else None
         if pin is not None:
             return _pinned_choice(rule, pin)
+        key = profile.alike[op.index], *(None if profile.free[value] else self.layouts.get(value) for value in op.operands)
+        if (found := self.chosen.get(key)) is not None:
+            return found
 
         def voted(axis: int) -> list[int]:
             votes: dict[int, float] = {}
@@ -95,7 +104,8 @@ class Propagation:
                     votes[factor] = votes.get(factor, 0.0) + graph.values[value].nbytes
             return sorted(votes, key=lambda f: (-votes[f], f))
 
-        return _first_legal(rule, self.problem.mesh.sizes, voted)
+        found = self.chosen[key] = _first_legal(rule, self.problem.mesh.sizes, voted)
+        return found
 
     def _control_flow(self, op: Op) -> None:
         """Holders start in the layout of what flows in; a carry that comes out sharded is held sharded from the start."""

@@ -69,7 +69,7 @@ class ShardingPropagation:
             InfeasibleError: nothing that keeps the pins fits the memory limit.
         """
         held = tuple({} for _ in problem.mesh.axes)
-        if not any(_pinned(problem, axis) for axis in range(len(held))):
+        if not any(problem.pinned(axis) for axis in range(len(held))):
             raise ShardingError(
                 "sharding_propagation spreads what pins shard, and no pin shards anything. Pin a batch, as in pins={'batch*': P('data')}, "
                 "some weights, or values inside the function by with_sharding_constraint; or use searcher='auto', which needs no pins."
@@ -84,11 +84,6 @@ class ShardingPropagation:
             stats={"n_nodes": problem.n_nodes, "rounds": spread.rounds, "search_seconds": time.perf_counter() - started},
             notes=(*disagreements(problem, labels, spread.sources), *unreached(problem, spread.sources)),
         )
-
-
-def _pinned(problem: Problem, axis: int) -> list[int]:
-    """The nodes whose pins shard something over the axis."""
-    return [i for i, node in enumerate(problem.nodes.nodes) if any(-1 not in pin[axis] for _, _, pin in node.pins)]
 
 
 @dataclass(slots=True)
@@ -119,7 +114,7 @@ class Spread:
         problem, n_axes = self.problem, len(self.problem.mesh.axes)
         labels = problem.start()
         self.sources = tuple(
-            {node: node for node in (*_pinned(problem, axis), *(node for node, part in held.items() if _use(part) >= 0))}
+            {node: node for node in (*problem.pinned(axis), *(node for node, part in held.items() if _use(part) >= 0))}
             for axis, held in enumerate(self.held)
         )
         settled = [0] * n_axes  # per axis, how many changes there had been when it was settled

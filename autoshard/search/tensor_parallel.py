@@ -10,6 +10,7 @@ them, and what makes them all follows. No name is looked at.
 
 *What follows.* Everything else, by sharding propagation (`autoshard.search.sharding_propagation`): gradients and state as weights, and what
 lies between pairs replicated or, where that is faster, split as in sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198).
+Repeated layers do alike (`autoshard.problem.folding`).
 *Objective.* The judge's makespan among the variants, within each the propagation's. *Ties.* The variant that splits more.
 
 Complexity: weight products x ops that a feature passes, then that of sharding propagation for each variant. A heuristic.
@@ -27,7 +28,7 @@ from autoshard.cost.compute import is_matrix
 from autoshard.errors import InfeasibleError
 from autoshard.ir import NOWHERE, Dims, Flow, Holder, Op, Rule
 from autoshard.ir.naming import MOVES, is_backward
-from autoshard.problem import Problem
+from autoshard.problem import Problem, folded
 from autoshard.search.baselines import split_batch
 from autoshard.search.memory import fastest_within
 from autoshard.search.propagation import Propagation
@@ -70,19 +71,25 @@ class TensorParallel:
         leaders = {node.leader: index for index, node in enumerate(problem.nodes.nodes) if node.leader >= 0}
         by_batch = [_split_alike(problem, batch, arguments, axis) for axis in range(model)]
         variants = [found.pairs | found.ends, found.pairs] if self.vocabulary and found.ends else [found.pairs]
+        small = folded(problem)
         runs, refused = [], []
         for splits in variants:
             last = {leaders[op]: (factor, -1) if op in found.seconds and not self.sequence else factor for op, factor in splits.items()}
-            spread = Spread(problem, tuple([*by_batch, last][: len(problem.mesh.axes)]), last_first=True, progress=progress)
+            held = tuple([*by_batch, last][: len(problem.mesh.axes)])
+            alike = small and small.fold_parts(held)
+            spread = Spread(problem, held, last_first=True, progress=progress)
+            if small and alike:
+                spread = Spread(small, alike, last_first=True, progress=progress)
             try:
-                runs.append(fastest_within(problem, spread.search, steps=8))
+                judgement, labels = fastest_within(spread.problem, spread.search, steps=8)
+                runs.append((judgement, spread.problem.assignment(labels)))
             except InfeasibleError as error:
                 refused.append(error)
         if not runs:
             raise min(refused, key=lambda error: error.smallest_peak_bytes or float("inf"))
-        judgement, labels = min(runs, key=lambda run: run[0].cost.makespan_seconds)
+        judgement, assignment = min(runs, key=lambda run: run[0].cost.makespan_seconds)
         return Solution(
-            assignment=problem.assignment(labels),
+            assignment=assignment,
             judgement=judgement,
             lower_bound_seconds=min(problem.compute_bound(), judgement.cost.objective_seconds),
             stats={
