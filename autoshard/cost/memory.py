@@ -37,6 +37,7 @@ class Peak:
 
     Attributes:
         nbytes: the sum of what is alive then.
+        moment: when it is, as in `Lifetimes`.
         alive: the values that are.
         held: the bytes of each.
         copies: the values that are alive in other layouts too, each with the bytes of such a copy.
@@ -45,6 +46,7 @@ class Peak:
     """
 
     nbytes: float
+    moment: int
     alive: tuple[int, ...]
     held: tuple[float, ...]
     copies: tuple[tuple[int, float], ...]
@@ -119,6 +121,7 @@ def peak_memory(
     n, m = len(times.values), len(times.values) + len(copies)
     return Peak(
         nbytes=float(total[moment]),
+        moment=moment,
         alive=tuple(numbers[k] for k in alive if k < n),
         held=tuple(float(held[k]) for k in alive if k < n),
         copies=tuple((numbers[k], float(held[k])) for k in alive if n <= k < m),
@@ -130,8 +133,8 @@ def peak_memory(
 def _loop_constants(profile: Profile, assignment: Assignment) -> dict[int, float]:
     """Per value that is made of constants and read by loops the bytes that a device holds of it.
 
-    A loop that reads it as it lies makes it again in each trip (``while-loop-constant-sinking``, openxla/xla, xla/service; modules of libtpu
-    0.0.42 carry ``pred[1024,1024]`` for masks of 64 x 16 such). One that reads a slice is handed what it is a slice of.
+    A loop that reads it as it lies makes it again in each trip (``while-loop-constant-sinking``, openxla/xla, xla/service; modules of
+    libtpu 0.0.42 carry ``pred[1024,1024]`` for masks of 64 x 16 such). One that reads a slice is handed what it is a slice of.
     """
     graph, root, mesh = profile.graph, profile.fusion.root, assignment.mesh.sizes
     ops, found = graph.walk(), {}

@@ -8,7 +8,7 @@ xla/hlo/transforms/collectives).
 once, after the loop (``while-loop-all-reduce-code-motion``, of the same folder). What keeps the carried value small stays inside:
 reduce_scatters, and all_reduces of which a slice is added, whose results are kept in another layout than they are made in.
 
-Both see through what only rearranges elements. They are of the pipelines of XLA:GPU (gpu_compiler.cc) and XLA:TPU (compiled modules of
+Both see through what only rearranges elements, additions not through all of it. They are of the pipelines of XLA:GPU (gpu_compiler.cc) and XLA:TPU (compiled modules of
 libtpu 0.0.42), and not of XLA:CPU's.
 """
 
@@ -89,7 +89,22 @@ class _Finder:
     def addition(self, op: Op) -> Addition | None:
         """An addition with both its sides, where each is made by an op for it alone."""
         sides, between = zip(*map(self._made, op.operands), strict=True)
-        return Addition(op.index, sides, (*between[0], *between[1])) if None not in sides else None
+        if None in sides or not all(map(self._adds_beside, between)):
+            return None
+        return Addition(op.index, sides, (*between[0], *between[1]))
+
+    def _adds_beside(self, between: tuple[int, ...]) -> bool:
+        """Whether what is combined, and rearranged on this way, can be added as it is made.
+
+        Not where it is rounded before (the sum would be rounded once), nor where it is transposed, but for a plain product: the transpose
+        becomes part of that before anything is partitioned (modules of libtpu 0.0.42).
+        """
+        maker, *rearranging = (self._makers[value] for value in reversed(between))
+        values = self._values
+        if any(values[op.results[0]].itemsize < values[op.operands[0]].itemsize for op in rearranging):
+            return False
+        plain = maker.primitive == "dot_general" and not any(maker.params["dimension_numbers"][1])
+        return plain or all(op.primitive != "transpose" for op in rearranging)
 
     def accumulated_in(self, holder: Holder, body: Body) -> list[int]:
         """The ops whose results a loop does nothing with but add them to a value that it carries along."""

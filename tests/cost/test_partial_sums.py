@@ -65,6 +65,21 @@ def test_added_gradients_are_found():
     assert [graph.walk()[side].primitive for side in addition.sides] == ["dot_general", "dot_general"]
 
 
+def test_gradients_that_are_rounded_or_turned_before_they_are_added_are_not_one_sum():
+    """Of narrowed all_reduces, and of one that a batched product's transpose follows, compilers make no single one."""
+
+    def rounded(b, x):
+        return jax.grad(lambda b: jnp.sum(jnp.tanh(x + b.astype(jnp.float32))) + jnp.sum(jnp.sin(x * b.astype(jnp.float32))))(b)
+
+    def turned(w, x):
+        return jax.grad(lambda w: jnp.sum(jnp.sin(jnp.einsum("bki,bkj->bij", x, w))) + jnp.sum(jnp.tanh(jnp.einsum("bij,bkj->bik", w, x))))(
+            w
+        )
+
+    half, batched = jax.ShapeDtypeStruct((32,), jnp.bfloat16), jax.ShapeDtypeStruct((8, 32, 32), jnp.float32)
+    assert [len(sums_of(fn, args)[1].additions) for fn, args in ((rounded, (half, X)), (turned, (batched, batched)))] == [0, 0]
+
+
 @pytest.mark.parametrize(("fn", "trips"), [(accumulated, TRIPS), (looked_at, 1)])
 def test_what_a_loop_only_adds_up_is_found(fn, trips):
     """A gradient that a loop adds to a value nothing else reads is accumulated over its trips; one that is looked at is not."""
