@@ -1,0 +1,56 @@
+"""Baselines: what they share, and what repeated layers share in them."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from problems import problem_of
+from programs import gpt
+
+from autoshard.problem import folded
+from autoshard.search import DataParallel, FullySharded, TensorParallel
+from autoshard.search.baselines import split_batch
+from autoshard.search.sharding_propagation import Spread
+
+
+def deep(layers=6):
+    fn, args = gpt(n_layers=layers)
+    return problem_of(fn, *args)
+
+
+def test_the_batch_is_split_once_and_by_nobody_changed():
+    """Every baseline of a problem starts from the same split, whoever was asked before."""
+    problem = deep(2)
+    first = DataParallel().solve(problem).assignment.choices
+    sharded = FullySharded().solve(problem).assignment.choices
+    assert split_batch(problem).choices == first == DataParallel().solve(problem).assignment.choices
+    assert sharded == FullySharded().solve(deep(2)).assignment.choices != first
+
+
+def test_what_is_held_is_folded_where_nodes_that_look_alike_hold_the_same():
+    """One part for each node of the folded problem; None where one layer is to do something else, or only one anything."""
+    problem = deep()
+    small = folded(problem)
+    classes = small.classes.tolist()
+    twin, other = next((node, classes.index(number)) for node, number in enumerate(classes) if classes.index(number) < node)
+    both = {twin: 1, other: 1}
+    if classes.count(classes[twin]) > 2:
+        both = {node: 1 for node, number in enumerate(classes) if number == classes[twin]}
+    assert small.fold_parts((both, {})) == ({classes[twin]: 1}, {})
+    assert small.fold_parts(({**both, twin: 0}, {})) is None
+    assert small.fold_parts(({twin: 1}, {})) is None
+
+
+def test_tensor_parallel_layers_do_alike(monkeypatch):
+    """A deep program is spread on the folded problem, and as fast as where every layer is spread on its own."""
+    spread = []
+    search = Spread.search
+    monkeypatch.setattr(Spread, "search", lambda self, prices: spread.append(self.problem.n_nodes) or search(self, prices))
+    problem = deep()
+    found = TensorParallel().solve(problem)
+    assert set(spread) == {folded(problem).n_nodes}
+    monkeypatch.setattr(sys.modules[TensorParallel.__module__], "folded", lambda problem: None)
+    alone = TensorParallel().solve(problem)
+    assert max(spread) == problem.n_nodes
+    assert found.judgement.cost.makespan_seconds == pytest.approx(alone.judgement.cost.makespan_seconds, rel=0.05)
