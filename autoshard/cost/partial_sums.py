@@ -8,8 +8,8 @@ xla/hlo/transforms/collectives).
 once, after the loop (``while-loop-all-reduce-code-motion``, of the same folder). What keeps the carried value small stays inside:
 reduce_scatters, and all_reduces of which a slice is added, whose results are kept in another layout than they are made in.
 
-Both see through what only rearranges elements, additions not through all of it. They are of the pipelines of XLA:GPU (gpu_compiler.cc) and XLA:TPU (compiled modules of
-libtpu 0.0.42), and not of XLA:CPU's.
+Both see through what only rearranges elements, additions not through all of it. They are of the pipelines of XLA:GPU (gpu_compiler.cc)
+and XLA:TPU (compiled modules of libtpu 0.0.42), and not of XLA:CPU's.
 """
 
 from __future__ import annotations
