@@ -24,10 +24,14 @@ from autoshard.ir.collective import KINDS as COLLECTIVE_KINDS
 MEMORY_FRACTION = {"tpu": 30.5 / 32, "gpu": 0.75, "cpu": 1.0}
 AVAILABLE_BYTES = {"v4": int(30.5 * 2**30), "v5e": int(15.75 * 2**30), "v5p": int(95.74 * 2**30), "v6e": int(31.25 * 2**30)}
 
-# Which collectives compilers start before, and end after, other work. XLA:TPU (libtpu 0.0.42, compiled for v5e): all_gathers run within
-# fusions (AsyncCollectiveStart), permutes have a start and an end; all_reduces, reduce_scatters and all_to_alls do not. XLA:GPU: all of
-# them (xla/service/gpu, "async_collective_creator"). XLA:CPU runs a collective and the ops around it one after the other.
-ASYNCHRONOUS = {"tpu": ("all_gather", "collective_permute"), "gpu": COLLECTIVE_KINDS, "cpu": ()}
+# Which collectives compilers start before, and end after, other work, by device where devices of a kind differ. XLA:TPU (libtpu 0.0.42):
+# permutes have a start and an end; all_gathers run within fusions (AsyncCollectiveStart) on v5e, and on v4, v5p and v6e do not (a fully
+# sharded transformer compiled for slices of each, of 4 to 64 chips); all_reduces, reduce_scatters and all_to_alls nowhere do. XLA:GPU: all
+# of them (xla/service/gpu, "async_collective_creator"). XLA:CPU runs a collective and the ops around it one after the other.
+ASYNCHRONOUS = {"tpu": ("collective_permute",), "v5e": ("all_gather", "collective_permute"), "gpu": COLLECTIVE_KINDS, "cpu": ()}
+# Those of them whose data the kernels of matrix products move on: they start with one. Of 101 fusions that all_gathers passed through in
+# modules compiled for v5e (two transformers and a perceptron) each had a product.
+CARRIED = {"v5e": ("all_gather",)}
 
 # Which compilers add partial sums before they combine them: see `autoshard.cost.partial_sums`.
 ADDS_FIRST = ("tpu", "gpu")
@@ -198,7 +202,12 @@ class Cluster:
     @property
     def asynchronous(self) -> tuple[str, ...]:
         """The kinds of collectives that run while the device computes."""
-        return ASYNCHRONOUS[self.device.kind] if self.overlap else ()
+        return ASYNCHRONOUS.get(self.device.name, ASYNCHRONOUS[self.device.kind]) if self.overlap else ()
+
+    @property
+    def carried(self) -> tuple[str, ...]:
+        """The kinds of those that start with a matrix product, or else are waited for."""
+        return CARRIED.get(self.device.name, ()) if self.overlap else ()
 
     @property
     def adds_first(self) -> bool:

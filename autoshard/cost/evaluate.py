@@ -25,7 +25,7 @@ from autoshard.cost.partial_sums import LOOPS, Addition
 from autoshard.cost.profile import Profile
 from autoshard.cost.record import Cost
 from autoshard.cost.reshard import Step, path_seconds
-from autoshard.cost.schedule import BOTH, COMPUTE, WIRES, Tasks, schedule
+from autoshard.cost.schedule import BOTH, CARRIED, COMPUTE, PRODUCT, WIRES, Tasks, schedule
 from autoshard.ir import Assignment, Choice, Collective, Flow, Layout, Op, served_from, shards, shift_layout
 
 Cause = Callable[[Blame, Step], str]
@@ -90,7 +90,7 @@ class _Judge:
         self.assignment = assignment
         self.sizes = model.mesh.sizes
         self.whole = (-1,) * len(self.sizes)
-        self.asynchronous = model.cluster.asynchronous
+        self.streams = dict.fromkeys(model.cluster.asynchronous, WIRES) | dict.fromkeys(model.cluster.carried, CARRIED)
         self.additions = {each.op: each for each in profile.sums.additions} if model.cluster.adds_first else {}
         self.compute = self.communication = self.saved = self.exposed = self.flops = 0.0
         self.region = _Region(1)
@@ -248,7 +248,7 @@ class _Judge:
             needs = self._communicate(cost.exchange, needs, op.trips, op, op.operands[:1], partial(_exchanged, op, choice))
         if cost.seconds:
             self.flops += op.trips * cost.flops
-            needs = self._compute(cost.seconds, op.trips, needs)
+            needs = self._compute(cost.seconds, op.trips, needs, PRODUCT if is_matrix(op.primitive) else COMPUTE)
         for value, combination in zip(op.results, cost.combinations, strict=True):
             done = needs
             if combination:
@@ -347,17 +347,17 @@ class _Judge:
                 continue
             region = self.region
             self.communication += step.seconds * trips
-            stream = WIRES if step.kind in self.asynchronous else BOTH
+            stream = self.streams.get(step.kind, BOTH)
             task = region.tasks.add(step.seconds * trips / (region.runs or 1), stream, tuple(needs))
             region.sent[task] = len(self.sent)
             self.sent.append(_Sent(step, trips, source, moved, cause))
             needs = self._compute(step.copying_seconds, trips, {task}) if step.copying_seconds else {task}
         return needs
 
-    def _compute(self, seconds: float, trips: int, needs: set[int]) -> set[int]:
+    def _compute(self, seconds: float, trips: int, needs: set[int], stream: int = COMPUTE) -> set[int]:
         """Keeps the device busy; gives what is to be waited for then."""
         self.compute += seconds * trips
-        return {self.region.tasks.add(seconds * trips / (self.region.runs or 1), COMPUTE, tuple(needs))}
+        return {self.region.tasks.add(seconds * trips / (self.region.runs or 1), stream, tuple(needs))}
 
     def _needs(self, makers: Iterable[_Maker | None]) -> set[int]:
         """The tasks of this region among some makers; a loop waits for what its body needs of the regions around it."""

@@ -1,7 +1,8 @@
 """Makespan: when compute and collectives run, where collectives run while devices compute.
 
 *Streams.* One for compute and one for the wires. An asynchronous collective takes the wires alone, everything else takes compute, and
-a synchronous collective takes both.
+a synchronous collective takes both. A carried collective is moved on by the kernels of matrix products: it starts with one, and where
+none is left to start it is waited for.
 
 *Schedule.* List scheduling on the dependency graph, as compilers' latency-hiding schedulers do: a stream that is free takes, of the
 tasks whose inputs are there, the one with the longest way to the end (Graham, Bounds on Multiprocessing Timing Anomalies, 1969;
@@ -18,7 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-COMPUTE, WIRES, BOTH = range(3)
+COMPUTE, WIRES, BOTH, PRODUCT, CARRIED = range(5)
+_WIRES = frozenset({WIRES, CARRIED})
 
 
 @dataclass(slots=True)
@@ -27,7 +29,7 @@ class Tasks:
 
     Attributes:
         seconds: how long each takes.
-        streams: what each takes: ``COMPUTE``, ``WIRES`` or ``BOTH``.
+        streams: what each takes: ``COMPUTE``, ``WIRES`` or ``BOTH``; ``PRODUCT`` is compute too, and ``CARRIED`` wires.
         needs: the tasks that each waits for.
     """
 
@@ -59,7 +61,7 @@ class Schedule:
 def schedule(tasks: Tasks) -> Schedule:
     """The list schedule of some tasks; O(n log n)."""
     seconds, streams = tasks.seconds, tasks.streams
-    if WIRES not in streams:
+    if _WIRES.isdisjoint(streams):
         return Schedule(sum(seconds), {i: seconds[i] for i, stream in enumerate(streams) if stream == BOTH})
     readers: list[list[int]] = [[] for _ in seconds]
     missing = [0] * len(seconds)
@@ -75,8 +77,9 @@ def schedule(tasks: Tasks) -> Schedule:
     waiting: tuple[list, list] = ([], [])  # per stream (-way, task) of those that are ready by the time the stream is free
     for i, count in enumerate(missing):
         if not count:
-            heappush(arriving[streams[i] == WIRES], (0.0, i))
+            heappush(arriving[streams[i] in _WIRES], (0.0, i))
     free = [0.0, 0.0]
+    since = [0.0, 0.0]  # when the last of those that wait was ready
     ready = [0.0] * len(seconds)
     runs: list[tuple[float, float, int]] = []  # of the wires, in order
     idle: list[tuple[float, float]] = []  # of compute, in order
@@ -84,17 +87,32 @@ def schedule(tasks: Tasks) -> Schedule:
 
     def start(stream: int) -> float:
         if waiting[stream]:
-            return free[stream]
+            return max(free[stream], since[stream])
         return max(free[stream], arriving[stream][0][0]) if arriving[stream] else float("inf")
 
+    def wait(stream: int, begin: float) -> int:
+        """What is ready by then waits now; how many products are among it."""
+        new, products = arriving[stream], 0
+        since[stream] = max(since[stream], begin)
+        while new and new[0][0] <= begin:
+            _, i = heappop(new)
+            heappush(waiting[stream], (-way[i], i))
+            products += streams[i] == PRODUCT
+        return products
+
+    products = 0  # that wait
     for _ in seconds:
         starts = start(COMPUTE), start(WIRES)
         stream = WIRES if starts[WIRES] <= starts[COMPUTE] else COMPUTE
-        begin, (new, queue) = starts[stream], (arriving[stream], waiting[stream])
-        while new and new[0][0] <= begin:
-            _, i = heappop(new)
-            heappush(queue, (-way[i], i))
-        _, i = heappop(queue)
+        begin = starts[stream]
+        products += wait(stream, begin)
+        if streams[waiting[stream][0][1]] == CARRIED:  # waits for a product; once nothing else can start it is waited for
+            begin = max(begin, free[COMPUTE])
+            if starts[COMPUTE] <= begin:
+                products += wait(COMPUTE, begin)
+                stream = stream if products else COMPUTE
+        _, i = heappop(waiting[stream])
+        products -= streams[i] == PRODUCT
         if streams[i] == BOTH:
             begin = max(begin, free[WIRES])
         end = begin + seconds[i]
@@ -113,7 +131,7 @@ def schedule(tasks: Tasks) -> Schedule:
             if end > ready[k]:
                 ready[k] = end
             if not missing[k]:
-                heappush(arriving[streams[k] == WIRES], (ready[k], k))
+                heappush(arriving[streams[k] in _WIRES], (ready[k], k))
     finish = max(free)
     if finish > free[COMPUTE]:
         idle.append((free[COMPUTE], finish))

@@ -188,3 +188,25 @@ def test_what_is_sliced_between_fused_ops_is_stored():
     assert model.reshard_matrix(graph.values[value].shape, 4, False)[0, 1] == pytest.approx(seconds)
     assert model.reshard_matrix(graph.values[value].shape, 4, True)[0, 1] == 0.0
     assert model.storing_seconds(graph.values[value], source, source) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("cluster", "product", "hidden"),
+    [("v5e:2x4", True, True), ("v5e:2x4", False, False), ("v5p:2x2x2", True, False), ("h100:8", False, True)],
+)
+def test_gathers_hide_where_compilers_have_them_run_beside_other_work(cluster, product, hidden):
+    """XLA:TPU runs them within products' kernels, and on v5e alone (libtpu 0.0.42); XLA:GPU beside whatever runs."""
+
+    def step(x, y, w):
+        other = y @ y.T if product else jnp.cumsum(jnp.cumsum(y, 1), 1)
+        return x @ w, other
+
+    rows, square = jax.ShapeDtypeStruct((512, 1024), jnp.bfloat16), jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    _, graph = judged(step, rows, square, jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16))
+    weight = graph.arguments[2]
+    found, _ = judged(
+        step, rows, square, jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16), layouts={weight: (0,)}, cluster=Cluster.parse(cluster)
+    )
+    (gather,) = found.cost.collectives
+    assert gather.kind == "all_gather"
+    assert gather.exposed_seconds == pytest.approx(0.0 if hidden else gather.seconds)

@@ -6,10 +6,13 @@ import random
 
 import pytest
 
-from autoshard.cost.schedule import BOTH, COMPUTE, WIRES, Tasks, schedule
+from autoshard.cost.schedule import BOTH, CARRIED, COMPUTE, PRODUCT, WIRES, Tasks, schedule
+
+EVERY = COMPUTE, WIRES, BOTH, PRODUCT, CARRIED
+ON_COMPUTE, ON_WIRES = {COMPUTE, PRODUCT}, {WIRES, CARRIED}
 
 
-def random_tasks(seed, streams=(COMPUTE, WIRES, BOTH), scale=1.0):
+def random_tasks(seed, streams=EVERY, scale=1.0):
     """Tasks that need up to three earlier ones; whatever takes the wires is ``scale`` times as long."""
     rng = random.Random(seed)
     tasks = Tasks()
@@ -17,7 +20,7 @@ def random_tasks(seed, streams=(COMPUTE, WIRES, BOTH), scale=1.0):
         needs = tuple({rng.randrange(i) for _ in range(rng.randrange(4))}) if i else ()
         stream = rng.choice(streams)
         seconds = rng.choice([0.0, rng.random(), 5 * rng.random()])
-        tasks.add(seconds * (scale if stream != COMPUTE else 1.0), stream, needs)
+        tasks.add(seconds * (scale if stream not in ON_COMPUTE else 1.0), stream, needs)
     return tasks
 
 
@@ -33,16 +36,16 @@ def test_a_makespan_lies_between_its_bounds(seed):
     """No less than either stream's work and the longest chain, no more than everything in a row; exposed times make up the rest."""
     tasks = random_tasks(seed)
     found = schedule(tasks)
-    work = [sum(s for s, t in zip(tasks.seconds, tasks.streams, strict=True) if t in (stream, BOTH)) for stream in (COMPUTE, WIRES)]
-    compute = sum(s for s, t in zip(tasks.seconds, tasks.streams, strict=True) if t == COMPUTE)
+    work = [sum(s for s, t in zip(tasks.seconds, tasks.streams, strict=True) if t in {*stream, BOTH}) for stream in (ON_COMPUTE, ON_WIRES)]
+    compute = sum(s for s, t in zip(tasks.seconds, tasks.streams, strict=True) if t in ON_COMPUTE)
     makespan = found.makespan_seconds
     assert max(*work, longest_chain(tasks)) <= makespan * (1 + 1e-12)
     assert makespan <= sum(tasks.seconds) * (1 + 1e-12)
     assert makespan == pytest.approx(compute + sum(found.exposed_seconds.values()))
     for task, seconds in found.exposed_seconds.items():
-        assert tasks.streams[task] != COMPUTE
+        assert tasks.streams[task] not in ON_COMPUTE
         assert 0 <= seconds <= tasks.seconds[task] * (1 + 1e-9)
-        assert tasks.streams[task] == WIRES or seconds == tasks.seconds[task]
+        assert tasks.streams[task] in ON_WIRES or seconds == tasks.seconds[task]
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -74,6 +77,19 @@ def test_work_moves_in_between_start_and_end(order):
     found = schedule(tasks)
     assert found.makespan_seconds == 5.0
     assert found.exposed_seconds.get(sent, 0.0) == 0.0
+
+
+@pytest.mark.parametrize(("other", "exposed"), [(COMPUTE, 2.0), (PRODUCT, 0.0)])
+def test_a_carried_collective_hides_behind_products_only(other, exposed):
+    """Without a product it is waited for once all else is done; with one it starts, and flies on over the rest."""
+    tasks = Tasks()
+    sent = tasks.add(2.0, CARRIED, ())
+    tasks.add(0.5, other, ())
+    tasks.add(3.0, COMPUTE, ())
+    tasks.add(1.0, PRODUCT, (sent,))
+    found = schedule(tasks)
+    assert found.exposed_seconds.get(sent, 0.0) == exposed
+    assert found.makespan_seconds == 4.5 + exposed
 
 
 def test_what_nothing_hides_is_exposed():
