@@ -51,7 +51,11 @@ def rounds_operands(graph: Graph, op: Op, rounded: Sequence[bool]) -> bool:
 
 
 def _rounded(graph: Graph, op: Op) -> bool:
-    """Whether a product is of float32 at default precision."""
+    """Whether a product is of float32 at default precision; one that sums nothing is no product to XLA, which multiplies at full width."""
+    if op.primitive == "dot_general":
+        (contracted, _), _ = op.params["dimension_numbers"]
+        if all(graph.values[op.operands[0]].shape[dim] == 1 for dim in contracted):
+            return False
     precision = op.params.get("precision")
     default = all(str(each) in ("None", "DEFAULT") for each in (precision if isinstance(precision, tuple) else (precision,)))
     wanted = op.params.get("preferred_element_type")

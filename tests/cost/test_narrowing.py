@@ -28,6 +28,7 @@ W = jax.ShapeDtypeStruct((32, 16), jnp.float32)
         (lambda w, x: x @ w.T.reshape(16, 32).T, "v5e:2x4", 0.5),
         (lambda w, x: jnp.matmul(x, w, precision="highest"), "v5e:2x4", 1.0),
         (lambda w, x: jnp.tanh(x @ w) + jnp.tanh(w).sum(), "v5e:2x4", 0.5),
+        (lambda w, x: jnp.einsum("ij,bi->bij", w, x), "v5e:2x4", 1.0),
     ],
 )
 def test_gathered_operands_of_products_are_rounded_first(program, cluster, share):
