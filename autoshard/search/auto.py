@@ -1,8 +1,12 @@
 """The portfolio: every searcher that fits the problem's size, and every baseline; the judge picks.
 
 Model. Each member minimises its own objective; what is returned has the least judged makespan of all that fit the memory limit, on ties
-the member that comes first. So it is never worse than any of them. Its lower bound is the best that any member proves: bounds hold for all
-assignments of the mesh.
+the member that comes first. So it is never worse than any that was asked. Its lower bound is the best that any member proves: bounds hold
+for all assignments of the mesh.
+
+Baselines are always asked. Automatic searchers, which all minimise the judge's objective, are asked until one's answer is *settled*: on a
+cluster that waits for all collectives but permutes it is within `TOLERANCE` of the lower bound, and its makespan of its objective. No
+other's objective can be less by more than that, and its makespan only by permutes that it hides and by what compilers combine or narrow.
 """
 
 from __future__ import annotations
@@ -30,6 +34,9 @@ MEMBERS: tuple[Searcher, ...] = (
 )
 
 
+TOLERANCE = 1e-3  # relative: the gap at which dynamic programming stops, too
+
+
 @dataclass(frozen=True, slots=True)
 class Auto:
     """The best of several searchers.
@@ -54,6 +61,8 @@ class Auto:
         refused: list[InfeasibleError] = []
         too_large: list[SearchLimitError] = []
         for number, member in enumerate(self.members):
+            if member.automatic and any(_settled(problem, solution) for solution, _ in found):
+                continue
             progress(member.name, number / len(self.members))
             try:
                 found.append((member.solve(problem, part(progress, number / len(self.members), 1 / len(self.members))), member))
@@ -71,3 +80,10 @@ class Auto:
             notes=(f"found by {finder.name}, the fastest of {len(found)} that auto asked", *best.notes, *map(str, too_large)),
             stats={**best.stats, "members": len(found), "search_seconds": time.perf_counter() - started},
         )
+
+
+def _settled(problem: Problem, solution: Solution) -> bool:
+    """Whether no other objective is much less, and makespans are objectives."""
+    cost = solution.judgement.cost
+    waits = set(problem.model.cluster.asynchronous) <= {"collective_permute"}
+    return waits and min(solution.lower_bound_seconds, cost.makespan_seconds) >= (1 - TOLERANCE) * cost.objective_seconds

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import ClassVar
+
 import pytest
-from problems import problem_of
+from problems import eager_cluster, problem_of
 from programs import PROGRAMS
 
 from autoshard.errors import InfeasibleError, SearchLimitError
 from autoshard.search import Auto, DataParallel, DynamicProgramming, RecursiveProgramming
-from autoshard.search.auto import MEMBERS
+from autoshard.search.auto import MEMBERS, TOLERANCE
 
 
 @pytest.mark.parametrize("program", ["mlp", "convnet", "lstm", "moe"])
@@ -60,3 +63,26 @@ def test_a_mesh_of_many_axes_is_searched_without_being_asked():
     found = Auto((small, *others)).solve(problem)
     assert "dynamic programming keeps all axes' tables" in found.notes[-1]
     assert found.judgement.cost.makespan_seconds == min(one.solve(problem).judgement.cost.makespan_seconds for one in others)
+
+
+class Counting(RecursiveProgramming):
+    """A searcher that counts how often it is asked."""
+
+    asked: ClassVar[list] = []
+
+    def solve(self, problem, progress=None):
+        self.asked.append(problem)
+        return super().solve(problem)
+
+
+@pytest.mark.parametrize(("cluster", "overlap", "asked"), [("v5e:2x4", True, 1), ("v5e:2x4", False, 0), ("v5p:2x2x2", True, 0)])
+def test_nobody_else_is_asked_once_an_answer_is_settled(cluster, overlap, asked, monkeypatch):
+    """A proven answer is the end of it where nothing can be hidden, and no member's is faster; where something can, all are asked."""
+    monkeypatch.setattr(Counting, "asked", [])
+    fn, args = PROGRAMS["moe"]()
+    problem = problem_of(fn, *args, cluster=replace(eager_cluster(cluster), overlap=overlap))
+    others = tuple(member for member in MEMBERS if not isinstance(member, RecursiveProgramming))
+    found = Auto((others[0], Counting(), *others[1:])).solve(problem)
+    assert len(Counting.asked) == asked
+    least = min(member.solve(problem).judgement.cost.makespan_seconds for member in MEMBERS)
+    assert found.judgement.cost.makespan_seconds <= least / (1 - 2 * TOLERANCE)
