@@ -231,9 +231,12 @@ def _local(value: Value, layout: Layout, mesh: tuple[int, ...]) -> tuple[float, 
 def _padding(local: tuple[float, ...], minor: tuple[int, int] | None) -> float:
     """How many times its size a device's array of at least two dimensions takes in tiles of 128 lanes and 8 rows.
 
-    Those two dimensions are innermost that pad least, of a convolution's image batch and features. Of few rows a tile has 1, 2 or 4
-    (layouts ``{3,0,2,1:T(8,128)}`` and ``{0,3,2,1:T(4,128)}`` in XLA:TPU's HLO).
+    Those two dimensions are innermost that pad least, of a convolution's image batch and features; whatever it is reshaped to, where the
+    batch fills the lanes: that moves nothing then. Of few rows a tile has 1, 2 or 4 (layouts ``{3,0,2,1:T(8,128)}`` and
+    ``{0,3,2,1:T(4,128)}`` in XLA:TPU's HLO).
     """
+    if minor is not None and 0 not in minor and local[0] >= LANES:
+        minor = None
     lanes = [math.ceil(size / LANES) * LANES / size if size else 1.0 for size in local]
     rows = [_whole_rows(size) / size if size else 1.0 for size in local]
     return min(lanes[i] * rows[j] for i, j in permutations(minor or range(len(local)), 2))

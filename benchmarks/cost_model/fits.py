@@ -2,6 +2,9 @@
 
 Programs around the limits of three chips' memories, grown in steps from what fits to what the TPU compiler refuses. Never should one be
 predicted to fit that is refused; at most one in ten that compiles may be predicted not to.
+
+Near the limit XLA computes some of what it stored again, and so makes programs fit that would not: instructions named ``.remat``. That
+takes time which nobody predicted, so the model does not count on it: what fits as it is stands apart.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from benchmarks.cost_model.findings import Findings, Target
 from benchmarks.models import Program, gpt, gpt_scan, llama, lstm, moe, resnet, unet
 
 MESH = {"data": 8}
+REMATERIALISED = ".remat"  # in the names that XLA gives what it computes again
 DP, FS = "data_parallel", "fully_sharded"
 
 Grown = tuple[str, Callable[[int], Program], str, str, tuple[int, ...]]
@@ -73,18 +77,20 @@ def run(quick: bool, progress: Progress) -> Findings:
         ahead = compiled(case)
         predicted, limit = case.strategy.cost.peak_bytes, Cluster.parse(case.cluster).memory_limit_bytes
         said = predicted <= limit
+        again = REMATERIALISED in ahead.hlo
+        compiler = "computes again" if again else "compiles" if ahead.fits else "refused"
         words = "right" if said == ahead.fits else "WRONG: does not fit" if said else "wrong: it fits"
         sizes = (format_bytes(nbytes) for nbytes in (limit, predicted, ahead.needed_bytes))
-        rows.append((case.title, *sizes, "compiles" if ahead.fits else "refused", words))
-        found = {"limit": limit, "predicted": predicted, "needed": ahead.needed_bytes}
+        rows.append((case.title, *sizes, compiler, words))
+        found = {"limit": limit, "predicted": predicted, "needed": ahead.needed_bytes, "again": again}
         numbers.append({"case": case.title, "fits": ahead.fits, "said": said, **found})
     count = Counter((one["said"], one["fits"]) for one in numbers)
     wrong = count[True, False]
-    spurned = 100 * count[False, True] / max(count[True, True] + count[False, True], 1)
     targets = (
         Target("programs", ">= 40", len(numbers), len(numbers) >= 40),
         Target("predicted to fit, refused", "0", wrong, wrong == 0),
-        Target("predicted not to fit, of those that compile, %", "<= 10", spurned, spurned <= 10),
+        _spurned("those that compile", [one["said"] for one in numbers if one["fits"]]),
+        _spurned("those that compile as they are", [one["said"] for one in numbers if one["fits"] and not one["again"]]),
     )
     tables = (
         Table(("program", ">limit", ">predicted", ">needed", "compiler", "prediction"), tuple(rows)),
@@ -92,3 +98,8 @@ def run(quick: bool, progress: Progress) -> Findings:
                                               ("predicted not to", str(count[False, True]), str(count[False, False])))),
     )  # fmt: skip
     return Findings("what fits a chip", tables, targets, {"cases": numbers})
+
+
+def _spurned(which: str, said: list[bool]) -> Target:
+    share = 100 * said.count(False) / max(len(said), 1)
+    return Target(f"predicted not to fit, of {which}, %", "<= 10", share, share <= 10)

@@ -12,7 +12,7 @@ import autoshard
 from autoshard.cluster import Cluster
 from autoshard.cost.evaluate import evaluate
 from autoshard.cost.fusion import fuse
-from autoshard.cost.memory import COMBINED_BYTES, peak_memory
+from autoshard.cost.memory import COMBINED_BYTES, _padding, peak_memory
 from autoshard.cost.model import CostModel
 from autoshard.cost.profile import profile
 from autoshard.ir import Assignment, Mesh
@@ -280,3 +280,9 @@ def test_the_peak_is_the_compilers(make, mesh, searcher, compiled):
         fn, *args, cluster="v5e:2x4", mesh=mesh, searcher=searcher, donate_argnums=0, memory_limit_bytes=1e15
     ).cost.peak_bytes
     assert 0.9 * compiled <= found <= 1.15 * compiled
+
+
+@pytest.mark.parametrize(("batch", "times"), [(32, 2.0), (256, 1.0)])
+def test_groups_of_channels_lie_as_their_images_where_the_batch_fills_the_lanes(batch, times):
+    """XLA:TPU's copies of group norms are padded at 32 images a device, ``f32[256,64,64,128]{0,3,2,1}`` at 256 (libtpu 0.0.42)."""
+    assert _padding((float(batch), 64.0, 64.0, 8.0, 16.0), (2, 4)) == times
