@@ -286,3 +286,12 @@ def test_the_peak_is_the_compilers(make, mesh, searcher, compiled):
 def test_groups_of_channels_lie_as_their_images_where_the_batch_fills_the_lanes(batch, times):
     """XLA:TPU's copies of group norms are padded at 32 images a device, ``f32[256,64,64,128]{0,3,2,1}`` at 256 (libtpu 0.0.42)."""
     assert _padding((float(batch), 64.0, 64.0, 8.0, 16.0), (2, 4)) == times
+
+
+@pytest.mark.parametrize(("width", "copied"), [(64, 2.0), (128, 0.0)])
+def test_tables_of_short_rows_are_copied_to_be_looked_up(width, copied):
+    """A table whose rows fill no tile lies column by column, and in padded rows too while it is read (a recommender, libtpu 0.0.42)."""
+    table = floats(4_000_000, width)
+    facts = facts_of(lambda table, rows: table[rows].sum(0), table, jax.ShapeDtypeStruct((1024,), jnp.int32))
+    held, nbytes = peak(facts, "v5e:2x4"), 4_000_000 * width * 4
+    assert held / nbytes == pytest.approx(1 + copied, rel=1e-3)
