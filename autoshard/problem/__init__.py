@@ -2,6 +2,6 @@
 
 from autoshard.problem.folding import Folded, folded
 from autoshard.problem.nodes import Pin
-from autoshard.problem.problem import Label, Problem, Tables
+from autoshard.problem.problem import Label, Messages, Problem, Tables
 
-__all__ = ["Folded", "Label", "Pin", "Problem", "Tables", "folded"]
+__all__ = ["Folded", "Label", "Messages", "Pin", "Problem", "Tables", "folded"]

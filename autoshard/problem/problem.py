@@ -8,7 +8,7 @@ so building tables costs a few dictionary look-ups a node.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property, partial, reduce
 from itertools import product
 from typing import Any, Protocol, TypeVar
@@ -80,6 +80,48 @@ class _Columns:
         return int(self.unary.argmin()) if found is None else found
 
 
+Messages = Mapping[tuple[int, int], tuple[np.ndarray, np.ndarray]]
+"""What was moved from nodes into a pair of them: per label of the first, and per label of the second."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Learned:
+    """What a search found out that helps with the same program on another mesh.
+
+    Attributes:
+        sent: what message passing moved between the tables of all axes, of the folded problem where there is one.
+        price: seconds a byte at which answers kept the memory limit; 0.0: it does not bind, as far as is known.
+        above: labels of a fast answer beyond the limit; None where there is none.
+        worth: seconds a byte of what is alive at that one's peak, in the best bound found of answers within the limit.
+        sent_priced: as `sent`, under that price.
+    """
+
+    sent: Messages = field(default_factory=dict)
+    price: float = 0.0
+    above: tuple[Label, ...] | None = None
+    worth: float = 0.0
+    sent_priced: Messages = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copied:
+    """A value's shared copy under some labels; masks are by the label of a node in tables with all axes free.
+
+    Attributes:
+        copy, home: the nodes that decide where it lies, and the value itself.
+        nbytes: what a device holds of it.
+        same, like_copy: labels of `copy` under which it lies as now, and of `home` under which the value lies so itself.
+        reads: the first and the last node that read the copy as it lies now, with their labels under which they do.
+    """
+
+    copy: int
+    home: int
+    nbytes: float
+    same: np.ndarray
+    like_copy: np.ndarray
+    reads: Mapping[int, np.ndarray]
+
+
 class Watcher(Protocol):
     """Who wants to know what a search meets on its way."""
 
@@ -98,6 +140,7 @@ class Problem:
         memory_limit_bytes: what a device may hold at its peak; None: no limit.
         watcher: who is told what a search meets; nobody unless set.
         like: a problem on another mesh, whose nodes are shared where the pins allow it.
+        learned: what searches of it, or of a problem much like it, found out so far: where others begin.
         nodes: the decisions to be made.
     """
 
@@ -117,6 +160,7 @@ class Problem:
         self.pins: Mapping[int, Pin] = dict(pins or {})
         self.memory_limit_bytes = memory_limit_bytes
         self.watcher: Watcher | None = None
+        self.learned = Learned()
         if like is not None and like.profile is profile and like.pins == self.pins:
             self.nodes, self._kinds, self._joints = like.nodes, like._kinds, like._joints
         else:
@@ -195,6 +239,12 @@ class Problem:
 
     def _nowhere(self, node: Node) -> Label:
         return (NOWHERE if node.leader >= 0 else -1,) * len(self.mesh.axes)
+
+    def carried(self, labels: Sequence[Label]) -> list[Label] | None:
+        """The labels for those on a mesh of as many axes, or of one, which all axes here do as one; None where some are not offered."""
+        n = len(self.mesh.axes)
+        labels = [label if len(label) == n else label * n for label in labels]
+        return labels if all(label in self._joint(node).positions for node, label in enumerate(labels)) else None
 
     def assignment(self, labels: Sequence[Label]) -> Assignment:
         """The assignment that labels stand for."""
@@ -462,6 +512,52 @@ class Problem:
             same = np.all([offer.slots[slot] == offer.slots[slot][labels[node]] for slot in slots], axis=0)
             alike[node] = alike.get(node, True) & same
         return alike
+
+    def copied_alike(self, value: int, labels: Sequence[int] | np.ndarray, moment: int) -> Copied | None:
+        """The shared copy of a value under given labels; None where nothing keeps one alive at the moment.
+
+        Args:
+            value: a value number.
+            labels: per node the position of its label in tables with all axes free.
+            moment: as in the program's lifetimes.
+        """
+        if value not in self.nodes.copies:
+            return None
+        copy, (home, slot) = self.nodes.copies[value], self.nodes.home[value]
+        numbers, lies = self._joint(copy).slots[0], self._joint(home).slots[slot]
+        layout = numbers[labels[copy]]
+        if layout == lies[labels[home]]:
+            return None
+        reads: dict[int, np.ndarray] = {}
+        for edge in self._edges_from.get(copy, []):
+            slots = self._joint(edge.target).slots
+            reads[edge.target] = np.all([slots[slot] == layout for slot in edge.target_slots], axis=0) & reads.get(edge.target, True)
+        spans = {node: self._span(node, value) for node, same in reads.items() if same[labels[node]]}
+        if not spans or not min(start for start, _ in spans.values()) <= moment < max(end for _, end in spans.values()):
+            return None
+        ends = {min(spans, key=lambda node: spans[node][0]), max(spans, key=lambda node: spans[node][1])}
+        nbytes = float(self._bytes(value, numbers[labels[copy] : labels[copy] + 1])[0])
+        return Copied(copy, home, nbytes, numbers == layout, lies == layout, {node: reads[node] for node in sorted(ends)})
+
+    def _span(self, node: int, value: int) -> tuple[int, int]:
+        """The first moment in which ops of a node read a value, and the one after the last."""
+        found, ops, times = self.nodes.nodes[node], self.graph.walk(), self.profile.lifetimes
+        deciding = found.leader if found.leader >= 0 else self._owners.get(node, -1)
+        readers = [op for op in (deciding, *(op for op, _, _ in found.members)) if op >= 0 and value in ops[op].operands]
+        return min((times.starts[op] for op in readers), default=times.moments), max((times.ends[op] for op in readers), default=0)
+
+    @cached_property
+    def _owners(self) -> dict[int, int]:
+        """Per node that holds what a body takes in, the op whose body that is."""
+        inputs = ((op.index, value) for op in self.graph.walk() for body in op.bodies for value in body.inputs)
+        return {self.nodes.home[value][0]: op for op, value in inputs if value in self.nodes.home}
+
+    @cached_property
+    def _edges_from(self) -> dict[int, list[Edge]]:
+        found: dict[int, list[Edge]] = {}
+        for edge in self.nodes.edges:
+            found.setdefault(edge.source, []).append(edge)
+        return found
 
     def _joint(self, node: int) -> _Columns:
         return self._offer(node, self._nowhere(self.nodes.nodes[node]), tuple(range(len(self.mesh.axes))))

@@ -1,6 +1,7 @@
 """The searchers: one file each, and one row in the table below."""
 
 from contextlib import suppress
+from dataclasses import replace
 
 from autoshard.errors import InfeasibleError, SearcherError
 from autoshard.search.auto import Auto
@@ -47,26 +48,29 @@ def searcher_of(searcher: str | Searcher) -> Searcher:
 
 
 def solve(searcher: Searcher, problem, progress: Progress = silent) -> Solution:
-    """What the searcher finds; for an automatic one never worse, by the judge, than a baseline that fits the memory limit.
+    """What the searcher finds; for an automatic one never worse, by the judge, than data parallelism if that fits the memory limit.
 
-    The baseline is data parallelism, or where that does not fit fully sharded data parallelism.
+    Where the searcher finds nothing that fits, fully sharded data parallelism may.
     """
-    baseline = _baseline(problem) if searcher.automatic else None  # first, so that a search that ends early has an answer
+    if not searcher.automatic:
+        return searcher.solve(problem, progress)
+    baseline = _solved(DataParallel(), problem)  # first, so that a search that ends early has an answer
+    spare = _solved(FullySharded(stage=3), problem) if baseline is None else baseline
     try:
         solution = searcher.solve(problem, progress)
     except InfeasibleError:
-        if baseline is None:
+        if spare is None:
             raise
-        return baseline
+        return spare
     if baseline is None or solution.judgement.cost.makespan_seconds <= baseline.judgement.cost.makespan_seconds:
         return solution
-    return baseline
+    bound = min(solution.lower_bound_seconds, baseline.judgement.cost.objective_seconds)
+    return replace(baseline, lower_bound_seconds=bound)
 
 
-def _baseline(problem) -> Solution | None:
-    for searcher in (DataParallel(), FullySharded(stage=3)):
-        with suppress(InfeasibleError):
-            return searcher.solve(problem)
+def _solved(searcher: Searcher, problem) -> Solution | None:
+    with suppress(InfeasibleError):
+        return searcher.solve(problem)
     return None
 
 

@@ -11,6 +11,8 @@ first.
 answer to the whole. Costs moved as they were moved there give a bound of the whole, and some more message passing raises it until it is
 within the tolerance of the answer; where it is not, the steps are taken on the whole.
 
+*Memory.* Where the limit binds bytes get a price, and the bound is the dual one (`autoshard.search.memory`).
+
 After the dynamic programming of MindSpore's auto parallel (node, edge and triangle elimination), here on bounded tables.
 
 Complexity: sweeps x table entries, then nodes x kept labels ** (induced width + 1); of repeated layers those of a layer or two, and a few
@@ -19,21 +21,24 @@ sweeps over all.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from autoshard.cost.evaluate import Judgement
 from autoshard.errors import InfeasibleError, SearchLimitError
-from autoshard.problem import Folded, Label, Problem, Tables, folded
+from autoshard.problem import Messages, Problem, Tables, folded
 from autoshard.search.elimination import table_cost
-from autoshard.search.memory import fastest_within
+from autoshard.search.memory import Fitted, Found, fitted, held_at, priced
 from autoshard.search.recursive_programming import RecursiveProgramming
-from autoshard.search.reparametrisation import Passing, Reparametrisation, unfolded
+from autoshard.search.reparametrisation import Passing, messages, moved_alike, unfolded
 from autoshard.search.searcher import Progress, Solution, silent
 from autoshard.search.shells import ROUNDING, SWEEPS, Shells
+
+PASSED_ENTRIES = 1 << 28  # that are passed for a bound of the whole: some 5 s on one core
+DUAL_STEPS = 4  # prices that are tried for a bound within a memory limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +83,16 @@ class DynamicProgramming:
     def _found(self, problem: Problem, progress: Progress) -> tuple[Solution, bool]:
         """The optimum under the prices that keep it within the memory limit, and whether there had to be any and nothing is folded."""
         started = time.perf_counter()
-        small = folded(problem)
-        run = _Run(self, problem if small is None else small, progress)
-        judgement, labels = fastest_within(run.problem, run.optimum, self.price_steps)
-        bound = run.bound
-        if small is not None:
-            judgement, labels, bound = self._unfolded(problem, small, run, judgement, small.unfold(labels))
+        run = _Run(self, problem, progress)
+        found = fitted(problem, run.optimum, self.price_steps)
+        if found.above is None:
+            found, bound = run.unfolded(found)
+        else:
+            bound = run.dual_bound(found, found.above)
+        problem.learned = replace(run.learned, price=found.price)
+        judgement = found.judgement
         solution = Solution(
-            assignment=problem.assignment(labels),
+            assignment=problem.assignment(found.labels),
             judgement=judgement,
             lower_bound_seconds=min(bound + problem.fixed_seconds(), judgement.cost.objective_seconds),
             stats={
@@ -97,72 +104,114 @@ class DynamicProgramming:
                 "search_seconds": time.perf_counter() - started,
             },
         )
-        limit = problem.memory_limit_bytes
-        return solution, small is None and limit is not None and run.first.cost.peak_bytes > limit
-
-    def _unfolded(
-        self, problem: Problem, small: Folded, run: _Run, judgement: Judgement, labels: list[Label]
-    ) -> tuple[Judgement, list[Label], float]:
-        """The folded problem's answer where a bound of the whole shows it to be good enough, or memory binds; else the whole's."""
-        whole = _Run(self, problem, run.progress)
-        try:
-            tables = whole.tables_without_prices()
-        except SearchLimitError:
-            return judgement, labels, problem.compute_bound() - problem.fixed_seconds()
-        passing = Passing(*unfolded(small, run.tables, run.moved, tables))
-        enough = run.cost * (1 - self.tolerance)
-        run.shells.sweeps += passing.run(SWEEPS, enough, run.progress)
-        bound = passing.bound() - ROUNDING * run.cost
-        if bound >= enough - ROUNDING * run.cost or judgement is not run.first:
-            return judgement, labels, bound
-        found, bound = run.shells.widened(tables, passing.normalised(run.shells.sweeps))
-        run.n_variables = max(run.n_variables, sum(len(options) > 1 for options in tables.labels))
-        answer = [options[label] for options, label in zip(tables.labels, found, strict=True)]
-        other = problem.evaluate(problem.assignment(answer))
-        fits = problem.memory_limit_bytes is None or other.cost.peak_bytes <= problem.memory_limit_bytes
-        if fits and other.cost.objective_seconds < judgement.cost.objective_seconds:
-            return other, answer, bound
-        return judgement, labels, bound
+        return solution, run.small is None and found.above is not None
 
 
 class _Run:
     """One problem's searches, with what they took.
 
     Attributes:
-        bound: of all labels, since it is that of the tables without prices.
-        first, cost: the judgement of the answer without prices, and its cost in the tables.
-        tables, moved: those without prices, before and after message passing.
+        small: the folded problem, which is searched where there is one.
+        bound: of all labels of what is searched, since it is that of the tables without prices.
+        cost: of the answer without prices, in the tables.
+        learned: what is known by now, of other meshes at first.
     """
 
-    first: Judgement
     cost: float
-    tables: Tables
-    moved: Reparametrisation
 
     def __init__(self, searcher: DynamicProgramming, problem: Problem, progress: Progress):
         self.searcher = searcher
         self.problem = problem
+        self.small = folded(problem)
         self.progress = progress
+        self.learned = problem.learned
         self.shells = Shells(searcher.max_entries, searcher.max_sweeps, searcher.tolerance, progress)
         self.bound = 0.0
         self.n_variables = 0
 
-    def optimum(self, prices: Mapping[int, float]) -> tuple[Judgement, list[Label]]:
-        """The best labels under memory prices, and what the judge says of them."""
-        problem = self.problem
-        tables = problem.tables(range(len(problem.mesh.axes)), problem.start(), prices) if prices else self.tables_without_prices()
-        self.n_variables = max(self.n_variables, sum(len(options) > 1 for options in tables.labels))
-        found, bound, moved = self.shells.solve(tables)
+    def optimum(self, prices: Mapping[int, float]) -> Found:
+        """The best labels under memory prices, of the whole problem, and what the judge says of them."""
+        tables = self._tables(self.small or self.problem, prices)
+        found, bound, moved = self.shells.solve(tables, self.learned.sent)
         labels = [options[label] for options, label in zip(tables.labels, found, strict=True)]
-        judgement = problem.evaluate(problem.assignment(labels))
         if not prices:
-            self.bound, self.tables, self.moved = bound, tables, moved
-            self.first, self.cost = judgement, table_cost(tables.unary, tables.pairs, found)
-        return judgement, labels
+            self.bound, self.cost = bound, table_cost(tables.unary, tables.pairs, found)
+            self.learned = replace(self.learned, sent=messages(tables.pairs, moved.pairs))
+        if self.small is not None:
+            labels = self.small.unfold(labels)
+        return self.problem.evaluate(self.problem.assignment(labels)), labels
 
-    def tables_without_prices(self) -> Tables:
+    def unfolded(self, found: Fitted) -> tuple[Fitted, float]:
+        """The answer where a bound of the whole problem shows it to be good enough, else the whole's; and the bound."""
+        if self.small is None:
+            return found, self.bound
+        problem, tolerance = self.problem, self.searcher.tolerance
+        try:
+            tables = self._tables(problem)
+        except SearchLimitError:
+            return found, problem.compute_bound() - problem.fixed_seconds()
+        enough = self.cost * (1 - tolerance)
+        passing = self._passed(tables, unfolded(self.small, self.learned.sent, tables), enough)
+        bound = passing.bound() - ROUNDING * self.cost
+        if bound >= enough - ROUNDING * self.cost:
+            return found, bound
+        best, bound = self.shells.widened(tables, passing.normalised(self.shells.sweeps))
+        answer = [options[label] for options, label in zip(tables.labels, best, strict=True)]
+        other = problem.evaluate(problem.assignment(answer))
+        fits = problem.memory_limit_bytes is None or other.cost.peak_bytes <= problem.memory_limit_bytes
+        if fits and other.cost.objective_seconds < found.judgement.cost.objective_seconds:
+            return Fitted(other, answer), bound
+        return found, bound
+
+    def dual_bound(self, found: Fitted, above: Found) -> float:
+        """A bound of all labels within the memory limit: the least cost where bytes have a price, less what the limit is worth."""
+        problem, small = self.problem, self.small
+        try:
+            tables = self._tables(problem)
+        except SearchLimitError:
+            return problem.compute_bound() - problem.fixed_seconds()
+        held = held_at(problem, tables, above[1], above[0].peak, problem.memory_limit_bytes or 0.0)
+        charges = held.tables(tables)
+        own, own_charges = (tables, charges) if small is None else (small.fold_tables(tables), small.fold_tables(charges))
+        answers = []  # (seconds, bytes beyond the limit): no bound at a price is higher than what an answer costs there
+        for labels in (above[1], found.labels):
+            at = [options.index(label) for options, label in zip(tables.labels, labels, strict=True)]
+            answers.append((table_cost(tables.unary, tables.pairs, at), table_cost(charges.unary, charges.pairs, at) - held.limit))
+        (fast, excess), (slow, slack) = answers
+        best, price, sent = -math.inf, 0.0, self.learned.sent
+        shells = Shells(self.searcher.max_entries, SWEEPS, self.searcher.tolerance, self.progress)
+        for _ in range(DUAL_STEPS if excess > 0.0 else 0):
+            tried = max(slow - fast, 0.0) / (excess - slack)
+            labels, bound, moved = shells.solve(priced(own, own_charges, tried), sent)
+            bound -= tried * held.limit
+            if bound > best:
+                best, price, sent = bound, tried, messages(own.pairs, moved.pairs)
+            if bound >= (fast + tried * excess) * (1 - self.searcher.tolerance):
+                break  # where the two answers' lines cross nothing more is to be had
+            seconds = table_cost(own.unary, own.pairs, labels)
+            beyond = table_cost(own_charges.unary, own_charges.pairs, labels) - held.limit
+            if beyond > 0.0:
+                fast, excess = seconds, beyond
+            else:
+                slow, slack = seconds, beyond
+        self.learned = replace(self.learned, above=tuple(above[1]), worth=price, sent_priced=sent)
+        if small is None:
+            return max(self.bound, best)
+        enough = found.judgement.cost.objective_seconds - problem.fixed_seconds() + price * held.limit
+        sent = unfolded(small, sent, tables)
+        passing = self._passed(priced(tables, charges, price), sent, enough * (1 - self.searcher.tolerance))
+        return passing.bound() - price * held.limit - ROUNDING * enough
+
+    def _passed(self, tables: Tables, sent: Messages, enough: float) -> Passing:
+        """The whole problem's tables after message passing."""
+        passing = Passing(*moved_alike(tables.unary, tables.pairs, sent))
+        entries = sum(table.size for table in tables.pairs.values())
+        self.shells.sweeps += passing.run(min(SWEEPS, 1 + PASSED_ENTRIES // max(entries, 1)), enough, self.progress)
+        return passing
+
+    def _tables(self, problem: Problem, prices: Mapping[int, float] | None = None) -> Tables:
         """All axes' tables, if they are not too large."""
-        problem, limit = self.problem, self.searcher.max_problem_entries
+        limit = self.searcher.max_problem_entries
         axes = range(len(problem.mesh.axes))
         if (entries := problem.table_entries(axes, limit)) > limit:
             raise SearchLimitError(
@@ -170,4 +219,7 @@ class _Run:
                 f"more than {entries:,}. Use searcher='recursive_programming', or a mesh of fewer axes."
             )
         self.progress("tables", 0.0)
-        return problem.tables(axes, problem.start())
+        tables = problem.tables(axes, problem.start(), prices)
+        self.n_variables = max(self.n_variables, sum(len(options) > 1 for options in tables.labels))
+        return tables
+

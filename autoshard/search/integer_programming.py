@@ -39,6 +39,7 @@ from autoshard.cost.memory import Peak
 from autoshard.errors import InfeasibleError, SearchLimitError
 from autoshard.problem import Label, Problem, Tables
 from autoshard.render import format_bytes
+from autoshard.search.memory import values_alive
 from autoshard.search.recursive_programming import RecursiveProgramming
 from autoshard.search.reparametrisation import Reparametrisation, reparametrise
 from autoshard.search.searcher import Progress, Solution, silent
@@ -236,8 +237,9 @@ def _row(
     def add(node: int, nbytes: np.ndarray) -> None:
         coefficients[node] = coefficients.get(node, 0.0) + nbytes / limit
 
+    always = values_alive(problem, peak.moment)
     for value, nbytes in zip(peak.alive, peak.held, strict=True):
-        if only is not None and value not in only:
+        if value not in always or (only is not None and value not in only):
             continue
         if (found := problem.held_bytes(value)) is None:
             room -= nbytes / limit

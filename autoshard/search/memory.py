@@ -4,32 +4,64 @@ A Lagrange multiplier: the price is raised until the judge finds the peak below 
 reaches the convex part of the time x memory frontier. What lies between is reached by repair: the answers on both sides of the limit
 differ in parts that do not touch, such as layers, and as many of these as fit are taken from the faster one; then single decisions are
 changed where that is faster and fits, or where nothing fits yet and that holds less. How many assignments are judged for it is bounded.
+
+*The dual bound.* What a device holds at one moment of the program is at most the limit. Whoever pays a price for it and gets the limit's
+worth back pays no more than for the seconds alone, so the least sum under that price bounds all assignments within the limit (Everett
+1963, "Generalized Lagrange multiplier method"). The best price is where the bounds of answers above and below the limit meet.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
 from autoshard.cost.evaluate import Judgement
+from autoshard.cost.memory import Peak
 from autoshard.errors import InfeasibleError
-from autoshard.problem import Label, Problem
+from autoshard.problem import Label, Problem, Tables
 from autoshard.render import format_bytes
-
-Priced = Callable[[Mapping[int, float]], tuple[Judgement, list[Label]]]
-"""Prices per value, in seconds a byte that a device holds of it, to what a search finds under them."""
 
 Found = tuple[Judgement, list[Label]]
 
-JUDGED_OPS = 100_000  # that repair may judge: about a second
+Priced = Callable[[Mapping[int, float]], Found]
+"""Prices per value, in seconds a byte that a device holds of it, to what a search finds under them."""
+
+JUDGED_OPS = 100_000  # that changes of single decisions may judge: about a second
 MOST_JUDGED = 128  # assignments, of small programs
+MIXTURES = 6  # that may be judged of any program
 DEAR = 100  # times the price at which bytes cost as much as seconds
+FAR, NEAR = 4.0, 1.25  # factors between the first prices that are tried: knowing nothing, and knowing a price that did elsewhere
 ROUNDING = 1e-9  # relative; what a change must gain
 
 
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """An answer within a memory limit.
+
+    Attributes:
+        judgement, labels: the answer.
+        above: the fastest met that is not within the limit, or just is not; None where the limit does not bind.
+        price: seconds a byte, at which the limit was kept; 0.0 where it does not bind.
+    """
+
+    judgement: Judgement
+    labels: list[Label]
+    above: Found | None = None
+    price: float = 0.0
+
+
 def fastest_within(problem: Problem, search: Priced, steps: int) -> Found:
+    """As `fitted`, the answer alone."""
+    found = fitted(problem, search, steps)
+    return found.judgement, found.labels
+
+
+def fitted(problem: Problem, search: Priced, steps: int) -> Fitted:
     """The answer without prices where it is within the problem's memory limit, else the fastest met that is.
 
     Args:
@@ -42,8 +74,8 @@ def fastest_within(problem: Problem, search: Priced, steps: int) -> Found:
     found = search({})
     limit = problem.memory_limit_bytes
     if limit is None or found[0].cost.peak_bytes <= limit:
-        return found
-    best, above, priced = _by_prices(problem, search, found, steps)
+        return Fitted(*found)
+    best, above, priced, price = _by_prices(problem, search, found, steps)
     repair = _Repair(problem, limit)
     best = repair.changed(above if best is None else repair.mixed(best, above, priced))
     if best[0].cost.peak_bytes > limit:
@@ -53,15 +85,18 @@ def fastest_within(problem: Problem, search: Priced, steps: int) -> Found:
             f"{format_bytes(smallest)}. Use more devices, a smaller batch, rematerialisation, or a higher memory_limit_bytes.",
             smallest,
         )
-    return best
+    return Fitted(*best, above, price)
 
 
-def _by_prices(problem: Problem, search: Priced, free: Found, steps: int) -> tuple[Found | None, Found, set[int]]:
-    """The fastest answer met within the limit, the one that just is not or that holds least, and the values that had a price."""
+def _by_prices(
+    problem: Problem, search: Priced, free: Found, steps: int
+) -> tuple[Found | None, Found, set[int], float]:
+    """The fastest answer met within the limit, the one that just is not or that holds least, the values that had a price, and the price."""
     limit = problem.memory_limit_bytes or 0.0
     above, best = free, None
     priced = set(free[0].peak.alive)
-    first = price = free[0].cost.objective_seconds / free[0].cost.peak_bytes
+    first = free[0].cost.objective_seconds / free[0].cost.peak_bytes
+    price, factor = (problem.learned.price, NEAR) if problem.learned.price else (first, FAR)
     shares = _shares(problem)
     too_low, enough = 0.0, None
     for _ in range(steps):
@@ -74,15 +109,16 @@ def _by_prices(problem: Problem, search: Priced, free: Found, steps: int) -> tup
         else:
             news = set(judgement.peak.alive) - priced
             if enough is None and not news and labels == above[1] and price > DEAR * first:
-                break  # the very same at four times the price, where bytes decide alone: nothing is to be had for more
+                break  # the very same at a higher price, where bytes decide alone: nothing is to be had for more
             if enough is not None or judgement.cost.peak_bytes < above[0].cost.peak_bytes:
                 above = judgement, labels
             priced |= news
             too_low = price
-        price = price * 4 if enough is None else math.sqrt(too_low * enough) if too_low else price / 4
+        price = price * factor if enough is None else math.sqrt(too_low * enough) if too_low else price / factor
+        factor = min(factor**2, FAR)
         if enough is not None and enough - too_low < 0.2 * enough:
             break
-    return best, above, priced
+    return best, above, priced, enough or too_low
 
 
 def _shares(problem: Problem) -> dict[int, float]:
@@ -117,26 +153,34 @@ class _Repair:
     def mixed(self, below: Found, above: Found, priced: Iterable[int]) -> Found:
         """The answer within the limit with what it differs in from one above it, as much as fits, most seconds a byte first."""
         parts = self._parts(below[1], above[1], priced)
+        sums = list(accumulate((held for _, held in parts), initial=0.0))
         fits, too_many, best = 0, len(parts) + 1, below
-        while too_many - fits > 1 and self.left > 0:
-            some = (fits + too_many) // 2
+        peaks = {0: below[0].cost.peak_bytes, too_many: max(above[0].cost.peak_bytes, self.limit)}
+        sums.append(sums[-1])
+        for _ in range(max(MIXTURES, min(self.left, MOST_JUDGED))):
+            if too_many - fits <= 1:
+                break
+            share = (self.limit - peaks[fits]) / max(peaks[too_many] - peaks[fits], 1.0)
+            reached = bisect_right(sums, sums[fits] + share * (sums[too_many] - sums[fits])) - 1
+            some = min(max(reached, fits + 1), too_many - 1)
             labels = list(below[1])
-            for node in (node for part in parts[:some] for node in part):
+            for node in (node for part, _ in parts[:some] for node in part):
                 labels[node] = above[1][node]
             found = self._judged(labels)
-            if found[0].cost.peak_bytes <= self.limit:
+            peaks[some] = found[0].cost.peak_bytes
+            if peaks[some] <= self.limit:
                 fits, best = some, found if self._better(found, best) else best
             else:
                 too_many = some
         return best
 
-    def _parts(self, below: list[Label], above: list[Label], priced: Iterable[int]) -> list[list[int]]:
-        """The nodes in which two answers differ, in parts that no table joins; those that gain nothing are left out."""
+    def _parts(self, below: list[Label], above: list[Label], priced: Iterable[int]) -> list[tuple[list[int], float]]:
+        """The nodes in which two answers differ, in parts that no table joins, with the bytes each takes; those that gain something."""
         differ = {node: node for node, (one, other) in enumerate(zip(below, above, strict=True)) if one != other}
 
         def first(node: int) -> int:
             while differ[node] != node:
-                node = differ[node]
+                differ[node] = node = differ[differ[node]]
             return node
 
         bytes_of = dict.fromkeys(sorted(priced), 1.0)
@@ -158,7 +202,8 @@ class _Repair:
         parts: dict[int, list[int]] = {part: [] for part in gains}
         for node in differ:
             parts[first(node)].append(node)
-        return [parts[part] for part in sorted(gains, key=lambda part: -gains[part] / max(held[part], 1.0)) if gains[part] > 0.0]
+        order = sorted(gains, key=lambda part: -gains[part] / max(held[part], 1.0))
+        return [(parts[part], max(held[part], 1.0)) for part in order if gains[part] > 0.0]
 
     def changed(self, found: Found) -> Found:
         """The answer after single decisions have changed, each time the most promising that the judge approves of."""
@@ -199,3 +244,82 @@ class _Repair:
                 worth = np.flatnonzero(lost < -ROUNDING * abs(cost[now[node]]) if fits else saved > 0)
                 changes += [(float(ranks[k]), node, axis, int(k)) for k in worth]
         return [(node, offered[axis][node][k]) for _, node, axis, k in sorted(changes)]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a device holds at one moment, at least, by the labels of tables with all axes free.
+
+    Attributes:
+        nodes, pairs: bytes by a node's label, and by the labels of two.
+        limit: what the sum is of all labels within the memory limit, at most.
+    """
+
+    nodes: Mapping[int, np.ndarray]
+    pairs: Mapping[tuple[int, int], np.ndarray]
+    limit: float
+
+    def tables(self, like: Tables) -> Tables:
+        """The same as tables."""
+        unary = tuple(self.nodes.get(node, np.zeros(len(options))) for node, options in enumerate(like.labels))
+        return Tables(like.labels, unary, self.pairs, like.incumbent)
+
+
+def held_at(problem: Problem, tables: Tables, labels: Sequence[Label], peak: Peak, limit: float) -> Held:
+    """What any labels hold at the moment of the peak that these have there.
+
+    Values that are alive then are so under all labels, and padding only adds to them. A copy is there as long as it lies as now, and so do
+    its first and last reader read it. What fast memory could hold of it all under other labels is added to the limit.
+
+    Args:
+        labels: of every node.
+        peak: what the judge says of them.
+    """
+    at = [options.index(label) for options, label in zip(tables.labels, labels, strict=True)]
+    fusion, always = problem.profile.fusion, values_alive(problem, peak.moment)
+    nodes: dict[int, np.ndarray] = {}
+    pairs: dict[tuple[int, int], np.ndarray] = {}
+    room = limit + peak.spare_bytes
+
+    def add(i: int, held: np.ndarray) -> None:
+        nodes[i] = nodes.get(i, 0.0) + held
+
+    def add_pair(i: int, j: int, held: np.ndarray) -> None:
+        key, table = ((i, j), held) if (i, j) in tables.pairs else ((j, i), held.T)
+        pairs[key] = pairs.get(key, 0.0) + table
+
+    for value, nbytes in zip(peak.alive, peak.held, strict=True):
+        if value not in always:
+            continue
+        if (found := problem.held_bytes(value)) is None:
+            room -= nbytes
+        else:
+            node, held = found
+            add(node, min(0.5 if fusion.narrow[value] else 1.0, nbytes / held[at[node]]) * held)
+    for value, nbytes in peak.copies:
+        found = problem.copied_alike(value, at, peak.moment)
+        if found is None or not _is_share(nbytes, found.nbytes):
+            continue
+        add(found.copy, -(len(found.reads) - 1) * nbytes * found.same)
+        for node, same in found.reads.items():
+            add_pair(found.copy, node, nbytes * np.outer(found.same, same))
+        add_pair(found.copy, found.home, -nbytes * np.outer(found.same, found.like_copy))  # where the value lies so, it is no copy
+    return Held(nodes, pairs, room)
+
+
+def priced(tables: Tables, held: Tables, price: float) -> Tables:
+    """Tables with a price on what is held."""
+    unary = tuple(cost + price * nbytes for cost, nbytes in zip(tables.unary, held.unary, strict=True))
+    pairs = {pair: cost + price * held.pairs[pair] if pair in held.pairs else cost for pair, cost in tables.pairs.items()}
+    return Tables(tables.labels, unary, pairs, tables.incumbent)
+
+
+def values_alive(problem: Problem, moment: int) -> set[int]:
+    """The values that are alive at a moment of the program under any labels."""
+    times = problem.profile.lifetimes
+    return {value for value, born, dies in zip(times.values, times.born, times.dies, strict=True) if born <= moment < dies}
+
+
+def _is_share(nbytes: float, whole: float) -> bool:
+    """Whether a copy is of so many bytes, or of half of them, rounded to bfloat16."""
+    return any(abs(nbytes - part) <= ROUNDING * part for part in (whole, whole / 2))

@@ -15,14 +15,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from autoshard.errors import AutoshardError, InfeasibleError, ShardingError
-from autoshard.problem import Problem, folded
+from autoshard.problem import Problem, Tables, folded
 from autoshard.search.baselines import DataParallel
 from autoshard.search.early import Met, watch
-from autoshard.search.reparametrisation import bound_after, reparametrise, unfolded
+from autoshard.search.memory import Held, held_at, priced
+from autoshard.search.reparametrisation import Passing, messages, moved_alike, unfolded
 from autoshard.search.searcher import Progress, Searcher, Solution, part, silent
 
 MAX_ENTRIES = 1 << 25  # of tables that are made for a bound alone: 256 MiB
-FOLDED_SWEEPS = 40  # of the folded problem, which are cheap; some of the whole follow
+FOLDED_SWEEPS = 120  # of the folded problem, which are cheap; some of the whole follow
 SCREENING_SWEEPS = 12  # GPT steps of 8 layers on 64 devices: the bound is within 1 % of the optimum after 8
 LEAST_GAIN = 0.01  # of the objective; a tenth of what the judge's predictions are good for
 BOUNDING_SWEEPS = 20
@@ -32,6 +33,8 @@ BOUNDING_ENTRIES = 1 << 25  # table entries that may be passed for a bound alone
 def message_bound(problem: Problem, max_sweeps: int, enough: float = float("inf")) -> float:
     """A lower bound of the objective over all assignments of the mesh, by message passing where the tables are small enough.
 
+    Where a search of another mesh has learned what memory is worth, of all assignments within the limit.
+
     Args:
         max_sweeps: how often the nodes may be passed.
         enough: a bound at which to stop.
@@ -39,15 +42,28 @@ def message_bound(problem: Problem, max_sweeps: int, enough: float = float("inf"
     axes = range(len(problem.mesh.axes))
     if problem.table_entries(axes, MAX_ENTRIES) > MAX_ENTRIES:
         return problem.compute_bound()
-    tables = problem.tables(axes, problem.start())
-    fixed = problem.fixed_seconds()
-    unary, pairs = tables.unary, tables.pairs
+    tables, sent, worth = problem.tables(axes, problem.start()), problem.learned.sent, 0.0
+    if (held := _held_beyond(problem, tables)) is not None:
+        tables = priced(tables, held.tables(tables), problem.learned.worth)
+        sent, worth = problem.learned.sent_priced, problem.learned.worth * held.limit
+    enough += worth - problem.fixed_seconds()
     if (small := folded(problem)) is not None:
         own = small.fold_tables(tables)
-        moved = reparametrise(own.unary, own.pairs, max_sweeps=FOLDED_SWEEPS, enough=(enough - fixed) * (1 + LEAST_GAIN))
-        unary, pairs = unfolded(small, own, moved, tables)
-    found = bound_after(unary, pairs, max_sweeps=max_sweeps, enough=enough - fixed)
-    return max(fixed + found * (1 - 1e-9), problem.compute_bound())
+        passing = Passing(*moved_alike(own.unary, own.pairs, sent))
+        passing.run(FOLDED_SWEEPS, enough * (1 + LEAST_GAIN))
+        sent = unfolded(small, messages(own.pairs, passing.pairs), tables)
+    passing = Passing(*moved_alike(tables.unary, tables.pairs, sent))
+    passing.run(max_sweeps, enough, give_up=enough < float("inf"))
+    return max(problem.fixed_seconds() + passing.bound() * (1 - 1e-9) - worth, problem.compute_bound())
+
+
+def _held_beyond(problem: Problem, tables: Tables) -> Held | None:
+    """What is alive at the peak of an answer that was found on another mesh, if it is beyond the limit on this one as well."""
+    limit, above = problem.memory_limit_bytes, problem.learned.above
+    if limit is None or above is None or (labels := problem.carried(above)) is None:
+        return None
+    judgement = problem.evaluate(problem.assignment(labels))
+    return held_at(problem, tables, labels, judgement.peak, limit) if judgement.cost.peak_bytes > limit else None
 
 
 def bounded(problem: Problem, solution: Solution) -> Solution:
@@ -117,6 +133,8 @@ class _Search:
             order = sorted(order, key=lambda k: (len(self.problems[k].mesh.axes), max(self.problems[k].mesh.sizes), k))
         for done, number in enumerate(order):
             problem = self.problems[number]
+            if self.best is not None:
+                problem.learned = self.problems[self.best[1]].learned
             self.progress(f"mesh {problem.mesh}", done / n)
             if self.watched:
                 self.met[number] = watch(problem)

@@ -18,16 +18,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
 
-from autoshard.cost.evaluate import Judgement
 from autoshard.errors import SearchLimitError
-from autoshard.problem import Label, Problem, Tables, folded
+from autoshard.problem import Folded, Label, Problem, Tables, folded
 from autoshard.search.elimination import Eliminator, table_cost
-from autoshard.search.memory import fastest_within
+from autoshard.search.memory import Found, fitted
 from autoshard.search.searcher import Progress, Solution, silent
 from autoshard.search.shells import SWEEPS, Shells
 
@@ -54,17 +53,16 @@ class RecursiveProgramming:
         started = time.perf_counter()
         run = _Run(self, problem, progress)
         try:
-            judgement, labels = fastest_within(problem, run.descend, self.price_steps)
+            found = fitted(problem, run.descend, self.price_steps)
         except SearchLimitError:
             small = folded(problem)
             run = _Run(self, small or problem, progress, Shells(self.max_entries, SWEEPS, 0.0, progress))
-            judgement, labels = fastest_within(run.problem, run.descend, self.price_steps)
-            if small is not None:
-                labels = small.unfold(labels)
+            found = fitted(problem, run.descend, self.price_steps)
+        problem.learned = replace(problem.learned, price=found.price)
         return Solution(
-            assignment=problem.assignment(labels),
-            judgement=judgement,
-            lower_bound_seconds=min(problem.compute_bound(), judgement.cost.objective_seconds),
+            assignment=problem.assignment(found.labels),
+            judgement=found.judgement,
+            lower_bound_seconds=min(problem.compute_bound(), found.judgement.cost.objective_seconds),
             stats={
                 "n_nodes": problem.n_nodes,
                 "n_variables": run.n_variables,
@@ -87,8 +85,8 @@ class _Run:
         self.shells = shells
         self.n_variables = self.width = self.sweeps = 0
 
-    def descend(self, prices: Mapping[int, float]) -> tuple[Judgement, list[Label]]:
-        """Labels that no single axis can improve, from everything replicated."""
+    def descend(self, prices: Mapping[int, float]) -> Found:
+        """Labels, of the whole problem, that no single axis can improve, from everything replicated."""
         problem, searcher = self.problem, self.searcher
         n_axes = len(problem.mesh.axes)
         labels = problem.start()
@@ -102,7 +100,7 @@ class _Run:
             self.sweeps += sweep > 0
             if sweep and gained <= 0.0:
                 break
-        return problem.evaluate(problem.assignment(labels)), labels
+        return problem.evaluate(problem.assignment(labels)), problem.unfold(labels) if isinstance(problem, Folded) else labels
 
     def _free(self, axis: int, labels: list[Label], prices: Mapping[int, float]) -> tuple[list[Label], float]:
         """The best labels when one axis is free, and the seconds gained (0.0: nothing better than a rounding error)."""

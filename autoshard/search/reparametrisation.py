@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.problem import Folded, Tables
+from autoshard.problem import Folded, Messages, Tables
 from autoshard.search.elimination import Pairs
 from autoshard.search.searcher import Progress, silent
 
@@ -55,40 +55,38 @@ def reparametrise(
     return passing.normalised(sweeps)
 
 
-def bound_after(unary: Sequence[np.ndarray], pairs: Pairs, *, max_sweeps: int, enough: float = math.inf) -> float:
-    """The lower bound alone, after some sweeps, or fewer where it is enough."""
-    passing = Passing(unary, pairs)
-    passing.run(max_sweeps, enough)
-    return passing.bound()
+def messages(before: Pairs, after: Pairs) -> Messages:
+    """What was moved into the pairs between two equivalent sums."""
+    found = {}
+    for pair, table in before.items():
+        difference = after[pair] - table
+        found[pair] = difference[:, 0], difference[0] - difference[0, 0]
+    return found
 
 
-def unfolded(problem: Folded, small: Tables, moved: Reparametrisation, whole: Tables) -> tuple[list[np.ndarray], dict[Pair, np.ndarray]]:
-    """Tables of the whole problem, equivalent to its own, in which costs are moved as between those of the folded problem.
+def moved_alike(unary: Sequence[np.ndarray], pairs: Pairs, sent: Messages) -> tuple[list[np.ndarray], dict[Pair, np.ndarray]]:
+    """Equivalent tables, in which as much is moved as between others; what has no counterpart of its shape there stays."""
+    own, between = list(unary), dict(pairs)
+    for (i, j), table in pairs.items():
+        if (found := sent.get((i, j))) is not None:
+            first, last = found
+            if table.shape == (len(first), len(last)):
+                own[i] = own[i] - first
+                own[j] = own[j] - last
+                between[i, j] = table + (first[:, None] + last)
+    return own, between
 
-    What was moved between two nodes there is shared evenly by all the pairs of nodes here that they stand for.
 
-    Args:
-        small, moved: the folded problem's tables, and the same after message passing.
-        whole: the whole problem's.
-    """
+def unfolded(problem: Folded, sent: Messages, whole: Tables) -> Messages:
+    """What to move in the whole problem where so much was moved in the folded one: what its pairs stand for share it evenly."""
     classes = problem.classes.tolist()
-    between = [(classes[i], classes[j]) for i, j in whole.pairs]
-    alike = Counter((min(pair), max(pair)) for pair in between)
+    between = {(i, j): (classes[i], classes[j]) for i, j in whole.pairs}
+    alike = Counter((min(pair), max(pair)) for pair in between.values())
     shares: dict[Pair, tuple[np.ndarray, np.ndarray]] = {}
-    for (a, b), table in small.pairs.items():
-        difference = moved.pairs[a, b] - table
-        first, last = difference[:, 0] / alike[a, b], (difference[0] - difference[0, 0]) / alike[a, b]
-        shares[a, b], shares[b, a] = (first, last), (last, first)
-    unary = [table.copy() for table in whole.unary]
-    pairs = {}
-    for ((i, j), table), (a, b) in zip(whole.pairs.items(), between, strict=True):
-        if a != b:
-            first, last = shares[a, b]
-            unary[i] -= first
-            unary[j] -= last
-            table = table + (first[:, None] + last)
-        pairs[i, j] = table
-    return unary, pairs
+    for (a, b), (first, last) in sent.items():
+        shares[a, b] = first / alike[a, b], last / alike[a, b]
+        shares[b, a] = last / alike[a, b], first / alike[a, b]
+    return {pair: shares[ends] for pair, ends in between.items() if ends in shares}
 
 
 class Passing:
@@ -106,8 +104,12 @@ class Passing:
         self.before, self.behind = before, behind
         self.swept = False
 
-    def run(self, max_sweeps: int, enough: float = math.inf, progress: Progress = silent) -> int:
-        """Sweeps until the bound is enough or hardly rises, and their number."""
+    def run(self, max_sweeps: int, enough: float = math.inf, progress: Progress = silent, give_up: bool = False) -> int:
+        """Sweeps until the bound is enough or hardly rises, and their number.
+
+        Args:
+            give_up: whether to stop where the sweeps that are left, if they all raised the bound as the last one did, would not be enough.
+        """
         bound = self.bound()
         for sweep in range(max_sweeps):
             if bound >= enough:
@@ -115,7 +117,7 @@ class Passing:
             self.sweep()
             old, bound = bound, self.bound()
             progress("lower bound", (sweep + 1) / max_sweeps)
-            if bound - old <= TOLERANCE * abs(bound):
+            if bound - old <= TOLERANCE * abs(bound) or (give_up and sweep and bound + (bound - old) * (max_sweeps - sweep - 1) < enough):
                 return sweep + 1
         return max_sweeps
 

@@ -16,9 +16,9 @@ import math
 import numpy as np
 
 from autoshard.errors import SearchLimitError
-from autoshard.problem import Tables
+from autoshard.problem import Messages, Tables
 from autoshard.search.elimination import Eliminator, table_cost
-from autoshard.search.reparametrisation import Passing, Reparametrisation
+from autoshard.search.reparametrisation import Passing, Reparametrisation, moved_alike
 from autoshard.search.searcher import Progress, silent
 
 SWEEPS = 60  # of message passing between attempts at a proof
@@ -41,9 +41,13 @@ class Shells:
         self.eliminate = Eliminator(max_entries)
         self.sweeps = self.shells = self.width = 0
 
-    def solve(self, tables: Tables) -> tuple[np.ndarray, float, Reparametrisation]:
-        """The best labels found, a bound, and the tables as they were moved for it; goes on while sweeps tell and the gap is too wide."""
-        passing = Passing(tables.unary, tables.pairs)
+    def solve(self, tables: Tables, sent: Messages | None = None) -> tuple[np.ndarray, float, Reparametrisation]:
+        """The best labels found, a bound, and the tables as they were moved for it; goes on while sweeps tell and the gap is too wide.
+
+        Args:
+            sent: what to begin with, such as what was moved between tables that are much like these.
+        """
+        passing = Passing(*moved_alike(tables.unary, tables.pairs, sent or {}))
         best, cost, sweeps = None, math.inf, 0
         while True:
             done = passing.run(SWEEPS, progress=self.progress)

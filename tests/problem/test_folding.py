@@ -11,7 +11,7 @@ from autoshard.cluster import Cluster
 from autoshard.problem import Folded, folded
 from autoshard.search import DynamicProgramming
 from autoshard.search.elimination import table_cost
-from autoshard.search.reparametrisation import Passing, reparametrise, unfolded
+from autoshard.search.reparametrisation import Passing, messages, moved_alike, reparametrise, unfolded
 
 
 def deep(layers=6, **options):
@@ -57,7 +57,8 @@ def test_moved_costs_are_moved_in_the_whole_as_well():
     small = folded(whole)
     own = small.tables(range(2), small.start())
     every = whole.tables(range(2), whole.start())
-    unary, pairs = unfolded(small, own, reparametrise(own.unary, own.pairs), every)
+    sent = unfolded(small, messages(own.pairs, reparametrise(own.unary, own.pairs).pairs), every)
+    unary, pairs = moved_alike(every.unary, every.pairs, sent)
     rng = np.random.default_rng(0)
     for _ in range(5):
         labels = [rng.integers(len(options)) for options in every.labels]

@@ -6,11 +6,14 @@ import random
 
 import pytest
 from problems import eager_cluster, problem_of
+from programs import gpt
 from small_graphs import random_small
 
+from autoshard.cluster import Cluster
 from autoshard.errors import InfeasibleError, SearchLimitError
-from autoshard.search import BruteForce, DynamicProgramming, IntegerProgramming, RecursiveProgramming
+from autoshard.search import BruteForce, DynamicProgramming, IntegerProgramming, RecursiveProgramming, dynamic_programming
 from autoshard.search.memory import _Repair
+from autoshard.search.mesh_search import message_bound
 
 MESHES = ({"data": 4}, {"data": 2, "model": 2})
 MOST_ASSIGNMENTS = 50_000
@@ -83,3 +86,34 @@ def test_repair_finds_what_prices_alone_do_not(monkeypatch):
     monkeypatch.setattr(_Repair, "changed", lambda self, found: found)
     by_prices = objectives()
     assert all(ours < theirs for ours, theirs in zip(repaired, by_prices, strict=True))
+
+
+def large(limit=None, mesh=None):
+    """Six layers, of which not all can keep their gathered weights for the backward pass within 31 GB."""
+    fn, args = gpt(n_layers=6, d_model=8192, heads=64, ffn=32768, vocab=32768, batch=512, seq=2048, remat=True)
+    return problem_of(fn, *args, mesh=mesh or {"data": 64}, cluster=Cluster.parse("v5p:4x4x4"), memory_limit_bytes=limit)
+
+
+def test_layers_are_mixed_and_the_bound_knows_what_memory_costs(monkeypatch):
+    """Where some layers fit and all do not, some have the faster layouts, and the dual bound leaves a fifth of the gap at most."""
+    limit = 31e9
+    free, found = large(), large(limit)
+    fastest, within = (DynamicProgramming().solve(problem) for problem in (free, found))
+    cost, bound = within.judgement.cost, within.lower_bound_seconds
+    assert fastest.judgement.cost.peak_bytes > limit >= cost.peak_bytes > 0.95 * limit
+    assert bound > cost.objective_seconds - 0.2 * (cost.objective_seconds - fastest.lower_bound_seconds)
+    monkeypatch.setattr(dynamic_programming, "DUAL_STEPS", 0)
+    assert DynamicProgramming().solve(large(limit)).lower_bound_seconds < bound
+    monkeypatch.setattr(_Repair, "mixed", lambda self, below, above, priced: below)
+    assert DynamicProgramming().solve(large(limit)).judgement.cost.objective_seconds > cost.objective_seconds
+
+
+def test_other_meshes_are_bounded_by_what_memory_costs():
+    """What was learned of the limit on one mesh bounds another: a mesh that cannot be better is seen not to be."""
+    limit = 31e9
+    one, other = large(limit), large(limit, {"data": 16, "model": 4})
+    found = DynamicProgramming().solve(one)
+    alone = message_bound(other, 12)
+    other.learned = one.learned
+    assert alone < message_bound(other, 12) <= DynamicProgramming().solve(other).judgement.cost.objective_seconds
+    assert message_bound(other, 12) > found.judgement.cost.objective_seconds * 0.99
