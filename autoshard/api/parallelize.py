@@ -68,7 +68,7 @@ def parallelize(
     fn: Callable | None = None,
     *,
     cluster: Cluster | str | None = None,
-    searcher: str | Searcher = "recursive_programming",
+    searcher: str | Searcher = "auto",
     mesh: Mapping[str, int] | None = None,
     pins: Pins | None = None,
     memory_limit_bytes: float | None = None,

@@ -42,7 +42,7 @@ def search(
     fn: Callable,
     *args: Any,
     cluster: Cluster | str | None = None,
-    searcher: str | Searcher = "recursive_programming",
+    searcher: str | Searcher = "auto",
     mesh: Mapping[str, int] | jax.sharding.Mesh | None = None,
     pins: Pins | None = None,
     memory_limit_bytes: float | None = None,

@@ -21,9 +21,9 @@ def add(commands) -> None:
     parser.add_argument(
         "--searcher",
         metavar="NAME",
-        default="recursive_programming",
-        help="recursive_programming (default), dynamic_programming (proven optimal), auto (the best of all), data_parallel, fully_sharded, "
-        "tensor_parallel; sharding_propagation (spreads pins), manual (keeps pins, replicates other arguments)",
+        default="auto",
+        help="auto (default: the best of several), dynamic_programming (proven optimal), recursive_programming (for three mesh axes), "
+        "integer_programming (memory as a constraint), data_parallel, fully_sharded, tensor_parallel; sharding_propagation (spreads pins), manual (keeps pins, replicates other arguments)",
     )
     parser.add_argument("--mesh", metavar="NAME=SIZE,...", type=mesh, help="mesh axes, outermost first; searched unless given")
     parser.add_argument(

@@ -19,7 +19,7 @@ MESHES = ({"data": 4}, {"data": 2, "model": 2})
 MOST_ASSIGNMENTS = 50_000
 
 
-def limited(seed, limit=None):
+def limited(seed, limit: float | None = None):
     """The problem of a random program; every fifth on a device whose fast memory holds what is short-lived."""
     fn, args = random_small(seed)
     cluster = eager_cluster("v5e:2x2" if seed % 5 == 0 else "a100:4")
@@ -34,7 +34,7 @@ def binding_limit(seed):
         return None
     with pytest.raises(InfeasibleError) as refused:
         RecursiveProgramming().solve(limited(seed, 1.0))
-    least = refused.value.smallest_peak_bytes
+    least = refused.value.smallest_peak_bytes or 0.0
     limit = least + random.Random(seed).choice([0.0, 0.1, 0.3, 0.5, 0.7, 0.9]) * (free.peak_bytes - least)
     return limit if limit < free.peak_bytes else None
 
