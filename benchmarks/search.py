@@ -1,14 +1,16 @@
-"""How do the seconds of tracing, of building the graph and of searching grow with a model's depth and with the number of devices?
+"""How long does a search take, how much memory, and how far from optimal is its answer?
 
-``python -m benchmarks.search`` takes unrolled GPT train steps (AdamW included) of 1 to 96 layers, on TPU v5p slices of 8, 64 and 512
-devices, and shows for each the least, the median and the largest seconds of
+``python -m benchmarks.search`` searches whole train steps, AdamW included, and holds seconds, gaps and memory against targets:
 
-- *trace*: JAX's own tracing;
-- *graph*: what else happens before the search: flattening, fingerprint, rules, unsharded facts;
-- *search*: what the searcher takes, all mesh shapes included and memory not limited.
+- Llama-3-8B, 32 layers, on a mesh of 8 x 8: unrolled and scanned;
+- GPT-3 175B of 12 to 96 unrolled layers on 512 devices, the mesh searched; and how the seconds grow with depth, as an exponent;
+- a GPT so small that latency decides, and one that is not, of 2 and 4 layers on 2 x 4;
+- a GPT of 48 layers with the fast heuristics, on 8 and 64 devices;
+- random small programs on which dynamic programming, integer programming and brute force must agree.
 
-An exponent fitted in logarithms says how each grows with depth: 1 is linear. Nothing is allocated or compiled, so any machine will do.
-All of it takes about a quarter of an hour, ``--quick`` half a minute.
+Each case runs in a process of its own, which has searched a small program before, so that imports do not count. *trace* is JAX's tracing,
+with what happens before the search: flattening, fingerprint, rules, unsharded facts; *search* is all that follows. *peak* is the memory
+of the process. Nothing is allocated or compiled, so any machine will do; all of it takes about five minutes, ``--quick`` ten seconds.
 """
 
 from __future__ import annotations
@@ -18,68 +20,124 @@ import json
 import math
 import resource
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
 
-import jax
+import jax.numpy as jnp
 
 import autoshard
 from autoshard.cli.terminal import show
-from autoshard.cost.profile import profile
-from autoshard.render import Heading, Report, Table, format_count
-from autoshard.rules import rules_of
-from autoshard.trace import trace
-from autoshard.trace.build import build
-from autoshard.trace.fingerprint import fingerprint
-from benchmarks.models import gpt
+from autoshard.render import Heading, Paragraph, Part, Report, Table, format_bytes, format_count, format_percent, format_seconds
+from benchmarks.models import MODELS, Program, gpt, llama
 from benchmarks.progress import progress_bar
 
-CLUSTERS = {8: "v5p:2x2x2", 64: "v5p:4x4x4", 512: "v5p:8x8x8"}
-DEPTHS = (1, 2, 4, 8, 16, 32, 64, 96)
-NO_LIMIT = 1e15  # bytes; where memory binds a search repeats itself, which is another question
-PHASES = ("trace", "graph", "search")
+ROOT = Path(__file__).resolve().parents[1]
+DEPTHS = (12, 24, 48, 96)
+SMALL_PROGRAMS = 250  # random ones, of which most are small enough for brute force
+SQUARE, WIDE = {"data": 8, "model": 8}, {"data": 2, "model": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A search, and what it should reach.
+
+    Attributes:
+        name: in words.
+        program, cluster, options: what is searched, and how.
+        total, search: seconds, at most: from the function to the strategy, and what of it follows tracing.
+        gap: at most.
+        nbytes: of the process, at most.
+    """
+
+    name: str
+    program: Callable[[], Program]
+    cluster: str
+    options: dict[str, Any]
+    total: float | None = None
+    search: float | None = None
+    gap: float | None = None
+    nbytes: float | None = None
+
+
+def cases() -> dict[str, Case]:
+    """All of them, by a short name."""
+    large = partial(gpt, width=12288, heads=96, vocabulary=50_304, batch=1536, length=2048, remat=True)
+    middle = partial(gpt, 48, 1024, 16, 32_000, 32, 512, dtype=jnp.float32)
+    dynamic, recursive = {"searcher": "dynamic_programming"}, {"searcher": "recursive_programming"}
+    megatron = {"searcher": "sharding_propagation", "pins": MODELS["gpt"].tensor_parallel}
+    found = {
+        "llama": Case("Llama-3-8B, 32 layers", partial(llama, 32), "v5p:4x4x4", dynamic | {"mesh": SQUARE}, 8.0, gap=0.01, nbytes=2e9),
+        "llama_recursive": Case("the same", partial(llama, 32), "v5p:4x4x4", recursive | {"mesh": SQUARE}, search=3.0, nbytes=2e9),
+        "llama_scan": Case("the same, scanned", partial(llama, 32, scan=True), "v5p:4x4x4", dynamic | {"mesh": SQUARE}, 2.0, gap=0.01),
+    }
+    for layers in DEPTHS:
+        total, gap = (30.0, 0.02) if layers == DEPTHS[-1] else (None, None)
+        found[f"gpt3_{layers}"] = Case(f"GPT-3 175B, {layers} layers", partial(large, layers), "v5p:8x8x8", dynamic, total, gap=gap)
+    tiny = partial(gpt, width=512, heads=8, batch=8, length=128)
+    for layers in (2, 4):
+        found[f"tiny_{layers}"] = Case(
+            f"tiny GPT, {layers} layers", partial(tiny, layers), "v5e:2x4", dynamic | {"mesh": WIDE}, search=0.5, gap=0.005
+        )
+        found[f"gpt_{layers}"] = Case(
+            f"GPT, {layers} layers", partial(gpt, layers, batch=64), "v5e:2x4", dynamic | {"mesh": WIDE}, search=0.5, gap=0.005
+        )
+    for devices, cluster, mesh in ((8, "v5p:2x2x2", WIDE), (64, "v5p:4x4x4", SQUARE)):
+        found[f"middle_{devices}"] = Case("GPT, 48 layers", middle, cluster, recursive | {"mesh": mesh}, search=0.5)
+        found[f"pinned_{devices}"] = Case("the same, pinned", middle, cluster, megatron | {"mesh": mesh}, search=0.8)
+    return found
+
+
+QUICK = ("tiny_2", "gpt_4")
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One depth on one cluster: sizes, and per phase the seconds of each repetition."""
+    """What a case took.
 
-    layers: int
-    devices: int
+    Attributes:
+        trace, search: seconds; cpu: of the processor, in both.
+        gap: of the answer.
+        nbytes: of the process at its peak.
+        n_ops, mesh: of the program, and of the answer.
+    """
+
+    trace: float
+    search: float
+    cpu: float
+    gap: float
+    nbytes: float
     n_ops: int
-    meshes: int
-    trace: tuple[float, ...]
-    graph: tuple[float, ...]
-    search: tuple[float, ...]
+    mesh: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> float:
+        return self.trace + self.search
 
 
-def measure(layers: int, devices: int, searcher: str, repeats: int) -> Sample:
-    """The seconds of every phase; each repetition takes a new function, since JAX remembers those that it traced."""
-    traces, graphs, searches = [], [], []
-    for _ in range(repeats):
-        function, args = gpt(layers)
-        strategy = autoshard.search(function, *args, cluster=CLUSTERS[devices], searcher=searcher, memory_limit_bytes=NO_LIMIT)
-        searches.append(strategy.stats["search_seconds"])
-        tracing, building = _phases(*gpt(layers))
-        traces.append(tracing)
-        graphs.append(building)
-    stats = strategy.stats
-    return Sample(layers, devices, stats["n_ops"], stats["meshes"], tuple(traces), tuple(graphs), tuple(searches))
+def measure(case: Case) -> Sample:
+    """Searches once, in this process."""
+    weight, x = jnp.zeros((64, 64)), jnp.zeros((512, 64))
+    autoshard.search(lambda w, x: jnp.tanh(x @ w), weight, x, cluster=case.cluster)
+    function, args = case.program()
+    started, busy = time.perf_counter(), time.process_time()
+    strategy = autoshard.search(function, *args, cluster=case.cluster, donate_argnums=0, **case.options)
+    total, cpu = time.perf_counter() - started, time.process_time() - busy
+    trace = strategy.stats["trace_seconds"]
+    nbytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return Sample(trace, total - trace, cpu, strategy.gap, nbytes, int(strategy.stats["n_ops"]), dict(strategy.mesh_shape))
 
 
-def _phases(function: Callable, args: tuple) -> tuple[float, float]:
-    """Seconds of JAX's tracing, and of what autoshard makes of the jaxpr."""
-    started = time.perf_counter()
-    jaxpr = jax.make_jaxpr(function)(*args)
-    traced = time.perf_counter()
-    fingerprint(build(jaxpr), ())
-    built = time.perf_counter()
-    graph = trace(function, *args).graph
-    resumed = time.perf_counter()
-    profile(graph, rules_of(graph))
-    return traced - started, built - traced + time.perf_counter() - resumed
+def measured(name: str, memory: float) -> Sample:
+    """Searches once, in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.search", "--one", name, "--memory", str(memory)]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True, text=True)
+    return Sample(**json.loads(done.stdout.splitlines()[-1]))
 
 
 def exponent(xs: Sequence[float], ys: Sequence[float]) -> float:
@@ -93,77 +151,90 @@ def exponent(xs: Sequence[float], ys: Sequence[float]) -> float:
     return statistics.linear_regression([math.log(x) for x in xs], [math.log(max(y, 1e-9)) for y in ys]).slope
 
 
-def exponents(samples: Sequence[Sample]) -> dict[int, dict[str, float]]:
-    """Per number of devices and phase, the exponent of the median seconds in the number of ops."""
-    found = {}
-    for devices in sorted({sample.devices for sample in samples}):
-        chosen = [sample for sample in samples if sample.devices == devices]
-        ops = [sample.n_ops for sample in chosen]
-        found[devices] = {phase: exponent(ops, [statistics.median(getattr(sample, phase)) for sample in chosen]) for phase in PHASES}
-    return found
+def agreeing(n: int) -> int:
+    """On how many of some random programs the exact searchers all find and prove the same; an AssertionError where they do not."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from search.test_exact import agree
+
+    return agree(range(n))
 
 
-def report(samples: Sequence[Sample], searcher: str) -> Report:
-    """The table of all samples, and the exponents."""
-    rows = tuple(
-        (
-            f"{sample.devices}",
-            f"{sample.layers}",
-            format_count(sample.n_ops),
-            *(_spread(getattr(sample, phase)) for phase in PHASES),
-            f"{sample.meshes}",
-        )
-        for sample in samples
-    )
-    columns = (">devices", ">layers", ">ops", *(f">{phase} s: min median max" for phase in PHASES), ">meshes")
-    slopes = tuple((f"{devices}", *(f"{slopes[phase]:.2f}" for phase in PHASES)) for devices, slopes in exponents(samples).items())
-    parts = (
-        Table(columns, rows),
-        Heading("Exponents: seconds grow with ops to the power of"),
-        Table((">devices", ">trace", ">graph", ">search"), slopes),
-    )
-    return Report(f"Seconds to trace and search a GPT train step ({searcher})", parts)
+def report(samples: dict[str, Sample], agreed: int | None) -> Report:
+    """A line for each case, the exponents, and how many exact answers agree."""
+    known = cases()
+    rows = [_row(known[name], sample) for name, sample in samples.items()]
+    columns = ("program", "mesh", "searcher", ">ops", ">trace", ">search", ">CPU", ">gap", ">peak", "target", "")
+    parts: list[Part] = [Table(columns, tuple(rows))]
+    deep = {layers: samples[f"gpt3_{layers}"] for layers in DEPTHS if f"gpt3_{layers}" in samples}
+    if len(deep) > 1:
+        slopes = {what: exponent(list(deep), [getattr(sample, what) for sample in deep.values()]) for what in ("total", "trace", "search")}
+        said = ", ".join(f"{what} {slope:.2f}" for what, slope in slopes.items())
+        parts += [
+            Heading("GPT-3: seconds grow with layers to the power of"),
+            Paragraph(f"{said}; wanted <= 1: {_reached(slopes['total'] <= 1)}"),
+        ]
+    if agreed is not None:
+        said = f"Dynamic programming, integer programming and brute force find and prove the same optimum on {agreed} random programs"
+        parts += [Heading("Exactness"), Paragraph(f"{said}; wanted 200: {_reached(agreed >= 200)}")]
+    return Report("Searching whole train steps, AdamW included", tuple(parts))
 
 
-def _spread(seconds: Sequence[float]) -> str:
-    return " ".join(f"{value:#.3g}" for value in (min(seconds), statistics.median(seconds), max(seconds)))
+def _row(case: Case, sample: Sample) -> tuple[str, ...]:
+    wanted, reached = [], []
+    for limit, found, what, shown in (
+        (case.total, sample.total, "both", format_seconds),
+        (case.search, sample.search, "search", format_seconds),
+        (case.gap, sample.gap, "gap", format_percent),
+        (case.nbytes, sample.nbytes, "peak", format_bytes),
+    ):
+        if limit is not None:
+            wanted.append(f"{what} {shown(limit)}".replace(".0", ""))
+            reached.append(found <= limit)
+    mesh = " x ".join(map(str, sample.mesh.values()))
+    searcher = case.options["searcher"].split("_")[0] + ("" if "mesh" in case.options else ", meshes too")
+    seconds = map(format_seconds, (sample.trace, sample.search, sample.cpu))
+    figures = (format_count(sample.n_ops), *seconds, format_percent(sample.gap), format_bytes(sample.nbytes))
+    return case.name, mesh, searcher, *figures, ", ".join(wanted), _reached(all(reached)) if reached else ""
+
+
+def _reached(reached: bool) -> str:
+    return "reached" if reached else "NOT reached"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.search", description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="1 to 4 layers on 8 and 64 devices")
-    parser.add_argument("--depths", type=_numbers, help=f"layers; {','.join(map(str, DEPTHS))} unless given")
-    parser.add_argument("--devices", type=_numbers, help=f"some of {', '.join(map(str, CLUSTERS))}; all unless given")
-    parser.add_argument("--repeats", type=int, default=2, help="how often each is measured (default 2)")
-    parser.add_argument("--searcher", default="recursive_programming")
-    parser.add_argument("--memory", type=float, default=12.0, metavar="GB", help="address space this process may use (default 12)")
+    known = cases()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.search", description="How long does a search take, and how far from optimal is its answer?")
+    parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}, and few random programs")
+    parser.add_argument("--cases", help=f"some of {', '.join(known)}, separated by commas")
+    parser.add_argument("--memory", type=float, default=12.0, metavar="GB", help="address space that a search may use (default 12)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--one", choices=list(known), help="measure one case in this process, and print it as JSON")
     options = parser.parse_args(argv)
-    options.depths = options.depths or ((1, 2, 4) if options.quick else DEPTHS)
-    options.devices = options.devices or ((8, 64) if options.quick else tuple(CLUSTERS))
-    if not set(options.devices) <= set(CLUSTERS) or min(options.depths) < 1 or options.repeats < 1:
-        parser.error(f"devices are of {tuple(CLUSTERS)}, depths and repeats are 1 or more")
-    resource.setrlimit(resource.RLIMIT_AS, (int(options.memory * 1e9),) * 2)
-
-    _phases(*gpt(1))  # the first time pays for imports
-    samples = []
+    if options.one:
+        limit = int(options.memory * 1e9)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        print(json.dumps(asdict(measure(known[options.one]))))
+        return 0
+    chosen = options.cases.split(",") if options.cases else QUICK if options.quick else tuple(known)
+    if unknown := sorted(set(chosen) - set(known)):
+        parser.error(f"cases are of {', '.join(known)}; got {', '.join(unknown)}")
+    n_random = None if options.cases else 20 if options.quick else SMALL_PROGRAMS
+    samples = {}
     with progress_bar(options.json) as progress:
-        runs = [(layers, devices) for devices in options.devices for layers in options.depths]
-        task = progress.add_task("", total=len(runs))
-        for layers, devices in runs:
-            progress.update(task, description=f"{layers} layers on {devices} devices")
-            samples.append(measure(layers, devices, options.searcher, options.repeats))
+        task = progress.add_task("", total=len(chosen) + (n_random is not None))
+        for name in chosen:
+            progress.update(task, description=f"{known[name].name}, {known[name].options['searcher']}")
+            samples[name] = measured(name, options.memory)
             progress.advance(task)
+        progress.update(task, description="random small programs")
+        agreed = None if n_random is None else agreeing(n_random)
     if options.json:
-        print(json.dumps({"samples": [asdict(sample) for sample in samples], "exponents": exponents(samples)}, indent=1))
+        found = {name: asdict(sample) for name, sample in samples.items()}
+        print(json.dumps({"samples": found, "agreed": agreed}, indent=1))
     else:
-        show(report(samples, options.searcher))
+        show(report(samples, agreed))
     return 0
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
 
 
 if __name__ == "__main__":

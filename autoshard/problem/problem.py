@@ -168,6 +168,8 @@ class Problem:
             numbers: dict[tuple, int] = {}
             self._kinds = [numbers.setdefault(node.key(), len(numbers)) for node in self.nodes.nodes]
             self._joints = _joints(profile, self.nodes)
+        placed = like is not None and like.profile is profile and like.mesh.sizes == self.mesh.sizes and like.model.cluster == model.cluster
+        self._op_seconds: dict[tuple[int, Label], float] = like._op_seconds if like is not None and placed else {}
         self._columns: dict[tuple[int, Label, tuple[int, ...]], _Columns] = {}
         self._member_costs: dict[tuple[int, int], np.ndarray] = {}
         self._moved: dict[tuple, np.ndarray] = {}
@@ -201,7 +203,8 @@ class Problem:
             prices: per value number, seconds charged for each byte a device holds of it (a memory multiplier).
         """
         free = tuple(free)
-        columns = [self._offer(i, label, free) for i, label in enumerate(labels)]
+        known, kinds = self._columns.get, self._kinds
+        columns = [known((kinds[i], label, free)) or self._offer(i, label, free) for i, label in enumerate(labels)]
         unary = [offer.unary for offer in columns]
         pairs: dict[tuple[int, int], np.ndarray] = {}
         for i, j, number, edges in self._joints:
@@ -414,9 +417,12 @@ class Problem:
             return TIE_SECONDS_PER_BYTE * held if kept else np.zeros(len(labels))
         signature = self.nodes.signatures[node.head[1]]
         op = self.graph.walk()[signature.op]
-        return signature.trips * np.array(
-            [self.model.op_seconds(self.profile, op, label) + self.model.communication_seconds(self.profile, op, label) for label in labels]
-        )
+        known, model = self._op_seconds, self.model
+        for label in labels:
+            if (op.index, label) not in known:
+                known[op.index, label] = model.op_seconds(self.profile, op, label)
+        seconds = [known[op.index, label] + model.communication_seconds(self.profile, op, label) for label in labels]
+        return signature.trips * np.array(seconds)
 
     def _member_cost(self, signature: int, position: int) -> np.ndarray:
         """The seconds of a follower by the layout number of the operand that decides its choice."""

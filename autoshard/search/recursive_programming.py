@@ -90,15 +90,17 @@ class _Run:
         problem, searcher = self.problem, self.searcher
         n_axes = len(problem.mesh.axes)
         labels = problem.start()
-        for sweep in range(1 + searcher.max_sweeps if n_axes > 1 else 1):
-            gained = 0.0
+        settled = 0  # axes in a row that could not be improved
+        for sweep in range(1 + searcher.max_sweeps):
             for axis in range(n_axes):
                 self.progress(f"axis {problem.mesh.names[axis]}", (sweep + axis / n_axes) / (1 + searcher.max_sweeps))
                 labels, gain = self._free(axis, labels, prices)
-                gained += gain
+                settled = settled + 1 if gain <= 0.0 else 0
+                if sweep and settled >= n_axes - 1:  # and the one before these is the best for them
+                    break
             problem.note(labels)
             self.sweeps += sweep > 0
-            if sweep and gained <= 0.0:
+            if settled >= n_axes - 1:
                 break
         return problem.evaluate(problem.assignment(labels)), problem.unfold(labels) if isinstance(problem, Folded) else labels
 
