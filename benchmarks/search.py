@@ -154,7 +154,7 @@ def exponent(xs: Sequence[float], ys: Sequence[float]) -> float:
 def agreeing(n: int) -> int:
     """On how many of some random programs the exact searchers all find and prove the same; an AssertionError where they do not."""
     sys.path.insert(0, str(ROOT / "tests"))
-    from search.test_exact import agree
+    from exact_searchers import agree
 
     return agree(range(n))
 
@@ -204,7 +204,8 @@ def _reached(reached: bool) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints."""
     known = cases()
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.search", description="How long does a search take, and how far from optimal is its answer?")
+    question = "How long does a search take, and how far from optimal is its answer?"
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.search", description=question)
     parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}, and few random programs")
     parser.add_argument("--cases", help=f"some of {', '.join(known)}, separated by commas")
     parser.add_argument("--memory", type=float, default=12.0, metavar="GB", help="address space that a search may use (default 12)")

@@ -23,7 +23,8 @@ def add(commands) -> None:
         metavar="NAME",
         default="auto",
         help="auto (default: the best of several), dynamic_programming (proven optimal), recursive_programming (for three mesh axes), "
-        "integer_programming (memory as a constraint), data_parallel, fully_sharded, tensor_parallel; sharding_propagation (spreads pins), manual (keeps pins, replicates other arguments)",
+        "integer_programming (memory as a constraint), data_parallel, fully_sharded, tensor_parallel; sharding_propagation (spreads pins), "
+        "manual (keeps pins, replicates other arguments)",
     )
     parser.add_argument("--mesh", metavar="NAME=SIZE,...", type=mesh, help="mesh axes, outermost first; searched unless given")
     parser.add_argument(
