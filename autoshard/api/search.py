@@ -97,7 +97,8 @@ def search(
             raise failure
         limited, ends = timed(callback, time_limit_seconds), endings(time_limit_seconds, interruptible)
         solution, problem = search_meshes(chosen, problems, solve, limited, ends)
-    stats = {**solution.stats, "search_seconds": time.perf_counter() - started}
+    solving = solution.stats.get("search_seconds", 0.0)
+    stats = {**solution.stats, "solve_seconds": solving, "search_seconds": time.perf_counter() - started}
     return prepared.strategy(problem.mesh, replace(solution, stats=stats), chosen)
 
 

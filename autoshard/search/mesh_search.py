@@ -26,7 +26,7 @@ MAX_ENTRIES = 1 << 25  # of tables that are made for a bound alone: 256 MiB
 FOLDED_SWEEPS = 120  # of the folded problem, which are cheap; some of the whole follow
 SCREENING_SWEEPS = 12  # GPT steps of 8 layers on 64 devices: the bound is within 1 % of the optimum after 8
 LEAST_GAIN = 0.01  # of the objective; a tenth of what the judge's predictions are good for
-BOUNDING_SWEEPS = 20
+BOUNDING_SWEEPS = 10
 BOUNDING_ENTRIES = 1 << 25  # table entries that may be passed for a bound alone: half a second on one core
 
 
