@@ -103,7 +103,7 @@ class Strategy:
 
     @property
     def stats(self) -> Mapping[str, Any]:
-        """What the search took: ``search_seconds``, of which the searcher ``solve_seconds``, ``trace_seconds``, ``n_ops``, ``n_variables``, ``induced_width``, ..."""
+        """What the search took: ``search_seconds``, of which the searcher ``solve_seconds``; ``trace_seconds``, ``n_ops``, ..."""
         return self.record.stats
 
     @property

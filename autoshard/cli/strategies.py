@@ -11,7 +11,7 @@ from autoshard.cli.terminal import show, show_json
 def add(commands) -> None:
     """Adds the subcommand's options."""
     what = "list the strategies that come with autoshard, or show some"
-    parser = command(commands, "strategies", run, what, "autoshard strategies demo_gpt_recursive_programming")
+    parser = command(commands, "strategies", run, what, "autoshard strategies demo_gpt_auto")
     parser.add_argument("names", metavar="NAME", nargs="*", help="strategies to show; all are listed unless given")
 
 

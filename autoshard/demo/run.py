@@ -22,7 +22,7 @@ from autoshard.verify import Row, collectives_of
 from autoshard.verify import compare as compare_collectives
 
 CLUSTER = "cpu:8"
-SEARCHERS = ("recursive_programming", "data_parallel", "fully_sharded")  # what is found, and what it is held against
+SEARCHERS = ("auto", "data_parallel", "fully_sharded")  # what is found, and what it is held against
 TOLERANCE = 1e-4  # relative difference of losses: sums in another order, grown over a few dozen AdamW steps
 TABLE_ROWS = 8
 
