@@ -102,7 +102,7 @@ def frontier(
     *args: Any,
     cluster: Cluster | str | None = None,
     searcher: str | Searcher = "recursive_programming",
-    mesh: Mapping[str, int] | jax.sharding.Mesh | None = None,
+    mesh: Mapping[str, int] | jax.sharding.Mesh | int | None = None,
     pins: Pins | None = None,
     points: int = 8,
     memory_limit_bytes: float | None = None,

@@ -69,7 +69,7 @@ def parallelize(
     *,
     cluster: Cluster | str | None = None,
     searcher: str | Searcher = "auto",
-    mesh: Mapping[str, int] | None = None,
+    mesh: Mapping[str, int] | int | None = None,
     pins: Pins | None = None,
     memory_limit_bytes: float | None = None,
     donate_argnums: int | Sequence[int] = (),

@@ -37,13 +37,15 @@ from autoshard.verify import propagated
 
 Pins = Mapping[str, PartitionSpec]
 
+MOST_AXES = 3  # of meshes that are searched
+
 
 def search(
     fn: Callable,
     *args: Any,
     cluster: Cluster | str | None = None,
     searcher: str | Searcher = "auto",
-    mesh: Mapping[str, int] | jax.sharding.Mesh | None = None,
+    mesh: Mapping[str, int] | jax.sharding.Mesh | int | None = None,
     pins: Pins | None = None,
     memory_limit_bytes: float | None = None,
     donate_argnums: int | Sequence[int] = (),
@@ -58,8 +60,9 @@ def search(
         args: its arguments: arrays or `jax.ShapeDtypeStruct`, in any pytrees.
         cluster: the devices, as a `Cluster` or in its string form, such as ``"v5e:4x4"``; None: those of this process.
         searcher: a name or a searcher value.
-        mesh: axis sizes by name, outermost first; None searches the mesh shape too. How the mesh is placed on the cluster's wires is
-            always searched: which axis gets which dimension of a slice, or the links inside hosts.
+        mesh: axis sizes by name, outermost first; None searches the mesh shape too, with one or two axes, and a number with so many at
+            most, 1 to 3. How the mesh is placed on the cluster's wires is always searched: which axis gets which dimension of a slice, or
+            the links inside hosts.
         pins: `PartitionSpec` by argument path or shell-style pattern (``"state.params*"``), kept as given.
         memory_limit_bytes: what a device may hold at its peak; by default the cluster's memory less a reserve.
         donate_argnums: as in `jax.jit`.
@@ -141,11 +144,12 @@ def prepare(fn, args, cluster, searcher, mesh, pins, memory_limit_bytes, donate_
     cluster = _cluster(cluster)
     limit = _limit(cluster, memory_limit_bytes)
     pins = _checked(pins)
-    given = None if mesh is None else _mesh(mesh)
+    most = _most_axes(mesh, searcher)
+    given = None if mesh is None or isinstance(mesh, int) else _mesh(mesh)
     if given is not None:
         cluster.check(given)
     traced, facts, seconds = _traced(fn, args, donate_argnums, (*_pinned_axes(pins), *(given.names if given else ())))
-    meshes = _meshes(cluster, traced.graph, pins, given, 2 if searcher.automatic or isinstance(searcher, TensorParallel) else 1)
+    meshes = _meshes(cluster, traced.graph, pins, given, most)
     return Prepared(traced, facts, cluster, meshes, pins, limit, _positions(donate_argnums), seconds)
 
 
@@ -291,6 +295,15 @@ def _meshes(cluster: Cluster, graph: Graph, pins: Pins, given: Mesh | None, max_
             return (mesh,)
     found = candidate_meshes(cluster.n_devices, tuple(dict.fromkeys(names)), max_axes)
     return placed(cluster, found, renamed=not names)
+
+
+def _most_axes(mesh: Any, searcher: Searcher) -> int:
+    """How many axes a mesh may have that is searched."""
+    if not isinstance(mesh, int):
+        return 2 if searcher.automatic or isinstance(searcher, TensorParallel) else 1
+    if isinstance(mesh, bool) or not 1 <= mesh <= MOST_AXES:
+        raise ShardingError(f"a number as the mesh is how many axes it may have, 1 to {MOST_AXES}; got {mesh!r}. Name the axes for more.")
+    return mesh
 
 
 def _mesh(mesh: Any) -> Mesh:

@@ -92,6 +92,15 @@ def mesh(text: str) -> dict[str, int]:
     return shape
 
 
+def mesh_or_axes(text: str) -> dict[str, int] | int:
+    """The mesh shape, or the number of axes that it may have.
+
+    >>> mesh_or_axes("3")
+    3
+    """
+    return int(text) if text.strip().isdecimal() else mesh(text)
+
+
 def spec(text: str) -> tuple[None | str | tuple[str, ...], ...]:
     """The spec, one entry a dimension, of ``data,None`` or ``(data+model),None``.
 

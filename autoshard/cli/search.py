@@ -7,7 +7,7 @@ import sys
 from contextlib import redirect_stdout
 
 from autoshard.cli.found import finish, finish_frontier
-from autoshard.cli.options import SPEC_HELP, add_program, cluster_of, command, mesh, path_spec, positive, seconds, size
+from autoshard.cli.options import SPEC_HELP, add_program, cluster_of, command, mesh_or_axes, path_spec, positive, seconds, size
 from autoshard.cli.program import load
 from autoshard.cli.terminal import progress
 
@@ -26,7 +26,12 @@ def add(commands) -> None:
         "integer_programming (memory as a constraint), data_parallel, fully_sharded, tensor_parallel; sharding_propagation (spreads pins), "
         "manual (keeps pins, replicates other arguments)",
     )
-    parser.add_argument("--mesh", metavar="NAME=SIZE,...", type=mesh, help="mesh axes, outermost first; searched unless given")
+    parser.add_argument(
+        "--mesh",
+        metavar="NAME=SIZE,...",
+        type=mesh_or_axes,
+        help="mesh axes, outermost first; searched unless given, with two axes at most or as many as a number says (1 to 3)",
+    )
     parser.add_argument(
         "--pin",
         metavar="PATH=SPEC",

@@ -64,8 +64,9 @@ def solve(searcher: Searcher, problem, progress: Progress = silent) -> Solution:
         return spare
     if baseline is None or solution.judgement.cost.makespan_seconds <= baseline.judgement.cost.makespan_seconds:
         return solution
+    least = solution.judgement.cost.objective_seconds
     bound = min(solution.lower_bound_seconds, baseline.judgement.cost.objective_seconds)
-    return replace(baseline, lower_bound_seconds=bound)
+    return replace(baseline, lower_bound_seconds=bound, least_seconds=min(least, solution.least_seconds))
 
 
 def _solved(searcher: Searcher, problem) -> Solution | None:

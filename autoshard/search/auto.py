@@ -77,6 +77,7 @@ class Auto:
         return replace(
             best,
             lower_bound_seconds=min(bound, best.judgement.cost.objective_seconds),
+            least_seconds=min(solution.judgement.cost.objective_seconds for solution, _ in found),
             notes=(f"found by {finder.name}, the fastest of {len(found)} that auto asked", *best.notes, *map(str, too_large)),
             stats={**best.stats, "members": len(found), "search_seconds": time.perf_counter() - started},
         )

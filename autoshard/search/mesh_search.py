@@ -2,8 +2,8 @@
 
 Model. The answer is the one of least judged makespan, on ties that of the earlier mesh. Meshes of fewest axes come first, since their
 tables are small and simple meshes worth having, then balanced ones before others. A mesh is searched only where a few sweeps of message
-passing leave it possible that its objective is lower than the best answer's by the least gain that is worth a search. *What that proves.*
-On a mesh that was cut, every assignment costs at least the best answer's objective less that gain. Its makespan may still be less where
+passing leave it possible that its objective is lower than the least one met by the least gain that is worth a search. *What that proves.*
+On a mesh that was cut, every assignment costs at least the least objective met less that gain. Its makespan may still be less where
 more of its communication hides behind compute than of the best answer's: the cut is exact in the objective that searchers minimise and
 bound, and a heuristic in the makespan that picks among their answers.
 """
@@ -122,6 +122,7 @@ class _Search:
     watched: bool
     best: tuple[float, int, Solution] | None = None
     failure: AutoshardError | None = None
+    least: float = float("inf")
     cut: int = 0
     met: dict[int, Met] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -150,10 +151,11 @@ class _Search:
         """Whether no assignment of the mesh gains what is worth a search."""
         if self.best is None or not self.searcher.automatic:
             return False
-        enough = self.best[2].judgement.cost.objective_seconds * (1 - LEAST_GAIN)
+        enough = self.least * (1 - LEAST_GAIN)
         return message_bound(problem, SCREENING_SWEEPS, enough) >= enough
 
     def _keep(self, number: int, solution: Solution) -> None:
+        self.least = min(self.least, solution.least_seconds, solution.judgement.cost.objective_seconds)
         ranked = solution.judgement.cost.makespan_seconds, number, solution
         self.best = ranked if self.best is None else min(self.best, ranked, key=lambda entry: entry[:2])
 

@@ -227,6 +227,8 @@ def test_evaluate_costs_a_given_sharding():
         ({"cluster": "v9:8"}, autoshard.ClusterError, ["v9", "v5e"]),
         ({"mesh": {"data": 3}}, autoshard.ClusterError, ["8 devices", "data=3"]),
         ({"mesh": {"data": 0}}, autoshard.ShardingError, ["positive", "0"]),
+        ({"mesh": 4}, autoshard.ShardingError, ["1 to 3", "4"]),
+        ({"mesh": True}, autoshard.ShardingError, ["1 to 3", "True"]),
         ({"pins": {"nothing*": P("data")}}, autoshard.ShardingError, ["matches none", "state"]),
         ({"pins": {"state['params']*'w']": P("model")}, "mesh": {"data": 8}}, autoshard.ShardingError, ["'model'", "data=8"]),
         ({"pins": {"state['params'][0]['w']": P(None, None, "data")}}, autoshard.ShardingError, ["rank 2"]),
@@ -244,6 +246,18 @@ def test_bad_input_is_told(options, error, pieces):
     message = str(caught.value)
     assert "\n" not in message
     assert all(piece in message for piece in pieces), message
+
+
+def test_a_number_as_the_mesh_is_how_many_axes_it_may_have():
+    """More axes give more meshes to search, and an answer that is no slower."""
+    fn, args = PROGRAMS["mlp"]()
+    found = [autoshard.search(fn, *args, cluster="v5p:2x2x2", mesh=most) for most in (1, 2, 3)]
+    assert len(found[0].mesh_shape) == 1
+    assert found[0].stats["meshes"] < found[1].stats["meshes"] < found[2].stats["meshes"]
+    seconds = [strategy.cost.makespan_seconds for strategy in found]
+    assert seconds == sorted(seconds, reverse=True)
+    unnamed = autoshard.search(fn, *args, cluster="v5p:2x2x2")
+    assert unnamed.stats["meshes"] == found[1].stats["meshes"]
 
 
 def test_indivisible_specs_are_told():
