@@ -92,6 +92,8 @@ class Eliminator:
 
     def __call__(self, unary: Sequence[np.ndarray], pairs: Pairs, incumbent: Sequence[int] | np.ndarray | None = None) -> Elimination:
         """As `eliminate`."""
+        if not unary:
+            return Elimination(0.0, np.zeros(0, dtype=np.int64), 0, 0)
         sizes = [len(table) for table in unary]
         plan = self._plan(tuple(pairs), sizes, incumbent is not None)
         tables = [np.asarray(table, dtype=np.float64) for table in unary]

@@ -320,6 +320,8 @@ class Model:
 
     def solved(self, rows: Sequence[Row], time_limit_seconds: float, gap: float) -> Answer:
         """What HiGHS finds under these rows."""
+        if not self.kept:
+            return Answer(np.zeros(0, dtype=np.int64), self.bound)
         n, n_labels = self.n_variables, int(self.offsets[-1])
         costs = np.concatenate([*self._costs, *self._more]) if n else np.zeros(0)
         unit = SCALE / max(self.bound, float(np.max(costs, initial=0.0)) / SCALE, 1e-300)

@@ -65,6 +65,12 @@ def test_too_large_a_table_names_the_searcher_to_try():
         eliminate(unary, pairs, max_entries=100)
 
 
+def test_nothing_to_decide_costs_nothing():
+    """No variables have one labelling."""
+    found = eliminate([], {})
+    assert found.cost == 0.0 and found.labels.shape == (0,)
+
+
 @settings(max_examples=100, deadline=None)
 @given(small_tables(), st.integers(0, 2**32 - 1))
 def test_eliminations_that_share_an_order_are_exact_too(tables, seed):

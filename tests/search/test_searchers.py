@@ -189,6 +189,15 @@ def test_an_impossible_pin_says_so():
         RecursiveProgramming().solve(problem_of(fn, *args, pins=pins))
 
 
+@pytest.mark.parametrize("name", sorted(set(SEARCHERS) - {"sharding_propagation"}))
+def test_a_program_without_decisions_has_a_strategy(name):
+    """On scalars alone nothing is to be sharded, and nothing fails."""
+    problem = problem_of(lambda x: x * 2 + 1, 3.0)
+    solution = searcher_of(name).solve(problem)
+    assert solution.judgement.cost.communication_seconds == 0.0
+    assert solution.lower_bound_seconds <= solution.judgement.cost.objective_seconds
+
+
 def test_searchers_have_names():
     """The table's names give their searchers, and an unknown one lists them."""
     for name in SEARCHERS:
