@@ -40,7 +40,7 @@ from benchmarks.progress import progress_bar
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPTHS = (12, 24, 48, 96)
-SMALL_PROGRAMS = 250  # random ones, of which most are small enough for brute force
+SMALL_PROGRAMS = 360  # random ones, of which most are small enough for brute force
 SQUARE, WIDE = {"data": 8, "model": 8}, {"data": 2, "model": 4}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import gc
 import re
 import time
 from collections import Counter
@@ -38,6 +39,7 @@ from autoshard.verify import propagated
 Pins = Mapping[str, PartitionSpec]
 
 MOST_AXES = 3  # of meshes that are searched
+COLLECTED = 500_000  # objects that are made before the garbage collector looks at them; 700 is Python's default
 
 
 def search(
@@ -86,7 +88,7 @@ def search(
     chosen = searcher_of(searcher)
     if isinstance(chosen, IntegerProgramming) and time_limit_seconds is not None:  # HiGHS runs without a word until its own limit
         chosen = replace(chosen, time_limit_seconds=min(time_limit_seconds, chosen.time_limit_seconds))
-    with shown(progress) as callback:
+    with shown(progress) as callback, rarely_collecting():
         prepared = prepare(fn, args, cluster, chosen, mesh, pins, memory_limit_bytes, donate_argnums)
         started = time.perf_counter()
         problems: list[Problem] = []
@@ -248,6 +250,18 @@ def shown(progress: Progress | bool) -> Iterator[Progress]:
             yield callback
     else:
         yield silent
+
+
+@contextmanager
+def rarely_collecting() -> Iterator[None]:
+    """Lets garbage wait: graphs of tens of thousands of operations have few cycles, and looking for them takes a quarter of a search."""
+    before = gc.get_threshold()
+    if before[0]:  # else nothing is collected at all
+        gc.set_threshold(max(before[0], COLLECTED), *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _cluster(cluster: Cluster | str | None) -> Cluster:

@@ -94,6 +94,7 @@ class Learned:
         above: labels of a fast answer beyond the limit; None where there is none.
         worth: seconds a byte of what is alive at that one's peak, in the best bound found of answers within the limit.
         sent_priced: as `sent`, under that price.
+        least: the least objective met on other meshes; what is no better is of little interest.
     """
 
     sent: Messages = field(default_factory=dict)
@@ -101,6 +102,7 @@ class Learned:
     above: tuple[Label, ...] | None = None
     worth: float = 0.0
     sent_priced: Messages = field(default_factory=dict)
+    least: float = float("inf")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

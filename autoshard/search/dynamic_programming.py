@@ -33,7 +33,7 @@ from autoshard.problem import Messages, Problem, Tables, folded
 from autoshard.search.elimination import table_cost
 from autoshard.search.memory import Fitted, Found, fitted, held_at, priced
 from autoshard.search.recursive_programming import RecursiveProgramming
-from autoshard.search.reparametrisation import Passing, messages, moved_alike, unfolded
+from autoshard.search.reparametrisation import Passing, messages, unfolded
 from autoshard.search.searcher import Progress, Solution, silent
 from autoshard.search.shells import ROUNDING, SWEEPS, Shells
 
@@ -87,6 +87,8 @@ class DynamicProgramming:
         found = fitted(problem, run.optimum, self.price_steps)
         if found.above is None:
             found, bound = run.unfolded(found)
+        elif found.judgement.cost.objective_seconds > problem.learned.least * (1 - self.tolerance):
+            bound = problem.compute_bound() - problem.fixed_seconds()  # a better one would not be worth its time
         else:
             bound = run.dual_bound(found, found.above)
         problem.learned = replace(run.learned, price=found.price)
@@ -204,7 +206,7 @@ class _Run:
 
     def _passed(self, tables: Tables, sent: Messages, enough: float) -> Passing:
         """The whole problem's tables after message passing."""
-        passing = Passing(*moved_alike(tables.unary, tables.pairs, sent))
+        passing = Passing(tables.unary, tables.pairs, sent)
         entries = sum(table.size for table in tables.pairs.values())
         self.shells.sweeps += passing.run(min(SWEEPS, 1 + PASSED_ENTRIES // max(entries, 1)), enough, self.progress)
         return passing

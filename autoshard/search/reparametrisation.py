@@ -24,6 +24,7 @@ from autoshard.search.searcher import Progress, silent
 
 Pair = tuple[int, int]
 
+NOTHING = np.zeros(0)
 TOLERANCE = 3e-7  # of the bound; a sweep that raises it by less is the last
 
 
@@ -65,15 +66,17 @@ def messages(before: Pairs, after: Pairs) -> Messages:
 
 
 def moved_alike(unary: Sequence[np.ndarray], pairs: Pairs, sent: Messages) -> tuple[list[np.ndarray], dict[Pair, np.ndarray]]:
-    """Equivalent tables, in which as much is moved as between others; what has no counterpart of its shape there stays."""
-    own, between = list(unary), dict(pairs)
+    """Copies of the tables, in which as much is moved as between others; what has no counterpart of its shape there stays."""
+    own = [np.array(table, dtype=np.float64) for table in unary]
+    between = {}
     for (i, j), table in pairs.items():
-        if (found := sent.get((i, j))) is not None:
-            first, last = found
-            if table.shape == (len(first), len(last)):
-                own[i] = own[i] - first
-                own[j] = own[j] - last
-                between[i, j] = table + (first[:, None] + last)
+        first, last = sent.get((i, j), (NOTHING, NOTHING))
+        if table.shape == (len(first), len(last)):
+            own[i] -= first
+            own[j] -= last
+            between[i, j] = table + (first[:, None] + last)
+        else:
+            between[i, j] = np.array(table, dtype=np.float64)
     return own, between
 
 
@@ -90,11 +93,10 @@ def unfolded(problem: Folded, sent: Messages, whole: Tables) -> Messages:
 
 
 class Passing:
-    """Tables while costs are moved; pairs go from a node to one behind it."""
+    """Copies of tables while costs are moved, some from the start; pairs go from a node to one behind it."""
 
-    def __init__(self, unary: Sequence[np.ndarray], pairs: Pairs):
-        self.unary = [np.array(table, dtype=np.float64) for table in unary]
-        self.pairs = {pair: np.array(table, dtype=np.float64) for pair, table in pairs.items()}
+    def __init__(self, unary: Sequence[np.ndarray], pairs: Pairs, sent: Messages | None = None):
+        self.unary, self.pairs = moved_alike(unary, pairs, sent or {})
         before: list[list[tuple[np.ndarray, int]]] = [[] for _ in unary]
         behind: list[list[tuple[np.ndarray, int]]] = [[] for _ in unary]
         for (i, j), table in self.pairs.items():

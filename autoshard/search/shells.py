@@ -18,7 +18,7 @@ import numpy as np
 from autoshard.errors import SearchLimitError
 from autoshard.problem import Messages, Tables
 from autoshard.search.elimination import Eliminator, table_cost
-from autoshard.search.reparametrisation import Passing, Reparametrisation, moved_alike
+from autoshard.search.reparametrisation import Passing, Reparametrisation
 from autoshard.search.searcher import Progress, silent
 
 SWEEPS = 60  # of message passing between attempts at a proof
@@ -47,7 +47,7 @@ class Shells:
         Args:
             sent: what to begin with, such as what was moved between tables that are much like these.
         """
-        passing = Passing(*moved_alike(tables.unary, tables.pairs, sent or {}))
+        passing = Passing(tables.unary, tables.pairs, sent)
         best, cost, sweeps = None, math.inf, 0
         while True:
             done = passing.run(SWEEPS, progress=self.progress)
