@@ -28,6 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from autoshard.cost.evaluate import Judgement
 from autoshard.errors import InfeasibleError, SearchLimitError
 from autoshard.problem import Messages, Problem, Tables, folded
 from autoshard.search.elimination import table_cost
@@ -117,6 +118,7 @@ class _Run:
         bound: of all labels of what is searched, since it is that of the tables without prices.
         cost: of the answer without prices, in the tables.
         learned: what is known by now, of other meshes at first.
+        judged: what the judge says of answers that were met, by their labels.
     """
 
     cost: float
@@ -128,6 +130,7 @@ class _Run:
         self.progress = progress
         self.learned = problem.learned
         self.shells = Shells(searcher.max_entries, searcher.max_sweeps, searcher.tolerance, progress)
+        self.judged: dict[bytes, Judgement] = {}
         self.bound = 0.0
         self.n_variables = 0
 
@@ -141,7 +144,9 @@ class _Run:
             self.learned = replace(self.learned, sent=messages(tables.pairs, moved.pairs))
         if self.small is not None:
             labels = self.small.unfold(labels)
-        return self.problem.evaluate(self.problem.assignment(labels)), labels
+        if (key := found.tobytes()) not in self.judged:  # other prices often have the same answer
+            self.judged[key] = self.problem.evaluate(self.problem.assignment(labels))
+        return self.judged[key], labels
 
     def unfolded(self, found: Fitted) -> tuple[Fitted, float]:
         """The answer where a bound of the whole problem shows it to be good enough, else the whole's; and the bound."""
