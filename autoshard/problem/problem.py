@@ -248,6 +248,8 @@ class Problem:
     def carried(self, labels: Sequence[Label]) -> list[Label] | None:
         """The labels for those on a mesh of as many axes, or of one, which all axes here do as one; None where some are not offered."""
         n = len(self.mesh.axes)
+        if len(labels) != self.n_nodes:  # pins differ, and with them the nodes
+            return None
         labels = [label if len(label) == n else label * n for label in labels]
         return labels if all(label in self._joint(node).positions for node, label in enumerate(labels)) else None
 
