@@ -31,6 +31,7 @@ LAYERS = (
     ("__init__",),  # the public names
     ("demo",),
     ("cli",),
+    ("__main__",),
 )
 
 # The only folders in which JAX and what stands on it may be imported.

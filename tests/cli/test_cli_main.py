@@ -24,6 +24,12 @@ def test_help_lists_every_command(run):
     assert code == 2 and not out and all(name in err for name in NAMES)
 
 
+def test_the_package_is_the_command():
+    """``python -m autoshard`` is the same as ``autoshard``."""
+    done = subprocess.run([sys.executable, "-m", "autoshard", "clusters", "--help"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "autoshard clusters" in done.stdout
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_command_shows_an_example_that_parses(run, name):
     """The help of a command has an example, and its options are the command's own."""
