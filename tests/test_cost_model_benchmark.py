@@ -1,5 +1,6 @@
 """The benchmark of the cost model reads schedules, runs and times as it says."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -68,7 +69,7 @@ def test_a_ranking_that_was_interrupted_goes_on_where_it_stopped(tmp_path, monke
 
     monkeypatch.setenv("AUTOSHARD_BENCHMARK_KEEP", str(tmp_path))
     monkeypatch.setattr(compiled, "compile_ahead", compile_ahead)
-    small = lambda: models.gpt(1, width=64, heads=8, vocabulary=64, batch=8, length=16)  # noqa: E731
+    small = partial(models.gpt, 1, width=64, heads=8, vocabulary=64, batch=8, length=16)
     monkeypatch.setattr(ranking, "PROGRAMS", {"gpt": small})
     told: list[float] = []
     with pytest.raises(KeyboardInterrupt):

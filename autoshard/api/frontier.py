@@ -12,7 +12,7 @@ from typing import Any, overload
 
 import jax
 
-from autoshard.api.search import Pins, Prepared, prepare, shown
+from autoshard.api.search import Pins, Prepared, prepare, rarely_collecting, shown
 from autoshard.api.strategy import Strategy
 from autoshard.cluster import Cluster
 from autoshard.cost.evaluate import Judgement
@@ -135,7 +135,7 @@ def frontier(
     if isinstance(points, bool) or not isinstance(points, int) or points < 1:
         raise ShardingError(f"a frontier has a whole number of points, 1 or more, got {points!r}.")
     chosen = searcher_of(searcher)
-    with shown(progress) as callback:
+    with shown(progress) as callback, rarely_collecting():
         prepared = prepare(fn, args, cluster, chosen, mesh, pins, memory_limit_bytes, donate_argnums)
         limited, ends = timed(callback, time_limit_seconds), endings(time_limit_seconds, interruptible)
         search = _Search(prepared, chosen, limited)

@@ -17,9 +17,9 @@ from typing import ClassVar
 
 from autoshard.errors import InfeasibleError, SearchLimitError
 from autoshard.problem import Problem
-from autoshard.render import format_bytes
 from autoshard.search.baselines import DataParallel, FullySharded
 from autoshard.search.dynamic_programming import DynamicProgramming
+from autoshard.search.memory import nothing_fits
 from autoshard.search.recursive_programming import RecursiveProgramming
 from autoshard.search.searcher import Progress, Searcher, Solution, part, silent
 from autoshard.search.tensor_parallel import TensorParallel
@@ -72,7 +72,10 @@ class Auto:
             except InfeasibleError as error:
                 refused.append(error)
         if not found:
-            raise _refusal(problem, refused) if refused else too_large[0]
+            if not refused:
+                raise too_large[0]
+            smallest = min(error.smallest_peak_bytes or float("inf") for error in refused)
+            raise nothing_fits(problem, f"the smallest peak that {len(refused)} searchers found", smallest)
         best, finder = min(found, key=lambda answer: answer[0].judgement.cost.makespan_seconds)
         bound = max(solution.lower_bound_seconds for solution, _ in found)
         return replace(
@@ -82,18 +85,6 @@ class Auto:
             notes=(f"found by {finder.name}, the fastest of {len(found)} that auto asked", *best.notes, *map(str, too_large)),
             stats={**best.stats, "members": len(found), "search_seconds": time.perf_counter() - started},
         )
-
-
-def _refusal(problem: Problem, refused: list[InfeasibleError]) -> InfeasibleError:
-    """That nobody's answer fits."""
-    smallest = min(error.smallest_peak_bytes or float("inf") for error in refused)
-    limit = format_bytes(problem.memory_limit_bytes or 0.0)
-    return InfeasibleError(
-        f"a strategy must fit {limit} a device, and the smallest peak that {len(refused)} searchers found on mesh {problem.mesh} is "
-        f"{format_bytes(smallest)}. "
-        "Use more devices, a smaller batch, rematerialisation, or a higher memory_limit_bytes.",
-        smallest,
-    )
 
 
 def _settled(problem: Problem, solution: Solution) -> bool:

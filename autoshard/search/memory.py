@@ -79,13 +79,17 @@ def fitted(problem: Problem, search: Priced, steps: int) -> Fitted:
     repair = _Repair(problem, limit)
     best = repair.changed(above if best is None else repair.mixed(best, above, priced))
     if best[0].cost.peak_bytes > limit:
-        smallest = best[0].cost.peak_bytes
-        raise InfeasibleError(
-            f"a strategy must fit {format_bytes(limit)} a device, and the smallest peak found on mesh {problem.mesh} is "
-            f"{format_bytes(smallest)}. Use more devices, a smaller batch, rematerialisation, or a higher memory_limit_bytes.",
-            smallest,
-        )
+        raise nothing_fits(problem, "the smallest peak found", best[0].cost.peak_bytes)
     return Fitted(*best, above, price)
+
+
+def nothing_fits(problem: Problem, what: str, smallest: float) -> InfeasibleError:
+    """The refusal of a search that met nothing within the problem's limit; the smallest peak is named as what it is."""
+    return InfeasibleError(
+        f"a strategy must fit {format_bytes(problem.memory_limit_bytes or 0.0)} a device, and {what} on mesh {problem.mesh} is "
+        f"{format_bytes(smallest)}. Use more devices, a smaller batch, rematerialisation, or a higher memory_limit_bytes.",
+        smallest,
+    )
 
 
 def _by_prices(
