@@ -25,7 +25,7 @@ from autoshard.search.searcher import Progress, Searcher, Solution, part, silent
 from autoshard.search.tensor_parallel import TensorParallel
 
 MEMBERS: tuple[Searcher, ...] = (
-    DynamicProgramming(),
+    DynamicProgramming(second_opinion=False),
     RecursiveProgramming(),
     DataParallel(),
     FullySharded(stage=1),

@@ -51,6 +51,7 @@ class DynamicProgramming:
         max_problem_entries: how many entries all pair tables together may have.
         max_sweeps: how often message passing goes over the nodes.
         price_steps: how many memory prices may be tried when the limit binds.
+        second_opinion: whether recursive programming is asked too where memory binds; portfolios that have it do so themselves.
         tolerance: the gap at which nothing more is tried: further sweeps, or the whole after the folded problem; 0 asks for the optimum.
     """
 
@@ -61,6 +62,7 @@ class DynamicProgramming:
     max_problem_entries: int = 1 << 26
     max_sweeps: int = 240
     price_steps: int = 12
+    second_opinion: bool = True
     tolerance: float = 1e-3
 
     def solve(self, problem: Problem, progress: Progress = silent) -> Solution:
@@ -70,6 +72,8 @@ class DynamicProgramming:
             SearchLimitError: the mesh has so many axes that the tables alone would be too large.
             InfeasibleError: nothing fits the memory limit.
         """
+        if not self.second_opinion:
+            return self._found(problem, progress)[0]
         try:
             own, binds = self._found(problem, progress)
         except InfeasibleError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import ClassVar
 
@@ -23,6 +24,18 @@ def test_no_member_is_better(program):
     assert found.judgement.cost.makespan_seconds == min(one.judgement.cost.makespan_seconds for one in members)
     bound = max(one.lower_bound_seconds for one in members)
     assert found.lower_bound_seconds == min(bound, found.judgement.cost.objective_seconds)
+
+
+def test_no_member_is_asked_twice(monkeypatch):
+    """Where memory binds, dynamic programming leaves the second opinion to the portfolio, which asks for it anyway."""
+    fn, args = PROGRAMS["mlp"]()
+    free = DynamicProgramming().solve(problem_of(fn, *args)).judgement.cost.peak_bytes
+    asked, solve = [], RecursiveProgramming.solve
+    monkeypatch.setattr(RecursiveProgramming, "solve", lambda *of: asked.append(of) or solve(*of))
+    for limit in (0.999 * free, 1000.0):
+        with suppress(InfeasibleError):
+            Auto().solve(problem_of(fn, *args, memory_limit_bytes=limit))
+    assert len(asked) == 2
 
 
 class Refusing(DataParallel):
