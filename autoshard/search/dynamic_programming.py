@@ -34,9 +34,9 @@ from autoshard.problem import Messages, Problem, Tables, folded
 from autoshard.search.elimination import table_cost
 from autoshard.search.memory import Fitted, Found, fitted, held_at, priced
 from autoshard.search.recursive_programming import RecursiveProgramming
-from autoshard.search.reparametrisation import Passing, messages, unfolded
+from autoshard.search.reparametrisation import Passing, unfolded
 from autoshard.search.searcher import Progress, Solution, silent
-from autoshard.search.shells import ROUNDING, SWEEPS, Shells
+from autoshard.search.shells import MOST_SWEEPS, ROUNDING, Shells
 
 PASSED_ENTRIES = 1 << 28  # that are passed for a bound of the whole: some 5 s on one core
 DUAL_STEPS = 4  # prices that are tried for a bound within a memory limit
@@ -145,7 +145,7 @@ class _Run:
         labels = [options[label] for options, label in zip(tables.labels, found, strict=True)]
         if not prices:
             self.bound, self.cost = bound, table_cost(tables.unary, tables.pairs, found)
-            self.learned = replace(self.learned, sent=messages(tables.pairs, moved.pairs))
+            self.learned = replace(self.learned, sent=moved.sent)
         if self.small is not None:
             labels = self.small.unfold(labels)
         if (key := found.tobytes()) not in self.judged:  # other prices often have the same answer
@@ -190,13 +190,13 @@ class _Run:
             answers.append((table_cost(tables.unary, tables.pairs, at), table_cost(charges.unary, charges.pairs, at) - held.limit))
         (fast, excess), (slow, slack) = answers
         best, price, sent = -math.inf, 0.0, self.learned.sent
-        shells = Shells(self.searcher.max_entries, SWEEPS, self.searcher.tolerance, self.progress)
+        shells = Shells(self.searcher.max_entries, MOST_SWEEPS, self.searcher.tolerance, self.progress)
         for _ in range(DUAL_STEPS if excess > 0.0 else 0):
             tried = max(slow - fast, 0.0) / (excess - slack)
             labels, bound, moved = shells.solve(priced(own, own_charges, tried), sent)
             bound -= tried * held.limit
             if bound > best:
-                best, price, sent = bound, tried, messages(own.pairs, moved.pairs)
+                best, price, sent = bound, tried, moved.sent
             if bound >= (fast + tried * excess) * (1 - self.searcher.tolerance):
                 break  # where the two answers' lines cross nothing more is to be had
             seconds = table_cost(own.unary, own.pairs, labels)
@@ -217,7 +217,7 @@ class _Run:
         """The whole problem's tables after message passing."""
         passing = Passing(tables.unary, tables.pairs, sent)
         entries = sum(table.size for table in tables.pairs.values())
-        self.shells.sweeps += passing.run(min(SWEEPS, 1 + PASSED_ENTRIES // max(entries, 1)), enough, self.progress)
+        self.shells.sweeps += passing.run(min(MOST_SWEEPS, 1 + PASSED_ENTRIES // max(entries, 1)), enough, self.progress)
         return passing
 
     def _tables(self, problem: Problem, prices: Mapping[int, float] | None = None) -> Tables:

@@ -19,7 +19,7 @@ from autoshard.problem import Problem, Tables, folded
 from autoshard.search.baselines import DataParallel
 from autoshard.search.early import Met, watch
 from autoshard.search.memory import Held, held_at, priced
-from autoshard.search.reparametrisation import Passing, messages, unfolded
+from autoshard.search.reparametrisation import Passing, unfolded
 from autoshard.search.searcher import Progress, Searcher, Solution, part, silent
 
 MAX_ENTRIES = 1 << 25  # of tables that are made for a bound alone: 256 MiB
@@ -51,7 +51,7 @@ def message_bound(problem: Problem, max_sweeps: int, enough: float = float("inf"
         own = small.fold_tables(tables)
         passing = Passing(own.unary, own.pairs, sent)
         passing.run(FOLDED_SWEEPS, enough * (1 + LEAST_GAIN))
-        sent = unfolded(small, messages(own.pairs, passing.pairs), tables)
+        sent = unfolded(small, passing.sent, tables)
     passing = Passing(tables.unary, tables.pairs, sent)
     passing.run(max_sweeps, enough, give_up=enough < float("inf"))
     return max(problem.fixed_seconds() + passing.bound() * (1 - 1e-9) - worth, problem.compute_bound())

@@ -28,7 +28,7 @@ from autoshard.problem import Folded, Label, Problem, Tables, folded
 from autoshard.search.elimination import Eliminator, table_cost
 from autoshard.search.memory import Found, fitted
 from autoshard.search.searcher import Progress, Solution, silent
-from autoshard.search.shells import SWEEPS, Shells
+from autoshard.search.shells import MOST_SWEEPS, Shells
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class RecursiveProgramming:
             found = fitted(problem, run.descend, self.price_steps)
         except SearchLimitError:
             small = folded(problem)
-            run = _Run(self, small or problem, progress, Shells(self.max_entries, SWEEPS, 0.0, progress))
+            run = _Run(self, small or problem, progress, Shells(self.max_entries, MOST_SWEEPS, 0.0, progress))
             found = fitted(problem, run.descend, self.price_steps)
         problem.learned = replace(problem.learned, price=found.price)
         return Solution(

@@ -155,6 +155,8 @@ class _OneAxis:
             allowed = np.flatnonzero([part in (label[axis], _use(label[axis])) for label in tables.labels[node]])
             if len(allowed):
                 self.kept[node] = allowed
+                if self.now[node] not in allowed:  # other axes left no room for it until now
+                    self.now[node] = int(allowed[tables.unary[node][allowed].argmin()])
 
     def labels(self) -> list[Label]:
         return [options[k] for options, k in zip(self.tables.labels, self.now, strict=True)]

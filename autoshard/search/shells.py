@@ -21,7 +21,8 @@ from autoshard.search.elimination import Eliminator, table_cost
 from autoshard.search.reparametrisation import Passing, Reparametrisation
 from autoshard.search.searcher import Progress, silent
 
-SWEEPS = 60  # of message passing between attempts at a proof
+SWEEPS = 20  # of message passing between attempts at a proof
+MOST_SWEEPS = 60  # where a bound is one of many, or of large tables
 ROUNDING = 1e-9  # relative; sums of a few thousand terms in double precision are exact to 1e-12
 
 
@@ -53,15 +54,20 @@ class Shells:
             done = passing.run(SWEEPS, progress=self.progress)
             sweeps += done
             moved = passing.normalised(sweeps)
-            found, bound = self.widened(tables, moved)
+            last = done < SWEEPS or sweeps >= self.max_sweeps
+            found, bound = self.widened(tables, moved, math.inf if last else self.tolerance)
             best, cost = min(((best, cost), (found, table_cost(tables.unary, tables.pairs, found))), key=lambda labelled: labelled[1])
-            if done < SWEEPS or sweeps >= self.max_sweeps or cost - bound <= self.tolerance * abs(cost):
+            if last or cost - bound <= self.tolerance * abs(cost):
                 self.sweeps += sweeps
                 assert best is not None
                 return best, min(bound, cost), moved
 
-    def widened(self, tables: Tables, moved: Reparametrisation) -> tuple[np.ndarray, float]:
-        """The best labels of ever wider shells, and the bound that is proven by then."""
+    def widened(self, tables: Tables, moved: Reparametrisation, within: float = math.inf) -> tuple[np.ndarray, float]:
+        """The best labels of ever wider shells, and the bound that is proven by then.
+
+        Args:
+            within: the gap that the first shell has to leave, relative, for wider ones to be worth their time.
+        """
         rounding = ROUNDING * abs(moved.bound)
         delta = rounding
         try:
@@ -69,6 +75,8 @@ class Shells:
         except SearchLimitError:
             best = self._shell(tables, moved, delta, [int(reduced.argmin()) for reduced in moved.reduced])
         cost = table_cost(tables.unary, tables.pairs, best)
+        if cost - moved.bound > within * abs(cost):
+            return best, moved.bound
         too_wide = math.inf
         while cost > moved.bound + delta and too_wide > 1.25 * delta:
             gap = cost - moved.bound + rounding

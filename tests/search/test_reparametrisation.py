@@ -7,10 +7,11 @@ from itertools import product
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_elimination import small_tables
 
 from autoshard.search.elimination import table_cost
-from autoshard.search.reparametrisation import reparametrise
+from autoshard.search.reparametrisation import Passing, reparametrise
 
 
 @settings(max_examples=200, deadline=None)
@@ -46,6 +47,33 @@ def test_a_chain_is_bounded_tightly():
     best = min(table_cost(unary, pairs, labels) for labels in _beam(unary, pairs))
     assert moved.bound == pytest.approx(best, rel=1e-9)
     assert all((a == b).all() for a, b in zip(before, (*unary, *pairs.values()), strict=True))
+
+
+def test_a_chain_takes_one_sweep_however_its_nodes_are_numbered():
+    """Costs go from end to end of a chain in a single sweep, though its nodes are numbered at random."""
+    generator = np.random.default_rng(1)
+    n = 40
+    unary = [generator.random(4) for _ in range(n)]
+    pairs = {(i, i + 1): generator.random((4, 4)) for i in range(n - 1)}
+    best = min(table_cost(unary, pairs, labels) for labels in _beam(unary, pairs))
+    number = generator.permutation(n).tolist()
+    shuffled = [unary[number.index(k)] for k in range(n)]
+    moved = reparametrise(shuffled, {(number[i], number[j]): table for (i, j), table in pairs.items()}, max_sweeps=1)
+    assert moved.bound == pytest.approx(best, rel=1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(small_tables(), st.integers(2, 12))
+def test_the_bound_never_falls(tables, sweeps):
+    """Leaps that would lower the bound are undone, and what was moved by then bounds as well from the start."""
+    unary, pairs = tables
+    passing = Passing(unary, pairs)
+    bound = -np.inf
+    for _ in range(sweeps):
+        passing.run(3)
+        assert passing.bound() >= bound - 1e-9
+        bound = passing.bound()
+    assert Passing(unary, pairs, passing.sent).bound() == pytest.approx(bound, abs=1e-9)
 
 
 def _beam(unary, pairs):

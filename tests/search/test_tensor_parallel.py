@@ -161,3 +161,11 @@ def test_other_programs_have_an_answer_too(program):
 def test_the_portfolio_asks_it():
     """Tensor parallelism is a member of auto."""
     assert any(isinstance(member, TensorParallel) for member in Auto().members)
+
+
+def test_a_batch_as_large_as_its_mesh_axis_is_split_once():
+    """Where other axes take all of a dimension at first, what this one was to split there comes free in a later round, and is taken."""
+    fn, args = gpt(1, 64, 4, 256, 4, 32)
+    found = TensorParallel().solve(problem_of(fn, *args, mesh={"data": 4, "model": 2}))
+    assert found.judgement.cost.makespan_seconds > 0.0
+    assert Auto().solve(problem_of(fn, *args, mesh={"data": 4, "model": 2})).judgement.cost.makespan_seconds > 0.0
