@@ -40,7 +40,10 @@ class Entry:
 SCALING_BOOK = "https://jax-ml.github.io/scaling-book/tpus"
 TPU_HOP_SECONDS = 1e-6  # about 1 us a hop: How to Scale Your Model, "Sharded Matrices and How to Multiply Them"
 TPU_LAUNCH_SECONDS = 1e-6  # estimate: one hop's worth of setting up
-TPU_KERNEL_SECONDS = 1e-6  # estimate: a scheduled fusion's fixed cost
+# What XLA:TPU (libtpu 0.0.42) schedules for the smallest elementwise kernel: 1,957 cycles on v5e, 2,169 on v5p, 2,196 on v6e
+TPU_KERNEL_SECONDS = 1.2e-6
+# The share of the memory's peak in its schedules of elementwise kernels on 64 Mi float32: 662, 1,990 and 1,324 GB/s on v5e, v5p and v6e
+TPU_MEMORY_EFFICIENCY = {"v5e": 0.81, "v5p": 0.72, "v6e": 0.81}
 TPU_F64_SLOWDOWN = 50  # estimate: XLA emulates float64 on the vector unit with pairs of float32
 
 FLAT_SLICES = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))  # Cloud TPU docs, v5e and v6e: supported configurations
@@ -64,6 +67,7 @@ def _tpu(
         kernel_overhead_seconds=TPU_KERNEL_SECONDS,
         matrix_tile=tile,
         source=source,
+        memory_efficiency=TPU_MEMORY_EFFICIENCY.get(name, TPU_MEMORY_EFFICIENCY["v5e"]),
         clock_hertz=clock,
     )
 

@@ -40,6 +40,8 @@ ADDS_FIRST = ("tpu", "gpu")
 FOLDS = ("tpu", "gpu")
 # Which compilers round what products round anyway before they send it: see `autoshard.cost.narrowing`.
 NARROWS = ("tpu",)
+# Whose kernels are known: `autoshard.cost.traffic`
+WIDENS = ("tpu",)
 
 EXAMPLES = "'v5e:4x4' (a TPU slice), 'h100:8x4' (8 GPUs on each of 4 hosts) or 'cpu:8'"
 _TEXT = re.compile(r"([a-z0-9-]+):(\d{1,6}(?:x\d{1,6})*)")
@@ -223,6 +225,11 @@ class Cluster:
     def narrows(self) -> bool:
         """Whether the compiler sends float32 operands of products of default precision as bfloat16."""
         return self.device.kind in NARROWS
+
+    @property
+    def widens(self) -> bool:
+        """Whether the compiler's kernels compute in float32 and pay for a narrower result's way through a buffer of it."""
+        return self.device.kind in WIDENS
 
     def check(self, mesh: Mesh) -> None:
         """Raises `ClusterError` where a mesh does not cover the devices."""

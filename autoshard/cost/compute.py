@@ -217,16 +217,19 @@ class Roofline:
 
     device: Device
 
-    def seconds(self, matrix: bool, flops: float | np.ndarray, dtype: str, nbytes: float | np.ndarray) -> float | np.ndarray:
-        """Seconds of one kernel.
+    def seconds(
+        self, matrix: bool, flops: float | np.ndarray, dtype: str, nbytes: float | np.ndarray, starts: int = 1
+    ) -> float | np.ndarray:
+        """Seconds of one kernel, or of what another does along with its own work.
 
         Args:
             matrix: whether it runs on the matrix unit.
             flops, nbytes: its arithmetic and its memory traffic on this device.
+            starts: how often it pays for a kernel's start.
         """
         rate = self.device.matrix_rate(dtype) if matrix else self.device.vector_rate(dtype)
         moved = nbytes / self.device.memory_rate
-        return np.maximum(flops / rate, moved) + self.device.kernel_overhead_seconds
+        return np.maximum(flops / rate, moved) + starts * self.device.kernel_overhead_seconds
 
     def dot_seconds(
         self,
@@ -236,6 +239,7 @@ class Roofline:
         k: float | np.ndarray,
         dtype: str,
         nbytes: float | np.ndarray,
+        starts: int = 1,
     ) -> float | np.ndarray:
         """Seconds of ``batch`` products of ``(m, k)`` by ``(k, n)``, padded to the matrix unit's tiles.
 
@@ -251,7 +255,7 @@ class Roofline:
             area = reduce(np.minimum, (_pad(count, processors) * size for count, size in blocks))
         else:
             area = batch * np.minimum(_pad(m, rows) * _pad(n, tile), _pad(m, tile) * _pad(n, rows))
-        return self.seconds(True, 2 * area * _pad(k, tile), dtype, nbytes)
+        return self.seconds(True, 2 * area * _pad(k, tile), dtype, nbytes, starts)
 
 
 def _parts(size: float | np.ndarray, of: int) -> float | np.ndarray:

@@ -50,6 +50,8 @@ class Kernel:
         reads, makes: stored values, by their roots.
         in_place: whether a result takes the place of an operand that dies here: loops, and what updates its operand.
         inner: a loop's body or a conditional's branches, each the kernels of one run, in program order.
+        main: the op that decides what its devices read: the product whose epilogue ``op`` ends, else ``op`` itself.
+        through: for each of ``reads``, the operand of ``main`` it is read for; the number of operands where it is for the epilogue.
     """
 
     op: int
@@ -57,6 +59,8 @@ class Kernel:
     makes: tuple[int, ...]
     in_place: bool
     inner: tuple[tuple[Kernel, ...], ...] = ()
+    main: int = -1
+    through: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,8 +345,9 @@ class _Fuser:
 
     def _kernels(self, ops: Iterable[Op]) -> tuple[Kernel, ...]:
         kernels: list[Kernel] = []
-        products: set[int] = set()  # values that a product's kernel ends in
+        products: dict[int, int] = {}  # the product in whose kernel a value is made
         makers: dict[tuple[int, ...], int] = {}  # the number of the kernel that does
+        through: dict[int, tuple[tuple[int, ...], ...]] = {}  # what an op reads for each of its operands
         for op in ops:
             if is_call(op):
                 kernels.extend(self._kernels(op.bodies[0].ops))
@@ -350,9 +355,13 @@ class _Fuser:
                 kernels.append(self._loop(op))
             elif not self._is_view(op):
                 fuses = op.primitive not in STANDALONE or is_matrix(op.primitive) or _is_one_hot(op, self.values)
-                roots = map(self._find, op.operands)
-                reads = _merged((self.fused.get(root) if fuses else None) or self.sources[root] for root in roots)
-                product = is_matrix(op.primitive) or any(self._find(value) in products for value in op.operands)
+                roots = tuple(map(self._find, op.operands))
+                parts = tuple((self.fused.get(root) if fuses else None) or self.sources[root] for root in roots)
+                reads = _merged(parts)
+                own = op.index if is_matrix(op.primitive) else -1
+                product = next((products[root] for root in roots if root in products), own) if own < 0 else own
+                if product in (own, -1):
+                    through[op.index] = parts
                 made = []
                 for value in op.results:
                     root = self._find(value)
@@ -365,14 +374,16 @@ class _Fuser:
                             self.fused[root] = reads  # who can compute it reads what it is made of
                     else:
                         self.sources[root] = reads
-                        if product and self.absorbed[root]:
-                            products.add(root)
+                        if product >= 0 and self.absorbed[root]:
+                            products[root] = product
                 if made and op.primitive == "convert_element_type" and (maker := makers.get(reads)) is not None:
                     kernels[maker] = replace(kernels[maker], makes=(*kernels[maker].makes, *made))  # a product's second result
                 elif made:
-                    if product:
+                    if product >= 0:
                         makers[tuple(made)] = len(kernels)
-                    kernels.append(Kernel(op.index, reads, tuple(dict.fromkeys(made)), _updates(op)))
+                    main = product if product >= 0 else op.index
+                    found = tuple(_position(read, through[main]) for read in reads)
+                    kernels.append(Kernel(op.index, reads, tuple(dict.fromkeys(made)), _updates(op), (), main, found))
         return tuple(kernels)
 
     def _keep(self, value: int, reads: tuple[int, ...]) -> bool:
@@ -407,7 +418,7 @@ class _Fuser:
         for result in op.results:
             root = self._find(result)
             self.sources[root] = (root,)
-        return Kernel(op.index, _merged(reads), tuple(dict.fromkeys(makes)), True, inner)
+        return Kernel(op.index, _merged(reads), tuple(dict.fromkeys(makes)), True, inner, op.index)
 
     def _outside(self, op: Op, value: int) -> bool:
         """Whether a value exists before a loop: an argument, an input of its body, or something computed outside."""
@@ -420,6 +431,11 @@ def _inputs(bodies: tuple[Body, ...]) -> set[int]:
 
 def _merged(groups: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(value for group in groups for value in group))
+
+
+def _position(value: int, parts: tuple[tuple[int, ...], ...]) -> int:
+    """The first part that has a value, or how many there are."""
+    return next((position for position, part in enumerate(parts) if value in part), len(parts))
 
 
 def _updates(op: Op) -> bool:

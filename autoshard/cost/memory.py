@@ -89,7 +89,7 @@ def peak_memory(
     if on_tpu:
         for k, (value, passed) in enumerate(zip(times.values, times.passed, strict=True)):
             if not passed and values[value].rank > 1:
-                sizes[k] *= _padding(_local(values[value], assignment.layout(value), mesh), fusion.minor[value])
+                sizes[k] *= padding(local_shape(values[value], assignment.layout(value), mesh), fusion.minor[value])
             if fusion.narrow[value]:
                 sizes[k] *= 0.5
     more = [
@@ -211,14 +211,14 @@ def _arranged(profile: Profile, assignment: Assignment, asynchronous: bool) -> I
         return values[value].nbytes / shards(assignment.layout(value), mesh)
 
     def tiles(value: int) -> float:
-        return _padding(_local(values[value], assignment.layout(value), mesh), fusion.minor[value])
+        return padding(local_shape(values[value], assignment.layout(value), mesh), fusion.minor[value])
 
     for value in profile.graph.arguments:
         if fusion.minor[value] and (users := fusion.users[value]) and tiles(value) > 1:
             yield share(value) * tiles(value), min(times.starts[op] for op in users), max(times.ends[op] for op in users)
     looked_up = list(_tables_of_short_rows(profile, assignment))
     for table, op in looked_up:
-        width = _local(values[table], assignment.layout(table), mesh)[-1]
+        width = local_shape(values[table], assignment.layout(table), mesh)[-1]
         yield share(table) * LANES / width, times.starts[looked_up[0][1]], times.ends[op]
     births = dict(zip(times.values, times.born.tolist(), strict=True)) if fusion.moved else {}
     for value, before in fusion.moved.items():
@@ -237,18 +237,19 @@ def _tables_of_short_rows(profile: Profile, assignment: Assignment) -> Iterator[
             continue
         table = op.operands[0]
         layout = assignment.layout(table)
-        *rows, width = _local(values[table], layout, assignment.mesh.sizes) or (0,)
+        *rows, width = local_shape(values[table], layout, assignment.mesh.sizes) or (0,)
         whole = op.params["slice_sizes"][-1] == values[table].shape[-1]
         if whole and width < LANES <= math.prod(rows) and set(_read_in(profile, assignment, op, table)) == {layout}:
             yield table, op.index
 
 
-def _local(value: Value, layout: Layout, mesh: tuple[int, ...]) -> tuple[float, ...]:
+def local_shape(value: Value, layout: Layout, mesh: tuple[int, ...]) -> tuple[float, ...]:
+    """The shape of a device's part of a value."""
     return tuple(size / count for size, count in zip(value.shape, shard_counts(layout, value.rank, mesh), strict=True))
 
 
 @cache
-def _padding(local: tuple[float, ...], minor: tuple[int, int] | None) -> float:
+def padding(local: tuple[float, ...], minor: tuple[int, int] | None) -> float:
     """How many times its size a device's array of at least two dimensions takes in tiles of 128 lanes and 8 rows.
 
     Those two dimensions are innermost that pad least, of a convolution's image batch and features; whatever it is reshaped to, where the

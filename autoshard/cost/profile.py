@@ -9,6 +9,7 @@ from autoshard.cost.fusion import REDUCTIONS, STANDALONE, VIEWS, Fusion, fuse
 from autoshard.cost.lifetimes import Lifetimes, lifetimes
 from autoshard.cost.narrowing import rounded_values
 from autoshard.cost.partial_sums import PartialSums, partial_sums
+from autoshard.cost.traffic import Traffic, traffic_by_kernel, traffic_by_op
 from autoshard.ir import Graph, Op, Rule
 
 FREE_SOURCES = frozenset({"iota"})
@@ -27,6 +28,7 @@ class Profile:
         free: per value, whether it is made of constants alone (the partitioner recomputes those wherever they are read).
         fusion: which values lie in memory, and the kernels that make them.
         lifetimes: when they do.
+        traffic, kernel_traffic: per op index, what it moves to and from memory: on its own, and in the kernels that XLA:TPU makes.
         readers: per value, the op indices that read it (control flow reads what it hands to its bodies).
         wanted: per value, whether an op reads it or the program returns it.
         portable: per value, whether reading it in another layout writes nothing to memory that would not lie there: it does anyway, or is
@@ -44,6 +46,8 @@ class Profile:
     free: tuple[bool, ...]
     fusion: Fusion
     lifetimes: Lifetimes
+    traffic: tuple[Traffic, ...]
+    kernel_traffic: tuple[Traffic, ...]
     readers: tuple[tuple[int, ...], ...]
     wanted: tuple[bool, ...]
     portable: tuple[bool, ...]
@@ -71,6 +75,7 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...]) -> Profile:
     fusion = fuse(graph, free)
     flops = tuple(op_flops(op, rules[op.index], values) for op in graph.walk())
     sums = partial_sums(graph, readers)
+    traffic, kernel_traffic = traffic_by_op(graph, fusion.materialised), traffic_by_kernel(graph, fusion)
     wanted = tuple(bool(found) or value in returned for value, found in enumerate(readers))
     return Profile(
         graph=graph,
@@ -79,12 +84,14 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...]) -> Profile:
         free=free,
         fusion=fusion,
         lifetimes=lifetimes(graph, fusion),
+        traffic=traffic,
+        kernel_traffic=kernel_traffic,
         readers=tuple(map(tuple, readers)),
         wanted=wanted,
         portable=_portable(graph, free, fusion.materialised),
         settled=tuple(free[value] or not values[value].shape for value in range(len(values))),
         idle=tuple(rules[op.index] is not None and len(op.results) > 0 and all(free[value] for value in op.results) for op in graph.walk()),
-        alike=_alike(graph, rules, flops, fusion.materialised, wanted, sums.accumulated),
+        alike=_alike(graph, rules, flops, tuple(zip(traffic, kernel_traffic, strict=True)), fusion.minor, wanted, sums.accumulated),
         sums=sums,
         rounded=rounded_values(graph, readers),
     )
@@ -108,17 +115,18 @@ def _alike(
     graph: Graph,
     rules: tuple[Rule | None, ...],
     flops: tuple[float, ...],
-    materialised: tuple[bool, ...],
+    traffic: tuple[tuple[Traffic, Traffic], ...],
+    minor: tuple[tuple[int, int] | None, ...],
     wanted: tuple[bool, ...],
     accumulated: tuple[int, ...],
 ) -> tuple[int, ...]:
     """Per op a number that ops of equal costs share; rules of equal ops are one object, so identity will do for them."""
-    tensors = [(value.shape, value.dtype, held, read) for value, held, read in zip(graph.values, materialised, wanted, strict=True)]
+    tensors = [(value.shape, value.dtype, inner, read) for value, inner, read in zip(graph.values, minor, wanted, strict=True)]
     numbers: dict[tuple, int] = {}
 
     def number(op: Op) -> int:
         operands, results = (tuple(tensors[value] for value in group) for group in (op.operands, op.results))
-        key = op.primitive, id(rules[op.index]), flops[op.index], accumulated[op.index], operands, results
+        key = op.primitive, id(rules[op.index]), flops[op.index], traffic[op.index], accumulated[op.index], operands, results
         return numbers.setdefault(key, len(numbers))
 
     return tuple(map(number, graph.walk()))

@@ -1,0 +1,195 @@
+"""What ops move between a device's memory and its units, each kernel's bytes once, at the op that decides how they are split.
+
+*Op by op.* Without more knowledge of a compiler an op moves those of its operands and results that lie in memory.
+
+*Kernel by kernel.* XLA:TPU's kernels, as its schedules count them (libtpu 0.0.42, v5e, 36 kernels and 51 products and convolutions
+compiled one by one, and a residual network's 204):
+
+- What a kernel reads is read once, however many fused ops want it, and again by every other kernel that computes with it: the statistics
+  of a batch norm and of its gradient are a pass over the activations each.
+- A kernel works on float32. Where its result is narrower, or a sum, what it computes passes through a buffer of float32 and costs as much
+  as float32 that is moved: a kernel that reads and writes bfloat16 takes 2.5 times its bytes' time, one of float32 just its bytes'.
+  Products pay it for their results alone.
+- What a loop stacks is filled with zeros before it, by an op that is fused with nothing and so works in windows of 128 tiles, each of
+  which costs a kernel's start (64 Mi bfloat16: 1,748,544 cycles); what a product makes for it is copied there by a kernel of its own.
+  So are values copied between tiles around convolutions (`Fusion.moved`), and in such programs kernels move what tiles pad too.
+- A kernel takes along what else is computed of what it reads or makes, if all that it takes was there when it began: the moments of an
+  optimizer, one sum of what a product makes, or several of one dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from autoshard.cost.compute import is_matrix
+from autoshard.cost.fusion import LOOPS, REDUCTIONS, STANDALONE, Fusion, Kernel
+from autoshard.ir import Graph, Op
+
+WIDE = 4  # bytes of the numbers that kernels compute with
+WINDOW_BYTES = 6  # what the starts of an unfused op's windows cost, as bytes an element: 1,800 cycles for 128 tiles of 1,024 elements
+PRODUCT_STARTS = 2  # the smallest product takes 4,153, 4,593 and 4,496 cycles on v5e, v5p, v6e: 2.1 times the smallest elementwise kernel
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What one op moves.
+
+    Attributes:
+        tensors: pairs of a tensor, operands first, then results, and bytes of a value that is split as it is.
+        passes: the same of what never stays on the chip: what goes through buffers of float32, and slices of stacks.
+        starts: how often it costs what starting a kernel does; 0 where it is part of another op's.
+    """
+
+    tensors: tuple[tuple[int, float], ...] = ()
+    passes: tuple[tuple[int, float], ...] = ()
+    starts: int = 0
+
+
+def traffic_by_op(graph: Graph, materialised: Sequence[bool]) -> tuple[Traffic, ...]:
+    """Per op, what it moves where every op is a kernel that touches memory."""
+
+    def of(op: Op) -> Traffic:
+        tensors = enumerate((*op.operands, *op.results))
+        moved = tuple((position, graph.values[value].nbytes) for position, value in tensors if materialised[value])
+        if op.primitive == "gather":  # reads what it takes, not what it takes it from
+            taken = graph.values[op.results[0]].size * graph.values[op.operands[0]].itemsize
+            moved = tuple((position or len(op.operands), min(nbytes, taken) if not position else nbytes) for position, nbytes in moved)
+        return Traffic(moved, starts=int(bool(moved) or is_matrix(op.primitive)))
+
+    return tuple(Traffic() if op.bodies else of(op) for op in graph.walk())
+
+
+def traffic_by_kernel(graph: Graph, fusion: Fusion) -> tuple[Traffic, ...]:
+    """Per op, what its kernels move if it is their main op, else nothing."""
+    return _Kernels(graph, fusion).traffic()
+
+
+@dataclass(slots=True)
+class _Group:
+    """What one compiled kernel computes.
+
+    Attributes:
+        at: its place in the program.
+        touched: what it reads and makes.
+        size: how many elements it computes.
+        product: whether it is a product's.
+        sums: results of its reductions, and their dtypes.
+    """
+
+    at: int
+    touched: set[int]
+    size: int
+    product: bool
+    sums: set[int] = field(default_factory=set)
+    dtypes: set[str] = field(default_factory=set)
+
+
+class _Kernels:
+    def __init__(self, graph: Graph, fusion: Fusion):
+        self.graph = graph
+        self.fusion = fusion
+        self.ops = graph.walk()
+        self.moved: list[list[tuple[int, float]]] = [[] for _ in self.ops]
+        self.passes: list[list[tuple[int, float]]] = [[] for _ in self.ops]
+        self.starts = [0] * len(self.ops)
+        self.made_at: dict[int, int] = {}
+        self.made_by: dict[int, Op] = {}  # the main op of the kernel that makes a value
+        self.count = 0
+
+    def traffic(self) -> tuple[Traffic, ...]:
+        by_op = traffic_by_op(self.graph, self.fusion.materialised)
+        self._run(self.fusion.kernels)
+        alone = [op.primitive in STANDALONE and not is_matrix(op.primitive) for op in self.ops]
+        found = (
+            Traffic(tuple(moved), _summed(passes), starts)
+            for moved, passes, starts in zip(self.moved, self.passes, self.starts, strict=True)
+        )
+        return tuple(plain if one else own for plain, own, one in zip(by_op, found, alone, strict=True))
+
+    def _run(self, kernels: tuple[Kernel, ...]) -> None:
+        groups: dict[int, _Group] = {}  # by what they touched last
+        for kernel in kernels:
+            self.count += 1
+            for inner in kernel.inner:
+                self._run(inner)
+            main = self.ops[kernel.main]
+            if main.primitive in LOOPS:
+                self._stack(main)
+            group = None
+            if not kernel.inner and (main.primitive not in STANDALONE or is_matrix(main.primitive)):
+                group = self._place(kernel, main, groups)
+            for value in kernel.makes:
+                self.made_at[value] = group.at if group else self.count
+            if group:
+                groups.update(dict.fromkeys((*kernel.reads, *kernel.makes), group))
+
+    def _place(self, kernel: Kernel, main: Op, groups: dict[int, _Group]) -> _Group:
+        """Charges a kernel's traffic to its main op; gives the group it is in, one of those there are if that takes it along."""
+        values = self.graph.values
+        product, sums = is_matrix(main.primitive), main.primitive in REDUCTIONS
+        size = values[main.operands[0] if sums else main.results[0]].size
+        near = [groups[value] for value in kernel.reads if value in groups and 2 * values[value].size > size]
+        group = next((one for one in near if not product and self._takes(one, kernel, size, sums)), None)
+        moved, passes = self.moved[main.index], self.passes[main.index]
+        for value, position in zip(kernel.reads, kernel.through, strict=True):
+            if group is None or value not in group.touched:
+                part = self._part(value, main, position)
+                (passes if part < values[value].size * self._itemsize(value) else moved).append((position, part))
+        moved.extend((len(main.operands), self._part(value, main, len(main.operands))) for value in kernel.makes)
+        if group is None:
+            self.starts[main.index] = PRODUCT_STARTS if product else 1
+            group = _Group(self.count, set(), size, product)
+            if sums or all(self._itemsize(value) < WIDE for value in kernel.makes):
+                passes.append((0 if sums else len(main.operands), WIDE * size))
+        for value in filter(self.fusion.moved.__contains__, kernel.makes):
+            passes.append((len(main.operands), self._copied(value)))
+            self.starts[main.index] += 1
+        self.made_by.update(dict.fromkeys(kernel.makes, main))
+        group.touched.update(kernel.reads, kernel.makes)
+        if sums:
+            group.sums.update(kernel.makes)
+            group.dtypes.add(values[kernel.makes[0]].dtype)
+        return group
+
+    def _stack(self, loop: Op) -> None:
+        """Charges what a loop's stacks cost to the ops that make their slices, a slice at a time."""
+        for flow in (flow for holder in loop.holders for flow in holder.sources if flow.inside and flow.shift < 0):
+            main = self.made_by.get(self.fusion.root[flow.value])
+            if main is None:
+                continue
+            value, itemsize = self.graph.values[flow.value], self._itemsize(flow.value)
+            filled = self._copied(flow.value) - itemsize * value.size
+            self.passes[main.index].append((len(main.operands), filled))
+            if is_matrix(main.primitive):
+                self.passes[main.index].append((len(main.operands), filled + (itemsize - WINDOW_BYTES) * value.size))
+                self.starts[main.index] += 1
+
+    def _copied(self, value: int) -> float:
+        """The bytes that a copy that is fused with nothing costs."""
+        itemsize = self._itemsize(value)
+        return (2 * itemsize + (WIDE if itemsize < WIDE else 0) + WINDOW_BYTES) * self.graph.values[value].size
+
+    def _takes(self, group: _Group, kernel: Kernel, size: int, sums: bool) -> bool:
+        """Whether a kernel's work is done by a group that was there before."""
+        if group.size != size or (group.product and not sums) or not group.sums.isdisjoint(kernel.reads):
+            return False
+        if sums and group.dtypes and (group.product or group.dtypes != {self.graph.values[kernel.makes[0]].dtype}):
+            return False
+        return all(value in group.touched or self.made_at.get(value, 0) < group.at for value in kernel.reads)
+
+    def _part(self, value: int, main: Op, tensor: int) -> float:
+        """The bytes of a value that an op moves for one of its tensors: all, or what that takes of a stack."""
+        values = self.graph.values
+        return min(values[value].size, values[(*main.operands, main.results[0])[tensor]].size) * self._itemsize(value)
+
+    def _itemsize(self, value: int) -> float:
+        return min(self.graph.values[value].itemsize, 2) if self.fusion.narrow[value] else self.graph.values[value].itemsize
+
+
+def _summed(pairs: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """One pair a tensor."""
+    sums: dict[int, float] = {}
+    for tensor, nbytes in pairs:
+        sums[tensor] = sums.get(tensor, 0.0) + nbytes
+    return tuple(sums.items())
