@@ -122,6 +122,7 @@ class _Run:
         bound: of all labels of what is searched, since it is that of the tables without prices.
         cost: of the answer without prices, in the tables.
         learned: what is known by now, of other meshes at first.
+        sent: what message passing moved last: prices change little from one to the next.
         judged: what the judge says of answers that were met, by their labels.
     """
 
@@ -133,6 +134,7 @@ class _Run:
         self.small = folded(problem)
         self.progress = progress
         self.learned = problem.learned
+        self.sent = problem.learned.sent
         self.shells = Shells(searcher.max_entries, searcher.max_sweeps, searcher.tolerance, progress)
         self.judged: dict[bytes, Judgement] = {}
         self.bound = 0.0
@@ -141,7 +143,8 @@ class _Run:
     def optimum(self, prices: Mapping[int, float]) -> Found:
         """The best labels under memory prices, of the whole problem, and what the judge says of them."""
         tables = self._tables(self.small or self.problem, prices)
-        found, bound, moved = self.shells.solve(tables, self.learned.sent)
+        found, bound, moved = self.shells.solve(tables, self.sent, MOST_SWEEPS if prices else None)
+        self.sent = moved.sent
         labels = [options[label] for options, label in zip(tables.labels, found, strict=True)]
         if not prices:
             self.bound, self.cost = bound, table_cost(tables.unary, tables.pairs, found)
@@ -189,11 +192,10 @@ class _Run:
             at = [options.index(label) for options, label in zip(tables.labels, labels, strict=True)]
             answers.append((table_cost(tables.unary, tables.pairs, at), table_cost(charges.unary, charges.pairs, at) - held.limit))
         (fast, excess), (slow, slack) = answers
-        best, price, sent = -math.inf, 0.0, self.learned.sent
-        shells = Shells(self.searcher.max_entries, MOST_SWEEPS, self.searcher.tolerance, self.progress)
+        best, price, sent = -math.inf, 0.0, self.sent
         for _ in range(DUAL_STEPS if excess > 0.0 else 0):
             tried = max(slow - fast, 0.0) / (excess - slack)
-            labels, bound, moved = shells.solve(priced(own, own_charges, tried), sent)
+            labels, bound, moved = self.shells.solve(priced(own, own_charges, tried), sent, MOST_SWEEPS)
             bound -= tried * held.limit
             if bound > best:
                 best, price, sent = bound, tried, moved.sent

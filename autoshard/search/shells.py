@@ -22,7 +22,7 @@ from autoshard.search.reparametrisation import Passing, Reparametrisation
 from autoshard.search.searcher import Progress, silent
 
 SWEEPS = 20  # of message passing between attempts at a proof
-MOST_SWEEPS = 60  # where a bound is one of many, or of large tables
+MOST_SWEEPS = 60  # where an answer is one of many, or tables are large
 ROUNDING = 1e-9  # relative; sums of a few thousand terms in double precision are exact to 1e-12
 
 
@@ -42,19 +42,23 @@ class Shells:
         self.eliminate = Eliminator(max_entries)
         self.sweeps = self.shells = self.width = 0
 
-    def solve(self, tables: Tables, sent: Messages | None = None) -> tuple[np.ndarray, float, Reparametrisation]:
+    def solve(
+        self, tables: Tables, sent: Messages | None = None, max_sweeps: int | None = None
+    ) -> tuple[np.ndarray, float, Reparametrisation]:
         """The best labels found, a bound, and the tables as they were moved for it; goes on while sweeps tell and the gap is too wide.
 
         Args:
             sent: what to begin with, such as what was moved between tables that are much like these.
+            max_sweeps: how often message passing may go over the nodes, if not as often as elsewhere.
         """
+        most = self.max_sweeps if max_sweeps is None else min(max_sweeps, self.max_sweeps)
         passing = Passing(tables.unary, tables.pairs, sent)
         best, cost, sweeps = None, math.inf, 0
         while True:
             done = passing.run(SWEEPS, progress=self.progress)
             sweeps += done
             moved = passing.normalised(sweeps)
-            last = done < SWEEPS or sweeps >= self.max_sweeps
+            last = done < SWEEPS or sweeps >= most
             found, bound = self.widened(tables, moved, math.inf if last else self.tolerance)
             best, cost = min(((best, cost), (found, table_cost(tables.unary, tables.pairs, found))), key=lambda labelled: labelled[1])
             if last or cost - bound <= self.tolerance * abs(cost):
