@@ -525,7 +525,7 @@ def _minor(graph: Graph) -> tuple[tuple[tuple[int, int] | None, ...], frozenset[
     """Per value the dimensions that tiles have in a program with convolutions, and the reshapes that move data between tiles.
 
     What convolutions read and make, and its like, has batch and features innermost. A reshape that splits or merges features is no view
-    of that: the groups of a group norm lie with the last image dimension and their members innermost.
+    of that: the groups of a group norm lie with the last image dimension, or all pixels, and their members innermost.
     """
     found: list[tuple[int, int] | None] = [None] * len(graph.values)
     shape = [value.shape for value in graph.values]
@@ -543,11 +543,20 @@ def _minor(graph: Graph) -> tuple[tuple[tuple[int, int] | None, ...], frozenset[
         if op.primitive == "reshape" and len(shape[op.operands[0]]) > 3 < len(shape[op.results[0]]):
             for value, other in ((op.operands[0], op.results[0]), (op.results[0], op.operands[0])):
                 pair, dims = found[value], shape[other]
-                if pair and 1 not in dims and dims[-1] != shape[value][max(pair)] and dims[:3] == shape[value][:3]:
+                if pair and 1 not in dims and dims[-1] != shape[value][max(pair)] and _keeps_pixels(shape[value], dims):
                     relayouts.append(op.index)
                     found[other] = found[other] or (len(dims) - 3, len(dims) - 1)
     _spread(graph.walk(), shape, found)
     return tuple(found), frozenset(relayouts)
+
+
+def _keeps_pixels(image: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Whether a shape has an image's batch, and its pixels in rows and columns or one after the other.
+
+    >>> _keeps_pixels((8, 32, 32, 64), (8, 1024, 4, 16)), _keeps_pixels((8, 32, 32, 64), (8, 64, 32, 32))
+    (True, False)
+    """
+    return other[:3] == image[:3] or other[:2] == (image[0], image[1] * image[2])
 
 
 def _spread(ops: Sequence[Op], shape: Sequence[tuple[int, ...]], found: list[tuple[int, int] | None]) -> None:
