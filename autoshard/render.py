@@ -396,7 +396,7 @@ class _ProgressLine:
     def advance(self, what: str, fraction: float) -> None:
         if self.what == "tracing":
             self.started = time.monotonic()  # of the search; tracing says nothing of how long that takes
-        self.what, self.fraction = what, fraction
+        self.what, self.fraction = what, max(fraction, self.fraction)
 
     def text(self, now: float) -> str:
         """The line at a time.

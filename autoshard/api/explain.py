@@ -63,6 +63,7 @@ def _headline(record: Record, cluster: Cluster) -> list[Part]:
     of_limit = f"{format_percent(cost.peak_bytes / limit)} of the {format_bytes(limit)} that {cluster.name} leaves a program"
     seconds = record.stats.get("search_seconds")
     found = record.searcher.name + ("" if seconds is None else f" in {format_seconds(seconds)}")
+    found += "; the search ended early" if record.stats.get("ended_early") else ""
     rows = [
         ("step time", f"{format_seconds(cost.makespan_seconds)} predicted"),
         ("peak memory", f"{format_bytes(cost.peak_bytes)} a device: {of_limit}"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
@@ -19,7 +20,7 @@ from autoshard.cost.evaluate import Judgement
 from autoshard.errors import InfeasibleError, SearchLimitError, ShardingError
 from autoshard.ir import Assignment, Mesh
 from autoshard.problem import Problem
-from autoshard.render import Report, Table, format_bytes, format_percent, format_seconds
+from autoshard.render import Paragraph, Report, Table, format_bytes, format_percent, format_seconds
 from autoshard.search import DataParallel, FullySharded, Searcher, Solution, TensorParallel, searcher_of, silent
 from autoshard.search.early import endings, timed
 from autoshard.search.searcher import Progress, part
@@ -35,10 +36,12 @@ class Frontier(Sequence[Strategy]):
 
     Attributes:
         strategies: the first holds the least memory, the last takes the least time.
+        notes: what there is to know of the search, such as that it ended early.
     """
 
-    def __init__(self, strategies: Sequence[Strategy]):
+    def __init__(self, strategies: Sequence[Strategy], notes: Sequence[str] = ()):
         self.strategies = tuple(strategies)
+        self.notes = tuple(notes)
 
     def __len__(self) -> int:
         return len(self.strategies)
@@ -75,14 +78,17 @@ class Frontier(Sequence[Strategy]):
                 format_percent(strategy.cost.peak_bytes / largest),
                 format_seconds(strategy.cost.makespan_seconds),
                 f"{strategy.cost.makespan_seconds / (fastest or 1.0):.2f} x",
+                format_percent(strategy.gap),
                 str(strategy.record.mesh),
                 _found_by(strategy),
             )
             for strategy in self
         )
-        columns = (">peak memory", ">of the fastest's", ">step time", ">ratio", "mesh", "found by")
+        columns = (">peak memory", ">of the fastest's", ">step time", ">ratio", ">gap", "mesh", "found by")
         record = self[-1].record
-        return Report(f"What memory buys for {record.program.name} on {record.cluster['name']}", (Table(columns, rows),))
+        gap = "The gap is the objective's to the best lower bound known of what holds no more on that mesh."
+        parts = (Table(columns, rows), Paragraph(gap), *map(Paragraph, self.notes))
+        return Report(f"What memory buys for {record.program.name} on {record.cluster['name']}", parts)
 
     def __repr__(self) -> str:
         return f"Frontier of {len(self)}: {', '.join(map(repr, self.strategies))}"
@@ -139,17 +145,26 @@ def frontier(
         prepared = prepare(fn, args, cluster, chosen, mesh, pins, memory_limit_bytes, donate_argnums)
         limited, ends = timed(callback, time_limit_seconds), endings(time_limit_seconds, interruptible)
         search = _Search(prepared, chosen, limited)
+        notes = ()
         try:
             search.run(points)
         except ends:
             if not search.front:
                 raise
+            notes = (f"The search ended early, {search.stage}: more time may find strategies between these, and better ones.",)
     kept = dict.fromkeys(_fastest(search.front, limit) for limit in _limits(search.front, prepared.limit, points))
-    return Frontier([prepared.strategy(point.mesh, point.solution(), point.searcher) for point in kept])
+    return Frontier([prepared.strategy(point.mesh, search.solution(point), point.searcher) for point in kept], notes)
 
 
 class _Search:
-    """Everything that is met on all meshes, as far as nothing else beats it."""
+    """Everything that is met on all meshes, as far as nothing else beats it.
+
+    Attributes:
+        bounds: by mesh, limits and what no assignment within them has a smaller objective than.
+        stage: where the search is, in words.
+    """
+
+    stage: str
 
     def __init__(self, prepared: Prepared, searcher: Searcher, progress: Progress):
         self.prepared = prepared
@@ -157,12 +172,14 @@ class _Search:
         self.progress = progress
         self.front: list[_Point] = []
         self.problems: dict[Mesh, Problem] = {}
+        self.bounds: dict[Mesh, list[tuple[float, float]]] = defaultdict(list)
 
     def run(self, points: int) -> None:
         """First what searcher and baselines find on every mesh, then what lies between."""
         prepared, failure = self.prepared, None
         n = len(prepared.meshes)
         for number, candidate in enumerate(prepared.meshes):
+            self.stage = f"on mesh {candidate}, {number + 1} of {n}"
             self.progress(f"mesh {candidate}", number / n / 3)
             try:
                 self.problems[candidate] = prepared.problem(candidate, None, like=next(iter(self.problems.values()), None))
@@ -174,6 +191,7 @@ class _Search:
         if not self.front:
             assert failure is not None
             raise failure
+        self.stage = "while looking for the least memory"
         promising = list(dict.fromkeys(point.mesh for point in self.front))
         for number, candidate in enumerate(promising):
             share = 1 / len(promising) / 3
@@ -181,6 +199,7 @@ class _Search:
         limits = _limits(self.front, prepared.limit, points)
         for number, (lower, limit) in enumerate(pairwise(limits)):
             before, share = (2 + number / len(limits)) / 3, 1 / len(limits) / 3
+            self.stage = f"at {format_bytes(limit)} of up to {format_bytes(limits[-1])}"
             self.progress(f"at most {format_bytes(limit)}", before)
             if not any(lower < point.cost[0] <= limit for point in self.front):
                 for candidate in dict.fromkeys(point.mesh for point in _around(self.front, limit)):
@@ -191,7 +210,15 @@ class _Search:
         watched = copy(problem)
         watched.memory_limit_bytes, watched.watcher = limit, _Watcher(self.front, problem, searcher)
         with suppress(InfeasibleError, SearchLimitError):  # what it met counts all the same
-            searcher.solve(watched, progress)
+            found = searcher.solve(watched, progress)
+            self.bounds[problem.mesh].append((math.inf if limit is None else limit, found.lower_bound_seconds))
+        problem.learned = watched.learned
+
+    def solution(self, point: _Point) -> Solution:
+        """What a point is as an answer, with the best bound known of all that hold as little on its mesh."""
+        peak, objective = point.judgement.cost.peak_bytes, point.judgement.cost.objective_seconds
+        known = [bound for limit, bound in self.bounds[point.mesh] if peak <= limit]
+        return Solution(point.assignment, point.judgement, min(max([point.problem.compute_bound(), *known]), objective))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -213,10 +240,6 @@ class _Point:
 
     def beats(self, other: _Point) -> bool:
         return all(ours <= theirs for ours, theirs in zip(self.cost, other.cost, strict=True))
-
-    def solution(self) -> Solution:
-        bound = min(self.problem.compute_bound(), self.judgement.cost.objective_seconds)
-        return Solution(self.assignment, self.judgement, bound)
 
 
 @dataclass(frozen=True, slots=True)

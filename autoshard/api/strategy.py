@@ -59,6 +59,13 @@ class Strategy:
     def _repr_html_(self) -> str:
         return self.explain()._repr_html_()
 
+    def __eq__(self, other: object) -> bool:
+        """Whether the other would be saved as the same file."""
+        return _lasting(self.record) == _lasting(other.record) if isinstance(other, Strategy) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash((self.record.name, self.record.mesh, self.record.cost.objective_seconds, self.record.cost.peak_bytes))
+
     # -- the answer ------------------------------------------------------------------------------------------------
 
     @property
@@ -141,8 +148,8 @@ class Strategy:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the strategy as canonical JSON, whole or not at all."""
-        save_record(self.record, path)
+        """Writes the strategy as canonical JSON, whole or not at all; equal strategies are equal files, so what took how long stays out."""
+        save_record(_lasting(self.record), path)
 
     # -- running it ------------------------------------------------------------------------------------------------
 
@@ -295,8 +302,12 @@ def _result_structure(traced: Traced) -> Any:
     return {"node": WRITTEN_BACK, "keys": ["result", "updates"], "children": [structure, {"list": list(range(own, everything))}]}
 
 
+def _lasting(record: Record) -> Record:
+    """The record without what varies from run to run: how long things took."""
+    return replace(record, stats={key: value for key, value in record.stats.items() if not key.endswith("_seconds")})
+
+
 def named(strategy: Strategy, name: str, command: str = "") -> Strategy:
-    """The strategy under another name, with the command that reproduces it; searching times, which vary, are left out."""
-    record = strategy.record
-    stats = {key: value for key, value in record.stats.items() if not key.endswith("_seconds")}
-    return Strategy(replace(record, name=name, stats=stats, provenance=replace(record.provenance, command=command)), strategy._traced)
+    """The strategy under another name, with the command that reproduces it."""
+    record = _lasting(strategy.record)
+    return Strategy(replace(record, name=name, provenance=replace(record.provenance, command=command)), strategy._traced)

@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 from dataclasses import replace
+from difflib import get_close_matches
 
 from autoshard.errors import InfeasibleError, SearcherError
 from autoshard.search.auto import Auto
@@ -38,8 +39,10 @@ def searcher_of(searcher: str | Searcher) -> Searcher:
     """
     if isinstance(searcher, str):
         if searcher not in SEARCHERS:
+            near = get_close_matches(searcher, SEARCHERS, n=1)
             raise SearcherError(
-                f"a searcher is one of {sorted(SEARCHERS)}, got {searcher!r}. Use one of those names, or a searcher value."
+                f"a searcher is one of {sorted(SEARCHERS)}, got {searcher!r}. "
+                f"{f'Did you mean {near[0]!r}?' if near else 'Use one of those names, or a searcher value.'}"
             )
         return SEARCHERS[searcher]()
     if isinstance(searcher, type) or not isinstance(searcher, Searcher):

@@ -107,7 +107,7 @@ def search_meshes(
         raise search.failure
     _, number, solution = search.best
     solution = bounded(problems[number], solution)
-    stats = {**solution.stats, "meshes": len(problems), "meshes_cut": search.cut}
+    stats = {**solution.stats, "meshes": len(problems), "meshes_cut": search.cut, **({"ended_early": 1} if search.notes else {})}
     return replace(solution, stats=stats, notes=(*solution.notes, *search.notes)), problems[number]
 
 
@@ -167,8 +167,10 @@ class _Search:
         if self.best is None and self.searcher.automatic:
             with suppress(InfeasibleError, ShardingError):
                 self._keep(0, DataParallel().solve(self.problems[0]))
+        several = len({problem.mesh.sizes for problem in self.problems}) > 1
         self.notes = (
-            f"the search ended early, on mesh {max(len(self.met), 1)} of {len(self.problems)}: this is the best strategy that it had met",
+            f"the search ended early, on {'mesh' if several else 'placement'} {max(len(self.met), 1)} of {len(self.problems)}: "
+            "this is the best strategy that it had met",
         )
 
 

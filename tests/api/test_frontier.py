@@ -30,6 +30,17 @@ def test_no_strategy_is_beaten_by_another(mlp):
     assert all(one[0] < other[0] and one[1] > other[1] for one, other in pairwise(found))
 
 
+def test_what_dynamic_programming_proves_holds_for_what_holds_as_little(mlp):
+    """The fastest is proven where a search without a limit has proven it, and no bound is above what any other met."""
+    fn, args = PROGRAMS["mlp"]()
+    found = autoshard.frontier(fn, *args, searcher="dynamic_programming", **OPTIONS)
+    assert found[-1].gap <= 1e-3
+    for held, strategy in enumerate(found):
+        assert all(strategy.lower_bound_seconds <= other.cost.objective_seconds for other in found[: held + 1])
+        holding_less = [other for other in mlp if other.cost.peak_bytes <= strategy.cost.peak_bytes]
+        assert all(strategy.lower_bound_seconds <= other.cost.objective_seconds for other in holding_less)
+
+
 def test_no_baseline_beats_any_of_them(mlp):
     """ZeRO's stages, data and tensor parallelism lie on the frontier or behind it."""
     fn, args = PROGRAMS["mlp"]()

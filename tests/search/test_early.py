@@ -33,7 +33,7 @@ def test_ctrl_c_returns_the_best_met_so_far(searcher, after):
     found = autoshard.search(fn, *args, cluster="v5e:2x4", searcher=searcher, interruptible=True, progress=interrupting(after, calls))
     assert found.cost.makespan_seconds <= baseline.cost.makespan_seconds * (1 + 1e-9)
     assert 0 < found.lower_bound_seconds <= found.cost.objective_seconds
-    assert any("ended early" in note for note in found.notes) == (len(calls) == after)
+    assert any("ended early" in note for note in found.notes) == ("ended early" in str(found.explain())) == (len(calls) == after)
 
 
 def test_without_being_asked_ctrl_c_stops():
@@ -59,6 +59,7 @@ def test_a_frontier_ends_early_too():
     fn, args = PROGRAMS["mlp"]()
     found = autoshard.frontier(fn, *args, cluster="v5e:2x4", interruptible=True, progress=interrupting(12))
     assert len(found) >= 1
+    assert "ended early, on mesh" in str(found.report())
     with pytest.raises(KeyboardInterrupt):
         autoshard.frontier(fn, *args, cluster="v5e:2x4", progress=interrupting(12))
 

@@ -204,6 +204,8 @@ def test_searchers_have_names():
         assert searcher_of(name).name == name
     with pytest.raises(SearcherError, match="recursive_programming"):
         searcher_of("simulated_annealing")
+    with pytest.raises(SearcherError, match="Did you mean 'dynamic_programming'"):
+        searcher_of("dynamic_programing")
     with pytest.raises(ShardingError, match="1, 2 and 3"):
         FullySharded(4)
 
