@@ -105,25 +105,6 @@ class Learned:
     least: float = float("inf")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Copied:
-    """A value's shared copy under some labels; masks are by the label of a node in tables with all axes free.
-
-    Attributes:
-        copy, home: the nodes that decide where it lies, and the value itself.
-        nbytes: what a device holds of it.
-        same, like_copy: labels of `copy` under which it lies as now, and of `home` under which the value lies so itself.
-        reads: the first and the last node that read the copy as it lies now, with their labels under which they do.
-    """
-
-    copy: int
-    home: int
-    nbytes: float
-    same: np.ndarray
-    like_copy: np.ndarray
-    reads: Mapping[int, np.ndarray]
-
-
 class Watcher(Protocol):
     """Who wants to know what a search meets on its way."""
 
@@ -476,15 +457,15 @@ class Problem:
         charged: dict[tuple, tuple[np.ndarray, np.ndarray]] = {}  # with the table that was charged, which keeps its identity
         for value, price in prices.items():
             held = self.graph.values[value]
-            for node, slot in self._places(value):
+            for node, slot in self.places(value):
                 numbers = columns[node].slots[slot]
                 key = id(unary[node]), id(numbers), held.shape, held.itemsize, price
                 if key not in charged:
-                    charged[key] = unary[node], unary[node] + price * self._bytes(value, numbers)
+                    charged[key] = unary[node], unary[node] + price * self.held_bytes(value, numbers)
                 unary[node] = charged[key][1]
 
-    def _places(self, value: int) -> list[tuple[int, int]]:
-        """Where a value's bytes lie: its own slot, its copy's, and that of each name under which a body reads it."""
+    def places(self, value: int) -> list[tuple[int, int]]:
+        """The nodes and slots where a value's bytes lie: its own, its copy's, and that of each name under which a body reads it."""
         places = [self.nodes.home[value]] if value in self.nodes.home else []
         return places + self._other_places.get(value, [])
 
@@ -497,82 +478,15 @@ class Problem:
                 places.setdefault(copied.get(number, root[node.value]), []).append((number, 0))
         return places
 
-    def held_bytes(self, value: int) -> tuple[int, np.ndarray] | None:
-        """The node that decides where a value lies, and the bytes a device holds of it by that node's label; None where it is whole.
-
-        Labels are those of tables with all axes free.
-        """
-        if value not in self.nodes.home:
-            return None
-        node, slot = self.nodes.home[value]
-        return node, self._bytes(value, self._joint(node).slots[slot])
-
-    def lying_alike(self, value: int, labels: Sequence[int] | np.ndarray) -> dict[int, np.ndarray]:
-        """Per node that holds or reads a value, the labels under which it lies there as under the given ones.
-
-        Args:
-            value: a value number.
-            labels: per node the position of its label in tables with all axes free.
-        """
-        concerned: list[tuple[int, tuple[int, ...]]] = [(node, (slot,)) for node, slot in self._places(value)]
-        concerned.extend((edge.target, edge.target_slots) for edge in self.nodes.edges if edge.value == value)
-        alike: dict[int, np.ndarray] = {}
-        for node, slots in concerned:
-            offer = self._joint(node)
-            same = np.all([offer.slots[slot] == offer.slots[slot][labels[node]] for slot in slots], axis=0)
-            alike[node] = alike.get(node, True) & same
-        return alike
-
-    def copied_alike(self, value: int, labels: Sequence[int] | np.ndarray, moment: int) -> Copied | None:
-        """The shared copy of a value under given labels; None where nothing keeps one alive at the moment.
-
-        Args:
-            value: a value number.
-            labels: per node the position of its label in tables with all axes free.
-            moment: as in the program's lifetimes.
-        """
-        if value not in self.nodes.copies:
-            return None
-        copy, (home, slot) = self.nodes.copies[value], self.nodes.home[value]
-        numbers, lies = self._joint(copy).slots[0], self._joint(home).slots[slot]
-        layout = numbers[labels[copy]]
-        if layout == lies[labels[home]]:
-            return None
-        reads: dict[int, np.ndarray] = {}
-        for edge in self._edges_from.get(copy, []):
-            slots = self._joint(edge.target).slots
-            reads[edge.target] = np.all([slots[slot] == layout for slot in edge.target_slots], axis=0) & reads.get(edge.target, True)
-        spans = {node: self._span(node, value) for node, same in reads.items() if same[labels[node]]}
-        if not spans or not min(start for start, _ in spans.values()) <= moment < max(end for _, end in spans.values()):
-            return None
-        ends = {min(spans, key=lambda node: spans[node][0]), max(spans, key=lambda node: spans[node][1])}
-        nbytes = float(self._bytes(value, numbers[labels[copy] : labels[copy] + 1])[0])
-        return Copied(copy, home, nbytes, numbers == layout, lies == layout, {node: reads[node] for node in sorted(ends)})
-
-    def _span(self, node: int, value: int) -> tuple[int, int]:
-        """The first moment in which ops of a node read a value, and the one after the last."""
-        found, ops, times = self.nodes.nodes[node], self.graph.walk(), self.profile.lifetimes
-        deciding = found.leader if found.leader >= 0 else self._owners.get(node, -1)
-        readers = [op for op in (deciding, *(op for op, _, _ in found.members)) if op >= 0 and value in ops[op].operands]
-        return min((times.starts[op] for op in readers), default=times.moments), max((times.ends[op] for op in readers), default=0)
-
-    @cached_property
-    def _owners(self) -> dict[int, int]:
-        """Per node that holds what a body takes in, the op whose body that is."""
-        inputs = ((op.index, value) for op in self.graph.walk() for body in op.bodies for value in body.inputs)
-        return {self.nodes.home[value][0]: op for op, value in inputs if value in self.nodes.home}
-
-    @cached_property
-    def _edges_from(self) -> dict[int, list[Edge]]:
-        found: dict[int, list[Edge]] = {}
-        for edge in self.nodes.edges:
-            found.setdefault(edge.source, []).append(edge)
-        return found
+    def slots(self, node: int) -> tuple[np.ndarray, ...]:
+        """Per slot of a node the layout numbers ``(n,)`` by its label in tables with all axes free."""
+        return self._joint(node).slots
 
     def _joint(self, node: int) -> _Columns:
         return self._offer(node, self._nowhere(self.nodes.nodes[node]), tuple(range(len(self.mesh.axes))))
 
-    def _bytes(self, value: int, numbers: np.ndarray) -> np.ndarray:
+    def held_bytes(self, value: int, numbers: np.ndarray) -> np.ndarray:
+        """The bytes that a device holds of a value in layouts of these numbers."""
         found = self.graph.values[value]
         return found.nbytes / _shards_by_number(found.rank, self.mesh.sizes)[numbers]
 

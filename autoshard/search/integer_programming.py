@@ -37,9 +37,8 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from autoshard.cost.evaluate import Judgement
 from autoshard.cost.memory import Peak
 from autoshard.errors import InfeasibleError, SearchLimitError
-from autoshard.problem import Label, Problem, Tables
+from autoshard.problem import Holding, Label, Problem, Tables
 from autoshard.render import format_bytes
-from autoshard.search.memory import values_alive
 from autoshard.search.recursive_programming import RecursiveProgramming
 from autoshard.search.reparametrisation import Reparametrisation, reparametrise
 from autoshard.search.searcher import Progress, Solution, silent
@@ -231,26 +230,18 @@ def _row(
     problem: Problem, sizes: Sequence[int], labels: np.ndarray, peak: Peak, limit: float, only: Collection[int] | None = None
 ) -> Row:
     """What is alive at a peak, in units of the limit: all of it, or only some values, which fast memory never holds."""
-    coefficients: dict[int, np.ndarray] = {}
-    room = (limit + peak.spare_bytes) / limit if only is None else 1.0
+    holding = problem.remembered(Holding)
+    alive, whole = holding.least_bytes(peak, labels, only)
+    coefficients = {node: nbytes / limit for node, nbytes in alive.items()}
+    room = (limit + (peak.spare_bytes if only is None else 0.0) - whole) / limit
 
     def add(node: int, nbytes: np.ndarray) -> None:
         coefficients[node] = coefficients.get(node, 0.0) + nbytes / limit
 
-    always = values_alive(problem, peak.moment)
-    for value, nbytes in zip(peak.alive, peak.held, strict=True):
-        if value not in always or (only is not None and value not in only):
-            continue
-        if (found := problem.held_bytes(value)) is None:
-            room -= nbytes / limit
-            continue
-        node, held = found
-        share = 0.5 if problem.profile.fusion.narrow[value] else 1.0  # padding only adds, rounding to bfloat16 halves
-        add(node, np.where(held == held[labels[node]], nbytes, min(share, nbytes / held[labels[node]]) * held))
     if only is not None:
         return Row(coefficients, room)
     for value, nbytes in peak.copies:  # there as long as nobody who reads the value moves
-        alike = problem.lying_alike(value, labels)
+        alike = holding.lying_alike(value, labels)
         room += (len(alike) - 1) * nbytes / limit
         for node, same in alike.items():
             add(node, same * nbytes)

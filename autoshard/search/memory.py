@@ -23,7 +23,7 @@ import numpy as np
 from autoshard.cost.evaluate import Judgement
 from autoshard.cost.memory import Peak
 from autoshard.errors import InfeasibleError
-from autoshard.problem import Label, Problem, Tables
+from autoshard.problem import Holding, Label, Problem, Tables
 from autoshard.render import format_bytes
 
 Found = tuple[Judgement, list[Label]]
@@ -280,35 +280,23 @@ def held_at(problem: Problem, tables: Tables, labels: Sequence[Label], peak: Pea
         peak: what the judge says of them.
     """
     at = [options.index(label) for options, label in zip(tables.labels, labels, strict=True)]
-    fusion, always = problem.profile.fusion, values_alive(problem, peak.moment)
-    nodes: dict[int, np.ndarray] = {}
+    holding = problem.remembered(Holding)
+    nodes, whole = holding.least_bytes(peak, at)
     pairs: dict[tuple[int, int], np.ndarray] = {}
-    room = limit + peak.spare_bytes
-
-    def add(i: int, held: np.ndarray) -> None:
-        nodes[i] = nodes.get(i, 0.0) + held
 
     def add_pair(i: int, j: int, held: np.ndarray) -> None:
         key, table = ((i, j), held) if (i, j) in tables.pairs else ((j, i), held.T)
         pairs[key] = pairs.get(key, 0.0) + table
 
-    for value, nbytes in zip(peak.alive, peak.held, strict=True):
-        if value not in always:
-            continue
-        if (found := problem.held_bytes(value)) is None:
-            room -= nbytes
-        else:
-            node, held = found
-            add(node, min(0.5 if fusion.narrow[value] else 1.0, nbytes / held[at[node]]) * held)
     for value, nbytes in peak.copies:
-        found = problem.copied_alike(value, at, peak.moment)
+        found = holding.copied_alike(value, at, peak.moment)
         if found is None or not _is_share(nbytes, found.nbytes):
             continue
-        add(found.copy, -(len(found.reads) - 1) * nbytes * found.same)
+        nodes[found.copy] = nodes.get(found.copy, 0.0) - (len(found.reads) - 1) * nbytes * found.same
         for node, same in found.reads.items():
             add_pair(found.copy, node, nbytes * np.outer(found.same, same))
         add_pair(found.copy, found.home, -nbytes * np.outer(found.same, found.like_copy))  # where the value lies so, it is no copy
-    return Held(nodes, pairs, room)
+    return Held(nodes, pairs, limit + peak.spare_bytes - whole)
 
 
 def priced(tables: Tables, held: Tables, price: float) -> Tables:
@@ -316,12 +304,6 @@ def priced(tables: Tables, held: Tables, price: float) -> Tables:
     unary = tuple(cost + price * nbytes for cost, nbytes in zip(tables.unary, held.unary, strict=True))
     pairs = {pair: cost + price * held.pairs[pair] if pair in held.pairs else cost for pair, cost in tables.pairs.items()}
     return Tables(tables.labels, unary, pairs, tables.incumbent)
-
-
-def values_alive(problem: Problem, moment: int) -> set[int]:
-    """The values that are alive at a moment of the program under any labels."""
-    times = problem.profile.lifetimes
-    return {value for value, born, dies in zip(times.values, times.born, times.dies, strict=True) if born <= moment < dies}
 
 
 def _is_share(nbytes: float, whole: float) -> bool:
