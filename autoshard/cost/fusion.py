@@ -8,8 +8,8 @@ Between two values in memory everything is arithmetic in registers. What ends a 
   where its readers part lies in memory instead (a bias is added, a residual too; scores in float32 before a softmax). Where all that
   is done is to widen it, its readers do.
 - *Recomputation*: any other elementwise value is computed by each of its readers again where that moves less memory than keeping it:
-  of ``s`` values of its size and ``r`` reading kernels, ``s * r < s + 1 + r``. So a softmax is computed again from its scores, and a
-  normalised activation from the activation; a sum of three is kept.
+  of ``s`` times its bytes and ``r`` reading kernels, ``s * r < s + 1 + r``. So a softmax is computed again from its scores, and a
+  normalised activation from the activation; a sum of three is kept, and bfloat16 made of float32 scores and their gradient.
 - *Reductions* lie in memory: they are small.
 
 Seen in the schedules that XLA:TPU (libtpu 0.0.42) makes of train steps. Linear in the program's size.
@@ -390,10 +390,10 @@ class _Fuser:
         """Whether keeping a value moves no more memory than computing it for each of its readers."""
         if self.absorbed[value] or len(reads) < 2:
             return False
-        size = self.values[value].size
-        sources = sum(2 * self.values[source].size > size for source in reads)
-        readers = len(self.sinks[value])
-        return sources + 1 + readers <= sources * readers or sources >= MOST
+        size, itemsize = self.values[value].size, self.values[value].itemsize
+        large = [self.values[source].itemsize / itemsize for source in reads if 2 * self.values[source].size > size]
+        sources, readers = sum(large), len(self.sinks[value])
+        return sources + 1 + readers <= sources * readers or len(large) >= MOST
 
     def _loop(self, op: Op) -> Kernel:
         reads, makes = [], []

@@ -93,6 +93,21 @@ def test_a_softmax_is_computed_again():
     assert made.count(((256, 256), "float32")) == 2  # scores, and the gradient of the weights
 
 
+@pytest.mark.parametrize(("dtype", "kept"), [("bfloat16", 2), ("float32", 2)])
+def test_a_narrow_value_made_of_wide_ones_is_kept(dtype, kept):
+    """Gradients of scores are computed by both products that read them, but where rereading float32 scores moves more than keeping them.
+
+    ``bf16[4,16,1024,1024]`` of ``f32[4,16,1024,1024]`` and its gradient in a transformer's backward pass (libtpu 0.0.42).
+    """
+
+    def attend(q, k, v):
+        return jax.nn.softmax((q @ k.T).astype(dtype) / 8, axis=-1).astype(jnp.bfloat16) @ v
+
+    like = (jax.ShapeDtypeStruct((256, 64), jnp.bfloat16),) * 3
+    made = stored(jax.grad(lambda q, k, v: attend(q, k, v).astype(jnp.float32).sum(), (0, 1, 2)), *like)
+    assert made.count(((256, 256), "bfloat16")) == kept
+
+
 def test_an_epilogue_is_part_of_the_product():
     """A bias and a residual are added by the product's kernel: one value is stored, not three."""
 
