@@ -47,6 +47,26 @@ class Refusing(DataParallel):
         raise self.error
 
 
+class Overlapping(DataParallel):
+    """A searcher whose answers hide nearly all communication."""
+
+    name = "overlapping"
+
+    def solve(self, problem, progress=None):
+        solution = DataParallel.solve(self, problem)
+        cost = replace(solution.judgement.cost, makespan_seconds=1e-9)
+        return replace(solution, judgement=replace(solution.judgement, cost=cost))
+
+
+def test_a_gap_beside_a_smaller_makespan_is_explained():
+    """Where the fastest has the greater objective, notes say whose is less and why it is not the answer."""
+    fn, args = PROGRAMS["mlp"]()
+    found = Auto(members=(DynamicProgramming(), Overlapping())).solve(problem_of(fn, *args))
+    assert found.judgement.cost.objective_seconds > found.lower_bound_seconds * (1 + TOLERANCE)
+    assert any("above that of dynamic_programming" in note and "hides behind compute" in note for note in found.notes)
+    assert not any("hides" in note for note in Auto(members=(DynamicProgramming(),)).solve(problem_of(fn, *args)).notes)
+
+
 def test_members_may_refuse():
     """What one member cannot do another does; where none can, the smallest peak is named."""
     fn, args = PROGRAMS["mlp"]()
