@@ -13,6 +13,7 @@ compiled one by one, and a residual network's 204):
 - What a loop stacks is filled with zeros before it, by an op that is fused with nothing and so works in windows of 128 tiles, each of
   which costs a kernel's start (64 Mi bfloat16: 1,748,544 cycles); what a product makes for it is copied there by a kernel of its own.
   So are values copied between tiles around convolutions (`Fusion.moved`), and in such programs kernels move what tiles pad too.
+- What replaces state is made by a kernel that no product is part of: its gradient is written, and read with the state.
 - A kernel takes along what else is computed of what it reads or makes, if all that it takes was there when it began: the moments of an
   optimizer, one sum of what a product makes, or several of one dtype.
 """
@@ -93,6 +94,7 @@ class _Kernels:
         self.moved: list[list[tuple[int, float]]] = [[] for _ in self.ops]
         self.passes: list[list[tuple[int, float]]] = [[] for _ in self.ops]
         self.starts = [0] * len(self.ops)
+        self.replaced = {graph.arguments[argument] for _, argument in graph.aliases}
         self.made_at: dict[int, int] = {}
         self.made_by: dict[int, Op] = {}  # the main op of the kernel that makes a value
         self.count = 0
@@ -132,8 +134,13 @@ class _Kernels:
         near = [groups[value] for value in kernel.reads if value in groups and 2 * values[value].size > size]
         group = next((one for one in near if not product and self._takes(one, kernel, size, sums)), None)
         moved, passes = self.moved[main.index], self.passes[main.index]
+        after = len(main.operands)
+        epilogue = (value for value, position in zip(kernel.reads, kernel.through, strict=True) if position == after)
+        state = [value for value in epilogue if value in self.replaced and values[value].size == size]
+        if product and state:
+            self._update(self.ops[kernel.op], main, state)
         for value, position in zip(kernel.reads, kernel.through, strict=True):
-            if group is None or value not in group.touched:
+            if (group is None or value not in group.touched) and not (product and value in state):
                 part = self._part(value, main, position)
                 (passes if part < values[value].size * self._itemsize(value) else moved).append((position, part))
         moved.extend((len(main.operands), self._part(value, main, len(main.operands))) for value in kernel.makes)
@@ -151,6 +158,16 @@ class _Kernels:
             group.sums.update(kernel.makes)
             group.dtypes.add(values[kernel.makes[0]].dtype)
         return group
+
+    def _update(self, update: Op, product: Op, state: list[int]) -> None:
+        """Charges the kernel that replaces state by what a product's gradient makes of it: it reads both, and writes as much state.
+
+        At the update's own op: where the gradient is scattered, less of it is updated than was made.
+        """
+        result = len(update.operands)
+        gradient = self.graph.values[product.results[0]].size * (self._itemsize(product.results[0]) + WIDE)
+        self.passes[update.index].append((result, gradient + sum(2 * self._part(value, update, result) for value in state)))
+        self.starts[update.index] += 1
 
     def _stack(self, loop: Op) -> None:
         """Charges what a loop's stacks cost to the ops that make their slices, a slice at a time."""

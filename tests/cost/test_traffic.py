@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+import autoshard
 from autoshard.cluster import Cluster
 from autoshard.cost.evaluate import evaluate
 from autoshard.cost.model import CostModel
@@ -129,3 +130,17 @@ def test_processors_that_nobody_knows_the_kernels_of_are_charged_op_by_op():
     facts = facts_of(lambda x: jax.nn.relu(x) * 2, leaf(*LARGE))
     assert sum(moved for one in facts.traffic for _, moved in one.tensors) == 4.0 * 64 * 1024 * 1024
     assert not any(one.passes for one in facts.traffic)
+
+
+def test_state_is_replaced_by_a_kernel_of_its_own():
+    """A gradient's product is followed by a kernel that reads the gradient and the state and writes the state, fused as they may be."""
+
+    def step(w, x, y):
+        return w - 0.1 * (x.T @ y)
+
+    args = leaf(4096, 4096), leaf(64, 4096), leaf(64, 4096)
+    graph = trace(step, *args, donate_argnums=0).graph
+    facts = profile(graph, rules_of(graph))
+    charged = {op.primitive: facts.kernel_traffic[op.index] for op in graph.walk()}
+    assert (charged["dot_general"].starts, charged["sub"].starts) == (2, 1)
+    assert charged["sub"].passes == ((2, (2 + 4 + 2 * 2) * 4096.0 * 4096.0),)  # the gradient by way of float32, the state there and back
