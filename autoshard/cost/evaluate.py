@@ -96,7 +96,7 @@ class _Judge:
         self.region = _Region(1)
         self.makers: dict[_Made, _Maker | None] = {}
         self.copies: dict[tuple[int, Layout], Copy] = {}
-        self.partials: dict[int, float] = {}
+        self.partials: dict[int, Step] = {}
         self.sent: list[_Sent] = []
         self.combined: dict[int, tuple[_Region, int]] = {}  # per op the task that combines its partial results
         self.moved: set[int] = set()  # values that are read in another layout
@@ -252,7 +252,7 @@ class _Judge:
         for value, combination in zip(op.results, cost.combinations, strict=True):
             done = needs
             if combination:
-                self.partials[op.index] = combination[0].nbytes
+                self.partials[op.index] = combination[0]
                 done = self._communicate(combination, needs, op.trips, op, (value,), partial(_combined, op, choice))
                 if len(done) == 1 and (task := next(iter(done))) in self.region.sent:
                     self.combined[op.index] = self.region, task

@@ -11,7 +11,7 @@ wait for those that they are combined with. On a TPU arrays lie in tiles, and so
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise, permutations
@@ -19,15 +19,15 @@ from itertools import pairwise, permutations
 import numpy as np
 
 from autoshard.cluster import Device
+from autoshard.cost.combining import COMBINED_BYTES, sent_with
 from autoshard.cost.lifetimes import Lifetimes, usage
 from autoshard.cost.profile import Profile
+from autoshard.cost.reshard import Step
 from autoshard.ir import Assignment, Layout, Op, Value, operand_layout, shard_counts, shards
 
 # The core's own memory that a program's buffers may have: the largest preallocated-temp of memory space 1 in XLA:TPU's buffer assignments
 # (libtpu 0.0.42), which large programs nearly fill: 112.0 MiB on a v5e, 95.6 on a v6e (6 programs), 47.9 on a v5p (4 programs).
 FAST_MEMORY_BYTES = {"v5e": 112 * 2**20, "v6e": 96 * 2**20, "v5p": 48 * 2**20}
-# XLA:TPU sends gradients in groups of so much: all_reduces of several are of at most 125.8 MB in all programs that were seen.
-COMBINED_BYTES = 120 * 2**20
 LANES, ROWS = 128, 8  # of a tile
 
 
@@ -67,7 +67,7 @@ def peak_memory(
     profile: Profile,
     assignment: Assignment,
     copies: Mapping[tuple[int, Layout], Copy],
-    partials: Mapping[int, float],
+    partials: Mapping[int, Step],
     device: Device,
 ) -> Peak:
     """The peak of a program.
@@ -75,7 +75,7 @@ def peak_memory(
     Args:
         assignment: where each value lies.
         copies: by value number and layout.
-        partials: per op index the bytes of its result before it is combined with other devices'.
+        partials: per op index how its result is combined with other devices'.
     """
     times, fusion, values, ops = profile.lifetimes, profile.fusion, profile.graph.values, profile.graph.walk()
     mesh, on_tpu = assignment.mesh.sizes, device.kind == "tpu"
@@ -97,12 +97,13 @@ def peak_memory(
         for (value, _), copy in copies.items()
     ]
     stored = _stored(profile, partials, share)
-    more += [(partials[op], times.starts[op], times.ends[last]) for op, last in stored.items()]
+    more += [(partials[op].nbytes, times.starts[op], times.ends[last]) for op, last in stored.items()]
     dies = times.dies
     if on_tpu:
         if copies:  # (without any, everything that is sent is synchronous)
-            dies = _one_later(times, {op for op, nbytes in partials.items() if nbytes > share(ops[op].results[0])})
+            dies = _one_later(times, {op for op, step in partials.items() if step.nbytes > share(ops[op].results[0])})
         more += _arranged(profile, assignment, bool(copies))
+        more += _early(profile, partials, sizes)
         copied = {value for value, _ in copies}
         more += [
             (share(value) / 2, times.starts[first], times.ends[last])
@@ -161,7 +162,7 @@ def _read_in(profile: Profile, assignment: Assignment, op: Op, value: int) -> li
     ]
 
 
-def _stored(profile: Profile, partials: Mapping[int, float], share: Callable[[int], float]) -> dict[int, int]:
+def _stored(profile: Profile, partials: Mapping[int, Step], share: Callable[[int], float]) -> dict[int, int]:
     """Per op whose partial result is stored the op that it waits for until it is combined.
 
     Gradients wait for those that they are combined with: XLA puts each into the first collective that has room. Others are combined at
@@ -170,8 +171,8 @@ def _stored(profile: Profile, partials: Mapping[int, float], share: Callable[[in
     fusion, ops = profile.fusion, profile.graph.walk()
     groups: list[tuple[float, list[int]]] = []
     found: dict[int, int] = {}
-    for op, nbytes in sorted(partials.items()):
-        value = ops[op].results[0]
+    for op, step in sorted(partials.items()):
+        value, nbytes = ops[op].results[0], step.nbytes
         if fusion.last[value]:
             k = next((k for k, (size, _) in enumerate(groups) if size + nbytes <= COMBINED_BYTES), len(groups))
             size, members = groups[k] if k < len(groups) else (0.0, [])
@@ -193,6 +194,46 @@ def _one_later(times: Lifetimes, scattered: set[int]) -> np.ndarray:
         for buffer in times.reads.get(start, ()):
             dies[buffer] = max(dies[buffer], ends[after])
     return dies
+
+
+def _early(profile: Profile, partials: Mapping[int, Step], sizes: Sequence[float]) -> Iterator[tuple[float, int, int]]:
+    """Bytes, birth and death of what the sums of scalars are made of, where they are sent with what is wanted earlier.
+
+    A loss that nothing reads is computed last otherwise, when activations are gone. Of what is sent with it gradients are not waited for
+    before the last of them is made.
+    """
+    times, first, graph = profile.lifetimes, profile.combined.first, profile.graph
+    for loss in partials:
+        if graph.values[graph.walk()[loss].results[0]].rank:
+            continue
+        others = sent_with(graph, profile.combined, partials, loss)
+        wanted = [times.starts[reader] for op in others for reader in profile.readers[graph.walk()[op].results[0]]]
+        made = [times.starts[op] for op in others if first[op] != first[loss]]
+        due = max(min(wanted, default=times.moments), max(made, default=0))
+        if due < times.starts[loss]:
+            late = _made_after(profile, loss, due)
+            held = usage(times.moments, np.array([sizes[k] for k in late]), times.born[late], times.dies[late])
+            yield float(held.max()), due, due + 1
+
+
+def _made_after(profile: Profile, op: int, moment: int) -> list[int]:
+    """The buffers that an op needs and that are made after a moment, by their positions."""
+    places = {value: k for k, value in enumerate(profile.lifetimes.values)}
+    makers = {value: maker for maker in profile.graph.walk() for value in maker.results}
+    born, root, late = profile.lifetimes.born, profile.fusion.root, dict[int, None]()
+    reached, queue = {op}, [profile.graph.walk()[op]]
+    while queue:
+        reader = queue.pop()
+        for value in (*reader.operands, *(flow.value for holder in reader.holders for flow in holder.sources)):
+            place = places.get(root[value])
+            if place is not None and born[place] <= moment:
+                continue
+            if place is not None:
+                late[place] = None
+            if value in makers and makers[value].index not in reached:
+                reached.add(makers[value].index)
+                queue.append(makers[value])
+    return list(late)
 
 
 def _arranged(profile: Profile, assignment: Assignment, asynchronous: bool) -> Iterator[tuple[float, int, int]]:

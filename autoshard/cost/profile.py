@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autoshard.cost.combining import Sums, sums_of
 from autoshard.cost.compute import op_flops
 from autoshard.cost.fusion import REDUCTIONS, STANDALONE, VIEWS, Fusion, fuse
 from autoshard.cost.lifetimes import Lifetimes, lifetimes
@@ -38,6 +39,7 @@ class Profile:
         alike: per op index, a number that ops share whose costs are equal under every choice.
         sums: what is only added up.
         rounded: per value, whether whatever reads it rounds it to bfloat16, where the device's matrix unit does.
+        combined: the sums, in the order in which they are combined.
     """
 
     graph: Graph
@@ -56,6 +58,7 @@ class Profile:
     alike: tuple[int, ...]
     sums: PartialSums
     rounded: tuple[bool, ...]
+    combined: Sums
 
     @property
     def materialised(self) -> tuple[bool, ...]:
@@ -94,6 +97,7 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...]) -> Profile:
         alike=_alike(graph, rules, flops, tuple(zip(traffic, kernel_traffic, strict=True)), fusion.minor, wanted, sums.accumulated),
         sums=sums,
         rounded=rounded_values(graph, readers),
+        combined=sums_of(graph, fusion),
     )
 
 

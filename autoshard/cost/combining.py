@@ -1,0 +1,128 @@
+"""Which partial sums XLA combines by one all_reduce, so that what waits for one of them waits for all.
+
+Its combiner (``CombineInstructionsByKey``, openxla/xla, xla/service/collective_combiner_utils.h) goes through a program result by result,
+what the first one needs first, and takes all_reduces of one data type and one group of devices as long as none needs what another one
+brings. So the scalar loss of a mixture of experts is sent with the shares of its experts that the backward pass reads (``all-reduce.34 =
+(f32[8], f32[8], f32[], f32[8], f32[8])`` of a train step with sharded state), but with the gradients of its routers where those are
+all_reduced too, since they need the shares (``(f32[8], f32[8])`` and ``(bf16[8,1024], bf16[8,1024], f32[], f32[8], f32[8])`` of libtpu
+0.0.42).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autoshard.cost.compute import is_matrix
+from autoshard.cost.fusion import REDUCTIONS, Fusion, is_call
+from autoshard.cost.reshard import Step
+from autoshard.ir import Graph
+
+# XLA:TPU sends gradients in groups of so much: all_reduces of several are of at most 125.8 MB in all programs that were seen.
+COMBINED_BYTES = 120 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """The sums outside loops, products and reductions, in the order in which they are combined where they are partial.
+
+    Attributes:
+        first: per op index the position of the first result that needs it; how many there are where none does.
+        place: per op that is a sum its place in the order.
+        needs: per op the places of those that it needs, as bits.
+    """
+
+    first: tuple[int, ...]
+    place: Mapping[int, int]
+    needs: Mapping[int, int]
+
+
+def sums_of(graph: Graph, fusion: Fusion) -> Sums:
+    """The sums of a fused program."""
+    first, ops = _first_results(graph), graph.walk()
+    found = [op.index for op in ops if op.trips == 1 and (is_matrix(op.primitive) or op.primitive in REDUCTIONS)]
+    place = {op: k for k, op in enumerate(sorted(found, key=lambda op: (first[op], op)))}
+    needs: dict[int, int] = {}
+    before: dict[int, int] = {}  # per value
+    for op in ops:
+        needed = 0
+        for value in op.operands:
+            needed |= before.get(value, 0)
+        for holder in op.holders:
+            inner = 0
+            for flow in holder.sources:
+                inner |= before.get(flow.value, 0)
+            needed |= inner
+            before.update(dict.fromkeys((holder.value, *holder.views), inner))
+        needs[op.index] = needed
+        if op.index in place:
+            needed |= 1 << place[op.index]
+        if needed and not is_call(op):
+            before.update(dict.fromkeys(op.results, needed))
+    _make_together(graph, fusion, place, needs)
+    return Sums(first, place, needs)
+
+
+def _make_together(graph: Graph, fusion: Fusion, place: Mapping[int, int], needs: dict[int, int]) -> None:
+    """Adds what reductions wait for since one kernel makes them along with others of as many elements that read the same.
+
+    So the shares of a mixture's experts are summed with their softmax's gradient, ``(f32[4], f32[16384])`` in libtpu 0.0.42. Reductions of
+    what lies in memory are made by the kernel that writes it there.
+    """
+    ops, values = graph.walk(), graph.values
+    reduced = {op: ops[op].operands[0] for op in place if not is_matrix(ops[op].primitive)}
+    readers: dict[tuple[int, int], list[int]] = {}
+    for kernel in fusion.kernels:
+        made = reduced.get(kernel.op, kernel.makes[0] if kernel.makes else -1)
+        for value in kernel.reads if not kernel.inner else ():
+            readers.setdefault((value, values[made].size), []).append(kernel.op)
+    own = dict(needs)
+    for (value, _), alike in readers.items():
+        for op in alike:
+            for other in alike if op in reduced and fusion.root[reduced[op]] != value else ():
+                follows = own[op] >> place[other] & 1 if other in place else other < op
+                if not follows and not own[other] >> place[op] & 1:
+                    needs[op] |= own[other]
+
+
+def _first_results(graph: Graph) -> tuple[int, ...]:
+    none = len(graph.results)
+    needed = {value: position for position, value in reversed(list(enumerate(graph.results)))}
+    found = [none] * len(graph.walk())
+    for op in reversed(graph.walk()):
+        found[op.index] = own = min((needed.get(value, none) for value in op.results), default=none)
+        for holder in op.holders:
+            inner = min(needed.get(value, none) for value in (holder.value, *holder.views)) if is_call(op) else own
+            for flow in holder.sources:
+                needed[flow.value] = min(needed.get(flow.value, none), inner)
+        for value in op.operands if not op.bodies else ():
+            needed[value] = min(needed.get(value, none), own)
+    return tuple(found)
+
+
+def sent_with(graph: Graph, sums: Sums, partials: Mapping[int, Step], op: int) -> tuple[int, ...]:
+    """The other sums that one all_reduce combines with an op's.
+
+    Args:
+        partials: per op index how its result is combined.
+    """
+    ops, values = graph.walk(), graph.values
+
+    def kind(k: int) -> tuple[str, tuple[int, ...], str]:
+        return partials[k].kind, partials[k].axes, values[ops[k].results[0]].dtype
+
+    if op not in sums.place or partials[op].kind != "all_reduce":
+        return ()
+    group, members, waits, nbytes = [], 0, 0, 0.0
+    for place, k in sorted((sums.place[k], k) for k in partials if k in sums.place and kind(k) == kind(op)):
+        if nbytes + partials[k].nbytes > COMBINED_BYTES or waits >> place & 1:
+            continue
+        if sums.needs[k] & members:
+            if op in group:
+                break
+            group, members, waits, nbytes = [], 0, 0, 0.0
+        group.append(k)
+        members |= 1 << place
+        waits |= sums.needs[k]
+        nbytes += partials[k].nbytes
+    return tuple(k for k in group if k != op) if op in group else ()
