@@ -190,7 +190,7 @@ def _reloaded(strategy: autoshard.Strategy) -> autoshard.Strategy:
         path = Path(folder) / "strategy.json"
         strategy.save(path)
         loaded = autoshard.load(path)
-    if loaded.record != strategy.record:
+    if loaded != strategy:
         raise Mismatch("a saved strategy comes back as another one")
     return loaded
 

@@ -26,9 +26,10 @@ COMPILED = [
 
 @pytest.mark.parametrize("pair", COMPILED, ids=str)
 def test_the_compiler_does_what_is_predicted(pair):
-    """So are those of the module compiled by XLA:CPU, but for a fiftieth of the bytes."""
+    """So are those of the module compiled by XLA:CPU, but for a fiftieth of the bytes; and so is its work."""
     (found,) = pair.verified("cpu")
     assert found.bytes_ratio == pytest.approx(1.0, abs=TOLERANCE), str(found)
+    assert found.predicted_flops == pytest.approx(found.actual_flops, rel=0.01), str(found)
 
 
 @pytest.mark.parametrize("embedding", EMBEDDINGS)

@@ -10,7 +10,7 @@ count.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
 
@@ -94,27 +94,44 @@ def _convolution(op: Op, operands: Values, results: Values) -> float:
     padded image) count alike. The kernel's input channels are those of one feature group already.
     """
     numbers = op.params["dimension_numbers"]
-    (_, channels, *window), (batch, features, *placed) = numbers.rhs_spec, numbers.out_spec
     kernel, made = operands[1].shape, results[0].shape
+    met = math.prod(_meetings(*each, padded=False) for each in _slides(op, operands, results))
+    return 2 * made[numbers.out_spec[0]] * made[numbers.out_spec[1]] * kernel[numbers.rhs_spec[1]] * met
+
+
+def padding_met(op: Op, operands: Values, results: Values) -> dict[int, float]:
+    """By the image's dimension how many times the work a convolution has whose window meets padding, too.
+
+    So it does where shards of the image have halos: at the image's ends these are zeros that are multiplied as all else.
+    """
+    dims = op.params["dimension_numbers"].lhs_spec[2:]
+    met = (_meetings(*each, padded=True) / max(_meetings(*each, padded=False), 1) for each in _slides(op, operands, results))
+    return dict(zip(dims, met, strict=True))
+
+
+def _slides(op: Op, operands: Values, results: Values) -> Iterator[tuple]:
+    """Per spatial dimension of a convolution how its window moves: what `_meetings` takes."""
+    numbers = op.params["dimension_numbers"]
     params = (op.params[name] for name in ("window_strides", "padding", "lhs_dilation", "rhs_dilation"))
-    sizes = [(operands[0].shape[dim], kernel[over], made[to]) for dim, over, to in zip(numbers.lhs_spec[2:], window, placed, strict=True)]
-    meetings = (_meetings(*each) for each in zip(sizes, *params, strict=True))
-    return 2 * made[batch] * made[features] * kernel[channels] * math.prod(meetings)
+    dims = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
+    sizes = [(operands[0].shape[dim], operands[1].shape[over], results[0].shape[to]) for dim, over, to in dims]
+    return zip(sizes, *params, strict=True)
 
 
 @cache
-def _meetings(sizes: tuple[int, int, int], stride: int, padding: tuple[int, int], holes: int, spread: int) -> int:
+def _meetings(sizes: tuple[int, int, int], stride: int, padding: tuple[int, int], holes: int, spread: int, padded: bool) -> int:
     """How often a window's elements meet elements of the image, along one dimension.
 
     Args:
         sizes: of the image, the window and the result.
         holes, spread: one more than the zeros between two elements of the image, and of the window.
+        padded: whether padding counts as elements.
     """
     image, window, made = sizes
     few, many = sorted(((window, spread), (made, stride)))
     places = np.arange(many[0]) * many[1] - padding[0]
     return sum(
-        int(np.count_nonzero((at >= 0) & (at < image * holes) & (at % holes == 0)))
+        int(np.count_nonzero((padded | ((at >= 0) & (at < image * holes))) & (at % holes == 0)))
         for at in (places + start * few[1] for start in range(few[0]))
     )
 

@@ -19,7 +19,7 @@ from operator import attrgetter
 from autoshard.cost.blame import Blame
 from autoshard.cost.compute import is_matrix
 from autoshard.cost.memory import Copy, Peak, peak_memory
-from autoshard.cost.model import CostModel
+from autoshard.cost.model import CostModel, OpCost
 from autoshard.cost.narrowing import NARROW_SHARE, rounds_operands
 from autoshard.cost.partial_sums import LOOPS, Addition
 from autoshard.cost.profile import Profile
@@ -103,6 +103,7 @@ class _Judge:
         self.copied: dict[int, tuple[int, Layout]] = {}  # per collective the copy that it is for
         self.wide: set[tuple[int, Layout]] = set()  # copies of which a reader wants every bit
         self.exposures: dict[int, float] = {}
+        self.exchanged: dict[tuple, set[int]] = {}  # what is to be waited for after an exchange
 
     def judgement(self) -> Judgement:
         self._run(self.graph.ops)
@@ -245,7 +246,7 @@ class _Judge:
             return
         needs = self._needs(found)
         if cost.exchange:
-            needs = self._communicate(cost.exchange, needs, op.trips, op, op.operands[:1], partial(_exchanged, op, choice))
+            needs = self._exchange(op, cost, needs, partial(_exchanged, op, choice))
         if cost.seconds:
             self.flops += op.trips * cost.flops
             needs = self._compute(cost.seconds, op.trips, needs, PRODUCT if is_matrix(op.primitive) else COMPUTE)
@@ -257,6 +258,19 @@ class _Judge:
                 if len(done) == 1 and (task := next(iter(done))) in self.region.sent:
                     self.combined[op.index] = self.region, task
             makers[value] = self._join(done)
+
+    def _exchange(self, op: Op, cost: OpCost, needs: set[int], cause: Cause) -> set[int]:
+        """What an op's shards need of each other; compilers send the halos of a value once for a convolution and its kernel's gradient."""
+        steps = tuple(step for step in cost.exchange if step.kind != "slice" and step.nbytes)
+        key = id(self.region), op.operands[0], cost.operands[0], tuple((step.kind, step.axes, step.nbytes) for step in steps)
+        if op.primitive != "conv_general_dilated" or key not in self.exchanged:
+            self.exchanged[key] = self._communicate(steps, needs, op.trips, op, op.operands[:1], cause)
+            return self.exchanged[key]
+        for step in steps:
+            self.exposures[len(self.sent)] = 0.0
+            self.sent.append(_Sent(replace(step, seconds=0.0, trips=0), op.trips, op, op.operands[:1], cause))
+            self.saved += (step.seconds + step.copying_seconds) * op.trips
+        return needs | self.exchanged[key]
 
     def _add_first(self, addition: Addition) -> None:
         """Of two collectives whose results are only added keeps the second, which combines the sum."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from autoshard.cluster import Cluster
 from autoshard.cost.collectives import Communication
-from autoshard.cost.compute import ROWS, Roofline, is_matrix
+from autoshard.cost.compute import ROWS, Roofline, is_matrix, padding_met
 from autoshard.cost.exchange import exchange_steps
 from autoshard.cost.memory import FAST_MEMORY_BYTES, local_shape, padding
 from autoshard.cost.profile import Profile, is_view
@@ -132,7 +132,13 @@ class CostModel:
 
     def op_flops(self, profile: Profile, op: Op, choice: Choice) -> float:
         """The floating point operations a device executes, once."""
-        return profile.flops[op.index] / self._split(choice)
+        flops, rule = profile.flops[op.index] / self._split(choice), profile.rules[op.index]
+        if op.primitive != "conv_general_dilated" or rule is None:
+            return flops
+        split = {factor for factor, _ in choice}
+        values = profile.graph.values
+        met = padding_met(op, *(tuple(values[value] for value in some) for some in (op.operands, op.results)))
+        return flops * math.prod(times for dim, times in met.items() if not split.isdisjoint(rule.operands[0][dim]))
 
     def _split(self, choice: Choice) -> int:
         return math.prod(size for (factor, _), size in zip(choice, self.mesh.sizes, strict=True) if factor >= 0)
