@@ -63,14 +63,16 @@ def schedule(tasks: Tasks) -> Schedule:
     seconds, streams = tasks.seconds, tasks.streams
     if _WIRES.isdisjoint(streams):
         return Schedule(sum(seconds), {i: seconds[i] for i, stream in enumerate(streams) if stream == BOTH})
-    readers: list[list[int]] = [[] for _ in seconds]
+    newest, older, readers = [-1] * len(seconds), [], []  # chains of who reads a task: flat lists wake no garbage collector
     missing = [0] * len(seconds)
     way = list(seconds)  # the longest way from a task's start to the end
     for i in range(len(seconds) - 1, -1, -1):
         needs = tasks.needs[i]
         missing[i] = len(needs)
         for j in needs:
-            readers[j].append(i)
+            older.append(newest[j])
+            newest[j] = len(readers)
+            readers.append(i)
             if way[i] + seconds[j] > way[j]:
                 way[j] = way[i] + seconds[j]
     arriving: tuple[list, list] = ([], [])  # per stream (when it is ready, task)
@@ -126,7 +128,9 @@ def schedule(tasks: Tasks) -> Schedule:
         else:
             free[WIRES] = end
             runs.append((begin, end, i))
-        for k in readers[i]:
+        read = newest[i]
+        while read >= 0:
+            k, read = readers[read], older[read]
             missing[k] -= 1
             if end > ready[k]:
                 ready[k] = end
