@@ -103,7 +103,7 @@ class _Judge:
         self.copied: dict[int, tuple[int, Layout]] = {}  # per collective the copy that it is for
         self.wide: set[tuple[int, Layout]] = set()  # copies of which a reader wants every bit
         self.exposures: dict[int, float] = {}
-        self.exchanged: dict[tuple, set[int]] = {}  # what is to be waited for after an exchange
+        self.exchanged: dict[tuple, tuple[_Region, set[int]]] = {}  # where halos were sent, and what is to be waited for then
 
     def judgement(self) -> Judgement:
         self._run(self.graph.ops)
@@ -261,16 +261,19 @@ class _Judge:
 
     def _exchange(self, op: Op, cost: OpCost, needs: set[int], cause: Cause) -> set[int]:
         """What an op's shards need of each other; compilers send the halos of a value once for a convolution and its kernel's gradient."""
-        steps = tuple(step for step in cost.exchange if step.kind != "slice" and step.nbytes)
-        key = id(self.region), op.operands[0], cost.operands[0], tuple((step.kind, step.axes, step.nbytes) for step in steps)
-        if op.primitive != "conv_general_dilated" or key not in self.exchanged:
-            self.exchanged[key] = self._communicate(steps, needs, op.trips, op, op.operands[:1], cause)
-            return self.exchanged[key]
-        for step in steps:
+        once = op.primitive == "conv_general_dilated"
+        key = op.operands[0], cost.operands[0], tuple((step.kind, step.axes, step.nbytes) for step in cost.exchange)
+        region, sent = self.exchanged.get(key, (None, set())) if once else (None, set())
+        if region is not self.region:
+            sent = self._communicate(cost.exchange, needs, op.trips, op, op.operands[:1], cause)
+            if once:
+                self.exchanged[key] = self.region, sent
+            return sent
+        for step in (step for step in cost.exchange if step.nbytes):
             self.exposures[len(self.sent)] = 0.0
             self.sent.append(_Sent(replace(step, seconds=0.0, trips=0), op.trips, op, op.operands[:1], cause))
             self.saved += (step.seconds + step.copying_seconds) * op.trips
-        return needs | self.exchanged[key]
+        return needs | sent
 
     def _add_first(self, addition: Addition) -> None:
         """Of two collectives whose results are only added keeps the second, which combines the sum."""
