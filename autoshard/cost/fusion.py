@@ -78,6 +78,7 @@ class Fusion:
         minor: per value the two dimensions that convolutions want innermost, batch and features; None where there are none.
         moved: what is moved between tiles, and the value in whose tiles it lies before.
         turned: the arguments that are updated with gradients whose dimensions lie in another order, and the ops that do.
+        begun: what loops outside of others carry that begins with constants, as sums of gradients do.
         users: per value, the ops that read it, or a view of it.
         kernels: the program's kernels, in program order.
     """
@@ -92,6 +93,7 @@ class Fusion:
     minor: tuple[tuple[int, int] | None, ...]
     moved: dict[int, int]
     turned: dict[int, int]
+    begun: frozenset[int]
     users: tuple[tuple[int, ...], ...]
     kernels: tuple[Kernel, ...]
 
@@ -154,6 +156,7 @@ class _Fuser:
             minor=self.minor,
             moved=self.moved,
             turned=self._turned(),
+            begun=self._begun(),
             users=users,
             kernels=kernels,
         )
@@ -225,6 +228,11 @@ class _Fuser:
                     turned[op.results[0]] = op.index
         results, arguments = self.graph.results, self.graph.arguments
         return {arguments[k]: turned[results[result]] for result, k in self.graph.aliases if results[result] in turned}
+
+    def _begun(self) -> frozenset[int]:
+        loops = (op for op in self.ops if op.primitive in LOOPS and op.trips == 1)
+        flows = ((holder.value, flow) for loop in loops for holder in loop.holders for flow in holder.sources)
+        return frozenset(self._find(value) for value, flow in flows if not flow.inside and not flow.shift and self.free[flow.value])
 
     def _store_boundaries(self) -> None:
         for value in (*self.graph.arguments, *self.graph.results, *self.graph.constants):

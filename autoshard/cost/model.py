@@ -73,6 +73,7 @@ class CostModel:
         self._matrices: dict[tuple, np.ndarray] = {}
         self._op_costs: dict[tuple[Profile, int, Choice], OpCost] = {}
         self._paths: dict[tuple, tuple[Step, ...]] = {}
+        self._reductions: dict[tuple, tuple[Step, ...]] = {}
 
     def reshard_matrix(self, shape: tuple[int, ...], itemsize: float, portable: bool) -> np.ndarray:
         """Seconds from each layout (row number) to each other (column number) of a tensor, what the device is busy for it included.
@@ -203,7 +204,9 @@ class CostModel:
         if rule is None or not (left := reductions(rule, choice)):
             return ()
         value = profile.graph.values[op.results[result]]
-        steps = reduction_steps(self.mesh, self.communication, value.shape, value.itemsize, computed_layout(rule, choice, result), left)
+        key = value.shape, value.itemsize, computed_layout(rule, choice, result), left
+        if (steps := self._reductions.get(key)) is None:
+            steps = self._reductions[key] = reduction_steps(self.mesh, self.communication, *key)
         if not self.cluster.folds:
             return tuple(self._apart(step, choice) for step in steps)
         trips = profile.sums.accumulated[op.index]

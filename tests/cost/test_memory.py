@@ -12,7 +12,7 @@ import autoshard
 from autoshard.cluster import Cluster
 from autoshard.cost.evaluate import evaluate
 from autoshard.cost.fusion import fuse
-from autoshard.cost.memory import COMBINED_BYTES, padding, peak_memory
+from autoshard.cost.memory import COMBINED_BYTES, Copy, padding, peak_memory
 from autoshard.cost.model import CostModel
 from autoshard.cost.profile import profile
 from autoshard.ir import Assignment, Mesh
@@ -245,6 +245,19 @@ def test_sharding_one_more_axis_never_raises_what_values_take(program):
         some = {value: tuple(-1 if axis else dim for axis, dim in enumerate(layout)) for value, layout in layouts.items()}
         both, one, none = (peak_memory(facts, Assignment(mesh, {}, found, {}), {}, {}, device).nbytes for found in (layouts, some, {}))
         assert both <= one <= none
+
+
+def test_sums_over_time_are_taken_at_once_where_collectives_are_asynchronous():
+    """At the logits of a recurrent network its weight's gradient is there already, of which the backward loop makes a sum."""
+
+    def loss(w, v, x):
+        _, y = jax.lax.scan(lambda h, x: (jnp.tanh(h @ w + x),) * 2, jnp.zeros(x.shape[1:]), x)
+        return jax.nn.logsumexp(y @ v, axis=-1).sum()
+
+    facts = facts_of(jax.grad(loss), floats(2048, 2048), floats(2048, 32000), floats(64, 128, 2048))
+    device, nothing = Cluster.parse("v5e:2x4").device, {(0, (0,)): Copy(0.0, 0, 0)}
+    alone, sent = (peak_memory(facts, Assignment(MESH, {}, {}, {}), copies, {}, device).nbytes for copies in ({}, nothing))
+    assert sent - alone == 2048 * 2048 * 4
 
 
 def test_fusion_is_linear():
