@@ -213,6 +213,7 @@ def _early(profile: Profile, partials: Mapping[int, Step], sizes: Sequence[float
     before the last of them is made.
     """
     times, first, graph = profile.lifetimes, profile.combined.first, profile.graph
+    late: dict[int, dict[int, None]] = {}  # per moment the buffers of all that is due then: sums of one value are made of it together
     for loss in partials:
         if graph.values[graph.walk()[loss].results[0]].rank:
             continue
@@ -221,9 +222,10 @@ def _early(profile: Profile, partials: Mapping[int, Step], sizes: Sequence[float
         made = [times.starts[op] for op in others if first[op] != first[loss]]
         due = max(min(wanted, default=times.moments), max(made, default=0))
         if due < times.starts[loss]:
-            late = _made_after(profile, loss, due)
-            held = usage(times.moments, np.array([sizes[k] for k in late]), times.born[late], times.dies[late])
-            yield float(held.max()), due, due + 1
+            late.setdefault(due, {}).update(dict.fromkeys(_made_after(profile, loss, due)))
+    for due, buffers in late.items():
+        held = usage(times.moments, np.array([sizes[k] for k in buffers]), times.born[list(buffers)], times.dies[list(buffers)])
+        yield float(held.max()), due, due + 1
 
 
 def _made_after(profile: Profile, op: int, moment: int) -> list[int]:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard.cost.combining import COMBINED_BYTES, sent_with
+from autoshard.cost.memory import _early
 from autoshard.cost.profile import profile
 from autoshard.cost.reshard import Step
 from autoshard.rules import rules_of
@@ -47,3 +48,21 @@ def test_what_needs_a_sum_is_sent_after_it():
 def test_groups_are_no_larger_than_a_threshold(nbytes, together):
     """What the loss has no room with is sent alone."""
     assert sums_with_loss(("all_reduce", "reduce_scatter", "all_reduce"), nbytes) == together
+
+
+@pytest.mark.parametrize("n_losses", [1, 3])
+def test_losses_of_one_value_wait_for_it_together(n_losses):
+    """However many sums of scalars are sent with what is wanted earlier, what they are made of is in memory once."""
+    w, v, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((WIDTH, WIDTH), (WIDTH, WIDTH), (ROWS, WIDTH)))
+
+    def several(w, v, x):
+        updated = w - jnp.sort(x).mean(0) @ w
+        made = jnp.cos(x) @ v
+        return updated, sum((weight * made).sum() for weight in range(1, 1 + n_losses))
+
+    graph = trace(several, w, v, x).graph
+    facts = profile(graph, rules_of(graph))
+    sums = [op for op in graph.walk() if op.primitive == "reduce_sum"]
+    partials = {op.index: Step("all_reduce", (0,), (-1,), (-1,), float(graph.values[op.results[0]].nbytes), 0.0) for op in sums}
+    sizes = [float(graph.values[value].nbytes) for value in facts.lifetimes.values]
+    assert sum(nbytes for nbytes, _, _ in _early(facts, partials, sizes)) == ROWS * WIDTH * 4
