@@ -2,8 +2,8 @@
 
 Between two values in memory everything is arithmetic in registers. What ends a fusion:
 
-- *Anchors*: matrix products and convolutions, gathers, scatters, sorts, loops. Their results lie in memory, and so do the operands of
-  all but products, which compute what they read.
+- *Anchors*: matrix products and convolutions, gathers, scatters, sorts, loops, interleaving. Their results lie in memory, and so do the
+  operands of all but products, which compute what they read.
 - *Epilogues*: what is done to a product's every element before anything else reads it is done by the product's own kernel; the value
   where its readers part lies in memory instead (a bias is added, a residual too; scores in float32 before a softmax). Where all that
   is done is to widen it, its readers do.
@@ -105,6 +105,19 @@ def fuse(graph: Graph, free: Sequence[bool]) -> Fusion:
         free: per value, whether it is made of constants alone: it is computed where it is read.
     """
     return _Fuser(graph, free).fusion()
+
+
+def stands_alone(op: Op) -> bool:
+    """Whether an op stands outside fusions.
+
+    So do strided slices of the two innermost dimensions, which tiles are of, and pads between elements: ``slice.1`` and ``pad.1`` between
+    two fusions each in single kernels compiled by libtpu 0.0.42; a slice of rows of images is fused.
+    """
+    if op.primitive == "slice":
+        return any(stride > 1 for stride in (op.params.get("strides") or ())[-2:])
+    if op.primitive == "pad":
+        return any(interior for *_, interior in op.params["padding_config"])
+    return op.primitive in STANDALONE
 
 
 def is_call(op: Op) -> bool:
@@ -245,7 +258,7 @@ class _Fuser:
                 for holder in op.holders:
                     for value in (holder.value, *(flow.value for flow in holder.sources)):
                         self._store(value, even_free=True)
-            elif op.primitive in STANDALONE and not _is_one_hot(op, self.values):
+            elif stands_alone(op) and not _is_one_hot(op, self.values):
                 for value in op.results:
                     self._store(value)
                 for value in op.operands:
@@ -273,7 +286,7 @@ class _Fuser:
         return op.primitive in VIEWS and not op.bodies and len(op.results) == 1 and bool(op.operands) and op.index not in self.relayouts
 
     def _is_elementwise(self, op: Op) -> bool:
-        alone = op.bodies or op.primitive in STANDALONE or op.primitive in REDUCTIONS or op.index in self.relayouts
+        alone = op.bodies or stands_alone(op) or op.primitive in REDUCTIONS or op.index in self.relayouts
         return not alone and len(op.results) == 1
 
     def _store(self, value: int, even_free: bool = False) -> None:
@@ -293,11 +306,11 @@ class _Fuser:
                         break
                     if reader.primitive in REDUCTIONS:
                         continue  # computed along with what else reads its operand
-                    if reader.bodies or reader.primitive in STANDALONE:
+                    if reader.bodies or stands_alone(reader):
                         found.add(reader.index)
                     for result in () if reader.bodies else reader.results:
                         end = self._find(result)
-                        if self.stored[end] and reader.primitive not in STANDALONE:
+                        if self.stored[end] and not stands_alone(reader):
                             found.add(reader.index)
                         elif not self.stored[end]:
                             found |= self.sinks[end]
@@ -362,7 +375,7 @@ class _Fuser:
             elif op.bodies:
                 kernels.append(self._loop(op))
             elif not self._is_view(op):
-                fuses = op.primitive not in STANDALONE or is_matrix(op.primitive) or _is_one_hot(op, self.values)
+                fuses = not stands_alone(op) or is_matrix(op.primitive) or _is_one_hot(op, self.values)
                 roots = tuple(map(self._find, op.operands))
                 parts = tuple((self.fused.get(root) if fuses else None) or self.sources[root] for root in roots)
                 reads = _merged(parts)

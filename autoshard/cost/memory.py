@@ -180,7 +180,8 @@ def _stored(profile: Profile, partials: Mapping[int, Step], share: Callable[[int
             groups[k:] = [(size + nbytes, [*members, op]), *groups[k + 1 :]]
         elif fusion.narrow[value] or nbytes > share(value):
             found[op] = op
-    return found | {op: members[-1] for _, members in groups for op in members}
+    ends = profile.lifetimes.ends
+    return found | {op: max(members, key=ends.__getitem__) for _, members in groups for op in members}
 
 
 def _at_once(times: Lifetimes, begun: frozenset[int]) -> np.ndarray:

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autoshard.cost.compute import is_matrix
-from autoshard.cost.fusion import LOOPS, REDUCTIONS, STANDALONE, Fusion, Kernel
+from autoshard.cost.fusion import LOOPS, REDUCTIONS, Fusion, Kernel, stands_alone
 from autoshard.ir import Graph, Op
 
 WIDE = 4  # bytes of the numbers that kernels compute with
@@ -102,7 +102,7 @@ class _Kernels:
     def traffic(self) -> tuple[Traffic, ...]:
         by_op = traffic_by_op(self.graph, self.fusion.materialised)
         self._run(self.fusion.kernels)
-        alone = [op.primitive in STANDALONE and not is_matrix(op.primitive) for op in self.ops]
+        alone = [stands_alone(op) and not is_matrix(op.primitive) for op in self.ops]
         found = (
             Traffic(tuple(moved), _summed(passes), starts)
             for moved, passes, starts in zip(self.moved, self.passes, self.starts, strict=True)
@@ -119,7 +119,7 @@ class _Kernels:
             if main.primitive in LOOPS:
                 self._stack(main)
             group = None
-            if not kernel.inner and (main.primitive not in STANDALONE or is_matrix(main.primitive)):
+            if not kernel.inner and (not stands_alone(main) or is_matrix(main.primitive)):
                 group = self._place(kernel, main, groups)
             for value in kernel.makes:
                 self.made_at[value] = group.at if group else self.count

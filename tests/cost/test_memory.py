@@ -134,6 +134,21 @@ def test_scores_are_kept_in_float32():
     assert ((256, 256), "bfloat16") in stored(widened, *inputs)
 
 
+@pytest.mark.parametrize(("axis", "lies"), [(0, False), (1, True), (2, True)])
+def test_strided_slices_of_tiles_and_pads_between_elements_lie_in_memory(axis, lies):
+    """Taking every other row or column stands between two fusions, and so does what puts them apart; every other matrix is fused."""
+
+    def every_other(x):
+        return jnp.tanh(jax.lax.slice_in_dim(jnp.sin(x), 0, None, 2, axis))
+
+    def apart(x):
+        return jnp.tanh(jax.lax.pad(jnp.sin(x), 0.0, [(0, 1, 1) if k == axis else (0, 0, 0) for k in range(3)]))
+
+    halved = tuple(64 // 2 if k == axis else 64 for k in range(3))
+    assert (stored(every_other, floats(64, 64, 64)).count((halved, "float32")) == 2) == lies  # the slice, and the result
+    assert len(stored(apart, floats(*halved))) == 3
+
+
 def test_batched_products_with_several_free_dimensions_read_what_is_stored():
     """An expert's activation on two dimensions of tokens is stored for its product; on one the product computes it."""
 
