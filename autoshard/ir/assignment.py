@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 from autoshard.ir.graph import Graph
 from autoshard.ir.layout import Layout, Mesh
@@ -114,29 +115,42 @@ def legal(rule: Rule, choice: Choice, sizes: tuple[int, ...]) -> bool:
     the major ones come first in the mesh; otherwise the partitioner would have to exchange or permute data. Of a shard
     no more is sent than it has: a halo reaches into the neighbours, never beyond them.
     """
-    split: dict[int, int] = {}
-    axes: dict[int, list[int]] = {}
-    for axis, (factor, _) in enumerate(choice):
-        if factor < 0:
-            continue
-        if not rule.factors[factor].shardable:
-            return False
-        split[factor] = split.get(factor, 1) * sizes[axis]
-        axes.setdefault(factor, []).append(axis)
-    if any(rule.factors[factor].size % n or not _holds_sends(rule, factor, n) for factor, n in split.items()):
-        return False
-    for tensor in (*rule.operands, *rule.results):
-        for dim in tensor:
-            if len(dim) < 2:
-                continue
-            full, last = True, -1
-            for factor in dim:
-                if factor in split:
-                    if not full or axes[factor][0] < last:
-                        return False
-                    last = axes[factor][-1]
-                full = full and split.get(factor, 1) == rule.factors[factor].size
-    return _scatters_legal(rule, choice, sizes)
+    return bool(legal_choices(rule, (choice,), sizes))
+
+
+def legal_choices(rule: Rule, choices: Iterable[Choice], sizes: tuple[int, ...]) -> list[Choice]:
+    """Those of some choices that are `legal`."""
+    composite = [dim for tensor in (*rule.operands, *rule.results) for dim in tensor if len(dim) > 1]
+
+    @cache
+    def splits(factor: int, n: int) -> bool:
+        entry = rule.factors[factor]
+        return entry.shardable and entry.size % n == 0 and _holds_sends(rule, factor, n)
+
+    found = []
+    for choice in choices:
+        split: dict[int, int] = {}
+        axes: dict[int, list[int]] = {}
+        for axis, (factor, _) in enumerate(choice):
+            if factor >= 0:
+                split[factor] = split.get(factor, 1) * sizes[axis]
+                axes.setdefault(factor, []).append(axis)
+        if all(splits(factor, n) for factor, n in split.items()) and all(_in_order(rule, dim, split, axes) for dim in composite):
+            if _scatters_legal(rule, choice, sizes):
+                found.append(choice)
+    return found
+
+
+def _in_order(rule: Rule, dim: tuple[int, ...], split: Mapping[int, int], axes: Mapping[int, list[int]]) -> bool:
+    """Whether of a dimension's factors each stands in fully sharded ones, whose axes come first."""
+    full, last = True, -1
+    for factor in dim:
+        if factor in split:
+            if not full or axes[factor][0] < last:
+                return False
+            last = axes[factor][-1]
+        full = full and split.get(factor, 1) == rule.factors[factor].size
+    return True
 
 
 def _holds_sends(rule: Rule, factor: int, n: int) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 from autoshard.errors import ShardingError
@@ -51,6 +51,7 @@ class Mesh:
     Attributes:
         axes: the names and sizes.
         placement: how it is laid over the cluster; None: row-major as far as is known, JAX decides.
+        sizes: of the axes alone.
 
     >>> mesh = Mesh((("data", 4), ("model", 2)))
     >>> mesh.size, mesh.names, mesh.sizes
@@ -59,8 +60,10 @@ class Mesh:
 
     axes: tuple[tuple[str, int], ...]
     placement: Placement | None = None
+    sizes: tuple[int, ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self):
+        object.__setattr__(self, "sizes", tuple(size for _, size in self.axes))
         names = [name for name, _ in self.axes]
         if len(set(names)) != len(names):
             raise ShardingError(f"mesh axis names must be distinct, got {names}. Rename one of them.")
@@ -81,10 +84,6 @@ class Mesh:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(name for name, _ in self.axes)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return tuple(size for _, size in self.axes)
 
     @property
     def size(self) -> int:

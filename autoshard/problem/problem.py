@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial, reduce
-from itertools import product
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -23,25 +22,16 @@ from autoshard.ir import (
     NOWHERE,
     Assignment,
     Choice,
-    Dims,
     Layout,
     Rule,
     Value,
-    divides,
-    layout_number,
     layouts,
-    legal,
-    operand_layout,
-    result_layout,
     shards,
-    shift_layout,
 )
 from autoshard.problem.nodes import Edge, Node, Nodes, Pin, build_nodes
+from autoshard.problem.offers import Label, Offer, Offers
 
 Fact = TypeVar("Fact")
-Label = tuple[Any, ...]
-"""A `Choice` for an op node, a `Layout` for a layout node."""
-
 # Of equally fast layouts an argument takes the one of fewest bytes a device, and so does what a loop holds, such as a mask that is made of
 # constants outside it: none is sent however it lies, but each device makes its part. Below any rounding of the objective.
 TIE_SECONDS_PER_BYTE = 1e-20
@@ -151,11 +141,14 @@ class Problem:
             numbers: dict[tuple, int] = {}
             self._kinds = [numbers.setdefault(node.key(), len(numbers)) for node in self.nodes.nodes]
             self._joints = _joints(profile, self.nodes)
-        placed = like is not None and like.profile is profile and like.mesh.sizes == self.mesh.sizes and like.model.cluster == model.cluster
-        self._op_seconds: dict[tuple[int, Label], float] = like._op_seconds if like is not None and placed else {}
-        self._columns: dict[tuple[int, Label, tuple[int, ...]], _Columns] = {}
+        self.offers = Offers(self.nodes.signatures, self.mesh.sizes)
+        self._op_seconds: dict[tuple[int, tuple[int, ...]], float] = {}
         self._member_costs: dict[tuple[int, int], np.ndarray] = {}
-        self._moved: dict[tuple, np.ndarray] = {}
+        if like is not None and like.nodes is self.nodes and like.mesh.sizes == self.mesh.sizes:
+            self.offers = like.offers
+            if like.model.cluster == model.cluster:  # what is computed does not depend on where axes are placed
+                self._op_seconds, self._member_costs = like._op_seconds, like._member_costs
+        self._columns: dict[tuple[int, Label, tuple[int, ...]], _Columns] = {}
         self._followers: dict[tuple[int, Label], tuple[Choice, ...]] = {}
         self._lying: dict[tuple[int, Label, int], Layout] = {}
         self._joint_tables: dict[tuple[int, int, int], np.ndarray] = {}
@@ -208,9 +201,8 @@ class Problem:
         sizes: dict[int, int] = {}  # by kind
         for i, (node, kind) in enumerate(zip(self.nodes.nodes, self._kinds, strict=True)):
             if kind not in sizes:
-                atoms = len(_atoms(self.nodes.signatures[node.head[1]].rule)) if node.leader >= 0 else len(node.head[1]) + 1
-                if atoms ** len(free) > limit // 1000:  # labels that are listed before the illegal ones go
-                    return atoms ** len(free) * 1000
+                if (most := self.offers.most_labels(node, len(free))) > limit // 1000:
+                    return most * 1000
                 sizes[kind] = len(self._offer(i, self._nowhere(node), free).labels)
         entries = 0
         for i, j in self._read_pairs():
@@ -334,68 +326,26 @@ class Problem:
         key = (self._kinds[index], label, free)
         if (found := self._columns.get(key)) is None:
             node = self.nodes.nodes[index]
-            found = self._columns[key] = self._evaluate(node, self._labels(node, label, free), free)
+            offer = self.offers.offer(node, self._kinds[index], label, free)
+            found = self._columns[key] = self._priced(node, offer)
         return found
 
-    def _labels(self, node: Node, label: Label, free: tuple[int, ...]) -> list[Label]:
-        sizes = self.mesh.sizes
-        if node.leader < 0:
-            shape = node.head[1]
-            options = _vary(label, free, range(-1, len(shape)))
-            return [option for option in options if divides(option, shape, sizes)]
-        rule = self.nodes.signatures[node.head[1]].rule
-        return [option for option in _vary(label, free, _atoms(rule)) if legal(rule, option, sizes)]
-
-    def _evaluate(self, node: Node, labels: list[Label], free: tuple[int, ...]) -> _Columns:
-        slots: list[np.ndarray] = []
-        for derivation in node.slots:
-            slots.append(self._slot_numbers(node, derivation, labels, slots))
-        keep = np.ones(len(labels), dtype=bool)
-        for numbers in slots:
-            keep &= numbers >= 0
-        for slot, rank, pin in node.pins:
-            options = layouts(rank, len(self.mesh.axes))
-            keep &= np.array([all(options[number][axis] in pin[axis] for axis in free) for number in slots[slot]], dtype=bool)
-        if not keep.any():
+    def _priced(self, node: Node, offer: Offer) -> _Columns:
+        """The offer with what it costs."""
+        if not offer.labels:
             raise ShardingError(
                 f"a pin must leave some legal sharding on mesh {self.mesh}, and the one on {self._describe(node)} leaves none. "
                 "Loosen the pin, or pick a mesh whose axes divide the tensor."
             )
-        if not keep.all():
-            labels = [label for label, kept in zip(labels, keep, strict=True) if kept]
-            slots = [numbers[keep] for numbers in slots]
+        labels, slots = offer.labels, offer.slots
         unary = self._leader_cost(node, labels)
         for slot, signature, position in node.costs:
             unary = unary + self._member_cost(signature, position)[slots[slot]]
         for slot, shape, itemsize, portable, trips in node.gathers:
             unary = unary + trips * self.model.reshard_matrix(shape, itemsize, portable)[slots[slot], 0]
-        return _Columns(tuple(labels), {label: i for i, label in enumerate(labels)}, unary, tuple(slots))
+        return _Columns(labels, offer.positions, unary, slots)
 
-    def _slot_numbers(self, node: Node, derivation: tuple, labels: list[Label], slots: list[np.ndarray]) -> np.ndarray:
-        n_axes = len(self.mesh.axes)
-        match derivation:
-            case ("layout",):
-                rank = len(node.head[1])
-                return np.array([layout_number(label, rank) for label in labels], dtype=np.int64)
-            case ("operand", j):
-                rule = self.nodes.signatures[node.head[1]].rule
-                return np.array([layout_number(operand_layout(rule, label, j), len(rule.operands[j])) for label in labels], dtype=np.int64)
-            case ("result", k):
-                rule = self.nodes.signatures[node.head[1]].rule
-                return np.array([layout_number(result_layout(rule, label, k), len(rule.results[k])) for label in labels], dtype=np.int64)
-            case ("via", slot, source, target):
-                key = derivation[2:]
-                if key not in self._moved:
-                    self._moved[key] = _via_table(source, target, n_axes)
-                return self._moved[key][slots[slot]]
-            case ("shift", slot, rank, by):
-                key = derivation[2:]
-                if key not in self._moved:
-                    self._moved[key] = _shift_table(rank, by, n_axes)
-                return self._moved[key][slots[slot]]
-        raise AssertionError(derivation)
-
-    def _leader_cost(self, node: Node, labels: list[Label]) -> np.ndarray:
+    def _leader_cost(self, node: Node, labels: Sequence[Label]) -> np.ndarray:
         if node.leader < 0:
             _, shape, itemsize, kept = node.head
             held = np.array([Value(shape, "", itemsize).nbytes / shards(label, self.mesh.sizes) for label in labels])
@@ -403,10 +353,12 @@ class Problem:
         signature = self.nodes.signatures[node.head[1]]
         op = self.graph.walk()[signature.op]
         known, model = self._op_seconds, self.model
+        seconds = []
         for label in labels:
-            if (op.index, label) not in known:
-                known[op.index, label] = model.op_seconds(self.profile, op, label)
-        seconds = [known[op.index, label] + model.communication_seconds(self.profile, op, label) for label in labels]
+            key = op.index, tuple(factor for factor, _ in label)  # where sums are scattered to is not computed
+            if (computed := known.get(key)) is None:
+                computed = known[key] = model.op_seconds(self.profile, op, label)
+            seconds.append(computed + model.communication_seconds(self.profile, op, label))
         return signature.trips * np.array(seconds)
 
     def _member_cost(self, signature: int, position: int) -> np.ndarray:
@@ -510,46 +462,12 @@ def _joints(profile: Profile, nodes: Nodes) -> list[tuple[int, int, int, tuple[E
     return found
 
 
-def _atoms(rule: Rule) -> list[tuple[int, int]]:
-    """What one mesh axis may do to an op: nothing, split a factor, or split a reduced factor and scatter the sum."""
-    atoms = [NOWHERE]
-    for factor, entry in enumerate(rule.factors):
-        if entry.shardable and entry.size > 1:
-            atoms.append((factor, -1))
-            if entry.kind == "reduction" and entry.operator == "sum" and len(rule.results) == 1:
-                atoms.extend((factor, dim) for dim in range(len(rule.results[0])))
-    return atoms
-
-
 @cache
 def _shards_by_number(rank: int, sizes: tuple[int, ...]) -> np.ndarray:
     return np.array([shards(layout, sizes) for layout in layouts(rank, len(sizes))])
-
-
-def _vary(label: Label, free: tuple[int, ...], atoms: Iterable) -> list[Label]:
-    """The labels that differ from the given one on the free axes only."""
-    return [
-        tuple(dict(zip(free, chosen, strict=True)).get(axis, atom) for axis, atom in enumerate(label))
-        for chosen in product(tuple(atoms), repeat=len(free))
-    ]
 
 
 def _followed(rule: Rule, position: int, layout: Layout) -> Choice:
     """The choice of a follower whose deciding operand has this layout."""
     dims = rule.operands[position]
     return tuple((dims[dim][0], -1) if dim >= 0 and dims[dim] else NOWHERE for dim in layout)
-
-
-def _via_table(source: Dims, target: Dims, n_axes: int) -> np.ndarray:
-    """Layout number of a follower's result by that of its operand; -1 where a dimension has nowhere to go."""
-    where = {factors[0]: dim for dim, factors in enumerate(target) if factors}
-    moved = []
-    for layout in layouts(len(source), n_axes):
-        dims = [where.get(source[dim][0], -2) if dim >= 0 and source[dim] else (-1 if dim < 0 else -2) for dim in layout]
-        moved.append(-1 if -2 in dims else layout_number(tuple(dims), len(target)))
-    return np.array(moved, dtype=np.int64)
-
-
-def _shift_table(rank: int, by: int, n_axes: int) -> np.ndarray:
-    moved = [shift_layout(layout, by) for layout in layouts(rank, n_axes)]
-    return np.array([-1 if layout is None else layout_number(layout, rank + by) for layout in moved], dtype=np.int64)

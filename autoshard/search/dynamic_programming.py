@@ -26,6 +26,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import ClassVar
 
 from autoshard.cost.evaluate import Judgement
@@ -36,7 +37,7 @@ from autoshard.search.memory import Fitted, Found, fitted, held_at, priced
 from autoshard.search.recursive_programming import RecursiveProgramming
 from autoshard.search.reparametrisation import Passing, unfolded
 from autoshard.search.searcher import Progress, Solution, silent
-from autoshard.search.shells import MOST_SWEEPS, ROUNDING, Shells
+from autoshard.search.shells import MOST_SWEEPS, ROUNDING, SWEEPS, Shells
 
 PASSED_ENTRIES = 1 << 28  # that are passed for a bound of the whole: some 5 s on one core
 DUAL_STEPS = 4  # prices that are tried for a bound within a memory limit
@@ -52,7 +53,8 @@ class DynamicProgramming:
         max_sweeps: how often message passing goes over the nodes.
         price_steps: how many memory prices may be tried when the limit binds.
         second_opinion: whether recursive programming is asked too where memory binds; portfolios that have it do so themselves.
-        tolerance: the gap at which nothing more is tried: further sweeps, or the whole after the folded problem; 0 asks for the optimum.
+        tolerance: the gap at which nothing more is tried: further sweeps, or the whole after the folded problem; a multiple of it after
+            some attempts (`autoshard.search.shells`); 0 asks for the optimum.
     """
 
     name: ClassVar[str] = "dynamic_programming"
@@ -159,16 +161,14 @@ class _Run:
         """The answer where a bound of the whole problem shows it to be good enough, else the whole's; and the bound."""
         if self.small is None:
             return found, self.bound
-        problem, tolerance = self.problem, self.searcher.tolerance
+        problem = self.problem
         try:
             tables = self._tables(problem)
         except SearchLimitError:
             return found, problem.compute_bound() - problem.fixed_seconds()
-        enough = self.cost * (1 - tolerance)
-        passing = self._passed(tables, unfolded(self.small, self.learned.sent, tables), enough)
-        bound = passing.bound() - ROUNDING * self.cost
-        if bound >= enough - ROUNDING * self.cost:
-            return found, bound
+        passing, enough = self._passed(tables, unfolded(self.small, self.learned.sent, tables), self.cost)
+        if enough:
+            return found, passing.bound() - ROUNDING * self.cost
         best, bound = self.shells.widened(tables, passing.normalised(self.shells.sweeps))
         answer = [options[label] for options, label in zip(tables.labels, best, strict=True)]
         other = problem.evaluate(problem.assignment(answer))
@@ -210,17 +210,23 @@ class _Run:
         self.learned = replace(self.learned, above=tuple(above[1]), worth=price, sent_priced=sent)
         if small is None:
             return max(self.bound, best)
-        enough = found.judgement.cost.objective_seconds - problem.fixed_seconds() + price * held.limit
-        sent = unfolded(small, sent, tables)
-        passing = self._passed(priced(tables, charges, price), sent, enough * (1 - self.searcher.tolerance))
-        return passing.bound() - price * held.limit - ROUNDING * enough
+        cost = found.judgement.cost.objective_seconds - problem.fixed_seconds() + price * held.limit
+        passing, _ = self._passed(priced(tables, charges, price), unfolded(small, sent, tables), cost)
+        return passing.bound() - price * held.limit - ROUNDING * cost
 
-    def _passed(self, tables: Tables, sent: Messages, enough: float) -> Passing:
-        """The whole problem's tables after message passing."""
+    def _passed(self, tables: Tables, sent: Messages, cost: float) -> tuple[Passing, bool]:
+        """The whole problem's tables after message passing, and whether their bound is as near to an answer's cost as is asked for."""
         passing = Passing(tables.unary, tables.pairs, sent)
         entries = sum(table.size for table in tables.pairs.values())
-        self.shells.sweeps += passing.run(min(MOST_SWEEPS, 1 + PASSED_ENTRIES // max(entries, 1)), enough, self.progress)
-        return passing
+        left = min(MOST_SWEEPS, 1 + PASSED_ENTRIES // max(entries, 1))
+        for attempt in count(1):
+            enough = cost * (1 - self.shells.tolerated(attempt))
+            done = passing.run(min(SWEEPS, left), enough, self.progress)
+            left -= done
+            self.shells.sweeps += done
+            if passing.bound() >= enough or done < SWEEPS or not left:
+                break
+        return passing, passing.bound() >= enough
 
     def _tables(self, problem: Problem, prices: Mapping[int, float] | None = None) -> Tables:
         """All axes' tables, if they are not too large."""

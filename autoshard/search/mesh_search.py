@@ -50,7 +50,8 @@ def message_bound(problem: Problem, max_sweeps: int, enough: float = float("inf"
     if (small := folded(problem)) is not None:
         own = small.fold_tables(tables)
         passing = Passing(own.unary, own.pairs, sent)
-        passing.run(FOLDED_SWEEPS, enough * (1 + LEAST_GAIN))
+        as_long = max_sweeps * problem.n_nodes // small.n_nodes  # as the whole's sweeps take
+        passing.run(min(FOLDED_SWEEPS, as_long), enough * (1 + LEAST_GAIN))
         sent = unfolded(small, passing.sent, tables)
     passing = Passing(tables.unary, tables.pairs, sent)
     passing.run(max_sweeps, enough, give_up=enough < float("inf"))

@@ -22,9 +22,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 from scipy.sparse import csr_matrix
@@ -38,6 +40,7 @@ Pair = tuple[int, int]
 
 TOLERANCE = 3e-7  # of the bound; a sweep that raises it by less is the last
 LEAPS = 3  # one sweep of so many is a leap
+SIDE_BY_SIDE = 1 << 13  # entries of tables that are copied to stand side by side: adding to so many takes as long as a few calls
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,50 +106,63 @@ def near_order(n_nodes: int, pairs: Collection[Pair]) -> list[int]:
 
 
 class Passing:
-    """What nodes hold and what has been moved into pairs, while costs are moved.
+    """What has been taken out of pairs for the nodes at their ends, while costs are moved.
+
+    What a node took is a block: a row a pair, first of those to nodes before it, then of those to nodes behind; a column a label. From
+    either side it collects in one piece, of tables that stand side by side.
 
     Attributes:
-        unary: per node ``(n_i,) float64``, views of one array.
         pairs: the tables, as they are given.
-        sent: what was moved into each, views of one array; some from the start, less what has another shape there, for some other table.
+        order: of the nodes.
+        swept: whether the minima of all pairs are taken.
     """
 
     def __init__(self, unary: Sequence[np.ndarray], pairs: Pairs, sent: Messages | None = None):
+        """Begins with what was sent into pairs, less what has another shape there, for some other table."""
         self.pairs = pairs
         self.order = near_order(len(unary), pairs)
+        self.swept = False
+        self._reach = 2.0
+        self._given = np.concatenate([np.zeros(0), *unary])
         sizes = [len(table) for table in unary]
         self._starts = np.cumsum([0, *sizes])
-        self._given = np.concatenate([np.zeros(0), *unary])
-        self._held = self._given.copy()
-        self.unary = np.split(self._held, self._starts[1:-1]) if sizes else []
-        self._moved = np.zeros(sum(map(sum, (table.shape for table in pairs.values()))))
-        into: list[np.ndarray] = [np.zeros(0, dtype=np.int64)]
-        self.sent: dict[Pair, tuple[np.ndarray, np.ndarray]] = {}
-        self.before: list[list[_End]] = [[] for _ in unary]
-        self.behind: list[list[_End]] = [[] for _ in unary]
         place = {node: position for position, node in enumerate(self.order)}
-        flat: dict[int, np.ndarray] = {}  # by table: with its longer side in memory's order, along which minima are taken faster
+        sides: list[tuple[list[Pair], list[Pair]]] = [([], []) for _ in unary]
+        for i, j in pairs:
+            sides[i][place[i] < place[j]].append((i, j))
+            sides[j][place[j] < place[i]].append((i, j))
+        rows: dict[tuple[Pair, int], slice] = {}  # where what each end of a pair took lies in memory
+        labels: list[np.ndarray] = [np.zeros(0, dtype=np.int64)]
         at = 0
-        for (i, j), table in pairs.items():
-            n, m = table.shape
-            first, last = self._moved[at : at + n], self._moved[at + n : at + n + m]
-            self.sent[i, j] = first, last
-            into += np.arange(self._starts[i], self._starts[i] + n), np.arange(self._starts[j], self._starts[j] + m)
-            at += n + m
-            known = (sent or {}).get((i, j), ((), ()))
-            if (len(known[0]), len(known[1])) == (n, m):
-                first[:], last[:] = known
-            if id(table) not in flat:
-                flat[id(table)] = np.ascontiguousarray(table if n <= m else table.T)
-            rows, columns = (first, last) if n <= m else (last, first)
-            ends = (flat[id(table)], 1, columns, rows), (flat[id(table)], 0, rows[:, None], columns)
-            here, there = ends if n <= m else ends[::-1]
-            (self.behind if place[i] < place[j] else self.before)[i].append(here)
-            (self.before if place[i] < place[j] else self.behind)[j].append(there)
-        self._into = np.concatenate(into)
-        self._reach = 2.0
-        self._move(self._moved)
-        self.swept = False
+        for i, (size, (before, behind)) in enumerate(zip(sizes, sides, strict=True)):
+            labels.append(np.tile(np.arange(self._starts[i], self._starts[i + 1]), len(before) + len(behind)))
+            for pair in chain(before, behind):
+                rows[pair, i] = slice(at, at + size)
+                at += size
+        self._label = np.concatenate(labels)
+        self._taken = np.zeros(at)
+        self._ends = {(i, j): (self._taken[rows[(i, j), i]], self._taken[rows[(i, j), j]]) for i, j in pairs}
+        for pair, known in (sent or {}).items():
+            ends = self._ends.get(pair, ())
+            if [len(end) for end in ends] == [len(moved) for moved in known]:
+                for end, moved in zip(ends, known, strict=True):
+                    np.negative(moved, end)
+        stacks = _Stacks(pairs, rows)
+        turns = [self._turns(i, sides[i], stacks) for i in self.order]
+        self._forward = [forward for forward, _ in turns]
+        self._backward = [backward for _, backward in reversed(turns)]
+
+    def _turns(self, i: int, sides: tuple[list[Pair], list[Pair]], stacks: _Stacks) -> tuple[_Turn, _Turn]:
+        """A node's turn forward, and backward."""
+        given = self._given[self._starts[i] : self._starts[i + 1]]
+        ends = [stacks.rows[pair, i] for pair in chain(*sides)]
+        block = self._taken[ends[0].start : ends[-1].stop].reshape(-1, len(given)) if ends else np.zeros((0, len(given)))
+        before, behind = block[: len(sides[0])], block[len(sides[0]) :]
+        share = 1 / max(len(before), len(behind), 1)
+        return (
+            _Turn(i, given, block, stacks.pieces(i, sides[0], before.T), behind if len(behind) else None, share),
+            _Turn(i, given, block, stacks.pieces(i, sides[1], behind.T), before if len(before) else None, share),
+        )
 
     def run(self, max_sweeps: int, enough: float = math.inf, progress: Progress = silent, give_up: bool = False) -> int:
         """Sweeps until the bound is enough or hardly rises, and their number.
@@ -155,7 +171,7 @@ class Passing:
             give_up: whether to stop where the sweeps that are left, if they all raised the bound as the last ones did, would not be enough.
         """
         bound = self.bound()
-        since, below = self._moved.copy(), bound
+        since, below = self._taken.copy(), bound
         for sweep in range(max_sweeps):
             if bound >= enough:
                 return sweep
@@ -168,70 +184,129 @@ class Passing:
                 bound = self._leap(since, bound)
                 if give_up and bound + (bound - below) / LEAPS * (max_sweeps - sweep - 1) < enough:
                     return sweep + 1
-                since, below = self._moved.copy(), bound
+                since, below = self._taken.copy(), bound
             progress("lower bound", (sweep + 1) / max_sweeps)
         return max_sweeps
 
     def _leap(self, since: np.ndarray, bound: float) -> float:
         """A sweep from further on where the last ones went, unless the bound is then lower: then all is as it was; and the bound."""
-        before = self._moved.copy()
-        self._move(before + self._reach * (before - since))
+        before = self._taken.copy()
+        self._taken += self._reach * (before - since)
         self.sweep()
         if (found := self.bound()) > bound:
             self._reach *= 1.5
             return found
         self._reach = max(self._reach / 3, 0.5)
-        self._move(before)
+        self._taken[:] = before
         return bound
 
-    def _move(self, moved: np.ndarray) -> None:
-        """Moves so much, all told."""
-        self._moved[:] = moved
-        self._held[:] = self._given - np.bincount(self._into, moved, len(self._given))
-
     def sweep(self) -> None:
-        """Forward, then backward, over all nodes."""
-        for i in self.order:
-            self._pass(i, self.before[i], self.behind[i])
-        for i in reversed(self.order):
-            self._pass(i, self.behind[i], self.before[i])
+        """Forward, then backward, over all nodes, each of which collects the minima of the pairs it comes from and hands on its share."""
+        taken, minima, add = self._taken, np.minimum.reduceat, np.add.reduce
+        for _, given, block, come, go, share in chain(self._forward, self._backward):
+            for table, starts, theirs, own in come:
+                minima(table - taken.take(theirs), starts, 1, None, own)
+            if go is not None:
+                held = add(block, 0)
+                held += given
+                held *= share
+                go -= held
         self.swept = True
 
-    def _pass(self, i: int, come: list[_End], go: list[_End]) -> None:
-        """The node collects the minima of the pairs it comes from, and gives those ahead their shares."""
-        held = self.unary[i]
-        for table, axis, theirs, own in come:
-            least = np.minimum.reduce(table + theirs, axis=axis)
-            held = held + own
-            held += least
-            np.negative(least, own)
-        if go:
-            share = held / max(len(come), len(go))
-            for _, _, _, own in go:
-                own += share
-            held = held - share * len(go)
-        self.unary[i][:] = held
+    @property
+    def sent(self) -> dict[Pair, tuple[np.ndarray, np.ndarray]]:
+        """What has been moved into each pair."""
+        return {pair: (-first, -last) for pair, (first, last) in self._ends.items()}
 
     def bound(self) -> float:
         """The sum of all minima; those of pairs are zero after a sweep, whose backward half ends with taking them."""
-        pairs = () if self.swept else (_moved(table, *self.sent[pair]).min() for pair, table in self.pairs.items())
-        return float(np.minimum.reduceat(self._held, self._starts[:-1]).sum() if self.unary else 0.0) + math.fsum(pairs)
+        pairs = 0.0 if self.swept else math.fsum(left.min(axis=0).sum() for turn in self._forward for left in self._left(turn))
+        return float(np.minimum.reduceat(self._held(), self._starts[:-1]).sum() if len(self._given) else 0.0) + pairs
+
+    def _held(self) -> np.ndarray:
+        """What nodes hold, one after the other."""
+        return self._given + np.bincount(self._label, self._taken, len(self._given))
+
+    def _left(self, turn: _Turn) -> Iterator[np.ndarray]:
+        """The least that is left by a node's labels ``(n_i, number of pairs)`` in the pairs that it comes from."""
+        for table, starts, theirs, own in turn.come:
+            yield np.minimum.reduceat(table - self._taken[theirs], starts, axis=1) - own
 
     def normalised(self, sweeps: int) -> Reparametrisation:
         """The sum less its bound."""
-        unary = tuple(table - table.min() for table in self.unary)
+        held = np.split(self._held(), self._starts[1:-1]) if len(self._given) else []
+        unary = tuple(table - table.min() for table in held)
         reduced = [table.copy() for table in unary]
-        for (i, j), table in self.pairs.items():
-            moved = _moved(table, *self.sent[i, j])
-            least = moved.min()
-            reduced[i] += moved.min(axis=1) - least
-            reduced[j] += moved.min(axis=0) - least
-        sent = {pair: (first.copy(), last.copy()) for pair, (first, last) in self.sent.items()}
-        return Reparametrisation(self.bound(), unary, self.pairs, sent, tuple(reduced), sweeps)
+        for turn in chain(self._forward, self._backward):
+            for left in self._left(turn):
+                reduced[turn.node] += (left - left.min(axis=0)).sum(axis=1)
+        return Reparametrisation(self.bound(), unary, self.pairs, self.sent, tuple(reduced), sweeps)
 
 
-_End = tuple[np.ndarray, int, np.ndarray, np.ndarray]
-"""A pair as a node sees it: its table, the other's axis, and what was moved into it for the other, along that axis, and for itself."""
+class _Piece(NamedTuple):
+    """Pairs of a node on one side of it.
+
+    Attributes:
+        table: ``(n_i, sum of n_j)``, side by side.
+        starts: where each other one's labels start.
+        theirs: where in memory lies what the others took.
+        own: ``(n_i, number of pairs)``, what the node took.
+    """
+
+    table: np.ndarray
+    starts: np.ndarray
+    theirs: np.ndarray
+    own: np.ndarray
+
+
+class _Turn(NamedTuple):
+    """What a node does in one direction.
+
+    Attributes:
+        given: its own table.
+        block: all that it took.
+        come: the pairs it collects from.
+        go: what it took of the pairs that get a share; None: there are none.
+        share: of what it holds, for each.
+    """
+
+    node: int
+    given: np.ndarray
+    block: np.ndarray
+    come: list[_Piece]
+    go: np.ndarray | None
+    share: float
+
+
+class _Stacks:
+    """Tables side by side, which equal nodes share."""
+
+    def __init__(self, pairs: Pairs, rows: Mapping[tuple[Pair, int], slice]):
+        self.pairs = pairs
+        self.rows = rows
+        self._stacks: dict[tuple[tuple[int, bool], ...], tuple[np.ndarray, np.ndarray]] = {}
+
+    def pieces(self, i: int, side: list[Pair], own: np.ndarray) -> list[_Piece]:
+        """A node's pairs on one side, in one piece unless they are large."""
+        pieces, first, entries = [], 0, 0
+        for last, pair in enumerate(side, 1):
+            entries += self.pairs[pair].size
+            if last == len(side) or entries + self.pairs[side[last]].size > SIDE_BY_SIDE:
+                some = side[first:last]
+                theirs = [self.rows[pair, pair[pair[0] == i]] for pair in some]
+                where = np.concatenate([np.arange(row.start, row.stop) for row in theirs])
+                pieces.append(_Piece(*self._stack(i, some), where, own[:, first:last]))
+                first, entries = last, 0
+        return pieces
+
+    def _stack(self, i: int, pairs: list[Pair]) -> tuple[np.ndarray, np.ndarray]:
+        """Their tables, a row for each of the node's labels, and where each starts."""
+        key = tuple((id(self.pairs[pair]), pair[0] == i) for pair in pairs)
+        if key not in self._stacks:
+            tables = [self.pairs[pair] if first else self.pairs[pair].T for pair, (_, first) in zip(pairs, key, strict=True)]
+            starts = np.cumsum([0, *(table.shape[1] for table in tables[:-1])])
+            self._stacks[key] = np.ascontiguousarray(tables[0]) if len(tables) == 1 else np.concatenate(tables, axis=1), starts
+        return self._stacks[key]
 
 
 def _moved(table: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:

@@ -12,6 +12,7 @@ Complexity: sweeps x table entries, then nodes x kept labels ** (induced width +
 from __future__ import annotations
 
 import math
+from itertools import count
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from autoshard.search.searcher import Progress, silent
 
 SWEEPS = 20  # of message passing between attempts at a proof
 MOST_SWEEPS = 60  # where an answer is one of many, or tables are large
+LENIENT = 5  # times the tolerance, at most
 ROUNDING = 1e-9  # relative; sums of a few thousand terms in double precision are exact to 1e-12
 
 
@@ -31,7 +33,7 @@ class Shells:
 
     Attributes:
         max_sweeps: how often message passing may go over the nodes.
-        tolerance: the gap at which no more sweeps are tried.
+        tolerance: the gap at which nothing more is tried, after the first attempt.
         sweeps, shells, width: so far; the width is the largest of an elimination.
     """
 
@@ -54,37 +56,51 @@ class Shells:
         most = self.max_sweeps if max_sweeps is None else min(max_sweeps, self.max_sweeps)
         passing = Passing(tables.unary, tables.pairs, sent)
         best, cost, sweeps = None, math.inf, 0
-        while True:
+        for attempt in count(1):
             done = passing.run(SWEEPS, progress=self.progress)
             sweeps += done
             moved = passing.normalised(sweeps)
             last = done < SWEEPS or sweeps >= most
-            found, bound = self.widened(tables, moved, math.inf if last else self.tolerance)
+            found, bound = self.widened(tables, moved, attempt, last)
             best, cost = min(((best, cost), (found, table_cost(tables.unary, tables.pairs, found))), key=lambda labelled: labelled[1])
-            if last or cost - bound <= self.tolerance * abs(cost):
-                self.sweeps += sweeps
-                assert best is not None
-                return best, min(bound, cost), moved
+            if last or cost - bound <= self.tolerated(attempt) * abs(cost):
+                break
+        self.sweeps += sweeps
+        assert best is not None
+        return best, min(bound, cost), moved
 
-    def widened(self, tables: Tables, moved: Reparametrisation, within: float = math.inf) -> tuple[np.ndarray, float]:
+    def tolerated(self, attempt: int) -> float:
+        """The gap at which nothing more is tried: each attempt takes as long as the first, and finds less."""
+        return self.tolerance * min(attempt, LENIENT)
+
+    def widened(self, tables: Tables, moved: Reparametrisation, attempt: int = 1, last: bool = True) -> tuple[np.ndarray, float]:
         """The best labels of ever wider shells, and the bound that is proven by then.
 
+        An answer within what is tolerated uses no label of a reduced cost above that: shells begin far inside it. Once there is one, a proof
+        is tried at once, and then whatever takes few more shells.
+
         Args:
-            within: the gap that the first shell has to leave, relative, for wider ones to be worth their time.
+            attempt: how many there were, this one included.
+            last: whether there are to be no others; before that no shell is wider than a quarter of what is tolerated.
         """
         rounding = ROUNDING * abs(moved.bound)
-        delta = rounding
+        delta, too_wide = rounding, math.inf
         try:
             best = self._shell(tables, moved, delta)
         except SearchLimitError:
             best = self._shell(tables, moved, delta, [int(reduced.argmin()) for reduced in moved.reduced])
         cost = table_cost(tables.unary, tables.pairs, best)
-        if cost - moved.bound > within * abs(cost):
-            return best, moved.bound
-        too_wide = math.inf
-        while cost > moved.bound + delta and too_wide > 1.25 * delta:
-            gap = cost - moved.bound + rounding
-            wider = min(max(4 * delta, gap / 64) if too_wide == math.inf else math.sqrt(delta * too_wide), gap)
+        while (gap := cost - moved.bound) > delta:
+            enough = self.tolerated(attempt) * abs(cost)
+            good = gap <= enough
+            if too_wide <= delta * (1.25 if last and not good else 4) or not (last or good) and delta >= enough / 4:
+                break
+            if good and gap + rounding < too_wide:
+                wider = gap + rounding
+            elif too_wide == math.inf:
+                wider = min(max(4 * delta, min(gap / 64, enough / 16 or gap)), gap + rounding)
+            else:
+                wider = max(too_wide / 4, math.sqrt(delta * too_wide))
             self.progress("shells", delta / gap)
             try:
                 found = self._shell(tables, moved, wider)

@@ -1,0 +1,158 @@
+"""What nodes offer on a mesh: labels, and the layouts that these give to their slots.
+
+Costs are none of it, so that it is the same wherever the mesh's axes are placed, and equal rules share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from autoshard.ir import NOWHERE, Dims, Rule, divides, layout_number, layouts, legal_choices, shift_layout
+from autoshard.problem.nodes import Node, Signature
+
+Label = tuple[Any, ...]
+"""A `Choice` for an op node, a `Layout` for a layout node."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Offer:
+    """Labels of a node.
+
+    Attributes:
+        labels: ``n`` of them; none where pins leave none.
+        positions: where each stands.
+        slots: per slot the layout numbers ``(n,)``.
+    """
+
+    labels: tuple[Label, ...]
+    positions: Mapping[Label, int]
+    slots: tuple[np.ndarray, ...]
+
+
+class Offers:
+    """The offers of a program's nodes on meshes of some sizes."""
+
+    def __init__(self, signatures: Sequence[Signature], sizes: tuple[int, ...]):
+        self.signatures = signatures
+        self.sizes = sizes
+        self._offers: dict[tuple[int, Label, tuple[int, ...]], Offer] = {}
+        self._choices: dict[tuple[Rule, Label, tuple[int, ...]], tuple[list[Label], np.ndarray]] = {}
+        self._numbers: dict[tuple, np.ndarray] = {}
+
+    def offer(self, node: Node, kind: int, label: Label, free: tuple[int, ...]) -> Offer:
+        """The labels that differ from a given one on the free axes only.
+
+        Args:
+            kind: a number that nodes of equal keys share.
+        """
+        key = kind, label, free
+        if (found := self._offers.get(key)) is None:
+            found = self._offers[key] = self._offer(node, label, free)
+        return found
+
+    def most_labels(self, node: Node, n_free: int) -> int:
+        """How many labels a node has with so many axes free, before those that are not legal go."""
+        return (len(_atoms(self._rule(node))) if node.leader >= 0 else len(node.head[1]) + 1) ** n_free
+
+    def _rule(self, node: Node) -> Rule:
+        return self.signatures[node.head[1]].rule
+
+    def _offer(self, node: Node, label: Label, free: tuple[int, ...]) -> Offer:
+        if node.leader >= 0:
+            labels, array = self._legal(self._rule(node), label, free)
+        else:
+            shape = node.head[1]
+            labels = [option for option in _vary(label, free, range(-1, len(shape))) if divides(option, shape, self.sizes)]
+            array = np.array(labels, dtype=np.int64).reshape(len(labels), -1)
+        slots: list[np.ndarray] = []
+        for derivation in node.slots:
+            slots.append(self._slot(node, derivation, label, free, array, slots))
+        keep = np.ones(len(labels), dtype=bool)
+        for numbers in slots:
+            keep &= numbers >= 0
+        for slot, rank, pin in node.pins:
+            options = layouts(rank, len(self.sizes))
+            keep &= np.array([all(options[number][axis] in pin[axis] for axis in free) for number in slots[slot]], dtype=bool)
+        if not keep.all():
+            labels = [label for label, kept in zip(labels, keep, strict=True) if kept]
+            slots = [numbers[keep] for numbers in slots]
+        return Offer(tuple(labels), {label: i for i, label in enumerate(labels)}, tuple(slots))
+
+    def _legal(self, rule: Rule, label: Label, free: tuple[int, ...]) -> tuple[list[Label], np.ndarray]:
+        """The legal choices of a rule, also as an array ``(n, n_axes, 2)``."""
+        key = rule, label, free
+        if key not in self._choices:
+            labels = legal_choices(rule, _vary(label, free, _atoms(rule)), self.sizes)
+            self._choices[key] = labels, np.array(labels, dtype=np.int64).reshape(len(labels), len(self.sizes), 2)
+        return self._choices[key]
+
+    def _slot(
+        self, node: Node, derivation: tuple, label: Label, free: tuple[int, ...], labels: np.ndarray, slots: list[np.ndarray]
+    ) -> np.ndarray:
+        """The layout number of a slot by label; -1 where it has none."""
+        match derivation:
+            case ("layout",):
+                return _numbers(labels, len(node.head[1]))
+            case ("operand" | "result" as side, position):
+                rule = self._rule(node)
+                key = rule, side, position, label, free
+                if key not in self._numbers:
+                    dims = (rule.operands if side == "operand" else rule.results)[position]
+                    where = np.full(len(rule.factors) + 1, -1)  # by factor; the last is none
+                    for dim, factors in enumerate(dims):
+                        where[list(factors)] = dim
+                    layout, scattered = where[labels[..., 0]], labels[..., 1]
+                    self._numbers[key] = _numbers(layout if side == "operand" else np.where(scattered >= 0, scattered, layout), len(dims))
+                return self._numbers[key]
+            case ("via", slot, source, target):
+                return self._table(_via_table, source, target)[slots[slot]]
+            case ("shift", slot, rank, by):
+                return self._table(_shift_table, rank, by)[slots[slot]]
+        raise AssertionError(derivation)
+
+    def _table(self, made_by, *args) -> np.ndarray:
+        if (key := (made_by, *args)) not in self._numbers:
+            self._numbers[key] = made_by(*args, len(self.sizes))
+        return self._numbers[key]
+
+
+def _atoms(rule: Rule) -> list[tuple[int, int]]:
+    """What one mesh axis may do to an op: nothing, split a factor, or split a reduced factor and scatter the sum."""
+    atoms = [NOWHERE]
+    for factor, entry in enumerate(rule.factors):
+        if entry.shardable and entry.size > 1:
+            atoms.append((factor, -1))
+            if entry.kind == "reduction" and entry.operator == "sum" and len(rule.results) == 1:
+                atoms.extend((factor, dim) for dim in range(len(rule.results[0])))
+    return atoms
+
+
+def _vary(label: Label, free: tuple[int, ...], atoms: Iterable) -> list[Label]:
+    """The labels that differ from the given one on the free axes only."""
+    options = tuple(atoms)
+    return list(product(*(options if axis in free else (atom,) for axis, atom in enumerate(label))))
+
+
+def _numbers(dims: np.ndarray, rank: int) -> np.ndarray:
+    """The numbers ``(n,)`` of layouts ``(n, n_axes)``."""
+    return (dims + 1) @ (rank + 1) ** np.arange(dims.shape[1])
+
+
+def _via_table(source: Dims, target: Dims, n_axes: int) -> np.ndarray:
+    """Layout number of a follower's result by that of its operand; -1 where a dimension has nowhere to go."""
+    where = {factors[0]: dim for dim, factors in enumerate(target) if factors}
+    moved = []
+    for layout in layouts(len(source), n_axes):
+        dims = [where.get(source[dim][0], -2) if dim >= 0 and source[dim] else (-1 if dim < 0 else -2) for dim in layout]
+        moved.append(-1 if -2 in dims else layout_number(tuple(dims), len(target)))
+    return np.array(moved, dtype=np.int64)
+
+
+def _shift_table(rank: int, by: int, n_axes: int) -> np.ndarray:
+    moved = [shift_layout(layout, by) for layout in layouts(rank, n_axes)]
+    return np.array([-1 if layout is None else layout_number(layout, rank + by) for layout in moved], dtype=np.int64)
