@@ -54,7 +54,7 @@ def test_no_legal_choice_is_forgotten(program):
                 choice
                 for choice in product(atoms, repeat=len(sizes))
                 if all(factor < 0 or rule.factors[factor].size > 1 for factor, _ in choice)
-                and all(scatter < 0 or factor >= 0 and rule.factors[factor].operator == "sum" for factor, scatter in choice)
+                and all(scatter < 0 or (factor >= 0 and rule.factors[factor].operator == "sum") for factor, scatter in choice)
                 and legal(rule, choice, sizes)
             }
             assert set(problem._joint(index).labels) == every
