@@ -27,6 +27,7 @@ that, and half of it where a group spans a box of 8 or more chips in two dimensi
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -47,9 +48,11 @@ class Communication:
 
     Attributes:
         links: one per mesh axis, in mesh order; see `Cluster.links`.
+        shares: per kind, which share of its seconds is charged; all of them unless given.
     """
 
     links: tuple[Link, ...]
+    shares: Mapping[str, float] = field(default_factory=dict)
     _lines: dict[tuple[str, frozenset[int]], tuple[Line, ...]] = field(default_factory=dict, repr=False)
 
     def seconds(self, kind: str, nbytes: Bytes, axes: tuple[int, ...]) -> Bytes:
@@ -63,7 +66,8 @@ class Communication:
         key = (kind, frozenset(axes))
         lines = self._lines.get(key)
         if lines is None:
-            lines = self._lines[key] = self._find(kind, sorted(key[1]))
+            share = self.shares.get(kind, 1.0)
+            lines = self._lines[key] = tuple((fixed * share, each * share) for fixed, each in self._find(kind, sorted(key[1])))
         least = _on(lines[0], nbytes)
         for line in lines[1:]:
             other = _on(line, nbytes)

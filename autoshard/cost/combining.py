@@ -5,18 +5,19 @@ what the first one needs first, and takes all_reduces of one data type and one g
 brings. So the scalar loss of a mixture of experts is sent with the shares of its experts that the backward pass reads (``all-reduce.34 =
 (f32[8], f32[8], f32[], f32[8], f32[8])`` of a train step with sharded state), but with the gradients of its routers where those are
 all_reduced too, since they need the shares (``(f32[8], f32[8])`` and ``(bf16[8,1024], bf16[8,1024], f32[], f32[8], f32[8])`` of libtpu
-0.0.42).
+0.0.42). So are those that are scattered, but not in whole tiles: ``bf16[8,768]`` and ``bf16[4,1024]`` over eight devices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import permutations
 
 from autoshard.cost.compute import is_matrix
 from autoshard.cost.fusion import REDUCTIONS, Fusion, is_call
 from autoshard.cost.reshard import Step
-from autoshard.ir import Graph
+from autoshard.ir import Graph, Value, shard_counts
 
 # XLA:TPU sends gradients in groups of so much: all_reduces of several are of at most 125.8 MB in all programs that were seen.
 COMBINED_BYTES = 120 * 2**20
@@ -100,16 +101,19 @@ def _first_results(graph: Graph) -> tuple[int, ...]:
     return tuple(found)
 
 
-def sent_with(graph: Graph, sums: Sums, partials: Mapping[int, Step], op: int) -> tuple[int, ...]:
+def sent_with(graph: Graph, sums: Sums, partials: Mapping[int, Step], op: int, mesh: tuple[int, ...]) -> tuple[int, ...]:
     """The other sums that one all_reduce combines with an op's.
 
     Args:
         partials: per op index how its result is combined.
+        mesh: the sizes of the mesh's axes.
     """
     ops, values = graph.walk(), graph.values
 
     def kind(k: int) -> tuple[str, tuple[int, ...], str]:
-        return partials[k].kind, partials[k].axes, values[ops[k].results[0]].dtype
+        value, step = values[ops[k].results[0]], partials[k]
+        scattered = step.kind == "reduce_scatter" and in_whole_tiles(value, step, mesh)
+        return step.kind if scattered else "all_reduce", step.axes, value.dtype
 
     if op not in sums.place or partials[op].kind != "all_reduce":
         return ()
@@ -126,3 +130,12 @@ def sent_with(graph: Graph, sums: Sums, partials: Mapping[int, Step], op: int) -
         waits |= sums.needs[k]
         nbytes += partials[k].nbytes
     return tuple(k for k in group if k != op) if op in group else ()
+
+
+def in_whole_tiles(value: Value, step: Step, mesh: tuple[int, ...]) -> bool:
+    """Whether a device's part of what is scattered fills tiles of 128 lanes and 8 rows, whichever dimensions are innermost.
+
+    Otherwise XLA:TPU makes an all_reduce and slices of it, mostly: 812 of 824 ``all-reduce-scatter`` in 390 programs have such parts.
+    """
+    local = [size / count for size, count in zip(value.shape, shard_counts(step.target, value.rank, mesh), strict=True)]
+    return any(lanes % 128 == 0 and rows % 8 == 0 for lanes, rows in permutations(local, 2))

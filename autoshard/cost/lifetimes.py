@@ -24,6 +24,8 @@ class Lifetimes:
         starts, ends: per op index the moment in which what it is part of starts to read, and the one after it has written; one past
             the last for the program's results.
         reads: per moment in which a kernel starts, the buffers that it reads, by their positions.
+        places: per value that has a buffer its position.
+        put_off: per moment in which a kernel starts, until when it can wait: what reads its results waits for others until then.
     """
 
     values: tuple[int, ...]
@@ -34,6 +36,8 @@ class Lifetimes:
     starts: tuple[int, ...]
     ends: tuple[int, ...]
     reads: dict[int, tuple[int, ...]]
+    places: dict[int, int]
+    put_off: dict[int, int]
 
 
 def lifetimes(graph: Graph, fusion: Fusion) -> Lifetimes:
@@ -110,7 +114,32 @@ def _lifetimes(graph: Graph, fusion: Fusion, kernels: tuple[Kernel, ...]) -> Lif
         starts=tuple(starts),
         ends=tuple(ends),
         reads={start: tuple(places[value] for value in found if value in places) for start, found in reads.items()},
+        places=places,
+        put_off=_put_off(kernels, starts, ends),
     )
+
+
+def _put_off(kernels: tuple[Kernel, ...], starts: list[int], ends: list[int]) -> dict[int, int]:
+    """Per moment in which a kernel outside of loops starts, until when it can wait for nobody to wait for it alone; O(n).
+
+    A kernel waits for the last of what it reads. One whose readers wait for others, themselves or through what they make, is as good then.
+    What only makes results holds nobody up; where all readers do, a kernel is not put off.
+    """
+    ready: dict[int, int] = {value: ends[kernel.op] for kernel in kernels for value in kernel.makes}
+    readers: dict[int, list[Kernel]] = {}
+    for kernel in kernels:
+        for value in kernel.reads:
+            readers.setdefault(value, []).append(kernel)
+    until: dict[int, int | None] = {}
+    for kernel in reversed(kernels):
+        found: list[int] = []
+        for reader in {reader.op: reader for value in kernel.makes for reader in readers.get(value, ())}.values():
+            others = max((ready.get(value, 0) for value in reader.reads if value not in kernel.makes), default=0)
+            waits = others if others > ends[kernel.op] else until.get(reader.op)
+            if waits is not None:
+                found.append(waits)
+        until[kernel.op] = min(found, default=None)
+    return {starts[kernel.op]: max(starts[kernel.op], until[kernel.op] or 0) for kernel in kernels}
 
 
 def _reads(bodies: Iterable[tuple[Kernel, ...]]) -> Iterable[int]:

@@ -104,7 +104,7 @@ def peak_memory(
             born = _at_once(times, fusion.begun)
             dies = _one_later(times, {op for op, step in partials.items() if step.nbytes > share(ops[op].results[0])})
         more += _arranged(profile, assignment, bool(copies))
-        more += _early(profile, partials, sizes)
+        more += _early(profile, partials, sizes, mesh)
         copied = {value for value, _ in copies}
         more += [
             (share(value) / 2, times.starts[first], times.ends[last])
@@ -207,19 +207,22 @@ def _one_later(times: Lifetimes, scattered: set[int]) -> np.ndarray:
     return dies
 
 
-def _early(profile: Profile, partials: Mapping[int, Step], sizes: Sequence[float]) -> Iterator[tuple[float, int, int]]:
+def _early(
+    profile: Profile, partials: Mapping[int, Step], sizes: Sequence[float], mesh: tuple[int, ...]
+) -> Iterator[tuple[float, int, int]]:
     """Bytes, birth and death of what the sums of scalars are made of, where they are sent with what is wanted earlier.
 
     A loss that nothing reads is computed last otherwise, when activations are gone. Of what is sent with it gradients are not waited for
-    before the last of them is made.
+    before the last of them is made, and nothing is before what reads it with something else could run.
     """
     times, first, graph = profile.lifetimes, profile.combined.first, profile.graph
     late: dict[int, dict[int, None]] = {}  # per moment the buffers of all that is due then: sums of one value are made of it together
     for loss in partials:
         if graph.values[graph.walk()[loss].results[0]].rank:
             continue
-        others = sent_with(graph, profile.combined, partials, loss)
-        wanted = [times.starts[reader] for op in others for reader in profile.readers[graph.walk()[op].results[0]]]
+        others = sent_with(graph, profile.combined, partials, loss, mesh)
+        readers = (reader for op in others for reader in profile.readers[graph.walk()[op].results[0]])
+        wanted = [times.put_off.get(times.starts[reader], times.starts[reader]) for reader in readers]
         made = [times.starts[op] for op in others if first[op] != first[loss]]
         due = max(min(wanted, default=times.moments), max(made, default=0))
         if due < times.starts[loss]:
@@ -231,21 +234,20 @@ def _early(profile: Profile, partials: Mapping[int, Step], sizes: Sequence[float
 
 def _made_after(profile: Profile, op: int, moment: int) -> list[int]:
     """The buffers that an op needs and that are made after a moment, by their positions."""
-    places = {value: k for k, value in enumerate(profile.lifetimes.values)}
-    makers = {value: maker for maker in profile.graph.walk() for value in maker.results}
-    born, root, late = profile.lifetimes.born, profile.fusion.root, dict[int, None]()
-    reached, queue = {op}, [profile.graph.walk()[op]]
+    born, places, root, ops = profile.lifetimes.born, profile.lifetimes.places, profile.fusion.root, profile.graph.walk()
+    late: dict[int, None] = {}
+    reached, queue = {op}, [op]
     while queue:
-        reader = queue.pop()
+        reader = ops[queue.pop()]
         for value in (*reader.operands, *(flow.value for holder in reader.holders for flow in holder.sources)):
-            place = places.get(root[value])
+            place, maker = places.get(root[value]), profile.makers[value]
             if place is not None and born[place] <= moment:
                 continue
             if place is not None:
                 late[place] = None
-            if value in makers and makers[value].index not in reached:
-                reached.add(makers[value].index)
-                queue.append(makers[value])
+            if maker is not None and maker not in reached:
+                reached.add(maker)
+                queue.append(maker)
     return list(late)
 
 

@@ -60,13 +60,13 @@ class CostModel:
 
     Attributes:
         cluster, mesh: what is modelled.
-        communication: seconds of a collective on mesh axes.
+        communication: seconds of a collective on mesh axes, or the share of them that is charged for its kind.
     """
 
-    def __init__(self, cluster: Cluster, mesh: Mesh):
+    def __init__(self, cluster: Cluster, mesh: Mesh, shares: Mapping[str, float] | None = None):
         self.cluster = cluster
         self.mesh = mesh
-        self.communication = Communication(cluster.links(mesh))
+        self.communication = Communication(cluster.links(mesh), shares or {})
         self._roofline = Roofline(cluster.device)
         self._byte_seconds = 1 / cluster.device.memory_rate
         self._reshards = Reshards(mesh, self.communication, ALL_TO_ALL_PASSES * self._byte_seconds)

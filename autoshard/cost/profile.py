@@ -31,6 +31,7 @@ class Profile:
         lifetimes: when they do.
         traffic, kernel_traffic: per op index, what it moves to and from memory: on its own, and in the kernels that XLA:TPU makes.
         readers: per value, the op indices that read it (control flow reads what it hands to its bodies).
+        makers: per value, the index of the op that makes it; None where none does.
         wanted: per value, whether an op reads it or the program returns it.
         portable: per value, whether reading it in another layout writes nothing to memory that would not lie there: it does anyway, or is
             computed from smaller values wherever it is read.
@@ -51,6 +52,7 @@ class Profile:
     traffic: tuple[Traffic, ...]
     kernel_traffic: tuple[Traffic, ...]
     readers: tuple[tuple[int, ...], ...]
+    makers: tuple[int | None, ...]
     wanted: tuple[bool, ...]
     portable: tuple[bool, ...]
     settled: tuple[bool, ...]
@@ -79,6 +81,7 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...]) -> Profile:
     flops = tuple(op_flops(op, rules[op.index], values) for op in graph.walk())
     sums = partial_sums(graph, readers)
     traffic, kernel_traffic = traffic_by_op(graph, fusion.materialised), traffic_by_kernel(graph, fusion)
+    makers = {value: op.index for op in graph.walk() for value in op.results}
     wanted = tuple(bool(found) or value in returned for value, found in enumerate(readers))
     return Profile(
         graph=graph,
@@ -90,6 +93,7 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...]) -> Profile:
         traffic=traffic,
         kernel_traffic=kernel_traffic,
         readers=tuple(map(tuple, readers)),
+        makers=tuple(map(makers.get, range(len(values)))),
         wanted=wanted,
         portable=_portable(graph, free, fusion.materialised),
         settled=tuple(free[value] or not values[value].shape for value in range(len(values))),

@@ -6,14 +6,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from autoshard.cluster import Cluster
 from autoshard.cost.combining import COMBINED_BYTES, sent_with
-from autoshard.cost.memory import _early
+from autoshard.cost.memory import _early, peak_memory
 from autoshard.cost.profile import profile
 from autoshard.cost.reshard import Step
+from autoshard.ir import Assignment, Mesh
 from autoshard.rules import rules_of
 from autoshard.trace import trace
 
-ROWS, WIDTH = 4096, 64
+ROWS, WIDTH = 4096, 128
 
 
 def step(w, x):
@@ -22,21 +24,28 @@ def step(w, x):
     return w - usage @ w - (jnp.cos(x) * usage).sum(0).sum(), (x @ w).sum()
 
 
-def sums_with_loss(kinds=("all_reduce",) * 3, nbytes=256.0):
+def sums_with_loss(kinds=("all_reduce",) * 3, nbytes=256.0, devices=8):
     """What is combined with the loss of the three sums: the statistic, what the update makes of it, and the loss."""
-    w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((WIDTH, WIDTH), (ROWS, WIDTH)))
+    w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((WIDTH, WIDTH), (ROWS, WIDTH, WIDTH)))
     graph = trace(step, w, x).graph
     facts = profile(graph, rules_of(graph))
-    over_rows = [op.index for op in graph.walk() if op.primitive == "reduce_sum" and graph.values[op.operands[0]].shape == (ROWS, WIDTH)]
+    whole = ROWS, WIDTH, WIDTH
+    over_rows = [op.index for op in graph.walk() if op.primitive == "reduce_sum" and graph.values[op.operands[0]].shape == whole]
     partials = {
-        op: Step(kind, (0,), (-1,), (-1,), 4.0 if op == over_rows[-1] else nbytes, 0.0) for op, kind in zip(over_rows, kinds, strict=True)
+        op: Step(kind, (0,), (-1,), (0 if kind == "reduce_scatter" else -1,), 4.0 if op == over_rows[-1] else nbytes, 0.0)
+        for op, kind in zip(over_rows, kinds, strict=True)
     }
-    return [over_rows.index(op) for op in sent_with(graph, facts.combined, partials, over_rows[-1])]
+    return [over_rows.index(op) for op in sent_with(graph, facts.combined, partials, over_rows[-1], (devices,))]
 
 
 def test_a_loss_is_sent_with_a_statistic_that_the_update_needs():
     """Where nothing that needs the statistic is all_reduced between, one collective takes both."""
     assert sums_with_loss(("all_reduce", "reduce_scatter", "all_reduce")) == [0]
+
+
+def test_what_is_scattered_in_parts_of_tiles_is_all_reduced():
+    """A gradient of 128 rows over 32 devices has four for each, half a tile: it takes the loss as if nobody scattered it."""
+    assert sums_with_loss(("all_reduce", "reduce_scatter", "all_reduce"), devices=32) == [1]
 
 
 def test_what_needs_a_sum_is_sent_after_it():
@@ -65,4 +74,30 @@ def test_losses_of_one_value_wait_for_it_together(n_losses):
     sums = [op for op in graph.walk() if op.primitive == "reduce_sum"]
     partials = {op.index: Step("all_reduce", (0,), (-1,), (-1,), float(graph.values[op.results[0]].nbytes), 0.0) for op in sums}
     sizes = [float(graph.values[value].nbytes) for value in facts.lifetimes.values]
-    assert sum(nbytes for nbytes, _, _ in _early(facts, partials, sizes)) == ROWS * WIDTH * 4
+    assert sum(nbytes for nbytes, _, _ in _early(facts, partials, sizes, (8,))) == ROWS * WIDTH * 4
+
+
+def test_a_loss_that_is_sent_early_is_made_beside_the_activations():
+    """What a loss is made of is in memory with what is still read where a statistic waits for the same all_reduce, else after that.
+
+    A mixture of experts near the limit was predicted at 0.80 of what libtpu 0.0.42 takes of it without this.
+    """
+    rows, width = 2**14, 2**12
+    w, v, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((width, width), (width, width), (rows, width)))
+
+    def trained(w, v, x):
+        kept = jnp.sort(x)
+        updated = w - x.T @ (kept * kept.mean(0))
+        return updated, (3.0 * (jnp.cos(x) @ v)).sum()
+
+    graph = trace(trained, w, v, x, donate_argnums=0).graph
+    facts = profile(graph, rules_of(graph))
+    statistic, loss = [op for op in graph.walk() if op.primitive == "reduce_sum"]
+    device, assignment = Cluster.parse("v5e:2x4").device, Assignment(Mesh.of({"data": 8}), {}, {}, {})
+
+    def held(*sent):
+        partials = {op.index: Step("all_reduce", (0,), (-1,), (-1,), float(graph.values[op.results[0]].nbytes), 0.0) for op in sent}
+        return peak_memory(facts, assignment, {}, partials, device).nbytes - 4 * (w.size + v.size + x.size)
+
+    assert held(loss) == rows * width * 4
+    assert held(statistic, loss) - held(loss) == rows * width * 2  # what is kept is rounded, as products read it

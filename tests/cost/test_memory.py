@@ -293,6 +293,20 @@ def test_kernels_read_what_is_stored_before():
         assert fuse(facts.graph, facts.free) == facts.fusion
 
 
+def test_what_others_hold_up_can_wait():
+    """A small value made early for a sum with the end of a chain can wait for that; the chain cannot."""
+
+    def program(x, y):
+        small = jnp.sort(x)
+        chain = jnp.sort(jnp.sort(jnp.sort(y)))
+        return jnp.sort(small + chain)
+
+    facts = facts_of(program, floats(64), floats(64))
+    times, (small, *chain) = facts.lifetimes, [op.index for op in facts.graph.walk() if op.primitive == "sort"]
+    assert times.put_off[times.starts[small]] == times.ends[chain[-2]] > times.ends[small]
+    assert all(times.put_off[times.starts[op]] == times.starts[op] for op in chain)
+
+
 def _flat(program):
     fn, args = program
     return (fn, *args)
