@@ -7,15 +7,22 @@ for all assignments of the mesh.
 Baselines are always asked. Automatic searchers, which all minimise the judge's objective, are asked until one's answer is *settled*: on a
 cluster that waits for all collectives but permutes it is within `TOLERANCE` of the lower bound, and its makespan of its objective. No
 other's objective can be less by more than that, and its makespan only by permutes that it hides and by what compilers combine or narrow.
+
+*What hides.* The objective charges all communication, the makespan what no compute hides of it. So where no answer is settled and some
+of the answers' communication hides, recursive programming is asked once more, with each kind of collective charged the share of its
+seconds that all answers together expose: one more answer for the judge, whose bound is not one of the objective.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from autoshard.cost.model import CostModel
 from autoshard.cost.record import Cost
 from autoshard.errors import InfeasibleError, SearchLimitError
 from autoshard.problem import Problem
@@ -67,13 +74,17 @@ class Auto:
         for number, member in enumerate(self.members):
             if member.automatic and any(_settled(problem, solution) for solution, _ in found):
                 continue
-            progress(member.name, number / len(self.members))
+            own = part(progress, number / (1 + len(self.members)), 1 / (1 + len(self.members)))
+            own(member.name, 0.0)
             try:
-                found.append((member.solve(problem, part(progress, number / len(self.members), 1 / len(self.members))), member))
+                found.append((member.solve(problem, own), member))
             except SearchLimitError as error:
                 too_large.append(error)
             except InfeasibleError as error:
                 refused.append(error)
+        if not any(_settled(problem, solution) for solution, _ in found):
+            last = part(progress, len(self.members) / (1 + len(self.members)), 1 / (1 + len(self.members)))
+            found += self._hiding(problem, [solution.judgement.cost for solution, _ in found], last)
         if not found:
             if not refused:
                 raise too_large[0]
@@ -94,6 +105,34 @@ class Auto:
             ),
             stats={**best.stats, "members": len(found), "search_seconds": time.perf_counter() - started},
         )
+
+    def _hiding(self, problem: Problem, costs: Iterable[Cost], progress: Progress) -> Iterator[tuple[Solution, Searcher]]:
+        """Recursive programming's answer where collectives cost what is exposed of them, if it is a member and something hides."""
+        member = next((member for member in self.members if isinstance(member, RecursiveProgramming)), None)
+        shares = exposed_shares(costs, problem.model.cluster.asynchronous)
+        if member is None or all(share > 1 - TOLERANCE for share in shares.values()):
+            return
+        model = CostModel(problem.model.cluster, problem.mesh, shares)
+        other = Problem(problem.profile, model, problem.pins, problem.memory_limit_bytes, like=problem)
+        other.learned = problem.learned
+        progress(f"{member.name}, what hides left out", 0.0)
+        with suppress(InfeasibleError, SearchLimitError):
+            solution = member.solve(other, progress)
+            judgement = problem.evaluate(solution.assignment)
+            bound = min(problem.compute_bound(), judgement.cost.objective_seconds)
+            charged = ", ".join(f"{kind} at {format_percent(share)}" for kind, share in sorted(shares.items()))
+            note = f"searched with what hides behind compute left out: {charged} of its seconds"
+            yield replace(solution, judgement=judgement, lower_bound_seconds=bound, notes=(*solution.notes, note)), member
+
+
+def exposed_shares(costs: Iterable[Cost], kinds: Iterable[str]) -> dict[str, float]:
+    """Per kind of collective, if some costs have any of it, the share of its seconds that nothing hides in all of them."""
+    whole, exposed = defaultdict[str, float](float), defaultdict[str, float](float)
+    for cost in costs:
+        for sent in cost.collectives:
+            whole[sent.kind] += sent.seconds * sent.count
+            exposed[sent.kind] += sent.exposed_seconds * sent.count
+    return {kind: min(exposed[kind] / whole[kind], 1.0) for kind in kinds if whole[kind] > 0}
 
 
 def _hides(best: Cost, least: Cost, owner: Searcher) -> Iterator[str]:

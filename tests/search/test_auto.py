@@ -8,20 +8,25 @@ from typing import ClassVar
 
 import pytest
 from problems import eager_cluster, problem_of
-from programs import PROGRAMS
+from programs import PROGRAMS, mlp
 
+from autoshard.cluster import Cluster
+from autoshard.cost.record import Cost
 from autoshard.errors import InfeasibleError, SearchLimitError
+from autoshard.ir import Collective
 from autoshard.search import Auto, DataParallel, DynamicProgramming, RecursiveProgramming
-from autoshard.search.auto import MEMBERS, TOLERANCE
+from autoshard.search.auto import MEMBERS, TOLERANCE, exposed_shares
+
+WAITING = replace(eager_cluster(), overlap=False)  # where nothing hides
 
 
 @pytest.mark.parametrize("program", ["mlp", "convnet", "lstm", "moe"])
 def test_no_member_is_better(program):
-    """The makespan is the least of all members', and the bound the greatest that any proves."""
+    """The makespan is at most the least of all members', and the bound the greatest that any proves."""
     fn, args = PROGRAMS[program]()
     problem = problem_of(fn, *args)
     found, members = Auto().solve(problem), [member.solve(problem) for member in MEMBERS]
-    assert found.judgement.cost.makespan_seconds == min(one.judgement.cost.makespan_seconds for one in members)
+    assert found.judgement.cost.makespan_seconds <= min(one.judgement.cost.makespan_seconds for one in members)
     bound = max(one.lower_bound_seconds for one in members)
     assert found.lower_bound_seconds == min(bound, found.judgement.cost.objective_seconds)
 
@@ -34,7 +39,7 @@ def test_no_member_is_asked_twice(monkeypatch):
     monkeypatch.setattr(RecursiveProgramming, "solve", lambda *of: asked.append(of) or solve(*of))
     for limit in (0.999 * free, 1000.0):
         with suppress(InfeasibleError):
-            Auto().solve(problem_of(fn, *args, memory_limit_bytes=limit))
+            Auto().solve(problem_of(fn, *args, cluster=WAITING, memory_limit_bytes=limit))
     assert len(asked) == 2
 
 
@@ -70,8 +75,7 @@ def test_a_gap_beside_a_smaller_makespan_is_explained():
 def test_members_may_refuse():
     """What one member cannot do another does; where none can, the smallest peak is named."""
     fn, args = PROGRAMS["mlp"]()
-    problem = problem_of(fn, *args)
-    alone = Auto(members=(Refusing(), RecursiveProgramming())).solve(problem)
+    alone = Auto(members=(Refusing(), RecursiveProgramming())).solve(problem_of(fn, *args, cluster=WAITING))
     assert alone.stats["members"] == 1
     assert alone.notes == ("found by recursive_programming, the fastest of 1 that auto asked", "too large")
     with pytest.raises(InfeasibleError, match=r"smallest peak that \d searchers found.*Use more devices"):
@@ -95,7 +99,7 @@ def test_a_mesh_of_many_axes_is_searched_without_being_asked():
     others = tuple(member for member in MEMBERS if not isinstance(member, DynamicProgramming))
     found = Auto((small, *others)).solve(problem)
     assert "dynamic programming keeps all axes' tables" in found.notes[-1]
-    assert found.judgement.cost.makespan_seconds == min(one.solve(problem).judgement.cost.makespan_seconds for one in others)
+    assert found.judgement.cost.makespan_seconds <= min(one.solve(problem).judgement.cost.makespan_seconds for one in others)
 
 
 class Counting(RecursiveProgramming):
@@ -108,9 +112,9 @@ class Counting(RecursiveProgramming):
         return super().solve(problem)
 
 
-@pytest.mark.parametrize(("cluster", "overlap", "asked"), [("v5e:2x4", True, 1), ("v5e:2x4", False, 0), ("v5p:2x2x2", True, 0)])
+@pytest.mark.parametrize(("cluster", "overlap", "asked"), [("v5e:2x4", True, 2), ("v5e:2x4", False, 0), ("v5p:2x2x2", True, 0)])
 def test_nobody_else_is_asked_once_an_answer_is_settled(cluster, overlap, asked, monkeypatch):
-    """A proven answer is the end of it where nothing can be hidden, and no member's is faster; where something can, all are asked."""
+    """A proven answer is the end of it where nothing can hide, and no member's is faster; else all are asked, the recursive one twice."""
     monkeypatch.setattr(Counting, "asked", [])
     fn, args = PROGRAMS["moe"]()
     problem = problem_of(fn, *args, cluster=replace(eager_cluster(cluster), overlap=overlap))
@@ -119,3 +123,27 @@ def test_nobody_else_is_asked_once_an_answer_is_settled(cluster, overlap, asked,
     assert len(Counting.asked) == asked
     least = min(member.solve(problem).judgement.cost.makespan_seconds for member in MEMBERS)
     assert found.judgement.cost.makespan_seconds <= least / (1 - 2 * TOLERANCE)
+
+
+def test_what_hides_is_searched_for():
+    """Where compute hides all_gathers, an answer of more objective and less makespan than any member's is found, and says how."""
+    fn, args = mlp(layers=4, width=2048, batch=512)
+    problem = problem_of(fn, *args, cluster=Cluster.parse("v5e:2x4"))
+    found, members = Auto().solve(problem), [member.solve(problem) for member in MEMBERS]
+    assert found.judgement.cost.makespan_seconds < 0.9 * min(one.judgement.cost.makespan_seconds for one in members)
+    assert found.judgement.cost == problem.evaluate(found.assignment).cost
+    assert found.lower_bound_seconds <= found.judgement.cost.objective_seconds
+    assert any(note.startswith("searched with what hides behind compute left out: all_gather at") for note in found.notes)
+
+
+def test_exposed_shares_are_of_all_answers_together():
+    """Of a kind's seconds in all costs the share that nothing hides; kinds that hide nothing, or that nobody has, are left out."""
+    one, two = (
+        Collective("all_gather", ("data",), 8.0, count, seconds=seconds, exposed_seconds=exposed)
+        for count, seconds, exposed in ((3, 2.0, 1.0), (1, 4.0, 0.0))
+    )
+    costs = [
+        Cost(*[0.0] * 7, collectives=(each, Collective("all_reduce", ("data",), 8.0, seconds=1.0, exposed_seconds=1.0)))
+        for each in (one, two)
+    ]
+    assert exposed_shares(costs, ("all_gather", "collective_permute")) == {"all_gather": 0.3}
