@@ -9,7 +9,7 @@ and hand it to those ahead in equal shares; then the same backward. The bound ne
 *The order* is that of least bandwidth (Cuthill and McKee 1969, reversed), so that all neighbours of a node stand near it and costs go far
 in one sweep. It takes a third to a half of the sweeps that program order does, where a parameter stands far from all that reads it.
 
-*Leaps.* Sweeps go on in much the same direction while the bound creeps up. Every third starts from further on in the direction of those
+*Leaps.* Sweeps go on in much the same direction while the bound creeps up. Then every third starts from further on in the direction of those
 before it, and is undone where the bound is not higher for it. Whatever is moved leaves the sum as it is, so this is safe, and it takes
 half of the sweeps again.
 
@@ -40,6 +40,7 @@ Pair = tuple[int, int]
 
 TOLERANCE = 3e-7  # of the bound; a sweep that raises it by less is the last
 LEAPS = 3  # one sweep of so many is a leap
+CREEPING = 0.01  # of the bound; after a sweep that raises it by more a leap goes too far
 SIDE_BY_SIDE = 1 << 13  # entries of tables that are copied to stand side by side: adding to so many takes as long as a few calls
 
 
@@ -171,17 +172,19 @@ class Passing:
             give_up: whether to stop where the sweeps that are left, if they all raised the bound as the last ones did, would not be enough.
         """
         bound = self.bound()
-        since, below = self._taken.copy(), bound
+        since, below, creeps = self._taken.copy(), bound, False
         for sweep in range(max_sweeps):
             if bound >= enough:
                 return sweep
-            if (sweep + 1) % LEAPS:
+            if creeps and (sweep + 1) % LEAPS == 0:
+                bound = self._leap(since, bound)
+            else:
                 self.sweep()
                 old, bound = bound, self.bound()
                 if bound - old <= TOLERANCE * abs(bound):
                     return sweep + 1
-            else:
-                bound = self._leap(since, bound)
+                creeps = bound - old <= CREEPING * abs(bound)
+            if (sweep + 1) % LEAPS == 0:
                 if give_up and bound + (bound - below) / LEAPS * (max_sweeps - sweep - 1) < enough:
                     return sweep + 1
                 since, below = self._taken.copy(), bound
