@@ -116,7 +116,9 @@ class _Judge:
             kept = f"the new {self.graph.argument_paths[argument]} lies where the old one does"
             self._read(value, target, end, 1, self.graph.result_paths[result], lambda *_, kept=kept: kept)
         makespan = self._scheduled(self.region)
-        peak = peak_memory(self.profile, self.assignment, self.copies, self.partials, self.model.cluster.device)
+        rounded = {made for made in self.copied.values() if made in self.copies and self._rounded(made)}
+        copies = self.copies | {made: replace(self.copies[made], rounded=True) for made in rounded}
+        peak = peak_memory(self.profile, self.assignment, copies, self.partials, self.model.cluster.device)
         cost = Cost(
             objective_seconds=self.compute + self.communication + self.saved,
             makespan_seconds=min(makespan, self.compute + self.communication),  # which it exceeds by rounding at most
@@ -303,10 +305,14 @@ class _Judge:
         region.tasks.seconds[task] *= trips
         self.communication += step.seconds * (trips - 1) * sent.trips
 
+    def _rounded(self, copy: tuple[int, Layout]) -> bool:
+        """Whether the compiler rounds what a copy is made of, since all its readers do."""
+        return self.model.cluster.narrows and copy not in self.wide and self.graph.values[copy[0]].dtype == "float32"
+
     def _narrow(self, region: _Region, task: int, position: int) -> None:
         """Halves what is sent for a copy all of whose readers round it."""
         copy = self.copied.get(position)
-        if copy is None or copy in self.wide or self.graph.values[copy[0]].dtype != "float32":
+        if copy is None or not self._rounded(copy):
             return
         sent = self.sent[position]
         step = sent.step

@@ -56,11 +56,12 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A value's copy in another layout: what a device holds of it, and the ops that read it first and last."""
+    """A value's copy in another layout: what a device holds of it, the ops that read it first and last, and whether it is rounded first."""
 
     nbytes: float
     first: int
     last: int
+    rounded: bool = False
 
 
 def peak_memory(
@@ -93,7 +94,7 @@ def peak_memory(
             if fusion.narrow[value]:
                 sizes[k] *= 0.5
     more = [
-        (copy.nbytes / (2 if on_tpu and fusion.rounds[value] else 1), times.starts[copy.first], times.ends[copy.last])
+        (copy.nbytes / (2 if on_tpu and (copy.rounded or fusion.rounds[value]) else 1), times.starts[copy.first], times.ends[copy.last])
         for (value, _), copy in copies.items()
     ]
     stored = _stored(profile, partials, share)

@@ -46,8 +46,12 @@ def rounded_values(graph: Graph, readers: Sequence[Sequence[int]]) -> tuple[bool
 
 
 def rounds_operands(graph: Graph, op: Op, rounded: Sequence[bool]) -> bool:
-    """Whether an op without bodies multiplies its operands, rounded, or rearranges them for what does."""
-    return _rounded(graph, op) if op.primitive in _PRODUCTS else op.primitive in _REARRANGING and rounded[op.results[0]]
+    """Whether an op without bodies rounds its operands or multiplies them, rounded, or rearranges them for what does."""
+    if op.primitive in _PRODUCTS:
+        return _rounded(graph, op)
+    if op.primitive == "convert_element_type":
+        return graph.values[op.results[0]].dtype == "bfloat16"
+    return op.primitive in _REARRANGING and rounded[op.results[0]]
 
 
 def _rounded(graph: Graph, op: Op) -> bool:

@@ -9,7 +9,9 @@ from jax.sharding import PartitionSpec as P
 from problems import eager_cluster
 
 import autoshard
+from autoshard.cluster import Cluster
 from autoshard.cost.evaluate import evaluate
+from autoshard.cost.memory import Copy, peak_memory
 from autoshard.cost.model import CostModel
 from autoshard.cost.profile import profile
 from autoshard.ir import Assignment, Mesh, as_compiled
@@ -41,6 +43,41 @@ def test_gathered_operands_of_products_are_rounded_first(program, cluster, share
     cost = strategy.cost
     assert (cost.compute_seconds + cost.communication_seconds < cost.objective_seconds) == (share < 1)
     assert autoshard.verify(strategy, program, W, X).exact
+
+
+@pytest.mark.parametrize(("dtype", "share"), [(jnp.bfloat16, 0.5), (jnp.int32, 1.0)])
+def test_stacks_that_loops_round_are_rounded_before_they_are_sent(dtype, share, monkeypatch):
+    """A stack of float32 weights that a scan reads whole and rounds slice by slice is gathered, and held, as bfloat16."""
+
+    def program(ws, x):
+        return jax.lax.scan(lambda x, w: (x @ w.astype(dtype), None), x, ws)[0]
+
+    held = []
+    monkeypatch.setattr("autoshard.cost.evaluate.peak_memory", lambda *of: held.append(of[2]) or peak_memory(*of))
+    ws, x = jax.ShapeDtypeStruct((4, 32, 32), jnp.float32), jax.ShapeDtypeStruct((64, 32), dtype)
+    split = {"ws": P(None, "data"), "x": P("data")}
+    strategy = autoshard.search(program, ws, x, cluster="v5e:2x4", mesh={"data": 8}, pins=split, searcher="recursive_programming")
+    (gathered,) = (c for c in strategy.cost.collectives if c.kind == "all_gather" and c.bytes == ws.size * 4)
+    assert sum(c.bytes for c in as_compiled([gathered])) == share * gathered.bytes
+    (copy,) = (copy for copy in held[-1].values() if copy.nbytes == ws.size * 4)
+    assert copy.rounded == (share < 1)
+
+
+@pytest.mark.parametrize(("rounded", "share"), [(True, 0.5), (False, 1.0)])
+def test_rounded_copies_take_half_the_memory(rounded, share):
+    """A copy of what is rounded before it is sent takes the bytes of bfloat16 on a TPU."""
+    cluster = Cluster.parse("v5e:2x4")
+    whole, split = (-1,), (0,)
+    graph = trace(lambda w: jnp.tanh(w), jax.ShapeDtypeStruct((1 << 14, 1 << 14), jnp.float32)).graph
+    (value,), nbytes = graph.arguments, 2.0**30
+    facts, assignment = (
+        profile(graph, rules_of(graph)),
+        Assignment(Mesh.of({"data": 8}), {0: ((0, 0),)}, {value: split, graph.results[0]: split}),
+    )
+    peaks = [
+        peak_memory(facts, assignment, copies, {}, cluster.device).nbytes for copies in ({}, {(value, whole): Copy(nbytes, 0, 0, rounded)})
+    ]
+    assert peaks[1] - peaks[0] == share * nbytes
 
 
 def test_what_others_read_too_keeps_its_bits():
