@@ -34,8 +34,9 @@ from autoshard.errors import InfeasibleError, SearchLimitError
 from autoshard.problem import Messages, Problem, Tables, folded
 from autoshard.search.elimination import table_cost
 from autoshard.search.memory import Fitted, Found, fitted, held_at, priced
+from autoshard.search.passing import Passing
 from autoshard.search.recursive_programming import RecursiveProgramming
-from autoshard.search.reparametrisation import Passing, unfolded
+from autoshard.search.reparametrisation import normalised, unfolded
 from autoshard.search.searcher import Progress, Solution, silent
 from autoshard.search.shells import MOST_SWEEPS, ROUNDING, SWEEPS, Shells
 
@@ -169,7 +170,7 @@ class _Run:
         passing, enough = self._passed(tables, unfolded(self.small, self.learned.sent, tables), self.cost)
         if enough:
             return found, passing.bound() - ROUNDING * self.cost
-        best, bound = self.shells.widened(tables, passing.normalised(self.shells.sweeps))
+        best, bound = self.shells.widened(tables, normalised(passing, self.shells.sweeps))
         answer = [options[label] for options, label in zip(tables.labels, best, strict=True)]
         other = problem.evaluate(problem.assignment(answer))
         fits = problem.memory_limit_bytes is None or other.cost.peak_bytes <= problem.memory_limit_bytes
@@ -216,7 +217,7 @@ class _Run:
 
     def _passed(self, tables: Tables, sent: Messages, cost: float) -> tuple[Passing, bool]:
         """The whole problem's tables after message passing, and whether their bound is as near to an answer's cost as is asked for."""
-        passing = Passing(tables.unary, tables.pairs, sent)
+        passing = Passing(tables.unary, tables.pairs, sent, self.small.classes.tolist() if self.small else None)
         entries = sum(table.size for table in tables.pairs.values())
         left = min(MOST_SWEEPS, 1 + PASSED_ENTRIES // max(entries, 1))
         for attempt in count(1):

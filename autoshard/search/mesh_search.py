@@ -19,7 +19,8 @@ from autoshard.problem import Problem, Tables, folded
 from autoshard.search.baselines import DataParallel
 from autoshard.search.early import Met, watch
 from autoshard.search.memory import Held, held_at, priced
-from autoshard.search.reparametrisation import Passing, unfolded
+from autoshard.search.passing import Passing
+from autoshard.search.reparametrisation import unfolded
 from autoshard.search.searcher import Progress, Searcher, Solution, part, silent
 
 MAX_ENTRIES = 1 << 25  # of tables that are made for a bound alone: 256 MiB
@@ -27,7 +28,7 @@ FOLDED_SWEEPS = 120  # of the folded problem, which are cheap; some of the whole
 SCREENING_SWEEPS = 12  # GPT steps of 8 layers on 64 devices: the bound is within 1 % of the optimum after 8
 LEAST_GAIN = 0.01  # of the objective; a tenth of what the judge's predictions are good for
 BOUNDING_SWEEPS = 10
-BOUNDING_ENTRIES = 1 << 25  # table entries that may be passed for a bound alone: half a second on one core
+BOUNDING_ENTRIES = 1 << 26  # table entries that may be passed for a bound alone: half a second on one core
 
 
 def message_bound(problem: Problem, max_sweeps: int, enough: float = float("inf")) -> float:
@@ -53,7 +54,7 @@ def message_bound(problem: Problem, max_sweeps: int, enough: float = float("inf"
         as_long = max_sweeps * problem.n_nodes // small.n_nodes  # as the whole's sweeps take
         passing.run(min(FOLDED_SWEEPS, as_long), enough * (1 + LEAST_GAIN))
         sent = unfolded(small, passing.sent, tables)
-    passing = Passing(tables.unary, tables.pairs, sent)
+    passing = Passing(tables.unary, tables.pairs, sent, small.classes.tolist() if small else None)
     passing.run(max_sweeps, enough, give_up=enough < float("inf"))
     return max(problem.fixed_seconds() + passing.bound() * (1 - 1e-9) - worth, problem.compute_bound())
 

@@ -19,7 +19,8 @@ import numpy as np
 from autoshard.errors import SearchLimitError
 from autoshard.problem import Messages, Tables
 from autoshard.search.elimination import Eliminator, table_cost
-from autoshard.search.reparametrisation import Passing, Reparametrisation
+from autoshard.search.passing import Passing
+from autoshard.search.reparametrisation import Reparametrisation, normalised
 from autoshard.search.searcher import Progress, silent
 
 SWEEPS = 20  # of message passing between attempts at a proof
@@ -59,7 +60,7 @@ class Shells:
         for attempt in count(1):
             done = passing.run(SWEEPS, progress=self.progress)
             sweeps += done
-            moved = passing.normalised(sweeps)
+            moved = normalised(passing, sweeps)
             last = done < SWEEPS or sweeps >= most
             found, bound = self.widened(tables, moved, attempt, last)
             best, cost = min(((best, cost), (found, table_cost(tables.unary, tables.pairs, found))), key=lambda labelled: labelled[1])
@@ -76,8 +77,8 @@ class Shells:
     def widened(self, tables: Tables, moved: Reparametrisation, attempt: int = 1, last: bool = True) -> tuple[np.ndarray, float]:
         """The best labels of ever wider shells, and the bound that is proven by then.
 
-        An answer within what is tolerated uses no label of a reduced cost above that: shells begin far inside it. Once there is one, a proof
-        is tried at once, and then whatever takes few more shells.
+        An answer within what is tolerated uses no label of a reduced cost above that: shells begin far inside it. Once there is one, a
+        proof is tried at once, and then whatever takes few more shells.
 
         Args:
             attempt: how many there were, this one included.
@@ -93,7 +94,7 @@ class Shells:
         while (gap := cost - moved.bound) > delta:
             enough = self.tolerated(attempt) * abs(cost)
             good = gap <= enough
-            if too_wide <= delta * (1.25 if last and not good else 4) or not (last or good) and delta >= enough / 4:
+            if too_wide <= delta * (1.25 if last and not good else 4) or (not (last or good) and delta >= enough / 4):
                 break
             if good and gap + rounding < too_wide:
                 wider = gap + rounding

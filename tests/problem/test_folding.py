@@ -11,7 +11,8 @@ from autoshard.cluster import Cluster
 from autoshard.problem import Folded, folded
 from autoshard.search import DynamicProgramming
 from autoshard.search.elimination import table_cost
-from autoshard.search.reparametrisation import Passing, reparametrise, unfolded
+from autoshard.search.passing import Passing
+from autoshard.search.reparametrisation import normalised, reparametrise, unfolded
 from autoshard.search.shells import SWEEPS
 
 
@@ -60,7 +61,7 @@ def test_moved_costs_are_moved_in_the_whole_as_well():
     every = whole.tables(range(2), whole.start())
     sent = unfolded(small, reparametrise(own.unary, own.pairs).sent, every)
     moved, plain = Passing(every.unary, every.pairs, sent), Passing(every.unary, every.pairs)
-    shown = moved.normalised(0)
+    shown = normalised(moved, 0)
     rng = np.random.default_rng(0)
     for _ in range(5):
         labels = [rng.integers(len(options)) for options in every.labels]

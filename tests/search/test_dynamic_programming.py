@@ -45,7 +45,7 @@ def test_dynamic_programming_finds_what_brute_force_finds(program):
 @pytest.mark.parametrize("mesh", [{"data": 4, "model": 2}, {"a": 2, "b": 2, "c": 2}], ids=str)
 @pytest.mark.parametrize("program", ["mlp", "lstm", "convnet", "gpt_scan"])
 def test_the_optimum_over_all_axes_is_proven(program, mesh):
-    """Where it is asked for, train steps have no gap on two axes and next to none on three, and sweeps over single axes are never better."""
+    """Asked for the optimum, train steps have no gap on two axes and next to none on three, and sweeps of single axes are never better."""
     fn, args = PROGRAMS[program]()
     problem = problem_of(fn, *args, mesh=mesh)
     found = DynamicProgramming(tolerance=0.0).solve(problem)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import product
 
 import numpy as np
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from test_elimination import small_tables
 
 from autoshard.search.elimination import table_cost
-from autoshard.search.reparametrisation import Passing, reparametrise
+from autoshard.search.passing import Passing
+from autoshard.search.reparametrisation import reparametrise
 
 
 @settings(max_examples=200, deadline=None)
@@ -74,6 +76,35 @@ def test_the_bound_never_falls(tables, sweeps):
         assert passing.bound() >= bound - 1e-9
         bound = passing.bound()
     assert Passing(unary, pairs, passing.sent).bound() == pytest.approx(bound, abs=1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4), st.integers(2, 6), st.integers(0, 2**32 - 1), st.booleans())
+def test_nodes_that_look_alike_pass_together_as_they_would_alone(width, layers, seed, ring):
+    """Turns that are taken together move what they would one after the other, whether layers touch in one place or around a ring."""
+    generator = np.random.default_rng(seed)
+    sizes = generator.integers(1, 5, width).tolist()
+    within = {(a, b): generator.random((sizes[a], sizes[b])) for a in range(width) for b in range(a + 1, width) if generator.random() < 0.7}
+    between = generator.random((sizes[-1], sizes[0]))
+    unary = [generator.random(sizes[node % width]) for node in range(width * layers)]
+    pairs = {(layer * width + a, layer * width + b): table for layer in range(layers) for (a, b), table in within.items()}
+    pairs |= {(layer * width + width - 1, layer * width + width): between for layer in range(layers - 1)}
+    if ring and layers * width > 2:
+        pairs[0, layers * width - 1] = between.T
+    alike = [node % width for node in range(width * layers)]
+    together = Passing(unary, pairs, alike=alike)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[Passing.__module__], "TOGETHER", -1)
+        alone = Passing(unary, pairs, alike=alike)
+    assert len(together._forward) <= len(alone._forward) == width * layers
+    for _ in range(4):
+        together.run(2)
+        alone.run(2)
+        assert together.bound() == pytest.approx(alone.bound(), abs=1e-9)
+    for pair, ends in together.sent.items():
+        assert all(np.allclose(one, other, atol=1e-9) for one, other in zip(ends, alone.sent[pair], strict=True))
+    if layers > 3 and width > 1:  # those of a chain are in pairs with each other
+        assert len(together._forward) < len(alone._forward)
 
 
 def _beam(unary, pairs):
