@@ -107,6 +107,11 @@ def fuse(graph: Graph, free: Sequence[bool]) -> Fusion:
     return _Fuser(graph, free).fusion()
 
 
+def recomputes(op: Op) -> bool:
+    """Whether an op is what a rematerialised region becomes: its body run again, or the barrier before that."""
+    return op.primitive == "optimization_barrier" or (is_call(op) and bool(op.params.get("differentiated", False)))
+
+
 def stands_alone(op: Op) -> bool:
     """Whether an op stands outside fusions.
 
@@ -251,7 +256,7 @@ class _Fuser:
         for value in (*self.graph.arguments, *self.graph.results, *self.graph.constants):
             self._store(value)
         for op in self.ops:
-            if op.primitive == "optimization_barrier" or (is_call(op) and op.params.get("differentiated", False)):
+            if recomputes(op):
                 for value in op.operands:  # what a rematerialised region reads is kept for it
                     self._store(value)
             if op.bodies and not is_call(op):

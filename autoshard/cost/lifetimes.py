@@ -40,8 +40,11 @@ class Lifetimes:
     put_off: dict[int, int]
 
 
-def lifetimes(graph: Graph, fusion: Fusion) -> Lifetimes:
-    """The lifetimes of a fused program's buffers in the best of three orders, by unsharded sizes; O(n log n)."""
+def orders(graph: Graph, fusion: Fusion) -> tuple[Lifetimes, ...]:
+    """The lifetimes of a fused program's buffers in program order, that order shifted, and a list scheduler's; O(n log n).
+
+    The last one of programs without loops only: a loop's kernel would count for what its body holds.
+    """
     kept = frozenset(fusion.root[value] for value in (*graph.arguments, *graph.constants, *graph.results))
 
     def nbytes(value: int) -> float:
@@ -51,10 +54,14 @@ def lifetimes(graph: Graph, fusion: Fusion) -> Lifetimes:
         inner = (replace(k, inner=tuple(map(arranged, k.inner))) if k.inner else k for k in kernels)
         return shifted(tuple(inner), nbytes, kept)
 
-    orders = [fusion.kernels, arranged(fusion.kernels)]
-    if not any(kernel.inner for kernel in fusion.kernels):  # (a loop's kernel would count for what its body holds)
-        orders.append(listed(fusion.kernels, nbytes, kept))
-    found = [_lifetimes(graph, fusion, kernels) for kernels in orders]
+    found = [fusion.kernels, arranged(fusion.kernels)]
+    if not any(kernel.inner for kernel in fusion.kernels):
+        found.append(listed(fusion.kernels, nbytes, kept))
+    return tuple(_lifetimes(graph, fusion, kernels) for kernels in found)
+
+
+def shortest(graph: Graph, found: Iterable[Lifetimes]) -> Lifetimes:
+    """The lifetimes that hold least at once, by unsharded sizes."""
 
     def peak(times: Lifetimes) -> float:
         sizes = np.array([graph.values[value].nbytes for value in times.values])

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from autoshard.cost.combining import Sums, sums_of
 from autoshard.cost.compute import op_flops
-from autoshard.cost.fusion import REDUCTIONS, STANDALONE, VIEWS, Fusion, fuse
-from autoshard.cost.lifetimes import Lifetimes, lifetimes
+from autoshard.cost.fusion import REDUCTIONS, STANDALONE, VIEWS, Fusion, fuse, recomputes
+from autoshard.cost.lifetimes import Lifetimes, orders, shortest
 from autoshard.cost.narrowing import rounded_values
 from autoshard.cost.partial_sums import PartialSums, partial_sums
 from autoshard.cost.traffic import Traffic, traffic_by_kernel, traffic_by_op
@@ -28,7 +28,9 @@ class Profile:
         flops: per op index, the floating point operations of one execution, unsharded.
         free: per value, whether it is made of constants alone (the partitioner recomputes those wherever they are read).
         fusion: which values lie in memory, and the kernels that make them.
-        lifetimes: when they do.
+        orders: when they do, in each of the orders that compilers try.
+        lifetimes: of those the one that holds least unsharded.
+        recomputes: whether something is computed again between barriers (``jax.checkpoint``).
         traffic, kernel_traffic: per op index, what it moves to and from memory: on its own, and in the kernels that XLA:TPU makes.
         readers: per value, the op indices that read it (control flow reads what it hands to its bodies).
         makers: per value, the index of the op that makes it; None where none does.
@@ -48,7 +50,9 @@ class Profile:
     flops: tuple[float, ...]
     free: tuple[bool, ...]
     fusion: Fusion
+    orders: tuple[Lifetimes, ...]
     lifetimes: Lifetimes
+    recomputes: bool
     traffic: tuple[Traffic, ...]
     kernel_traffic: tuple[Traffic, ...]
     readers: tuple[tuple[int, ...], ...]
@@ -80,6 +84,7 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...]) -> Profile:
     fusion = fuse(graph, free)
     flops = tuple(op_flops(op, rules[op.index], values) for op in graph.walk())
     sums = partial_sums(graph, readers)
+    found = orders(graph, fusion)
     traffic, kernel_traffic = traffic_by_op(graph, fusion.materialised), traffic_by_kernel(graph, fusion)
     makers = {value: op.index for op in graph.walk() for value in op.results}
     wanted = tuple(bool(found) or value in returned for value, found in enumerate(readers))
@@ -89,7 +94,9 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...]) -> Profile:
         flops=flops,
         free=free,
         fusion=fusion,
-        lifetimes=lifetimes(graph, fusion),
+        orders=found,
+        lifetimes=shortest(graph, found),
+        recomputes=any(map(recomputes, graph.walk())),
         traffic=traffic,
         kernel_traffic=kernel_traffic,
         readers=tuple(map(tuple, readers)),

@@ -266,7 +266,11 @@ def test_sums_over_time_are_taken_at_once_where_collectives_are_asynchronous():
     """At the logits of a recurrent network its weight's gradient is there already, of which the backward loop makes a sum."""
 
     def loss(w, v, x):
-        _, y = jax.lax.scan(lambda h, x: (jnp.tanh(h @ w + x),) * 2, jnp.zeros(x.shape[1:]), x)
+        def cell(h, x):
+            h = jnp.tanh(h @ w + x)
+            return h, h
+
+        _, y = jax.lax.scan(cell, jnp.zeros(x.shape[1:]), x)
         return jax.nn.logsumexp(y @ v, axis=-1).sum()
 
     facts = facts_of(jax.grad(loss), floats(2048, 2048), floats(2048, 32000), floats(64, 128, 2048))
@@ -337,6 +341,14 @@ def test_the_peak_is_the_compilers(make, mesh, searcher, compiled):
         fn, *args, cluster="v5e:2x4", mesh=mesh, searcher=searcher, donate_argnums=0, memory_limit_bytes=1e15
     ).cost.peak_bytes
     assert 0.9 * compiled <= found <= 1.15 * compiled
+
+
+def test_a_list_scheduler_copies_state_before_it_makes_logits():
+    """The order that holds least is one that makes what is small first: 3 % of a transformer under data parallelism are such copies."""
+    make, mesh, searcher, compiled = RECORDED[0]
+    fn, args = make()
+    found = autoshard.search(fn, *args, cluster="v5e:2x4", mesh=mesh, searcher=searcher, donate_argnums=0).cost.peak_bytes
+    assert 0.97 * compiled <= found <= 1.04 * compiled
 
 
 @pytest.mark.parametrize(("batch", "times"), [(32, 2.0), (256, 1.0)])
