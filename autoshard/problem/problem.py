@@ -353,12 +353,14 @@ class Problem:
         signature = self.nodes.signatures[node.head[1]]
         op = self.graph.walk()[signature.op]
         known, model = self._op_seconds, self.model
+        talking = {number for number, factor in enumerate(signature.rule.factors) if factor.kind == "reduction" or factor.sends}
         seconds = []
         for label in labels:
-            key = op.index, tuple(factor for factor, _ in label)  # where sums are scattered to is not computed
-            if (computed := known.get(key)) is None:
-                computed = known[key] = model.op_seconds(self.profile, op, label)
-            seconds.append(computed + model.communication_seconds(self.profile, op, label))
+            factors = tuple(factor for factor, _ in label)  # where sums are scattered to is not computed
+            if (computed := known.get((op.index, factors))) is None:
+                computed = known[op.index, factors] = model.op_seconds(self.profile, op, label)
+            sent = 0.0 if talking.isdisjoint(factors) else model.communication_seconds(self.profile, op, label)
+            seconds.append(computed + sent)
         return signature.trips * np.array(seconds)
 
     def _member_cost(self, signature: int, position: int) -> np.ndarray:

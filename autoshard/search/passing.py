@@ -66,25 +66,22 @@ class Passing:
         sides = _sides(order, pairs)
         self._starts = [0] * len(unary)  # where what a node holds lies in memory
         self._rows: dict[Pair, list[int]] = {pair: [0, 0] for pair in pairs}  # where what its ends took lies
-        labels = [np.zeros(0, dtype=np.int64)]
         at = taken = 0
         for i in order:
-            size, ends = self._sizes[i], (*sides[i][0], *sides[i][1])
+            size = self._sizes[i]
             self._starts[i] = at
-            for _, end, pair in ends:
+            for _, end, pair in chain(*sides[i]):
                 self._rows[pair][end] = taken
                 taken += size
-            labels.append(np.tile(np.arange(at, at + size), len(ends)))
             at += size
-        self._label = np.concatenate(labels)
         self._taken = np.zeros(taken)
+        self._label = np.zeros(taken, dtype=np.int64)  # which of what nodes hold each is
         self._given = np.concatenate([np.zeros(0), *(unary[i] for i in order)])
         self._firsts = np.array([self._starts[i] for i in order], dtype=np.int64)
-        for pair, known in (sent or {}).items():
-            ends = self._ends(pair) if pair in pairs else ()
-            if [len(end) for end in ends] == [len(moved) for moved in known]:
-                for end, moved in zip(ends, known, strict=True):
-                    np.negative(moved, end)
+        for pair, (first, last) in (sent or {}).items():
+            if pair in pairs and (len(first), len(last)) == pairs[pair].shape:
+                for row, moved in zip(self._rows[pair], (first, last), strict=True):
+                    np.negative(moved, self._taken[row : row + len(moved)])
         self._stacks: dict[tuple[tuple[int, int], ...], tuple[np.ndarray, np.ndarray]] = {}
         turns = [self._turns(batch, [sides[i] for i in batch]) for batch in self._batches(order, sides)]
         self._forward = [forward for forward, _ in turns]
@@ -118,7 +115,9 @@ class Passing:
         n_before, n_behind = map(len, sides[0])
         where = slice(self._starts[batch[0]], self._starts[batch[0]] + n * size)
         first = next((self._rows[pair][end] for _, end, pair in chain(*sides[0])), 0)
-        block = self._taken[first : first + n * (n_before + n_behind) * size].reshape(n, n_before + n_behind, size)
+        blocks = slice(first, first + n * (n_before + n_behind) * size)
+        block, labels = (some[blocks].reshape(n, n_before + n_behind, size) for some in (self._taken, self._label))
+        labels[:] = np.arange(where.start, where.stop).reshape(n, 1, size)
         given = self._given[where].reshape(n, size)
         before, behind = block[:, :n_before], block[:, n_before:]
         share = 1 / max(n_before, n_behind, 1)
