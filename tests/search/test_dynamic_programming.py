@@ -13,6 +13,7 @@ from test_elimination import enumerated, small_tables
 from autoshard.errors import SearchLimitError
 from autoshard.problem import Tables
 from autoshard.search import BruteForce, DynamicProgramming, RecursiveProgramming
+from autoshard.search.elimination import table_cost
 from autoshard.search.reparametrisation import reparametrise
 from autoshard.search.shells import Shells
 
@@ -29,6 +30,27 @@ def test_shells_end_at_the_optimum(tables, sweeps):
     assert sum(table[label] for table, label in zip(unary, found, strict=True)) + sum(
         table[found[i], found[j]] for (i, j), table in pairs.items()
     ) == pytest.approx(best, abs=1e-9)
+
+
+@settings(max_examples=200, deadline=None)
+@given(small_tables(), st.sampled_from([0.0, 1e-3, 0.3, 2.0]), st.integers(1, 5), st.booleans(), st.sampled_from([2, 6, 1 << 21]))
+def test_few_shells_are_tried_and_the_bound_holds(tables, tolerance, attempt, last, max_entries):
+    """Whatever is tolerated and however small tables must stay, a few dozen shells end with a bound below the optimum and labels above."""
+    unary, pairs = tables
+    whole = Tables(tuple(tuple(range(len(table))) for table in unary), tuple(unary), pairs, np.zeros(len(unary), int))
+    shells, asked = Shells(max_entries, 60, tolerance), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shells, "_shell", lambda *args, shell=shells._shell: asked.append(args) or _at_most(60, asked) or shell(*args))
+        found, bound = shells.widened(whole, reparametrise(unary, pairs, max_sweeps=1), attempt, last)
+    best = enumerated(unary, pairs)
+    assert bound <= best + 1e-9
+    assert table_cost(unary, pairs, found) >= best - 1e-9
+    if last and not tolerance and max_entries > 6:
+        assert bound == pytest.approx(best, abs=1e-6)
+
+
+def _at_most(n: int, calls: list) -> None:
+    assert len(calls) <= n, "the same shell is tried again and again"
 
 
 @pytest.mark.parametrize("program", SMALL)
