@@ -12,7 +12,7 @@ wait for those that they are combined with. On a TPU arrays lie in tiles, and so
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise, permutations
@@ -20,7 +20,7 @@ from itertools import pairwise, permutations
 import numpy as np
 
 from autoshard.cluster import Device
-from autoshard.cost.combining import COMBINED_BYTES, sent_with
+from autoshard.cost.combining import COMBINED_BYTES, is_formed, sent_with
 from autoshard.cost.lifetimes import Lifetimes, usage
 from autoshard.cost.profile import Profile
 from autoshard.cost.reshard import Step
@@ -118,16 +118,17 @@ def _peak(
         (copy.nbytes / (2 if on_tpu and (copy.rounded or fusion.rounds[value]) else 1), times.starts[copy.first], times.ends[copy.last])
         for (value, _), copy in copies.items()
     ]
-    stored = _stored(profile, partials, share)
+    stored = _stored(profile, partials, share, mesh)
     more += [(partials[op].nbytes, times.starts[op], times.ends[last]) for op, last in stored.items()]
     born, dies = times.born, times.dies
     if on_tpu:
         if copies:  # (without any, everything that is sent is synchronous)
             born = _at_once(times, fusion.begun)
             dies = _one_later(times, {op for op, step in partials.items() if step.nbytes > share(ops[op].results[0])})
-        more += _arranged(profile, assignment, early)
-        more += _early(profile, partials, sizes, mesh)
         copied = {value for value, _ in copies}
+        more += _arranged(profile, assignment, copied, early)
+        more += _added_to(profile, assignment, partials)
+        more += _early(profile, partials, sizes, mesh)
         more += [
             (share(value) / 2, times.starts[first], times.ends[last])
             for value, (first, last) in fusion.casts.items()
@@ -185,25 +186,29 @@ def _read_in(profile: Profile, assignment: Assignment, op: Op, value: int) -> li
     ]
 
 
-def _stored(profile: Profile, partials: Mapping[int, Step], share: Callable[[int], float]) -> dict[int, int]:
+def _stored(profile: Profile, partials: Mapping[int, Step], share: Callable[[int], float], mesh: tuple[int, ...]) -> dict[int, int]:
     """Per op whose partial result is stored the op that it waits for until it is combined.
 
-    Gradients wait for those that they are combined with: XLA puts each into the first collective that has room. Others are combined at
-    once, and stored if their readers do not find them in registers.
+    Gradients wait for those that they are combined with: XLA puts each into the first collective that has room. What is all_reduced
+    though only slices of it are wanted lies whole until the last of those is made. Others are combined at once, and stored if their
+    readers do not find them in registers.
     """
-    fusion, ops = profile.fusion, profile.graph.walk()
+    fusion, ops, values = profile.fusion, profile.graph.walk(), profile.graph.values
     groups: list[tuple[float, list[int]]] = []
     found: dict[int, int] = {}
+    whole: list[int] = []
     for op, step in sorted(partials.items()):
         value, nbytes = ops[op].results[0], step.nbytes
-        if fusion.last[value]:
+        if step.kind == "reduce_scatter" and not is_formed(values[value], step, mesh):
+            whole.append(op)
+        elif fusion.last[value]:
             k = next((k for k, (size, _) in enumerate(groups) if size + nbytes <= COMBINED_BYTES), len(groups))
             size, members = groups[k] if k < len(groups) else (0.0, [])
             groups[k:] = [(size + nbytes, [*members, op]), *groups[k + 1 :]]
         elif fusion.narrow[value] or nbytes > share(value):
             found[op] = op
     ends = profile.lifetimes.ends
-    return found | {op: max(members, key=ends.__getitem__) for _, members in groups for op in members}
+    return found | {op: max(members, key=ends.__getitem__) for members in (whole, *(members for _, members in groups)) for op in members}
 
 
 def _at_once(times: Lifetimes, begun: frozenset[int]) -> np.ndarray:
@@ -273,13 +278,13 @@ def _made_after(profile: Profile, op: int, moment: int) -> list[int]:
     return list(late)
 
 
-def _arranged(profile: Profile, assignment: Assignment, early: bool) -> Iterator[tuple[float, int, int]]:
+def _arranged(profile: Profile, assignment: Assignment, copied: Set[int], early: bool) -> Iterator[tuple[float, int, int]]:
     """Bytes, birth and death of what lies in memory twice, its dimensions in other orders.
 
     - Images that a program is handed are not in a convolution's tiles.
     - Between the tiles of convolutions and others a value is copied, from one stored value to another.
-    - Tables whose rows are shorter than a tile are handed in column by column, and copied to rows before they are looked up: all of them as
-      early as can be (five of six at once in a recommender that libtpu 0.0.42 compiled).
+    - Tables whose rows are shorter than a tile are handed in column by column, and copied to rows before they are looked up, rounded where
+      all that is read is: one by one, or all as early as can be (five of six at once in a recommender that libtpu 0.0.42 compiled).
     - Weights are updated in the order of dimensions of their gradients, so parameters and moments are copied to that: just before, or
       as early as can be, as latency hiding and list schedulers do. (Half of them were seen alive at peaks, and more: this is a bound.)
     """
@@ -297,7 +302,10 @@ def _arranged(profile: Profile, assignment: Assignment, early: bool) -> Iterator
     looked_up = list(_tables_of_short_rows(profile, assignment))
     for table, op in looked_up:
         width = local_shape(values[table], assignment.layout(table), mesh)[-1]
-        yield share(table) * LANES / width, times.starts[looked_up[0][1]], times.ends[op]
+        (rows,) = profile.graph.walk()[op].results
+        rounded = profile.rounded[rows] and rows not in copied
+        nbytes = share(table) * LANES / width / (2 if rounded else 1)
+        yield nbytes, times.starts[looked_up[0][1] if early else op], times.ends[op]
     births = dict(zip(times.values, times.born.tolist(), strict=True)) if fusion.moved else {}
     for value, before in fusion.moved.items():
         if value in births:
@@ -305,6 +313,22 @@ def _arranged(profile: Profile, assignment: Assignment, early: bool) -> Iterator
             yield share(before) * wider * tiles(before), births[value], births[value] + 2
     for value, op in fusion.turned.items():
         yield share(value), 0 if early else times.starts[op], times.ends[op]
+
+
+def _added_to(profile: Profile, assignment: Assignment, partials: Mapping[int, Step]) -> Iterator[tuple[float, int, int]]:
+    """Bytes, birth and death of what rows shorter than a tile are added to: it lies row by row meanwhile, and is moved then.
+
+    So of gradients of tables: ``f32[400000,64]{1,0:T(8,128)}`` of 204.8 MB, and a copy ``{0,1:T(8,128)}`` of 102.4 (libtpu 0.0.42).
+    """
+    values, times = profile.graph.values, profile.lifetimes
+    for op in profile.graph.walk():
+        if op.primitive != "scatter-add" or not profile.fusion.stored[profile.fusion.root[op.results[0]]]:
+            continue
+        value = values[op.results[0]]
+        layout = partials[op.index].source if op.index in partials else assignment.layout(op.results[0])
+        *rows, width = local_shape(value, layout, assignment.mesh.sizes) or (0,)
+        if 0 < width < LANES <= math.prod(rows):
+            yield math.prod(rows) * LANES * value.itemsize, times.starts[op.index], times.ends[op.index]
 
 
 def _tables_of_short_rows(profile: Profile, assignment: Assignment) -> Iterator[tuple[int, int]]:

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard.cluster import Cluster
-from autoshard.cost.combining import COMBINED_BYTES, sent_with
+from autoshard.cost.combining import COMBINED_BYTES, is_formed, sent_with
 from autoshard.cost.memory import _early, peak_memory
 from autoshard.cost.profile import profile
 from autoshard.cost.reshard import Step
-from autoshard.ir import Assignment, Mesh
+from autoshard.ir import Assignment, Mesh, Value
 from autoshard.rules import rules_of
 from autoshard.trace import trace
 
@@ -101,3 +101,20 @@ def test_a_loss_that_is_sent_early_is_made_beside_the_activations():
 
     assert held(loss) == rows * width * 4
     assert held(statistic, loss) - held(loss) == rows * width * 2  # what is kept is rounded, as products read it
+
+
+@pytest.mark.parametrize(
+    ("shape", "target", "formed"),
+    [
+        ((8, 1024), (1, 1), True),
+        ((8, 768), (1, 1), False),
+        ((4, 1024), (1, 1), False),
+        ((1280, 5120), (1, 1), True),
+        ((5120, 1280), (0, 1), False),
+        ((1024,), (0, 0), False),
+    ],
+)
+def test_compilers_form_reduce_scatters_of_whole_tiles_along_one_dimension(shape, target, formed):
+    """As in mixtures of experts and a transformer of 1,280 features that libtpu 0.0.42 compiled for eight devices."""
+    step = Step("reduce_scatter", (0, 1), (-1, -1), target, 0.0, 0.0)
+    assert is_formed(Value(shape, "float32", 4.0), step, (4, 2)) == formed
