@@ -166,6 +166,8 @@ class _Region(Interpreter):
         made: per value and layout the copy that all its readers in this region share.
         recipes: per free value its op, equation and operands.
         fresh: per tangled value and layout what was made for it alone.
+        stretched: per value and layout, and what it is stretched to, per way in which the dimensions are sharded that it has not the
+            array for that.
     """
 
     def __init__(self, plan: _Plan, loose: set[int] | None = None):
@@ -175,6 +177,7 @@ class _Region(Interpreter):
         self.made: dict[tuple[int, Layout], Any] = {}
         self.recipes: dict[int, tuple[Op, JaxprEqn, list[Any]]] = {}
         self.fresh: dict[tuple[int, Layout], Any] = {}
+        self.stretched: dict[tuple[int, Layout, tuple[int, ...]], dict[Layout, Any]] = {}
 
     def region(self) -> _Region:
         return _Region(self.plan)
@@ -277,6 +280,9 @@ class _Region(Interpreter):
             self._constant(x, value, target) if follows and plan.free[value] else self.read(x, value, target)
             for x, value, target in zip(operands, op.operands, targets, strict=True)
         ]
+        if len(op.results) == 1 and all(factor.kind == "pass_through" for factor in rule.factors):
+            shape = getattr(eqn.outvars[0].aval, "shape", ())
+            read = [self._stretched(x, value, rule, choice, k, shape) for k, (x, value) in enumerate(zip(read, op.operands, strict=True))]
         changed = guarded(op.primitive, rule, choice, read)
         settled = zip(changed, read, op.operands, targets, strict=True)
         guards = [new if new is old else plan.pin(new, value, target) for new, old, value, target in settled]
@@ -285,6 +291,21 @@ class _Region(Interpreter):
             self.loose.update(op.results)
             return results
         return [self._settled(x, value, rule, choice, k) for k, (x, value) in enumerate(zip(results, op.results, strict=True))]
+
+    def _stretched(self, x: Any, value: int, rule: Rule, choice: Choice, operand: int, shape: tuple[int, ...]) -> Any:
+        """An operand of a result that has more dimensions: an array of its own for each way in which those are sharded.
+
+        XLA makes one of equal broadcasts, and gathers what it shards for one reader if another wants it whole.
+        """
+        more = _factors(rule.results[0]) - _factors(rule.operands[operand])
+        if not more or not np.ndim(x) or self.plan.free[value]:
+            return x
+        target, made = operand_layout(rule, choice, operand), computed_layout(rule, choice, 0)
+        arrays = self.stretched.setdefault((value, target, shape), {})
+        way = tuple(dim if factor in more else -1 for dim, (factor, _) in zip(made, choice, strict=True))
+        if way not in arrays:
+            arrays[way] = self.plan.pin(next(reversed(arrays.values())), value, target) if arrays else x
+        return arrays[way]
 
     def _bound(self, op: Op, eqn: JaxprEqn, rule: Rule, choice: Choice, read: list[Any], targets: Sequence[Layout]) -> list[Any]:
         """The op's results; where its rule allows what the partitioner would gather for, of each device's shards and what they exchange."""

@@ -207,6 +207,23 @@ def test_results_of_stretched_operands_are_constrained(row):
     assert exponential and f"sdy.sharding_constraint {exponential[1]} " not in text
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_what_is_stretched_in_two_ways_is_two_arrays(shared):
+    """XLA makes one of equal broadcasts: a column that one product wants whole and another sharded is stretched from arrays of its own."""
+    traced = trace(lambda a, b, column: (a * column, b * column), abstract((16, 8)), abstract((16, 8)), abstract((16, 1)))
+    graph = traced.graph
+    second, other = graph.walk()[-1], graph.arguments[1]
+    columns = rules_of(graph)[second.index].results[0][1][0]
+    choice = ((-1, -1), (-1, -1)) if shared else ((columns, -1), (-1, -1))
+    layouts = {} if shared else {value: (1, -1) for value in (other, second.results[0])}
+    text = (
+        jax.jit(lowering(traced, Assignment(MESH, {second.index: choice}, layouts)))
+        .lower(*(jnp.ones(graph.values[value].shape) for value in graph.arguments))
+        .as_text()
+    )
+    assert len(set(re.findall(r"broadcast_in_dim (%\w+), dims = \[0, 1\]", text))) == (1 if shared else 2)
+
+
 def test_captured_arrays_are_replicated():
     """An array that the function captured is constrained like any other value."""
     weight = np.ones((8, 8), np.float32)
