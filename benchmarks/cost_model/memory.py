@@ -17,7 +17,8 @@ from autoshard.render import Table, format_bytes
 from autoshard.search.searcher import Progress
 from benchmarks.cost_model.compiled import NO_LIMIT, Case, compiled
 from benchmarks.cost_model.findings import Findings, Target, quantile
-from benchmarks.models import gpt, gpt_scan, lstm, moe, resnet, unet
+from benchmarks.models import gpt, gpt_scan, llama, lstm, moe, resnet, unet
+from benchmarks.unseen_models import encoder_decoder, vit
 
 F32 = jnp.float32
 HOW = ("data_parallel", "fully_sharded", "recursive_programming")
@@ -35,6 +36,7 @@ DESIGNED: tuple[Program, ...] = (
     ("resnet", resnet, "v5e:2x4", {"data": 4, "model": 2}),
     ("unet", unet, "v5e:2x4", {"data": 4, "model": 2}),
     ("lstm 2", lstm, "v5e:2x4", {"data": 2, "model": 4}),
+    ("lstm 3 f32", partial(lstm, layers=3, batch=256, length=128, dtype=F32), "v5e:2x4", {"data": 8}),
 )
 UNSEEN: tuple[Program, ...] = (
     ("gpt 6 wide", partial(gpt, 6, width=2048, vocabulary=50_304, batch=64), "v5e:4x4", {"data": 4, "model": 4}),
@@ -50,7 +52,16 @@ UNSEEN: tuple[Program, ...] = (
     ("moe 2 f32", partial(moe, layers=2, dtype=F32), "v5e:4x4", {"data": 4, "model": 4}),
     ("resnet large", partial(resnet, batch=512), "v5e:2x4", {"data": 8}),
     ("unet resizing", partial(unet, resizes=True, batch=128), "v5e:2x4", {"data": 8}),
-    ("lstm 3 f32", partial(lstm, layers=3, batch=256, length=128, dtype=F32), "v5e:2x4", {"data": 8}),
+    ("lstm 3 wide", partial(lstm, layers=3, width=1280, vocabulary=12_000, batch=256, length=160), "v5e:2x4", {"data": 8}),
+    (
+        "moe 4 of 32",
+        partial(moe, layers=4, width=512, heads=8, experts=32, vocabulary=32_000, batch=96, length=512),
+        "v5e:2x4",
+        {"data": 2, "model": 4},
+    ),
+    ("llama 4", partial(llama, 4, 1024, 8, 8, 2816, 50_304, batch=32, remat=False, length=1024), "v5e:2x4", {"data": 8}),
+    ("vit 6", partial(vit, 6, 640, 10, batch=512), "v5e:2x4", {"data": 8}),
+    ("encoder-decoder 4", partial(encoder_decoder, 4, 512, 8, batch=128, length=512), "v5e:2x4", {"data": 4, "model": 2}),
 )
 
 
