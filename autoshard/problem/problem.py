@@ -436,6 +436,10 @@ class Problem:
         """Per slot of a node the layout numbers ``(n,)`` by its label in tables with all axes free."""
         return self._joint(node).slots
 
+    def positions(self, labels: Sequence[Label]) -> list[int]:
+        """Where labels stand among those of tables with all axes free; that of the cheapest where one is not among them."""
+        return [self._joint(node).position(label) for node, label in enumerate(labels)]
+
     def _joint(self, node: int) -> _Columns:
         return self._offer(node, self._nowhere(self.nodes.nodes[node]), tuple(range(len(self.mesh.axes))))
 

@@ -23,7 +23,7 @@ import numpy as np
 from autoshard.cost.evaluate import Judgement
 from autoshard.cost.memory import Peak
 from autoshard.errors import InfeasibleError
-from autoshard.problem import Holding, Label, Problem, Tables
+from autoshard.problem import Folded, Holding, Label, Problem, Tables
 from autoshard.render import format_bytes
 
 Found = tuple[Judgement, list[Label]]
@@ -35,6 +35,7 @@ JUDGED_OPS = 100_000  # that changes of single decisions may judge: about a seco
 MOST_JUDGED = 128  # assignments, of small programs
 MIXTURES = 6  # that may be judged of any program
 DEAR = 100  # times the price at which bytes cost as much as seconds
+COUNTED_ENTRIES = 1 << 26  # of tables: beyond it nobody asks what labels hold at least
 FAR, NEAR = 4.0, 1.25  # factors between the first prices that are tried: knowing nothing, and knowing a price that did elsewhere
 ROUNDING = 1e-9  # relative; what a change must gain
 
@@ -75,12 +76,32 @@ def fitted(problem: Problem, search: Priced, steps: int) -> Fitted:
     limit = problem.memory_limit_bytes
     if limit is None or found[0].cost.peak_bytes <= limit:
         return Fitted(*found)
+    if (least := least_peak(problem, found)) > limit:
+        dear = DEAR * found[0].cost.objective_seconds / found[0].cost.peak_bytes
+        cheapest, _ = search(dict.fromkeys(sorted(found[0].peak.alive), dear))
+        smallest = min(found[0].cost.peak_bytes, cheapest.cost.peak_bytes)
+        raise nothing_fits(problem, f"none takes less than {format_bytes(least)}; the smallest peak found", smallest)
     best, above, priced, price = _by_prices(problem, search, found, steps)
     repair = _Repair(problem, limit)
     best = repair.changed(above if best is None else repair.mixed(best, above, priced))
     if best[0].cost.peak_bytes > limit:
         raise nothing_fits(problem, "the smallest peak found", best[0].cost.peak_bytes)
     return Fitted(*best, above, price)
+
+
+def least_peak(problem: Problem, found: Found) -> float:
+    """Bytes that all strategies hold at least, at the moment in which an answer holds most; 0.0 where tables would be too large to say."""
+    judgement, labels = found
+    if isinstance(problem, Folded):
+        problem, labels = problem.whole, problem.unfold(labels)
+    if problem.table_entries(range(len(problem.mesh.axes)), COUNTED_ENTRIES) > COUNTED_ENTRIES:
+        return 0.0
+    holding, positions, peak = problem.remembered(Holding), problem.positions(labels), judgement.peak
+    least = []
+    for only, spare in ((None, peak.spare_bytes), ({*problem.graph.arguments, *problem.graph.results}, 0.0)):
+        held, whole = holding.least_bytes(peak, positions, only)  # what is passed in or out never lies in fast memory
+        least.append(whole + sum(float(nbytes.min()) for nbytes in held.values()) - spare)
+    return max(least)
 
 
 def nothing_fits(problem: Problem, what: str, smallest: float) -> InfeasibleError:

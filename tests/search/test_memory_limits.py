@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sys
+from contextlib import suppress
 
 import pytest
 from problems import eager_cluster, problem_of
@@ -11,12 +13,14 @@ from small_graphs import random_small
 
 from autoshard.cluster import Cluster
 from autoshard.errors import InfeasibleError, SearchLimitError
+from autoshard.problem import Problem
 from autoshard.search import BruteForce, DynamicProgramming, IntegerProgramming, RecursiveProgramming, dynamic_programming
-from autoshard.search.memory import _Repair
+from autoshard.search.memory import _Repair, least_peak
 from autoshard.search.mesh_search import message_bound
 
 MESHES = ({"data": 4}, {"data": 2, "model": 2})
 MOST_ASSIGNMENTS = 50_000
+EVALUATE = Problem.evaluate
 
 
 def limited(seed, limit: float | None = None):
@@ -32,7 +36,8 @@ def binding_limit(seed):
         free = BruteForce(MOST_ASSIGNMENTS).solve(limited(seed)).judgement.cost
     except SearchLimitError:
         return None
-    with pytest.raises(InfeasibleError) as refused:
+    with pytest.raises(InfeasibleError) as refused, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[least_peak.__module__], "least_peak", lambda *_: 0.0)  # or it would be refused before prices are tried
         RecursiveProgramming().solve(limited(seed, 1.0))
     least = refused.value.smallest_peak_bytes or 0.0
     limit = least + random.Random(seed).choice([0.0, 0.1, 0.3, 0.5, 0.7, 0.9]) * (free.peak_bytes - least)
@@ -66,6 +71,32 @@ def test_the_limit_is_a_true_constraint():
 def test_the_limit_is_a_true_constraint_on_many():
     """The same on more than fifty random programs."""
     assert check(range(60, 500)) >= 50
+
+
+def test_what_cannot_fit_is_refused_at_once(monkeypatch):
+    """Where all values at the fullest moment take more than the limit however they lie, one more answer is asked for, and none fits."""
+    refused = 0
+    for seed in range(40):
+        with pytest.raises(InfeasibleError) as error:
+            RecursiveProgramming().solve(limited(seed, 1.0))
+        smallest = error.value.smallest_peak_bytes
+        for searcher in (RecursiveProgramming(), DynamicProgramming(second_opinion=False)):
+            for limit in (0.9 * smallest, 0.5 * smallest):
+                problem = limited(seed, limit)
+                free = RecursiveProgramming().solve(limited(seed))
+                least = least_peak(limited(seed), (free.judgement, limited(seed).labels(free.assignment)))
+                if least <= limit:
+                    continue
+                asked = []
+                monkeypatch.setattr(Problem, "evaluate", lambda *args, judged=EVALUATE, asked=asked: asked.append(args) or judged(*args))
+                with pytest.raises(InfeasibleError, match="none takes less than"):
+                    searcher.solve(problem)
+                monkeypatch.undo()
+                assert len(asked) <= 2
+                refused += 1
+                with suppress(SearchLimitError), pytest.raises(InfeasibleError):
+                    BruteForce(MOST_ASSIGNMENTS).solve(limited(seed, limit))
+    assert refused >= 20
 
 
 def test_repair_finds_what_prices_alone_do_not(monkeypatch):
