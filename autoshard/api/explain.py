@@ -127,7 +127,10 @@ def _results(record: Record) -> list[Part]:
             new += members
     n_kept = len(record.results) - len(new)
     table = [_tensor_table(_tensor_rows(new, record.mesh))] if new else []
-    note = [Paragraph(f"{format_count(n_kept)} that replace arguments are sharded as those are.")] if n_kept else []
+    kept = f"{format_count(n_kept)} that replace arguments are sharded as those are."
+    if not record.donate_argnums:
+        kept += " No argument is donated, so both are held; donate_argnums (--donate) lets a new value take the old one's memory."
+    note = [Paragraph(kept)] if n_kept else []
     return [Heading("Results"), *table, *note] if record.results else []
 
 

@@ -12,7 +12,7 @@ from autoshard.api.search import Pins, search
 from autoshard.api.step import Sharded, Step, call_type, positional
 from autoshard.api.strategy import Strategy
 from autoshard.cluster import Cluster
-from autoshard.errors import StrategyError
+from autoshard.errors import StrategyError, TraceError
 from autoshard.search import Searcher
 
 
@@ -94,6 +94,8 @@ def parallelize(
         "memory_limit_bytes": memory_limit_bytes,
         "donate_argnums": donate_argnums,
     }
+    if fn is not None and not callable(fn):
+        raise TraceError(f"parallelize takes a function, and options by name, got {fn!r:.80}. Write @parallelize(cluster='cpu:8').")
     if fn is None:
         return lambda function: Parallelized(function, options, devices)
     return Parallelized(fn, options, devices)

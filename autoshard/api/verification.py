@@ -113,6 +113,8 @@ class Verification:
             columns = ("", "mesh axes", ">predicted", ">actual", ">predicted bytes", ">actual bytes", "")
             notes = ("All of it is of one step on one device.", "An all_reduce of which only slices are read is a reduce_scatter.")
             parts.append(Table(columns, rows, notes))
+        if self.target == "cpu" and not self.near:
+            parts.append(Paragraph("What is bfloat16 XLA:CPU computes, sends and holds in float32, in twice the bytes."))
         if self.rematerialised_flops:
             parts.append(Paragraph(f"XLA computes {format_flops(self.rematerialised_flops)} of it once more to save memory."))
         if self.needed_bytes is not None:

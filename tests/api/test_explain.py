@@ -100,6 +100,12 @@ def test_a_moment_that_is_sharded_otherwise_has_its_own_row():
     assert [row[:2] for row in table.rows] == [("params['up']", "1"), ("optimizer[0].mu['up']", "1")]
 
 
+def test_new_values_that_take_memory_of_their_own_are_mentioned():
+    """Where nothing is donated the report says how to, and not where something is."""
+    assert "--donate" not in to_text(explain(EXAMPLE))
+    assert "No argument is donated, so both are held" in " ".join(to_text(explain(replace(EXAMPLE, donate_argnums=()))).split())
+
+
 def test_the_report_has_every_section_with_the_records_numbers():
     """Step time, memory, proof, arguments, new results, collectives with seconds, assumptions and origin all show."""
     text = to_text(explain(EXAMPLE))

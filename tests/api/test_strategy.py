@@ -348,3 +348,9 @@ def test_a_sharded_function_stands_for_what_it_was_made_of():
     strategy = autoshard.search(decorated, *args, cluster="cpu:8", mesh={"data": 8})
     assert strategy.record.program.fingerprint == autoshard.search(fn, *args, cluster="cpu:8", mesh={"data": 8}).record.program.fingerprint
     assert autoshard.verify(strategy, strategy.apply(decorated), *args).exact
+
+
+def test_parallelize_takes_its_options_by_name():
+    """A cluster in the function's place is refused at once, with how to write it."""
+    with pytest.raises(autoshard.TraceError, match=r"options by name, got 'cpu:8'. Write @parallelize\(cluster='cpu:8'\)"):
+        autoshard.parallelize("cpu:8")
