@@ -24,7 +24,7 @@ from autoshard.cost.combining import COMBINED_BYTES, is_formed, sent_with
 from autoshard.cost.lifetimes import Lifetimes, usage
 from autoshard.cost.profile import Profile
 from autoshard.cost.reshard import Step
-from autoshard.ir import Assignment, Layout, Op, Value, operand_layout, shard_counts, shards
+from autoshard.ir import Assignment, Layout, Op, local_shape, operand_layout, shards
 
 # The core's own memory that a program's buffers may have: the largest preallocated-temp of memory space 1 in XLA:TPU's buffer assignments
 # (libtpu 0.0.42), which large programs nearly fill: 112.0 MiB on a v5e, 95.6 on a v6e (6 programs), 47.9 on a v5p (4 programs).
@@ -111,7 +111,7 @@ def _peak(
     if on_tpu:
         for k, (value, passed) in enumerate(zip(times.values, times.passed, strict=True)):
             if not passed and values[value].rank > 1:
-                sizes[k] *= padding(local_shape(values[value], assignment.layout(value), mesh), fusion.minor[value])
+                sizes[k] *= padding(local_shape(values[value].shape, assignment.layout(value), mesh), fusion.minor[value])
             if fusion.narrow[value]:
                 sizes[k] *= 0.5
     more = [
@@ -294,14 +294,14 @@ def _arranged(profile: Profile, assignment: Assignment, copied: Set[int], early:
         return values[value].nbytes / shards(assignment.layout(value), mesh)
 
     def tiles(value: int) -> float:
-        return padding(local_shape(values[value], assignment.layout(value), mesh), fusion.minor[value])
+        return padding(local_shape(values[value].shape, assignment.layout(value), mesh), fusion.minor[value])
 
     for value in profile.graph.arguments:
         if fusion.minor[value] and (users := fusion.users[value]) and tiles(value) > 1:
             yield share(value) * tiles(value), min(times.starts[op] for op in users), max(times.ends[op] for op in users)
     looked_up = list(_tables_of_short_rows(profile, assignment))
     for table, op in looked_up:
-        width = local_shape(values[table], assignment.layout(table), mesh)[-1]
+        width = local_shape(values[table].shape, assignment.layout(table), mesh)[-1]
         (rows,) = profile.graph.walk()[op].results
         rounded = profile.rounded[rows] and rows not in copied
         nbytes = share(table) * LANES / width / (2 if rounded else 1)
@@ -326,7 +326,7 @@ def _added_to(profile: Profile, assignment: Assignment, partials: Mapping[int, S
             continue
         value = values[op.results[0]]
         layout = partials[op.index].source if op.index in partials else assignment.layout(op.results[0])
-        *rows, width = local_shape(value, layout, assignment.mesh.sizes) or (0,)
+        *rows, width = local_shape(value.shape, layout, assignment.mesh.sizes) or (0,)
         if 0 < width < LANES <= math.prod(rows):
             yield math.prod(rows) * LANES * value.itemsize, times.starts[op.index], times.ends[op.index]
 
@@ -339,15 +339,10 @@ def _tables_of_short_rows(profile: Profile, assignment: Assignment) -> Iterator[
             continue
         table = op.operands[0]
         layout = assignment.layout(table)
-        *rows, width = local_shape(values[table], layout, assignment.mesh.sizes) or (0,)
+        *rows, width = local_shape(values[table].shape, layout, assignment.mesh.sizes) or (0,)
         whole = op.params["slice_sizes"][-1] == values[table].shape[-1]
         if whole and width < LANES <= math.prod(rows) and set(_read_in(profile, assignment, op, table)) == {layout}:
             yield table, op.index
-
-
-def local_shape(value: Value, layout: Layout, mesh: tuple[int, ...]) -> tuple[float, ...]:
-    """The shape of a device's part of a value."""
-    return tuple(size / count for size, count in zip(value.shape, shard_counts(layout, value.rank, mesh), strict=True))
 
 
 @cache

@@ -15,11 +15,25 @@ from autoshard.cluster import Cluster
 from autoshard.cost.collectives import Communication
 from autoshard.cost.compute import ROWS, Roofline, is_matrix, padding_met
 from autoshard.cost.exchange import exchange_steps
-from autoshard.cost.memory import FAST_MEMORY_BYTES, local_shape, padding
+from autoshard.cost.memory import FAST_MEMORY_BYTES, padding
 from autoshard.cost.profile import Profile, is_view
 from autoshard.cost.reshard import Reshards, Step, reduction_steps
 from autoshard.cost.traffic import Traffic
-from autoshard.ir import Choice, Layout, Mesh, Op, Rule, Value, computed_layout, exchanges, layouts, operand_layout, reductions, shards
+from autoshard.ir import (
+    Choice,
+    Layout,
+    Mesh,
+    Op,
+    Rule,
+    Value,
+    computed_layout,
+    exchanges,
+    layouts,
+    local_shape,
+    operand_layout,
+    reductions,
+    shards,
+)
 
 # An all_to_all exchanges contiguous pieces: the operand is transposed before and the result after, each read and written (copies around
 # all-to-all in modules that XLA:TPU compiled, libtpu 0.0.42). Of gathered bytes fewer than a tenth were copied.
@@ -184,7 +198,7 @@ class CostModel:
         minor = profile.fusion.minor[value]
         if minor is None or not self.cluster.widens:
             return count
-        return count / padding(local_shape(profile.graph.values[value], layout, self.mesh.sizes), minor)
+        return count / padding(local_shape(profile.graph.values[value].shape, layout, self.mesh.sizes), minor)
 
     def least_op_seconds(self, profile: Profile, op: Op) -> float:
         """The seconds of an op if all devices shared its work and its memory traffic evenly: no choice takes less."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 
 from autoshard.ir.graph import Graph
 from autoshard.ir.layout import Layout, Mesh
@@ -121,12 +120,6 @@ def legal(rule: Rule, choice: Choice, sizes: tuple[int, ...]) -> bool:
 def legal_choices(rule: Rule, choices: Iterable[Choice], sizes: tuple[int, ...]) -> list[Choice]:
     """Those of some choices that are `legal`."""
     composite = [dim for tensor in (*rule.operands, *rule.results) for dim in tensor if len(dim) > 1]
-
-    @cache
-    def splits(factor: int, n: int) -> bool:
-        entry = rule.factors[factor]
-        return entry.shardable and entry.size % n == 0 and _holds_sends(rule, factor, n)
-
     found = []
     for choice in choices:
         split: dict[int, int] = {}
@@ -135,7 +128,7 @@ def legal_choices(rule: Rule, choices: Iterable[Choice], sizes: tuple[int, ...])
             if factor >= 0:
                 split[factor] = split.get(factor, 1) * sizes[axis]
                 axes.setdefault(factor, []).append(axis)
-        if all(splits(factor, n) for factor, n in split.items()) and all(_in_order(rule, dim, split, axes) for dim in composite):
+        if all(_splits(rule, factor, n) for factor, n in split.items()) and all(_in_order(rule, dim, split, axes) for dim in composite):
             if _scatters_legal(rule, choice, sizes):
                 found.append(choice)
     return found
@@ -151,6 +144,12 @@ def _in_order(rule: Rule, dim: tuple[int, ...], split: Mapping[int, int], axes: 
             last = axes[factor][-1]
         full = full and split.get(factor, 1) == rule.factors[factor].size
     return True
+
+
+def _splits(rule: Rule, factor: int, n: int) -> bool:
+    """Whether a factor may be in ``n`` equal shards."""
+    entry = rule.factors[factor]
+    return entry.shardable and entry.size % n == 0 and _holds_sends(rule, factor, n)
 
 
 def _holds_sends(rule: Rule, factor: int, n: int) -> bool:

@@ -108,6 +108,11 @@ def shard_counts(layout: Layout, rank: int, sizes: Sequence[int]) -> tuple[int, 
     return tuple(counts)
 
 
+def local_shape(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> tuple[float, ...]:
+    """The shape of a device's part of a tensor; of no whole numbers where the layout does not divide it."""
+    return tuple(n / count for n, count in zip(shape, shard_counts(layout, len(shape), sizes), strict=True))
+
+
 def divides(layout: Layout, shape: Sequence[int], sizes: Sequence[int]) -> bool:
     """Whether every dimension of ``shape`` is divided evenly by the axes that shard it."""
     return all(n % count == 0 for n, count in zip(shape, shard_counts(layout, len(shape), sizes), strict=True))

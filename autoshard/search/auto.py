@@ -71,10 +71,11 @@ class Auto:
         found: list[tuple[Solution, Searcher]] = []
         refused: list[InfeasibleError] = []
         too_large: list[SearchLimitError] = []
+        share = 1 / (1 + len(self.members))  # of the progress: each member's, and that of what hides
         for number, member in enumerate(self.members):
             if member.automatic and any(_settled(problem, solution) for solution, _ in found):
                 continue
-            own = part(progress, number / (1 + len(self.members)), 1 / (1 + len(self.members)))
+            own = part(progress, number * share, share)
             own(member.name, 0.0)
             try:
                 found.append((member.solve(problem, own), member))
@@ -83,7 +84,7 @@ class Auto:
             except InfeasibleError as error:
                 refused.append(error)
         if not any(_settled(problem, solution) for solution, _ in found):
-            last = part(progress, len(self.members) / (1 + len(self.members)), 1 / (1 + len(self.members)))
+            last = part(progress, len(self.members) * share, share)
             found += self._hiding(problem, [solution.judgement.cost for solution, _ in found], last)
         if not found:
             if not refused:

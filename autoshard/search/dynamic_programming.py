@@ -31,12 +31,12 @@ from typing import ClassVar
 
 from autoshard.cost.evaluate import Judgement
 from autoshard.errors import InfeasibleError, SearchLimitError
-from autoshard.problem import Messages, Problem, Tables, folded
+from autoshard.problem import Problem, Tables, folded
 from autoshard.search.elimination import table_cost
 from autoshard.search.memory import Fitted, Found, fitted, held_at, priced
 from autoshard.search.passing import Passing
 from autoshard.search.recursive_programming import RecursiveProgramming
-from autoshard.search.reparametrisation import normalised, unfolded
+from autoshard.search.reparametrisation import normalised, passing_of
 from autoshard.search.searcher import Progress, Solution, silent
 from autoshard.search.shells import MOST_SWEEPS, ROUNDING, SWEEPS, Shells
 
@@ -167,9 +167,10 @@ class _Run:
             tables = self._tables(problem)
         except SearchLimitError:
             return found, problem.compute_bound() - problem.fixed_seconds()
-        passing, enough = self._passed(tables, unfolded(self.small, self.learned.sent, tables), self.cost)
+        passing = passing_of(self.small, self.learned.sent, tables)
+        bound, enough = self._pass(passing, self.cost)
         if enough:
-            return found, passing.bound() - ROUNDING * self.cost
+            return found, bound - ROUNDING * self.cost
         best, bound = self.shells.widened(tables, normalised(passing, self.shells.sweeps))
         answer = [options[label] for options, label in zip(tables.labels, best, strict=True)]
         other = problem.evaluate(problem.assignment(answer))
@@ -212,22 +213,22 @@ class _Run:
         if small is None:
             return max(self.bound, best)
         cost = found.judgement.cost.objective_seconds - problem.fixed_seconds() + price * held.limit
-        passing, _ = self._passed(priced(tables, charges, price), unfolded(small, sent, tables), cost)
-        return passing.bound() - price * held.limit - ROUNDING * cost
+        bound, _ = self._pass(passing_of(small, sent, priced(tables, charges, price)), cost)
+        return bound - price * held.limit - ROUNDING * cost
 
-    def _passed(self, tables: Tables, sent: Messages, cost: float) -> tuple[Passing, bool]:
-        """The whole problem's tables after message passing, and whether their bound is as near to an answer's cost as is asked for."""
-        passing = Passing(tables.unary, tables.pairs, sent, self.small.classes.tolist() if self.small else None)
-        entries = sum(table.size for table in tables.pairs.values())
+    def _pass(self, passing: Passing, cost: float) -> tuple[float, bool]:
+        """The whole problem's bound after message passing, and whether it is as near to an answer's cost as is asked for."""
+        entries = sum(table.size for table in passing.pairs.values())
         left = min(MOST_SWEEPS, 1 + PASSED_ENTRIES // max(entries, 1))
         for attempt in count(1):
             enough = cost * (1 - self.shells.tolerated(attempt))
             done = passing.run(min(SWEEPS, left), enough, self.progress)
             left -= done
             self.shells.sweeps += done
-            if passing.bound() >= enough or done < SWEEPS or not left:
-                break
-        return passing, passing.bound() >= enough
+            bound = passing.bound()
+            if bound >= enough or done < SWEEPS or not left:
+                return bound, bound >= enough
+        raise AssertionError("attempts end when no sweeps are left")
 
     def _tables(self, problem: Problem, prices: Mapping[int, float] | None = None) -> Tables:
         """All axes' tables, if they are not too large."""

@@ -77,8 +77,7 @@ def fitted(problem: Problem, search: Priced, steps: int) -> Fitted:
     if limit is None or found[0].cost.peak_bytes <= limit:
         return Fitted(*found)
     if (least := least_peak(problem, found)) > limit:
-        dear = DEAR * found[0].cost.objective_seconds / found[0].cost.peak_bytes
-        cheapest, _ = search(dict.fromkeys(sorted(found[0].peak.alive), dear))
+        cheapest, _ = search(dict.fromkeys(sorted(found[0].peak.alive), DEAR * _even_price(found)))
         smallest = min(found[0].cost.peak_bytes, cheapest.cost.peak_bytes)
         raise nothing_fits(problem, f"none takes less than {format_bytes(least)}; the smallest peak found", smallest)
     best, above, priced, price = _by_prices(problem, search, found, steps)
@@ -120,7 +119,7 @@ def _by_prices(
     limit = problem.memory_limit_bytes or 0.0
     above, best = free, None
     priced = set(free[0].peak.alive)
-    first = free[0].cost.objective_seconds / free[0].cost.peak_bytes
+    first = _even_price(free)
     price, factor = (problem.learned.price, NEAR) if problem.learned.price else (first, FAR)
     shares = _shares(problem)
     too_low, enough = 0.0, None
@@ -144,6 +143,11 @@ def _by_prices(
         if enough is not None and enough - too_low < 0.2 * enough:
             break
     return best, above, priced, enough or too_low
+
+
+def _even_price(found: Found) -> float:
+    """Seconds a byte at which the bytes of an answer's peak cost as much as its seconds."""
+    return found[0].cost.objective_seconds / found[0].cost.peak_bytes
 
 
 def _shares(problem: Problem) -> dict[int, float]:

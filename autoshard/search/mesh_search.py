@@ -20,7 +20,7 @@ from autoshard.search.baselines import DataParallel
 from autoshard.search.early import Met, watch
 from autoshard.search.memory import Held, held_at, priced
 from autoshard.search.passing import Passing
-from autoshard.search.reparametrisation import unfolded
+from autoshard.search.reparametrisation import passing_of
 from autoshard.search.searcher import Progress, Searcher, Solution, part, silent
 
 MAX_ENTRIES = 1 << 25  # of tables that are made for a bound alone: 256 MiB
@@ -53,8 +53,9 @@ def message_bound(problem: Problem, max_sweeps: int, enough: float = float("inf"
         passing = Passing(own.unary, own.pairs, sent)
         as_long = max_sweeps * problem.n_nodes // small.n_nodes  # as the whole's sweeps take
         passing.run(min(FOLDED_SWEEPS, as_long), enough * (1 + LEAST_GAIN))
-        sent = unfolded(small, passing.sent, tables)
-    passing = Passing(tables.unary, tables.pairs, sent, small.classes.tolist() if small else None)
+        passing = passing_of(small, passing.sent, tables)
+    else:
+        passing = Passing(tables.unary, tables.pairs, sent)
     passing.run(max_sweeps, enough, give_up=enough < float("inf"))
     return max(problem.fixed_seconds() + passing.bound() * (1 - 1e-9) - worth, problem.compute_bound())
 

@@ -20,7 +20,7 @@ Complexity: sweeps x entries of the pair tables.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -63,7 +63,8 @@ class Passing:
         self._reach = 2.0
         self._sizes = [len(table) for table in unary]
         order = near_order(len(unary), pairs) if alike is None else alike_order(alike, pairs)
-        sides = _sides(order, pairs)
+        place = {node: position for position, node in enumerate(order)}
+        sides = _sides(place, pairs)
         self._starts = [0] * len(unary)  # where what a node holds lies in memory
         self._rows: dict[Pair, list[int]] = {pair: [0, 0] for pair in pairs}  # where what its ends took lies
         at = taken = 0
@@ -83,7 +84,7 @@ class Passing:
                 for row, moved in zip(self._rows[pair], (first, last), strict=True):
                     np.negative(moved, self._taken[row : row + len(moved)])
         self._stacks: dict[tuple[tuple[int, int], ...], tuple[np.ndarray, np.ndarray]] = {}
-        turns = [self._turns(batch, [sides[i] for i in batch]) for batch in self._batches(order, sides)]
+        turns = [self._turns(batch, [sides[i] for i in batch]) for batch in self._batches(place, sides)]
         self._forward = [forward for forward, _ in turns]
         self._backward = [backward for _, backward in reversed(turns)]
 
@@ -91,20 +92,18 @@ class Passing:
         """What the ends of a pair took of it."""
         return tuple(self._taken[row : row + self._sizes[i]] for i, row in zip(pair, self._rows[pair], strict=True))
 
-    def _batches(self, order: list[int], sides: list[_Sides]) -> Iterator[list[int]]:
+    def _batches(self, place: Mapping[int, int], sides: list[_Sides]) -> Iterator[list[int]]:
         """Nodes that follow each other, have the same tables on both sides, and are in no pair with each other."""
-        place = {node: position for position, node in enumerate(order)}
         batch: list[int] = []
         like, entries = None, 0
-        for i in order:
-            before, behind = sides[i]
+        for i in place:
             key = self._sizes[i], *(tuple((number, end) for number, end, _ in side) for side in sides[i])
-            joined = key == like and all(place[pair[1 - end]] < place[batch[0]] for _, end, pair in before)
+            joined = key == like and all(place[pair[1 - end]] < place[batch[0]] for _, end, pair in sides[i][0])
             if not joined or (len(batch) + 1) * entries > TOGETHER:
                 if batch:
                     yield batch
                 batch, like = [], key
-                entries = max(sum(self.pairs[pair].size for _, _, pair in side) for side in (before, behind))
+                entries = max(sum(self.pairs[pair].size for _, _, pair in side) for side in sides[i])
             batch.append(i)
         if batch:
             yield batch
@@ -287,10 +286,9 @@ class _Turn(NamedTuple):
     share: float
 
 
-def _sides(order: list[int], pairs: Pairs) -> list[_Sides]:
+def _sides(place: Mapping[int, int], pairs: Pairs) -> list[_Sides]:
     """By node its pairs, equal tables in an order that is the same for all nodes."""
-    place = {node: position for position, node in enumerate(order)}
-    sides: list[_Sides] = [([], []) for _ in order]
+    sides: list[_Sides] = [([], []) for _ in place]
     numbers: dict[int, int] = {}
     for (i, j), table in pairs.items():
         number = numbers.setdefault(id(table), len(numbers))

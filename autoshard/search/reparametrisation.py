@@ -69,6 +69,11 @@ def unfolded(problem: Folded, sent: Messages, whole: Tables) -> Messages:
     return {pair: shares[ends] for pair, ends in between.items() if ends in shares}
 
 
+def passing_of(problem: Folded, sent: Messages, whole: Tables) -> Passing:
+    """Message passing in the whole problem, from what was moved in the folded one; nodes that look alike have their turns together."""
+    return Passing(whole.unary, whole.pairs, unfolded(problem, sent, whole), problem.classes.tolist())
+
+
 def normalised(passing: Passing, sweeps: int) -> Reparametrisation:
     """What passing has come to, as a sum less its bound."""
     return Reparametrisation(passing.bound(), tuple(passing.unary()), passing.pairs, passing.sent, tuple(passing.reduced()), sweeps)

@@ -163,11 +163,14 @@ def test_only_the_strategys_own_compiler_is_expected_to_rewrite_its_plan():
 
 def test_bfloat16_on_the_cpu_is_explained():
     """XLA:CPU sends bfloat16 as float32: the report says so where bytes differ, and only there."""
+
+    def product(w, x):
+        return x @ w
+
     for dtype, said in ((jnp.bfloat16, True), (jnp.float32, False)):
         args = jax.ShapeDtypeStruct((64, 32), dtype), jax.ShapeDtypeStruct((16, 64), dtype)
-        fn = lambda w, x: x @ w  # noqa: E731
         strategy = autoshard.evaluate(
-            fn, *args, cluster="cpu:8", mesh={"data": 8}, in_specs=(jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec())
+            product, *args, cluster="cpu:8", mesh={"data": 8}, in_specs=(jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec())
         )
-        found = autoshard.verify(strategy, fn, *args, target="cpu")
+        found = autoshard.verify(strategy, product, *args, target="cpu")
         assert ("XLA:CPU computes, sends and holds in float32" in " ".join(str(found).split())) is said
