@@ -8,6 +8,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, astuple, dataclass, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +98,9 @@ class Cluster:
             raise ClusterError(f"a cluster reads {EXAMPLES}, got {text!r}. Known devices: {', '.join(CATALOGUE)}.")
         entry = CATALOGUE.get(match[1])
         if entry is None:
+            near = get_close_matches(match[1], CATALOGUE, n=1)
             raise ClusterError(
-                f"there is no device {match[1]!r} in the catalogue, got {text!r}. "
+                f"there is no device {match[1]!r} in the catalogue, got {text!r}. {f'Did you mean {near[0]!r}? ' if near else ''}"
                 f"Use one of {', '.join(CATALOGUE)}, or describe the cluster in a file for Cluster.load."
             )
         topology = tuple(int(size) for size in match[2].split("x"))

@@ -2,7 +2,8 @@
 
 *Objective.* The sum of all compute and all collectives of a step, one after the other: additive, which is what searchers
 minimise and bound. *Makespan.* The end of a schedule that hides asynchronous collectives behind independent compute; see
-`autoshard.cost.schedule`. A value is resharded once for each distinct layout it is read in.
+`autoshard.cost.schedule`. A value is resharded once for each distinct layout it is read in. What is fused into its reader is computed
+when that is: it fills no gap before.
 
 *Compilers.* Where the compiler adds partial results before it combines them, or narrows what it sends, the makespan has what the compiler
 makes of the planned collectives (`Collective.compiled`); the objective charges the plan, since it adds up what ops cost one by one.
@@ -18,12 +19,14 @@ from operator import attrgetter
 
 from autoshard.cost.blame import Blame
 from autoshard.cost.compute import is_matrix
-from autoshard.cost.memory import Copy, Peak, peak_memory
+from autoshard.cost.fusion import Kernel
+from autoshard.cost.memory import Copy, Peak, held_in_orders, peak_memory
 from autoshard.cost.model import CostModel, OpCost
 from autoshard.cost.narrowing import NARROW_SHARE, rounds_operands
 from autoshard.cost.partial_sums import LOOPS, Addition
 from autoshard.cost.profile import Profile
-from autoshard.cost.record import Cost
+from autoshard.cost.record import Cost, Recomputation
+from autoshard.cost.rematerialisation import GOAL, recomputed
 from autoshard.cost.reshard import Step, path_seconds
 from autoshard.cost.schedule import BOTH, CARRIED, COMPUTE, PRODUCT, WIRES, Tasks, schedule
 from autoshard.ir import Assignment, Choice, Collective, Flow, Layout, Op, served_from, shards, shift_layout
@@ -45,6 +48,15 @@ def evaluate(profile: Profile, model: CostModel, assignment: Assignment) -> Judg
     return _Judge(profile, model, assignment).judgement()
 
 
+def recomputation(profile: Profile, model: CostModel, assignment: Assignment) -> Recomputation | None:
+    """What a TPU's compiler computes again of an assignment; None where it need not, and where that would not reach its goal."""
+    if model.cluster.device.kind != "tpu":
+        return None
+    judge = _Judge(profile, model, assignment)
+    judge.judgement()
+    return judge.recomputation()
+
+
 @dataclass(slots=True, eq=False)
 class _Region:
     """What is scheduled together: the program, or one trip of a loop.
@@ -54,6 +66,7 @@ class _Region:
         outside: the region that the loop stands in.
         needs: what of that region must be done before the loop.
         sent: its collectives' tasks, with their positions in `_Judge.sent`.
+        fused: its tasks that are part of their readers' kernels.
     """
 
     runs: int
@@ -61,6 +74,7 @@ class _Region:
     needs: set[int] = field(default_factory=set)
     tasks: Tasks = field(default_factory=Tasks)
     sent: dict[int, int] = field(default_factory=dict)
+    fused: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +105,7 @@ class _Judge:
         self.sizes = model.mesh.sizes
         self.whole = (-1,) * len(self.sizes)
         self.streams = dict.fromkeys(model.cluster.asynchronous, WIRES) | dict.fromkeys(model.cluster.carried, CARRIED)
+        self.fuses = bool(self.streams) and not model.cluster.widens  # kernels that are known have one task each as it is
         self.additions = {each.op: each for each in profile.sums.additions} if model.cluster.adds_first else {}
         self.compute = self.communication = self.saved = self.exposed = self.flops = 0.0
         self.region = _Region(1)
@@ -117,8 +132,8 @@ class _Judge:
             self._read(value, target, end, 1, self.graph.result_paths[result], lambda *_, kept=kept: kept)
         makespan = self._scheduled(self.region)
         rounded = {made for made in self.copied.values() if made in self.copies and self._rounded(made)}
-        copies = self.copies | {made: replace(self.copies[made], rounded=True) for made in rounded}
-        peak = peak_memory(self.profile, self.assignment, copies, self.partials, self.model.cluster.device)
+        self.copies |= {made: replace(self.copies[made], rounded=True) for made in rounded}
+        peak = peak_memory(self.profile, self.assignment, self.copies, self.partials, self.model.cluster.device)
         cost = Cost(
             objective_seconds=self.compute + self.communication + self.saved,
             makespan_seconds=min(makespan, self.compute + self.communication),  # which it exceeds by rounding at most
@@ -131,11 +146,36 @@ class _Judge:
         )
         return Judgement(cost, peak)
 
+    def recomputation(self) -> Recomputation | None:
+        """What is computed again, once the judgement is there."""
+        profile, model, cluster = self.profile, self.model, self.model.cluster
+        orders = held_in_orders(profile, self.assignment, self.copies, self.partials, cluster.device)
+        fullest = max(orders, key=lambda buffers: buffers.usage.max())
+        if fullest.usage.max() <= GOAL * cluster.memory_limit_bytes:
+            return None
+        ops, roots = self.graph.walk(), profile.fusion.root
+        combined = {roots[value] for op in self.partials for value in ops[op].results}
+
+        def costs(kernel: Kernel) -> list[OpCost]:
+            return [model.op_cost(profile, ops[op], self.assignment.choice(op)) for op in dict.fromkeys((kernel.main, kernel.op))]
+
+        def alone(kernel: Kernel) -> bool:
+            sent = kernel.main in self.partials or not combined.isdisjoint(kernel.makes)
+            return not (sent or any(cost.exchange for cost in costs(kernel)))
+
+        found = {buffers: recomputed(profile, buffers, alone, cluster.memory_limit_bytes) for buffers in orders}
+        chosen = found[fullest]
+        if chosen is None or None in found.values():
+            return None
+        seconds = sum(cost.seconds for kernel in chosen.kernels for cost in costs(kernel))
+        return Recomputation(len(chosen.kernels), chosen.peak_bytes, seconds)
+
     def _scheduled(self, region: _Region) -> float:
         """How long one run of a region takes."""
         if self.model.cluster.narrows:
             for task, position in region.sent.items():
                 self._narrow(region, task, position)
+        _with_readers(region.tasks, region.fused)
         found = schedule(region.tasks)
         for task, position in region.sent.items():
             seconds = found.exposed_seconds.get(task, 0.0) * region.runs
@@ -246,12 +286,18 @@ class _Judge:
             for maker in found:
                 makers.update(dict.fromkeys(op.results, maker))
             return
-        needs = self._needs(found)
+        needs, first = self._needs(found), len(self.region.tasks.seconds)
         if cost.exchange:
             needs = self._exchange(op, cost, needs, partial(_exchanged, op, choice))
         if cost.seconds:
             self.flops += op.trips * cost.flops
             needs = self._compute(cost.seconds, op.trips, needs, PRODUCT if is_matrix(op.primitive) else COMPUTE)
+        if not cost.combines:
+            maker = self._join(needs)
+            makers.update(dict.fromkeys(op.results, maker))
+            if self.fuses and maker is not None and maker[1] >= first and not any(profile.materialised[value] for value in op.results):
+                self.region.fused.append(maker[1])
+            return
         for value, combination in zip(op.results, cost.combinations, strict=True):
             done = needs
             if combination:
@@ -404,6 +450,19 @@ class _Judge:
         if len(needs) > 1:
             return self.region, self.region.tasks.add(0.0, COMPUTE, tuple(needs))
         return (self.region, next(iter(needs))) if needs else None
+
+
+def _with_readers(tasks: Tasks, fused: Iterable[int]) -> None:
+    """Gives the time of what is fused to the first kernel that reads it: that is when it is computed, and not in a gap before."""
+    readers: dict[int, int] = dict.fromkeys(fused, -1)
+    for reader, needs in enumerate(tasks.needs if readers else ()):
+        for task in needs:
+            if readers.get(task) == -1:
+                readers[task] = reader
+    for task, reader in readers.items():
+        if reader >= 0 and tasks.streams[reader] in (COMPUTE, PRODUCT):
+            tasks.seconds[reader] += tasks.seconds[task]
+            tasks.seconds[task] = 0.0
 
 
 def _held(op: Op, blame: Blame, step: Step) -> str:

@@ -64,6 +64,20 @@ class Kernel:
 
 
 @dataclass(frozen=True, slots=True)
+class Turned:
+    """How an argument is updated whose gradient is the transpose of a product.
+
+    Attributes:
+        product, update: the indices of the product and of the op that makes the new argument.
+        innermost: the dimension that comes last in the product's own result.
+    """
+
+    product: int
+    update: int
+    innermost: int
+
+
+@dataclass(frozen=True, slots=True)
 class Fusion:
     """A fused program.
 
@@ -77,7 +91,8 @@ class Fusion:
         rounds: per value whether some product reads it, and so a copy for it is of bfloat16 on a TPU.
         minor: per value the two dimensions that convolutions want innermost, batch and features; None where there are none.
         moved: what is moved between tiles, and the value in whose tiles it lies before.
-        turned: the arguments that are updated with gradients whose dimensions lie in another order, and the ops that do.
+        moved_late: what of that is float32, and arithmetic away from what only products read: where tiles pad, that is moved, rounded.
+        turned: the arguments that are updated with gradients whose dimensions lie in another order.
         begun: what loops outside of others carry that begins with constants, as sums of gradients do.
         users: per value, the ops that read it, or a view of it.
         kernels: the program's kernels, in program order.
@@ -92,7 +107,8 @@ class Fusion:
     rounds: tuple[bool, ...]
     minor: tuple[tuple[int, int] | None, ...]
     moved: dict[int, int]
-    turned: dict[int, int]
+    moved_late: frozenset[int]
+    turned: dict[int, Turned]
     begun: frozenset[int]
     users: tuple[tuple[int, ...], ...]
     kernels: tuple[Kernel, ...]
@@ -173,6 +189,7 @@ class _Fuser:
             rounds=self._rounds(),
             minor=self.minor,
             moved=self.moved,
+            moved_late=frozenset(filter(self._is_rounded_later, self.moved)),
             turned=self._turned(),
             begun=self._begun(),
             users=users,
@@ -232,18 +249,20 @@ class _Fuser:
                     found[flow.value] = found[flow.value] or found[holder.value]
         return tuple(found)
 
-    def _turned(self) -> dict[int, int]:
-        """The arguments that are replaced by what is made elementwise of a product's transposed result, and the ops that make that."""
-        made = {value for op in self.ops if _turns(op) for value in op.results}
-        turned: dict[int, int] = {}
+    def _turned(self) -> dict[int, Turned]:
+        """The arguments that are replaced by what is made elementwise of a product's transposed result."""
+        made = {value: op.index for op in self.ops if _turns(op) for value in op.results}
+        turned: dict[int, Turned] = {}
         for op in self.ops:
             if op.primitive == "transpose":
-                if op.operands[0] in made and list(op.params["permutation"]) != sorted(op.params["permutation"]):
-                    turned[op.results[0]] = op.index
+                order = list(op.params["permutation"])
+                if op.operands[0] in made and order != sorted(order):
+                    turned[op.results[0]] = Turned(made[op.operands[0]], op.index, order.index(len(order) - 1))
             elif len(op.results) == 1 and (op.primitive in VIEWS or self._is_elementwise(op)):
                 shape = self.values[op.results[0]].shape
-                if any(value in turned and self.values[value].shape == shape for value in op.operands):
-                    turned[op.results[0]] = op.index
+                found = next((turned[value] for value in op.operands if value in turned and self.values[value].shape == shape), None)
+                if found:
+                    turned[op.results[0]] = replace(found, update=op.index)
         results, arguments = self.graph.results, self.graph.arguments
         return {arguments[k]: turned[results[result]] for result, k in self.graph.aliases if results[result] in turned}
 
@@ -286,6 +305,22 @@ class _Fuser:
                 break
             end = after
         return end
+
+    def _is_rounded_later(self, value: int) -> bool:
+        """Whether nothing but arithmetic on all of a value's elements makes what only matrix products read, rounded."""
+        size, reached, queue = self.values[value].size, {value}, [value]
+        if any(reader.primitive in REDUCTIONS for reader in self.readers[value]):
+            return False
+        while queue and len(reached) < LONGEST:
+            found = queue.pop()
+            if self.narrow[found]:
+                return True
+            for reader in filter(self._is_elementwise, self.readers[found]):
+                made = self._find(reader.results[0])
+                if made not in reached and self.values[made].size == size:
+                    reached.add(made)
+                    queue.append(made)
+        return False
 
     def _is_view(self, op: Op) -> bool:
         return op.primitive in VIEWS and not op.bodies and len(op.results) == 1 and bool(op.operands) and op.index not in self.relayouts
@@ -331,7 +366,7 @@ class _Fuser:
     def _epilogue(self, op: Op) -> None:
         """Moves what a product stores on to where its readers part."""
         start = self._find(op.results[0])
-        if self.values[start].size == 0 or not self.stored[start] or start in self.returned:
+        if self.values[start].size == 0 or not self.stored[start] or start in self.returned or _is_degenerate(op, self.values):
             return
         unread = {start: len(self.readers[start])}
         queue = [reader.index for reader in self.readers[start]]
@@ -502,6 +537,8 @@ def _narrow(graph: Graph, root: Sequence[int]) -> list[bool]:
             continue  # computed with what makes its operand
         if op.primitive in VIEWS or op.primitive in ("slice", "dynamic_slice", "split", "rev", "name"):
             links.append((op.results, op.operands[:1]))
+        elif op.primitive == "concatenate":
+            links.append((op.results, op.operands))
         elif op.primitive == "convert_element_type" and values[op.results[0]].dtype == "bfloat16":
             continue
         else:
@@ -528,6 +565,15 @@ def _is_window(op: Op, value: int, values: Sequence[Value]) -> bool:
     _, batch = op.params["dimension_numbers"]
     side = op.operands.index(value)
     return len(batch[side]) > 0 and values[value].rank - len(batch[side]) > 2
+
+
+def _is_degenerate(op: Op, values: Sequence[Value]) -> bool:
+    """Whether a batched product's result has a dimension of one: XLA:TPU reshapes that away, and what follows is no epilogue then.
+
+    So scores of queries that share keys in groups of one are kept as ``bf16[8,8,1024,1024]{3,2,1,0}`` and widened by their readers; in
+    groups of two as ``f32[8,4,2,1024,1024]{3,4,2,1,0}``, already exponentials (libtpu 0.0.42).
+    """
+    return op.primitive == "dot_general" and len(op.params["dimension_numbers"][1][0]) > 0 and 1 in values[op.results[0]].shape
 
 
 def _turns(op: Op) -> bool:

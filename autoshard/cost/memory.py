@@ -14,13 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise, permutations
 
 import numpy as np
 
 from autoshard.cluster import Device
 from autoshard.cost.combining import COMBINED_BYTES, is_formed, sent_with
+from autoshard.cost.compute import is_matrix
 from autoshard.cost.lifetimes import Lifetimes, usage
 from autoshard.cost.profile import Profile
 from autoshard.cost.reshard import Step
@@ -65,6 +66,42 @@ class Copy:
     rounded: bool = False
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Buffers:
+    """What a device holds in one order of a program's kernels, and when.
+
+    Attributes:
+        times: the order, and the lives of the buffers of values in it; those come first.
+        copies: the values that are alive in other layouts too; their copies come next.
+        partials: the ops whose results are not scattered yet; those come then, and last what has no name.
+        held, born, dies: per buffer its bytes, the first moment of its life and the first after it.
+        usage: per moment the bytes of all that is alive.
+    """
+
+    times: Lifetimes
+    copies: tuple[int, ...]
+    partials: tuple[int, ...]
+    held: np.ndarray
+    born: np.ndarray
+    dies: np.ndarray
+    usage: np.ndarray
+
+    def peak(self, spare_bytes: float) -> Peak:
+        """The fullest moment."""
+        moment, n, m = int(self.usage.argmax()), len(self.times.values), len(self.times.values) + len(self.copies)
+        numbers = (*self.times.values, *self.copies, *self.partials)
+        alive = np.flatnonzero((self.born <= moment) & (self.dies > moment) & (self.held > 0))
+        return Peak(
+            nbytes=float(self.usage[moment]),
+            moment=moment,
+            alive=tuple(numbers[k] for k in alive if k < n),
+            held=tuple(float(self.held[k]) for k in alive if k < n),
+            copies=tuple((numbers[k], float(self.held[k])) for k in alive if n <= k < m),
+            partials=tuple((numbers[k], float(self.held[k])) for k in alive if m <= k < len(numbers)),
+            spare_bytes=spare_bytes,
+        )
+
+
 def peak_memory(
     profile: Profile,
     assignment: Assignment,
@@ -79,26 +116,43 @@ def peak_memory(
         copies: by value number and layout.
         partials: per op index how its result is combined with other devices'.
     """
-    peak = _peak(profile, assignment, copies, partials, device, bool(copies))
+    first, *others = held_in_orders(profile, assignment, copies, partials, device)
+    peak = first.peak(FAST_MEMORY_BYTES.get(device.name, 0) if device.kind == "tpu" else 0)
+    return replace(peak, nbytes=max((peak.nbytes, *(float(other.usage.max()) for other in others))))
+
+
+def held_in_orders(
+    profile: Profile,
+    assignment: Assignment,
+    copies: Mapping[tuple[int, Layout], Copy],
+    partials: Mapping[int, Step],
+    device: Device,
+) -> tuple[Buffers, ...]:
+    """What a device holds in the order that holds least unsharded, and in the best of all where the compiler may hold more than that.
+
+    Args:
+        profile, assignment, copies, partials, device: as for `peak_memory`.
+    """
+    found = _buffers(profile, assignment, copies, partials, device, bool(copies))
     program, shifted, *listed = profile.orders
     tried = ((program, False), (shifted, not profile.recomputes), *((times, True) for times in listed))
     if device.kind != "tpu" or copies or (profile.lifetimes, False) in tried:
-        return peak
+        return (found,)
     # Where collectives are synchronous: of 12 transformers whose layers are computed again the shifted order with late copies was 0 to 12 %
     # below the compiler, of 50 other programs the best of these at most 9 % (libtpu 0.0.42); bounds count on the first order alone.
-    found = (_peak(replace(profile, lifetimes=times), assignment, copies, partials, device, early) for times, early in tried)
-    return replace(peak, nbytes=max(peak.nbytes, min(one.nbytes for one in found)))
+    others = (_buffers(replace(profile, lifetimes=times), assignment, copies, partials, device, early) for times, early in tried)
+    return found, min(others, key=lambda other: other.usage.max())
 
 
-def _peak(
+def _buffers(
     profile: Profile,
     assignment: Assignment,
     copies: Mapping[tuple[int, Layout], Copy],
     partials: Mapping[int, Step],
     device: Device,
     early: bool,
-) -> Peak:
-    """The peak in one order; ``early``: copies of state are made as early as can be."""
+) -> Buffers:
+    """What a device holds in the profile's order; ``early``: copies of state are made as early as can be."""
     times, fusion, values, ops = profile.lifetimes, profile.fusion, profile.graph.values, profile.graph.walk()
     mesh, on_tpu = assignment.mesh.sizes, device.kind == "tpu"
 
@@ -107,13 +161,13 @@ def _peak(
     def share(value: int) -> float:
         return constant[value] if value in constant else values[value].nbytes / shards(assignment.layout(value), mesh)
 
+    tiles = partial(_tiles, profile, assignment)
     sizes = [share(value) for value in times.values]
     if on_tpu:
         for k, (value, passed) in enumerate(zip(times.values, times.passed, strict=True)):
-            if not passed and values[value].rank > 1:
-                sizes[k] *= padding(local_shape(values[value].shape, assignment.layout(value), mesh), fusion.minor[value])
-            if fusion.narrow[value]:
-                sizes[k] *= 0.5
+            padded = 1.0 if passed else tiles(value)
+            late = value in fusion.moved_late and padded > tiles(fusion.moved[value])
+            sizes[k] *= padded / (2 if fusion.narrow[value] or late else 1)
     more = [
         (copy.nbytes / (2 if on_tpu and (copy.rounded or fusion.rounds[value]) else 1), times.starts[copy.first], times.ends[copy.last])
         for (value, _), copy in copies.items()
@@ -127,6 +181,7 @@ def _peak(
             dies = _one_later(times, {op for op, step in partials.items() if step.nbytes > share(ops[op].results[0])})
         copied = {value for value, _ in copies}
         more += _arranged(profile, assignment, copied, early)
+        more += _turned(profile, assignment, partials, early)
         more += _added_to(profile, assignment, partials)
         more += _early(profile, partials, sizes, mesh)
         more += [
@@ -134,25 +189,24 @@ def _peak(
             for value, (first, last) in fusion.casts.items()
             if value not in copied
         ]
+    waits = list(_sliced_last(profile, assignment)) if on_tpu else []
+    more += [(nbytes, until - 2, until) for _, until, nbytes in waits]
     extra, firsts, lasts = zip(*more, strict=True) if more else ((), (), ())
     held = np.array([*sizes, *extra])
     born, dies = (np.concatenate([moments, np.array(others, np.int64)]) for moments, others in ((born, firsts), (dies, lasts)))
-    if on_tpu:
-        _keep_fast(held, born, dies, times.passed, FAST_MEMORY_BYTES.get(device.name, 0))
-    total = usage(times.moments, held, born, dies)
-    moment = int(total.argmax())
-    alive = np.flatnonzero((born <= moment) & (dies > moment) & (held > 0))
-    numbers = (*times.values, *(value for value, _ in copies), *stored)
-    n, m = len(times.values), len(times.values) + len(copies)
-    return Peak(
-        nbytes=float(total[moment]),
-        moment=moment,
-        alive=tuple(numbers[k] for k in alive if k < n),
-        held=tuple(float(held[k]) for k in alive if k < n),
-        copies=tuple((numbers[k], float(held[k])) for k in alive if n <= k < m),
-        partials=tuple((numbers[k], float(held[k])) for k in alive if m <= k < len(numbers)),
-        spare_bytes=FAST_MEMORY_BYTES.get(device.name, 0) if on_tpu else 0,
-    )
+
+    def placed(born: np.ndarray, dies: np.ndarray) -> Buffers:
+        kept = held.copy()
+        if on_tpu:
+            _keep_fast(kept, born, dies, times.passed, FAST_MEMORY_BYTES.get(device.name, 0))
+        return Buffers(times, tuple(value for value, _ in copies), tuple(stored), kept, born, dies, usage(times.moments, kept, born, dies))
+
+    if waits:
+        whole = [(len(sizes) + k, value) for k, (value, layout) in enumerate(copies) if layout == assignment.layout(value)]
+        found = placed(*_waiting(profile, waits, whole, born, dies))
+        if found.usage.max() <= device.memory_bytes:
+            return found
+    return placed(born, dies)
 
 
 def _loop_constants(profile: Profile, assignment: Assignment) -> dict[int, float]:
@@ -281,38 +335,65 @@ def _made_after(profile: Profile, op: int, moment: int) -> list[int]:
 def _arranged(profile: Profile, assignment: Assignment, copied: Set[int], early: bool) -> Iterator[tuple[float, int, int]]:
     """Bytes, birth and death of what lies in memory twice, its dimensions in other orders.
 
-    - Images that a program is handed are not in a convolution's tiles.
-    - Between the tiles of convolutions and others a value is copied, from one stored value to another.
+    - Images that a program is handed are not in a convolution's tiles, and rounded if only products read them. They are read as they lie
+      where a batch of whole lanes is innermost anyway (``copy`` in the convolutions' own kernels for 128 and 512 images, before them for
+      32, 48 and 96: libtpu 0.0.42).
+    - Between the tiles of convolutions and others a value is copied, from one stored value to another: as it is stored, or else on that
+      side of the arithmetic between the two where it pads less.
     - Tables whose rows are shorter than a tile are handed in column by column, and copied to rows before they are looked up, rounded where
       all that is read is: one by one, or all as early as can be (five of six at once in a recommender that libtpu 0.0.42 compiled).
-    - Weights are updated in the order of dimensions of their gradients, so parameters and moments are copied to that: just before, or
-      as early as can be, as latency hiding and list schedulers do. (Half of them were seen alive at peaks, and more: this is a bound.)
     """
     fusion, times, values, mesh = profile.fusion, profile.lifetimes, profile.graph.values, assignment.mesh.sizes
 
     def share(value: int) -> float:
         return values[value].nbytes / shards(assignment.layout(value), mesh)
 
-    def tiles(value: int) -> float:
-        return padding(local_shape(values[value].shape, assignment.layout(value), mesh), fusion.minor[value])
-
+    tiles = partial(_tiles, profile, assignment)
     for value in profile.graph.arguments:
-        if fusion.minor[value] and (users := fusion.users[value]) and tiles(value) > 1:
-            yield share(value) * tiles(value), min(times.starts[op] for op in users), max(times.ends[op] for op in users)
+        minor, users = fusion.minor[value], fusion.users[value]
+        local = _local(profile, assignment, value)
+        if minor and users and tiles(value) > 1 and all(local[dim] % LANES for dim in minor):
+            narrow = fusion.rounds[value] and all(is_matrix(profile.graph.walk()[op].primitive) for op in users)
+            nbytes = share(value) * tiles(value) / (2 if narrow else 1)
+            yield nbytes, min(times.starts[op] for op in users), max(times.ends[op] for op in users)
     looked_up = list(_tables_of_short_rows(profile, assignment))
     for table, op in looked_up:
-        width = local_shape(values[table].shape, assignment.layout(table), mesh)[-1]
+        width = _local(profile, assignment, table)[-1]
         (rows,) = profile.graph.walk()[op].results
         rounded = profile.rounded[rows] and rows not in copied
         nbytes = share(table) * LANES / width / (2 if rounded else 1)
         yield nbytes, times.starts[looked_up[0][1] if early else op], times.ends[op]
     births = dict(zip(times.values, times.born.tolist(), strict=True)) if fusion.moved else {}
     for value, before in fusion.moved.items():
-        if value in births:
-            wider = values[value].itemsize / values[before].itemsize
+        if value not in births:
+            continue
+        wider = values[value].itemsize / values[before].itemsize
+        if wider > 1:  # a convolution makes it so, in its own tiles
             yield share(before) * wider * tiles(before), births[value], births[value] + 2
-    for value, op in fusion.turned.items():
-        yield share(value), 0 if early else times.starts[op], times.ends[op]
+        elif before not in births:  # arithmetic takes place on the side that pads less
+            yield share(before) * wider * min(tiles(before), tiles(value)), births[value], births[value] + 2
+
+
+def _turned(profile: Profile, assignment: Assignment, partials: Mapping[int, Step], early: bool) -> Iterator[tuple[float, int, int]]:
+    """Bytes, birth and death of the copies of weights and moments that are updated in the order of dimensions of their gradients.
+
+    A gradient that is combined is sent as its product makes it; one that is not is made by the same kernel as the update, in the order of
+    that. And where one of the two orders pads less, arguments and gradients both have it. (So of 1,700 gradients in 84 programs compiled
+    by libtpu 0.0.42.) The copies are made just before, or as early as can be, as latency hiding and list schedulers do; half of them and
+    more were seen alive at peaks: this is a bound.
+    """
+    values, times, mesh = profile.graph.values, profile.lifetimes, assignment.mesh.sizes
+    for value, turned in profile.fusion.turned.items():
+        local = _local(profile, assignment, value)
+        if turned.product in partials and _innermost(local, turned.innermost) == _innermost(local, len(local) - 1):
+            nbytes = values[value].nbytes / shards(assignment.layout(value), mesh)
+            yield nbytes, 0 if early else times.starts[turned.update], times.ends[turned.update]
+
+
+@cache
+def _innermost(local: tuple[float, ...], dim: int) -> float:
+    """How many times its size a device's array takes with one of its dimensions innermost, and the best one next to it."""
+    return min(_tiled(local[dim], other) for k, other in enumerate(local) if k != dim)
 
 
 def _added_to(profile: Profile, assignment: Assignment, partials: Mapping[int, Step]) -> Iterator[tuple[float, int, int]]:
@@ -321,9 +402,7 @@ def _added_to(profile: Profile, assignment: Assignment, partials: Mapping[int, S
     So of gradients of tables: ``f32[400000,64]{1,0:T(8,128)}`` of 204.8 MB, and a copy ``{0,1:T(8,128)}`` of 102.4 (libtpu 0.0.42).
     """
     values, times = profile.graph.values, profile.lifetimes
-    for op in profile.graph.walk():
-        if op.primitive != "scatter-add" or not profile.fusion.stored[profile.fusion.root[op.results[0]]]:
-            continue
+    for op in profile.added_to:
         value = values[op.results[0]]
         layout = partials[op.index].source if op.index in partials else assignment.layout(op.results[0])
         *rows, width = local_shape(value.shape, layout, assignment.mesh.sizes) or (0,)
@@ -331,18 +410,81 @@ def _added_to(profile: Profile, assignment: Assignment, partials: Mapping[int, S
             yield math.prod(rows) * LANES * value.itemsize, times.starts[op.index], times.ends[op.index]
 
 
+def _sliced_last(profile: Profile, assignment: Assignment) -> Iterator[tuple[int, int, float]]:
+    """The buffers of what is looked up in a slice of it, each with the moment until which it waits for its other readers to have begun.
+
+    And the bytes of the slice, which lies as the whole does: ``f32[16,160,10000]{0,2,1:T(8,128)}`` of 128 takes as much as that.
+    Nothing waits for what a loss looks up, and so XLA makes that slice when the sums of exponentials are there: ``f32[160,256,12000]`` of
+    logits, and as many exponentials of which slices are wanted too, lie side by side (recurrent networks whose batch is not the first
+    dimension; libtpu 0.0.42). Near the limit of memory it makes the slice first.
+    """
+    times, mesh = profile.lifetimes, assignment.mesh.sizes
+    for op in profile.lookups:
+        value = op.operands[0]
+        own, place = assignment.layout(value), times.places.get(profile.fusion.root[value])
+        target = next(iter(_read_in(profile, assignment, op, value)), own)
+        sliced = own != target and all(dim in (-1, wanted) for dim, wanted in zip(own, target, strict=True))
+        if sliced and place is not None and len(profile.readers[value]) > 1:
+            tensor = profile.graph.values[value]
+            whole, part = (local_shape(tensor.shape, layout, mesh) for layout in (own, target))
+            lanes, rows = min(permutations(reversed(range(tensor.rank)), 2), key=lambda pair: _tiled(whole[pair[0]], whole[pair[1]]))
+            nbytes = math.prod(part) * tensor.itemsize * _tiled(part[lanes], part[rows])
+            yield place, max(times.starts[reader] for reader in profile.readers[value]) + 2, nbytes
+
+
+def _waiting(
+    profile: Profile, waits: Sequence[tuple[int, int, float]], whole: Sequence[tuple[int, int]], born: np.ndarray, dies: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """When buffers are born and die if some wait, and what is sliced lies whole from the first kernel on that computes its elements.
+
+    Args:
+        waits: buffers, until when each waits, and what is made of it then.
+        whole: the buffers of what slices are read of, with its values.
+    """
+    born, dies = born.copy(), dies.copy()
+    for place, moment, _ in waits:
+        dies[place] = max(dies[place], moment)
+    for place, value in whole:
+        born[place] = min(born[place], _first_computed(profile, value))
+    return born, dies
+
+
+def _first_computed(profile: Profile, value: int) -> int:
+    """The moment in which a kernel starts that computes a value's elements, or those that each of them is made of, before all others."""
+    graph, fusion, times = profile.graph, profile.fusion, profile.lifetimes
+    size, first, reached, queue = graph.values[value].size, times.moments, {value}, [value]
+    while queue:
+        found = queue.pop()
+        maker = profile.makers[found]
+        if maker is None or fusion.stored[fusion.root[found]] or graph.values[found].size < size:
+            continue
+        first = min(first, times.starts[maker])
+        new = [operand for operand in graph.walk()[maker].operands if operand not in reached]
+        reached.update(new)
+        queue += new
+    return first
+
+
 def _tables_of_short_rows(profile: Profile, assignment: Assignment) -> Iterator[tuple[int, int]]:
     """The arguments that are looked up row by row as they lie, many rows shorter than a tile, each with the op that does."""
-    values, arguments = profile.graph.values, frozenset(profile.graph.arguments)
-    for op in profile.graph.walk():
-        if op.primitive != "gather" or op.operands[0] not in arguments:
-            continue
+    values = profile.graph.values
+    for op in profile.table_lookups:
         table = op.operands[0]
-        layout = assignment.layout(table)
-        *rows, width = local_shape(values[table].shape, layout, assignment.mesh.sizes) or (0,)
+        *rows, width = _local(profile, assignment, table) or (0,)
         whole = op.params["slice_sizes"][-1] == values[table].shape[-1]
-        if whole and width < LANES <= math.prod(rows) and set(_read_in(profile, assignment, op, table)) == {layout}:
+        if whole and width < LANES <= math.prod(rows) and set(_read_in(profile, assignment, op, table)) == {assignment.layout(table)}:
             yield table, op.index
+
+
+def _local(profile: Profile, assignment: Assignment, value: int) -> tuple[float, ...]:
+    """The shape of a device's part of a value."""
+    return local_shape(profile.graph.values[value].shape, assignment.layout(value), assignment.mesh.sizes)
+
+
+def _tiles(profile: Profile, assignment: Assignment, value: int) -> float:
+    """How many times its size a device's part of a value takes in tiles."""
+    local = _local(profile, assignment, value)
+    return padding(local, profile.fusion.minor[value]) if len(local) > 1 else 1.0
 
 
 @cache
@@ -355,9 +497,14 @@ def padding(local: tuple[float, ...], minor: tuple[int, int] | None) -> float:
     """
     if minor is not None and 0 not in minor and local[0] >= LANES:
         minor = None
-    lanes = [math.ceil(size / LANES) * LANES / size if size else 1.0 for size in local]
-    rows = [_whole_rows(size) / size if size else 1.0 for size in local]
-    return min(lanes[i] * rows[j] for i, j in permutations(minor or range(len(local)), 2))
+    return min(_tiled(local[i], local[j]) for i, j in permutations(minor or range(len(local)), 2))
+
+
+def _tiled(lanes: float, rows: float) -> float:
+    """How many times its size an array takes whose last dimension and the one before have these sizes."""
+    if not lanes * rows:
+        return 1.0
+    return math.ceil(lanes / LANES) * LANES / lanes * _whole_rows(rows) / rows
 
 
 def _whole_rows(size: float) -> float:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -55,6 +55,7 @@ class OpCost:
         operands: the layouts it reads its operands in.
         exchange: the collectives in which its shards send each other what it needs.
         combinations: per result, the collectives that combine partial results.
+        combines, is_nothing: whether there are any, and whether it takes no time at all.
     """
 
     seconds: float
@@ -62,11 +63,12 @@ class OpCost:
     operands: tuple[Layout, ...]
     exchange: tuple[Step, ...]
     combinations: tuple[tuple[Step, ...], ...]
+    combines: bool = field(init=False)
+    is_nothing: bool = field(init=False)
 
-    @property
-    def is_nothing(self) -> bool:
-        """Whether it takes no time at all."""
-        return not (self.seconds or self.exchange or any(self.combinations))
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "combines", any(self.combinations))
+        object.__setattr__(self, "is_nothing", not (self.seconds or self.exchange or self.combines))
 
 
 class CostModel:

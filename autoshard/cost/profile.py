@@ -43,6 +43,8 @@ class Profile:
         sums: what is only added up.
         rounded: per value, whether whatever reads it rounds it to bfloat16, where the device's matrix unit does.
         combined: the sums, in the order in which they are combined.
+        table_lookups, lookups: the gathers of arguments' elements, and of what is computed and lies in memory.
+        added_to: the scatters that add to what lies in memory.
     """
 
     graph: Graph
@@ -65,6 +67,9 @@ class Profile:
     sums: PartialSums
     rounded: tuple[bool, ...]
     combined: Sums
+    table_lookups: tuple[Op, ...]
+    lookups: tuple[Op, ...]
+    added_to: tuple[Op, ...]
 
     @property
     def materialised(self) -> tuple[bool, ...]:
@@ -87,6 +92,7 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...]) -> Profile:
     found = orders(graph, fusion)
     traffic, kernel_traffic = traffic_by_op(graph, fusion.materialised), traffic_by_kernel(graph, fusion)
     makers = {value: op.index for op in graph.walk() for value in op.results}
+    arguments, gathers = frozenset(graph.arguments), [op for op in graph.walk() if op.primitive == "gather"]
     wanted = tuple(bool(found) or value in returned for value, found in enumerate(readers))
     return Profile(
         graph=graph,
@@ -109,6 +115,9 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...]) -> Profile:
         sums=sums,
         rounded=rounded_values(graph, readers),
         combined=sums_of(graph, fusion),
+        table_lookups=tuple(op for op in gathers if op.operands[0] in arguments),
+        lookups=tuple(op for op in gathers if op.operands[0] not in arguments and fusion.materialised[op.operands[0]]),
+        added_to=tuple(op for op in graph.walk() if op.primitive == "scatter-add" and fusion.stored[fusion.root[op.results[0]]]),
     )
 
 

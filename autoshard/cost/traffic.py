@@ -10,9 +10,10 @@ compiled one by one, and a residual network's 204):
 - A kernel works on float32. Where its result is narrower, or a sum, what it computes passes through a buffer of float32 and costs as much
   as float32 that is moved: a kernel that reads and writes bfloat16 takes 2.5 times its bytes' time, one of float32 just its bytes'.
   Products pay it for their results alone.
-- What a loop stacks is filled with zeros before it, by an op that is fused with nothing and so works in windows of 128 tiles, each of
-  which costs a kernel's start (64 Mi bfloat16: 1,748,544 cycles); what a product makes for it is copied there by a kernel of its own.
-  So are values copied between tiles around convolutions (`Fusion.moved`), and in such programs kernels move what tiles pad too.
+- What a loop stacks from the last trip to the first, as gradients, is filled with zeros before it, by an op that is fused with nothing and
+  so works in windows of 128 tiles, each of which costs a kernel's start (64 Mi bfloat16: 1,748,544 cycles); what a product makes for it is
+  copied there by a kernel of its own. Stacked the other way round it is a buffer that nobody fills, and products write into it.
+- Values are copied between tiles around convolutions (`Fusion.moved`), and in such programs kernels move what tiles pad too.
 - What replaces state is made by a kernel that no product is part of: its gradient is written, and read with the state.
 - A kernel takes along what else is computed of what it reads or makes, if all that it takes was there when it began: the moments of an
   optimizer, one sum of what a product makes, or several of one dtype.
@@ -24,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autoshard.cost.compute import is_matrix
-from autoshard.cost.fusion import LOOPS, REDUCTIONS, Fusion, Kernel, stands_alone
+from autoshard.cost.fusion import REDUCTIONS, Fusion, Kernel, stands_alone
 from autoshard.ir import Graph, Op
 
 WIDE = 4  # bytes of the numbers that kernels compute with
@@ -116,7 +117,7 @@ class _Kernels:
             for inner in kernel.inner:
                 self._run(inner)
             main = self.ops[kernel.main]
-            if main.primitive in LOOPS:
+            if main.params.get("reverse"):
                 self._stack(main)
             group = None
             if not kernel.inner and (not stands_alone(main) or is_matrix(main.primitive)):
@@ -170,7 +171,7 @@ class _Kernels:
         self.starts[update.index] += 1
 
     def _stack(self, loop: Op) -> None:
-        """Charges what a loop's stacks cost to the ops that make their slices, a slice at a time."""
+        """Charges what filling a loop's stacks costs to the ops that make their slices, a slice at a time."""
         for flow in (flow for holder in loop.holders for flow in holder.sources if flow.inside and flow.shift < 0):
             main = self.made_by.get(self.fusion.root[flow.value])
             if main is None:

@@ -13,11 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 
 from autoshard.errors import ShardingError
 
 Layout = tuple[int, ...]
+KNOWN = 1 << 16  # answers that are kept
 Spec = tuple[None | str | tuple[str, ...], ...]
 
 
@@ -108,7 +109,8 @@ def shard_counts(layout: Layout, rank: int, sizes: Sequence[int]) -> tuple[int, 
     return tuple(counts)
 
 
-def local_shape(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> tuple[float, ...]:
+@lru_cache(KNOWN)
+def local_shape(shape: tuple[int, ...], layout: Layout, sizes: tuple[int, ...]) -> tuple[float, ...]:
     """The shape of a device's part of a tensor; of no whole numbers where the layout does not divide it."""
     return tuple(n / count for n, count in zip(shape, shard_counts(layout, len(shape), sizes), strict=True))
 
@@ -118,7 +120,8 @@ def divides(layout: Layout, shape: Sequence[int], sizes: Sequence[int]) -> bool:
     return all(n % count == 0 for n, count in zip(shape, shard_counts(layout, len(shape), sizes), strict=True))
 
 
-def shards(layout: Layout, sizes: Sequence[int]) -> int:
+@lru_cache(KNOWN)
+def shards(layout: Layout, sizes: tuple[int, ...]) -> int:
     """Into how many distinct pieces the layout splits a tensor."""
     return math.prod(size for dim, size in zip(layout, sizes, strict=True) if dim >= 0)
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, fields, replace
 from typing import Any, TypeVar
 
 from autoshard.cluster import Cluster
-from autoshard.cost.record import Cost
+from autoshard.cost.record import Cost, Recomputation
 from autoshard.errors import ClusterError, ShardingError
 from autoshard.ir import Choice, Collective, Layout, Mesh, Placement, Spec, check_divides, spec_to_layout
 from autoshard.ir.collective import KINDS
@@ -31,7 +31,6 @@ T = TypeVar("T")
 def encode(record: Record) -> dict[str, Any]:
     """The record as JSON values, in the order of the file."""
     names = record.mesh.names
-    cost = asdict(record.cost)
     return plain(
         {
             "schema": SCHEMA,
@@ -43,10 +42,7 @@ def encode(record: Record) -> dict[str, Any]:
             "provenance": asdict(record.provenance),
             "cluster": _sorted(record.cluster),
             "lower_bound_seconds": float(record.lower_bound_seconds),
-            "cost": {
-                name: [_encode_collective(each) for each in value] if name == "collectives" else float(value)
-                for name, value in cost.items()
-            },
+            "cost": _encode_cost(record.cost),
             "stats": _sorted(record.stats),
             "assumptions": record.assumptions,
             "donate_argnums": record.donate_argnums,
@@ -162,10 +158,25 @@ def _cluster(node: Node, mesh: Mesh) -> dict[str, Any]:
 
 
 def _cost(node: Node, mesh: Mesh) -> Cost:
-    names = tuple(field.name for field in fields(Cost))
-    part = node.fields(*names)
+    again = "recomputation" in dict(node.members())
+    part = node.fields(*(field.name for field in fields(Cost) if again or field.name != "recomputation"))
     collectives = tuple(_collective(child, mesh) for child in part.pop("collectives").items())
-    return Cost(**{name: child.number() for name, child in part.items()}, collectives=collectives)
+    recomputation = _recomputation(part.pop("recomputation")) if again else None
+    return Cost(**{name: child.number() for name, child in part.items()}, collectives=collectives, recomputation=recomputation)
+
+
+def _recomputation(node: Node) -> Recomputation:
+    part = node.fields("kernels", "peak_bytes", "seconds")
+    return Recomputation(part["kernels"].integer(0), part["peak_bytes"].number(), part["seconds"].number())
+
+
+def _encode_cost(cost: Cost) -> dict[str, Any]:
+    """A cost, with what is computed again only where something is."""
+    parts = asdict(cost)
+    again = parts.pop("recomputation")
+    collectives = [_encode_collective(each) for each in parts.pop("collectives")]
+    numbers = {name: float(value) for name, value in parts.items()}
+    return {**numbers, "collectives": collectives, **({} if again is None else {"recomputation": again})}
 
 
 _MADE = ("kind", "mesh_axes", "bytes", "count")  # of what a compiler makes of a collective

@@ -3,8 +3,9 @@
 Programs around the limits of three chips' memories, grown in steps from what fits to what the TPU compiler refuses. Never should one be
 predicted to fit that is refused; at most one in ten that compiles may be predicted not to.
 
-Near the limit XLA computes some of what it stored again, and so makes programs fit that would not: instructions named ``.remat``. That
-takes time which nobody predicted, so the model does not count on it: what fits as it is stands apart.
+Near the limit XLA computes some of what it stored again, and so makes programs fit that would not: instructions named ``.remat``. So does
+the model (`autoshard.cost.rematerialisation`): a program fits as scheduled, or once that is done. What compiles as it is stands apart, and
+so do programs that were added later: what else is trained, other chips, and further above their memory.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from autoshard.render import Table, format_bytes
 from autoshard.search.searcher import Progress
 from benchmarks.cost_model.compiled import NO_LIMIT, Case, compiled
 from benchmarks.cost_model.findings import Findings, Target
-from benchmarks.models import Program, gpt, gpt_scan, llama, lstm, moe, resnet, unet
+from benchmarks.models import Program, gpt, gpt_scan, llama, lstm, mlp, moe, resnet, unet
+from benchmarks.unseen_models import encoder_decoder, gan, vit
 
 MESH = {"data": 8}
 REMATERIALISED = ".remat"  # in the names that XLA gives what it computes again
@@ -53,6 +55,26 @@ GROWN: tuple[Grown, ...] = (
 )
 
 
+# Added once what is computed again was modelled, and sized to be around what that reaches; no rule was changed for them.
+UNSEEN: tuple[Grown, ...] = (
+    ("vit, batch", lambda n: vit(batch=n), DP, "v5e:2x4", (8064, 8640)),
+    ("vit, batch", lambda n: vit(batch=n), FS, "v6e:2x4", (16_000, 17_152, 18_432)),
+    ("encoder-decoder, batch", lambda n: encoder_decoder(batch=n), DP, "v5e:2x4", (512, 552, 592)),
+    ("encoder-decoder, batch", lambda n: encoder_decoder(batch=n), FS, "v6e:2x4", (1048, 1120, 1200)),
+    ("gan, batch", lambda n: gan(batch=n), DP, "v5e:2x4", (199_488, 214_336)),
+    ("gan, batch", lambda n: gan(batch=n), FS, "v6e:2x4", (353_472, 378_176, 406_464)),
+    ("mlp, batch", lambda n: mlp(6, batch=n), DP, "v5e:2x4", (200_704, 221_184)),
+    ("mlp of wide layers, batch", lambda n: mlp(3, width=2048, hidden=32_768, batch=n), FS, "v5p:2x2x2", (3_006_464, 3_178_496)),
+    ("gpt f32, batch", lambda n: gpt(4, batch=n, dtype=jnp.float32), DP, "v5e:2x4", (200, 216)),
+    ("gpt remat, batch", lambda n: gpt(6, batch=n, remat=True), DP, "v5e:2x4", (560, 600, 640)),
+    ("gpt of long texts, batch", lambda n: gpt(1, batch=n, length=4096), DP, "v5e:2x4", (88, 96, 104)),
+    ("gpt, batch", lambda n: gpt(4, width=2048, batch=n), FS, "v5p:2x2x2", (1600, 1664, 1792)),
+    ("moe, batch", lambda n: moe(4, batch=n), FS, "v5p:2x2x2", (1600, 1728, 1856)),
+    ("moe that sorts, batch", lambda n: moe(2, batch=n, sorts=True), DP, "v5e:2x4", (336, 360, 392)),
+    ("lstm, batch", lambda n: lstm(4, batch=n), DP, "v6e:2x4", (6528, 6632, 7216)),
+)
+
+
 def cases(quick: bool) -> Iterator[Case]:
     """Each program of each size."""
     for name, make, how, cluster, sizes in _rows(quick):
@@ -65,41 +87,59 @@ def cases(quick: bool) -> Iterator[Case]:
 
 
 def _rows(quick: bool) -> tuple[Grown, ...]:
-    return GROWN[:1] if quick else GROWN
+    return GROWN[:1] if quick else (*GROWN, *UNSEEN)
 
 
 def run(quick: bool, progress: Progress) -> Findings:
     """Every program, predicted to fit or not, compiled or refused."""
     rows, numbers = [], []
     total = sum(len(sizes) for *_, sizes in _rows(quick))
+    designed = sum(len(sizes) for *_, sizes in GROWN)
     for number, case in enumerate(cases(quick)):
         progress(case.title, number / total)
         ahead = compiled(case)
         predicted, limit = case.strategy.cost.peak_bytes, Cluster.parse(case.cluster).memory_limit_bytes
-        said = predicted <= limit
+        computed_again = case.strategy.cost.recomputation
+        said = predicted <= limit or computed_again is not None
         again = REMATERIALISED in ahead.hlo
         compiler = "computes again" if again else "compiles" if ahead.fits else "refused"
         words = "right" if said == ahead.fits else "WRONG: does not fit" if said else "wrong: it fits"
-        sizes = (format_bytes(nbytes) for nbytes in (limit, predicted, ahead.needed_bytes))
+        reached = format_bytes(computed_again.peak_bytes) if computed_again else ""
+        sizes = format_bytes(limit), format_bytes(predicted), reached, format_bytes(ahead.needed_bytes)
         rows.append((case.title, *sizes, compiler, words))
         found = {"limit": limit, "predicted": predicted, "needed": ahead.needed_bytes, "again": again}
-        numbers.append({"case": case.title, "fits": ahead.fits, "said": said, **found})
-    count = Counter((one["said"], one["fits"]) for one in numbers)
-    wrong = count[True, False]
+        numbers.append({"case": case.title, "fits": ahead.fits, "said": said, "unseen": number >= designed, **found})
+    seen, unseen = ([one for one in numbers if one["unseen"] == there] for there in (False, True))
+    as_they_are = [one for one in seen if one["fits"] and not one["again"]]
     targets = (
-        Target("programs", ">= 40", len(numbers), len(numbers) >= 40),
-        Target("predicted to fit, refused", "0", wrong, wrong == 0),
-        _spurned("those that compile", [one["said"] for one in numbers if one["fits"]]),
-        _spurned("those that compile as they are", [one["said"] for one in numbers if one["fits"] and not one["again"]]),
+        Target("programs", ">= 40", len(seen), len(seen) >= 40),
+        *_told("", seen),
+        _spurned("those that compile as they are", as_they_are),
+        *(_told("added later: ", unseen) if unseen else ()),
     )
-    tables = (
-        Table(("program", ">limit", ">predicted", ">needed", "compiler", "prediction"), tuple(rows)),
-        Table(("", ">compiles", ">refused"), (("predicted to fit", str(count[True, True]), str(wrong)),
-                                              ("predicted not to", str(count[False, True]), str(count[False, False])))),
-    )  # fmt: skip
+    columns = "program", ">limit", ">predicted", ">again", ">needed", "compiler", "prediction"
+    tables = Table(columns, tuple(rows)), _counted("", seen), *([_counted("added later", unseen)] if unseen else [])
     return Findings("what fits a chip", tables, targets, {"cases": numbers})
 
 
-def _spurned(which: str, said: list[bool]) -> Target:
-    share = 100 * said.count(False) / max(len(said), 1)
-    return Target(f"predicted not to fit, of {which}, %", "<= 10", share, share <= 10)
+def _counted(which: str, numbers: list[dict]) -> Table:
+    count = Counter((one["said"], one["fits"]) for one in numbers)
+    rows = (
+        (words, str(count[said, True]), str(count[said, False]))
+        for said, words in ((True, "predicted to fit"), (False, "predicted not to"))
+    )
+    return Table((which, ">compiles", ">refused"), tuple(rows))
+
+
+def _told(which: str, numbers: list[dict]) -> tuple[Target, ...]:
+    """What is asked of a set of programs."""
+    wrong = sum(one["said"] and not one["fits"] for one in numbers)
+    return (
+        Target(f"{which}predicted to fit, refused", "0", wrong, wrong == 0),
+        _spurned("those that compile", [one for one in numbers if one["fits"]], which),
+    )
+
+
+def _spurned(what: str, numbers: list[dict], which: str = "") -> Target:
+    share = 100 * sum(not one["said"] for one in numbers) / max(len(numbers), 1)
+    return Target(f"{which}predicted not to fit, of {what}, %", "<= 10", share, share <= 10)

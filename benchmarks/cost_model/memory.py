@@ -17,7 +17,7 @@ from autoshard.render import Table, format_bytes
 from autoshard.search.searcher import Progress
 from benchmarks.cost_model.compiled import NO_LIMIT, Case, compiled
 from benchmarks.cost_model.findings import Findings, Target, quantile
-from benchmarks.models import gpt, gpt_scan, llama, lstm, moe, resnet, unet
+from benchmarks.models import gpt, gpt_scan, llama, lstm, mlp, moe, resnet, unet
 from benchmarks.unseen_models import encoder_decoder, vit
 
 F32 = jnp.float32
@@ -37,21 +37,13 @@ DESIGNED: tuple[Program, ...] = (
     ("unet", unet, "v5e:2x4", {"data": 4, "model": 2}),
     ("lstm 2", lstm, "v5e:2x4", {"data": 2, "model": 4}),
     ("lstm 3 f32", partial(lstm, layers=3, batch=256, length=128, dtype=F32), "v5e:2x4", {"data": 8}),
-)
-UNSEEN: tuple[Program, ...] = (
-    ("gpt 6 wide", partial(gpt, 6, width=2048, vocabulary=50_304, batch=64), "v5e:4x4", {"data": 4, "model": 4}),
-    ("gpt 2 wider", partial(gpt, 2, width=4096, heads=32, vocabulary=16_384, batch=16, length=2048, gathers=False), "v5e:2x4", {"data": 8}),
-    ("gpt_scan 24 remat", partial(gpt_scan, layers=24, batch=128, length=512, remat=True), "v5e:4x4", {"data": 4, "model": 4}),
-    ("gpt_scan 6 f32", partial(gpt_scan, layers=6, width=1536, heads=12, vocabulary=24_576, batch=32, dtype=F32), "v5e:2x4", {"data": 8}),
     (
         "moe 4 of 16",
         partial(moe, layers=4, width=768, heads=12, experts=16, vocabulary=16_384, length=512),
         "v5e:2x4",
         {"data": 2, "model": 4},
     ),
-    ("moe 2 f32", partial(moe, layers=2, dtype=F32), "v5e:4x4", {"data": 4, "model": 4}),
     ("resnet large", partial(resnet, batch=512), "v5e:2x4", {"data": 8}),
-    ("unet resizing", partial(unet, resizes=True, batch=128), "v5e:2x4", {"data": 8}),
     ("lstm 3 wide", partial(lstm, layers=3, width=1280, vocabulary=12_000, batch=256, length=160), "v5e:2x4", {"data": 8}),
     (
         "moe 4 of 32",
@@ -60,8 +52,48 @@ UNSEEN: tuple[Program, ...] = (
         {"data": 2, "model": 4},
     ),
     ("llama 4", partial(llama, 4, 1024, 8, 8, 2816, 50_304, batch=32, remat=False, length=1024), "v5e:2x4", {"data": 8}),
+    ("lstm 2 f32 wide", partial(lstm, 2, 1536, 10_000, 160, 128, F32), "v5e:2x4", {"data": 2, "model": 4}),
+)
+UNSEEN: tuple[Program, ...] = (
+    ("gpt 6 wide", partial(gpt, 6, width=2048, vocabulary=50_304, batch=64), "v5e:4x4", {"data": 4, "model": 4}),
+    ("gpt 2 wider", partial(gpt, 2, width=4096, heads=32, vocabulary=16_384, batch=16, length=2048, gathers=False), "v5e:2x4", {"data": 8}),
+    ("gpt_scan 24 remat", partial(gpt_scan, layers=24, batch=128, length=512, remat=True), "v5e:4x4", {"data": 4, "model": 4}),
+    ("gpt_scan 6 f32", partial(gpt_scan, layers=6, width=1536, heads=12, vocabulary=24_576, batch=32, dtype=F32), "v5e:2x4", {"data": 8}),
+    ("moe 2 f32", partial(moe, layers=2, dtype=F32), "v5e:4x4", {"data": 4, "model": 4}),
+    ("unet resizing", partial(unet, resizes=True, batch=128), "v5e:2x4", {"data": 8}),
     ("vit 6", partial(vit, 6, 640, 10, batch=512), "v5e:2x4", {"data": 8}),
     ("encoder-decoder 4", partial(encoder_decoder, 4, 512, 8, batch=128, length=512), "v5e:2x4", {"data": 4, "model": 2}),
+    ("gpt 5", partial(gpt, 5, width=1280, heads=10, vocabulary=50_000, batch=48, length=768), "v5e:2x4", {"data": 4, "model": 2}),
+    ("gpt 6 remat", partial(gpt, 6, width=1152, heads=9, vocabulary=32_000, batch=64, remat=True), "v5e:2x4", {"data": 4, "model": 2}),
+    (
+        "gpt_scan 10",
+        partial(gpt_scan, layers=10, width=1280, heads=20, batch=64, length=512, vocabulary=24_000),
+        "v5e:4x4",
+        {"data": 4, "model": 4},
+    ),
+    (
+        "moe 3 sorted",
+        partial(moe, 3, width=896, heads=14, experts=8, batch=64, length=512, sorts=True),
+        "v5e:2x4",
+        {"data": 2, "model": 4},
+    ),
+    ("resnet f32", partial(resnet, channels=48, batch=320, dtype=F32), "v5e:2x4", {"data": 4, "model": 2}),
+    ("unet 3", partial(unet, 3, channels=96, batch=64), "v5e:2x4", {"data": 8}),
+    (
+        "llama_scan 6",
+        partial(llama, 6, 1280, 10, 5, 3456, 32_000, batch=64, scan=True, remat=False, length=512),
+        "v5e:2x4",
+        {"data": 4, "model": 2},
+    ),
+    ("llama 5 remat", partial(llama, 5, 1536, 12, 6, 4096, 64_000, batch=32, length=1024), "v5e:4x4", {"data": 4, "model": 4}),
+    ("vit 4 f32", partial(vit, 4, 896, 14, batch=192, dtype=F32), "v5e:2x4", {"data": 8}),
+    (
+        "encoder-decoder 3 f32",
+        partial(encoder_decoder, 3, 640, 10, batch=64, length=384, vocabulary=24_000, dtype=F32),
+        "v5e:2x4",
+        {"data": 4, "model": 2},
+    ),
+    ("mlp 6", partial(mlp, 6, width=3072, hidden=12_288, batch=32_768), "v5e:2x4", {"data": 2, "model": 4}),
 )
 
 

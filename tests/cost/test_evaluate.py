@@ -210,3 +210,21 @@ def test_gathers_hide_where_compilers_have_them_run_beside_other_work(cluster, p
     (gather,) = found.cost.collectives
     assert gather.kind == "all_gather"
     assert gather.exposed_seconds == pytest.approx(0.0 if hidden else gather.seconds)
+
+
+@pytest.mark.parametrize("materialised", [False, True])
+def test_what_is_fused_into_a_reader_waits_with_it(materialised):
+    """Moments that are decayed in the kernel that adds a gradient hide nothing of the collective before it; a kernel of their own does."""
+
+    def step(x, w, moments, y):
+        decayed = 0.9 * moments
+        return decayed + x @ w, jnp.cumsum(y) if materialised else decayed.shape[0]
+
+    args = X, W, jax.ShapeDtypeStruct((64, 16), jnp.float32), jax.ShapeDtypeStruct((4096,), jnp.float32)
+    _, graph = judged(step, *args)
+    product = next(op for op in graph.walk() if op.primitive == "dot_general")
+    contracted = next(f for f, factor in enumerate(rules_of(graph)[product.index].factors) if factor.kind == "reduction")
+    found, _ = judged(step, *args, choices={product.index: ((contracted, -1),)}, cluster=Cluster.parse("h100:8"))
+    (reduced,) = found.cost.collectives
+    assert reduced.kind == "all_reduce"
+    assert (reduced.exposed_seconds < reduced.seconds * 0.999) == materialised

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import programs
@@ -134,6 +137,19 @@ def test_scores_are_kept_in_float32():
     assert ((256, 256), "bfloat16") in stored(widened, *inputs)
 
 
+@pytest.mark.parametrize(("heads", "kept"), [(1, "bfloat16"), (2, "float32")])
+def test_scores_of_queries_in_groups_of_one_are_kept_as_their_product_makes_them(heads, kept):
+    """What follows a batched product that has a dimension of one is done by its readers, for which XLA reshapes that dimension away."""
+
+    def loss(queries, keys):
+        scores = jnp.einsum("bqhgk,bshk->bhgqs", queries, keys).astype(jnp.float32) / 8.0
+        return jax.nn.softmax(scores, axis=-1).max(-1).sum()
+
+    queries, keys = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, 128, 4, heads, 64), (2, 128, 4, 64)))
+    made = stored(jax.grad(loss), queries, keys)
+    assert next(dtype for shape, dtype in made if shape == (2, 4, heads, 128, 128)) == kept
+
+
 @pytest.mark.parametrize(("axis", "lies"), [(0, False), (1, True), (2, True)])
 def test_strided_slices_of_tiles_and_pads_between_elements_lie_in_memory(axis, lies):
     """Taking every other row or column stands between two fusions, and so does what puts them apart; every other matrix is fused."""
@@ -198,6 +214,23 @@ def test_state_lies_in_its_gradients_order_too():
     for fn, copies in ((transposed, 1), (elementwise, 0)):
         facts = facts_of(fn, weight, weight, donate_argnums=0)
         assert len(facts.fusion.turned) == copies
+
+
+@pytest.mark.parametrize(("combined", "columns", "copied"), [(True, 8192, 1), (False, 8192, 0), (True, 8200, 0)])
+def test_only_what_is_sent_and_lies_as_well_either_way_is_updated_in_its_gradients_order(combined, columns, copied):
+    """A gradient that a device makes alone is made in its weight's order, and one whose transpose pads more or less in the better one."""
+
+    def step(w, x):
+        return w - 0.1 * jax.grad(lambda w: jnp.sin(x @ w).sum())(w)
+
+    facts = facts_of(step, floats(8192, columns), floats(1024, 8192), donate_argnums=0)
+    product = [op for op in facts.graph.walk() if op.primitive == "dot_general"][-1]
+    (turned,) = facts.fusion.turned.values()
+    assert turned.product == product.index
+    choices = {op.index: ((-1, -1),) for op in facts.graph.walk()} | ({product.index: ((2, -1),)} if combined else {})
+    alike = replace(facts, fusion=replace(facts.fusion, turned={}))
+    held = peak(facts, "v5e:2x4", choices=choices) - peak(alike, "v5e:2x4", choices=choices)
+    assert held == copied * 8192 * columns * 4
 
 
 def test_what_a_product_reads_a_slice_of_is_stored_whole():
@@ -330,6 +363,9 @@ RECORDED = (
     (lambda: models.resnet(), {"data": 4, "model": 2}, "fully_sharded", 1.852e9),
     (lambda: models.unet(), {"data": 4, "model": 2}, "data_parallel", 2.547e9),
     (lambda: models.unet(), {"data": 4, "model": 2}, "fully_sharded", 2.872e9),
+    (lambda: models.unet(batch=96, dtype=jnp.float32), {"data": 4, "model": 2}, "data_parallel", 1.154e9),
+    (lambda: models.lstm(4, width=768, batch=384, length=192), {"data": 4, "model": 2}, "data_parallel", 12.269e9),
+    (lambda: models.lstm(2, 1536, 10_000, 160, 128, jnp.float32), {"data": 2, "model": 4}, "data_parallel", 6.742e9),
 )
 
 
@@ -373,6 +409,40 @@ def test_group_norms_lie_in_memory_whether_they_merge_pixels_or_not(pixels):
     images = jax.ShapeDtypeStruct((256, 32, 32, 128), jnp.bfloat16)
     facts = facts_of(jax.grad(loss), jax.ShapeDtypeStruct((3, 3, 128, 128), jnp.bfloat16), images)
     assert peak(facts, "v5e:2x4") > 2 * facts.graph.values[facts.graph.arguments[1]].nbytes * 2
+
+
+@pytest.mark.parametrize(("batch", "copied"), [(640, 0), (608, 1)])
+def test_images_are_copied_unless_a_batch_of_whole_lanes_is_innermost(batch, copied):
+    """Three channels take four rows of a tile: a convolution moves 128 images to that itself, 96 are rounded and copied (libtpu 0.0.42)."""
+
+    def program(kernel, images):
+        made = jax.lax.conv_general_dilated(images, kernel, (4, 4), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return jnp.sin(made).sum()
+
+    facts = facts_of(program, floats(3, 3, 3, 8), floats(batch, 256, 256, 3))
+    images = facts.graph.values[facts.graph.arguments[1]].nbytes
+    assert peak(facts, "v5e:2x4") / images == pytest.approx(1 + copied * padding((batch, 256, 256, 3), (0, 3)) / 2, rel=0.02)
+
+
+@pytest.mark.parametrize(("channels", "rounded"), [(64, 1), (128, 0)])
+def test_normed_groups_become_images_where_they_pad_less(channels, rounded):
+    """An image of 64 channels, half a tile, is moved to a convolution's tiles as that reads it, in bfloat16; one of 128 before in float32.
+
+    In a float32 U-Net compiled by libtpu 0.0.42: ``bf16[12,128,128,64]{3,0,2,1} copy`` of a SiLU, ``f32[12,64,64,128]{3,0,2,1} copy`` of
+    what it is made of.
+    """
+
+    def loss(kernel, images):
+        convolve = partial(jax.lax.conv_general_dilated, window_strides=(1, 1), padding="SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        made = convolve(images, kernel)
+        grouped = made.reshape(*made.shape[:3], 8, -1)
+        centred = grouped - grouped.mean((1, 2, 4), keepdims=True)
+        return convolve(jax.nn.silu(centred.reshape(made.shape)), kernel).sum()
+
+    facts = facts_of(jax.grad(loss), floats(3, 3, channels, channels), floats(32, 128, 128, channels))
+    kept = replace(facts, fusion=replace(facts.fusion, moved_late=frozenset()))
+    saved = peak(kept, "v5e:2x4") - peak(facts, "v5e:2x4")
+    assert saved == pytest.approx(rounded * 32 * 128 * 128 * 128 * 2, rel=1e-3)
 
 
 @pytest.mark.parametrize(("width", "copied"), [(64, 2.0), (128, 0.0)])

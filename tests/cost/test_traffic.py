@@ -109,20 +109,31 @@ def test_a_product_takes_along_one_sum_of_its_result():
     assert min(sum(moved for _, moved in (*one.tensors, *one.passes)) for one in sums) <= 4 * 1024
 
 
-def test_what_loops_stack_is_filled_with_zeros_first():
-    """A scan that stacks costs more than one that does not by what its stack and the zeros before it take."""
+def test_what_loops_stack_backward_is_filled_with_zeros_first():
+    """A scan that stacks costs more than one that does not by what its stack takes, and where it runs backward the zeros before that."""
     length, width = 64, 1 << 20
 
-    def stacks(x):
-        return jax.lax.scan(lambda x, _: (x * 2, x * 3), x, None, length=length)
+    def stacks(reverse):
+        return lambda x: jax.lax.scan(lambda x, _: (x * 2, x * 3), x, None, length=length, reverse=reverse)
 
     def does_not(x):
         return jax.lax.scan(lambda x, _: (x * 2, None), x, None, length=length)
 
-    more = seconds_of(stacks, leaf(width)) - seconds_of(does_not, leaf(width))
-    filled = 1_748_544 / 1.5e9  # scheduled for 64 Mi bfloat16
+    forward, backward = (seconds_of(stacks(reverse), leaf(width)) for reverse in (False, True))
     written = length * width * 2 / Cluster.parse("v5e:1x1").device.memory_rate
-    assert filled + written < more < 2 * (filled + written)
+    assert written < forward - seconds_of(does_not, leaf(width)) < 4 * written
+    assert backward - forward == pytest.approx(1_748_544 / 1.5e9, rel=0.1)  # scheduled for 64 Mi bfloat16, backward alone
+
+
+def test_products_write_what_is_stacked_forward():
+    """A product whose result is stacked from the first trip on writes it there; from the last trip on a kernel copies it."""
+
+    def stacks(reverse):
+        return lambda x, w: jax.lax.scan(lambda x, _: (x @ w, x @ w), x, None, length=16, reverse=reverse)
+
+    forward, backward = (facts_of(stacks(reverse), leaf(8192, 1024), leaf(1024, 1024)) for reverse in (False, True))
+    starts = [sum(one.starts for one in facts.kernel_traffic) for facts in (forward, backward)]
+    assert starts[1] == starts[0] + 1
 
 
 def test_processors_that_nobody_knows_the_kernels_of_are_charged_op_by_op():
