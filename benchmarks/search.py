@@ -11,7 +11,7 @@
 Each case runs in a process of its own, which has searched a small program before, so that imports do not count. *trace* is JAX's tracing,
 with what happens before the search: flattening, fingerprint, rules, unsharded facts; *search* is all that follows: other placements and
 meshes, the baseline, the bound; *solve* what of it the searcher takes on the mesh of the answer. *peak* is the memory of the process.
-Nothing is allocated or compiled, so any machine will do; all of it takes about five minutes, ``--quick`` ten seconds.
+Nothing is allocated or compiled, so any machine will do; all of it takes about two minutes, ``--quick`` ten seconds.
 """
 
 from __future__ import annotations

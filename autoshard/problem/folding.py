@@ -26,7 +26,7 @@ WORTH = 0.6  # of the nodes, at most, that must be left
 
 def folded(problem: Problem) -> Folded | None:
     """The folded problem, or None where too little repeats itself."""
-    classes = _classes(problem)
+    classes = problem.shared(_classes)
     return Folded(problem, classes) if classes.max(initial=0) + 1 <= WORTH * problem.n_nodes else None
 
 

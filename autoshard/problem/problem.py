@@ -135,12 +135,13 @@ class Problem:
         self.watcher: Watcher | None = None
         self.learned = Learned()
         if like is not None and like.profile is profile and like.pins == self.pins:
-            self.nodes, self._kinds, self._joints = like.nodes, like._kinds, like._joints
+            self.nodes, self._kinds, self._joints, self._shared = like.nodes, like._kinds, like._joints, like._shared
         else:
             self.nodes: Nodes = build_nodes(profile, self.pins)
             numbers: dict[tuple, int] = {}
             self._kinds = [numbers.setdefault(node.key(), len(numbers)) for node in self.nodes.nodes]
             self._joints = _joints(profile, self.nodes)
+            self._shared: dict[Callable, Any] = {}
         self.offers = Offers(self.nodes.signatures, self.mesh.sizes)
         self._op_seconds: dict[tuple[int, tuple[int, ...]], float] = {}
         self._member_costs: dict[tuple[int, int], np.ndarray] = {}
@@ -293,9 +294,16 @@ class Problem:
 
     def remembered(self, fact: Callable[[Problem], Fact]) -> Fact:
         """What a pure function says of this problem; several searchers that ask have it computed once."""
-        if fact not in self._remembered:
-            self._remembered[fact] = fact(self)
-        return self._remembered[fact]
+        return self._once(self._remembered, fact)
+
+    def shared(self, fact: Callable[[Problem], Fact]) -> Fact:
+        """The same of a function that looks at no costs: problems on other meshes that have these nodes know it too."""
+        return self._once(self._shared, fact)
+
+    def _once(self, known: dict[Callable, Any], fact: Callable[[Problem], Fact]) -> Fact:
+        if fact not in known:
+            known[fact] = fact(self)
+        return known[fact]
 
     def fixed_seconds(self) -> float:
         """What ops cost that no node decides, such as those on scalars: the objective is this plus the tables."""

@@ -29,6 +29,7 @@ SEARCHERS = {
     "manual": Manual,
     "brute_force": BruteForce,
 }
+ELSEWHERE = {"ddp": "data_parallel", "fsdp": "fully_sharded", "zero": "fully_sharded", "megatron": "tensor_parallel"}  # what others say
 
 
 def searcher_of(searcher: str | Searcher) -> Searcher:
@@ -39,10 +40,11 @@ def searcher_of(searcher: str | Searcher) -> Searcher:
     """
     if isinstance(searcher, str):
         if searcher not in SEARCHERS:
-            near = get_close_matches(searcher, SEARCHERS, n=1)
+            begun = [name for name in SEARCHERS if searcher and name.startswith(searcher)]
+            near = begun or get_close_matches(searcher, SEARCHERS, n=1) or [ELSEWHERE.get(searcher, "")]
             raise SearcherError(
                 f"a searcher is one of {sorted(SEARCHERS)}, got {searcher!r}. "
-                f"{f'Did you mean {near[0]!r}?' if near else 'Use one of those names, or a searcher value.'}"
+                f"{f'Did you mean {near[0]!r}?' if near[0] else 'Use one of those names, or a searcher value.'}"
             )
         return SEARCHERS[searcher]()
     if isinstance(searcher, type) or not isinstance(searcher, Searcher):

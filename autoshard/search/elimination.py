@@ -16,9 +16,11 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
@@ -90,12 +92,22 @@ class Eliminator:
         self._met: dict[tuple[int, ...], _Met] = {}
         self._kept = 0
 
-    def __call__(self, unary: Sequence[np.ndarray], pairs: Pairs, incumbent: Sequence[int] | np.ndarray | None = None) -> Elimination:
-        """As `eliminate`."""
+    def __call__(
+        self,
+        unary: Sequence[np.ndarray],
+        pairs: Pairs,
+        incumbent: Sequence[int] | np.ndarray | None = None,
+        most: list[int] | None = None,
+    ) -> Elimination:
+        """As `eliminate`.
+
+        Args:
+            most: the most labels that variables have in eliminations to come; the order is made for those where it can be.
+        """
         if not unary:
             return Elimination(0.0, np.zeros(0, dtype=np.int64), 0, 0)
         sizes = [len(table) for table in unary]
-        plan = self._plan(tuple(pairs), sizes, incumbent is not None)
+        plan = self._plan(tuple(pairs), sizes, incumbent is not None, most)
         tables = [np.asarray(table, dtype=np.float64) for table in unary]
         for (i, j), table in pairs.items():
             tables.append(self._slab(table, 0, 0) if i in plan.singles else self._slab(table, 1, 0) if j in plan.singles else table)
@@ -105,9 +117,12 @@ class Eliminator:
             labels[step.variable] = best[step.variable].item(*[labels[other] for other in step.around])
         return Elimination(constant, np.array(labels, dtype=np.int64), plan.width, plan.conditioned)
 
-    def _plan(self, pairs: tuple[Scope, ...], sizes: list[int], conditioning: bool) -> _Plan:
+    def _plan(self, pairs: tuple[Scope, ...], sizes: list[int], conditioning: bool, most: list[int] | None) -> _Plan:
         """The order of an earlier elimination over these pairs where it serves, else a new one."""
         known = self._plans.setdefault(pairs, [])
+        if not known and most is not None:
+            with suppress(SearchLimitError):
+                known.append(self._planned(pairs, most, False))
         for plan in known:
             if plan.serves(sizes, self.max_entries) and (conditioning or not plan.conditioned):
                 return plan
@@ -199,8 +214,7 @@ class _Met:
     tables: tuple[np.ndarray, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Step:
+class _Step(NamedTuple):
     """A variable is eliminated, or conditioned.
 
     Attributes:
@@ -358,9 +372,10 @@ class _Planner:
 
     def _take(self, variable: int) -> tuple[int, ...]:
         """The tables that mention the variable, which are then gone."""
-        taken = tuple(table for table in self.tables[variable] if self.left[table])
+        left = self.left
+        taken = tuple([table for table in self.tables[variable] if left[table]])
         for table in taken:
-            self.left[table] = False
+            left[table] = False
         return taken
 
     def _add(self, scope: Scope) -> int:
@@ -372,23 +387,26 @@ class _Planner:
 
     def _eliminate(self, variable: int) -> list[int]:
         """Records the step; gives the variables whose combined table has become smaller."""
+        neighbours, weights, sizes, scopes = self.neighbours, self.weights, self.sizes, self.scopes
         inputs = self._take(variable)
-        around = tuple(sorted(self.neighbours[variable]))
-        target = (*around, variable)
-        axes = tuple(tuple(map(target.index, self.scopes[table])) for table in inputs)
+        ahead = neighbours[variable]
+        around = tuple(sorted(ahead))
+        place = (*around, variable).index
+        axes = tuple([tuple(map(place, scopes[table])) for table in inputs])
         made = (self._add(around),) if around else ()
         self.steps.append(_Step(variable, around, inputs, made, axes, self.joins.setdefault(axes, len(self.joins))))
-        smaller = []
+        smaller, size = [], sizes[variable]
         for other in around:
-            neighbours, weight = self.neighbours[other], self.weights[other] // self.sizes[variable]
-            neighbours.discard(variable)
-            for met in around:
-                if met != other and met not in neighbours:
-                    neighbours.add(met)
-                    weight *= self.sizes[met]
-            if weight < self.weights[other]:
+            theirs, before = neighbours[other], weights[other]
+            theirs.discard(variable)
+            weight = before // size
+            for met in ahead - theirs:
+                if met != other:
+                    theirs.add(met)
+                    weight *= sizes[met]
+            if weight < before:
                 smaller.append(other)
-            self.weights[other] = weight
+            weights[other] = weight
         return smaller
 
     def _condition(self, variable: int) -> list[int]:

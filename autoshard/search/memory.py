@@ -34,6 +34,7 @@ Priced = Callable[[Mapping[int, float]], Found]
 JUDGED_OPS = 100_000  # that changes of single decisions may judge: about a second
 MOST_JUDGED = 128  # assignments, of small programs
 MIXTURES = 6  # that may be judged of any program
+REPAIRABLE = 1.5  # times the limit: single decisions seldom take a tenth of a peak away
 DEAR = 100  # times the price at which bytes cost as much as seconds
 COUNTED_ENTRIES = 1 << 26  # of tables: beyond it nobody asks what labels hold at least
 FAR, NEAR = 4.0, 1.25  # factors between the first prices that are tried: knowing nothing, and knowing a price that did elsewhere
@@ -82,7 +83,11 @@ def fitted(problem: Problem, search: Priced, steps: int) -> Fitted:
         raise nothing_fits(problem, f"none takes less than {format_bytes(least)}; the smallest peak found", smallest)
     best, above, priced, price = _by_prices(problem, search, found, steps)
     repair = _Repair(problem, limit)
-    best = repair.changed(above if best is None else repair.mixed(best, above, priced))
+    if best is not None:
+        best = repair.mixed(best, above, priced)
+    elif above[0].cost.peak_bytes > REPAIRABLE * limit:
+        raise nothing_fits(problem, "the smallest peak found", above[0].cost.peak_bytes)
+    best = repair.changed(best or above)
     if best[0].cost.peak_bytes > limit:
         raise nothing_fits(problem, "the smallest peak found", best[0].cost.peak_bytes)
     return Fitted(*best, above, price)
@@ -117,7 +122,7 @@ def _by_prices(
 ) -> tuple[Found | None, Found, set[int], float]:
     """The fastest answer met within the limit, the one that just is not or that holds least, the values that had a price, and the price."""
     limit = problem.memory_limit_bytes or 0.0
-    above, best = free, None
+    above, best, before = free, None, free[1]
     priced = set(free[0].peak.alive)
     first = _even_price(free)
     price, factor = (problem.learned.price, NEAR) if problem.learned.price else (first, FAR)
@@ -132,12 +137,13 @@ def _by_prices(
             enough = price
         else:
             news = set(judgement.peak.alive) - priced
-            if enough is None and not news and labels == above[1] and price > DEAR * first:
+            if enough is None and not news and labels == before and price > DEAR * first:
                 break  # the very same at a higher price, where bytes decide alone: nothing is to be had for more
             if enough is not None or judgement.cost.peak_bytes < above[0].cost.peak_bytes:
                 above = judgement, labels
             priced |= news
             too_low = price
+        before = labels
         price = price * factor if enough is None else math.sqrt(too_low * enough) if too_low else price / factor
         factor = min(factor**2, FAR)
         if enough is not None and enough - too_low < 0.2 * enough:

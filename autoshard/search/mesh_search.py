@@ -34,7 +34,8 @@ BOUNDING_ENTRIES = 1 << 26  # table entries that may be passed for a bound alone
 def message_bound(problem: Problem, max_sweeps: int, enough: float = float("inf")) -> float:
     """A lower bound of the objective over all assignments of the mesh, by message passing where the tables are small enough.
 
-    Where a search of another mesh has learned what memory is worth, of all assignments within the limit.
+    Where a search of another mesh has learned what memory is worth, of all assignments within the limit. A search of the mesh goes on from
+    what was moved.
 
     Args:
         max_sweeps: how often the nodes may be passed.
@@ -53,10 +54,14 @@ def message_bound(problem: Problem, max_sweeps: int, enough: float = float("inf"
         passing = Passing(own.unary, own.pairs, sent)
         as_long = max_sweeps * problem.n_nodes // small.n_nodes  # as the whole's sweeps take
         passing.run(min(FOLDED_SWEEPS, as_long), enough * (1 + LEAST_GAIN))
-        passing = passing_of(small, passing.sent, tables)
+        sent = passing.sent
+        passing = passing_of(small, sent, tables)
     else:
         passing = Passing(tables.unary, tables.pairs, sent)
     passing.run(max_sweeps, enough, give_up=enough < float("inf"))
+    if small is None:
+        sent = passing.sent
+    problem.learned = replace(problem.learned, **{"sent" if held is None else "sent_priced": sent})
     return max(problem.fixed_seconds() + passing.bound() * (1 - 1e-9) - worth, problem.compute_bound())
 
 

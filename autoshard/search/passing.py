@@ -6,7 +6,10 @@ same backward. The bound never falls.
 
 *The order* is that of least bandwidth (Cuthill and McKee 1969, reversed), so that all neighbours of a node stand near it and costs go far
 in one sweep. It takes a third to a half of the sweeps that program order does, where a parameter stands far from all that reads it. Nodes
-that are known to look alike follow each other, in that order of their classes, and have their turns together.
+that are known to look alike follow each other, in that order of their classes.
+
+*Levels.* Only the order of two nodes that stand in a pair matters. So nodes have their turns level by level, a level once all that it
+waits for are done (as in parallel triangular solves: Anderson and Saad 1989): the same messages as one by one, in some twenty turns.
 
 *Leaps.* Sweeps go on in much the same direction while the bound creeps up. Then every third starts from further on in the direction of
 those before it, and is undone where the bound is not higher for it. Whatever is moved leaves the sum as it is, so this is safe, and it
@@ -20,8 +23,8 @@ Complexity: sweeps x entries of the pair tables.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain, compress, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -37,15 +40,15 @@ Pair = tuple[int, int]
 TOLERANCE = 3e-7  # of the bound; a sweep that raises it by less is the last
 LEAPS = 3  # one sweep of so many is a leap
 CREEPING = 0.01  # of the bound; after a sweep that raises it by more a leap goes too far
-SIDE_BY_SIDE = 1 << 13  # entries of tables that are copied to stand side by side: adding to so many takes as long as a few calls
-TOGETHER = 1 << 15  # entries that nodes which have their turns together look at: a quarter of a megabyte, which stays near the processor
+IN_A_ROW = 1 << 12  # entries of tables that are copied to lie in a row: adding to so many one by one takes as long as a few calls
+SIDE_BY_SIDE = 1 << 13  # entries of tables that are copied to stand side by side
+TOGETHER = 1 << 15  # entries that nodes with the same tables look at together: a quarter of a megabyte, which stays near the processor
 
 
 class Passing:
     """What has been taken out of pairs for the nodes at their ends, while costs are moved.
 
-    What a node took is a block: a row a pair, first of those to nodes before it, then of those to nodes behind; a column a label. From
-    either side it collects in one piece, of tables that stand side by side.
+    Each pair has two ends, and each end keeps what its node took there: a number a label. Ends lie in memory as `_Order` has them.
 
     Attributes:
         pairs: the tables, as they are given.
@@ -61,93 +64,89 @@ class Passing:
         self.pairs = pairs
         self.swept = False
         self._reach = 2.0
-        self._sizes = [len(table) for table in unary]
-        order = near_order(len(unary), pairs) if alike is None else alike_order(alike, pairs)
-        place = {node: position for position, node in enumerate(order)}
-        sides = _sides(place, pairs)
-        self._starts = [0] * len(unary)  # where what a node holds lies in memory
-        self._rows: dict[Pair, list[int]] = {pair: [0, 0] for pair in pairs}  # where what its ends took lies
-        at = taken = 0
-        for i in order:
-            size = self._sizes[i]
-            self._starts[i] = at
-            for _, end, pair in chain(*sides[i]):
-                self._rows[pair][end] = taken
-                taken += size
-            at += size
-        self._taken = np.zeros(taken)
-        self._label = np.zeros(taken, dtype=np.int64)  # which of what nodes hold each is
-        self._given = np.concatenate([np.zeros(0), *(unary[i] for i in order)])
-        self._firsts = np.array([self._starts[i] for i in order], dtype=np.int64)
-        for pair, (first, last) in (sent or {}).items():
-            if pair in pairs and (len(first), len(last)) == pairs[pair].shape:
-                for row, moved in zip(self._rows[pair], (first, last), strict=True):
-                    np.negative(moved, self._taken[row : row + len(moved)])
-        self._stacks: dict[tuple[tuple[int, int], ...], tuple[np.ndarray, np.ndarray]] = {}
-        turns = [self._turns(batch, [sides[i] for i in batch]) for batch in self._batches(place, sides)]
+        self._tables = list(pairs.values())
+        self._sizes = sizes = np.array([len(table) for table in unary], dtype=np.int64)
+        order = _ordered(near_order(len(unary), pairs) if alike is None else alike_order(alike, pairs), pairs)
+        self._ends, self._nodes = order.ends, order.nodes
+        both = sizes[order.joined]
+        self._firsts, self._starts = _placed(sizes, order.nodes)  # where what nodes hold lies in memory, in order and by node
+        self._rows, rows = _placed(both, order.ends)  # where ends lie in memory, in order and by pair
+        self._rows_of = dict(zip(pairs, rows.reshape(-1, 2).tolist(), strict=True))
+        self._lengths, self._theirs, self._widths = both[order.ends], rows[order.ends ^ 1], both[order.ends ^ 1]
+        self._label = _ranges(self._starts[order.joined[order.ends]], self._lengths)  # which of all that nodes hold numbers are taken for
+        self._given = np.concatenate([np.zeros(0), *(unary[i] for i in order.nodes)])
+        self._taken = np.zeros(len(self._label))
+        if sent:
+            taken = list(chain.from_iterable(_fitting(sent.get(pair), table) for pair, table in pairs.items()))
+            self._taken[_ranges(rows, both)] = -np.concatenate([np.zeros(0), *taken])
+        self._stacks: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
+        turns = [self._turns(level, order.shares) for level in order.levels]
         self._forward = [forward for forward, _ in turns]
         self._backward = [backward for _, backward in reversed(turns)]
 
-    def _ends(self, pair: Pair) -> tuple[np.ndarray, ...]:
-        """What the ends of a pair took of it."""
-        return tuple(self._taken[row : row + self._sizes[i]] for i, row in zip(pair, self._rows[pair], strict=True))
-
-    def _batches(self, place: Mapping[int, int], sides: list[_Sides]) -> Iterator[list[int]]:
-        """Nodes that follow each other, have the same tables on both sides, and are in no pair with each other."""
-        batch: list[int] = []
-        like, entries = None, 0
-        for i in place:
-            key = self._sizes[i], *(tuple((number, end) for number, end, _ in side) for side in sides[i])
-            joined = key == like and all(place[pair[1 - end]] < place[batch[0]] for _, end, pair in sides[i][0])
-            if not joined or (len(batch) + 1) * entries > TOGETHER:
-                if batch:
-                    yield batch
-                batch, like = [], key
-                entries = max(sum(self.pairs[pair].size for _, _, pair in side) for side in sides[i])
-            batch.append(i)
-        if batch:
-            yield batch
-
-    def _turns(self, batch: list[int], sides: list[_Sides]) -> tuple[_Turn, _Turn]:
-        """The turns of some nodes, forward and backward."""
-        n, size = len(batch), self._sizes[batch[0]]
-        n_before, n_behind = map(len, sides[0])
-        where = slice(self._starts[batch[0]], self._starts[batch[0]] + n * size)
-        first = next((self._rows[pair][end] for _, end, pair in chain(*sides[0])), 0)
-        blocks = slice(first, first + n * (n_before + n_behind) * size)
-        block, labels = (some[blocks].reshape(n, n_before + n_behind, size) for some in (self._taken, self._label))
-        labels[:] = np.arange(where.start, where.stop).reshape(n, 1, size)
-        given = self._given[where].reshape(n, size)
-        before, behind = block[:, :n_before], block[:, n_before:]
-        share = 1 / max(n_before, n_behind, 1)
+    def _turns(self, level: _Level, shares: np.ndarray) -> tuple[_Turn, _Turn]:
+        """A level's turns, forward and backward."""
+        start, middle, stop = (int(self._rows[end]) if end < len(self._rows) else len(self._taken) for end in level.bounds)
+        sizes = self._sizes[level.nodes]
+        first = int(self._starts[level.nodes[0]])
+        given, block = self._given[first : first + int(sizes.sum())], self._taken[start:stop]
+        label = self._label[start:stop] - first
+        shares = np.repeat(shares[level.nodes], sizes)
+        before, behind = (list(chain.from_iterable(map(self._pieces, runs))) for runs in (level.before, level.behind))
+        at = middle - start
         return (
-            _Turn(where, given, block, self._pieces([side for side, _ in sides], before), behind if n_behind else None, share),
-            _Turn(where, given, block, self._pieces([side for _, side in sides], behind), before if n_before else None, share),
+            _Turn(before, given, block, label, block[at:], label[at:], shares),
+            _Turn(behind, given, block, label, block[:at], label[:at], shares),
         )
 
-    def _pieces(self, sides: list[list[_End]], own: np.ndarray) -> list[_Piece]:
-        """The pairs of some nodes on one side, in one piece unless they are large."""
-        pieces, first, entries, side = [], 0, 0, sides[0]
-        for last, (_, _, pair) in enumerate(side, 1):
-            entries += self.pairs[pair].size
-            if last == len(side) or entries + self.pairs[side[last][2]].size > SIDE_BY_SIDE:
-                theirs = [
-                    np.array([self._rows[pair][1 - end] for _, end, pair in ends])[:, None] + np.arange(self._sizes[other])
-                    for ends, other in (([ends[k] for ends in sides], side[k][2][1 - side[k][1]]) for k in range(first, last))
-                ]
-                mine = own[:, first:last].transpose(0, 2, 1)
-                pieces.append(_Piece(*self._stack(side[first:last]), np.concatenate(theirs, axis=1), mine))
-                first, entries = last, 0
-        return pieces
+    def _pieces(self, run: _Run) -> Iterator[_Piece]:
+        """The pairs of some ends, in few pieces."""
+        if run.in_a_row:
+            yield self._in_a_row(run.first, run.first + run.members * run.each)
+            return
+        entries = sum(self._table(end).size for end in range(run.first, run.first + run.each))
+        step = max(TOGETHER // entries, 1)
+        for member in range(0, run.members, step):
+            yield from self._side_by_side(run.first + member * run.each, min(step, run.members - member), run.each)
 
-    def _stack(self, side: list[_End]) -> tuple[np.ndarray, np.ndarray]:
+    def _in_a_row(self, first: int, last: int) -> _Piece:
+        """The pairs of some ends, one entry after the other."""
+        n = self._lengths[first:last]
+        widths = np.repeat(self._widths[first:last], n)
+        table = np.concatenate([self._table(end).ravel() for end in range(first, last)])
+        own = self._taken[self._rows[first] : self._rows[first] + n.sum()]
+        return _Piece(table, _ranges(np.repeat(self._theirs[first:last], n), widths), np.cumsum(widths) - widths, 0, own)
+
+    def _side_by_side(self, first: int, members: int, each: int) -> Iterator[_Piece]:
+        """The pairs of nodes with the same tables, ``each`` a node; a piece holds one of them, or several small ones."""
+        n = int(self._lengths[first])
+        row = int(self._rows[first])
+        own = self._taken[row : row + members * each * n].reshape(members, each, n)
+        theirs = self._theirs[first : first + members * each].reshape(members, each)
+        widths = self._widths[first : first + each].tolist()
+        start = 0
+        while start < each:
+            stop = start + 1
+            while stop < each and n * sum(widths[start : stop + 1]) <= SIDE_BY_SIDE:
+                stop += 1
+            table, starts = self._stack(range(first + start, first + stop))
+            where = [theirs[:, k, None, None] + np.arange(widths[k]) for k in range(start, stop)]
+            yield _Piece(table, np.concatenate(where, axis=2), starts, 2, own[:, start:stop].transpose(0, 2, 1))
+            start = stop
+
+    def _stack(self, ends: range) -> tuple[np.ndarray, np.ndarray]:
         """Tables side by side, a row for each of the node's labels, and where each starts."""
-        key = tuple((number, end) for number, end, _ in side)
+        tables = [self._table(end) for end in ends]
+        key = tuple((id(self._tables[end >> 1]) << 1) + (end & 1) for end in self._ends[ends.start : ends.stop].tolist())
         if key not in self._stacks:
-            tables = [self.pairs[pair].T if end else self.pairs[pair] for _, end, pair in side]
             starts = np.cumsum([0, *(table.shape[1] for table in tables[:-1])])
             self._stacks[key] = np.ascontiguousarray(tables[0]) if len(tables) == 1 else np.concatenate(tables, axis=1), starts
         return self._stacks[key]
+
+    def _table(self, position: int) -> np.ndarray:
+        """The table of an end's pair ``(labels of the end's node, the other's)``."""
+        end = int(self._ends[position])
+        return self._tables[end >> 1].T if end & 1 else self._tables[end >> 1]
 
     def run(self, max_sweeps: int, enough: float = math.inf, progress: Progress = silent, give_up: bool = False) -> int:
         """Sweeps until the bound is enough or hardly rises, and their number.
@@ -188,28 +187,35 @@ class Passing:
         return bound
 
     def sweep(self) -> None:
-        """Forward, then backward, over all nodes, each of which collects the minima of the pairs it comes from and hands on its share."""
-        taken, minima, add = self._taken, np.minimum.reduceat, np.add.reduce
-        for _, given, block, come, go, share in chain(self._forward, self._backward):
-            for table, starts, theirs, own in come:
-                minima(table - taken.take(theirs)[:, None], starts, 2, None, own)
-            if go is not None:
-                held = add(block, 1)
+        """Forward, then backward, over all levels, whose nodes collect the minima of the pairs they come from and hand on their shares."""
+        for turn in chain(self._forward, self._backward):
+            self._collect(turn)
+            _, given, block, label, go, goes, shares = turn
+            if len(go):
+                held = np.bincount(label, block, len(given))
                 held += given
-                held *= share
-                go -= held[:, None]
+                held *= shares
+                go -= held.take(goes)
         self.swept = True
+
+    def _collect(self, turn: _Turn) -> None:
+        """The nodes take what pairs of one side hold at least, beyond what the others took."""
+        for table, theirs, starts, axis, own in turn.come:
+            np.minimum.reduceat(table - self._taken.take(theirs), starts, axis, None, own)
 
     @property
     def sent(self) -> dict[Pair, tuple[np.ndarray, np.ndarray]]:
         """What has been moved into each pair."""
-        ends = ((pair, self._ends(pair)) for pair in self.pairs)
-        return {pair: (-first, -last) for pair, (first, last) in ends}
+        moved = -self._taken
+        return {
+            (i, j): (moved[first : first + self._sizes[i]], moved[last : last + self._sizes[j]])
+            for (i, j), (first, last) in self._rows_of.items()
+        }
 
     def bound(self) -> float:
         """The sum of all minima; those of pairs are zero after a sweep, whose backward half ends with taking them."""
-        pairs = 0.0 if self.swept else math.fsum(left.min(axis=1).sum() for turn in self._forward for left in self._left(turn))
-        return float(np.minimum.reduceat(self._held(), self._firsts).sum() if len(self._firsts) else 0.0) + pairs
+        pairs = 0.0 if self.swept else _minima(self._left(self._forward), self._rows).sum()
+        return float(_minima(self._held(), self._firsts).sum() + pairs)
 
     def unary(self) -> list[np.ndarray]:
         """What each node holds, less its minimum."""
@@ -218,10 +224,10 @@ class Passing:
     def reduced(self) -> list[np.ndarray]:
         """By how much whatever has a label costs more than the bound, at least."""
         found = self._beyond()
-        for turn in chain(self._forward, self._backward):
-            own = found[turn.where].reshape(turn.given.shape)
-            for left in self._left(turn):
-                own += (left - left.min(axis=1, keepdims=True)).sum(axis=2)
+        for turns in (self._forward, self._backward):
+            left = self._left(turns)
+            left -= np.repeat(_minima(left, self._rows), self._lengths)
+            found += np.bincount(self._label, left, len(found))
         return self._by_node(found)
 
     def _held(self) -> np.ndarray:
@@ -231,73 +237,206 @@ class Passing:
     def _beyond(self) -> np.ndarray:
         """The same, less each one's minimum."""
         held = self._held()
-        least = np.minimum.reduceat(held, self._firsts) if len(self._firsts) else held
-        return held - np.repeat(least, np.diff(self._firsts, append=len(held)))
+        return held - np.repeat(_minima(held, self._firsts), self._sizes[self._nodes])
 
     def _by_node(self, held: np.ndarray) -> list[np.ndarray]:
-        return [held[start : start + size] for start, size in zip(self._starts, self._sizes, strict=True)]
+        starts, stops = self._starts.tolist(), (self._starts + self._sizes).tolist()
+        return [held[start:stop] for start, stop in zip(starts, stops, strict=True)]
 
-    def _left(self, turn: _Turn) -> Iterator[np.ndarray]:
-        """The least that is left by nodes' labels ``(n, n_i, number of pairs)`` in the pairs that they come from."""
-        for table, starts, theirs, own in turn.come:
-            yield np.minimum.reduceat(table - self._taken[theirs][:, None], starts, axis=2) - own
-
-
-_End = tuple[int, int, Pair]
-"""A pair as a node sees it: a number that equal tables share, which of its ends the node is, and the pair."""
-
-_Sides = tuple[list[_End], list[_End]]
-"""A node's pairs, to nodes before it and to nodes behind."""
+    def _left(self, turns: list[_Turn]) -> np.ndarray:
+        """The least that is left in the pairs that nodes come from, by their labels; zero elsewhere."""
+        before = self._taken.copy()
+        for turn in turns:
+            self._collect(turn)
+        left = self._taken - before
+        self._taken[:] = before
+        return left
 
 
 class _Piece(NamedTuple):
-    """Pairs of some nodes on one side of them.
+    """Pairs that are looked at together; side by side ``(n nodes, n_i labels, sum of n_j of the others)``, or all these in a row.
 
     Attributes:
-        table: ``(n_i, sum of n_j)``, side by side; the same for all.
-        starts: where each other one's labels start.
-        theirs: ``(n, sum of n_j)``, where in memory lies what the others took.
-        own: ``(n, n_i, number of pairs)``, what the nodes took.
+        table: ``(n_i, sum of n_j)``, the same for all; or one number an entry.
+        theirs: where in memory lies what the others took, ``(n, 1, sum of n_j)``, or one an entry.
+        starts: where each other one's labels start along the axis.
+        axis: that of the others' labels.
+        own: ``(n, n_i, number of pairs)``, what the nodes took, or in a row.
     """
 
     table: np.ndarray
-    starts: np.ndarray
     theirs: np.ndarray
+    starts: np.ndarray
+    axis: int
     own: np.ndarray
 
 
 class _Turn(NamedTuple):
-    """What ``n`` nodes do in one direction.
+    """What a level's nodes do in one direction.
 
     Attributes:
-        where: what they hold lies in memory.
-        given: ``(n, n_i)``, their own tables.
-        block: ``(n, number of pairs, n_i)``, all that they took.
         come: the pairs they collect from.
-        go: what they took of the pairs that get a share; None: there are none.
-        share: of what each holds, for each.
+        given: their own tables, one after the other.
+        block, label: all that they took, and for which of their labels each is.
+        go, goes: what they took of the pairs that get a share, and for which.
+        shares: what part of what a label holds each of those gets.
     """
 
-    where: slice
+    come: list[_Piece]
     given: np.ndarray
     block: np.ndarray
-    come: list[_Piece]
-    go: np.ndarray | None
-    share: float
+    label: np.ndarray
+    go: np.ndarray
+    goes: np.ndarray
+    shares: np.ndarray
 
 
-def _sides(place: Mapping[int, int], pairs: Pairs) -> list[_Sides]:
-    """By node its pairs, equal tables in an order that is the same for all nodes."""
-    sides: list[_Sides] = [([], []) for _ in place]
+class _Run(NamedTuple):
+    """Ends that follow each other: ``each`` of every one of some nodes; ``in_a_row``: of few entries, whosever they are."""
+
+    first: int
+    members: int
+    each: int
+    in_a_row: bool
+
+
+class _Level(NamedTuple):
+    """Nodes that are in no pair with each other.
+
+    Attributes:
+        nodes: themselves.
+        bounds: where in the order of ends those of pairs with nodes before start, those with nodes behind, and the next level's.
+        before, behind: these.
+    """
+
+    nodes: np.ndarray
+    bounds: tuple[int, int, int]
+    before: list[_Run]
+    behind: list[_Run]
+
+
+class _Order(NamedTuple):
+    """Nodes and ends level by level.
+
+    A level's nodes keep their order. Of its ends come first those of pairs with nodes before, then those of pairs with nodes behind; in
+    either half nodes with the same tables follow each other, and a node's ends are in the order of their tables.
+
+    Attributes:
+        nodes: in order.
+        joined: the node of each end; the first and the second of every pair.
+        ends: in order.
+        levels: in order.
+        shares: of what each node holds, for each of its ends in the direction of more.
+    """
+
+    nodes: np.ndarray
+    joined: np.ndarray
+    ends: np.ndarray
+    levels: list[_Level]
+    shares: np.ndarray
+
+
+def _ordered(order: Sequence[int], pairs: Pairs) -> _Order:
+    """Nodes and ends by level, where nodes of a pair have their turns in some order."""
+    n = len(order)
+    joined = np.array(list(pairs), dtype=np.int64).ravel()
+    place = np.empty(n, dtype=np.int64)
+    place[order] = np.arange(n)
+    other = joined.reshape(-1, 2)[:, ::-1].ravel()
+    behind = place[other] > place[joined]
+    waits = np.flatnonzero(~behind)
+    waits = waits[np.argsort(place[joined[waits]], kind="stable")]
+    level = _levels(n, joined[waits].tolist(), other[waits].tolist())
+    nodes = np.lexsort((place, level))
+    halves = 2 * level[joined] + behind
+    ends, runs = _in_halves(pairs, joined, halves, place, 2 * int(level.max(initial=-1)) + 2)
+    node_bounds = np.searchsorted(level[nodes], np.arange(len(runs) // 2 + 1)).tolist()
+    end_bounds = np.searchsorted(halves[ends], np.arange(len(runs) + 1)).tolist()
+    levels = [
+        _Level(nodes[first:last], tuple(end_bounds[2 * k : 2 * k + 3]), runs[2 * k], runs[2 * k + 1])
+        for k, (first, last) in enumerate(pairwise(node_bounds))
+    ]
+    n_before, n_behind = np.bincount(joined[~behind], minlength=n), np.bincount(joined[behind], minlength=n)
+    return _Order(nodes, joined, ends, levels, 1 / np.maximum(np.maximum(n_before, n_behind), 1))
+
+
+def _levels(n: int, waiting: Sequence[int], before: Sequence[int]) -> np.ndarray:
+    """Each node's level: one more than any of those it waits for, which are given in its turn.
+
+    >>> _levels(4, [1, 2, 2, 3], [0, 0, 1, 0]).tolist()
+    [0, 1, 2, 1]
+    """
+    level = [0] * n
+    for i, j in zip(waiting, before, strict=True):
+        if level[j] >= level[i]:
+            level[i] = level[j] + 1
+    return np.array(level, dtype=np.int64)
+
+
+def _in_halves(
+    pairs: Pairs, joined: np.ndarray, halves: np.ndarray, place: np.ndarray, n_halves: int
+) -> tuple[np.ndarray, list[list[_Run]]]:
+    """The ends, half by half of the levels, and the runs of each half: of few entries first, then of nodes with the same tables."""
     numbers: dict[int, int] = {}
-    for (i, j), table in pairs.items():
-        number = numbers.setdefault(id(table), len(numbers))
-        sides[i][place[i] < place[j]].append((number, 0, (i, j)))
-        sides[j][place[j] < place[i]].append((number, 1, (i, j)))
-    for before, behind in sides:
-        before.sort()
-        behind.sort()
-    return sides
+    codes = np.repeat([2 * numbers.setdefault(id(table), len(numbers)) for table in pairs.values()], 2)
+    codes[1::2] += 1
+    by_node = np.lexsort((codes, place[joined], halves))
+    sides = np.flatnonzero(np.diff(joined[by_node], prepend=-1) | np.diff(halves[by_node], prepend=-1))  # each of a node and a half
+    counts = np.diff(sides, append=len(by_node))
+    entries = np.repeat([table.size for table in pairs.values()], 2)
+    weights = np.add.reduceat(entries[by_node], sides).tolist() if len(sides) else []
+    groups: list[dict[bytes, list[int]]] = [{} for _ in range(n_halves)]
+    words = codes[by_node]
+    for side, (half, start, count) in enumerate(zip(halves[by_node[sides]].tolist(), sides.tolist(), counts.tolist(), strict=True)):
+        groups[half].setdefault(words[start : start + count].tobytes(), []).append(side)
+    in_order: list[int] = []
+    runs: list[list[_Run]] = []
+    at = 0
+    for half in groups:
+        large = [len(members) * weights[members[0]] > IN_A_ROW for members in half.values()]
+        few = [side for members, many in zip(half.values(), large, strict=True) if not many for side in members]
+        n_ends = int(counts[few].sum())
+        runs.append([_Run(at, n_ends, 1, True)] if few else [])
+        in_order += few
+        at += n_ends
+        for members in compress(half.values(), large):
+            each = int(counts[members[0]])
+            runs[-1].append(_Run(at, len(members), each, False))
+            in_order += members
+            at += len(members) * each
+    return by_node[_ranges(sides[in_order], counts[in_order])], runs
+
+
+def _fitting(moved: tuple[np.ndarray, np.ndarray] | None, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What was moved into a pair, if it was moved into a table of this shape; else nothing."""
+    n_first, n_last = table.shape
+    if moved is not None and len(moved[0]) == n_first and len(moved[1]) == n_last:
+        return moved
+    return np.zeros(n_first), np.zeros(n_last)
+
+
+def _placed(sizes: np.ndarray, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where things of some sizes lie that follow each other in an order: in that order, and in theirs."""
+    lengths = sizes[order]
+    in_order = np.cumsum(lengths) - lengths
+    found = np.empty_like(in_order)
+    found[order] = in_order
+    return in_order, found
+
+
+def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Ranges of numbers, one after the other.
+
+    >>> _ranges(np.array([5, 0]), np.array([2, 3])).tolist()
+    [5, 6, 0, 1, 2]
+    """
+    before = np.cumsum(lengths) - lengths
+    return np.arange(lengths.sum()) + np.repeat(starts - before, lengths)
+
+
+def _minima(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """The least of the values from each start to the next."""
+    return np.minimum.reduceat(values, starts) if len(starts) else np.zeros(0)
 
 
 def near_order(n_nodes: int, pairs: Collection[Pair]) -> list[int]:
@@ -320,6 +459,8 @@ def alike_order(alike: Sequence[int], pairs: Collection[Pair]) -> list[int]:
     >>> alike_order([0, 1, 0, 1], [(0, 1), (1, 2), (2, 3)])
     [1, 3, 0, 2]
     """
-    classes = {(min(one, other), max(one, other)) for one, other in ((alike[i], alike[j]) for i, j in pairs) if one != other}
-    place = {number: position for position, number in enumerate(near_order(max(alike, default=-1) + 1, sorted(classes)))}
-    return sorted(range(len(alike)), key=lambda node: (place[alike[node]], node))
+    classes = np.array(alike, dtype=np.int64)
+    ends = np.sort(classes[np.array(list(pairs), dtype=np.int64).reshape(-1, 2)], axis=1)
+    joined = np.unique(ends[ends[:, 0] != ends[:, 1]], axis=0).tolist()
+    place = np.argsort(near_order(int(classes.max(initial=-1)) + 1, joined))
+    return np.lexsort((np.arange(len(classes)), place[classes])).tolist()

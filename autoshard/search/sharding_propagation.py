@@ -186,23 +186,24 @@ class _OneAxis:
 
     def _solve(self) -> None:
         """Gives the reached nodes their best labels, all others keeping theirs; exact while its tables stay small."""
-        here = (np.array([label]) for label in self.now)
-        kept = [self.kept.get(node) if node in self.sources else alone for node, alone in enumerate(here)]
+        alone = {label: np.array([label]) for label in set(self.now)}
+        kept = [self.kept.get(node) if node in self.sources else alone[label] for node, label in enumerate(self.now)]
         slices: dict[tuple, np.ndarray] = {}  # equal ones once: steps on the same tables are not repeated
 
         def sliced(table: np.ndarray, *rows: np.ndarray | None) -> np.ndarray:
-            if all(labels is None for labels in rows):
-                return table
-            key = id(table), *(labels if labels is None else labels.tobytes() for labels in rows)
-            if key not in slices:
+            key = id(table), *map(id, rows)
+            if (found := slices.get(key)) is None:
                 every = [range(n) if labels is None else labels for n, labels in zip(table.shape, rows, strict=True)]
-                slices[key] = table[np.ix_(*every)]
-            return slices[key]
+                found = slices[key] = table[np.ix_(*every)]
+            return found
 
-        unary = [sliced(table, labels) for table, labels in zip(self.tables.unary, kept, strict=True)]
-        pairs = {(i, j): sliced(table, kept[i], kept[j]) for (i, j), table in self.tables.pairs.items()}
+        unary = [table if labels is None else sliced(table, labels) for table, labels in zip(self.tables.unary, kept, strict=True)]
+        pairs = {}
+        for (i, j), table in self.tables.pairs.items():
+            first, last = kept[i], kept[j]
+            pairs[i, j] = table if first is None and last is None else sliced(table, first, last)
         start = [k if labels is None else int(np.searchsorted(labels, k)) for k, labels in zip(self.now, kept, strict=True)]
-        found = self.eliminate(unary, pairs, start)
+        found = self.eliminate(unary, pairs, start, list(map(len, self.tables.unary)))
         if found.cost < table_cost(unary, pairs, start) * (1 - ROUNDING):
             self.now = [k if labels is None else int(labels[k]) for k, labels in zip(found.labels.tolist(), kept, strict=True)]
 

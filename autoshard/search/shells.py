@@ -82,20 +82,24 @@ class Shells:
 
         Args:
             attempt: how many there were, this one included.
-            last: whether there are to be no others; before that no shell is wider than a quarter of what is tolerated.
+            last: whether there are to be no others; before that no shell is wider than a quarter of what is tolerated, and far from an
+                answer within it a single shell is enough.
         """
         rounding = ROUNDING * abs(moved.bound)
-        delta, too_wide = rounding, math.inf
+        delta, too_wide = max(self.tolerated(attempt) / 16 * abs(moved.bound), rounding), math.inf
         try:
             best = self._shell(tables, moved, delta)
         except SearchLimitError:
+            delta, too_wide = rounding, delta
             best = self._shell(tables, moved, delta, [int(reduced.argmin()) for reduced in moved.reduced])
         cost = table_cost(tables.unary, tables.pairs, best)
         while (gap := cost - moved.bound) > delta:
             enough = self.tolerated(attempt) * abs(cost)
             good = gap <= enough
-            if too_wide <= delta * (1.25 if last and not good else 4) or (not (last or good) and delta >= enough / 4):
+            if too_wide <= delta * (1.25 if last and not good else 4):
                 break
+            if not (last or good) and (delta >= enough / 4 or (gap > 2 * enough and too_wide == math.inf)):
+                break  # more sweeps do more for it
             if good and gap + rounding < too_wide:
                 wider = gap + rounding
             elif too_wide == math.inf:

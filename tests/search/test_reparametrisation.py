@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from test_elimination import small_tables
 
 from autoshard.search.elimination import table_cost
-from autoshard.search.passing import Passing
+from autoshard.search.passing import Passing, alike_order
 from autoshard.search.reparametrisation import reparametrise
 
 
@@ -79,9 +79,16 @@ def test_the_bound_never_falls(tables, sweeps):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 4), st.integers(2, 6), st.integers(0, 2**32 - 1), st.booleans())
-def test_nodes_that_look_alike_pass_together_as_they_would_alone(width, layers, seed, ring):
-    """Turns that are taken together move what they would one after the other, whether layers touch in one place or around a ring."""
+@given(
+    st.integers(1, 4),
+    st.integers(2, 6),
+    st.integers(0, 2**32 - 1),
+    st.booleans(),
+    st.sampled_from([0, 6, 1 << 12]),
+    st.sampled_from([1, 40]),
+)
+def test_levels_pass_what_nodes_would_one_after_the_other(width, layers, seed, ring, in_a_row, side_by_side):
+    """Whole levels move what single nodes would, whether layers touch in one place or around a ring, however tables lie."""
     generator = np.random.default_rng(seed)
     sizes = generator.integers(1, 5, width).tolist()
     within = {(a, b): generator.random((sizes[a], sizes[b])) for a in range(width) for b in range(a + 1, width) if generator.random() < 0.7}
@@ -92,19 +99,32 @@ def test_nodes_that_look_alike_pass_together_as_they_would_alone(width, layers, 
     if ring and layers * width > 2:
         pairs[0, layers * width - 1] = between.T
     alike = [node % width for node in range(width * layers)]
-    together = Passing(unary, pairs, alike=alike)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules[Passing.__module__], "TOGETHER", -1)
-        alone = Passing(unary, pairs, alike=alike)
-    assert len(together._forward) <= len(alone._forward) == width * layers
-    for _ in range(4):
-        together.run(2)
-        alone.run(2)
-        assert together.bound() == pytest.approx(alone.bound(), abs=1e-9)
-    for pair, ends in together.sent.items():
-        assert all(np.allclose(one, other, atol=1e-9) for one, other in zip(ends, alone.sent[pair], strict=True))
-    if layers > 3 and width > 1:  # those of a chain are in pairs with each other
-        assert len(together._forward) < len(alone._forward)
+        for name, value in {"IN_A_ROW": in_a_row, "SIDE_BY_SIDE": side_by_side, "TOGETHER": 3 * side_by_side}.items():
+            patch.setattr(sys.modules[Passing.__module__], name, value)
+        passing = Passing(unary, pairs, alike=alike)
+    alone = {(pair, end): np.zeros(n) for pair, table in pairs.items() for end, n in enumerate(table.shape)}
+    for _ in range(3):
+        passing.sweep()
+        _sweep(unary, pairs, alone, alike_order(alike, pairs))
+        for pair, moved in passing.sent.items():
+            for end in (0, 1):
+                assert moved[end] == pytest.approx(-alone[pair, end], abs=1e-12)
+
+
+def _sweep(unary, pairs, taken, order):
+    """One sweep of message passing, node by node; ``taken`` of each pair by its ends."""
+    place = {node: position for position, node in enumerate(order)}
+    for way in (1, -1):
+        for node in order[::way]:
+            ends = [(pair, end) for pair in pairs for end in (0, 1) if pair[end] == node]
+            come = [(pair, end) for pair, end in ends if way * place[pair[1 - end]] < way * place[node]]
+            for pair, end in come:
+                table = pairs[pair].T if end else pairs[pair]
+                taken[pair, end] = (table - taken[pair, 1 - end]).min(axis=1)
+            held = unary[node] + sum(taken[each] for each in ends)
+            for each in set(ends) - set(come):
+                taken[each] = taken[each] - held / max(len(come), len(ends) - len(come))
 
 
 def _beam(unary, pairs):
