@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from autoshard.cluster import Cluster, Link
+from autoshard.cost.record import Cost
 from autoshard.ir import Mesh, Spec, shard_counts, spec_to_layout
 from autoshard.ir.naming import pattern
 from autoshard.render import (
@@ -67,6 +68,7 @@ def _headline(record: Record, cluster: Cluster) -> list[Part]:
     rows = [
         ("step time", f"{format_seconds(cost.makespan_seconds)} predicted"),
         ("peak memory", f"{format_bytes(cost.peak_bytes)} a device: {of_limit}"),
+        *_computed_again(cost),
         ("work", f"{format_flops(cost.flops)} of matrix products and convolutions a device"),
         ("found by", found),
         ("optimality", _optimality(record)),
@@ -74,6 +76,15 @@ def _headline(record: Record, cluster: Cluster) -> list[Part]:
     if record.mesh.placement is not None:
         rows.append(("placement", _placement(record.mesh, cluster)))
     return [Table(("", ""), tuple(rows))]
+
+
+def _computed_again(cost: Cost) -> list[tuple[str, str]]:
+    again = cost.recomputation
+    if again is None:
+        return []
+    kernels = "1 kernel" if again.kernels == 1 else f"{format_count(again.kernels)} kernels"
+    runs = f"by running {kernels} twice, another {format_seconds(again.seconds)} a step"
+    return [("", f"{format_bytes(again.peak_bytes)} as the compiler makes it fit, {runs}")]
 
 
 def _placement(mesh: Mesh, cluster: Cluster) -> str:

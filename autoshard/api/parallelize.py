@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,8 @@ from autoshard.api.step import Sharded, Step, call_type, positional
 from autoshard.api.strategy import Strategy
 from autoshard.cluster import Cluster
 from autoshard.errors import StrategyError, TraceError
-from autoshard.search import Searcher
+from autoshard.search import Progress, Searcher
+from autoshard.trace import function_name
 
 
 class Parallelized(Sharded):
@@ -39,8 +41,9 @@ class Parallelized(Sharded):
             StrategyError: nothing has been searched yet.
         """
         if self._latest is None:
-            name = getattr(self._fn, "__name__", self._fn)
-            raise StrategyError(f"{name} has a strategy once it was called, or after its .search(*args). Call one of them first.")
+            raise StrategyError(
+                f"{function_name(self._fn)} has a strategy once it was called, or after its .search(*args). Call one of them."
+            )
         return self._latest
 
     def search(self, *args: Any) -> Strategy:
@@ -58,10 +61,32 @@ class Parallelized(Sharded):
     def _lookup(self, args: tuple) -> tuple[Strategy, Step]:
         key = call_type(args)
         if key not in self._found:
-            strategy = search(self._fn, *args, **self._options)
-            self._found[key] = strategy, strategy.apply(self._fn, self._devices)
-            self._latest = strategy
+            alike = (found for (_, types), found in self._found.items() if types == key[1])
+            self._found[key] = next((found for found in alike if found[1].runs(args)), None) or self._searched(args)
         return self._found[key]
+
+    def _searched(self, args: tuple) -> tuple[Strategy, Step]:
+        if self._found:
+            warnings.warn(f"{function_name(self._fn)} {_searched_again(args, next(reversed(self._found)))}", stacklevel=4)
+        self._latest = search(self._fn, *args, **self._options)
+        return self._latest, self._latest.apply(self._fn, self._devices)
+
+
+def _searched_again(args: tuple, before: tuple) -> str:
+    """Why a call waits for another search: what is new of its arguments."""
+    structure, types = call_type(args)
+    was_structure, was_types = before
+    what = "arguments of another structure"
+    if structure == was_structure:
+        paths = [f"args{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(args)]
+        path, now, was = next(found for found in zip(paths, types, was_types, strict=True) if found[1] != found[2])
+        what = f"{path} of {_described(now)}, after {_described(was)}"
+    return f"is searched again for {what}. Pass the same shapes in every step, a padded last batch for instance, to search only once."
+
+
+def _described(leaf: tuple) -> str:
+    shape, dtype, weak = leaf
+    return f"{'weak ' if weak else ''}{getattr(dtype, '__name__', dtype)}[{','.join(map(str, shape))}]"
 
 
 def parallelize(
@@ -73,11 +98,15 @@ def parallelize(
     pins: Pins | None = None,
     memory_limit_bytes: float | None = None,
     donate_argnums: int | Sequence[int] = (),
+    progress: Progress | bool = True,
+    time_limit_seconds: float | None = None,
+    interruptible: bool = False,
     devices: Sequence[Any] | None = None,
 ) -> Any:
     """The function, sharded as `search` finds best for the arguments of its first call; a decorator with or without options.
 
-    Options are those of `search`; ``devices`` those of `Strategy.apply`.
+    Options are those of `search`, whose progress shows in a terminal; ``devices`` those of `Strategy.apply`. Arguments of other shapes or
+    types are searched for as well, with a warning.
 
     >>> import jax.numpy as jnp
     >>> @parallelize(cluster="cpu:1")
@@ -93,6 +122,9 @@ def parallelize(
         "pins": pins,
         "memory_limit_bytes": memory_limit_bytes,
         "donate_argnums": donate_argnums,
+        "progress": progress,
+        "time_limit_seconds": time_limit_seconds,
+        "interruptible": interruptible,
     }
     if fn is not None and not callable(fn):
         raise TraceError(f"parallelize takes a function, and options by name, got {fn!r:.80}. Write @parallelize(cluster='cpu:8').")

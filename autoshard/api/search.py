@@ -18,8 +18,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autoshard.api.step import plain
 from autoshard.api.strategy import Strategy, record_of
 from autoshard.cluster import Cluster
+from autoshard.cost.evaluate import recomputation
 from autoshard.cost.model import CostModel
 from autoshard.cost.profile import Profile, profile
+from autoshard.cost.rematerialisation import GOAL
 from autoshard.errors import ClusterError, ShardingError
 from autoshard.ir import Graph, Mesh, check_divides, spec_to_layout
 from autoshard.lower import lowering_mesh
@@ -39,7 +41,7 @@ from autoshard.verify import propagated
 Pins = Mapping[str, PartitionSpec]
 
 MOST_AXES = 3  # of meshes that are searched
-COLLECTED = 500_000  # objects that are made before the garbage collector looks at them; 700 is Python's default
+COLLECTED = 5_000_000  # objects that are made before the garbage collector looks at them; 700 is Python's default
 
 
 def search(
@@ -136,6 +138,7 @@ class Prepared:
 
     def strategy(self, mesh: Mesh, solution: Solution, searcher: Searcher) -> Strategy:
         """The strategy of a solution on a mesh."""
+        solution = _recomputing(self.facts, self.cluster, mesh, solution)
         solution = replace(solution, stats={**self.seconds, **solution.stats, "meshes": len(self.meshes)})
         notes = [*_notes(self.facts), *_idle(self.traced.graph, solution)]
         return Strategy(record_of(self.traced, self.cluster, mesh, solution, searcher, self.donated, notes), self.traced)
@@ -196,7 +199,17 @@ def evaluate(
         solutions.append((problem.evaluate(spread), placing, spread))
     judgement, placing, spread = min(solutions, key=lambda found: found[0].cost.makespan_seconds)
     solution = Solution(spread, judgement, 0.0, {**seconds, "search_seconds": time.perf_counter() - started})
+    solution = _recomputing(facts, cluster, placing, solution)
     return Strategy(record_of(traced, cluster, placing, solution, _Given(), _positions(donate_argnums), _notes(facts)), traced)
+
+
+def _recomputing(facts: Profile, cluster: Cluster, mesh: Mesh, solution: Solution) -> Solution:
+    """A solution with what the compiler computes again, where it holds about as much as the device has."""
+    cost = solution.judgement.cost
+    if cost.peak_bytes <= GOAL * cluster.memory_limit_bytes:
+        return solution
+    again = recomputation(facts, CostModel(cluster, mesh), solution.assignment)
+    return replace(solution, judgement=replace(solution.judgement, cost=replace(cost, recomputation=again)))
 
 
 def _positions(donate_argnums: int | Sequence[int]) -> tuple[int, ...]:
@@ -278,7 +291,7 @@ def _limit(cluster: Cluster, memory_limit_bytes: float | None) -> float:
     if memory_limit_bytes is None:
         return cluster.memory_limit_bytes
     if isinstance(memory_limit_bytes, bool) or not isinstance(memory_limit_bytes, int | float) or not memory_limit_bytes > 0:
-        raise ShardingError(f"memory_limit_bytes is a positive number of bytes per device, got {memory_limit_bytes!r}.")
+        raise ShardingError(f"memory_limit_bytes is a positive number of bytes a device, got {memory_limit_bytes!r}. Write 12e9 for 12 GB.")
     return memory_limit_bytes
 
 

@@ -74,6 +74,14 @@ class Step(Sharded):
         traced = program.jitted.trace(*jax.tree.map(_described, pure))
         return traced.lower(lowering_platforms=(platform,)) if self._mesh is None else traced.lower()
 
+    def runs(self, args: tuple) -> bool:
+        """Whether the function is its strategy's program for these arguments too, such as modules that were made again."""
+        try:
+            self._program(args)
+        except StrategyError:
+            return False
+        return True
+
     def _program(self, args: tuple) -> tuple[_Program, tuple]:
         """The program for arguments like these, and the arguments as pytrees of arrays."""
         traced_further = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))

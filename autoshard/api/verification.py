@@ -50,7 +50,7 @@ class Verification:
         n_constraints: sharding constraints that the lowered program carries.
         predicted_flops: of matrix products and convolutions in one step on one device, as the cost model says.
         predicted_compute_seconds: computing alone, as the cost model says.
-        predicted_peak_bytes: memory of a device at the fullest moment, as the cost model says.
+        predicted_peak_bytes: memory of a device at the fullest moment, as the cost model says; of ``"tpu"`` with what is computed again.
         actual_flops, rematerialised_flops: as compiled, and what of it XLA itself computes again to save memory; None where it is not
             compiled.
         actual_compute_seconds: the TPU compiler's own schedule, its estimated cycles at the device's clock; None where not asked for.
@@ -201,7 +201,7 @@ def verify(strategy: Strategy, fn: Callable, *args: Any, target: str = "shardy",
         n_constraints=lowered.as_text().count("sdy.sharding_constraint"),
         predicted_flops=record.cost.flops,
         predicted_compute_seconds=record.cost.compute_seconds,
-        predicted_peak_bytes=record.cost.peak_bytes,
+        predicted_peak_bytes=record.cost.compiled_peak_bytes if target == "tpu" else record.cost.peak_bytes,
         actual_flops=found.flops and found.flops.total,
         rematerialised_flops=found.flops and found.flops.rematerialised,
         actual_compute_seconds=found.compute_seconds,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -100,6 +101,7 @@ def trace(
     """
     if not callable(fn):
         raise TraceError(f"The first argument is the function to trace, got {type(fn).__name__} {fn!r:.80}. Pass a function of arrays.")
+    _check_call(fn, args, kwargs or {})
     names = argument_names(fn, len(args))
     donated_args = _positions(donate_argnums, len(args))
     if kwargs:
@@ -137,7 +139,7 @@ def _graph(fn: Callable, program: Program, leaves: list[Leaf], output: Any, writ
         {len(paths) + k: argument for k, argument in enumerate(written)},
     )
     return Graph(
-        name=_name(fn),
+        name=function_name(fn),
         values=values,
         ops=program.ops,
         arguments=program.arguments,
@@ -153,17 +155,33 @@ def _graph(fn: Callable, program: Program, leaves: list[Leaf], output: Any, writ
     )
 
 
-def _name(fn: Callable) -> str:
+def function_name(fn: Callable) -> str:
+    """What a function is called; of one with some arguments bound, itself."""
     while not hasattr(fn, "__name__") and hasattr(fn, "func"):  # functools.partial
         fn = fn.func
     return getattr(fn, "__name__", type(fn).__name__)
+
+
+def _check_call(fn: Callable, args: tuple, kwargs: Mapping[str, Any]) -> None:
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # such as some callables written in C
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        packed = len(args) == 1 and isinstance(args[0], tuple)
+        advice = "Pass what is in the tuple one by one, as *args." if packed else "Pass all of them, in order."
+        raise TraceError(
+            f"A function is traced with the arguments of a call: {function_name(fn)} got {len(args)}, and {error}. {advice}"
+        ) from None
 
 
 def _with_keywords(fn: Callable, n_args: int) -> Callable:
     def call(*args: Any) -> Any:
         return fn(*args[:n_args], **args[n_args])
 
-    call.__name__ = _name(fn)
+    call.__name__ = function_name(fn)
     return call
 
 
@@ -217,7 +235,7 @@ def _failure(fn: Callable, error: Exception) -> TraceError:
     else:
         rule, advice = "A function must be traceable by JAX", "Make `jax.make_jaxpr` work on the function with these arguments first."
     where = f" at {place}" if place else ""
-    return TraceError(f"{rule}: tracing '{_name(fn)}' failed{where} with {type(error).__name__}: {_reason(error)} {advice}")
+    return TraceError(f"{rule}: tracing '{function_name(fn)}' failed{where} with {type(error).__name__}: {_reason(error)} {advice}")
 
 
 def _reason(error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import NamedTuple
 
 import jax
@@ -149,7 +150,9 @@ def test_modules_train_as_under_nnx_jit():
     assert_close(nnx.state(sharded[0], nnx.Param, nnx.BatchStat), nnx.state(plain[0], nnx.Param, nnx.BatchStat), 1e-4)
     assert any(op.primitive == "sqrt" for op in step.strategy._traced.graph.walk())
     network, optimizer = step.strategy.init(make)
+    strategy = step.strategy
     np.testing.assert_allclose(step(network, optimizer, x, y), reference(*make(), x, y), rtol=1e-5)
+    assert step.strategy is strategy  # an optimizer made again has other functions, which do the same
 
 
 def test_the_decorator_searches_once_per_structure():
@@ -159,12 +162,13 @@ def test_the_decorator_searches_once_per_structure():
     def double(x):
         return 2 * x
 
-    with pytest.raises(autoshard.StrategyError, match="Call one of them first"):
+    with pytest.raises(autoshard.StrategyError, match="Call one of them"):
         double.strategy
     strategy = double.search(jax.ShapeDtypeStruct((16,), jnp.float32))
     np.testing.assert_array_equal(double(jnp.ones(16)), 2 * np.ones(16))
     assert double.strategy is strategy
-    double(jnp.ones(24))
+    with pytest.warns(UserWarning, match="double is searched again"):
+        double(jnp.ones(24))
     assert double.strategy is not strategy
 
 
@@ -235,7 +239,11 @@ def test_evaluate_costs_a_given_sharding():
         ({"pins": {"state['params'][0]['w']": P(None, None, "data")}}, autoshard.ShardingError, ["rank 2"]),
         ({"memory_limit_bytes": 10}, autoshard.InfeasibleError, ["smallest peak", "memory_limit_bytes"]),
         ({"memory_limit_bytes": -1}, autoshard.ShardingError, ["positive number"]),
+        ({"memory_limit_bytes": "12GB"}, autoshard.ShardingError, ["'12GB'", "12e9"]),
+        ({"cluster": "v5x:4x4"}, autoshard.ClusterError, ["'v5x'", "Did you mean 'v5"]),
         ({"searcher": "magic"}, autoshard.SearcherError, ["magic", "recursive_programming"]),
+        ({"searcher": "fsdp"}, autoshard.SearcherError, ["Did you mean 'fully_sharded'?"]),
+        ({"searcher": "dynamic"}, autoshard.SearcherError, ["Did you mean 'dynamic_programming'?"]),
         ({"donate_argnums": 9}, autoshard.TraceError, ["donate_argnums", "9"]),
     ],
 )
@@ -348,6 +356,38 @@ def test_a_sharded_function_stands_for_what_it_was_made_of():
     strategy = autoshard.search(decorated, *args, cluster="cpu:8", mesh={"data": 8})
     assert strategy.record.program.fingerprint == autoshard.search(fn, *args, cluster="cpu:8", mesh={"data": 8}).record.program.fingerprint
     assert autoshard.verify(strategy, strategy.apply(decorated), *args).exact
+
+
+def test_arguments_that_do_not_fit_the_function_are_told():
+    """A tuple in the place of what is in it, and an argument that is missing, are told as that; the error says what to pass."""
+    x = jnp.ones((8, 8))
+    for args, advice in (
+        (((x, x),), r"and missing a required argument: 'b'. Pass what is in the tuple one by one, as \*args"),
+        ((x,), "Pass all"),
+    ):
+        with pytest.raises(autoshard.TraceError, match=advice):
+            autoshard.search(lambda a, b: a @ b, *args, cluster="cpu:8")
+
+
+def test_another_shape_is_searched_again_with_a_warning():
+    """A decorated step that is called with another batch says what it waits for, once."""
+
+    @autoshard.parallelize(cluster="cpu:1", progress=False)
+    def scaled(w, batch):
+        return batch["x"] @ w
+
+    w = jnp.ones((8, 8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            scaled(w, {"x": jnp.ones((16, 8))})
+    with pytest.warns(
+        UserWarning, match=r"scaled is searched again for args\[1\]\['x'\] of float32\[4,8\], after float32\[16,8\]"
+    ) as caught:
+        np.testing.assert_allclose(scaled(w, {"x": jnp.ones((4, 8))}), 8.0 * jnp.ones((4, 8)))
+    assert caught[0].filename == __file__
+    with pytest.warns(UserWarning, match="arguments of another structure"):
+        scaled(w, {"x": jnp.ones((4, 8)), "y": jnp.ones(4)})
 
 
 def test_parallelize_takes_its_options_by_name():
