@@ -358,10 +358,14 @@ LEAST_DONE = 0.05  # of the work; before, nothing is foretold
 def progress_line(file: TextIO | None = None) -> Iterator[Callable[[str, float], None]]:
     """A callback ``(what is being done, fraction done)`` that keeps a line up to date: how far, how long it still takes, and at what.
 
-    Drawn over itself from the third second on, in terminals and notebooks alike, on stderr unless told; wiped in the end.
+    Drawn over itself from the third second on, on stderr where that is a terminal or a notebook's, or in a file that is given; wiped in
+    the end. In a job's log, where a line cannot be drawn over, nothing is drawn.
     """
     out = sys.stderr if file is None else file
     line = _ProgressLine(time.monotonic())
+    if file is None and not (out.isatty() or type(out).__module__.startswith("ipykernel")):
+        yield line.advance
+        return
     done = threading.Event()
 
     def draw() -> None:

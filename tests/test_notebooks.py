@@ -24,7 +24,8 @@ def test_notebook_runs(path, monkeypatch):
     shown = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     kinds = {kind for output in shown for kind in output.get("data", {})}
     assert {"text/html", "image/png"} <= kinds
-    assert not any(output.output_type == "stream" and output.name == "stderr" for output in shown)
+    complaints = "".join(output.text for output in shown if output.output_type == "stream" and output.name == "stderr")
+    assert not complaints or (complaints.endswith("\r") and "\n" not in complaints)  # at most a progress line, wiped
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -70,8 +70,8 @@ def search(
         pins: `PartitionSpec` by argument path or shell-style pattern (``"state.params*"``), kept as given.
         memory_limit_bytes: what a device may hold at its peak; by default the cluster's memory less a reserve.
         donate_argnums: as in `jax.jit`.
-        progress: called with what is being done and the fraction that is done; True draws a line that says how long it still takes, in a
-            terminal or a notebook.
+        progress: called with what is being done and the fraction that is done; True draws a line that says how long it still takes, where
+            stderr is a terminal or a notebook's.
         time_limit_seconds: how long to search, tracing not included; then the best strategy met so far is returned, with its gap.
         interruptible: whether Ctrl-C returns the best strategy met so far, with its gap, rather than to raise KeyboardInterrupt.
 

@@ -29,8 +29,8 @@ def show_json(value: Any) -> None:
 
 @contextmanager
 def progress(quiet: bool = False) -> Iterator[Callable[[str, float], None]]:
-    """A callback ``(what is being done, fraction done)`` that draws on stderr; silent when quiet or where nobody watches."""
-    if quiet or not sys.stderr.isatty():
+    """A callback ``(what is being done, fraction done)`` that draws on stderr where somebody watches; silent when quiet."""
+    if quiet:
         yield lambda what, fraction: None
         return
     with progress_line() as callback:

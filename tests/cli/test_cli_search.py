@@ -202,10 +202,27 @@ def test_a_time_limit_prints_and_saves_the_best_so_far(search):
     assert code == 2 and "positive number of seconds" in err
 
 
-def test_the_line_of_progress_is_drawn_and_wiped(monkeypatch):
-    """After a moment it says how far, how long still and at what; in the end nothing of it is left on the line."""
+@pytest.fixture
+def impatient(monkeypatch):
+    """Progress is drawn at once, and often."""
     monkeypatch.setattr(render, "PATIENCE_SECONDS", 0.0)
     monkeypatch.setattr(render, "FRAME_SECONDS", 0.01)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_is_drawn_for_whoever_watches(terminal, impatient, monkeypatch):
+    """A terminal shows it; a job's log is spared hundreds of lines over one another."""
+    stderr = io.StringIO()
+    stderr.isatty = lambda: terminal
+    monkeypatch.setattr("sys.stderr", stderr)
+    with render.progress_line() as callback:
+        callback("mesh data=8", 0.25)
+        time.sleep(0.1)
+    assert bool(stderr.getvalue()) == terminal
+
+
+def test_the_line_of_progress_is_drawn_and_wiped(impatient):
+    """After a moment it says how far, how long still and at what; in the end nothing of it is left on the line."""
     drawn = io.StringIO()
     with render.progress_line(drawn) as callback:
         callback("mesh data=8", 0.25)
