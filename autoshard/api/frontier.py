@@ -218,7 +218,7 @@ class _Search:
         """What a point is as an answer, with the best bound known of all that hold as little on its mesh."""
         peak, objective = point.judgement.cost.peak_bytes, point.judgement.cost.objective_seconds
         known = [bound for limit, bound in self.bounds[point.mesh] if peak <= limit]
-        return Solution(point.assignment, point.judgement, min(max([point.problem.compute_bound(), *known]), objective))
+        return Solution(point.judgement, min(max([point.problem.compute_bound(), *known]), objective))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -226,7 +226,6 @@ class _Point:
     """An assignment that was judged, on which mesh, and who asked."""
 
     problem: Problem
-    assignment: Assignment
     judgement: Judgement
     searcher: Searcher
 
@@ -250,8 +249,8 @@ class _Watcher:
     problem: Problem
     searcher: Searcher
 
-    def judged(self, assignment: Assignment, judgement: Judgement) -> None:
-        point = _Point(self.problem, assignment, judgement, self.searcher)
+    def judged(self, judgement: Judgement) -> None:
+        point = _Point(self.problem, judgement, self.searcher)
         if not any(other.beats(point) for other in self.front):
             self.front[:] = [*(other for other in self.front if not point.beats(other)), point]
 

@@ -196,9 +196,9 @@ def evaluate(
     for placing in placed(cluster, [given], renamed=False):
         problem = Problem(facts, CostModel(cluster, placing))
         spread = follow_layouts(problem, {**between, **layouts}, sides)
-        solutions.append((problem.evaluate(spread), placing, spread))
-    judgement, placing, spread = min(solutions, key=lambda found: found[0].cost.makespan_seconds)
-    solution = Solution(spread, judgement, 0.0, {**seconds, "search_seconds": time.perf_counter() - started})
+        solutions.append((problem.evaluate(spread), placing))
+    judgement, placing = min(solutions, key=lambda found: found[0].cost.makespan_seconds)
+    solution = Solution(judgement, 0.0, {**seconds, "search_seconds": time.perf_counter() - started})
     solution = _recomputing(facts, cluster, placing, solution)
     return Strategy(record_of(traced, cluster, placing, solution, _Given(), _positions(donate_argnums), _notes(facts)), traced)
 

@@ -37,8 +37,9 @@ Cause = Callable[[Blame, Step], str]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Judgement:
-    """A cost, and the memory peak's values."""
+    """An assignment, what it costs, and the memory peak's values."""
 
+    assignment: Assignment
     cost: Cost
     peak: Peak
 
@@ -144,7 +145,7 @@ class _Judge:
             flops=self.flops,
             collectives=self._collectives(),
         )
-        return Judgement(cost, peak)
+        return Judgement(self.assignment, cost, peak)
 
     def recomputation(self) -> Recomputation | None:
         """What is computed again, once the judgement is there."""

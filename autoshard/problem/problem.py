@@ -98,7 +98,7 @@ class Learned:
 class Watcher(Protocol):
     """Who wants to know what a search meets on its way."""
 
-    def judged(self, assignment: Assignment, judgement: Judgement) -> None: ...
+    def judged(self, judgement: Judgement) -> None: ...
 
     def noted(self, found: Callable[[], Assignment]) -> None: ...
 
@@ -284,7 +284,7 @@ class Problem:
         """What the judge says of an assignment."""
         judgement = evaluate(self.profile, self.model, assignment)
         if self.watcher is not None:
-            self.watcher.judged(assignment, judgement)
+            self.watcher.judged(judgement)
         return judgement
 
     def note(self, labels: Sequence[Label]) -> None:

@@ -83,7 +83,6 @@ def _solution(problem: Problem, assignment: Assignment, started: float) -> Solut
             judgement.cost.peak_bytes,
         )
     return Solution(
-        assignment,
         judgement,
         min(problem.compute_bound(), judgement.cost.objective_seconds),
         {"search_seconds": time.perf_counter() - started},

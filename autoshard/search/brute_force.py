@@ -51,7 +51,7 @@ class BruteForce:
             smallest = min(smallest, judgement.cost.peak_bytes)
             if problem.memory_limit_bytes is None or smallest <= problem.memory_limit_bytes:
                 bound = min(judgement.cost.objective_seconds, problem.compute_bound())
-                return Solution(assignment, judgement, bound, {"assignments": n, "search_seconds": time.perf_counter() - started})
+                return Solution(judgement, bound, {"assignments": n, "search_seconds": time.perf_counter() - started})
         raise InfeasibleError(f"no assignment fits the memory limit; the smallest peak is {format_bytes(smallest)}.", smallest)
 
 

@@ -85,7 +85,7 @@ class DynamicProgramming:
             with suppress(InfeasibleError):
                 other = RecursiveProgramming().solve(problem, progress)
                 if other.judgement.cost.objective_seconds < own.judgement.cost.objective_seconds:
-                    return replace(own, assignment=other.assignment, judgement=other.judgement)
+                    return replace(own, judgement=other.judgement)
         return own
 
     def _found(self, problem: Problem, progress: Progress) -> tuple[Solution, bool]:
@@ -102,7 +102,6 @@ class DynamicProgramming:
         problem.learned = replace(run.learned, price=found.price)
         judgement = found.judgement
         solution = Solution(
-            assignment=problem.assignment(found.labels),
             judgement=judgement,
             lower_bound_seconds=min(bound + problem.fixed_seconds(), judgement.cost.objective_seconds),
             stats={

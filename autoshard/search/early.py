@@ -51,20 +51,20 @@ class Met:
 
     Attributes:
         problem: whose search is watched.
-        best: with what the judge says of it.
+        best: what the judge says of it.
         waiting: what was noted last, and is not judged yet.
     """
 
     problem: Problem
-    best: tuple[Assignment, Judgement] | None = None
+    best: Judgement | None = None
     waiting: Callable[[], Assignment] | None = field(default=None, repr=False)
 
-    def judged(self, assignment: Assignment, judgement: Judgement) -> None:
+    def judged(self, judgement: Judgement) -> None:
         limit = self.problem.memory_limit_bytes
         if limit is not None and judgement.cost.peak_bytes > limit:
             return
-        if self.best is None or judgement.cost.makespan_seconds < self.best[1].cost.makespan_seconds:
-            self.best = assignment, judgement
+        if self.best is None or judgement.cost.makespan_seconds < self.best.cost.makespan_seconds:
+            self.best = judgement
 
     def noted(self, found: Callable[[], Assignment]) -> None:
         self.waiting = found
@@ -76,9 +76,7 @@ class Met:
             self.problem.evaluate(waiting())
         if self.best is None:
             return None
-        assignment, judgement = self.best
-        bound = min(self.problem.compute_bound(), judgement.cost.objective_seconds)
-        return Solution(assignment, judgement, bound)
+        return Solution(self.best, min(self.problem.compute_bound(), self.best.cost.objective_seconds))
 
 
 def watch(problem: Problem) -> Met:

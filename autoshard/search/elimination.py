@@ -52,8 +52,9 @@ class Elimination:
 
 def table_cost(unary: Sequence[np.ndarray], pairs: Pairs, labels: Sequence[int] | np.ndarray) -> float:
     """The sum of all tables at the given labels."""
-    total = math.fsum(float(table[label]) for table, label in zip(unary, labels, strict=True))
-    return total + math.fsum(float(table[labels[i], labels[j]]) for (i, j), table in pairs.items())
+    at = np.asarray(labels).tolist()
+    total = math.fsum([table.item(label) for table, label in zip(unary, at, strict=True)])
+    return total + math.fsum([table.item(at[i], at[j]) for (i, j), table in pairs.items()])
 
 
 def eliminate(
@@ -289,23 +290,25 @@ class _Planner:
         for table, scope in enumerate(self.scopes):
             for variable in scope:
                 self.tables[variable].append(table)
-                self.neighbours[variable].update(scope)
-        for variable, around in enumerate(self.neighbours):
-            around.discard(variable)
-        self.weights = [math.prod((sizes[v], *(sizes[other] for other in self.neighbours[v]))) for v in range(len(sizes))]
+            if len(scope) == 2:
+                i, j = scope
+                self.neighbours[i].add(j)
+                self.neighbours[j].add(i)
+        self.weights = [math.prod([sizes[other] for other in around], start=size) for size, around in zip(sizes, self.neighbours)]
         self.steps: list[_Step] = []
 
     def plan(self, max_entries: int, conditioning: bool) -> _Plan:
         heap = [(weight, variable) for variable, weight in enumerate(self.weights)]
         heapq.heapify(heap)
         waiting = dict.fromkeys(range(len(self.sizes)))
+        weights, push, pop = self.weights, heapq.heappush, heapq.heappop
         while heap:
-            weight, variable = heapq.heappop(heap)
+            weight, variable = pop(heap)
             if variable not in waiting:
                 continue
-            if weight != self.weights[variable]:
-                if weight < self.weights[variable]:  # it grew since, and comes later
-                    heapq.heappush(heap, (self.weights[variable], variable))
+            if weight != weights[variable]:
+                if weight < weights[variable]:  # it grew since, and comes later
+                    push(heap, (weights[variable], variable))
                 continue
             if weight <= max_entries:
                 del waiting[variable]
@@ -322,7 +325,7 @@ class _Planner:
                     f"(induced width {len(self.neighbours[variable])}). Use searcher='recursive_programming', or a mesh of fewer axes."
                 )
             for other in changed:
-                heapq.heappush(heap, (self.weights[other], other))
+                push(heap, (weights[other], other))
         return self._planned()
 
     def _planned(self) -> _Plan:

@@ -37,7 +37,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from autoshard.cost.evaluate import Judgement
 from autoshard.cost.memory import Peak
 from autoshard.errors import InfeasibleError, SearchLimitError
-from autoshard.problem import Holding, Label, Problem, Tables
+from autoshard.problem import Holding, Problem, Tables
 from autoshard.render import format_bytes
 from autoshard.search.recursive_programming import RecursiveProgramming
 from autoshard.search.reparametrisation import Reparametrisation, reparametrise
@@ -94,7 +94,7 @@ class _Run:
         self.problem = problem
         self.progress = progress
         self.started = time.perf_counter()
-        self.best: tuple[Judgement, list[Label]] | None = None
+        self.best: Judgement | None = None
         self.smallest_peak = math.inf
         self.rows: list[Row] = []
         self.rounds = self.n_variables = 0
@@ -113,11 +113,9 @@ class _Run:
                 "Use more devices, a smaller batch, rematerialisation, or a higher memory_limit_bytes.",
                 self.smallest_peak,
             )
-        judgement, labels = self.best
         return Solution(
-            assignment=problem.assignment(labels),
-            judgement=judgement,
-            lower_bound_seconds=min(bound, judgement.cost.objective_seconds),
+            judgement=self.best,
+            lower_bound_seconds=min(bound, self.best.cost.objective_seconds),
             stats={
                 "n_nodes": problem.n_nodes,
                 "n_variables": self.n_variables,
@@ -133,7 +131,7 @@ class _Run:
         except InfeasibleError as error:
             self.smallest_peak = error.smallest_peak_bytes or math.inf
         else:
-            self.best = found.judgement, self.problem.labels(found.assignment)
+            self.best = found.judgement
 
     def _tables(self) -> Tables:
         problem, limit = self.problem, self.searcher.max_problem_entries
@@ -152,12 +150,12 @@ class _Run:
         most = sum(float(table.max()) for table in (*moved.unary, *moved.pairs.values()))  # beyond it nothing is left out
         slack = 0.0
         while True:
-            enough = most if self.best is None else self.best[0].cost.objective_seconds - least
+            enough = most if self.best is None else self.best.cost.objective_seconds - least
             slack = min(max(8 * slack, enough / 64 if self.best else least / 64), max(enough, 0.0)) + ROUNDING * least
             model = Model(moved, slack, self.searcher.max_variables)
             self.n_variables = model.n_variables
             bound = max(bound, min(self._cut(tables, model, fixed), least + slack))
-            objective = math.inf if self.best is None else self.best[0].cost.objective_seconds
+            objective = math.inf if self.best is None else self.best.cost.objective_seconds
             if objective <= bound / (1 - self.searcher.gap) * (1 + ROUNDING) or slack >= most or self._late():
                 return bound
 
@@ -178,8 +176,8 @@ class _Run:
             limit = problem.memory_limit_bytes
             self.smallest_peak = min(self.smallest_peak, judgement.cost.peak_bytes)
             if limit is None or judgement.cost.peak_bytes <= limit:
-                if self.best is None or judgement.cost.objective_seconds < self.best[0].cost.objective_seconds:
-                    self.best = judgement, labels
+                if self.best is None or judgement.cost.objective_seconds < self.best.cost.objective_seconds:
+                    self.best = judgement
                 return bound
             self.rows += memory_rows(problem, [len(options) for options in tables.labels], answer.labels, judgement.peak, limit)
             if self._late():

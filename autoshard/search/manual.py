@@ -65,7 +65,6 @@ class Manual:
         found = [(*fastest_within(problem, spread.search, steps=8), spread) for spread in spreads]
         judgement, labels, spread = min(found, key=lambda answer: answer[0].cost.makespan_seconds)
         return Solution(
-            assignment=problem.assignment(labels),
             judgement=judgement,
             lower_bound_seconds=min(problem.compute_bound(), judgement.cost.objective_seconds),
             stats={"n_nodes": problem.n_nodes, "rounds": spread.rounds, "search_seconds": time.perf_counter() - started},

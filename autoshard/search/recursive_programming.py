@@ -60,7 +60,6 @@ class RecursiveProgramming:
             found = fitted(problem, run.descend, self.price_steps)
         problem.learned = replace(problem.learned, price=found.price)
         return Solution(
-            assignment=problem.assignment(found.labels),
             judgement=found.judgement,
             lower_bound_seconds=min(problem.compute_bound(), found.judgement.cost.objective_seconds),
             stats={
@@ -107,10 +106,12 @@ class _Run:
     def _free(self, axis: int, labels: list[Label], prices: Mapping[int, float]) -> tuple[list[Label], float]:
         """The best labels when one axis is free, and the seconds gained (0.0: nothing better than a rounding error)."""
         tables = self.problem.tables((axis,), labels, prices)
-        before = table_cost(tables.unary, tables.pairs, tables.incumbent)
         self.n_variables = max(self.n_variables, sum(len(options) > 1 for options in tables.labels))
         found, cost = self._minimum(tables)
         chosen = [options[label] for options, label in zip(tables.labels, found, strict=True)]
+        if chosen == labels:
+            return labels, 0.0
+        before = table_cost(tables.unary, tables.pairs, tables.incumbent)
         gain = before - cost
         kept = all(options[i] == label for options, i, label in zip(tables.labels, tables.incumbent, labels, strict=True))
         if kept and gain <= 1e-9 * abs(before):

@@ -32,20 +32,22 @@ class Solution:
     """What a searcher found.
 
     Attributes:
-        assignment: the layouts and choices.
-        judgement: what the judge says of them.
+        judgement: the layouts and choices, and what the judge says of them.
         lower_bound_seconds: proven lower bound of the objective over all assignments of the mesh; 0.0 where nothing is proven.
         stats: what the search took: counts and seconds by name.
         notes: what the user should know of it, in words.
         least_seconds: the least objective met of what fits the memory limit, where the answer is another since its makespan is less.
     """
 
-    assignment: Assignment
     judgement: Judgement
     lower_bound_seconds: float = 0.0
     stats: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     least_seconds: float = float("inf")
+
+    @property
+    def assignment(self) -> Assignment:
+        return self.judgement.assignment
 
 
 @runtime_checkable

@@ -78,7 +78,6 @@ class ShardingPropagation:
         spread = Spread(problem, held, self.max_rounds, progress=progress)
         judgement, labels = fastest_within(problem, spread.search, self.price_steps)
         return Solution(
-            assignment=problem.assignment(labels),
             judgement=judgement,
             lower_bound_seconds=min(problem.compute_bound(), judgement.cost.objective_seconds),
             stats={"n_nodes": problem.n_nodes, "rounds": spread.rounds, "search_seconds": time.perf_counter() - started},

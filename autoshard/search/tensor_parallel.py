@@ -81,15 +81,13 @@ class TensorParallel:
             if small and alike:
                 spread = Spread(small, alike, last_first=True, progress=progress)
             try:
-                judgement, labels = fastest_within(spread.problem, spread.search, steps=8)
-                runs.append((judgement, spread.problem.assignment(labels)))
+                runs.append(fastest_within(spread.problem, spread.search, steps=8)[0])
             except InfeasibleError as error:
                 refused.append(error)
         if not runs:
             raise min(refused, key=lambda error: error.smallest_peak_bytes or float("inf"))
-        judgement, assignment = min(runs, key=lambda run: run[0].cost.makespan_seconds)
+        judgement = min(runs, key=lambda run: run.cost.makespan_seconds)
         return Solution(
-            assignment=assignment,
             judgement=judgement,
             lower_bound_seconds=min(problem.compute_bound(), judgement.cost.objective_seconds),
             stats={

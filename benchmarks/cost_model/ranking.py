@@ -171,7 +171,7 @@ def _strategies(name: str, program: models.Program, changed: int) -> Iterator[tu
             key = mesh.sizes, *(tuple(sorted(each.items())) for each in (assignment.choices, assignment.layouts, assignment.copies))
             if key not in seen:
                 seen.add(key)
-                solution = Solution(assignment, problem.evaluate(assignment), 0.0, {})
+                solution = Solution(problem.evaluate(assignment))
                 strategy = Strategy(record_of(traced, cluster, mesh, solution, _Here(label), (0,)), traced)
                 yield f"{'x'.join(map(str, mesh.sizes))} {label}", Case(name, label, CLUSTER, function, args, strategy)
 
