@@ -32,7 +32,7 @@ def jax_mesh(mesh: Mesh, devices: Sequence[Any] | None = None) -> jax.sharding.M
     found = list(jax.devices() if devices is None else devices)
     if len(found) < mesh.size:
         raise ClusterError(
-            f"a mesh needs a device for each of its places: {mesh} has {mesh.size}, and there are {len(found)} devices. "
+            f"a mesh needs a device for each of its places: {mesh} has {mesh.size}, got {len(found)}. "
             f"Search on a smaller cluster, pass devices=..., or on a CPU set XLA_FLAGS=--xla_force_host_platform_device_count={mesh.size}."
         )
     found = found[: mesh.size]

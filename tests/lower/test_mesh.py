@@ -24,7 +24,7 @@ def test_given_devices_are_used():
 
 def test_too_few_devices_are_refused():
     """The message says how many are needed and how to get them."""
-    with pytest.raises(ClusterError, match=r"data=16 has 16, and there are 8 devices.*device_count=16"):
+    with pytest.raises(ClusterError, match=r"data=16 has 16, got 8.*device_count=16"):
         jax_mesh(Mesh.of({"data": 16}))
 
 
