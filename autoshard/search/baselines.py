@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import ClassVar
 
+from autoshard.cost.evaluate import Judgement
 from autoshard.errors import InfeasibleError, ShardingError
 from autoshard.ir import Assignment, Layout, divides
 from autoshard.problem import Problem
@@ -30,7 +31,7 @@ class DataParallel:
         """The data-parallel assignment."""
         started = time.perf_counter()
         progress("propagating the batch", 0.0)
-        return _solution(problem, split_batch(problem).assignment(), started)
+        return _solution(problem, problem.remembered(_split_batch)[1], started)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +71,10 @@ class FullySharded:
         if self.stage >= 2:
             spread.scatter()
         spread.forward()
-        return _solution(problem, spread.assignment(), started)
+        return _solution(problem, problem.evaluate(spread.assignment()), started)
 
 
-def _solution(problem: Problem, assignment: Assignment, started: float) -> Solution:
-    judgement = problem.evaluate(assignment)
+def _solution(problem: Problem, judgement: Judgement, started: float) -> Solution:
     limit = problem.memory_limit_bytes
     if limit is not None and judgement.cost.peak_bytes > limit:
         raise InfeasibleError(
@@ -91,22 +91,36 @@ def _solution(problem: Problem, assignment: Assignment, started: float) -> Solut
 
 def split_batch(problem: Problem) -> Propagation:
     """The propagation of the batch, sharded on its leading dimension; on the next one where that splits no work (a scanned sequence)."""
-    return problem.remembered(_split_batch).copy()
+    return problem.remembered(_split_batch)[0].copy()
 
 
-def _split_batch(problem: Problem) -> Propagation:
+def _split_batch(problem: Problem) -> tuple[Propagation, Judgement]:
     whole = _spread(problem, {})
-    best, best_cost = whole, problem.evaluate(whole.assignment()).cost
-    compute_seconds = best_cost.compute_seconds
+    enough = 0.99 * _compute_seconds(problem, whole.assignment())
+    best: tuple[Propagation, Judgement] | None = None
     for dim in (0, 1):
-        found = [_spread(problem, batch) for batch in _batches(problem, dim)]
-        costs = [problem.evaluate(spread.assignment()).cost for spread in found]
-        for spread, cost in zip(found, costs, strict=True):
-            if best is whole or cost.objective_seconds < best_cost.objective_seconds:
-                best, best_cost = spread, cost
-        if best_cost.compute_seconds < 0.99 * compute_seconds:
+        spreads = [_spread(problem, batch) for batch in _batches(problem, dim)]
+        found = [(spread, problem.evaluate(spread.assignment())) for spread in spreads]
+        best = min([*([best] if best else []), *found], key=lambda judged: judged[1].cost.objective_seconds, default=None)
+        if best is not None and best[1].cost.compute_seconds < enough:
             break
-    return best
+    return best or (whole, problem.evaluate(whole.assignment()))
+
+
+def _compute_seconds(problem: Problem, assignment: Assignment) -> float:
+    """What ops take in their choices, nothing exchanged: all that it takes to know whether work is split."""
+    profile, model = problem.profile, problem.model
+    known: dict[tuple, float] = {}
+    total = 0.0
+    for op in problem.graph.walk():
+        if profile.idle[op.index]:
+            continue
+        choice = assignment.choice(op.index)
+        key = profile.alike[op.index], choice
+        if key not in known:
+            known[key] = model.op_seconds(profile, op, choice)
+        total += op.trips * known[key]
+    return total
 
 
 def _spread(problem: Problem, batch: dict[int, Layout]) -> Propagation:

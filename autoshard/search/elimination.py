@@ -294,7 +294,7 @@ class _Planner:
                 i, j = scope
                 self.neighbours[i].add(j)
                 self.neighbours[j].add(i)
-        self.weights = [math.prod([sizes[other] for other in around], start=size) for size, around in zip(sizes, self.neighbours)]
+        self.weights = [math.prod([sizes[other] for other in around], start=sizes[v]) for v, around in enumerate(self.neighbours)]
         self.steps: list[_Step] = []
 
     def plan(self, max_entries: int, conditioning: bool) -> _Plan:
