@@ -29,11 +29,13 @@ class InfeasibleError(AutoshardError):
 
     Attributes:
         smallest_peak_bytes: the least peak memory per device found, or None where memory was not the reason.
+        proven: whether nothing else on the mesh can fit either.
     """
 
-    def __init__(self, message: str, smallest_peak_bytes: float | None = None):
+    def __init__(self, message: str, smallest_peak_bytes: float | None = None, proven: bool = False):
         super().__init__(message)
         self.smallest_peak_bytes = smallest_peak_bytes
+        self.proven = proven
 
 
 class SearchLimitError(AutoshardError):

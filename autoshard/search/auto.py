@@ -82,6 +82,8 @@ class Auto:
             except SearchLimitError as error:
                 too_large.append(error)
             except InfeasibleError as error:
+                if error.proven:
+                    raise
                 refused.append(error)
         if not any(_settled(problem, solution) for solution, _ in found):
             last = part(progress, len(self.members) * share, share)

@@ -79,7 +79,9 @@ class DynamicProgramming:
             return self._found(problem, progress)[0]
         try:
             own, binds = self._found(problem, progress)
-        except InfeasibleError:
+        except InfeasibleError as error:
+            if error.proven:
+                raise
             return RecursiveProgramming().solve(problem, progress)
         if binds:  # the best answers under prices need not be the best ones within a limit
             with suppress(InfeasibleError):

@@ -80,7 +80,7 @@ def fitted(problem: Problem, search: Priced, steps: int) -> Fitted:
     if (least := least_peak(problem, found)) > limit:
         cheapest, _ = search(dict.fromkeys(sorted(found[0].peak.alive), DEAR * _even_price(found)))
         smallest = min(found[0].cost.peak_bytes, cheapest.cost.peak_bytes)
-        raise nothing_fits(problem, f"none takes less than {format_bytes(least)}; the smallest peak found", smallest)
+        raise nothing_fits(problem, f"none takes less than {format_bytes(least)}; the smallest peak found", smallest, proven=True)
     best, above, priced, price = _by_prices(problem, search, found, steps)
     repair = _Repair(problem, limit)
     if best is not None:
@@ -108,12 +108,13 @@ def least_peak(problem: Problem, found: Found) -> float:
     return max(least)
 
 
-def nothing_fits(problem: Problem, what: str, smallest: float) -> InfeasibleError:
+def nothing_fits(problem: Problem, what: str, smallest: float, proven: bool = False) -> InfeasibleError:
     """The refusal of a search that met nothing within the problem's limit; the smallest peak is named as what it is."""
     return InfeasibleError(
         f"a strategy must fit {format_bytes(problem.memory_limit_bytes or 0.0)} a device, and {what} on mesh {problem.mesh} is "
         f"{format_bytes(smallest)}. Use more devices, a smaller batch, rematerialisation, or a higher memory_limit_bytes.",
         smallest,
+        proven,
     )
 
 

@@ -14,7 +14,7 @@ from small_graphs import random_small
 from autoshard.cluster import Cluster
 from autoshard.errors import InfeasibleError, SearchLimitError
 from autoshard.problem import Problem
-from autoshard.search import BruteForce, DynamicProgramming, IntegerProgramming, RecursiveProgramming, dynamic_programming
+from autoshard.search import Auto, BruteForce, DynamicProgramming, IntegerProgramming, RecursiveProgramming, dynamic_programming
 from autoshard.search.memory import _Repair, least_peak
 from autoshard.search.mesh_search import message_bound
 
@@ -75,13 +75,16 @@ def test_the_limit_is_a_true_constraint_on_many():
 
 
 def test_what_cannot_fit_is_refused_at_once(monkeypatch):
-    """Where all values at the fullest moment take more than the limit however they lie, one more answer is asked for, and none fits."""
+    """Where all values at the fullest moment take more than the limit however they lie, one more answer is asked for, and none fits.
+
+    What one searcher has proven nobody else is asked.
+    """
     refused = 0
     for seed in range(40):
         with pytest.raises(InfeasibleError) as error:
             RecursiveProgramming().solve(limited(seed, 1.0))
         smallest = error.value.smallest_peak_bytes
-        for searcher in (RecursiveProgramming(), DynamicProgramming(second_opinion=False)):
+        for searcher in (RecursiveProgramming(), DynamicProgramming(), Auto()):
             for limit in (0.9 * smallest, 0.5 * smallest):
                 problem = limited(seed, limit)
                 free = RecursiveProgramming().solve(limited(seed))
