@@ -391,6 +391,8 @@ class _Judge:
                 start = len(self.sent)
                 done = self._communicate(path, needs, trips, source, (value,), partial(_resharded, value, previous, layout, reason))
                 self.copied.update(dict.fromkeys(range(start, len(self.sent)), (value, layout)))
+                if value in self.profile.single_rows and any(step.kind == "all_to_all" for step in path):
+                    self.wide.add((value, layout))
                 if not self.profile.portable[value]:
                     done = self._compute(self.model.storing_seconds(values[value], previous, layout), trips, done)
                 self.makers[value, layout] = self._join(done)

@@ -16,7 +16,7 @@ NARROW_SHARE = 0.5  # of a float32's bytes
 # XLA:TPU was seen to round embedding tables, too, whose rows products read.
 _REARRANGING = (
     *("broadcast_in_dim", "concatenate", "copy", "gather", "pad", "reshape", "rev"),
-    *("select_n", "slice", "squeeze", "stack", "transpose"),
+    *("select_n", "sharding_constraint", "slice", "squeeze", "stack", "transpose"),
 )
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 
@@ -52,6 +52,32 @@ def rounds_operands(graph: Graph, op: Op, rounded: Sequence[bool]) -> bool:
     if op.primitive == "convert_element_type":
         return graph.values[op.results[0]].dtype == "bfloat16"
     return op.primitive in _REARRANGING and rounded[op.results[0]]
+
+
+def single_rows(graph: Graph) -> frozenset[int]:
+    """The values that become one row of each matrix of a batched product, beside others: what an all_to_all brings of them is not rounded.
+
+    Rows of bfloat16 lie in pairs, so XLA:TPU puts single ones beside each other in float32: ``f32[2048,8,16] all-to-all`` before
+    ``bf16[16384,7,16] concatenate`` in a recommender; two rows, those of a plain product and what is gathered are rounded first
+    (libtpu 0.0.42).
+    """
+    values = graph.values
+    rows: set[tuple[int, int]] = set()  # values, with the dimension that numbers the rows
+    found: set[int] = set()
+    for op in reversed(graph.walk()):
+        if op.primitive == "dot_general":
+            for value, contracted, batch in zip(op.operands, *op.params["dimension_numbers"], strict=True):
+                free = set(range(values[value].rank)) - {*contracted, *batch}
+                if batch and len(free) == 1:
+                    rows.add((value, free.pop()))
+        elif op.primitive == "stack":
+            found.update(op.operands if (op.results[0], op.params["axis"]) in rows else ())
+        elif op.primitive in ("concatenate", "pad"):
+            sides = [(value, dim) for value in op.operands for dim, size in enumerate(values[value].shape) if size == 1]
+            found.update(value for value, dim in sides if (op.results[0], dim) in rows)
+        elif op.primitive in _REARRANGING and op.results[0] in found and values[op.operands[0]].size == values[op.results[0]].size:
+            found.add(op.operands[0])
+    return frozenset(found)
 
 
 def _rounded(graph: Graph, op: Op) -> bool:

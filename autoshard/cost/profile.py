@@ -8,7 +8,7 @@ from autoshard.cost.combining import Sums, sums_of
 from autoshard.cost.compute import op_flops
 from autoshard.cost.fusion import REDUCTIONS, STANDALONE, VIEWS, Fusion, fuse, recomputes
 from autoshard.cost.lifetimes import Lifetimes, orders, shortest
-from autoshard.cost.narrowing import rounded_values
+from autoshard.cost.narrowing import rounded_values, single_rows
 from autoshard.cost.partial_sums import PartialSums, partial_sums
 from autoshard.cost.traffic import Traffic, traffic_by_kernel, traffic_by_op
 from autoshard.ir import Graph, Op, Rule
@@ -42,6 +42,7 @@ class Profile:
         alike: per op index, a number that ops share whose costs are equal under every choice.
         sums: what is only added up.
         rounded: per value, whether whatever reads it rounds it to bfloat16, where the device's matrix unit does.
+        single_rows: the values that are exchanged as they are all the same.
         combined: the sums, in the order in which they are combined.
         table_lookups, lookups: the gathers of arguments' elements, and of what is computed and lies in memory.
         added_to: the scatters that add to what lies in memory.
@@ -66,6 +67,7 @@ class Profile:
     alike: tuple[int, ...]
     sums: PartialSums
     rounded: tuple[bool, ...]
+    single_rows: frozenset[int]
     combined: Sums
     table_lookups: tuple[Op, ...]
     lookups: tuple[Op, ...]
@@ -114,6 +116,7 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...]) -> Profile:
         alike=_alike(graph, rules, flops, tuple(zip(traffic, kernel_traffic, strict=True)), fusion.minor, wanted, sums.accumulated),
         sums=sums,
         rounded=rounded_values(graph, readers),
+        single_rows=single_rows(graph),
         combined=sums_of(graph, fusion),
         table_lookups=tuple(op for op in gathers if op.operands[0] in arguments),
         lookups=tuple(op for op in gathers if op.operands[0] not in arguments and fusion.materialised[op.operands[0]]),

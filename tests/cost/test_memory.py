@@ -387,6 +387,15 @@ def test_a_list_scheduler_copies_state_before_it_makes_logits():
     assert 0.97 * compiled <= found <= 1.04 * compiled
 
 
+@pytest.mark.parametrize(("batch", "fits"), [(560, True), (600, False)])
+def test_what_fits_with_late_copies_alone_is_not_relied_on(batch, fits):
+    """Layers that are computed again may leave copies of state held from the start: libtpu 0.0.42 takes 16.15 and 17.2 GB here."""
+    fn, args = models.gpt(6, batch=batch, remat=True)
+    options = {"cluster": "v5e:2x4", "mesh": {"data": 8}, "donate_argnums": 0, "memory_limit_bytes": 1e15}
+    found = autoshard.search(fn, *args, searcher="data_parallel", **options)
+    assert (found.cost.peak_bytes <= Cluster.parse("v5e:2x4").memory_limit_bytes) == fits
+
+
 @pytest.mark.parametrize(("batch", "times"), [(32, 2.0), (256, 1.0)])
 def test_groups_of_channels_lie_as_their_images_where_the_batch_fills_the_lanes(batch, times):
     """XLA:TPU's copies of group norms are padded at 32 images a device, ``f32[256,64,64,128]{0,3,2,1}`` at 256 (libtpu 0.0.42)."""

@@ -127,3 +127,27 @@ def test_what_a_loop_carries_for_its_products_is_rounded(looks, share):
     cost = evaluate(facts, CostModel(eager_cluster(), mesh), Assignment(mesh, choices, split)).cost
     (gather,) = [c for c in cost.collectives if c.kind == "all_gather"]
     assert gather.count == 4 and sum(c.bytes for c in as_compiled([gather])) == share * gather.bytes
+
+
+@pytest.mark.parametrize(
+    ("put", "product", "share"),
+    [
+        (lambda x, y: jnp.stack([x, y], 1), "bid,bjd->bij", 1.0),
+        (lambda x, y: jnp.concatenate([x[:, None], y[:, None]], 1), "bid,bjd->bij", 1.0),
+        (lambda x, y: jnp.stack([x, y], 1), "bid,cjd->bicj", 0.5),
+        (lambda x, y: jnp.concatenate([x, y]).reshape(64, 2, 32), "bid,bjd->bij", 0.5),
+    ],
+)
+def test_single_rows_of_batched_products_are_exchanged_as_they_are(put, product, share):
+    """What becomes one row of each of many matrices is not rounded before an all_to_all; two rows are, and so is a plain product's one."""
+
+    def program(x, y, z):
+        moved = jax.lax.with_sharding_constraint(jnp.maximum(x, 0.0), P(None, "data"))
+        return jnp.einsum(product, put(moved, y), z)
+
+    rows = jax.ShapeDtypeStruct((64, 32), jnp.float32)
+    args = rows, rows, jax.ShapeDtypeStruct((64, 3, 32), jnp.float32)
+    split = {"x": P("data"), "y": P(None, "data"), "z": P(None, None, "data")}
+    strategy = autoshard.evaluate(program, *args, cluster=eager_cluster(), mesh={"data": 8}, in_specs=split)
+    (exchange,) = (c for c in strategy.cost.collectives if c.kind == "all_to_all")
+    assert sum(c.bytes for c in as_compiled([exchange])) == share * exchange.bytes
