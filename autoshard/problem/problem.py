@@ -408,8 +408,8 @@ class Problem:
         if edge.source == edge.target:
             return edge.trips * np.sum([matrix[source, target] for target in distinct], axis=0)
         table = edge.trips * np.sum([matrix[source[:, None], target[None, :]] for target in distinct], axis=0)
-        if (made_by := self.profile.sums.made_by.get(edge.value)) is not None:
-            op, labels = self.graph.walk()[made_by], columns[edge.source].labels
+        if _accumulated(self.profile, self.nodes, edge):
+            op, labels = self.graph.walk()[self.nodes.nodes[edge.source].leader], columns[edge.source].labels
             again = np.array([op.trips * self.model.recombining_seconds(self.profile, op, label) for label in labels])
             table += again[:, None] * np.any([source[:, None] != target[None, :] for target in distinct], axis=0)
         return table
@@ -467,13 +467,18 @@ def _joints(profile: Profile, nodes: Nodes) -> list[tuple[int, int, int, tuple[E
 
     def facts(edge: Edge) -> tuple:
         value = values[edge.value]
-        added = edge.value in profile.sums.made_by
+        added = _accumulated(profile, nodes, edge)
         return value.shape, value.itemsize, profile.portable[edge.value], added, edge.trips, edge.source_slot, edge.target_slots
 
     for (i, j), edges in between.items():
         key = i == j, tuple((edge.source == i, *facts(edge)) for edge in edges)
         found.append((i, j, numbers.setdefault(key, len(numbers)), tuple(edges)))
     return found
+
+
+def _accumulated(profile: Profile, nodes: Nodes, edge: Edge) -> bool:
+    """Whether a loop adds up what is read before it is combined: partial sums of the op that leads its node, since followers make none."""
+    return profile.sums.made_by.get(edge.value, -1) == nodes.nodes[edge.source].leader >= 0
 
 
 @cache

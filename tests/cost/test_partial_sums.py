@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -14,6 +16,7 @@ from autoshard.cost.profile import profile
 from autoshard.ir import Mesh, as_compiled
 from autoshard.problem import Problem
 from autoshard.rules import rules_of
+from autoshard.search.elimination import table_cost
 from autoshard.trace import trace
 
 X = jax.ShapeDtypeStruct((64, 32), jnp.float32)
@@ -132,6 +135,27 @@ def test_what_is_added_in_slices_is_combined_in_every_trip():
         assert cost.objective_seconds == pytest.approx(objective + problem.fixed_seconds(), rel=1e-9)
         found += [c.count for c in as_compiled(cost.collectives) if c.kind == "all_reduce"]
     assert found == [1, TRIPS]
+
+
+@pytest.mark.parametrize("cluster", ["v5e:2x2", "cpu:4"])
+@pytest.mark.parametrize(
+    "scaled", [lambda g, w: g / 4, lambda g, w: -g, lambda g, w: g / (1.0 + jnp.abs(w).sum()), lambda g, w: g.astype("bfloat16")]
+)
+def test_what_is_scaled_before_it_is_added_is_combined_first(scaled, cluster):
+    """Averages over slices of a batch: scaling follows its product and has no partial sums, for the tables as for the judge."""
+
+    def averaged(w, x):
+        return jax.lax.scan(lambda sums, part: (sums + scaled(part.T @ w, w), None), jnp.zeros_like(w), x)[0]
+
+    square = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    graph = trace(averaged, square, jax.ShapeDtypeStruct((TRIPS, 16, 16), jnp.float32)).graph
+    problem = Problem(profile(graph, rules_of(graph)), CostModel(eager_cluster(cluster), Mesh.of({"data": 2, "model": 2})))
+    tables, rng = problem.tables((0, 1), problem.start()), random.Random(0)
+    for _ in range(200):
+        at = [rng.randrange(len(options)) for options in tables.labels]
+        labels = [options[k] for options, k in zip(tables.labels, at, strict=True)]
+        cost = problem.evaluate(problem.assignment(labels)).cost
+        assert cost.objective_seconds == pytest.approx(table_cost(tables.unary, tables.pairs, at) + problem.fixed_seconds(), rel=1e-9)
 
 
 @pytest.mark.parametrize(("cluster", "made"), [("v5e:2x4", [("data", "model")]), ("cpu:8", [("data",), ("model",)])])
