@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -18,7 +19,7 @@ def collective_seconds(
     kind: str,
     nbytes: float | np.ndarray,
     *,
-    cluster: Cluster | str,
+    cluster: Cluster | str | Path,
     mesh: Mapping[str, int] | None = None,
     axes: str | Sequence[str] | None = None,
 ) -> float | np.ndarray:
@@ -39,7 +40,7 @@ def collective_seconds(
         ClusterError: the cluster is unknown, or the mesh does not cover it.
         ShardingError: there is no such collective, or no such axis.
     """
-    cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    cluster = Cluster.of(cluster)
     given = Mesh.of({"all": cluster.n_devices} if mesh is None else mesh)
     names = given.names if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
     if kind not in COLLECTIVES:
@@ -51,7 +52,7 @@ def collective_seconds(
 
 
 def matmul_seconds(
-    m: float | np.ndarray, n: float | np.ndarray, k: float | np.ndarray, *, cluster: Cluster | str, dtype: str = "bfloat16"
+    m: float | np.ndarray, n: float | np.ndarray, k: float | np.ndarray, *, cluster: Cluster | str | Path, dtype: str = "bfloat16"
 ) -> float | np.ndarray:
     """The seconds that one device of the cluster is predicted to take for ``(m, k)`` by ``(k, n)``, operands and result in memory.
 
@@ -63,7 +64,7 @@ def matmul_seconds(
     >>> matmul_seconds(1000, 1024, 1024, cluster="v5e:1x1") == matmul_seconds(1000, 1024, 1024, cluster="v5e:4x4")
     True
     """
-    cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    cluster = Cluster.of(cluster)
     m, n, k = np.broadcast_arrays(*(np.asarray(size, float) for size in (m, n, k)))
     nbytes = (m * k + k * n + m * n) * np.dtype(_numpy_name(dtype)).itemsize
     return _same_form(m, Roofline(cluster.device).dot_seconds(1.0, m, n, k, dtype, nbytes))

@@ -160,7 +160,7 @@ def _layouts(record: Record) -> list[Part]:
 def _collectives(record: Record) -> list[Part]:
     """The dearest collectives with what they move, for whom and why; those that differ by a layer's index only are one row."""
     if not record.cost.collectives:
-        return [Heading("Collectives"), Paragraph("None: the devices never exchange data.")]
+        return [Heading("Collectives"), Paragraph("None are predicted.")]
     seconds, exposed = defaultdict[tuple, float](float), defaultdict[tuple, float](float)
     counts: Counter[tuple] = Counter()
     for collective in record.cost.collectives:

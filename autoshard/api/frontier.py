@@ -9,6 +9,7 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, overload
 
 import jax
@@ -106,7 +107,7 @@ def _found_by(strategy: Strategy) -> str:
 def frontier(
     fn: Callable,
     *args: Any,
-    cluster: Cluster | str | None = None,
+    cluster: Cluster | str | Path | None = None,
     searcher: str | Searcher = "recursive_programming",
     mesh: Mapping[str, int] | jax.sharding.Mesh | int | None = None,
     pins: Pins | None = None,

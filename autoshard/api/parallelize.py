@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +16,7 @@ from autoshard.api.step import Sharded, Step, call_type, positional
 from autoshard.api.strategy import Strategy
 from autoshard.cluster import Cluster
 from autoshard.errors import StrategyError, TraceError
-from autoshard.search import Progress, Searcher
+from autoshard.search import Progress, Searcher, searcher_of
 from autoshard.trace import function_name
 
 
@@ -30,7 +32,7 @@ class Parallelized(Sharded):
         self._fn = fn
         self._options = options
         self._devices = devices
-        self._found: dict[Any, tuple[Strategy, Step]] = {}
+        self._found: dict[Any, _Found] = {}
         self._latest: Strategy | None = None
 
     @property
@@ -47,29 +49,45 @@ class Parallelized(Sharded):
         return self._latest
 
     def search(self, *args: Any) -> Strategy:
-        """The strategy for arguments like these, arrays or abstract, without running anything."""
-        return self._lookup(args)[0]
+        """The strategy for arguments like these, arrays or abstract, without running anything: devices are not needed."""
+        return self._lookup(args).strategy
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args = positional(self._fn, args, kwargs)
-        return self._lookup(args)[1](*args)
+        return self._applied(self._lookup(args))(*args)
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
         """The lowered program, as `jax.jit(fn).lower` gives it."""
-        return self._lookup(args)[1].lower(*args)
+        return self._applied(self._lookup(args)).lower(*args)
 
-    def _lookup(self, args: tuple) -> tuple[Strategy, Step]:
+    def _applied(self, found: _Found) -> Step:
+        if found.step is None:
+            found.step = found.strategy.apply(self._fn, self._devices)
+        return found.step
+
+    def _lookup(self, args: tuple) -> _Found:
         key = call_type(args)
         if key not in self._found:
             alike = (found for (_, types), found in self._found.items() if types == key[1])
-            self._found[key] = next((found for found in alike if found[1].runs(args)), None) or self._searched(args)
+            self._found[key] = next((found for found in alike if found.runs(self._fn, args)), None) or self._searched(args)
         return self._found[key]
 
-    def _searched(self, args: tuple) -> tuple[Strategy, Step]:
+    def _searched(self, args: tuple) -> _Found:
         if self._found:
             warnings.warn(f"{function_name(self._fn)} {_searched_again(args, next(reversed(self._found)))}", stacklevel=4)
         self._latest = search(self._fn, *args, **self._options)
-        return self._latest, self._latest.apply(self._fn, self._devices)
+        return _Found(self._latest)
+
+
+@dataclass(slots=True, eq=False)
+class _Found:
+    """A strategy, and the step that runs so once there was a call."""
+
+    strategy: Strategy
+    step: Step | None = None
+
+    def runs(self, fn: Callable, args: tuple) -> bool:
+        return (self.step or Step(fn, self.strategy.record, None)).runs(args)
 
 
 def _searched_again(args: tuple, before: tuple) -> str:
@@ -81,6 +99,8 @@ def _searched_again(args: tuple, before: tuple) -> str:
         paths = [f"args{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(args)]
         path, now, was = next(found for found in zip(paths, types, was_types, strict=True) if found[1] != found[2])
         what = f"{path} of {_described(now)}, after {_described(was)}"
+        if now[0] == was[0]:
+            return f"is searched again for {what}. Pass the same dtypes in every step to search only once."
     return f"is searched again for {what}. Pass the same shapes in every step, a padded last batch for instance, to search only once."
 
 
@@ -92,7 +112,7 @@ def _described(leaf: tuple) -> str:
 def parallelize(
     fn: Callable | None = None,
     *,
-    cluster: Cluster | str | None = None,
+    cluster: Cluster | str | Path | None = None,
     searcher: str | Searcher = "auto",
     mesh: Mapping[str, int] | int | None = None,
     pins: Pins | None = None,
@@ -128,6 +148,9 @@ def parallelize(
     }
     if fn is not None and not callable(fn):
         raise TraceError(f"parallelize takes a function, and options by name, got {fn!r:.80}. Write @parallelize(cluster='cpu:8').")
+    searcher_of(searcher)  # what is misspelt is said here, not at the first call
+    if cluster is not None:
+        options["cluster"] = Cluster.of(cluster)
     if fn is None:
         return lambda function: Parallelized(function, options, devices)
     return Parallelized(fn, options, devices)

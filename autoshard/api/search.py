@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from autoshard.cost.evaluate import recomputation
 from autoshard.cost.model import CostModel
 from autoshard.cost.profile import Profile, profile
 from autoshard.cost.rematerialisation import GOAL
-from autoshard.errors import ClusterError, ShardingError
+from autoshard.errors import ShardingError
 from autoshard.ir import Graph, Mesh, check_divides, spec_to_layout
 from autoshard.lower import lowering_mesh
 from autoshard.lower.constrain import SELF_PARTITIONED
@@ -47,7 +48,7 @@ COLLECTED = 5_000_000  # objects that are made before the garbage collector look
 def search(
     fn: Callable,
     *args: Any,
-    cluster: Cluster | str | None = None,
+    cluster: Cluster | str | Path | None = None,
     searcher: str | Searcher = "auto",
     mesh: Mapping[str, int] | jax.sharding.Mesh | int | None = None,
     pins: Pins | None = None,
@@ -62,7 +63,8 @@ def search(
     Args:
         fn: any JAX function, a train step or other; Flax NNX modules and optimizers may be among its arguments.
         args: its arguments: arrays or `jax.ShapeDtypeStruct`, in any pytrees.
-        cluster: the devices, as a `Cluster` or in its string form, such as ``"v5e:4x4"``; None: those of this process.
+        cluster: the devices, as a `Cluster`, in its string form, such as ``"v5e:4x4"``, or the path of a ``.toml`` file, such as
+            `calibrate` writes; None: those of this process.
         searcher: a name or a searcher value.
         mesh: axis sizes by name, outermost first; None searches the mesh shape too, with one or two axes, and a number with so many at
             most, 1 to 3. How the mesh is placed on the cluster's wires is always searched: which axis gets which dimension of a slice, or
@@ -161,7 +163,7 @@ def prepare(fn, args, cluster, searcher, mesh, pins, memory_limit_bytes, donate_
 def evaluate(
     fn: Callable,
     *args: Any,
-    cluster: Cluster | str | None = None,
+    cluster: Cluster | str | Path | None = None,
     mesh: Mapping[str, int] | jax.sharding.Mesh,
     in_specs: Any,
     donate_argnums: int | Sequence[int] = (),
@@ -227,22 +229,29 @@ def _notes(facts: Profile) -> list[str]:
 
     def note(name: str, n: int) -> str:
         if name in SELF_PARTITIONED:
-            return f"{name} partitions itself: {n} of them run as written, and are costed as if they read their operands whole"
+            costed = "are costed as if they read their operands whole, what they compute and exchange inside left out"
+            return f"{name} partitions itself: {n} of them run as written, and {costed}"
         return f"{name} has no sharding rule: {n} of them read their operands whole"
 
     return [note(name, n) for name, n in sorted(without.items())]
 
 
 def _idle(graph: Graph, solution: Solution) -> list[str]:
-    """Why mesh axes shard nothing, where no dimension of the arguments divides by them."""
+    """Which mesh axes shard nothing, and why, where no dimension of the arguments divides by them."""
     assignment = solution.assignment
     used = {axis for layout in assignment.layouts.values() for axis, dim in enumerate(layout) if dim >= 0}
+    used |= {axis for choice in assignment.choices.values() for axis, (factor, _) in enumerate(choice) if factor >= 0}
     sizes = sorted({size for value in graph.arguments for size in graph.values[value].shape if size > 1}, reverse=True)
     found = []
     for axis, (name, n) in enumerate(assignment.mesh.axes):
-        if axis not in used and n > 1 and sizes and all(size % n for size in sizes):
+        if axis in used or n == 1:
+            continue
+        fewer = assignment.mesh.size // n
+        why = f"its devices repeat each other's work, and {fewer} device{'s' if fewer > 1 else ''} would be as fast"
+        if sizes and all(size % n for size in sizes):
             shown = ", ".join(map(str, sizes[:6])) + (", ..." if len(sizes) > 6 else "")
-            found.append(f"mesh axis {name} of size {n} shards nothing: no dimension of the arguments ({shown}) divides by {n}")
+            why = f"no dimension of the arguments ({shown}) divides by {n}"
+        found.append(f"mesh axis {name} of size {n} shards nothing: {why}")
     return found
 
 
@@ -277,14 +286,8 @@ def rarely_collecting() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def _cluster(cluster: Cluster | str | None) -> Cluster:
-    if cluster is None:
-        return Cluster.local()
-    if isinstance(cluster, str):
-        return Cluster.parse(cluster)
-    if not isinstance(cluster, Cluster):
-        raise ClusterError(f"cluster is a Cluster or its string form such as 'cpu:8', got {cluster!r}.")
-    return cluster
+def _cluster(cluster: Cluster | str | Path | None) -> Cluster:
+    return Cluster.local() if cluster is None else Cluster.of(cluster)
 
 
 def _limit(cluster: Cluster, memory_limit_bytes: float | None) -> float:

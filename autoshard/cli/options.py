@@ -71,7 +71,7 @@ def cluster_of(text: str):
     """The cluster of its short form or of a TOML file."""
     from autoshard.cluster import Cluster
 
-    return Cluster.load(text) if text.endswith(".toml") else Cluster.parse(text)
+    return Cluster.of(text)
 
 
 # -- text forms: argparse prints the messages after the option's name ----------------------------------------------------

@@ -7,7 +7,7 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, astuple, dataclass, fields
+from dataclasses import MISSING, astuple, dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,10 @@ class Cluster:
         """
         match = _TEXT.fullmatch(text.strip().lower()) if isinstance(text, str) else None
         if match is None:
-            raise ClusterError(f"a cluster reads {EXAMPLES}, got {text!r}. Known devices: {', '.join(CATALOGUE)}.")
+            raise ClusterError(
+                f"a cluster is a Cluster, reads {EXAMPLES}, or is the path of a .toml file, got {text!r}. "
+                f"Known devices: {', '.join(CATALOGUE)}."
+            )
         entry = CATALOGUE.get(match[1])
         if entry is None:
             near = get_close_matches(match[1], CATALOGUE, n=1)
@@ -113,6 +116,19 @@ class Cluster:
             memory_limit_bytes=AVAILABLE_BYTES.get(entry.device.name, int(entry.device.memory_bytes * MEMORY_FRACTION[entry.device.kind])),
             overlap=entry.device.kind != "cpu",  # XLA:CPU runs a collective and the ops around it one after the other
         )
+
+    @classmethod
+    def of(cls, described: Cluster | str | Path) -> Cluster:
+        """The cluster that somebody describes: as it is, by its short form, or by the path of a TOML file.
+
+        Raises:
+            ClusterError: it is none of these, unknown, or cannot be read.
+        """
+        if isinstance(described, Cluster):
+            return described
+        if isinstance(described, Path) or (isinstance(described, str) and described.endswith(".toml")):
+            return cls.load(described)
+        return cls.parse(described)
 
     @classmethod
     def local(cls) -> Cluster:
@@ -155,7 +171,12 @@ class Cluster:
             raise ClusterError(f"a cluster file is TOML; {str(path)!r} cannot be read: {error}.") from error
         base = data.pop("cluster", None)
         if base is not None:
-            data = _merge(cls.parse(base).to_dict(), data)
+            catalogued = cls.parse(base)
+            merged = cls.from_dict(_merge(catalogued.to_dict(), data))
+            if "memory_limit_bytes" in data:
+                return merged
+            share = catalogued.memory_limit_bytes / catalogued.device.memory_bytes  # of another memory a program may use as much
+            return replace(merged, memory_limit_bytes=int(merged.device.memory_bytes * share))
         return cls.from_dict(data)
 
     def save(self, path: str | Path) -> None:

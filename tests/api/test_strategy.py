@@ -16,6 +16,7 @@ from problems import eager_cluster
 from programs import PROGRAMS, concrete, mlp
 
 import autoshard
+from autoshard.cluster import Cluster
 from autoshard.verify import collectives_of
 
 SEARCHERS = ("data_parallel", "fully_sharded", "recursive_programming")
@@ -386,6 +387,8 @@ def test_another_shape_is_searched_again_with_a_warning():
     ) as caught:
         np.testing.assert_allclose(scaled(w, {"x": jnp.ones((4, 8))}), 8.0 * jnp.ones((4, 8)))
     assert caught[0].filename == __file__
+    with pytest.warns(UserWarning, match=r"of bfloat16\[4,8\], after float32\[4,8\]. Pass the same dtypes"):
+        scaled(w, {"x": jnp.ones((4, 8), jnp.bfloat16)})
     with pytest.warns(UserWarning, match="arguments of another structure"):
         scaled(w, {"x": jnp.ones((4, 8)), "y": jnp.ones(4)})
 
@@ -394,3 +397,37 @@ def test_parallelize_takes_its_options_by_name():
     """A cluster in the function's place is refused at once, with how to write it."""
     with pytest.raises(autoshard.TraceError, match=r"options by name, got 'cpu:8'. Write @parallelize\(cluster='cpu:8'\)"):
         autoshard.parallelize("cpu:8")
+
+
+def test_what_is_misspelt_is_said_where_the_decorator_stands():
+    """A searcher or a cluster that there is not is refused before any call."""
+    with pytest.raises(autoshard.SearcherError, match="dynamic_programming"):
+        autoshard.parallelize(cluster="cpu:8", searcher="dynamic_program")
+    with pytest.raises(autoshard.ClusterError, match="v5e"):
+        autoshard.parallelize(cluster="v5x:2x4")
+
+
+def test_a_decorated_step_is_searched_without_its_devices():
+    """A search alone asks for no devices; the first call does."""
+    step = autoshard.parallelize(lambda w, x: jnp.tanh(x @ w), cluster="cpu:32", progress=False)
+    w, x = jnp.ones((64, 64)), jnp.ones((4096, 64))
+    assert step.search(w, x).record.mesh.size == 32
+    with pytest.raises(autoshard.ClusterError, match="has 32, got 8"):
+        step(w, x)
+
+
+def test_clusters_of_files_are_taken_wherever_clusters_are(tmp_path):
+    """What `calibrate` writes is given by its path, as text or as a path."""
+    file = tmp_path / "cluster.toml"
+    Cluster.parse("v5e:2x2").save(file)
+    w = jnp.ones((64, 64))
+    for path in (file, str(file)):
+        assert autoshard.search(jnp.dot, w, w, cluster=path).record.cluster["name"] == "v5e:2x2"
+    with pytest.raises(autoshard.ClusterError, match=r"nowhere.toml' cannot be read"):
+        autoshard.search(jnp.dot, w, w, cluster="nowhere.toml")
+
+
+def test_axes_that_shard_nothing_are_told():
+    """Where sending costs more than sharing saves, the notes say how many devices would do."""
+    strategy = autoshard.search(jnp.dot, jnp.ones((64, 64)), jnp.ones((64, 64)), cluster="h100:8x4")
+    assert any("shards nothing: its devices repeat each other's work, and 1 device would be as fast" in note for note in strategy.notes)

@@ -87,6 +87,17 @@ def test_a_file_may_start_from_a_known_cluster(tmp_path):
     assert (cluster.name, cluster.device.name, cluster.interconnect.network_bandwidth_bytes_per_second) == ("ours", "h100", 25e9)
 
 
+def test_a_file_with_another_memory_leaves_programs_the_same_share(tmp_path):
+    """The limit follows the memory, unless the file says otherwise."""
+    path = tmp_path / "cluster.toml"
+    path.write_text('cluster = "h100:8"\n[device]\nmemory_bytes = 40e9\n')
+    assert Cluster.load(path).memory_limit_bytes == 30e9
+    path.write_text('cluster = "h100:8"\nmemory_limit_bytes = 35000000000\n[device]\nmemory_bytes = 40e9\n')
+    assert Cluster.load(path).memory_limit_bytes == 35e9
+    path.write_text('cluster = "v5e:2x2"\n')
+    assert Cluster.load(path) == Cluster.parse("v5e:2x2")
+
+
 @pytest.mark.parametrize(
     ("content", "piece"),
     [
