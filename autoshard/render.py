@@ -27,6 +27,7 @@ from rich.table import Column as RichColumn
 from rich.table import Table as RichTable
 from rich.text import Text
 
+NARROWEST = 80  # columns of a terminal
 PIPE_WIDTH = 120  # columns of a report that does not go to a terminal
 
 
@@ -227,11 +228,31 @@ def _lowered(part: Part) -> RenderableType:
 
 
 def _table(columns: tuple[str, ...], rows: tuple[tuple[str, ...], ...]) -> RichTable:
-    shown = [RichColumn(Text(c.removeprefix(">")), justify="right" if c.startswith(">") else "left", overflow="fold") for c in columns]
+    whole = _kept_whole(columns, rows)
+    shown = [
+        RichColumn(Text(c.removeprefix(">")), justify="right" if c.startswith(">") else "left", overflow="fold", no_wrap=k in whole)
+        for k, c in enumerate(columns)
+    ]
     table = RichTable(*shown, box=box.SIMPLE_HEAD, pad_edge=True, show_edge=False, show_header=any(columns))
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     return table
+
+
+def _kept_whole(columns: tuple[str, ...], rows: tuple[tuple[str, ...], ...]) -> set[int]:
+    """The columns whose cells are never broken: the narrowest, as long as the others still have room in the narrowest terminal.
+
+    >>> _kept_whole(("path", "shape"), (("a rather long path to a tensor, somewhere deep in a model", "float32[4,32]"),))
+    {1}
+    """
+    widths = [max(len(text) for text in (column, *cells)) for column, *cells in zip(columns, *rows, strict=True)]
+    kept, taken = set(), 0
+    for k in sorted(range(len(columns)), key=widths.__getitem__):
+        taken += widths[k] + 3
+        if taken > NARROWEST * 3 // 4:
+            break
+        kept.add(k)
+    return kept
 
 
 def _bars(bars: tuple[Bar, ...]) -> RichTable:
