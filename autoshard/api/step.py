@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +62,8 @@ class Step(Sharded):
         args = positional(self._fn, args, kwargs)
         program, pure = self._program(args)
         leaves, tree = jax.tree.flatten(pure)
+        if self._record.donate_argnums:
+            _check_alive(leaves, program.traced.graph.argument_paths)
         placed = tree.unflatten([_placed(x, sharding) for x, sharding in zip(leaves, program.in_shardings, strict=True)])
         return program.traced.merge(args, program.jitted(*placed))
 
@@ -170,6 +172,16 @@ def positional(fn: Callable, args: tuple, kwargs: Mapping[str, Any]) -> tuple:
 def _described(x: Any) -> Any:
     """An array as its shape and type, wherever it lies; anything else as it is."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False)) if isinstance(x, jax.Array | np.ndarray) else x
+
+
+def _check_alive(leaves: list[Any], paths: Sequence[str]) -> None:
+    """Raises `StrategyError` for arrays that an earlier call was given to keep; jaxlib 0.10.2 may crash on these."""
+    for x, path in zip(leaves, paths, strict=True):
+        if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
+            raise StrategyError(
+                f"a donated argument is used up by the call it is passed to, and {path} was passed to an earlier one. Pass what that call "
+                "returned in its place, or leave the argument out of donate_argnums."
+            )
 
 
 def _placed(x: Any, sharding: NamedSharding) -> Any:

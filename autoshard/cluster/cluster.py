@@ -96,7 +96,7 @@ class Cluster:
         match = _TEXT.fullmatch(text.strip().lower()) if isinstance(text, str) else None
         if match is None:
             raise ClusterError(
-                f"a cluster is a Cluster, reads {EXAMPLES}, or is the path of a .toml file, got {text!r}. "
+                f"a cluster is a Cluster, reads {EXAMPLES}, or is the path of a .toml file, got {text!r}. {_meant(text)}"
                 f"Known devices: {', '.join(CATALOGUE)}."
             )
         entry = CATALOGUE.get(match[1])
@@ -283,6 +283,28 @@ class Cluster:
 
     def __str__(self) -> str:
         return self.name
+
+
+def _meant(text: Any) -> str:
+    """The short form of what other tools call a cluster: ``8 H100``, ``v5litepod-16``, ``a100``.
+
+    >>> _meant("v5litepod-16"), _meant("v5p-16"), _meant("8 x H100")
+    ("Did you mean 'v5e:4x4'? ", "Did you mean 'v5p:2x2x2'? ", "Did you mean 'h100:8'? ")
+    """
+    words = str(text).lower().replace("v5litepod", "v5e")
+    name = max((name for name in CATALOGUE if name in words), key=len, default=None)
+    if name is None:
+        return ""
+    n = int((re.findall(r"\d{1,6}", words.replace(name, " ")) or ["1"])[0])
+    n = n // 2 or 1 if f"{name}-{n}" in words and name in ("v4", "v5p") else n  # Google's names of these count two cores a chip
+    entry = CATALOGUE[name]
+    slices = [topology for topology in entry.topologies if math.prod(topology) == n] or ([] if entry.topologies else [(n,)])
+    if not slices:
+        return ""
+    topology = slices[0]
+    if entry.per_host and n > entry.per_host:
+        topology = entry.per_host, -(-n // entry.per_host)
+    return f"Did you mean '{name}:{'x'.join(map(str, topology))}'? "
 
 
 def _check_topology(entry: Entry, topology: tuple[int, ...], text: str) -> None:

@@ -431,3 +431,17 @@ def test_axes_that_shard_nothing_are_told():
     """Where sending costs more than sharing saves, the notes say how many devices would do."""
     strategy = autoshard.search(lambda w, x: jnp.tanh(x @ w), jnp.ones((64, 64)), jnp.ones((16, 64)), cluster="h100:8x4")
     assert any("shards nothing: its devices repeat each other's work, and 1 device would be as fast" in note for note in strategy.notes)
+
+
+def test_donated_arguments_are_not_taken_twice():
+    """What an earlier call used up is told by its path, where jaxlib would crash."""
+
+    @autoshard.parallelize(cluster="cpu:8", donate_argnums=0, progress=False)
+    def step(state, x):
+        return {"w": state["w"] + x.T @ x}
+
+    state, x = {"w": jnp.ones((64, 64))}, jnp.ones((512, 64))
+    kept = step(state, x)
+    step(kept, x)
+    with pytest.raises(autoshard.StrategyError, match=r"state\['w'\] was passed to an earlier one"):
+        step(kept, x)
