@@ -32,7 +32,7 @@ def test_no_member_is_better(program):
 
 
 def test_no_member_is_asked_twice(monkeypatch):
-    """Where memory binds, dynamic programming leaves the second opinion to the portfolio, which asks for it anyway."""
+    """Where memory binds, dynamic programming leaves the second opinion to the portfolio; what it proves not to fit needs none."""
     fn, args = PROGRAMS["mlp"]()
     free = DynamicProgramming().solve(problem_of(fn, *args)).judgement.cost.peak_bytes
     asked, solve = [], RecursiveProgramming.solve
@@ -40,7 +40,7 @@ def test_no_member_is_asked_twice(monkeypatch):
     for limit in (0.999 * free, 1000.0):
         with suppress(InfeasibleError):
             Auto().solve(problem_of(fn, *args, cluster=WAITING, memory_limit_bytes=limit))
-    assert len(asked) == 2
+        assert len(asked) == 1
 
 
 class Refusing(DataParallel):
@@ -50,6 +50,12 @@ class Refusing(DataParallel):
 
     def solve(self, problem, progress=None):
         raise self.error
+
+
+class Filling(Refusing):
+    """A searcher whose answers never fit."""
+
+    error = InfeasibleError("too much", 2048.0)
 
 
 class Overlapping(DataParallel):
@@ -78,7 +84,9 @@ def test_members_may_refuse():
     alone = Auto(members=(Refusing(), RecursiveProgramming())).solve(problem_of(fn, *args, cluster=WAITING))
     assert alone.stats["members"] == 1
     assert alone.notes == ("found by recursive_programming, the fastest of 1 that auto asked", "too large")
-    with pytest.raises(InfeasibleError, match=r"smallest peak that \d searchers found.*Use more devices"):
+    with pytest.raises(InfeasibleError, match=r"smallest peak that 2 searchers found.* is 2.05 kB.*Use more devices"):
+        Auto(members=(Filling(), Filling())).solve(problem_of(fn, *args, memory_limit_bytes=1000.0))
+    with pytest.raises(InfeasibleError, match=r"none takes less than.*smallest peak found.*Use more devices"):
         Auto().solve(problem_of(fn, *args, memory_limit_bytes=1000.0))
 
 
