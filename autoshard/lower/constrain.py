@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -24,7 +24,6 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from autoshard.cost.compute import is_matrix
 from autoshard.cost.profile import profile
 from autoshard.cost.reshard import Step, path_seconds
 from autoshard.ir import (
@@ -91,6 +90,7 @@ def constrained(
     plan = _Plan(ops, rules, assignment, mesh, reshard_path, constrain, free, tangled, constants, home, differentiable)
     leaving = result_layouts(graph, assignment)
     plan = replace(plan, contested=_contested(graph, plan, leaving))
+    plan = replace(plan, late=_late(graph, plan))
 
     def function(*arguments: Any) -> list[Any]:
         region = _Region(plan)
@@ -113,6 +113,7 @@ class _Plan:
         home: per value that shares a holder's layout, the holder's value.
         differentiable: whether custom derivatives stay in force.
         contested: values that somebody reads in another layout than their own.
+        late: sums over sharded dimensions that a transpose alone reads, and the layouts in which they are computed.
     """
 
     ops: Mapping[Path, Op]
@@ -127,6 +128,7 @@ class _Plan:
     home: Mapping[int, int]
     differentiable: bool
     contested: frozenset[int] = frozenset()
+    late: Mapping[int, Layout] = field(default_factory=dict)
 
     def layout(self, value: int) -> Layout:
         while value not in self.assignment.layouts and value in self.home:
@@ -287,10 +289,10 @@ class _Region(Interpreter):
         settled = zip(changed, read, op.operands, targets, strict=True)
         guards = [new if new is old else plan.pin(new, value, target) for new, old, value, target in settled]
         results = self._bound(op, eqn, rule, choice, guards, targets)
-        if follows:
+        if follows or not plan.late.keys().isdisjoint(op.results):
             self.loose.update(op.results)
             return results
-        return [self._settled(x, value, rule, choice, k) for k, (x, value) in enumerate(zip(results, op.results, strict=True))]
+        return [self._settled(x, value, op, rule, choice, k) for k, (x, value) in enumerate(zip(results, op.results, strict=True))]
 
     def _stretched(self, x: Any, value: int, rule: Rule, choice: Choice, operand: int, shape: tuple[int, ...]) -> Any:
         """An operand of a result that has more dimensions: an array of its own for each way in which those are sharded.
@@ -328,10 +330,14 @@ class _Region(Interpreter):
         # Sharded and replicated operands meet in one primitive, which shard_map's own type check refuses.
         return jax.shard_map(one_device, mesh=mesh, in_specs=entering, out_specs=[*leaving], check_vma=False)(*read)
 
-    def _settled(self, x: Any, value: int, rule: Rule, choice: Choice, result: int) -> Any:
+    def _settled(self, x: Any, value: int, op: Op, rule: Rule, choice: Choice, result: int) -> Any:
         """A result in its value's layout. A scattered reduction takes two constraints: the whole of it, then its slice."""
-        combined = result_layout(rule, choice, result)
-        if reductions(rule, choice) and (computed := computed_layout(rule, choice, result)) != combined:
+        combined = computed = result_layout(rule, choice, result)
+        if reductions(rule, choice):
+            computed = computed_layout(rule, choice, result)
+        elif (operand := op.operands[0]) in self.plan.late:
+            computed = _carried(rule, self.plan.late[operand])
+        if computed != combined:
             x = self.plan.pin(x, value, computed)
         return self.plan.reshard(self.plan.pin(x, value, combined), value, combined, self.plan.layout(value))
 
@@ -347,17 +353,23 @@ class _Region(Interpreter):
 
     def _follows(self, op: Op, rule: Rule, choice: Choice) -> bool:
         """Whether the result's layout needs no constraint: it follows from the operands', and every reader wants it so."""
-        if len(op.results) != 1 or not propagates(op.primitive, rule) or reductions(rule, choice) or _per_shard(op):
+        if op.primitive == "transpose" and op.operands[0] in self.plan.late:
             return False
-        (value,) = op.results
-        layout = computed_layout(rule, choice, 0)
-        if value in self.plan.contested or layout != self.plan.layout(value):
+        sharded = {factor for factor, _ in choice if factor >= 0}
+        if not op.results or not propagates(op.primitive, rule, sharded) or reductions(rule, choice) or _per_shard(op):
+            return False
+        layouts = [computed_layout(rule, choice, k) for k in range(len(op.results))]
+        if any(
+            value in self.plan.contested or layout != self.plan.layout(value) for value, layout in zip(op.results, layouts, strict=True)
+        ):
             return False
         arrays = [dims for dims, operand in zip(rule.operands, op.operands, strict=True) if not self.plan.free[operand]]
-        if not is_matrix(op.primitive) and any(_factors(rule.results[0]) - _factors(dims) for dims in arrays):
+        if not all(arrays):  # a scalar's broadcast is shared by all who stretch it
             return False
         known = {factor for dims in arrays for factor in _factors(dims)}
-        return bool(arrays) and all(factor in known for (factor, _), dim in zip(choice, layout, strict=True) if dim >= 0)
+        return bool(arrays) and all(
+            factor in known for layout in layouts for (factor, _), dim in zip(choice, layout, strict=True) if dim >= 0
+        )
 
 
 def _contested(graph: Graph, plan: _Plan, leaving: Iterable[Layout]) -> frozenset[int]:
@@ -387,6 +399,34 @@ def _contested(graph: Graph, plan: _Plan, leaving: Iterable[Layout]) -> frozense
     return frozenset(contested)
 
 
+def _late(graph: Graph, plan: _Plan) -> dict[int, Layout]:
+    """The sums over sharded dimensions that a transpose alone reads as they are, and the layouts in which they are computed.
+
+    What is transposed is constrained instead: XLA makes one product of a product and its transpose before it partitions, unless a
+    constraint stands between them, and would keep the gradient, and all state that is updated with it, in the other order.
+    """
+    reads = Counter(graph.results)
+    for op in graph.walk():
+        reads.update(op.operands)
+        reads.update(flow.value for holder in op.holders for flow in holder.sources)
+        reads.update(value for body in op.bodies for value in body.outputs)
+    made: dict[int, Layout] = {}
+    late: dict[int, Layout] = {}
+    for op in graph.walk():
+        rule = plan.rules[op.index]
+        if rule is None or len(op.results) != 1:
+            continue
+        choice, (value,) = plan.assignment.choice(op.index), op.results
+        summed = reductions(rule, choice) and not needs_shard_map(op, rule, choice, plan.assignment.mesh.sizes)
+        layout = computed_layout(rule, choice, 0) if summed else None
+        if op.primitive == "transpose" and op.operands[0] in made:
+            late[op.operands[0]] = made[op.operands[0]]
+            layout = _carried(rule, made[op.operands[0]])
+        if layout and reads[value] == 1 and value not in plan.contested and result_layout(rule, choice, 0) == plan.layout(value):
+            made[value] = layout
+    return late
+
+
 def _tangled(graph: Graph, free: Sequence[bool]) -> frozenset[int]:
     makers = [op for op in graph.walk() if op.results and not op.bodies and all(free[value] for value in op.results)]
     read = Counter(value for op in makers for value in op.operands if graph.values[value].rank)
@@ -402,6 +442,12 @@ def _tangled(graph: Graph, free: Sequence[bool]) -> frozenset[int]:
 
 def _factors(dims: Dims) -> set[int]:
     return {factor for dim in dims for factor in dim}
+
+
+def _carried(rule: Rule, layout: Layout) -> Layout:
+    """The layout of an op's result where its first operand has the given one, in dimensions that the op passes on whole."""
+    where = {factor: dim for dim, factors in enumerate(rule.results[0]) for factor in factors}
+    return tuple(where[rule.operands[0][dim][0]] if dim >= 0 else -1 for dim in layout)
 
 
 def _carried_back(rule: Rule, result: int, target: Layout, operand: int) -> Layout:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from autoshard.ir import Rule
@@ -30,21 +30,41 @@ PROPAGATED = frozenset({
     "broadcast_in_dim", "dot_general", "reduce_max", "reduce_min", "reduce_prod", "reduce_sum", "squeeze", "transpose",
 })  # fmt: skip
 
+# Those whose rule is ours for the dimensions that they pass on whole.
+PASSED_WHOLE = frozenset({
+    "concatenate", "conv_general_dilated", "pad", "reduce_window_max", "reduce_window_min", "reduce_window_sum", "reshape", "rev", "slice",
+    "split",
+})  # fmt: skip
 
-def propagates(primitive: str, rule: Rule) -> bool:
+
+def propagates(primitive: str, rule: Rule, sharded: Collection[int] = ()) -> bool:
     """Whether the partitioner carries shardings from operands to results just as the rule does: then none need be written on results.
+
+    Args:
+        sharded: the factors that are sharded.
 
     >>> propagates("exp", Rule.parse("([i, j])->([i, j]) {i=8, j=4}"))
     True
+    >>> rule = Rule.parse("([i, jk])->([i, j, k]) {i=8, j=2, k=4}")
+    >>> propagates("reshape", rule, {0}), propagates("reshape", rule, {1})
+    (True, False)
     """
     if primitive in UNKNOWN:
         return False
     if primitive in PROPAGATED:
         return True
-    return all(factor.kind == "pass_through" for factor in rule.factors) and all(
-        dim in ((), made)
-        for operand in rule.operands
-        for dim, made in zip(reversed(operand), reversed(rule.results[0]), strict=False)  # stretched ones have fewer
+    if primitive in PASSED_WHOLE:
+        tensors = *rule.operands, *rule.results
+        whole = (dim == (factor,) for factor in sharded for dims in tensors for dim in dims if factor in dim)
+        return all(rule.factors[factor].kind == "pass_through" for factor in sharded) and all(whole)
+    return (
+        len(rule.results) == 1
+        and all(factor.kind == "pass_through" for factor in rule.factors)
+        and all(
+            dim in ((), made)
+            for operand in rule.operands
+            for dim, made in zip(reversed(operand), reversed(rule.results[0]), strict=False)  # stretched ones have fewer
+        )
     )
 
 
