@@ -90,7 +90,7 @@ def constrained(
     plan = _Plan(ops, rules, assignment, mesh, reshard_path, constrain, free, tangled, constants, home, differentiable)
     leaving = result_layouts(graph, assignment)
     plan = replace(plan, contested=_contested(graph, plan, leaving))
-    plan = replace(plan, late=_late(graph, plan))
+    plan = replace(plan, late=_late(graph, plan), given=_given(graph, plan))
 
     def function(*arguments: Any) -> list[Any]:
         region = _Region(plan)
@@ -114,6 +114,7 @@ class _Plan:
         differentiable: whether custom derivatives stay in force.
         contested: values that somebody reads in another layout than their own.
         late: sums over sharded dimensions that a transpose alone reads, and the layouts in which they are computed.
+        given: what loops read that is made of constants, in one layout: it is left to the partitioner, and XLA fuses it into its readers.
     """
 
     ops: Mapping[Path, Op]
@@ -129,6 +130,7 @@ class _Plan:
     differentiable: bool
     contested: frozenset[int] = frozenset()
     late: Mapping[int, Layout] = field(default_factory=dict)
+    given: frozenset[int] = frozenset()
 
     def layout(self, value: int) -> Layout:
         while value not in self.assignment.layouts and value in self.home:
@@ -249,13 +251,19 @@ class _Region(Interpreter):
 
     def control_flow(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         layouts = self.plan.flows(op).operands
-        entering = [self.handed(x, value, layout) for x, value, layout in zip(operands, op.operands, layouts, strict=True)]
+        held = {flow.value for holder in op.holders if holder.value not in self.plan.given for flow in holder.sources}
+        entering = [
+            self.handed(x, value, layout) if value in held or not self.plan.free[value] else x
+            for x, value, layout in zip(operands, op.operands, layouts, strict=True)
+        ]
         return self._pinned_results(op, self.rebound(op, eqn, entering))
 
     def enter(self, op: Op, number: int, arguments: Sequence[Any]) -> list[Any]:
         plan = self.plan
         inputs, layouts = op.bodies[number].inputs, plan.flows(op).inputs[number]
-        entered = [plan.pin(x, value, layout) for x, value, layout in zip(arguments, inputs, layouts, strict=True)]
+        self.loose |= plan.given.intersection(inputs)
+        settled = zip(arguments, inputs, layouts, strict=True)
+        entered = [x if value in plan.given else plan.pin(x, value, layout) for x, value, layout in settled]
         # JAX hands a while loop's constants on from trip to trip, and Shardy has the last of constraints in a row hold for that too.
         n_handed_on = op.params["body_nconsts"] if op.primitive == "while" and number == 1 else 0
         for k, value in enumerate(inputs[:n_handed_on]):
@@ -397,6 +405,13 @@ def _contested(graph: Graph, plan: _Plan, leaving: Iterable[Layout]) -> frozense
         if op.primitive in HANDED_ON and op.results[0] in contested and graph.values[op.operands[0]] == graph.values[op.results[0]]:
             contested.add(op.operands[0])
     return frozenset(contested)
+
+
+def _given(graph: Graph, plan: _Plan) -> frozenset[int]:
+    """The inputs of loops' bodies that are made of constants outside, and that are all read as they lie."""
+    holders = (holder for op in graph.walk() if op.primitive in ("scan", "while") for holder in op.holders)
+    alone = (holder for holder in holders if len(holder.sources) == 1 and not holder.sources[0].shift and not holder.views)
+    return frozenset(holder.value for holder in alone if plan.free[holder.sources[0].value] and holder.value not in plan.contested)
 
 
 def _late(graph: Graph, plan: _Plan) -> dict[int, Layout]:

@@ -244,4 +244,3 @@ class _Run:
         tables = problem.tables(axes, problem.start(), prices)
         self.n_variables = max(self.n_variables, sum(len(options) > 1 for options in tables.labels))
         return tables
-

@@ -224,9 +224,7 @@ def memory_rows(problem: Problem, sizes: Sequence[int], labels: np.ndarray, peak
     return [Row({node: -other.astype(float) for node, other in others.items()}, -1.0)]
 
 
-def _row(
-    problem: Problem, sizes: Sequence[int], labels: np.ndarray, peak: Peak, limit: float, only: Collection[int] | None = None
-) -> Row:
+def _row(problem: Problem, sizes: Sequence[int], labels: np.ndarray, peak: Peak, limit: float, only: Collection[int] | None = None) -> Row:
     """What is alive at a peak, in units of the limit: all of it, or only some values, which fast memory never holds."""
     holding = problem.remembered(Holding)
     alive, whole = holding.least_bytes(peak, labels, only)

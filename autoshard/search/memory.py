@@ -118,9 +118,7 @@ def nothing_fits(problem: Problem, what: str, smallest: float, proven: bool = Fa
     )
 
 
-def _by_prices(
-    problem: Problem, search: Priced, free: Found, steps: int
-) -> tuple[Found | None, Found, set[int], float]:
+def _by_prices(problem: Problem, search: Priced, free: Found, steps: int) -> tuple[Found | None, Found, set[int], float]:
     """The fastest answer met within the limit, the one that just is not or that holds least, the values that had a price, and the price."""
     limit = problem.memory_limit_bytes or 0.0
     above, best, before = free, None, free[1]

@@ -64,8 +64,9 @@ class Propagation:
         return self.layouts.get(value, (-1,) * len(self.problem.mesh.axes))
 
     def forward(self) -> None:
-        """Spreads layouts from operands to results over the whole program."""
+        """Spreads layouts from operands to results over the whole program, and to the constants that loops read."""
         self._forward(self.problem.graph.ops)
+        self._hold_constants()
 
     def _forward(self, ops: Iterable[Op]) -> None:
         for op in ops:
@@ -127,6 +128,24 @@ class Propagation:
                         changed = changed or holder.value in inputs
             if not changed:
                 break
+
+    def _hold_constants(self) -> None:
+        """What a loop reads that is made of constants is held as its readers want it, where they all agree: nobody has to send it."""
+        graph, profile = self.problem.graph, self.problem.profile
+        ops = graph.walk()
+        for op in ops:
+            for holder in op.holders if op.primitive in ("scan", "while") else ():
+                if len(holder.sources) != 1 or holder.sources[0].shift or not profile.free[holder.sources[0].value]:
+                    continue
+                wanted: set[Layout | None] = set()
+                for value in (holder.value, *holder.views):
+                    for reader in profile.readers[value]:
+                        rule, choice = self.problem.rules[reader], self.choices.get(reader)
+                        positions = (k for k, operand in enumerate(ops[reader].operands) if operand == value)
+                        wanted.update(operand_layout(rule, choice, k) if rule and choice else None for k in positions)
+                (layout, *others) = wanted or {None}
+                if layout is not None and not others:
+                    self._hold(holder, layout)
 
     def _hold(self, holder, layout: Layout) -> None:
         if self.problem.graph.values[holder.value].rank and self._fits(holder.value, layout):
