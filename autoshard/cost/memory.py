@@ -20,7 +20,6 @@ from itertools import pairwise, permutations
 import numpy as np
 
 from autoshard.cluster import Device
-from autoshard.cluster.cluster import AVAILABLE_BYTES
 from autoshard.cost.combining import COMBINED_BYTES, is_formed, sent_with
 from autoshard.cost.compute import is_matrix
 from autoshard.cost.lifetimes import Lifetimes, usage
@@ -140,13 +139,6 @@ def held_in_orders(
     if device.kind != "tpu" or copies:
         return (found,)
     if (profile.lifetimes, False) in tried:
-        # Of 10 transformers whose layers are computed again 5 were compiled in a list scheduler's order, with early copies, and 5 in one
-        # with late copies, whichever held less ("Chose min-memory list sequence", libtpu 0.0.42); the second need not hold as little as the
-        # one here. What fits with late copies alone cannot be relied on to fit.
-        available, late = AVAILABLE_BYTES.get(device.name, device.memory_bytes), found.usage.max()
-        if profile.recomputes and late <= available < late + sum(nbytes for nbytes, *_ in _turned(profile, assignment, partials, True)):
-            early = _buffers(profile, assignment, copies, partials, device, True)
-            found = early if early.usage.max() > available else found
         return (found,)
     # Where collectives are synchronous: of 12 transformers whose layers are computed again the shifted order with late copies was 0 to 12 %
     # below the compiler, of 50 other programs the best of these at most 9 % (libtpu 0.0.42); bounds count on the first order alone.
@@ -176,8 +168,7 @@ def _buffers(
     if on_tpu:
         for k, (value, passed) in enumerate(zip(times.values, times.passed, strict=True)):
             padded = 1.0 if passed else tiles(value)
-            late = value in fusion.moved_late and padded > tiles(fusion.moved[value])
-            sizes[k] *= padded / (2 if fusion.narrow[value] or late else 1)
+            sizes[k] *= padded / (2 if fusion.narrow[value] else 1)
     more = [
         (copy.nbytes / (2 if on_tpu and (copy.rounded or fusion.rounds[value]) else 1), times.starts[copy.first], times.ends[copy.last])
         for (value, _), copy in copies.items()
@@ -191,7 +182,6 @@ def _buffers(
             dies = _one_later(times, {op for op, step in partials.items() if step.nbytes > share(ops[op].results[0])})
         copied = {value for value, _ in copies}
         more += _arranged(profile, assignment, copied, early)
-        more += _turned(profile, assignment, partials, early)
         more += _added_to(profile, assignment, partials)
         more += _early(profile, partials, sizes, mesh)
         more += [
@@ -348,8 +338,6 @@ def _arranged(profile: Profile, assignment: Assignment, copied: Set[int], early:
     - Images that a program is handed are not in a convolution's tiles, and rounded if only products read them. They are read as they lie
       where a batch of whole lanes is innermost anyway (``copy`` in the convolutions' own kernels for 128 and 512 images, before them for
       32, 48 and 96: libtpu 0.0.42).
-    - Between the tiles of convolutions and others a value is copied, from one stored value to another: as it is stored, or else on that
-      side of the arithmetic between the two where it pads less.
     - Tables whose rows are shorter than a tile are handed in column by column, and copied to rows before they are looked up, rounded where
       all that is read is: one by one, or all as early as can be (five of six at once in a recommender that libtpu 0.0.42 compiled).
     """
@@ -373,37 +361,6 @@ def _arranged(profile: Profile, assignment: Assignment, copied: Set[int], early:
         rounded = profile.rounded[rows] and rows not in copied
         nbytes = share(table) * LANES / width / (2 if rounded else 1)
         yield nbytes, times.starts[looked_up[0][1] if early else op], times.ends[op]
-    births = dict(zip(times.values, times.born.tolist(), strict=True)) if fusion.moved else {}
-    for value, before in fusion.moved.items():
-        if value not in births:
-            continue
-        wider = values[value].itemsize / values[before].itemsize
-        if wider > 1:  # a convolution makes it so, in its own tiles
-            yield share(before) * wider * tiles(before), births[value], births[value] + 2
-        elif before not in births:  # arithmetic takes place on the side that pads less
-            yield share(before) * wider * min(tiles(before), tiles(value)), births[value], births[value] + 2
-
-
-def _turned(profile: Profile, assignment: Assignment, partials: Mapping[int, Step], early: bool) -> Iterator[tuple[float, int, int]]:
-    """Bytes, birth and death of the copies of weights and moments that are updated in the order of dimensions of their gradients.
-
-    A gradient that is combined is sent as its product makes it; one that is not is made by the same kernel as the update, in the order of
-    that. And where one of the two orders pads less, arguments and gradients both have it. (So of 1,700 gradients in 84 programs compiled
-    by libtpu 0.0.42.) The copies are made just before, or as early as can be, as latency hiding and list schedulers do; half of them and
-    more were seen alive at peaks: this is a bound.
-    """
-    values, times, mesh = profile.graph.values, profile.lifetimes, assignment.mesh.sizes
-    for value, turned in profile.fusion.turned.items():
-        local = _local(profile, assignment, value)
-        if turned.product in partials and _innermost(local, turned.innermost) == _innermost(local, len(local) - 1):
-            nbytes = values[value].nbytes / shards(assignment.layout(value), mesh)
-            yield nbytes, 0 if early else times.starts[turned.update], times.ends[turned.update]
-
-
-@cache
-def _innermost(local: tuple[float, ...], dim: int) -> float:
-    """How many times its size a device's array takes with one of its dimensions innermost, and the best one next to it."""
-    return min(_tiled(local[dim], other) for k, other in enumerate(local) if k != dim)
 
 
 def _added_to(profile: Profile, assignment: Assignment, partials: Mapping[int, Step]) -> Iterator[tuple[float, int, int]]:

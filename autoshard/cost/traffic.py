@@ -13,7 +13,7 @@ compiled one by one, and a residual network's 204):
 - What a loop stacks from the last trip to the first, as gradients, is filled with zeros before it, by an op that is fused with nothing and
   so works in windows of 128 tiles, each of which costs a kernel's start (64 Mi bfloat16: 1,748,544 cycles); what a product makes for it is
   copied there by a kernel of its own. Stacked the other way round it is a buffer that nobody fills, and products write into it.
-- Values are copied between tiles around convolutions (`Fusion.moved`), and in such programs kernels move what tiles pad too.
+- In programs with convolutions kernels move what tiles pad too.
 - What replaces state is made by a kernel that no product is part of: its gradient is written, and read with the state.
 - A kernel takes along what else is computed of what it reads or makes, if all that it takes was there when it began: the moments of an
   optimizer, one sum of what a product makes, or several of one dtype.
@@ -150,9 +150,6 @@ class _Kernels:
             group = _Group(self.count, set(), size, product)
             if sums or all(self._itemsize(value) < WIDE for value in kernel.makes):
                 passes.append((0 if sums else len(main.operands), WIDE * size))
-        for value in filter(self.fusion.moved.__contains__, kernel.makes):
-            passes.append((len(main.operands), self._copied(value)))
-            self.starts[main.index] += 1
         self.made_by.update(dict.fromkeys(kernel.makes, main))
         group.touched.update(kernel.reads, kernel.makes)
         if sums:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -46,7 +47,7 @@ from autoshard.ir import (
 from autoshard.lower.control_flow import FLOWS, Flows
 from autoshard.lower.exchange import run_shard
 from autoshard.lower.guard import guarded
-from autoshard.lower.interpret import Interpreter, Path, apply, bind, ops_by_path
+from autoshard.lower.interpret import Interpreter, Path, apply, bind, ops_by_path, product
 from autoshard.lower.mesh import to_named_sharding
 from autoshard.rules import propagates, runs_per_shard
 
@@ -113,7 +114,7 @@ class _Plan:
         home: per value that shares a holder's layout, the holder's value.
         differentiable: whether custom derivatives stay in force.
         contested: values that somebody reads in another layout than their own.
-        late: sums over sharded dimensions that a transpose alone reads, and the layouts in which they are computed.
+        late: products summed over sharded dimensions that a transpose alone reads, and the layouts in which they are computed.
         given: what loops read that is made of constants, in one layout: it is left to the partitioner, and XLA fuses it into its readers.
     """
 
@@ -170,6 +171,7 @@ class _Region(Interpreter):
         made: per value and layout the copy that all its readers in this region share.
         recipes: per free value its op, equation and operands.
         fresh: per tangled value and layout what was made for it alone.
+        waiting: per product or transpose of one that only a transpose reads, how to make the product, and the order of its dimensions.
         stretched: per value and layout, and what it is stretched to, per way in which the dimensions are sharded that it has not the
             array for that.
     """
@@ -181,6 +183,7 @@ class _Region(Interpreter):
         self.made: dict[tuple[int, Layout], Any] = {}
         self.recipes: dict[int, tuple[Op, JaxprEqn, list[Any]]] = {}
         self.fresh: dict[tuple[int, Layout], Any] = {}
+        self.waiting: dict[int, tuple[Callable[..., Any], tuple[int, ...]]] = {}
         self.stretched: dict[tuple[int, Layout, tuple[int, ...]], dict[Layout, Any]] = {}
 
     def region(self) -> _Region:
@@ -297,6 +300,15 @@ class _Region(Interpreter):
         settled = zip(changed, read, op.operands, targets, strict=True)
         guards = [new if new is old else plan.pin(new, value, target) for new, old, value, target in settled]
         results = self._bound(op, eqn, rule, choice, guards, targets)
+        if op.primitive == "dot_general" and op.results[0] in plan.late:
+            self.waiting[op.results[0]] = partial(product, eqn, guards), tuple(range(np.ndim(results[0])))
+        elif op.primitive == "transpose" and op.operands[0] in self.waiting:
+            make, order = self.waiting[op.operands[0]]
+            order = tuple(order[dim] for dim in op.params["permutation"])
+            if op.results[0] in plan.late:
+                self.waiting[op.results[0]] = make, order
+            else:
+                results = [make(turned=order != tuple(sorted(order)))]
         if follows or not plan.late.keys().isdisjoint(op.results):
             self.loose.update(op.results)
             return results
@@ -415,31 +427,41 @@ def _given(graph: Graph, plan: _Plan) -> frozenset[int]:
 
 
 def _late(graph: Graph, plan: _Plan) -> dict[int, Layout]:
-    """The sums over sharded dimensions that a transpose alone reads as they are, and the layouts in which they are computed.
+    """The products, summed over sharded dimensions, that are made turned around: a transpose alone reads them as they are.
 
-    What is transposed is constrained instead: XLA makes one product of a product and its transpose before it partitions, unless a
-    constraint stands between them, and would keep the gradient, and all state that is updated with it, in the other order.
+    With each the layout in which it is computed. What is constrained is the transpose: a constraint between the two would keep XLA from
+    making one product of them, and the gradient, and all state that is updated with it, would lie in the other order.
     """
     reads = Counter(graph.results)
     for op in graph.walk():
         reads.update(op.operands)
         reads.update(flow.value for holder in op.holders for flow in holder.sources)
         reads.update(value for body in op.bodies for value in body.outputs)
-    made: dict[int, Layout] = {}
+    chains: dict[int, tuple[tuple[int, ...], tuple[int, ...], list[tuple[int, Layout]]]] = {}
     late: dict[int, Layout] = {}
     for op in graph.walk():
-        rule = plan.rules[op.index]
-        if rule is None or len(op.results) != 1:
+        rule, choice = plan.rules[op.index], plan.assignment.choice(op.index)
+        if op.primitive == "dot_general" and rule and reductions(rule, choice) and not exchanges(rule, choice, plan.assignment.mesh.sizes):
+            layout = computed_layout(rule, choice, 0)
+            turned, order, before = _turned(op, rule), tuple(range(len(rule.results[0]))), []
+        elif op.primitive == "transpose" and rule and op.operands[0] in chains:
+            turned, order, before = chains[op.operands[0]]
+            order, layout = tuple(order[dim] for dim in op.params["permutation"]), _carried(rule, before[-1][1])
+            if order in (turned, tuple(range(len(order)))):
+                late.update(before)
+        else:
             continue
-        choice, (value,) = plan.assignment.choice(op.index), op.results
-        summed = reductions(rule, choice) and not needs_shard_map(op, rule, choice, plan.assignment.mesh.sizes)
-        layout = computed_layout(rule, choice, 0) if summed else None
-        if op.primitive == "transpose" and op.operands[0] in made:
-            late[op.operands[0]] = made[op.operands[0]]
-            layout = _carried(rule, made[op.operands[0]])
-        if layout and reads[value] == 1 and value not in plan.contested and result_layout(rule, choice, 0) == plan.layout(value):
-            made[value] = layout
+        (value,) = op.results
+        if reads[value] == 1 and value not in plan.contested and result_layout(rule, choice, 0) == plan.layout(value):
+            chains[value] = turned, order, [*before, (value, layout)]
     return late
+
+
+def _turned(product: Op, rule: Rule) -> tuple[int, ...]:
+    """The order of a product's dimensions in which its operands have changed places."""
+    (contracted, _), (batch, _) = product.params["dimension_numbers"]
+    first = len(rule.operands[0]) - len(contracted)  # the dimensions of the result that are the first operand's
+    return (*range(len(batch)), *range(first, len(rule.results[0])), *range(len(batch), first))
 
 
 def _tangled(graph: Graph, free: Sequence[bool]) -> frozenset[int]:

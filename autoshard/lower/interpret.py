@@ -130,6 +130,17 @@ def bind(eqn: JaxprEqn, operands: Sequence[Any], **replaced: Any) -> list[Any]:
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
+def product(eqn: JaxprEqn, operands: Sequence[Any], turned: bool) -> Any:
+    """The result of a ``dot_general``; ``turned``: its operands change places, and with them the dimensions that each gives the result."""
+    if not turned:
+        return bind(eqn, operands)[0]
+    (contracted, batch), precision = eqn.params["dimension_numbers"], eqn.params["precision"]
+    replaced = {"dimension_numbers": (contracted[::-1], batch[::-1])}
+    if isinstance(precision, tuple):
+        replaced["precision"] = precision[::-1]
+    return bind(eqn, operands[::-1], **replaced)[0]
+
+
 def retraced(old: ClosedJaxpr | Jaxpr, function: Any) -> tuple[ClosedJaxpr | Jaxpr, list[Any]]:
     """The jaxpr of ``function`` for arguments of the types of ``old``, and the constants to pass it first.
 

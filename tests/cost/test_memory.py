@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import programs
@@ -201,38 +198,6 @@ def test_gradients_wait_for_those_that_they_are_sent_with():
     assert held(16) < 2 * COMBINED_BYTES
 
 
-def test_state_lies_in_its_gradients_order_too():
-    """A weight whose gradient comes transposed is copied to be updated; one whose gradient is a sum of its own order is not."""
-
-    def transposed(w, x):
-        return w - jax.grad(lambda w: (x @ w).sum())(w)
-
-    def elementwise(w, x):
-        return w - jax.grad(lambda w: (x * w).sum())(w)
-
-    weight = floats(4096, 4096)
-    for fn, copies in ((transposed, 1), (elementwise, 0)):
-        facts = facts_of(fn, weight, weight, donate_argnums=0)
-        assert len(facts.fusion.turned) == copies
-
-
-@pytest.mark.parametrize(("combined", "columns", "copied"), [(True, 8192, 1), (False, 8192, 0), (True, 8200, 0)])
-def test_only_what_is_sent_and_lies_as_well_either_way_is_updated_in_its_gradients_order(combined, columns, copied):
-    """A gradient that a device makes alone is made in its weight's order, and one whose transpose pads more or less in the better one."""
-
-    def step(w, x):
-        return w - 0.1 * jax.grad(lambda w: jnp.sin(x @ w).sum())(w)
-
-    facts = facts_of(step, floats(8192, columns), floats(1024, 8192), donate_argnums=0)
-    product = [op for op in facts.graph.walk() if op.primitive == "dot_general"][-1]
-    (turned,) = facts.fusion.turned.values()
-    assert turned.product == product.index
-    choices = {op.index: ((-1, -1),) for op in facts.graph.walk()} | ({product.index: ((2, -1),)} if combined else {})
-    alike = replace(facts, fusion=replace(facts.fusion, turned={}))
-    held = peak(facts, "v5e:2x4", choices=choices) - peak(alike, "v5e:2x4", choices=choices)
-    assert held == copied * 8192 * columns * 4
-
-
 def test_what_a_product_reads_a_slice_of_is_stored_whole():
     """A product of outer products that it computes itself holds none; where they lie whole and it reads a part, all of them."""
 
@@ -379,23 +344,6 @@ def test_the_peak_is_the_compilers(make, mesh, searcher, compiled):
     assert 0.9 * compiled <= found <= 1.15 * compiled
 
 
-def test_a_list_scheduler_copies_state_before_it_makes_logits():
-    """The order that holds least is one that makes what is small first: 3 % of a transformer under data parallelism are such copies."""
-    make, mesh, searcher, compiled = RECORDED[0]
-    fn, args = make()
-    found = autoshard.search(fn, *args, cluster="v5e:2x4", mesh=mesh, searcher=searcher, donate_argnums=0).cost.peak_bytes
-    assert 0.97 * compiled <= found <= 1.04 * compiled
-
-
-@pytest.mark.parametrize(("batch", "fits"), [(560, True), (600, False)])
-def test_what_fits_with_late_copies_alone_is_not_relied_on(batch, fits):
-    """Layers that are computed again may leave copies of state held from the start: libtpu 0.0.42 takes 16.15 and 17.2 GB here."""
-    fn, args = models.gpt(6, batch=batch, remat=True)
-    options = {"cluster": "v5e:2x4", "mesh": {"data": 8}, "donate_argnums": 0, "memory_limit_bytes": 1e15}
-    found = autoshard.search(fn, *args, searcher="data_parallel", **options)
-    assert (found.cost.peak_bytes <= Cluster.parse("v5e:2x4").memory_limit_bytes) == fits
-
-
 @pytest.mark.parametrize(("batch", "times"), [(32, 2.0), (256, 1.0)])
 def test_groups_of_channels_lie_as_their_images_where_the_batch_fills_the_lanes(batch, times):
     """XLA:TPU's copies of group norms are padded at 32 images a device, ``f32[256,64,64,128]{0,3,2,1}`` at 256 (libtpu 0.0.42)."""
@@ -403,11 +351,8 @@ def test_groups_of_channels_lie_as_their_images_where_the_batch_fills_the_lanes(
 
 
 @pytest.mark.parametrize("pixels", [(32, 32), (1024,)])
-def test_group_norms_lie_in_memory_whether_they_merge_pixels_or_not(pixels):
-    """A reshape of channels to groups moves an image between tiles: its gradient finds it in float32 as the norm read it.
-
-    So of a U-Net that merges rows and columns first: ``f32[64,16384,8,8]{1,3,2,0}`` between the passes, 6.95 GB in all (libtpu 0.0.42).
-    """
+def test_group_norms_are_fused_whether_they_merge_pixels_or_not(pixels):
+    """XLA:TPU makes a group's sums of its channels' and never the groups: nothing but images, and the gradient of one, lies in memory."""
 
     def loss(kernel, images):
         made = jax.lax.conv_general_dilated(images, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
@@ -417,7 +362,7 @@ def test_group_norms_lie_in_memory_whether_they_merge_pixels_or_not(pixels):
 
     images = jax.ShapeDtypeStruct((256, 32, 32, 128), jnp.bfloat16)
     facts = facts_of(jax.grad(loss), jax.ShapeDtypeStruct((3, 3, 128, 128), jnp.bfloat16), images)
-    assert peak(facts, "v5e:2x4") > 2 * facts.graph.values[facts.graph.arguments[1]].nbytes * 2
+    assert peak(facts, "v5e:2x4") < 3 * facts.graph.values[facts.graph.arguments[1]].nbytes
 
 
 @pytest.mark.parametrize(("batch", "copied"), [(640, 0), (608, 1)])
@@ -431,27 +376,6 @@ def test_images_are_copied_unless_a_batch_of_whole_lanes_is_innermost(batch, cop
     facts = facts_of(program, floats(3, 3, 3, 8), floats(batch, 256, 256, 3))
     images = facts.graph.values[facts.graph.arguments[1]].nbytes
     assert peak(facts, "v5e:2x4") / images == pytest.approx(1 + copied * padding((batch, 256, 256, 3), (0, 3)) / 2, rel=0.02)
-
-
-@pytest.mark.parametrize(("channels", "rounded"), [(64, 1), (128, 0)])
-def test_normed_groups_become_images_where_they_pad_less(channels, rounded):
-    """An image of 64 channels, half a tile, is moved to a convolution's tiles as that reads it, in bfloat16; one of 128 before in float32.
-
-    In a float32 U-Net compiled by libtpu 0.0.42: ``bf16[12,128,128,64]{3,0,2,1} copy`` of a SiLU, ``f32[12,64,64,128]{3,0,2,1} copy`` of
-    what it is made of.
-    """
-
-    def loss(kernel, images):
-        convolve = partial(jax.lax.conv_general_dilated, window_strides=(1, 1), padding="SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-        made = convolve(images, kernel)
-        grouped = made.reshape(*made.shape[:3], 8, -1)
-        centred = grouped - grouped.mean((1, 2, 4), keepdims=True)
-        return convolve(jax.nn.silu(centred.reshape(made.shape)), kernel).sum()
-
-    facts = facts_of(jax.grad(loss), floats(3, 3, channels, channels), floats(32, 128, 128, channels))
-    kept = replace(facts, fusion=replace(facts.fusion, moved_late=frozenset()))
-    saved = peak(kept, "v5e:2x4") - peak(facts, "v5e:2x4")
-    assert saved == pytest.approx(rounded * 32 * 128 * 128 * 128 * 2, rel=1e-3)
 
 
 @pytest.mark.parametrize(("width", "copied"), [(64, 2.0), (128, 0.0)])
