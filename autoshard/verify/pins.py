@@ -240,10 +240,11 @@ def _lines(sites: Sequence[tuple[int, NamedSharding]], graph: Graph, rules: tupl
 
     groups: dict[tuple[Pin, int, bool], list[int]] = {}
     for number, (value, sharding) in enumerate(sites):
-        tensor, maker, spec = graph.values[value], names.maker(value), tuple(sharding.spec)
+        tensor, maker, spec = graph.values[value], _product(names, value), tuple(sharding.spec)
         own = layout_to_spec(assignment.layout(value), assignment.mesh.names, tensor.rank) == spec
         reader = None if own else readers.get((value, spec))
-        at = reader or (maker if own else next_reader(number) or maker)
+        turned = maker is not names.maker(value)
+        at = reader or (maker if own or turned else next_reader(number) or maker)
         pin = Pin(
             origin=replace(at.origin, name_stack="") if at else Origin(),
             name=pattern(names.name(value)),
@@ -260,6 +261,15 @@ def _lines(sites: Sequence[tuple[int, NamedSharding]], graph: Graph, rules: tupl
         given = own and maker is not None and maker.primitive == "sharding_constraint"
         groups.setdefault((pin, worth, given), []).append(number)
     return [_Line(tuple(numbers), replace(pin, count=len(numbers)), worth, given) for (pin, worth, given), numbers in groups.items()]
+
+
+def _product(names: Names, value: int) -> Op | None:
+    """The op that makes a value; of a gradient that is transposed the product, whose line a person knows."""
+    maker = names.maker(value)
+    while maker is not None and maker.primitive == "transpose" and names.is_gradient(value):
+        value = maker.operands[0]
+        maker = names.maker(value)
+    return maker
 
 
 def _readers(graph: Graph, rules: tuple[Rule | None, ...], assignment: Assignment) -> dict[tuple[int, Spec], Op]:
