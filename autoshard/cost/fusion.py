@@ -4,6 +4,7 @@ Between two values in memory everything is arithmetic in registers. What ends a 
 
 - *Anchors*: matrix products and convolutions, gathers, scatters, sorts, loops, interleaving. Their results lie in memory, and so do the
   operands of all but products, which compute what they read.
+- *Pieces*: what is put together for a convolution lies in memory; the convolution puts it together as it reads it.
 - *Epilogues*: what is done to a product's every element before anything else reads it is done by the product's own kernel; the value
   where its readers part lies in memory instead (a bias is added, a residual too; scores in float32 before a softmax). Where all that
   is done is to widen it, its readers do.
@@ -17,6 +18,7 @@ Seen in the schedules that XLA:TPU (libtpu 0.0.42) makes of train steps. Linear 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
@@ -39,6 +41,10 @@ STANDALONE = frozenset({
 LOOPS = frozenset({"scan", "while", "cond"})
 LONGEST = 64  # ops of an epilogue that are looked at: gelu's derivative is 15
 MOST = 6  # sources, or readers, that are told apart; more than this many are as good as this many
+
+
+Minor = tuple[tuple[int, ...], tuple[int, ...]]
+"""The dimensions of an image's batch, and of its features."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +81,7 @@ class Fusion:
         last: per value whether nothing but kernels that make the program's results read it, as gradients are.
         casts: what a loop's products read of float32 stacks, rounded once before it on a TPU: the first and last loop that do, by value.
         rounds: per value whether some product reads it, and so a copy for it is of bfloat16 on a TPU.
-        minor: per value the two dimensions that convolutions want innermost, batch and features; None where there are none.
+        minor: per value the dimensions that convolutions want innermost, of the batch and of features; None where there are none.
         begun: what loops outside of others carry that begins with constants, as sums of gradients do.
         users: per value, the ops that read it, or a view of it.
         kernels: the program's kernels, in program order.
@@ -88,7 +94,7 @@ class Fusion:
     last: tuple[bool, ...]
     casts: dict[int, tuple[int, int]]
     rounds: tuple[bool, ...]
-    minor: tuple[tuple[int, int] | None, ...]
+    minor: tuple[Minor | None, ...]
     begun: frozenset[int]
     users: tuple[tuple[int, ...], ...]
     kernels: tuple[Kernel, ...]
@@ -250,6 +256,12 @@ class _Fuser:
             elif op.primitive in REDUCTIONS:
                 for value in op.results:
                     self._store(value)
+            elif op.primitive == "concatenate" and any(reader.primitive == "conv_general_dilated" for reader in self._read_by(op)):
+                for value in op.operands:
+                    self._store(value)
+
+    def _read_by(self, op: Op) -> list[Op]:
+        return self.readers[self._find(op.results[0])]
 
     def _is_view(self, op: Op) -> bool:
         return op.primitive in VIEWS and not op.bodies and len(op.results) == 1 and bool(op.operands)
@@ -510,26 +522,42 @@ def _default_precision(op: Op) -> bool:
     return all(one is None or str(getattr(one, "name", one)) == "DEFAULT" for one in each)
 
 
-def _minor(graph: Graph) -> tuple[tuple[int, int] | None, ...]:
+def _minor(graph: Graph) -> tuple[Minor | None, ...]:
     """Per value the dimensions that tiles have in a program with convolutions.
 
-    What convolutions read and make, and its like, has batch and features innermost. Reshapes that split or merge features, as group norms
-    do, are fused: sums over pixels are made of features first, and groups of those (libtpu 0.0.42, 1 to 64 images of 64 to 512 features).
+    What convolutions read and make, and its like, has batch and features innermost. A reshape that splits features, as group norms do, is a
+    view of that: XLA makes the sums of groups of those of features (libtpu 0.0.42, 1 to 64 images of 64 to 512 features).
     """
-    found: list[tuple[int, int] | None] = [None] * len(graph.values)
+    found: list[Minor | None] = [None] * len(graph.values)
     shape = [value.shape for value in graph.values]
     for op in graph.walk():
         if op.primitive == "conv_general_dilated":
             numbers = op.params["dimension_numbers"]
             tensors = (*op.operands[:2], op.results[0])
             for value, spec in zip(tensors, (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec), strict=True):
-                found[value] = spec[0], spec[1]
+                found[value] = (spec[0],), (spec[1],)
     if any(found):
+        _spread(graph.walk(), shape, found)
+        for op in graph.walk():
+            if op.primitive == "reshape":
+                for value, other in ((op.operands[0], op.results[0]), (op.results[0], op.operands[0])):
+                    if found[value] == ((0,), (len(shape[value]) - 1,)):
+                        found[other] = found[other] or _split(shape[value], shape[other])
         _spread(graph.walk(), shape, found)
     return tuple(found)
 
 
-def _spread(ops: Sequence[Op], shape: Sequence[tuple[int, ...]], found: list[tuple[int, int] | None]) -> None:
+def _split(image: tuple[int, ...], other: tuple[int, ...]) -> Minor | None:
+    """The batch and the features of what an image is reshaped to, if it still has them, in groups.
+
+    >>> _split((8, 32, 32, 64), (8, 1024, 4, 16)), _split((8, 32, 32, 64), (8, 32, 2048))
+    (((0,), (2, 3)), None)
+    """
+    first = next((dim for dim in range(1, len(other)) if math.prod(other[dim:]) == image[-1]), None)
+    return ((0,), tuple(range(first, len(other)))) if first is not None and other[0] == image[0] else None
+
+
+def _spread(ops: Sequence[Op], shape: Sequence[tuple[int, ...]], found: list[Minor | None]) -> None:
     for some in (ops, reversed(ops)):
         for op in some:
             if op.bodies or op.primitive in ("dot_general", "conv_general_dilated", "transpose", "reshape"):

@@ -22,10 +22,11 @@ import numpy as np
 from autoshard.cluster import Device
 from autoshard.cost.combining import COMBINED_BYTES, is_formed, sent_with
 from autoshard.cost.compute import is_matrix
+from autoshard.cost.fusion import Minor
 from autoshard.cost.lifetimes import Lifetimes, usage
 from autoshard.cost.profile import Profile
 from autoshard.cost.reshard import Step
-from autoshard.ir import Assignment, Layout, Op, local_shape, operand_layout, shards
+from autoshard.ir import Assignment, Layout, Op, exchanges, local_shape, operand_layout, shards
 
 # The core's own memory that a program's buffers may have: the largest preallocated-temp of memory space 1 in XLA:TPU's buffer assignments
 # (libtpu 0.0.42), which large programs nearly fill: 112.0 MiB on a v5e, 95.6 on a v6e (6 programs), 47.9 on a v5p (4 programs).
@@ -183,6 +184,7 @@ def _buffers(
         copied = {value for value, _ in copies}
         more += _arranged(profile, assignment, copied, early)
         more += _added_to(profile, assignment, partials)
+        more += _sent(profile, assignment)
         more += _early(profile, partials, sizes, mesh)
         more += [
             (share(value) / 2, times.starts[first], times.ends[last])
@@ -288,6 +290,26 @@ def _one_later(times: Lifetimes, scattered: set[int]) -> np.ndarray:
     return dies
 
 
+def _sent(profile: Profile, assignment: Assignment) -> Iterator[tuple[float, int, int]]:
+    """Bytes, birth and death of what is computed as it is read, where shards send parts of it: it lies there until the last reads it.
+
+    So of activations that convolutions with sharded pixels read, and their gradients again (a U-Net compiled by libtpu 0.0.42).
+    """
+    fusion, times, values, mesh = profile.fusion, profile.lifetimes, profile.graph.values, assignment.mesh.sizes
+    spans: dict[int, tuple[int, int]] = {}
+    for op in profile.sending:
+        rule, choice = profile.rules[op.index], assignment.choice(op.index)
+        assert rule is not None
+        for factor, _ in exchanges(rule, choice, mesh):
+            for operand in (op.operands[send.tensor] for send in rule.factors[factor].sends if send.tensor < len(op.operands)):
+                value = fusion.root[operand]
+                if not fusion.stored[value]:
+                    first, last = spans.get(value, (times.starts[op.index], 0))
+                    spans[value] = min(first, times.starts[op.index]), max(last, times.ends[op.index])
+    for value, (first, last) in spans.items():
+        yield values[value].nbytes / shards(assignment.layout(value), mesh) * _tiles(profile, assignment, value), first, last
+
+
 def _early(
     profile: Profile, partials: Mapping[int, Step], sizes: Sequence[float], mesh: tuple[int, ...]
 ) -> Iterator[tuple[float, int, int]]:
@@ -350,7 +372,7 @@ def _arranged(profile: Profile, assignment: Assignment, copied: Set[int], early:
     for value in profile.graph.arguments:
         minor, users = fusion.minor[value], fusion.users[value]
         local = _local(profile, assignment, value)
-        if minor and users and tiles(value) > 1 and all(local[dim] % LANES for dim in minor):
+        if minor and users and tiles(value) > 1 and all(math.prod(local[dim] for dim in dims) % LANES for dims in minor):
             narrow = fusion.rounds[value] and all(is_matrix(profile.graph.walk()[op].primitive) for op in users)
             nbytes = share(value) * tiles(value) / (2 if narrow else 1)
             yield nbytes, min(times.starts[op] for op in users), max(times.ends[op] for op in users)
@@ -455,16 +477,14 @@ def _tiles(profile: Profile, assignment: Assignment, value: int) -> float:
 
 
 @cache
-def padding(local: tuple[float, ...], minor: tuple[int, int] | None) -> float:
+def padding(local: tuple[float, ...], minor: Minor | None) -> float:
     """How many times its size a device's array of at least two dimensions takes in tiles of 128 lanes and 8 rows.
 
-    Those two dimensions are innermost that pad least, of a convolution's image batch and features; whatever it is reshaped to, where the
-    batch fills the lanes: that moves nothing then. Of few rows a tile has 1, 2 or 4 (layouts ``{3,0,2,1:T(8,128)}`` and
-    ``{0,3,2,1:T(4,128)}`` in XLA:TPU's HLO).
+    Those two dimensions are innermost that pad least, of a convolution's image batch and features. Of few rows a tile has 1, 2 or 4
+    (layouts ``{3,0,2,1:T(8,128)}`` and ``{0,3,2,1:T(4,128)}`` in XLA:TPU's HLO).
     """
-    if minor is not None and 0 not in minor and local[0] >= LANES:
-        minor = None
-    return min(_tiled(local[i], local[j]) for i, j in permutations(minor or range(len(local)), 2))
+    sizes = local if minor is None else [math.prod(local[dim] for dim in dims) for dims in minor]
+    return min(_tiled(lanes, rows) for lanes, rows in permutations(sizes, 2))
 
 
 def _tiled(lanes: float, rows: float) -> float:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from autoshard.cost.combining import Sums, sums_of
 from autoshard.cost.compute import op_flops
-from autoshard.cost.fusion import REDUCTIONS, STANDALONE, VIEWS, Fusion, fuse, recomputes
+from autoshard.cost.fusion import REDUCTIONS, STANDALONE, VIEWS, Fusion, Minor, fuse, recomputes
 from autoshard.cost.lifetimes import Lifetimes, orders, shortest
 from autoshard.cost.narrowing import rounded_values, single_rows
 from autoshard.cost.partial_sums import PartialSums, partial_sums
@@ -46,6 +46,7 @@ class Profile:
         combined: the sums, in the order in which they are combined.
         table_lookups, lookups: the gathers of arguments' elements, and of what is computed and lies in memory.
         added_to: the scatters that add to what lies in memory.
+        sending: the ops whose shards may send each other parts of what they read.
     """
 
     graph: Graph
@@ -72,6 +73,7 @@ class Profile:
     table_lookups: tuple[Op, ...]
     lookups: tuple[Op, ...]
     added_to: tuple[Op, ...]
+    sending: tuple[Op, ...]
 
     @property
     def materialised(self) -> tuple[bool, ...]:
@@ -121,6 +123,7 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...]) -> Profile:
         table_lookups=tuple(op for op in gathers if op.operands[0] in arguments),
         lookups=tuple(op for op in gathers if op.operands[0] not in arguments and fusion.materialised[op.operands[0]]),
         added_to=tuple(op for op in graph.walk() if op.primitive == "scatter-add" and fusion.stored[fusion.root[op.results[0]]]),
+        sending=tuple(op for op in graph.walk() if (rule := rules[op.index]) and any(factor.sends for factor in rule.factors)),
     )
 
 
@@ -143,7 +146,7 @@ def _alike(
     rules: tuple[Rule | None, ...],
     flops: tuple[float, ...],
     traffic: tuple[tuple[Traffic, Traffic], ...],
-    minor: tuple[tuple[int, int] | None, ...],
+    minor: tuple[Minor | None, ...],
     wanted: tuple[bool, ...],
     accumulated: tuple[int, ...],
 ) -> tuple[int, ...]:

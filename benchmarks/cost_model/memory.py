@@ -60,7 +60,7 @@ UNSEEN: tuple[Program, ...] = (
     ("gpt_scan 24 remat", partial(gpt_scan, layers=24, batch=128, length=512, remat=True), "v5e:4x4", {"data": 4, "model": 4}),
     ("gpt_scan 6 f32", partial(gpt_scan, layers=6, width=1536, heads=12, vocabulary=24_576, batch=32, dtype=F32), "v5e:2x4", {"data": 8}),
     ("moe 2 f32", partial(moe, layers=2, dtype=F32), "v5e:4x4", {"data": 4, "model": 4}),
-    ("unet resizing", partial(unet, resizes=True, batch=128), "v5e:2x4", {"data": 8}),
+    ("unet resizing", partial(unet, resizes=True, batch=384), "v5e:2x4", {"data": 8}),
     ("vit 6", partial(vit, 6, 640, 10, batch=512), "v5e:2x4", {"data": 8}),
     ("encoder-decoder 4", partial(encoder_decoder, 4, 512, 8, batch=128, length=512), "v5e:2x4", {"data": 4, "model": 2}),
     ("gpt 5", partial(gpt, 5, width=1280, heads=10, vocabulary=50_000, batch=48, length=768), "v5e:2x4", {"data": 4, "model": 2}),
@@ -78,7 +78,7 @@ UNSEEN: tuple[Program, ...] = (
         {"data": 2, "model": 4},
     ),
     ("resnet f32", partial(resnet, channels=48, batch=320, dtype=F32), "v5e:2x4", {"data": 4, "model": 2}),
-    ("unet 3", partial(unet, 3, channels=96, batch=64), "v5e:2x4", {"data": 8}),
+    ("unet 3", partial(unet, 3, channels=96, batch=192), "v5e:2x4", {"data": 8}),
     (
         "llama_scan 6",
         partial(llama, 6, 1280, 10, 5, 3456, 32_000, batch=64, scan=True, remat=False, length=512),
