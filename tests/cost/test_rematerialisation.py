@@ -138,8 +138,8 @@ def test_the_compiler_runs_as_many_kernels_twice(make, how, cluster, batch, kern
 
 
 def test_the_compiler_refuses_scanned_layers():
-    """``Can't reduce memory use below 14.87GiB ... only reduced to`` what was there."""
-    cost = searched(gpt_scan, "data_parallel", "v5e:2x4", batch=88)
+    """A loop's stacks are not made again: 17.4 GB are needed (libtpu 0.0.42)."""
+    cost = searched(gpt_scan, "data_parallel", "v5e:2x4", batch=104)
     assert cost.peak_bytes > Cluster.parse("v5e:2x4").memory_limit_bytes
     assert cost.recomputation is None
 
