@@ -71,11 +71,16 @@ def test_quality_benchmark_compares_what_is_predicted():
 
 
 @pytest.mark.skipif(find_spec("libtpu") is not None, reason="the TPU compiler is installed")
-def test_quality_benchmark_says_what_it_lacks():
+@pytest.mark.parametrize(
+    "command", [["quality", "--models", "mlp", "--clusters", "v5e:2x4"], ["lowering", "--programs", "mlp"]], ids=" ".join
+)
+def test_benchmarks_of_schedules_say_what_they_lack(command):
     """Where schedules are asked for without the TPU compiler, the answer is what to install."""
-    command = [sys.executable, "-m", "benchmarks.quality", "--models", "mlp", "--clusters", "v5e:2x4"]
+    module, *options = command
     environment = {name: value for name, value in os.environ.items() if name != "TPU_LIBRARY_PATH"}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{module}", *options], cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment
+    )
     assert done.returncode == 1 and "pip install 'autoshard[tpu]'" in done.stderr
 
 

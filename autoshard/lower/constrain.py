@@ -355,8 +355,8 @@ class _Region(Interpreter):
         combined = computed = result_layout(rule, choice, result)
         if reductions(rule, choice):
             computed = computed_layout(rule, choice, result)
-        elif (operand := op.operands[0]) in self.plan.late:
-            computed = _carried(rule, self.plan.late[operand])
+        elif op.primitive == "transpose" and op.operands[0] in self.plan.late:
+            computed = _carried(rule, self.plan.late[op.operands[0]])
         if computed != combined:
             x = self.plan.pin(x, value, computed)
         return self.plan.reshard(self.plan.pin(x, value, combined), value, combined, self.plan.layout(value))
