@@ -142,3 +142,16 @@ def test_what_enters_a_checkpoint_is_read_there_and_after():
         return best + jnp.einsum("ij,kil->lji", half, b).sum() * 0.01
 
     check(program, f32(8, 4), f32(3, 8, 4), seeds=tuple(range(8)), run=False)
+
+
+def test_rows_added_to_a_vector_may_be_read_in_slices():
+    """The gradient of numbers added to a vector is looked up in it; a vector has no tiles to lie in."""
+
+    def program(state, b):
+        def loss(state):
+            return jnp.sum(state["a"].at[b % 16].add(state["c"]) ** 2) * 0.1
+
+        value, gradients = jax.value_and_grad(loss)(state)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, gradients), value
+
+    check(program, {"a": f32(16), "c": f32(2)}, i32(2))

@@ -413,8 +413,8 @@ def _sliced_last(profile: Profile, assignment: Assignment) -> Iterator[tuple[int
         own, place = assignment.layout(value), times.places.get(profile.fusion.root[value])
         target = next(iter(_read_in(profile, assignment, op, value)), own)
         sliced = own != target and all(dim in (-1, wanted) for dim, wanted in zip(own, target, strict=True))
-        if sliced and place is not None and len(profile.readers[value]) > 1:
-            tensor = profile.graph.values[value]
+        tensor = profile.graph.values[value]
+        if sliced and place is not None and tensor.rank > 1 and len(profile.readers[value]) > 1:
             whole, part = (local_shape(tensor.shape, layout, mesh) for layout in (own, target))
             lanes, rows = min(permutations(reversed(range(tensor.rank)), 2), key=lambda pair: _tiled(whole[pair[0]], whole[pair[1]]))
             nbytes = math.prod(part) * tensor.itemsize * _tiled(part[lanes], part[rows])
