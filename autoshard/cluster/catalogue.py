@@ -50,16 +50,19 @@ FLAT_SLICES = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)
 SMALL_CUBES = ((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))  # Cloud TPU docs, v4 and v5p: slices below one 4x4x4 cube
 
 
-def _tpu(
-    name: str, bf16: float, int8: float, clock: float, cores: int, memory: float, bandwidth: float, tile: int, source: str
-) -> Device:
+def _tpu(name: str, bf16: float, int8: float, clock: float, cores: int, memory: float, bandwidth: float, tile: int, source: str) -> Device:
     vector = cores * 8 * 128 * 4 * clock  # (8 x 128) lanes x 4 units a core: scaling book, appendix A
     return Device(
         name=name,
         kind="tpu",
         # float32 products are one bfloat16 pass at default precision (docs.jax.dev, "Matmul precision"); float8 is widened to bfloat16
         flops_per_second=(
-            ("bf16", bf16), ("fp16", bf16), ("f32", bf16), ("f64", vector / TPU_F64_SLOWDOWN), ("int8", int8), ("fp8", bf16),
+            ("bf16", bf16),
+            ("fp16", bf16),
+            ("f32", bf16),
+            ("f64", vector / TPU_F64_SLOWDOWN),
+            ("int8", int8),
+            ("fp8", bf16),
         ),
         vector_flops_per_second=vector,
         memory_bytes=memory,

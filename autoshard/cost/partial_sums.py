@@ -78,6 +78,13 @@ def partial_sums(graph: Graph, readers: Sequence[Sequence[int]]) -> PartialSums:
     return PartialSums(tuple(additions.values()), tuple(accumulated), made_by)
 
 
+def turned(product: Op, rank: int, made: int) -> tuple[int, ...]:
+    """The order of a ``dot_general``'s dimensions in which its operands have changed places, by the first one's rank and its own."""
+    (contracted, _), (batch, _) = product.params["dimension_numbers"]
+    first = rank - len(contracted)  # the dimensions of the result that are the batch's and the first operand's
+    return (*range(len(batch)), *range(first, made), *range(len(batch), first))
+
+
 class _Finder:
     def __init__(self, graph: Graph, readers: Sequence[Sequence[int]]):
         self._readers = readers
@@ -96,15 +103,20 @@ class _Finder:
     def _adds_beside(self, between: tuple[int, ...]) -> bool:
         """Whether what is combined, and rearranged on this way, can be added as it is made.
 
-        Not where it is rounded before (the sum would be rounded once), nor where it is transposed, but for a plain product: the transpose
-        becomes part of that before anything is partitioned (modules of libtpu 0.0.42).
+        Not where it is rounded before (the sum would be rounded once), nor where it is transposed, but for a product that is plain or whose
+        operands change places: the transpose becomes part of that before anything is partitioned (modules of libtpu 0.0.42).
         """
         maker, *rearranging = (self._makers[value] for value in reversed(between))
         values = self._values
         if any(values[op.results[0]].itemsize < values[op.operands[0]].itemsize for op in rearranging):
             return False
-        plain = maker.primitive == "dot_general" and not any(maker.params["dimension_numbers"][1])
-        return plain or all(op.primitive != "transpose" for op in rearranging)
+        transposes = [op for op in rearranging if op.primitive == "transpose"]
+        if maker.primitive != "dot_general" or not transposes:
+            return not transposes
+        order = tuple(range(values[maker.results[0]].rank))
+        for op in transposes:
+            order = tuple(order[dim] for dim in op.params["permutation"]) if len(order) == len(op.params["permutation"]) else ()
+        return not any(maker.params["dimension_numbers"][1]) or order == turned(maker, values[maker.operands[0]].rank, len(order))
 
     def accumulated_in(self, holder: Holder, body: Body) -> list[int]:
         """The ops whose results a loop does nothing with but add them to a value that it carries along."""

@@ -25,6 +25,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from autoshard.cost.partial_sums import turned
 from autoshard.cost.profile import profile
 from autoshard.cost.reshard import Step, path_seconds
 from autoshard.ir import (
@@ -443,25 +444,19 @@ def _late(graph: Graph, plan: _Plan) -> dict[int, Layout]:
         rule, choice = plan.rules[op.index], plan.assignment.choice(op.index)
         if op.primitive == "dot_general" and rule and reductions(rule, choice) and not exchanges(rule, choice, plan.assignment.mesh.sizes):
             layout = computed_layout(rule, choice, 0)
-            turned, order, before = _turned(op, rule), tuple(range(len(rule.results[0]))), []
+            rank = len(rule.results[0])
+            swapped, order, before = turned(op, len(rule.operands[0]), rank), tuple(range(rank)), []
         elif op.primitive == "transpose" and rule and op.operands[0] in chains:
-            turned, order, before = chains[op.operands[0]]
+            swapped, order, before = chains[op.operands[0]]
             order, layout = tuple(order[dim] for dim in op.params["permutation"]), _carried(rule, before[-1][1])
-            if order in (turned, tuple(range(len(order)))):
+            if order in (swapped, tuple(range(len(order)))):
                 late.update(before)
         else:
             continue
         (value,) = op.results
         if reads[value] == 1 and value not in plan.contested and result_layout(rule, choice, 0) == plan.layout(value):
-            chains[value] = turned, order, [*before, (value, layout)]
+            chains[value] = swapped, order, [*before, (value, layout)]
     return late
-
-
-def _turned(product: Op, rule: Rule) -> tuple[int, ...]:
-    """The order of a product's dimensions in which its operands have changed places."""
-    (contracted, _), (batch, _) = product.params["dimension_numbers"]
-    first = len(rule.operands[0]) - len(contracted)  # the dimensions of the result that are the first operand's
-    return (*range(len(batch)), *range(first, len(rule.results[0])), *range(len(batch), first))
 
 
 def _tangled(graph: Graph, free: Sequence[bool]) -> frozenset[int]:

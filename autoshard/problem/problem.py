@@ -37,7 +37,6 @@ Fact = TypeVar("Fact")
 TIE_SECONDS_PER_BYTE = 1e-20
 
 
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Tables:
     """The costs of one step of a search.
