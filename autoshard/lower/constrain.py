@@ -7,9 +7,9 @@ whatever enters or leaves a loop, a branch or a checkpoint.
 A constraint that cannot change anything is left out: a result *follows* where its layout is that of its operands carried
 through the op, and everybody reads it so. Between the constraints that remain, such values form regions in which each op
 agrees with all its neighbours, so that propagation has one answer. A value that somebody reads in another layout is never
-left loose: the reader's constraint would compete with the operands. Nor is a result of which an operand is a scalar that is stretched: XLA:TPU
-makes one of equal broadcasts before it propagates, and what one region reads would spread into the other. Rows that are stretched in two
-ways are two arrays.
+left loose: the reader's constraint would compete with the operands. Nor is a result of which an operand is a scalar that is stretched:
+XLA:TPU makes one of equal broadcasts before it propagates, and what one region reads would spread into the other. Rows that are stretched
+in two ways are two arrays.
 
 Constraints cost: XLA simplifies before it partitions, and cannot see past one. So a product that is combined and that only a transpose
 reads is made turned around, and the transpose is constrained; and what loops read that is made of constants is not.
