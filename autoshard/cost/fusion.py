@@ -306,8 +306,9 @@ class _Fuser:
     def _epilogue(self, op: Op) -> None:
         """Moves what a product stores on to where its readers part."""
         start = self._find(op.results[0])
-        if self.values[start].size == 0 or not self.stored[start] or start in self.returned or _is_degenerate(op, self.values):
+        if self.values[start].size == 0 or not self.stored[start] or start in self.returned:
             return
+        grouped = _is_grouped(op, self.values)
         unread = {start: len(self.readers[start])}
         queue = [reader.index for reader in self.readers[start]]
         heapify(queue)
@@ -330,7 +331,8 @@ class _Fuser:
                 if other.index not in queued:
                     queued.add(other.index)
                     heappush(queue, other.index)
-            widens = reader.primitive == "convert_element_type" and self.values[made].itemsize > self.values[start].itemsize
+            wider = self.values[made].itemsize > self.values[start].itemsize
+            widens = wider and (reader.primitive == "convert_element_type" or grouped)
             if len(unread) == 1 and not widens:
                 found, covered = made, len(inside)
                 if self.stored[made]:
@@ -507,13 +509,16 @@ def _is_window(op: Op, value: int, values: Sequence[Value]) -> bool:
     return len(batch[side]) > 0 and values[value].rank - len(batch[side]) > 2
 
 
-def _is_degenerate(op: Op, values: Sequence[Value]) -> bool:
-    """Whether a batched product's result has a dimension of one: XLA:TPU reshapes that away, and what follows is no epilogue then.
+def _is_grouped(op: Op, values: Sequence[Value]) -> bool:
+    """Whether a batched product's operand has several free dimensions: it is not kept wider than it is made then, its readers widen it.
 
-    So scores of queries that share keys in groups of one are kept as ``bf16[8,8,1024,1024]{3,2,1,0}`` and widened by their readers; in
-    groups of two as ``f32[8,4,2,1024,1024]{3,4,2,1,0}``, already exponentials (libtpu 0.0.42).
+    So scores of queries that share keys are kept as ``bf16[8,4,4,1024,1024]``, and those of attention without groups in float32
+    (libtpu 0.0.42, with masks and without).
     """
-    return op.primitive == "dot_general" and len(op.params["dimension_numbers"][1][0]) > 0 and 1 in values[op.results[0]].shape
+    if op.primitive != "dot_general":
+        return False
+    contracted, batch = op.params["dimension_numbers"]
+    return len(batch[0]) > 0 and any(values[v].rank - len(c) - len(b) > 1 for v, c, b in zip(op.operands, contracted, batch, strict=True))
 
 
 def _default_precision(op: Op) -> bool:
