@@ -170,6 +170,11 @@ class Graph:
         """Every op, bodies included, in program order: ``walk()[i].index == i``."""
         return self._walked
 
+    def loop_constants(self) -> Iterator[Holder]:
+        """The holders of what loops read alike in every trip: one value flows in, and nothing is sliced or carried."""
+        holders = (holder for op in self.walk() if op.primitive in ("scan", "while") for holder in op.holders)
+        return (holder for holder in holders if len(holder.sources) == 1 and not holder.sources[0].shift)
+
     def to_networkx(self) -> nx.MultiDiGraph:
         """The program as a directed multigraph: a node an op (``"op", i``) or argument (``"argument", i``), an edge a read."""
         graph = nx.MultiDiGraph(name=self.name, fingerprint=self.fingerprint)

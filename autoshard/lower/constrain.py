@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -118,7 +117,8 @@ class _Plan:
         home: per value that shares a holder's layout, the holder's value.
         differentiable: whether custom derivatives stay in force.
         contested: values that somebody reads in another layout than their own.
-        late: products summed over sharded dimensions that a transpose alone reads, and the layouts in which they are computed.
+        late: products summed over sharded dimensions, and transposes of them, that a transpose alone reads: the layout in which each is
+            computed, and whether that transpose leaves the product with its operands in each other's places.
         given: what loops read that is made of constants, in one layout: it is left to the partitioner, and XLA fuses it into its readers.
     """
 
@@ -134,7 +134,7 @@ class _Plan:
     home: Mapping[int, int]
     differentiable: bool
     contested: frozenset[int] = frozenset()
-    late: Mapping[int, Layout] = field(default_factory=dict)
+    late: Mapping[int, tuple[Layout, bool]] = field(default_factory=dict)
     given: frozenset[int] = frozenset()
 
     def layout(self, value: int) -> Layout:
@@ -175,7 +175,7 @@ class _Region(Interpreter):
         made: per value and layout the copy that all its readers in this region share.
         recipes: per free value its op, equation and operands.
         fresh: per tangled value and layout what was made for it alone.
-        waiting: per product or transpose of one that only a transpose reads, how to make the product, and the order of its dimensions.
+        waiting: per late value its product's equation and operands.
         stretched: per value and layout, and what it is stretched to, per way in which the dimensions are sharded that it has not the
             array for that.
     """
@@ -187,7 +187,7 @@ class _Region(Interpreter):
         self.made: dict[tuple[int, Layout], Any] = {}
         self.recipes: dict[int, tuple[Op, JaxprEqn, list[Any]]] = {}
         self.fresh: dict[tuple[int, Layout], Any] = {}
-        self.waiting: dict[int, tuple[Callable[..., Any], tuple[int, ...]]] = {}
+        self.waiting: dict[int, tuple[JaxprEqn, list[Any]]] = {}
         self.stretched: dict[tuple[int, Layout, tuple[int, ...]], dict[Layout, Any]] = {}
 
     def region(self) -> _Region:
@@ -235,7 +235,9 @@ class _Region(Interpreter):
         op, rule = self.recipes[value][0], self.plan.rules[self.recipes[value][0].index]
         result = op.results.index(value)
         whole = replicated(self.plan.assignment.mesh)
-        return [(operand, _carried_back(rule, result, target, k) if rule else whole) for k, operand in enumerate(op.operands)]
+        return [
+            (operand, _carried(rule.results[result], rule.operands[k], target) if rule else whole) for k, operand in enumerate(op.operands)
+        ]
 
     def _copy(self, x: Any, value: int, target: Layout) -> Any:
         plan = self.plan
@@ -305,18 +307,17 @@ class _Region(Interpreter):
         guards = [new if new is old else plan.pin(new, value, target) for new, old, value, target in settled]
         results = self._bound(op, eqn, rule, choice, guards, targets)
         if op.primitive == "dot_general" and op.results[0] in plan.late:
-            self.waiting[op.results[0]] = partial(product, eqn, guards), tuple(range(np.ndim(results[0])))
+            self.waiting[op.results[0]] = eqn, guards
         elif op.primitive == "transpose" and op.operands[0] in self.waiting:
-            make, order = self.waiting[op.operands[0]]
-            order = tuple(order[dim] for dim in op.params["permutation"])
+            waiting, (_, swapped) = self.waiting[op.operands[0]], plan.late[op.operands[0]]
             if op.results[0] in plan.late:
-                self.waiting[op.results[0]] = make, order
+                self.waiting[op.results[0]] = waiting
             else:
-                results = [make(turned=order != tuple(sorted(order)))]
+                results = [product(*waiting, swapped)]
         if follows or not plan.late.keys().isdisjoint(op.results):
             self.loose.update(op.results)
             return results
-        return [self._settled(x, value, op, rule, choice, k) for k, (x, value) in enumerate(zip(results, op.results, strict=True))]
+        return [self._settled(x, op, rule, choice, k) for k, x in enumerate(results)]
 
     def _stretched(self, x: Any, value: int, rule: Rule, choice: Choice, operand: int, shape: tuple[int, ...]) -> Any:
         """An operand of a result that has more dimensions: an array of its own for each way in which those are sharded.
@@ -354,13 +355,14 @@ class _Region(Interpreter):
         # Sharded and replicated operands meet in one primitive, which shard_map's own type check refuses.
         return jax.shard_map(one_device, mesh=mesh, in_specs=entering, out_specs=[*leaving], check_vma=False)(*read)
 
-    def _settled(self, x: Any, value: int, op: Op, rule: Rule, choice: Choice, result: int) -> Any:
+    def _settled(self, x: Any, op: Op, rule: Rule, choice: Choice, result: int) -> Any:
         """A result in its value's layout. A scattered reduction takes two constraints: the whole of it, then its slice."""
+        value = op.results[result]
         combined = computed = result_layout(rule, choice, result)
         if reductions(rule, choice):
             computed = computed_layout(rule, choice, result)
         elif op.primitive == "transpose" and op.operands[0] in self.plan.late:
-            computed = _carried(rule, self.plan.late[op.operands[0]])
+            computed = _carried(rule.operands[0], rule.results[0], self.plan.late[op.operands[0]][0])
         if computed != combined:
             x = self.plan.pin(x, value, computed)
         return self.plan.reshard(self.plan.pin(x, value, combined), value, combined, self.plan.layout(value))
@@ -425,40 +427,41 @@ def _contested(graph: Graph, plan: _Plan, leaving: Iterable[Layout]) -> frozense
 
 def _given(graph: Graph, plan: _Plan) -> frozenset[int]:
     """The inputs of loops' bodies that are made of constants outside, and that are all read as they lie."""
-    holders = (holder for op in graph.walk() if op.primitive in ("scan", "while") for holder in op.holders)
-    alone = (holder for holder in holders if len(holder.sources) == 1 and not holder.sources[0].shift and not holder.views)
-    return frozenset(holder.value for holder in alone if plan.free[holder.sources[0].value] and holder.value not in plan.contested)
+    alone = (holder for holder in graph.loop_constants() if not holder.views and holder.value not in plan.contested)
+    return frozenset(holder.value for holder in alone if plan.free[holder.sources[0].value])
 
 
-def _late(graph: Graph, plan: _Plan) -> dict[int, Layout]:
+def _late(graph: Graph, plan: _Plan) -> dict[int, tuple[Layout, bool]]:
     """The products, summed over sharded dimensions, that are made turned around: a transpose alone reads them as they are.
 
-    With each the layout in which it is computed. What is constrained is the transpose: a constraint between the two would keep XLA from
-    making one product of them, and the gradient, and all state that is updated with it, would lie in the other order.
+    As `_Plan.late` has them. What is constrained is the transpose: a constraint between the two would keep XLA from making one product of
+    them, and the gradient, and all state that is updated with it, would lie in the other order.
     """
     reads = Counter(graph.results)
     for op in graph.walk():
         reads.update(op.operands)
         reads.update(flow.value for holder in op.holders for flow in holder.sources)
         reads.update(value for body in op.bodies for value in body.outputs)
-    chains: dict[int, tuple[tuple[int, ...], tuple[int, ...], list[tuple[int, Layout]]]] = {}
-    late: dict[int, Layout] = {}
+    # Per value the layout in which it is computed, the order of its product's dimensions, the two that can be made, and those before it.
+    chains: dict[int, tuple[Layout, tuple[int, ...], tuple[tuple[int, ...], ...], dict[int, tuple[Layout, bool]]]] = {}
+    late: dict[int, tuple[Layout, bool]] = {}
     for op in graph.walk():
         rule, choice = plan.rules[op.index], plan.assignment.choice(op.index)
         if op.primitive == "dot_general" and rule and reductions(rule, choice) and not exchanges(rule, choice, plan.assignment.mesh.sizes):
-            layout = computed_layout(rule, choice, 0)
-            rank = len(rule.results[0])
-            swapped, order, before = turned(op, len(rule.operands[0]), rank), tuple(range(rank)), []
+            layout, order = computed_layout(rule, choice, 0), tuple(range(len(rule.results[0])))
+            made, before = (order, turned(op, len(rule.operands[0]), len(order))), {}
         elif op.primitive == "transpose" and rule and op.operands[0] in chains:
-            swapped, order, before = chains[op.operands[0]]
-            order, layout = tuple(order[dim] for dim in op.params["permutation"]), _carried(rule, before[-1][1])
-            if order in (swapped, tuple(range(len(order)))):
+            layout, order, made, before = chains[op.operands[0]]
+            order = tuple(order[dim] for dim in op.params["permutation"])
+            before = {**before, op.operands[0]: (layout, order != made[0])}
+            layout = _carried(rule.operands[0], rule.results[0], layout)
+            if order in made:
                 late.update(before)
         else:
             continue
         (value,) = op.results
         if reads[value] == 1 and value not in plan.contested and result_layout(rule, choice, 0) == plan.layout(value):
-            chains[value] = swapped, order, [*before, (value, layout)]
+            chains[value] = layout, order, made, before
     return late
 
 
@@ -479,16 +482,10 @@ def _factors(dims: Dims) -> set[int]:
     return {factor for dim in dims for factor in dim}
 
 
-def _carried(rule: Rule, layout: Layout) -> Layout:
-    """The layout of an op's result where its first operand has the given one, in dimensions that the op passes on whole."""
-    where = {factor: dim for dim, factors in enumerate(rule.results[0]) for factor in factors}
-    return tuple(where[rule.operands[0][dim][0]] if dim >= 0 else -1 for dim in layout)
-
-
-def _carried_back(rule: Rule, result: int, target: Layout, operand: int) -> Layout:
-    """The layout in which an op would read its operand, were its result wanted in the target layout: of a dimension by its major factor."""
-    where = {factor: dim for dim, factors in enumerate(rule.operands[operand]) for factor in factors}
-    return tuple(where.get(next(iter(rule.results[result][dim]), -1), -1) if dim >= 0 else -1 for dim in target)
+def _carried(source: Dims, target: Dims, layout: Layout) -> Layout:
+    """A tensor's layout carried through an op to another of its tensors, each dimension by its major factor."""
+    where = {factor: dim for dim, factors in enumerate(target) for factor in factors}
+    return tuple(where.get(next(iter(source[dim]), -1), -1) if dim >= 0 else -1 for dim in layout)
 
 
 def needs_shard_map(op: Op, rule: Rule, choice: Choice, sizes: tuple[int, ...]) -> bool:

@@ -65,7 +65,7 @@ class FullySharded:
             value: _pinned(problem, value, _spread_out(problem, value)) for value in graph.arguments if value in sharded
         })  # fmt: skip
         # What a loop reads in every trip is gathered once, before it.
-        spread.kept = {value: spread.layout(value) for value in _loop_constants(problem)}
+        spread.kept = {holder.value: spread.layout(holder.value) for holder in graph.loop_constants()}
         spread.forward()
         spread.backward()
         if self.stage >= 2:
@@ -189,17 +189,6 @@ def _state(problem: Problem) -> set[int]:
     graph = problem.graph
     replaced = {graph.arguments[argument] for _, argument in graph.aliases}
     return {value for value in replaced if graph.values[value].rank}
-
-
-def _loop_constants(problem: Problem) -> list[int]:
-    """The values that stand for loop constants inside the loops' bodies."""
-    return [
-        holder.value
-        for op in problem.graph.walk()
-        if op.primitive in ("scan", "while")
-        for holder in op.holders
-        if len(holder.sources) == 1 and not holder.sources[0].shift
-    ]
 
 
 def _used_with_the_batch(problem: Problem, spread: Propagation) -> set[int]:

@@ -133,19 +133,16 @@ class Propagation:
         """What a loop reads that is made of constants is held as its readers want it, where they all agree: nobody has to send it."""
         graph, profile = self.problem.graph, self.problem.profile
         ops = graph.walk()
-        for op in ops:
-            for holder in op.holders if op.primitive in ("scan", "while") else ():
-                if len(holder.sources) != 1 or holder.sources[0].shift or not profile.free[holder.sources[0].value]:
-                    continue
-                wanted: set[Layout | None] = set()
-                for value in (holder.value, *holder.views):
-                    for reader in profile.readers[value]:
-                        rule, choice = self.problem.rules[reader], self.choices.get(reader)
-                        positions = (k for k, operand in enumerate(ops[reader].operands) if operand == value)
-                        wanted.update(operand_layout(rule, choice, k) if rule and choice else None for k in positions)
-                (layout, *others) = wanted or {None}
-                if layout is not None and not others:
-                    self._hold(holder, layout)
+        for holder in (holder for holder in graph.loop_constants() if profile.free[holder.sources[0].value]):
+            wanted: set[Layout | None] = set()
+            for value in (holder.value, *holder.views):
+                for reader in profile.readers[value]:
+                    rule, choice = self.problem.rules[reader], self.choices.get(reader)
+                    positions = (k for k, operand in enumerate(ops[reader].operands) if operand == value)
+                    wanted.update(operand_layout(rule, choice, k) if rule and choice else None for k in positions)
+            (layout, *others) = wanted or {None}
+            if layout is not None and not others:
+                self._hold(holder, layout)
 
     def _hold(self, holder, layout: Layout) -> None:
         if self.problem.graph.values[holder.value].rank and self._fits(holder.value, layout):
