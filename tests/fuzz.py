@@ -660,8 +660,16 @@ def gather(b: Block) -> None:
             m = b.rng.randint(1, n)
             b.write(f"lax.dynamic_slice_in_dim({x.name}, {b.index()} % {n}, {m}, {d})", x.exact)
         case _ if x.rank > 1:
-            shape = _index_shape(b)
-            b.write(f"{x.name}[{b.index(*shape)} % {x.shape[0]}, {b.index(*shape)} % {x.shape[1]}]", x.exact)
+            rows, shape = _rows(b, x)
+            b.write(f"{x.name}[{rows}, {b.index(*shape)} % {x.shape[1]}]", x.exact)
+
+
+def _rows(b: Block, x: Var) -> tuple[str, list[int]]:
+    """Indices of an array's first dimension, and their shape: any, or all rows in order."""
+    if b.rng.random() < 0.5:
+        return f"jnp.arange({x.shape[0]})", [x.shape[0]]
+    shape = _index_shape(b)
+    return f"{b.index(*shape)} % {x.shape[0]}", shape
 
 
 def _index_shape(b: Block) -> list[int]:
@@ -681,8 +689,8 @@ def scatter(b: Block) -> None:
             y = b.argument("f32", *rows.shape, *x.shape[1:])
             b.write(f"{x.name}.at[{rows.name} % {n}].{b.rng.choice(['add', 'max', 'min', 'add'])}({y.name})")
         case 2 if x.rank > 1:
-            shape = [b.rng.choice(SIZES)]
-            b.write(f"{x.name}.at[{b.index(*shape)} % {n}, {b.index(*shape)} % {x.shape[1]}].add(0.25)")
+            rows, shape = _rows(b, x)
+            b.write(f"{x.name}.at[{rows}, {b.index(*shape)} % {x.shape[1]}].{b.rng.choice(['add', 'max'])}(0.25)")
         case _:
             m = b.rng.randint(1, x.shape[d])
             y = b.argument("f32", *(m if k == d else size for k, size in enumerate(x.shape)))

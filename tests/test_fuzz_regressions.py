@@ -155,3 +155,26 @@ def test_rows_added_to_a_vector_may_be_read_in_slices():
         return jax.tree.map(lambda p, g: p - 0.1 * g, state, gradients), value
 
     check(program, {"a": f32(16), "c": f32(2)}, i32(2))
+
+
+def test_what_a_loop_hands_on_under_another_name_is_not_gathered_in_every_trip():
+    """A scatter reads a loop's constant through a reshard that is none: both are one array, which readers elsewhere want whole."""
+
+    def program(a, looked_up, rows, b):
+        def trip(state):
+            return state[0] + 1, state[1].at[rows % 16].max(b)
+
+        looped = lax.while_loop(lambda state: state[0] < 3, trip, (0, a[looked_up % 16]))[1]
+        return lax.with_sharding_constraint(looped, P(None, None, "y"))
+
+    check(program, f32(16, 8), i32(16, 8), i32(8), f32(8, 8, 8), pins={"looked_up": P(None, "x")})
+
+
+def test_rows_that_count_the_batch_are_looked_up_where_they_lie():
+    """Whatever else is sharded, a batch that is counted by one coordinate is not combined over devices."""
+
+    def program(a, labels, b):
+        rows = jnp.arange(16)
+        return jnp.tanh(a)[rows, :, labels % 4] + a.at[rows, :, labels % 4].max(b).sum(2)
+
+    check(program, f32(16, 8, 4), i32(16), f32(16, 8), pins={"a": P("x"), "labels": P("y")})

@@ -23,7 +23,7 @@ MATRIX = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general",
 
 MOVES_NOTHING = frozenset({
     "bitcast_convert_type", "broadcast_in_dim", "copy_p", "create_token", "empty", "expand_dims", "iota", "name", "optimization_barrier",
-    "random_unwrap", "random_wrap", "reshape", "sharding_constraint", "squeeze", "stop_gradient",
+    "random_unwrap", "random_wrap", "reshape", "reshard", "sharding_constraint", "squeeze", "stop_gradient",
 })  # fmt: skip
 """Primitives that cost nothing: views of their operand, and what compilers make where it is read."""
 

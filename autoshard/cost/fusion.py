@@ -26,7 +26,9 @@ from heapq import heapify, heappop, heappush
 from autoshard.cost.compute import is_matrix
 from autoshard.ir import Body, Graph, Op, Value
 
-VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "sharding_constraint", "optimization_barrier", "copy", "copy_p"})
+VIEWS = frozenset(
+    {"reshape", "squeeze", "expand_dims", "transpose", "sharding_constraint", "optimization_barrier", "copy", "copy_p", "reshard"}
+)
 REDUCTIONS = frozenset({
     "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin", "reduce",
 })  # fmt: skip

@@ -69,7 +69,7 @@ def constrain_sharding(x: Any, sharding: NamedSharding, _: int) -> Any:
 # These partition themselves: their operands are theirs to place.
 SELF_PARTITIONED = frozenset({"shard_map", "custom_partitioning"})
 # Where the type stays, these are lowered to nothing: the result is the operand's own array.
-HANDED_ON = frozenset({"name", "copy", "copy_p", "convert_element_type", "device_put", "sharding_constraint"})
+HANDED_ON = frozenset({"name", "copy", "copy_p", "convert_element_type", "device_put", "reshard", "sharding_constraint"})
 
 
 def constrained(

@@ -17,6 +17,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from jax.extend.source_info_util import user_context
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from autoshard.trace.batches import with_batches
 from autoshard.trace.structure import opened, subjaxprs, with_bodies
 
 PLATFORMS = frozenset({"cpu", "gpu", "cuda", "rocm", "tpu"})
@@ -24,7 +25,8 @@ PLATFORMS = frozenset({"cpu", "gpu", "cuda", "rocm", "tpu"})
 
 def written_out(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The same program with mapped loops, at any depth, as ordinary ones, without branches that no device takes and without dead code."""
-    return ClosedJaxpr(_live(_written_out(closed.jaxpr)), closed.consts)
+    settled = with_batches(ClosedJaxpr(_written_out(closed.jaxpr), closed.consts))
+    return ClosedJaxpr(_live(settled.jaxpr), closed.consts)
 
 
 def _live(jaxpr: Jaxpr) -> Jaxpr:
