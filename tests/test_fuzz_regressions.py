@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from fuzz import P, check, f32, halved, i32
+from fuzz import P, b1, check, f32, halved, i32
 from jax import lax
 
 
@@ -178,3 +178,12 @@ def test_rows_that_count_the_batch_are_looked_up_where_they_lie():
         return jnp.tanh(a)[rows, :, labels % 4] + a.at[rows, :, labels % 4].max(b).sum(2)
 
     check(program, f32(16, 8, 4), i32(16), f32(16, 8), pins={"a": P("x"), "labels": P("y")})
+
+
+def test_a_body_may_be_called_with_arguments_that_nothing_is_known_of():
+    """JAX may make a function of a loop's body, and Shardy leave its arguments without attributes."""
+
+    def program(a, flag):
+        return lax.scan(lambda c, _: (jnp.where(flag, c, 0.0), None), a, None, length=2)[0]
+
+    check(program, f32(16, 1, 1), b1(), in_specs={"a": P()})

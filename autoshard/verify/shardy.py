@@ -145,7 +145,9 @@ def _dims_of(value: Any) -> list[list[tuple[str, str]]]:
     if isinstance(owner, ir.Block):
         outer: Any = owner.owner.operation
         position = ir.BlockArgument(value).arg_number
-        attributes = outer.attributes["arg_attrs"][position] if outer.name == "func.func" else outer.attributes
+        attributes = outer.attributes
+        if outer.name == "func.func":  # one of whose arguments none has attributes, as a called body's may not, has no list of them
+            attributes = attributes["arg_attrs"][position] if "arg_attrs" in attributes else {}
     else:
         position, attributes = ir.OpResult(value).result_number, owner.attributes
         for name in ("out_sharding", "sharding"):  # of explicit collectives, and of reshards
