@@ -1,7 +1,8 @@
 """Does the model know what fits?
 
 Programs around the limits of three chips' memories, grown in steps from what fits to what the TPU compiler refuses. Never should one be
-predicted to fit that is refused; at most one in ten that compiles may be predicted not to.
+predicted to fit that is refused; at most one in ten that compiles may be predicted not to. As for a search, what is predicted to leave
+less than the reserve does not fit.
 
 Near the limit XLA computes some of what it stored again, and so makes programs fit that would not: instructions named ``.remat``. So does
 the model (`autoshard.cost.rematerialisation`): a program fits as scheduled, or once that is done. What compiles as it is stands apart, and
@@ -17,6 +18,7 @@ from functools import partial
 import jax.numpy as jnp
 
 import autoshard
+from autoshard.api.search import RESERVE
 from autoshard.cluster import Cluster
 from autoshard.render import Table, format_bytes
 from autoshard.search.searcher import Progress
@@ -100,7 +102,7 @@ def run(quick: bool, progress: Progress) -> Findings:
         ahead = compiled(case)
         predicted, limit = case.strategy.cost.peak_bytes, Cluster.parse(case.cluster).memory_limit_bytes
         computed_again = case.strategy.cost.recomputation
-        said = predicted <= limit or computed_again is not None
+        said = predicted <= (1 - RESERVE) * limit or computed_again is not None
         again = REMATERIALISED in ahead.hlo
         compiler = "computes again" if again else "compiles" if ahead.fits else "refused"
         words = "right" if said == ahead.fits else "WRONG: does not fit" if said else "wrong: it fits"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from problems import eager_cluster
 from programs import PROGRAMS, concrete, mlp
 
 import autoshard
+from autoshard.api.search import RESERVE
 from autoshard.cluster import Cluster
 from autoshard.verify import collectives_of
 
@@ -445,3 +447,28 @@ def test_donated_arguments_are_not_taken_twice():
     step(kept, x)
     with pytest.raises(autoshard.StrategyError, match=r"state\['w'\] was passed to an earlier one"):
         step(kept, x)
+
+
+@pytest.mark.parametrize("searcher", ["data_parallel", "dynamic_programming", "auto"])
+def test_a_search_leaves_a_reserve_where_it_can(searcher):
+    """What takes all of a device's memory, as near as that is predicted, is returned where nothing smaller is there, and says so."""
+    fn, args = mlp()
+    options = {"searcher": searcher, "mesh": {"data": 8}}
+    free = autoshard.search(fn, *args, cluster="cpu:8", **options)
+    smallest = autoshard.search(fn, *args, cluster="cpu:8", **options | {"searcher": "fully_sharded"})
+    least = min(found.cost.peak_bytes for found in (free, smallest)) if searcher != "data_parallel" else free.cost.peak_bytes
+
+    def searched(of_least):
+        cluster = dataclasses.replace(Cluster.parse("cpu:8"), memory_limit_bytes=int(least * of_least))
+        return autoshard.search(fn, *args, cluster=cluster, **options)
+
+    def warned(strategy):
+        return any("ask the compiler" in note for note in strategy.notes)
+
+    assert not warned(free) and not warned(searched(1.03))
+    barely = searched(1.01)
+    assert warned(barely) == (barely.cost.peak_bytes > least * 1.01 * (1 - RESERVE)) and barely.cost.peak_bytes <= least * 1.01
+    with pytest.raises(autoshard.InfeasibleError):
+        searched(0.5)
+    asked = autoshard.search(fn, *args, cluster="cpu:8", memory_limit_bytes=int(least * 1.01), **options)
+    assert not warned(asked) and asked.cost.peak_bytes <= least * 1.01
