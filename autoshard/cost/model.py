@@ -173,8 +173,18 @@ class CostModel:
         dtype = _dtype(op, values)
         if is_matrix(op.primitive) and rule is not None:
             batch, m, n, k = _matrix_sizes(rule, choice, self.mesh.sizes, flops, self.cluster.widens)
-            return float(self._roofline.dot_seconds(batch, m, n, k, dtype, nbytes, traffic.starts))
-        return float(self._roofline.seconds(False, flops, dtype, nbytes, traffic.starts))
+            seconds = self._roofline.dot_seconds(batch, m, n, k, dtype, nbytes, traffic.starts)
+        else:
+            seconds = self._roofline.seconds(False, flops, dtype, nbytes, traffic.starts)
+        return float(seconds) + (self._seconds_before(profile, op, choice, traffic) if traffic.sent or traffic.before else 0.0)
+
+    def _seconds_before(self, profile: Profile, op: Op, choice: Choice, traffic: Traffic) -> float:
+        """The seconds of other kernels that make the op's operands ready, of those whose parts shards send because they do."""
+        rule, moved = profile.rules[op.index], list(traffic.before)
+        if traffic.sent and rule is not None:
+            sent = {send.tensor for factor, _ in exchanges(rule, choice, self.mesh.sizes) for send in rule.factors[factor].sends}
+            moved += ((tensor, nbytes) for tensor, nbytes in traffic.sent if tensor in sent)
+        return self._byte_seconds * sum(nbytes / self._parts(profile, op, choice, tensor) for tensor, nbytes in moved)
 
     def _traffic(self, profile: Profile, op: Op) -> Traffic:
         """What an op moves: what its kernels do where they are known."""

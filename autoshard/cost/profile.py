@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoshard.cost.combining import Sums, sums_of
 from autoshard.cost.compute import op_flops
@@ -10,7 +10,7 @@ from autoshard.cost.fusion import REDUCTIONS, STANDALONE, VIEWS, Fusion, Minor, 
 from autoshard.cost.lifetimes import Lifetimes, orders, shortest
 from autoshard.cost.narrowing import rounded_values, single_rows
 from autoshard.cost.partial_sums import PartialSums, partial_sums
-from autoshard.cost.traffic import Traffic, traffic_by_kernel, traffic_by_op
+from autoshard.cost.traffic import Traffic, sent_by_op, traffic_by_kernel, traffic_by_op
 from autoshard.ir import Graph, Op, Rule
 
 FREE_SOURCES = frozenset({"iota"})
@@ -94,7 +94,12 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...]) -> Profile:
     flops = tuple(op_flops(op, rules[op.index], values) for op in graph.walk())
     sums = partial_sums(graph, readers)
     found = orders(graph, fusion)
-    traffic, kernel_traffic = traffic_by_op(graph, fusion.materialised), traffic_by_kernel(graph, fusion)
+    sending = [(op, _sent_operands(rule, len(op.operands))) for op in graph.walk() if (rule := rules[op.index])]
+    sent = sent_by_op(graph, fusion, sending)
+    traffic, kernel_traffic = (
+        tuple(replace(one, sent=sent[index]) if index in sent else one for index, one in enumerate(each))
+        for each in (traffic_by_op(graph, fusion.materialised), traffic_by_kernel(graph, fusion))
+    )
     makers = {value: op.index for op in graph.walk() for value in op.results}
     arguments, gathers = frozenset(graph.arguments), [op for op in graph.walk() if op.primitive == "gather"]
     wanted = tuple(bool(found) or value in returned for value, found in enumerate(readers))
@@ -123,8 +128,13 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...]) -> Profile:
         table_lookups=tuple(op for op in gathers if op.operands[0] in arguments),
         lookups=tuple(op for op in gathers if op.operands[0] not in arguments and fusion.materialised[op.operands[0]]),
         added_to=tuple(op for op in graph.walk() if op.primitive == "scatter-add" and fusion.stored[fusion.root[op.results[0]]]),
-        sending=tuple(op for op in graph.walk() if (rule := rules[op.index]) and any(factor.sends for factor in rule.factors)),
+        sending=tuple(op for op, positions in sending if positions),
     )
+
+
+def _sent_operands(rule: Rule, n_operands: int) -> list[int]:
+    """The operands that shards may send each other parts of."""
+    return sorted({send.tensor for factor in rule.factors for send in factor.sends if send.tensor < n_operands})
 
 
 def _portable(graph: Graph, free: tuple[bool, ...], materialised: tuple[bool, ...]) -> tuple[bool, ...]:
