@@ -12,7 +12,8 @@ compiled one by one, and a residual network's 204):
   Products pay it for their results alone.
 - What a loop stacks from the last trip to the first, as gradients, is filled with zeros before it, by an op that is fused with nothing and
   so works in windows of 128 tiles, each of which costs a kernel's start (64 Mi bfloat16: 1,748,544 cycles); what a product makes for it is
-  copied there by a kernel of its own. Stacked the other way round it is a buffer that nobody fills, and products write into it.
+  copied there by a kernel of its own. Stacked the other way round it is a buffer that nobody fills, and products write into it; but equal
+  zeros are one value to a compiler, and where some stack is filled, all of its shape are, as those of an LSTM over embeddings.
 - A convolution whose kernel is larger than its image, as the gradient of a transposed one by its kernel is, has them change places: the
   larger is reversed by an op that is fused with nothing (32 x 128 x 128 x 64 bfloat16: 2,021,472 cycles, features padded to 128).
 - In programs with convolutions kernels move what tiles pad too.
@@ -108,11 +109,13 @@ class _Kernels:
         self.replaced = {graph.arguments[argument] for _, argument in graph.aliases}
         self.made_at: dict[int, int] = {}
         self.made_by: dict[int, Op] = {}  # the main op of the kernel that makes a value
+        self.stacked: list[tuple[Op, int, Op]] = []  # what makes a stack's slices, their value, and the loop
         self.count = 0
 
     def traffic(self) -> tuple[Traffic, ...]:
         by_op = traffic_by_op(self.graph, self.fusion.materialised)
         self._run(self.fusion.kernels)
+        self._fill()
         alone = [stands_alone(op) and not is_matrix(op.primitive) for op in self.ops]
         found = (
             Traffic(tuple(moved), _summed(passes), starts, before=self._reversed(op))
@@ -127,7 +130,7 @@ class _Kernels:
             for inner in kernel.inner:
                 self._run(inner)
             main = self.ops[kernel.main]
-            if main.params.get("reverse"):
+            if main.primitive == "scan":
                 self._stack(main)
             group = None
             if not kernel.inner and (not stands_alone(main) or is_matrix(main.primitive)):
@@ -178,15 +181,26 @@ class _Kernels:
         self.starts[update.index] += 1
 
     def _stack(self, loop: Op) -> None:
-        """Charges what filling a loop's stacks costs to the ops that make their slices, a slice at a time."""
+        """Notes what a loop stacks, by the ops that make the slices."""
         for flow in (flow for holder in loop.holders for flow in holder.sources if flow.inside and flow.shift < 0):
             main = self.made_by.get(self.fusion.root[flow.value])
-            if main is None:
+            if main is not None:
+                self.stacked.append((main, flow.value, loop))
+
+    def _fill(self) -> None:
+        """Charges what filling stacks costs to the ops that make their slices, a slice at a time."""
+
+        def zeros(slices: int, loop: Op) -> tuple[int, tuple[int, ...], str]:
+            return loop.params["length"], self.graph.values[slices].shape, self.graph.values[slices].dtype
+
+        backward = {zeros(slices, loop) for _, slices, loop in self.stacked if loop.params["reverse"]}
+        for main, slices, loop in self.stacked:
+            if zeros(slices, loop) not in backward:
                 continue
-            value, itemsize = self.graph.values[flow.value], self._itemsize(flow.value)
-            filled = self._copied(flow.value) - itemsize * value.size
+            value, itemsize = self.graph.values[slices], self._itemsize(slices)
+            filled = self._copied(slices) - itemsize * value.size
             self.passes[main.index].append((len(main.operands), filled))
-            if is_matrix(main.primitive):
+            if loop.params["reverse"] and is_matrix(main.primitive):
                 self.passes[main.index].append((len(main.operands), filled + (itemsize - WINDOW_BYTES) * value.size))
                 self.starts[main.index] += 1
 

@@ -125,6 +125,23 @@ def test_what_loops_stack_backward_is_filled_with_zeros_first():
     assert backward - forward == pytest.approx(1_748_544 / 1.5e9, rel=0.1)  # scheduled for 64 Mi bfloat16, backward alone
 
 
+@pytest.mark.parametrize(("other", "filled"), [((64, 1 << 20), 2), ((32, 1 << 20), 1), ((64, 1 << 19), 1)])
+def test_stacks_are_filled_with_those_of_their_shape(other, filled):
+    """Equal zeros are one value: a stack written from the first trip on is filled where another of its length and shape has to be."""
+    length, width = other
+
+    def program(x, y):
+        backward = jax.lax.scan(lambda x, _: (x * 2, x * 3), x, None, length=64, reverse=True)
+        return backward, jax.lax.scan(lambda y, _: (y * 2, y * 3), y, None, length=length)
+
+    apart = (
+        seconds_of(lambda x, y: program(x, y)[0], leaf(1 << 20), leaf(width)),
+        seconds_of(lambda x, y: program(x, y)[1], leaf(1 << 20), leaf(width)),
+    )
+    zeros = seconds_of(program, leaf(1 << 20), leaf(width)) - sum(apart)
+    assert zeros == pytest.approx((filled - 1) * 1_748_544 / 1.5e9, rel=0.1, abs=1e-6)
+
+
 def test_products_write_what_is_stacked_forward():
     """A product whose result is stacked from the first trip on writes it there; from the last trip on a kernel copies it."""
 
