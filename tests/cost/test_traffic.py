@@ -222,3 +222,12 @@ def test_a_convolution_with_the_larger_kernel_has_it_reversed():
     assert reversed_value.shape == (32, 128, 128, 64)
     device = Cluster.parse("v5e:1x1").device
     assert 2 * nbytes / device.memory_rate == pytest.approx(2_021_472 / 1.5e9, rel=0.1)
+
+
+def test_what_a_scatter_adds_to_is_filled_with_zeros_first():
+    """The gradient of an embedding: 32,768 x 1024 bfloat16 are filled in 0.49 ms on a v5e (libtpu 0.0.42); what is there is not."""
+    table, tokens = leaf(32_768, 1024), jax.ShapeDtypeStruct((512,), jnp.int32)
+    rows = leaf(512, 1024)
+    filled = seconds_of(lambda tokens, rows: jnp.zeros(table.shape, BF16).at[tokens].add(rows), tokens, rows)
+    there = seconds_of(lambda table, tokens, rows: table.at[tokens].add(rows), table, tokens, rows)
+    assert filled - there == pytest.approx(0.49e-3, rel=0.3)
