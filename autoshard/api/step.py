@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +58,7 @@ class Step(Sharded):
         self._record = record
         self._mesh = mesh
         self._programs: dict[Any, _Program] = {}
+        self._weak: dict[tuple, tuple[bool, ...]] = {}  # per call type, weak types aside, which leaves' were in the first call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args = positional(self._fn, args, kwargs)
@@ -94,7 +96,10 @@ class Step(Sharded):
 
     def _lowered(self, args: tuple, differentiable: bool) -> _Program:
         record = self._record
-        traced, rules, path = program_of(self._fn, args, record)
+        structure, leaves = call_type(args)
+        kind, weak = (structure, *(leaf[:2] for leaf in leaves)), tuple(leaf[2] for leaf in leaves)
+        traced, rules, path = program_of(self._fn, args, record, self._weak.get(kind))
+        self._weak.setdefault(kind, weak)
         graph, assignment = traced.graph, record.assignment
         _check_effects(graph, record.mesh.size)
         mesh = lowering_mesh(record.mesh, graph) if self._mesh is None else self._mesh
@@ -120,17 +125,42 @@ class Step(Sharded):
         return _Program(traced, jitted, in_shardings)
 
 
-def program_of(fn: Callable, args: tuple, record: Record) -> tuple[Traced, tuple[Rule | None, ...], ReshardPath]:
+def program_of(
+    fn: Callable, args: tuple, record: Record, weak: Sequence[bool] | None = None
+) -> tuple[Traced, tuple[Rule | None, ...], ReshardPath]:
     """The traced function, its rules, and the steps of its reshards.
+
+    Arguments may differ from those of the search in being weakly typed, as ``jnp.log(0.5)`` is before the first update and not after it.
+
+    Args:
+        weak: per leaf whether it was weakly typed where the function was the record's program before.
 
     Raises:
         StrategyError: it is not the program the record is for.
     """
-    traced = trace(plain(fn), *args, donate_argnums=record.donate_argnums, axis_names=record.mesh.names)
-    graph, rules = traced.graph, rules_of(traced.graph)
-    check_program(record, graph, rules)
-    model = CostModel(Cluster.from_dict(record.cluster), record.mesh)
-    return traced, rules, model.reshard_paths(graph.values)
+
+    def program(args: tuple) -> tuple[Traced, tuple[Rule | None, ...], ReshardPath]:
+        traced = trace(plain(fn), *args, donate_argnums=record.donate_argnums, axis_names=record.mesh.names)
+        graph, rules = traced.graph, rules_of(traced.graph)
+        check_program(record, graph, rules)
+        model = CostModel(Cluster.from_dict(record.cluster), record.mesh)
+        return traced, rules, model.reshard_paths(graph.values)
+
+    try:
+        return program(args)
+    except StrategyError:
+        leaves, tree = jax.tree.flatten(args)
+        given = tuple(getattr(x, "weak_type", False) for x in leaves)
+        for other in dict.fromkeys((tuple(weak or given), (False,) * len(leaves))):
+            if other != given:
+                with suppress(StrategyError):
+                    return program(tree.unflatten([_typed(x, one) for x, one in zip(leaves, other, strict=True)]))
+        raise
+
+
+def _typed(x: Any, weak: bool) -> Any:
+    """An array as its shape and type, weak or not; anything else as it is."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=weak) if isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct) else x
 
 
 def _check_effects(graph: Graph, n_devices: int) -> None:

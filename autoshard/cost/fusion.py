@@ -448,12 +448,13 @@ def _updates(op: Op) -> bool:
 
 
 def _is_one_hot(op: Op, values: Sequence) -> bool:
-    """Whether a scatter puts one number a row: compilers compare positions instead, in registers."""
+    """Whether a scatter puts one number a row, by an index of its own: compilers compare positions instead, in registers."""
     numbers = op.params.get("dimension_numbers")
     if not op.primitive.startswith("scatter") or numbers is None:
         return False
     batch = tuple(getattr(numbers, "operand_batching_dims", ()))
-    return not numbers.update_window_dims and len(batch) + len(numbers.inserted_window_dims) == values[op.operands[0]].rank and bool(batch)
+    rows, indexed = values[op.operands[0]].rank, values[op.operands[1]].rank - 1 > len(batch)
+    return not numbers.update_window_dims and len(batch) + len(numbers.inserted_window_dims) == rows and bool(batch) and indexed
 
 
 def _narrow(graph: Graph, root: Sequence[int]) -> list[bool]:

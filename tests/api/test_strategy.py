@@ -472,3 +472,25 @@ def test_a_search_leaves_a_reserve_where_it_can(searcher):
         searched(0.5)
     asked = autoshard.search(fn, *args, cluster="cpu:8", memory_limit_bytes=int(least * 1.01), **options)
     assert not warned(asked) and asked.cost.peak_bytes <= least * 1.01
+
+
+@pytest.mark.parametrize("searched_weak", [True, False])
+def test_weakly_typed_state_may_become_strong(searched_weak):
+    """A temperature made by `jnp.log` of a number is weakly typed until its first update; the strategy is of that step all the same."""
+
+    def step(state, x):
+        loss, gradient = jax.value_and_grad(lambda state: jnp.mean((jnp.exp(state["scale"]) * x @ state["w"]) ** 2))(state)
+        return jax.tree.map(lambda a, b: (a - 1e-3 * b).astype(a.dtype), state, gradient), loss
+
+    state, x = {"w": jnp.full((16, 16), 0.1, jnp.float32), "scale": jnp.log(0.7)}, jnp.ones((16, 16))
+    assert state["scale"].weak_type
+    described = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type and searched_weak), state)
+    applied = autoshard.search(step, described, x, cluster=eager_cluster()).apply(step)
+    wanted, found = state, state
+    for _ in range(3):
+        wanted, loss = jax.jit(step)(wanted, x)
+        found, got = applied(found, x)
+        assert_close(got, loss)
+    other = {**state, "scale": jnp.log(0.7).astype(jnp.bfloat16)}
+    with pytest.raises(autoshard.StrategyError):
+        applied(other, x)

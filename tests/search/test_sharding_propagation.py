@@ -157,13 +157,17 @@ def test_manual_keeps_specs_and_replicates_the_rest():
 
 @pytest.mark.parametrize("pins", [{"batch*": P("data")}, MEGATRON], ids=["data_parallel", "megatron"])
 def test_manual_is_no_slower_than_what_jit_makes_of_the_specs(pins):
-    """Completed with least redistribution, specs cost no more than completed by Shardy's propagation."""
+    """Completed with least redistribution, specs have no larger an objective than completed by Shardy's propagation.
+
+    Nor a longer makespan, but for one all_reduce: that sums are added before they are combined only the judge sees.
+    """
     fn, args = gpt(2, batch=64)
     options = {"cluster": "v5e:2x4", "mesh": {"data": 4, "model": 2}}
     completed = autoshard.search(fn, *args, searcher="manual", pins=pins, memory_limit_bytes=1e15, **options)
     shardy = autoshard.evaluate(fn, *args, in_specs=dict(pins), **options)
     assert completed.in_specs == shardy.in_specs
-    assert completed.cost.makespan_seconds <= shardy.cost.makespan_seconds * (1 + 1e-9)
+    assert completed.cost.objective_seconds <= shardy.cost.objective_seconds * (1 + 1e-9)
+    assert completed.cost.makespan_seconds <= shardy.cost.makespan_seconds * 1.01
 
 
 def test_manual_refuses_what_is_illegal():

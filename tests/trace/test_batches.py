@@ -93,6 +93,18 @@ def test_what_counts_the_batch_is_batched(fn):
     assert set(batching(fn, x, labels)) == {(0,)}
 
 
+@pytest.mark.parametrize("how", [lambda at: at.get(), lambda at: at.add(1.0), lambda at: at.set(1.0)])
+def test_single_elements_are_looked_up_along_a_dimension_of_their_own(how):
+    """As `jnp.take_along_axis` does it, which XLA:TPU knows; rows are not."""
+
+    def index_shapes(fn, *args):
+        graph = trace(fn, *args).graph
+        return [graph.values[op.operands[1]].shape for op in graph.walk() if op.primitive == "gather" or op.primitive.startswith("scatter")]
+
+    assert index_shapes(lambda x, t: how(x.at[jnp.arange(8), t]), x, labels) == [(8, 1, 1)]
+    assert index_shapes(lambda x, t: how(x.at[jnp.arange(8), t]), abstract((8, 16, 3)), labels) == [(8, 1)]
+
+
 def test_several_dimensions_may_count():
     """Each coordinate that counts a batch dimension of its own goes, and one stays."""
     volume = abstract((4, 8, 16, 3))
