@@ -80,7 +80,7 @@ class _Region:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A collective, before it is put in words; ``nbytes`` is what the compiler makes of its bytes, if that is less."""
+    """A collective, before it is put in words; ``nbytes`` is what the compiler makes of its bytes, if that is not the same."""
 
     step: Step
     trips: int
@@ -347,10 +347,11 @@ class _Judge:
             return
         region, task = combined
         sent = self.sent[region.sent[task]]
-        step, trips = sent.step, sent.step.trips
-        self.sent[region.sent[task]] = replace(sent, step=replace(step, seconds=step.seconds * trips, trips=1))
-        region.tasks.seconds[task] *= trips
-        self.communication += step.seconds * (trips - 1) * sent.trips
+        each = self.model.each_trip(sent.step)
+        self.sent[region.sent[task]] = replace(sent, step=each, nbytes=0.0)
+        more = (each.seconds - sent.step.seconds) * sent.trips
+        region.tasks.seconds[task] += more / (region.runs or 1)
+        self.communication += more
 
     def _rounded(self, copy: tuple[int, Layout]) -> bool:
         """Whether the compiler rounds what a copy is made of, since all its readers do."""
@@ -422,7 +423,7 @@ class _Judge:
             stream = self.streams.get(step.kind, BOTH)
             task = region.tasks.add(step.seconds * trips / (region.runs or 1), stream, tuple(needs))
             region.sent[task] = len(self.sent)
-            self.sent.append(_Sent(step, trips, source, moved, cause))
+            self.sent.append(_Sent(step, trips, source, moved, cause, step.compiled_nbytes))
             needs = self._compute(step.copying_seconds, trips, {task}) if step.copying_seconds else {task}
         return needs
 

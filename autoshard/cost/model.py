@@ -238,11 +238,22 @@ class CostModel:
         trips = profile.sums.accumulated[op.index]
         if trips == 1 or not self.cluster.adds_first or len(steps) != 1 or steps[0].kind != "all_reduce":
             return steps
-        return (replace(steps[0], seconds=steps[0].seconds / trips, trips=trips),)
+        step, widened = steps[0], profile.sums.widened[op.index]
+        if widened > 1:
+            nbytes = step.nbytes * widened
+            step = replace(step, seconds=float(self.communication.seconds(step.kind, nbytes, step.axes)), compiled_nbytes=nbytes)
+        return (replace(step, seconds=step.seconds / trips, trips=trips),)
 
     def recombining_seconds(self, profile: Profile, op: Op, choice: Choice) -> float:
         """What one execution of an op takes longer if its partial results are not added up over a loop's trips before they are combined."""
-        return sum(step.seconds * (step.trips - 1) for step in self.reduction_path(profile, op, choice, 0))
+        return sum(self.each_trip(step).seconds - step.seconds for step in self.reduction_path(profile, op, choice, 0))
+
+    def each_trip(self, step: Step) -> Step:
+        """A step of many trips as it is where it is made in every one."""
+        if not step.compiled_nbytes:
+            return replace(step, seconds=step.seconds * step.trips, trips=1)
+        seconds = float(self.communication.seconds(step.kind, step.nbytes, step.axes))
+        return replace(step, seconds=seconds, trips=1, compiled_nbytes=0.0)
 
     def _apart(self, step: Step, choice: Choice) -> Step:
         """The step as compilers take it that combine over one reduced factor after the other."""

@@ -5,8 +5,9 @@ XLA combines their sum instead of each (``all-reduce-reassociate``, ``reduce-sca
 xla/hlo/transforms/collectives).
 
 *Accumulated.* What a loop adds to a value that it only carries along, as a backward scan does with the gradient of a weight, is combined
-once, after the loop (``while-loop-all-reduce-code-motion``, of the same folder). What keeps the carried value small stays inside:
-reduce_scatters, and all_reduces of which a slice is added, whose results are kept in another layout than they are made in.
+once, after the loop (``while-loop-all-reduce-code-motion``, of the same folder), as wide as it is carried. What keeps the carried value
+small stays inside: reduce_scatters, and all_reduces of which a slice is added, whose results are kept in another layout than they are made
+in.
 
 Both see through what only rearranges elements, additions not through all of it. They are of the pipelines of XLA:GPU (gpu_compiler.cc)
 and XLA:TPU (compiled modules of libtpu 0.0.42), and not of XLA:CPU's.
@@ -48,11 +49,13 @@ class PartialSums:
     Attributes:
         additions: in program order.
         accumulated: per op index, over how many trips of its innermost loop its result is added up unread; 1 where it is not.
+        widened: per op index, how many times a number of such a result's bytes one of what the loop carries has, or 1.
         made_by: of such results, and what only carries them, the op.
     """
 
     additions: tuple[Addition, ...]
     accumulated: tuple[int, ...]
+    widened: tuple[float, ...]
     made_by: Mapping[int, int]
 
 
@@ -65,17 +68,19 @@ def partial_sums(graph: Graph, readers: Sequence[Sequence[int]]) -> PartialSums:
     ops = graph.walk()
     finder = _Finder(graph, readers)
     additions = {op.index: found for op in ops if op.primitive in _SUMS and (found := finder.addition(op))}
-    accumulated = [1] * len(ops)
+    accumulated, widened = [1] * len(ops), [1.0] * len(ops)
     for op in ops:
         if op.primitive in LOOPS:
             body = op.bodies[-1]
-            added = [maker for holder in op.holders if holder.value in body.inputs for maker in finder.accumulated_in(holder, body)]
+            carried = [holder for holder in op.holders if holder.value in body.inputs]
+            added = [(maker, graph.values[holder.value].itemsize) for holder in carried for maker in finder.accumulated_in(holder, body)]
             while added:
-                maker = added.pop()
+                maker, itemsize = added.pop()
                 accumulated[maker] = body.trips
-                added += additions[maker].sides if maker in additions else ()
+                widened[maker] = max(1.0, itemsize / graph.values[ops[maker].results[0]].itemsize)
+                added += [(side, itemsize) for side in additions[maker].sides] if maker in additions else []
     made_by = {value: op.index for op in ops if accumulated[op.index] > 1 for value in finder.carried(op.results[0])}
-    return PartialSums(tuple(additions.values()), tuple(accumulated), made_by)
+    return PartialSums(tuple(additions.values()), tuple(accumulated), tuple(widened), made_by)
 
 
 def turned(product: Op, rank: int, made: int) -> tuple[int, ...]:

@@ -120,7 +120,7 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...]) -> Profile:
         portable=_portable(graph, free, fusion.materialised),
         settled=tuple(free[value] or not values[value].shape for value in range(len(values))),
         idle=tuple(rules[op.index] is not None and len(op.results) > 0 and all(free[value] for value in op.results) for op in graph.walk()),
-        alike=_alike(graph, rules, flops, tuple(zip(traffic, kernel_traffic, strict=True)), fusion.minor, wanted, sums.accumulated),
+        alike=_alike(graph, rules, flops, tuple(zip(traffic, kernel_traffic, strict=True)), fusion.minor, wanted, sums),
         sums=sums,
         rounded=rounded_values(graph, readers),
         single_rows=single_rows(graph),
@@ -158,7 +158,7 @@ def _alike(
     traffic: tuple[tuple[Traffic, Traffic], ...],
     minor: tuple[Minor | None, ...],
     wanted: tuple[bool, ...],
-    accumulated: tuple[int, ...],
+    sums: PartialSums,
 ) -> tuple[int, ...]:
     """Per op a number that ops of equal costs share; rules of equal ops are one object, so identity will do for them."""
     tensors = [(value.shape, value.dtype, inner, read) for value, inner, read in zip(graph.values, minor, wanted, strict=True)]
@@ -166,7 +166,8 @@ def _alike(
 
     def number(op: Op) -> int:
         operands, results = (tuple(tensors[value] for value in group) for group in (op.operands, op.results))
-        key = op.primitive, id(rules[op.index]), flops[op.index], traffic[op.index], accumulated[op.index], operands, results
+        added = sums.accumulated[op.index], sums.widened[op.index]
+        key = op.primitive, id(rules[op.index]), flops[op.index], traffic[op.index], added, operands, results
         return numbers.setdefault(key, len(numbers))
 
     return tuple(map(number, graph.walk()))

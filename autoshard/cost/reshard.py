@@ -49,6 +49,7 @@ class Step:
         copying_seconds: how long the device itself is busy for it.
         trips: of so many executions the compiler makes one, and ``seconds`` is their share of it; 0: another collective does it, too.
         apart: the groups of axes that the compiler combines one after the other; none where it is one collective.
+        compiled_nbytes: what ``nbytes`` are of the compiler's one; 0: the same.
     """
 
     kind: str
@@ -60,6 +61,7 @@ class Step:
     copying_seconds: float = 0.0
     trips: int = 1
     apart: tuple[tuple[int, ...], ...] = ()
+    compiled_nbytes: float = 0.0
 
 
 def path_seconds(path: Iterable[Step]) -> float:
