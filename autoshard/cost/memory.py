@@ -386,14 +386,15 @@ def _arranged(profile: Profile, assignment: Assignment, copied: Set[int], early:
 def _added_to(profile: Profile, assignment: Assignment, partials: Mapping[int, Step]) -> Iterator[tuple[float, int, int]]:
     """Bytes, birth and death of what rows shorter than a tile are added to: it lies row by row meanwhile, and is moved then.
 
-    So of gradients of tables: ``f32[400000,64]{1,0:T(8,128)}`` of 204.8 MB, and a copy ``{0,1:T(8,128)}`` of 102.4 (libtpu 0.0.42).
+    So of gradients of tables: ``f32[400000,64]{1,0:T(8,128)}`` of 204.8 MB, and a copy ``{0,1:T(8,128)}`` of 102.4 (libtpu 0.0.42). Rows of
+    less than half a tile stay column by column.
     """
     values, times = profile.graph.values, profile.lifetimes
     for op in profile.added_to:
         value = values[op.results[0]]
         layout = partials[op.index].source if op.index in partials else assignment.layout(op.results[0])
         *rows, width = local_shape(value.shape, layout, assignment.mesh.sizes) or (0,)
-        if 0 < width < LANES <= math.prod(rows):
+        if _is_short(width) and math.prod(rows) >= LANES:
             yield math.prod(rows) * LANES * value.itemsize, times.starts[op.index], times.ends[op.index]
 
 
@@ -453,14 +454,28 @@ def _first_computed(profile: Profile, value: int) -> int:
 
 
 def _tables_of_short_rows(profile: Profile, assignment: Assignment) -> Iterator[tuple[int, int]]:
-    """The arguments that are looked up row by row as they lie, many rows shorter than a tile, each with the op that does."""
+    """The arguments that are looked up row by row as they lie, many rows shorter than a tile, each with the op that does.
+
+    Rows of less than half a tile are looked up as they lie, column by column: of 1,048,576 rows XLA:TPU copies tables of 64 and 96
+    numbers, and none of 4 to 56 (libtpu 0.0.42).
+    """
     values = profile.graph.values
     for op in profile.table_lookups:
         table = op.operands[0]
         *rows, width = _local(profile, assignment, table) or (0,)
         whole = op.params["slice_sizes"][-1] == values[table].shape[-1]
-        if whole and width < LANES <= math.prod(rows) and set(_read_in(profile, assignment, op, table)) == {assignment.layout(table)}:
+        if (
+            whole
+            and _is_short(width)
+            and math.prod(rows) >= LANES
+            and set(_read_in(profile, assignment, op, table)) == {assignment.layout(table)}
+        ):
             yield table, op.index
+
+
+def _is_short(width: float) -> bool:
+    """Whether rows are padded to tiles of fewer than twice their size, or twice it."""
+    return width < LANES <= 2 * width
 
 
 def _local(profile: Profile, assignment: Assignment, value: int) -> tuple[float, ...]:

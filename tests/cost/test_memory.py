@@ -414,7 +414,7 @@ def test_images_are_copied_unless_a_batch_of_whole_lanes_is_innermost(batch, cop
     assert peak(facts, "v5e:2x4") / images == pytest.approx(1 + copied * padding((batch, 256, 256, 3), ((0,), (3,))) / 2, rel=0.02)
 
 
-@pytest.mark.parametrize(("width", "copied"), [(64, 2.0), (128, 0.0)])
+@pytest.mark.parametrize(("width", "copied"), [(8, 0.0), (56, 0.0), (64, 2.0), (128, 0.0)])
 def test_tables_of_short_rows_are_copied_to_be_looked_up(width, copied):
     """A table whose rows fill no tile lies column by column, and in padded rows too while it is read (a recommender, libtpu 0.0.42)."""
     table = floats(4_000_000, width)
@@ -423,7 +423,7 @@ def test_tables_of_short_rows_are_copied_to_be_looked_up(width, copied):
     assert held / nbytes == pytest.approx(1 + copied, rel=1e-3)
 
 
-@pytest.mark.parametrize(("width", "moved"), [(64, 2.0), (128, 0.0)])
+@pytest.mark.parametrize(("width", "moved"), [(8, 0.0), (64, 2.0), (128, 0.0)])
 def test_rows_are_added_to_row_by_row(width, moved):
     """A table whose rows fill no tile lies in padded rows while some are added to, as its gradient does (a recommender, libtpu 0.0.42)."""
     table, rows = floats(4_000_000, width), jax.ShapeDtypeStruct((1024,), jnp.int32)
