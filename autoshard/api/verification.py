@@ -281,7 +281,10 @@ def _topology(record: Record) -> str:
 def _collective_row(row: Row) -> tuple[str, ...]:
     counts = format_count(row.predicted_count), format_count(row.actual_count)
     sizes = format_bytes(row.predicted_bytes), format_bytes(row.actual_bytes)
-    return row.kind, ", ".join(row.mesh_axes), *counts, *sizes, "" if row.agrees else "differs"
+    differs = "" if row.agrees else "differs"
+    if differs and sizes[0] == sizes[1]:
+        differs += f" by {format_bytes(abs(row.actual_bytes - row.predicted_bytes))}"
+    return row.kind, ", ".join(row.mesh_axes), *counts, *sizes, differs
 
 
 def _peak_bytes(memory: Any) -> int:

@@ -62,6 +62,15 @@ def test_a_difference_shows(program):
     assert str(found).count("differs") == 1 and "differs" in found._repr_html_()
 
 
+def test_a_small_difference_is_named(program):
+    """Where both sides read alike, as rounded, the row says by how much they differ."""
+    fn, args, strategy = program
+    found = autoshard.verify(strategy, fn, *args)
+    rows = (Row("all_gather", ("data",), 13, 13, 853e6, 853e6 + 400), Row("all_reduce", ("data",), 2, 2, 4e6, 8e6))
+    shown = str(replace(found, rows=rows))
+    assert shown.count("differs") == 2 and shown.count("differs by 400 B") == 1
+
+
 def test_json_says_it_all(program):
     """A verification is plain JSON, round numbers and all."""
     fn, args, strategy = program
