@@ -140,7 +140,7 @@ def _result(eqn: JaxprEqn, facts: list[Fact]) -> Fact:
             return _reshaped(_shape(eqn.invars[0]), shape, dim)
         case "concatenate", _ if params["dimension"] == len(shape) - 1:
             return _columns(facts, [_shape(atom)[-1] for atom in eqn.invars], len(shape) - 1)
-        case "lt", [_Counts(), None] if isinstance(eqn.invars[1], Literal) and eqn.invars[1].val <= 0:
+        case "lt", [_Counts(), None] if isinstance(eqn.invars[1], Literal) and np.all(eqn.invars[1].val <= 0):
             return _False()
         case "select_n", [_False(), chosen, *_]:
             return chosen
