@@ -468,6 +468,7 @@ def test_a_search_leaves_a_reserve_where_it_can(searcher):
     assert not warned(free) and not warned(searched(1.03))
     barely = searched(1.01)
     assert warned(barely) == (barely.cost.peak_bytes > least * 1.01 * (1 - RESERVE)) and barely.cost.peak_bytes <= least * 1.01
+    assert warned(barely) or searcher != "data_parallel"  # of which there is but one
     with pytest.raises(autoshard.InfeasibleError):
         searched(0.5)
     asked = autoshard.search(fn, *args, cluster="cpu:8", memory_limit_bytes=int(least * 1.01), **options)
