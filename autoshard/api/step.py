@@ -58,7 +58,6 @@ class Step(Sharded):
         self._record = record
         self._mesh = mesh
         self._programs: dict[Any, _Program] = {}
-        self._weak: dict[tuple, tuple[bool, ...]] = {}  # per call type, weak types aside, which leaves' were in the first call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args = positional(self._fn, args, kwargs)
@@ -96,10 +95,7 @@ class Step(Sharded):
 
     def _lowered(self, args: tuple, differentiable: bool) -> _Program:
         record = self._record
-        structure, leaves = call_type(args)
-        kind, weak = (structure, *(leaf[:2] for leaf in leaves)), tuple(leaf[2] for leaf in leaves)
-        traced, rules, path = program_of(self._fn, args, record, self._weak.get(kind))
-        self._weak.setdefault(kind, weak)
+        traced, rules, path = program_of(self._fn, args, record, self._weak_before(args))
         graph, assignment = traced.graph, record.assignment
         _check_effects(graph, record.mesh.size)
         mesh = lowering_mesh(record.mesh, graph) if self._mesh is None else self._mesh
@@ -123,6 +119,13 @@ class Step(Sharded):
             donate_argnums=record.donate_argnums,
         )
         return _Program(traced, jitted, in_shardings)
+
+    def _weak_before(self, args: tuple) -> tuple[bool, ...] | None:
+        """Which leaves were weakly typed in the first call with arguments that are like these but for that; None: there was none."""
+        structure, leaves = call_type(args)
+        strong = [leaf[:2] for leaf in leaves]
+        before = (types for (other, types), _ in self._programs if other == structure and [leaf[:2] for leaf in types] == strong)
+        return next((tuple(leaf[2] for leaf in types) for types in before), None)
 
 
 def program_of(

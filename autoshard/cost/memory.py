@@ -26,7 +26,7 @@ from autoshard.cost.fusion import Minor
 from autoshard.cost.lifetimes import Lifetimes, usage
 from autoshard.cost.profile import Profile
 from autoshard.cost.reshard import Step
-from autoshard.ir import Assignment, Layout, Op, exchanges, local_shape, operand_layout, shards
+from autoshard.ir import Assignment, Layout, Op, local_shape, operand_layout, sent_tensors, shards
 
 # The core's own memory that a program's buffers may have: the largest preallocated-temp of memory space 1 in XLA:TPU's buffer assignments
 # (libtpu 0.0.42), which large programs nearly fill: 112.0 MiB on a v5e, 95.6 on a v6e (6 programs), 47.9 on a v5p (4 programs).
@@ -298,12 +298,10 @@ def _sent(profile: Profile, assignment: Assignment) -> Iterator[tuple[float, int
     for op in profile.sending:
         rule, choice = profile.rules[op.index], assignment.choice(op.index)
         assert rule is not None
-        for factor, _ in exchanges(rule, choice, mesh):
-            for operand in (op.operands[send.tensor] for send in rule.factors[factor].sends if send.tensor < len(op.operands)):
-                value = fusion.root[operand]
-                if not fusion.stored[value]:
-                    first, last = spans.get(value, (times.starts[op.index], 0))
-                    spans[value] = min(first, times.starts[op.index]), max(last, times.ends[op.index])
+        for tensor in sent_tensors(rule, choice, mesh):
+            if tensor < len(op.operands) and not fusion.stored[value := fusion.root[op.operands[tensor]]]:
+                first, last = spans.get(value, (times.starts[op.index], 0))
+                spans[value] = min(first, times.starts[op.index]), max(last, times.ends[op.index])
     for value, (first, last) in spans.items():
         yield values[value].nbytes / shards(assignment.layout(value), mesh) * _tiles(profile, assignment, value), first, last
 

@@ -32,6 +32,7 @@ from autoshard.ir import (
     local_shape,
     operand_layout,
     reductions,
+    sent_tensors,
     shards,
 )
 
@@ -182,7 +183,7 @@ class CostModel:
         """The seconds of other kernels that make the op's operands ready, of those whose parts shards send because they do."""
         rule, moved = profile.rules[op.index], list(traffic.before)
         if traffic.sent and rule is not None:
-            sent = {send.tensor for factor, _ in exchanges(rule, choice, self.mesh.sizes) for send in rule.factors[factor].sends}
+            sent = sent_tensors(rule, choice, self.mesh.sizes)
             moved += ((tensor, nbytes) for tensor, nbytes in traffic.sent if tensor in sent)
         return self._byte_seconds * sum(nbytes / self._parts(profile, op, choice, tensor) for tensor, nbytes in moved)
 

@@ -94,7 +94,7 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...]) -> Profile:
     flops = tuple(op_flops(op, rules[op.index], values) for op in graph.walk())
     sums = partial_sums(graph, readers)
     found = orders(graph, fusion)
-    sending = [(op, _sent_operands(rule, len(op.operands))) for op in graph.walk() if (rule := rules[op.index])]
+    sending = [(op, positions) for op in graph.walk() if (positions := _sent_operands(op, rules[op.index]))]
     sent = sent_by_op(graph, fusion, sending)
     traffic, kernel_traffic = (
         tuple(replace(one, sent=sent[index]) if index in sent else one for index, one in enumerate(each))
@@ -128,13 +128,13 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...]) -> Profile:
         table_lookups=tuple(op for op in gathers if op.operands[0] in arguments),
         lookups=tuple(op for op in gathers if op.operands[0] not in arguments and fusion.materialised[op.operands[0]]),
         added_to=tuple(op for op in graph.walk() if op.primitive == "scatter-add" and fusion.stored[fusion.root[op.results[0]]]),
-        sending=tuple(op for op, positions in sending if positions),
+        sending=tuple(op for op, _ in sending),
     )
 
 
-def _sent_operands(rule: Rule, n_operands: int) -> list[int]:
+def _sent_operands(op: Op, rule: Rule | None) -> list[int]:
     """The operands that shards may send each other parts of."""
-    return sorted({send.tensor for factor in rule.factors for send in factor.sends if send.tensor < n_operands})
+    return sorted({send.tensor for factor in rule.factors for send in factor.sends if send.tensor < len(op.operands)}) if rule else []
 
 
 def _portable(graph: Graph, free: tuple[bool, ...], materialised: tuple[bool, ...]) -> tuple[bool, ...]:

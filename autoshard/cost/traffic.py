@@ -30,7 +30,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from operator import lt
 
 from autoshard.cost.compute import is_matrix
 from autoshard.cost.fusion import REDUCTIONS, Fusion, Kernel, stands_alone
@@ -220,9 +219,9 @@ class _Kernels:
         if op.primitive != "conv_general_dilated":
             return ()
         numbers, (image, kernel) = op.params["dimension_numbers"], (self.graph.values[value].shape for value in op.operands)
-        sizes = (math.prod(shape[dim] for dim in spec[2:]) for shape, spec in ((image, numbers.lhs_spec), (kernel, numbers.rhs_spec)))
+        pixels, window = (math.prod(shape[d] for d in spec[2:]) for shape, spec in ((image, numbers.lhs_spec), (kernel, numbers.rhs_spec)))
         dilated = any(dilation > 1 for dilation in op.params["lhs_dilation"])
-        return ((1, self._copied(op.operands[1])),) if dilated and lt(*sizes) else ()
+        return ((1, self._copied(op.operands[1])),) if dilated and pixels < window else ()
 
     def _filled(self, value: int) -> float:
         """The bytes that filling a value with zeros costs, by an op that is fused with nothing."""

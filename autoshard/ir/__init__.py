@@ -12,6 +12,7 @@ from autoshard.ir.assignment import (
     reductions,
     result_layout,
     result_layouts,
+    sent_tensors,
     served_from,
 )
 from autoshard.ir.collective import Collective, as_compiled
@@ -72,6 +73,7 @@ __all__ = [
     "replicated",
     "result_layout",
     "result_layouts",
+    "sent_tensors",
     "served_from",
     "shard_counts",
     "shards",

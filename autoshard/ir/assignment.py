@@ -102,6 +102,11 @@ def exchanges(rule: Rule, choice: Choice, sizes: tuple[int, ...]) -> tuple[tuple
     return tuple(sorted(found.items()))
 
 
+def sent_tensors(rule: Rule, choice: Choice, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The tensors, operands counted first, of which shards send each other parts."""
+    return tuple(dict.fromkeys(send.tensor for factor, _ in exchanges(rule, choice, sizes) for send in rule.factors[factor].sends))
+
+
 def _layout(dims: tuple[tuple[int, ...], ...], choice: Choice) -> Layout:
     where = {factor: dim for dim, factors in enumerate(dims) for factor in factors}
     return tuple(where.get(factor, -1) for factor, _ in choice)

@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as
 from jax.extend.source_info_util import current_name_stack, user_context
 
 from autoshard.ir import Graph, Op
-from autoshard.trace.structure import CUSTOM, INLINED, opened, subjaxprs, with_bodies
+from autoshard.trace.structure import CUSTOM, INLINED, opened, subjaxprs, types_of, with_bodies
 
 Path = tuple[int, ...]
 
@@ -146,8 +146,7 @@ def retraced(old: ClosedJaxpr | Jaxpr, function: Any) -> tuple[ClosedJaxpr | Jax
 
     A closed jaxpr keeps its constants; an open one, as a checkpoint's, gets them as leading arguments.
     """
-    avals: list[Any] = [v.aval for v in opened(old)[0].invars]
-    types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False)) for aval in avals]
+    types = types_of(opened(old)[0].invars)
     new = jax.make_jaxpr(function)(*types)
     if isinstance(old, ClosedJaxpr):
         return new, []

@@ -19,9 +19,8 @@ import jax
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
-from jax.extend.source_info_util import user_context
 
-from autoshard.trace.structure import CALLS, INLINED, called_with, opened, subjaxprs, with_bodies
+from autoshard.trace.structure import CALLS, INLINED, around, as_call, called_with, opened, subjaxprs
 
 LARGEST = 1 << 20  # elements of a captured constant that is looked at
 
@@ -94,9 +93,7 @@ def _equation(eqn: JaxprEqn, facts: list[Fact], made: Mapping[Var, Sequence[Any]
             return _batched(eqn, facts[1], made), nothing
         return eqn, [_result(eqn, facts)] if len(nothing) == 1 and (any(facts) or name == "iota") else nothing
     read = [_read(body, entering) for body, entering in zip(old, _entering(eqn, facts), strict=True)]
-    if any(new is not opened(before)[0] for (new, _), before in zip(read, old, strict=True)):
-        bodies = [new if isinstance(before, Jaxpr) else ClosedJaxpr(new, before.consts) for (new, _), before in zip(read, old, strict=True)]
-        eqn = eqn.replace(params={**eqn.params, **with_bodies(eqn, old, bodies)})
+    eqn = around(eqn, [new for new, _ in read])
     if eqn.primitive.name in INLINED | CALLS:
         return eqn, read[0][1]
     if eqn.primitive.name == "scan":
@@ -233,11 +230,7 @@ def _batched(eqn: JaxprEqn, coordinates: Fact, made: Mapping[Var, Sequence[Any]]
         result = eqn.primitive.bind(operand, indices, *written, **params)
         return lax.squeeze(result, (len(paired),)) if single_elements and gathers else result
 
-    atoms = [operand, *parts, *updates]
-    types = [jax.ShapeDtypeStruct(_shape(atom), atom.aval.dtype) for atom in atoms]
-    with user_context(eqn.source_info.traceback, name_stack=eqn.source_info.name_stack):
-        (called,) = jax.make_jaxpr(jax.jit(call))(*types).eqns
-    return called.replace(invars=atoms, outvars=eqn.outvars)
+    return as_call(eqn, call, [operand, *parts, *updates])
 
 
 def _taken(part: Any, columns: list[int]) -> Any:

@@ -6,10 +6,12 @@ top-level jaxpr; inside sub-program ``b`` of that equation, it is ``(position, b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.source_info_util import user_context
 
 # Parameters that hold the sub-programs, in body order. An equation of any other primitive is opaque.
 _SUBJAXPRS = {
@@ -78,3 +80,24 @@ def with_bodies(eqn: JaxprEqn, old: Sequence[ClosedJaxpr | Jaxpr], new: Sequence
         return waiting[id(param)].pop(0) if id(param) in waiting else param
 
     return {name: swap(param) for name, param in eqn.params.items() if isinstance(param, (tuple, list, Jaxpr, ClosedJaxpr))}
+
+
+def around(eqn: JaxprEqn, new: Sequence[Jaxpr]) -> JaxprEqn:
+    """The equation with other bodies, their constants as they were; the same object where each is the one that it had."""
+    old = subjaxprs(eqn)
+    if all(after is opened(before)[0] for after, before in zip(new, old, strict=True)):
+        return eqn
+    bodies = [after if isinstance(before, Jaxpr) else ClosedJaxpr(after, before.consts) for after, before in zip(new, old, strict=True)]
+    return eqn.replace(params={**eqn.params, **with_bodies(eqn, old, bodies)})
+
+
+def as_call(eqn: JaxprEqn, function: Callable, atoms: Sequence[Any]) -> JaxprEqn:
+    """A call of the function on these atoms, with the equation's results."""
+    with user_context(eqn.source_info.traceback, name_stack=eqn.source_info.name_stack):
+        (call,) = jax.make_jaxpr(jax.jit(function))(*types_of(atoms)).eqns
+    return call.replace(invars=[*atoms], outvars=eqn.outvars)
+
+
+def types_of(atoms: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    """The types of variables and literals."""
+    return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False)) for v in atoms]

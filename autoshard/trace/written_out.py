@@ -18,7 +18,7 @@ from jax.extend.source_info_util import user_context
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from autoshard.trace.batches import with_batches
-from autoshard.trace.structure import opened, subjaxprs, with_bodies
+from autoshard.trace.structure import around, as_call, opened, subjaxprs, types_of
 
 PLATFORMS = frozenset({"cpu", "gpu", "cuda", "rocm", "tpu"})
 
@@ -64,11 +64,7 @@ def _without_reversals(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _equation(eqn: JaxprEqn) -> JaxprEqn:
-    old = subjaxprs(eqn)
-    new = [_written_out(opened(body)[0]) for body in old]
-    if any(after is not opened(before)[0] for after, before in zip(new, old, strict=True)):
-        bodies = [after if isinstance(before, Jaxpr) else ClosedJaxpr(after, before.consts) for after, before in zip(new, old, strict=True)]
-        eqn = eqn.replace(params={**eqn.params, **with_bodies(eqn, old, bodies)})
+    eqn = around(eqn, [_written_out(opened(body)[0]) for body in subjaxprs(eqn)])
     if eqn.primitive.name == "while" and eqn.params["cond_jaxpr"].out_avals[0].shape:
         return _loop(eqn)
     if eqn.primitive.name == "cond" and eqn.params.get("branches_platforms"):
@@ -80,15 +76,7 @@ def _branch(eqn: JaxprEqn) -> JaxprEqn:
     """A branch by platform as a call of the one that is for devices; as it was where there are several."""
     both = zip(eqn.params["branches"], eqn.params["branches_platforms"], strict=True)
     taken = [branch for branch, platforms in both if platforms is None or not PLATFORMS.isdisjoint(platforms)]
-    if len(taken) != 1:
-        return eqn
-    with user_context(eqn.source_info.traceback, name_stack=eqn.source_info.name_stack):
-        (call,) = jax.make_jaxpr(jax.jit(jaxpr_as_fun(taken[0])))(*_types(eqn.invars[1:])).eqns
-    return call.replace(invars=eqn.invars[1:], outvars=eqn.outvars)
-
-
-def _types(atoms: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False)) for v in atoms]
+    return as_call(eqn, jaxpr_as_fun(taken[0]), eqn.invars[1:]) if len(taken) == 1 else eqn
 
 
 def _loop(eqn: JaxprEqn) -> JaxprEqn:
@@ -109,7 +97,7 @@ def _loop(eqn: JaxprEqn) -> JaxprEqn:
             for new, old in zip(results, carry, strict=True)
         ]
 
-    types = _types(eqn.invars)
+    types = types_of(eqn.invars)
     asked, carry = types[:n_cond], types[n_cond + n_body :]
     with user_context(eqn.source_info.traceback, name_stack=eqn.source_info.name_stack):
         asking = jax.make_jaxpr(any_true)(*asked, *carry)
