@@ -8,7 +8,6 @@ from autoshard.cost.compute import is_matrix
 from autoshard.cost.profile import Profile
 from autoshard.cost.reshard import Step
 from autoshard.ir import Assignment, Choice, Layout, Op, factor_names, layout_to_spec
-from autoshard.ir.naming import Names
 
 PARTIAL = {"sum": "partial sums", "prod": "partial products", "max": "partial maxima", "min": "partial minima"}
 
@@ -20,7 +19,7 @@ class Blame:
         self._rules = profile.rules
         self._values = profile.graph.values
         self._axes = assignment.mesh.names
-        self._names = Names(profile.graph)
+        self._names = profile.names
 
     def tensor(self, value: int) -> str:
         """``state['params']['w'] float32[8,16]``."""

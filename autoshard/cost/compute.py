@@ -246,7 +246,7 @@ class Roofline:
         """
         rate = self.device.matrix_rate(dtype) if matrix else self.device.vector_rate(dtype)
         moved = nbytes / self.device.memory_rate
-        return np.maximum(flops / rate, moved) + starts * self.device.kernel_overhead_seconds
+        return _most(flops / rate, moved) + starts * self.device.kernel_overhead_seconds
 
     def dot_seconds(
         self,
@@ -269,14 +269,22 @@ class Roofline:
         tile, rows = self.device.matrix_tile, min(ROWS, self.device.matrix_tile)
         if processors := self.device.processors:
             blocks = [(batch * _parts(m, high) * _parts(n, wide), high * wide) for high, wide in BLOCKS]
-            area = reduce(np.minimum, (_pad(count, processors) * size for count, size in blocks))
+            area = reduce(_least, (_pad(count, processors) * size for count, size in blocks))
         else:
-            area = batch * np.minimum(_pad(m, rows) * _pad(n, tile), _pad(m, tile) * _pad(n, rows))
+            area = batch * _least(_pad(m, rows) * _pad(n, tile), _pad(m, tile) * _pad(n, rows))
         return self.seconds(True, 2 * area * _pad(k, tile), dtype, nbytes, starts)
 
 
+def _least(one: float | np.ndarray, other: float | np.ndarray) -> float | np.ndarray:
+    return np.minimum(one, other) if isinstance(one, np.ndarray) or isinstance(other, np.ndarray) else min(one, other)
+
+
+def _most(one: float | np.ndarray, other: float | np.ndarray) -> float | np.ndarray:
+    return np.maximum(one, other) if isinstance(one, np.ndarray) or isinstance(other, np.ndarray) else max(one, other)
+
+
 def _parts(size: float | np.ndarray, of: int) -> float | np.ndarray:
-    return np.ceil(np.asarray(size) / of)
+    return np.ceil(size / of) if isinstance(size, np.ndarray) else float(math.ceil(size / of))
 
 
 def _pad(size: float | np.ndarray, to: int) -> float | np.ndarray:

@@ -285,7 +285,7 @@ class _Judge:
             self._add_first(self.additions[op.index])
         if cost.is_nothing and len(found) < 2:
             for maker in found:
-                makers.update(dict.fromkeys(op.results, maker))
+                self._made(op, maker)
             return
         needs, first = self._needs(found), len(self.region.tasks.seconds)
         if cost.exchange:
@@ -295,7 +295,7 @@ class _Judge:
             needs = self._compute(cost.seconds, op.trips, needs, PRODUCT if is_matrix(op.primitive) else COMPUTE)
         if not cost.combines:
             maker = self._join(needs)
-            makers.update(dict.fromkeys(op.results, maker))
+            self._made(op, maker)
             if self.fuses and maker is not None and maker[1] >= first and not any(profile.materialised[value] for value in op.results):
                 self.region.fused.append(maker[1])
             return
@@ -307,6 +307,11 @@ class _Judge:
                 if len(done) == 1 and (task := next(iter(done))) in self.region.sent:
                     self.combined[op.index] = self.region, task
             makers[value] = self._join(done)
+
+    def _made(self, op: Op, maker: _Maker | None) -> None:
+        """All results of an op are there when one task is done."""
+        for value in op.results:
+            self.makers[value] = maker
 
     def _exchange(self, op: Op, cost: OpCost, needs: set[int], cause: Cause) -> set[int]:
         """What an op's shards need of each other; compilers send the halos of a value once for a convolution and its kernel's gradient."""
@@ -434,15 +439,15 @@ class _Judge:
 
     def _needs(self, makers: Iterable[_Maker | None]) -> set[int]:
         """The tasks of this region among some makers; a loop waits for what its body needs of the regions around it."""
-        found = set()
+        found, here = set(), self.region
         for maker in makers:
             if maker is None:
                 continue
             region, task = maker
-            if region is self.region:
+            if region is here:
                 found.add(task)
                 continue
-            inner = self.region
+            inner = here
             while inner.outside is not None and inner.outside is not region:
                 inner = inner.outside
             if inner.outside is region:  # else it was made in a loop that is done, which is waited for itself

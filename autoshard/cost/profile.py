@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.cost.combining import Sums, sums_of
-from autoshard.cost.compute import op_flops
+from autoshard.cost.compute import is_matrix, op_flops
 from autoshard.cost.fusion import REDUCTIONS, STANDALONE, VIEWS, Fusion, Minor, fuse, recomputes
 from autoshard.cost.lifetimes import Lifetimes, orders, shortest
 from autoshard.cost.narrowing import rounded_values, single_rows
 from autoshard.cost.partial_sums import PartialSums, partial_sums
 from autoshard.cost.traffic import Traffic, sent_by_op, traffic_by_kernel, traffic_by_op
 from autoshard.ir import Graph, Op, Rule
+from autoshard.ir.naming import Names
 
 FREE_SOURCES = frozenset({"iota"})
 # Computed once even of constants, and their results moved: Shardy recomputes only elementwise ops, broadcasts, reshapes, slices.
@@ -25,6 +27,7 @@ class Profile:
 
     Attributes:
         graph, rules: the program.
+        names: what its values are called.
         flops: per op index, the floating point operations of one execution, unsharded.
         free: per value, whether it is made of constants alone (the partitioner recomputes those wherever they are read).
         fusion: which values lie in memory, and the kernels that make them.
@@ -33,6 +36,7 @@ class Profile:
         recomputes: whether something is computed again between barriers (``jax.checkpoint``).
         traffic, kernel_traffic: per op index, what it moves to and from memory: on its own, and in the kernels that XLA:TPU makes.
         readers: per value, the op indices that read it (control flow reads what it hands to its bodies).
+        unawaited: per body that has any, the reductions that no product or loop waits for, itself or through others; and its products.
         makers: per value, the index of the op that makes it; None where none does.
         wanted: per value, whether an op reads it or the program returns it.
         portable: per value, whether reading it in another layout writes nothing to memory that would not lie there: it does anyway, or is
@@ -51,6 +55,7 @@ class Profile:
 
     graph: Graph
     rules: tuple[Rule | None, ...]
+    names: Names
     flops: tuple[float, ...]
     free: tuple[bool, ...]
     fusion: Fusion
@@ -60,6 +65,7 @@ class Profile:
     traffic: tuple[Traffic, ...]
     kernel_traffic: tuple[Traffic, ...]
     readers: tuple[tuple[int, ...], ...]
+    unawaited: tuple[tuple[tuple[Op, ...], tuple[Op, ...]], ...]
     makers: tuple[int | None, ...]
     wanted: tuple[bool, ...]
     portable: tuple[bool, ...]
@@ -106,6 +112,7 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...]) -> Profile:
     return Profile(
         graph=graph,
         rules=rules,
+        names=Names(graph),
         flops=flops,
         free=free,
         fusion=fusion,
@@ -115,6 +122,7 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...]) -> Profile:
         traffic=traffic,
         kernel_traffic=kernel_traffic,
         readers=tuple(map(tuple, readers)),
+        unawaited=_unawaited(graph, rules, readers),
         makers=tuple(map(makers.get, range(len(values)))),
         wanted=wanted,
         portable=_portable(graph, free, fusion.materialised),
@@ -135,6 +143,31 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...]) -> Profile:
 def _sent_operands(op: Op, rule: Rule | None) -> list[int]:
     """The operands that shards may send each other parts of."""
     return sorted({send.tensor for factor in rule.factors for send in factor.sends if send.tensor < len(op.operands)}) if rule else []
+
+
+def _unawaited(
+    graph: Graph, rules: tuple[Rule | None, ...], readers: Sequence[Sequence[int]]
+) -> tuple[tuple[tuple[Op, ...], tuple[Op, ...]], ...]:
+    ops = graph.walk()
+    awaited = [False] * len(ops)
+    for op in reversed(ops):
+        after = {reader for value in op.results for reader in readers[value]}
+        awaited[op.index] = any(awaited[reader] or bool(ops[reader].bodies) or is_matrix(ops[reader].primitive) for reader in after)
+
+    def of(body: tuple[Op, ...]) -> Iterator[tuple[tuple[Op, ...], tuple[Op, ...]]]:
+        products = tuple(op for op in body if is_matrix(op.primitive))
+        sums = tuple(op for op in body if not (is_matrix(op.primitive) or awaited[op.index]) and _reduces(rules[op.index]))
+        if sums:
+            yield sums, products
+        for op in body:
+            for inner in op.bodies:
+                yield from of(inner.ops)
+
+    return tuple(of(graph.ops))
+
+
+def _reduces(rule: Rule | None) -> bool:
+    return rule is not None and any(factor.kind == "reduction" for factor in rule.factors)
 
 
 def _portable(graph: Graph, free: tuple[bool, ...], materialised: tuple[bool, ...]) -> tuple[bool, ...]:

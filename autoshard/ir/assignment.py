@@ -108,8 +108,13 @@ def sent_tensors(rule: Rule, choice: Choice, sizes: tuple[int, ...]) -> tuple[in
 
 
 def _layout(dims: tuple[tuple[int, ...], ...], choice: Choice) -> Layout:
-    where = {factor: dim for dim, factors in enumerate(dims) for factor in factors}
-    return tuple(where.get(factor, -1) for factor, _ in choice)
+    layout = [-1] * len(choice)
+    for axis, (factor, _) in enumerate(choice):
+        if factor >= 0:
+            for dim, factors in enumerate(dims):
+                if factor in factors:
+                    layout[axis] = dim
+    return tuple(layout)
 
 
 def legal(rule: Rule, choice: Choice, sizes: tuple[int, ...]) -> bool:
@@ -133,9 +138,9 @@ def legal_choices(rule: Rule, choices: Iterable[Choice], sizes: tuple[int, ...])
             if factor >= 0:
                 split[factor] = split.get(factor, 1) * sizes[axis]
                 axes.setdefault(factor, []).append(axis)
-        if all(_splits(rule, factor, n) for factor, n in split.items()) and all(_in_order(rule, dim, split, axes) for dim in composite):
-            if _scatters_legal(rule, choice, sizes):
-                found.append(choice)
+        whole = all([_splits(rule, factor, n) for factor, n in split.items()])
+        if whole and all([_in_order(rule, dim, split, axes) for dim in composite]) and _scatters_legal(rule, choice, sizes):
+            found.append(choice)
     return found
 
 
@@ -168,7 +173,7 @@ def _holds_sends(rule: Rule, factor: int, n: int) -> bool:
 
 
 def _scatters_legal(rule: Rule, choice: Choice, sizes: tuple[int, ...]) -> bool:
-    if all(scatter < 0 for _, scatter in choice):
+    if not any([scatter >= 0 for _, scatter in choice]):
         return True
     if len(rule.results) != 1:
         return False

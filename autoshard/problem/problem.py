@@ -392,14 +392,14 @@ class Problem:
 
     # -- pairs -----------------------------------------------------------------------------------------------------
 
-    def _joint_table(self, i: int, edges: Sequence[Edge], columns: Sequence[_Columns]) -> np.ndarray:
+    def _joint_table(self, i: int, edges: Sequence[Edge], columns: Mapping[int, _Columns] | Sequence[_Columns]) -> np.ndarray:
         """What reads between node ``i`` and one behind it, or within it, cost by their labels; a node's own costs included."""
         tables = [self._edge_table(edge, columns) for edge in edges]
         if edges[0].source == edges[0].target:
             return reduce(np.add, tables, columns[i].unary)
         return reduce(np.add, [table if edge.source == i else table.T for edge, table in zip(edges, tables, strict=True)])
 
-    def _edge_table(self, edge: Edge, columns: Sequence[_Columns]) -> np.ndarray:
+    def _edge_table(self, edge: Edge, columns: Mapping[int, _Columns] | Sequence[_Columns]) -> np.ndarray:
         value = self.graph.values[edge.value]
         source = columns[edge.source].slots[edge.source_slot]
         distinct = {target.tobytes(): target for target in (columns[edge.target].slots[slot] for slot in edge.target_slots)}.values()

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import reduce
+from functools import cache, reduce
 from itertools import chain
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -110,12 +111,15 @@ class Eliminator:
         sizes = [len(table) for table in unary]
         plan = self._plan(tuple(pairs), sizes, incumbent is not None, most)
         tables = [np.asarray(table, dtype=np.float64) for table in unary]
-        for (i, j), table in pairs.items():
-            tables.append(self._slab(table, 0, 0) if i in plan.singles else self._slab(table, 1, 0) if j in plan.singles else table)
+        if plan.singles:
+            for (i, j), table in pairs.items():
+                tables.append(self._slab(table, 0, 0) if i in plan.singles else self._slab(table, 1, 0) if j in plan.singles else table)
+        else:
+            tables += pairs.values()
         constant, best = self._follow(plan, tables, incumbent)
         labels = [0] * len(sizes)
         for step in reversed(plan.steps):
-            labels[step.variable] = best[step.variable].item(*[labels[other] for other in step.around])
+            labels[step.variable] = best[step.variable].item(step.labels(labels))
         return Elimination(constant, np.array(labels, dtype=np.int64), plan.width, plan.conditioned)
 
     def _plan(self, pairs: tuple[Scope, ...], sizes: list[int], conditioning: bool, most: list[int] | None) -> _Plan:
@@ -155,7 +159,7 @@ class Eliminator:
         best: list[np.ndarray] = [NOTHING] * len(plan.sizes)
         constant, met = 0.0, self._met
         for step in plan.steps:
-            variable, inputs = step.variable, step.inputs
+            variable, inputs, taken = step.variable, step.inputs, step.tables(tables)
             if step.join < 0:
                 assert incumbent is not None, "only with an incumbent is anything conditioned"
                 label = int(incumbent[variable])
@@ -164,9 +168,9 @@ class Eliminator:
                     tables[target], tables[source] = self._slab(tables[source], side, label), NOTHING
                 constant += sum(float(tables[target]) for target in step.made if tables[target].ndim == 0)
                 continue
-            key = (step.join, *[id(tables[source]) for source in inputs])
+            key = (step.join, *map(id, taken))
             if (found := met.get(key)) is None:
-                found = self._met_first(key, step, [tables[source] for source in inputs])
+                found = self._met_first(key, step, taken)
             for source in inputs:
                 tables[source] = NOTHING
             best[variable] = found.best
@@ -176,7 +180,7 @@ class Eliminator:
                 constant += float(found.least)
         return constant, best
 
-    def _met_first(self, key: tuple[int, ...], step: _Step, tables: list[np.ndarray]) -> _Met:
+    def _met_first(self, key: tuple[int, ...], step: _Step, tables: Sequence[np.ndarray]) -> _Met:
         n_axes = len(step.around) + 1
         total = reduce(np.add, (_aligned(table, axes, n_axes) for table, axes in zip(tables, step.axes, strict=True)))
         found = _Met(total.min(axis=-1), total.argmin(axis=-1).astype(np.int16), tuple(tables))
@@ -224,6 +228,7 @@ class _Step(NamedTuple):
         inputs, made: the numbers of the tables that mention it, and of those that replace them.
         axes: how those are joined; where it is conditioned, its axis in each.
         join: a number for that; -1 where it is conditioned.
+        tables, labels: take those of ``inputs`` from all tables, and those of ``around`` from all labels (one alone as it is).
     """
 
     variable: int
@@ -232,6 +237,8 @@ class _Step(NamedTuple):
     made: tuple[int, ...]
     axes: Join
     join: int
+    tables: Callable[[Sequence[np.ndarray]], Sequence[np.ndarray]]
+    labels: Callable[[Sequence[int]], tuple[int, ...] | int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -397,16 +404,16 @@ class _Planner:
         place = (*around, variable).index
         axes = tuple([tuple(map(place, scopes[table])) for table in inputs])
         made = (self._add(around),) if around else ()
-        self.steps.append(_Step(variable, around, inputs, made, axes, self.joins.setdefault(axes, len(self.joins))))
+        join = self.joins.setdefault(axes, len(self.joins))
+        labels = itemgetter(*around) if around else _nothing
+        self.steps.append(_Step(variable, around, inputs, made, axes, join, _tables_at(inputs), labels))
         smaller, size = [], sizes[variable]
         for other in around:
             theirs, before = neighbours[other], weights[other]
-            theirs.discard(variable)
-            weight = before // size
-            for met in ahead - theirs:
-                if met != other:
-                    theirs.add(met)
-                    weight *= sizes[met]
+            fewer = len(theirs) - 1
+            theirs |= ahead
+            theirs -= {variable, other}
+            weight = before // size if len(theirs) == fewer else math.prod([sizes[met] for met in theirs], start=sizes[other])
             if weight < before:
                 smaller.append(other)
             weights[other] = weight
@@ -417,7 +424,7 @@ class _Planner:
         inputs = self._take(variable)
         sides = tuple((self.scopes[table].index(variable),) for table in inputs)
         made = tuple(self._add(tuple(v for v in self.scopes[table] if v != variable)) for table in inputs)
-        self.steps.append(_Step(variable, (), inputs, made, sides, -1))
+        self.steps.append(_Step(variable, (), inputs, made, sides, -1, _tables_at(inputs), _nothing))
         around = sorted(self.neighbours[variable])
         for other in around:
             self.neighbours[other].discard(variable)
@@ -425,7 +432,23 @@ class _Planner:
         return around
 
 
+def _tables_at(numbers: tuple[int, ...]) -> Callable[[Sequence], Sequence]:
+    """What takes those of some numbers from all tables."""
+    first, *others = numbers
+    return itemgetter(first, *others) if others else itemgetter(slice(first, first + 1))
+
+
+def _nothing(sequence: Sequence) -> tuple:
+    return ()
+
+
 def _aligned(table: np.ndarray, axes: tuple[int, ...], n_axes: int) -> np.ndarray:
     """The table with its axes where they are in a joined one, and of size 1 where it lacks them."""
-    order = sorted(range(len(axes)), key=lambda axis: axes[axis])
-    return table.transpose(order)[tuple(slice(None) if axis in axes else None for axis in range(n_axes))]
+    order, index = _alignment(axes, n_axes)
+    return table.transpose(order)[index]
+
+
+@cache
+def _alignment(axes: tuple[int, ...], n_axes: int) -> tuple[list[int], tuple[slice | None, ...]]:
+    """The order of a table's axes in a joined one, and where that has others."""
+    return sorted(range(len(axes)), key=axes.__getitem__), tuple(slice(None) if axis in axes else None for axis in range(n_axes))

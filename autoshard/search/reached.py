@@ -18,7 +18,7 @@ Sources = Sequence[Mapping[int, int]]
 
 def disagreements(problem: Problem, labels: Sequence[Label], sources: Sources) -> list[str]:
     """A line for every two pins between whose followers data is resharded, the most bytes first: how much, of what, and where."""
-    names, pins = Names(problem.graph), _pin_names(problem, sources)
+    names, pins = problem.profile.names, _pin_names(problem, sources)
     nbytes: defaultdict[tuple[str, ...], float] = defaultdict(float)
     counts: Counter[tuple[str, ...]] = Counter()
     first: dict[tuple[str, ...], str] = {}

@@ -2,11 +2,12 @@
 
 Model. With the other axes' labels fixed, each node has one label for the free axis, and the objective is a sum of unary and pair tables
 (`autoshard.problem`). One axis is minimised exactly, by elimination (`autoshard.search.elimination`); its answer is a part of the next
-axis's problem. Then sweeps: each axis is freed again, given all others, until no axis improves the objective. Every step is exact in its
-axis, so the objective never rises; the whole is a coordinate descent, and its answer a heuristic.
+axis's problem. Then sweeps: each axis is freed again, given all others, until no axis improves the objective. The objective never rises;
+the whole is a coordinate descent, and its answer a heuristic.
 
-Where the tables of an elimination would be too large, repeated layers are folded (`autoshard.problem.folding`) and message passing helps
-(`autoshard.search.shells`). Where the memory limit binds, the bytes alive at the peak get a price (`autoshard.search.memory`).
+*Repeated layers* are folded (`autoshard.problem.folding`), and message passing keeps the tables of their eliminations small
+(`autoshard.search.shells`): each step is then within `TOLERANCE` of its axis's minimum. So it is where other tables would be too large.
+*Memory.* Where the limit binds the bytes alive at the peak get a price (`autoshard.search.memory`), and layers may differ.
 
 After the recursive programming of MindSpore's auto parallel, which splits greedily, op by op; here each split is solved for
 the whole program, backward pass and optimizer included.
@@ -26,9 +27,11 @@ import numpy as np
 from autoshard.errors import SearchLimitError
 from autoshard.problem import Folded, Label, Problem, Tables, folded
 from autoshard.search.elimination import Eliminator, table_cost
-from autoshard.search.memory import Found, fitted
+from autoshard.search.memory import Fitted, Found, fitted
 from autoshard.search.searcher import Progress, Solution, silent
 from autoshard.search.shells import MOST_SWEEPS, Shells
+
+TOLERANCE = 1e-4  # of a step's minimum where message passing helps to find it
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +54,7 @@ class RecursiveProgramming:
     def solve(self, problem: Problem, progress: Progress = silent) -> Solution:
         """The assignment found by sweeps over the mesh axes; see the module."""
         started = time.perf_counter()
-        run = _Run(self, problem, progress)
-        try:
-            found = fitted(problem, run.descend, self.price_steps)
-        except SearchLimitError:
-            small = folded(problem)
-            run = _Run(self, small or problem, progress, Shells(self.max_entries, MOST_SWEEPS, 0.0, progress))
-            found = fitted(problem, run.descend, self.price_steps)
+        run, found = self._found(problem, progress)
         problem.learned = replace(problem.learned, price=found.price)
         return Solution(
             judgement=found.judgement,
@@ -71,6 +68,21 @@ class RecursiveProgramming:
                 "search_seconds": time.perf_counter() - started,
             },
         )
+
+    def _found(self, problem: Problem, progress: Progress) -> tuple[_Run, Fitted]:
+        """The best answer, and the run that met it."""
+        shells, limit = Shells(self.max_entries, MOST_SWEEPS, TOLERANCE, progress), problem.memory_limit_bytes
+        if (small := folded(problem)) is not None:
+            run = _Run(self, small, progress, shells)
+            judgement, labels = run.descend({})
+            if limit is None or judgement.cost.peak_bytes <= limit:
+                return run, Fitted(judgement, labels)
+        run = _Run(self, problem, progress)
+        try:
+            return run, fitted(problem, run.descend, self.price_steps)
+        except SearchLimitError:
+            run = _Run(self, small or problem, progress, shells)
+            return run, fitted(problem, run.descend, self.price_steps)
 
 
 class _Run:

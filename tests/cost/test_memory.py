@@ -14,7 +14,7 @@ import autoshard
 from autoshard.cluster import Cluster
 from autoshard.cost.evaluate import evaluate
 from autoshard.cost.fusion import fuse
-from autoshard.cost.memory import COMBINED_BYTES, Copy, padding, peak_memory
+from autoshard.cost.memory import COMBINED_BYTES, Copy, _beside_gathers, padding, peak_memory
 from autoshard.cost.model import CostModel
 from autoshard.cost.profile import profile
 from autoshard.ir import Assignment, Mesh
@@ -280,6 +280,25 @@ def test_sums_over_time_are_taken_at_once_where_collectives_are_asynchronous():
     assert sent - alone == 2048 * 2048 * 4
 
 
+def test_sums_that_nothing_waits_for_are_made_beside_gathers_of_weights():
+    """On the way back through layers the gradients of their scales wait for earlier layers, one beside each gathered weight."""
+
+    def loss(layers, x):
+        for scale, w in layers:
+            x = jnp.tanh(x * scale) @ w
+        return x.sum()
+
+    facts = facts_of(jax.grad(loss), [(floats(256), floats(256, 256))] * 6, floats(1024, 256))
+    times, ops = facts.lifetimes, facts.graph.walk()
+    ((sums, products),) = facts.unawaited
+    assert [facts.graph.values[op.results[0]].shape for op in sums] == [(256,)] * 6
+    weights = {value for value in facts.graph.arguments if facts.graph.values[value].shape == (256, 256)}
+    same, later = (_beside_gathers(facts, {op.index for op in sums}, gathered, times.dies) for gathered in (set(), weights))
+    assert (same == times.dies).all()
+    gathers = [times.ends[op.index] for op in products if not weights.isdisjoint(op.operands)]
+    assert set(later[later > times.dies].tolist()) == set(gathers[-5:])
+
+
 def test_fusion_is_linear():
     """Twice the layers make twice the kernels, all with few reads."""
     short, long = (facts_of(*_flat(programs.gpt(layers))).fusion.kernels for layers in (4, 8))
@@ -332,6 +351,7 @@ RECORDED = (
     (lambda: models.unet(), {"data": 4, "model": 2}, "data_parallel", 1.389e9),
     (lambda: models.unet(), {"data": 4, "model": 2}, "fully_sharded", 1.447e9),
     (lambda: models.unet(batch=96, dtype=jnp.float32), {"data": 4, "model": 2}, "data_parallel", 1.213e9),
+    (lambda: models.unet(3, 96, batch=192), {"data": 8}, "fully_sharded", 1.597e9),
     (lambda: models.lstm(4, width=768, batch=384, length=192), {"data": 4, "model": 2}, "data_parallel", 12.269e9),
     (lambda: models.lstm(2, 1536, 10_000, 160, 128, jnp.float32), {"data": 2, "model": 4}, "data_parallel", 6.742e9),
 )
