@@ -289,7 +289,7 @@ def test_sums_that_nothing_waits_for_are_made_beside_gathers_of_weights():
         return x.sum()
 
     facts = facts_of(jax.grad(loss), [(floats(256), floats(256, 256))] * 6, floats(1024, 256))
-    times, ops = facts.lifetimes, facts.graph.walk()
+    times = facts.lifetimes
     ((sums, products),) = facts.unawaited
     assert [facts.graph.values[op.results[0]].shape for op in sums] == [(256,)] * 6
     weights = {value for value in facts.graph.arguments if facts.graph.values[value].shape == (256, 256)}
