@@ -18,6 +18,7 @@ _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _MATRIX_TARGETS = re.compile(r"gemm|matmul|conv(?!ert)|dnn|dot", re.IGNORECASE)
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_UNKNOWN_CYCLES = 2**63 - 1  # what XLA:TPU writes of what it has no estimate for, such as a scatter that a v5p's sparse cores do
 _REMATERIALISED = ".remat"  # XLA's rematerialisation names what it computes again so
 
 
@@ -51,17 +52,24 @@ def dot_flops(hlo_text: str) -> Flops:
 def scheduled_cycles(hlo_text: str) -> float:
     """The cycles that the TPU compiler estimates for a module's instructions one after the other, loop trips counted.
 
-    The text is that after code generation. Each fusion counts as a whole; collectives and copies between memories carry no cycles.
+    The text is that after code generation. Each fusion counts as a whole; collectives and copies between memories carry no cycles, and what
+    the compiler has no estimate for counts as nothing.
     """
     module = Module(hlo_text)
     return float(_cycles(module, module.entry))
 
 
+def cycles_of(instruction: Instruction) -> int | None:
+    """The cycles that the TPU compiler estimates for an instruction, 0 where it cannot say; None where it says nothing."""
+    found = _CYCLES.search(instruction.rest)
+    return int(found[1]) % _UNKNOWN_CYCLES if found else None
+
+
 def _cycles(module: Module, name: str) -> int:
     total = 0
     for instruction in module.computations.get(name, Computation()).values():
-        if found := _CYCLES.search(instruction.rest):
-            total += int(found[1])
+        if (cycles := cycles_of(instruction)) is not None:
+            total += cycles
         elif instruction.opcode != "fusion":
             total += sum(times * _cycles(module, callee) for callee, times in module.called(instruction))
     return total

@@ -31,6 +31,7 @@ from autoshard.rules import rules_of
 from autoshard.search import DataParallel, FullySharded, RecursiveProgramming, Solution
 from autoshard.search.propagation import Propagation
 from autoshard.trace import trace
+from autoshard.verify.flops import cycles_of
 from autoshard.verify.hlo import Computation, Instruction, Module, sent_by
 from benchmarks import models
 from benchmarks.cost_model.compiled import Case, compiled
@@ -50,7 +51,6 @@ TENSOR = {
 }
 CHANGES = (2, 4, 8, 12, 20, 30)
 CHANGED = 11  # strategies a mesh that random changes make
-_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 
 def run(quick: bool, progress: Callable[[str, float], None]) -> Findings:
@@ -110,7 +110,7 @@ def scheduled_seconds(hlo_text: str, mesh: Mesh, communication: Communication, c
         now = wires = 0.0
         flying: dict[str, float] = {}
         for instruction in computation.values():
-            cycles = _CYCLES.search(instruction.rest)
+            cycles = cycles_of(instruction)
             started, channel, ends = _sends(module, computation, instruction, mesh)
             if ends:
                 now = max(now, flying.pop(channel, now))
@@ -118,8 +118,8 @@ def scheduled_seconds(hlo_text: str, mesh: Mesh, communication: Communication, c
                 wires = flying[channel] = max(now, wires) + seconds(started)
             elif started:
                 now = wires = max(now, wires) + seconds(started)
-            if cycles:
-                now += int(cycles[1]) / clock_hertz
+            if cycles is not None:
+                now += cycles / clock_hertz
             elif instruction.opcode != "fusion":
                 now += sum(times * walk(callee) for callee, times in module.called(instruction))
         return max(now, wires)

@@ -73,6 +73,7 @@ backend_config={"estimated_cycles":"1234"}"""
     assert (once.total, once.rematerialised) == (product, 0.0)
     assert (again.total, again.rematerialised) == (product, product)
     assert scheduled_cycles(module(entry, fused)) == 1234.0
+    assert scheduled_cycles(module(entry.replace("1234", str(2**63 - 1)), fused)) == 0.0  # what the compiler has no estimate for
 
 
 def test_library_calls_without_sizes_are_an_error():
