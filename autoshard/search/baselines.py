@@ -128,6 +128,7 @@ def _spread(problem: Problem, batch: dict[int, Layout]) -> Propagation:
     pinned = {value: spread.layout(value) for value in problem.graph.arguments if value in problem.pins}
     spread.seed({value: _pinned(problem, value, layout) for value, layout in (pinned | batch).items()})
     spread.forward()
+    spread.backward()
     return spread
 
 

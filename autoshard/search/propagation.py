@@ -163,7 +163,10 @@ class Propagation:
         return sum(dim >= 0 for dim in old) < sum(dim >= 0 for dim in new)
 
     def backward(self) -> None:
-        """Ops without a sharding whose sharded readers all want one layout of the result take it, so that they are sliced early."""
+        """Ops without a sharding whose sharded readers all want one layout of the result take it, so that they are sliced early.
+
+        What is made of scalars, such as random bits, keeps it: no operand would tell it to.
+        """
         wanted = self._wanted()
         for op in reversed(self.problem.graph.walk()):
             rule = self.problem.rules[op.index]
@@ -182,6 +185,8 @@ class Propagation:
             if legal(rule, choice, self.problem.mesh.sizes):
                 self.choices[op.index] = choice
                 self.settle(op, rule)
+                if not any(self.problem.graph.values[value].rank for value in op.operands):
+                    self.frozen.add(op.index)
                 for position, value in enumerate(op.operands):
                     wanted.setdefault(value, {})[operand_layout(rule, choice, position)] = None
 
@@ -206,7 +211,7 @@ class Propagation:
         wanted: dict[int, dict[Layout, None]] = {}
         for op in graph.walk():
             rule, choice = self.problem.rules[op.index], self.choices.get(op.index)
-            if rule is None or choice is None:
+            if rule is None or choice is None or all(factor < 0 for factor, _ in choice):
                 continue
             for position, value in enumerate(op.operands):
                 layout = operand_layout(rule, choice, position)
