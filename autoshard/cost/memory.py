@@ -200,7 +200,8 @@ def _buffers(
     def placed(born: np.ndarray, dies: np.ndarray) -> Buffers:
         kept = held.copy()
         if on_tpu:
-            _keep_fast(kept, born, dies, times.passed, FAST_MEMORY_BYTES.get(device.name, 0))
+            sent = (True,) * (len(copies) + len(stored))  # collectives read and write the device's own memory
+            _keep_fast(kept, born, dies, (*times.passed, *sent), FAST_MEMORY_BYTES.get(device.name, 0))
         return Buffers(times, tuple(value for value, _ in copies), tuple(stored), kept, born, dies, usage(times.moments, kept, born, dies))
 
     if waits:

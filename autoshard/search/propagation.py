@@ -165,12 +165,12 @@ class Propagation:
     def backward(self) -> None:
         """Ops without a sharding whose sharded readers all want one layout of the result take it, so that they are sliced early.
 
-        What is made of scalars, such as random bits, keeps it: no operand would tell it to.
+        What is made of scalars, such as random bits, keeps it: no operand would tell it to. Constants lie wherever they are read.
         """
-        wanted = self._wanted()
+        wanted, free = self._wanted(), self.problem.profile.free
         for op in reversed(self.problem.graph.walk()):
             rule = self.problem.rules[op.index]
-            if rule is None or op.index in self.frozen or len(op.results) != 1 or op.bodies:
+            if rule is None or op.index in self.frozen or len(op.results) != 1 or op.bodies or free[op.results[0]]:
                 continue
             if any(factor.kind != "pass_through" for factor in rule.factors) or any(f >= 0 for f, _ in self.choices.get(op.index, ())):
                 continue

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
 from problems import problem_of
 from programs import gpt
@@ -12,6 +14,10 @@ from autoshard.problem import folded
 from autoshard.search import DataParallel, FullySharded, TensorParallel
 from autoshard.search.baselines import split_batch
 from autoshard.search.sharding_propagation import Spread
+
+
+def floats(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def deep(layers=6):
@@ -26,6 +32,21 @@ def test_the_batch_is_split_once_and_by_nobody_changed():
     sharded = FullySharded().solve(problem).assignment.choices
     assert split_batch(problem).choices == first == DataParallel().solve(problem).assignment.choices
     assert sharded == FullySharded().solve(deep(2)).assignment.choices != first
+
+
+@pytest.mark.parametrize("searcher", [DataParallel(), FullySharded(), FullySharded(stage=1)], ids=str)
+def test_random_bits_are_split_as_who_reads_them(searcher):
+    """Dropout of a split batch draws each device's own bits: no operand says so, their readers do."""
+
+    def loss(weight, key, batch):
+        hidden = jnp.tanh(batch @ weight)
+        return jnp.where(jax.random.bernoulli(key, 0.9, hidden.shape), hidden, 0.0).sum()
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    problem = problem_of(jax.grad(loss), floats(256, 256), key, floats(1024, 256))
+    found = searcher.solve(problem).assignment
+    (bits,) = (op for op in problem.graph.walk() if op.primitive == "random_bits")
+    assert found.layout(bits.results[0]) == (0, 0)
 
 
 def test_what_is_held_is_folded_where_nodes_that_look_alike_hold_the_same():
