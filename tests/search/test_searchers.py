@@ -26,6 +26,7 @@ from autoshard.search import (
     solve,
 )
 from autoshard.search.elimination import eliminate
+from benchmarks import models
 
 SEARCHED = [
     DataParallel(),
@@ -137,6 +138,15 @@ def test_data_parallel_finds_the_batch_of_a_scanned_sequence():
     problem = problem_of(fn, *args, mesh={"data": 8})
     alone = problem_of(fn, *args, mesh={"data": 1}, cluster=eager_cluster("cpu:1"))
     assert DataParallel().solve(problem).judgement.cost.flops < 0.3 * DataParallel().solve(alone).judgement.cost.flops
+
+
+def test_data_parallel_does_not_split_time_though_some_work_is_split_by_it():
+    """A language model that scans over time, first: the loss could be split over time, the layers cannot; over the batch both can."""
+    fn, args = models.lstm(2, 256, 4096, 64, 128)  # batch, then length; tokens are time first
+    problem = problem_of(fn, *args, mesh={"data": 8})
+    found, graph = DataParallel().solve(problem).assignment, problem.graph
+    tokens = [value for value, path in zip(graph.arguments, graph.argument_paths, strict=True) if not path.startswith("state")]
+    assert {found.layout(value) for value in tokens} == {(1,)}
 
 
 def test_fully_sharded_stages_shard_ever_more_state():
