@@ -378,6 +378,8 @@ def _arranged(profile: Profile, assignment: Assignment, copied: Set[int], early:
     - Images that a program is handed are not in a convolution's tiles, and rounded if only products read them. They are read as they lie
       where a batch of whole lanes is innermost anyway (``copy`` in the convolutions' own kernels for 128 and 512 images, before them for
       32, 48 and 96: libtpu 0.0.42).
+    - Weights that loops multiply by are copied for all of them where their last two dimensions fill no tile: of four gates between the two
+      that are multiplied (``bf16[1280,4,1280]{2,0,1}``, spilled between a recurrent network's loops forward and back, libtpu 0.0.42).
     - Tables whose rows are shorter than a tile are handed in column by column, and copied to rows before they are looked up, rounded where
       all that is read is: one by one, or all as early as can be (five of six at once in a recommender that libtpu 0.0.42 compiled).
     """
@@ -394,6 +396,9 @@ def _arranged(profile: Profile, assignment: Assignment, copied: Set[int], early:
             narrow = fusion.rounds[value] and all(is_matrix(profile.graph.walk()[op].primitive) for op in users)
             nbytes = share(value) * tiles(value) / (2 if narrow else 1)
             yield nbytes, min(times.starts[op] for op in users), max(times.ends[op] for op in users)
+    for value, loops in profile.looped_weights.items():
+        if value not in copied and _local(profile, assignment, value)[-2] < ROWS:
+            yield share(value), times.starts[loops[0]], times.ends[loops[-1]]
     looked_up = list(_tables_of_short_rows(profile, assignment))
     for table, op in looked_up:
         width = _local(profile, assignment, table)[-1]

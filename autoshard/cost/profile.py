@@ -10,7 +10,7 @@ from autoshard.cost.compute import is_matrix, op_flops
 from autoshard.cost.fusion import REDUCTIONS, STANDALONE, VIEWS, Fusion, Minor, fuse, recomputes
 from autoshard.cost.lifetimes import Lifetimes, orders, shortest
 from autoshard.cost.narrowing import rounded_values, single_rows
-from autoshard.cost.partial_sums import PartialSums, partial_sums
+from autoshard.cost.partial_sums import LOOPS, PartialSums, partial_sums
 from autoshard.cost.traffic import Traffic, sent_by_op, traffic_by_kernel, traffic_by_op
 from autoshard.ir import Graph, Op, Rule
 from autoshard.ir.naming import Names
@@ -49,6 +49,7 @@ class Profile:
         single_rows: the values that are exchanged as they are all the same.
         combined: the sums, in the order in which they are combined.
         table_lookups, lookups: the gathers of arguments' elements, and of what is computed and lies in memory.
+        looped_weights: the arguments of three dimensions or more that products in loops read as they are, each with the loops.
         added_to: the scatters that add to what lies in memory.
         sending: the ops whose shards may send each other parts of what they read.
     """
@@ -78,6 +79,7 @@ class Profile:
     combined: Sums
     table_lookups: tuple[Op, ...]
     lookups: tuple[Op, ...]
+    looped_weights: dict[int, tuple[int, ...]]
     added_to: tuple[Op, ...]
     sending: tuple[Op, ...]
 
@@ -135,6 +137,7 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...]) -> Profile:
         combined=sums_of(graph, fusion),
         table_lookups=tuple(op for op in gathers if op.operands[0] in arguments),
         lookups=tuple(op for op in gathers if op.operands[0] not in arguments and fusion.materialised[op.operands[0]]),
+        looped_weights=_looped_weights(graph, fusion, readers),
         added_to=tuple(op for op in graph.walk() if op.primitive == "scatter-add" and fusion.stored[fusion.root[op.results[0]]]),
         sending=tuple(op for op, _ in sending),
     )
@@ -143,6 +146,16 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...]) -> Profile:
 def _sent_operands(op: Op, rule: Rule | None) -> list[int]:
     """The operands that shards may send each other parts of."""
     return sorted({send.tensor for factor in rule.factors for send in factor.sends if send.tensor < len(op.operands)}) if rule else []
+
+
+def _looped_weights(graph: Graph, fusion: Fusion, readers: Sequence[Sequence[int]]) -> dict[int, tuple[int, ...]]:
+    ops, arguments, found = graph.walk(), frozenset(graph.arguments), {}
+    for op in ops:
+        for holder in op.holders if op.primitive in LOOPS else ():
+            value, inside = fusion.root[holder.value], readers[holder.value]
+            if value in arguments and graph.values[value].rank > 2 and any(ops[reader].primitive == "dot_general" for reader in inside):
+                found[value] = (*found.get(value, ()), op.index)
+    return found
 
 
 def _unawaited(

@@ -19,6 +19,11 @@ from autoshard.render import format_bytes
 from autoshard.search.propagation import Propagation
 from autoshard.search.searcher import Progress, Solution, silent
 
+UNSPLIT = (
+    "most work is not split: no batch dimension stays split through the step. A reshape into microbatches loses it where their number "
+    "comes first and the devices do not divide it; searcher='auto' splits other dimensions too."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class DataParallel:
@@ -82,10 +87,12 @@ def _solution(problem: Problem, judgement: Judgement, started: float) -> Solutio
             "Use searcher='recursive_programming' or 'fully_sharded', more devices, or a higher memory_limit_bytes.",
             judgement.cost.peak_bytes,
         )
+    split = judgement.cost.compute_seconds <= problem.remembered(_split_batch)[2] or problem.mesh.size == 1
     return Solution(
         judgement,
         min(problem.compute_bound(), judgement.cost.objective_seconds),
         {"search_seconds": time.perf_counter() - started},
+        notes=() if split else (UNSPLIT,),
     )
 
 
@@ -94,9 +101,10 @@ def split_batch(problem: Problem) -> Propagation:
     return problem.remembered(_split_batch)[0].copy()
 
 
-def _split_batch(problem: Problem) -> tuple[Propagation, Judgement]:
+def _split_batch(problem: Problem) -> tuple[Propagation, Judgement, float]:
+    """The fastest spread of a batch, what it costs, and the compute seconds of one that splits half of what could be split."""
     whole = _spread(problem, {})
-    enough = _compute_seconds(problem, whole.assignment()) / 2
+    enough = _compute_seconds(problem, whole.assignment()) * (1 + 1 / problem.mesh.size) / 2
     best: tuple[Propagation, Judgement] | None = None
     for dim in (0, 1):
         spreads = [_spread(problem, batch) for batch in _batches(problem, dim)]
@@ -104,7 +112,8 @@ def _split_batch(problem: Problem) -> tuple[Propagation, Judgement]:
         best = min([*([best] if best else []), *found], key=lambda judged: judged[1].cost.objective_seconds, default=None)
         if best is not None and best[1].cost.compute_seconds < enough:
             break
-    return best or (whole, problem.evaluate(whole.assignment()))
+    spread, judgement = best or (whole, problem.evaluate(whole.assignment()))
+    return spread, judgement, enough
 
 
 def _compute_seconds(problem: Problem, assignment: Assignment) -> float:
