@@ -142,7 +142,7 @@ def _spread(problem: Problem, batch: dict[int, Layout]) -> Propagation:
 
 
 def _batches(problem: Problem, dim: int) -> list[dict[int, Layout]]:
-    """What may be the batch: the arrays of one argument, or of all, that share the commonest size of a dimension, sharded on it."""
+    """What may be the batch: the arrays of all arguments, or of one, that share the commonest size of a dimension, sharded on it."""
     graph = problem.graph
     replaced = {graph.arguments[argument] for _, argument in graph.aliases}
     groups: dict[str, list[int]] = {}
@@ -152,7 +152,7 @@ def _batches(problem: Problem, dim: int) -> list[dict[int, Layout]]:
             groups.setdefault(root, []).append(value)
     together = [value for group in groups.values() for value in group]
     found = []
-    for group in [*groups.values(), *([together] if len(groups) > 1 else [])]:
+    for group in [*([together] if len(groups) > 1 else []), *groups.values()]:
         sizes = [graph.values[value].shape[dim] for value in group]
         commonest = max(dict.fromkeys(sizes), key=sizes.count)
         batch = {value: _split(problem, value, dim) for value, size in zip(group, sizes, strict=True) if size == commonest}

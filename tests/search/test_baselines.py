@@ -49,6 +49,18 @@ def test_random_bits_are_split_as_who_reads_them(searcher):
     assert found.layout(bits.results[0]) == (0, 0)
 
 
+def test_labels_are_split_with_what_they_label():
+    """Slicing whole labels is free, so nothing but the rule says so: arrays that share the batch dimension are all handed in split."""
+
+    def loss(weight, images, labels):
+        return -(jax.nn.log_softmax(images @ weight) * jax.nn.one_hot(labels, 128)).sum()
+
+    labels = jax.ShapeDtypeStruct((1024,), jnp.int32)
+    problem = problem_of(jax.grad(loss), floats(256, 128), floats(1024, 256), labels)
+    layouts = map(DataParallel().solve(problem).assignment.layout, problem.graph.arguments)
+    assert [layout[0] for layout in layouts] == [-1, 0, 0]
+
+
 def test_what_is_held_is_folded_where_nodes_that_look_alike_hold_the_same():
     """One part for each node of the folded problem; None where one layer is to do something else, or only one anything."""
     problem = deep()
