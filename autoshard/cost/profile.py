@@ -149,6 +149,7 @@ def _sent_operands(op: Op, rule: Rule | None) -> list[int]:
 
 
 def _looped_weights(graph: Graph, fusion: Fusion, readers: Sequence[Sequence[int]]) -> dict[int, tuple[int, ...]]:
+    """See `Profile.looped_weights`."""
     ops, arguments, found = graph.walk(), frozenset(graph.arguments), {}
     for op in ops:
         for holder in op.holders if op.primitive in LOOPS else ():
@@ -161,6 +162,7 @@ def _looped_weights(graph: Graph, fusion: Fusion, readers: Sequence[Sequence[int
 def _unawaited(
     graph: Graph, rules: tuple[Rule | None, ...], readers: Sequence[Sequence[int]]
 ) -> tuple[tuple[tuple[Op, ...], tuple[Op, ...]], ...]:
+    """See `Profile.unawaited`."""
     ops = graph.walk()
     awaited = [False] * len(ops)
     for op in reversed(ops):
@@ -180,6 +182,7 @@ def _unawaited(
 
 
 def _reduces(rule: Rule | None) -> bool:
+    """Whether an op has something to sum over."""
     return rule is not None and any(factor.kind == "reduction" for factor in rule.factors)
 
 
