@@ -12,6 +12,7 @@ Complexity: sweeps x table entries, then nodes x kept labels ** (induced width +
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from itertools import count
 
 import numpy as np
@@ -23,7 +24,8 @@ from autoshard.search.passing import Passing
 from autoshard.search.reparametrisation import Reparametrisation, normalised
 from autoshard.search.searcher import Progress, silent
 
-SWEEPS = 20  # of message passing between attempts at a proof
+SWEEPS = 20  # of message passing before an attempt at a proof
+FAR = 4  # times the gap that is tolerated: beyond it twice the sweeps come before the next attempt, from the third on
 MOST_SWEEPS = 60  # where an answer is one of many, or tables are large
 LENIENT = 5  # times the tolerance, at most
 ROUNDING = 1e-9  # relative; sums of a few thousand terms in double precision are exact to 1e-12
@@ -56,16 +58,20 @@ class Shells:
         """
         most = self.max_sweeps if max_sweeps is None else min(max_sweeps, self.max_sweeps)
         passing = Passing(tables.unary, tables.pairs, sent)
-        best, cost, sweeps = None, math.inf, 0
+        best, cost, sweeps, more = None, math.inf, 0, SWEEPS
         for attempt in count(1):
-            done = passing.run(SWEEPS, progress=self.progress)
+            done = passing.run(more, progress=self.progress)
             sweeps += done
             moved = normalised(passing, sweeps)
-            last = done < SWEEPS or sweeps >= most
+            last = done < more or sweeps >= most
             found, bound = self.widened(tables, moved, attempt, last)
             best, cost = min(((best, cost), (found, table_cost(tables.unary, tables.pairs, found))), key=lambda labelled: labelled[1])
-            if last or cost - bound <= self.tolerated(attempt) * abs(cost):
+            gap = cost - bound
+            if last or gap <= self.tolerated(attempt) * abs(cost):
                 break
+            if attempt > 1 and gap > FAR * self.tolerated(attempt + 1) * abs(cost):
+                more *= 2
+            more = min(more, most - sweeps)
         self.sweeps += sweeps
         assert best is not None
         return best, min(bound, cost), moved
@@ -87,11 +93,14 @@ class Shells:
         """
         rounding = ROUNDING * abs(moved.bound)
         delta, too_wide = max(self.tolerated(attempt) / 16 * abs(moved.bound), rounding), math.inf
-        try:
-            best = self._shell(tables, moved, delta)
-        except SearchLimitError:
-            delta, too_wide = rounding, delta
-            best = self._shell(tables, moved, delta, [int(reduced.argmin()) for reduced in moved.reduced])
+        best = None
+        for first in (delta, delta / 4):
+            with suppress(SearchLimitError):
+                delta, best = first, self._shell(tables, moved, first)
+                break
+            too_wide = first
+        if best is None:
+            delta, best = rounding, self._shell(tables, moved, rounding, [int(reduced.argmin()) for reduced in moved.reduced])
         cost = table_cost(tables.unary, tables.pairs, best)
         while (gap := cost - moved.bound) > delta:
             enough = self.tolerated(attempt) * abs(cost)
