@@ -42,6 +42,7 @@ STANDALONE = frozenset({
 })  # fmt: skip
 LOOPS = frozenset({"scan", "while", "cond"})
 LONGEST = 64  # ops of an epilogue that are looked at: gelu's derivative is 15
+MOST_OF = 15 / 16  # of a product's elements, at least: then leaving out the rest, or padding it, is the product's own affair
 MOST = 6  # sources, or readers, that are told apart; more than this many are as good as this many
 
 
@@ -86,6 +87,7 @@ class Fusion:
         minor: per value the dimensions that convolutions want innermost, of the batch and of features; None where there are none.
         begun: what loops outside of others carry that begins with constants, as sums of gradients do.
         users: per value, the ops that read it, or a view of it.
+        padded: the values that lie in memory because a product reads a pad of them.
         kernels: the program's kernels, in program order.
     """
 
@@ -99,6 +101,7 @@ class Fusion:
     minor: tuple[Minor | None, ...]
     begun: frozenset[int]
     users: tuple[tuple[int, ...], ...]
+    padded: tuple[int, ...]
     kernels: tuple[Kernel, ...]
 
 
@@ -134,6 +137,35 @@ def is_call(op: Op) -> bool:
     return len(op.bodies) == 1 and op.primitive not in LOOPS and op.results == op.bodies[0].outputs
 
 
+def _trims(graph: Graph) -> dict[int, int]:
+    """The ops that leave out the ends of what a product makes, or pad what it reads by as little, with what is stored for it, or -1.
+
+    XLA:TPU makes such a product without the ends at once, and reads no pad: what is padded lies in memory, rounded as the product reads it
+    (logits and their gradient in a loss over shifted labels, libtpu 0.0.42).
+    """
+    ops, values = graph.walk(), graph.values
+    readers: dict[int, list[Op]] = {}
+    for op in ops:
+        for value in dict.fromkeys(op.operands):
+            readers.setdefault(value, []).append(op)
+    found: dict[int, int] = {}
+    made: set[int] = set()  # by products, or converted since
+    for op in ops:
+        if op.primitive == "dot_general" or (op.primitive == "convert_element_type" and op.operands[0] in made):
+            made.update(value for value in op.results if len(readers.get(value, ())) == 1)
+        elif op.primitive == "slice" and op.operands[0] in made and set(op.params.get("strides") or (1,)) == {1}:
+            if values[op.results[0]].size >= MOST_OF * values[op.operands[0]].size:
+                found[op.index] = -1
+        elif op.primitive == "pad" and values[op.operands[0]].size >= MOST_OF * values[op.results[0]].size:
+            after, value = readers.get(op.results[0], []), op.results[0]
+            while len(after) == 1 and after[0].primitive == "convert_element_type":
+                (value,) = after[0].results
+                after = readers.get(value, [])
+            if after and all(reader.primitive == "dot_general" for reader in after) and not stands_alone(op):
+                found[op.index] = value
+    return found
+
+
 class _Fuser:
     def __init__(self, graph: Graph, free: Sequence[bool]):
         self.graph = graph
@@ -151,8 +183,10 @@ class _Fuser:
         self.sinks: list[frozenset[int]] = [frozenset()] * n
         spread = (op for op in self.ops if op.primitive == "broadcast_in_dim" and not self.values[op.operands[0]].rank)
         self.uniform = {op.results[0] for op in spread if free[op.operands[0]]}
+        self.trims = _trims(graph)
         self._alias()
         self.returned = {self._find(value) for value in graph.results}
+        self.padded = tuple(self._find(value) for value in self.trims.values() if value >= 0)
         self.narrow = _narrow(graph, self.root)
         self._store_boundaries()
         self._count_sinks()
@@ -177,6 +211,7 @@ class _Fuser:
             minor=self.minor,
             begun=self._begun(),
             users=users,
+            padded=self.padded,
             kernels=kernels,
         )
 
@@ -260,11 +295,15 @@ class _Fuser:
             elif op.primitive == "concatenate" and any(reader.primitive == "conv_general_dilated" for reader in self._read_by(op)):
                 for value in op.operands:
                     self._store(value)
+        for value in self.padded:
+            self._store(value)
 
     def _read_by(self, op: Op) -> list[Op]:
         return self.readers[self._find(op.results[0])]
 
     def _is_view(self, op: Op) -> bool:
+        if op.index in self.trims:
+            return True
         return op.primitive in VIEWS and not op.bodies and len(op.results) == 1 and bool(op.operands)
 
     def _is_elementwise(self, op: Op) -> bool:
@@ -374,7 +413,7 @@ class _Fuser:
                     if self.stored[root]:
                         made.append(root)
                         self.sources[root] = (root,)
-                        if op.primitive == "convert_element_type" and reads:
+                        if op.primitive == "convert_element_type" and reads and root not in self.padded:
                             self.fused[root] = reads  # who can compute it reads what it is made of
                     else:
                         self.sources[root] = reads

@@ -23,7 +23,7 @@ import numpy as np
 from autoshard.cluster import Device
 from autoshard.cost.combining import COMBINED_BYTES, is_formed, sent_with
 from autoshard.cost.compute import is_matrix
-from autoshard.cost.fusion import Minor
+from autoshard.cost.fusion import MOST_OF, Minor
 from autoshard.cost.lifetimes import Lifetimes, usage
 from autoshard.cost.profile import Profile
 from autoshard.cost.reshard import Step
@@ -177,9 +177,10 @@ def _buffers(
     more += [(partials[op].nbytes, times.starts[op], times.ends[last]) for op, last in stored.items()]
     born, dies = times.born, times.dies
     if on_tpu:
+        born, dies = _beside_gradients(profile)
         if copies:  # (without any, everything that is sent is synchronous)
-            born = _at_once(times, fusion.begun)
-            dies = _one_later(times, {op for op, step in partials.items() if step.nbytes > share(ops[op].results[0])})
+            born = _at_once(times, born, fusion.begun)
+            dies = _one_later(times, dies, {op for op, step in partials.items() if step.nbytes > share(ops[op].results[0])})
             dies = _beside_gathers(profile, partials.keys(), {value for value, _ in copies}, dies)
         copied = {value for value, _ in copies}
         more += _arranged(profile, assignment, copied, early)
@@ -268,22 +269,38 @@ def _stored(profile: Profile, partials: Mapping[int, Step], share: Callable[[int
     return found | {op: max(members, key=ends.__getitem__) for members in (whole, *(members for _, members in groups)) for op in members}
 
 
-def _at_once(times: Lifetimes, begun: frozenset[int]) -> np.ndarray:
+def _at_once(times: Lifetimes, born: np.ndarray, begun: frozenset[int]) -> np.ndarray:
     """When buffers are born if those of what loops begin with constants are taken as the program begins.
 
     They need nothing (``custom_call_target="AllocateBuffer"``), and XLA's latency-hiding scheduler puts that first: sums of gradients over
     time were alive from step 120 to 180 on in four recurrent networks whose backward loops began at 700 to 1,250 (libtpu 0.0.42).
     """
-    return np.where([value in begun for value in times.values], 0, times.born)
+    return np.where([value in begun for value in times.values], 0, born)
 
 
-def _one_later(times: Lifetimes, scattered: set[int]) -> np.ndarray:
+def _beside_gradients(profile: Profile) -> tuple[np.ndarray, np.ndarray]:
+    """When buffers are born and die if what a loss looks up is made along with a gradient as large that lies in memory, being padded.
+
+    One kernel makes both of the logits, and the lookup, which nothing waits for, comes later (a loss over shifted labels, libtpu 0.0.42).
+    """
+    times, fusion, values = profile.lifetimes, profile.fusion, profile.graph.values
+    born, dies = times.born.copy(), times.dies.copy()
+    for op in profile.lookups:
+        place = times.places.get(looked_up := fusion.root[op.operands[0]])
+        for value in fusion.padded:
+            maker = profile.makers[value]
+            if place is not None and maker is not None and values[looked_up].size >= MOST_OF * values[value].size:
+                born[place], dies[place] = min(born[place], times.starts[maker]), max(dies[place], times.ends[maker])
+    return born, dies
+
+
+def _one_later(times: Lifetimes, dies: np.ndarray, scattered: set[int]) -> np.ndarray:
     """When buffers die if each gradient that is scattered asynchronously is made one later than in the order of the kernels.
 
     XLA's latency-hiding scheduler puts products that nothing waits for beside the collectives of others; in the schedules of convolutional
     networks (libtpu 0.0.42) each was one behind, mostly.
     """
-    dies = times.dies.copy()
+    dies = dies.copy()
     ends = {times.starts[op]: times.ends[op] for op in scattered}
     for start, after in pairwise(sorted(ends)):
         for buffer in times.reads.get(start, ()):

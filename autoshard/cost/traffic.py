@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from autoshard.cost.compute import is_matrix
-from autoshard.cost.fusion import REDUCTIONS, Fusion, Kernel, stands_alone
+from autoshard.cost.fusion import MOST_OF, REDUCTIONS, Fusion, Kernel, stands_alone
 from autoshard.ir import Graph, Op
 
 WIDE = 4  # bytes of the numbers that kernels compute with
@@ -156,6 +156,8 @@ class _Kernels:
         values = self.graph.values
         product, sums = is_matrix(main.primitive), main.primitive in REDUCTIONS
         size = values[main.operands[0] if sums else main.results[0]].size
+        if sums and size >= MOST_OF * (whole := values[self.fusion.root[main.operands[0]]].size):
+            size = whole  # of what a product makes without its ends
         near = [groups[value] for value in kernel.reads if value in groups and 2 * values[value].size > size]
         group = next((one for one in near if not product and self._takes(one, kernel, size, sums)), None)
         moved, passes = self.moved[main.index], self.passes[main.index]

@@ -11,9 +11,10 @@ import time
 from dataclasses import dataclass
 from typing import ClassVar
 
+from autoshard.cost.compute import is_matrix
 from autoshard.cost.evaluate import Judgement
 from autoshard.errors import InfeasibleError, ShardingError
-from autoshard.ir import Assignment, Layout, divides
+from autoshard.ir import Layout, divides
 from autoshard.problem import Problem
 from autoshard.render import format_bytes
 from autoshard.search.propagation import Propagation
@@ -87,7 +88,7 @@ def _solution(problem: Problem, judgement: Judgement, started: float) -> Solutio
             "Use searcher='recursive_programming' or 'fully_sharded', more devices, or a higher memory_limit_bytes.",
             judgement.cost.peak_bytes,
         )
-    split = judgement.cost.compute_seconds <= problem.remembered(_split_batch)[2] or problem.mesh.size == 1
+    split = judgement.cost.flops <= problem.remembered(_split_batch)[2] or problem.mesh.size == 1
     return Solution(
         judgement,
         min(problem.compute_bound(), judgement.cost.objective_seconds),
@@ -102,34 +103,21 @@ def split_batch(problem: Problem) -> Propagation:
 
 
 def _split_batch(problem: Problem) -> tuple[Propagation, Judgement, float]:
-    """The fastest spread of a batch, what it costs, and the compute seconds of one that splits half of what could be split."""
-    whole = _spread(problem, {})
-    enough = _compute_seconds(problem, whole.assignment()) * (1 + 1 / problem.mesh.size) / 2
+    """The fastest spread of a batch, what it costs, and the flops of one that splits half of what could be split."""
+    profile = problem.profile
+    flops = sum(op.trips * profile.flops[op.index] for op in problem.graph.walk() if is_matrix(op.primitive))
+    enough = flops * (1 + 1 / problem.mesh.size) / 2
     best: tuple[Propagation, Judgement] | None = None
     for dim in (0, 1):
         spreads = [_spread(problem, batch) for batch in _batches(problem, dim)]
         found = [(spread, problem.evaluate(spread.assignment())) for spread in spreads]
         best = min([*([best] if best else []), *found], key=lambda judged: judged[1].cost.objective_seconds, default=None)
-        if best is not None and best[1].cost.compute_seconds < enough:
+        if best is not None and best[1].cost.flops <= enough:
             break
-    spread, judgement = best or (whole, problem.evaluate(whole.assignment()))
-    return spread, judgement, enough
-
-
-def _compute_seconds(problem: Problem, assignment: Assignment) -> float:
-    """What ops take in their choices, nothing exchanged: all that it takes to know whether work is split."""
-    profile, model = problem.profile, problem.model
-    known: dict[tuple, float] = {}
-    total = 0.0
-    for op in problem.graph.walk():
-        if profile.idle[op.index]:
-            continue
-        choice = assignment.choice(op.index)
-        key = profile.alike[op.index], choice
-        if key not in known:
-            known[key] = model.op_seconds(profile, op, choice)
-        total += op.trips * known[key]
-    return total
+    if best is None:
+        whole = _spread(problem, {})
+        best = whole, problem.evaluate(whole.assignment())
+    return best[0], best[1], enough
 
 
 def _spread(problem: Problem, batch: dict[int, Layout]) -> Propagation:
