@@ -165,7 +165,7 @@ class Propagation:
     def backward(self) -> None:
         """Ops without a sharding whose sharded readers all want one layout of the result take it, so that they are sliced early.
 
-        What is made of scalars, such as random bits, keeps it: no operand would tell it to. Constants lie wherever they are read.
+        So does what is made of scalars, such as random bits: no operand tells it to. Constants lie wherever they are read.
         """
         wanted, free = self._wanted(), self.problem.profile.free
         for op in reversed(self.problem.graph.walk()):
@@ -185,8 +185,6 @@ class Propagation:
             if legal(rule, choice, self.problem.mesh.sizes):
                 self.choices[op.index] = choice
                 self.settle(op, rule)
-                if not any(self.problem.graph.values[value].rank for value in op.operands):
-                    self.frozen.add(op.index)
                 for position, value in enumerate(op.operands):
                     wanted.setdefault(value, {})[operand_layout(rule, choice, position)] = None
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from problems import problem_of
@@ -53,10 +57,17 @@ def test_labels_of_the_folded_problem_cost_the_same_unfolded(seed):
     assert small.fold(small.unfold(labels)) == labels == small.labels(small.assignment(labels))
 
 
+def chain():
+    """Forty products in a row, all but the outer ones of one class: its nodes read each other."""
+    weight = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    return problem_of(lambda weights, x: reduce(lambda x, w: jnp.tanh(x @ w), weights, x), [weight] * 40, weight)
+
+
+@pytest.mark.parametrize("make", [deep, chain])
 @pytest.mark.parametrize("free", [(0, 1), (0,), (1,)], ids=str)
-def test_folded_tables_are_the_sums_of_the_wholes(free):
+def test_folded_tables_are_the_sums_of_the_wholes(free, make):
     """Counting equal tables gives what adding them up does, whatever axes are free and whatever bytes cost."""
-    whole = deep()
+    whole = make()
     small = folded(whole)
     tables, chosen = random_labels(small, 3)
     labels = [options[label] for options, label in zip(tables.labels, chosen, strict=True)]

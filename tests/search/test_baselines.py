@@ -7,9 +7,12 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from problems import problem_of
 from programs import gpt
 
+import autoshard
+from autoshard.demo.programs import named
 from autoshard.problem import folded
 from autoshard.search import DataParallel, FullySharded, TensorParallel
 from autoshard.search.baselines import split_batch
@@ -50,15 +53,13 @@ def test_random_bits_are_split_as_who_reads_them(searcher):
 
 
 def test_labels_are_split_with_what_they_label():
-    """Slicing whole labels is free, so nothing but the rule says so: arrays that share the batch dimension are all handed in split."""
-
-    def loss(weight, images, labels):
-        return -(jax.nn.log_softmax(images @ weight) * jax.nn.one_hot(labels, 128)).sum()
-
-    labels = jax.ShapeDtypeStruct((1024,), jnp.int32)
-    problem = problem_of(jax.grad(loss), floats(256, 128), floats(1024, 256), labels)
-    layouts = map(DataParallel().solve(problem).assignment.layout, problem.graph.arguments)
-    assert [layout[0] for layout in layouts] == [-1, 0, 0]
+    """LeNet's labels could as well be whole, since slicing them is free: arrays that share the batch dimension are all handed in split."""
+    (lenet,) = named("lenet")
+    found = autoshard.search(
+        lenet.train_step, *nnx.eval_shape(lenet.init), *lenet.example(), cluster="cpu:8", mesh={"data": 8}, searcher="data_parallel"
+    )
+    *_, images, labels = found.in_specs
+    assert images[0] == labels[0] == "data"
 
 
 def test_what_is_held_is_folded_where_nodes_that_look_alike_hold_the_same():
