@@ -118,9 +118,7 @@ class Folded(Problem):
         unary = [float(count) * offer.unary for count, offer in zip(np.bincount(self.classes), columns, strict=True)]
         pairs: dict[tuple[int, int], np.ndarray] = {}
         for (a, b, number), (count, i, j, edges) in whole.shared(_counted_joints).items():
-            key = number, id(columns[a]), id(columns[b])
-            if (one := whole._joint_tables.get(key)) is None:
-                one = whole._joint_tables[key] = whole._joint_table(i, edges, {i: columns[a], j: columns[b]})
+            one = whole._joint_table(i, j, number, edges, {i: columns[a], j: columns[b]})
             if i == j:
                 unary[a] = count * one
             elif a == b:

@@ -184,9 +184,7 @@ class Problem:
         unary = [offer.unary for offer in columns]
         pairs: dict[tuple[int, int], np.ndarray] = {}
         for i, j, number, edges in self._joints:
-            key = number, id(columns[i]), id(columns[j])
-            if (table := self._joint_tables.get(key)) is None:
-                table = self._joint_tables[key] = self._joint_table(i, edges, columns)
+            table = self._joint_table(i, j, number, edges, columns)
             if i == j:
                 unary[i] = table
             else:
@@ -392,12 +390,19 @@ class Problem:
 
     # -- pairs -----------------------------------------------------------------------------------------------------
 
-    def _joint_table(self, i: int, edges: Sequence[Edge], columns: Mapping[int, _Columns] | Sequence[_Columns]) -> np.ndarray:
+    def _joint_table(
+        self, i: int, j: int, number: int, edges: Sequence[Edge], columns: Mapping[int, _Columns] | Sequence[_Columns]
+    ) -> np.ndarray:
         """What reads between node ``i`` and one behind it, or within it, cost by their labels; a node's own costs included."""
-        tables = [self._edge_table(edge, columns) for edge in edges]
-        if edges[0].source == edges[0].target:
-            return reduce(np.add, tables, columns[i].unary)
-        return reduce(np.add, [table if edge.source == i else table.T for edge, table in zip(edges, tables, strict=True)])
+        key = number, id(columns[i]), id(columns[j])
+        if (found := self._joint_tables.get(key)) is None:
+            tables = [self._edge_table(edge, columns) for edge in edges]
+            if i == j:
+                found = reduce(np.add, tables, columns[i].unary)
+            else:
+                found = reduce(np.add, [table if edge.source == i else table.T for edge, table in zip(edges, tables, strict=True)])
+            self._joint_tables[key] = found
+        return found
 
     def _edge_table(self, edge: Edge, columns: Mapping[int, _Columns] | Sequence[_Columns]) -> np.ndarray:
         value = self.graph.values[edge.value]
