@@ -268,7 +268,11 @@ class Problem:
     def _layout(self, node: int, label: Label, slot: int, rank: int) -> Layout:
         key = self._kinds[node], label, slot
         if (found := self._lying.get(key)) is None:
-            number = int(self._offer(node, label, ()).slots[slot][0])
+            joint = self._columns.get((self._kinds[node], self._nowhere(self.nodes.nodes[node]), tuple(range(len(label)))))
+            if joint is not None and label in joint.positions:
+                number = joint.slots[slot][joint.positions[label]]
+            else:
+                number = self._offer(node, label, ()).slots[slot][0]
             found = self._lying[key] = layouts(rank, len(self.mesh.axes))[number]
         return found
 
@@ -410,12 +414,12 @@ class Problem:
         distinct = {target.tobytes(): target for target in (columns[edge.target].slots[slot] for slot in edge.target_slots)}.values()
         matrix = self.model.reshard_matrix(value.shape, value.itemsize, self.profile.portable[edge.value])
         if edge.source == edge.target:
-            return edge.trips * np.sum([matrix[source, target] for target in distinct], axis=0)
-        table = edge.trips * np.sum([matrix[source[:, None], target[None, :]] for target in distinct], axis=0)
+            return edge.trips * reduce(np.add, [matrix[source, target] for target in distinct])
+        table = edge.trips * reduce(np.add, [matrix[source[:, None], target] for target in distinct])
         if _accumulated(self.profile, self.nodes, edge):
             op, labels = self.graph.walk()[self.nodes.nodes[edge.source].leader], columns[edge.source].labels
             again = np.array([op.trips * self.model.recombining_seconds(self.profile, op, label) for label in labels])
-            table += again[:, None] * np.any([source[:, None] != target[None, :] for target in distinct], axis=0)
+            table += again[:, None] * np.any([source[:, None] != target for target in distinct], axis=0)
         return table
 
     def _charge(self, unary: list[np.ndarray], columns: Sequence[_Columns], prices: Mapping[int, float]) -> None:

@@ -5,7 +5,8 @@
 which is the judge's ``objective_seconds``. *Ties.* Of equal labellings the one that elimination meets first: the smallest labels, last node
 first.
 
-*Steps.* Message passing and shells of small reduced cost, widened until an answer is proven (`autoshard.search.shells`).
+*Steps.* Nodes of one or two neighbours go first (`autoshard.search.contraction`); then message passing, and shells of small reduced cost,
+widened until an answer is proven (`autoshard.search.shells`).
 
 *Repeated layers* are folded first (`autoshard.problem.folding`): the steps are taken on a problem of a layer or two, whose optimum is an
 answer to the whole. Costs moved as they were moved there give a bound of the whole, and some more message passing raises it until it is
@@ -29,9 +30,12 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import ClassVar
 
+import numpy as np
+
 from autoshard.cost.evaluate import Judgement
 from autoshard.errors import InfeasibleError, SearchLimitError
-from autoshard.problem import Problem, Tables, folded
+from autoshard.problem import Messages, Problem, Tables, folded
+from autoshard.search.contraction import contracted
 from autoshard.search.elimination import table_cost
 from autoshard.search.memory import Fitted, Found, fitted, held_at, priced
 from autoshard.search.passing import Passing
@@ -147,12 +151,11 @@ class _Run:
     def optimum(self, prices: Mapping[int, float]) -> Found:
         """The best labels under memory prices, of the whole problem, and what the judge says of them."""
         tables = self._tables(self.small or self.problem, prices)
-        found, bound, moved = self.shells.solve(tables, self.sent, MOST_SWEEPS if prices else None)
-        self.sent = moved.sent
+        found, bound, self.sent = self._solved(tables, self.sent, MOST_SWEEPS if prices else None)
         labels = [options[label] for options, label in zip(tables.labels, found, strict=True)]
         if not prices:
             self.bound, self.cost = bound, table_cost(tables.unary, tables.pairs, found)
-            self.learned = replace(self.learned, sent=moved.sent)
+            self.learned = replace(self.learned, sent=self.sent)
         if self.small is not None:
             labels = self.small.unfold(labels)
         if (key := found.tobytes()) not in self.judged:  # other prices often have the same answer
@@ -198,10 +201,10 @@ class _Run:
         best, price, sent = -math.inf, 0.0, self.sent
         for _ in range(DUAL_STEPS if excess > 0.0 else 0):
             tried = max(slow - fast, 0.0) / (excess - slack)
-            labels, bound, moved = self.shells.solve(priced(own, own_charges, tried), sent, MOST_SWEEPS)
+            labels, bound, moved = self._solved(priced(own, own_charges, tried), sent, MOST_SWEEPS)
             bound -= tried * held.limit
             if bound > best:
-                best, price, sent = bound, tried, moved.sent
+                best, price, sent = bound, tried, moved
             if bound >= (fast + tried * excess) * (1 - self.searcher.tolerance):
                 break  # where the two answers' lines cross nothing more is to be had
             seconds = table_cost(own.unary, own.pairs, labels)
@@ -216,6 +219,18 @@ class _Run:
         cost = found.judgement.cost.objective_seconds - problem.fixed_seconds() + price * held.limit
         bound, _ = self._pass(passing_of(small, sent, priced(tables, charges, price)), cost)
         return bound - price * held.limit - ROUNDING * cost
+
+    def _solved(self, tables: Tables, sent: Messages, max_sweeps: int | None) -> tuple[np.ndarray, float, Messages]:
+        """The best labels of tables, a bound, and what was moved, from what was moved before.
+
+        Folded tables stay whole, since what moves between their nodes is to move in the whole problem too.
+        """
+        if self.small is not None:
+            found, bound, moved = self.shells.solve(tables, sent, max_sweeps)
+            return found, bound, moved.sent
+        fewer = contracted(tables)
+        found, bound, moved = self.shells.solve(fewer.tables, sent, max_sweeps)
+        return fewer.labels(found), bound, moved.sent
 
     def _pass(self, passing: Passing, cost: float) -> tuple[float, bool]:
         """The whole problem's bound after message passing, and whether it is as near to an answer's cost as is asked for."""

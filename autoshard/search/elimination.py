@@ -17,8 +17,8 @@ import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cache, reduce
+from dataclasses import dataclass, field
+from functools import cache, partial, reduce
 from itertools import chain
 from operator import itemgetter
 from typing import NamedTuple
@@ -100,16 +100,18 @@ class Eliminator:
         pairs: Pairs,
         incumbent: Sequence[int] | np.ndarray | None = None,
         most: list[int] | None = None,
+        cheap: bool = False,
     ) -> Elimination:
         """As `eliminate`.
 
         Args:
             most: the most labels that variables have in eliminations to come; the order is made for those where it can be.
+            cheap: whether an order by weights that is dear is a table too large, too.
         """
         if not unary:
             return Elimination(0.0, np.zeros(0, dtype=np.int64), 0, 0)
         sizes = [len(table) for table in unary]
-        plan = self._plan(tuple(pairs), sizes, incumbent is not None, most)
+        plan = self._plan(tuple(pairs), sizes, incumbent is not None, most, cheap)
         tables = [np.asarray(table, dtype=np.float64) for table in unary]
         if plan.singles:
             for (i, j), table in pairs.items():
@@ -119,30 +121,35 @@ class Eliminator:
         constant, best = self._follow(plan, tables, incumbent)
         labels = [0] * len(sizes)
         for step in reversed(plan.steps):
-            labels[step.variable] = best[step.variable].item(step.labels(labels))
+            labels[step.variable] = best[step.variable](step.labels(labels))
         return Elimination(constant, np.array(labels, dtype=np.int64), plan.width, plan.conditioned)
 
-    def _plan(self, pairs: tuple[Scope, ...], sizes: list[int], conditioning: bool, most: list[int] | None) -> _Plan:
+    def _plan(self, pairs: tuple[Scope, ...], sizes: list[int], conditioning: bool, most: list[int] | None, cheap: bool) -> _Plan:
         """The order of an earlier elimination over these pairs where it serves, else a new one."""
         known = self._plans.setdefault(pairs, [])
         if not known and most is not None:
             with suppress(SearchLimitError):
-                known.append(self._planned(pairs, most, False))
+                known.append(self._planned(pairs, most))
         for plan in known:
             if plan.serves(sizes, self.max_entries) and (conditioning or not plan.conditioned):
                 return plan
-        known.append(self._planned(pairs, sizes, conditioning))
+        known.append(self._planned(pairs, sizes, conditioning, cheap))
         return known[-1]
 
-    def _planned(self, pairs: tuple[Scope, ...], sizes: list[int], conditioning: bool) -> _Plan:
+    def _planned(self, pairs: tuple[Scope, ...], sizes: list[int], conditioning: bool = False, cheap: bool = False) -> _Plan:
         """The order by weights, or that by fill where the former is dear and the latter better."""
+        plan = failure = None
         try:
             plan = _Planner(pairs, sizes, self._joins).plan(self.max_entries, False)
             if plan.entries <= DEAR_ENTRIES * len(sizes):
                 return plan
-            failure = None
         except SearchLimitError as error:
-            plan, failure = None, error
+            failure = error
+        if cheap:
+            raise failure or SearchLimitError(
+                f"a cheap elimination adds up {DEAR_ENTRIES:,} entries a variable at most, and in this order it would be "
+                f"{plan.entries / len(sizes) if plan else 0:,.0f}. Use fewer labels."
+            )
         other = _Planner(pairs, sizes, self._joins).plan_by_fill(self.max_entries)
         if other is not None and (plan is None or other.entries < plan.entries):
             return other
@@ -154,16 +161,16 @@ class Eliminator:
         return _Planner(pairs, sizes, self._joins).plan(self.max_entries, True)
 
     def _follow(self, plan: _Plan, tables: list[np.ndarray], incumbent: Sequence[int] | np.ndarray | None):
-        """The sum of what is left in the end, and per variable its best label by those of the variables around it."""
+        """The sum of what is left in the end, and per variable what gives its best label by those of the variables around it."""
         tables += [NOTHING] * (plan.n_tables - len(tables))
-        best: list[np.ndarray] = [NOTHING] * len(plan.sizes)
+        best: list[Callable[[Scope | int], int]] = [partial(_always, 0)] * len(plan.sizes)
         constant, met = 0.0, self._met
         for step in plan.steps:
             variable, inputs, taken = step.variable, step.inputs, step.tables(tables)
             if step.join < 0:
                 assert incumbent is not None, "only with an incumbent is anything conditioned"
                 label = int(incumbent[variable])
-                best[variable] = np.asarray(label)
+                best[variable] = partial(_always, label)
                 for source, target, (side,) in zip(inputs, step.made, step.axes, strict=True):
                     tables[target], tables[source] = self._slab(tables[source], side, label), NOTHING
                 constant += sum(float(tables[target]) for target in step.made if tables[target].ndim == 0)
@@ -173,7 +180,7 @@ class Eliminator:
                 found = self._met_first(key, step, taken)
             for source in inputs:
                 tables[source] = NOTHING
-            best[variable] = found.best
+            best[variable] = found.label
             if step.around:
                 tables[step.made[0]] = found.least
             else:
@@ -182,15 +189,14 @@ class Eliminator:
 
     def _met_first(self, key: tuple[int, ...], step: _Step, tables: Sequence[np.ndarray]) -> _Met:
         n_axes = len(step.around) + 1
-        total = reduce(np.add, (_aligned(table, axes, n_axes) for table, axes in zip(tables, step.axes, strict=True)))
-        found = _Met(total.min(axis=-1), total.argmin(axis=-1).astype(np.int16), tuple(tables))
-        return self._remembered(key, found)
+        joined = tuple([_aligned(table, axes, n_axes) for table, axes in zip(tables, step.axes, strict=True)])
+        return self._remembered(key, _Met(reduce(np.add, joined).min(axis=0), joined))
 
     def _slab(self, table: np.ndarray, side: int, label: int) -> np.ndarray:
         """What is left of a table when one variable has its label."""
         key = (-1, id(table), side, label)
         if (found := self._met.get(key)) is None:
-            found = self._remembered(key, _Met(np.take(table, label, axis=side), NOTHING, (table,)))
+            found = self._remembered(key, _Met(np.take(table, label, axis=side), (table,)))
         return found.least
 
     def _remembered(self, key: tuple[int, ...], found: _Met) -> _Met:
@@ -212,11 +218,22 @@ NOTHING = np.zeros((), dtype=np.int16)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Met:
-    """What a step left, the best labels, and the tables it was made of."""
+    """What a step left, and the tables it was made of, which are aligned: first the axis of the variable, then those of its neighbours.
+
+    Only few of the best labels are ever asked for: those are found again.
+    """
 
     least: np.ndarray
-    best: np.ndarray
-    tables: tuple[np.ndarray, ...]
+    joined: tuple[np.ndarray, ...]
+    asked: dict[Scope | int, int] = field(default_factory=dict)
+
+    def label(self, around: Scope | int) -> int:
+        """The best label of the variable, by those of its neighbours (of one alone as it is)."""
+        if (found := self.asked.get(around)) is None:
+            at = (around,) if isinstance(around, int) else around
+            costs = [table[:, *(label if n > 1 else 0 for label, n in zip(at, table.shape[1:], strict=True))] for table in self.joined]
+            found = self.asked[around] = int(reduce(np.add, costs).argmin())
+        return found
 
 
 class _Step(NamedTuple):
@@ -238,7 +255,7 @@ class _Step(NamedTuple):
     axes: Join
     join: int
     tables: Callable[[Sequence[np.ndarray]], Sequence[np.ndarray]]
-    labels: Callable[[Sequence[int]], tuple[int, ...] | int]
+    labels: Callable[[Sequence[int]], Scope | int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -337,7 +354,7 @@ class _Planner:
 
     def _planned(self) -> _Plan:
         """The steps that were recorded."""
-        scopes = [(*step.around, step.variable) for step in self.steps]
+        scopes = [(step.variable, *step.around) for step in self.steps]
         return _Plan(
             steps=tuple(self.steps),
             sizes=self.sizes,
@@ -401,7 +418,7 @@ class _Planner:
         inputs = self._take(variable)
         ahead = neighbours[variable]
         around = tuple(sorted(ahead))
-        place = (*around, variable).index
+        place = (variable, *around).index
         axes = tuple([tuple(map(place, scopes[table])) for table in inputs])
         made = (self._add(around),) if around else ()
         join = self.joins.setdefault(axes, len(self.joins))
@@ -436,6 +453,10 @@ def _tables_at(numbers: tuple[int, ...]) -> Callable[[Sequence], Sequence]:
     """What takes those of some numbers from all tables."""
     first, *others = numbers
     return itemgetter(first, *others) if others else itemgetter(slice(first, first + 1))
+
+
+def _always(label: int, around: Scope | int) -> int:
+    return label
 
 
 def _nothing(sequence: Sequence) -> tuple:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from autoshard.errors import AutoshardError, InfeasibleError, ShardingError
 from autoshard.problem import Problem, Tables, folded
 from autoshard.search.baselines import DataParallel
+from autoshard.search.contraction import contracted
 from autoshard.search.early import Met, watch
 from autoshard.search.memory import Held, held_at, priced
 from autoshard.search.passing import Passing
@@ -57,6 +58,7 @@ def message_bound(problem: Problem, max_sweeps: int, enough: float = float("inf"
         sent = passing.sent
         passing = passing_of(small, sent, tables)
     else:
+        tables = contracted(tables).tables
         passing = Passing(tables.unary, tables.pairs, sent)
     passing.run(max_sweeps, enough, give_up=enough < float("inf"))
     if small is None:

@@ -11,20 +11,23 @@ that are known to look alike follow each other, in that order of their classes.
 *Levels.* Only the order of two nodes that stand in a pair matters. So nodes have their turns level by level, a level once all that it
 waits for are done (as in parallel triangular solves: Anderson and Saad 1989): the same messages as one by one, in some twenty turns.
 
-*Leaps.* Sweeps go on in much the same direction while the bound creeps up. Then every third starts from further on in the direction of
+*Leaps.* Sweeps go on in much the same direction while the bound creeps up. Then every second one starts from further on in the direction of
 those before it, and is undone where the bound is not higher for it. Whatever is moved leaves the sum as it is, so this is safe, and it
 takes half of the sweeps again.
 
 Tables stay as they are, and equal layers share theirs: what is moved into a pair is kept beside it, as a vector for each of its ends.
 
-Complexity: sweeps x entries of the pair tables.
+*Rows.* Many labels of an op have an operand lie in the same way, so that many rows of a pair's table are equal, and many columns. One of
+each is looked at, less the most that was taken for any of its labels.
+
+Complexity: sweeps x entries of the pair tables, of those rows and columns that differ.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from itertools import chain, compress, pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -38,11 +41,12 @@ from autoshard.search.searcher import Progress, silent
 Pair = tuple[int, int]
 
 TOLERANCE = 3e-7  # of the bound; a sweep that raises it by less is the last
-LEAPS = 3  # one sweep of so many is a leap
-CREEPING = 0.01  # of the bound; after a sweep that raises it by more a leap goes too far
+LEAPS = 2  # one sweep of so many is a leap
+CREEPING = 0.1  # of the bound; after a sweep that raises it by more a leap goes too far
 IN_A_ROW = 1 << 12  # entries of tables that are copied to lie in a row: adding to so many one by one takes as long as a few calls
-SIDE_BY_SIDE = 1 << 13  # entries of tables that are copied to stand side by side
-TOGETHER = 1 << 15  # entries that nodes with the same tables look at together: a quarter of a megabyte, which stays near the processor
+TOGETHER = 1 << 15  # entries that pairs of the same table are looked at together: a quarter of a megabyte, which stays near the processor
+NO_LABELS = np.zeros(0, dtype=np.int64)
+FROM_THE_FIRST = np.zeros(1, dtype=np.int64)
 
 
 class Passing:
@@ -53,6 +57,7 @@ class Passing:
     Attributes:
         pairs: the tables, as they are given.
         swept: whether the minima of all pairs are taken.
+        rise: of the bound, in the last sweeps from a leap to the next.
     """
 
     def __init__(self, unary: Sequence[np.ndarray], pairs: Pairs, sent: Messages | None = None, alike: Sequence[int] | None = None):
@@ -63,30 +68,47 @@ class Passing:
         """
         self.pairs = pairs
         self.swept = False
+        self.rise = math.inf
         self._reach = 2.0
-        self._tables = list(pairs.values())
+        narrow, rows = _narrowed(pairs)
+        self._tables = list(narrow.values())
         self._sizes = sizes = np.array([len(table) for table in unary], dtype=np.int64)
-        order = _ordered(near_order(len(unary), pairs) if alike is None else alike_order(alike, pairs), pairs)
+        order = _ordered(near_order(len(unary), pairs) if alike is None else alike_order(alike, pairs), narrow)
         self._ends, self._nodes = order.ends, order.nodes
-        both = sizes[order.joined]
         self._firsts, self._starts = _placed(sizes, order.nodes)  # where what nodes hold lies in memory, in order and by node
-        self._rows, rows = _placed(both, order.ends)  # where ends lie in memory, in order and by pair
-        self._rows_of = dict(zip(pairs, rows.reshape(-1, 2).tolist(), strict=True))
-        self._lengths, self._theirs, self._widths = both[order.ends], rows[order.ends ^ 1], both[order.ends ^ 1]
-        self._label = _ranges(self._starts[order.joined[order.ends]], self._lengths)  # which of all that nodes hold numbers are taken for
         self._given = np.concatenate([np.zeros(0), *(unary[i] for i in order.nodes)])
-        self._taken = np.zeros(len(self._label))
+        # By label: an end's lie row by row.
+        n_labels = sizes[order.joined]
+        self._lengths = n_labels[order.ends]
+        self._blocks, _ = _placed(n_labels, order.ends)  # where ends lie in memory, in order
+        within = np.concatenate([NO_LABELS, *(rows[end].labels for end in order.ends)])
+        self._label = within + np.repeat(self._starts[order.joined[order.ends]], self._lengths)  # which of what nodes hold
+        before = np.cumsum(n_labels) - n_labels
+        self._places = np.empty_like(within)  # where they lie, end by end of the pairs, by the labels' own numbers
+        self._places[within + np.repeat(before[order.ends], self._lengths)] = np.arange(len(within))
+        self._offsets = before.reshape(-1, 2).tolist()
+        # By row.
+        n_rows = np.array([len(end.counts) for end in rows], dtype=np.int64)
+        self._row_blocks, blocks = _placed(n_rows, order.ends)  # where ends lie in memory, in order and by pair
+        self._heights, self._theirs, self._widths = n_rows[order.ends], blocks[order.ends ^ 1], n_rows[order.ends ^ 1]
+        counts = np.concatenate([NO_LABELS, *(rows[end].counts for end in order.ends)])
+        self._groups = np.cumsum(counts) - counts  # where each row's labels lie
+        self._row = np.repeat(np.arange(len(counts)), counts)  # of each label
+        self._taken = np.zeros(len(within))
         if sent:
             taken = list(chain.from_iterable(_fitting(sent.get(pair), table) for pair, table in pairs.items()))
-            self._taken[_ranges(rows, both)] = -np.concatenate([np.zeros(0), *taken])
-        self._stacks: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
+            self._taken[self._places] = -np.concatenate([np.zeros(0), *taken])
+        self._most = np.zeros(len(counts))  # that was taken for any label of a row; a sweep renews it where it is looked at
         turns = [self._turns(level, order.shares) for level in order.levels]
         self._forward = [forward for forward, _ in turns]
         self._backward = [backward for _, backward in reversed(turns)]
 
     def _turns(self, level: _Level, shares: np.ndarray) -> tuple[_Turn, _Turn]:
         """A level's turns, forward and backward."""
-        start, middle, stop = (int(self._rows[end]) if end < len(self._rows) else len(self._taken) for end in level.bounds)
+        start, middle, stop = (int(self._blocks[end]) if end < len(self._blocks) else len(self._taken) for end in level.bounds)
+        first_row, middle_row, last_row = (
+            int(self._row_blocks[end]) if end < len(self._row_blocks) else len(self._most) for end in level.bounds
+        )
         sizes = self._sizes[level.nodes]
         first = int(self._starts[level.nodes[0]])
         given, block = self._given[first : first + int(sizes.sum())], self._taken[start:stop]
@@ -94,57 +116,40 @@ class Passing:
         shares = np.repeat(shares[level.nodes], sizes)
         before, behind = (list(chain.from_iterable(map(self._pieces, runs))) for runs in (level.before, level.behind))
         at = middle - start
+        row = self._row[start:stop]
+        lower, upper = self._groups[first_row:middle_row] - start, self._groups[middle_row:last_row] - middle
+        low, high = self._most[first_row:middle_row], self._most[middle_row:last_row]
         return (
-            _Turn(before, given, block, label, block[at:], label[at:], shares),
-            _Turn(behind, given, block, label, block[:at], label[:at], shares),
+            _Turn(before, block[:at], row[:at], given, block, label, shares, block[at:], label[at:], upper, high),
+            _Turn(behind, block[at:], row[at:], given, block, label, shares, block[:at], label[:at], lower, low),
         )
 
     def _pieces(self, run: _Run) -> Iterator[_Piece]:
         """The pairs of some ends, in few pieces."""
         if run.in_a_row:
-            yield self._in_a_row(run.first, run.first + run.members * run.each)
+            yield self._in_a_row(run.first, run.first + run.members)
             return
-        entries = sum(self._table(end).size for end in range(run.first, run.first + run.each))
-        step = max(TOGETHER // entries, 1)
+        step = max(TOGETHER // self._table(run.first).size, 1)
         for member in range(0, run.members, step):
-            yield from self._side_by_side(run.first + member * run.each, min(step, run.members - member), run.each)
+            yield self._side_by_side(run.first + member, min(step, run.members - member))
 
     def _in_a_row(self, first: int, last: int) -> _Piece:
         """The pairs of some ends, one entry after the other."""
-        n = self._lengths[first:last]
+        n = self._heights[first:last]
         widths = np.repeat(self._widths[first:last], n)
         table = np.concatenate([self._table(end).ravel() for end in range(first, last)])
-        own = self._taken[self._rows[first] : self._rows[first] + n.sum()]
+        own = self._most[self._row_blocks[first] : self._row_blocks[first] + n.sum()]
         return _Piece(table, _ranges(np.repeat(self._theirs[first:last], n), widths), np.cumsum(widths) - widths, 0, own)
 
-    def _side_by_side(self, first: int, members: int, each: int) -> Iterator[_Piece]:
-        """The pairs of nodes with the same tables, ``each`` a node; a piece holds one of them, or several small ones."""
-        n = int(self._lengths[first])
-        row = int(self._rows[first])
-        own = self._taken[row : row + members * each * n].reshape(members, each, n)
-        theirs = self._theirs[first : first + members * each].reshape(members, each)
-        widths = self._widths[first : first + each].tolist()
-        start = 0
-        while start < each:
-            stop = start + 1
-            while stop < each and n * sum(widths[start : stop + 1]) <= SIDE_BY_SIDE:
-                stop += 1
-            table, starts = self._stack(range(first + start, first + stop))
-            where = [theirs[:, k, None, None] + np.arange(widths[k]) for k in range(start, stop)]
-            yield _Piece(table, np.concatenate(where, axis=2), starts, 2, own[:, start:stop].transpose(0, 2, 1))
-            start = stop
-
-    def _stack(self, ends: range) -> tuple[np.ndarray, np.ndarray]:
-        """Tables side by side, a row for each of the node's labels, and where each starts."""
-        tables = [self._table(end) for end in ends]
-        key = tuple((id(self._tables[end >> 1]) << 1) + (end & 1) for end in self._ends[ends.start : ends.stop].tolist())
-        if key not in self._stacks:
-            starts = np.cumsum([0, *(table.shape[1] for table in tables[:-1])])
-            self._stacks[key] = np.ascontiguousarray(tables[0]) if len(tables) == 1 else np.concatenate(tables, axis=1), starts
-        return self._stacks[key]
+    def _side_by_side(self, first: int, members: int) -> _Piece:
+        """The pairs of ends with the same table."""
+        n, row, width = int(self._heights[first]), int(self._row_blocks[first]), int(self._widths[first])
+        own = self._most[row : row + members * n].reshape(members, n, 1)
+        theirs = self._theirs[first : first + members, None, None] + np.arange(width)
+        return _Piece(np.ascontiguousarray(self._table(first)), theirs, FROM_THE_FIRST, 2, own)
 
     def _table(self, position: int) -> np.ndarray:
-        """The table of an end's pair ``(labels of the end's node, the other's)``."""
+        """The table of an end's pair ``(rows of the end, the other's)``."""
         end = int(self._ends[position])
         return self._tables[end >> 1].T if end & 1 else self._tables[end >> 1]
 
@@ -168,9 +173,9 @@ class Passing:
                     return sweep + 1
                 creeps = bound - old <= CREEPING * abs(bound)
             if (sweep + 1) % LEAPS == 0:
-                if give_up and bound + (bound - below) / LEAPS * (max_sweeps - sweep - 1) < enough:
+                self.rise, since, below = bound - below, self._taken.copy(), bound
+                if give_up and bound + self.rise / LEAPS * (max_sweeps - sweep - 1) < enough:
                     return sweep + 1
-                since, below = self._taken.copy(), bound
             progress("lower bound", (sweep + 1) / max_sweeps)
         return max_sweeps
 
@@ -190,31 +195,34 @@ class Passing:
         """Forward, then backward, over all levels, whose nodes collect the minima of the pairs they come from and hand on their shares."""
         for turn in chain(self._forward, self._backward):
             self._collect(turn)
-            _, given, block, label, go, goes, shares = turn
+            _, _, _, given, block, label, shares, go, goes, groups, most = turn
             if len(go):
                 held = np.bincount(label, block, len(given))
                 held += given
                 held *= shares
                 go -= held.take(goes)
+                np.maximum.reduceat(go, groups, 0, None, most)
         self.swept = True
 
     def _collect(self, turn: _Turn) -> None:
         """The nodes take what pairs of one side hold at least, beyond what the others took."""
-        for table, theirs, starts, axis, own in turn.come:
-            np.minimum.reduceat(table - self._taken.take(theirs), starts, axis, None, own)
+        for table, theirs, starts, axis, own in turn.pieces:
+            np.minimum.reduceat(table - self._most.take(theirs), starts, axis, None, own)
+        self._most.take(turn.rows, 0, turn.come, "clip")
 
     @property
     def sent(self) -> dict[Pair, tuple[np.ndarray, np.ndarray]]:
         """What has been moved into each pair."""
-        moved = -self._taken
+        moved = -self._taken[self._places]
+        sizes = self._sizes.tolist()
         return {
-            (i, j): (moved[first : first + self._sizes[i]], moved[last : last + self._sizes[j]])
-            for (i, j), (first, last) in self._rows_of.items()
+            (i, j): (moved[first : first + sizes[i]], moved[last : last + sizes[j]])
+            for (i, j), (first, last) in zip(self.pairs, self._offsets, strict=True)
         }
 
     def bound(self) -> float:
         """The sum of all minima; those of pairs are zero after a sweep, whose backward half ends with taking them."""
-        pairs = 0.0 if self.swept else _minima(self._left(self._forward), self._rows).sum()
+        pairs = 0.0 if self.swept else _minima(self._left(self._forward), self._blocks).sum()
         return float(_minima(self._held(), self._firsts).sum() + pairs)
 
     def unary(self) -> list[np.ndarray]:
@@ -226,7 +234,7 @@ class Passing:
         found = self._beyond()
         for turns in (self._forward, self._backward):
             left = self._left(turns)
-            left -= np.repeat(_minima(left, self._rows), self._lengths)
+            left -= np.repeat(_minima(left, self._blocks), self._lengths)
             found += np.bincount(self._label, left, len(found))
         return self._by_node(found)
 
@@ -246,6 +254,8 @@ class Passing:
     def _left(self, turns: list[_Turn]) -> np.ndarray:
         """The least that is left in the pairs that nodes come from, by their labels; zero elsewhere."""
         before = self._taken.copy()
+        if len(self._groups):
+            np.maximum.reduceat(self._taken, self._groups, 0, None, self._most)
         for turn in turns:
             self._collect(turn)
         left = self._taken - before
@@ -254,14 +264,14 @@ class Passing:
 
 
 class _Piece(NamedTuple):
-    """Pairs that are looked at together; side by side ``(n nodes, n_i labels, sum of n_j of the others)``, or all these in a row.
+    """Pairs that are looked at together; side by side ``(n pairs, n_i rows, n_j of the others)``, or all these in a row.
 
     Attributes:
-        table: ``(n_i, sum of n_j)``, the same for all; or one number an entry.
-        theirs: where in memory lies what the others took, ``(n, 1, sum of n_j)``, or one an entry.
-        starts: where each other one's labels start along the axis.
-        axis: that of the others' labels.
-        own: ``(n, n_i, number of pairs)``, what the nodes took, or in a row.
+        table: ``(n_i, n_j)``, the same for all; or one number an entry.
+        theirs: where in memory lies what the others took at most, ``(n, 1, n_j)``, or one an entry.
+        starts: where the others' rows start along the axis, of each row of the nodes'.
+        axis: that of the others' rows.
+        own: ``(n, n_i, 1)``, what the nodes take, or in a row.
     """
 
     table: np.ndarray
@@ -275,28 +285,33 @@ class _Turn(NamedTuple):
     """What a level's nodes do in one direction.
 
     Attributes:
-        come: the pairs they collect from.
+        pieces: the pairs they collect from.
+        come, rows: what they took of those, and the row of each.
         given: their own tables, one after the other.
         block, label: all that they took, and for which of their labels each is.
-        go, goes: what they took of the pairs that get a share, and for which.
-        shares: what part of what a label holds each of those gets.
+        shares: what part of what a label holds each pair gets that gets a share.
+        go, goes: what they took of those, and for which.
+        groups, most: where each row's labels lie in that, and the most that was taken for any.
     """
 
-    come: list[_Piece]
+    pieces: list[_Piece]
+    come: np.ndarray
+    rows: np.ndarray
     given: np.ndarray
     block: np.ndarray
     label: np.ndarray
+    shares: np.ndarray
     go: np.ndarray
     goes: np.ndarray
-    shares: np.ndarray
+    groups: np.ndarray
+    most: np.ndarray
 
 
 class _Run(NamedTuple):
-    """Ends that follow each other: ``each`` of every one of some nodes; ``in_a_row``: of few entries, whosever they are."""
+    """Ends that follow each other, of the same table; ``in_a_row``: of few entries, whichever tables they have."""
 
     first: int
     members: int
-    each: int
     in_a_row: bool
 
 
@@ -319,7 +334,7 @@ class _Order(NamedTuple):
     """Nodes and ends level by level.
 
     A level's nodes keep their order. Of its ends come first those of pairs with nodes before, then those of pairs with nodes behind; in
-    either half nodes with the same tables follow each other, and a node's ends are in the order of their tables.
+    either half ends of the same table follow each other.
 
     Attributes:
         nodes: in order.
@@ -376,35 +391,68 @@ def _levels(n: int, waiting: Sequence[int], before: Sequence[int]) -> np.ndarray
 def _in_halves(
     pairs: Pairs, joined: np.ndarray, halves: np.ndarray, place: np.ndarray, n_halves: int
 ) -> tuple[np.ndarray, list[list[_Run]]]:
-    """The ends, half by half of the levels, and the runs of each half: of few entries first, then of nodes with the same tables."""
+    """The ends, half by half of the levels, and the runs of each half: of few entries first, then those of a table each."""
     numbers: dict[int, int] = {}
-    codes = np.repeat([2 * numbers.setdefault(id(table), len(numbers)) for table in pairs.values()], 2)
+    codes = np.repeat(np.array([2 * numbers.setdefault(id(table), len(numbers)) for table in pairs.values()], dtype=np.int64), 2)
     codes[1::2] += 1
-    by_node = np.lexsort((codes, place[joined], halves))
-    sides = np.flatnonzero(np.diff(joined[by_node], prepend=-1) | np.diff(halves[by_node], prepend=-1))  # each of a node and a half
-    counts = np.diff(sides, append=len(by_node))
-    entries = np.repeat([table.size for table in pairs.values()], 2)
-    weights = np.add.reduceat(entries[by_node], sides).tolist() if len(sides) else []
-    groups: list[dict[bytes, list[int]]] = [{} for _ in range(n_halves)]
-    words = codes[by_node]
-    for side, (half, start, count) in enumerate(zip(halves[by_node[sides]].tolist(), sides.tolist(), counts.tolist(), strict=True)):
-        groups[half].setdefault(words[start : start + count].tobytes(), []).append(side)
-    in_order: list[int] = []
-    runs: list[list[_Run]] = []
+    entries = np.repeat(np.array([table.size for table in pairs.values()], dtype=np.int64), 2)
+    ends = np.lexsort((place[joined], codes, halves))
+    firsts = np.flatnonzero(np.diff(codes[ends], prepend=-1) | np.diff(halves[ends], prepend=-1))  # of each half and table
+    counts = np.diff(firsts, append=len(ends))
+    half, many = halves[ends[firsts]], counts * entries[ends[firsts]] > IN_A_ROW
+    in_order = np.lexsort((many, half))
+    ends = ends[_ranges(firsts[in_order], counts[in_order])]
+    runs: list[list[_Run]] = [[] for _ in range(n_halves)]
     at = 0
-    for half in groups:
-        large = [len(members) * weights[members[0]] > IN_A_ROW for members in half.values()]
-        few = [side for members, many in zip(half.values(), large, strict=True) if not many for side in members]
-        n_ends = int(counts[few].sum())
-        runs.append([_Run(at, n_ends, 1, True)] if few else [])
-        in_order += few
-        at += n_ends
-        for members in compress(half.values(), large):
-            each = int(counts[members[0]])
-            runs[-1].append(_Run(at, len(members), each, False))
-            in_order += members
-            at += len(members) * each
-    return by_node[_ranges(sides[in_order], counts[in_order])], runs
+    for number, alone, members in zip(half[in_order].tolist(), many[in_order].tolist(), counts[in_order].tolist(), strict=True):
+        if not alone and runs[number]:
+            runs[number][0] = _Run(runs[number][0].first, runs[number][0].members + members, True)
+        else:
+            runs[number].append(_Run(at, members, not alone))
+        at += members
+    return ends, runs
+
+
+class _Rows(NamedTuple):
+    """What a pair's table tells apart of the labels at one of its ends.
+
+    Attributes:
+        labels: row by row.
+        counts: of each row's labels.
+    """
+
+    labels: np.ndarray
+    counts: np.ndarray
+
+    @property
+    def firsts(self) -> np.ndarray:
+        """A label of each row."""
+        return self.labels[np.cumsum(self.counts) - self.counts]
+
+
+def _narrowed(pairs: Pairs) -> tuple[dict[Pair, np.ndarray], list[_Rows]]:
+    """The tables with one of equal rows and one of equal columns, and both ends of each pair."""
+    met: dict[int, tuple[np.ndarray, _Rows, _Rows]] = {}
+    narrow, ends = {}, []
+    for pair, table in pairs.items():
+        if id(table) not in met:
+            first, last = _rows(table), _rows(table.T)
+            met[id(table)] = table[first.firsts[:, None], last.firsts], first, last
+        narrow[pair], first, last = met[id(table)]
+        ends += [first, last]
+    return narrow, ends
+
+
+def _rows(table: np.ndarray) -> _Rows:
+    """Which labels have equal rows.
+
+    >>> _rows(np.array([[0, 1], [2, 3], [0, 1]]))
+    _Rows(labels=array([0, 2, 1]), counts=array([2, 1]))
+    """
+    width, data = table.shape[1] * table.itemsize, table.tobytes()
+    numbers: dict[bytes, int] = {}
+    row = np.array([numbers.setdefault(data[k : k + width], len(numbers)) for k in range(0, len(data), width)])
+    return _Rows(np.argsort(row, kind="stable"), np.bincount(row))
 
 
 def _fitting(moved: tuple[np.ndarray, np.ndarray] | None, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

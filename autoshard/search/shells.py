@@ -62,8 +62,11 @@ class Shells:
         for attempt in count(1):
             done = passing.run(more, progress=self.progress)
             sweeps += done
-            moved = normalised(passing, sweeps)
             last = done < more or sweeps >= most
+            if not last and passing.rise > self.tolerated(attempt) * abs(passing.bound()):
+                more = min(more, most - sweeps)
+                continue  # no answer's gap is within what is tolerated: more sweeps do more for it
+            moved = normalised(passing, sweeps)
             found, bound = self.widened(tables, moved, attempt, last)
             best, cost = min(((best, cost), (found, table_cost(tables.unary, tables.pairs, found))), key=lambda labelled: labelled[1])
             gap = cost - bound
@@ -84,7 +87,7 @@ class Shells:
         """The best labels of ever wider shells, and the bound that is proven by then.
 
         An answer within what is tolerated uses no label of a reduced cost above that: shells begin far inside it. Once there is one, a
-        proof is tried at once, and then whatever takes few more shells.
+        proof is tried at once, and that is all.
 
         Args:
             attempt: how many there were, this one included.
@@ -94,9 +97,9 @@ class Shells:
         rounding = ROUNDING * abs(moved.bound)
         delta, too_wide = max(self.tolerated(attempt) / 16 * abs(moved.bound), rounding), math.inf
         best = None
-        for first in (delta, delta / 4):
+        for first, cheap in ((delta, True), (delta / 4, False)):
             with suppress(SearchLimitError):
-                delta, best = first, self._shell(tables, moved, first)
+                delta, best = first, self._shell(tables, moved, first, cheap=cheap)
                 break
             too_wide = first
         if best is None:
@@ -105,7 +108,7 @@ class Shells:
         while (gap := cost - moved.bound) > delta:
             enough = self.tolerated(attempt) * abs(cost)
             good = gap <= enough
-            if too_wide <= delta * (1.25 if last and not good else 4):
+            if too_wide <= delta * (1.25 if last else 4) or (good and too_wide < math.inf):
                 break
             if not (last or good) and (delta >= enough / 4 or (gap > 2 * enough and too_wide == math.inf)):
                 break  # more sweeps do more for it
@@ -125,7 +128,9 @@ class Shells:
             best, cost = min(((best, cost), (found, table_cost(tables.unary, tables.pairs, found))), key=lambda labelled: labelled[1])
         return best, min(cost, moved.bound + delta - rounding)  # what uses a label outside the last shell costs more than that
 
-    def _shell(self, tables: Tables, moved: Reparametrisation, delta: float, incumbent: list[int] | None = None) -> np.ndarray:
+    def _shell(
+        self, tables: Tables, moved: Reparametrisation, delta: float, incumbent: list[int] | None = None, cheap: bool = False
+    ) -> np.ndarray:
         """The best of the labels whose reduced cost is at most delta; with an incumbent, nodes that are too well connected keep its."""
         sets: dict[bytes, np.ndarray] = {}  # equal ones are one, so that what is cut from equal tables is one too
         kept = [np.flatnonzero(reduced <= max(delta, reduced.min())) for reduced in moved.reduced]
@@ -139,7 +144,7 @@ class Shells:
                 cut[key] = table[kept[i][:, None], kept[j]]
             pairs[i, j] = cut[key]
         start = None if incumbent is None else [int(np.searchsorted(labels, label)) for labels, label in zip(kept, incumbent, strict=True)]
-        answer = self.eliminate(unary, pairs, start)
+        answer = self.eliminate(unary, pairs, start, cheap=cheap)
         self.shells += 1
         self.width = max(self.width, answer.width)
         return np.array([labels[position] for labels, position in zip(kept, answer.labels, strict=True)])

@@ -39,8 +39,9 @@ def test_few_shells_are_tried_and_the_bound_holds(tables, tolerance, attempt, la
     unary, pairs = tables
     whole = Tables(tuple(tuple(range(len(table))) for table in unary), tuple(unary), pairs, np.zeros(len(unary), int))
     shells, asked = Shells(max_entries, 60, tolerance), []
+    shell = shells._shell
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shells, "_shell", lambda *args, shell=shells._shell: asked.append(args) or _at_most(60, asked) or shell(*args))
+        patch.setattr(shells, "_shell", lambda *args, **options: asked.append(args) or _at_most(60, asked) or shell(*args, **options))
         found, bound = shells.widened(whole, reparametrise(unary, pairs, max_sweeps=1), attempt, last)
     best = enumerated(unary, pairs)
     assert bound <= best + 1e-9
