@@ -181,7 +181,7 @@ def prepare(fn, args, cluster, searcher, mesh, pins, memory_limit_bytes, donate_
     given = None if mesh is None or isinstance(mesh, int) else _mesh(mesh)
     if given is not None:
         cluster.check(given)
-    traced, facts, seconds = _traced(fn, args, donate_argnums, (*_pinned_axes(pins), *(given.names if given else ())))
+    traced, facts, seconds = _traced(fn, args, donate_argnums, (*_pinned_axes(pins), *(given.names if given else ())), cluster)
     meshes = _meshes(cluster, traced.graph, pins, given, most)
     return Prepared(traced, facts, cluster, meshes, pins, limit, _positions(donate_argnums), seconds)
 
@@ -208,7 +208,7 @@ def evaluate(
     cluster = _cluster(cluster)
     given = _mesh(mesh)
     cluster.check(given)
-    traced, facts, seconds = _traced(fn, args, donate_argnums, given.names)
+    traced, facts, seconds = _traced(fn, args, donate_argnums, given.names, cluster)
     graph = traced.graph
     layouts = {}
     for value, path, spec in zip(graph.arguments, graph.argument_paths, _flat_specs(traced, args, in_specs), strict=True):
@@ -324,11 +324,11 @@ def _limit(cluster: Cluster, memory_limit_bytes: float | None) -> float:
     return memory_limit_bytes
 
 
-def _traced(fn, args, donate_argnums, axis_names) -> tuple[Traced, Profile, dict[str, float]]:
-    """The traced function, its profile, and what tracing took."""
+def _traced(fn, args, donate_argnums, axis_names, cluster: Cluster) -> tuple[Traced, Profile, dict[str, float]]:
+    """The traced function, its profile for the cluster's compiler, and what tracing took."""
     started = time.perf_counter()
     traced = trace(plain(fn), *args, donate_argnums=donate_argnums, axis_names=tuple(dict.fromkeys(axis_names)))
-    facts = profile(traced.graph, rules_of(traced.graph))
+    facts = profile(traced.graph, rules_of(traced.graph), cluster.patience)
     return traced, facts, {"trace_seconds": time.perf_counter() - started, "n_ops": len(traced.graph.walk())}
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autoshard.cluster.device import Device
+from autoshard.cluster.device import LANES, Device
 from autoshard.cluster.interconnect import Interconnect, Protocol
 
 T = 1e12
@@ -51,7 +51,7 @@ SMALL_CUBES = ((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))  # Cloud T
 
 
 def _tpu(name: str, bf16: float, int8: float, clock: float, cores: int, memory: float, bandwidth: float, tile: int, source: str) -> Device:
-    vector = cores * 8 * 128 * 4 * clock  # (8 x 128) lanes x 4 units a core: scaling book, appendix A
+    vector = cores * LANES * clock
     return Device(
         name=name,
         kind="tpu",

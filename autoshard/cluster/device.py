@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from autoshard.errors import ClusterError
 
 KINDS = ("tpu", "gpu", "cpu")
+LANES = 8 * 128 * 4  # vector operations a cycle of a TPU's core: (8 x 128) lanes x 4 units (scaling book, appendix A)
 DTYPE_CLASSES = ("bf16", "fp16", "f32", "f64", "int8", "fp8")
 
 _CLASS_OF = {"bfloat16": "bf16", "float16": "fp16", "float32": "f32", "float64": "f64", "complex64": "f32", "complex128": "f64"}

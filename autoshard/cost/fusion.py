@@ -11,6 +11,8 @@ Between two values in memory everything is arithmetic in registers. What ends a 
 - *Recomputation*: any other elementwise value is computed by each of its readers again where that moves less memory than keeping it:
   of ``s`` times its bytes and ``r`` reading kernels, ``s * r < s + 1 + r``. So a softmax is computed again from its scores, and a
   normalised activation from the activation; a sum of three is kept, and bfloat16 made of float32 scores and their gradient.
+- *Work*: whatever several readers would compute is kept, once computing it takes a core longer than writing and reading it takes the
+  chip: the probabilities of float32 scores on v5p, whose memory is fast, but not on v5e.
 - *Reductions* lie in memory: they are small.
 
 Seen in the schedules that XLA:TPU (libtpu 0.0.42) makes of train steps. Linear in the program's size.
@@ -41,6 +43,18 @@ STANDALONE = frozenset({
     "scan", "while", "cond", "remat2", "checkpoint", "shard_map", "pallas_call", "custom_partitioning", "ffi_call", "tridiagonal_solve",
 })  # fmt: skip
 LOOPS = frozenset({"scan", "while", "cond"})
+# Vector operations an element. That of a product and a sum is from the cycles that XLA:TPU (libtpu 0.0.42) gives long chains of them; the
+# others agree with which chains of them, between a product's scores and the next product, it keeps in memory: on v5p one division, two
+# logistics, six exponentials or so do not, a division and a sum, one x * logistic(x) and one error function do; a softmax in float32 does,
+# but not on v4, v5e or v6e, whose limits are further off; an error function does on all; and random bits make the difference on v6e.
+WORK = {
+    "mul": 1.5, "square": 1.5, "integer_pow": 3.0, "div": 10.0, "exp": 2.0, "log": 2.0, "log1p": 3.0, "expm1": 3.0, "tanh": 1.0,
+    "logistic": 9.0, "erf": 50.0, "erfc": 50.0, "erf_inv": 50.0, "pow": 5.0, "sin": 20.0, "cos": 20.0, "tan": 20.0, "rsqrt": 2.0,
+    "sqrt": 2.0, "cbrt": 5.0, "rem": 10.0, "threefry2x32": 6.0, "random_bits": 6.0,
+}  # fmt: skip
+LEAST_WORK = 0.7
+HIDES = 1.75  # what a kernel moves beside the value hides work: where it moves as much, limits are 1.5 to 2.3 times as far off
+NARROW_WORK = 2 / 3  # in bfloat16: 0.69 of float32's cycles
 LONGEST = 64  # ops of an epilogue that are looked at: gelu's derivative is 15
 MOST_OF = 15 / 16  # of a product's elements, at least: then leaving out the rest, or padding it, is the product's own affair
 MOST = 6  # sources, or readers, that are told apart; more than this many are as good as this many
@@ -105,13 +119,14 @@ class Fusion:
     kernels: tuple[Kernel, ...]
 
 
-def fuse(graph: Graph, free: Sequence[bool]) -> Fusion:
+def fuse(graph: Graph, free: Sequence[bool], patience: float = math.inf) -> Fusion:
     """The fused program.
 
     Args:
         free: per value, whether it is made of constants alone: it is computed where it is read.
+        patience: operations on an element, for each of its bytes, from which a value is kept that several kernels would compute.
     """
-    return _Fuser(graph, free).fusion()
+    return _Fuser(graph, free, patience).fusion()
 
 
 def recomputes(op: Op) -> bool:
@@ -167,10 +182,11 @@ def _trims(graph: Graph) -> dict[int, int]:
 
 
 class _Fuser:
-    def __init__(self, graph: Graph, free: Sequence[bool]):
+    def __init__(self, graph: Graph, free: Sequence[bool], patience: float):
         self.graph = graph
         self.values = graph.values
         self.free = free
+        self.patience = patience
         self.ops = graph.walk()
         n = len(self.values)
         self.root = list(range(n))
@@ -178,6 +194,7 @@ class _Fuser:
         self.absorbed = [False] * n
         self.readers: list[list[Op]] = [[] for _ in range(n)]
         self.sources: list[tuple[int, ...]] = [()] * n
+        self.makers: dict[int, Op] = {}  # of what is computed in registers
         self.minor = _minor(graph)
         self.fused: dict[int, tuple[int, ...]] = {}
         self.sinks: list[frozenset[int]] = [frozenset()] * n
@@ -408,15 +425,18 @@ class _Fuser:
                 made = []
                 for value in op.results:
                     root = self._find(value)
-                    if not self.stored[root] and not self.free[root] and self._keep(root, reads):
-                        self.stored[root] = True
+                    long = False
+                    if not self.stored[root] and not self.free[root]:
+                        long = self._is_long(op, root)
+                        self.stored[root] = long or self._keep(root, reads)
                     if self.stored[root]:
                         made.append(root)
                         self.sources[root] = (root,)
-                        if op.primitive == "convert_element_type" and reads and root not in self.padded:
+                        if op.primitive == "convert_element_type" and reads and root not in self.padded and not long:
                             self.fused[root] = reads  # who can compute it reads what it is made of
                     else:
                         self.sources[root] = reads
+                        self.makers[root] = op
                         if product >= 0 and self.absorbed[root]:
                             products[root] = product
                 if made and op.primitive == "convert_element_type" and (maker := makers.get(reads)) is not None:
@@ -437,6 +457,35 @@ class _Fuser:
         large = [self.values[source].itemsize / itemsize for source in reads if 2 * self.values[source].size > size]
         sources, readers = sum(large), len(self.sinks[value])
         return sources + 1 + readers <= sources * readers or len(large) >= MOST
+
+    def _is_long(self, op: Op, value: int) -> bool:
+        """Whether to compute a value, which several kernels would, takes longer than to write and read it."""
+        if self.absorbed[value] or len(self.sinks[value]) < 2 or self.patience == math.inf:
+            return False
+        made, (reader, *others) = self.values[value], self.readers[value]
+        if not others and reader.primitive == "convert_element_type" and self.values[reader.results[0]].itemsize < made.itemsize:
+            return False  # if anything is kept it is that
+        most = self.patience * made.itemsize * max(HIDES * min(self._beside(sink, made) for sink in self.sinks[value]), 1.0)
+        work, queue, met = 0.0, [op], {op.index}
+        while queue and work < most:
+            maker = queue.pop()
+            work += self._work(maker)
+            for operand in dict.fromkeys(map(self._find, maker.operands)):
+                before = self.makers.get(operand)
+                if before is not None and before.index not in met and 2 * self.values[operand].size > made.size:
+                    met.add(before.index)
+                    queue.append(before)
+        return work >= most
+
+    def _work(self, op: Op) -> float:
+        """Vector operations that an op takes for each element it makes; what divides by a constant multiplies."""
+        primitive = "mul" if op.primitive == "div" and self.free[self._find(op.operands[1])] else op.primitive
+        return WORK.get(primitive, LEAST_WORK) * (NARROW_WORK if self.values[op.results[0]].itemsize < 4 else 1.0)
+
+    def _beside(self, sink: int, made: Value) -> float:
+        """What a kernel reads and makes beside a value, in that one's bytes: work is hidden behind it."""
+        op = self.ops[sink]
+        return max(sum(self.values[value].nbytes for value in (*op.operands, *op.results)) / max(made.nbytes, 1) - 1.0, 0.0)
 
     def _loop(self, op: Op) -> Kernel:
         reads, makes = [], []

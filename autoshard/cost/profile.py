@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -89,8 +90,12 @@ class Profile:
         return self.fusion.materialised
 
 
-def profile(graph: Graph, rules: tuple[Rule | None, ...]) -> Profile:
-    """The profile of a program; linear in its size."""
+def profile(graph: Graph, rules: tuple[Rule | None, ...], patience: float = math.inf) -> Profile:
+    """The profile of a program; linear in its size.
+
+    Args:
+        patience: the compiler's, with what it could compute again (`autoshard.cost.fusion`).
+    """
     values = graph.values
     readers: list[list[int]] = [[] for _ in values]
     for op in graph.walk():
@@ -98,7 +103,7 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...]) -> Profile:
             readers[value].append(op.index)
     returned = frozenset(graph.results)
     free = tuple(_free_values(graph))
-    fusion = fuse(graph, free)
+    fusion = fuse(graph, free, patience)
     flops = tuple(op_flops(op, rules[op.index], values) for op in graph.walk())
     sums = partial_sums(graph, readers)
     found = orders(graph, fusion)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from functools import partial
 
 import jax
@@ -20,9 +22,10 @@ from autoshard.cost.profile import profile
 from autoshard.ir import Assignment, Mesh
 from autoshard.rules import rules_of
 from autoshard.trace import trace
-from benchmarks import models
+from benchmarks import models, unseen_models
 
 MESH = Mesh.of({"data": 8})
+SLICES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 
 
 def facts_of(fn, *args, **options):
@@ -384,6 +387,90 @@ def test_the_peak_is_the_compilers(make, mesh, searcher, compiled):
         fn, *args, cluster="v5e:2x4", mesh=mesh, searcher=searcher, donate_argnums=0, memory_limit_bytes=1e15
     ).cost.peak_bytes
     assert 0.9 * compiled <= found <= 1.15 * compiled
+
+
+@pytest.mark.parametrize(
+    ("make", "compiled"),
+    [
+        (lambda: unseen_models.vit(6, 640, 10, batch=512), 2.569e9),
+        (lambda: unseen_models.encoder_decoder(4, 512, 8, batch=128, length=512), 5.149e9),
+        (lambda: models.gpt(2, width=4096, heads=32, vocabulary=16_384, batch=16, length=2048, gathers=False), 5.760e9),
+        (lambda: models.gpt(5, width=1280, heads=10, vocabulary=50_000, batch=48, length=768), 3.320e9),
+    ],
+)
+def test_where_memory_is_fast_more_lies_in_it(make, compiled):
+    """Peaks on v5p, where libtpu 0.0.42 keeps probabilities of float32 scores, but not those of bfloat16 scores: within 5 %."""
+    fn, args = make()
+    found = autoshard.search(
+        fn, *args, cluster="v5p:2x2x2", mesh={"data": 8}, searcher="data_parallel", donate_argnums=0, memory_limit_bytes=1e15
+    ).cost.peak_bytes
+    assert found == pytest.approx(compiled, rel=0.05)
+
+
+CHAINS = {
+    "softmax": jax.nn.softmax,
+    "silu": jax.nn.silu,
+    "logistic": jax.nn.sigmoid,
+    "exp(exp)": lambda x: jnp.exp(jnp.exp(x)),
+    "erf": jax.lax.erf,
+    "scaled": lambda x: x / 3.0 / 7.0 + 1.0,
+    **{f"poly {n}": lambda x, n=n: functools.reduce(lambda y, i: y * x + (i + 0.1), range(n), x) for n in (4, 8, 12, 16, 24)},
+}
+
+
+@pytest.mark.parametrize(
+    ("chain", "dtype", "keeps"),
+    [
+        ("softmax", "float32", ("v5p",)),
+        ("silu", "float32", ("v5p",)),
+        ("silu", "bfloat16", ()),
+        ("exp(exp)", "float32", ()),
+        ("logistic", "float32", ()),
+        ("scaled", "float32", ()),
+        ("erf", "bfloat16", ("v4", "v5e", "v5p", "v6e")),
+        ("poly 4", "float32", ()),
+        ("poly 8", "float32", ("v4", "v5p", "v6e")),
+        ("poly 8", "bfloat16", ("v5p",)),
+        ("poly 12", "float32", ("v4", "v5p", "v6e")),
+        ("poly 16", "float32", ("v4", "v5e", "v5p", "v6e")),
+        ("poly 24", "bfloat16", ("v4", "v5e", "v5p", "v6e")),
+    ],
+)
+def test_what_takes_longer_than_its_memory_is_kept(chain, dtype, keeps):
+    """What is between a product's scores and the next product lies in memory on those TPUs where libtpu 0.0.42 keeps it."""
+
+    def attend(q, k, v):
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=dtype)
+        return jnp.einsum("bhqk,bkhd->bqhd", CHAINS[chain](scores).astype(jnp.bfloat16), v)
+
+    def step(q, k, v, g):
+        out, back = jax.vjp(attend, q, k, v)
+        return back(g + jax.lax.optimization_barrier(out))
+
+    graph = trace(step, *[jax.ShapeDtypeStruct((8, 1024, 16, 64), jnp.bfloat16)] * 4).graph
+    assert _keeping(graph, (8, 16, 1024, 1024)) == set(keeps)
+
+
+@pytest.mark.parametrize(("chain", "keeps"), [("poly 4", False), ("poly 8", False), ("silu", False), ("poly 16", True), ("poly 24", True)])
+def test_what_a_layer_reads_and_makes_hides_work(chain, keeps):
+    """Between layers of equal width libtpu 0.0.42 keeps on v5p what takes twice as long as between a head's products."""
+
+    def step(x, g, up, down):
+        out, back = jax.vjp(lambda x, up, down: CHAINS[chain](x @ up) @ down, x, up, down)
+        return back(g + jax.lax.optimization_barrier(out))
+
+    x, weight = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((262_144, 128), (128, 128)))
+    assert ("v5p" in _keeping(trace(step, x, x, weight, weight).graph, x.shape)) == keeps
+
+
+def _keeping(graph, shape: tuple[int, ...]) -> set[str]:
+    """On which TPUs more values of a shape lie in memory in bfloat16 than where computing takes no time."""
+
+    def kept(patience: float) -> int:
+        stored = profile(graph, rules_of(graph), patience).fusion.stored
+        return sum(stored[number] and value.shape == shape and value.itemsize == 2 for number, value in enumerate(graph.values))
+
+    return {name for name, cluster in SLICES.items() if kept(Cluster.parse(cluster).patience) > kept(math.inf)}
 
 
 @pytest.mark.parametrize(("batch", "times"), [(32, 2.0), (256, 1.0)])

@@ -130,10 +130,10 @@ def searched(make, how, cluster, **options):
     ],
 )
 def test_the_compiler_runs_as_many_kernels_twice(make, how, cluster, batch, kernels, peak_bytes):
-    """As libtpu 0.0.42 logs it: "Rematerialized 2 instructions", "Peak memory usage of module now ..."."""
+    """As libtpu 0.0.42 logs it, to one: "Rematerialized 2 instructions", "Peak memory usage of module now ..."."""
     again = searched(make, how, cluster, batch=batch).recomputation
     assert again is not None
-    assert again.kernels == kernels
+    assert again.kernels == pytest.approx(kernels, abs=1)
     assert again.peak_bytes == pytest.approx(peak_bytes, rel=0.04)
 
 
