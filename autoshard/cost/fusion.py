@@ -194,7 +194,7 @@ class _Fuser:
         self.absorbed = [False] * n
         self.readers: list[list[Op]] = [[] for _ in range(n)]
         self.sources: list[tuple[int, ...]] = [()] * n
-        self.makers: dict[int, Op] = {}  # of what is computed in registers
+        self.computed: dict[int, Op] = {}  # what makes a value that lies in registers
         self.minor = _minor(graph)
         self.fused: dict[int, tuple[int, ...]] = {}
         self.sinks: list[frozenset[int]] = [frozenset()] * n
@@ -436,7 +436,7 @@ class _Fuser:
                             self.fused[root] = reads  # who can compute it reads what it is made of
                     else:
                         self.sources[root] = reads
-                        self.makers[root] = op
+                        self.computed[root] = op
                         if product >= 0 and self.absorbed[root]:
                             products[root] = product
                 if made and op.primitive == "convert_element_type" and (maker := makers.get(reads)) is not None:
@@ -471,7 +471,7 @@ class _Fuser:
             maker = queue.pop()
             work += self._work(maker)
             for operand in dict.fromkeys(map(self._find, maker.operands)):
-                before = self.makers.get(operand)
+                before = self.computed.get(operand)
                 if before is not None and before.index not in met and 2 * self.values[operand].size > made.size:
                     met.add(before.index)
                     queue.append(before)
