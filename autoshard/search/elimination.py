@@ -31,6 +31,7 @@ Pairs = Mapping[tuple[int, int], np.ndarray]
 
 KEPT_ENTRIES = 1 << 22  # of the tables that are remembered: 32 MiB
 PLANNING_ENTRIES = 1 << 12  # a variable; adding them up takes as long as planning its elimination does (20 us, 5 ns an entry)
+MOST_ENTRIES = 1 << 27  # of all joined tables, which are held until labels are found: at most half a gigabyte, and a second
 DEAR_ENTRIES = 2 * PLANNING_ENTRIES  # a variable; an order by fill takes twice as long to find as one by weights
 
 
@@ -138,25 +139,24 @@ class Eliminator:
 
     def _planned(self, pairs: tuple[Scope, ...], sizes: list[int], conditioning: bool = False, cheap: bool = False) -> _Plan:
         """The order by weights, or that by fill where the former is dear and the latter better."""
-        plan = failure = None
+        plan = None
         try:
             plan = _Planner(pairs, sizes, self._joins).plan(self.max_entries, False)
             if plan.entries <= DEAR_ENTRIES * len(sizes):
                 return plan
+            most = DEAR_ENTRIES * len(sizes) if cheap else MOST_ENTRIES
+            failure = SearchLimitError(
+                f"this elimination adds up tables of {most:,} entries in all, at most, and met some of {plan.entries:,.0f}. "
+                "Use searcher='recursive_programming', or a mesh of fewer axes."
+            )
         except SearchLimitError as error:
             failure = error
         if cheap:
-            raise failure or SearchLimitError(
-                f"a cheap elimination adds up {DEAR_ENTRIES:,} entries a variable at most, and in this order it would be "
-                f"{plan.entries / len(sizes) if plan else 0:,.0f}. Use fewer labels."
-            )
-        other = _Planner(pairs, sizes, self._joins).plan_by_fill(self.max_entries)
-        if other is not None and (plan is None or other.entries < plan.entries):
-            return other
-        if plan is not None:
-            return plan
+            raise failure
+        plans = (plan, _Planner(pairs, sizes, self._joins).plan_by_fill(self.max_entries))
+        if found := [one for one in plans if one is not None and one.entries <= MOST_ENTRIES]:
+            return min(found, key=lambda one: one.entries)
         if not conditioning:
-            assert failure is not None
             raise failure
         return _Planner(pairs, sizes, self._joins).plan(self.max_entries, True)
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard.errors import SearchLimitError
+from autoshard.search import elimination
 from autoshard.search.elimination import Eliminator, eliminate, table_cost
 
 
@@ -63,6 +64,21 @@ def test_too_large_a_table_names_the_searcher_to_try():
     pairs = {(i, j): np.ones((4, 4)) for i in range(8) for j in range(i + 1, 8)}
     with pytest.raises(SearchLimitError, match="recursive_programming"):
         eliminate(unary, pairs, max_entries=100)
+
+
+@pytest.mark.parametrize(("limit", "cheap"), [("MOST_ENTRIES", False), ("DEAR_ENTRIES", True)])
+def test_many_large_tables_are_too_large_together(monkeypatch, limit, cheap):
+    """What all tables of an elimination hold is limited as well, and what a cheap one may; an incumbent is improved all the same."""
+    generator = np.random.default_rng(0)
+    unary = [generator.random(4) for _ in range(8)]
+    pairs = {(i, j): generator.random((4, 4)) for i in range(8) for j in range(i + 1, 8)}
+    best = eliminate(unary, pairs)
+    monkeypatch.setattr(elimination, "DEAR_ENTRIES", 10)
+    monkeypatch.setattr(elimination, limit, 1000 if limit == "MOST_ENTRIES" else 10)
+    with pytest.raises(SearchLimitError, match=r"entries in all, at most, .*recursive_programming"):
+        Eliminator()(unary, pairs, cheap=cheap)
+    found = Eliminator(max_entries=256)(unary, pairs, incumbent=best.labels)
+    assert found.cost == pytest.approx(best.cost)
 
 
 def test_nothing_to_decide_costs_nothing():
