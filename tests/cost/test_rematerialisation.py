@@ -126,14 +126,14 @@ def searched(make, how, cluster, **options):
         (partial(moe, 2), "data_parallel", "v5e:2x4", 384, 1, 15.24e9),
         (partial(moe, 4), "fully_sharded", "v5e:2x4", 272, 1, 15.19e9),
         (partial(llama, 3, 1024, 8, 2, 4096, 32_768, length=1024, remat=False), "data_parallel", "v5e:2x4", 376, 1, 15.53e9),
-        (partial(gpt, 4, width=2048), "fully_sharded", "v5p:2x2x2", 1664, 2, 92.60e9),
+        (partial(gpt, 4, width=2048), "fully_sharded", "v5p:2x2x2", 1664, pytest.approx(2, abs=1), 92.60e9),
     ],
 )
 def test_the_compiler_runs_as_many_kernels_twice(make, how, cluster, batch, kernels, peak_bytes):
-    """As libtpu 0.0.42 logs it, to one: "Rematerialized 2 instructions", "Peak memory usage of module now ..."."""
+    """As libtpu 0.0.42 logs it, on v5p to one: "Rematerialized 2 instructions", "Peak memory usage of module now ..."."""
     again = searched(make, how, cluster, batch=batch).recomputation
     assert again is not None
-    assert again.kernels == pytest.approx(kernels, abs=1)
+    assert again.kernels == kernels
     assert again.peak_bytes == pytest.approx(peak_bytes, rel=0.04)
 
 
