@@ -122,7 +122,8 @@ def _searched(
     failure: ShardingError | None = None
     for candidate in prepared.meshes:
         try:
-            problems.append(prepared.problem(candidate, limit, like=problems[0] if problems else None))
+            like = next((problem for problem in problems if problem.mesh.sizes == candidate.sizes), problems[0] if problems else None)
+            problems.append(prepared.problem(candidate, limit, like))
         except ShardingError as error:
             failure = error
     if failure is not None and not problems:

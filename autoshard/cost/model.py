@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import numpy as np
 
@@ -275,10 +276,17 @@ class CostModel:
         wanted = [*(True for _ in op.operands), *(profile.wanted[value] for value in op.results)]
         return exchange_steps(self.mesh, self.communication, rule, choice, tensors, wanted)
 
-    def communication_seconds(self, profile: Profile, op: Op, choice: Choice) -> float:
-        """The seconds of all collectives that are the op's own: its exchange, and the combination of its results."""
-        combining = (step for k in range(len(op.results)) for step in self.reduction_path(profile, op, choice, k))
-        return sum(step.seconds for step in (*self.exchange_path(profile, op, choice), *combining))
+    def own_steps(self, profile: Profile, op: Op, choice: Choice) -> tuple[Step, ...]:
+        """All collectives that are the op's own: its exchange, and the combination of its results."""
+        exchange = self.exchange_path(profile, op, choice)
+        combinations = [self.reduction_path(profile, op, choice, k) for k in range(len(op.results))]
+        return tuple(chain(exchange, *combinations)) if exchange or len(combinations) > 1 else combinations[0]
+
+    def own_seconds(self, step: Step) -> float:
+        """What a step of an op takes, which was made on a mesh of the same sizes but, maybe, other wires."""
+        nbytes = step.compiled_nbytes or step.nbytes
+        groups = () if step.kind == "slice" else step.apart or (step.axes,)
+        return sum(float(self.communication.seconds(step.kind, nbytes, axes)) for axes in groups) / step.trips
 
 
 def _dtype(op: Op, values: tuple[Value, ...]) -> str:

@@ -142,7 +142,7 @@ class Reshards:
     def _closure(self, rank: int, valid: np.ndarray, nbytes: float) -> _Table:
         """All cheapest paths between the valid layouts."""
         moves = self._single_moves(rank, nbytes)
-        used = np.array([_used(layout) for layout in layouts(rank, len(self._sizes))])
+        used = _all_used(rank, len(self._sizes))
         table = _Table(np.full(moves.shape, np.inf), {})
         for axes in np.unique(used[valid, None] | used[None, valid]).tolist():
             kept = np.flatnonzero(valid & (used & ~axes == 0))
@@ -157,9 +157,8 @@ class Reshards:
     def _single_moves(self, rank: int, nbytes: float) -> np.ndarray:
         """Seconds of each single move, ``(n_layouts, n_layouts)``; infinite where there is none."""
         n_axes = len(self._sizes)
-        everything = layouts(rank, n_axes)
-        parts = np.array([shards(layout, self._sizes) for layout in everything], float)
-        seconds = np.full((len(everything), len(everything)), np.inf)
+        parts = _all_parts(rank, self._sizes)
+        seconds = np.full((len(parts), len(parts)), np.inf)
         for axes, source, target in _permutes(rank, self._sizes):
             seconds[source, target] = self._communication.seconds("collective_permute", nbytes / parts[target], axes)
         for kind, axes, source, target in _move_arrays(rank, n_axes):
@@ -231,6 +230,18 @@ def _shortest(seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _used(layout: Layout) -> int:
     """The axes that shard anything, as bits."""
     return sum(1 << axis for axis, dim in enumerate(layout) if dim >= 0)
+
+
+@cache
+def _all_used(rank: int, n_axes: int) -> np.ndarray:
+    """`_used` of every layout."""
+    return np.array([_used(layout) for layout in layouts(rank, n_axes)])
+
+
+@cache
+def _all_parts(rank: int, sizes: tuple[int, ...]) -> np.ndarray:
+    """Into how many parts every layout splits an array."""
+    return np.array([shards(layout, sizes) for layout in layouts(rank, len(sizes))], float)
 
 
 def _exchanging(source: np.ndarray, target: np.ndarray, sizes: Sequence[int]) -> np.ndarray:

@@ -136,6 +136,9 @@ class Folded(Problem):
         incumbent = np.array([offer.position(label) for offer, label in zip(columns, labels, strict=True)], dtype=np.int64)
         return Tables(tuple(offer.labels for offer in columns), tuple(unary), pairs, incumbent)
 
+    def whole_tables(self) -> Tables:
+        return self.tables(range(len(self.mesh.axes)), self.start())
+
     def fold_tables(self, tables: Tables) -> Tables:
         """The sums of tables of the whole problem, in which nodes that look alike have equal labels."""
         classes = self.classes.tolist()

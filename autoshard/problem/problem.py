@@ -17,12 +17,14 @@ import numpy as np
 from autoshard.cost.evaluate import Judgement, evaluate
 from autoshard.cost.model import CostModel
 from autoshard.cost.profile import Profile
+from autoshard.cost.reshard import Step
 from autoshard.errors import ShardingError
 from autoshard.ir import (
     NOWHERE,
     Assignment,
     Choice,
     Layout,
+    Op,
     Rule,
     Value,
     layouts,
@@ -144,14 +146,17 @@ class Problem:
         self.offers = Offers(self.nodes.signatures, self.mesh.sizes)
         self._op_seconds: dict[tuple[int, tuple[int, ...]], float] = {}
         self._member_costs: dict[tuple[int, int], np.ndarray] = {}
+        self._own_steps: dict[tuple[int, Choice], tuple[Step, ...]] = {}
+        self._own_seconds: dict[int, float] = {}  # by the identity of steps, which are kept
         if like is not None and like.nodes is self.nodes and like.mesh.sizes == self.mesh.sizes:
             self.offers = like.offers
-            if like.model.cluster == model.cluster:  # what is computed does not depend on where axes are placed
-                self._op_seconds, self._member_costs = like._op_seconds, like._member_costs
+            if like.model.cluster == model.cluster:  # what is computed, and which collectives, does not depend on where axes are placed
+                self._op_seconds, self._member_costs, self._own_steps = like._op_seconds, like._member_costs, like._own_steps
         self._columns: dict[tuple[int, Label, tuple[int, ...]], _Columns] = {}
         self._followers: dict[tuple[int, Label], tuple[Choice, ...]] = {}
         self._lying: dict[tuple[int, Label, int], Layout] = {}
         self._joint_tables: dict[tuple[int, int, int], np.ndarray] = {}
+        self._distinct: dict[tuple[tuple[int, ...], int], np.ndarray] = {}
         self._remembered: dict[Callable, Any] = {}
 
     @property
@@ -192,6 +197,10 @@ class Problem:
         self._charge(unary, columns, prices or {})
         incumbent = np.fromiter(map(_Columns.position, columns, labels), dtype=np.int64, count=len(labels))
         return Tables(tuple(offer.labels for offer in columns), tuple(unary), pairs, incumbent)
+
+    def whole_tables(self) -> Tables:
+        """The costs with all mesh axes free, made once."""
+        return self.remembered(_all_free)
 
     def table_entries(self, free: Sequence[int], limit: int) -> int:
         """How many entries the pair tables have with these axes free; counting stops beyond the limit, before anything large is made."""
@@ -319,15 +328,7 @@ class Problem:
 
     def compute_bound(self) -> float:
         """A lower bound of the objective over all assignments of the mesh: every op split over all devices, nothing exchanged."""
-        least: dict[int, float] = {}
-        total = 0.0
-        for op in self.graph.walk():
-            if not all(self.profile.free[value] for value in op.results):
-                alike = self.profile.alike[op.index]
-                if alike not in least:
-                    least[alike] = self.model.least_op_seconds(self.profile, op)
-                total += op.trips * least[alike]
-        return total
+        return self.remembered(_split_evenly)
 
     # -- one node --------------------------------------------------------------------------------------------------
 
@@ -352,7 +353,7 @@ class Problem:
             unary = unary + self._member_cost(signature, position)[slots[slot]]
         for slot, shape, itemsize, portable, trips in node.gathers:
             unary = unary + trips * self.model.reshard_matrix(shape, itemsize, portable)[slots[slot], 0]
-        return _Columns(labels, offer.positions, unary, slots)
+        return _Columns(labels, offer.positions, self._one(unary), slots)
 
     def _leader_cost(self, node: Node, labels: Sequence[Label]) -> np.ndarray:
         if node.leader < 0:
@@ -368,9 +369,16 @@ class Problem:
             factors = tuple(factor for factor, _ in label)  # where sums are scattered to is not computed
             if (computed := known.get((op.index, factors))) is None:
                 computed = known[op.index, factors] = model.op_seconds(self.profile, op, label)
-            sent = 0.0 if talking.isdisjoint(factors) else model.communication_seconds(self.profile, op, label)
-            seconds.append(computed + sent)
+            seconds.append(computed if talking.isdisjoint(factors) else computed + self._sending_seconds(op, label))
         return signature.trips * np.array(seconds)
+
+    def _sending_seconds(self, op: Op, label: Choice) -> float:
+        """The seconds of an op's own collectives, which are the same ones however axes are placed."""
+        if (steps := self._own_steps.get((op.index, label))) is None:
+            steps = self._own_steps[op.index, label] = self.model.own_steps(self.profile, op, label)
+        if (found := self._own_seconds.get(id(steps))) is None:
+            found = self._own_seconds[id(steps)] = sum(map(self.model.own_seconds, steps))
+        return found
 
     def _member_cost(self, signature: int, position: int) -> np.ndarray:
         """The seconds of a follower by the layout number of the operand that decides its choice."""
@@ -405,8 +413,13 @@ class Problem:
                 found = reduce(np.add, tables, columns[i].unary)
             else:
                 found = reduce(np.add, [table if edge.source == i else table.T for edge, table in zip(edges, tables, strict=True)])
-            self._joint_tables[key] = found
+            self._joint_tables[key] = found = self._one(found)
         return found
+
+    def _one(self, table: np.ndarray) -> np.ndarray:
+        """The first of equal tables: whoever remembers what came of it by its identity does so for all of them."""
+        found = self._distinct.setdefault((table.shape, hash(table.tobytes())), table)
+        return found if np.array_equal(found, table) else table
 
     def _edge_table(self, edge: Edge, columns: Mapping[int, _Columns] | Sequence[_Columns]) -> np.ndarray:
         value = self.graph.values[edge.value]
@@ -463,6 +476,22 @@ class Problem:
         """The bytes that a device holds of a value in layouts of these numbers."""
         found = self.graph.values[value]
         return found.nbytes / _shards_by_number(found.rank, self.mesh.sizes)[numbers]
+
+
+def _all_free(problem: Problem) -> Tables:
+    return problem.tables(range(len(problem.mesh.axes)), problem.start())
+
+
+def _split_evenly(problem: Problem) -> float:
+    least: dict[int, float] = {}
+    total = 0.0
+    for op in problem.graph.walk():
+        if not all(problem.profile.free[value] for value in op.results):
+            alike = problem.profile.alike[op.index]
+            if alike not in least:
+                least[alike] = problem.model.least_op_seconds(problem.profile, op)
+            total += op.trips * least[alike]
+    return total
 
 
 def _joints(profile: Profile, nodes: Nodes) -> list[tuple[int, int, int, tuple[Edge, ...]]]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.problem import Tables
+from autoshard.problem import Problem, Tables
 
 JOINED_ENTRIES = 1 << 16  # of a node with its two neighbours: adding up so many takes as long as a few sweeps over their pairs
 
@@ -50,6 +50,11 @@ def contracted(tables: Tables) -> Contracted:
         options[node], incumbent[node] = ((),), 0
     left = Tables(tuple(options), tuple(contraction.unary), contraction.pairs, incumbent)
     return Contracted(left, tuple(contraction.gone))
+
+
+def contracted_whole(problem: Problem) -> Contracted:
+    """All axes' tables of a problem, which remembers it."""
+    return contracted(problem.whole_tables())
 
 
 class _Contraction:

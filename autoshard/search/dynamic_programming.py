@@ -35,12 +35,12 @@ import numpy as np
 from autoshard.cost.evaluate import Judgement
 from autoshard.errors import InfeasibleError, SearchLimitError
 from autoshard.problem import Messages, Problem, Tables, folded
-from autoshard.search.contraction import contracted
+from autoshard.search.contraction import contracted, contracted_whole
 from autoshard.search.elimination import table_cost
 from autoshard.search.memory import Fitted, Found, fitted, held_at, priced
 from autoshard.search.passing import Passing
 from autoshard.search.recursive_programming import RecursiveProgramming
-from autoshard.search.reparametrisation import normalised, passing_of
+from autoshard.search.reparametrisation import contracted_passing, normalised, passing_of
 from autoshard.search.searcher import Progress, Solution, silent
 from autoshard.search.shells import MOST_SWEEPS, ROUNDING, SWEEPS, Shells
 
@@ -228,8 +228,10 @@ class _Run:
         if self.small is not None:
             found, bound, moved = self.shells.solve(tables, sent, max_sweeps)
             return found, bound, moved.sent
-        fewer = contracted(tables)
-        found, bound, moved = self.shells.solve(fewer.tables, sent, max_sweeps)
+        known = tables is self.problem.whole_tables()
+        fewer = self.problem.remembered(contracted_whole) if known else contracted(tables)
+        passing = self.problem.remembered(contracted_passing) if known else None
+        found, bound, moved = self.shells.solve(fewer.tables, sent, max_sweeps, passing)
         return fewer.labels(found), bound, moved.sent
 
     def _pass(self, passing: Passing, cost: float) -> tuple[float, bool]:
@@ -256,6 +258,6 @@ class _Run:
                 f"more than {entries:,}. Use searcher='recursive_programming', or a mesh of fewer axes."
             )
         self.progress("tables", 0.0)
-        tables = problem.tables(axes, problem.start(), prices)
+        tables = problem.tables(axes, problem.start(), prices) if prices else problem.whole_tables()
         self.n_variables = max(self.n_variables, sum(len(options) > 1 for options in tables.labels))
         return tables

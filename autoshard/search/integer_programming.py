@@ -141,7 +141,7 @@ class _Run:
                 f"integer programming takes tables of up to {limit:,} entries, and on mesh {problem.mesh} this program has "
                 f"more than {entries:,}. Use searcher='dynamic_programming', or 'recursive_programming' on meshes of many axes."
             )
-        return problem.tables(axes, problem.start())
+        return problem.whole_tables()
 
     def _widened(self, tables: Tables, moved: Reparametrisation, fixed: float) -> float:
         """The bound that is proven once no label outside the model can be part of a better answer, or the time has run out."""

@@ -46,7 +46,7 @@ def _factorisations(n: int, n_axes: int, smallest: int) -> list[tuple[int, ...]]
     ]
 
 
-def placed(cluster: Cluster, meshes: Iterable[Mesh], renamed: bool, most: int = 2) -> tuple[Mesh, ...]:
+def placed(cluster: Cluster, meshes: Iterable[Mesh], renamed: bool, most: int = 6) -> tuple[Mesh, ...]:
     """The meshes row-major, then their other placements that are faster somewhere than every one before, the most promising first.
 
     Args:

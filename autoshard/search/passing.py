@@ -61,22 +61,20 @@ class Passing:
     """
 
     def __init__(self, unary: Sequence[np.ndarray], pairs: Pairs, sent: Messages | None = None, alike: Sequence[int] | None = None):
-        """Begins with what was sent into pairs, less what has another shape there, for some other table.
+        """Lays out what is taken, and begins.
 
         Args:
+            unary, sent: as for `begin`.
             alike: per node the number of its class, such as that of an equal layer's equal part.
         """
         self.pairs = pairs
-        self.swept = False
-        self.rise = math.inf
-        self._reach = 2.0
         narrow, rows = _narrowed(pairs)
         self._tables = list(narrow.values())
         self._sizes = sizes = np.array([len(table) for table in unary], dtype=np.int64)
         order = _ordered(near_order(len(unary), pairs) if alike is None else alike_order(alike, pairs), narrow)
         self._ends, self._nodes = order.ends, order.nodes
         self._firsts, self._starts = _placed(sizes, order.nodes)  # where what nodes hold lies in memory, in order and by node
-        self._given = np.concatenate([np.zeros(0), *(unary[i] for i in order.nodes)])
+        self._given = np.empty(int(sizes.sum()))
         # By label: an end's lie row by row.
         n_labels = sizes[order.joined]
         self._lengths = n_labels[order.ends]
@@ -94,14 +92,28 @@ class Passing:
         counts = np.concatenate([NO_LABELS, *(rows[end].counts for end in order.ends)])
         self._groups = np.cumsum(counts) - counts  # where each row's labels lie
         self._row = np.repeat(np.arange(len(counts)), counts)  # of each label
-        self._taken = np.zeros(len(within))
-        if sent:
-            taken = list(chain.from_iterable(_fitting(sent.get(pair), table) for pair, table in pairs.items()))
-            self._taken[self._places] = -np.concatenate([np.zeros(0), *taken])
-        self._most = np.zeros(len(counts))  # that was taken for any label of a row; a sweep renews it where it is looked at
+        self._taken = np.empty(len(within))
+        self._most = np.empty(len(counts))  # that was taken for any label of a row; a sweep renews it where it is looked at
         turns = [self._turns(level, order.shares) for level in order.levels]
         self._forward = [forward for forward, _ in turns]
         self._backward = [backward for _, backward in reversed(turns)]
+        self.begin(unary, sent)
+
+    def begin(self, unary: Sequence[np.ndarray], sent: Messages | None = None) -> None:
+        """Begins anew, with what was sent into pairs, less what has another shape there, for some other table.
+
+        Args:
+            unary: per node what its labels cost, as many as ever.
+        """
+        self.swept = False
+        self.rise = math.inf
+        self._reach = 2.0
+        self._given[:] = np.concatenate([np.zeros(0), *(unary[i] for i in self._nodes)])
+        self._taken.fill(0.0)
+        self._most.fill(0.0)
+        if sent:
+            taken = list(chain.from_iterable(_fitting(sent.get(pair), table) for pair, table in self.pairs.items()))
+            self._taken[self._places] = -np.concatenate([np.zeros(0), *taken])
 
     def _turns(self, level: _Level, shares: np.ndarray) -> tuple[_Turn, _Turn]:
         """A level's turns, forward and backward."""

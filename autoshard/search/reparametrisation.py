@@ -15,7 +15,8 @@ from functools import cached_property
 
 import numpy as np
 
-from autoshard.problem import Folded, Messages, Tables
+from autoshard.problem import Folded, Messages, Problem, Tables
+from autoshard.search.contraction import contracted_whole
 from autoshard.search.elimination import Pairs
 from autoshard.search.passing import Pair, Passing
 from autoshard.search.searcher import Progress, silent
@@ -72,6 +73,12 @@ def unfolded(problem: Folded, sent: Messages, whole: Tables) -> Messages:
 def passing_of(problem: Folded, sent: Messages, whole: Tables) -> Passing:
     """Message passing in the whole problem, from what was moved in the folded one; nodes that look alike have their turns together."""
     return Passing(whole.unary, whole.pairs, unfolded(problem, sent, whole), problem.classes.tolist())
+
+
+def contracted_passing(problem: Problem) -> Passing:
+    """Message passing between a problem's contracted tables, which remembers it."""
+    tables = problem.remembered(contracted_whole).tables
+    return Passing(tables.unary, tables.pairs)
 
 
 def normalised(passing: Passing, sweeps: int) -> Reparametrisation:
