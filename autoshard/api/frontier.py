@@ -24,11 +24,13 @@ from autoshard.problem import Problem
 from autoshard.render import Paragraph, Report, Table, format_bytes, format_percent, format_seconds
 from autoshard.search import DataParallel, FullySharded, Searcher, Solution, TensorParallel, searcher_of, silent
 from autoshard.search.early import endings, timed
+from autoshard.search.mesh_search import bounded
 from autoshard.search.searcher import Progress, part
 
 BASELINES: tuple[Searcher, ...] = (DataParallel(), FullySharded(stage=1), FullySharded(stage=2), FullySharded(stage=3), TensorParallel())
 
 
+LESS = 0.9  # of the least memory that was met: so much is asked for to find out how little it can be
 LEAST_RATIO = 1.02  # peaks that are closer are one to whoever has to fit a device
 
 
@@ -121,7 +123,7 @@ def frontier(
     """The Pareto front of step time against peak memory: what the searcher finds under ever smaller limits, and the baselines.
 
     On every mesh the searcher and the baselines are asked without a limit, then, on meshes of which the front has something, the searcher
-    for less than there can be, which makes it try all its memory prices. Limits in equal ratios from the fastest answer's peak down to the
+    for less than anything was found to hold, which makes it try all its memory prices. Limits in equal ratios from the fastest answer's peak down to the
     smallest are then asked for where nothing was met between them, on the meshes that are best around. Every assignment that is judged on
     the way counts; the program is traced once, and each mesh's tables are made once. Heuristic.
 
@@ -196,7 +198,8 @@ class _Search:
         promising = list(dict.fromkeys(point.mesh for point in self.front))
         for number, candidate in enumerate(promising):
             share = 1 / len(promising) / 3
-            self._ask(self.problems[candidate], self.searcher, 1.0, part(self.progress, 1 / 3 + number * share, share))
+            limit = LESS * min(point.cost[0] for point in self.front)
+            self._ask(self.problems[candidate], self.searcher, limit, part(self.progress, 1 / 3 + number * share, share))
         limits = _limits(self.front, prepared.limit, points)
         for number, (lower, limit) in enumerate(pairwise(limits)):
             before, share = (2 + number / len(limits)) / 3, 1 / len(limits) / 3
@@ -219,7 +222,7 @@ class _Search:
         """What a point is as an answer, with the best bound known of all that hold as little on its mesh."""
         peak, objective = point.judgement.cost.peak_bytes, point.judgement.cost.objective_seconds
         known = [bound for limit, bound in self.bounds[point.mesh] if peak <= limit]
-        return Solution(point.judgement, min(max([point.problem.compute_bound(), *known]), objective))
+        return bounded(point.problem, Solution(point.judgement, min(max([point.problem.compute_bound(), *known]), objective)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -37,6 +37,7 @@ from autoshard.errors import InfeasibleError, SearchLimitError
 from autoshard.problem import Messages, Problem, Tables, folded
 from autoshard.search.contraction import contracted, contracted_whole
 from autoshard.search.elimination import table_cost
+from autoshard.search.frugal import frugal
 from autoshard.search.memory import Fitted, Found, fitted, held_at, priced
 from autoshard.search.passing import Passing
 from autoshard.search.recursive_programming import RecursiveProgramming
@@ -98,7 +99,7 @@ class DynamicProgramming:
         """The optimum under the prices that keep it within the memory limit, and whether there had to be any and nothing is folded."""
         started = time.perf_counter()
         run = _Run(self, problem, progress)
-        found = fitted(problem, run.optimum, self.price_steps)
+        found = fitted(problem, run.optimum, self.price_steps, frugal)
         if found.above is None:
             found, bound = run.unfolded(found)
         elif found.judgement.cost.objective_seconds > problem.learned.least * (1 - self.tolerance):

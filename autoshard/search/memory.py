@@ -63,12 +63,13 @@ def fastest_within(problem: Problem, search: Priced, steps: int) -> Found:
     return found.judgement, found.labels
 
 
-def fitted(problem: Problem, search: Priced, steps: int) -> Fitted:
+def fitted(problem: Problem, search: Priced, steps: int, frugal: Callable[[Problem], Sequence[Found]] = lambda _: ()) -> Fitted:
     """The answer without prices where it is within the problem's memory limit, else the fastest met that is.
 
     Args:
         search: what finds an answer under prices; asked for the one without prices first.
         steps: how many prices may be tried.
+        frugal: answers that hold little; asked for where no price leads to one within the limit.
 
     Raises:
         InfeasibleError: no answer was within the limit; names the smallest peak met.
@@ -81,16 +82,15 @@ def fitted(problem: Problem, search: Priced, steps: int) -> Fitted:
         cheapest, _ = search(dict.fromkeys(sorted(found[0].peak.alive), DEAR * _even_price(found)))
         smallest = min(found[0].cost.peak_bytes, cheapest.cost.peak_bytes)
         raise nothing_fits(problem, f"none takes less than {format_bytes(least)}; the smallest peak found", smallest, proven=True)
-    best, above, priced, price = _by_prices(problem, search, found, steps)
+    tried = _by_prices(problem, search, found, steps)
     repair = _Repair(problem, limit)
-    if best is not None:
-        best = repair.mixed(best, above, priced)
-    elif above[0].cost.peak_bytes > REPAIRABLE * limit:
-        raise nothing_fits(problem, "the smallest peak found", above[0].cost.peak_bytes)
-    best = repair.changed(best or above)
+    if tried.best is not None:
+        best = repair.changed(repair.mixed(tried.best, tried.above, tried.priced))
+    else:
+        best = repair.made_to_fit([*tried.beyond, *frugal(problem)])
     if best[0].cost.peak_bytes > limit:
         raise nothing_fits(problem, "the smallest peak found", best[0].cost.peak_bytes)
-    return Fitted(*best, above, price)
+    return Fitted(*best, tried.above, tried.price)
 
 
 def least_peak(problem: Problem, found: Found) -> float:
@@ -118,15 +118,34 @@ def nothing_fits(problem: Problem, what: str, smallest: float, proven: bool = Fa
     )
 
 
-def _by_prices(problem: Problem, search: Priced, free: Found, steps: int) -> tuple[Found | None, Found, set[int], float]:
-    """The fastest answer met within the limit, the one that just is not or that holds least, the values that had a price, and the price."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tried:
+    """What prices led to.
+
+    Attributes:
+        best: the fastest answer met within the limit.
+        above: the one that just is not, or that holds least.
+        priced: the values that had a price.
+        price: seconds a byte.
+        beyond: all answers met that are not within it, the one without prices first.
+    """
+
+    best: Found | None
+    above: Found
+    priced: set[int]
+    price: float
+    beyond: list[Found]
+
+
+def _by_prices(problem: Problem, search: Priced, free: Found, steps: int) -> _Tried:
+    """Raises the price until the limit is kept, then lowers it as far as it stays so."""
     limit = problem.memory_limit_bytes or 0.0
     above, best, before = free, None, free[1]
     priced = set(free[0].peak.alive)
     first = _even_price(free)
     price, factor = (problem.learned.price, NEAR) if problem.learned.price else (first, FAR)
     shares = _shares(problem)
-    too_low, enough = 0.0, None
+    too_low, enough, beyond = 0.0, None, [free]
     for _ in range(steps):
         weights = shares | dict.fromkeys(sorted(priced), 1.0)
         judgement, labels = search({value: price * weight for value, weight in weights.items()})
@@ -136,6 +155,8 @@ def _by_prices(problem: Problem, search: Priced, free: Found, steps: int) -> tup
             enough = price
         else:
             news = set(judgement.peak.alive) - priced
+            if labels != before:
+                beyond.append((judgement, labels))
             if enough is None and not news and labels == before and price > DEAR * first:
                 break  # the very same at a higher price, where bytes decide alone: nothing is to be had for more
             if enough is not None or judgement.cost.peak_bytes < above[0].cost.peak_bytes:
@@ -147,7 +168,7 @@ def _by_prices(problem: Problem, search: Priced, free: Found, steps: int) -> tup
         factor = min(factor**2, FAR)
         if enough is not None and enough - too_low < 0.2 * enough:
             break
-    return best, above, priced, enough or too_low
+    return _Tried(best, above, priced, enough or too_low, beyond)
 
 
 def _even_price(found: Found) -> float:
@@ -177,7 +198,7 @@ class _Repair:
         self.left -= 1
         return self.problem.evaluate(self.problem.assignment(labels)), labels
 
-    def _better(self, found: Found, than: Found) -> bool:
+    def better(self, found: Found, than: Found) -> bool:
         """Whether an answer fits and is faster; of those that do not fit the smaller one is better."""
         ours, theirs = (max(judgement.cost.peak_bytes, self.limit) for judgement, _ in (found, than))
         if ours != theirs:
@@ -203,7 +224,7 @@ class _Repair:
             found = self._judged(labels)
             peaks[some] = found[0].cost.peak_bytes
             if peaks[some] <= self.limit:
-                fits, best = some, found if self._better(found, best) else best
+                fits, best = some, found if self.better(found, best) else best
             else:
                 too_many = some
         return best
@@ -239,6 +260,16 @@ class _Repair:
         order = sorted(gains, key=lambda part: -gains[part] / max(held[part], 1.0))
         return [(parts[part], max(held[part], 1.0)) for part in order if gains[part] > 0.0]
 
+    def made_to_fit(self, several: Iterable[Found]) -> Found:
+        """The best that changes lead to from some answers, the fastest that is within the limit first, else whatever holds least."""
+        best: Found | None = None
+        for found in sorted(several, key=lambda found: (max(found[0].cost.peak_bytes, self.limit), found[0].cost.objective_seconds)):
+            if found[0].cost.peak_bytes <= REPAIRABLE * self.limit:
+                found = self.changed(found)
+            best = found if best is None or self.better(found, best) else best
+        assert best is not None
+        return best
+
     def changed(self, found: Found) -> Found:
         """The answer after single decisions have changed, each time the most promising that the judge approves of."""
         tried: set[tuple[int, Label]] = set()
@@ -247,7 +278,7 @@ class _Repair:
                 if self.left > 0 and (node, label) not in tried:
                     tried.add((node, label))
                     other = self._judged([*found[1][:node], label, *found[1][node + 1 :]])
-                    if self._better(other, found):
+                    if self.better(other, found):
                         found, tried = other, set()
                         break
             else:

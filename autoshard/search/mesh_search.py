@@ -27,7 +27,7 @@ from autoshard.search.searcher import Progress, Searcher, Solution, part, silent
 
 MAX_ENTRIES = 1 << 25  # of tables that are made for a bound alone: 256 MiB
 FOLDED_SWEEPS = 120  # of the folded problem, which are cheap; some of the whole follow
-FIRST_SWEEPS = 2  # that tell which mesh to search first: the placements of a GPT on 2 x 4 devices stand in the order of their optima after one
+FIRST_SWEEPS = 2  # that tell which mesh to search first: a GPT's placements on 2 x 4 devices stand in the order of their optima by then
 SCREENING_SWEEPS = 12  # GPT steps of 8 layers on 64 devices: the bound is within 1 % of the optimum after 8
 LEAST_GAIN = 0.01  # of the objective; a tenth of what the judge's predictions are good for
 BOUNDING_SWEEPS = 10

@@ -27,6 +27,7 @@ import numpy as np
 from autoshard.errors import SearchLimitError
 from autoshard.problem import Folded, Label, Problem, Tables, folded
 from autoshard.search.elimination import Eliminator, table_cost
+from autoshard.search.frugal import frugal
 from autoshard.search.memory import Fitted, Found, fitted
 from autoshard.search.searcher import Progress, Solution, silent
 from autoshard.search.shells import MOST_SWEEPS, Shells
@@ -79,10 +80,10 @@ class RecursiveProgramming:
                 return run, Fitted(judgement, labels)
         run = _Run(self, problem, progress)
         try:
-            return run, fitted(problem, run.descend, self.price_steps)
+            return run, fitted(problem, run.descend, self.price_steps, frugal)
         except SearchLimitError:
             run = _Run(self, small or problem, progress, shells)
-            return run, fitted(problem, run.descend, self.price_steps)
+            return run, fitted(problem, run.descend, self.price_steps, frugal)
 
 
 class _Run:
