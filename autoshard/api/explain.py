@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.cluster import Cluster, Link
+from autoshard.cluster import Cluster, Link, Span
 from autoshard.cost.record import Cost
 from autoshard.ir import Mesh, Spec, shard_counts, spec_to_layout
 from autoshard.ir.naming import pattern
@@ -90,8 +90,12 @@ def _computed_again(cost: Cost) -> list[tuple[str, str]]:
 def _placement(mesh: Mesh, cluster: Cluster) -> str:
     """Which physical dimensions, counted from the outermost, each axis runs along."""
 
+    def run(link: Link, span: Span) -> str:
+        apart = f", {span.stride} apart" if span.stride > 1 else ""
+        return f"{span.extent} of {link.length[span.dim][0]} in dimension {span.dim}{apart}"
+
     def runs(link: Link) -> str:
-        return " and ".join(f"{span.extent} of {link.length[span.dim][0]} in dimension {span.dim}" for span in link.spans) or "nowhere"
+        return " and ".join(run(link, span) for span in link.spans) or "nowhere"
 
     return "; ".join(f"{name}: {runs(link)}" for name, link in zip(mesh.names, cluster.links(mesh), strict=True))
 
@@ -99,10 +103,13 @@ def _placement(mesh: Mesh, cluster: Cluster) -> str:
 def _optimality(record: Record) -> str:
     if record.lower_bound_seconds <= 0:
         return "nothing proven"
+    among = "that keeps the pins on this mesh" if record.stats.get("pins") else "on this mesh"
+    if record.mesh.placement is not None:
+        among += ", so placed,"
     if record.gap == 0:
-        return "proven: no strategy on this mesh has a smaller objective"
+        return f"proven: no strategy {among} has a smaller objective"
     return (
-        f"no strategy on this mesh has an objective below {format_seconds(record.lower_bound_seconds)}; "
+        f"no strategy {among} has an objective below {format_seconds(record.lower_bound_seconds)}; "
         f"this one has {format_seconds(record.cost.objective_seconds)} (gap {format_percent(record.gap)})"
     )
 

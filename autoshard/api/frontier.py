@@ -123,9 +123,9 @@ def frontier(
     """The Pareto front of step time against peak memory: what the searcher finds under ever smaller limits, and the baselines.
 
     On every mesh the searcher and the baselines are asked without a limit, then, on meshes of which the front has something, the searcher
-    for less than anything was found to hold, which makes it try all its memory prices. Limits in equal ratios from the fastest answer's peak down to the
-    smallest are then asked for where nothing was met between them, on the meshes that are best around. Every assignment that is judged on
-    the way counts; the program is traced once, and each mesh's tables are made once. Heuristic.
+    for less than anything was found to hold, which makes it try all its memory prices. Limits in equal ratios from the fastest answer's
+    peak down to the smallest are then asked for where nothing was met between them, on the meshes that are best around. Every assignment
+    that is judged on the way counts; the program is traced once, and each mesh's tables are made once. Heuristic.
 
     Args:
         fn, args, cluster, searcher, mesh, pins, donate_argnums, progress: as for `search`.
@@ -272,7 +272,7 @@ def _limits(front: Sequence[_Point], limit: float, points: int) -> list[float]:
     if least > limit:
         raise InfeasibleError(
             f"a strategy must fit {format_bytes(limit)} a device, and the smallest peak found is {format_bytes(least)}. "
-            "Use more devices, a smaller batch, rematerialisation, or a higher memory_limit_bytes.",
+            "Use more devices, a smaller batch, rematerialisation, or a higher memory limit.",
             least,
         )
     most = _fastest(front, limit).cost[0]

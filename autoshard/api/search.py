@@ -168,7 +168,8 @@ class Prepared:
     def strategy(self, mesh: Mesh, solution: Solution, searcher: Searcher) -> Strategy:
         """The strategy of a solution on a mesh."""
         solution = _recomputing(self.facts, self.cluster, mesh, solution)
-        solution = replace(solution, stats={**self.seconds, **solution.stats, "meshes": len(self.meshes)})
+        pins = {"pins": len(pinned)} if (pinned := _resolve(self.pins, self.traced.graph, mesh)) else {}
+        solution = replace(solution, stats={**self.seconds, **solution.stats, "meshes": len(self.meshes), **pins})
         notes = [*_notes(self.facts), *_idle(self.traced.graph, solution)]
         return Strategy(record_of(self.traced, self.cluster, mesh, solution, searcher, self.donated, notes), self.traced)
 

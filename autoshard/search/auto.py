@@ -101,7 +101,7 @@ class Auto:
             lower_bound_seconds=min(bound, best.judgement.cost.objective_seconds),
             least_seconds=least.judgement.cost.objective_seconds,
             notes=(
-                f"found by {finder.name}, the fastest of {len(found)} that auto asked",
+                f"found by {finder.name}, {_of(len(found), len(refused))}",
                 *_hides(best.judgement.cost, least.judgement.cost, owner),
                 *best.notes,
                 *map(str, too_large),
@@ -126,6 +126,14 @@ class Auto:
             charged = ", ".join(f"{kind} at {format_percent(share)}" for kind, share in sorted(shares.items()))
             note = f"searched with what hides behind compute left out: {charged} of its seconds"
             yield replace(solution, judgement=judgement, lower_bound_seconds=bound, notes=(*solution.notes, note)), member
+
+
+def _of(found: int, refused: int) -> str:
+    """Among how many answers one is the fastest."""
+    if not refused:
+        return f"the fastest of {found} that auto asked"
+    fitting = f"the fastest of {found} answers" if found > 1 else "the only answer"
+    return f"{fitting} within the memory limit, of {found + refused} searchers that auto asked"
 
 
 def exposed_shares(costs: Iterable[Cost], kinds: Iterable[str]) -> dict[str, float]:

@@ -85,7 +85,7 @@ def _solution(problem: Problem, judgement: Judgement, started: float) -> Solutio
     if limit is not None and judgement.cost.peak_bytes > limit:
         raise InfeasibleError(
             f"a strategy must fit {format_bytes(limit)} a device, and this baseline needs {format_bytes(judgement.cost.peak_bytes)}. "
-            "Use searcher='recursive_programming' or 'fully_sharded', more devices, or a higher memory_limit_bytes.",
+            "Use searcher='auto', more devices, or a higher memory limit.",
             judgement.cost.peak_bytes,
         )
     split = judgement.cost.flops <= problem.remembered(_split_batch)[2] or problem.mesh.size == 1

@@ -110,7 +110,7 @@ class _Run:
             raise InfeasibleError(
                 f"a strategy must fit {format_bytes(problem.memory_limit_bytes or 0.0)} a device, and on mesh {problem.mesh} none does: "
                 f"the smallest peak met is {format_bytes(self.smallest_peak)}. "
-                "Use more devices, a smaller batch, rematerialisation, or a higher memory_limit_bytes.",
+                "Use more devices, a smaller batch, rematerialisation, or a higher memory limit.",
                 self.smallest_peak,
             )
         return Solution(

@@ -34,7 +34,6 @@ Priced = Callable[[Mapping[int, float]], Found]
 JUDGED_OPS = 100_000  # that changes of single decisions may judge: about a second
 MOST_JUDGED = 128  # assignments, of small programs
 MIXTURES = 6  # that may be judged of any program
-REPAIRABLE = 1.5  # times the limit: single decisions seldom take a tenth of a peak away
 DEAR = 100  # times the price at which bytes cost as much as seconds
 COUNTED_ENTRIES = 1 << 26  # of tables: beyond it nobody asks what labels hold at least
 FAR, NEAR = 4.0, 1.25  # factors between the first prices that are tried: knowing nothing, and knowing a price that did elsewhere
@@ -112,7 +111,7 @@ def nothing_fits(problem: Problem, what: str, smallest: float, proven: bool = Fa
     """The refusal of a search that met nothing within the problem's limit; the smallest peak is named as what it is."""
     return InfeasibleError(
         f"a strategy must fit {format_bytes(problem.memory_limit_bytes or 0.0)} a device, and {what} on mesh {problem.mesh} is "
-        f"{format_bytes(smallest)}. Use more devices, a smaller batch, rematerialisation, or a higher memory_limit_bytes.",
+        f"{format_bytes(smallest)}. Use more devices, a smaller batch, rematerialisation, or a higher memory limit.",
         smallest,
         proven,
     )
@@ -264,9 +263,8 @@ class _Repair:
         """The best that changes lead to from some answers, the fastest that is within the limit first, else whatever holds least."""
         best: Found | None = None
         for found in sorted(several, key=lambda found: (max(found[0].cost.peak_bytes, self.limit), found[0].cost.objective_seconds)):
-            if found[0].cost.peak_bytes <= REPAIRABLE * self.limit:
-                found = self.changed(found)
-            best = found if best is None or self.better(found, best) else best
+            changed = self.changed(found)
+            best = changed if best is None or self.better(changed, best) else best
         assert best is not None
         return best
 

@@ -48,7 +48,6 @@ def binding_limit(seed):
         return None
     with pytest.raises(InfeasibleError) as refused, pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.modules[least_peak.__module__], "least_peak", lambda *_: 0.0)  # or it would be refused before prices are tried
-        patch.setattr(sys.modules[least_peak.__module__], "REPAIRABLE", float("inf"))  # or so far above it nothing would be repaired
         RecursiveProgramming().solve(limited(seed, 1.0))
     least = refused.value.smallest_peak_bytes or 0.0
     limit = least + random.Random(seed).choice([0.0, 0.1, 0.3, 0.5, 0.7, 0.9]) * (free.peak_bytes - least)
