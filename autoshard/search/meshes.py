@@ -13,6 +13,7 @@ from autoshard.cost.collectives import COLLECTIVES, Communication
 from autoshard.ir import Mesh, Placement
 
 NAMES = ("data", "model", "third", "fourth")
+ENOUGH = 10  # meshes, from where on no mesh is tried that differs from another in the order of its axes alone
 SIZES = np.array([1.0, 1e5, 1e7, 1e9])  # bytes; two placements that no collective of these sizes tells apart are one
 
 
@@ -50,7 +51,8 @@ def placed(cluster: Cluster, meshes: Iterable[Mesh], renamed: bool, most: int = 
     """The meshes row-major, then their other placements that are faster somewhere than every one before, the most promising first.
 
     Args:
-        renamed: whether axes of equal size stand for each other, as where nobody named them.
+        renamed: whether nobody named the axes. Then a placement that an earlier mesh has but for the order of its axes comes last, if there
+            is room: what splits one dimension over both axes can be gathered over the later one alone.
         most: how many placements of one mesh there may be, row-major included.
 
     >>> [mesh.placement.dims for mesh in placed(Cluster.parse("v5e:2x4"), [Mesh.of({"data": 4, "model": 2})], renamed=False)]
@@ -58,12 +60,15 @@ def placed(cluster: Cluster, meshes: Iterable[Mesh], renamed: bool, most: int = 
     """
     given = tuple(_row_major(cluster, mesh) for mesh in meshes)
     kept = [(mesh, _seconds(cluster.links(mesh))) for mesh in given]
-    for mesh in given:
-        found = 1
-        for other, seconds in sorted(_distinct(cluster, mesh), key=lambda pair: np.log1p(1e6 * pair[1]).sum()):
-            if found < most and not any(_as_fast(known, one, mesh, seconds, renamed) for known, one in kept):
-                kept.append((other, seconds))
-                found += 1
+    others = [sorted(_distinct(cluster, mesh), key=lambda pair: np.log1p(1e6 * pair[1]).sum()) for mesh in given]
+    for renaming in (True, False) if renamed else (False,):
+        for mesh, placings in zip(given, others, strict=True):
+            found = sum(one.axes == mesh.axes for one, _ in kept)
+            for other, seconds in placings:
+                room = found < most and (renaming or not renamed or len(kept) < ENOUGH)
+                if room and not any(_as_fast(known, one, mesh, seconds, renaming) for known, one in kept):
+                    kept.append((other, seconds))
+                    found += 1
     return tuple(mesh for mesh, _ in kept)
 
 
