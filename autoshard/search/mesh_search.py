@@ -188,7 +188,8 @@ class _Search:
 
         def rank(number: int) -> tuple[float, ...]:
             first, mesh = firsts[number], self.problems[number].mesh
-            steps = first // (least * LEAST_GAIN) if 0 < first < float("inf") else first  # less than a gain apart is the same
+            known = 0.0 < least and first < float("inf")
+            steps = (first / least - 1) // LEAST_GAIN if known else first  # less than a gain above the least is as good as that
             return steps, len(mesh.axes), max(mesh.sizes), number
 
         return sorted(numbers, key=rank)

@@ -226,6 +226,12 @@ def plain(x) -> np.ndarray:
 LONG = {"samples", "sample_gradient", "gmres", "bicgstab", "draws_rbg", "draws_unsafe_rbg"}  # seconds of compiling each
 
 
+@pytest.fixture(scope="module", autouse=True)
+def lapack():
+    """jaxlib looks LAPACK's kernels up when it first lowers an operation that has one; to call one before that is a crash."""
+    jax.jit(jnp.linalg.cholesky).lower(MATRICES)
+
+
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in PROGRAMS])
 def test_it_is_searched_applied_and_equal(name):
     """A program that no rule was written for runs sharded, to the numbers of the plain run."""
