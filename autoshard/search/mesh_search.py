@@ -188,7 +188,7 @@ class _Search:
 
         def rank(number: int) -> tuple[float, ...]:
             first, mesh = firsts[number], self.problems[number].mesh
-            known = 0.0 < least and first < float("inf")
+            known = least > 0.0 and first < float("inf")
             steps = (first / least - 1) // LEAST_GAIN if known else first  # less than a gain above the least is as good as that
             return steps, len(mesh.axes), max(mesh.sizes), number
 

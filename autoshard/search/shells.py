@@ -2,7 +2,8 @@
 
 Message passing moves costs between the tables until their minima add up to a lower bound (`autoshard.search.reparametrisation`). Every
 label then has a reduced cost: any labelling with it exceeds the bound by at least that. A *shell* keeps the labels of reduced cost up to
-``delta``, and variable elimination solves it exactly (`autoshard.search.elimination`). An answer of cost at most ``bound + delta`` is the
+``delta``, and variable elimination solves it exactly (`autoshard.search.elimination`), without dominated labels where its tables would be
+too large with them (`autoshard.search.dominance`). An answer of cost at most ``bound + delta`` is the
 optimum, since whatever uses a label outside the shell costs more. Otherwise the shell is widened, at most to the answer's distance from the
 bound, which holds the optimum for certain; where its tables would grow too large, the best answer stays, with the gap that is left.
 
@@ -19,6 +20,7 @@ import numpy as np
 
 from autoshard.errors import SearchLimitError
 from autoshard.problem import Messages, Tables
+from autoshard.search.dominance import undominated
 from autoshard.search.elimination import Eliminator, table_cost
 from autoshard.search.passing import Passing
 from autoshard.search.reparametrisation import Reparametrisation, normalised
@@ -135,20 +137,35 @@ class Shells:
     def _shell(
         self, tables: Tables, moved: Reparametrisation, delta: float, incumbent: list[int] | None = None, cheap: bool = False
     ) -> np.ndarray:
-        """The best of the labels whose reduced cost is at most delta; with an incumbent, nodes that are too well connected keep its."""
-        sets: dict[bytes, np.ndarray] = {}  # equal ones are one, so that what is cut from equal tables is one too
+        """The best of the labels whose reduced cost is at most delta, without dominated ones if there are too many.
+
+        With an incumbent, nodes that are too well connected keep its.
+        """
         kept = [np.flatnonzero(reduced <= max(delta, reduced.min())) for reduced in moved.reduced]
-        kept = [sets.setdefault(labels.tobytes(), labels) for labels in kept]
-        cut: dict[tuple[int, ...], np.ndarray] = {}
-        unary = [cut.setdefault((id(table), id(labels)), table[labels]) for table, labels in zip(tables.unary, kept, strict=True)]
-        pairs = {}
-        for (i, j), table in tables.pairs.items():
-            key = id(table), id(kept[i]), id(kept[j])
-            if key not in cut:
-                cut[key] = table[kept[i][:, None], kept[j]]
-            pairs[i, j] = cut[key]
         start = None if incumbent is None else [int(np.searchsorted(labels, label)) for labels, label in zip(kept, incumbent, strict=True)]
-        answer = self.eliminate(unary, pairs, start, cheap=cheap)
+        unary, pairs = _cut(tables, kept)
+        try:
+            answer = self.eliminate(unary, pairs, start, cheap=cheap)
+        except SearchLimitError:
+            if cheap:
+                raise
+            kept = [labels[left] for labels, left in zip(kept, undominated(unary, pairs), strict=True)]
+            answer = self.eliminate(*_cut(tables, kept))
         self.shells += 1
         self.width = max(self.width, answer.width)
         return np.array([labels[position] for labels, position in zip(kept, answer.labels, strict=True)])
+
+
+def _cut(tables: Tables, kept: list[np.ndarray]) -> tuple[list[np.ndarray], dict[tuple[int, int], np.ndarray]]:
+    """The tables of some labels; what is cut from equal tables is one too."""
+    sets: dict[bytes, np.ndarray] = {}
+    kept = [sets.setdefault(labels.tobytes(), labels) for labels in kept]
+    cut: dict[tuple[int, ...], np.ndarray] = {}
+    unary = [cut.setdefault((id(table), id(labels)), table[labels]) for table, labels in zip(tables.unary, kept, strict=True)]
+    pairs = {}
+    for (i, j), table in tables.pairs.items():
+        key = id(table), id(kept[i]), id(kept[j])
+        if key not in cut:
+            cut[key] = table[kept[i][:, None], kept[j]]
+        pairs[i, j] = cut[key]
+    return unary, pairs

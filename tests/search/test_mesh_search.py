@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import sys
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from problems import eager_cluster, problem_of
 from programs import PROGRAMS
 
 import autoshard
+from autoshard.cluster import Cluster
+from autoshard.cost.model import CostModel
 from autoshard.errors import InfeasibleError
+from autoshard.ir import Mesh
+from autoshard.problem import Problem
 from autoshard.search import DataParallel, DynamicProgramming, RecursiveProgramming, solve
 from autoshard.search.mesh_search import LEAST_GAIN, message_bound, search_meshes
+from autoshard.search.meshes import placed
 
 MESHES = ({"data": 8}, {"data": 4, "model": 2}, {"data": 2, "model": 4}, {"a": 2, "b": 2, "c": 2})
 
@@ -70,3 +78,49 @@ def test_an_axis_that_divides_nothing_says_so():
     cluster = eager_cluster("cpu:7")
     strategy = autoshard.search(lambda w, x: x @ w, *args, cluster=cluster)
     assert any("of size 7 shards nothing" in note and "64, 32" in note for note in strategy.notes)
+
+
+SMALL = {"n_layers": 1, "d_model": 256, "ffn": 1024, "batch": 16, "seq": 128, "vocab": 512}  # a wire's direction tells
+
+
+def placements(name, sizes, **options):
+    """The problems of a program on one mesh in every placement worth trying."""
+    fn, args = PROGRAMS[name](**options)
+    cluster, first = Cluster.parse("v5e:2x4"), problem_of(fn, *args, mesh=sizes)
+    meshes = placed(cluster, [Mesh.of(sizes)], renamed=False)
+    return [Problem(first.profile, CostModel(cluster, mesh), like=first) for mesh in meshes]
+
+
+def test_what_promises_most_is_searched_first():
+    """Of three placements of a mesh the one of least optimum is asked for before the others, which then need no search."""
+    every, asked = placements("gpt", {"data": 2, "model": 4}, **SMALL), []
+    optima = [DynamicProgramming().solve(problem).judgement.cost.objective_seconds for problem in every]
+    assert len(every) == 3 and min(optima) < (1 - LEAST_GAIN) * optima[0]
+
+    def counted(searcher, problem, progress):
+        asked.append(every.index(problem))
+        return solve(searcher, problem, progress)
+
+    found, _ = search_meshes(DynamicProgramming(), every, counted)
+    assert asked[0] == optima.index(min(optima)) and found.judgement.cost.objective_seconds == min(optima)
+    assert found.stats["meshes_cut"] == len(every) - len(asked) > 0
+
+
+@pytest.mark.parametrize("mesh", [{"data": 4, "model": 2}, {"data": 2, "model": 4}])
+def test_a_mesh_that_is_given_is_searched_no_worse_than_free(mesh):
+    """Nothing that a search of all meshes finds on this one is missed where it is given."""
+    fn, args = PROGRAMS["gpt"](**SMALL)
+    given = autoshard.search(fn, *args, cluster="v5e:2x4", mesh=mesh)
+    free = autoshard.search(fn, *args, cluster="v5e:2x4")
+    assert given.cost.makespan_seconds <= free.cost.makespan_seconds * (1 + LEAST_GAIN) or free.mesh_shape != mesh
+
+
+def test_equal_tables_are_one_and_others_are_not(monkeypatch):
+    """Tables that are equal are the same object, however few hashes there are."""
+    fn, args = PROGRAMS["gpt"]()
+    tables = problem_of(fn, *args).whole_tables()
+    distinct = {(table.shape, table.tobytes()) for table in tables.pairs.values()}
+    assert len({id(table) for table in tables.pairs.values()}) == len(distinct) > 10
+    monkeypatch.setattr(sys.modules[Problem.__module__], "hash", lambda _: 0, raising=False)
+    again = problem_of(fn, *args).whole_tables()
+    assert all(np.array_equal(table, again.pairs[pair]) for pair, table in tables.pairs.items())
