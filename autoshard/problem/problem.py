@@ -75,6 +75,9 @@ Messages = Mapping[tuple[int, int], tuple[np.ndarray, np.ndarray]]
 """What was moved from nodes into a pair of them: per label of the first, and per label of the second."""
 
 
+_LeaderParts = tuple[np.ndarray, list[tuple[Step, ...]], Sequence[Label]]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Learned:
     """What a search found out that helps with the same program on another mesh.
@@ -146,12 +149,12 @@ class Problem:
         self.offers = Offers(self.nodes.signatures, self.mesh.sizes)
         self._op_seconds: dict[tuple[int, tuple[int, ...]], float] = {}
         self._member_costs: dict[tuple[int, int], np.ndarray] = {}
-        self._own_steps: dict[tuple[int, Choice], tuple[Step, ...]] = {}
-        self._own_seconds: dict[int, float] = {}  # by the identity of steps, which are kept
+        self._leader_parts: dict[tuple[int, int], _LeaderParts] = {}  # by op, and the identity of labels, which are kept
+        self._steps_seconds: dict[int, float] = {}  # by the identity of steps, which are kept
         if like is not None and like.nodes is self.nodes and like.mesh.sizes == self.mesh.sizes:
             self.offers = like.offers
             if like.model.cluster == model.cluster:  # what is computed, and which collectives, does not depend on where axes are placed
-                self._op_seconds, self._member_costs, self._own_steps = like._op_seconds, like._member_costs, like._own_steps
+                self._op_seconds, self._member_costs, self._leader_parts = like._op_seconds, like._member_costs, like._leader_parts
         self._columns: dict[tuple[int, Label, tuple[int, ...]], _Columns] = {}
         self._followers: dict[tuple[int, Label], tuple[Choice, ...]] = {}
         self._lying: dict[tuple[int, Label, int], Layout] = {}
@@ -362,22 +365,28 @@ class Problem:
             return TIE_SECONDS_PER_BYTE * held if kept else np.zeros(len(labels))
         signature = self.nodes.signatures[node.head[1]]
         op = self.graph.walk()[signature.op]
+        if (parts := self._leader_parts.get((op.index, id(labels)))) is None:
+            parts = self._leader_parts[op.index, id(labels)] = self._computed_and_sent(op, signature.rule, labels)
+        computed, sent, _ = parts
+        return signature.trips * (computed + np.array([self._own_seconds(steps) if steps else 0.0 for steps in sent]))
+
+    def _computed_and_sent(self, op: Op, rule: Rule, labels: Sequence[Label]) -> _LeaderParts:
+        """Per label the seconds that an op computes, and its own collectives; neither depends on where axes are placed."""
         known, model = self._op_seconds, self.model
-        talking = {number for number, factor in enumerate(signature.rule.factors) if factor.kind == "reduction" or factor.sends}
-        seconds = []
+        talking = {number for number, factor in enumerate(rule.factors) if factor.kind == "reduction" or factor.sends}
+        seconds, sent = [], []
         for label in labels:
             factors = tuple(factor for factor, _ in label)  # where sums are scattered to is not computed
             if (computed := known.get((op.index, factors))) is None:
                 computed = known[op.index, factors] = model.op_seconds(self.profile, op, label)
-            seconds.append(computed if talking.isdisjoint(factors) else computed + self._sending_seconds(op, label))
-        return signature.trips * np.array(seconds)
+            seconds.append(computed)
+            sent.append(() if talking.isdisjoint(factors) else model.own_steps(self.profile, op, label))
+        return np.array(seconds), sent, labels
 
-    def _sending_seconds(self, op: Op, label: Choice) -> float:
-        """The seconds of an op's own collectives, which are the same ones however axes are placed."""
-        if (steps := self._own_steps.get((op.index, label))) is None:
-            steps = self._own_steps[op.index, label] = self.model.own_steps(self.profile, op, label)
-        if (found := self._own_seconds.get(id(steps))) is None:
-            found = self._own_seconds[id(steps)] = sum(map(self.model.own_seconds, steps))
+    def _own_seconds(self, steps: tuple[Step, ...]) -> float:
+        """What an op's own collectives take."""
+        if (found := self._steps_seconds.get(id(steps))) is None:
+            found = self._steps_seconds[id(steps)] = sum(map(self.model.own_seconds, steps))
         return found
 
     def _member_cost(self, signature: int, position: int) -> np.ndarray:

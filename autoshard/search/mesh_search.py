@@ -1,10 +1,11 @@
 """The search over meshes: one problem a mesh, hopeless ones cut by their lower bounds.
 
-Model. The answer is the one of least judged makespan, on ties that of the earlier mesh. What two sweeps of message passing promise most
-is searched first; of what promises the same, meshes of fewest axes, since their tables are small and simple meshes worth having, then
-balanced ones. A mesh is searched only where a few sweeps more leave it possible that its objective is lower than the least one met by
-the least gain that is worth a search. *What that proves.*
-On a mesh that was cut, every assignment costs at least the least objective met less that gain. Its makespan may still be less where
+Model. The answer is the one of least judged makespan, on ties that of the earlier mesh. Meshes of fewest axes are searched first, since
+their tables are small and simple meshes worth having; of as many axes, what two sweeps of message passing promise most; of what promises
+the same, the most balanced one. A mesh is searched only where a few sweeps more leave it possible that its objective is lower than the
+least one met by the least gain that is worth a search.
+
+*What that proves.* On a mesh that was cut, every assignment costs at least the least objective met less that gain. Its makespan may still be less where
 more of its communication hides behind compute than of the best answer's: the cut is exact in the objective that searchers minimise and
 bound, and a heuristic in the makespan that picks among their answers.
 """
@@ -190,7 +191,7 @@ class _Search:
             first, mesh = firsts[number], self.problems[number].mesh
             known = least > 0.0 and first < float("inf")
             steps = (first / least - 1) // LEAST_GAIN if known else first  # less than a gain above the least is as good as that
-            return steps, len(mesh.axes), max(mesh.sizes), number
+            return len(mesh.axes), steps, max(mesh.sizes), number
 
         return sorted(numbers, key=rank)
 
