@@ -5,9 +5,9 @@ their tables are small and simple meshes worth having; of as many axes, what two
 the same, the most balanced one. A mesh is searched only where a few sweeps more leave it possible that its objective is lower than the
 least one met by the least gain that is worth a search.
 
-*What that proves.* On a mesh that was cut, every assignment costs at least the least objective met less that gain. Its makespan may still be less where
-more of its communication hides behind compute than of the best answer's: the cut is exact in the objective that searchers minimise and
-bound, and a heuristic in the makespan that picks among their answers.
+*What that proves.* On a mesh that was cut, every assignment costs at least the least objective met less that gain. Its makespan may still
+be less where more of its communication hides behind compute than of the best answer's: the cut is exact in the objective that searchers
+minimise and bound, and a heuristic in the makespan that picks among their answers.
 """
 
 from __future__ import annotations
