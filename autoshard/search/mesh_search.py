@@ -183,8 +183,12 @@ class _Search:
         numbers = list(range(len(self.problems)))
         if not self.searcher.automatic or len(numbers) == 1:
             return numbers
-        self.progress("first bounds", 0.0)
-        firsts = [first_bound(problem) for problem in self.problems]
+        firsts = []
+        for problem in self.problems:
+            self.progress(f"mesh {problem.mesh}, first bound", 0.0)
+            firsts.append(float("inf"))
+            with suppress(ShardingError):  # what pins leave no legal sharding is refused where it is searched
+                firsts[-1] = first_bound(problem)
         least = min(firsts)
 
         def rank(number: int) -> tuple[float, ...]:

@@ -14,7 +14,7 @@ from programs import PROGRAMS
 import autoshard
 from autoshard.cluster import Cluster
 from autoshard.cost.model import CostModel
-from autoshard.errors import InfeasibleError
+from autoshard.errors import InfeasibleError, ShardingError
 from autoshard.ir import Mesh
 from autoshard.problem import Problem
 from autoshard.search import DataParallel, DynamicProgramming, RecursiveProgramming, solve
@@ -124,3 +124,20 @@ def test_equal_tables_are_one_and_others_are_not(monkeypatch):
     monkeypatch.setattr(sys.modules[Problem.__module__], "hash", lambda _: 0, raising=False)
     again = problem_of(fn, *args).whole_tables()
     assert all(np.array_equal(table, again.pairs[pair]) for pair, table in tables.pairs.items())
+
+
+def test_a_mesh_without_a_legal_sharding_does_not_end_the_search(monkeypatch):
+    """What pins leave no sharding has no first bound either, and the others are searched."""
+    every = problems("mlp")
+    refused, tables = every[1], Problem.tables
+
+    def none(problem, *args):
+        if problem is refused:
+            raise ShardingError("a pin leaves none.")
+        return tables(problem, *args)
+
+    monkeypatch.setattr(Problem, "tables", none)
+    found, problem = search_meshes(DynamicProgramming(), every, solve)
+    assert problem is not refused and found.stats["meshes"] == len(every)
+    with pytest.raises(ShardingError, match="leaves none"):
+        search_meshes(DynamicProgramming(), [refused, refused], solve)
