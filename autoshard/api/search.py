@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import gc
 import math
-import re
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,6 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from autoshard.api.notes import whole, without_rules
 from autoshard.api.step import plain
 from autoshard.api.strategy import Strategy, record_of
 from autoshard.cluster import Cluster
@@ -27,8 +25,8 @@ from autoshard.cost.profile import Profile, profile
 from autoshard.cost.rematerialisation import GOAL
 from autoshard.errors import InfeasibleError, ShardingError
 from autoshard.ir import Graph, Mesh, check_divides, spec_to_layout
+from autoshard.ir.naming import matching
 from autoshard.lower import lowering_mesh
-from autoshard.lower.constrain import SELF_PARTITIONED
 from autoshard.problem import Pin, Problem
 from autoshard.render import format_bytes, format_percent, progress_line
 from autoshard.rules import rules_of
@@ -170,7 +168,7 @@ class Prepared:
         solution = _recomputing(self.facts, self.cluster, mesh, solution)
         pins = {"pins": len(pinned)} if (pinned := _resolve(self.pins, self.traced.graph, mesh)) else {}
         solution = replace(solution, stats={**self.seconds, **solution.stats, "meshes": len(self.meshes), **pins})
-        notes = [*_notes(self.facts), *_idle(self.traced.graph, solution)]
+        notes = [*without_rules(self.facts), *whole(self.facts, solution.assignment)]
         return Strategy(record_of(self.traced, self.cluster, mesh, solution, searcher, self.donated, notes), self.traced)
 
 
@@ -230,7 +228,7 @@ def evaluate(
     judgement, placing = min(solutions, key=lambda found: found[0].cost.makespan_seconds)
     solution = Solution(judgement, 0.0, {**seconds, "search_seconds": time.perf_counter() - started})
     solution = _recomputing(facts, cluster, placing, solution)
-    return Strategy(record_of(traced, cluster, placing, solution, _Given(), _positions(donate_argnums), _notes(facts)), traced)
+    return Strategy(record_of(traced, cluster, placing, solution, _Given(), _positions(donate_argnums), without_rules(facts)), traced)
 
 
 def _recomputing(facts: Profile, cluster: Cluster, mesh: Mesh, solution: Solution) -> Solution:
@@ -244,43 +242,6 @@ def _recomputing(facts: Profile, cluster: Cluster, mesh: Mesh, solution: Solutio
 
 def _positions(donate_argnums: int | Sequence[int]) -> tuple[int, ...]:
     return (donate_argnums,) if isinstance(donate_argnums, int) else tuple(dict.fromkeys(donate_argnums))
-
-
-def _notes(facts: Profile) -> list[str]:
-    """What stays replicated for want of a rule, and what stays as its author partitioned it."""
-    values = facts.graph.values
-    without = Counter(
-        op.primitive
-        for op in facts.graph.walk()
-        if facts.rules[op.index] is None and not op.bodies and any(values[value].rank for value in op.operands)
-    )
-
-    def note(name: str, n: int) -> str:
-        if name in SELF_PARTITIONED:
-            costed = "are costed as if they read their operands whole, what they compute and exchange inside left out"
-            return f"{name} partitions itself: {n} of them run as written, and {costed}"
-        return f"{name} has no sharding rule: {n} of them read their operands whole"
-
-    return [note(name, n) for name, n in sorted(without.items())]
-
-
-def _idle(graph: Graph, solution: Solution) -> list[str]:
-    """Which mesh axes shard nothing, and why, where no dimension of the arguments divides by them."""
-    assignment = solution.assignment
-    used = {axis for layout in assignment.layouts.values() for axis, dim in enumerate(layout) if dim >= 0}
-    used |= {axis for choice in assignment.choices.values() for axis, (factor, _) in enumerate(choice) if factor >= 0}
-    sizes = sorted({size for value in graph.arguments for size in graph.values[value].shape if size > 1}, reverse=True)
-    found = []
-    for axis, (name, n) in enumerate(assignment.mesh.axes):
-        if axis in used or n == 1:
-            continue
-        fewer = assignment.mesh.size // n
-        why = f"its devices repeat each other's work, and {fewer} device{'s' if fewer > 1 else ''} would be as fast"
-        if sizes and all(size % n for size in sizes):
-            shown = ", ".join(map(str, sizes[:6])) + (", ..." if len(sizes) > 6 else "")
-            why = f"no dimension of the arguments ({shown}) divides by {n}"
-        found.append(f"mesh axis {name} of size {n} shards nothing: {why}")
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,7 +363,7 @@ def _resolve(pins: Pins, graph: Graph, mesh: Mesh) -> dict[int, Pin]:
     """The pins by value number: the user's and those of constraints inside the function."""
     found: dict[int, Pin] = {}
     for pattern, spec in pins.items():
-        for position in _matching(pattern, graph.argument_paths):
+        for position in matching(pattern, graph.argument_paths):
             value = graph.arguments[position]
             found[value] = _pin(tuple(spec), mesh, graph.values[value].shape, graph.argument_paths[position])
     for op in graph.walk():
@@ -410,21 +371,6 @@ def _resolve(pins: Pins, graph: Graph, mesh: Mesh) -> dict[int, Pin]:
             spec, _ = constraint_spec(op)
             found[op.results[0]] = _pin(tuple(spec), mesh, graph.values[op.results[0]].shape, f"the value constrained at {op.origin}")
     return found
-
-
-def _matching(pattern: str, paths: Sequence[str]) -> list[int]:
-    """Positions of the paths a pattern matches, at least one; only ``*`` and ``?`` are wild, since paths have brackets."""
-    if pattern in paths:
-        return [paths.index(pattern)]
-    wild = re.compile(re.escape(pattern).replace(r"\*", ".*").replace(r"\?", "."))
-    matches = [position for position, path in enumerate(paths) if wild.fullmatch(path)]
-    if not matches:
-        near = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.3) or paths[:3]
-        raise ShardingError(
-            f"a sharding is given by argument path or a pattern of paths, and {pattern!r} matches none of {len(paths)}. "
-            f"Near ones: {', '.join(near)}."
-        )
-    return matches
 
 
 def _pin(spec: tuple, mesh: Mesh, shape: tuple[int, ...], what: str) -> Pin:
@@ -438,7 +384,7 @@ def _flat_specs(traced: Traced, args: tuple, in_specs: Any) -> list[PartitionSpe
     """One spec an argument leaf, from a tuple of spec pytrees or prefixes of them, or from specs by path."""
     if isinstance(in_specs, Mapping):
         paths = traced.graph.argument_paths
-        by_position = {position: spec for pattern, spec in in_specs.items() for position in _matching(pattern, paths)}
+        by_position = {position: spec for pattern, spec in in_specs.items() for position in matching(pattern, paths)}
         in_specs = traced.in_tree.unflatten([by_position.get(position) for position in range(len(paths))])
     if not isinstance(in_specs, tuple) or isinstance(in_specs, PartitionSpec) or len(in_specs) != len(args):
         raise ShardingError(f"in_specs is a tuple with one entry for each of the {len(args)} arguments, got {in_specs!r}.")

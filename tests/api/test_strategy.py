@@ -435,6 +435,20 @@ def test_axes_that_shard_nothing_are_told():
     assert any("shards nothing: its devices repeat each other's work, and 1 device would be as fast" in note for note in strategy.notes)
 
 
+def test_products_that_an_axis_repeats_say_which_size_does_not_divide():
+    """Twelve heads of 63 positions on eight devices: notes name the products, their share of the work and the sizes; on four none do."""
+
+    def attention(q, k, v):
+        weights = jax.nn.softmax(jnp.einsum("shd,thd->hst", q, k))
+        return jnp.einsum("hst,thd->shd", weights, v)
+
+    heads = jax.ShapeDtypeStruct((63, 12, 5), jnp.float32)
+    on_eight, on_four = (autoshard.search(attention, heads, heads, heads, cluster=eager_cluster(f"cpu:{n}"), mesh={"a": n}) for n in (8, 4))
+    told = [note for note in on_eight.notes if "does not split dot_general at" in note]
+    assert len(told) == 2 and all("50 % of the work of all products: 5 and 12 and 63 do not divide by 8" in note for note in told)
+    assert not any("does not split" in note for note in on_four.notes)
+
+
 def test_donated_arguments_are_not_taken_twice():
     """What an earlier call used up is told by its path, where jaxlib would crash."""
 

@@ -1,0 +1,73 @@
+"""What a strategy leaves whole, and why, in words."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+from autoshard.cost.compute import is_matrix
+from autoshard.cost.profile import Profile
+from autoshard.ir import Assignment, Graph
+from autoshard.lower.constrain import SELF_PARTITIONED
+from autoshard.render import format_percent
+
+TOP = 3  # places in the program that are named for a mesh axis
+WORTH = 0.01  # of all products' work: what does less is not worth a note
+
+
+def without_rules(facts: Profile) -> list[str]:
+    """What stays replicated for want of a rule, and what stays as its author partitioned it."""
+    values = facts.graph.values
+    without = Counter(
+        op.primitive
+        for op in facts.graph.walk()
+        if facts.rules[op.index] is None and not op.bodies and any(values[value].rank for value in op.operands)
+    )
+
+    def note(name: str, n: int) -> str:
+        if name in SELF_PARTITIONED:
+            costed = "are costed as if they read their operands whole, what they compute and exchange inside left out"
+            return f"{name} partitions itself: {n} of them run as written, and {costed}"
+        return f"{name} has no sharding rule: {n} of them read their operands whole"
+
+    return [note(name, n) for name, n in sorted(without.items())]
+
+
+def _idle(graph: Graph, assignment: Assignment) -> list[str]:
+    """Which mesh axes shard nothing, and why, where no dimension of the arguments divides by them."""
+    used = {axis for layout in assignment.layouts.values() for axis, dim in enumerate(layout) if dim >= 0}
+    used |= {axis for choice in assignment.choices.values() for axis, (factor, _) in enumerate(choice) if factor >= 0}
+    sizes = sorted({size for value in graph.arguments for size in graph.values[value].shape if size > 1}, reverse=True)
+    found = []
+    for axis, (name, n) in enumerate(assignment.mesh.axes):
+        if axis in used or n == 1:
+            continue
+        fewer = assignment.mesh.size // n
+        why = f"its devices repeat each other's work, and {fewer} device{'s' if fewer > 1 else ''} would be as fast"
+        if sizes and all(size % n for size in sizes):
+            shown = ", ".join(map(str, sizes[:6])) + (", ..." if len(sizes) > 6 else "")
+            why = f"no dimension of the arguments ({shown}) divides by {n}"
+        found.append(f"mesh axis {name} of size {n} shards nothing: {why}")
+    return found
+
+
+def whole(facts: Profile, assignment: Assignment) -> list[str]:
+    """The mesh axes that shard nothing, the matrix products whose work some axis repeats, and why."""
+    return [*_idle(facts.graph, assignment), *_repeated(facts, assignment)]
+
+
+def _repeated(facts: Profile, assignment: Assignment) -> list[str]:
+    """By mesh axis the largest products that it does not split, where a size of theirs does not divide by it."""
+    products = [op for op in facts.graph.walk() if is_matrix(op.primitive)]
+    total, found = sum(op.trips * facts.flops[op.index] for op in products), []
+    for axis, (name, n) in enumerate(assignment.mesh.axes):
+        flops: defaultdict[tuple[str, tuple[int, ...]], float] = defaultdict(float)
+        for op in products:
+            rule = facts.rules[op.index]
+            sizes = () if rule is None or assignment.choice(op.index)[axis][0] >= 0 else {factor.size for factor in rule.factors}
+            if uneven := tuple(sorted(size for size in sizes if size > 1 and size % n)):
+                flops[f"{op.primitive} at {op.origin}", uneven] += op.trips * facts.flops[op.index]
+        for where, uneven in sorted((place for place in flops if flops[place] >= WORTH * total), key=lambda place: -flops[place])[:TOP]:
+            sizes = f"{' and '.join(map(str, uneven))} {'do' if len(uneven) > 1 else 'does'} not divide by {n}"
+            share = format_percent(flops[where, uneven] / total)
+            found.append(f"mesh axis {name} of size {n} does not split {where}, {share} of the work of all products: {sizes}")
+    return found
