@@ -37,6 +37,7 @@ MIXTURES = 6  # that may be judged of any program
 DEAR = 100  # times the price at which bytes cost as much as seconds
 COUNTED_ENTRIES = 1 << 26  # of tables: beyond it nobody asks what labels hold at least
 FAR, NEAR = 4.0, 1.25  # factors between the first prices that are tried: knowing nothing, and knowing a price that did elsewhere
+NEARLY = 1.05  # times the least objective: what is left to gain is not worth further starts
 ROUNDING = 1e-9  # relative; what a change must gain
 
 
@@ -80,13 +81,11 @@ def fitted(problem: Problem, search: Priced, steps: int, frugal: Callable[[Probl
     if (least := least_peak(problem, found)) > limit:
         cheapest, _ = search(dict.fromkeys(sorted(found[0].peak.alive), DEAR * _even_price(found)))
         smallest = min(found[0].cost.peak_bytes, cheapest.cost.peak_bytes)
-        raise nothing_fits(problem, f"none takes less than {format_bytes(least)}; the smallest peak found", smallest, proven=True)
+        raise nothing_fits(problem, f"none takes less than {format_bytes(least)}; the smallest peak of two answers", smallest, proven=True)
     tried = _by_prices(problem, search, found, steps)
     repair = _Repair(problem, limit)
-    if tried.best is not None:
-        best = repair.changed(repair.mixed(tried.best, tried.above, tried.priced))
-    else:
-        best = repair.made_to_fit([*tried.beyond, *frugal(problem)])
+    fitting = frugal(problem) if tried.best is None else [repair.mixed(tried.best, tried.above, tried.priced)]
+    best = repair.made_to_fit([*fitting, *tried.beyond])
     if best[0].cost.peak_bytes > limit:
         raise nothing_fits(problem, "the smallest peak found", best[0].cost.peak_bytes)
     return Fitted(*best, tried.above, tried.price)
@@ -259,13 +258,19 @@ class _Repair:
         order = sorted(gains, key=lambda part: -gains[part] / max(held[part], 1.0))
         return [(parts[part], max(held[part], 1.0)) for part in order if gains[part] > 0.0]
 
-    def made_to_fit(self, several: Iterable[Found]) -> Found:
-        """The best that changes lead to from some answers, the fastest that is within the limit first, else whatever holds least."""
-        best: Found | None = None
-        for found in sorted(several, key=lambda found: (max(found[0].cost.peak_bytes, self.limit), found[0].cost.objective_seconds)):
+    def made_to_fit(self, several: Sequence[Found]) -> Found:
+        """The best that changes lead to from some answers, the fastest that is within the limit first, else whatever holds least.
+
+        Not all are asked where one comes near the least objective of all.
+        """
+        order = sorted(several, key=lambda found: (max(found[0].cost.peak_bytes, self.limit), found[0].cost.objective_seconds))
+        near = NEARLY * min(judgement.cost.objective_seconds for judgement, _ in order)
+        best = self.changed(order[0])
+        for found in order[1:]:
+            if best[0].cost.peak_bytes <= self.limit and best[0].cost.objective_seconds <= near:
+                break
             changed = self.changed(found)
-            best = changed if best is None or self.better(changed, best) else best
-        assert best is not None
+            best = changed if self.better(changed, best) else best
         return best
 
     def changed(self, found: Found) -> Found:

@@ -6,11 +6,14 @@ import random
 import sys
 from contextlib import suppress
 
+import jax
+import optax
 import pytest
 from problems import eager_cluster, problem_of
-from programs import gpt
+from programs import abstract, gpt
 from small_graphs import random_small
 
+import autoshard
 from autoshard.cluster import Cluster
 from autoshard.errors import InfeasibleError, SearchLimitError
 from autoshard.problem import Problem
@@ -149,6 +152,30 @@ def test_where_prices_lead_to_nothing_answers_that_hold_little_are_the_start():
     assert fitted(limited, lambda _: found, 4, frugal).judgement.cost.peak_bytes <= min(held) < found[0].cost.peak_bytes / 1.5
     with pytest.raises(InfeasibleError):
         fitted(limited, lambda _: found, 4)
+
+
+def test_a_looser_limit_gives_no_slower_answer():
+    """Changes may lead further from another answer that prices met than from the best of them: all are starts, under every limit."""
+    optimizer = optax.adamw(1e-3)
+
+    def step(params, state, x, y):
+        def loss(p):
+            return ((jax.nn.relu(x @ p["up"] + p["b1"]) @ p["down"] + p["b2"] - y) ** 2).mean()
+
+        updates, state = optimizer.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = {name: abstract(shape) for name, shape in {"up": (512, 2048), "b1": (2048,), "down": (2048, 512), "b2": (512,)}.items()}
+    args = params, jax.eval_shape(optimizer.init, params), abstract((1024, 512)), abstract((1024, 512))
+
+    def under(limit, searcher):
+        options = {"cluster": "v5e:2x4", "mesh": {"data": 8}, "donate_argnums": (0, 1)}
+        return autoshard.search(step, *args, searcher=searcher, memory_limit_bytes=limit, **options).cost
+
+    for searcher in ("recursive_programming", "dynamic_programming"):
+        free = under(None, searcher)
+        seconds = [under(share * free.peak_bytes, searcher).objective_seconds for share in (0.9, 0.93, 0.96, 0.99)]
+        assert seconds == sorted(seconds, reverse=True) and free.objective_seconds < seconds[-1]
 
 
 def large(limit=None, mesh=None):
