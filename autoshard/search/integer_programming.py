@@ -5,8 +5,8 @@ label; the pair variables of two nodes add up to the nodes' own, from either sid
 "Graphical models, exponential families, and variational inference", section 4.1). *Memory.* A peak is a maximum over program points. The
 model starts without any; where the judge finds the answer's peak above the limit, the values alive there become a row, bytes by label at
 most the limit, and the model is solved again (Kelley 1960, "The cutting-plane method"). Copies that readers want elsewhere count as long as
-the value and all its readers keep their labels. *Objective.* The sum of unary and pair tables: the judge's ``objective_seconds``. *Ties.*
-As HiGHS breaks them: of equal models it returns equal answers.
+the value and all its readers keep their labels; partial sums that their op keeps its own, and while it runs. *Objective.* The sum of
+unary and pair tables: the judge's ``objective_seconds``. *Ties.* As HiGHS breaks them: of equal models it returns equal answers.
 
 *Warm start.* Message passing (`autoshard.search.reparametrisation`) gives every label and every pair of labels a reduced cost: what any
 labelling with it costs at least beyond the bound. The model has those up to a slack, which is widened until the answer is within it: no
@@ -242,8 +242,9 @@ def _row(problem: Problem, sizes: Sequence[int], labels: np.ndarray, peak: Peak,
         for node, same in alike.items():
             add(node, same * nbytes)
     leaders = {node.leader: i for i, node in enumerate(problem.nodes.nodes) if node.leader >= 0}
+    times = problem.profile.lifetimes
     for op, nbytes in peak.partials:
-        if op in leaders:
+        if op in leaders and times.starts[op] <= peak.moment < times.ends[op]:  # later it waits for others, as their labels have it
             add(leaders[op], (np.arange(sizes[leaders[op]]) == labels[leaders[op]]) * nbytes)
     return Row(coefficients, room)
 

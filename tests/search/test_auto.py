@@ -86,7 +86,7 @@ def test_members_may_refuse():
     assert alone.notes == ("found by recursive_programming, the fastest of 1 that auto asked", "too large")
     with pytest.raises(InfeasibleError, match=r"smallest peak that 2 searchers found.* is 2.05 kB.*Use more devices"):
         Auto(members=(Filling(), Filling())).solve(problem_of(fn, *args, memory_limit_bytes=1000.0))
-    with pytest.raises(InfeasibleError, match=r"none takes less than.*smallest peak found.*Use more devices"):
+    with pytest.raises(InfeasibleError, match=r"none takes less than.*smallest peak of two answers.*Use more devices"):
         Auto().solve(problem_of(fn, *args, memory_limit_bytes=1000.0))
 
 

@@ -7,6 +7,7 @@ import sys
 from contextlib import suppress
 
 import jax
+import numpy as np
 import optax
 import pytest
 from problems import eager_cluster, problem_of
@@ -28,6 +29,7 @@ from autoshard.search import (
     dynamic_programming,
 )
 from autoshard.search.frugal import frugal
+from autoshard.search.integer_programming import memory_rows
 from autoshard.search.memory import _Repair, fitted, least_peak
 from autoshard.search.mesh_search import message_bound
 
@@ -207,3 +209,18 @@ def test_other_meshes_are_bounded_by_what_memory_costs():
     other.learned = one.learned
     assert alone < message_bound(other, 12) <= DynamicProgramming().solve(other).judgement.cost.objective_seconds
     assert message_bound(other, 12) > found.judgement.cost.objective_seconds * 0.99
+
+
+def test_partial_sums_that_wait_for_others_are_in_no_row():
+    """A sum waits for those it is combined with, which other labels do not leave to wait: rows never exclude an assignment that fits."""
+    limit = 5058.0
+    problem = limited(414, limit)
+    fits = problem.labels(BruteForce(MOST_ASSIGNMENTS).solve(problem).assignment)
+    refused = [(1,), (1,), (1,), (1,), ((2, 0),), ((2, 1),), ((1, -1),)]
+    judgement = problem.evaluate(problem.assignment(refused))
+    assert judgement.cost.peak_bytes > limit and len(judgement.peak.partials) == 3
+    tables = problem.whole_tables()
+    at, there = ([options.index(label) for options, label in zip(tables.labels, labels, strict=True)] for labels in (refused, fits))
+    for row in memory_rows(problem, [len(options) for options in tables.labels], np.array(at), judgement.peak, limit):
+        held, kept = (sum(shares[labels[node]] for node, shares in row.coefficients.items()) for labels in (at, there))
+        assert kept <= row.limit < held
