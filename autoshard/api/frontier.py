@@ -185,7 +185,7 @@ class _Search:
             self.stage = f"on mesh {candidate}, {number + 1} of {n}"
             self.progress(f"mesh {candidate}", number / n / 3)
             try:
-                self.problems[candidate] = prepared.problem(candidate, None, like=next(iter(self.problems.values()), None))
+                self.problems[candidate] = prepared.problem(candidate, None, self.problems.values())
                 for done, searcher in enumerate((self.searcher, *BASELINES)):
                     share = 1 / n / (1 + len(BASELINES)) / 3
                     self._ask(self.problems[candidate], searcher, None, part(self.progress, number / n / 3 + done * share, share))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +121,7 @@ def _searched(
     failure: ShardingError | None = None
     for candidate in prepared.meshes:
         try:
-            like = next((problem for problem in problems if problem.mesh.sizes == candidate.sizes), problems[0] if problems else None)
-            problems.append(prepared.problem(candidate, limit, like))
+            problems.append(prepared.problem(candidate, limit, problems))
         except ShardingError as error:
             failure = error
     if failure is not None and not problems:
@@ -159,8 +159,10 @@ class Prepared:
     donated: tuple[int, ...]
     seconds: Mapping[str, float]
 
-    def problem(self, mesh: Mesh, limit: float | None, like: Problem | None = None) -> Problem:
-        """The search problem on a mesh; one of the same program that it is like shares what does not depend on the mesh."""
+    def problem(self, mesh: Mesh, limit: float | None, others: Collection[Problem]) -> Problem:
+        """The search problem on a mesh; of others of the same program one, of the same sizes if there is such, shares what it can."""
+        alike = (other for other in others if other.mesh.sizes == mesh.sizes)
+        like = next(chain(alike, others), None)
         return Problem(self.facts, CostModel(self.cluster, mesh), _resolve(self.pins, self.traced.graph, mesh), limit, like)
 
     def strategy(self, mesh: Mesh, solution: Solution, searcher: Searcher) -> Strategy:

@@ -76,6 +76,7 @@ Messages = Mapping[tuple[int, int], tuple[np.ndarray, np.ndarray]]
 
 
 _LeaderParts = tuple[np.ndarray, list[tuple[Step, ...]], Sequence[Label]]
+"""Per label the seconds that an op computes, and its own collectives; and the labels, which keep their identity."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

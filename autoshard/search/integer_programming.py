@@ -5,7 +5,7 @@ label; the pair variables of two nodes add up to the nodes' own, from either sid
 "Graphical models, exponential families, and variational inference", section 4.1). *Memory.* A peak is a maximum over program points. The
 model starts without any; where the judge finds the answer's peak above the limit, the values alive there become a row, bytes by label at
 most the limit, and the model is solved again (Kelley 1960, "The cutting-plane method"). Copies that readers want elsewhere count as long as
-the value and all its readers keep their labels; partial sums that their op keeps its own, and while it runs. *Objective.* The sum of
+the value and all its readers keep their labels, partial sums while their op runs if it keeps its own. *Objective.* The sum of
 unary and pair tables: the judge's ``objective_seconds``. *Ties.* As HiGHS breaks them: of equal models it returns equal answers.
 
 *Warm start.* Message passing (`autoshard.search.reparametrisation`) gives every label and every pair of labels a reduced cost: what any

@@ -196,7 +196,7 @@ class _Repair:
         self.left -= 1
         return self.problem.evaluate(self.problem.assignment(labels)), labels
 
-    def better(self, found: Found, than: Found) -> bool:
+    def _better(self, found: Found, than: Found) -> bool:
         """Whether an answer fits and is faster; of those that do not fit the smaller one is better."""
         ours, theirs = (max(judgement.cost.peak_bytes, self.limit) for judgement, _ in (found, than))
         if ours != theirs:
@@ -222,7 +222,7 @@ class _Repair:
             found = self._judged(labels)
             peaks[some] = found[0].cost.peak_bytes
             if peaks[some] <= self.limit:
-                fits, best = some, found if self.better(found, best) else best
+                fits, best = some, found if self._better(found, best) else best
             else:
                 too_many = some
         return best
@@ -270,7 +270,7 @@ class _Repair:
             if best[0].cost.peak_bytes <= self.limit and best[0].cost.objective_seconds <= near:
                 break
             changed = self.changed(found)
-            best = changed if self.better(changed, best) else best
+            best = changed if self._better(changed, best) else best
         return best
 
     def changed(self, found: Found) -> Found:
@@ -281,7 +281,7 @@ class _Repair:
                 if self.left > 0 and (node, label) not in tried:
                     tried.add((node, label))
                     other = self._judged([*found[1][:node], label, *found[1][node + 1 :]])
-                    if self.better(other, found):
+                    if self._better(other, found):
                         found, tried = other, set()
                         break
             else:
