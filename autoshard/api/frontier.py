@@ -185,15 +185,16 @@ class _Search:
             self.stage = f"on mesh {candidate}, {number + 1} of {n}"
             self.progress(f"mesh {candidate}", number / n / 3)
             try:
-                self.problems[candidate] = prepared.problem(candidate, None, self.problems.values())
-                for done, searcher in enumerate((self.searcher, *BASELINES)):
-                    share = 1 / n / (1 + len(BASELINES)) / 3
-                    self._ask(self.problems[candidate], searcher, None, part(self.progress, number / n / 3 + done * share, share))
+                problem = prepared.problem(candidate, None, self.problems.values())
+                self._ask_all(problem, part(self.progress, number / n / 3, 1 / n / 3))
             except ShardingError as error:  # pins do not divide on this mesh
                 failure = error
         if not self.front:
             assert failure is not None
             raise failure
+        self.stage = "while looking for more axes"
+        if (finer := self._finer()) is not None:
+            self._ask_all(finer, part(self.progress, 1 / 3, 0.0))
         self.stage = "while looking for the least memory"
         promising = list(dict.fromkeys(point.mesh for point in self.front))
         for number, candidate in enumerate(promising):
@@ -208,6 +209,20 @@ class _Search:
             if not any(lower < point.cost[0] <= limit for point in self.front):
                 for candidate in dict.fromkeys(point.mesh for point in _around(self.front, limit)):
                     self._ask(self.problems[candidate], self.searcher, limit, part(self.progress, before, share))
+
+    def _finer(self) -> Problem | None:
+        """The problem on a mesh of more axes that promises what is faster than all that fits."""
+        if not self.prepared.most_axes or not any(point.cost[0] <= self.prepared.limit for point in self.front):
+            return None
+        fastest = _fastest(self.front, self.prepared.limit)
+        return self.prepared.finer(fastest.problem, Solution(fastest.judgement), part(self.progress, 1 / 3, 0.0))
+
+    def _ask_all(self, problem: Problem, progress: Progress) -> None:
+        """Lets the searcher and every baseline look for an answer."""
+        self.problems[problem.mesh] = problem
+        searchers = (self.searcher, *BASELINES)
+        for done, searcher in enumerate(searchers):
+            self._ask(problem, searcher, None, part(progress, done / len(searchers), 1 / len(searchers)))
 
     def _ask(self, problem: Problem, searcher: Searcher, limit: float | None, progress: Progress) -> None:
         """Lets a searcher look for an answer within a limit, and puts on the front what it meets on the way."""

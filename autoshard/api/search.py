@@ -33,10 +33,11 @@ from autoshard.render import format_bytes, format_percent, progress_line
 from autoshard.rules import rules_of
 from autoshard.search import IntegerProgramming, Searcher, Solution, TensorParallel, candidate_meshes, searcher_of, silent, solve
 from autoshard.search.early import endings, timed
-from autoshard.search.mesh_search import search_meshes
+from autoshard.search.mesh_search import LEAST_GAIN, search_meshes
 from autoshard.search.meshes import placed
 from autoshard.search.propagation import follow_layouts
 from autoshard.search.searcher import Progress
+from autoshard.search.splitting import finer
 from autoshard.trace import Traced, constraint_spec, trace
 from autoshard.verify import propagated
 
@@ -126,7 +127,7 @@ def _searched(
             failure = error
     if failure is not None and not problems:
         raise failure
-    return search_meshes(searcher, problems, solve, progress, ends)
+    return search_meshes(searcher, problems, solve, progress, ends, prepared.finer if prepared.most_axes > 1 else None)
 
 
 def _barely(limit: float) -> str:
@@ -144,6 +145,7 @@ class Prepared:
         traced, facts: the program.
         cluster: the devices.
         meshes: those to try.
+        most_axes: how many axes a mesh may have that their search leads to; 0 where they are all there are.
         pins: the user's.
         limit: bytes that a device may hold.
         donated: positions of the arguments whose memory may be reused.
@@ -154,6 +156,7 @@ class Prepared:
     facts: Profile
     cluster: Cluster
     meshes: tuple[Mesh, ...]
+    most_axes: int
     pins: Pins
     limit: float
     donated: tuple[int, ...]
@@ -165,11 +168,24 @@ class Prepared:
         like = next(chain(alike, others), None)
         return Problem(self.facts, CostModel(self.cluster, mesh), _resolve(self.pins, self.traced.graph, mesh), limit, like)
 
+    def finer(self, problem: Problem, solution: Solution, progress: Progress) -> Problem | None:
+        """The problem on a mesh of more axes that promises more than the best solution of others; None where memory binds."""
+        if problem.learned.price > 0.0:
+            return None
+
+        def on(mesh: Mesh) -> list[Problem]:
+            problems: list[Problem] = []
+            for placing in placed(self.cluster, [mesh], renamed=False):
+                problems.append(self.problem(placing, problem.memory_limit_bytes, problems or [problem]))
+            return problems
+
+        return finer(problem, problem.labels(solution.assignment), self.most_axes, LEAST_GAIN, on, progress)
+
     def strategy(self, mesh: Mesh, solution: Solution, searcher: Searcher) -> Strategy:
         """The strategy of a solution on a mesh."""
         solution = _recomputing(self.facts, self.cluster, mesh, solution)
         pins = {"pins": len(pinned)} if (pinned := _resolve(self.pins, self.traced.graph, mesh)) else {}
-        solution = replace(solution, stats={**self.seconds, **solution.stats, "meshes": len(self.meshes), **pins})
+        solution = replace(solution, stats={**self.seconds, "meshes": len(self.meshes), **solution.stats, **pins})
         notes = [*without_rules(self.facts), *whole(self.facts, solution.assignment)]
         return Strategy(record_of(self.traced, self.cluster, mesh, solution, searcher, self.donated, notes), self.traced)
 
@@ -184,8 +200,9 @@ def prepare(fn, args, cluster, searcher, mesh, pins, memory_limit_bytes, donate_
     if given is not None:
         cluster.check(given)
     traced, facts, seconds = _traced(fn, args, donate_argnums, (*_pinned_axes(pins), *(given.names if given else ())), cluster)
-    meshes = _meshes(cluster, traced.graph, pins, given, most)
-    return Prepared(traced, facts, cluster, meshes, pins, limit, _positions(donate_argnums), seconds)
+    meshes, is_free = _meshes(cluster, traced.graph, pins, given, most)
+    finest = (mesh or MOST_AXES) if is_free and searcher.automatic else 0
+    return Prepared(traced, facts, cluster, meshes, finest, pins, limit, _positions(donate_argnums), seconds)
 
 
 def evaluate(
@@ -300,10 +317,13 @@ def _traced(fn, args, donate_argnums, axis_names, cluster: Cluster) -> tuple[Tra
 # -- meshes and pins -----------------------------------------------------------------------------------------------------
 
 
-def _meshes(cluster: Cluster, graph: Graph, pins: Pins, given: Mesh | None, max_axes: int) -> tuple[Mesh, ...]:
-    """The meshes to try: the given one in its best placements, the one that the program fixes, or all that have the axes of pins."""
+def _meshes(cluster: Cluster, graph: Graph, pins: Pins, given: Mesh | None, max_axes: int) -> tuple[tuple[Mesh, ...], bool]:
+    """The meshes to try, and whether nobody named their axes.
+
+    They are the given one in its best placements, the one that the program fixes, or all that have the axes of pins.
+    """
     if given is not None:
-        return placed(cluster, [given], renamed=False)
+        return placed(cluster, [given], renamed=False), False
     names = list(_pinned_axes(pins))
     for op in graph.walk():
         fixed = dict(op.params["mesh"].shape) if op.primitive == "shard_map" else None
@@ -313,9 +333,9 @@ def _meshes(cluster: Cluster, graph: Graph, pins: Pins, given: Mesh | None, max_
         if fixed is not None:
             mesh = Mesh.of(fixed)
             cluster.check(mesh)
-            return (mesh,)
+            return (mesh,), False
     found = candidate_meshes(cluster.n_devices, tuple(dict.fromkeys(names)), max_axes)
-    return placed(cluster, found, renamed=not names)
+    return placed(cluster, found, renamed=not names), not names
 
 
 def _most_axes(mesh: Any, searcher: Searcher) -> int:

@@ -110,6 +110,12 @@ class CostModel:
             self._matrices[key] = found
         return found
 
+    def reshard_seconds(
+        self, shape: tuple[int, ...], itemsize: float, portable: bool, sources: np.ndarray, targets: np.ndarray
+    ) -> np.ndarray:
+        """The same of some layouts alone, by their numbers, which broadcast."""
+        return self.reshard_matrix(shape, itemsize, portable)[sources, targets]
+
     def storing_seconds(self, value: Value, source: Layout, target: Layout) -> float:
         """The seconds of writing and reading a value between fused ops, because it is read elsewhere or otherwise than where it is made.
 

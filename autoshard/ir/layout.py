@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 
+import numpy as np
+
 from autoshard.errors import ShardingError
 
 Layout = tuple[int, ...]
@@ -132,6 +134,25 @@ def layout_number(layout: Layout, rank: int) -> int:
     for dim in reversed(layout):
         number = number * (rank + 1) + dim + 1
     return number
+
+
+def layout_of(number: int, rank: int, n_axes: int) -> Layout:
+    """The layout of a number; the inverse of `layout_number`."""
+    dims = []
+    for _ in range(n_axes):
+        number, dim = divmod(number, rank + 1)
+        dims.append(dim - 1)
+    return tuple(dims)
+
+
+def layout_numbers(dims: np.ndarray, rank: int) -> np.ndarray:
+    """The numbers ``(...)`` of layouts ``(..., n_axes)``."""
+    return (dims + 1) @ (rank + 1) ** np.arange(dims.shape[-1])
+
+
+def layout_dims(numbers: np.ndarray, rank: int, n_axes: int) -> np.ndarray:
+    """The layouts ``(..., n_axes)`` of numbers ``(...)``; the inverse of `layout_numbers`."""
+    return numbers[..., None] // (rank + 1) ** np.arange(n_axes) % (rank + 1) - 1
 
 
 @cache

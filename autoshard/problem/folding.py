@@ -108,6 +108,9 @@ class Folded(Problem):
     def start(self) -> list[Label]:
         return self.fold(self.whole.start())
 
+    def offered(self, node: int, label: Label) -> bool:
+        return self.whole.offered(int(self._firsts[node]), label)
+
     def pinned(self, axis: int) -> list[int]:
         return list(dict.fromkeys(int(self.classes[node]) for node in self.whole.pinned(axis)))
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.ir import NOWHERE, Dims, Rule, divides, layout_number, layouts, legal_choices, shift_layout
+from autoshard.ir import NOWHERE, Dims, Rule, divides, layout_dims, layout_numbers, legal_choices
 from autoshard.problem.nodes import Node, Signature
 
 Label = tuple[Any, ...]
@@ -68,7 +68,7 @@ class Offers:
         else:
             shape = node.head[1]
             labels = [option for option in _vary(label, free, range(-1, len(shape))) if divides(option, shape, self.sizes)]
-            array = np.array(labels, dtype=np.int64).reshape(len(labels), -1)
+            array = np.array(labels, dtype=np.int64).reshape(len(labels), len(self.sizes))
         slots: list[np.ndarray] = []
         for derivation in node.slots:
             slots.append(self._slot(node, derivation, label, free, array, slots))
@@ -76,8 +76,9 @@ class Offers:
         for numbers in slots:
             keep &= numbers >= 0
         for slot, rank, pin in node.pins:
-            options = layouts(rank, len(self.sizes))
-            keep &= np.array([all(options[number][axis] in pin[axis] for axis in free) for number in slots[slot]], dtype=bool)
+            dims = layout_dims(slots[slot], rank, len(self.sizes))
+            for axis in free:
+                keep &= np.isin(dims[:, axis], list(pin[axis]))
         if not keep.all():
             labels = [label for label, kept in zip(labels, keep, strict=True) if kept]
             slots = [numbers[keep] for numbers in slots]
@@ -97,7 +98,7 @@ class Offers:
         """The layout number of a slot by label; -1 where it has none."""
         match derivation:
             case ("layout",):
-                return _numbers(labels, len(node.head[1]))
+                return layout_numbers(labels, len(node.head[1]))
             case ("operand" | "result" as side, position):
                 rule = self._rule(node)
                 key = rule, side, position, label, free
@@ -107,18 +108,14 @@ class Offers:
                     for dim, factors in enumerate(dims):
                         where[list(factors)] = dim
                     layout, scattered = where[labels[..., 0]], labels[..., 1]
-                    self._numbers[key] = _numbers(layout if side == "operand" else np.where(scattered >= 0, scattered, layout), len(dims))
+                    lies = layout if side == "operand" else np.where(scattered >= 0, scattered, layout)
+                    self._numbers[key] = layout_numbers(lies, len(dims))
                 return self._numbers[key]
             case ("via", slot, source, target):
-                return self._table(_via_table, source, target)[slots[slot]]
+                return _via(slots[slot], source, target, len(self.sizes))
             case ("shift", slot, rank, by):
-                return self._table(_shift_table, rank, by)[slots[slot]]
+                return _shifted(slots[slot], rank, by, len(self.sizes))
         raise AssertionError(derivation)
-
-    def _table(self, made_by, *args) -> np.ndarray:
-        if (key := (made_by, *args)) not in self._numbers:
-            self._numbers[key] = made_by(*args, len(self.sizes))
-        return self._numbers[key]
 
 
 def _atoms(rule: Rule) -> list[tuple[int, int]]:
@@ -138,21 +135,19 @@ def _vary(label: Label, free: tuple[int, ...], atoms: Iterable) -> list[Label]:
     return list(product(*(options if axis in free else (atom,) for axis, atom in enumerate(label))))
 
 
-def _numbers(dims: np.ndarray, rank: int) -> np.ndarray:
-    """The numbers ``(n,)`` of layouts ``(n, n_axes)``."""
-    return (dims + 1) @ (rank + 1) ** np.arange(dims.shape[1])
-
-
-def _via_table(source: Dims, target: Dims, n_axes: int) -> np.ndarray:
-    """Layout number of a follower's result by that of its operand; -1 where a dimension has nowhere to go."""
+def _via(numbers: np.ndarray, source: Dims, target: Dims, n_axes: int) -> np.ndarray:
+    """Layout numbers of a follower's result by those of its operand; -1 where a dimension has nowhere to go."""
     where = {factors[0]: dim for dim, factors in enumerate(target) if factors}
-    moved = []
-    for layout in layouts(len(source), n_axes):
-        dims = [where.get(source[dim][0], -2) if dim >= 0 and source[dim] else (-1 if dim < 0 else -2) for dim in layout]
-        moved.append(-1 if -2 in dims else layout_number(tuple(dims), len(target)))
-    return np.array(moved, dtype=np.int64)
+    goes = np.array([where.get(factors[0], -2) if factors else -2 for factors in source] + [-1])  # by dimension; the last is none
+    return _numbers_or_none(goes[layout_dims(numbers, len(source), n_axes)], len(target), numbers)
 
 
-def _shift_table(rank: int, by: int, n_axes: int) -> np.ndarray:
-    moved = [shift_layout(layout, by) for layout in layouts(rank, n_axes)]
-    return np.array([-1 if layout is None else layout_number(layout, rank + by) for layout in moved], dtype=np.int64)
+def _shifted(numbers: np.ndarray, rank: int, by: int, n_axes: int) -> np.ndarray:
+    """Layout numbers with so many more leading dimensions, unsharded; -1 where one that is removed was sharded."""
+    dims = layout_dims(numbers, rank, n_axes)
+    return _numbers_or_none(np.where(dims < 0, -1, np.where(dims + by < 0, -2, dims + by)), rank + by, numbers)
+
+
+def _numbers_or_none(dims: np.ndarray, rank: int, numbers: np.ndarray) -> np.ndarray:
+    """The numbers of layouts; -1 where a dimension is -2, or there was none before."""
+    return np.where((dims == -2).any(axis=-1) | (numbers < 0), -1, layout_numbers(dims, rank))

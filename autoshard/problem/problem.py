@@ -27,6 +27,7 @@ from autoshard.ir import (
     Op,
     Rule,
     Value,
+    layout_of,
     layouts,
     shards,
 )
@@ -90,6 +91,7 @@ class Learned:
         worth: seconds a byte of what is alive at that one's peak, in the best bound found of answers within the limit.
         sent_priced: as `sent`, under that price.
         least: the least objective met on other meshes; what is no better is of little interest.
+        start: labels, of the whole problem, from where a descent may begin; None where there are none.
     """
 
     sent: Messages = field(default_factory=dict)
@@ -98,6 +100,7 @@ class Learned:
     worth: float = 0.0
     sent_priced: Messages = field(default_factory=dict)
     least: float = float("inf")
+    start: tuple[Label, ...] | None = None
 
 
 class Watcher(Protocol):
@@ -149,7 +152,7 @@ class Problem:
             self._shared: dict[Callable, Any] = {}
         self.offers = Offers(self.nodes.signatures, self.mesh.sizes)
         self._op_seconds: dict[tuple[int, tuple[int, ...]], float] = {}
-        self._member_costs: dict[tuple[int, int], np.ndarray] = {}
+        self._member_costs: dict[tuple[int, int], dict[int, float]] = {}  # by signature and position, then by layout number
         self._leader_parts: dict[tuple[int, int], _LeaderParts] = {}  # by op, and the identity of labels, which are kept
         self._steps_seconds: dict[int, float] = {}  # by the identity of steps, which are kept
         if like is not None and like.nodes is self.nodes and like.mesh.sizes == self.mesh.sizes:
@@ -174,6 +177,10 @@ class Problem:
     def start(self) -> list[Label]:
         """The labels that leave everything replicated."""
         return [self._nowhere(node) for node in self.nodes.nodes]
+
+    def offered(self, node: int, label: Label) -> bool:
+        """Whether a node may have a label."""
+        return bool(self.offers.offer(self.nodes.nodes[node], self._kinds[node], label, ()).labels)
 
     def pinned(self, axis: int) -> list[int]:
         """The nodes whose pins shard something over the mesh axis."""
@@ -286,7 +293,7 @@ class Problem:
                 number = joint.slots[slot][joint.positions[label]]
             else:
                 number = self._offer(node, label, ()).slots[slot][0]
-            found = self._lying[key] = layouts(rank, len(self.mesh.axes))[number]
+            found = self._lying[key] = layout_of(int(number), rank, len(self.mesh.axes))
         return found
 
     def _rule(self, op: int) -> Rule:
@@ -354,9 +361,9 @@ class Problem:
         labels, slots = offer.labels, offer.slots
         unary = self._leader_cost(node, labels)
         for slot, signature, position in node.costs:
-            unary = unary + self._member_cost(signature, position)[slots[slot]]
+            unary = unary + self._member_cost(signature, position, slots[slot])
         for slot, shape, itemsize, portable, trips in node.gathers:
-            unary = unary + trips * self.model.reshard_matrix(shape, itemsize, portable)[slots[slot], 0]
+            unary = unary + trips * self.model.reshard_seconds(shape, itemsize, portable, slots[slot], np.zeros(1, dtype=np.int64))
         return _Columns(labels, offer.positions, self._one(unary), slots)
 
     def _leader_cost(self, node: Node, labels: Sequence[Label]) -> np.ndarray:
@@ -390,17 +397,16 @@ class Problem:
             found = self._steps_seconds[id(steps)] = sum(map(self.model.own_seconds, steps))
         return found
 
-    def _member_cost(self, signature: int, position: int) -> np.ndarray:
-        """The seconds of a follower by the layout number of the operand that decides its choice."""
-        if (found := self._member_costs.get((signature, position))) is None:
+    def _member_cost(self, signature: int, position: int, numbers: np.ndarray) -> np.ndarray:
+        """The seconds ``(n,)`` of a follower by the layout numbers ``(n,)`` of the operand that decides its choice."""
+        known, asked = self._member_costs.setdefault((signature, position), {}), numbers.tolist()
+        if new := set(asked).difference(known):
             entry = self.nodes.signatures[signature]
-            op = self.graph.walk()[entry.op]
-            options = layouts(len(entry.rule.operands[position]), len(self.mesh.axes))
-            found = np.array(
-                [entry.trips * self.model.op_seconds(self.profile, op, _followed(entry.rule, position, layout)) for layout in options]
-            )
-            self._member_costs[signature, position] = found
-        return found
+            rule, op = entry.rule, self.graph.walk()[entry.op]
+            for number in new:
+                choice = _followed(rule, position, layout_of(number, len(rule.operands[position]), len(self.mesh.axes)))
+                known[number] = entry.trips * self.model.op_seconds(self.profile, op, choice)
+        return np.array([known[number] for number in asked])
 
     def _describe(self, node: Node) -> str:
         if node.leader >= 0:
@@ -435,10 +441,11 @@ class Problem:
         value = self.graph.values[edge.value]
         source = columns[edge.source].slots[edge.source_slot]
         distinct = {target.tobytes(): target for target in (columns[edge.target].slots[slot] for slot in edge.target_slots)}.values()
-        matrix = self.model.reshard_matrix(value.shape, value.itemsize, self.profile.portable[edge.value])
+        sources = source if edge.source == edge.target else source[:, None]
+        facts = value.shape, value.itemsize, self.profile.portable[edge.value]
+        table = edge.trips * reduce(np.add, [self.model.reshard_seconds(*facts, sources, target) for target in distinct])
         if edge.source == edge.target:
-            return edge.trips * reduce(np.add, [matrix[source, target] for target in distinct])
-        table = edge.trips * reduce(np.add, [matrix[source[:, None], target] for target in distinct])
+            return table
         if _accumulated(self.profile, self.nodes, edge):
             op, labels = self.graph.walk()[self.nodes.nodes[edge.source].leader], columns[edge.source].labels
             again = np.array([op.trips * self.model.recombining_seconds(self.profile, op, label) for label in labels])

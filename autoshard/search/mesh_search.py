@@ -118,18 +118,20 @@ def search_meshes(
     solve,
     progress: Progress = silent,
     ends: tuple[type[BaseException], ...] = (),
+    finer: Callable[[Problem, Solution, Progress], Problem | None] | None = None,
 ) -> tuple[Solution, Problem]:
     """The best solution over some problems that differ in their mesh, and its problem; statistics say how many meshes were cut.
 
     Args:
         solve: called with searcher, problem and progress.
         ends: what may end the search early; the best that was met by then is then the solution.
+        finer: called with the best problem, its solution and progress where more axes may be of use: a problem that promises more.
 
     Raises:
         InfeasibleError: no mesh has a solution within the memory limit; names the smallest peak found.
         ShardingError: the pins leave no mesh a legal sharding.
     """
-    search = _Search(searcher, problems, solve, progress, watched=bool(ends))
+    search = _Search(searcher, list(problems), solve, progress, watched=bool(ends), finer=finer)
     try:
         search.run()
     except ends:
@@ -140,9 +142,10 @@ def search_meshes(
         assert search.failure is not None
         raise search.failure
     _, number, solution = search.best
-    solution = bounded(problems[number], solution)
-    stats = {**solution.stats, "meshes": len(problems), "meshes_cut": search.cut, **({"ended_early": 1} if search.notes else {})}
-    return replace(solution, stats=stats, notes=(*solution.notes, *search.notes)), problems[number]
+    problem = search.problems[number]
+    solution = bounded(problem, solution)
+    stats = {**solution.stats, "meshes": len(search.problems), "meshes_cut": search.cut, **({"ended_early": 1} if search.notes else {})}
+    return replace(solution, stats=stats, notes=(*solution.notes, *search.notes)), problem
 
 
 @dataclass(slots=True)
@@ -150,10 +153,11 @@ class _Search:
     """The problems of one program, searched one after the other, and the best solution so far."""
 
     searcher: Searcher
-    problems: Sequence[Problem]
+    problems: list[Problem]
     solve: Callable[[Searcher, Problem, Progress], Solution]
     progress: Progress
     watched: bool
+    finer: Callable[[Problem, Solution, Progress], Problem | None] | None
     best: tuple[float, int, Solution] | None = None
     failure: AutoshardError | None = None
     least: float = float("inf")
@@ -162,21 +166,32 @@ class _Search:
     notes: tuple[str, ...] = ()
 
     def run(self) -> None:
-        n = len(self.problems)
+        n = len(self.problems) + (self.finer is not None)
         for done, number in enumerate(self._order()):
-            problem = self.problems[number]
-            if self.best is not None:
-                problem.learned = replace(self.problems[self.best[1]].learned, least=self.least)
-            self.progress(f"mesh {problem.mesh}", done / n)
-            if self.watched:
-                self.met[number] = watch(problem)
-            try:
-                if self._hopeless(problem):
-                    self.cut += 1
-                else:
-                    self._keep(number, self.solve(self.searcher, problem, part(self.progress, done / n, 1 / n)))
-            except (InfeasibleError, ShardingError) as error:
-                self.failure = worse(self.failure, error)
+            self._try(number, part(self.progress, done / n, 1 / n))
+        if self.finer is not None and self.best is not None:
+            _, number, solution = self.best
+            problem = self.finer(self.problems[number], solution, part(self.progress, (n - 1) / n, 0.5 / n))
+            if problem is not None:
+                self.problems.append(problem)
+                self._try(n - 1, part(self.progress, (n - 0.5) / n, 0.5 / n))
+
+    def _try(self, number: int, progress: Progress) -> None:
+        """Searches a problem unless that is hopeless."""
+        problem = self.problems[number]
+        if self.best is not None:
+            begun = problem.learned.start
+            problem.learned = replace(self.problems[self.best[1]].learned, least=self.least, start=begun)
+        progress(f"mesh {problem.mesh}", 0.0)
+        if self.watched:
+            self.met[number] = watch(problem)
+        try:
+            if self._hopeless(problem):
+                self.cut += 1
+            else:
+                self._keep(number, self.solve(self.searcher, problem, progress))
+        except (InfeasibleError, ShardingError) as error:
+            self.failure = worse(self.failure, error)
 
     def _order(self) -> list[int]:
         """The numbers of the problems, in the order in which to search them."""

@@ -18,12 +18,13 @@ Complexity: axes x sweeps x (nodes x labels ** (induced width + 1)).
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
 
+from autoshard.cost.model import CostModel
 from autoshard.errors import SearchLimitError
 from autoshard.problem import Folded, Label, Problem, Tables, folded
 from autoshard.search.elimination import Eliminator, table_cost
@@ -32,6 +33,7 @@ from autoshard.search.memory import Fitted, Found, fitted
 from autoshard.search.searcher import Progress, Solution, silent
 from autoshard.search.shells import MOST_SWEEPS, Shells
 
+PROBE_BYTES = 1e7  # of the all_gather that says which axis has the slower links
 TOLERANCE = 1e-4  # of a step's minimum where message passing helps to find it
 
 
@@ -70,23 +72,23 @@ class RecursiveProgramming:
             },
         )
 
-    def _found(self, problem: Problem, progress: Progress) -> tuple[_Run, Fitted]:
+    def _found(self, problem: Problem, progress: Progress) -> tuple[Descent, Fitted]:
         """The best answer, and the run that met it."""
         shells, limit = Shells(self.max_entries, MOST_SWEEPS, TOLERANCE, progress), problem.memory_limit_bytes
         if (small := folded(problem)) is not None:
-            run = _Run(self, small, progress, shells)
+            run = Descent(self, small, progress, shells)
             judgement, labels = run.descend({})
             if limit is None or judgement.cost.peak_bytes <= limit:
                 return run, Fitted(judgement, labels)
-        run = _Run(self, problem, progress)
+        run = Descent(self, problem, progress)
         try:
             return run, fitted(problem, run.descend, self.price_steps, frugal)
         except SearchLimitError:
-            run = _Run(self, small or problem, progress, shells)
+            run = Descent(self, small or problem, progress, shells)
             return run, fitted(problem, run.descend, self.price_steps, frugal)
 
 
-class _Run:
+class Descent:
     """Descents over one problem, with what they took."""
 
     def __init__(self, searcher: RecursiveProgramming, problem: Problem, progress: Progress, shells: Shells | None = None):
@@ -98,23 +100,31 @@ class _Run:
         self.n_variables = self.width = self.sweeps = 0
 
     def descend(self, prices: Mapping[int, float]) -> Found:
-        """Labels, of the whole problem, that no single axis can improve, from everything replicated."""
+        """Labels, of the whole problem, that no single axis can improve, from everything replicated, and from a start that was learned."""
+        problem = self.problem
+        labels = self.settle(problem.start(), prices)
+        if (start := problem.learned.start) is not None:
+            other = self.settle(problem.fold(start) if isinstance(problem, Folded) else list(start), prices)
+            labels = min(labels, other, key=lambda found: labels_cost(problem, found, prices))
+        return problem.evaluate(problem.assignment(labels)), problem.unfold(labels) if isinstance(problem, Folded) else labels
+
+    def settle(self, labels: list[Label], prices: Mapping[int, float]) -> list[Label]:
+        """Labels that no single axis can improve, from given ones."""
         problem, searcher = self.problem, self.searcher
-        n_axes = len(problem.mesh.axes)
-        labels = problem.start()
+        axes = _slowest_first(problem.model)
         settled = 0  # axes in a row that could not be improved
         for sweep in range(1 + searcher.max_sweeps):
-            for axis in range(n_axes):
-                self.progress(f"axis {problem.mesh.names[axis]}", (sweep + axis / n_axes) / (1 + searcher.max_sweeps))
+            for done, axis in enumerate(axes):
+                self.progress(f"axis {problem.mesh.names[axis]}", (sweep + done / len(axes)) / (1 + searcher.max_sweeps))
                 labels, gain = self._free(axis, labels, prices)
                 settled = settled + 1 if gain <= 0.0 else 0
-                if sweep and settled >= n_axes - 1:  # and the one before these is the best for them
+                if sweep and settled >= len(axes) - 1:  # and the one before these is the best for them
                     break
             problem.note(labels)
             self.sweeps += sweep > 0
-            if settled >= n_axes - 1:
+            if settled >= len(axes) - 1:
                 break
-        return problem.evaluate(problem.assignment(labels)), problem.unfold(labels) if isinstance(problem, Folded) else labels
+        return labels
 
     def _free(self, axis: int, labels: list[Label], prices: Mapping[int, float]) -> tuple[list[Label], float]:
         """The best labels when one axis is free, and the seconds gained (0.0: nothing better than a rounding error)."""
@@ -141,3 +151,15 @@ class _Run:
         self.width = self.shells.width
         cost, before = (table_cost(tables.unary, tables.pairs, one) for one in (labels, tables.incumbent))
         return (labels, cost) if cost < before else (tables.incumbent, before)
+
+
+def _slowest_first(model: CostModel) -> list[int]:
+    """The mesh axes, those of the slowest links first, and of equal ones the outermost."""
+    seconds = [float(model.communication.seconds("all_gather", PROBE_BYTES, (axis,))) for axis in range(len(model.mesh.axes))]
+    return sorted(range(len(seconds)), key=lambda axis: -seconds[axis])
+
+
+def labels_cost(problem: Problem, labels: Sequence[Label], prices: Mapping[int, float] | None = None) -> float:
+    """What labels cost; what no node decides is left out."""
+    tables = problem.tables((), labels, prices)
+    return table_cost(tables.unary, tables.pairs, tables.incumbent)

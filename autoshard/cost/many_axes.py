@@ -1,0 +1,50 @@
+"""A cost model for meshes of many small axes, on which the reshards between all layouts cannot be tabulated: ``5 ** 9`` of a matrix of
+matrices over nine axes of two.
+
+*Reshards.* Axes that only the target has are sliced first, for nothing; then all axes that move to another dimension do so in one
+all_to_all, and all axes that leave are gathered in one all_gather. That is the cheapest path of `autoshard.cost.reshard` where axes
+leave from the end of their dimensions and arrive at the end of others; elsewhere that one permutes as well, or finds a cheaper order.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from autoshard.cost.model import ALL_TO_ALL_PASSES, CostModel
+from autoshard.ir import layout_dims
+
+
+class ManyAxesModel(CostModel):
+    """The costs of a mesh of many axes: all but its reshards are a `CostModel`'s, and what those cost is asked for by `reshard_seconds`."""
+
+    def reshard_seconds(
+        self, shape: tuple[int, ...], itemsize: float, portable: bool, sources: np.ndarray, targets: np.ndarray
+    ) -> np.ndarray:
+        rank, n_axes = len(shape), len(self.mesh.axes)
+        sizes, bits = np.array(self.mesh.sizes, float), 1 << np.arange(n_axes)
+        source, target = layout_dims(sources, rank, n_axes), layout_dims(targets, rank, n_axes)
+        shards, whole = source >= 0, math.prod(shape) * itemsize
+        stays = target >= 0
+        moves = (shards & stays & (source != target)) @ bits
+        leaves = (shards & ~stays) @ bits
+        after = whole / np.where(stays, sizes, 1.0).prod(axis=-1)
+        seconds = np.zeros(moves.shape)
+        if moves.any():
+            sliced = whole / np.where(shards | stays, sizes, 1.0).prod(axis=-1)
+            seconds += self._seconds("all_to_all", moves, sliced) + np.where(moves, ALL_TO_ALL_PASSES * self._byte_seconds * sliced, 0.0)
+        if leaves.any():
+            seconds += self._seconds("all_gather", leaves, np.broadcast_to(after, moves.shape))
+        if not portable:
+            held, before = after * self._byte_seconds, whole * self._byte_seconds / np.where(shards, sizes, 1.0).prod(axis=-1)
+            seconds += np.where(seconds > 0, 2 * held, np.where(before == held, 0.0, before + held))
+        return seconds
+
+    def _seconds(self, kind: str, masks: np.ndarray, nbytes: np.ndarray) -> np.ndarray:
+        """The seconds of a collective over axes that are given as bits, none where there are none."""
+        seconds = np.zeros(masks.shape)
+        for mask in set(masks.ravel().tolist()) - {0}:
+            axes = tuple(axis for axis in range(len(self.mesh.axes)) if mask >> axis & 1)
+            np.copyto(seconds, self.communication.seconds(kind, nbytes, axes), where=masks == mask)
+        return seconds
