@@ -51,7 +51,7 @@ from benchmarks.cost_model.ranking import scheduled_seconds
 from benchmarks.progress import progress_bar
 
 SUMMARY = "Is what auto finds at least as fast as what experts write by hand, by the TPU compiler's own schedule?"
-GIVEN = {"v5e:2x4": {"data": 2, "model": 4}, "v5p:2x2x2": {"data": 4, "model": 2}}
+GIVEN = {"v5e:2x4": {"data": 2, "model": 4}, "v5p:2x2x2": {"data": 4, "model": 2}, "v5e:4x4": {"data": 4, "model": 4}}
 SIZES: dict[str, dict[str, Any]] = {  # of `models.MODELS`: a chip holds every plan's state, and most compile in less than a minute
     "gpt": {},
     "gpt_wide": {"width": 2048, "batch": 8},

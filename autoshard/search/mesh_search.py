@@ -3,7 +3,8 @@
 Model. The answer is the one of least judged makespan, on ties that of the earlier mesh. Meshes of fewest axes are searched first, since
 their tables are small and simple meshes worth having; of as many axes, what two sweeps of message passing promise most; of what promises
 the same, the most balanced one. A mesh is searched only where a few sweeps more leave it possible that its objective is lower than the
-least one met by the least gain that is worth a search.
+least one met by the least gain that is worth a search. Where nobody named the axes, those of the best mesh are split at last
+(`autoshard.search.splitting`), and the finer mesh that this leads to is searched as any other.
 
 *What that proves.* On a mesh that was cut, every assignment costs at least the least objective met less that gain. Its makespan may still
 be less where more of its communication hides behind compute than of the best answer's: the cut is exact in the objective that searchers

@@ -9,6 +9,8 @@ the whole is a coordinate descent, and its answer a heuristic.
 (`autoshard.search.shells`): each step is then within `TOLERANCE` of its axis's minimum. So it is where other tables would be too large.
 *Memory.* Where the limit binds the bytes alive at the peak get a price (`autoshard.search.memory`), and layers may differ.
 
+*Meshes.* The axes here are a mesh's own. Those of prime size, of which a mesh with better axes is made, are `autoshard.search.splitting`'s.
+
 After the recursive programming of MindSpore's auto parallel, which splits greedily, op by op; here each split is solved for
 the whole program, backward pass and optimizer included.
 
