@@ -57,19 +57,22 @@ class Fitted:
     price: float = 0.0
 
 
-def fastest_within(problem: Problem, search: Priced, steps: int) -> Found:
+def fastest_within(problem: Problem, search: Priced, steps: int, repairs: bool = True) -> Found:
     """As `fitted`, the answer alone."""
-    found = fitted(problem, search, steps)
+    found = fitted(problem, search, steps, repairs=repairs)
     return found.judgement, found.labels
 
 
-def fitted(problem: Problem, search: Priced, steps: int, frugal: Callable[[Problem], Sequence[Found]] = lambda _: ()) -> Fitted:
+def fitted(
+    problem: Problem, search: Priced, steps: int, frugal: Callable[[Problem], Sequence[Found]] = lambda _: (), repairs: bool = True
+) -> Fitted:
     """The answer without prices where it is within the problem's memory limit, else the fastest met that is.
 
     Args:
         search: what finds an answer under prices; asked for the one without prices first.
         steps: how many prices may be tried.
         frugal: answers that hold little; asked for where no price leads to one within the limit.
+        repairs: whether single decisions may change that the search left as they are; else prices alone lead to the answer.
 
     Raises:
         InfeasibleError: no answer was within the limit; names the smallest peak met.
@@ -83,6 +86,11 @@ def fitted(problem: Problem, search: Priced, steps: int, frugal: Callable[[Probl
         smallest = min(found[0].cost.peak_bytes, cheapest.cost.peak_bytes)
         raise nothing_fits(problem, f"none takes less than {format_bytes(least)}; the smallest peak of two answers", smallest, proven=True)
     tried = _by_prices(problem, search, found, steps)
+    if not repairs:
+        if tried.best is None:
+            smallest = min(judgement.cost.peak_bytes for judgement, _ in tried.beyond)
+            raise nothing_fits(problem, "the smallest peak found", smallest)
+        return Fitted(*tried.best, tried.above, tried.price)
     repair = _Repair(problem, limit)
     fitting = frugal(problem) if tried.best is None else [repair.mixed(tried.best, tried.above, tried.priced)]
     best = repair.made_to_fit([*fitting, *tried.beyond])

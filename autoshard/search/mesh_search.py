@@ -165,6 +165,8 @@ class _Search:
     cut: int = 0
     met: dict[int, Met] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    solutions: dict[int, Solution] = field(default_factory=dict)
+    refused: set[tuple[int, ...]] = field(default_factory=set)
 
     def run(self) -> None:
         n = len(self.problems) + (self.finer is not None)
@@ -189,10 +191,30 @@ class _Search:
         try:
             if self._hopeless(problem):
                 self.cut += 1
+            elif (kin := self._placed_otherwise(number)) is not None:
+                self._keep(number, carried(problem, *kin))
             else:
                 self._keep(number, self.solve(self.searcher, problem, progress))
         except (InfeasibleError, ShardingError) as error:
             self.failure = worse(self.failure, error)
+            self.refused.add(problem.mesh.sizes)
+
+    def _placed_otherwise(self, number: int) -> tuple[Problem, Solution] | None:
+        """The problem with the same mesh in another placement, and its solution, where memory binds: what fits there fits here.
+
+        Raises:
+            InfeasibleError: nothing fitted there.
+        """
+        if not self.searcher.automatic or self.problems[number].memory_limit_bytes is None:
+            return None
+        sizes = self.problems[number].mesh.sizes
+        if sizes in self.refused and self.failure is not None:
+            raise self.failure
+        for other, solution in self.solutions.items():
+            problem = self.problems[other]
+            if problem.mesh.sizes == sizes and problem.learned.price > 0.0:
+                return problem, solution
+        return None
 
     def _order(self) -> list[int]:
         """The numbers of the problems, in the order in which to search them."""
@@ -224,6 +246,7 @@ class _Search:
 
     def _keep(self, number: int, solution: Solution) -> None:
         self.least = min(self.least, solution.least_seconds, solution.judgement.cost.objective_seconds)
+        self.solutions[number] = solution
         ranked = solution.judgement.cost.makespan_seconds, number, solution
         self.best = ranked if self.best is None else min(self.best, ranked, key=lambda entry: entry[:2])
 
@@ -240,6 +263,13 @@ class _Search:
             f"the search ended early, on {'mesh' if several else 'placement'} {max(len(self.met), 1)} of {len(self.problems)}: "
             "this is the best strategy that it had met",
         )
+
+
+def carried(problem: Problem, other: Problem, solution: Solution) -> Solution:
+    """The solution of another problem, which differs in its placement alone, as one of this problem."""
+    judgement = problem.evaluate(problem.assignment(other.labels(solution.assignment)))
+    bound = min(problem.compute_bound(), judgement.cost.objective_seconds)
+    return replace(solution, judgement=judgement, lower_bound_seconds=bound, least_seconds=float("inf"))
 
 
 def worse(old: AutoshardError | None, new: AutoshardError) -> AutoshardError:

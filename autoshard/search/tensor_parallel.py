@@ -81,7 +81,7 @@ class TensorParallel:
             if small and alike:
                 spread = Spread(small, alike, last_first=True, progress=progress)
             try:
-                runs.append(fastest_within(spread.problem, spread.search, steps=8)[0])
+                runs.append(fastest_within(spread.problem, spread.search, steps=8, repairs=False)[0])
             except InfeasibleError as error:
                 refused.append(error)
         if not runs:

@@ -18,7 +18,7 @@ from autoshard.errors import InfeasibleError, ShardingError
 from autoshard.ir import Mesh
 from autoshard.problem import Problem
 from autoshard.search import DataParallel, DynamicProgramming, RecursiveProgramming, solve
-from autoshard.search.mesh_search import LEAST_GAIN, message_bound, search_meshes
+from autoshard.search.mesh_search import LEAST_GAIN, carried, message_bound, search_meshes
 from autoshard.search.meshes import placed
 
 MESHES = ({"data": 8}, {"data": 4, "model": 2}, {"data": 2, "model": 4}, {"a": 2, "b": 2, "c": 2})
@@ -141,3 +141,44 @@ def test_a_mesh_without_a_legal_sharding_does_not_end_the_search(monkeypatch):
     assert problem is not refused and found.stats["meshes"] == len(every)
     with pytest.raises(ShardingError, match="leaves none"):
         search_meshes(DynamicProgramming(), [refused, refused], solve)
+
+
+@pytest.mark.parametrize("share", [0.995, 0.05])
+def test_what_memory_decides_is_searched_once_for_all_placements(share):
+    """Where the limit binds one placement of each mesh is searched; the others have its answer, judged on their wires, or its refusal."""
+    fn, args = PROGRAMS["gpt"]()
+    cluster = eager_cluster("v5e:4x4")
+    free = problem_of(fn, *args, cluster=cluster, mesh={"data": 4, "model": 4})
+    limit = share * RecursiveProgramming().solve(free).judgement.cost.peak_bytes
+    meshes = placed(cluster, [Mesh.of({"data": 8, "model": 2}), Mesh.of({"data": 4, "model": 4})], renamed=False)
+    every = [Problem(free.profile, CostModel(cluster, mesh), None, limit, free) for mesh in meshes]
+    asked = []
+
+    def counted(searcher, problem, progress):
+        asked.append(problem.mesh.sizes)
+        return solve(searcher, problem, progress)
+
+    if share < 0.1:
+        with pytest.raises(InfeasibleError, match="a strategy must fit"):
+            search_meshes(RecursiveProgramming(), every, counted)
+    else:
+        found, problem = search_meshes(RecursiveProgramming(), every, counted)
+        assert found.judgement.cost.peak_bytes <= limit
+        assert found.judgement.assignment.mesh is problem.mesh
+        assert found.lower_bound_seconds <= found.judgement.cost.objective_seconds
+    assert len(every) > len(set(asked)) == len(asked)
+
+
+def test_an_answer_is_carried_to_other_wires():
+    """The same labels, judged by the other placement's costs: what nothing but the wires changes stays."""
+    fn, args = PROGRAMS["mlp"]()
+    cluster = Cluster.parse("v5e:2x4")
+    one, other = (
+        Problem(problem_of(fn, *args, cluster=cluster, mesh={"data": 4, "model": 2}).profile, CostModel(cluster, mesh))
+        for mesh in placed(cluster, [Mesh.of({"data": 4, "model": 2})], renamed=False)[:2]
+    )
+    solution = RecursiveProgramming().solve(one)
+    there = carried(other, one, solution)
+    assert other.labels(there.assignment) == one.labels(solution.assignment)
+    assert there.judgement.cost.makespan_seconds == other.evaluate(there.assignment).cost.makespan_seconds
+    assert there.lower_bound_seconds <= there.judgement.cost.objective_seconds
