@@ -96,6 +96,9 @@ class Frontier(Sequence[Strategy]):
     def __repr__(self) -> str:
         return f"Frontier of {len(self)}: {', '.join(map(repr, self.strategies))}"
 
+    def __str__(self) -> str:
+        return str(self.report())
+
     def _repr_html_(self) -> str:
         return self.report()._repr_html_()
 

@@ -72,8 +72,8 @@ def search(
             `calibrate` writes; None: those of this process.
         searcher: a name or a searcher value.
         mesh: axis sizes by name, outermost first; None searches the mesh shape too, with one or two axes and a third where that promises
-            a gain, and a number with so many at most, 1 to 3. How the mesh is placed on the cluster's wires is always searched: which axis gets which dimension of a slice, or
-            the links inside hosts.
+            a gain, and a number with so many at most, 1 to 3. How the mesh is placed on the cluster's wires is always searched: which axis
+            gets which dimension of a slice, or the links inside hosts.
         pins: `PartitionSpec` by argument path or shell-style pattern (``"state.params*"``), kept as given.
         memory_limit_bytes: what a device may hold at its peak; by default what the compiler leaves a program, and 2 % less
             if anything fits that.

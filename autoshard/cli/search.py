@@ -30,7 +30,7 @@ def add(commands) -> None:
         "--mesh",
         metavar="NAME=SIZE,...",
         type=mesh_or_axes,
-        help="mesh axes, outermost first; searched unless given: up to two axes, a third where it pays, or as many as a number says (1 to 3)",
+        help="mesh axes, outermost first; searched unless given: two axes at most and a third where it pays, or as many as a number says",
     )
     parser.add_argument(
         "--pin",

@@ -131,7 +131,7 @@ class Auto:
 def _of(found: int, refused: int) -> str:
     """Among how many answers one is the fastest."""
     if not refused:
-        return f"the fastest of {found} that auto asked"
+        return f"the fastest of {found} answers that auto asked for" if found > 1 else "the only one that auto asked"
     fitting = f"the fastest of {found} answers" if found > 1 else "the only answer"
     return f"{fitting} within the memory limit, of {found + refused} searchers that auto asked"
 

@@ -113,9 +113,13 @@ class _Run:
                 "Use more devices, a smaller batch, rematerialisation, or a higher memory limit.",
                 self.smallest_peak,
             )
+        given = f"{self.searcher.time_limit_seconds:g} s"
+        late = f"integer programming's {given} were over before its bound met its answer: a longer time_limit_seconds may close the gap"
+        is_open = bound < self.best.cost.objective_seconds * (1 - self.searcher.gap) / (1 + ROUNDING)
         return Solution(
             judgement=self.best,
             lower_bound_seconds=min(bound, self.best.cost.objective_seconds),
+            notes=(late,) if is_open else (),
             stats={
                 "n_nodes": problem.n_nodes,
                 "n_variables": self.n_variables,

@@ -75,6 +75,7 @@ def test_few_points_are_kept_where_few_are_asked_for():
 def test_it_shows_as_a_table(mlp):
     """A row for each strategy, as text and in a notebook."""
     text = str(mlp.report())
+    assert str(mlp) == text
     assert text.count("data=8") == len(mlp)
     assert "<table" in mlp._repr_html_()
     assert "Frontier of" in repr(mlp)

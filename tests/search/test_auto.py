@@ -83,7 +83,7 @@ def test_members_may_refuse():
     fn, args = PROGRAMS["mlp"]()
     alone = Auto(members=(Refusing(), RecursiveProgramming())).solve(problem_of(fn, *args, cluster=WAITING))
     assert alone.stats["members"] == 1
-    assert alone.notes == ("found by recursive_programming, the fastest of 1 that auto asked", "too large")
+    assert alone.notes == ("found by recursive_programming, the only one that auto asked", "too large")
     with pytest.raises(InfeasibleError, match=r"smallest peak that 2 searchers found.* is 2.05 kB.*Use more devices"):
         Auto(members=(Filling(), Filling())).solve(problem_of(fn, *args, memory_limit_bytes=1000.0))
     with pytest.raises(InfeasibleError, match=r"none takes less than.*smallest peak of two answers.*Use more devices"):

@@ -105,6 +105,8 @@ def test_the_dual_bound_is_reported_where_the_time_runs_out():
     other = DynamicProgramming().solve(problem)
     assert found.lower_bound_seconds <= other.judgement.cost.objective_seconds
     assert other.lower_bound_seconds <= found.judgement.cost.objective_seconds
+    assert ["0.01 s were over" in note for note in found.notes] == [True]
+    assert IntegerProgramming().solve(problem_of(*PROGRAMS["mlp"]()[:1], *PROGRAMS["mlp"]()[1])).notes == ()
 
 
 def test_a_child_solves_what_may_take_long(monkeypatch):

@@ -75,7 +75,9 @@ def _pair(source, target):
     return layouts(3, 2)[source], layouts(3, 2)[target]
 
 
-@pytest.mark.parametrize("name,mesh", [("v5e:4x4", {"data": 8, "model": 2}), ("h100:8x3", {"data": 3, "model": 8}), ("cpu:12", {"data": 12})])
+@pytest.mark.parametrize(
+    "name,mesh", [("v5e:4x4", {"data": 8, "model": 2}), ("h100:8x3", {"data": 3, "model": 8}), ("cpu:12", {"data": 12})]
+)
 def test_split_axes_are_prime_and_lie_where_their_axis_does(name, mesh):
     """Each axis's prime factors together have its links, and costs of labels that are alike on them are the answer's own."""
     cluster = Cluster.parse(name)
