@@ -91,6 +91,7 @@ class Learned:
         worth: seconds a byte of what is alive at that one's peak, in the best bound found of answers within the limit.
         sent_priced: as `sent`, under that price.
         least: the least objective met on other meshes; what is no better is of little interest.
+        near_tensor_parallel: whether tensor parallelism came near the best answer.
         start: labels, of the whole problem, from where a descent may begin; None where there are none.
     """
 
@@ -100,6 +101,7 @@ class Learned:
     worth: float = 0.0
     sent_priced: Messages = field(default_factory=dict)
     least: float = float("inf")
+    near_tensor_parallel: bool = False
     start: tuple[Label, ...] | None = None
 
 

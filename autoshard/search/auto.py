@@ -45,6 +45,7 @@ MEMBERS: tuple[Searcher, ...] = (
 )
 
 
+NEAR = 1.1  # times the least makespan: where a baseline comes as near on one mesh it may be the best on another
 TOLERANCE = 1e-3  # relative: the gap at which dynamic programming stops, too
 
 
@@ -94,6 +95,9 @@ class Auto:
             smallest = min(error.smallest_peak_bytes or float("inf") for error in refused)
             raise nothing_fits(problem, f"the smallest peak that {len(refused)} searchers found", smallest)
         best, finder = min(found, key=lambda answer: answer[0].judgement.cost.makespan_seconds)
+        near = NEAR * best.judgement.cost.makespan_seconds
+        is_near = any(isinstance(one, TensorParallel) and solution.judgement.cost.makespan_seconds <= near for solution, one in found)
+        problem.learned = replace(problem.learned, near_tensor_parallel=is_near)
         bound = max(solution.lower_bound_seconds for solution, _ in found)
         least, owner = min(found, key=lambda answer: answer[0].judgement.cost.objective_seconds)
         return replace(
@@ -108,6 +112,19 @@ class Auto:
             ),
             stats={**best.stats, "members": len(found), "search_seconds": time.perf_counter() - started},
         )
+
+    def glance(self, problem: Problem) -> Solution | None:
+        """Tensor parallelism's answer on a mesh where bounds say that no objective is worth a search, if elsewhere it came near the best.
+
+        Of the baselines it is the one that differs from mesh to mesh, and more of its communication may hide than of the best answer's.
+        """
+        member = next((member for member in self.members if isinstance(member, TensorParallel)), None)
+        if member is None or not problem.learned.near_tensor_parallel:
+            return None
+        with suppress(InfeasibleError, SearchLimitError):
+            solution = member.solve(problem)
+            return replace(solution, notes=(f"found by {member.name}, asked by auto on a mesh that bounds had cut", *solution.notes))
+        return None
 
     def _hiding(self, problem: Problem, costs: Iterable[Cost], progress: Progress) -> Iterator[tuple[Solution, Searcher]]:
         """Recursive programming's answer where collectives cost what is exposed of them, if it is a member and something hides."""

@@ -8,7 +8,8 @@ least one met by the least gain that is worth a search. Where nobody named the a
 
 *What that proves.* On a mesh that was cut, every assignment costs at least the least objective met less that gain. Its makespan may still
 be less where more of its communication hides behind compute than of the best answer's: the cut is exact in the objective that searchers
-minimise and bound, and a heuristic in the makespan that picks among their answers.
+minimise and bound, and a heuristic in the makespan that picks among their answers. `auto` still looks at tensor parallelism there if that
+came near the best elsewhere.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from autoshard.errors import AutoshardError, InfeasibleError, ShardingError
 from autoshard.problem import Problem, Tables, folded
+from autoshard.search.auto import Auto
 from autoshard.search.baselines import DataParallel
 from autoshard.search.contraction import contracted, contracted_whole
 from autoshard.search.early import Met, watch
@@ -191,6 +193,8 @@ class _Search:
         try:
             if self._hopeless(problem):
                 self.cut += 1
+                if isinstance(self.searcher, Auto) and (glanced := self.searcher.glance(problem)) is not None:
+                    self._keep(number, glanced)
             elif (kin := self._placed_otherwise(number)) is not None:
                 self._keep(number, carried(problem, *kin))
             else:

@@ -6,10 +6,13 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import ClassVar
 
+import jax
+import jax.numpy as jnp
 import pytest
 from problems import eager_cluster, problem_of
-from programs import PROGRAMS, mlp
+from programs import PROGRAMS, abstract, mlp, train_step_of
 
+import autoshard
 from autoshard.cluster import Cluster
 from autoshard.cost.record import Cost
 from autoshard.errors import InfeasibleError, SearchLimitError
@@ -29,6 +32,21 @@ def test_no_member_is_better(program):
     assert found.judgement.cost.makespan_seconds <= min(one.judgement.cost.makespan_seconds for one in members)
     bound = max(one.lower_bound_seconds for one in members)
     assert found.lower_bound_seconds == min(bound, found.judgement.cost.objective_seconds)
+
+
+def test_a_baseline_is_no_better_on_a_mesh_that_is_cut():
+    """Mesh free, on GPUs, where tensor parallelism's collectives hide: it is looked at where bounds of objectives cut the mesh."""
+
+    def loss(params, x, y):
+        up, b1, down, b2 = params
+        return jnp.mean((jax.nn.relu(x @ up + b1) @ down + b2 - y) ** 2)
+
+    params = [abstract(shape) for shape in ((512, 2048), (2048,), (2048, 512), (512,))]
+    step, args = train_step_of(loss, params, abstract((1024, 512)), abstract((1024, 512)))
+    names = ("auto", "tensor_parallel")
+    by = {name: autoshard.search(step, *args, cluster="h100:8x2", searcher=name, donate_argnums=0) for name in names}
+    assert by["auto"].cost.makespan_seconds <= by["tensor_parallel"].cost.makespan_seconds
+    assert any("that bounds had cut" in note for note in by["auto"].notes)
 
 
 def test_no_member_is_asked_twice(monkeypatch):
