@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from autoshard.cost.model import CostModel
 from autoshard.cost.reshard import _moves
 from autoshard.ir import Mesh, layout_dims, layout_number, layout_numbers, layout_of, layouts
 from autoshard.problem import Problem
-from autoshard.search import RecursiveProgramming
+from autoshard.search import DynamicProgramming, RecursiveProgramming
 from autoshard.search.meshes import placed
 from autoshard.search.recursive_programming import labels_cost
 from autoshard.search.splitting import _alike, _merged, _split, finer
@@ -159,3 +160,34 @@ def test_what_is_promised_is_kept():
     assert finer(problem, labels, 3, 0.9, on) is None
     best = found.labels(RecursiveProgramming().solve(found).assignment)
     assert finer(found, best, 3, 0.01, on) is None
+
+
+def test_a_start_is_improved_upon():
+    """Recursive programming that is handed the optimum keeps it, where from everything replicated it ends above it."""
+    fn, args = PROGRAMS["convnet"]()
+    problem = problem_of(fn, *args, mesh={"data": 4, "model": 2})
+    best = DynamicProgramming().solve(problem)
+    alone = RecursiveProgramming().solve(problem)
+    problem.learned = replace(problem.learned, start=tuple(problem.labels(best.assignment)))
+    handed = RecursiveProgramming().solve(problem)
+    assert alone.judgement.cost.objective_seconds > best.judgement.cost.objective_seconds * (1 + 1e-4)
+    assert handed.judgement.cost.objective_seconds <= best.judgement.cost.objective_seconds * (1 + 1e-9)
+
+
+def test_the_slowest_links_are_first():
+    """Whatever the order of a mesh's axes, the one whose gathers take longest is freed first, and then the next."""
+    fn, args = PROGRAMS["mlp"]()
+    cluster = Cluster.parse("v5e:4x4")
+    graph = problem_of(fn, *args, cluster=cluster, mesh={"data": 2, "model": 2, "third": 4}).profile
+    orders = set()
+    for mesh in placed(
+        cluster, [Mesh.of({"data": 2, "model": 2, "third": 4}), Mesh.of({"data": 4, "model": 2, "third": 2})], renamed=False
+    ):
+        freed: list[str] = []
+        model = CostModel(cluster, mesh)
+        RecursiveProgramming().solve(Problem(graph, model), lambda what, _, freed=freed: freed.append(what))
+        first = [what.removeprefix("axis ") for what in freed if what.startswith("axis ")][:3]
+        seconds = [model.communication.seconds("all_gather", 1e7, (mesh.names.index(name),)) for name in first]
+        assert seconds == sorted(seconds, reverse=True)
+        orders.add(tuple(first))
+    assert len(orders) > 1
