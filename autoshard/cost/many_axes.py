@@ -2,8 +2,9 @@
 matrices over nine axes of two.
 
 *Reshards.* Axes that only the target has are sliced first, for nothing; then all axes that move to another dimension do so in one
-all_to_all, and all axes that leave are gathered in one all_gather. That is the cheapest path of `autoshard.cost.reshard` where axes
-leave from the end of their dimensions and arrive at the end of others; elsewhere that one permutes as well, or finds a cheaper order.
+all_to_all, and all axes that leave are gathered in one all_gather; or all of both are gathered at once and sliced again, if that is
+cheaper. That is the cheapest path of `autoshard.cost.reshard` where axes leave from the end of their dimensions and arrive at the end of
+others; elsewhere that one permutes as well, or finds a cheaper order.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ class ManyAxesModel(CostModel):
         source, target = layout_dims(sources, rank, n_axes), layout_dims(targets, rank, n_axes)
         shards, whole = source >= 0, math.prod(shape) * itemsize
         stays = target >= 0
-        moves = (shards & stays & (source != target)) @ bits
-        leaves = (shards & ~stays) @ bits
+        elsewhere = shards & stays & (source != target)
+        moves, leaves = elsewhere @ bits, (shards & ~stays) @ bits
         after = whole / np.where(stays, sizes, 1.0).prod(axis=-1)
-        seconds = np.zeros(moves.shape)
+        seconds = self._seconds("all_gather", leaves, np.broadcast_to(after, moves.shape))
         if moves.any():
             sliced = whole / np.where(shards | stays, sizes, 1.0).prod(axis=-1)
             seconds += self._seconds("all_to_all", moves, sliced) + np.where(moves, ALL_TO_ALL_PASSES * self._byte_seconds * sliced, 0.0)
-        if leaves.any():
-            seconds += self._seconds("all_gather", leaves, np.broadcast_to(after, moves.shape))
+            gathered = whole / np.where(stays & ~elsewhere, sizes, 1.0).prod(axis=-1)
+            seconds = np.where(moves, np.minimum(seconds, self._seconds("all_gather", moves | leaves, gathered)), seconds)
         if not portable:
             held, before = after * self._byte_seconds, whole * self._byte_seconds / np.where(shards, sizes, 1.0).prod(axis=-1)
             seconds += np.where(seconds > 0, 2 * held, np.where(before == held, 0.0, before + held))
