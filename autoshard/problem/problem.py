@@ -176,6 +176,14 @@ class Problem:
         """Per node a number that nodes of equal tables share; and the reads: two nodes in order, and a number that equal tables share."""
         return self._kinds, [(i, j, number) for i, j, number, _ in self._joints]
 
+    def fold(self, labels: Sequence[Label]) -> list[Label]:
+        """The labels of this problem's nodes, from those of the whole problem that it stands for: of itself, unless it is folded."""
+        return list(labels)
+
+    def unfold(self, labels: Sequence[Label]) -> list[Label]:
+        """The labels of the whole problem."""
+        return list(labels)
+
     def start(self) -> list[Label]:
         """The labels that leave everything replicated."""
         return [self._nowhere(node) for node in self.nodes.nodes]

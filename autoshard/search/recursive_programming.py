@@ -28,7 +28,7 @@ import numpy as np
 
 from autoshard.cost.model import CostModel
 from autoshard.errors import SearchLimitError
-from autoshard.problem import Folded, Label, Problem, Tables, folded
+from autoshard.problem import Label, Problem, Tables, folded
 from autoshard.search.elimination import Eliminator, table_cost
 from autoshard.search.frugal import frugal
 from autoshard.search.memory import Fitted, Found, fitted
@@ -106,9 +106,9 @@ class Descent:
         problem = self.problem
         labels = self.settle(problem.start(), prices)
         if (start := problem.learned.start) is not None:
-            other = self.settle(problem.fold(start) if isinstance(problem, Folded) else list(start), prices)
+            other = self.settle(problem.fold(start), prices)
             labels = min(labels, other, key=lambda found: labels_cost(problem, found, prices))
-        return problem.evaluate(problem.assignment(labels)), problem.unfold(labels) if isinstance(problem, Folded) else labels
+        return problem.evaluate(problem.assignment(labels)), problem.unfold(labels)
 
     def settle(self, labels: list[Label], prices: Mapping[int, float]) -> list[Label]:
         """Labels that no single axis can improve, from given ones."""

@@ -18,7 +18,7 @@ from itertools import pairwise
 
 from autoshard.cost.many_axes import ManyAxesModel
 from autoshard.ir import Mesh
-from autoshard.problem import Folded, Label, Problem, folded
+from autoshard.problem import Label, Problem, folded
 from autoshard.search.meshes import NAMES
 from autoshard.search.recursive_programming import TOLERANCE, Descent, RecursiveProgramming, labels_cost
 from autoshard.search.searcher import Progress, silent
@@ -76,8 +76,8 @@ def _settled(problem: Problem, labels: Sequence[Label], progress: Progress) -> t
     """Labels that no single axis can improve, equal layers alike, and their cost."""
     small = folded(problem) or problem
     descent = Descent(RecursiveProgramming(max_sweeps=SWEEPS), small, progress, Shells(MAX_ENTRIES, MOST_SWEEPS, TOLERANCE, progress))
-    found = descent.settle(small.fold(labels) if isinstance(small, Folded) else list(labels), {})
-    return small.unfold(found) if isinstance(small, Folded) else found, labels_cost(small, found)
+    found = descent.settle(small.fold(labels), {})
+    return small.unfold(found), labels_cost(small, found)
 
 
 def _split(problem: Problem) -> tuple[Mesh, list[int]]:
@@ -116,12 +116,12 @@ def _primes(n: int) -> list[int]:
 def _merged(problem: Problem, labels: Sequence[Label], most_axes: int) -> tuple[Mesh, list[Label]] | None:
     """The mesh of groups of neighbours, joined where labels that are alike in both cost least, and these; None where none can be."""
     small = folded(problem) or problem
-    found = small.fold(labels) if isinstance(small, Folded) else list(labels)
+    found = small.fold(labels)
     ways = [way for begun in (found, _sorted(small, found)) if (way := _joined(small, begun, most_axes)) is not None]
     if not ways:
         return None
     _, groups, found = min(ways, key=lambda way: way[0])
-    found = small.unfold(found) if isinstance(small, Folded) else found
+    found = small.unfold(found)
     return _of_groups(problem.mesh, groups), [tuple(label[group[0]] for group in groups) for label in found]
 
 
