@@ -104,7 +104,7 @@ def _optimality(record: Record) -> str:
     if record.lower_bound_seconds <= 0:
         return "nothing proven"
     among = "that keeps the pins on this mesh" if record.stats.get("pins") else "on this mesh"
-    if record.mesh.placement is not None:
+    if sum(size > 1 for size in record.mesh.sizes) > 1:
         among += ", so placed,"
     if record.gap == 0:
         return f"proven: no strategy {among} has a smaller objective"

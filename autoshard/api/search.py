@@ -106,7 +106,7 @@ def search(
             solution, problem = searched(prepared.limit * (1 - RESERVE) if memory_limit_bytes is None else prepared.limit)
         except InfeasibleError as error:
             if memory_limit_bytes is not None or (error.smallest_peak_bytes or math.inf) > prepared.limit:
-                raise
+                raise error if error.proven or not prepared.most_axes or mesh == MOST_AXES else _with_axes(error) from None
             solution, problem = searched(prepared.limit)
             solution = replace(solution, notes=(*solution.notes, _barely(prepared.limit)))
     solving = solution.stats.get("search_seconds", 0.0)
@@ -128,6 +128,12 @@ def _searched(
     if failure is not None and not problems:
         raise failure
     return search_meshes(searcher, problems, solve, progress, ends, prepared.finer if prepared.most_axes > 1 else None)
+
+
+def _with_axes(error: InfeasibleError) -> InfeasibleError:
+    """The refusal on a free mesh, with what was not tried."""
+    more = f"Or try mesh={MOST_AXES}: of the meshes of {MOST_AXES} axes one at most was searched, and others may hold less."
+    return InfeasibleError(f"{error} {more}", error.smallest_peak_bytes, error.proven)
 
 
 def _barely(limit: float) -> str:
@@ -168,10 +174,11 @@ class Prepared:
         like = next(chain(alike, others), None)
         return Problem(self.facts, CostModel(self.cluster, mesh), _resolve(self.pins, self.traced.graph, mesh), limit, like)
 
-    def finer(self, problem: Problem, solution: Solution, progress: Progress) -> Problem | None:
-        """The problem on a mesh of more axes that promises more than the best solution of others; None where memory binds."""
-        if problem.learned.price > 0.0:
-            return None
+    def finer(self, problem: Problem, solution: Solution | None, progress: Progress) -> Problem | None:
+        """The problem on a mesh of more axes that promises more than the best solution of others; memory aside where that binds."""
+        labels = None
+        if solution is not None and not problem.learned.price:
+            labels = problem.labels(solution.assignment)
 
         def on(mesh: Mesh) -> list[Problem]:
             problems: list[Problem] = []
@@ -179,7 +186,7 @@ class Prepared:
                 problems.append(self.problem(placing, problem.memory_limit_bytes, problems or [problem]))
             return problems
 
-        return finer(problem, problem.labels(solution.assignment), self.most_axes, LEAST_GAIN, on, progress)
+        return finer(problem, labels, self.most_axes, LEAST_GAIN, on, progress)
 
     def strategy(self, mesh: Mesh, solution: Solution, searcher: Searcher) -> Strategy:
         """The strategy of a solution on a mesh."""

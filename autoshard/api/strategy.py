@@ -100,7 +100,7 @@ class Strategy:
 
     @property
     def lower_bound_seconds(self) -> float:
-        """Proven lower bound of the objective over all strategies on this mesh; 0.0 where nothing is proven."""
+        """Proven lower bound of the objective over all strategies on this mesh in this placement; 0.0 where nothing is proven."""
         return self.record.lower_bound_seconds
 
     @property

@@ -121,14 +121,15 @@ def search_meshes(
     solve,
     progress: Progress = silent,
     ends: tuple[type[BaseException], ...] = (),
-    finer: Callable[[Problem, Solution, Progress], Problem | None] | None = None,
+    finer: Callable[[Problem, Solution | None, Progress], Problem | None] | None = None,
 ) -> tuple[Solution, Problem]:
     """The best solution over some problems that differ in their mesh, and its problem; statistics say how many meshes were cut.
 
     Args:
         solve: called with searcher, problem and progress.
         ends: what may end the search early; the best that was met by then is then the solution.
-        finer: called with the best problem, its solution and progress where more axes may be of use: a problem that promises more.
+        finer: called with the best problem, its solution and progress where more axes may be of use: a problem that promises more. Where
+            nothing fits, with the problem of the smallest peak and no solution.
 
     Raises:
         InfeasibleError: no mesh has a solution within the memory limit; names the smallest peak found.
@@ -160,7 +161,7 @@ class _Search:
     solve: Callable[[Searcher, Problem, Progress], Solution]
     progress: Progress
     watched: bool
-    finer: Callable[[Problem, Solution, Progress], Problem | None] | None
+    finer: Callable[[Problem, Solution | None, Progress], Problem | None] | None
     best: tuple[float, int, Solution] | None = None
     failure: AutoshardError | None = None
     least: float = float("inf")
@@ -169,13 +170,18 @@ class _Search:
     notes: tuple[str, ...] = ()
     solutions: dict[int, Solution] = field(default_factory=dict)
     refused: set[tuple[int, ...]] = field(default_factory=set)
+    nearest: int | None = None
+    given: int = field(init=False)
+
+    def __post_init__(self):
+        self.given = len(self.problems)
 
     def run(self) -> None:
         n = len(self.problems) + (self.finer is not None)
         for done, number in enumerate(self._order()):
             self._try(number, part(self.progress, done / n, 1 / n))
-        if self.finer is not None and self.best is not None:
-            _, number, solution = self.best
+        number, solution = self.best[1:] if self.best is not None else (self.nearest, None)
+        if self.finer is not None and number is not None:
             problem = self.finer(self.problems[number], solution, part(self.progress, (n - 1) / n, 0.5 / n))
             if problem is not None:
                 self.problems.append(problem)
@@ -200,8 +206,10 @@ class _Search:
             else:
                 self._keep(number, self.solve(self.searcher, problem, progress))
         except (InfeasibleError, ShardingError) as error:
-            self.failure = worse(self.failure, error)
+            before, self.failure = self.failure, worse(self.failure, error)
             self.refused.add(problem.mesh.sizes)
+            if isinstance(error, InfeasibleError) and self.failure is not before:
+                self.nearest = number
 
     def _placed_otherwise(self, number: int) -> tuple[Problem, Solution] | None:
         """The problem with the same mesh in another placement, and its solution, where memory binds: what fits there fits here.
@@ -263,8 +271,10 @@ class _Search:
             with suppress(InfeasibleError, ShardingError):
                 self._keep(0, DataParallel().solve(self.problems[0]))
         several = len({problem.mesh.sizes for problem in self.problems}) > 1
+        reached = max(len(self.met), 1)
+        rest = ", before any of more axes" if self.finer is not None and reached <= self.given else ""
         self.notes = (
-            f"the search ended early, on {'mesh' if several else 'placement'} {max(len(self.met), 1)} of {len(self.problems)}: "
+            f"the search ended early, on {'mesh' if several else 'placement'} {reached} of {len(self.problems)}{rest}: "
             "this is the best strategy that it had met",
         )
 

@@ -30,7 +30,7 @@ MAX_ENTRIES = 1 << 20  # of the largest table of an elimination
 
 def finer(
     problem: Problem,
-    labels: Sequence[Label],
+    labels: Sequence[Label] | None,
     most_axes: int,
     least_gain: float,
     placed: Callable[[Mesh], Sequence[Problem]],
@@ -39,11 +39,13 @@ def finer(
     """A problem of more axes on which recursive programming finds what is faster than an answer, and begins there; None: there is none.
 
     Args:
-        labels: the answer, on the problem's mesh.
+        labels: the answer, on the problem's mesh; None: recursive programming's, whatever it holds.
         most_axes: how many axes there may be.
         least_gain: of the objective, that is worth a search.
         placed: the problems of a mesh in its placements.
     """
+    if labels is None:
+        labels, _ = _settled(problem, problem.start(), progress)
     if (found := _finer_mesh(problem, labels, most_axes, least_gain, progress)) is None:
         return None
     mesh, start = found

@@ -18,6 +18,7 @@ from autoshard.cluster import Cluster
 from autoshard.cost.many_axes import ManyAxesModel
 from autoshard.cost.model import CostModel
 from autoshard.cost.reshard import _moves
+from autoshard.errors import InfeasibleError
 from autoshard.ir import Mesh, layout_dims, layout_number, layout_numbers, layout_of, layouts
 from autoshard.problem import Problem
 from autoshard.search import DynamicProgramming, RecursiveProgramming
@@ -194,3 +195,17 @@ def test_the_slowest_links_are_first():
         assert seconds == sorted(seconds, reverse=True)
         orders.add(tuple(first))
     assert len(orders) > 1
+
+
+@pytest.mark.parametrize("searcher", ["recursive_programming", "auto"])
+def test_more_axes_where_nothing_else_fits(searcher):
+    """What fits no mesh of two axes is found on one of three; what fits none is refused with the advice to try all of three."""
+    two = autoshard.search(tall, *TALL, cluster="v5e:4x4", mesh=2, searcher=searcher)
+    limit = 0.75 * two.cost.peak_bytes
+    with pytest.raises(InfeasibleError):
+        autoshard.search(tall, *TALL, cluster="v5e:4x4", mesh=2, searcher=searcher, memory_limit_bytes=limit)
+    three = autoshard.search(tall, *TALL, cluster="v5e:4x4", searcher=searcher, memory_limit_bytes=limit)
+    assert len(three.record.mesh.axes) == 3 and three.cost.peak_bytes <= limit
+    assert three.cost.makespan_seconds < two.cost.makespan_seconds
+    with pytest.raises(InfeasibleError, match="Or try mesh=3: of the meshes of 3 axes one at most was searched|none takes less than"):
+        autoshard.search(tall, *TALL, cluster="v5e:4x4", searcher=searcher, memory_limit_bytes=0.5 * three.cost.peak_bytes)
