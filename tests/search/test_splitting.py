@@ -207,5 +207,5 @@ def test_more_axes_where_nothing_else_fits(searcher):
     three = autoshard.search(tall, *TALL, cluster="v5e:4x4", searcher=searcher, memory_limit_bytes=limit)
     assert len(three.record.mesh.axes) == 3 and three.cost.peak_bytes <= limit
     assert three.cost.makespan_seconds < two.cost.makespan_seconds
-    with pytest.raises(InfeasibleError, match="Or try mesh=3: of the meshes of 3 axes one at most was searched|none takes less than"):
+    with pytest.raises(InfeasibleError, match=r"Or try mesh=3: of the meshes of 3 axes one at most was searched|none takes less than"):
         autoshard.search(tall, *TALL, cluster="v5e:4x4", searcher=searcher, memory_limit_bytes=0.5 * three.cost.peak_bytes)
