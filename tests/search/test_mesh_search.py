@@ -180,5 +180,6 @@ def test_an_answer_is_carried_to_other_wires():
     solution = RecursiveProgramming().solve(one)
     there = carried(other, one, solution)
     assert other.labels(there.assignment) == one.labels(solution.assignment)
+    assert there.assignment.mesh is other.mesh is not one.mesh
     assert there.judgement.cost.makespan_seconds == other.evaluate(there.assignment).cost.makespan_seconds
     assert there.lower_bound_seconds <= there.judgement.cost.objective_seconds

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,7 +11,9 @@ from problems import SMALL, eager_cluster, problem_of
 from programs import PROGRAMS
 
 import autoshard
+from autoshard.errors import InfeasibleError
 from autoshard.search import Auto, DataParallel, TensorParallel
+from autoshard.search.memory import least_peak
 from autoshard.search.tensor_parallel import contraction_pairs
 from benchmarks.models import MODELS, gpt, gpt_scan, moe
 
@@ -169,3 +173,26 @@ def test_a_batch_as_large_as_its_mesh_axis_is_split_once():
     found = TensorParallel().solve(problem_of(fn, *args, mesh={"data": 4, "model": 2}))
     assert found.judgement.cost.makespan_seconds > 0.0
     assert Auto().solve(problem_of(fn, *args, mesh={"data": 4, "model": 2})).judgement.cost.makespan_seconds > 0.0
+
+
+@pytest.mark.parametrize("program", ["mlp", "gpt"])
+def test_under_a_limit_it_stays_tensor_parallel(program, monkeypatch):
+    """No single decisions are changed until something fits: under every limit there is an answer of the baseline's own, or a refusal."""
+
+    class Unasked:
+        def __init__(self, *_):
+            raise AssertionError("the baseline is repaired")
+
+    monkeypatch.setattr(sys.modules[least_peak.__module__], "_Repair", Unasked)
+    fn, args = PROGRAMS[program]()
+    free = TensorParallel().solve(problem_of(fn, *args)).judgement.cost.peak_bytes
+    outcomes = set()
+    for share in (1.0, 0.95, 0.5):
+        try:
+            found = TensorParallel().solve(problem_of(fn, *args, memory_limit_bytes=share * free))
+            assert found.judgement.cost.peak_bytes <= share * free
+            outcomes.add("fits")
+        except InfeasibleError as error:
+            assert error.smallest_peak_bytes > share * free
+            outcomes.add("refused")
+    assert outcomes == {"fits", "refused"}
