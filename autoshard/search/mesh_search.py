@@ -29,6 +29,9 @@ from autoshard.search.passing import Passing
 from autoshard.search.reparametrisation import contracted_passing, passing_of
 from autoshard.search.searcher import Progress, Searcher, Solution, part, silent
 
+Finer = Callable[[Problem, Solution | None, Progress], Problem | None]
+"""The best problem, its solution if there is one, and progress, to the problem of more axes that promises more."""
+
 MAX_ENTRIES = 1 << 25  # of tables that are made for a bound alone: 256 MiB
 FOLDED_SWEEPS = 120  # of the folded problem, which are cheap; some of the whole follow
 FIRST_SWEEPS = 2  # that tell which mesh to search first: a GPT's placements on 2 x 4 devices stand in the order of their optima by then
@@ -121,7 +124,7 @@ def search_meshes(
     solve,
     progress: Progress = silent,
     ends: tuple[type[BaseException], ...] = (),
-    finer: Callable[[Problem, Solution | None, Progress], Problem | None] | None = None,
+    finer: Finer | None = None,
 ) -> tuple[Solution, Problem]:
     """The best solution over some problems that differ in their mesh, and its problem; statistics say how many meshes were cut.
 
@@ -154,14 +157,27 @@ def search_meshes(
 
 @dataclass(slots=True)
 class _Search:
-    """The problems of one program, searched one after the other, and the best solution so far."""
+    """The problems of one program, searched one after the other, and the best solution so far.
+
+    Attributes:
+        best: makespan, number of the problem, and the solution of least makespan.
+        failure: the error to report if nothing has a solution.
+        least: the least objective met.
+        cut: how many meshes bounds cut.
+        met: by number what a watched search met.
+        notes: on a search that ended early.
+        solutions: by number the solution that was found.
+        refused: the mesh sizes that had none.
+        nearest: the number of the refused problem of the smallest peak.
+        given: how many problems there were before one of more axes came.
+    """
 
     searcher: Searcher
     problems: list[Problem]
     solve: Callable[[Searcher, Problem, Progress], Solution]
     progress: Progress
     watched: bool
-    finer: Callable[[Problem, Solution | None, Progress], Problem | None] | None
+    finer: Finer | None
     best: tuple[float, int, Solution] | None = None
     failure: AutoshardError | None = None
     least: float = float("inf")
