@@ -317,7 +317,7 @@ def _traced(fn, args, donate_argnums, axis_names, cluster: Cluster) -> tuple[Tra
     """The traced function, its profile for the cluster's compiler, and what tracing took."""
     started = time.perf_counter()
     traced = trace(plain(fn), *args, donate_argnums=donate_argnums, axis_names=tuple(dict.fromkeys(axis_names)))
-    facts = profile(traced.graph, rules_of(traced.graph), cluster.patience)
+    facts = profile(traced.graph, rules_of(traced.graph), cluster.patience, cluster.calls_libraries)
     return traced, facts, {"trace_seconds": time.perf_counter() - started, "n_ops": len(traced.graph.walk())}
 
 

@@ -41,6 +41,8 @@ ADDS_FIRST = ("tpu", "gpu")
 FOLDS = ("tpu", "gpu")
 # Which compilers round what products round anyway before they send it: see `autoshard.cost.narrowing`.
 NARROWS = ("tpu",)
+# Whose matrix products and convolutions are calls of libraries: see `autoshard.cost.fusion`.
+CALLS_LIBRARIES = ("gpu",)
 # Whose kernels are known: `autoshard.cost.traffic`
 WIDENS = ("tpu",)
 
@@ -255,14 +257,22 @@ class Cluster:
         return self.device.kind in WIDENS
 
     @property
+    def calls_libraries(self) -> bool:
+        """Whether products and convolutions are calls of libraries, whose operands and results lie in memory."""
+        return self.device.kind in CALLS_LIBRARIES
+
+    @property
     def patience(self) -> float:
         """Vector operations on an element, for each of its bytes, from which the compiler keeps it rather than compute it for each reader.
 
         As many as one core does while the chip writes the byte and reads it. XLA:TPU (libtpu 0.0.42) computes chains of products and sums
         again that make bfloat16 up to 24 to 26 operations on v5e, 9 on v5p, 13 on v4 and 15 on v6e, and keeps those from 35, 12, 18 and
-        18 on: by this they are kept from 30, 10, 14 and 17 on.
+        18 on: by this they are kept from 30, 10, 14 and 17 on. XLA:GPU keeps what takes as long as writing it does: on H100 it should
+        be 20 of them a byte, and is 22 to 26.
         """
         device = self.device
+        if self.calls_libraries:
+            return device.vector_flops_per_second / device.memory_bandwidth_bytes_per_second
         if not (self.widens and device.clock_hertz):
             return math.inf
         return 2 * LANES * device.clock_hertz / device.memory_bandwidth_bytes_per_second

@@ -15,12 +15,20 @@ Between two values in memory everything is arithmetic in registers. What ends a 
   chip: the probabilities of float32 scores on v5p, whose memory is fast, but not on v5e.
 - *Reductions* lie in memory: they are small.
 
-Seen in the schedules that XLA:TPU (libtpu 0.0.42) makes of train steps. Linear in the program's size.
+Seen in the schedules that XLA:TPU (libtpu 0.0.42) makes of train steps. XLA:GPU (jaxlib 0.10.2, compiled for H100) differs in this:
+
+- *Libraries*: products and convolutions are calls of cuBLAS and cuDNN: what they read and make lies in memory as it is, without epilogue.
+- *Gathers* are fused, and compute what they take: a loss that looks up float32 logits reads those in bfloat16 that a product made.
+- *Scatters* stand alone, one-hot ones too, and write where their operand lies; where they add to zeros, what is added to those comes first:
+  the gradient of logits is made in float32, the targets' share is scattered into it, and it is rounded then.
+
+Linear in the program's size.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
@@ -52,6 +60,10 @@ WORK = {
     "logistic": 9.0, "erf": 50.0, "erfc": 50.0, "erf_inv": 50.0, "pow": 5.0, "sin": 20.0, "cos": 20.0, "tan": 20.0, "rsqrt": 2.0,
     "sqrt": 2.0, "cbrt": 5.0, "rem": 10.0, "threefry2x32": 6.0, "random_bits": 6.0,
 }  # fmt: skip
+# As XLA:GPU (jaxlib 0.10.2, compiled for H100) weighs them, of what a product and another kernel read, in bfloat16 and float32: hyperbolic
+# tangents, sines, cosines and powers are kept, logarithms of 1 + x in bfloat16 alone; exponentials, logistics, error functions, roots and
+# quotients are computed again, as are chains of 32 products and sums, and no longer from 36 (bfloat16) or 44 (float32) on.
+LIBRARY_WORK = WORK | dict.fromkeys(("tanh", "sin", "cos", "tan", "pow"), 150.0) | {"log1p": 80.0}
 LEAST_WORK = 0.7
 HIDES = 1.75  # what a kernel moves beside the value hides work: where it moves as much, limits are 1.5 to 2.3 times as far off
 NARROW_WORK = 2 / 3  # in bfloat16: 0.69 of float32's cycles
@@ -119,14 +131,15 @@ class Fusion:
     kernels: tuple[Kernel, ...]
 
 
-def fuse(graph: Graph, free: Sequence[bool], patience: float = math.inf) -> Fusion:
+def fuse(graph: Graph, free: Sequence[bool], patience: float = math.inf, calls_libraries: bool = False) -> Fusion:
     """The fused program.
 
     Args:
         free: per value, whether it is made of constants alone: it is computed where it is read.
         patience: operations on an element, for each of its bytes, from which a value is kept that several kernels would compute.
+        calls_libraries: whether products are calls of libraries, as on GPUs.
     """
-    return _Fuser(graph, free, patience).fusion()
+    return _Fuser(graph, free, patience, calls_libraries).fusion()
 
 
 def recomputes(op: Op) -> bool:
@@ -150,6 +163,23 @@ def stands_alone(op: Op) -> bool:
 def is_call(op: Op) -> bool:
     """Whether an op's body runs in its place, its results being the body's own: compilers see through it."""
     return len(op.bodies) == 1 and op.primitive not in LOOPS and op.results == op.bodies[0].outputs
+
+
+def _added_to(graph: Graph, free: Sequence[bool]) -> dict[int, tuple[int, int]]:
+    """Per op that adds what was scattered into zeros: which summand that is not, if nothing else reads this one, and the scatter's index.
+
+    XLA:GPU scatters into that summand instead.
+    """
+    ops = graph.walk()
+    readers = Counter(value for op in ops for value in dict.fromkeys(op.operands))
+    scattered = {op.results[0]: op.index for op in ops if op.primitive == "scatter-add" and free[op.operands[0]]}
+    found = {}
+    for op in ops:
+        for position in (0, 1) if op.primitive in ("add", "add_any") else ():
+            other, sparse = op.operands[position], op.operands[1 - position]
+            if sparse in scattered and readers[other] == readers[sparse] == 1:
+                found[op.index] = position, scattered[sparse]
+    return found
 
 
 def _trims(graph: Graph) -> dict[int, int]:
@@ -182,11 +212,13 @@ def _trims(graph: Graph) -> dict[int, int]:
 
 
 class _Fuser:
-    def __init__(self, graph: Graph, free: Sequence[bool], patience: float):
+    def __init__(self, graph: Graph, free: Sequence[bool], patience: float, calls_libraries: bool):
         self.graph = graph
         self.values = graph.values
         self.free = free
         self.patience = patience
+        self.calls_libraries = calls_libraries
+        self.work, self.hides = (LIBRARY_WORK, 0.0) if calls_libraries else (WORK, HIDES)
         self.ops = graph.walk()
         n = len(self.values)
         self.root = list(range(n))
@@ -200,14 +232,17 @@ class _Fuser:
         self.sinks: list[frozenset[int]] = [frozenset()] * n
         spread = (op for op in self.ops if op.primitive == "broadcast_in_dim" and not self.values[op.operands[0]].rank)
         self.uniform = {op.results[0] for op in spread if free[op.operands[0]]}
-        self.trims = _trims(graph)
+        self.trims = {} if calls_libraries else _trims(graph)
+        self.added_to = _added_to(graph, free) if calls_libraries else {}
+        self.in_place = {scatter for _, scatter in self.added_to.values()}
         self._alias()
         self.returned = {self._find(value) for value in graph.results}
         self.padded = tuple(self._find(value) for value in self.trims.values() if value >= 0)
         self.narrow = _narrow(graph, self.root)
         self._store_boundaries()
         self._count_sinks()
-        self._find_epilogues()
+        if not calls_libraries:
+            self._find_epilogues()
 
     def fusion(self) -> Fusion:
         for value in (*self.graph.arguments, *self.graph.constants):
@@ -243,7 +278,8 @@ class _Fuser:
         root = self.root
         for op in self.ops:
             if self._is_view(op):
-                root[op.results[0]] = self._find(op.operands[0])
+                shared, _ = self.added_to.get(op.index, (0, 0))
+                root[op.results[0]] = self._find(op.operands[shared])
             for holder in op.holders:
                 first = next((flow for flow in holder.sources if not flow.inside and not flow.shift), None)
                 alone = len(holder.sources) == 1 and not holder.views and holder.value not in op.results
@@ -301,10 +337,10 @@ class _Fuser:
                 for holder in op.holders:
                     for value in (holder.value, *(flow.value for flow in holder.sources)):
                         self._store(value, even_free=True)
-            elif stands_alone(op) and not _is_one_hot(op, self.values):
-                for value in op.results:
+            elif self._stands_alone(op) and not self._is_one_hot(op):
+                for value in () if op.index in self.in_place else op.results:
                     self._store(value)
-                for value in () if is_matrix(op.primitive) else op.operands:
+                for value in op.operands if self.calls_libraries or not is_matrix(op.primitive) else ():
                     self._store(value)
             elif op.primitive in REDUCTIONS:
                 for value in op.results:
@@ -314,17 +350,27 @@ class _Fuser:
                     self._store(value)
         for value in self.padded:
             self._store(value)
+        for op, (position, _) in self.added_to.items():
+            self._store(self.ops[op].operands[position])
 
     def _read_by(self, op: Op) -> list[Op]:
         return self.readers[self._find(op.results[0])]
 
     def _is_view(self, op: Op) -> bool:
-        if op.index in self.trims:
+        if op.index in self.trims or op.index in self.added_to:
             return True
         return op.primitive in VIEWS and not op.bodies and len(op.results) == 1 and bool(op.operands)
 
+    def _stands_alone(self, op: Op) -> bool:
+        if self.calls_libraries and op.primitive in ("gather", "slice", "pad"):
+            return False
+        return stands_alone(op)
+
+    def _is_one_hot(self, op: Op) -> bool:
+        return not self.calls_libraries and _is_one_hot(op, self.values)
+
     def _is_elementwise(self, op: Op) -> bool:
-        return not (op.bodies or stands_alone(op) or op.primitive in REDUCTIONS) and len(op.results) == 1
+        return not (op.bodies or self._stands_alone(op) or op.primitive in REDUCTIONS) and len(op.results) == 1
 
     def _store(self, value: int, even_free: bool = False) -> None:
         """Stores a value; one that is made of constants only where a loop reads it, and not the same number everywhere."""
@@ -343,11 +389,11 @@ class _Fuser:
                         break
                     if reader.primitive in REDUCTIONS:
                         continue  # computed along with what else reads its operand
-                    if reader.bodies or stands_alone(reader):
+                    if reader.bodies or self._stands_alone(reader):
                         found.add(reader.index)
                     for result in () if reader.bodies else reader.results:
                         end = self._find(result)
-                        if self.stored[end] and not stands_alone(reader):
+                        if self.stored[end] and not self._stands_alone(reader):
                             found.add(reader.index)
                         elif not self.stored[end]:
                             found |= self.sinks[end]
@@ -414,7 +460,7 @@ class _Fuser:
             elif op.bodies:
                 kernels.append(self._loop(op))
             elif not self._is_view(op):
-                fuses = not stands_alone(op) or is_matrix(op.primitive) or _is_one_hot(op, self.values)
+                fuses = not self._stands_alone(op) or is_matrix(op.primitive) or self._is_one_hot(op)
                 roots = tuple(map(self._find, op.operands))
                 parts = tuple((self.fused.get(root) if fuses else None) or self.sources[root] for root in roots)
                 reads = _merged(parts)
@@ -432,7 +478,8 @@ class _Fuser:
                     if self.stored[root]:
                         made.append(root)
                         self.sources[root] = (root,)
-                        if op.primitive == "convert_element_type" and reads and root not in self.padded and not long:
+                        widened = op.primitive == "convert_element_type" and not self.calls_libraries
+                        if widened and reads and root not in self.padded and not long:
                             self.fused[root] = reads  # who can compute it reads what it is made of
                     else:
                         self.sources[root] = reads
@@ -465,7 +512,7 @@ class _Fuser:
         made, (reader, *others) = self.values[value], self.readers[value]
         if not others and reader.primitive == "convert_element_type" and self.values[reader.results[0]].itemsize < made.itemsize:
             return False  # if anything is kept it is that
-        most = self.patience * made.itemsize * max(HIDES * min(self._beside(sink, made) for sink in self.sinks[value]), 1.0)
+        most = self.patience * made.itemsize * max(self.hides * min(self._beside(sink, made) for sink in self.sinks[value]), 1.0)
         work, queue, met = 0.0, [op], {op.index}
         while queue and work < most:
             maker = queue.pop()
@@ -480,7 +527,7 @@ class _Fuser:
     def _work(self, op: Op) -> float:
         """Vector operations that an op takes for each element it makes; what divides by a constant multiplies."""
         primitive = "mul" if op.primitive == "div" and self.free[self._find(op.operands[1])] else op.primitive
-        return WORK.get(primitive, LEAST_WORK) * (NARROW_WORK if self.values[op.results[0]].itemsize < 4 else 1.0)
+        return self.work.get(primitive, LEAST_WORK) * (NARROW_WORK if self.values[op.results[0]].itemsize < 4 else 1.0)
 
     def _beside(self, sink: int, made: Value) -> float:
         """What a kernel reads and makes beside a value, in that one's bytes: work is hidden behind it."""

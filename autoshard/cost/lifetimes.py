@@ -8,6 +8,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
+from autoshard.cost.compute import is_matrix
 from autoshard.cost.fusion import Fusion, Kernel
 from autoshard.ir import Graph
 
@@ -58,6 +59,23 @@ def orders(graph: Graph, fusion: Fusion) -> tuple[Lifetimes, ...]:
     if not any(kernel.inner for kernel in fusion.kernels):
         found.append(listed(fusion.kernels, nbytes, kept))
     return tuple(_lifetimes(graph, fusion, kernels) for kernels in found)
+
+
+def gradients_last(graph: Graph, fusion: Fusion) -> Lifetimes:
+    """The lifetimes of a fused program's buffers if products that nothing else waits for, as gradients of weights, are made last.
+
+    Those of a loop's body come last there; of the program, only what makes its results comes after them.
+    """
+    ops, results = graph.walk(), {fusion.root[value] for value in graph.results}
+
+    def arranged(kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
+        after = [k for k in kernels if results.issuperset(k.makes) and not k.inner]
+        read = {value for k in kernels if not (results.issuperset(k.makes) and not k.inner) for value in k.reads}
+        products = [k for k in kernels if k not in after and is_matrix(ops[k.main].primitive) and read.isdisjoint(k.makes)]
+        others = [replace(k, inner=tuple(map(arranged, k.inner))) for k in kernels if k not in after and k not in products]
+        return (*others, *products, *after)
+
+    return _lifetimes(graph, fusion, arranged(fusion.kernels))
 
 
 def shortest(graph: Graph, found: Iterable[Lifetimes]) -> Lifetimes:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from autoshard.cost.combining import Sums, sums_of
 from autoshard.cost.compute import is_matrix, op_flops
 from autoshard.cost.fusion import REDUCTIONS, STANDALONE, VIEWS, Fusion, Minor, fuse, recomputes
-from autoshard.cost.lifetimes import Lifetimes, orders, shortest
+from autoshard.cost.lifetimes import Lifetimes, gradients_last, orders, shortest
 from autoshard.cost.narrowing import rounded_values, single_rows
 from autoshard.cost.partial_sums import LOOPS, PartialSums, partial_sums
 from autoshard.cost.traffic import Traffic, sent_by_op, traffic_by_kernel, traffic_by_op
@@ -34,6 +34,7 @@ class Profile:
         fusion: which values lie in memory, and the kernels that make them.
         orders: when they do, in each of the orders that compilers try.
         lifetimes: of those the one that holds least unsharded.
+        overlapped: when they do if products that only results wait for come last, while others' results are sent.
         recomputes: whether something is computed again between barriers (``jax.checkpoint``).
         traffic, kernel_traffic: per op index, what it moves to and from memory: on its own, and in the kernels that XLA:TPU makes.
         readers: per value, the op indices that read it (control flow reads what it hands to its bodies).
@@ -63,6 +64,7 @@ class Profile:
     fusion: Fusion
     orders: tuple[Lifetimes, ...]
     lifetimes: Lifetimes
+    overlapped: Lifetimes
     recomputes: bool
     traffic: tuple[Traffic, ...]
     kernel_traffic: tuple[Traffic, ...]
@@ -90,11 +92,11 @@ class Profile:
         return self.fusion.materialised
 
 
-def profile(graph: Graph, rules: tuple[Rule | None, ...], patience: float = math.inf) -> Profile:
+def profile(graph: Graph, rules: tuple[Rule | None, ...], patience: float = math.inf, calls_libraries: bool = False) -> Profile:
     """The profile of a program; linear in its size.
 
     Args:
-        patience: the compiler's, with what it could compute again (`autoshard.cost.fusion`).
+        patience, calls_libraries: the compiler's (`autoshard.cost.fusion`).
     """
     values = graph.values
     readers: list[list[int]] = [[] for _ in values]
@@ -103,7 +105,7 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...], patience: float = math
             readers[value].append(op.index)
     returned = frozenset(graph.results)
     free = tuple(_free_values(graph))
-    fusion = fuse(graph, free, patience)
+    fusion = fuse(graph, free, patience, calls_libraries)
     flops = tuple(op_flops(op, rules[op.index], values) for op in graph.walk())
     sums = partial_sums(graph, readers)
     found = orders(graph, fusion)
@@ -125,6 +127,7 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...], patience: float = math
         fusion=fusion,
         orders=found,
         lifetimes=shortest(graph, found),
+        overlapped=gradients_last(graph, fusion) if calls_libraries else shortest(graph, found),
         recomputes=any(map(recomputes, graph.walk())),
         traffic=traffic,
         kernel_traffic=kernel_traffic,
