@@ -20,19 +20,21 @@ from autoshard.verify import (
     Ahead,
     Flops,
     Row,
+    Topology,
     collectives_of,
     compare,
     compile_ahead,
     dot_flops,
     explicit_collectives,
     scheduled_cycles,
+    topology_of,
 )
 
 TARGETS = {
     "shardy": "the partitioner's own explicit collectives, without compiling or devices",
     "cpu": "the program compiled by XLA for as many CPU devices as the mesh has",
     "tpu": "the program compiled ahead of time by XLA:TPU for the strategy's slice",
-    "gpu": "the program compiled by XLA for as many GPUs as the mesh has",
+    "gpu": "the program compiled by XLA:GPU for this process's GPUs or, ahead of time, for those of the strategy's cluster",
 }
 # How near a compiled program is to be: compilers pad what they exchange, and fold some arithmetic away.
 BYTES_WITHIN = 0.03
@@ -57,7 +59,7 @@ class Verification:
         actual_peak_bytes: as the compiler says; None where nothing was compiled, or it was refused.
         needed_bytes: what the compiler's allocator takes, fragmentation included; None where that is not known.
         available_bytes: what a device offers; None where the compiler does not say.
-        fits: whether the compiler accepts the program on the device; None where that is not known.
+        fits: whether the program fits the device's memory, as the compiler says or by what it needs; None where that is not known.
     """
 
     program: str
@@ -105,10 +107,12 @@ class Verification:
         """The comparison as a table, for terminals and notebooks."""
         title = f"{self.program} on mesh {self.mesh}, held against {self.target}"
         constraints = Paragraph(f"{format_count(self.n_constraints)} sharding constraints on {format_count(self.n_ops)} operations.")
-        if self.fits is False:
-            return Report(title, (Paragraph(self._refusal()), constraints))
-        found = "the predicted ones, exactly" if self.exact else f"{format_percent(self.bytes_ratio)} of the predicted bytes"
-        parts: list[Part] = [Paragraph(f"Collectives of {TARGETS[self.target]}: {found}.")]
+        refusal = [Paragraph(self._refusal())] if self.fits is False else []
+        if refusal and self.actual_peak_bytes is None:
+            return Report(title, (*refusal, constraints))
+        same = all(row.agrees for row in self.rows)
+        found = "the predicted ones, exactly" if same else f"{format_percent(self.bytes_ratio)} of the predicted bytes"
+        parts: list[Part] = [*refusal, Paragraph(f"Collectives of {TARGETS[self.target]}: {found}.")]
         if rows := (*map(_collective_row, self.rows), *self._measure_rows()):
             columns = ("", "mesh axes", ">predicted", ">actual", ">predicted bytes", ">actual bytes", "")
             notes = ("All of it is of one step on one device.", "An all_reduce of which only slices are read is a reduce_scatter.")
@@ -117,7 +121,7 @@ class Verification:
             parts.append(Paragraph("What is bfloat16 XLA:CPU computes, sends and holds in float32, in twice the bytes."))
         if self.rematerialised_flops:
             parts.append(Paragraph(f"XLA computes {format_flops(self.rematerialised_flops)} of it once more to save memory."))
-        if self.needed_bytes is not None:
+        if self.needed_bytes is not None and self.fits:
             parts.append(
                 Paragraph(f"It fits: the compiler takes {format_bytes(self.needed_bytes)} of the device's memory, holes included.")
             )
@@ -160,14 +164,15 @@ def verify(strategy: Strategy, fn: Callable, *args: Any, target: str = "shardy",
     Args:
         strategy: of this function; loaded ones too.
         fn, args: the program, with arguments as for `search`.
-        target: ``"shardy"`` asks the partitioner for its explicit collectives, in milliseconds and without devices; ``"cpu"`` and ``"gpu"``
-            compile for this process's devices and read the compiled module; ``"tpu"`` compiles ahead of time for the strategy's slice, in
-            seconds and without a TPU, and needs libtpu installed.
+        target: ``"shardy"`` asks the partitioner for its explicit collectives, in milliseconds and without devices; ``"cpu"`` compiles for
+            this process's devices and reads the compiled module; ``"tpu"`` and ``"gpu"`` compile ahead of time for the strategy's cluster,
+            in seconds and without one, and need the compiler installed. Where this process has as many GPUs as the mesh, ``"gpu"`` compiles
+            for those.
         cycles: of ``"tpu"``, whether to ask for the compiler's schedule too, which takes up to minutes.
 
     Raises:
         StrategyError: the function is not the strategy's program, or the target is unknown.
-        ClusterError: fewer devices than the mesh has places, or a TPU is asked for and the strategy's cluster has none.
+        ClusterError: fewer CPU devices than the mesh has places, or a TPU or GPU is asked for and the strategy's cluster has none.
         CompilerError: the compiler is not installed, or fails on the program; a program that does not fit is a result, no error.
 
     >>> import jax.numpy as jnp
@@ -183,12 +188,14 @@ def verify(strategy: Strategy, fn: Callable, *args: Any, target: str = "shardy",
     if cycles and target != "tpu":
         raise StrategyError(f"cycles are what the TPU compiler schedules, got target {target!r}. Use target='tpu', or leave cycles out.")
     record = strategy.record
-    topology = _topology(record) if target == "tpu" else ""
-    mesh = jax_mesh(record.mesh, _devices(target, record.mesh)) if target in ("cpu", "gpu") else None
-    lowered = Step(fn, record, mesh).lower(*args, platform="tpu" if target == "tpu" else "cpu")
+    devices = _devices(target) if target in ("cpu", "gpu") else []
+    ahead = target == "tpu" or (target == "gpu" and len(devices) < record.mesh.size)
+    topology = _topology(record, target) if ahead else None
+    mesh = jax_mesh(record.mesh, devices) if target in ("cpu", "gpu") and not ahead else None
+    lowered = Step(fn, record, mesh).lower(*args, platform=topology.platform if topology else "cpu")
     if target == "shardy":
         found = _Actual(explicit_collectives(lowered, record.mesh))
-    elif target == "tpu":
+    elif topology:
         found = _ahead(compile_ahead(lowered, record.mesh, topology, cycles), record, cycles)
     else:
         found = _compiled(lowered.compile(), record.mesh)
@@ -196,7 +203,7 @@ def verify(strategy: Strategy, fn: Callable, *args: Any, target: str = "shardy",
         program=record.program.name,
         mesh=record.mesh,
         target=target,
-        rows=() if found.fits is False else compare(expected(record, target), found.collectives),
+        rows=() if found.flops is None and found.fits is False else compare(expected(record, target), found.collectives),
         n_ops=int(record.stats["n_ops"]),
         n_constraints=lowered.as_text().count("sdy.sharding_constraint"),
         predicted_flops=record.cost.flops,
@@ -239,8 +246,8 @@ def _compiled(compiled: jax.stages.Compiled, mesh: Mesh) -> _Actual:
 
 
 def _ahead(ahead: Ahead, record: Record, cycles: bool) -> _Actual:
-    """What XLA:TPU made, or that it refused."""
-    if not ahead.fits:
+    """What the compiler made, or that it refused."""
+    if not ahead.hlo:
         return _Actual(needed_bytes=ahead.needed_bytes, available_bytes=ahead.available_bytes, fits=False)
     clock = Cluster.from_dict(record.cluster).device.clock_hertz
     return _Actual(
@@ -249,33 +256,29 @@ def _ahead(ahead: Ahead, record: Record, cycles: bool) -> _Actual:
         compute_seconds=scheduled_cycles(ahead.hlo) / clock if cycles and clock else None,
         peak_bytes=ahead.peak_bytes,
         needed_bytes=ahead.needed_bytes,
-        fits=True,
+        available_bytes=ahead.available_bytes,
+        fits=ahead.fits,
     )
 
 
-def _devices(platform: str, mesh: Mesh) -> list[Any]:
-    """This process's devices of a platform, as many as the mesh needs."""
+def _devices(platform: str) -> list[Any]:
+    """This process's devices of a platform."""
     try:
-        devices = jax.devices(platform)
+        return jax.devices(platform)
     except RuntimeError:  # jax has no backend of that platform
-        devices = []
-    if platform == "gpu" and len(devices) < mesh.size:
-        raise ClusterError(
-            f"verifying for GPUs compiles on GPUs of this process, one for each place of the mesh: {mesh} has {mesh.size}, and JAX sees "
-            f"{len(devices)}. Run it where they are, with pip install 'autoshard[cuda]', or use target='shardy', which needs no devices."
-        )
-    return devices
+        return []
 
 
-def _topology(record: Record) -> str:
-    """The slice of the strategy's cluster, as the TPU compiler names it."""
+def _topology(record: Record, target: str) -> Topology:
+    """The devices of the strategy's cluster, as their compiler knows them."""
     cluster = Cluster.from_dict(record.cluster)
-    if cluster.device.kind != "tpu":
+    if cluster.device.kind != target:
+        example = "v5e:2x4' or another slice" if target == "tpu" else "h100:8x1' or other GPUs"
         raise ClusterError(
-            f"verifying for TPUs compiles for the strategy's own slice, and this strategy is for {cluster.name!r}. "
-            "Search with cluster='v5e:2x4' or another slice, or use another target."
+            f"verifying for {target.upper()}s compiles for those of the strategy's own cluster, and this strategy is for {cluster.name!r}. "
+            f"Search with cluster='{example}, or use another target."
         )
-    return f"{cluster.device.name}:{'x'.join(map(str, cluster.topology))}"
+    return topology_of(cluster)
 
 
 def _collective_row(row: Row) -> tuple[str, ...]:

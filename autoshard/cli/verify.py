@@ -23,7 +23,7 @@ def add(commands) -> None:
         choices=("shardy", "cpu", "tpu", "gpu"),
         default="shardy",
         help="shardy (default): the partitioner's own collectives, without compiling; cpu: the program compiled for virtual CPU devices; "
-        "tpu: compiled ahead of time for the strategy's slice, without a TPU; gpu: compiled for the GPUs of this machine",
+        "tpu, gpu: compiled ahead of time for the strategy's cluster, without one (gpu: for the GPUs of this machine, if there are enough)",
     )
     parser.add_argument("--cycles", action="store_true", help="of tpu, also the compiler's schedule against the predicted compute: minutes")
 

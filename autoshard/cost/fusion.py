@@ -114,6 +114,7 @@ class Fusion:
         begun: what loops outside of others carry that begins with constants, as sums of gradients do.
         users: per value, the ops that read it, or a view of it.
         padded: the values that lie in memory because a product reads a pad of them.
+        scattered: the scatters into zeros that XLA:GPU makes scatters into what those are added to, with the ops that add.
         kernels: the program's kernels, in program order.
     """
 
@@ -128,6 +129,7 @@ class Fusion:
     begun: frozenset[int]
     users: tuple[tuple[int, ...], ...]
     padded: tuple[int, ...]
+    scattered: tuple[tuple[int, int], ...]
     kernels: tuple[Kernel, ...]
 
 
@@ -264,6 +266,7 @@ class _Fuser:
             begun=self._begun(),
             users=users,
             padded=self.padded,
+            scattered=tuple((scatter, op) for op, (_, scatter) in self.added_to.items()),
             kernels=kernels,
         )
 

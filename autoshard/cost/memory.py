@@ -198,6 +198,7 @@ def _buffers(
             for value, (first, last) in fusion.casts.items()
             if value not in copied
         ]
+    more += _scattered(profile, assignment, share)
     waits = list(_sliced_last(profile, assignment)) if on_tpu else []
     more += [(nbytes, until - 2, until) for _, until, nbytes in waits]
     extra, firsts, lasts = zip(*more, strict=True) if more else ((), (), ())
@@ -444,6 +445,19 @@ def _added_to(profile: Profile, assignment: Assignment, partials: Mapping[int, S
         *rows, width = local_shape(value.shape, layout, assignment.mesh.sizes) or (0,)
         if _is_short(width) and math.prod(rows) >= LANES:
             yield math.prod(rows) * LANES * value.itemsize, times.starts[op.index], times.ends[op.index]
+
+
+def _scattered(profile: Profile, assignment: Assignment, share: Callable[[int], float]) -> Iterator[tuple[float, int, int]]:
+    """Bytes, birth and death of what is scattered into zeros, beyond what those are added to: it lies apart if it is sharded otherwise.
+
+    So of a loss that looks up logits of a sharded vocabulary: XLA:GPU scatters into ``f32[4,1024,32768]`` and takes the half of that then.
+    """
+    ops, fusion, times = profile.graph.walk(), profile.fusion, profile.lifetimes
+    for scatter, op in fusion.scattered:
+        (value,), (total,) = ops[scatter].results, ops[op].results
+        place = times.places.get(fusion.root[total])
+        if place is not None and set(_read_in(profile, assignment, ops[op], value)) != {assignment.layout(value)}:
+            yield max(share(value) - share(fusion.root[total]), 0.0), int(times.born[place]), int(times.dies[place])
 
 
 def _sliced_last(profile: Profile, assignment: Assignment) -> Iterator[tuple[int, int, float]]:

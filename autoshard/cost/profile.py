@@ -113,7 +113,7 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...], patience: float = math
     sent = sent_by_op(graph, fusion, sending)
     traffic, kernel_traffic = (
         tuple(replace(one, sent=sent[index]) if index in sent else one for index, one in enumerate(each))
-        for each in (traffic_by_op(graph, fusion.materialised), traffic_by_kernel(graph, fusion))
+        for each in (traffic_by_op(graph, fusion), traffic_by_kernel(graph, fusion))
     )
     makers = {value: op.index for op in graph.walk() for value in op.results}
     arguments, gathers = frozenset(graph.arguments), [op for op in graph.walk() if op.primitive == "gather"]

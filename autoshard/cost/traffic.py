@@ -59,12 +59,19 @@ class Traffic:
     before: tuple[tuple[int, float], ...] = ()
 
 
-def traffic_by_op(graph: Graph, materialised: Sequence[bool]) -> tuple[Traffic, ...]:
-    """Per op, what it moves where every op is a kernel that touches memory."""
+def traffic_by_op(graph: Graph, fusion: Fusion) -> tuple[Traffic, ...]:
+    """Per op, what it moves where every op is a kernel that touches memory.
+
+    A scatter that is to write into what its zeros are added to writes all of them: it does where the two are not sharded alike.
+    """
+    written = {graph.walk()[scatter].results[0] for scatter, _ in fusion.scattered}
+    added = {op for _, op in fusion.scattered}
 
     def of(op: Op) -> Traffic:
+        if op.index in added:
+            return Traffic()
         tensors = enumerate((*op.operands, *op.results))
-        moved = tuple((position, graph.values[value].nbytes) for position, value in tensors if materialised[value])
+        moved = tuple((position, graph.values[value].nbytes) for position, value in tensors if fusion.materialised[value] or value in written)
         if op.primitive == "gather":  # reads what it takes, not what it takes it from
             taken = graph.values[op.results[0]].size * graph.values[op.operands[0]].itemsize
             moved = tuple((position or len(op.operands), min(nbytes, taken) if not position else nbytes) for position, nbytes in moved)
@@ -113,7 +120,7 @@ class _Kernels:
         self.count = 0
 
     def traffic(self) -> tuple[Traffic, ...]:
-        by_op = traffic_by_op(self.graph, self.fusion.materialised)
+        by_op = traffic_by_op(self.graph, self.fusion)
         self._run(self.fusion.kernels)
         self._fill()
         alone = [stands_alone(op) and not is_matrix(op.primitive) for op in self.ops]

@@ -6,12 +6,14 @@ from autoshard.verify.compare import Row, compare
 from autoshard.verify.flops import Flops, dot_flops, scheduled_cycles
 from autoshard.verify.hlo import collectives_of
 from autoshard.verify.shardy import explicit_collectives, propagated
+from autoshard.verify.topology import Topology, topology_of
 
 __all__ = [
     "Ahead",
     "Buffers",
     "Flops",
     "Row",
+    "Topology",
     "collectives_of",
     "compare",
     "compile_ahead",
@@ -20,4 +22,5 @@ __all__ = [
     "propagated",
     "read_buffers",
     "scheduled_cycles",
+    "topology_of",
 ]

@@ -1,7 +1,8 @@
-"""Compiling for TPUs ahead of time, without one: the real compiler, in a process of its own.
+"""Compiling for TPUs and GPUs ahead of time, without one: the real compiler, in a process of its own.
 
 Generating code is some nineteen twentieths of a compile, and nothing that is compared here but the schedule's cycles needs it: the process
 is stopped once memory is assigned, which takes a second or two. Then everything is decided: partitioning, fusions, the schedule, memory.
+What XLA:GPU would measure kernels for is not: which of a library's algorithms, and which workspace, a product or a convolution gets.
 """
 
 from __future__ import annotations
@@ -23,21 +24,63 @@ from jax.stages import Lowered
 from autoshard.errors import CompilerError
 from autoshard.ir import Mesh
 from autoshard.verify.buffers import Buffers, read_buffers
+from autoshard.verify.topology import Topology
 
-# What libtpu reads. Without a TPU it would ask the cloud's metadata server who it is, and one process alone may load it by default.
-ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}
-# Endings of dumped files; written in this order by libtpu 0.0.42: where the last one is, the others are whole.
+# Endings of dumped files.
 ASSIGNMENT = "after_optimizations-buffer-assignment.txt"
 LIVE_RANGES = "after_optimizations-live-range.txt"
 SCHEDULED = "after_optimizations.txt"
-ASSIGNED = "after_optimizations_after_buffer_assignment.txt"
 GENERATED = "after_codegen.txt"
 POLL_SECONDS = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Compiler:
+    """A compiler that needs no devices.
+
+    Attributes:
+        name: as messages have it.
+        modules: Python modules; with one of them it is installed.
+        extra: the extra that installs it.
+        environment: what its process is started with.
+        flags: for it, in ``XLA_FLAGS``.
+        assigned: the ending of a dumped file: where that is, those on the schedule and on memory are whole.
+    """
+
+    name: str
+    modules: tuple[str, ...]
+    extra: str
+    environment: dict[str, str]
+    flags: str
+    assigned: str
+
+    @property
+    def installed(self) -> bool:
+        """Whether it is."""
+        return any(map(_exists, self.modules)) or (self.extra == "tpu" and "TPU_LIBRARY_PATH" in os.environ)
+
+
+COMPILERS = {
+    # libtpu 0.0.42. Without a TPU it would ask the cloud's metadata server who it is, and one process alone may load it by default.
+    "tpu": Compiler(
+        "XLA:TPU",
+        ("libtpu",),
+        "tpu",
+        {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"},
+        "",
+        "after_optimizations_after_buffer_assignment.txt",
+    ),
+    # The plugins of jax 0.10.2; they look for CUDA's libraries, though only running needs them. Products are left to cuBLAS: a GPU would
+    # measure its kernels and Triton's; without one Triton's are taken, even where that fails (a vision transformer's 12,608 rows).
+    "cuda": Compiler(
+        "XLA:GPU",
+        ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"),
+        "gpu-compiler",
+        {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "CUDA_VISIBLE_DEVICES": ""},
+        "--xla_gpu_enable_triton_gemm=false",
+        "after_optimizations-memory-usage-report.txt",
+    ),
+}
 
 # "Used 22.53G of 15.75G hbm", "the total memory required for HLO temporaries (46.43G) exceeds available HBM (15.75G)"
 _REFUSED = re.compile(r"([\d.]+)([KMGT]?)\)? (?:of|exceeds available HBM) \(?([\d.]+)([KMGT]?)(?:\)| hbm)", re.IGNORECASE)
@@ -45,14 +88,14 @@ _REFUSED = re.compile(r"([\d.]+)([KMGT]?)\)? (?:of|exceeds available HBM) \(?([\
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """A program as the TPU compiler leaves it, or why it refuses it.
+    """A program as a compiler leaves it, or why it refuses it.
 
     Attributes:
         hlo: the scheduled program of one device, as text; with estimated cycles where they were asked for. Empty where it is refused.
         peak_bytes: what lives at the fullest moment, as ``memory_analysis().peak_memory_in_bytes``; None where it is refused.
         needed_bytes: what the allocator takes, fragmentation included: what has to fit. Of a refused program as the refusal has it.
-        available_bytes: what there is on a device; None where the compiler did not refuse, and so did not say.
-        fits: whether the compiler accepts the program.
+        available_bytes: what there is on a device; None where the TPU's compiler, which refuses what does not fit, did not refuse.
+        fits: whether the program does.
         seconds: what compiling took.
     """
 
@@ -64,22 +107,24 @@ class Ahead:
     seconds: float
 
 
-def compile_ahead(lowered: Lowered, mesh: Mesh, topology: str, cycles: bool = False) -> Ahead:
-    """The program compiled for the devices of a TPU topology.
+def compile_ahead(lowered: Lowered, mesh: Mesh, topology: Topology, cycles: bool = False) -> Ahead:
+    """The program compiled for the devices of a topology.
 
     Args:
         lowered: as `jax.jit(...).trace(...).lower(lowering_platforms=("tpu",))` gives it; on an abstract mesh it needs no devices.
         mesh: its mesh; the topology has as many devices.
-        topology: as libtpu names it, ``"v5e:2x4"``.
-        cycles: whether code is generated too, which takes most of a minute and puts ``estimated_cycles`` into the text.
+        topology: of a TPU slice, or of GPUs.
+        cycles: of TPUs, whether code is generated too, which takes most of a minute and puts ``estimated_cycles`` into the text.
 
     Raises:
-        CompilerError: libtpu is not installed, does not know the topology, or fails on the program.
+        CompilerError: the compiler is not installed, does not know the topology, or fails on the program.
     """
-    if find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
+    compiler = COMPILERS[topology.platform]
+    if not compiler.installed:
+        device = compiler.name.removeprefix("XLA:")
         raise CompilerError(
-            "compiling for TPUs needs libtpu, the TPU compiler, though no TPU, and it is not installed here. "
-            "Install it with pip install 'autoshard[tpu]'."
+            f"compiling for {device}s needs {compiler.name}, the compiler, though no {device}, and it is not installed here. "
+            f"Install it with pip install 'autoshard[{compiler.extra}]'."
         )
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="autoshard-") as name:
@@ -87,21 +132,28 @@ def compile_ahead(lowered: Lowered, mesh: Mesh, topology: str, cycles: bool = Fa
         with open(folder / "module", "wb") as module:
             lowered.compiler_ir("stablehlo").operation.write_bytecode(module)  # pyright: ignore[reportOptionalMemberAccess]
         (folder / "request").write_bytes(pickle.dumps((topology, mesh)))
-        log = _compiled(folder, stop=not cycles)
-        return _read(folder, topology, log, time.perf_counter() - started)
+        log = _compiled(compiler, folder, stop=not cycles)
+        return _read(compiler, folder, topology, log, time.perf_counter() - started)
 
 
-def _compiled(folder: Path, stop: bool) -> str:
+def _exists(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that it would be in is not there
+        return False
+
+
+def _compiled(compiler: Compiler, folder: Path, stop: bool) -> str:
     """Runs the compiler until it ends or, to stop early, until memory is assigned; it never outlives this call. Returns what it logged."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={folder} --xla_dump_hlo_as_text".strip()
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {compiler.flags} --xla_dump_to={folder} --xla_dump_hlo_as_text".strip()
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    environment = {**os.environ, **ENVIRONMENT, "XLA_FLAGS": flags, "PYTHONPATH": paths}
+    environment = {**os.environ, **compiler.environment, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": paths}
     command = [sys.executable, "-m", "autoshard.verify.ahead_child", str(folder)]
     with open(folder / "log", "wb") as log:
         # It reads its stdin to the end, and ends itself there: if this process is killed, it ends too, once the compiler lets Python run.
         child = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log)
         try:
-            while child.poll() is None and not (stop and _dumped(folder, ASSIGNED)):
+            while child.poll() is None and not (stop and _dumped(folder, compiler.assigned)):
                 time.sleep(POLL_SECONDS)
         finally:
             child.kill()
@@ -112,27 +164,33 @@ def _compiled(folder: Path, stop: bool) -> str:
 
 def _dumped(folder: Path, ending: str) -> Path | None:
     """The dumped file whose name ends so."""
-    return next(folder.glob(f"module_*.{ending}"), None)
+    return next(folder.glob(f"module_*[._]{ending}"), None)
 
 
-def _read(folder: Path, topology: str, log: str, seconds: float) -> Ahead:
+def _read(compiler: Compiler, folder: Path, topology: Topology, log: str, seconds: float) -> Ahead:
     """What the compiler's process left."""
+    compiling = f"{compiler.name} compiles the program for {topology.name or 'GPUs ' + topology.options['topology']}"
+    limit = topology.memory_limit_bytes
+
+    def accepted(hlo: str, peak: float, needed: float) -> Ahead:
+        return Ahead(hlo, peak, needed, limit, limit is None or needed <= limit, seconds)
+
     failure = folder / "failure"
     if failure.exists():
         text = failure.read_text()
         refused = _REFUSED.search(text)
         if refused is None:
-            raise CompilerError(f"XLA:TPU compiles the program for {topology}, and failed: {text.strip()[:2000]}")
+            raise CompilerError(f"{compiling}, and failed: {text.strip()[:2000]}")
         needed, available = _sized(*refused.groups()[:2]), _sized(*refused.groups()[2:])
         return Ahead("", None, needed, available, False, seconds)
-    dumped = _dumped(folder, GENERATED) or (_dumped(folder, SCHEDULED) if _dumped(folder, ASSIGNED) else None)
+    dumped = _dumped(folder, GENERATED) or (_dumped(folder, SCHEDULED) if _dumped(folder, compiler.assigned) else None)
     if dumped is not None and (buffers := _buffers(folder)) is not None:
-        return Ahead(dumped.read_text(), buffers.peak_bytes, buffers.allocated_bytes, None, True, seconds)
-    whole = folder / "compiled.json"  # a libtpu that dumps nothing, or under other names, compiled to the end
+        return accepted(dumped.read_text(), buffers.peak_bytes, buffers.allocated_bytes)
+    whole = folder / "compiled.json"  # one that dumps nothing, or under other names, compiled to the end
     if whole.exists():
         found = json.loads(whole.read_text())
-        return Ahead(found["hlo"], found["peak_bytes"], found["needed_bytes"], None, True, seconds)
-    raise CompilerError(f"XLA:TPU compiles the program for {topology}, and its process ended without a word: {log.strip()[-2000:]}")
+        return accepted(found["hlo"], found["peak_bytes"], found["needed_bytes"])
+    raise CompilerError(f"{compiling}, and its process ended without a word: {log.strip()[-2000:]}")
 
 
 def _buffers(folder: Path) -> Buffers | None:

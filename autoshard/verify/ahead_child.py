@@ -1,4 +1,4 @@
-"""The process that compiles for TPUs: ``python -m autoshard.verify.ahead_child FOLDER``, for `autoshard.verify.ahead` alone.
+"""The process that compiles for TPUs or GPUs: ``python -m autoshard.verify.ahead_child FOLDER``, for `autoshard.verify.ahead` alone.
 
 It reads ``module`` and ``request`` from the folder and leaves ``compiled.json`` or ``failure`` there, next to what XLA dumps.
 """
@@ -21,6 +21,7 @@ from jaxlib.mlir import ir
 
 from autoshard.ir import Mesh
 from autoshard.lower import jax_mesh
+from autoshard.verify.topology import Topology
 
 
 def main(folder: Path) -> None:
@@ -38,16 +39,17 @@ def main(folder: Path) -> None:
     (folder / "compiled.json").write_text(json.dumps(found))
 
 
-def _compile(module: Path, topology: str, mesh: Mesh):
-    """The executable of a module in MLIR bytecode; `jax.jit` would need the devices, and so libtpu, in the process that lowers."""
-    devices = jax_mesh(mesh, topologies.get_topology_desc(platform="tpu", topology_name=topology).devices).devices
+def _compile(module: Path, topology: Topology, mesh: Mesh):
+    """The executable of a module in MLIR bytecode; `jax.jit` would need the devices, and so the compiler, in the process that lowers."""
+    found = topologies.get_topology_desc(platform=topology.platform, topology_name=topology.name, **topology.options)
+    devices = jax_mesh(mesh, found.devices).devices
     options = xla_client.CompileOptions()
     options.num_replicas, options.num_partitions = 1, mesh.size
     options.device_assignment = xla_client.DeviceAssignment.create(np.array([[device.id for device in devices.flat]]))
     options.executable_build_options.use_spmd_partitioning = True
     options.executable_build_options.use_shardy_partitioner = True
     # The context of a module that JAX made knows every dialect that JAX writes.
-    with jax.jit(lambda: 0.0).trace().lower(lowering_platforms=("tpu",)).compiler_ir("stablehlo").context:  # pyright: ignore
+    with jax.jit(lambda: 0.0).trace().lower(lowering_platforms=(topology.platform,)).compiler_ir("stablehlo").context:  # pyright: ignore
         parsed = ir.Module.parse(module.read_bytes())
         return devices.flat[0].client.compile(parsed, xla_client.DeviceList(tuple(devices.flat)), options)
 

@@ -17,6 +17,15 @@ _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _MATRIX_TARGETS = re.compile(r"gemm|matmul|conv(?!ert)|dnn|dot", re.IGNORECASE)
+# Of XLA:GPU: calls of cuBLAS, and of cuDNN with which of their operands, and their result after them, are image, kernel and what they make.
+_LIBRARY_PRODUCTS = frozenset({"__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8"})
+_LIBRARY_CONVOLUTIONS = {
+    "__cudnn$convForward": (0, 1, 2),
+    "__cudnn$convBiasActivationForward": (0, 1, 2),
+    "__cudnn$convBackwardInput": (2, 1, 0),
+    "__cudnn$convBackwardFilter": (0, 2, 1),
+}
+_LIBRARY_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _UNKNOWN_CYCLES = 2**63 - 1  # what XLA:TPU writes of what it has no estimate for, such as a scatter that a v5p's sparse cores do
 _REMATERIALISED = ".remat"  # XLA's rematerialisation names what it computes again so
@@ -86,7 +95,11 @@ def _flops(module: Module, name: str, count: int, again: bool) -> Iterator[tuple
             yield count * _of_convolution(computation, instruction), repeated
         elif instruction.opcode == "custom-call":
             target = _TARGET.search(instruction.rest)
-            if target and _MATRIX_TARGETS.search(target[1]):
+            if target and target[1] in _LIBRARY_PRODUCTS:
+                yield count * _of_library_product(computation, instruction), repeated
+            elif target and target[1] in _LIBRARY_CONVOLUTIONS:
+                yield count * _of_convolution(computation, instruction, _LIBRARY_CONVOLUTIONS[target[1]]), repeated
+            elif target and _MATRIX_TARGETS.search(target[1]):
                 raise CompilerError(
                     f"flops are counted from dots and convolutions, and {instruction.name!r} calls {target[1]!r}, which says no sizes. "
                     "Report it with the versions of jax and its compiler."
@@ -101,12 +114,22 @@ def _of_dot(computation: Computation, dot: Instruction) -> float:
     return 2.0 * math.prod(shape_of(dot.type)) * math.prod(left[dim] for dim in named.get("lhs_contracting_dims", []))
 
 
-def _of_convolution(computation: Computation, convolution: Instruction) -> float:
+def _of_library_product(computation: Computation, call: Instruction) -> float:
+    """Of a call of cuBLAS, which says in its configuration what it contracts, and returns its workspace too."""
+    found = _LIBRARY_CONTRACTED.search(call.rest)
+    if found is None:
+        raise CompilerError(f"a call of cuBLAS says which dimensions it contracts, and {call.name!r} does not: {call.rest[:120]}.")
+    left = shape_of(computation[call.operands[0]].type)
+    return 2.0 * math.prod(shape_of(call.type)) * math.prod(left[int(dim)] for dim in re.findall(r"\d+", found[1]))
+
+
+def _of_convolution(computation: Computation, convolution: Instruction, order: tuple[int, ...] = (0, 1, 2)) -> float:
+    """Of a convolution; ``order`` tells which of its operands, and its result after them, are image, kernel and what they make."""
     labels = _LABELS.search(convolution.rest)
     if labels is None:
         raise CompilerError(f"a convolution names its dimensions, and {convolution.name!r} does not: {convolution.rest[:120]}.")
-    image, kernel = (shape_of(computation[name].type) for name in convolution.operands[:2])
-    result = shape_of(convolution.type)
+    tensors = (*(shape_of(computation[name].type) for name in convolution.operands[:2]), shape_of(convolution.type))
+    image, kernel, result = (tensors[position] for position in order)
     sizes = [dict(zip(text, shape, strict=True)) for text, shape in zip(labels.groups(), (image, kernel, result), strict=True)]
     window = _window(convolution.rest)
     products = 2.0 * sizes[2]["b"] * sizes[2]["f"] * sizes[1]["i"]

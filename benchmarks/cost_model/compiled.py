@@ -17,9 +17,10 @@ import jax.numpy as jnp
 
 import autoshard
 from autoshard.api.step import Step
+from autoshard.cluster import Cluster
 from autoshard.ir import Mesh
 from autoshard.lower import jax_mesh
-from autoshard.verify import Ahead, compile_ahead
+from autoshard.verify import Ahead, compile_ahead, topology_of
 from benchmarks.models import MODELS, gpt, lstm, moe, resnet, unet
 from benchmarks.unseen_models import UNSEEN
 
@@ -89,7 +90,8 @@ def compiled(case: Case, cycles: bool = False) -> Ahead:
     cpu = case.cluster.startswith("cpu")
     record = case.strategy.record
     mesh = jax_mesh(record.mesh, jax.devices("cpu")) if cpu else None
-    lowered = Step(case.function, record, mesh).lower(*case.args, platform="cpu" if cpu else "tpu")
+    platform = "cpu" if cpu else topology_of(Cluster.parse(case.cluster)).platform
+    lowered = Step(case.function, record, mesh).lower(*case.args, platform=platform)
     return compiled_ahead(lowered, record.mesh, case.cluster, cycles)
 
 
@@ -99,7 +101,7 @@ def compiled_ahead(lowered: jax.stages.Lowered, mesh: Mesh, cluster: str, cycles
     kept = Path(os.environ["AUTOSHARD_BENCHMARK_KEEP"]) / f"{key}.json.gz"
     if kept.exists():
         return Ahead(**json.loads(gzip.decompress(kept.read_bytes())))
-    found = _on_cpu(lowered) if cluster.startswith("cpu") else compile_ahead(lowered, mesh, cluster, cycles)
+    found = _on_cpu(lowered) if cluster.startswith("cpu") else compile_ahead(lowered, mesh, topology_of(Cluster.parse(cluster)), cycles)
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.write_bytes(gzip.compress(json.dumps(asdict(found)).encode()))
     return found

@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from autoshard.cluster import Cluster
 from autoshard.errors import CompilerError
 from autoshard.ir import Mesh
-from autoshard.verify import ahead, compile_ahead
+from autoshard.verify import ahead, compile_ahead, topology_of
 
 MESH = Mesh.of({"x": 1})
+SLICE, GPUS = (topology_of(Cluster.parse(name)) for name in ("v5e:2x4", "h100:8x2"))
 DUMP = "module_0000.jit_step.cl_1."
 
 
@@ -33,7 +35,7 @@ def test_a_missing_compiler_is_named_with_the_cure(monkeypatch):
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     monkeypatch.setattr(ahead, "find_spec", lambda _: None)
     with pytest.raises(CompilerError, match=r"pip install 'autoshard\[tpu\]'"):
-        compile_ahead(lowered(), MESH, "v5e:2x4")
+        compile_ahead(lowered(), MESH, SLICE)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +48,7 @@ def test_a_missing_compiler_is_named_with_the_cure(monkeypatch):
 def test_a_refusal_is_a_result(monkeypatch, message, needed, available):
     """XLA:TPU's two ways to say that a program does not fit (libtpu 0.0.42)."""
     stand_in(monkeypatch, f"(folder / 'failure').write_text({message!r})")
-    found = compile_ahead(lowered(), MESH, "v5e:2x4")
+    found = compile_ahead(lowered(), MESH, SLICE)
     assert not found.fits and found.peak_bytes is None
     assert (found.needed_bytes, found.available_bytes) == (needed * 2**30, available * 2**30)
 
@@ -62,7 +64,7 @@ def test_other_failures_are_errors(monkeypatch, script):
     """What the compiler says reaches the user, and so does what its process says when it dies."""
     stand_in(monkeypatch, script)
     with pytest.raises(CompilerError, match="UNIMPLEMENTED: no such thing"):
-        compile_ahead(lowered(), MESH, "v5e:2x4")
+        compile_ahead(lowered(), MESH, SLICE)
 
 
 def test_the_process_is_stopped_once_memory_is_assigned(monkeypatch, tmp_path):
@@ -78,7 +80,7 @@ leave("_after_buffer_assignment.txt")
 time.sleep(60)"""
     stand_in(monkeypatch, script)
     started = time.perf_counter()
-    found = compile_ahead(lowered(), MESH, "v5e:2x4")
+    found = compile_ahead(lowered(), MESH, SLICE)
     assert time.perf_counter() - started < 30
     assert found.fits and found.hlo == "HloModule m\n" and found.peak_bytes == 8
     assert not list(tmp_path.iterdir())
@@ -87,5 +89,5 @@ time.sleep(60)"""
 def test_a_compiler_that_dumps_nothing_compiles_to_the_end(monkeypatch):
     """Another libtpu's names are not needed: the compiled program itself says the same."""
     stand_in(monkeypatch, """(folder / "compiled.json").write_text('{"hlo": "HloModule m", "peak_bytes": 5, "needed_bytes": 6}')""")
-    found = compile_ahead(lowered(), MESH, "v5e:2x4")
+    found = compile_ahead(lowered(), MESH, SLICE)
     assert found.fits and (found.hlo, found.peak_bytes, found.needed_bytes) == ("HloModule m", 5, 6)

@@ -1,0 +1,102 @@
+"""The devices of a cluster as compilers know them, that are not there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from autoshard.cluster import Cluster
+from autoshard.errors import ClusterError
+
+# CUDA's compute capability of a GPU's architecture, by its name in the catalogue (developer.nvidia.com/cuda-gpus).
+CAPABILITY = {"a100": 8, "a100-40g": 8, "h100": 9, "h200": 9, "b200": 10}
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Devices that a program is compiled for.
+
+    Attributes:
+        platform: as JAX names it, ``tpu`` or ``cuda``.
+        name: as the TPU compiler names a slice, ``v5e:2x4``; GPUs have none.
+        options: what else `jax.experimental.topologies.get_topology_desc` takes.
+        memory_limit_bytes: what a program may use of a device's memory, where the compiler does not say.
+    """
+
+    platform: str
+    name: str
+    options: dict[str, str] = field(default_factory=dict)
+    memory_limit_bytes: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Capability:
+    """What a streaming multiprocessor has (CUDA programming guide, "Technical specifications per compute capability"), and the L2 cache.
+
+    Attributes:
+        lanes: float32 operations a cycle.
+        shared_bytes, shared_bytes_per_block: its shared memory, and what one block may have of that.
+        cache_bytes: the GPU's L2 (architecture whitepapers).
+    """
+
+    lanes: int
+    shared_bytes: int
+    shared_bytes_per_block: int
+    cache_bytes: int
+
+
+_CAPABILITIES = {
+    8: _Capability(64, 164 * 1024, 163 * 1024, 40 * 2**20),
+    9: _Capability(128, 228 * 1024, 227 * 1024, 50 * 2**20),
+    10: _Capability(128, 228 * 1024, 227 * 1024, 126 * 2**20),
+}
+
+# XLA's stream_executor.GpuTargetConfigProto, as text. What every NVIDIA GPU of these capabilities has alike stands here.
+_GPU_TARGET = """
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536 shared_memory_per_block: 49152
+  shared_memory_per_core: {shared} shared_memory_per_block_optin: {shared_per_block} fpus_per_core: {lanes} core_count: {processors}
+  l2_cache_size: {cache} memory_bandwidth: {bandwidth} device_memory_size: {memory} clock_rate_ghz: {clock:.3f}
+  cuda_compute_capability {{ major: {capability} }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+device_description_str: "{name}"
+"""
+
+
+def topology_of(cluster: Cluster) -> Topology:
+    """A cluster's devices as the compiler for them knows them.
+
+    Raises:
+        ClusterError: they are CPUs, or GPUs that the catalogue does not have.
+
+    >>> topology_of(Cluster.parse("v5e:2x4")).name, topology_of(Cluster.parse("h100:8x4")).options["topology"]
+    ('v5e:2x4', '4x1x8')
+    """
+    device = cluster.device
+    if device.kind == "tpu":
+        return Topology("tpu", f"{device.name}:{'x'.join(map(str, cluster.topology))}")
+    if device.kind != "gpu" or device.name not in CAPABILITY:
+        raise ClusterError(
+            f"programs are compiled ahead of time for TPU slices and for the GPUs {', '.join(CAPABILITY)}, and {cluster.name!r} has "
+            f"{device.name!r}. Search with cluster='v5e:2x4' or 'h100:8x1', or use another target."
+        )
+    per_host, hosts = (*cluster.topology, 1)[:2]
+    has = _CAPABILITIES[CAPABILITY[device.name]]
+    target = _GPU_TARGET.format(
+        name=device.name,
+        capability=CAPABILITY[device.name],
+        lanes=has.lanes,
+        shared=has.shared_bytes,
+        shared_per_block=has.shared_bytes_per_block,
+        cache=has.cache_bytes,
+        processors=device.processors,
+        bandwidth=int(device.memory_bandwidth_bytes_per_second),
+        memory=int(device.memory_bytes),
+        clock=device.vector_flops_per_second / (2 * has.lanes * device.processors) / 1e9,  # a product and a sum at once
+    )
+    # slices x hosts of a slice x devices of a host: hosts are slices, since NVLink ends with them
+    return Topology("cuda", "", {"topology": f"{hosts}x1x{per_host}", "target_config": target}, cluster.memory_limit_bytes)

@@ -1,0 +1,68 @@
+"""What does XLA:GPU make of the programs whose memory is predicted? Compiled ahead of time for eight and sixteen H100, without one.
+
+Collectives by bytes, flops of products (of programs without convolutions: cuDNN's images are padded in memory first, and those that are
+dilated are filled with zeros, which are multiplied then), and peak memory of programs of a gigabyte and more. How values lie in memory
+was learned from data-parallel and fully sharded programs of the first half; the others were only measured. Workspaces of cuDNN's
+algorithms, which a GPU would choose, are not in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from autoshard.ir import as_compiled
+from autoshard.render import Table, format_bytes
+from autoshard.search.searcher import Progress
+from autoshard.verify import collectives_of, compare, dot_flops
+from benchmarks.cost_model.compiled import compiled
+from benchmarks.cost_model.findings import Findings, Target
+from benchmarks.cost_model.memory import DESIGNED, HOW, SMALLEST_BYTES, UNSEEN, Program, cases, targets
+
+CLUSTERS = {"v5e:2x4": "h100:8x1", "v5e:4x4": "h100:8x2"}
+BYTES_WITHIN, FLOPS_WITHIN = 0.03, 0.01
+
+
+def run(quick: bool, progress: Progress) -> Findings:
+    """Every program's collectives, flops and peak, predicted and compiled."""
+    groups = {"designed on": _on_gpus(DESIGNED), "unseen": _on_gpus(UNSEEN)}
+    groups = {group: programs[:2] if quick else programs for group, programs in groups.items()}
+    total, done = len(HOW) * sum(map(len, groups.values())), 0
+    rows, numbers = [], []
+    for group, programs in groups.items():
+        for case in cases(programs):
+            progress(case.title, done / total)
+            done += 1
+            ahead, cost = compiled(case), case.strategy.cost
+            sent = compare(as_compiled(cost.collectives), collectives_of(ahead.hlo, case.strategy.record.mesh))
+            predicted, actual = (sum(getattr(row, f"{side}_bytes") for row in sent) for side in ("predicted", "actual"))
+            found = {
+                "bytes": _error(predicted, actual),
+                "flops": None if "cudnn" in ahead.hlo else _error(cost.flops, dot_flops(ahead.hlo).total),
+                "peak": _error(cost.peak_bytes, ahead.peak_bytes or 0.0) if (ahead.peak_bytes or 0.0) >= SMALLEST_BYTES else None,
+            }
+            numbers.append({"case": case.title, "group": group, **found, "rows": [*map(asdict, sent)]})
+            sizes = (format_bytes(cost.peak_bytes), format_bytes(ahead.peak_bytes or 0.0))
+            rows.append((group, case.title, *sizes, *("" if error is None else f"{100 * error:+.2f} %" for error in found.values())))
+    columns = ("", "program", ">peak predicted", ">compiled", ">collectives", ">flops", ">peak")
+    return Findings("programs on GPUs", (Table(columns, tuple(rows)),), _targets(numbers), {"cases": numbers})
+
+
+def _on_gpus(programs: tuple[Program, ...]) -> tuple[Program, ...]:
+    return tuple((name, make, CLUSTERS[cluster], mesh) for name, make, cluster, mesh in programs)
+
+
+def _error(predicted: float, actual: float) -> float:
+    return predicted / actual - 1 if actual else 0.0 if not predicted else float("inf")
+
+
+def _targets(numbers: list[dict]) -> tuple[Target, ...]:
+    within = [abs(one["bytes"]) <= BYTES_WITHIN for one in numbers]
+    worst = max((abs(one["flops"]) for one in numbers if one["flops"] is not None), default=0.0)
+    share = 100 * sum(within) / max(len(within), 1)
+    found = [
+        Target("programs whose collectives' bytes are within 3 %, in %", "100", share, all(within)),
+        Target("largest error of flops, %", "<= 1", 100 * worst, worst <= FLOPS_WITHIN),
+    ]
+    for group in dict.fromkeys(one["group"] for one in numbers):
+        found += targets(group, [one["peak"] for one in numbers if one["group"] == group and one["peak"] is not None])
+    return tuple(found)
