@@ -267,8 +267,8 @@ class Cluster:
 
         As many as one core does while the chip writes the byte and reads it. XLA:TPU (libtpu 0.0.42) computes chains of products and sums
         again that make bfloat16 up to 24 to 26 operations on v5e, 9 on v5p, 13 on v4 and 15 on v6e, and keeps those from 35, 12, 18 and
-        18 on: by this they are kept from 30, 10, 14 and 17 on. XLA:GPU keeps what takes as long as writing it does: on H100 it should
-        be 20 of them a byte, and is 22 to 26.
+        18 on: by this they are kept from 30, 10, 14 and 17 on. XLA:GPU (jaxlib 0.10.2) keeps what takes as long as writing
+        it does: on A100, H100 and B200 from 17 to 22, 22 to 26 and 5 to 16 of them a byte on, by this from 10, 20 and 9 on.
         """
         device = self.device
         if self.calls_libraries:

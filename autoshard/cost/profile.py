@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from autoshard.cost.combining import Sums, sums_of
 from autoshard.cost.compute import is_matrix, op_flops
 from autoshard.cost.fusion import REDUCTIONS, STANDALONE, VIEWS, Fusion, Minor, fuse, recomputes
-from autoshard.cost.lifetimes import Lifetimes, gradients_last, orders, shortest
+from autoshard.cost.lifetimes import Lifetimes, filled_at_once, gradients_last, orders, shortest
 from autoshard.cost.narrowing import rounded_values, single_rows
 from autoshard.cost.partial_sums import LOOPS, PartialSums, partial_sums
 from autoshard.cost.traffic import Traffic, sent_by_op, traffic_by_kernel, traffic_by_op
@@ -108,7 +108,10 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...], patience: float = math
     fusion = fuse(graph, free, patience, calls_libraries)
     flops = tuple(op_flops(op, rules[op.index], values) for op in graph.walk())
     sums = partial_sums(graph, readers)
-    found = orders(graph, fusion)
+    found, overlapped = orders(graph, fusion), None
+    if calls_libraries:
+        found = tuple(filled_at_once(graph, fusion, times) for times in found)
+        overlapped = filled_at_once(graph, fusion, gradients_last(graph, fusion))
     sending = [(op, positions) for op in graph.walk() if (positions := _sent_operands(op, rules[op.index]))]
     sent = sent_by_op(graph, fusion, sending)
     traffic, kernel_traffic = (
@@ -127,7 +130,7 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...], patience: float = math
         fusion=fusion,
         orders=found,
         lifetimes=shortest(graph, found),
-        overlapped=gradients_last(graph, fusion) if calls_libraries else shortest(graph, found),
+        overlapped=overlapped or shortest(graph, found),
         recomputes=any(map(recomputes, graph.walk())),
         traffic=traffic,
         kernel_traffic=kernel_traffic,

@@ -71,7 +71,9 @@ def traffic_by_op(graph: Graph, fusion: Fusion) -> tuple[Traffic, ...]:
         if op.index in added:
             return Traffic()
         tensors = enumerate((*op.operands, *op.results))
-        moved = tuple((position, graph.values[value].nbytes) for position, value in tensors if fusion.materialised[value] or value in written)
+        moved = tuple(
+            (position, graph.values[value].nbytes) for position, value in tensors if fusion.materialised[value] or value in written
+        )
         if op.primitive == "gather":  # reads what it takes, not what it takes it from
             taken = graph.values[op.results[0]].size * graph.values[op.operands[0]].itemsize
             moved = tuple((position or len(op.operands), min(nbytes, taken) if not position else nbytes) for position, nbytes in moved)

@@ -17,6 +17,7 @@ from autoshard.api.verification import expected
 from autoshard.errors import StrategyError
 from autoshard.ir import Collective, Mesh
 from autoshard.verify import Ahead, Row
+from autoshard.verify.ahead import COMPILERS
 
 MESH = {"x": 2, "y": 4}
 
@@ -111,9 +112,9 @@ def test_flops_of_the_compiled_program_are_the_predicted_ones(program):
 
 
 def test_targets_say_what_is_missing(program):
-    """GPUs that are not there, a TPU compile of a strategy for something else, and cycles of what has none."""
+    """A TPU or GPU compile of a strategy for something else, and cycles of what has none."""
     fn, args, strategy = program
-    with pytest.raises(autoshard.ClusterError, match=r"x=2 x y=4 has 8, and JAX sees 0.*pip install 'autoshard\[cuda\]'"):
+    with pytest.raises(autoshard.ClusterError, match=r"this strategy is for 'v5e:2x4'.*h100:8x1"):
         autoshard.verify(strategy, fn, *args, target="gpu")
     with pytest.raises(StrategyError, match=r"cycles are what the TPU compiler schedules, got target 'cpu'"):
         autoshard.verify(strategy, fn, *args, target="cpu", cycles=True)
@@ -147,6 +148,47 @@ def test_a_tpu_program_is_held_against_all_predictions(program, monkeypatch):
     assert found.actual_flops == 2 * 64**3 and found.actual_peak_bytes == 2e6 and found.needed_bytes == 3e6 and found.fits
     assert found.actual_compute_seconds == pytest.approx(3000 / 1.5e9)
     assert "computing" in str(found) and "It fits" in str(found)
+
+
+def test_gpus_need_not_be_there(program, monkeypatch):
+    """A strategy for GPUs is compiled for those of its cluster; what needs more than a program may use does not fit, and is shown."""
+    fn, args, _ = program
+    strategy = autoshard.search(fn, *args, cluster="h100:4x2", mesh=MESH)
+    hlo = """ENTRY %main (p: f32[8]) -> f32[8] {
+  %p = f32[64,64]{1,0} parameter(0)
+  ROOT %d = f32[64,64]{1,0} dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""
+    asked = []
+
+    def compiled(_lowered, mesh, topology, _cycles):
+        asked.append((mesh, topology.platform, topology.options["topology"]))
+        return Ahead(hlo, 61e9, 61e9, topology.memory_limit_bytes, False, 1.0)
+
+    monkeypatch.setattr("autoshard.api.verification.compile_ahead", compiled)
+    found = autoshard.verify(strategy, fn, *args, target="gpu")
+    assert asked == [(strategy.record.mesh, "cuda", "2x1x4")]
+    assert found.fits is False and not found.near and found.actual_flops == 2 * 64**3
+    assert "Does not fit: the compiler needs 61.0 GB of memory, of the 60.0 GB there are" in str(found) and "FLOPs" in str(found)
+
+
+def test_gpus_that_are_there_are_compiled_for(program, monkeypatch):
+    """With enough devices of the platform the program is compiled for them; here the CPU's stand for them."""
+    fn, args, _ = program
+    strategy = autoshard.search(fn, *args, cluster="h100:8", mesh=MESH)
+    monkeypatch.setattr("autoshard.api.verification._devices", lambda _: jax.devices("cpu"))
+    monkeypatch.setattr("autoshard.api.verification.compile_ahead", None)
+    assert autoshard.verify(strategy, fn, *args, target="gpu").actual_flops == strategy.cost.flops
+
+
+@pytest.mark.skipif(not COMPILERS["cuda"].installed, reason="needs XLA:GPU, the compiler")
+def test_the_gpu_compiler_makes_what_was_predicted(program):
+    """Compiled ahead of time by the real compiler: the same collectives and flops, and it fits; cuBLAS's workspace of 4 MiB is all its memory."""
+    fn, args, _ = program
+    strategy = autoshard.search(fn, *args, cluster="h100:4x2", mesh=MESH)
+    found = autoshard.verify(strategy, fn, *args, target="gpu")
+    assert found.exact and found.fits and found.flops_ratio == 1.0
+    assert found.actual_peak_bytes == pytest.approx(found.predicted_peak_bytes + 4 * 2**20, rel=0.01)
 
 
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")

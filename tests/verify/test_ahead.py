@@ -1,14 +1,15 @@
-"""Reading what a process that compiles for TPUs leaves; nothing here needs libtpu."""
+"""Reading what a process that compiles for TPUs or GPUs leaves; nothing here needs their compilers."""
 
 import sys
 import time
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from autoshard.cluster import Cluster
-from autoshard.errors import CompilerError
+from autoshard.errors import ClusterError, CompilerError
 from autoshard.ir import Mesh
 from autoshard.verify import ahead, compile_ahead, topology_of
 
@@ -31,11 +32,61 @@ def stand_in(monkeypatch, script: str):
 
 
 def test_a_missing_compiler_is_named_with_the_cure(monkeypatch):
-    """Without libtpu the error says what to install."""
+    """Without a compiler the error says what to install, for either; a package that is not there has no plugins in it."""
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     monkeypatch.setattr(ahead, "find_spec", lambda _: None)
-    with pytest.raises(CompilerError, match=r"pip install 'autoshard\[tpu\]'"):
+    with pytest.raises(CompilerError, match=r"XLA:TPU.*pip install 'autoshard\[tpu\]'"):
         compile_ahead(lowered(), MESH, SLICE)
+
+    def nowhere(name):
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(ahead, "find_spec", nowhere)
+    with pytest.raises(CompilerError, match=r"XLA:GPU.*pip install 'autoshard\[gpu-compiler\]'"):
+        compile_ahead(lowered(), MESH, GPUS)
+
+
+def test_gpus_are_described_by_the_catalogue(monkeypatch):
+    """Hosts are slices, and at its clock all lanes make the vector peak; the error for GPUs without a description names those with one."""
+    config = GPUS.options["target_config"]
+    for figure in ("core_count: 132", "clock_rate_ghz: 1.983", "device_memory_size: 80000000000", "major: 9"):
+        assert figure in config
+    assert GPUS.options["topology"] == "2x1x8" and GPUS.memory_limit_bytes == 60e9
+    assert topology_of(Cluster.parse("a100:4")).options["topology"] == "1x1x4"
+    strange = Cluster.parse("h100:8")
+    strange = replace(strange, device=replace(strange.device, name="mi300"))
+    for cluster in (strange, Cluster.parse("cpu:8")):
+        with pytest.raises(ClusterError, match=r"a100, a100-40g, h100, h200, b200.*h100:8x1"):
+            topology_of(cluster)
+
+
+@pytest.mark.parametrize(("needed", "fits"), [(6e9, True), (60.1e9, False)])
+def test_what_a_gpu_program_needs_is_held_against_what_it_may_use(monkeypatch, needed, fits):
+    """XLA:GPU refuses nothing: what a program takes and what JAX leaves it decide."""
+    monkeypatch.setattr(ahead, "_exists", lambda _: True)
+    stand_in(
+        monkeypatch, f"""(folder / "compiled.json").write_text('{{"hlo": "HloModule m", "peak_bytes": 5, "needed_bytes": {needed}}}')"""
+    )
+    found = compile_ahead(lowered(), MESH, GPUS)
+    assert (found.fits, found.needed_bytes, found.available_bytes, found.hlo) == (fits, needed, 60e9, "HloModule m")
+
+
+def test_a_gpu_compiler_is_stopped_too(monkeypatch):
+    """It writes other files: the report on memory comes last, and the device's name stands before the others' endings."""
+    script = """
+def leave(name, text=""):
+    (folder / ("module_0001.jit_step.sm_9.0a_gpu_after_optimizations" + name)).write_text(text + chr(10))
+leave(".txt", "HloModule m")
+leave("-buffer-assignment.txt", "allocation 0: size 8, parameter 0:")
+leave("-live-range.txt")
+leave("-memory-usage-report.txt")
+time.sleep(60)"""
+    monkeypatch.setattr(ahead, "_exists", lambda _: True)
+    stand_in(monkeypatch, script)
+    started = time.perf_counter()
+    found = compile_ahead(lowered(), MESH, GPUS)
+    assert time.perf_counter() - started < 30
+    assert found.fits and found.hlo == "HloModule m\n" and found.peak_bytes == 8
 
 
 @pytest.mark.parametrize(

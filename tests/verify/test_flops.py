@@ -76,7 +76,41 @@ backend_config={"estimated_cycles":"1234"}"""
     assert scheduled_cycles(module(entry.replace("1234", str(2**63 - 1)), fused)) == 0.0  # what the compiler has no estimate for
 
 
+CUBLAS = """  %a = bf16[8,1024,64]{2,1,0} parameter(0)
+  %b = bf16[8,512,64]{2,1,0} parameter(1)
+  ROOT %c = (bf16[8,1024,512]{2,1,0}, s8[4194304]{0}) custom-call(%a, %b), custom_call_target="__cublas$lt$matmul", backend_config=\
+{"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["2"],"rhs_contracting_dimensions":["2"],\
+"lhs_batch_dimensions":["0"],"rhs_batch_dimensions":["0"]},"epilogue":"DEFAULT"}}"""
+
+
+def test_library_products():
+    """cuBLAS says what it contracts, and returns its workspace too; recorded from XLA:GPU (jaxlib 0.10.2), shortened."""
+    assert dot_flops(module(CUBLAS)).total == 2 * 8 * 1024 * 512 * 64
+
+
+@pytest.mark.parametrize(
+    ("target", "operands", "result"),
+    [
+        ("Forward", ("128,57,57,64", "32,3,3,64"), "128,28,28,32"),
+        ("BiasActivationForward", ("128,57,57,64", "32,3,3,64"), "128,28,28,32"),
+        ("BackwardInput", ("128,28,28,32", "32,3,3,64"), "128,57,57,64"),
+        ("BackwardFilter", ("128,57,57,64", "128,28,28,32"), "32,3,3,64"),
+    ],
+)
+def test_library_convolutions(target, operands, result):
+    """cuDNN's four calls name image, kernel and result by their dimensions, and take as much; recorded likewise."""
+    one, two = operands
+    text = f"""  %a = bf16[{one}]{{3,2,1,0}} parameter(0)
+  %b = bf16[{two}]{{3,2,1,0}} parameter(1)
+  ROOT %c = (bf16[{result}]{{3,2,1,0}}, u8[0]{{0}}) custom-call(%a, %b), window={{size=3x3 stride=2x2}}, dim_labels=b01f_o01i->b01f, \
+custom_call_target="__cudnn$conv{target}"
+"""
+    assert dot_flops(module(text)).total == 2 * 128 * 28 * 28 * 32 * 9 * 64
+
+
 def test_library_calls_without_sizes_are_an_error():
     """A matrix product that cannot be read is not counted as nothing."""
-    with pytest.raises(CompilerError, match="__cublas"):
+    with pytest.raises(CompilerError, match="cublasGemm"):
+        dot_flops(module('  ROOT %a = f32[8]{0} custom-call(), custom_call_target="cublasGemm"'))
+    with pytest.raises(CompilerError, match="which dimensions it contracts"):
         dot_flops(module('  ROOT %a = f32[8]{0} custom-call(), custom_call_target="__cublas$gemm"'))
