@@ -184,6 +184,36 @@ def _added_to(graph: Graph, free: Sequence[bool]) -> dict[int, tuple[int, int]]:
     return found
 
 
+def _reordered(graph: Graph) -> set[int]:
+    """What is computed of a product's result that lies in another order of dimensions than the other products' that a kernel reads with it.
+
+    Either order of a product's free dimensions is as good, but not those of one operand among each other: scores of queries that share keys
+    lie as ``[keys, (queries, groups)]``, and the gradient of their softmax as ``[(groups, queries), keys]``. XLA:GPU moves that, widened.
+    """
+    ops, values = graph.walk(), graph.values
+    found: set[int] = set()
+    lies: dict[int, tuple[frozenset[tuple[int, ...]], int, int]] = {}  # groups of dimensions, the product, and what it was widened to
+    for op in ops:
+        if op.primitive == "dot_general":
+            (left, right), (batch, _) = op.params["dimension_numbers"]
+            n, shape = values[op.operands[0]].rank - len(left), values[op.results[0]].shape
+            groups = (range(len(batch), n), range(n, len(shape)))
+            if len(batch) and len(right):
+                lies[op.results[0]] = frozenset(tuple(dim for dim in group if shape[dim] > 1) for group in groups), op.index, -1
+        elif op.primitive == "transpose" and op.operands[0] in lies:
+            groups, product, wide = lies[op.operands[0]]
+            place = {dim: position for position, dim in enumerate(op.params["permutation"])}
+            lies[op.results[0]] = frozenset(tuple(place[dim] for dim in group) for group in groups), product, wide
+        elif len(op.results) == 1 and not op.bodies and not stands_alone(op):
+            (result,) = op.results
+            of = sorted((lies[v] for v in op.operands if v in lies and values[v].shape == values[result].shape), key=lambda one: one[1])
+            if of:
+                groups, product, wide = of[0]
+                found.update(other[2] for other in of[1:] if other[0] != groups and other[2] >= 0)
+                lies[result] = groups, product, result if wide < 0 and op.primitive == "convert_element_type" else wide
+    return found
+
+
 def _trims(graph: Graph) -> dict[int, int]:
     """The ops that leave out the ends of what a product makes, or pad what it reads by as little, with what is stored for it, or -1.
 
@@ -355,6 +385,8 @@ class _Fuser:
             self._store(value)
         for op, (position, _) in self.added_to.items():
             self._store(self.ops[op].operands[position])
+        for value in _reordered(self.graph) if self.calls_libraries else ():
+            self._store(value)
 
     def _read_by(self, op: Op) -> list[Op]:
         return self.readers[self._find(op.results[0])]

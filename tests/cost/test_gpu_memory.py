@@ -107,6 +107,19 @@ def test_what_is_scattered_apart_is_paid_for():
     assert beyond(-1) == [64 * 1024 * 4 * 7 / 8] and beyond(1) == []
 
 
+@pytest.mark.parametrize(("groups", "moved"), [(1, 0), (4, 1)])
+def test_what_lies_in_another_order_is_moved(groups, moved):
+    """Of queries that share keys the softmax's gradient lies otherwise than the scores, and is moved in float32; others' does not."""
+
+    def attend(q, k, v):
+        scores = jnp.einsum("bqhgd,bshd->bhgqs", q, k).astype(jnp.float32)
+        return jnp.einsum("bhgqs,bshd->bqhgd", jax.nn.softmax(scores).astype(BF16), v)
+
+    args = like(2, 64, 4 // groups, groups, 8), *[like(2, 32, 4 // groups, 8)] * 2
+    made = stored(jax.grad(lambda *qkv: attend(*qkv).astype(jnp.float32).sum(), (0, 1, 2)), *args)
+    assert sum(dtype == "float32" and len(shape) == 5 and shape[-1] == 32 for shape, dtype in made) == moved
+
+
 def test_gradients_of_weights_come_last():
     """The products that only an update waits for come after those that the way back needs, and before the updates."""
 
@@ -141,6 +154,7 @@ RECORDED = (
     (models.resnet, {"data": 4, "model": 2}, "data_parallel", 3.213e9),
     (models.unet, {"data": 4, "model": 2}, "data_parallel", 1.576e9),
     (models.lstm, {"data": 2, "model": 4}, "data_parallel", 1.980e9),
+    (partial(models.llama, 4, 2048, 16, 4, 7168, 32_768, batch=32, scan=True), {"data": 8}, "data_parallel", 6.584e9),
     (partial(models.llama, 4, 1024, 8, 8, 2816, 50_304, 32, 1024, remat=False), {"data": 8}, "data_parallel", 3.255e9),
     (partial(models.llama, 4, 1024, 8, 8, 2816, 50_304, 32, 1024, remat=False), {"data": 8}, "recursive_programming", 2.782e9),
 )
