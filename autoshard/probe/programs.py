@@ -74,7 +74,7 @@ class Kernel:
 
             def body(_, x):
                 for _ in range(self.chained):
-                    x = self.fn(x, *others)
+                    x = lax.optimization_barrier(self.fn(x, *others))  # or XLA:GPU makes one kernel of two softmaxes
                 return x
 
             return lax.fori_loop(0, trips, body, x[0])[None]
@@ -90,8 +90,9 @@ def matrix_product(rows: int, side: int, dtype: str) -> Kernel:
 
 
 def elementwise(name: str, side: int, dtype: str) -> Kernel:
-    """One of `ELEMENTWISE` on a square matrix."""
-    return Kernel("elementwise", f"{name}, {dtype}", f"{side} x {side}", ELEMENTWISE[name], ((side, side),), dtype)
+    """One of `ELEMENTWISE` on a square matrix; one that reduces rows first cannot write to where it reads, and is chained."""
+    chained = 2 if name == "softmax" else 1
+    return Kernel("elementwise", f"{name}, {dtype}", f"{side} x {side}", ELEMENTWISE[name], ((side, side),), dtype, chained)
 
 
 def _scale(x):
@@ -153,11 +154,13 @@ class CollectiveProgram:
         mesh = jax_mesh(self._mesh, devices)
         group, name = self.sizes[self.axis], mesh.axis_names[self.axis]
         length = max(self.payload_bytes // 4 // group, 1) * group
+        in_place = self.kind == "all_reduce" and devices[0].platform == "gpu"  # (as XLA:GPU of jaxlib 0.10.2 compiles this)
         x = _on_each(np.zeros(length // group if self.kind == "all_gather" else length, np.float32), mesh)
 
         def body(_, x):
-            # one element of the result goes back into the operand: the next collective waits for this one, and nothing is copied
-            return x.at[:1].set(COLLECTIVES[self.kind](x, name, group)[:1])
+            result = COLLECTIVES[self.kind](x, name, group)
+            # Of what does not write where it reads one element goes back into the operand: the next one waits, and nothing is copied.
+            return result if in_place else x.at[:1].set(result[:1])
 
         return lambda trips: _mapped(lambda x: lax.fori_loop(0, trips, body, x[0])[None], mesh, x)
 

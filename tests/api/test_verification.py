@@ -183,7 +183,7 @@ def test_gpus_that_are_there_are_compiled_for(program, monkeypatch):
 
 @pytest.mark.skipif(not COMPILERS["cuda"].installed, reason="needs XLA:GPU, the compiler")
 def test_the_gpu_compiler_makes_what_was_predicted(program):
-    """Compiled ahead of time by the real compiler: the same collectives, flops and peak, but for cuBLAS's workspace of 4 MiB; and it fits."""
+    """Compiled ahead of time: it fits, with the predicted collectives and flops, and the peak but for cuBLAS's workspace of 4 MiB."""
     fn, args, _ = program
     strategy = autoshard.search(fn, *args, cluster="h100:4x2", mesh=MESH)
     found = autoshard.verify(strategy, fn, *args, target="gpu")
