@@ -34,7 +34,7 @@ TARGETS = {
     "shardy": "the partitioner's own explicit collectives, without compiling or devices",
     "cpu": "the program compiled by XLA for as many CPU devices as the mesh has",
     "tpu": "the program compiled ahead of time by XLA:TPU for the strategy's slice",
-    "gpu": "the program compiled by XLA:GPU for this process's GPUs or, ahead of time, for those of the strategy's cluster",
+    "gpu": "the program compiled by XLA:GPU for the strategy's GPUs",
 }
 # How near a compiled program is to be: compilers pad what they exchange, and fold some arithmetic away.
 BYTES_WITHIN = 0.03

@@ -402,9 +402,10 @@ class _Judge:
                 if not self.profile.portable[value]:
                     done = self._compute(self.model.storing_seconds(values[value], previous, layout), trips, done)
                 self.makers[value, layout] = self._join(done)
-                sends = any(step.kind != "slice" for step in path)
+                apart = any(a != b and size > 1 for a, b, size in zip(previous, layout, self.sizes, strict=True))
+                sends = apart and any(step.kind != "slice" for step in path)
                 sliced = not sends and isinstance(source, Op) and is_matrix(source.primitive) and not self.profile.free[value]
-                if sliced or not self.profile.portable[value]:  # whole where a product reads a slice of it; stored to be sent
+                if apart and (sliced or not self.profile.portable[value]):  # whole where a product reads a slice of it; stored to be sent
                     self.copies.setdefault((value, own), Copy(values[value].nbytes / shards(own, self.sizes), op, op))
                 if sends:
                     self.moved.add(value)

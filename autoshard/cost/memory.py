@@ -138,8 +138,9 @@ def held_in_orders(
     found = _buffers(profile, assignment, copies, partials, device, bool(copies))
     if device.kind == "gpu":
         # XLA:GPU's latency-hiding scheduler computes gradients while others are sent, and so after those of activations (jaxlib 0.10.2).
-        ops, last = profile.graph.walk(), profile.fusion.last
-        if not any(last[ops[op].results[0]] for op in partials):
+        ops, last, sizes = profile.graph.walk(), profile.fusion.last, assignment.mesh.sizes
+        sent = (op for op, step in partials.items() if math.prod(sizes[axis] for axis in step.axes) > 1)
+        if not any(last[ops[op].results[0]] for op in sent):
             return (found,)
         return found, _buffers(replace(profile, lifetimes=profile.overlapped), assignment, copies, partials, device, bool(copies))
     program, shifted, *listed = profile.orders

@@ -39,7 +39,7 @@ class Compiler:
     """A compiler that needs no devices.
 
     Attributes:
-        name: as messages have it.
+        name, package: what it is, and what has it, as messages say.
         modules: Python modules; with one of them it is installed.
         extra: the extra that installs it.
         environment: what its process is started with.
@@ -48,6 +48,7 @@ class Compiler:
     """
 
     name: str
+    package: str
     modules: tuple[str, ...]
     extra: str
     environment: dict[str, str]
@@ -64,6 +65,7 @@ COMPILERS = {
     # libtpu 0.0.42. Without a TPU it would ask the cloud's metadata server who it is, and one process alone may load it by default.
     "tpu": Compiler(
         "XLA:TPU",
+        "libtpu",
         ("libtpu",),
         "tpu",
         {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"},
@@ -74,6 +76,7 @@ COMPILERS = {
     # measure its kernels and Triton's; without one Triton's are taken, even where that fails (a vision transformer's 12,608 rows).
     "cuda": Compiler(
         "XLA:GPU",
+        "JAX's CUDA plugin",
         ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"),
         "gpu-compiler",
         {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "CUDA_VISIBLE_DEVICES": ""},
@@ -123,7 +126,7 @@ def compile_ahead(lowered: Lowered, mesh: Mesh, topology: Topology, cycles: bool
     if not compiler.installed:
         device = compiler.name.removeprefix("XLA:")
         raise CompilerError(
-            f"compiling for {device}s needs {compiler.name}, the compiler, though no {device}, and it is not installed here. "
+            f"compiling for {device}s needs {compiler.package}, which has the compiler, though no {device}, and it is not installed here. "
             f"Install it with pip install 'autoshard[{compiler.extra}]'."
         )
     started = time.perf_counter()

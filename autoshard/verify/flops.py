@@ -14,6 +14,8 @@ from autoshard.verify.hlo import Computation, Instruction, Module, shape_of
 
 _NAMED = re.compile(r"(\w+)=\{([\d,]*)\}")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
+_PADDING = re.compile(r"padding=([\d_\-x]+)")
+_SLICE = re.compile(r"slice=\{([^}]*)\}")
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _MATRIX_TARGETS = re.compile(r"gemm|matmul|conv(?!ert)|dnn|dot", re.IGNORECASE)
@@ -92,13 +94,13 @@ def _flops(module: Module, name: str, count: int, again: bool) -> Iterator[tuple
         if instruction.opcode == "dot":
             yield count * _of_dot(computation, instruction), repeated
         elif instruction.opcode == "convolution":
-            yield count * _of_convolution(computation, instruction), repeated
+            yield count * _of_convolution(module, computation, instruction), repeated
         elif instruction.opcode == "custom-call":
             target = _TARGET.search(instruction.rest)
             if target and target[1] in _LIBRARY_PRODUCTS:
                 yield count * _of_library_product(computation, instruction), repeated
             elif target and target[1] in _LIBRARY_CONVOLUTIONS:
-                yield count * _of_convolution(computation, instruction, _LIBRARY_CONVOLUTIONS[target[1]]), repeated
+                yield count * _of_convolution(module, computation, instruction, _LIBRARY_CONVOLUTIONS[target[1]]), repeated
             elif target and _MATRIX_TARGETS.search(target[1]):
                 raise CompilerError(
                     f"flops are counted from dots and convolutions, and {instruction.name!r} calls {target[1]!r}, which says no sizes. "
@@ -123,30 +125,95 @@ def _of_library_product(computation: Computation, call: Instruction) -> float:
     return 2.0 * math.prod(shape_of(call.type)) * math.prod(left[int(dim)] for dim in re.findall(r"\d+", found[1]))
 
 
-def _of_convolution(computation: Computation, convolution: Instruction, order: tuple[int, ...] = (0, 1, 2)) -> float:
+def _of_convolution(module: Module, computation: Computation, convolution: Instruction, order: tuple[int, ...] = (0, 1, 2)) -> float:
     """Of a convolution; ``order`` tells which of its operands, and its result after them, are image, kernel and what they make."""
     labels = _LABELS.search(convolution.rest)
     if labels is None:
         raise CompilerError(f"a convolution names its dimensions, and {convolution.name!r} does not: {convolution.rest[:120]}.")
-    tensors = (*(shape_of(computation[name].type) for name in convolution.operands[:2]), shape_of(convolution.type))
-    image, kernel, result = (tensors[position] for position in order)
-    sizes = [dict(zip(text, shape, strict=True)) for text, shape in zip(labels.groups(), (image, kernel, result), strict=True)]
+    tensors = (*(_lying(module, computation, name) for name in convolution.operands[:2]), _kept(module, computation, convolution))
+    image, kernel, result = (dict(zip(text, tensors[position], strict=True)) for text, position in zip(labels.groups(), order, strict=True))
     window = _window(convolution.rest)
-    products = 2.0 * sizes[2]["b"] * sizes[2]["f"] * sizes[1]["i"]
-    for position, dim in enumerate(sorted(label for label in sizes[2] if label.isdigit())):
+    products = 2.0 * result["b"][1] * result["f"][1] * kernel["i"][1]
+    for position, dim in enumerate(sorted(label for label in result if label.isdigit())):
         # Without a window every size is one: XLA leaves it out of a convolution without spatial dimensions.
-        products *= _meetings(sizes[0][dim], sizes[1][dim], sizes[2][dim], *(part[position] for part in window))
+        products *= _meetings(image[dim], kernel[dim], result[dim], *(part[position] for part in window))
     return products
 
 
-def _meetings(image: int, kernel: int, result: int, stride: int, before: int, image_step: int, kernel_step: int) -> int:
+Lying = tuple[int, int, int]
+"""Where a dimension's elements lie that exist: how many zeros before the first, how many they are, and how far one is from the next."""
+
+
+def _lying(module: Module, computation: Computation, name: str) -> tuple[Lying, ...]:
+    """Per dimension of an operand its elements, without what it was padded with: XLA:GPU does so beforehand, and dilates likewise."""
+    whole = tuple((0, size, 1) for size in shape_of(computation[name].type))
+    computation, made = _within(module, computation, computation[name])
+    dims = list(range(len(whole)))  # of ``made``
+    while made is not None and made.operands:
+        before = computation.get(made.operands[0])
+        if made.opcode == "pad" and before is not None and (found := _PADDING.search(made.rest)):
+            pads = [[*map(int, pad.split("_")), 0][:3] for pad in found[1].split("x")]
+            sizes = shape_of(before.type)
+            return tuple((pads[dim][0], sizes[dim], pads[dim][2] + 1) for dim in dims)
+        if made.opcode == "transpose":
+            order = [int(dim) for dim in dict(_NAMED.findall(made.rest))["dimensions"].split(",")]
+            dims = [order[dim] for dim in dims]
+        elif before is None or made.opcode not in ("convert", "copy", "bitcast") or shape_of(before.type) != shape_of(made.type):
+            break
+        made = before
+    return whole
+
+
+def _within(module: Module, computation: Computation, made: Instruction) -> tuple[Computation, Instruction | None]:
+    """The instruction that makes what another one says, within a fusion if it is one's."""
+    index = re.search(r"index=(\d+)", made.rest) if made.opcode == "get-tuple-element" else None
+    made = computation.get(made.operands[0], made) if index else made
+    if made.opcode != "fusion":
+        return computation, None if index else made
+    inner = module.computations[module.called(made)[0][0]]
+    root = next((instruction for instruction in inner.values() if instruction.root), None)
+    return inner, inner.get(root.operands[int(index[1])]) if root and root.opcode == "tuple" and index else root
+
+
+def _kept(module: Module, computation: Computation, call: Instruction) -> tuple[Lying, ...]:
+    """Per dimension of a result the elements that anybody reads, if all take one and the same slice; else all."""
+    whole = tuple((0, size, 1) for size in shape_of(call.type))
+    readers = computation.readers.get(call.name, [])
+    if call.type.startswith("("):  # with a library's workspace
+        readers = [reader for taken in readers if "index=0" in taken.rest for reader in computation.readers.get(taken.name, [])]
+        names = {taken.name for taken in computation.readers.get(call.name, []) if "index=0" in taken.rest}
+    else:
+        names = {call.name}
+    slices: set[str] = set()
+    for reader in readers:
+        ends = [reader]
+        if reader.opcode == "fusion":
+            inner = module.computations[module.called(reader)[0][0]]
+            places = {str(place) for place, name in enumerate(reader.operands) if name in names}
+            ends = [
+                end
+                for parameter in inner.values()
+                if parameter.opcode == "parameter" and parameter.rest.partition(",")[0] in places
+                for end in inner.readers.get(parameter.name, [])
+            ]
+        slices.update(found[1] if end.opcode == "slice" and (found := _SLICE.search(end.rest)) else "" for end in ends)
+    if len(slices) != 1 or "" in slices:
+        return whole
+    bounds = [[int(bound) for bound in part.split(":")] for part in re.findall(r"\[([\d:]+)\]", slices.pop())]
+    return tuple((first, last - first, 1) for first, last, *_ in bounds)
+
+
+def _meetings(image: Lying, kernel: Lying, result: Lying, stride: int, before: int, image_step: int, kernel_step: int) -> int:
     """How many pairs of a result position and a kernel position read an element of the image: neither padding nor a hole.
 
-    >>> _meetings(image=1, kernel=3, result=3, stride=1, before=2, image_step=1, kernel_step=1)
+    >>> _meetings(image=(0, 1, 1), kernel=(0, 3, 1), result=(0, 3, 1), stride=1, before=2, image_step=1, kernel_step=1)
     3
     """
-    read = np.arange(result)[:, None] * stride + np.arange(kernel)[None, :] * kernel_step - before
-    return int(((read >= 0) & (read < (image - 1) * image_step + 1) & (read % image_step == 0)).sum())
+    at, over = (first + np.arange(count) * step for first, count, step in (result, kernel))
+    read = at[:, None] * stride + over[None, :] * kernel_step - before
+    first, count, step = image
+    place, apart = read - first * image_step, step * image_step
+    return int(((place >= 0) & (place <= (count - 1) * apart) & (place % apart == 0)).sum())
 
 
 def _window(rest: str) -> tuple[list[int], list[int], list[int], list[int]]:

@@ -1,9 +1,8 @@
 """What does XLA:GPU make of the programs whose memory is predicted? Compiled ahead of time for eight and sixteen H100, without one.
 
-Collectives by bytes, flops of products (of programs without convolutions: cuDNN's images are padded in memory first, and those that are
-dilated are filled with zeros, which are multiplied then), and peak memory of programs of a gigabyte and more. How values lie in memory
-was learned from data-parallel and fully sharded programs of the first half; the others were only measured. Workspaces of cuDNN's
-algorithms, which a GPU would choose, are not in it.
+Collectives by bytes, flops of products, and peak memory of programs of a gigabyte and more. How values lie in memory was learned from
+data-parallel and fully sharded programs of the first half; the others were measured. Workspaces of cuDNN's algorithms, which a GPU would
+choose, are not in it.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def run(quick: bool, progress: Progress) -> Findings:
             predicted, actual = (sum(getattr(row, f"{side}_bytes") for row in sent) for side in ("predicted", "actual"))
             found = {
                 "bytes": _error(predicted, actual),
-                "flops": None if "cudnn" in ahead.hlo else _error(cost.flops, dot_flops(ahead.hlo).total),
+                "flops": _error(cost.flops, dot_flops(ahead.hlo).total),
                 "peak": _error(cost.peak_bytes, ahead.peak_bytes or 0.0) if (ahead.peak_bytes or 0.0) >= SMALLEST_BYTES else None,
             }
             numbers.append({"case": case.title, "group": group, **found, "rows": [*map(asdict, sent)]})
@@ -57,7 +56,7 @@ def _error(predicted: float, actual: float) -> float:
 
 def _targets(numbers: list[dict]) -> tuple[Target, ...]:
     within = [abs(one["bytes"]) <= BYTES_WITHIN for one in numbers]
-    worst = max((abs(one["flops"]) for one in numbers if one["flops"] is not None), default=0.0)
+    worst = max((abs(one["flops"]) for one in numbers), default=0.0)
     share = 100 * sum(within) / max(len(within), 1)
     found = [
         Target("programs whose collectives' bytes are within 3 %, in %", "100", share, all(within)),

@@ -35,14 +35,14 @@ def test_a_missing_compiler_is_named_with_the_cure(monkeypatch):
     """Without a compiler the error says what to install, for either; a package that is not there has no plugins in it."""
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     monkeypatch.setattr(ahead, "find_spec", lambda _: None)
-    with pytest.raises(CompilerError, match=r"XLA:TPU.*pip install 'autoshard\[tpu\]'"):
+    with pytest.raises(CompilerError, match=r"needs libtpu.*no TPU.*pip install 'autoshard\[tpu\]'"):
         compile_ahead(lowered(), MESH, SLICE)
 
     def nowhere(name):
         raise ModuleNotFoundError(name)
 
     monkeypatch.setattr(ahead, "find_spec", nowhere)
-    with pytest.raises(CompilerError, match=r"XLA:GPU.*pip install 'autoshard\[gpu-compiler\]'"):
+    with pytest.raises(CompilerError, match=r"needs JAX's CUDA plugin.*no GPU.*pip install 'autoshard\[gpu-compiler\]'"):
         compile_ahead(lowered(), MESH, GPUS)
 
 
