@@ -158,8 +158,8 @@ def test_library_convolutions_of_dilated_images():
   %gradient = bf16[6,31,31,4]{3,2,1,0} parameter(1)
   %both = (bf16[8,31,31,4]{3,2,1,0}, bf16[4]{0}) fusion(%x), kind=kInput, calls=%fused_transpose
   %dilated = bf16[8,31,31,4]{3,2,1,0} get-tuple-element(%both), index=0
-  ROOT %c = (bf16[6,3,3,8]{3,2,1,0}, u8[0]{0}) custom-call(%gradient, %dilated), window={size=31x31 pad=1_1x1_1}, dim_labels=b01f_o01i->b01f, \
-custom_call_target="__cudnn$convForward"
+  ROOT %c = (bf16[6,3,3,8]{3,2,1,0}, u8[0]{0}) custom-call(%gradient, %dilated), window={size=31x31 pad=1_1x1_1}, \
+dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convForward"
 """
     assert dot_flops(module(text, DILATED)).total == 2 * 6 * 8 * 4 * 46**2
 
