@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from itertools import permutations
 
 from autoshard.cost.compute import is_matrix
-from autoshard.cost.fusion import REDUCTIONS, Fusion, is_call
+from autoshard.cost.fusion import Fusion
+from autoshard.cost.patterns import REDUCTIONS, is_call
 from autoshard.cost.reshard import Step
 from autoshard.ir import Graph, Value, local_shape
 

@@ -23,8 +23,8 @@ import numpy as np
 from autoshard.cluster import Device
 from autoshard.cost.combining import COMBINED_BYTES, is_formed, sent_with
 from autoshard.cost.compute import is_matrix
-from autoshard.cost.fusion import MOST_OF, Minor
 from autoshard.cost.lifetimes import Lifetimes, usage
+from autoshard.cost.patterns import MOST_OF, Minor
 from autoshard.cost.profile import Profile
 from autoshard.cost.reshard import Step
 from autoshard.ir import Assignment, Layout, Op, local_shape, operand_layout, sent_tensors, shards

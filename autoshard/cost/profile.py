@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 
 from autoshard.cost.combining import Sums, sums_of
 from autoshard.cost.compute import is_matrix, op_flops
-from autoshard.cost.fusion import REDUCTIONS, STANDALONE, VIEWS, Fusion, Minor, fuse, recomputes
+from autoshard.cost.fusion import Fusion, fuse
 from autoshard.cost.lifetimes import Lifetimes, filled_at_once, gradients_last, orders, shortest
 from autoshard.cost.narrowing import rounded_values, single_rows
 from autoshard.cost.partial_sums import LOOPS, PartialSums, partial_sums
+from autoshard.cost.patterns import REDUCTIONS, STANDALONE, VIEWS, Minor, recomputes
 from autoshard.cost.traffic import Traffic, sent_by_op, traffic_by_kernel, traffic_by_op
 from autoshard.ir import Graph, Op, Rule
 from autoshard.ir.naming import Names

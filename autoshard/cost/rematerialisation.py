@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from autoshard.cost.compute import is_matrix
-from autoshard.cost.fusion import Kernel, stands_alone
+from autoshard.cost.fusion import Kernel
 from autoshard.cost.memory import Buffers
+from autoshard.cost.patterns import stands_alone
 from autoshard.cost.profile import Profile
 
 # Of a device's memory what the compiler aims at: "rematerialization limit 14.89G = 95% hbm (14.96G) - (arguments (2.07G) -

@@ -32,7 +32,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from autoshard.cost.compute import is_matrix
-from autoshard.cost.fusion import MOST_OF, REDUCTIONS, Fusion, Kernel, stands_alone
+from autoshard.cost.fusion import Fusion, Kernel
+from autoshard.cost.patterns import MOST_OF, REDUCTIONS, stands_alone
 from autoshard.ir import Graph, Op
 
 WIDE = 4  # bytes of the numbers that kernels compute with

@@ -1,0 +1,245 @@
+"""What a program's ops are to compilers, and patterns of ops that they treat in their own way: found before it is fused."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from autoshard.cost.compute import is_matrix
+from autoshard.ir import Graph, Op, Value
+
+VIEWS = frozenset(
+    {"reshape", "squeeze", "expand_dims", "transpose", "sharding_constraint", "optimization_barrier", "copy", "copy_p", "reshard"}
+)
+REDUCTIONS = frozenset({
+    "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin", "reduce",
+})  # fmt: skip
+# Ops that stand outside fusions: their operands and results are in memory.
+STANDALONE = frozenset({
+    "dot_general", "conv_general_dilated", "gather", "scatter", "scatter-add", "scatter_add", "scatter_mul", "scatter_min", "scatter_max",
+    "sort", "top_k", "approx_top_k", "fft", "cholesky", "triangular_solve", "qr", "eigh", "eig", "svd", "lu", "householder_product",
+    "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min",
+    "select_and_scatter", "select_and_scatter_add", "select_and_gather_add", "dynamic_update_slice", "ragged_dot_general", "ragged_dot",
+    "scan", "while", "cond", "remat2", "checkpoint", "shard_map", "pallas_call", "custom_partitioning", "ffi_call", "tridiagonal_solve",
+})  # fmt: skip
+LOOPS = frozenset({"scan", "while", "cond"})
+MOST_OF = 15 / 16  # of a product's elements, at least: then leaving out the rest, or padding it, is the product's own affair
+
+Minor = tuple[tuple[int, ...], tuple[int, ...]]
+"""The dimensions of an image's batch, and of its features."""
+
+
+def recomputes(op: Op) -> bool:
+    """Whether an op is what a rematerialised region becomes: its body run again, or the barrier before that."""
+    return op.primitive == "optimization_barrier" or (is_call(op) and bool(op.params.get("differentiated", False)))
+
+
+def stands_alone(op: Op) -> bool:
+    """Whether an op stands outside fusions.
+
+    So do strided slices of the two innermost dimensions, which tiles are of, and pads between elements: ``slice.1`` and ``pad.1`` between
+    two fusions each in single kernels compiled by libtpu 0.0.42; a slice of rows of images is fused.
+    """
+    if op.primitive == "slice":
+        return any(stride > 1 for stride in (op.params.get("strides") or ())[-2:])
+    if op.primitive == "pad":
+        return any(interior for *_, interior in op.params["padding_config"])
+    return op.primitive in STANDALONE
+
+
+def is_call(op: Op) -> bool:
+    """Whether an op's body runs in its place, its results being the body's own: compilers see through it."""
+    return len(op.bodies) == 1 and op.primitive not in LOOPS and op.results == op.bodies[0].outputs
+
+
+def added_to(graph: Graph, free: Sequence[bool]) -> dict[int, tuple[int, int]]:
+    """Per op that adds what was scattered into zeros: which summand that is not, if nothing else reads this one, and the scatter's index.
+
+    XLA:GPU scatters into that summand instead.
+    """
+    ops = graph.walk()
+    readers = Counter(value for op in ops for value in dict.fromkeys(op.operands))
+    scattered = {op.results[0]: op.index for op in ops if op.primitive == "scatter-add" and free[op.operands[0]]}
+    found = {}
+    for op in ops:
+        for position in (0, 1) if op.primitive in ("add", "add_any") else ():
+            other, sparse = op.operands[position], op.operands[1 - position]
+            if sparse in scattered and readers[other] == readers[sparse] == 1:
+                found[op.index] = position, scattered[sparse]
+    return found
+
+
+def reordered(graph: Graph) -> set[int]:
+    """What is computed of a product's result that lies in another order of dimensions than the other products' that a kernel reads with it.
+
+    Either order of a product's free dimensions is as good, but not those of one operand among each other: scores of queries that share keys
+    lie as ``[keys, (queries, groups)]``, and the gradient of their softmax as ``[(groups, queries), keys]``. XLA:GPU moves that, widened.
+    """
+    ops, values = graph.walk(), graph.values
+    found: set[int] = set()
+    lies: dict[int, tuple[frozenset[tuple[int, ...]], int, int]] = {}  # groups of dimensions, the product, and what it was widened to
+    for op in ops:
+        if op.primitive == "dot_general":
+            (left, right), (batch, _) = op.params["dimension_numbers"]
+            n, shape = values[op.operands[0]].rank - len(left), values[op.results[0]].shape
+            groups = (range(len(batch), n), range(n, len(shape)))
+            if len(batch) and len(right):
+                lies[op.results[0]] = frozenset(tuple(dim for dim in group if shape[dim] > 1) for group in groups), op.index, -1
+        elif op.primitive == "transpose" and op.operands[0] in lies:
+            groups, product, wide = lies[op.operands[0]]
+            place = {dim: position for position, dim in enumerate(op.params["permutation"])}
+            lies[op.results[0]] = frozenset(tuple(place[dim] for dim in group) for group in groups), product, wide
+        elif len(op.results) == 1 and not op.bodies and not stands_alone(op):
+            (result,) = op.results
+            of = sorted((lies[v] for v in op.operands if v in lies and values[v].shape == values[result].shape), key=lambda one: one[1])
+            if of:
+                groups, product, wide = of[0]
+                found.update(other[2] for other in of[1:] if other[0] != groups and other[2] >= 0)
+                lies[result] = groups, product, result if wide < 0 and op.primitive == "convert_element_type" else wide
+    return found
+
+
+def trims(graph: Graph) -> dict[int, int]:
+    """The ops that leave out the ends of what a product makes, or pad what it reads by as little, with what is stored for it, or -1.
+
+    XLA:TPU makes such a product without the ends at once, and reads no pad: what is padded lies in memory, rounded as the product reads it
+    (logits and their gradient in a loss over shifted labels, libtpu 0.0.42).
+    """
+    ops, values = graph.walk(), graph.values
+    readers: dict[int, list[Op]] = {}
+    for op in ops:
+        for value in dict.fromkeys(op.operands):
+            readers.setdefault(value, []).append(op)
+    found: dict[int, int] = {}
+    made: set[int] = set()  # by products, or converted since
+    for op in ops:
+        if op.primitive == "dot_general" or (op.primitive == "convert_element_type" and op.operands[0] in made):
+            made.update(value for value in op.results if len(readers.get(value, ())) == 1)
+        elif op.primitive == "slice" and op.operands[0] in made and set(op.params.get("strides") or (1,)) == {1}:
+            if values[op.results[0]].size >= MOST_OF * values[op.operands[0]].size:
+                found[op.index] = -1
+        elif op.primitive == "pad" and values[op.operands[0]].size >= MOST_OF * values[op.results[0]].size:
+            after, value = readers.get(op.results[0], []), op.results[0]
+            while len(after) == 1 and after[0].primitive == "convert_element_type":
+                (value,) = after[0].results
+                after = readers.get(value, [])
+            if after and all(reader.primitive == "dot_general" for reader in after) and not stands_alone(op):
+                found[op.index] = value
+    return found
+
+
+def is_one_hot(op: Op, values: Sequence) -> bool:
+    """Whether a scatter puts one number a row, by an index of its own: compilers compare positions instead, in registers."""
+    numbers = op.params.get("dimension_numbers")
+    if not op.primitive.startswith("scatter") or numbers is None:
+        return False
+    batch = tuple(getattr(numbers, "operand_batching_dims", ()))
+    rows, indexed = values[op.operands[0]].rank, values[op.operands[1]].rank - 1 > len(batch)
+    return not numbers.update_window_dims and len(batch) + len(numbers.inserted_window_dims) == rows and bool(batch) and indexed
+
+
+def narrow(graph: Graph, root: Sequence[int]) -> list[bool]:
+    """Per value, whether only matrix products of float32 at default precision, or conversions to bfloat16, read it."""
+    values = graph.values
+    wide = [False] * len(values)
+    read = [False] * len(values)
+    for value in (*graph.arguments, *graph.results, *graph.constants):
+        wide[value] = True
+    links: list[tuple[Sequence[int], Sequence[int]]] = []
+    for op in graph.walk():
+        if op.bodies:
+            for holder in op.holders:
+                for flow in holder.sources:
+                    links.append(((holder.value, *holder.views), (flow.value,)))
+                    if flow.inside and not flow.shift:
+                        wide[holder.value] = True
+            continue
+        for value in op.operands:
+            read[value] = True
+        if is_matrix(op.primitive) and default_precision(op):
+            continue
+        if op.primitive in REDUCTIONS:
+            continue  # computed with what makes its operand
+        if op.primitive in VIEWS or op.primitive in ("slice", "dynamic_slice", "split", "rev", "name"):
+            links.append((op.results, op.operands[:1]))
+        elif op.primitive == "concatenate":
+            links.append((op.results, op.operands))
+        elif op.primitive == "convert_element_type" and values[op.results[0]].dtype == "bfloat16":
+            continue
+        else:
+            for value in op.operands:
+                wide[value] = True
+    changed = True
+    while changed:  # as often as loops stand in each other, and once more
+        changed = False
+        for results, operands in reversed(links):
+            if any(wide[value] for value in results):
+                for value in operands:
+                    changed = changed or not wide[value]
+                    wide[value] = True
+    return [values[value].dtype == "float32" and not wide[value] for value in range(len(values))]
+
+
+def is_grouped(op: Op, values: Sequence[Value]) -> bool:
+    """Whether a batched product's operand has several free dimensions: it is not kept wider than it is made then, its readers widen it.
+
+    So scores of queries that share keys are kept as ``bf16[8,4,4,1024,1024]``, and those of attention without groups in float32
+    (libtpu 0.0.42, with masks and without).
+    """
+    if op.primitive != "dot_general":
+        return False
+    contracted, batch = op.params["dimension_numbers"]
+    return len(batch[0]) > 0 and any(values[v].rank - len(c) - len(b) > 1 for v, c, b in zip(op.operands, contracted, batch, strict=True))
+
+
+def default_precision(op: Op) -> bool:
+    precision = op.params.get("precision")
+    each = precision if isinstance(precision, tuple) else (precision,)
+    return all(one is None or str(getattr(one, "name", one)) == "DEFAULT" for one in each)
+
+
+def minor(graph: Graph) -> tuple[Minor | None, ...]:
+    """Per value the dimensions that tiles have in a program with convolutions.
+
+    What convolutions read and make, and its like, has batch and features innermost. A reshape that splits features, as group norms do, is a
+    view of that: XLA makes the sums of groups of those of features (libtpu 0.0.42, 1 to 64 images of 64 to 512 features).
+    """
+    found: list[Minor | None] = [None] * len(graph.values)
+    shape = [value.shape for value in graph.values]
+    for op in graph.walk():
+        if op.primitive == "conv_general_dilated":
+            numbers = op.params["dimension_numbers"]
+            tensors = (*op.operands[:2], op.results[0])
+            for value, spec in zip(tensors, (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec), strict=True):
+                found[value] = (spec[0],), (spec[1],)
+    if any(found):
+        _spread(graph.walk(), shape, found)
+        for op in graph.walk():
+            if op.primitive == "reshape":
+                for value, other in ((op.operands[0], op.results[0]), (op.results[0], op.operands[0])):
+                    if found[value] == ((0,), (len(shape[value]) - 1,)):
+                        found[other] = found[other] or _split(shape[value], shape[other])
+        _spread(graph.walk(), shape, found)
+    return tuple(found)
+
+
+def _split(image: tuple[int, ...], other: tuple[int, ...]) -> Minor | None:
+    """The batch and the features of what an image is reshaped to, if it still has them, in groups.
+
+    >>> _split((8, 32, 32, 64), (8, 1024, 4, 16)), _split((8, 32, 32, 64), (8, 32, 2048))
+    (((0,), (2, 3)), None)
+    """
+    first = next((dim for dim in range(1, len(other)) if math.prod(other[dim:]) == image[-1]), None)
+    return ((0,), tuple(range(first, len(other)))) if first is not None and other[0] == image[0] else None
+
+
+def _spread(ops: Sequence[Op], shape: Sequence[tuple[int, ...]], found: list[Minor | None]) -> None:
+    for some in (ops, reversed(ops)):
+        for op in some:
+            if op.bodies or op.primitive in ("dot_general", "conv_general_dilated", "transpose", "reshape"):
+                continue
+            tensors = [value for value in (*op.operands, *op.results) if len(shape[value]) == len(shape[op.results[0]])]
+            pair = next((found[value] for value in tensors if found[value]), None)
+            for value in tensors:
+                found[value] = found[value] or pair
