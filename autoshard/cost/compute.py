@@ -35,6 +35,11 @@ _NO_WORK = MOVES_NOTHING | {
 # Blocks of a product that cuBLAS and CUTLASS give a multiprocessor: the larger ones of NVIDIA's Matrix Multiplication Background guide,
 # section 2.3; smaller ones reuse their operands too little to reach the unit's rate
 BLOCKS = ((128, 256), (256, 128), (128, 128), (64, 128), (128, 64))
+# Where the result's blocks leave multiprocessors idle, libraries split what is summed over among them, and add up partial sums in float32
+# (NVIDIA CUTLASS, "Efficient GEMM in CUDA", Parallelized Reductions); not of depths up to 4,096: XLA's table has 256 x 256 of such a depth
+# at what eight blocks reach on B200. A convolution's gradient by its kernel sums over all pixels of all images, 400,000 and more.
+SPLIT_DEPTH = 4096
+SUM_BYTES = 2 * 4  # written and read
 ROWS = 8  # operands stream past a matrix unit in blocks of 8 rows: TPU sublanes (scaling book, TPUs), and an NVIDIA mma's n (PTX ISA)
 THREEFRY_FLOPS = 40  # 20 rounds of add, rotate (3) and xor make two words: Salmon et al., SC 2011, section 4
 
@@ -262,17 +267,22 @@ class Roofline:
 
         One unit holds a tile of one operand, the other streams past it in rows: ``k`` and one of ``m`` and ``n`` are padded to the
         tile, the other one to a block of rows, whichever is less. On many multiprocessors blocks of the result run in waves, the last
-        of which takes as long as a full one (NVIDIA, Matrix Multiplication Background, sections 3.1 and 3.2). Of cuBLAS's times for 24
-        square products on A100 (triton-lang/triton issue 3551) and XLA's for 38 on H100 (matmul_interpolator_data.h) that takes the
-        median error from 28 % and 26 % to 8 % and 6 %.
+        of which takes as long as a full one (NVIDIA, Matrix Multiplication Background, sections 3.1 and 3.2), or share what is summed
+        over, where it is deep. Of cuBLAS's times for 24 square products on A100 (triton-lang/triton issue 3551) and XLA's for 38 on H100
+        (matmul_interpolator_data.h) that takes the median error from 28 % and 26 % to 8 % and 6 %.
         """
         tile, rows = self.device.matrix_tile, min(ROWS, self.device.matrix_tile)
-        if processors := self.device.processors:
-            blocks = [(batch * _parts(m, high) * _parts(n, wide), high * wide) for high, wide in BLOCKS]
-            area = reduce(_least, (_pad(count, processors) * size for count, size in blocks))
-        else:
+        if not (processors := self.device.processors):
             area = batch * _least(_pad(m, rows) * _pad(n, tile), _pad(m, tile) * _pad(n, rows))
-        return self.seconds(True, 2 * area * _pad(k, tile), dtype, nbytes, starts)
+            return self.seconds(True, 2 * area * _pad(k, tile), dtype, nbytes, starts)
+        blocks = [(batch * _parts(m, high) * _parts(n, wide), high * wide) for high, wide in BLOCKS]
+
+        def split(times: float | np.ndarray) -> float | np.ndarray:
+            area = reduce(_least, (_pad(count * times, processors) / times * size for count, size in blocks))
+            sums = SUM_BYTES * batch * m * n * times * (times > 1)
+            return self.seconds(True, 2 * area * _pad(k, tile), dtype, nbytes + sums, starts)
+
+        return _least(split(1), split(_parts(k, SPLIT_DEPTH)))
 
 
 def _least(one: float | np.ndarray, other: float | np.ndarray) -> float | np.ndarray:

@@ -15,7 +15,7 @@ from autoshard.search.searcher import Progress
 from autoshard.verify import collectives_of, compare, dot_flops
 from benchmarks.cost_model.compiled import compiled
 from benchmarks.cost_model.findings import Findings, Target
-from benchmarks.cost_model.memory import DESIGNED, HOW, SMALLEST_BYTES, UNSEEN, Program, cases, targets
+from benchmarks.cost_model.memory import DESIGNED, HOW, SMALLEST_BYTES, UNSEEN, Program, cases, targets_of
 
 CLUSTERS = {"v5e:2x4": "h100:8x1", "v5e:4x4": "h100:8x2"}
 BYTES_WITHIN, FLOPS_WITHIN = 0.03, 0.01
@@ -63,5 +63,5 @@ def _targets(numbers: list[dict]) -> tuple[Target, ...]:
         Target("largest error of flops, %", "<= 1", 100 * worst, worst <= FLOPS_WITHIN),
     ]
     for group in dict.fromkeys(one["group"] for one in numbers):
-        found += targets(group, [one["peak"] for one in numbers if one["group"] == group and one["peak"] is not None])
+        found += targets_of(group, [one["peak"] for one in numbers if one["group"] == group and one["peak"] is not None])
     return tuple(found)

@@ -133,12 +133,12 @@ def run(quick: bool, progress: Progress) -> Findings:
             errors[group].append(error)
             rows.append((group, case.title, format_bytes(predicted), format_bytes(ahead.peak_bytes), f"{100 * error:+.1f} %"))
             numbers.append({"case": case.title, "group": group, "predicted": predicted, "compiled": ahead.peak_bytes, "error": error})
-    targets = tuple(target for group, found in errors.items() for target in targets(group, found))
+    targets = tuple(target for group, found in errors.items() for target in targets_of(group, found))
     return Findings("peak memory of a device", (Table(("", "program", ">predicted", ">compiled", ">error"), tuple(rows)),), targets,
                     {"cases": numbers})  # fmt: skip
 
 
-def targets(group: str, errors: list[float]) -> tuple[Target, ...]:
+def targets_of(group: str, errors: list[float]) -> tuple[Target, ...]:
     """The numbers to reach of a group of programs, by their errors."""
     sizes = [100 * abs(error) for error in errors]
     median, nine = statistics.median(sizes) if sizes else float("nan"), quantile(sizes, 0.9)

@@ -171,6 +171,18 @@ def test_products_of_any_size_take_as_long_as_measured(name):
     assert sorted(errors)[len(errors) // 2] <= 0.12 and max(errors) <= 0.35
 
 
+def test_deep_sums_are_shared():
+    """A convolution's gradient by its kernel has few results and sums over all pixels: multiprocessors share that, and add up in memory."""
+    roofline = Roofline(replace(CATALOGUE["h100"].device, kernel_overhead_seconds=0.0))
+    rate = roofline.device.matrix_rate("bfloat16")
+    padded = 2 * 5 * 64 * 128 * 401_408 / rate  # five blocks of 64 x 128 hold the result
+    assert padded <= roofline.dot_seconds(1, 64, 576, 401_408, "bfloat16", 0.0) <= 1.1 * padded
+    alone = 132 / 5 * padded / 401_408 * 4096  # each on one of 132 multiprocessors
+    assert roofline.dot_seconds(1, 64, 576, 4096, "bfloat16", 0.0) == pytest.approx(alone)
+    moved = 3.35e9  # nothing is shared where memory takes longer
+    assert roofline.dot_seconds(1, 64, 576, 401_408, "bfloat16", moved) == moved / roofline.device.memory_rate
+
+
 def test_one_block_too_many_takes_another_wave():
     """A product of as many blocks as there are multiprocessors takes as long as a smaller one; one more row of blocks a quarter longer."""
     device = CATALOGUE["a100"].device
