@@ -39,6 +39,7 @@ TARGETS = {
 # How near a compiled program is to be: compilers pad what they exchange, and fold some arithmetic away.
 BYTES_WITHIN = 0.03
 FLOPS_WITHIN = 0.01
+PEAK_WITHIN = 0.15  # beyond it the report says so; what decides is whether it fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +123,9 @@ class Verification:
         if self.rematerialised_flops:
             parts.append(Paragraph(f"XLA computes {format_flops(self.rematerialised_flops)} of it once more to save memory."))
         if self.needed_bytes is not None and self.fits:
-            parts.append(
-                Paragraph(f"It fits: the compiler takes {format_bytes(self.needed_bytes)} of the device's memory, holes included.")
-            )
+            limit = self.available_bytes
+            offered = "the device's memory" if limit is None else f"the {format_bytes(limit)} a program may use"
+            parts.append(Paragraph(f"It fits: the compiler takes {format_bytes(self.needed_bytes)} of {offered}, holes included."))
         return Report(title, (*parts, constraints))
 
     def _measure_rows(self) -> list[tuple[str, ...]]:
@@ -137,14 +138,16 @@ class Verification:
             seconds = (format_seconds(self.predicted_compute_seconds), format_seconds(self.actual_compute_seconds))
             rows.append(("computing", "", *seconds, "", "", ""))
         if self.actual_peak_bytes is not None:
-            rows.append(("peak memory", "", "", "", format_bytes(self.predicted_peak_bytes), format_bytes(self.actual_peak_bytes), ""))
+            far = self.target in ("tpu", "gpu") and abs(self.predicted_peak_bytes / self.actual_peak_bytes - 1) > PEAK_WITHIN
+            sizes = (format_bytes(self.predicted_peak_bytes), format_bytes(self.actual_peak_bytes))
+            rows.append(("peak memory", "", "", "", *sizes, "differs" if far else ""))
         return rows
 
     def _refusal(self) -> str:
         needed = "more" if self.needed_bytes is None else format_bytes(self.needed_bytes)
-        available = "there is" if self.available_bytes is None else f"the {format_bytes(self.available_bytes)} there are"
+        available = "there is" if self.available_bytes is None else f"the {format_bytes(self.available_bytes)} a program may use"
         predicted = format_bytes(self.predicted_peak_bytes)
-        return f"Does not fit: the compiler needs {needed} of memory, of {available} on a device; {predicted} were predicted at the peak."
+        return f"Does not fit: the compiler needs {needed} of memory, of {available}; {predicted} were predicted at the peak."
 
     def to_json(self) -> dict[str, Any]:
         """All of it as plain JSON values."""

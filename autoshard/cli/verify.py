@@ -17,6 +17,10 @@ EXAMPLE = "autoshard verify train:train_step --args train:example_args --strateg
 def add(commands) -> None:
     """Adds the subcommand's options."""
     parser = command(commands, "verify", run, "hold a saved strategy against the partitioner or a compiler", EXAMPLE)
+    parser.description = (
+        f"{parser.description} The exit code is 0 where collectives are the predicted ones (compiled for TPUs or GPUs: within 3 % of the "
+        "bytes and 1 % of the FLOPs) and the program fits, else 1."
+    )
     add_saved(parser)
     parser.add_argument(
         "--target",

@@ -201,6 +201,7 @@ class _Judge:
                 compiled=self._compiled(sent),
             )
             for position, sent in enumerate(self.sent)
+            if any(self.sizes[axis] > 1 for axis in sent.step.axes)  # one device sends nothing
         )
 
     def _compiled(self, sent: _Sent) -> tuple[Collective, ...] | None:

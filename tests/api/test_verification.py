@@ -130,7 +130,7 @@ def test_a_program_that_does_not_fit_is_a_result(program, monkeypatch):
     monkeypatch.setattr("autoshard.api.verification.compile_ahead", lambda *_: refused)
     found = autoshard.verify(strategy, fn, *args, target="tpu")
     assert found.fits is False and not found.exact and not found.near
-    assert "Does not fit: the compiler needs 50.0 GB of memory, of the 16.9 GB there are" in str(found)
+    assert "Does not fit: the compiler needs 50.0 GB of memory, of the 16.9 GB a program may use" in str(found)
 
 
 def test_a_tpu_program_is_held_against_all_predictions(program, monkeypatch):
@@ -148,6 +148,7 @@ def test_a_tpu_program_is_held_against_all_predictions(program, monkeypatch):
     assert found.actual_flops == 2 * 64**3 and found.actual_peak_bytes == 2e6 and found.needed_bytes == 3e6 and found.fits
     assert found.actual_compute_seconds == pytest.approx(3000 / 1.5e9)
     assert "computing" in str(found) and "It fits" in str(found)
+    assert any("peak memory" in line and "differs" in line for line in str(found).splitlines())
 
 
 def test_gpus_need_not_be_there(program, monkeypatch):
@@ -169,7 +170,14 @@ def test_gpus_need_not_be_there(program, monkeypatch):
     found = autoshard.verify(strategy, fn, *args, target="gpu")
     assert asked == [(strategy.record.mesh, "cuda", "2x1x4")]
     assert found.fits is False and not found.near and found.actual_flops == 2 * 64**3
-    assert "Does not fit: the compiler needs 61.0 GB of memory, of the 60.0 GB there are" in str(found) and "FLOPs" in str(found)
+    assert "Does not fit: the compiler needs 61.0 GB of memory, of the 60.0 GB a program may use" in str(found) and "FLOPs" in str(found)
+
+
+def test_one_device_sends_nothing():
+    """On a mesh of one device no collective is predicted, whatever the plan would send on more; none is found."""
+    fn, args = mlp()
+    strategy = autoshard.search(fn, *args, cluster="h100:1", mesh={"data": 1}, searcher="fully_sharded")
+    assert strategy.cost.collectives == () and autoshard.verify(strategy, fn, *args).exact
 
 
 def test_gpus_that_are_there_are_compiled_for(program, monkeypatch):
