@@ -61,21 +61,32 @@ def orders(graph: Graph, fusion: Fusion) -> tuple[Lifetimes, ...]:
     return tuple(_lifetimes(graph, fusion, kernels) for kernels in found)
 
 
-def gradients_last(graph: Graph, fusion: Fusion) -> Lifetimes:
-    """The lifetimes of a fused program's buffers if products that nothing else waits for, as gradients of weights, are made last.
+def gradients_last(graph: Graph, fusion: Fusion) -> tuple[Lifetimes, frozenset[int]]:
+    """The lifetimes of a fused program's buffers if products that no other product or loop waits for, as gradients of weights, come last.
 
-    Those of a loop's body come last there; of the program, only what makes its results comes after them.
+    What depends on them comes after them: norms of gradients, updates. So it is in loops' bodies, too. And the products, by their ops.
     """
-    ops, results = graph.walk(), {fusion.root[value] for value in graph.results}
+    ops, last = graph.walk(), set[int]()
 
     def arranged(kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
-        after = [k for k in kernels if results.issuperset(k.makes) and not k.inner]
-        read = {value for k in kernels if not (results.issuperset(k.makes) and not k.inner) for value in k.reads}
-        products = [k for k in kernels if k not in after and is_matrix(ops[k.main].primitive) and read.isdisjoint(k.makes)]
-        others = [replace(k, inner=tuple(map(arranged, k.inner))) for k in kernels if k not in after and k not in products]
-        return (*others, *products, *after)
+        is_product = [is_matrix(ops[kernel.main].primitive) and not kernel.inner for kernel in kernels]
+        awaited, wanted = [False] * len(kernels), set[int]()  # values that a product or a loop waits for
+        for k in reversed(range(len(kernels))):
+            awaited[k] = not wanted.isdisjoint(kernels[k].makes)
+            if awaited[k] or is_product[k] or kernels[k].inner:
+                wanted.update(kernels[k].reads)
+        groups: tuple[list[Kernel], ...] = ([], [], [])
+        late: set[int] = set()
+        for kernel, product, waits in zip(kernels, is_product, awaited, strict=True):
+            place = 0 if waits or kernel.inner else 1 if product else 2 if not late.isdisjoint(kernel.reads) else 0
+            groups[place].append(replace(kernel, inner=tuple(map(arranged, kernel.inner))) if kernel.inner else kernel)
+            if place:
+                late.update(kernel.makes)
+            if place == 1:
+                last.add(kernel.main)
+        return tuple(kernel for group in groups for kernel in group)
 
-    return _lifetimes(graph, fusion, arranged(fusion.kernels))
+    return _lifetimes(graph, fusion, arranged(fusion.kernels)), frozenset(last)
 
 
 def filled_at_once(graph: Graph, fusion: Fusion, times: Lifetimes) -> Lifetimes:

@@ -35,7 +35,8 @@ class Profile:
         fusion: which values lie in memory, and the kernels that make them.
         orders: when they do, in each of the orders that compilers try.
         lifetimes: of those the one that holds least unsharded.
-        overlapped: when they do if products that only results wait for come last, while others' results are sent.
+        overlapped: when they do if products that no other product waits for come last, while others' results are sent.
+        last_products: the op indices of those.
         recomputes: whether something is computed again between barriers (``jax.checkpoint``).
         traffic, kernel_traffic: per op index, what it moves to and from memory: on its own, and in the kernels that XLA:TPU makes.
         readers: per value, the op indices that read it (control flow reads what it hands to its bodies).
@@ -66,6 +67,7 @@ class Profile:
     orders: tuple[Lifetimes, ...]
     lifetimes: Lifetimes
     overlapped: Lifetimes
+    last_products: frozenset[int]
     recomputes: bool
     traffic: tuple[Traffic, ...]
     kernel_traffic: tuple[Traffic, ...]
@@ -109,10 +111,11 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...], patience: float = math
     fusion = fuse(graph, free, patience, calls_libraries)
     flops = tuple(op_flops(op, rules[op.index], values) for op in graph.walk())
     sums = partial_sums(graph, readers)
-    found, overlapped = orders(graph, fusion), None
+    found, overlapped, last_products = orders(graph, fusion), None, frozenset[int]()
     if calls_libraries:
         found = tuple(filled_at_once(graph, fusion, times) for times in found)
-        overlapped = filled_at_once(graph, fusion, gradients_last(graph, fusion))
+        overlapped, last_products = gradients_last(graph, fusion)
+        overlapped = filled_at_once(graph, fusion, overlapped)
     sending = [(op, positions) for op in graph.walk() if (positions := _sent_operands(op, rules[op.index]))]
     sent = sent_by_op(graph, fusion, sending)
     traffic, kernel_traffic = (
@@ -132,6 +135,7 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...], patience: float = math
         orders=found,
         lifetimes=shortest(graph, found),
         overlapped=overlapped or shortest(graph, found),
+        last_products=last_products,
         recomputes=any(map(recomputes, graph.walk())),
         traffic=traffic,
         kernel_traffic=kernel_traffic,
