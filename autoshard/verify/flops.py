@@ -130,7 +130,11 @@ def _of_convolution(module: Module, computation: Computation, convolution: Instr
     labels = _LABELS.search(convolution.rest)
     if labels is None:
         raise CompilerError(f"a convolution names its dimensions, and {convolution.name!r} does not: {convolution.rest[:120]}.")
-    tensors = (*(_lying(module, computation, name) for name in convolution.operands[:2]), _kept(module, computation, convolution))
+    names = convolution.operands[:2]
+    if convolution.opcode == "convolution":  # pads in its own window; what is padded before it the program pads
+        tensors = (*(_whole(computation[name].type) for name in names), _whole(convolution.type))
+    else:
+        tensors = (*(_lying(module, computation, name) for name in names), _kept(module, computation, convolution))
     image, kernel, result = (dict(zip(text, tensors[position], strict=True)) for text, position in zip(labels.groups(), order, strict=True))
     window = _window(convolution.rest)
     products = 2.0 * result["b"][1] * result["f"][1] * kernel["i"][1]
@@ -144,9 +148,14 @@ Lying = tuple[int, int, int]
 """Where a dimension's elements lie that exist: how many zeros before the first, how many they are, and how far one is from the next."""
 
 
+def _whole(type_text: str) -> tuple[Lying, ...]:
+    """Per dimension all elements of an array's type."""
+    return tuple((0, size, 1) for size in shape_of(type_text))
+
+
 def _lying(module: Module, computation: Computation, name: str) -> tuple[Lying, ...]:
     """Per dimension of an operand its elements, without what it was padded with: XLA:GPU does so beforehand, and dilates likewise."""
-    whole = tuple((0, size, 1) for size in shape_of(computation[name].type))
+    whole = _whole(computation[name].type)
     computation, made = _within(module, computation, computation[name])
     dims = list(range(len(whole)))  # of ``made``
     while made is not None and made.operands:
@@ -177,7 +186,7 @@ def _within(module: Module, computation: Computation, made: Instruction) -> tupl
 
 def _kept(module: Module, computation: Computation, call: Instruction) -> tuple[Lying, ...]:
     """Per dimension of a result the elements that anybody reads, if all take one and the same slice; else all."""
-    whole = tuple((0, size, 1) for size in shape_of(call.type))
+    whole = _whole(call.type)
     readers = computation.readers.get(call.name, [])
     if call.type.startswith("("):  # with a library's workspace
         readers = [reader for taken in readers if "index=0" in taken.rest for reader in computation.readers.get(taken.name, [])]

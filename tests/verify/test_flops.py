@@ -170,3 +170,12 @@ def test_library_calls_without_sizes_are_an_error():
         dot_flops(module('  ROOT %a = f32[8]{0} custom-call(), custom_call_target="cublasGemm"'))
     with pytest.raises(CompilerError, match="which dimensions it contracts"):
         dot_flops(module('  ROOT %a = f32[8]{0} custom-call(), custom_call_target="__cublas$gemm"'))
+
+
+def test_what_a_program_pads_itself_counts():
+    """A convolution pads in its window: zeros that stand before it are the program's own, on TPUs too, where products are spelled so."""
+    text = """  %x = f32[4,56,56,8]{3,2,1,0} parameter(0)
+  %kernel = bf16[16,2,2,8]{3,2,1,0} parameter(1)
+  %padded = bf16[4,57,57,8]{3,2,1,0} fusion(%x), kind=kLoop, calls=%fused_pad
+  ROOT %c = bf16[4,28,28,16]{3,2,1,0} convolution(%padded, %kernel), window={size=2x2 stride=2x2}, dim_labels=b01f_o01i->b01f"""
+    assert dot_flops(module(text, PADDED)).total == 2 * 4 * 16 * 8 * (28 * 2) ** 2
