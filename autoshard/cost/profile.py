@@ -111,9 +111,11 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...], patience: float = math
     fusion = fuse(graph, free, patience, calls_libraries)
     flops = tuple(op_flops(op, rules[op.index], values) for op in graph.walk())
     sums = partial_sums(graph, readers)
-    found, overlapped, last_products = orders(graph, fusion), None, frozenset[int]()
+    found, last_products = orders(graph, fusion), frozenset[int]()
     if calls_libraries:
         found = tuple(filled_at_once(graph, fusion, times) for times in found)
+    lifetimes = overlapped = shortest(graph, found)
+    if calls_libraries:
         overlapped, last_products = gradients_last(graph, fusion)
         overlapped = filled_at_once(graph, fusion, overlapped)
     sending = [(op, positions) for op in graph.walk() if (positions := _sent_operands(op, rules[op.index]))]
@@ -133,8 +135,8 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...], patience: float = math
         free=free,
         fusion=fusion,
         orders=found,
-        lifetimes=shortest(graph, found),
-        overlapped=overlapped or shortest(graph, found),
+        lifetimes=lifetimes,
+        overlapped=overlapped,
         last_products=last_products,
         recomputes=any(map(recomputes, graph.walk())),
         traffic=traffic,

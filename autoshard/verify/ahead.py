@@ -41,6 +41,7 @@ class Compiler:
     Attributes:
         name, package: what it is, and what has it, as messages say.
         modules: Python modules; with one of them it is installed.
+        variable: of the environment; with it set it is, too.
         extra: the extra that installs it.
         environment: what its process is started with.
         flags: for it, in ``XLA_FLAGS``.
@@ -50,6 +51,7 @@ class Compiler:
     name: str
     package: str
     modules: tuple[str, ...]
+    variable: str
     extra: str
     environment: dict[str, str]
     flags: str
@@ -58,7 +60,7 @@ class Compiler:
     @property
     def installed(self) -> bool:
         """Whether it is."""
-        return any(map(_exists, self.modules)) or (self.extra == "tpu" and "TPU_LIBRARY_PATH" in os.environ)
+        return any(map(_exists, self.modules)) or self.variable in os.environ
 
 
 COMPILERS = {
@@ -67,6 +69,7 @@ COMPILERS = {
         "XLA:TPU",
         "libtpu",
         ("libtpu",),
+        "TPU_LIBRARY_PATH",
         "tpu",
         {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"},
         "",
@@ -78,6 +81,7 @@ COMPILERS = {
         "XLA:GPU",
         "JAX's CUDA plugin",
         ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"),
+        "",
         "gpu-compiler",
         {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "CUDA_VISIBLE_DEVICES": ""},
         "--xla_gpu_enable_triton_gemm=false",

@@ -187,14 +187,9 @@ def _within(module: Module, computation: Computation, made: Instruction) -> tupl
 def _kept(module: Module, computation: Computation, call: Instruction) -> tuple[Lying, ...]:
     """Per dimension of a result the elements that anybody reads, if all take one and the same slice; else all."""
     whole = _whole(call.type)
-    readers = computation.readers.get(call.name, [])
-    if call.type.startswith("("):  # with a library's workspace
-        readers = [reader for taken in readers if "index=0" in taken.rest for reader in computation.readers.get(taken.name, [])]
-        names = {taken.name for taken in computation.readers.get(call.name, []) if "index=0" in taken.rest}
-    else:
-        names = {call.name}
+    names = {taken.name for taken in computation.readers.get(call.name, []) if "index=0" in taken.rest}  # the other one is a workspace
     slices: set[str] = set()
-    for reader in readers:
+    for reader in (reader for name in names for reader in computation.readers.get(name, [])):
         ends = [reader]
         if reader.opcode == "fusion":
             inner = module.computations[module.called(reader)[0][0]]

@@ -31,6 +31,18 @@ def stand_in(monkeypatch, script: str):
     monkeypatch.setattr(ahead.subprocess, "Popen", lambda command, **how: run([sys.executable, "-c", code, command[-1]], **how))
 
 
+def dumping(before: str, last: str) -> str:
+    """A script that dumps what a compiler does, its files' names beginning so, the last one ending so, and goes on then."""
+    return f"""
+def leave(name, text=""):
+    (folder / ("{before}after_optimizations" + name)).write_text(text + chr(10))
+leave(".txt", "HloModule m")
+leave("-buffer-assignment.txt", "allocation 0: size 8, parameter 0:")
+leave("-live-range.txt")
+leave("{last}")
+time.sleep(60)"""
+
+
 def test_a_missing_compiler_is_named_with_the_cure(monkeypatch):
     """Without a compiler the error says what to install, for either; a package that is not there has no plugins in it."""
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
@@ -73,16 +85,8 @@ def test_what_a_gpu_program_needs_is_held_against_what_it_may_use(monkeypatch, n
 
 def test_a_gpu_compiler_is_stopped_too(monkeypatch):
     """It writes other files: the report on memory comes last, and the device's name stands before the others' endings."""
-    script = """
-def leave(name, text=""):
-    (folder / ("module_0001.jit_step.sm_9.0a_gpu_after_optimizations" + name)).write_text(text + chr(10))
-leave(".txt", "HloModule m")
-leave("-buffer-assignment.txt", "allocation 0: size 8, parameter 0:")
-leave("-live-range.txt")
-leave("-memory-usage-report.txt")
-time.sleep(60)"""
     monkeypatch.setattr(ahead, "_exists", lambda _: True)
-    stand_in(monkeypatch, script)
+    stand_in(monkeypatch, dumping("module_0001.jit_step.sm_9.0a_gpu_", "-memory-usage-report.txt"))
     started = time.perf_counter()
     found = compile_ahead(lowered(), MESH, GPUS)
     assert time.perf_counter() - started < 30
@@ -121,15 +125,7 @@ def test_other_failures_are_errors(monkeypatch, script):
 def test_the_process_is_stopped_once_memory_is_assigned(monkeypatch, tmp_path):
     """Code generation is not waited for; nothing stays behind."""
     monkeypatch.setattr(ahead.tempfile, "tempdir", str(tmp_path))
-    script = f"""
-def leave(name, text=""):
-    (folder / ("{DUMP}after_optimizations" + name)).write_text(text + chr(10))
-leave(".txt", "HloModule m")
-leave("-buffer-assignment.txt", "allocation 0: size 8, parameter 0:")
-leave("-live-range.txt")
-leave("_after_buffer_assignment.txt")
-time.sleep(60)"""
-    stand_in(monkeypatch, script)
+    stand_in(monkeypatch, dumping(DUMP, "_after_buffer_assignment.txt"))
     started = time.perf_counter()
     found = compile_ahead(lowered(), MESH, SLICE)
     assert time.perf_counter() - started < 30
