@@ -213,11 +213,17 @@ def _meetings(image: Lying, kernel: Lying, result: Lying, stride: int, before: i
     >>> _meetings(image=(0, 1, 1), kernel=(0, 3, 1), result=(0, 3, 1), stride=1, before=2, image_step=1, kernel_step=1)
     3
     """
-    at, over = (first + np.arange(count) * step for first, count, step in (result, kernel))
-    read = at[:, None] * stride + over[None, :] * kernel_step - before
     first, count, step = image
-    place, apart = read - first * image_step, step * image_step
-    return int(((place >= 0) & (place <= (count - 1) * apart) & (place % apart == 0)).sum())
+    apart, last, each = step * image_step, (count - 1) * step * image_step, kernel[2] * kernel_step
+    at = (result[0] + np.arange(result[1]) * result[2]) * stride
+    reached = at + kernel[0] * kernel_step - before - first * image_step  # by the kernel's first, counted from the image's first
+    # Of the kernel's positions k those with reached + k * each in {0, apart, ..., last}: every period-th of some that follow each other.
+    common = math.gcd(each, apart)
+    period = apart // common
+    known = -reached // common * pow(each // common, -1, period) % period
+    low, high = np.maximum(-(reached // each), 0), np.minimum((last - reached) // each, kernel[1] - 1)
+    found = (high - known) // period - (low - 1 - known) // period
+    return int(np.where((reached % common == 0) & (high >= low), found, 0).sum())
 
 
 def _window(rest: str) -> tuple[list[int], list[int], list[int], list[int]]:

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from autoshard.errors import CompilerError
 from autoshard.verify import dot_flops, scheduled_cycles
@@ -54,6 +56,34 @@ def test_convolutions_count_what_windows_meet(strides, padding, dilation, groups
 
     text = compiled(conv, (5, image, image, 4), (3, 3, 4 // groups, 6))
     assert dot_flops(text).total == 2 * 5 * 6 * (4 // groups) * met**2
+
+
+def convolution(image: int, kernel: int, result: int, window: str) -> str:
+    """One along a line, of one batch and one feature."""
+    return module(f"""  %x = f32[1,{image},1] parameter(0)
+  %k = f32[{kernel},1,1] parameter(1)
+  ROOT %c = f32[1,{result},1] convolution(%x, %k), window={{size={kernel} {window}}}, dim_labels=b0f_0io->b0f""")
+
+
+@given(
+    sizes=st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9)),
+    stride=st.integers(1, 4),
+    before=st.integers(-4, 9),
+    steps=st.tuples(st.integers(1, 6), st.integers(1, 6)),
+)
+def test_windows_count_what_they_meet(sizes, stride, before, steps):
+    """Any sizes, strides, paddings and dilations: as counted one by one."""
+    image, kernel, result = sizes
+    elements = {at * steps[0] for at in range(image)}
+    met = sum(at * stride + over * steps[1] - before in elements for at in range(result) for over in range(kernel))
+    text = convolution(image, kernel, result, f"stride={stride} pad={before}_0 lhs_dilate={steps[0]} rhs_dilate={steps[1]}")
+    assert dot_flops(text).total == 2 * met
+
+
+def test_long_windows():
+    """XLA:TPU spells a batch of a product as a window of as many positions: they are not walked in pairs."""
+    size = 2**24
+    assert dot_flops(convolution(size, size, size, f"pad={size - 1}_0")).total == size * (size + 1)
 
 
 def test_products_that_the_tpu_spells_as_windows():
