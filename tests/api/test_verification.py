@@ -207,6 +207,15 @@ def test_the_tpu_compiler_makes_what_was_predicted(program):
     assert found.fits and found.flops_ratio == pytest.approx(1, abs=0.01) and found.actual_peak_bytes
 
 
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
+@pytest.mark.parametrize("cluster", ["v5e:1x1", "v5p:1x1x1"])
+def test_the_tpu_compiler_takes_one_chip(program, cluster):
+    """Which is less than a host."""
+    fn, args, _ = program
+    found = autoshard.verify(autoshard.search(fn, *args, cluster=cluster), fn, *args, target="tpu")
+    assert found.exact and found.fits and found.flops_ratio == pytest.approx(1, abs=0.01)
+
+
 def test_only_the_strategys_own_compiler_is_expected_to_rewrite_its_plan():
     """What the cluster's compiler makes of a collective counts for that target; the partitioner and other compilers have the plan."""
     made = Collective("all_reduce", ("data",), 4096.0, 1)

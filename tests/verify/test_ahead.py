@@ -72,6 +72,12 @@ def test_gpus_are_described_by_the_catalogue(monkeypatch):
             topology_of(cluster)
 
 
+def test_slices_of_less_than_a_host():
+    """XLA:TPU divides slices into hosts of four chips; one that is smaller is a host of its own."""
+    found = {name: topology_of(Cluster.parse(name)).options for name in ("v5e:1x1", "v5p:1x1x1", "v5e:2x2", "v5p:2x2x1")}
+    assert found == {name: {"chips_per_host_bounds": (1, 1, 1)} if "1x1" in name else {} for name in found}
+
+
 @pytest.mark.parametrize(("needed", "fits"), [(6e9, True), (60.1e9, False)])
 def test_what_a_gpu_program_needs_is_held_against_what_it_may_use(monkeypatch, needed, fits):
     """XLA:GPU refuses nothing: what a program takes and what JAX leaves it decide."""
