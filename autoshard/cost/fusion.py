@@ -106,7 +106,7 @@ class Fusion:
         last: per value whether nothing but kernels that make the program's results read it, as gradients are.
         casts: what a loop's products read of float32 stacks, rounded once before it on a TPU: the first and last loop that do, by value.
         rounds: per value whether some product reads it, and so a copy for it is of bfloat16 on a TPU.
-        minor: per value the dimensions that convolutions want innermost, of the batch and of features; None where there are none.
+        minor: per value the dimensions that convolutions or batched products want innermost; None where there are none.
         begun: what loops outside of others carry that begins with constants, as sums of gradients do.
         users: per value, the ops that read it, or a view of it.
         padded: the values that lie in memory because a product reads a pad of them.

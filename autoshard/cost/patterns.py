@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from autoshard.cost.compute import is_matrix
 from autoshard.ir import Graph, Op, Value
@@ -26,8 +26,8 @@ STANDALONE = frozenset({
 LOOPS = frozenset({"scan", "while", "cond"})
 MOST_OF = 15 / 16  # of a product's elements, at least: then leaving out the rest, or padding it, is the product's own affair
 
-Minor = tuple[tuple[int, ...], tuple[int, ...]]
-"""The dimensions of an image's batch, and of its features."""
+Minor = tuple[tuple[int, ...], ...]
+"""Groups of dimensions, of which two are innermost: an image's batch and its features, or those that a batched product multiplies by."""
 
 
 def recomputes(op: Op) -> bool:
@@ -200,10 +200,12 @@ def default_precision(op: Op) -> bool:
 
 
 def minor(graph: Graph) -> tuple[Minor | None, ...]:
-    """Per value the dimensions that tiles have in a program with convolutions.
+    """Per value the dimensions that tiles have, where convolutions or batched products want some.
 
     What convolutions read and make, and its like, has batch and features innermost. A reshape that splits features, as group norms do, is a
     view of that: XLA makes the sums of groups of those of features (libtpu 0.0.42, 1 to 64 images of 64 to 512 features).
+    What batched products read and make, and its like, has two of the other dimensions innermost, however short: ``bf16[512,2,2,49,49]`` of
+    attention to 49 positions lies in tiles of 56 x 128 (six kinds of products, libtpu 0.0.42). Of one row or column they are none there.
     """
     found: list[Minor | None] = [None] * len(graph.values)
     shape = [value.shape for value in graph.values]
@@ -221,7 +223,26 @@ def minor(graph: Graph) -> tuple[Minor | None, ...]:
                     if found[value] == ((0,), (len(shape[value]) - 1,)):
                         found[other] = found[other] or _split(shape[value], shape[other])
         _spread(graph.walk(), shape, found)
-    return tuple(found)
+    products: list[Minor | None] = [None] * len(graph.values)
+    for op in graph.walk():
+        for value, dims in _multiplied(op, shape):
+            products[value] = products[value] or dims
+    if any(products):
+        _spread(graph.walk(), shape, products)
+    return tuple(image or product for image, product in zip(found, products, strict=True))
+
+
+def _multiplied(op: Op, shape: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, Minor]]:
+    """The operands and the result of a batched product of matrices, each with its dimensions that are no batch."""
+    if op.primitive != "dot_general":
+        return
+    contracted, batch = op.params["dimension_numbers"]
+    free = [[d for d in range(len(shape[v])) if d not in c and d not in b] for v, c, b in zip(op.operands, contracted, batch, strict=True)]
+    sizes = [math.prod(shape[v][d] for d in dims) for v, dims in zip((*op.operands, op.operands[0]), (*free, contracted[0]), strict=True)]
+    if batch[0] and min(sizes) > 1:
+        for value, dims in zip(op.operands, batch, strict=True):
+            yield value, tuple((d,) for d in range(len(shape[value])) if d not in dims)
+        yield op.results[0], tuple((d,) for d in range(len(batch[0]), len(shape[op.results[0]])))
 
 
 def _split(image: tuple[int, ...], other: tuple[int, ...]) -> Minor | None:
