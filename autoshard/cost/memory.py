@@ -173,7 +173,6 @@ def _buffers(
     def share(value: int) -> float:
         return constant[value] if value in constant else values[value].nbytes / shards(assignment.layout(value), mesh)
 
-    tiles = partial(_tiles, profile, assignment)
     sizes = [share(value) for value in times.values]
     if on_tpu:
         for k, (value, passed) in enumerate(zip(times.values, times.passed, strict=True)):

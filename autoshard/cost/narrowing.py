@@ -13,9 +13,9 @@ from autoshard.ir import Graph, Op
 
 NARROW_SHARE = 0.5  # of a float32's bytes
 # Rounding first gives the same. XLA's convert-mover pass lists most of them (openxla/xla, xla/hlo/transforms/simplifiers/convert_mover.cc);
-# XLA:TPU was seen to round embedding tables, too, whose rows products read.
-_REARRANGING = (
-    *("broadcast_in_dim", "concatenate", "copy", "gather", "pad", "reshape", "rev"),
+# XLA:TPU was seen to round embedding tables, too, whose rows products read, and what is compared with a bound, though not what is negated.
+_COMMUTING = (
+    *("abs", "broadcast_in_dim", "clamp", "concatenate", "copy", "gather", "max", "min", "pad", "reshape", "rev"),
     *("select_n", "sharding_constraint", "slice", "squeeze", "stack", "transpose"),
 )
 _PRODUCTS = ("dot_general", "conv_general_dilated")
@@ -46,38 +46,47 @@ def rounded_values(graph: Graph, readers: Sequence[Sequence[int]]) -> tuple[bool
 
 
 def rounds_operands(graph: Graph, op: Op, rounded: Sequence[bool]) -> bool:
-    """Whether an op without bodies rounds its operands or multiplies them, rounded, or rearranges them for what does."""
+    """Whether an op without bodies rounds its operands or multiplies them, rounded, or hands them on to what does."""
     if op.primitive in _PRODUCTS:
         return _rounded(graph, op)
     if op.primitive == "convert_element_type":
         return graph.values[op.results[0]].dtype == "bfloat16"
-    return op.primitive in _REARRANGING and rounded[op.results[0]]
+    return op.primitive in _COMMUTING and rounded[op.results[0]]
 
 
-def single_rows(graph: Graph) -> frozenset[int]:
-    """The values that become one row of each matrix of a batched product, beside others: what an all_to_all brings of them is not rounded.
+def single_rows(graph: Graph) -> dict[int, frozenset[int]]:
+    """The values that become one row of each matrix of a batched product, each with the gathered values that others are computed from.
 
-    Rows of bfloat16 lie in pairs, so XLA:TPU puts single ones beside each other in float32: ``f32[2048,8,16] all-to-all`` before
-    ``bf16[16384,7,16] concatenate`` in a recommender; two rows, those of a plain product and what is gathered are rounded first
-    (libtpu 0.0.42).
+    Where such a value stands beside one that is gathered and not sent, XLA:TPU rounds the rows when they lie beside each other, and what an
+    all_to_all brings is float32: ``f32[2048,8,16] all-to-all`` before ``bf16[16384,7,16] concatenate`` in a recommender. It rounds two rows
+    first, those of a plain product, and those beside arguments, products, sums, or what is sent itself (21 programs, libtpu 0.0.42).
     """
     values = graph.values
     rows: set[tuple[int, int]] = set()  # values, with the dimension that numbers the rows
-    found: set[int] = set()
+    found: dict[int, frozenset[int]] = {}
+    gathered: dict[int, int] = {}
+    for op in graph.walk():
+        if op.primitive == "gather":
+            gathered[op.results[0]] = op.results[0]
+        elif not op.bodies and op.primitive not in _PRODUCTS:
+            for value in op.results:
+                looked_up = (gathered[v] for v in op.operands if v in gathered and values[v].size == values[value].size)
+                if (first := next(looked_up, None)) is not None:
+                    gathered[value] = first
     for op in reversed(graph.walk()):
         if op.primitive == "dot_general":
             for value, contracted, batch in zip(op.operands, *op.params["dimension_numbers"], strict=True):
                 free = set(range(values[value].rank)) - {*contracted, *batch}
                 if batch and len(free) == 1:
                     rows.add((value, free.pop()))
-        elif op.primitive == "stack":
-            found.update(op.operands if (op.results[0], op.params["axis"]) in rows else ())
-        elif op.primitive in ("concatenate", "pad"):
-            sides = [(value, dim) for value in op.operands for dim, size in enumerate(values[value].shape) if size == 1]
-            found.update(value for value, dim in sides if (op.results[0], dim) in rows)
-        elif op.primitive in _REARRANGING and op.results[0] in found and values[op.operands[0]].size == values[op.results[0]].size:
-            found.add(op.operands[0])
-    return frozenset(found)
+        elif op.primitive in ("stack", "concatenate", "pad"):
+            stacked = op.primitive == "stack" and (op.results[0], op.params["axis"]) in rows
+            sides = ((value, dim) for value in op.operands for dim, size in enumerate(values[value].shape) if size == 1)
+            single = op.operands if stacked else [value for value, dim in sides if (op.results[0], dim) in rows]
+            found |= {value: frozenset(gathered[v] for v in op.operands if v in gathered and v != value) for value in single}
+        elif op.primitive in _COMMUTING and op.results[0] in found and values[op.operands[0]].size == values[op.results[0]].size:
+            found[op.operands[0]] = found[op.results[0]]
+    return found
 
 
 def _rounded(graph: Graph, op: Op) -> bool:

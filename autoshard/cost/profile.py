@@ -50,7 +50,7 @@ class Profile:
         alike: per op index, a number that ops share whose costs are equal under every choice.
         sums: what is only added up.
         rounded: per value, whether whatever reads it rounds it to bfloat16, where the device's matrix unit does.
-        single_rows: the values that are exchanged as they are all the same.
+        single_rows: the values that are exchanged as they are all the same beside gathered ones that are not, with those.
         combined: the sums, in the order in which they are combined.
         table_lookups, lookups: the gathers of arguments' elements, and of what is computed and lies in memory.
         looped_weights: the arguments of three dimensions or more that products in loops read as they are, each with the loops.
@@ -81,7 +81,7 @@ class Profile:
     alike: tuple[int, ...]
     sums: PartialSums
     rounded: tuple[bool, ...]
-    single_rows: frozenset[int]
+    single_rows: dict[int, frozenset[int]]
     combined: Sums
     table_lookups: tuple[Op, ...]
     lookups: tuple[Op, ...]
