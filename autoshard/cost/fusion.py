@@ -13,6 +13,7 @@ Between two values in memory everything is arithmetic in registers. What ends a 
   normalised activation from the activation; a sum of three is kept, and bfloat16 made of float32 scores and their gradient.
 - *Work*: whatever several readers would compute is kept, once computing it takes a core longer than writing and reading it takes the
   chip: the probabilities of float32 scores on v5p, whose memory is fast, but not on v5e.
+- *Slices*: a value of which several slices are read, or one with strides, lies in memory; what reads them computes no part of it.
 - *Reductions* lie in memory: they are small.
 
 Seen in the schedules that XLA:TPU (libtpu 0.0.42) makes of train steps. XLA:GPU (jaxlib 0.10.2, compiled for H100) differs in this:
@@ -47,6 +48,7 @@ from autoshard.cost.patterns import (
     narrow,
     recomputes,
     reordered,
+    sliced,
     stands_alone,
     trims,
 )
@@ -282,7 +284,7 @@ class _Fuser:
             self._store(value)
         for op, (position, _) in self.added_to.items():
             self._store(self.ops[op].operands[position])
-        for value in reordered(self.graph) if self.calls_libraries else ():
+        for value in reordered(self.graph) if self.calls_libraries else sliced(self.graph):
             self._store(value)
 
     def _read_by(self, op: Op) -> list[Op]:

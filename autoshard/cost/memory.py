@@ -15,19 +15,19 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from itertools import pairwise, permutations
+from itertools import pairwise
 
 import numpy as np
 
 from autoshard.cluster import Device
+from autoshard.cost.arranged import for_lookups, for_products, for_scatters, for_sending, read_in, sliced_last
 from autoshard.cost.combining import COMBINED_BYTES, is_formed, sent_with
-from autoshard.cost.compute import is_matrix
 from autoshard.cost.lifetimes import Lifetimes, usage
-from autoshard.cost.patterns import MOST_OF, Minor
+from autoshard.cost.patterns import MOST_OF
 from autoshard.cost.profile import Profile
 from autoshard.cost.reshard import Step
-from autoshard.ir import Assignment, Layout, Op, local_shape, operand_layout, sent_tensors, shards
+from autoshard.cost.tiles import tiles
+from autoshard.ir import Assignment, Layout, shards
 
 # The core's own memory that a program's buffers may have: the largest preallocated-temp of memory space 1 in XLA:TPU's buffer assignments
 # (libtpu 0.0.42), which large programs nearly fill: 112.0 MiB on a v5e, 95.6 on a v6e (6 programs), 47.9 on a v5p (4 programs).
@@ -35,7 +35,6 @@ FAST_MEMORY_BYTES = {"v5e": 112 * 2**20, "v6e": 96 * 2**20, "v5p": 48 * 2**20}
 # On GPUs before Hopper XLA's scheduler leaves products where they are: its analytical estimates of latency, with which it puts gradients of
 # weights last, are not for those (a rematerialised transformer compiled for A100, H100 and B200 by jaxlib 0.10.2: 2.5, 3.6 and 3.4 GB).
 IN_ORDER = frozenset({"a100", "a100-40g"})
-LANES, ROWS = 128, 8  # of a tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +175,7 @@ def _buffers(
     sizes = [share(value) for value in times.values]
     if on_tpu:
         for k, (value, passed) in enumerate(zip(times.values, times.passed, strict=True)):
-            padded = _tiles(profile, assignment, value, passed)
+            padded = tiles(profile, assignment, value, passed)
             sizes[k] *= padded / (2 if fusion.narrow[value] else 1)
     more = [
         (copy.nbytes / (2 if on_tpu and (copy.rounded or fusion.rounds[value]) else 1), times.starts[copy.first], times.ends[copy.last])
@@ -193,9 +192,10 @@ def _buffers(
             dies = _beside_gathers(profile, partials.keys(), {value for value, _ in copies}, dies)
             dies = _after_scatters(profile, partials.keys(), dies)
         copied = {value for value, _ in copies}
-        more += _arranged(profile, assignment, copied, early)
-        more += _added_to(profile, assignment, partials)
-        more += _sent(profile, assignment)
+        more += for_products(profile, assignment, copied)
+        more += for_lookups(profile, assignment, copied, early)
+        more += for_scatters(profile, assignment, partials)
+        more += for_sending(profile, assignment)
         more += _early(profile, partials, sizes, mesh)
         more += [
             (share(value) / 2, times.starts[first], times.ends[last])
@@ -203,7 +203,7 @@ def _buffers(
             if value not in copied
         ]
     more += _scattered(profile, assignment, share)
-    waits = list(_sliced_last(profile, assignment)) if on_tpu else []
+    waits = list(sliced_last(profile, assignment)) if on_tpu else []
     more += [(nbytes, until - 2, until) for _, until, nbytes in waits]
     extra, firsts, lasts = zip(*more, strict=True) if more else ((), (), ())
     held = np.array([*sizes, *extra])
@@ -239,20 +239,11 @@ def _loop_constants(profile: Profile, assignment: Assignment) -> dict[int, float
                 sliced = any(
                     layout != whole
                     for reader in profile.readers[holder.value]
-                    for layout in _read_in(profile, assignment, ops[reader], holder.value)
+                    for layout in read_in(profile, assignment, ops[reader], holder.value)
                 )
                 held = graph.values[value].nbytes / shards(whole, mesh) if sliced else 0.0
                 found[value] = max(found.get(value, 0.0), held)
     return found
-
-
-def _read_in(profile: Profile, assignment: Assignment, op: Op, value: int) -> list[Layout]:
-    """The layouts in which an op reads a value; none of one with bodies, and of one without a rule the whole."""
-    rule, choice = profile.rules[op.index], assignment.choice(op.index)
-    whole = (-1,) * len(choice)
-    return [
-        operand_layout(rule, choice, k) if rule else whole for k, operand in enumerate(op.operands) if operand == value and not op.bodies
-    ]
 
 
 def _stored(profile: Profile, partials: Mapping[int, Step], share: Callable[[int], float], mesh: tuple[int, ...]) -> dict[int, int]:
@@ -352,24 +343,6 @@ def _after_scatters(profile: Profile, partials: Set[int], dies: np.ndarray) -> n
     return dies
 
 
-def _sent(profile: Profile, assignment: Assignment) -> Iterator[tuple[float, int, int]]:
-    """Bytes, birth and death of what is computed as it is read, where shards send parts of it: it lies there until the last reads it.
-
-    So of activations that convolutions with sharded pixels read, and their gradients again (a U-Net compiled by libtpu 0.0.42).
-    """
-    fusion, times, values, mesh = profile.fusion, profile.lifetimes, profile.graph.values, assignment.mesh.sizes
-    spans: dict[int, tuple[int, int]] = {}
-    for op in profile.sending:
-        rule, choice = profile.rules[op.index], assignment.choice(op.index)
-        assert rule is not None
-        for tensor in sent_tensors(rule, choice, mesh):
-            if tensor < len(op.operands) and not fusion.stored[value := fusion.root[op.operands[tensor]]]:
-                first, last = spans.get(value, (times.starts[op.index], 0))
-                spans[value] = min(first, times.starts[op.index]), max(last, times.ends[op.index])
-    for value, (first, last) in spans.items():
-        yield values[value].nbytes / shards(assignment.layout(value), mesh) * _tiles(profile, assignment, value), first, last
-
-
 def _early(
     profile: Profile, partials: Mapping[int, Step], sizes: Sequence[float], mesh: tuple[int, ...]
 ) -> Iterator[tuple[float, int, int]]:
@@ -414,57 +387,6 @@ def _made_after(profile: Profile, op: int, moment: int) -> list[int]:
     return list(late)
 
 
-def _arranged(profile: Profile, assignment: Assignment, copied: Set[int], early: bool) -> Iterator[tuple[float, int, int]]:
-    """Bytes, birth and death of what lies in memory twice, its dimensions in other orders.
-
-    - Images that a program is handed are not in a convolution's tiles, and rounded if only products read them. They are read as they lie
-      where a batch of whole lanes is innermost anyway (``copy`` in the convolutions' own kernels for 128 and 512 images, before them for
-      32, 48 and 96: libtpu 0.0.42).
-    - Weights that loops multiply by are copied for all of them where their last two dimensions fill no tile: of four gates between the two
-      that are multiplied (``bf16[1280,4,1280]{2,0,1}``, spilled between a recurrent network's loops forward and back, libtpu 0.0.42).
-    - Tables whose rows are shorter than a tile are handed in column by column, and copied to rows before they are looked up, rounded where
-      all that is read is: one by one, or all as early as can be (five of six at once in a recommender that libtpu 0.0.42 compiled).
-    """
-    fusion, times, values, mesh = profile.fusion, profile.lifetimes, profile.graph.values, assignment.mesh.sizes
-
-    def share(value: int) -> float:
-        return values[value].nbytes / shards(assignment.layout(value), mesh)
-
-    tiles = partial(_tiles, profile, assignment)
-    for value in profile.graph.arguments:
-        minor, users = fusion.minor[value], fusion.users[value]
-        local = _local(profile, assignment, value)
-        if minor and users and tiles(value) > 1 and all(math.prod(local[dim] for dim in dims) % LANES for dims in minor):
-            narrow = fusion.rounds[value] and all(is_matrix(profile.graph.walk()[op].primitive) for op in users)
-            nbytes = share(value) * tiles(value) / (2 if narrow else 1)
-            yield nbytes, min(times.starts[op] for op in users), max(times.ends[op] for op in users)
-    for value, loops in profile.looped_weights.items():
-        if value not in copied and _local(profile, assignment, value)[-2] < ROWS:
-            yield share(value), times.starts[loops[0]], times.ends[loops[-1]]
-    looked_up = list(_tables_of_short_rows(profile, assignment))
-    for table, op in looked_up:
-        width = _local(profile, assignment, table)[-1]
-        (rows,) = profile.graph.walk()[op].results
-        rounded = profile.rounded[rows] and rows not in copied
-        nbytes = share(table) * LANES / width / (2 if rounded else 1)
-        yield nbytes, times.starts[looked_up[0][1] if early else op], times.ends[op]
-
-
-def _added_to(profile: Profile, assignment: Assignment, partials: Mapping[int, Step]) -> Iterator[tuple[float, int, int]]:
-    """Bytes, birth and death of what rows shorter than a tile are added to: it lies row by row meanwhile, and is moved then.
-
-    So of gradients of tables: ``f32[400000,64]{1,0:T(8,128)}`` of 204.8 MB, and a copy ``{0,1:T(8,128)}`` of 102.4 (libtpu 0.0.42). Rows of
-    less than half a tile stay column by column.
-    """
-    values, times = profile.graph.values, profile.lifetimes
-    for op in profile.added_to:
-        value = values[op.results[0]]
-        layout = partials[op.index].source if op.index in partials else assignment.layout(op.results[0])
-        *rows, width = local_shape(value.shape, layout, assignment.mesh.sizes) or (0,)
-        if _is_short(width) and math.prod(rows) >= LANES:
-            yield math.prod(rows) * LANES * value.itemsize, times.starts[op.index], times.ends[op.index]
-
-
 def _scattered(profile: Profile, assignment: Assignment, share: Callable[[int], float]) -> Iterator[tuple[float, int, int]]:
     """Bytes, birth and death of what is scattered into zeros, beyond what those are added to: it lies apart if it is sharded otherwise.
 
@@ -474,30 +396,8 @@ def _scattered(profile: Profile, assignment: Assignment, share: Callable[[int], 
     for scatter, op in fusion.scattered:
         (value,), (total,) = ops[scatter].results, ops[op].results
         place = times.places.get(fusion.root[total])
-        if place is not None and set(_read_in(profile, assignment, ops[op], value)) != {assignment.layout(value)}:
+        if place is not None and set(read_in(profile, assignment, ops[op], value)) != {assignment.layout(value)}:
             yield max(share(value) - share(fusion.root[total]), 0.0), int(times.born[place]), int(times.dies[place])
-
-
-def _sliced_last(profile: Profile, assignment: Assignment) -> Iterator[tuple[int, int, float]]:
-    """The buffers of what is looked up in a slice of it, each with the moment until which it waits for its other readers to have begun.
-
-    And the bytes of the slice, which lies as the whole does: ``f32[16,160,10000]{0,2,1:T(8,128)}`` of 128 takes as much as that.
-    Nothing waits for what a loss looks up, and so XLA makes that slice when the sums of exponentials are there: ``f32[160,256,12000]`` of
-    logits, and as many exponentials of which slices are wanted too, lie side by side (recurrent networks whose batch is not the first
-    dimension; libtpu 0.0.42). Near the limit of memory it makes the slice first.
-    """
-    times, mesh = profile.lifetimes, assignment.mesh.sizes
-    for op in profile.lookups:
-        value = op.operands[0]
-        own, place = assignment.layout(value), times.places.get(profile.fusion.root[value])
-        target = next(iter(_read_in(profile, assignment, op, value)), own)
-        sliced = own != target and all(dim in (-1, wanted) for dim, wanted in zip(own, target, strict=True))
-        tensor = profile.graph.values[value]
-        if sliced and place is not None and tensor.rank > 1 and len(profile.readers[value]) > 1:
-            whole, part = (local_shape(tensor.shape, layout, mesh) for layout in (own, target))
-            lanes, rows = min(permutations(reversed(range(tensor.rank)), 2), key=lambda pair: _tiled(whole[pair[0]], whole[pair[1]]))
-            nbytes = math.prod(part) * tensor.itemsize * _tiled(part[lanes], part[rows])
-            yield place, max(times.starts[reader] for reader in profile.readers[value]) + 2, nbytes
 
 
 def _waiting(
@@ -531,65 +431,6 @@ def _first_computed(profile: Profile, value: int) -> int:
         reached.update(new)
         queue += new
     return first
-
-
-def _tables_of_short_rows(profile: Profile, assignment: Assignment) -> Iterator[tuple[int, int]]:
-    """The arguments that are looked up row by row as they lie, many rows shorter than a tile, each with the op that does.
-
-    Rows of less than half a tile are looked up as they lie, column by column: of 1,048,576 rows XLA:TPU copies tables of 64 and 96
-    numbers, and none of 4 to 56 (libtpu 0.0.42).
-    """
-    values = profile.graph.values
-    for op in profile.table_lookups:
-        table = op.operands[0]
-        *rows, width = _local(profile, assignment, table) or (0,)
-        whole = op.params["slice_sizes"][-1] == values[table].shape[-1]
-        if (
-            whole
-            and _is_short(width)
-            and math.prod(rows) >= LANES
-            and set(_read_in(profile, assignment, op, table)) == {assignment.layout(table)}
-        ):
-            yield table, op.index
-
-
-def _is_short(width: float) -> bool:
-    """Whether rows are padded to tiles of fewer than twice their size, or twice it."""
-    return width < LANES <= 2 * width
-
-
-def _local(profile: Profile, assignment: Assignment, value: int) -> tuple[float, ...]:
-    """The shape of a device's part of a value."""
-    return local_shape(profile.graph.values[value].shape, assignment.layout(value), assignment.mesh.sizes)
-
-
-def _tiles(profile: Profile, assignment: Assignment, value: int, passed: bool = False) -> float:
-    """How many times its size a device's part of a value takes in tiles; what is passed into or out of a program pads least."""
-    local = _local(profile, assignment, value)
-    return padding(local, None if passed else profile.fusion.minor[value]) if len(local) > 1 else 1.0
-
-
-@cache
-def padding(local: tuple[float, ...], minor: Minor | None) -> float:
-    """How many times its size a device's array of at least two dimensions takes in tiles of 128 lanes and 8 rows.
-
-    Those two dimensions are innermost that pad least, of those that products want there if any do. Of few rows a tile has 1, 2 or 4
-    (layouts ``{3,0,2,1:T(8,128)}`` and ``{0,3,2,1:T(4,128)}`` in XLA:TPU's HLO).
-    """
-    sizes = local if minor is None else [math.prod(local[dim] for dim in dims) for dims in minor]
-    return min(_tiled(lanes, rows) for lanes, rows in permutations(sizes, 2))
-
-
-def _tiled(lanes: float, rows: float) -> float:
-    """How many times its size an array takes whose last dimension and the one before have these sizes."""
-    if not lanes * rows:
-        return 1.0
-    return math.ceil(lanes / LANES) * LANES / lanes * _whole_rows(rows) / rows
-
-
-def _whole_rows(size: float) -> float:
-    tile = next((few for few in (1, 2, 4) if size <= few), ROWS)
-    return math.ceil(size / tile) * tile
 
 
 def _keep_fast(sizes: np.ndarray, born: np.ndarray, dies: np.ndarray, passed: tuple[bool, ...], room: float) -> None:

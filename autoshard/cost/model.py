@@ -16,9 +16,10 @@ from autoshard.cluster import Cluster
 from autoshard.cost.collectives import Communication
 from autoshard.cost.compute import ROWS, Roofline, is_matrix, padding_met
 from autoshard.cost.exchange import exchange_steps
-from autoshard.cost.memory import FAST_MEMORY_BYTES, padding
+from autoshard.cost.memory import FAST_MEMORY_BYTES
 from autoshard.cost.profile import Profile, is_view
 from autoshard.cost.reshard import Reshards, Step, reduction_steps
+from autoshard.cost.tiles import padding
 from autoshard.cost.traffic import Traffic
 from autoshard.ir import (
     Choice,

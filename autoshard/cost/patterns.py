@@ -199,6 +199,23 @@ def default_precision(op: Op) -> bool:
     return all(one is None or str(getattr(one, "name", one)) == "DEFAULT" for one in each)
 
 
+def sliced(graph: Graph) -> tuple[int, ...]:
+    """The values of which several slices are read, or one with strides.
+
+    A kernel would compute them in several places, and XLA:TPU does not: of ``exp(x)`` one half is computed where it is read, two halves are
+    read from all of it, be it in one kernel. It slices what is spread or put together instead (27 programs, libtpu 0.0.42).
+    """
+    slices: Counter[int] = Counter()
+    read = {value for op in graph.walk() for value in op.operands} | set(graph.results)
+    made_by = {value: op.primitive for op in graph.walk() for value in op.results}
+    for op in graph.walk():
+        if op.primitive in ("slice", "dynamic_slice"):
+            slices[op.operands[0]] += 2 if any(stride > 1 for stride in op.params.get("strides") or ()) else 1
+        elif op.primitive == "split":
+            slices[op.operands[0]] += sum(value in read for value in op.results)
+    return tuple(value for value, n in slices.items() if n > 1 and made_by.get(value) not in ("broadcast_in_dim", "concatenate", "pad"))
+
+
 def minor(graph: Graph) -> tuple[Minor | None, ...]:
     """Per value the dimensions that tiles have, where convolutions or batched products want some.
 

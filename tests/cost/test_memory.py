@@ -16,9 +16,10 @@ import autoshard
 from autoshard.cluster import Cluster
 from autoshard.cost.evaluate import evaluate
 from autoshard.cost.fusion import fuse
-from autoshard.cost.memory import COMBINED_BYTES, Copy, _beside_gathers, padding, peak_memory
+from autoshard.cost.memory import COMBINED_BYTES, Copy, _beside_gathers, peak_memory
 from autoshard.cost.model import CostModel
 from autoshard.cost.profile import profile
+from autoshard.cost.tiles import padding
 from autoshard.ir import Assignment, Mesh
 from autoshard.rules import rules_of
 from autoshard.trace import trace
