@@ -371,7 +371,7 @@ class _Judge:
         sent = self.sent[position]
         step = sent.step
         nbytes = step.nbytes * NARROW_SHARE
-        seconds = float(self.model.communication.seconds(step.kind, nbytes, step.axes))
+        seconds = float(self.model.communication.seconds(step.made, nbytes, step.axes))
         saved = (step.seconds - seconds) * sent.trips
         self.sent[position] = replace(sent, step=replace(step, seconds=seconds), nbytes=nbytes)
         region.tasks.seconds[task] -= saved / (region.runs or 1)

@@ -284,7 +284,7 @@ class _Fuser:
             self._store(value)
         for op, (position, _) in self.added_to.items():
             self._store(self.ops[op].operands[position])
-        for value in reordered(self.graph) if self.calls_libraries else sliced(self.graph):
+        for value in (*sliced(self.graph, again=self.calls_libraries), *(reordered(self.graph) if self.calls_libraries else ())):
             self._store(value)
 
     def _read_by(self, op: Op) -> list[Op]:

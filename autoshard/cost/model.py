@@ -250,7 +250,7 @@ class CostModel:
         step, widened = steps[0], profile.sums.widened[op.index]
         if widened > 1:
             nbytes = step.nbytes * widened
-            step = replace(step, seconds=float(self.communication.seconds(step.kind, nbytes, step.axes)), compiled_nbytes=nbytes)
+            step = replace(step, seconds=float(self.communication.seconds(step.made, nbytes, step.axes)), compiled_nbytes=nbytes)
         return (replace(step, seconds=step.seconds / trips, trips=trips),)
 
     def recombining_seconds(self, profile: Profile, op: Op, choice: Choice) -> float:
@@ -261,7 +261,7 @@ class CostModel:
         """A step of many trips as it is where it is made in every one."""
         if not step.compiled_nbytes:
             return replace(step, seconds=step.seconds * step.trips, trips=1)
-        seconds = float(self.communication.seconds(step.kind, step.nbytes, step.axes))
+        seconds = float(self.communication.seconds(step.made, step.nbytes, step.axes))
         return replace(step, seconds=seconds, trips=1, compiled_nbytes=0.0)
 
     def _apart(self, step: Step, choice: Choice) -> Step:
@@ -271,7 +271,7 @@ class CostModel:
             groups[choice[axis][0]] = (*groups.get(choice[axis][0], ()), axis)
         if step.kind == "slice" or len(groups) < 2:
             return step
-        seconds = sum(float(self.communication.seconds(step.kind, step.nbytes, axes)) for axes in groups.values())
+        seconds = sum(float(self.communication.seconds(step.made, step.nbytes, axes)) for axes in groups.values())
         return replace(step, seconds=seconds, apart=tuple(groups.values()))
 
     def exchange_path(self, profile: Profile, op: Op, choice: Choice) -> tuple[Step, ...]:
@@ -293,7 +293,7 @@ class CostModel:
         """What a step of an op takes, which was made on a mesh of the same sizes but, maybe, other wires."""
         nbytes = step.compiled_nbytes or step.nbytes
         groups = () if step.kind == "slice" else step.apart or (step.axes,)
-        return sum(float(self.communication.seconds(step.kind, nbytes, axes)) for axes in groups) / step.trips
+        return sum(float(self.communication.seconds(step.made, nbytes, axes)) for axes in groups) / step.trips
 
 
 def _dtype(op: Op, values: tuple[Value, ...]) -> str:

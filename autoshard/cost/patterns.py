@@ -199,21 +199,32 @@ def default_precision(op: Op) -> bool:
     return all(one is None or str(getattr(one, "name", one)) == "DEFAULT" for one in each)
 
 
-def sliced(graph: Graph) -> tuple[int, ...]:
-    """The values of which several slices are read, or one with strides.
+def sliced(graph: Graph, again: bool) -> tuple[int, ...]:
+    """The values that are kept since kernels would compute them in several places: of which several slices are read, or one with strides.
 
-    A kernel would compute them in several places, and XLA:TPU does not: of ``exp(x)`` one half is computed where it is read, two halves are
-    read from all of it, be it in one kernel. It slices what is spread or put together instead (27 programs, libtpu 0.0.42).
+    XLA:TPU computes none of them twice: of ``exp(x)`` one half is computed where it is read, two halves are read from all of it, be it in
+    one kernel. It slices what is spread or put together instead (27 programs, libtpu 0.0.42). XLA:GPU computes them in two places, but not
+    what they are made of in four (an associative scan, jaxlib 0.10.2).
+
+    Args:
+        again: whether only those count that are computed from slices of what is itself computed.
     """
     slices: Counter[int] = Counter()
+    computed, nested = set[int](), set[int]()
     read = {value for op in graph.walk() for value in op.operands} | set(graph.results)
-    made_by = {value: op.primitive for op in graph.walk() for value in op.results}
     for op in graph.walk():
         if op.primitive in ("slice", "dynamic_slice"):
             slices[op.operands[0]] += 2 if any(stride > 1 for stride in op.params.get("strides") or ()) else 1
         elif op.primitive == "split":
             slices[op.operands[0]] += sum(value in read for value in op.results)
-    return tuple(value for value, n in slices.items() if n > 1 and made_by.get(value) not in ("broadcast_in_dim", "concatenate", "pad"))
+        elif op.bodies or stands_alone(op) or op.primitive in REDUCTIONS or op.primitive in ("broadcast_in_dim", "concatenate", "pad"):
+            continue
+        else:
+            computed.update(op.results if op.primitive not in VIEWS or op.operands[0] in computed else ())
+            nested.update(op.results if not nested.isdisjoint(op.operands) else ())
+            continue
+        nested.update(op.results if op.operands[0] in computed or op.operands[0] in nested else ())
+    return tuple(value for value, n in slices.items() if n > 1 and value in (nested & computed if again else computed))
 
 
 def minor(graph: Graph) -> tuple[Minor | None, ...]:

@@ -14,7 +14,7 @@ from typing import ClassVar
 from autoshard.cost.compute import is_matrix
 from autoshard.cost.evaluate import Judgement
 from autoshard.errors import InfeasibleError, ShardingError
-from autoshard.ir import Layout, divides
+from autoshard.ir import Layout, divides, local_shape, shards
 from autoshard.problem import Problem
 from autoshard.render import format_bytes
 from autoshard.search.propagation import Propagation
@@ -161,16 +161,17 @@ def _split(problem: Problem, value: int, dim: int) -> Layout:
 
 
 def _spread_out(problem: Problem, value: int) -> Layout:
-    """Each mesh axis on the dimension that is largest by then and divides."""
+    """All mesh axes on one dimension, the largest of those that most devices divide; what does not divide it on others, largest first.
+
+    Along one dimension a parameter is gathered at once, and its gradient scattered at once (`autoshard.cost.combining.is_formed`).
+    """
     shape, sizes = problem.graph.values[value].shape, problem.mesh.sizes
-    layout = (-1,) * len(sizes)
-    local = list(shape)
-    for axis, size in enumerate(sizes):
-        options = [dim for dim in range(len(shape)) if local[dim] % size == 0 and local[dim] >= size]
-        if options:
-            dim = max(options, key=lambda d: (local[d], -d))
-            layout = (*layout[:axis], dim, *layout[axis + 1 :])
-            local[dim] //= size
+    layouts = [_split(problem, value, dim) for dim in range(len(shape))]
+    layout = max(layouts, key=lambda layout: (shards(layout, sizes), shape[max(layout)]), default=(-1,) * len(sizes))
+    for axis in range(len(sizes)):
+        options = [(*layout[:axis], dim, *layout[axis + 1 :]) for dim in range(len(shape)) if layout[axis] < 0]
+        fitting = [option for option in options if divides(option, shape, sizes)]
+        layout = max(fitting, key=lambda option: local_shape(shape, option, sizes)[option[axis]], default=layout)
     return layout
 
 

@@ -146,7 +146,7 @@ def test_a_mesh_without_a_legal_sharding_does_not_end_the_search(monkeypatch):
 @pytest.mark.parametrize("share", [0.995, 0.05])
 def test_what_memory_decides_is_searched_once_for_all_placements(share):
     """Where the limit binds one placement of each mesh is searched; the others have its answer, judged on their wires, or its refusal."""
-    fn, args = PROGRAMS["gpt"]()
+    fn, args = PROGRAMS["gpt_scan"]()
     cluster = eager_cluster("v5e:4x4")
     free = problem_of(fn, *args, cluster=cluster, mesh={"data": 4, "model": 4})
     limit = share * RecursiveProgramming().solve(free).judgement.cost.peak_bytes
