@@ -20,8 +20,8 @@ Seen in the schedules that XLA:TPU (libtpu 0.0.42) makes of train steps. XLA:GPU
 
 - *Libraries*: products and convolutions are calls of cuBLAS and cuDNN: what they read and make lies in memory as it is, without epilogue.
 - *Gathers* are fused, and compute what they take: a loss that looks up float32 logits reads those in bfloat16 that a product made.
-- *Scatters* stand alone, one-hot ones too, and write where their operand lies; where they add to zeros, what is added to those comes first:
-  the gradient of logits is made in float32, the targets' share is scattered into it, and it is rounded then.
+- *Scatters* compute what they add, one-hot ones too, and write where their operand lies; where they add to zeros, what is added to
+  those comes first: the gradient of logits is made in float32, the targets' share is scattered into it, and it is rounded then.
 
 Linear in the program's size.
 """
@@ -272,7 +272,8 @@ class _Fuser:
             elif self._stands_alone(op) and not self._is_one_hot(op):
                 for value in () if op.index in self.in_place else op.results:
                     self._store(value)
-                for value in op.operands if self.calls_libraries or not is_matrix(op.primitive) else ():
+                scatters = self.calls_libraries and op.primitive.startswith("scatter")  # which computes what it adds
+                for value in op.operands[:1] if scatters else op.operands if self.calls_libraries or not is_matrix(op.primitive) else ():
                     self._store(value)
             elif op.primitive in REDUCTIONS:
                 for value in op.results:

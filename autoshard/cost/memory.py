@@ -253,7 +253,7 @@ def _stored(profile: Profile, partials: Mapping[int, Step], share: Callable[[int
     though only slices of it are wanted lies whole until the last of those is made. Others are combined at once, and stored if their
     readers do not find them in registers.
     """
-    fusion, ops, values = profile.fusion, profile.graph.walk(), profile.graph.values
+    fusion, ops, values, ends = profile.fusion, profile.graph.walk(), profile.graph.values, profile.lifetimes.ends
     groups: list[tuple[float, list[int]]] = []
     found: dict[int, int] = {}
     whole: list[int] = []
@@ -265,9 +265,10 @@ def _stored(profile: Profile, partials: Mapping[int, Step], share: Callable[[int
             k = next((k for k, (size, _) in enumerate(groups) if size + nbytes <= COMBINED_BYTES), len(groups))
             size, members = groups[k] if k < len(groups) else (0.0, [])
             groups[k:] = [(size + nbytes, [*members, op]), *groups[k + 1 :]]
+        elif not fusion.stored[root := fusion.root[value]]:  # what is computed as it is read is not, once it is sent
+            found[op] = max((op, *fusion.users[root]), key=ends.__getitem__)
         elif fusion.narrow[value] or nbytes > share(value):
             found[op] = op
-    ends = profile.lifetimes.ends
     return found | {op: max(members, key=ends.__getitem__) for members in (whole, *(members for _, members in groups)) for op in members}
 
 
