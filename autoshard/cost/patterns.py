@@ -261,16 +261,19 @@ def minor(graph: Graph) -> tuple[Minor | None, ...]:
 
 
 def _multiplied(op: Op, shape: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, Minor]]:
-    """The operands and the result of a batched product of matrices, each with its dimensions that are no batch."""
+    """The operands and the result of a batched product of matrices, each with the largest of its dimensions on either side of it."""
     if op.primitive != "dot_general":
         return
     contracted, batch = op.params["dimension_numbers"]
     free = [[d for d in range(len(shape[v])) if d not in c and d not in b] for v, c, b in zip(op.operands, contracted, batch, strict=True)]
-    sizes = [math.prod(shape[v][d] for d in dims) for v, dims in zip((*op.operands, op.operands[0]), (*free, contracted[0]), strict=True)]
-    if batch[0] and min(sizes) > 1:
-        for value, dims in zip(op.operands, batch, strict=True):
-            yield value, tuple((d,) for d in range(len(shape[value])) if d not in dims)
-        yield op.results[0], tuple((d,) for d in range(len(batch[0]), len(shape[op.results[0]])))
+    sides = [(op.operands[0], free[0]), (op.operands[1], free[1]), (op.operands[0], contracted[0])]
+    if not batch[0] or any(math.prod(shape[value][d] for d in dims) == 1 for value, dims in sides):
+        return
+    for value, *groups in zip(op.operands, free, contracted, strict=True):
+        yield value, tuple((max(dims, key=shape[value].__getitem__),) for dims in groups)
+    rows, columns = ([len(batch[0]) + offset + d for d in range(len(dims))] for offset, dims in ((0, free[0]), (len(free[0]), free[1])))
+    made = shape[op.results[0]]
+    yield op.results[0], ((max(rows, key=made.__getitem__),), (max(columns, key=made.__getitem__),))
 
 
 def _split(image: tuple[int, ...], other: tuple[int, ...]) -> Minor | None:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard.cluster import Cluster
@@ -90,6 +91,49 @@ def test_a_lookup_reads_what_is_there_and_a_gradient_is_scattered_into():
     made = stored(_head, like(128, 1024), like(64, 128), like(64, dtype=jnp.int32))
     wide, narrow = (((64, 1024), dtype) for dtype in ("float32", "bfloat16"))
     assert made.count(wide) == 1 and made.count(narrow) == 2
+
+
+@pytest.mark.parametrize(("cluster", "lies"), [("h100:8", False), ("v5e:2x4", True)])
+def test_scatters_compute_what_they_add(cluster, lies):
+    """Messages of a graph's edges, looked up by their senders: XLA:GPU makes one kernel of lookup, function and sum, XLA:TPU does not."""
+
+    def received(x, senders, receivers):
+        return jax.ops.segment_sum(jnp.sin(x[senders]), receivers, num_segments=100)
+
+    edges = like(5000, dtype=jnp.int32)
+    kept = stored(received, like(100, 64, dtype=jnp.float32), edges, edges, cluster=Cluster.parse(cluster))
+    assert (((5000, 64), "float32") in kept) == lies
+
+
+def test_zeros_of_scatters_are_filled_at_once():
+    """Sums over edges of eight layers begin together, as one kernel fills what they add to (a graph network, jaxlib 0.10.2)."""
+
+    def received(x, senders, receivers):
+        for _ in range(3):
+            x = jnp.sin(jax.ops.segment_sum(x[senders], receivers, num_segments=100))
+        return x
+
+    edges = like(5000, dtype=jnp.int32)
+    facts = facts_of(received, like(100, 64, dtype=jnp.float32), edges, edges)
+    places = [facts.lifetimes.places[op.results[0]] for op in facts.graph.walk() if op.primitive == "scatter-add"]
+    assert len(places) == 3 and len({int(facts.lifetimes.born[place]) for place in places}) == 1
+
+
+def test_what_is_sent_is_stored():
+    """A lookup that scatters compute as they add it lies in memory once devices combine it (``f32[2000000,256] all-reduce``)."""
+
+    def received(x, senders, receivers):
+        return jax.ops.segment_sum(x[senders], receivers, num_segments=64)
+
+    edges = like(2**20, dtype=jnp.int32)
+    specs = {"senders": P(), "receivers": P()}
+    held = [
+        autoshard.evaluate(
+            received, like(64, 8, dtype=jnp.float32), edges, edges, cluster="h100:8", mesh={"data": 8}, in_specs=specs | {"x": x}
+        ).cost.peak_bytes
+        for x in (P("data"), P())
+    ]
+    assert held[0] - held[1] == pytest.approx(2**20 * 8 * 4, rel=0.01)
 
 
 def test_what_is_scattered_apart_is_paid_for():

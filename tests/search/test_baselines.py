@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from problems import problem_of
 from programs import gpt
 
@@ -88,3 +89,17 @@ def test_tensor_parallel_layers_do_alike(monkeypatch):
     alone = TensorParallel().solve(problem)
     assert max(spread) == problem.n_nodes
     assert found.judgement.cost.makespan_seconds == pytest.approx(alone.judgement.cost.makespan_seconds, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec"), [((256, 256), P(("data", "model"), None)), ((64, 256), P(None, ("data", "model"))), ((4, 6), P("model", "data"))]
+)
+def test_parameters_are_split_along_one_dimension(shape, spec):
+    """The largest that all devices divide, so that each is gathered and its gradient scattered at once; else along several."""
+
+    def step(weight, batch):
+        return weight - jax.grad(lambda weight: jnp.tanh(batch @ weight).sum())(weight)
+
+    batch = floats(1024, shape[0])
+    found = autoshard.search(step, floats(*shape), batch, cluster="v5e:2x4", mesh={"data": 2, "model": 4}, searcher="fully_sharded")
+    assert found.in_specs[0] == spec
