@@ -127,21 +127,29 @@ def test_rows_that_are_found_lie_row_by_row(width, lies):
     assert held > 4 if lies else held < 1.5
 
 
+@pytest.mark.parametrize("width", [16, 64])
+def test_rows_that_are_added_lie_row_by_row(width):
+    """Copied to that if they are computed: ``copy f32[2000000,16]{1,0:T(8,128)}`` of 1.02 GB before a scatter (libtpu 0.0.42)."""
+    ends = jax.ShapeDtypeStruct((2_000_000,), jnp.int32)
+    facts = facts_of(lambda x, ends: jax.ops.segment_sum(jnp.sin(x), ends, num_segments=200_000), floats(2_000_000, width), ends)
+    assert peak(facts, "v5e:2x4") > 2_000_000 * (2 * width + 128) * 4
+
+
 @pytest.mark.parametrize(
     ("make", "searcher", "compiled"),
     [
         (lambda: dlrm(rows=2_000_000, width=96), "recursive_programming", 3.078e9),
         (lambda: dlrm(rows=2_000_000, width=128), "recursive_programming", 3.084e9),
+        (lambda: dlrm(rows=1_000_000, width=64, batch=262_144), "recursive_programming", 1.059e9),
         (lambda: dlrm(rows=3_000_000, width=64), "fully_sharded", 7.883e9),
         (windows, "data_parallel", 1.081e9),
         (graph_network, "data_parallel", 2.625e9),
-        (graph_network, "recursive_programming", 1.387e9),
     ],
 )
 def test_peaks_of_narrow_arrays(make, searcher, compiled):
-    """Peaks that libtpu 0.0.42 reported: 10 % above, 5 % below."""
+    """Peaks that libtpu 0.0.42 reported: within 5 %."""
     fn, args = make()
     found = autoshard.search(
         fn, *args, cluster="v5e:2x4", mesh={"data": 8}, searcher=searcher, donate_argnums=0, memory_limit_bytes=1e15
     ).cost.peak_bytes
-    assert 0.95 * compiled <= found <= 1.1 * compiled
+    assert found == pytest.approx(compiled, rel=0.05)
