@@ -87,9 +87,9 @@ def _short_rows(profile: Profile, assignment: Assignment) -> Iterator[tuple[Op, 
         target = next(iter(read_in(profile, assignment, op, table)), own)
         local = local_shape(value.shape, target, assignment.mesh.sizes)
         moved = profile.makers[table] is None and target != own
-        if not moved and op.params["slice_sizes"][-1] == value.shape[-1] and math.prod(local[:-1]) >= LANES:
-            if by_rows(local, value.itemsize) > padding(local):
-                yield op, local
+        whole = value.rank > 0 and op.params["slice_sizes"][-1] == value.shape[-1]
+        if whole and not moved and math.prod(local[:-1]) >= LANES and by_rows(local, value.itemsize) > padding(local):
+            yield op, local
 
 
 def for_scatters(profile: Profile, assignment: Assignment, partials: Mapping[int, Step]) -> Iterator[Held]:
