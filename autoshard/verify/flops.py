@@ -98,7 +98,7 @@ def _flops(module: Module, name: str, count: int, again: bool) -> Iterator[tuple
         elif instruction.opcode == "custom-call":
             target = _TARGET.search(instruction.rest)
             if target and target[1] in _LIBRARY_PRODUCTS:
-                yield count * _of_library_product(computation, instruction), repeated
+                yield count * _of_library_product(module, computation, instruction), repeated
             elif target and target[1] in _LIBRARY_CONVOLUTIONS:
                 yield count * _of_convolution(module, computation, instruction, _LIBRARY_CONVOLUTIONS[target[1]]), repeated
             elif target and _MATRIX_TARGETS.search(target[1]):
@@ -116,13 +116,14 @@ def _of_dot(computation: Computation, dot: Instruction) -> float:
     return 2.0 * math.prod(shape_of(dot.type)) * math.prod(left[dim] for dim in named.get("lhs_contracting_dims", []))
 
 
-def _of_library_product(computation: Computation, call: Instruction) -> float:
+def _of_library_product(module: Module, computation: Computation, call: Instruction) -> float:
     """Of a call of cuBLAS, which says in its configuration what it contracts, and returns its workspace too."""
     found = _LIBRARY_CONTRACTED.search(call.rest)
     if found is None:
         raise CompilerError(f"a call of cuBLAS says which dimensions it contracts, and {call.name!r} does not: {call.rest[:120]}.")
-    left = shape_of(computation[call.operands[0]].type)
-    return 2.0 * math.prod(shape_of(call.type)) * math.prod(left[int(dim)] for dim in re.findall(r"\d+", found[1]))
+    left, made = _lying(module, computation, call.operands[0]), _kept(module, computation, call)
+    contracted = [left[int(dim)] for dim in re.findall(r"\d+", found[1])]
+    return 2.0 * math.prod(count for _, count, _ in (*made, *contracted))
 
 
 def _of_convolution(module: Module, computation: Computation, convolution: Instruction, order: tuple[int, ...] = (0, 1, 2)) -> float:

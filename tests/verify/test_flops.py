@@ -194,6 +194,21 @@ dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convForward"
     assert dot_flops(module(text, DILATED)).total == 2 * 6 * 8 * 4 * 46**2
 
 
+def test_library_products_of_padded_matrices():
+    """XLA:GPU pads bfloat16 matrices to multiples of eight for cuBLAS: what it pads, and cuts off again, does not count."""
+    entry = """  %a = bf16[8,49,28]{2,1,0} parameter(0)
+  %b = bf16[8,51,28]{2,1,0} parameter(1)
+  %zero = bf16[] constant(0)
+  %left = bf16[8,56,32]{2,1,0} pad(%a, %zero), padding=0_0x0_7x0_4
+  %right = bf16[8,56,32]{2,1,0} pad(%b, %zero), padding=0_0x0_5x0_4
+  %call = (bf16[8,56,56]{2,1,0}, s8[4194304]{0}) custom-call(%left, %right), custom_call_target="__cublas$lt$matmul", backend_config=\
+{"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["2"],"rhs_contracting_dimensions":["2"],\
+"lhs_batch_dimensions":["0"],"rhs_batch_dimensions":["0"]},"epilogue":"DEFAULT"}}
+  %made = bf16[8,56,56]{2,1,0} get-tuple-element(%call), index=0
+  ROOT %kept = bf16[8,49,51]{2,1,0} slice(%made), slice={[0:8], [0:49], [0:51]}"""
+    assert dot_flops(module(entry)).total == 2 * 8 * 49 * 51 * 28
+
+
 def test_library_calls_without_sizes_are_an_error():
     """A matrix product that cannot be read is not counted as nothing."""
     with pytest.raises(CompilerError, match="cublasGemm"):
