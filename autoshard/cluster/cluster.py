@@ -36,6 +36,8 @@ CARRIED = {"v5e": ("all_gather",)}
 
 # Which compilers add partial sums before they combine them: see `autoshard.cost.partial_sums`.
 ADDS_FIRST = ("tpu", "gpu")
+# XLA:GPU adds what is widened on the way too, wide, and all_reduces that (jaxlib 0.10.2); XLA:TPU sends each as it is (libtpu 0.0.42).
+ADDS_WIDENED = ("gpu",)
 # Which compilers make one all_reduce of several over different mesh axes: the partitioner has one for each dimension that is reduced, and
 # "all-reduce-folder" (openxla/xla, xla/hlo/transforms/collectives) is not of XLA:CPU's pipeline.
 FOLDS = ("tpu", "gpu")
@@ -240,6 +242,11 @@ class Cluster:
     def adds_first(self) -> bool:
         """Whether the compiler adds partial sums that are only added up, over trips of a loop too, before it combines them."""
         return self.device.kind in ADDS_FIRST
+
+    @property
+    def adds_widened(self) -> bool:
+        """Whether it does so where those are widened before they are added, if they are all_reduced."""
+        return self.device.kind in ADDS_WIDENED
 
     @property
     def folds(self) -> bool:

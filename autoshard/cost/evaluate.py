@@ -338,9 +338,12 @@ class _Judge:
         region = first[0]
         (dropped, one), (_, other) = ((position, self.sent[position]) for position in (region.sent[task] for _, task in (first, second)))
         alike = attrgetter("kind", "axes", "nbytes", "trips")
-        if alike(one.step) != alike(other.step):
+        widens = addition.widened > 1
+        if alike(one.step) != alike(other.step) or (widens and not (self.model.cluster.adds_widened and one.step.kind == "all_reduce")):
             return
         self.combined[addition.op] = second
+        if widens:
+            self._send(*second, other.step.nbytes * addition.widened)
         self.sent[dropped] = replace(one, step=replace(one.step, seconds=0.0, trips=0))
         region.tasks.seconds[first[1]] = 0.0
         self.communication -= one.step.seconds * one.trips
@@ -368,12 +371,15 @@ class _Judge:
         copy = self.copied.get(position)
         if copy is None or not self._rounded(copy):
             return
+        self._send(region, task, self.sent[position].step.nbytes * NARROW_SHARE)
+
+    def _send(self, region: _Region, task: int, nbytes: float) -> None:
+        """Sends other bytes than were planned."""
+        position = region.sent[task]
         sent = self.sent[position]
-        step = sent.step
-        nbytes = step.nbytes * NARROW_SHARE
-        seconds = float(self.model.communication.seconds(step.made, nbytes, step.axes))
-        saved = (step.seconds - seconds) * sent.trips
-        self.sent[position] = replace(sent, step=replace(step, seconds=seconds), nbytes=nbytes)
+        seconds = float(self.model.communication.seconds(sent.step.made, nbytes, sent.step.axes))
+        saved = (sent.step.seconds - seconds) * sent.trips
+        self.sent[position] = replace(sent, step=replace(sent.step, seconds=seconds), nbytes=nbytes)
         region.tasks.seconds[task] -= saved / (region.runs or 1)
         self.communication -= saved
         self.saved += saved

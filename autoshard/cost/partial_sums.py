@@ -35,11 +35,13 @@ class Addition:
         op: its index.
         sides: the ops that make the two; they may be additions themselves.
         between: the values on the way from those to it.
+        widened: how many times a number of a side's bytes one of the sum has, or 1.
     """
 
     op: int
     sides: tuple[int, int]
     between: tuple[int, ...]
+    widened: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,8 @@ class _Finder:
         sides, between = zip(*map(self._made, op.operands), strict=True)
         if None in sides or not all(map(self._adds_beside, between)):
             return None
-        return Addition(op.index, sides, (*between[0], *between[1]))
+        narrowest = min(self._values[values[-1]].itemsize for values in between)
+        return Addition(op.index, sides, (*between[0], *between[1]), max(1.0, self._values[op.results[0]].itemsize / narrowest))
 
     def _adds_beside(self, between: tuple[int, ...]) -> bool:
         """Whether what is combined, and rearranged on this way, can be added as it is made.

@@ -77,6 +77,31 @@ def test_gradients_that_are_rounded_before_they_are_added_are_not_one_sum():
     assert sums_of(rounded, (jax.ShapeDtypeStruct((32,), jnp.bfloat16), X))[1].additions == ()
 
 
+@pytest.mark.parametrize(
+    ("cluster", "lies", "kind", "sent"),
+    [
+        ("v5e:2x4", P(), "all_reduce", [2, 2]),
+        ("h100:8", P(), "all_reduce", [4]),
+        ("v5e:2x4", P("data"), "reduce_scatter", [2, 2]),
+        ("h100:8", P("data"), "reduce_scatter", [2, 2]),
+    ],
+)
+def test_gradients_that_are_widened_before_they_are_added(cluster, lies, kind, sent):
+    """Of a float32 weight that two bfloat16 products read: bytes a number of what compilers send (libtpu 0.0.42, jaxlib 0.10.2)."""
+
+    def step(w, x):
+        def loss(w):
+            y = jnp.tanh(x @ w.astype(jnp.bfloat16))
+            return jnp.tanh(y @ w.astype(jnp.bfloat16)).astype(jnp.float32).mean()
+
+        return w - jax.grad(loss)(w)
+
+    args = jax.ShapeDtypeStruct((256, 256), jnp.float32), jax.ShapeDtypeStruct((1024, 256), jnp.bfloat16)
+    found = autoshard.evaluate(step, *args, cluster=cluster, mesh={"data": 8}, in_specs={"w": lies, "x": P("data")}, donate_argnums=0)
+    made = [collective for collective in as_compiled(found.cost.collectives) if collective.kind == kind and collective.bytes > 4]
+    assert [collective.bytes / 256**2 for collective in made for _ in range(collective.count)] == sent
+
+
 @pytest.mark.parametrize(("weight", "n_sums"), [("bij", 1), ("ibj", 0)])
 def test_batched_gradients_are_one_sum_where_their_products_are_made_turned_around(weight, n_sums):
     """A transpose that swaps a batched product's operands becomes part of it; one that moves its batch stands between it and the sum."""
