@@ -25,6 +25,11 @@ def read_in(profile: Profile, assignment: Assignment, op: Op, value: int) -> lis
     ]
 
 
+def _first_read_in(profile: Profile, assignment: Assignment, op: Op, value: int) -> Layout:
+    """The first of those; where the value lies if there is none."""
+    return next(iter(read_in(profile, assignment, op, value)), assignment.layout(value))
+
+
 def for_products(profile: Profile, assignment: Assignment, copied: Set[int]) -> Iterator[Held]:
     """Arguments that products want in another order than they are handed in.
 
@@ -62,13 +67,12 @@ def for_lookups(profile: Profile, assignment: Assignment, copied: Set[int], earl
         copied: the values that are read in other layouts too.
         early: whether tables are copied as early as can be.
     """
-    values, times, ops = profile.graph.values, profile.lifetimes, profile.graph.walk()
-    looked_up = list(_short_rows(profile, assignment))
-    handed_in = [op.index for op, _ in looked_up if profile.makers[op.operands[0]] is None]
-    for op, local in looked_up:
-        table, (rows,) = op.operands[0], op.results
-        start = times.starts[handed_in[0] if early and op.index in handed_in else op.index]
-        nbytes = math.prod(local) * values[table].itemsize * by_rows(local, values[table].itemsize)
+    times, ops = profile.lifetimes, profile.graph.walk()
+    first: int | None = None  # the first moment in which a table that is handed in is looked up
+    for op, nbytes in _short_rows(profile, assignment):
+        (rows,), start = op.results, times.starts[op.index]
+        if early and profile.makers[op.operands[0]] is None:
+            start = first = start if first is None else first
         yield nbytes / (2 if profile.rounded[rows] and rows not in copied else 1), start, times.ends[op.index]
         found = local_part(profile, assignment, rows)
         wide, own = tiled(found[-1], math.prod(found[:-1])), tiles(profile, assignment, rows)
@@ -79,17 +83,17 @@ def for_lookups(profile: Profile, assignment: Assignment, copied: Set[int], earl
             yield extra, int(times.born[place]), int(times.dies[place]) if kept else times.ends[op.index]
 
 
-def _short_rows(profile: Profile, assignment: Assignment) -> Iterator[tuple[Op, tuple[float, ...]]]:
-    """The lookups of rows that fill no tiles and that lie one by one for it, with the shapes of a device's parts of the tables."""
+def _short_rows(profile: Profile, assignment: Assignment) -> Iterator[tuple[Op, float]]:
+    """The lookups of rows that fill no tiles and that lie one by one for it, with the bytes of a device's parts of the tables then."""
     for op in (*profile.table_lookups, *profile.lookups):
         table = op.operands[0]
         value, own = profile.graph.values[table], assignment.layout(table)
-        target = next(iter(read_in(profile, assignment, op, table)), own)
+        target = _first_read_in(profile, assignment, op, table)
         local = local_shape(value.shape, target, assignment.mesh.sizes)
         moved = profile.makers[table] is None and target != own
         whole = value.rank > 0 and op.params["slice_sizes"][-1] == value.shape[-1]
-        if whole and not moved and math.prod(local[:-1]) >= LANES and by_rows(local, value.itemsize) > padding(local):
-            yield op, local
+        if whole and not moved and math.prod(local[:-1]) >= LANES and (padded := by_rows(local, value.itemsize)) > padding(local):
+            yield op, math.prod(local) * value.itemsize * padded
 
 
 def for_scatters(profile: Profile, assignment: Assignment, partials: Mapping[int, Step]) -> Iterator[Held]:
@@ -113,7 +117,7 @@ def for_scatters(profile: Profile, assignment: Assignment, partials: Mapping[int
             continue
         yield math.prod(local) * values[total].itemsize * padded, times.starts[op.index], times.ends[op.index]
         maker = profile.makers[added]
-        part = local_shape(values[added].shape, next(iter(read_in(profile, assignment, op, added)), assignment.layout(added)), mesh)
+        part = local_shape(values[added].shape, _first_read_in(profile, assignment, op, added), mesh)
         wide = tiled(part[-1], math.prod(part[:-1])) if part else 1.0
         if wide > padding(part) and (maker is None or ops[maker].primitive != "gather"):
             yield math.prod(part) * values[added].itemsize * wide, times.starts[op.index], times.ends[op.index]
@@ -149,7 +153,7 @@ def sliced_last(profile: Profile, assignment: Assignment) -> Iterator[tuple[int,
     for op in profile.lookups:
         value = op.operands[0]
         own, place = assignment.layout(value), times.places.get(profile.fusion.root[value])
-        target = next(iter(read_in(profile, assignment, op, value)), own)
+        target = _first_read_in(profile, assignment, op, value)
         sliced = own != target and all(dim in (-1, wanted) for dim, wanted in zip(own, target, strict=True))
         tensor = profile.graph.values[value]
         if sliced and place is not None and tensor.rank > 1 and len(profile.readers[value]) > 1:

@@ -404,8 +404,8 @@ class _Judge:
                 start = len(self.sent)
                 done = self._communicate(path, needs, trips, source, (value,), partial(_resharded, value, previous, layout, reason))
                 self.copied.update(dict.fromkeys(range(start, len(self.sent)), (value, layout)))
-                beside = (other for other in self.profile.single_rows.get(value, ()) if self.assignment.layout(other) == target)
-                if any(step.kind == "all_to_all" for step in path) and next(beside, None) is not None:
+                beside = any(self.assignment.layout(other) == target for other in self.profile.single_rows.get(value, ()))
+                if beside and any(step.kind == "all_to_all" for step in path):
                     self.wide.add((value, layout))
                 if not self.profile.portable[value]:
                     done = self._compute(self.model.storing_seconds(values[value], previous, layout), trips, done)
