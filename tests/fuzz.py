@@ -32,7 +32,7 @@ import autoshard
 from autoshard.cost.model import CostModel
 from autoshard.cost.profile import profile
 from autoshard.ir import Assignment, Collective, Mesh, divides, layout_to_spec, layouts, replicated, result_layouts
-from autoshard.lower import constrained, jax_mesh, to_named_sharding
+from autoshard.lower import jax_mesh, manual_program, to_named_sharding
 from autoshard.problem import Problem
 from autoshard.rules import rules_of
 from autoshard.trace import Traced, trace
@@ -203,7 +203,7 @@ def _lowered(traced: Traced, rules: tuple, assignment: Assignment, model: CostMo
         found = graph.values[value]
         return to_named_sharding(layout if found.size else replicated(MESH), found.rank, mesh)
 
-    flat = constrained(traced.jaxpr, graph, rules, assignment, mesh, model.reshard_paths(graph.values), differentiable=False)
+    flat = manual_program(traced.jaxpr, graph, rules, assignment, mesh, model.reshard_paths(graph.values))
     entering = tuple(sharding(assignment.layout(value), value) for value in graph.arguments)
     leaving = [sharding(layout, value) for layout, value in zip(result_layouts(graph, assignment), graph.results, strict=True)]
     jitted = jax.jit(

@@ -41,7 +41,7 @@ from random_assignments import random_assignment
 import autoshard
 from autoshard.cost.model import CostModel
 from autoshard.ir import Assignment, Mesh, Rule, replicated
-from autoshard.lower import constrained, jax_mesh
+from autoshard.lower import jax_mesh, manual_program
 from autoshard.rules import rules_of
 from autoshard.trace import Traced, trace
 
@@ -240,7 +240,7 @@ def _shards(assignment: Assignment) -> bool:
 def _lowered(traced: Traced, rules: tuple[Rule | None, ...], assignment: Assignment, model: CostModel) -> Callable:
     graph = traced.graph
     paths = model.reshard_paths(graph.values)
-    flat = _stage("lower", lambda: constrained(traced.jaxpr, graph, rules, assignment, jax_mesh(assignment.mesh), paths))
+    flat = _stage("lower", lambda: manual_program(traced.jaxpr, graph, rules, assignment, jax_mesh(assignment.mesh), paths))
     return lambda *arguments: flat(*jax.tree.leaves(arguments))
 
 

@@ -18,7 +18,7 @@ from autoshard.cluster import Cluster
 from autoshard.cost.model import CostModel
 from autoshard.errors import StrategyError, TraceError
 from autoshard.ir import Graph, Layout, Rule, replicated, result_layouts
-from autoshard.lower import ReshardPath, constrained, derived_from, lowering_mesh, manual, obstacle, to_named_sharding
+from autoshard.lower import ReshardPath, constrained, derived_from, lowering_mesh, manual_program, obstacle, to_named_sharding
 from autoshard.rules import rules_of
 from autoshard.strategy import Record, check_program
 from autoshard.trace import Traced, trace
@@ -141,7 +141,7 @@ class Step(Sharded):
         acts = any(op.equation is not None and op.equation.effects for op in graph.walk())
         if self._lowering == "constraints" or obstacle(graph, mesh) is not None or (differentiable and acts):
             return constraints()
-        return derived_from(manual(*program), constraints) if differentiable else manual(*program)
+        return derived_from(manual_program(*program), constraints) if differentiable else manual_program(*program)
 
     def _weak_before(self, args: tuple) -> tuple[bool, ...] | None:
         """Which leaves were weakly typed in the first call with arguments that are like these but for that; None: there was none."""

@@ -38,9 +38,6 @@ CARRIED = {"v5e": ("all_gather",)}
 ADDS_FIRST = ("tpu", "gpu")
 # XLA:GPU adds what is widened on the way too, wide, and all_reduces that (jaxlib 0.10.2); XLA:TPU sends each as it is (libtpu 0.0.42).
 ADDS_WIDENED = ("gpu",)
-# Which compilers make one all_reduce of several over different mesh axes: the partitioner has one for each dimension that is reduced, and
-# "all-reduce-folder" (openxla/xla, xla/hlo/transforms/collectives) is not of XLA:CPU's pipeline.
-FOLDS = ("tpu", "gpu")
 # Which compilers round what products round anyway before they send it: see `autoshard.cost.narrowing`.
 NARROWS = ("tpu",)
 # Whose matrix products and convolutions are calls of libraries: see `autoshard.cost.fusion`.
@@ -247,11 +244,6 @@ class Cluster:
     def adds_widened(self) -> bool:
         """Whether it does so where those are widened before they are added, if they are all_reduced."""
         return self.device.kind in ADDS_WIDENED
-
-    @property
-    def folds(self) -> bool:
-        """Whether partial results of several reduced dimensions are combined at once, rather than one dimension after the other."""
-        return self.device.kind in FOLDS
 
     @property
     def narrows(self) -> bool:

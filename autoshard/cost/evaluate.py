@@ -207,11 +207,10 @@ class _Judge:
     def _compiled(self, sent: _Sent) -> tuple[Collective, ...] | None:
         """What the compiler makes of a collective; None: just that."""
         step, nbytes = sent.step, sent.nbytes or sent.step.nbytes
-        if step.trips == 1 and nbytes == step.nbytes and not step.apart:
+        if step.trips == 1 and nbytes == step.nbytes:
             return None
         names, count = self.model.mesh.names, sent.trips // step.trips if step.trips else 0
-        groups = (tuple(names[axis] for axis in axes) for axes in step.apart or (step.axes,))
-        return tuple(Collective(step.kind, axes, nbytes, count) for axes in groups if count)
+        return (Collective(step.kind, tuple(names[axis] for axis in step.axes), nbytes, count),) if count else ()
 
     # -- the walk ----------------------------------------------------------------------------------------------------
 
@@ -377,7 +376,7 @@ class _Judge:
         """Sends other bytes than were planned."""
         position = region.sent[task]
         sent = self.sent[position]
-        seconds = float(self.model.communication.seconds(sent.step.made, nbytes, sent.step.axes))
+        seconds = float(self.model.communication.seconds(sent.step.kind, nbytes, sent.step.axes))
         saved = (sent.step.seconds - seconds) * sent.trips
         self.sent[position] = replace(sent, step=replace(sent.step, seconds=seconds), nbytes=nbytes)
         region.tasks.seconds[task] -= saved / (region.runs or 1)

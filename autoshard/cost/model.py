@@ -242,15 +242,13 @@ class CostModel:
         key = value.shape, value.itemsize, computed_layout(rule, choice, result), left
         if (steps := self._reductions.get(key)) is None:
             steps = self._reductions[key] = reduction_steps(self.mesh, self.communication, *key)
-        if not self.cluster.folds:
-            return tuple(self._apart(step, choice) for step in steps)
         trips = profile.sums.accumulated[op.index]
         if trips == 1 or not self.cluster.adds_first or len(steps) != 1 or steps[0].kind != "all_reduce":
             return steps
         step, widened = steps[0], profile.sums.widened[op.index]
         if widened > 1:
             nbytes = step.nbytes * widened
-            step = replace(step, seconds=float(self.communication.seconds(step.made, nbytes, step.axes)), compiled_nbytes=nbytes)
+            step = replace(step, seconds=float(self.communication.seconds(step.kind, nbytes, step.axes)), compiled_nbytes=nbytes)
         return (replace(step, seconds=step.seconds / trips, trips=trips),)
 
     def recombining_seconds(self, profile: Profile, op: Op, choice: Choice) -> float:
@@ -261,18 +259,8 @@ class CostModel:
         """A step of many trips as it is where it is made in every one."""
         if not step.compiled_nbytes:
             return replace(step, seconds=step.seconds * step.trips, trips=1)
-        seconds = float(self.communication.seconds(step.made, step.nbytes, step.axes))
+        seconds = float(self.communication.seconds(step.kind, step.nbytes, step.axes))
         return replace(step, seconds=seconds, trips=1, compiled_nbytes=0.0)
-
-    def _apart(self, step: Step, choice: Choice) -> Step:
-        """The step as compilers take it that combine over one reduced factor after the other."""
-        groups: dict[int, tuple[int, ...]] = {}
-        for axis in step.axes:
-            groups[choice[axis][0]] = (*groups.get(choice[axis][0], ()), axis)
-        if step.kind == "slice" or len(groups) < 2:
-            return step
-        seconds = sum(float(self.communication.seconds(step.made, step.nbytes, axes)) for axes in groups.values())
-        return replace(step, seconds=seconds, apart=tuple(groups.values()))
 
     def exchange_path(self, profile: Profile, op: Op, choice: Choice) -> tuple[Step, ...]:
         """The collectives in which an op's shards send each other what it needs."""
@@ -292,8 +280,7 @@ class CostModel:
     def own_seconds(self, step: Step) -> float:
         """What a step of an op takes, which was made on a mesh of the same sizes but, maybe, other wires."""
         nbytes = step.compiled_nbytes or step.nbytes
-        groups = () if step.kind == "slice" else step.apart or (step.axes,)
-        return sum(float(self.communication.seconds(step.made, nbytes, axes)) for axes in groups) / step.trips
+        return 0.0 if step.kind == "slice" else float(self.communication.seconds(step.kind, nbytes, step.axes)) / step.trips
 
 
 def _dtype(op: Op, values: tuple[Value, ...]) -> str:

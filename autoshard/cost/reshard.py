@@ -13,18 +13,17 @@
 shortest. Exact, by Floyd and Warshall's all-pairs closure for each set of axes: O(n^3) elementwise in numpy for the
 n = (rank + 1) ** axes layouts, once per byte count and divisibility pattern.
 
-*Compilers.* The lowering constrains the array to every layout on the path, and compilers then take the predicted collectives, one for
-each step. Given the last layout alone, the TPU compiler mostly takes the same ones; it gathers the whole array where two dimensions
-change at once, and has all_to_alls over parts of an axis that no path has (``('x', 'y')`` to ``('y', 'x')`` on axes of 2 and 4).
+*Lowering.* Each step becomes the collective that it is named after (`autoshard.lower.collectives`).
 
-*Partial sums* are combined by one reduce_scatter where every axis scatters, else by one all_reduce. Scattering over one axis and reducing
-over another is a reduce_scatter over both, then an all_gather: a choice that scatters both, and a value that is whole over one.
+*Partial sums* are combined by one reduce_scatter for each dimension that is scattered, then by one all_reduce over the axes that do not
+scatter (`combinations`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -48,7 +47,6 @@ class Step:
         seconds: what it costs; 0 for a slice.
         copying_seconds: how long the device itself is busy for it.
         trips: of so many executions the compiler makes one, and ``seconds`` is their share of it; 0: another collective does it, too.
-        apart: the groups of axes that the compiler combines one after the other; none where it is one collective.
         compiled_nbytes: what ``nbytes`` are of the compiler's one; 0: the same.
     """
 
@@ -60,17 +58,7 @@ class Step:
     seconds: float
     copying_seconds: float = 0.0
     trips: int = 1
-    apart: tuple[tuple[int, ...], ...] = ()
     compiled_nbytes: float = 0.0
-
-    @property
-    def made(self) -> str:
-        """The kind of the collective that compilers make: of a reduce_scatter along several dimensions an all_reduce, which is sliced.
-
-        So XLA:TPU of libtpu 0.0.42 (`autoshard.cost.combining.is_formed`), and XLA:GPU of jaxlib 0.10.2.
-        """
-        along = {self.target[axis] for axis in self.axes}
-        return "all_reduce" if self.kind == "reduce_scatter" and len(along) > 1 else self.kind
 
 
 def path_seconds(path: Iterable[Step]) -> float:
@@ -177,6 +165,32 @@ class Reshards:
         return seconds
 
 
+Combination = tuple[str, str, tuple[int, ...], Layout, Layout]
+"""Of partial results: ``(kind, operator, axes, layout before, layout after)``."""
+
+
+def combinations(computed: Layout, reductions: Iterable[tuple[int, str, int]]) -> Iterator[Combination]:
+    """The moves that combine partial results.
+
+    One operator after the other: a reduce_scatter for each dimension that some axes scatter onto, then one all_reduce over the other axes,
+    of what is left of each device's part. Products are gathered, since JAX has no all_reduce that multiplies.
+
+    Args:
+        computed: the layout of the partial results.
+        reductions: per axis ``(axis, operator, dimension it scatters onto or -1)``; see `autoshard.ir.reductions`.
+    """
+    operators: dict[str, dict[int, list[int]]] = {}
+    for axis, operator, scatter in sorted(reductions):
+        operators.setdefault(operator, {}).setdefault(scatter, []).append(axis)
+    at = computed
+    for operator, dims in sorted(operators.items()):
+        for dim, axes in sorted(dims.items(), key=lambda each: (each[0] < 0, each[1])):
+            target = tuple(dim if dim >= 0 and axis in axes else before for axis, before in enumerate(at))
+            kind = "reduce_scatter" if dim >= 0 else "all_gather" if operator == "prod" else "all_reduce"
+            yield kind, operator, tuple(axes), at, target
+            at = target
+
+
 def reduction_steps(
     mesh: Mesh,
     communication: Communication,
@@ -185,33 +199,13 @@ def reduction_steps(
     computed: Layout,
     reductions: Iterable[tuple[int, str, int]],
 ) -> tuple[Step, ...]:
-    """The collectives that combine an op's partial results: one for each operator, over all its axes together.
-
-    Where every axis scatters it is a reduce_scatter, else an all_reduce of which the scattered axes then take their slices, for
-    nothing: the partitioner combines partial results once.
-
-    Args:
-        computed: the layout of the partial results.
-        reductions: per axis ``(axis, operator, dimension it scatters onto or -1)``; see `autoshard.ir.reductions`.
-    """
-    operators: dict[str, list[tuple[int, int]]] = {}
-    for axis, operator, scatter in reductions:
-        operators.setdefault(operator, []).append((axis, scatter))
-    at = computed
+    """The collectives that combine an op's partial results (`combinations`), with what they send and how long that takes."""
     steps = []
-    for _, group in sorted(operators.items()):
-        axes = tuple(sorted(axis for axis, _ in group))
-        scatters = {axis: scatter for axis, scatter in group if scatter >= 0}
-        target = tuple(scatters.get(axis, dim) for axis, dim in enumerate(at))
-        nbytes = _nbytes(shape, itemsize) / shards(at, mesh.sizes)
-        if len(scatters) == len(axes):
-            step = Step("reduce_scatter", axes, at, target, nbytes, 0.0)
-            steps.append(replace(step, seconds=float(communication.seconds(step.made, nbytes, axes))))
-        else:
-            steps.append(Step("all_reduce", axes, at, at, nbytes, float(communication.seconds("all_reduce", nbytes, axes))))
-            if scatters:
-                steps.append(Step("slice", tuple(sorted(scatters)), at, target, nbytes, 0.0))
-        at = target
+    for kind, _, axes, before, after in combinations(computed, reductions):
+        nbytes = _nbytes(shape, itemsize) / shards(before, mesh.sizes)
+        if kind == "all_gather":
+            nbytes *= math.prod(mesh.sizes[axis] for axis in axes)
+        steps.append(Step(kind, axes, before, after, nbytes, float(communication.seconds(kind, nbytes, axes))))
     return tuple(steps)
 
 

@@ -122,7 +122,7 @@ def legal(rule: Rule, choice: Choice, sizes: tuple[int, ...]) -> bool:
 
     In a dimension of several factors a minor one is sharded only where its majors are fully sharded, and the axes of
     the major ones come first in the mesh; otherwise the partitioner would have to exchange or permute data. Of a shard
-    no more is sent than it has: a halo reaches into the neighbours, never beyond them.
+    no more is sent than it has: a halo reaches into the neighbours, never beyond them. What is scattered is a sum.
     """
     return bool(legal_choices(rule, (choice,), sizes))
 
@@ -186,7 +186,7 @@ def _scatters_legal(rule: Rule, choice: Choice, sizes: tuple[int, ...]) -> bool:
     for axis, (factor, scatter) in enumerate(choice):
         if scatter < 0:
             continue
-        if factor < 0 or rule.factors[factor].kind != "reduction" or scatter >= len(dims):
+        if factor < 0 or rule.factors[factor].operator != "sum" or scatter >= len(dims):
             return False
         if any(dim == scatter and other > axis for other, dim in enumerate(before)):
             return False

@@ -1,8 +1,8 @@
-"""From an assignment to a program that XLA partitions exactly so."""
+"""From an assignment to a program that does just what it says."""
 
 from autoshard.lower.collectives import ReshardPath
 from autoshard.lower.constrain import constrained
-from autoshard.lower.manual import derived_from, manual, obstacle
+from autoshard.lower.manual import derived_from, manual_program, obstacle
 from autoshard.lower.mesh import abstract_mesh, jax_mesh, lowering_mesh, to_named_sharding
 
 __all__ = [
@@ -12,7 +12,7 @@ __all__ = [
     "derived_from",
     "jax_mesh",
     "lowering_mesh",
-    "manual",
+    "manual_program",
     "obstacle",
     "to_named_sharding",
 ]

@@ -31,7 +31,7 @@ def start_of(layout: Layout, dim: int, size: int, mesh: Mesh) -> Any:
 
 
 def moved(x: Any, step: Step, mesh: Mesh) -> Any:
-    """This device's part after one step of a reshard, or after one combination of partial results."""
+    """This device's part after one step of a reshard, or after a reduce_scatter along one dimension."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         words = moved(jax.random.key_data(x), step, mesh)
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
@@ -40,8 +40,6 @@ def moved(x: Any, step: Step, mesh: Mesh) -> Any:
     step, axes = replace(step, axes=several), tuple(mesh.names[axis] for axis in several)
     if step.kind == "slice":
         return _sliced(x, step, mesh)
-    if step.kind == "all_reduce":
-        return combined(x, "sum", axes)
     if not x.size:  # what is empty is not sent
         return lax.full(_after(x.shape, step, mesh), 0, x.dtype)
     if step.kind == "all_gather":
@@ -50,7 +48,7 @@ def moved(x: Any, step: Step, mesh: Mesh) -> Any:
         source, target = step.source[step.axes[0]], step.target[step.axes[0]]
         return lax.all_to_all(x, axes, split_axis=target, concat_axis=source, tiled=True)
     if step.kind == "reduce_scatter":
-        return _scattered(x, step, mesh)
+        return lax.psum_scatter(x, axes, scatter_dimension=step.target[step.axes[0]], tiled=True)
     return _permuted(x, step, mesh)
 
 
@@ -75,15 +73,6 @@ def _sliced(x: Any, step: Step, mesh: Mesh) -> Any:
     for dim in sorted(set(new) - {-1}):
         size = x.shape[dim] // shard_counts(new, x.ndim, mesh.sizes)[dim]
         x = lax.dynamic_slice_in_dim(x, start_of(new, dim, size, mesh), size, dim)
-    return x
-
-
-def _scattered(x: Any, step: Step, mesh: Mesh) -> Any:
-    """The sum over some axes of which each device keeps its part: one reduce_scatter for each dimension that is scattered."""
-    dims = [step.target[axis] for axis in step.axes]
-    for dim in dict.fromkeys(dims):
-        axes = tuple(mesh.names[axis] for axis, other in zip(step.axes, dims, strict=True) if other == dim)
-        x = lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
     return x
 
 

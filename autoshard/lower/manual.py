@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import jax
@@ -25,7 +24,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from autoshard.cost.profile import free_values
-from autoshard.cost.reshard import Step, path_seconds
+from autoshard.cost.reshard import Step, combinations, path_seconds
 from autoshard.errors import ShardingError
 from autoshard.ir import (
     Assignment,
@@ -50,7 +49,7 @@ from autoshard.ir import (
 )
 from autoshard.lower.collectives import ReshardPath, combined, moved
 from autoshard.lower.control_flow import FLOWS, Flows
-from autoshard.lower.interpret import Interpreter, Path, apply, bind, ops_by_path
+from autoshard.lower.interpret import Interpreter, Path, bind, ops_by_path
 from autoshard.lower.mesh import to_named_sharding
 from autoshard.lower.shards import Sharded
 from autoshard.rules import registered, same_on_shards
@@ -83,7 +82,7 @@ def _same_mesh(inner: Mesh, ours: Mesh) -> bool:
     return any(isinstance(each, AbstractMesh) for each in (inner, ours)) or bool(np.all(inner.devices == ours.devices))
 
 
-def manual(
+def manual_program(
     jaxpr: ClosedJaxpr,
     graph: Graph,
     rules: tuple[Rule | None, ...],
@@ -106,7 +105,7 @@ def manual(
 
     captured = list(jaxpr.consts)
     read = {value for op in graph.walk() for value in op.operands} | set(graph.results)
-    if read.isdisjoint((*graph.arguments, *graph.constants)):
+    if not any(value in read and graph.values[value].size for value in (*graph.arguments, *graph.constants)):
         captured.append(np.zeros((), np.float32))  # XLA refuses manual computations that read nothing
 
     def one_device(constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
@@ -298,7 +297,7 @@ class _Region(Interpreter):
 
     def _sharded(self, op: Op, eqn: JaxprEqn, choice: Choice, read: Sequence[Any]) -> Sharded:
         def bound(*operands: Any, **replaced: Any) -> list[Any]:
-            return bind(eqn, operands, **replaced)
+            return _bound(eqn, operands, **replaced)
 
         rule, values = self.plan.rules[op.index], self.plan.graph.values
         assert rule is not None
@@ -321,17 +320,12 @@ class _Region(Interpreter):
         plan, value = self.plan, op.results[result]
         at = computed_layout(rule, choice, result)
         mesh = plan.assignment.mesh
-        for operator, group in groupby(sorted(reductions(rule, choice), key=lambda each: each[1]), key=lambda each: each[1]):
-            found = [(axis, scatter) for axis, _, scatter in group]
-            scatters = {axis: scatter for axis, scatter in found if scatter >= 0}
-            target = tuple(scatters.get(axis, dim) for axis, dim in enumerate(at))
-            axes = tuple(axis for axis, _ in found)
-            if len(scatters) == len(axes) and operator == "sum":
-                x = moved(x, Step("reduce_scatter", axes, at, target, 0.0, 0.0), mesh)
+        for kind, operator, axes, before, after in combinations(at, reductions(rule, choice)):
+            if kind == "reduce_scatter":
+                x = moved(x, Step(kind, axes, before, after, 0.0, 0.0), mesh)
             else:
                 x = combined(x, operator, tuple(mesh.names[axis] for axis in axes if mesh.sizes[axis] > 1))
-                x = moved(x, Step("slice", tuple(scatters), at, target, 0.0, 0.0), mesh) if scatters else x
-            at = target
+            at = after
         return plan.resharded(x, value, at, plan.layout(value))
 
     def _whole(self, op: Op, eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
@@ -340,7 +334,7 @@ class _Region(Interpreter):
             return self._mapped(op, eqn, operands)
         whole = self.plan.whole
         read = [self.read(x, value, whole) for x, value in zip(operands, op.operands, strict=True)]
-        results = _on_one_device(eqn, read, self.plan.mesh) if op.primitive in ON_ONE_DEVICE else apply(eqn, read)
+        results = _on_one_device(eqn, read, self.plan.mesh) if op.primitive in ON_ONE_DEVICE else _bound(eqn, read)
         return [self.plan.resharded(x, value, whole, self.plan.layout(value)) for x, value in zip(results, op.results, strict=True)]
 
     def _mapped(self, op: Op, eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
@@ -410,9 +404,15 @@ def _choice_for(rule: Rule, result: int, layout: Layout, sizes: tuple[int, ...])
     return None if sends or not legal(rule, found, sizes) or result_layout(rule, found, result) != layout else found
 
 
+def _bound(eqn: JaxprEqn, operands: Sequence[Any], **replaced: Any) -> list[Any]:
+    """The equation's results on a device, without the shardings that JAX wrote into it: they are of the whole arrays."""
+    written = {name: None for name in ("sharding", "out_sharding") if eqn.params.get(name) is not None}
+    return bind(eqn, operands, **written, **replaced)
+
+
 def _on_one_device(eqn: JaxprEqn, operands: Sequence[Any], mesh: Mesh) -> list[Any]:
     """The results of an equation that the first device alone computes, on all of them."""
     first = lax.axis_index(mesh.axis_names) == 0
     types = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
-    results = lax.cond(first, lambda: bind(eqn, operands), lambda: [jnp.zeros(each.shape, each.dtype) for each in types])
+    results = lax.cond(first, lambda: _bound(eqn, operands), lambda: [jnp.zeros(each.shape, each.dtype) for each in types])
     return [combined(x, "or" if x.dtype == bool else "sum", tuple(mesh.axis_names)) for x in results]

@@ -46,9 +46,17 @@ def explicit_collectives(lowered: jax.stages.Lowered | ir.Module, mesh: Mesh) ->
     """The collectives Shardy itself would insert into a lowered program: exact in kind, axes and bytes.
 
     An all_reduce of which every reader takes this device's slice over the same axes counts as the reduce_scatter it
-    becomes on TPU and GPU.
+    becomes on TPU and GPU. A program that is one manual computation has its own, and is taken as it is.
     """
-    return collectives_in(explicit(lowered), mesh)
+    module: Any = lowered.compiler_ir("stablehlo") if isinstance(lowered, jax.stages.Lowered) else lowered
+    return collectives_in(module.operation if _is_manual(module) else explicit(module), mesh)
+
+
+def _is_manual(module: Any) -> bool:
+    """Whether all that the module's main function does is one manual computation."""
+    functions = {_text(op.attributes["sym_name"]): op for op in _operations(module) if op.name == "func.func"}
+    done = [op.name for op in _operations(functions["main"])]
+    return done.count("sdy.manual_computation") == 1 and {*done} <= {"sdy.manual_computation", "stablehlo.constant", "func.return"}
 
 
 def explicit(lowered: jax.stages.Lowered | ir.Module | ir.Operation) -> Any:
