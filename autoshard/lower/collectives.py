@@ -41,7 +41,7 @@ def moved(x: Any, step: Step, mesh: Mesh) -> Any:
     if step.kind == "slice":
         return _sliced(x, step, mesh)
     if not x.size:  # what is empty is not sent
-        return lax.full(_after(x.shape, step, mesh), 0, x.dtype)
+        return lax.reshape(x, _after(x.shape, step, mesh))
     if step.kind == "all_gather":
         return lax.all_gather(x, axes, axis=step.source[step.axes[0]], tiled=True)
     if step.kind == "all_to_all":
