@@ -6,7 +6,8 @@ from collections import Counter, defaultdict
 
 from autoshard.cost.compute import is_matrix
 from autoshard.cost.profile import Profile
-from autoshard.ir import Assignment, Graph
+from autoshard.ir import Assignment, Graph, Mesh
+from autoshard.lower import abstract_mesh, obstacle
 from autoshard.lower.constrain import SELF_PARTITIONED
 from autoshard.render import format_percent
 
@@ -30,6 +31,12 @@ def without_rules(facts: Profile) -> list[str]:
         return f"{name} has no sharding rule: {n} of them read their operands whole"
 
     return [note(name, n) for name, n in sorted(without.items())]
+
+
+def lowered_otherwise(graph: Graph, mesh: Mesh) -> list[str]:
+    """Why a program is not lowered manually, where it is not, and what is done instead."""
+    reason = obstacle(graph, abstract_mesh(mesh))
+    return [] if reason is None else [reason]
 
 
 def _idle(graph: Graph, assignment: Assignment) -> list[str]:

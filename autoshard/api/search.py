@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autoshard.api.notes import whole, without_rules
+from autoshard.api.notes import lowered_otherwise, whole, without_rules
 from autoshard.api.step import plain
 from autoshard.api.strategy import Strategy, record_of
 from autoshard.cluster import Cluster
@@ -193,7 +193,7 @@ class Prepared:
         solution = _recomputing(self.facts, self.cluster, mesh, solution)
         pins = {"pins": len(pinned)} if (pinned := _resolve(self.pins, self.traced.graph, mesh)) else {}
         solution = replace(solution, stats={**self.seconds, "meshes": len(self.meshes), **solution.stats, **pins})
-        notes = [*without_rules(self.facts), *whole(self.facts, solution.assignment)]
+        notes = [*without_rules(self.facts), *lowered_otherwise(self.facts.graph, mesh), *whole(self.facts, solution.assignment)]
         return Strategy(record_of(self.traced, self.cluster, mesh, solution, searcher, self.donated, notes), self.traced)
 
 

@@ -66,20 +66,32 @@ PLACED_ALREADY = frozenset({"device_put", "reshard", "sharding_constraint"})
 def obstacle(graph: Graph, mesh: Mesh) -> str | None:
     """Why a program has no manual lowering on a mesh, and what is done instead; None where it has."""
     for op in graph.walk():
-        if op.primitive == "shard_map" and not _same_mesh(op.params["mesh"], mesh):
-            inner, ours = ({**dict(each.shape)} for each in (op.params["mesh"], mesh))
+        if op.primitive == "shard_map" and _axes_of(op.params["mesh"], mesh) is None:
+            inner, ours = (dict(each.shape) for each in (op.params["mesh"], mesh))
             return (
-                f"a shard_map becomes part of the manual program where it has the strategy's mesh, in the same device order; the one at "
-                f"{op.origin} has {inner}, the strategy {ours}. The step is lowered by sharding constraints instead."
+                "a shard_map becomes part of the manual program where its mesh has the strategy's devices in the same order and each "
+                f"of its axes is one or several of the strategy's; the one at {op.origin} has {inner}, the strategy {ours}. The step is "
+                "lowered by sharding constraints instead, from which XLA's partitioner makes the collectives."
             )
     return None
 
 
-def _same_mesh(inner: Mesh, ours: Mesh) -> bool:
-    """Whether a shard_map's mesh is the program's, as far as both are known."""
-    if tuple(inner.shape.items()) != tuple(ours.shape.items()):
-        return False
-    return any(isinstance(each, AbstractMesh) for each in (inner, ours)) or bool(np.all(inner.devices == ours.devices))
+def _axes_of(inner: Mesh, ours: Mesh) -> dict[str, tuple[str, ...]] | None:
+    """Per axis of a shard_map's mesh those of the program's that it is made of; None where the meshes do not fit."""
+    devices = [each.devices.flat for each in (inner, ours) if not isinstance(each, AbstractMesh)]
+    if inner.size != ours.size or (len(devices) == 2 and list(devices[0]) != list(devices[1])):
+        return None
+    found, left = {}, [(name, size) for name, size in ours.shape.items()]
+    for axis, size in inner.shape.items():
+        names, n = [], 1
+        while n < size and left:
+            name, parts = left.pop(0)
+            names.append(name)
+            n *= parts
+        if n != size:
+            return None
+        found[axis] = tuple(names)
+    return found
 
 
 def manual_program(
@@ -248,6 +260,7 @@ class _Region(Interpreter):
 
     def _expanded(self, value: int, target: Layout) -> Any:
         """A free value in the target layout, computed from constants in it; where an op cannot be so split, whole and then sliced."""
+        plan, whole = self.plan, self.plan.whole
         wanted: dict[tuple[int, Layout], tuple[Choice | None, list[Layout]]] = {}
         waiting = [(value, target)]
         while waiting:
@@ -255,24 +268,22 @@ class _Region(Interpreter):
             if key in wanted or key in self.made or number not in self.recipes:
                 continue
             op, _, _ = self.recipes[number]
-            rule, result = self.plan.rules[op.index], op.results.index(number)
-            choice = None if rule is None else _choice_for(rule, result, layout, self.plan.assignment.mesh.sizes)
-            if rule is None or choice is None:
-                wanted[key] = None, []
-                waiting.append((number, self.plan.whole))
-            else:
+            rule = plan.rules[op.index]
+            choice = None if rule is None else _choice_for(rule, op.results.index(number), layout, plan.assignment.mesh.sizes)
+            if rule is not None and choice is not None:
                 sources = [operand_layout(rule, choice, k) for k in range(len(op.operands))]
-                wanted[key] = choice, sources
-                waiting += zip(op.operands, sources, strict=True)
-        for number, layout in sorted(wanted, key=lambda key: (self.recipes[key[0]][0].index, key[1] != self.plan.whole)):
+            else:
+                sources = [whole] * len(op.operands)
+            wanted[key] = choice, sources
+            waiting += zip(op.operands, sources, strict=True) if choice is not None or layout == whole else [(number, whole)]
+        for number, layout in sorted(wanted, key=lambda key: (self.recipes[key[0]][0].index, key[1] != whole)):
             (op, eqn, operands), (choice, sources) = self.recipes[number], wanted[number, layout]
-            if choice is None:
-                sliced = self.plan.resharded(self.made[number, self.plan.whole], number, self.plan.whole, layout)
-                self.made[number, layout] = sliced
+            if choice is None and layout != whole:
+                self.made[number, layout] = plan.resharded(self.made[number, whole], number, whole, layout)
                 continue
             read = [self.made.get((v, at), x) for v, at, x in zip(op.operands, sources, operands, strict=True)]
-            for result, x in zip(op.results, self._sharded(op, eqn, choice, read).computed(read), strict=True):
-                self.made.setdefault((result, layout), x)
+            results = _bound(eqn, read) if choice is None else self._sharded(op, eqn, choice).computed(read)
+            self.made[number, layout] = results[op.results.index(number)]
         return self.made[value, target]
 
     # -- ops ----------------------------------------------------------------------------------------------------------
@@ -292,10 +303,10 @@ class _Region(Interpreter):
         if op.primitive in PLACED_ALREADY:
             results = read
         else:
-            results = self._sharded(op, eqn, choice, read).computed(read)
+            results = self._sharded(op, eqn, choice).computed(read)
         return [self._settled(x, op, rule, choice, k) for k, x in enumerate(results)]
 
-    def _sharded(self, op: Op, eqn: JaxprEqn, choice: Choice, read: Sequence[Any]) -> Sharded:
+    def _sharded(self, op: Op, eqn: JaxprEqn, choice: Choice) -> Sharded:
         def bound(*operands: Any, **replaced: Any) -> list[Any]:
             return _bound(eqn, operands, **replaced)
 
@@ -338,15 +349,17 @@ class _Region(Interpreter):
         return [self.plan.resharded(x, value, whole, self.plan.layout(value)) for x, value in zip(results, op.results, strict=True)]
 
     def _mapped(self, op: Op, eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-        """A shard_map of the user's own over the same mesh: this device's part of it."""
-        mesh, values = self.plan.assignment.mesh, self.plan.graph.values
+        """A shard_map of the user's own over the same devices: this device's part of it."""
+        mesh, values, axes = self.plan.assignment.mesh, self.plan.graph.values, _axes_of(eqn.params["mesh"], self.plan.mesh)
+        assert axes is not None, "there was an obstacle"
 
         def layouts(specs: Sequence[Any], of: Sequence[int]) -> list[Layout]:
-            return [spec_to_layout(tuple(spec), mesh, values[value].rank, str(op.origin)) for spec, value in zip(specs, of, strict=True)]
+            ours = ([_renamed(entry, axes) or None for entry in spec] for spec in specs)
+            return [spec_to_layout(spec, mesh, values[value].rank, str(op.origin)) for spec, value in zip(ours, of, strict=True)]
 
         entering, leaving = layouts(eqn.params["in_specs"], op.operands), layouts(eqn.params["out_specs"], op.results)
         read = [self.read(x, value, layout) for x, value, layout in zip(operands, op.operands, entering, strict=True)]
-        results = _Inside({}, differentiable=False).run(eqn.params["jaxpr"], (), read)
+        results = _Inside(axes).run(eqn.params["jaxpr"], (), read)
         settled = zip(results, op.results, leaving, strict=True)
         return [self.plan.resharded(x, value, layout, self.plan.layout(value)) for x, value, layout in settled]
 
@@ -361,25 +374,45 @@ class _Region(Interpreter):
 
 
 class _Inside(Interpreter):
-    """The body of a shard_map of the user's own, evaluated where JAX keeps no account of what varies over the mesh."""
+    """The body of a shard_map of the user's own, evaluated where JAX keeps no account of what varies over the mesh.
 
-    def context(self, eqn: JaxprEqn) -> AbstractContextManager:
-        return nullcontext()
+    Attributes:
+        axes: per axis of its mesh those of the program's.
+    """
+
+    def __init__(self, axes: Mapping[str, tuple[str, ...]]):
+        super().__init__({}, differentiable=False)
+        self.axes = axes
 
     def region(self) -> _Inside:
         return self
 
-    def op(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-        return _UNACCOUNTED[eqn.primitive.name](operands, eqn.params) if eqn.primitive.name in _UNACCOUNTED else bind(eqn, operands)
+    def context(self, eqn: JaxprEqn) -> AbstractContextManager:
+        return nullcontext()
 
     def found(self, eqn: JaxprEqn, path: Path) -> Op:
         """An op that stands for the equation: only its path and its bodies count here."""
         bodies = tuple(Body((), (), ()) for _ in subjaxprs(eqn))
         return Op(0, eqn.primitive.name, (), (), eqn.params, Origin(), path, bodies=bodies)
 
+    def op(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+        operands = [x if isinstance(x, jax.core.Tracer) else np.asarray(x) for x in operands]  # literals know their mesh
+        named = {name: _renamed(eqn.params[name], self.axes) for name in ("axes", "axis_name") if name in eqn.params}
+        if eqn.primitive.name in _INSTEAD:
+            return _INSTEAD[eqn.primitive.name](operands, {**eqn.params, **named})
+        # A reduction's axes are numbers of dimensions.
+        return _bound(eqn, operands, **{name: axes for name, axes in named.items() if axes or not eqn.params[name]})
 
-# Primitives that keep that account, and those that do the same without it.
-_UNACCOUNTED: dict[str, Callable[[list[Any], Mapping[str, Any]], list[Any]]] = {
+
+def _renamed(names: Any, axes: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """The program's axes for those of a shard_map: for one name, for some, or for none."""
+    listed = names if isinstance(names, tuple | list) else (names,)
+    return tuple(ours for name in listed if name in axes for ours in axes[name])
+
+
+# Primitives that keep that account, by what does the same without it; and one that takes a single axis.
+_INSTEAD: dict[str, Callable[[list[Any], Mapping[str, Any]], list[Any]]] = {
+    "axis_index": lambda operands, params: [lax.axis_index(params["axis_name"])],
     "pvary": lambda operands, params: operands,
     "psum_invariant": lambda operands, params: [lax.psum(x, params["axes"]) for x in operands],
     "all_gather_invariant": lambda operands, params: [
