@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 import autoshard
 from autoshard.api.step import Step
+from autoshard.api.verification import peak_bytes_of
 from autoshard.cluster import Cluster
 from autoshard.ir import Mesh
 from autoshard.lower import jax_mesh
@@ -109,5 +110,8 @@ def compiled_ahead(lowered: jax.stages.Lowered, mesh: Mesh, cluster: str, cycles
 
 
 def _on_cpu(lowered: jax.stages.Lowered) -> Ahead:
-    """XLA:CPU's program in the same record; its memory is not asked for."""
-    return Ahead(lowered.compile().as_text() or "", None, 0.0, None, True, 0.0)
+    """XLA:CPU's program in the same record; on these virtual devices everything fits."""
+    compiled = lowered.compile()
+    memory = compiled.memory_analysis()
+    held = float(peak_bytes_of(memory)) if memory else None
+    return Ahead(compiled.as_text() or "", held, held or 0.0, None, True, 0.0)
