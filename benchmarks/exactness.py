@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import resource
+import signal
 import sys
 import tempfile
 from collections.abc import Collection, Sequence
@@ -145,6 +146,7 @@ def _compiled(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
         lacking = {target: exact_compiled.lacking(target) for target in options.targets or exact_compiled.TARGETS}
     except AutoshardError as error:
         parser.error(str(error))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever ends it sees what is done
     resource.setrlimit(resource.RLIMIT_AS, (limit := int(options.memory * 1e9), limit))
     skipped = [f"{target}, {words}" for target, words in lacking.items() if words]
     targets = [target for target, words in lacking.items() if not words]
