@@ -244,7 +244,7 @@ class _Actual:
 def _compiled(compiled: jax.stages.Compiled, mesh: Mesh) -> _Actual:
     """What XLA made for devices of this process."""
     text, memory = compiled.as_text() or "", compiled.memory_analysis()
-    peak = None if memory is None else float(_peak_bytes(memory))
+    peak = None if memory is None else float(peak_bytes_of(memory))
     return _Actual(collectives_of(text, mesh), dot_flops(text), peak_bytes=peak)
 
 
@@ -293,7 +293,7 @@ def _collective_row(row: Row) -> tuple[str, ...]:
     return row.kind, ", ".join(row.mesh_axes), *counts, *sizes, differs
 
 
-def _peak_bytes(memory: Any) -> int:
+def peak_bytes_of(memory: Any) -> int:
     """What a device holds at most: XLA:CPU's own peak leaves temporaries out."""
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
     return max(held, memory.peak_memory_in_bytes)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from autoshard.ir import as_compiled
 from autoshard.render import Heading, Paragraph, Part, Table, format_bytes, format_count
 from autoshard.search.searcher import Progress
-from autoshard.verify import collectives_of, compare
+from benchmarks.cost_model.compared import compared
 from benchmarks.cost_model.compiled import cases, compiled, n_cases
 from benchmarks.cost_model.findings import Findings, Target
 from benchmarks.unseen_models import UNSEEN
@@ -29,14 +28,13 @@ def run(quick: bool, progress: Progress) -> Findings:
         if not ahead.fits:
             refused.append(case.title)
             continue
-        compared = compare(as_compiled(case.strategy.cost.collectives), collectives_of(ahead.hlo, case.strategy.record.mesh))
-        predicted, actual = (sum(getattr(row, f"{side}_bytes") for row in compared) for side in ("predicted", "actual"))
-        error = predicted / actual - 1 if actual else 0.0 if not predicted else float("inf")
+        found = compared(case.strategy, ahead)
+        predicted, actual, error = found.predicted_bytes, found.compiled_bytes, found.bytes_error
         rows.append((case.cluster, case.model, case.how, format_bytes(predicted), format_bytes(actual), f"{100 * error:+.2f} %"))
         differing += [
             (case.title, row.kind, ", ".join(row.mesh_axes), format_count(row.predicted_count), format_count(row.actual_count))
             + (format_bytes(row.predicted_bytes), format_bytes(row.actual_bytes))
-            for row in compared
+            for row in found.rows
             if abs(row.predicted_bytes - row.actual_bytes) > WITHIN * actual
         ]
         numbers.append(
@@ -46,7 +44,7 @@ def run(quick: bool, progress: Progress) -> Findings:
                 "predicted": predicted,
                 "compiled": actual,
                 "error": error,
-                "rows": [*map(asdict, compared)],
+                "rows": [*map(asdict, found.rows)],
             }
         )
     columns = ("cluster", "model", "strategy", ">predicted", ">compiled", ">error")

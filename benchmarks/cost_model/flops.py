@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from autoshard.render import Paragraph, Table, format_flops
 from autoshard.search.searcher import Progress
-from autoshard.verify import dot_flops
+from benchmarks.cost_model.compared import compared
 from benchmarks.cost_model.compiled import cases, compiled, n_cases
 from benchmarks.cost_model.findings import Findings, Target
 from benchmarks.unseen_models import UNSEEN
@@ -25,14 +25,11 @@ def run(quick: bool, progress: Progress) -> Findings:
         if not ahead.fits:
             refused.append(case.title)
             continue
-        found = dot_flops(ahead.hlo)
-        predicted, actual = case.strategy.cost.flops, found.total - found.rematerialised
-        error = predicted / actual - 1
-        rows.append(
-            (case.cluster, case.model, case.how, *map(format_flops, (predicted, actual, found.rematerialised)), f"{100 * error:+.2f} %")
-        )
+        found = compared(case.strategy, ahead)
+        predicted, actual, again, error = found.predicted_flops, found.compiled_flops, found.flops.rematerialised, found.flops_error
+        rows.append((case.cluster, case.model, case.how, *map(format_flops, (predicted, actual, again)), f"{100 * error:+.2f} %"))
         numbers.append({"case": case.title, "unseen": case.model in UNSEEN, "predicted": predicted, "compiled": actual})
-        numbers[-1] |= {"again": found.rematerialised, "error": error}
+        numbers[-1] |= {"again": again, "error": error}
     columns = ("cluster", "model", "strategy", ">predicted", ">compiled", ">computed again", ">error")
     parts = (Table(columns, tuple(rows)), *(Paragraph(f"Refused, for want of memory: {title}.") for title in refused))
     worst = {unseen: max((abs(one["error"]) for one in numbers if one["unseen"] == unseen), default=0.0) for unseen in (False, True)}

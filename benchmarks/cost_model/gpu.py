@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from autoshard.ir import as_compiled
 from autoshard.render import Table, format_bytes
 from autoshard.search.searcher import Progress
-from autoshard.verify import collectives_of, compare, dot_flops
+from benchmarks.cost_model.compared import compared
 from benchmarks.cost_model.compiled import compiled
 from benchmarks.cost_model.findings import Findings, Target
 from benchmarks.cost_model.memory import DESIGNED, HOW, SMALLEST_BYTES, UNSEEN, Program, cases, targets_of
@@ -31,16 +30,11 @@ def run(quick: bool, progress: Progress) -> Findings:
         for case in cases(programs):
             progress(case.title, done / total)
             done += 1
-            ahead, cost = compiled(case), case.strategy.cost
-            sent = compare(as_compiled(cost.collectives), collectives_of(ahead.hlo, case.strategy.record.mesh))
-            predicted, actual = (sum(getattr(row, f"{side}_bytes") for row in sent) for side in ("predicted", "actual"))
-            found = {
-                "bytes": _error(predicted, actual),
-                "flops": _error(cost.flops, dot_flops(ahead.hlo).total),
-                "peak": _error(cost.peak_bytes, ahead.peak_bytes or 0.0) if (ahead.peak_bytes or 0.0) >= SMALLEST_BYTES else None,
-            }
-            numbers.append({"case": case.title, "group": group, **found, "rows": [*map(asdict, sent)]})
-            sizes = (format_bytes(cost.peak_bytes), format_bytes(ahead.peak_bytes or 0.0))
+            one = compared(case.strategy, compiled(case))
+            large = (one.peak_bytes or 0.0) >= SMALLEST_BYTES
+            found = {"bytes": one.bytes_error, "flops": one.flops_error, "peak": one.peak_error if large else None}
+            numbers.append({"case": case.title, "group": group, **found, "rows": [*map(asdict, one.rows)]})
+            sizes = (format_bytes(one.predicted_peak_bytes), format_bytes(one.peak_bytes or 0.0))
             rows.append((group, case.title, *sizes, *("" if error is None else f"{100 * error:+.2f} %" for error in found.values())))
     columns = ("", "program", ">peak predicted", ">compiled", ">collectives", ">flops", ">peak")
     return Findings("programs on GPUs", (Table(columns, tuple(rows)),), _targets(numbers), {"cases": numbers})
@@ -48,10 +42,6 @@ def run(quick: bool, progress: Progress) -> Findings:
 
 def _on_gpus(programs: tuple[Program, ...]) -> tuple[Program, ...]:
     return tuple((name, make, CLUSTERS[cluster], mesh) for name, make, cluster, mesh in programs)
-
-
-def _error(predicted: float, actual: float) -> float:
-    return predicted / actual - 1 if actual else 0.0 if not predicted else float("inf")
 
 
 def _targets(numbers: list[dict]) -> tuple[Target, ...]:
