@@ -167,8 +167,15 @@ class Propagation:
 
         So does what is made of scalars, such as random bits: no operand tells it to. Constants lie wherever they are read.
         """
-        wanted, free = self._wanted(), self.problem.profile.free
-        for op in reversed(self.problem.graph.walk()):
+        self._backward(self.problem.graph.ops, self._wanted())
+
+    def _backward(self, ops: Sequence[Op], wanted: dict[int, dict[Layout, None]]) -> None:
+        free = self.problem.profile.free
+        for op in reversed(ops):
+            if op.bodies:
+                self._stack(op, wanted)
+                for body in reversed(op.bodies):
+                    self._backward(body.ops, wanted)
             rule = self.problem.rules[op.index]
             if rule is None or op.index in self.frozen or len(op.results) != 1 or op.bodies or free[op.results[0]]:
                 continue
@@ -187,6 +194,19 @@ class Propagation:
                 self.settle(op, rule)
                 for position, value in enumerate(op.operands):
                     wanted.setdefault(value, {})[operand_layout(rule, choice, position)] = None
+
+    def _stack(self, op: Op, wanted: dict[int, dict[Layout, None]]) -> None:
+        """Has a loop stack what is not sharded yet in the one layout that its readers want: each trip makes its slice so."""
+        for holder in op.holders:
+            layouts = wanted.get(holder.value, {})
+            if holder.value not in op.results or len(layouts) != 1 or any(dim >= 0 for dim in self.layout(holder.value)):
+                continue
+            (layout,) = layouts
+            slices = [(flow.value, shift_layout(layout, flow.shift)) for flow in holder.sources if flow.inside and flow.shift]
+            if len(slices) == len(holder.sources) and all(each is not None for _, each in slices):
+                self._hold(holder, layout)
+                for value, each in slices:
+                    wanted.setdefault(value, {})[each] = None
 
     def scatter(self) -> None:
         """Partial sums whose sharded readers all want one layout are scattered onto it instead of reduced whole."""
