@@ -5,7 +5,7 @@ from autoshard.verify.buffers import Buffers, read_buffers
 from autoshard.verify.compare import Row, compare
 from autoshard.verify.flops import Flops, dot_flops, scheduled_cycles
 from autoshard.verify.hlo import collectives_of
-from autoshard.verify.schedule import scheduled_seconds, sent_seconds
+from autoshard.verify.schedule import corrected_seconds, scheduled_seconds, sent_seconds
 from autoshard.verify.shardy import explicit_collectives, propagated
 from autoshard.verify.topology import Topology, host_topology, topology_of
 
@@ -21,6 +21,7 @@ __all__ = [
     "collectives_of",
     "compare",
     "compile_ahead",
+    "corrected_seconds",
     "dot_flops",
     "explicit_collectives",
     "host_topology",

@@ -10,7 +10,9 @@ import re
 from collections.abc import Iterable
 
 from autoshard.cost.collectives import Communication
-from autoshard.ir import Collective, Mesh
+from autoshard.cost.record import Cost
+from autoshard.ir import Collective, Mesh, as_compiled
+from autoshard.verify.compare import matched
 from autoshard.verify.flops import cycles_of
 from autoshard.verify.hlo import Computation, Instruction, Module, sent_by
 
@@ -62,6 +64,25 @@ def sent_seconds(collectives: Iterable[Collective], mesh: Mesh, communication: C
         axes = tuple(mesh.names.index(axis) for axis in one.mesh_axes if axis in mesh.names)
         total += one.count * float(communication.seconds(one.kind, one.bytes, axes or everything))
     return total
+
+
+def corrected_seconds(cost: Cost, sent: Iterable[Collective], flops: float, mesh: Mesh, communication: Communication) -> float:
+    """The predicted step time, corrected by what was compiled; where that is as predicted, the prediction.
+
+    Computing is scaled by the FLOPs. Of what is not sent, the share goes that was predicted to be exposed; what is sent beyond the
+    prediction finds nothing more to hide behind.
+
+    Args:
+        cost: the prediction.
+        sent: the compiled collectives.
+        flops: of the compiled products and convolutions.
+        mesh, communication: as for `scheduled_seconds`.
+    """
+    expected = as_compiled(cost.collectives)
+    more = sent_seconds(matched(expected, tuple(sent)), mesh, communication) - sent_seconds(expected, mesh, communication)
+    share = cost.exposed_communication_seconds / cost.communication_seconds if cost.communication_seconds else 1.0
+    computing = cost.compute_seconds * (flops / cost.flops - 1) if cost.flops else 0.0
+    return max(0.0, cost.makespan_seconds + computing + (more if more > 0 else share * more))
 
 
 def _sends(module: Module, computation: Computation, instruction: Instruction, mesh: Mesh) -> tuple[list[Collective], str, bool]:
