@@ -1,12 +1,15 @@
 """The few best distinct answers of a search, from which something better than a prediction is to choose.
 
-Two answers are distinct if their meshes differ in their axes, if arguments are sharded otherwise, or if other bytes are sent: of two that
-differ in the placement of the mesh alone, or in choices that send the same, a compiler makes the same. Finalists are the fastest distinct
-answers, the last place kept for the fastest baseline if none of the others is one: programs like it are what compilers are tuned for.
+Two answers are distinct if their meshes differ in their axes, if arguments are sharded otherwise, or if other bytes are sent, in two digits
+of all that is sent: of two that differ in the placement of the mesh alone, or in choices that send the same, a compiler makes the same.
+
+Finalists are the fastest distinct answers, the last place kept for the fastest baseline if none of the others is one: programs like it are
+those that compilers are tuned for.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -48,5 +51,8 @@ def _identity(solution: Solution, arguments: tuple[int, ...]) -> tuple:
     sent = defaultdict[tuple, float](float)
     for one in solution.judgement.cost.collectives:
         sent[one.kind, one.mesh_axes] += one.bytes * one.count
+    total = sum(sent.values())
+    unit = 10.0 ** (math.floor(math.log10(total)) - 1) if total > 0 else 1.0  # all that is sent has two digits
+    rounded = tuple(sorted((key, units) for key, n_bytes in sent.items() if (units := round(n_bytes / unit))))
     assignment = solution.assignment
-    return assignment.mesh.axes, tuple(assignment.layout(value) for value in arguments), tuple(sorted(sent.items()))
+    return assignment.mesh.axes, tuple(assignment.layout(value) for value in arguments), unit, rounded

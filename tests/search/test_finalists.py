@@ -25,9 +25,10 @@ def answer(seconds, finder="dynamic_programming", sent=0.0, layout=(0,), sizes=(
 
 
 def test_what_compiles_alike_is_one():
-    """Of answers on one mesh, with arguments sharded alike and the same bytes sent, the fastest stays; each difference makes another one."""
+    """Of answers on one mesh, with arguments sharded alike and the same bytes sent, the fastest stays; a difference makes another."""
     one, slower, *others = answer(1.0), answer(2.0), answer(3.0, sent=8.0), answer(4.0, layout=(-1,)), answer(5.0, sizes=(4, 2))
     assert finalists([*others, slower, one], [0], 9) == (one, *others)
+    assert len(finalists([answer(1.0, sent=1e9), answer(2.0, sent=1.02e9)], [0], 9)) == 1
 
 
 def test_the_last_place_is_a_baselines():
