@@ -1,6 +1,7 @@
 """autoshard finds how to shard any JAX train step over many devices, says what it will cost, and runs it."""
 
 from autoshard.api import (
+    Confirm,
     Frontier,
     Strategy,
     Verification,
@@ -41,6 +42,7 @@ from autoshard.search import (
     ShardingPropagation,
     TensorParallel,
 )
+from autoshard.strategy import Confirmation
 
 __all__ = [
     "Auto",
@@ -51,6 +53,8 @@ __all__ = [
     "ClusterError",
     "Collective",
     "CompilerError",
+    "Confirm",
+    "Confirmation",
     "Cost",
     "DataParallel",
     "DynamicProgramming",

@@ -23,8 +23,8 @@ from autoshard.cli.terminal import show
 from autoshard.cost.collectives import Communication
 from autoshard.errors import AutoshardError
 from autoshard.render import Paragraph, Report, Table, format_bytes, format_seconds
+from autoshard.verify import scheduled_seconds
 from benchmarks.cost_model.compiled import compiled_ahead
-from benchmarks.cost_model.ranking import scheduled_seconds
 from benchmarks.models import Program
 from benchmarks.progress import progress_bar
 from benchmarks.quality import Plan

@@ -45,9 +45,9 @@ from autoshard.cost.collectives import Communication
 from autoshard.errors import AutoshardError, ShardingError
 from autoshard.lower import abstract_mesh
 from autoshard.render import Paragraph, Part, Report, Table, format_bytes, format_seconds
+from autoshard.verify import scheduled_seconds
 from benchmarks import models
 from benchmarks.cost_model.compiled import compiled_ahead
-from benchmarks.cost_model.ranking import scheduled_seconds
 from benchmarks.progress import progress_bar
 
 SUMMARY = "Is what auto finds at least as fast as what experts write by hand, by the TPU compiler's own schedule?"

@@ -8,7 +8,7 @@ from autoshard.cluster import Cluster
 from autoshard.cost.record import Cost
 from autoshard.ir import Collective, Mesh, layout_to_spec
 from autoshard.ir.collective import KINDS
-from autoshard.strategy import Program, Provenance, Record, SearcherRecord, TensorRecord
+from autoshard.strategy import Confirmation, Finalist, Program, Provenance, Record, SearcherRecord, TensorRecord
 
 MESH = Mesh((("data", 4), ("model", 2)))
 
@@ -62,6 +62,23 @@ def structures(draw, n_leaves: int):
     return trees[0]
 
 
+known = st.none() | seconds
+figures = {name: known for name in ("seconds", "collective_bytes", "flops", "peak_bytes", "needed_bytes")}
+meshes = st.sampled_from((Mesh.of({"data": 8}), Mesh.of({"data": 2, "model": 4})))
+measures = st.sampled_from((None, "scheduled", "corrected", "timed"))
+taken = st.builds(Finalist, names, meshes, seconds, st.just("taken"), measure=measures, **figures)
+others = st.builds(
+    Finalist, names, meshes, seconds, st.sampled_from(("slower", "does not fit", "failed", "not reached")), st.just("") | names, **figures
+)
+confirmations = st.builds(
+    Confirmation,
+    st.sampled_from(("compiler", "devices")),
+    names,
+    st.just("") | names,
+    st.tuples(st.lists(others, max_size=2), taken).map(lambda parts: (*parts[0], parts[1])),
+)
+
+
 @st.composite
 def records(draw):
     """Any legal record of a small program."""
@@ -102,4 +119,5 @@ def records(draw):
         assumptions=tuple(draw(st.lists(names, max_size=2))),
         stats=draw(st.dictionaries(names, st.integers(0, 2**40) | seconds, max_size=4)),
         provenance=Provenance(draw(names), "0.1.0", "0.10.2", draw(st.none() | st.just("2026-11-21"))),
+        confirmation=draw(st.none() | confirmations),
     )

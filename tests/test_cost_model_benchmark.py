@@ -4,38 +4,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-
-from autoshard.cluster import Cluster
-from autoshard.cost.collectives import Communication
-from autoshard.ir import Mesh
+from schedules import schedule
 
 ROOT = Path(__file__).parents[1]
-
-SCHEDULE = """HloModule module, is_scheduled=true
-
-ENTRY %main (p: f32[1024]) -> f32[8192] {
-  %p = f32[1024]{0} parameter(0)
-  %start = (f32[1024]{0}, f32[1024]{0}) collective-permute-start(%p), source_target_pairs={PAIRS}
-  %hides = f32[1024]{0} fusion(%p), kind=kLoop, calls=%body, backend_config={"estimated_cycles":"CYCLES"}
-  %done = f32[1024]{0} collective-permute-done(%start)
-  ROOT %gathered = f32[8192]{0} all-gather(%done), channel_id=2, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}
-}
-"""
-
-
-@pytest.mark.parametrize("cycles", [0, 1500, 150_000_000])
-def test_a_schedule_waits_where_it_waits(cycles, monkeypatch):
-    """A permute under way hides behind the cycles in between, whichever is longer; an all_gather that is waited for adds its time."""
-    monkeypatch.syspath_prepend(ROOT)
-    from benchmarks.cost_model.ranking import CLOCK, scheduled_seconds
-
-    mesh = Mesh.of({"data": 8})
-    communication = Communication(Cluster.parse("v5e:2x4").links(mesh))
-    permute, gather = (communication.seconds(kind, n, (0,)) for kind, n in (("collective_permute", 4096), ("all_gather", 32768)))
-    pairs = ",".join(f"{{{k},{(k + 1) % 8}}}" for k in range(8))
-    text = SCHEDULE.replace("CYCLES", str(cycles)).replace("PAIRS", pairs)
-    found = scheduled_seconds(text, mesh, communication)
-    assert found == pytest.approx(max(cycles / CLOCK, permute) + gather)
 
 
 def test_published_runs_are_read_and_predicted(tmp_path, monkeypatch):
@@ -64,8 +35,7 @@ def test_a_ranking_that_was_interrupted_goes_on_where_it_stopped(tmp_path, monke
         asked.append(lowered)
         if len(asked) == 4:
             raise KeyboardInterrupt
-        pairs = ",".join(f"{{{k},{(k + 1) % 8}}}" for k in range(8))
-        return Ahead(SCHEDULE.replace("CYCLES", str(len(asked))).replace("PAIRS", pairs), 0.0, 0.0, None, True, 0.0)
+        return Ahead(schedule(len(asked)), 0.0, 0.0, None, True, 0.0)
 
     monkeypatch.setenv("AUTOSHARD_BENCHMARK_KEEP", str(tmp_path))
     monkeypatch.setattr(compiled, "compile_ahead", compile_ahead)

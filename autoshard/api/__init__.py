@@ -1,5 +1,6 @@
 """What users call: search, evaluate, parallelize, and the `Strategy` they get."""
 
+from autoshard.api.confirm import Confirm
 from autoshard.api.costs import collective_seconds, matmul_seconds
 from autoshard.api.frontier import Frontier, frontier
 from autoshard.api.parallelize import Parallelized, parallelize
@@ -9,6 +10,7 @@ from autoshard.api.strategy import Strategy, load
 from autoshard.api.verification import Verification, verify
 
 __all__ = [
+    "Confirm",
     "Frontier",
     "Parallelized",
     "Step",

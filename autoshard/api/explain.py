@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -45,6 +45,7 @@ def explain(record: Record) -> Report:
     cluster = Cluster.from_dict(record.cluster)
     parts = [
         *_headline(record, cluster),
+        *_confirmation(record),
         *_where_time_goes(record),
         *argument_parts(record),
         *_results(record),
@@ -66,7 +67,7 @@ def _headline(record: Record, cluster: Cluster) -> list[Part]:
     found = record.searcher.name + ("" if seconds is None else f" in {format_seconds(seconds)}")
     found += "; the search ended early" if record.stats.get("ended_early") else ""
     rows = [
-        ("step time", f"{format_seconds(cost.makespan_seconds)} predicted"),
+        ("step time", f"{format_seconds(cost.makespan_seconds)} predicted{_confirmed_time(record)}"),
         ("peak memory", f"{format_bytes(cost.peak_bytes)} a device: {of_limit}"),
         *_computed_again(cost),
         ("work", f"{format_flops(cost.flops)} of matrix products and convolutions a device"),
@@ -76,6 +77,46 @@ def _headline(record: Record, cluster: Cluster) -> list[Part]:
     if record.mesh.placement is not None:
         rows.append(("placement", _placement(record.mesh, cluster)))
     return [Table(("", ""), tuple(rows))]
+
+
+_AS_MEASURED = {"scheduled": "as {} schedules it", "corrected": "corrected by what {} makes of it", "timed": "on {} devices"}
+
+
+def _confirmed_time(record: Record) -> str:
+    """The step time by what confirmed the strategy, after the predicted one."""
+    confirmation = record.confirmation
+    if confirmation is None or confirmation.seconds is None or confirmation.taken.measure is None:
+        return ""
+    return f"; {format_seconds(confirmation.seconds)} {_AS_MEASURED[confirmation.taken.measure].format(confirmation.name)}"
+
+
+def _confirmation(record: Record) -> list[Part]:
+    """The finalists with what was compiled or timed, and what became of them."""
+    confirmation = record.confirmation
+    if confirmation is None:
+        return []
+
+    def known(figure: float | None, written: Callable[[float], str]) -> str:
+        return "" if figure is None else written(figure)
+
+    rows = tuple(
+        (each.found_by, str(each.mesh), format_seconds(each.predicted_seconds), known(each.seconds, format_seconds))
+        + (known(each.collective_bytes, format_bytes), known(each.flops, format_flops), known(each.peak_bytes, format_bytes))
+        + (f"{each.outcome}: {each.reason}" if each.reason else each.outcome,)
+        for each in confirmation.finalists
+    )
+    version = f" ({confirmation.version})" if confirmation.version else ""
+    measures = {each.measure for each in confirmation.finalists if each.measure and each.seconds is not None}
+    notes = [_MEASURES[measure] for measure in _MEASURES if measure in measures]
+    columns = ("found by", "mesh", ">predicted", ">confirmed", ">sent", ">work", ">peak memory", "")
+    return [Heading(f"Confirmed by {confirmation.name}{version}"), Table(columns, rows, tuple(notes))]
+
+
+_MEASURES = {
+    "scheduled": "Confirmed is the compiled schedule's time where two were close, with the cost model's links.",
+    "corrected": "Confirmed is the prediction corrected by compiled collectives and FLOPs.",
+    "timed": "Confirmed is the median of several runs on zeros.",
+}
 
 
 def _computed_again(cost: Cost) -> list[tuple[str, str]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from autoshard.api.confirm import Confirm, confirm_of
 from autoshard.api.search import Pins, search
 from autoshard.api.step import Sharded, Step, call_type, positional
 from autoshard.api.strategy import Strategy
@@ -121,6 +122,7 @@ def parallelize(
     progress: Progress | bool = True,
     time_limit_seconds: float | None = None,
     interruptible: bool = False,
+    confirm: str | Confirm | None = None,
     devices: Sequence[Any] | None = None,
 ) -> Any:
     """The function, sharded as `search` finds best for the arguments of its first call; a decorator with or without options.
@@ -145,6 +147,7 @@ def parallelize(
         "progress": progress,
         "time_limit_seconds": time_limit_seconds,
         "interruptible": interruptible,
+        "confirm": confirm_of(confirm),
     }
     if fn is not None and not callable(fn):
         raise TraceError(f"parallelize takes a function, and options by name, got {fn!r:.80}. Write @parallelize(cluster='cpu:8').")

@@ -16,6 +16,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from autoshard.api.confirm import Confirm, confirm_of, confirmed, noted
+from autoshard.api.finalists import Board
 from autoshard.api.notes import lowered_otherwise, whole, without_rules
 from autoshard.api.step import plain
 from autoshard.api.strategy import Strategy, record_of
@@ -32,11 +34,11 @@ from autoshard.problem import Pin, Problem
 from autoshard.render import format_bytes, format_percent, progress_line
 from autoshard.rules import rules_of
 from autoshard.search import IntegerProgramming, Searcher, Solution, TensorParallel, candidate_meshes, searcher_of, silent, solve
-from autoshard.search.early import endings, timed
+from autoshard.search.early import checked_seconds, endings, timed
 from autoshard.search.mesh_search import LEAST_GAIN, search_meshes
 from autoshard.search.meshes import placed
 from autoshard.search.propagation import follow_layouts
-from autoshard.search.searcher import Progress
+from autoshard.search.searcher import Progress, part
 from autoshard.search.splitting import finer
 from autoshard.trace import Traced, constraint_spec, trace
 from autoshard.verify import propagated
@@ -47,6 +49,7 @@ MOST_AXES = 3  # of meshes that are searched
 # Of the memory that a compiler leaves a program, what is kept for predictions that are too low, where something fits without it. Of 18
 # programs on v5e and v5p as large as this allows, or XLA:TPU, one needs more than 2 % above its predicted peak (libtpu 0.0.42).
 RESERVE = 0.02
+SEARCHING = 0.5  # of the progress of a search that is confirmed
 COLLECTED = 5_000_000  # objects that are made before the garbage collector looks at them; 700 is Python's default
 
 
@@ -62,6 +65,7 @@ def search(
     progress: Progress | bool = silent,
     time_limit_seconds: float | None = None,
     interruptible: bool = False,
+    confirm: str | Confirm | None = None,
 ) -> Strategy:
     """The best strategy that the searcher finds for a function on a cluster.
 
@@ -80,14 +84,20 @@ def search(
         donate_argnums: as in `jax.jit`.
         progress: called with what is being done and the fraction that is done; True draws a line that says how long it still takes, where
             stderr is a terminal or a notebook's.
-        time_limit_seconds: how long to search, tracing not included; then the best strategy met so far is returned, with its gap.
+        time_limit_seconds: how long to search, tracing not included; then the best strategy met so far is returned, with its gap. Of a
+            search that is confirmed half of it at most is for searching.
         interruptible: whether Ctrl-C returns the best strategy met so far, with its gap, rather than to raise KeyboardInterrupt.
+        confirm: ``"compiler"`` compiles the best distinct strategies, three unless a `Confirm` says otherwise, for the cluster, ahead of
+            time and without devices, and takes the fastest of those that fit: by the TPU compiler's schedule where they are close (a minute
+            each), else by the prediction corrected by compiled collectives and FLOPs. ``"devices"`` runs them on this process's devices,
+            on zeros. What was found is in ``strategy.confirmation``; where nothing could be confirmed, ``strategy.notes`` say why.
+            None: the prediction decides.
 
     Raises:
         TraceError: the function cannot be traced with these arguments.
         ClusterError: the cluster is unknown, or the mesh does not cover it.
         ShardingError: a pin is illegal.
-        InfeasibleError: nothing fits the memory limit; names the smallest peak found.
+        InfeasibleError: nothing fits the memory limit; names the smallest peak found. Or the compiler that was to confirm refuses all.
         SearchLimitError: the searcher cannot hold the program, or the time was over before any strategy was met.
 
     >>> import jax.numpy as jnp
@@ -95,27 +105,47 @@ def search(
     >>> strategy.in_specs
     (P(None, None), P('data', None))
     """
-    chosen = searcher_of(searcher)
-    if isinstance(chosen, IntegerProgramming) and time_limit_seconds is not None:  # HiGHS runs without a word until its own limit
-        chosen = replace(chosen, time_limit_seconds=min(time_limit_seconds, chosen.time_limit_seconds))
+    chosen, how = searcher_of(searcher), confirm_of(confirm)
+    limit_seconds = checked_seconds(time_limit_seconds)
+    given = limit_seconds if how is None or limit_seconds is None else limit_seconds / 2
+    if isinstance(chosen, IntegerProgramming) and given is not None:  # HiGHS runs without a word until its own limit
+        chosen = replace(chosen, time_limit_seconds=min(given, chosen.time_limit_seconds))
     with shown(progress) as callback, rarely_collecting():
         prepared = prepare(fn, args, cluster, chosen, mesh, pins, memory_limit_bytes, donate_argnums)
         started = time.perf_counter()
-        searched = partial(_searched, prepared, chosen, timed(callback, time_limit_seconds), endings(time_limit_seconds, interruptible))
+        ends, own = endings(given, interruptible), part(callback, 0.0, 1.0 if how is None else SEARCHING)
+        searched = partial(_searched, prepared, chosen, timed(own, given), ends, 1 if how is None else how.finalists)
         try:
             solution, problem = searched(prepared.limit * (1 - RESERVE) if memory_limit_bytes is None else prepared.limit)
         except InfeasibleError as error:
             if memory_limit_bytes is not None or (error.smallest_peak_bytes or math.inf) > prepared.limit:
                 raise error if error.proven or not prepared.most_axes or mesh == MOST_AXES else _with_axes(error) from None
             solution, problem = searched(prepared.limit)
-            solution = replace(solution, notes=(*solution.notes, _barely(prepared.limit)))
-    solving = solution.stats.get("search_seconds", 0.0)
-    stats = {**solution.stats, "solve_seconds": solving, "search_seconds": time.perf_counter() - started}
-    return prepared.strategy(problem.mesh, replace(solution, stats=stats), chosen)
+            others = tuple(replace(other, notes=(*other.notes, _barely(prepared.limit))) for other in solution.others)
+            solution = replace(solution, notes=(*solution.notes, _barely(prepared.limit)), others=others)
+        solving, searching = solution.stats.get("search_seconds", 0.0), time.perf_counter() - started
+        stats = {**solution.stats, "solve_seconds": solving, "search_seconds": searching}
+        strategies = [prepared.strategy(problem.mesh, replace(solution, stats=stats), chosen)]
+        if how is None:
+            return strategies[0]
+        if solution.stats.get("ended_early") and (given is None or searching < given):
+            return noted(strategies[0], "not confirmed: the search was interrupted")
+        for other in solution.others:
+            strategies.append(prepared.strategy(other.assignment.mesh, replace(other, stats=stats), chosen))
+        board = Board(
+            strategies,
+            finders=[each.finder or chosen.name for each in (solution, *solution.others)],
+            fn=fn,
+            args=args,
+            memory_limit_bytes=memory_limit_bytes,
+            until=None if limit_seconds is None else started + limit_seconds,
+            progress=part(callback, SEARCHING, 1 - SEARCHING),
+        )
+        return confirmed(board, how, endings(limit_seconds, interruptible))
 
 
 def _searched(
-    prepared: Prepared, searcher: Searcher, progress: Progress, ends: tuple[type[BaseException], ...], limit: float
+    prepared: Prepared, searcher: Searcher, progress: Progress, ends: tuple[type[BaseException], ...], n_finalists: int, limit: float
 ) -> tuple[Solution, Problem]:
     """The best solution on any mesh within a memory limit, and its problem."""
     problems: list[Problem] = []
@@ -127,7 +157,7 @@ def _searched(
             failure = error
     if failure is not None and not problems:
         raise failure
-    return search_meshes(searcher, problems, solve, progress, ends, prepared.finer if prepared.most_axes > 1 else None)
+    return search_meshes(searcher, problems, solve, progress, ends, prepared.finer if prepared.most_axes > 1 else None, n_finalists)
 
 
 def _with_axes(error: InfeasibleError) -> InfeasibleError:

@@ -26,6 +26,7 @@ from autoshard.render import Report
 from autoshard.search import Solution
 from autoshard.search.searcher import Progress, silent
 from autoshard.strategy import (
+    Confirmation,
     Program,
     Provenance,
     Record,
@@ -112,6 +113,11 @@ class Strategy:
     def stats(self) -> Mapping[str, Any]:
         """What the search took: ``search_seconds``, of which the searcher ``solve_seconds``; ``trace_seconds``, ``n_ops``, ..."""
         return self.record.stats
+
+    @property
+    def confirmation(self) -> Confirmation | None:
+        """Which compiler or devices confirmed the strategy, what they say of it, and what became of the other finalists."""
+        return self.record.confirmation
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -309,7 +315,12 @@ def _result_structure(traced: Traced) -> Any:
 
 def _lasting(record: Record) -> Record:
     """The record without what varies from run to run: how long things took."""
-    return replace(record, stats={key: value for key, value in record.stats.items() if not key.endswith("_seconds")})
+    stats = {key: value for key, value in record.stats.items() if not key.endswith("_seconds")}
+    confirmation = record.confirmation
+    if confirmation is not None:
+        found = (replace(each, seconds=None) if each.measure == "timed" else each for each in confirmation.finalists)
+        confirmation = replace(confirmation, finalists=tuple(found))
+    return replace(record, stats=stats, confirmation=confirmation)
 
 
 def named(strategy: Strategy, name: str, command: str = "") -> Strategy:

@@ -53,6 +53,14 @@ def add(commands) -> None:
         "--interruptible", action="store_true", help="Ctrl-C ends the search alone: the best met so far is printed and saved, with its gap"
     )
     parser.add_argument(
+        "--confirm",
+        choices=("compiler", "devices"),
+        nargs="?",
+        const="compiler",
+        help="compile the three best strategies for the cluster, without its devices, and take the fastest of those that fit; "
+        "devices: run them on this machine's devices instead",
+    )
+    parser.add_argument(
         "--frontier",
         metavar="POINTS",
         type=positive,
@@ -68,6 +76,8 @@ def run(options: argparse.Namespace) -> int:
 
     import autoshard
 
+    if options.confirm and options.frontier:
+        raise autoshard.SearcherError("one strategy is confirmed, and --frontier makes several. Leave out --frontier or --confirm.")
     function, arguments = load(options.program, options.args, options.devices)
     with redirect_stdout(sys.stderr), progress(quiet=options.json) as callback:  # stdout is for our output, not the program's
         asked = {
@@ -82,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
             "interruptible": options.interruptible,
         }
         if options.frontier is None:
-            strategy = autoshard.search(function, *arguments, **asked)
+            strategy = autoshard.search(function, *arguments, confirm=options.confirm, **asked)
         else:
             frontier = autoshard.frontier(function, *arguments, points=options.frontier, **asked)
     return finish(strategy, options) if options.frontier is None else finish_frontier(frontier, options)

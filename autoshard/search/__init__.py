@@ -60,18 +60,23 @@ def solve(searcher: Searcher, problem, progress: Progress = silent) -> Solution:
     if not searcher.automatic:
         return searcher.solve(problem, progress)
     baseline = _solved(DataParallel(), problem)  # first, so that a search that ends early has an answer
+    if baseline is not None:
+        baseline = replace(baseline, finder=DataParallel.name)
     spare = _solved(FullySharded(stage=3), problem) if baseline is None else baseline
     try:
         solution = searcher.solve(problem, progress)
     except InfeasibleError:
         if spare is None:
             raise
-        return spare
-    if baseline is None or solution.judgement.cost.makespan_seconds <= baseline.judgement.cost.makespan_seconds:
+        return replace(spare, finder=spare.finder or FullySharded.name)
+    if baseline is None:
         return solution
+    if solution.judgement.cost.makespan_seconds <= baseline.judgement.cost.makespan_seconds:
+        return replace(solution, others=(*solution.others, baseline))
     least = solution.judgement.cost.objective_seconds
     bound = min(solution.lower_bound_seconds, baseline.judgement.cost.objective_seconds)
-    return replace(baseline, lower_bound_seconds=bound, least_seconds=min(least, solution.least_seconds))
+    others = (replace(solution, others=()), *solution.others)
+    return replace(baseline, lower_bound_seconds=bound, least_seconds=min(least, solution.least_seconds), others=others)
 
 
 def _solved(searcher: Searcher, problem) -> Solution | None:

@@ -94,11 +94,20 @@ class Auto:
                 raise too_large[0]
             smallest = min(error.smallest_peak_bytes or float("inf") for error in refused)
             raise nothing_fits(problem, f"the smallest peak that {len(refused)} searchers found", smallest)
-        best, finder = min(found, key=lambda answer: answer[0].judgement.cost.makespan_seconds)
+        (best, finder), *slower = sorted(found, key=lambda answer: answer[0].judgement.cost.makespan_seconds)
         near = NEAR * best.judgement.cost.makespan_seconds
         is_near = any(isinstance(one, TensorParallel) and solution.judgement.cost.makespan_seconds <= near for solution, one in found)
         problem.learned = replace(problem.learned, near_tensor_parallel=is_near)
         bound = max(solution.lower_bound_seconds for solution, _ in found)
+        others = tuple(
+            replace(
+                other,
+                lower_bound_seconds=min(bound, other.judgement.cost.objective_seconds),
+                notes=(f"found by {member.name}, one of {len(found)} answers that auto asked for", *other.notes),
+                finder=member.name,
+            )
+            for other, member in slower
+        )
         least, owner = min(found, key=lambda answer: answer[0].judgement.cost.objective_seconds)
         return replace(
             best,
@@ -111,6 +120,8 @@ class Auto:
                 *map(str, too_large),
             ),
             stats={**best.stats, "members": len(found), "search_seconds": time.perf_counter() - started},
+            finder=finder.name,
+            others=others,
         )
 
     def glance(self, problem: Problem) -> Solution | None:
@@ -123,7 +134,8 @@ class Auto:
             return None
         with suppress(InfeasibleError, SearchLimitError):
             solution = member.solve(problem)
-            return replace(solution, notes=(f"found by {member.name}, asked by auto on a mesh that bounds had cut", *solution.notes))
+            note = f"found by {member.name}, asked by auto on a mesh that bounds had cut"
+            return replace(solution, notes=(note, *solution.notes), finder=member.name)
         return None
 
     def _hiding(self, problem: Problem, costs: Iterable[Cost], progress: Progress) -> Iterator[tuple[Solution, Searcher]]:

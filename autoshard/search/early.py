@@ -21,12 +21,18 @@ class OutOfTime(SearchLimitError):
     """The time that a search was given is over."""
 
 
+def checked_seconds(seconds: float | None) -> float | None:
+    """The seconds that a search is given, if they are any."""
+    if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0):
+        raise SearcherError(f"time_limit_seconds is a positive number of seconds, or None for no limit; got {seconds!r}.")
+    return seconds
+
+
 def timed(progress: Progress, seconds: float | None) -> Progress:
     """The progress callback, which raises `OutOfTime` when so many seconds from now are over; None: never."""
+    seconds = checked_seconds(seconds)
     if seconds is None:
         return progress
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
-        raise SearcherError(f"time_limit_seconds is a positive number of seconds, or None for no limit; got {seconds!r}.")
     until = time.perf_counter() + seconds
 
     def limited(what: str, fraction: float) -> None:

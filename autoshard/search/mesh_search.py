@@ -18,12 +18,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from autoshard.errors import AutoshardError, InfeasibleError, ShardingError
+from autoshard.errors import AutoshardError, InfeasibleError, SearchLimitError, ShardingError
 from autoshard.problem import Problem, Tables, folded
 from autoshard.search.auto import Auto
 from autoshard.search.baselines import DataParallel
 from autoshard.search.contraction import contracted, contracted_whole
 from autoshard.search.early import Met, watch
+from autoshard.search.finalists import BASELINES, finalists
 from autoshard.search.memory import Held, held_at, priced
 from autoshard.search.passing import Passing
 from autoshard.search.reparametrisation import contracted_passing, passing_of
@@ -125,6 +126,7 @@ def search_meshes(
     progress: Progress = silent,
     ends: tuple[type[BaseException], ...] = (),
     finer: Finer | None = None,
+    n_finalists: int = 1,
 ) -> tuple[Solution, Problem]:
     """The best solution over some problems that differ in their mesh, and its problem; statistics say how many meshes were cut.
 
@@ -133,14 +135,17 @@ def search_meshes(
         ends: what may end the search early; the best that was met by then is then the solution.
         finer: called with the best problem, its solution and progress where more axes may be of use: a problem that promises more. Where
             nothing fits, with the problem of the smallest peak and no solution.
+        n_finalists: how many of the best distinct solutions are wanted, the best one and its ``others``; baselines are among them if the
+            searcher is automatic.
 
     Raises:
         InfeasibleError: no mesh has a solution within the memory limit; names the smallest peak found.
         ShardingError: the pins leave no mesh a legal sharding.
     """
-    search = _Search(searcher, list(problems), solve, progress, watched=bool(ends), finer=finer)
+    search = _Search(searcher, list(problems), solve, progress, watched=bool(ends), finer=finer, n_finalists=n_finalists)
     try:
         search.run()
+        search.ask_baselines()
     except ends:
         search.end_early()
         if search.best is None:
@@ -152,7 +157,7 @@ def search_meshes(
     problem = search.problems[number]
     solution = bounded(problem, solution)
     stats = {**solution.stats, "meshes": len(search.problems), "meshes_cut": search.cut, **({"ended_early": 1} if search.notes else {})}
-    return replace(solution, stats=stats, notes=(*solution.notes, *search.notes)), problem
+    return replace(solution, stats=stats, notes=(*solution.notes, *search.notes), others=search.others()), problem
 
 
 @dataclass(slots=True)
@@ -160,6 +165,7 @@ class _Search:
     """The problems of one program, searched one after the other, and the best solution so far.
 
     Attributes:
+        n_finalists, finalists: how many of the best distinct solutions are kept, and which.
         best: makespan, number of the problem, and the solution of least makespan.
         failure: the error to report if nothing has a solution.
         least: the least objective met.
@@ -178,6 +184,8 @@ class _Search:
     progress: Progress
     watched: bool
     finer: Finer | None
+    n_finalists: int = 1
+    finalists: tuple[Solution, ...] = ()
     best: tuple[float, int, Solution] | None = None
     failure: AutoshardError | None = None
     least: float = float("inf")
@@ -274,9 +282,31 @@ class _Search:
 
     def _keep(self, number: int, solution: Solution) -> None:
         self.least = min(self.least, solution.least_seconds, solution.judgement.cost.objective_seconds)
-        self.solutions[number] = solution
+        if self.n_finalists > 1:
+            found = *self.finalists, solution, *solution.others
+            self.finalists = finalists(found, self.problems[number].graph.arguments, self.n_finalists)
+        solution = self.solutions[number] = replace(solution, others=())  # what is not kept need not be held
         ranked = solution.judgement.cost.makespan_seconds, number, solution
         self.best = ranked if self.best is None else min(self.best, ranked, key=lambda entry: entry[:2])
+
+    def ask_baselines(self) -> None:
+        """Asks the baselines on the best mesh, if there are to be finalists and the searcher does not ask them by itself."""
+        if self.n_finalists < 2 or self.best is None or not self.searcher.automatic or isinstance(self.searcher, Auto):
+            return
+        number = self.best[1]
+        for baseline in BASELINES:
+            self.progress(f"{baseline.name} to compare with", 1.0)
+            with suppress(InfeasibleError, SearchLimitError, ShardingError):
+                solution = baseline.solve(self.problems[number])
+                bound = min(self.best[2].lower_bound_seconds, solution.judgement.cost.objective_seconds)  # holds for all on this mesh
+                self._keep(number, replace(solution, lower_bound_seconds=bound, finder=baseline.name))
+
+    def others(self) -> tuple[Solution, ...]:
+        """The finalists but the best solution."""
+        assert self.best is not None
+        _, number, best = self.best
+        ranked = finalists((best, *self.finalists), self.problems[number].graph.arguments, self.n_finalists)
+        return tuple(replace(solution, notes=(*solution.notes, *self.notes)) for solution in ranked[1:] if solution is not best)
 
     def end_early(self) -> None:
         """Takes what was met for what was found; for an automatic searcher that met nothing, data parallelism."""

@@ -37,6 +37,8 @@ class Solution:
         stats: what the search took: counts and seconds by name.
         notes: what the user should know of it, in words.
         least_seconds: the least objective met of what fits the memory limit, where the answer is another since its makespan is less.
+        finder: the name of the searcher whose answer it is, where that is not the one that was asked.
+        others: what else was found on the way and fits the memory limit, on this mesh or on others, fastest first.
     """
 
     judgement: Judgement
@@ -44,6 +46,8 @@ class Solution:
     stats: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     least_seconds: float = float("inf")
+    finder: str = ""
+    others: tuple[Solution, ...] = ()
 
     @property
     def assignment(self) -> Assignment:

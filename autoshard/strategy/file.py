@@ -1,6 +1,7 @@
 """Strategy files: canonical JSON that people can read, written whole or not at all, and trusted in nothing when read.
 
-The same record always gives the same bytes. Arguments, results and collectives take a line each; the long numbered lists fill lines.
+The same record always gives the same bytes. Arguments, results, collectives and finalists take a line each; the long numbered lists fill
+lines.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MAX_BYTES = 64 * 2**20
 
 WIDTH = 140
 FILLED = ("choices", "layouts", "copies")
-ONE_A_LINE = ("arguments", "results", "collectives")
+ONE_A_LINE = ("arguments", "results", "collectives", "finalists")
 
 
 def to_json(record: Record) -> str:

@@ -75,6 +75,86 @@ class Provenance:
     date: str | None = None
 
 
+OUTCOMES = ("taken", "slower", "does not fit", "failed", "not reached")
+"""What may become of a finalist; one that was not reached was neither accepted nor refused by the time the confirmation ended."""
+
+MEASURES = ("scheduled", "corrected", "timed")
+"""How a finalist's seconds were found: the compiled schedule's, the prediction corrected by what was compiled, or the devices' own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finalist:
+    """One of the strategies that a compiler, or devices, decided among. What was not compiled or not said is None.
+
+    Attributes:
+        found_by: the searcher whose answer it is.
+        mesh: axis sizes by name.
+        predicted_seconds: the step time that the cost model predicts.
+        outcome: what became of it, one of `OUTCOMES`.
+        reason: why it failed, in words.
+        measure: how its seconds were found, one of `MEASURES`.
+        seconds: the step time by that measure.
+        collective_bytes: bytes of all collectives of one device in a step, as compiled.
+        flops: of matrix products and convolutions of one device in a step, as compiled.
+        peak_bytes: memory of a device at the fullest moment, as compiled.
+        needed_bytes: what the compiler's allocator takes of a device, fragmentation included.
+    """
+
+    found_by: str
+    mesh: Mesh
+    predicted_seconds: float
+    outcome: str
+    reason: str = ""
+    measure: str | None = None
+    seconds: float | None = None
+    collective_bytes: float | None = None
+    flops: float | None = None
+    peak_bytes: float | None = None
+    needed_bytes: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmation:
+    """What confirmed a strategy, and among which finalists.
+
+    Attributes:
+        by: ``"compiler"`` or ``"devices"``.
+        name: the compiler, such as ``XLA:TPU``, or the devices' kind, as JAX names it.
+        version: the package that has it and its version, such as ``libtpu 0.0.42``.
+        finalists: in the order of their predicted step times, one of them taken.
+    """
+
+    by: str
+    name: str
+    version: str
+    finalists: tuple[Finalist, ...]
+
+    @property
+    def taken(self) -> Finalist:
+        """The strategy's own figures."""
+        return next(each for each in self.finalists if each.outcome == "taken")
+
+    @property
+    def seconds(self) -> float | None:
+        """The step time, as scheduled, corrected or timed; None in a file of what was timed, since that varies from run to run."""
+        return self.taken.seconds
+
+    @property
+    def collective_bytes(self) -> float | None:
+        """Bytes of all collectives of one device in a step, as compiled."""
+        return self.taken.collective_bytes
+
+    @property
+    def flops(self) -> float | None:
+        """Of matrix products and convolutions of one device in a step, as compiled."""
+        return self.taken.flops
+
+    @property
+    def peak_bytes(self) -> float | None:
+        """Memory of a device at the fullest moment, as compiled."""
+        return self.taken.peak_bytes
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     """A strategy as it is saved.
@@ -97,6 +177,7 @@ class Record:
         assumptions: what tracing and costing had to assume, and what the searcher noted, in words.
         stats: what the search took: counts and seconds by name.
         provenance: where it comes from.
+        confirmation: which compiler or devices confirmed it, and what they say; None where none was asked.
     """
 
     name: str
@@ -117,6 +198,7 @@ class Record:
     assumptions: tuple[str, ...] = ()
     stats: Mapping[str, Any] = field(default_factory=dict)
     provenance: Provenance = Provenance()
+    confirmation: Confirmation | None = None
 
     def __post_init__(self):
         for name in ("cluster", "argument_structure", "result_structure", "stats"):

@@ -17,7 +17,19 @@ from autoshard.errors import ClusterError, ShardingError
 from autoshard.ir import Choice, Collective, Layout, Mesh, Placement, Spec, check_divides, spec_to_layout
 from autoshard.ir.collective import KINDS
 from autoshard.strategy.reader import MAX_DEPTH, Node
-from autoshard.strategy.record import SCHEMA, Program, Provenance, Record, SearcherRecord, TensorRecord, plain
+from autoshard.strategy.record import (
+    MEASURES,
+    OUTCOMES,
+    SCHEMA,
+    Confirmation,
+    Finalist,
+    Program,
+    Provenance,
+    Record,
+    SearcherRecord,
+    TensorRecord,
+    plain,
+)
 
 MAX_AXES = 16
 MAX_RANK = 64
@@ -43,6 +55,7 @@ def encode(record: Record) -> dict[str, Any]:
             "cluster": _sorted(record.cluster),
             "lower_bound_seconds": float(record.lower_bound_seconds),
             "cost": _encode_cost(record.cost),
+            **({} if record.confirmation is None else {"confirmation": _encode_confirmation(record.confirmation)}),
             "stats": _sorted(record.stats),
             "assumptions": record.assumptions,
             "donate_argnums": record.donate_argnums,
@@ -66,9 +79,9 @@ def decode(document: Node) -> Record:
     version = dict(document.members()).get("schema", Node(None, "schema"))
     if version.value != SCHEMA or isinstance(version.value, bool):
         raise version.error(f"schema {SCHEMA}, the one that this version of autoshard reads")
-    placed = ("placement",) if "placement" in dict(document.members()) else ()
+    optional = [name for name in ("placement", "confirmation") if name in dict(document.members())]
     part = document.fields(
-        *placed,
+        *optional,
         *("schema", "name", "program", "mesh", "searcher", "provenance", "cluster", "lower_bound_seconds", "cost", "stats"),
         *("assumptions", "donate_argnums", "arguments", "results", "argument_structure", "result_structure"),
         *("choices", "layouts", "copies"),
@@ -96,6 +109,7 @@ def decode(document: Node) -> Record:
         assumptions=tuple(node.text() for node in part["assumptions"].items()),
         stats={name: _stat(node) for name, node in _named(part["stats"])},
         provenance=_provenance(part["provenance"]),
+        confirmation=_confirmation(part["confirmation"]) if "confirmation" in part else None,
     )
 
 
@@ -177,6 +191,49 @@ def _encode_cost(cost: Cost) -> dict[str, Any]:
     collectives = [_encode_collective(each) for each in parts.pop("collectives")]
     numbers = {name: float(value) for name, value in parts.items()}
     return {**numbers, "collectives": collectives, **({} if again is None else {"recomputation": again})}
+
+
+_MEASURED = ("seconds", "collective_bytes", "flops", "peak_bytes", "needed_bytes")  # of a finalist, as far as they are known
+
+
+def _encode_confirmation(confirmation: Confirmation) -> dict[str, Any]:
+    """A confirmation, its finalists without what is not known of them."""
+    finalists = []
+    for each in confirmation.finalists:
+        known = {name: float(value) for name in _MEASURED if (value := getattr(each, name)) is not None}
+        words = {name: value for name in ("reason", "measure") if (value := getattr(each, name))}
+        told = {"found_by": each.found_by, "mesh": each.mesh.axes, "predicted_seconds": float(each.predicted_seconds)}
+        finalists.append({**told, "outcome": each.outcome, **words, **known})
+    return {"by": confirmation.by, "name": confirmation.name, "version": confirmation.version, "finalists": finalists}
+
+
+def _confirmation(node: Node) -> Confirmation:
+    part = node.fields("by", "name", "version", "finalists")
+    finalists = tuple(_finalist(each) for each in part["finalists"].items())
+    if sum(each.outcome == "taken" for each in finalists) != 1:
+        raise part["finalists"].error("finalists of which one is taken")
+    by = _one_of(part["by"], ("compiler", "devices"))
+    return Confirmation(by, part["name"].text(), part["version"].text(empty=True), finalists)
+
+
+def _finalist(node: Node) -> Finalist:
+    optional = [name for name in ("reason", "measure", *_MEASURED) if name in dict(node.members())]
+    part = node.fields("found_by", "mesh", "predicted_seconds", "outcome", *optional)
+    return Finalist(
+        found_by=part["found_by"].text(),
+        mesh=_mesh(part["mesh"], None),
+        predicted_seconds=part["predicted_seconds"].number(),
+        outcome=_one_of(part["outcome"], OUTCOMES),
+        reason=part["reason"].text() if "reason" in part else "",
+        measure=_one_of(part["measure"], MEASURES) if "measure" in part else None,
+        **{name: part[name].number() for name in _MEASURED if name in part},
+    )
+
+
+def _one_of(node: Node, words: tuple[str, ...]) -> str:
+    if node.value not in words:
+        raise node.error(f"one of {', '.join(words)}")
+    return node.value
 
 
 _MADE = ("kind", "mesh_axes", "bytes", "count")  # of what a compiler makes of a collective

@@ -1,26 +1,34 @@
 """What compilers really do, read back: their collectives next to the predicted ones, and Shardy's propagated layouts."""
 
-from autoshard.verify.ahead import Ahead, compile_ahead
+from autoshard.verify.ahead import COMPILERS, Ahead, Compilation, Compiler, compile_ahead
 from autoshard.verify.buffers import Buffers, read_buffers
 from autoshard.verify.compare import Row, compare
 from autoshard.verify.flops import Flops, dot_flops, scheduled_cycles
 from autoshard.verify.hlo import collectives_of
+from autoshard.verify.schedule import corrected_seconds, scheduled_seconds, sent_seconds
 from autoshard.verify.shardy import explicit_collectives, propagated
-from autoshard.verify.topology import Topology, topology_of
+from autoshard.verify.topology import Topology, host_topology, topology_of
 
 __all__ = [
+    "COMPILERS",
     "Ahead",
     "Buffers",
+    "Compilation",
+    "Compiler",
     "Flops",
     "Row",
     "Topology",
     "collectives_of",
     "compare",
     "compile_ahead",
+    "corrected_seconds",
     "dot_flops",
     "explicit_collectives",
+    "host_topology",
     "propagated",
     "read_buffers",
     "scheduled_cycles",
+    "scheduled_seconds",
+    "sent_seconds",
     "topology_of",
 ]

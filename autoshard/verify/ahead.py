@@ -1,4 +1,4 @@
-"""Compiling for TPUs and GPUs ahead of time, without one: the real compiler, in a process of its own.
+"""Compiling ahead of time, for TPUs and GPUs without one: the real compiler, in a process of its own; XLA:CPU's too, on virtual devices.
 
 Generating code is some nineteen twentieths of a compile, and nothing that is compared here but the schedule's cycles needs it: the process
 is stopped once memory is assigned, which takes a second or two. Then everything is decided: partitioning, fusions, the schedule, memory.
@@ -15,7 +15,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -46,6 +48,7 @@ class Compiler:
         environment: what its process is started with.
         flags: for it, in ``XLA_FLAGS``.
         assigned: the ending of a dumped file: where that is, those on the schedule and on memory are whole.
+        distributions: Python distributions; the version of the first that is installed is the compiler's.
     """
 
     name: str
@@ -56,11 +59,29 @@ class Compiler:
     environment: dict[str, str]
     flags: str
     assigned: str
+    distributions: tuple[str, ...]
 
     @property
     def installed(self) -> bool:
         """Whether it is."""
         return any(map(_exists, self.modules)) or self.variable in os.environ
+
+    @property
+    def version(self) -> str:
+        """The distribution that has it and its version, as in ``libtpu 0.0.42``; empty where none is installed."""
+        for name in self.distributions:
+            with suppress(metadata.PackageNotFoundError):
+                return f"{name} {metadata.version(name)}"
+        return ""
+
+    def required(self) -> None:
+        """Raises `CompilerError` where the compiler is not installed."""
+        if not self.installed:
+            device = self.name.removeprefix("XLA:")
+            raise CompilerError(
+                f"compiling for {device}s needs {self.package}, which has the compiler, though no {device}, and it is not installed here. "
+                f"Install it with pip install 'autoshard[{self.extra}]'."
+            )
 
 
 COMPILERS = {
@@ -74,6 +95,7 @@ COMPILERS = {
         {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"},
         "",
         "after_optimizations_after_buffer_assignment.txt",
+        ("libtpu", "libtpu-nightly"),
     ),
     # The plugins of jax 0.10.2; they look for CUDA's libraries, though only running needs them. Products are left to cuBLAS: a GPU would
     # measure its kernels and Triton's; without one Triton's are taken, even where that fails (a vision transformer's 12,608 rows).
@@ -86,7 +108,10 @@ COMPILERS = {
         {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "CUDA_VISIBLE_DEVICES": ""},
         "--xla_gpu_enable_triton_gemm=false",
         "after_optimizations-memory-usage-report.txt",
+        ("jax-cuda13-plugin", "jax-cuda12-plugin"),
     ),
+    # jaxlib's own; its process has as many virtual devices as the mesh.
+    "cpu": Compiler("XLA:CPU", "jaxlib", ("jaxlib",), "", "", {}, "", "after_optimizations-memory-usage-report.txt", ("jaxlib",)),
 }
 
 # "Used 22.53G of 15.75G hbm", "the total memory required for HLO temporaries (46.43G) exceeds available HBM (15.75G)"
@@ -126,21 +151,73 @@ def compile_ahead(lowered: Lowered, mesh: Mesh, topology: Topology, cycles: bool
     Raises:
         CompilerError: the compiler is not installed, does not know the topology, or fails on the program.
     """
-    compiler = COMPILERS[topology.platform]
-    if not compiler.installed:
-        device = compiler.name.removeprefix("XLA:")
-        raise CompilerError(
-            f"compiling for {device}s needs {compiler.package}, which has the compiler, though no {device}, and it is not installed here. "
-            f"Install it with pip install 'autoshard[{compiler.extra}]'."
-        )
-    started = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="autoshard-") as name:
-        folder = Path(name)
-        with open(folder / "module", "wb") as module:
-            lowered.compiler_ir("stablehlo").operation.write_bytecode(module)  # pyright: ignore[reportOptionalMemberAccess]
-        (folder / "request").write_bytes(pickle.dumps((topology, mesh)))
-        log = _compiled(compiler, folder, stop=not cycles)
-        return _read(compiler, folder, topology, log, time.perf_counter() - started)
+    with Compilation(lowered, mesh, topology, cycles) as running:
+        while not running.over():
+            time.sleep(POLL_SECONDS)
+        return running.result()
+
+
+class Compilation:
+    """A program that is being compiled for the devices of a topology, in a process that ends with the ``with`` block at the latest.
+
+    Arguments are those of `compile_ahead`, which waits for one; several may run at once.
+    """
+
+    def __init__(self, lowered: Lowered, mesh: Mesh, topology: Topology, cycles: bool = False):
+        """Starts the process.
+
+        Raises:
+            CompilerError: the compiler is not installed.
+        """
+        self._compiler = COMPILERS[topology.platform]
+        self._compiler.required()
+        self._topology = topology
+        self._stop_early = not cycles
+        self._started = time.perf_counter()
+        self._directory = tempfile.TemporaryDirectory(prefix="autoshard-")
+        self._folder = Path(self._directory.name)
+        self._child: subprocess.Popen | None = None
+        try:
+            with open(self._folder / "module", "wb") as module:
+                lowered.compiler_ir("stablehlo").operation.write_bytecode(module)  # pyright: ignore[reportOptionalMemberAccess]
+            (self._folder / "request").write_bytes(pickle.dumps((topology, mesh)))
+            self._child = _start(self._compiler, self._folder)
+        except BaseException:
+            self.stop()
+            raise
+
+    def __enter__(self) -> Compilation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def over(self) -> bool:
+        """Whether the compiler has ended or, to stop early, assigned memory."""
+        assert self._child is not None, "a compilation that was stopped has no process"
+        return self._child.poll() is not None or (self._stop_early and _dumped(self._folder, self._compiler.assigned) is not None)
+
+    def result(self) -> Ahead:
+        """What the compiler made of it; to ask for once it is over.
+
+        Raises:
+            CompilerError: the compiler failed; that the program does not fit is a result.
+        """
+        self._end_process()
+        log = (self._folder / "log").read_text(errors="replace")
+        return _read(self._compiler, self._folder, self._topology, log, time.perf_counter() - self._started)
+
+    def stop(self) -> None:
+        """Ends the process and removes what it left."""
+        self._end_process()
+        self._directory.cleanup()
+
+    def _end_process(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            child.wait()
+            child.stdin.close()  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def _exists(module: str) -> bool:
@@ -150,23 +227,15 @@ def _exists(module: str) -> bool:
         return False
 
 
-def _compiled(compiler: Compiler, folder: Path, stop: bool) -> str:
-    """Runs the compiler until it ends or, to stop early, until memory is assigned; it never outlives this call. Returns what it logged."""
+def _start(compiler: Compiler, folder: Path) -> subprocess.Popen:
+    """The compiler's process; it logs into the folder."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} {compiler.flags} --xla_dump_to={folder} --xla_dump_hlo_as_text".strip()
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     environment = {**os.environ, **compiler.environment, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": paths}
     command = [sys.executable, "-m", "autoshard.verify.ahead_child", str(folder)]
     with open(folder / "log", "wb") as log:
         # It reads its stdin to the end, and ends itself there: if this process is killed, it ends too, once the compiler lets Python run.
-        child = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log)
-        try:
-            while child.poll() is None and not (stop and _dumped(folder, compiler.assigned)):
-                time.sleep(POLL_SECONDS)
-        finally:
-            child.kill()
-            child.wait()
-            child.stdin.close()  # pyright: ignore[reportOptionalMemberAccess]
-    return (folder / "log").read_text(errors="replace")
+        return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log)
 
 
 def _dumped(folder: Path, ending: str) -> Path | None:

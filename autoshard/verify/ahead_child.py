@@ -1,4 +1,4 @@
-"""The process that compiles for TPUs or GPUs: ``python -m autoshard.verify.ahead_child FOLDER``, for `autoshard.verify.ahead` alone.
+"""The process that compiles for TPUs, GPUs or CPUs: ``python -m autoshard.verify.ahead_child FOLDER``, for `autoshard.verify.ahead` alone.
 
 It reads ``module`` and ``request`` from the folder and leaves ``compiled.json`` or ``failure`` there, next to what XLA dumps.
 """
@@ -41,8 +41,7 @@ def main(folder: Path) -> None:
 
 def _compile(module: Path, topology: Topology, mesh: Mesh):
     """The executable of a module in MLIR bytecode; `jax.jit` would need the devices, and so the compiler, in the process that lowers."""
-    found = topologies.get_topology_desc(platform=topology.platform, topology_name=topology.name, **topology.options)
-    devices = jax_mesh(mesh, found.devices).devices
+    devices = jax_mesh(mesh, _devices(topology, mesh)).devices
     options = xla_client.CompileOptions()
     options.num_replicas, options.num_partitions = 1, mesh.size
     options.device_assignment = xla_client.DeviceAssignment.create(np.array([[device.id for device in devices.flat]]))
@@ -51,7 +50,18 @@ def _compile(module: Path, topology: Topology, mesh: Mesh):
     # The context of a module that JAX made knows every dialect that JAX writes.
     with jax.jit(lambda: 0.0).trace().lower(lowering_platforms=(topology.platform,)).compiler_ir("stablehlo").context:  # pyright: ignore
         parsed = ir.Module.parse(module.read_bytes())
-        return devices.flat[0].client.compile(parsed, xla_client.DeviceList(tuple(devices.flat)), options)
+        client = devices.flat[0].client
+        # XLA:CPU compiles for devices that are there alone (jaxlib 0.10.2).
+        compile_module = client.compile_and_load if topology.platform == "cpu" else client.compile
+        return compile_module(parsed, xla_client.DeviceList(tuple(devices.flat)), options)
+
+
+def _devices(topology: Topology, mesh: Mesh):
+    """The topology's devices; of CPUs as many virtual ones as the mesh has."""
+    if topology.platform == "cpu":
+        jax.config.update("jax_num_cpu_devices", mesh.size)
+        return jax.devices("cpu")
+    return topologies.get_topology_desc(platform=topology.platform, topology_name=topology.name, **topology.options).devices
 
 
 def _end_with_parent(folder: Path) -> None:

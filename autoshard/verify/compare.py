@@ -42,7 +42,7 @@ def compare(predicted: Iterable[Collective], actual: Iterable[Collective]) -> tu
     """
     predicted = tuple(predicted)
     sums: dict[tuple[str, tuple[str, ...]], list[float]] = {}
-    for side, collectives in enumerate((predicted, _matched(predicted, tuple(actual)))):
+    for side, collectives in enumerate((predicted, matched(predicted, tuple(actual)))):
         for collective in collectives:
             row = sums.setdefault((collective.kind, collective.mesh_axes), [0, 0, 0.0, 0.0])
             row[side] += collective.count
@@ -50,8 +50,8 @@ def compare(predicted: Iterable[Collective], actual: Iterable[Collective]) -> tu
     return tuple(Row(*key, int(row[0]), int(row[1]), row[2], row[3]) for key, row in sorted(sums.items()))
 
 
-def _matched(predicted: tuple[Collective, ...], actual: tuple[Collective, ...]) -> list[Collective]:
-    """The actual collectives, each under the name its like has in the prediction."""
+def matched(predicted: tuple[Collective, ...], actual: tuple[Collective, ...]) -> list[Collective]:
+    """The actual collectives, each under the name its like has in the prediction: an all_reduce may be a reduce_scatter there."""
     left = Counter[tuple]()
     for sign, collectives in ((1, predicted), (-1, actual)):
         for collective in collectives:

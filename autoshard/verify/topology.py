@@ -19,8 +19,8 @@ class Topology:
     """Devices that a program is compiled for.
 
     Attributes:
-        platform: as JAX names it, ``tpu`` or ``cuda``.
-        name: as the TPU compiler names a slice, ``v5e:2x4``; GPUs have none.
+        platform: as JAX names it, ``tpu``, ``cuda`` or ``cpu``.
+        name: as the TPU compiler names a slice, ``v5e:2x4``; of CPUs the cluster's; GPUs have none.
         options: what else `jax.experimental.topologies.get_topology_desc` takes.
         memory_limit_bytes: what a program may use of a device's memory, where the compiler does not say.
     """
@@ -105,3 +105,12 @@ def topology_of(cluster: Cluster) -> Topology:
     )
     # slices x hosts of a slice x devices of a host: hosts are slices, since NVLink ends with them
     return Topology("cuda", "", {"topology": f"{hosts}x1x{per_host}", "target_config": target}, cluster.memory_limit_bytes)
+
+
+def host_topology(cluster: Cluster) -> Topology:
+    """The virtual CPU devices of a process, as many as the cluster has.
+
+    >>> host_topology(Cluster.parse("cpu:8")).name
+    'cpu:8'
+    """
+    return Topology("cpu", cluster.name, memory_limit_bytes=cluster.memory_limit_bytes)

@@ -2,9 +2,7 @@
 
 Strategies are the baselines', a searcher's, hand-written tensor parallelism, batches split over one mesh axis only, and what random
 changes make of all these (a few decisions are changed, the rest then settles for what is cheapest beside them), on three meshes of eight
-v5e chips. Each is compiled to the end. Its schedule's time is the compiler's cycles at the chip's clock, in the compiler's order, and
-each collective's time from the cost model, whose bytes and axes are the compiled module's: a synchronous one waits for its end, an
-asynchronous one where it is waited for.
+v5e chips. Each is compiled to the end, and its schedule timed as `autoshard.verify.schedule` says.
 
 There are some fifty strategies a program, and compiling one takes half a minute and more of two cores: an hour in all. What was compiled
 is kept as it comes: with ``--keep FOLDER`` a run that was interrupted goes on where it stopped.
@@ -13,7 +11,6 @@ is kept as it comes: with ``--keep FOLDER`` a run that was interrupted goes on w
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -24,15 +21,14 @@ from autoshard.cluster import Cluster
 from autoshard.cost.collectives import Communication
 from autoshard.cost.model import CostModel
 from autoshard.cost.profile import profile
-from autoshard.ir import Assignment, Collective, Mesh
+from autoshard.ir import Assignment, Mesh
 from autoshard.problem import Problem
 from autoshard.render import Paragraph, Part, Table, format_seconds
 from autoshard.rules import rules_of
 from autoshard.search import DataParallel, FullySharded, RecursiveProgramming, Solution
 from autoshard.search.propagation import Propagation
 from autoshard.trace import trace
-from autoshard.verify.flops import cycles_of
-from autoshard.verify.hlo import Computation, Instruction, Module, sent_by
+from autoshard.verify import scheduled_seconds
 from benchmarks import single_dtype
 from benchmarks.cost_model.compiled import Case, compiled
 from benchmarks.cost_model.findings import Findings, Target, quantile, spearman
@@ -67,7 +63,8 @@ def run(quick: bool, progress: Callable[[str, float], None]) -> Findings:
             progress(f"{name}, {label}", (number + position / len(every)) / len(programs))
             record = case.strategy.record
             links = Communication(Cluster.parse(CLUSTER).links(record.mesh))
-            found.append((label, record.cost.makespan_seconds, scheduled_seconds(compiled(case, cycles=True).hlo, record.mesh, links)))
+            scheduled = scheduled_seconds(compiled(case, cycles=True).hlo, record.mesh, links, CLOCK)
+            found.append((label, record.cost.makespan_seconds, scheduled))
         rank = spearman([one for _, one, _ in found], [two for _, _, two in found])
         errors = [abs(one / two - 1) for _, one, two in found]
         rows = tuple((label, format_seconds(one), format_seconds(two), f"{one / two:.2f}") for label, one, two in found)
@@ -92,60 +89,6 @@ def _misplaced(found: list[tuple[str, float, float]]) -> list[str]:
     predicted, scheduled = (rankdata([one[k] for one in found]) for k in (1, 2))
     places = [(label, int(p - s)) for (label, _, _), p, s in zip(found, predicted, scheduled, strict=True)]
     return [f"{label} ({place:+d})" for label, place in sorted(places, key=lambda one: -abs(one[1]))[:5]]
-
-
-# -- what the compiler scheduled -----------------------------------------------------------------------------------------
-
-
-def scheduled_seconds(hlo_text: str, mesh: Mesh, communication: Communication, clock_hertz: float = CLOCK) -> float:
-    """The time of a compiled module's schedule: its instructions in order, and collectives that are under way while others run."""
-    module = Module(hlo_text)
-
-    def seconds(sent: list[Collective]) -> float:
-        axes = [tuple(mesh.names.index(axis) for axis in one.mesh_axes if axis in mesh.names) for one in sent]
-        everything = tuple(range(len(mesh.axes)))
-        return sum(float(communication.seconds(one.kind, one.bytes, over or everything)) for one, over in zip(sent, axes, strict=True))
-
-    def walk(name: str) -> float:
-        computation = module.computations.get(name, Computation())
-        now = wires = 0.0
-        flying: dict[str, float] = {}
-        for instruction in computation.values():
-            cycles = cycles_of(instruction)
-            started, channel, ends = _sends(module, computation, instruction, mesh)
-            if ends:
-                now = max(now, flying.pop(channel, now))
-            elif started and channel:
-                wires = flying[channel] = max(now, wires) + seconds(started)
-            elif started:
-                now = wires = max(now, wires) + seconds(started)
-            if cycles is not None:
-                now += cycles / clock_hertz
-            elif instruction.opcode != "fusion":
-                now += sum(times * walk(callee) for callee, times in module.called(instruction))
-        return max(now, wires)
-
-    return walk(module.entry)
-
-
-def _sends(module: Module, computation: Computation, instruction: Instruction, mesh: Mesh) -> tuple[list[Collective], str, bool]:
-    """What an instruction sends; what names the flight that it starts or ends (nothing: it waits for it); whether it ends one."""
-    if instruction.opcode.endswith("-start"):
-        return sent_by(module, computation, instruction, mesh), instruction.name, False
-    if instruction.opcode in ("collective-permute-done", "all-gather-done", "all-reduce-done"):
-        return [], instruction.operands[0], True
-    if instruction.opcode != "fusion":
-        return sent_by(module, computation, instruction, mesh), "", False
-    sent, channel, starts, ends = [], "", False, False
-    for callee, _ in module.called(instruction):
-        inside = module.computations.get(callee, Computation())
-        for inner in inside.values():
-            sent += sent_by(module, inside, inner, mesh)
-            starts |= '"AsyncCollectiveStart"' in inner.rest
-            ends |= '"AsyncCollectiveDone"' in inner.rest
-            if found := re.search(r"channel_id=(\d+)", inner.rest):
-                channel = found[1]
-    return sent, channel if starts or ends else "", ends
 
 
 # -- strategies ----------------------------------------------------------------------------------------------------------

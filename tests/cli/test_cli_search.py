@@ -231,3 +231,21 @@ def test_the_line_of_progress_is_drawn_and_wiped(impatient):
             time.sleep(0.01)
     assert " 25 %, about " in drawn.getvalue()
     assert not drawn.getvalue().split("\r")[-2].strip() and drawn.getvalue().endswith("\r")
+
+
+def test_a_search_is_confirmed_by_the_compiler_unless_told_otherwise(search):
+    """``--confirm`` alone compiles; what confirmed it is in the JSON and in the report."""
+    one = ("--searcher", "data_parallel", "--mesh", "data=8")
+    code, out, _ = search(*one, "--confirm", "--json")
+    found = json.loads(out)["confirmation"]
+    assert code == 0 and (found["by"], found["name"]) == ("compiler", "XLA:CPU")
+    assert [each["outcome"] for each in found["finalists"]] == ["taken"]
+    code, out, _ = search(*one, "--confirm", "devices")
+    assert code == 0 and "Confirmed by cpu" in out and "on cpu devices" in out
+
+
+def test_a_frontier_is_not_confirmed(search):
+    """Several strategies are not what is asked to be confirmed, and other words are refused."""
+    code, _, err = search("--confirm", "--frontier")
+    assert code == 2 and "Leave out --frontier or --confirm" in err
+    assert search("--confirm", "friends")[0] == 2

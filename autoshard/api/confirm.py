@@ -1,0 +1,126 @@
+"""Which of a search's finalists is taken, once a compiler or devices have confirmed what each of them is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from autoshard.api.compiled_finalists import FinalistCompiler, compiler_of
+from autoshard.api.finalists import Board, in_words
+from autoshard.api.strategy import Strategy
+from autoshard.api.timed_finalists import FinalistDevices, devices_of
+from autoshard.errors import ClusterError, CompilerError, InfeasibleError, SearcherError
+from autoshard.render import format_bytes
+from autoshard.search.early import OutOfTime
+from autoshard.strategy import Confirmation
+
+BY = ("compiler", "devices")
+
+
+@dataclass(frozen=True, slots=True)
+class Confirm:
+    """How a search is confirmed.
+
+    Attributes:
+        by: ``"compiler"`` or ``"devices"``.
+        finalists: how many of the best distinct strategies are compiled or timed.
+
+    >>> Confirm("compiler", finalists=5)
+    Confirm(by='compiler', finalists=5)
+    """
+
+    by: str = "compiler"
+    finalists: int = 3
+
+    def __post_init__(self):
+        if self.by not in BY:
+            raise SearcherError(
+                f"a search is confirmed by 'compiler' or 'devices', got {self.by!r}. Use confirm='compiler' where there are no devices."
+            )
+        if isinstance(self.finalists, bool) or not isinstance(self.finalists, int) or self.finalists < 1:
+            raise SearcherError(f"finalists is a whole number from 1 up, got {self.finalists!r}. 3 are usual.")
+
+
+def confirm_of(confirm: str | Confirm | None) -> Confirm | None:
+    """How to confirm, of what a user gives.
+
+    Raises:
+        SearcherError: it is nothing of the kind.
+    """
+    return confirm if confirm is None or isinstance(confirm, Confirm) else Confirm(confirm)
+
+
+def confirmed(board: Board, how: Confirm, ends: tuple[type[BaseException], ...]) -> Strategy:
+    """The finalist of least time among those that fit, as compiled or timed, with the record of it.
+
+    Where there is no such compiler or no such devices, where they fail on all finalists, or where the time is over before any is accepted,
+    it is the first that was not refused, and its notes say why.
+
+    Args:
+        ends: what may end it early, other than that the time is over.
+
+    Raises:
+        InfeasibleError: none fits; names the least that one needs.
+    """
+    try:
+        judge = compiler_of(board.cluster) if how.by == "compiler" else devices_of(board.cluster)
+    except (ClusterError, CompilerError) as error:
+        return noted(board.strategies[0], f"not confirmed: {in_words(error)}")
+    ended = ""
+    try:
+        judge.decide(board)
+    except (OutOfTime, KeyboardInterrupt) as error:
+        if isinstance(error, KeyboardInterrupt) and KeyboardInterrupt not in ends:
+            raise
+        ended = "the time was over" if isinstance(error, OutOfTime) else "it was interrupted"
+    if not board.accepted:
+        return _unconfirmed(board, judge, ended)
+    return _taken(board, how, judge, ended)
+
+
+def _taken(board: Board, how: Confirm, judge: FinalistCompiler | FinalistDevices, ended: str) -> Strategy:
+    """The fastest of those that were accepted."""
+    number = min(board.accepted, key=lambda each: (board.found[each].seconds or 0.0, each))
+    board.note(number, outcome="taken")
+    strategy = board.strategies[number]
+    confirmation = Confirmation(how.by, judge.name, judge.version, tuple(board.found))
+    notes = []
+    if ended:
+        reached = sum(each.outcome != "not reached" for each in board.found)
+        notes.append(f"confirming ended early, with {reached} of {len(board.found)} finalists decided, since {ended}")
+    return noted(Strategy(replace(strategy.record, confirmation=confirmation), strategy._traced), *notes)
+
+
+def _unconfirmed(board: Board, judge: FinalistCompiler | FinalistDevices, ended: str) -> Strategy:
+    """The first finalist that was not refused, with the reason why nobody confirms it.
+
+    Raises:
+        InfeasibleError: all were refused.
+    """
+    left = [number for number, each in enumerate(board.found) if each.outcome != "does not fit"]
+    if not left:
+        raise _refused(board, judge)
+    failed = [each for each in board.found if each.outcome == "failed"]
+    if ended:
+        why = f"{ended} before {judge.name} had accepted a finalist"
+    else:
+        why = f"{judge.name} failed on {len(failed)} of {len(board.found)} finalists and accepted none"
+    return noted(board.strategies[left[0]], f"not confirmed: {why}{f': {failed[0].reason}' if failed else ''}")
+
+
+def _refused(board: Board, judge: FinalistCompiler | FinalistDevices) -> InfeasibleError:
+    needs = [each.peak_bytes if board.exceeds(each.peak_bytes) else each.needed_bytes for each in board.found]
+    least = min((need for need in needs if need is not None), default=math.inf)
+    limit = board.memory_limit_bytes or board.cluster.memory_limit_bytes
+    said = f", and the least that one needs is {format_bytes(least)}" if least < math.inf else ""
+    return InfeasibleError(
+        f"a strategy must fit {format_bytes(limit)} a device, and {judge.name} refuses all {len(board.found)} finalists{said}. "
+        "Search with a lower memory_limit_bytes, which leaves the compiler more room, on more devices or with a smaller batch.",
+        least if least < math.inf else None,
+    )
+
+
+def noted(strategy: Strategy, *notes: str) -> Strategy:
+    """The strategy with notes that it did not have."""
+    record = strategy.record
+    return Strategy(replace(record, assumptions=(*record.assumptions, *notes)), strategy._traced)

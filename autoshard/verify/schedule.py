@@ -1,0 +1,105 @@
+"""The time of a compiled program: of its schedule where the compiler counts cycles, of what it sends where it does not.
+
+A schedule's time is the compiler's cycles at the device's clock, in the compiler's order, and each collective's time under the cost model's
+links, with the compiled module's bytes and axes: a synchronous one waits for its end, an asynchronous one where it is waited for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from autoshard.cost.collectives import Communication
+from autoshard.cost.record import Cost
+from autoshard.ir import Collective, Mesh, as_compiled
+from autoshard.verify.compare import matched
+from autoshard.verify.flops import cycles_of
+from autoshard.verify.hlo import Computation, Instruction, Module, sent_by
+
+
+def scheduled_seconds(hlo_text: str, mesh: Mesh, communication: Communication, clock_hertz: float) -> float:
+    """The time of a compiled module's schedule: its instructions in order, and collectives that are under way while others run.
+
+    Args:
+        hlo_text: of the TPU compiler, after code generation, so that it has cycles.
+        mesh: whose axes the collectives run over.
+        communication: what a collective costs on that mesh.
+        clock_hertz: of the device.
+    """
+    module = Module(hlo_text)
+
+    def walk(name: str) -> float:
+        computation = module.computations.get(name, Computation())
+        now = wires = 0.0
+        flying: dict[str, float] = {}
+        for instruction in computation.values():
+            cycles = cycles_of(instruction)
+            started, channel, ends = _sends(module, computation, instruction, mesh)
+            if ends:
+                now = max(now, flying.pop(channel, now))
+            elif started and channel:
+                wires = flying[channel] = max(now, wires) + sent_seconds(started, mesh, communication)
+            elif started:
+                now = wires = max(now, wires) + sent_seconds(started, mesh, communication)
+            if cycles is not None:
+                now += cycles / clock_hertz
+            elif instruction.opcode != "fusion":
+                now += sum(times * walk(callee) for callee, times in module.called(instruction))
+        return max(now, wires)
+
+    return walk(module.entry)
+
+
+def sent_seconds(collectives: Iterable[Collective], mesh: Mesh, communication: Communication) -> float:
+    """What collectives take one after the other, each as often as it runs; one whose devices fit no mesh axes runs over all of them.
+
+    >>> from autoshard.cluster import Cluster
+    >>> mesh = Mesh.of({"data": 8})
+    >>> sent_seconds([], mesh, Communication(Cluster.parse("v5e:2x4").links(mesh)))
+    0.0
+    """
+    everything = tuple(range(len(mesh.axes)))
+    total = 0.0
+    for one in collectives:
+        axes = tuple(mesh.names.index(axis) for axis in one.mesh_axes if axis in mesh.names)
+        total += one.count * float(communication.seconds(one.kind, one.bytes, axes or everything))
+    return total
+
+
+def corrected_seconds(cost: Cost, sent: Iterable[Collective], flops: float, mesh: Mesh, communication: Communication) -> float:
+    """The predicted step time, corrected by what was compiled; where that is as predicted, the prediction.
+
+    Computing is scaled by the FLOPs. Of what is not sent, the share goes that was predicted to be exposed; what is sent beyond the
+    prediction finds nothing more to hide behind.
+
+    Args:
+        cost: the prediction.
+        sent: the compiled collectives.
+        flops: of the compiled products and convolutions.
+        mesh, communication: as for `scheduled_seconds`.
+    """
+    expected = as_compiled(cost.collectives)
+    more = sent_seconds(matched(expected, tuple(sent)), mesh, communication) - sent_seconds(expected, mesh, communication)
+    share = cost.exposed_communication_seconds / cost.communication_seconds if cost.communication_seconds else 1.0
+    computing = cost.compute_seconds * (flops / cost.flops - 1) if cost.flops else 0.0
+    return max(0.0, cost.makespan_seconds + computing + (more if more > 0 else share * more))
+
+
+def _sends(module: Module, computation: Computation, instruction: Instruction, mesh: Mesh) -> tuple[list[Collective], str, bool]:
+    """What an instruction sends; what names the flight that it starts or ends (nothing: it waits for it); whether it ends one."""
+    if instruction.opcode.endswith("-start"):
+        return sent_by(module, computation, instruction, mesh), instruction.name, False
+    if instruction.opcode in ("collective-permute-done", "all-gather-done", "all-reduce-done"):
+        return [], instruction.operands[0], True
+    if instruction.opcode != "fusion":
+        return sent_by(module, computation, instruction, mesh), "", False
+    sent, channel, starts, ends = [], "", False, False
+    for callee, _ in module.called(instruction):
+        inside = module.computations.get(callee, Computation())
+        for inner in inside.values():
+            sent += sent_by(module, inside, inner, mesh)
+            starts |= '"AsyncCollectiveStart"' in inner.rest
+            ends |= '"AsyncCollectiveDone"' in inner.rest
+            if found := re.search(r"channel_id=(\d+)", inner.rest):
+                channel = found[1]
+    return sent, channel if starts or ends else "", ends
