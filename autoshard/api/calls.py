@@ -19,7 +19,9 @@ import jax.extend.core
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
-from jax.tree_util import PyTreeDef, default_registry, treedef_is_leaf
+from jax.tree_util import default_registry, treedef_is_leaf
+
+from autoshard.api.collecting import rarely_collecting
 
 UNLIKE: Any = object()  # what comes back of arguments that are unlike those of the call before
 OFTEN = 3  # an argument that had to be moved so often after calls in which it did not is looked through in every call
@@ -56,7 +58,8 @@ def anew(function: Callable, known: set[tuple], args: tuple) -> Any:
         return function(*args)
     except UnlikeError as error:
         known.add(error.types)
-    return function(*args)
+    with rarely_collecting():
+        return function(*args)
 
 
 def placed(x: Any, sharding: NamedSharding) -> Any:
@@ -86,7 +89,7 @@ class Repeat:
     # What a call like the one before raises where it is unlike it; any of them leads to the long way, which says what is wrong.
     FAILURES = (UnlikeError, AttributeError, LookupError, TypeError, ValueError)
 
-    def __init__(self, jitted: Callable, in_tree: PyTreeDef, in_shardings: Sequence[NamedSharding], donates: bool):
+    def __init__(self, jitted: Callable, in_tree: Any, in_shardings: Sequence[NamedSharding], donates: bool):
         arguments = in_tree.children()
         flat = iter(in_shardings)
         self._jitted = jitted
@@ -146,7 +149,7 @@ def _array_type() -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def _reader(tree: PyTreeDef) -> Callable[[Any], Iterable[Any]]:
+def _reader(tree: Any) -> Callable[[Any], Iterable[Any]]:
     """What gives the leaves of a pytree of this structure, in any order; several times as fast as flattening, which sorts keys.
 
     Parts of equal structure share one, so that most of the work is done by `map`. Of another structure, it raises or gives what it finds.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from autoshard.api.collecting import rarely_collecting
 from autoshard.api.notes import whole, without_rules
 from autoshard.api.step import plain
 from autoshard.api.strategy import Strategy, record_of
@@ -47,7 +47,6 @@ MOST_AXES = 3  # of meshes that are searched
 # Of the memory that a compiler leaves a program, what is kept for predictions that are too low, where something fits without it. Of 18
 # programs on v5e and v5p as large as this allows, or XLA:TPU, one needs more than 2 % above its predicted peak (libtpu 0.0.42).
 RESERVE = 0.02
-COLLECTED = 5_000_000  # objects that are made before the garbage collector looks at them; 700 is Python's default
 
 
 def search(
@@ -287,18 +286,6 @@ def shown(progress: Progress | bool) -> Iterator[Progress]:
             yield callback
     else:
         yield silent
-
-
-@contextmanager
-def rarely_collecting() -> Iterator[None]:
-    """Lets garbage wait: graphs of tens of thousands of operations have few cycles, and looking for them takes a quarter of a search."""
-    before = gc.get_threshold()
-    if before[0]:  # else nothing is collected at all
-        gc.set_threshold(max(before[0], COLLECTED), *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 def _cluster(cluster: Cluster | str | Path | None) -> Cluster:

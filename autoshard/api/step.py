@@ -15,6 +15,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
 from autoshard.api.calls import UNLIKE, Repeat, anew, guarded, is_traced, placed
+from autoshard.api.collecting import rarely_collecting
 from autoshard.cluster import Cluster
 from autoshard.cost.model import CostModel
 from autoshard.errors import StrategyError, TraceError
@@ -59,12 +60,13 @@ class Step(Sharded):
     Arguments that lie elsewhere are moved to where the strategy wants them; Flax NNX objects among them are updated in place.
     """
 
-    def __init__(self, fn: Callable, record: Record, mesh: Mesh | None):
-        """``mesh`` is the record's, of devices; None where the program is lowered and never run."""
+    def __init__(self, fn: Callable, record: Record, mesh: Mesh | None, traced: Traced | None = None):
+        """``mesh`` is the record's, of devices; None where the program is lowered and never run. ``traced`` is what the search traced."""
         functools.update_wrapper(self, fn, updated=())
         self._fn = fn
         self._record = record
         self._mesh = mesh
+        self._traced = traced
         self._programs: dict[Any, _Program] = {}
         self._latest: _Program | None = None  # of the latest call that was looked through
         self._repeat: Repeat | None = None
@@ -137,9 +139,10 @@ class Step(Sharded):
             found = self._programs[key] = self._lowered(args, traced_further)
         return found, found.traced.split(args)
 
+    @rarely_collecting()
     def _lowered(self, args: tuple, differentiable: bool) -> _Program:
         record = self._record
-        traced, rules, path = program_of(self._fn, args, record, self._weak_before(args))
+        traced, rules, path = program_of(self._fn, args, record, self._weak_before(args), self._traced)
         graph, assignment = traced.graph, record.assignment
         _check_effects(graph, record.mesh.size)
         mesh = lowering_mesh(record.mesh, graph) if self._mesh is None else self._mesh
@@ -176,7 +179,7 @@ class Step(Sharded):
 
 
 def program_of(
-    fn: Callable, args: tuple, record: Record, weak: Sequence[bool] | None = None
+    fn: Callable, args: tuple, record: Record, weak: Sequence[bool] | None = None, before: Traced | None = None
 ) -> tuple[Traced, tuple[Rule | None, ...], ReshardPath]:
     """The traced function, its rules, and the steps of its reshards.
 
@@ -184,13 +187,14 @@ def program_of(
 
     Args:
         weak: per leaf whether it was weakly typed where the function was the record's program before.
+        before: as the search traced it, which is not done again for the same function and arguments.
 
     Raises:
         StrategyError: it is not the program the record is for.
     """
 
     def program(args: tuple) -> tuple[Traced, tuple[Rule | None, ...], ReshardPath]:
-        traced = trace(plain(fn), *args, donate_argnums=record.donate_argnums, axis_names=record.mesh.names)
+        traced = trace(plain(fn), *args, donate_argnums=record.donate_argnums, axis_names=record.mesh.names, before=before)
         graph, rules = traced.graph, rules_of(traced.graph)
         check_program(record, graph, rules)
         model = CostModel(Cluster.from_dict(record.cluster), record.mesh)
