@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +86,8 @@ class Calls:
 
 
 @dataclass(frozen=True, slots=True)
-class Path32:
-    """Seconds of each part of the way of a 32-layer program, and its number of operations."""
+class Whole:
+    """Seconds from a function to its lowered program, part by part and of the processor, and the number of operations."""
 
     n_ops: int
     trace: float
@@ -153,7 +154,7 @@ def _added(called: Callable, step: Step, args: tuple, rounds: int) -> list[float
     return seconds
 
 
-def measure_llama() -> Path32:
+def measure_llama() -> Whole:
     """Goes the whole way once, in this process."""
     weight, x = jnp.zeros((64, 64)), jnp.zeros((512, 64))
 
@@ -163,28 +164,26 @@ def measure_llama() -> Path32:
     autoshard.search(small, weight, x, cluster=LLAMA_DEVICES, mesh=LLAMA_MESH).apply(small).lower(weight, x)
     function, args = llama(32)
     laps, busy = [time.perf_counter()], time.process_time()
-    strategy = autoshard.search(
-        function, *args, cluster=LLAMA_DEVICES, mesh=LLAMA_MESH, searcher="dynamic_programming", donate_argnums=0
-    )
+    strategy = autoshard.search(function, *args, cluster=LLAMA_DEVICES, mesh=LLAMA_MESH, searcher="dynamic_programming", donate_argnums=0)
     laps.append(time.perf_counter())
     step = strategy.apply(function)
     assert step.runs(args)
     laps.append(time.perf_counter())
     step.lower(*args)
     laps.append(time.perf_counter())
-    searched, applied, lowered = (b - a for a, b in zip(laps, laps[1:], strict=False))
+    searched, applied, lowered = (b - a for a, b in pairwise(laps))
     trace = strategy.stats["trace_seconds"]
-    return Path32(int(strategy.stats["n_ops"]), trace, searched - trace, applied, lowered, time.process_time() - busy)
+    return Whole(int(strategy.stats["n_ops"]), trace, searched - trace, applied, lowered, time.process_time() - busy)
 
 
-def llama_in_a_process() -> Path32:
+def llama_in_a_process() -> Whole:
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=64"}
     command = [sys.executable, "-m", "benchmarks.calls", "--one-llama"]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True, text=True, env=environment)
-    return Path32(**json.loads(done.stdout.splitlines()[-1]))
+    return Whole(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def report(calls: Sequence[Calls], whole: Path32 | None) -> Report:
+def report(calls: Sequence[Calls], whole: Whole | None) -> Report:
     """A line for each state and way to call it, and the parts of the large program's way."""
     parts: list[Part] = []
     if calls:
@@ -206,7 +205,9 @@ def report(calls: Sequence[Calls], whole: Path32 | None) -> Report:
         parts += [
             Heading("Calls, in microseconds: least / median / most"),
             Table(columns, rows),
-            Paragraph(f"Added at most {1e6 * most:.1f}, in the median; wanted {1e6 * ADDED_SECONDS:.0f}: {_reached(most <= ADDED_SECONDS)}"),
+            Paragraph(
+                f"Added at most {1e6 * most:.1f}, in the median; wanted {1e6 * ADDED_SECONDS:.0f}: {_reached(most <= ADDED_SECONDS)}"
+            ),
         ]
     if whole is not None:
         seconds = [(name, getattr(whole, name)) for name in ("trace", "search", "apply", "lower", "total", "cpu")]
