@@ -79,7 +79,7 @@ def made(how: str, donate: tuple[int, ...] = (), fn=train_step, args=None):
 def assert_close(got, wanted):
     assert jax.tree.structure(got) == jax.tree.structure(wanted)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.fixture
