@@ -283,8 +283,9 @@ def test_transformations_of_a_step_see_through_it():
     def f(w, x):
         return jnp.sum(jnp.tanh(rounded(x @ w)) ** 2)
 
-    w, x = jnp.full((8, 8), 0.1), jnp.ones((16, 8))
-    step = made("apply", fn=f, args=(w, x))
+    w, x = jnp.full((8, 8), 0.1, jnp.float32), jnp.ones((16, 8))
+    strategy = autoshard.search(f, w, x, **OPTIONS)
+    step, (w, x) = strategy.apply(f), strategy.shard(w, x)
     for _ in range(2):
         for _ in range(3):
             assert_close(step(w, x), f(w, x))
