@@ -31,6 +31,14 @@ def test_search_benchmark_runs():
     assert 0.0 <= sample["gap"] <= 0.005 and sample["mesh"] == {"data": 2, "model": 4} and found["agreed"] is None
 
 
+def test_calls_benchmark_runs():
+    """Calls of a step and of its jitted function are timed, applied and decorated; what the step adds is less than a call."""
+    command = [sys.executable, "-m", "benchmarks.calls", "calls", "--leaves", "5", "--rounds", "3", "--json"]
+    found = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120).stdout)
+    assert [(each["how"], each["donated"]) for each in found["calls"]] == [(h, d) for h in ("apply", "parallelize") for d in (False, True)]
+    assert all(0 < each["added"]["median"] < each["step"]["median"] for each in found["calls"]) and found["llama"] is None
+
+
 def test_harness_benchmark_runs():
     """A group JAX can run and one it cannot run all of: every case has an outcome, and none failed."""
     command = [sys.executable, "-m", "benchmarks.harnesses", "--quick", "--groups", "neg,lu", "--random", "1", "--processes", "1", "--json"]

@@ -14,7 +14,8 @@ from typing import Any, overload
 
 import jax
 
-from autoshard.api.search import Pins, Prepared, prepare, rarely_collecting, shown
+from autoshard.api.collecting import rarely_collecting
+from autoshard.api.search import Pins, Prepared, prepare, shown
 from autoshard.api.strategy import Strategy
 from autoshard.cluster import Cluster
 from autoshard.cost.evaluate import Judgement

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from autoshard.api.calls import UNLIKE
 from autoshard.api.confirm import Confirm, confirm_of
 from autoshard.api.search import Pins, search
 from autoshard.api.step import Sharded, Step, call_type, positional
@@ -35,6 +36,7 @@ class Parallelized(Sharded):
         self._devices = devices
         self._found: dict[Any, _Found] = {}
         self._latest: Strategy | None = None
+        self._step: Step | None = None  # of the latest call
 
     @property
     def strategy(self) -> Strategy:
@@ -54,8 +56,15 @@ class Parallelized(Sharded):
         return self._lookup(args).strategy
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = UNLIKE if self._step is None else self._step.again(args, kwargs)
+        if result is not UNLIKE:
+            return result
         args = positional(self._fn, args, kwargs)
-        return self._applied(self._lookup(args))(*args)
+        step = self._applied(self._lookup(args))
+        if self._step is not None and step is not self._step:
+            self._step.forget()
+        self._step = step
+        return step.anew(args, {})
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
         """The lowered program, as `jax.jit(fn).lower` gives it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from autoshard.api.collecting import rarely_collecting
 from autoshard.api.confirm import Confirm, confirm_of, confirmed, noted
 from autoshard.api.finalists import Board
 from autoshard.api.notes import lowered_otherwise, whole, without_rules
@@ -50,7 +50,6 @@ MOST_AXES = 3  # of meshes that are searched
 # programs on v5e and v5p as large as this allows, or XLA:TPU, one needs more than 2 % above its predicted peak (libtpu 0.0.42).
 RESERVE = 0.02
 SEARCHING = 0.5  # of the progress of a search that is confirmed
-COLLECTED = 5_000_000  # objects that are made before the garbage collector looks at them; 700 is Python's default
 
 
 def search(
@@ -317,18 +316,6 @@ def shown(progress: Progress | bool) -> Iterator[Progress]:
             yield callback
     else:
         yield silent
-
-
-@contextmanager
-def rarely_collecting() -> Iterator[None]:
-    """Lets garbage wait: graphs of tens of thousands of operations have few cycles, and looking for them takes a quarter of a search."""
-    before = gc.get_threshold()
-    if before[0]:  # else nothing is collected at all
-        gc.set_threshold(max(before[0], COLLECTED), *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 def _cluster(cluster: Cluster | str | Path | None) -> Cluster:

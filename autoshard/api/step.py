@@ -14,6 +14,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from autoshard.api.calls import UNLIKE, Repeat, anew, guarded, is_traced, placed
+from autoshard.api.collecting import rarely_collecting
 from autoshard.cluster import Cluster
 from autoshard.cost.model import CostModel
 from autoshard.errors import StrategyError, TraceError
@@ -31,11 +33,18 @@ LOWERINGS = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Program:
-    """One traced and jitted form of the function, for arguments of one structure and one set of types."""
+    """One traced and jitted form of the function, for arguments of one structure and one set of types.
+
+    Attributes:
+        known: the types that it was traced with, placed arguments' and abstract ones'.
+        repeat: its calls with arguments like those before; None with NNX objects among them.
+    """
 
     traced: Traced
     jitted: Callable
     in_shardings: tuple[NamedSharding, ...]
+    known: set[tuple]
+    repeat: Repeat | None
 
 
 class Sharded:
@@ -55,8 +64,11 @@ class Step(Sharded):
     Arguments that lie elsewhere are moved to where the strategy wants them; Flax NNX objects among them are updated in place.
     """
 
-    def __init__(self, fn: Callable, record: Record, mesh: Mesh | None, lowering: str = "manual"):
+    def __init__(self, fn: Callable, record: Record, mesh: Mesh | None, lowering: str = "manual", traced: Traced | None = None):
         """``mesh`` is the record's, of devices; None where the program is lowered and never run. ``lowering`` is one of `LOWERINGS`.
+
+        Args:
+            traced: what the search traced.
 
         Raises:
             StrategyError: the lowering is unknown.
@@ -68,16 +80,50 @@ class Step(Sharded):
         self._fn = fn
         self._record = record
         self._mesh = mesh
+        self._traced = traced
         self._programs: dict[Any, _Program] = {}
+        self._latest: _Program | None = None  # of the latest call that was looked through
+        self._repeat: Repeat | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self.again(args, kwargs)
+        return self.anew(args, kwargs) if result is UNLIKE else result
+
+    def again(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """The result for arguments like those of the call before; `UNLIKE` where they are not, or where there was none."""
+        repeat = self._repeat
+        if repeat is None or is_traced():
+            return UNLIKE
+        if kwargs:
+            args = positional(self._fn, args, kwargs)
+        try:
+            return repeat(args)
+        except Repeat.FAILURES:
+            return UNLIKE
+
+    def anew(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """The result for any arguments, each of which is looked at."""
         args = positional(self._fn, args, kwargs)
         program, pure = self._program(args)
         leaves, tree = jax.tree.flatten(pure)
         if self._record.donate_argnums:
             _check_alive(leaves, program.traced.graph.argument_paths)
-        placed = tree.unflatten([_placed(x, sharding) for x, sharding in zip(leaves, program.in_shardings, strict=True)])
-        return program.traced.merge(args, program.jitted(*placed))
+        there = [placed(x, sharding) for x, sharding in zip(leaves, program.in_shardings, strict=True)]
+        result = program.traced.merge(args, anew(program.jitted, program.known, tree.unflatten(there)))
+        self._remember(program, leaves, there)
+        return result
+
+    def forget(self) -> None:
+        """The next call is looked through, whatever it is."""
+        self._latest = self._repeat = None
+
+    def _remember(self, program: _Program, leaves: Sequence[Any], there: Sequence[Any]) -> None:
+        """Takes the next call to be like this one: the first of a program, or the second of one in a row; not where two alternate."""
+        if program.repeat is None:
+            return
+        is_first = program.repeat.learn(leaves, there)
+        self._repeat = program.repeat if is_first or program is self._latest else None
+        self._latest = program
 
     def lower(self, *args: Any, platform: str = "cpu") -> jax.stages.Lowered:
         """The lowered program, as `jax.jit(fn).lower` gives it; NNX objects stand there as their states.
@@ -85,7 +131,10 @@ class Step(Sharded):
         Without devices it is lowered for the platform that is named: any will do for what does not compile it.
         """
         program, pure = self._program(args)
-        traced = program.jitted.trace(*jax.tree.map(_described, pure))
+        leaves, tree = jax.tree.flatten(pure)
+        shardings = [None] * len(leaves) if self._mesh is None else program.in_shardings
+        described = tree.unflatten([_described(x, sharding) for x, sharding in zip(leaves, shardings, strict=True)])
+        traced = anew(program.jitted.trace, program.known, described)
         return traced.lower(lowering_platforms=(platform,)) if self._mesh is None else traced.lower()
 
     def runs(self, args: tuple) -> bool:
@@ -104,9 +153,10 @@ class Step(Sharded):
             found = self._programs[key] = self._lowered(args, traced_further)
         return found, found.traced.split(args)
 
+    @rarely_collecting()
     def _lowered(self, args: tuple, differentiable: bool) -> _Program:
         record = self._record
-        traced, rules, path = program_of(self._fn, args, record, self._weak_before(args))
+        traced, rules, path = program_of(self._fn, args, record, self._weak_before(args), self._traced)
         graph, assignment = traced.graph, record.assignment
         _check_effects(graph, record.mesh.size)
         mesh = lowering_mesh(record.mesh, graph) if self._mesh is None else self._mesh
@@ -123,13 +173,16 @@ class Step(Sharded):
             return traced.pack(flat(*jax.tree.leaves(pure)))
 
         step.__name__ = graph.name
+        known: set[tuple] = set()
         jitted = jax.jit(
-            step,
+            guarded(step, known),
             in_shardings=traced.in_tree.unflatten(in_shardings),
             out_shardings=traced.pack(out_shardings),
             donate_argnums=record.donate_argnums,
         )
-        return _Program(traced, jitted, in_shardings)
+        once = traced.modules is not None or differentiable  # modules are taken apart in every call, and tracers are never called on again
+        repeat = None if once else Repeat(jitted, traced.in_tree, in_shardings, bool(record.donate_argnums))
+        return _Program(traced, jitted, in_shardings, known, repeat)
 
     def _flat(
         self, traced: Traced, rules: tuple[Rule | None, ...], path: ReshardPath, mesh: Mesh | AbstractMesh, differentiable: bool
@@ -152,7 +205,7 @@ class Step(Sharded):
 
 
 def program_of(
-    fn: Callable, args: tuple, record: Record, weak: Sequence[bool] | None = None
+    fn: Callable, args: tuple, record: Record, weak: Sequence[bool] | None = None, before: Traced | None = None
 ) -> tuple[Traced, tuple[Rule | None, ...], ReshardPath]:
     """The traced function, its rules, and the steps of its reshards.
 
@@ -160,13 +213,14 @@ def program_of(
 
     Args:
         weak: per leaf whether it was weakly typed where the function was the record's program before.
+        before: as the search traced it, which is not done again for the same function and arguments.
 
     Raises:
         StrategyError: it is not the program the record is for.
     """
 
     def program(args: tuple) -> tuple[Traced, tuple[Rule | None, ...], ReshardPath]:
-        traced = trace(plain(fn), *args, donate_argnums=record.donate_argnums, axis_names=record.mesh.names)
+        traced = trace(plain(fn), *args, donate_argnums=record.donate_argnums, axis_names=record.mesh.names, before=before)
         graph, rules = traced.graph, rules_of(traced.graph)
         check_program(record, graph, rules)
         model = CostModel(Cluster.from_dict(record.cluster), record.mesh)
@@ -225,9 +279,11 @@ def positional(fn: Callable, args: tuple, kwargs: Mapping[str, Any]) -> tuple:
     return bound.args
 
 
-def _described(x: Any) -> Any:
-    """An array as its shape and type, wherever it lies; anything else as it is."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False)) if isinstance(x, jax.Array | np.ndarray) else x
+def _described(x: Any, sharding: NamedSharding | None) -> Any:
+    """An array as its shape and type, wherever it lies, as one that was put where it should be; anything else as it is."""
+    if not isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        return x
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False), sharding=sharding)
 
 
 def _check_alive(leaves: list[Any], paths: Sequence[str]) -> None:
@@ -238,12 +294,3 @@ def _check_alive(leaves: list[Any], paths: Sequence[str]) -> None:
                 f"a donated argument is used up by the call it is passed to, and {path} was passed to an earlier one. Pass what that call "
                 "returned in its place, or leave the argument out of donate_argnums."
             )
-
-
-def _placed(x: Any, sharding: NamedSharding) -> Any:
-    """The array committed to where its sharding wants it, so that every call finds the same compiled program."""
-    if isinstance(x, Tracer) or not isinstance(x, jax.Array | np.ndarray):
-        return x
-    if isinstance(x, jax.Array) and x.committed and (x.sharding == sharding or x.sharding.is_equivalent_to(sharding, x.ndim)):
-        return x
-    return jax.device_put(x, sharding)

@@ -142,7 +142,7 @@ class Strategy:
         Raises:
             StrategyError: ``fn`` is not the program the strategy is for.
         """
-        traced, rules, path = program_of(fn, args, self.record)
+        traced, rules, path = program_of(fn, args, self.record, before=self._traced)
         graph = traced.graph
         found = fewest_pins(traced.jaxpr, graph, rules, self.record.assignment, path, budget_seconds, progress)
         return Pins(
@@ -171,7 +171,7 @@ class Strategy:
             ClusterError: there are too few devices.
             StrategyError: the lowering is unknown; at the first call, where ``fn`` is not the program the strategy is for.
         """
-        return Step(fn, self.record, jax_mesh(self.record.mesh, devices), lowering)
+        return Step(fn, self.record, jax_mesh(self.record.mesh, devices), lowering, self._traced)
 
     def shard(self, *args: Any, devices: Sequence[Any] | None = None) -> tuple:
         """The arguments, all or the first few, put where the strategy wants them; a tuple. NNX objects are moved in place.

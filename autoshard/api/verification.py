@@ -195,7 +195,7 @@ def verify(strategy: Strategy, fn: Callable, *args: Any, target: str = "shardy",
     ahead = target == "tpu" or (target == "gpu" and len(devices) < record.mesh.size)
     topology = _topology(record, target) if ahead else None
     mesh = jax_mesh(record.mesh, devices) if target in ("cpu", "gpu") and not ahead else None
-    lowered = Step(fn, record, mesh).lower(*args, platform=topology.platform if topology else "cpu")
+    lowered = Step(fn, record, mesh, traced=strategy._traced).lower(*args, platform=topology.platform if topology else "cpu")
     if target == "shardy":
         found = _Actual(explicit_collectives(lowered, record.mesh))
     elif topology:

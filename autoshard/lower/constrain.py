@@ -28,7 +28,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from autoshard.cost.partial_sums import turned
-from autoshard.cost.profile import profile
+from autoshard.cost.profile import free_values
 from autoshard.cost.reshard import path_seconds
 from autoshard.ir import (
     Assignment,
@@ -54,6 +54,7 @@ from autoshard.lower.interpret import Interpreter, Path, apply, bind, ops_by_pat
 from autoshard.lower.mesh import to_named_sharding
 from autoshard.lower.shards import Sharded
 from autoshard.rules import propagates, runs_per_shard
+from autoshard.trace.structure import types_of
 
 Constrain = Callable[[Any, NamedSharding, int], Any]
 """``(array, sharding, value number)`` to the array with the sharding written on it."""
@@ -85,7 +86,7 @@ def constrained(
     ``graph`` and ``rules`` are those of the same jaxpr; ``constrain`` is called for every constraint, in the same order each time.
     Where the function is ``differentiable``, custom derivatives inside stay in force. To be called under `jax.jit`.
     """
-    free = profile(graph, rules).free
+    free = tuple(free_values(graph))
     home = {view: holder.value for op in graph.walk() for holder in op.holders for view in holder.views}
     ops, constants = ops_by_path(graph), frozenset(graph.constants)
     tangled = _tangled(graph, free)
@@ -344,7 +345,7 @@ class _Region(Interpreter):
         leaving = specs((v.aval for v in eqn.outvars), (computed_layout(rule, choice, k) for k in range(len(eqn.outvars))))
         entering = specs(read, targets)
 
-        whole = [tuple(np.shape(x)) for x in read], [tuple(v.aval.shape) for v in eqn.outvars]  # pyright: ignore
+        whole = tuple(tuple(np.shape(x)) for x in read), tuple(each.shape for each in types_of(eqn.outvars))
 
         def one_device(*shards: Any) -> list[Any]:
             def bound(*operands: Any, **replaced: Any) -> list[Any]:

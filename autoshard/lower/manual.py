@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import AbstractMesh, PartitionSpec
 
@@ -53,7 +54,7 @@ from autoshard.lower.interpret import Interpreter, Path, bind, ops_by_path
 from autoshard.lower.mesh import to_named_sharding
 from autoshard.lower.shards import Sharded
 from autoshard.rules import registered, same_on_shards
-from autoshard.trace.structure import subjaxprs
+from autoshard.trace.structure import subjaxprs, types_of
 
 Mesh = jax.sharding.Mesh | AbstractMesh
 
@@ -237,10 +238,8 @@ class _Region(Interpreter):
         sizes = self.plan.assignment.mesh.sizes
         layouts = self.plan.flows(op).inputs[number]
         return [
-            jax.ShapeDtypeStruct(
-                tuple(map(int, local_shape(v.aval.shape, layout, sizes))), v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False)
-            )
-            for v, layout in zip(body.invars, layouts, strict=True)
+            jax.ShapeDtypeStruct(tuple(map(int, local_shape(whole.shape, layout, sizes))), whole.dtype, weak_type=whole.weak_type)
+            for whole, layout in zip(types_of(body.invars), layouts, strict=True)
         ]
 
     # -- reading ----------------------------------------------------------------------------------------------------
@@ -396,7 +395,7 @@ class _Inside(Interpreter):
         return Op(0, eqn.primitive.name, (), (), eqn.params, Origin(), path, bodies=bodies)
 
     def op(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-        operands = [x if isinstance(x, jax.core.Tracer) else np.asarray(x) for x in operands]  # literals know their mesh
+        operands = [x if isinstance(x, Tracer) else np.asarray(x) for x in operands]  # literals know their mesh
         named = {name: _renamed(eqn.params[name], self.axes) for name in ("axes", "axis_name") if name in eqn.params}
         if eqn.primitive.name in _INSTEAD:
             return _INSTEAD[eqn.primitive.name](operands, {**eqn.params, **named})
@@ -446,6 +445,6 @@ def _bound(eqn: JaxprEqn, operands: Sequence[Any], **replaced: Any) -> list[Any]
 def _on_one_device(eqn: JaxprEqn, operands: Sequence[Any], mesh: Mesh) -> list[Any]:
     """The results of an equation that the first device alone computes, on all of them."""
     first = lax.axis_index(mesh.axis_names) == 0
-    types = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
+    types = types_of(eqn.outvars)
     results = lax.cond(first, lambda: _bound(eqn, operands), lambda: [jnp.zeros(each.shape, each.dtype) for each in types])
     return [combined(x, "or" if x.dtype == bool else "sum", tuple(mesh.axis_names)) for x in results]

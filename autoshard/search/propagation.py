@@ -206,7 +206,7 @@ class Propagation:
             if len(slices) == len(holder.sources) and all(each is not None for _, each in slices):
                 self._hold(holder, layout)
                 for value, each in slices:
-                    wanted.setdefault(value, {})[each] = None
+                    wanted.setdefault(value, {})[each or layout] = None
 
     def scatter(self) -> None:
         """Partial sums whose sharded readers all want one layout are scattered onto it instead of reduced whole."""

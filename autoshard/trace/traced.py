@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,7 @@ class Traced:
         jaxpr: as JAX traced it, mapped loops written out, for the lowering; its inputs and outputs are the graph's arguments and results.
         in_tree: `jax.tree.structure` of the arguments tuple; an NNX object counts as its `nnx.State`; keyword arguments are a last dict.
         out_tree: structure of the function's result, without what is written back into NNX objects.
+        source: the jaxpr as JAX gave it; it keeps that as long as the function is there.
     """
 
     graph: Graph
@@ -39,6 +41,7 @@ class Traced:
     in_tree: Any
     out_tree: Any
     modules: Modules | None = None
+    source: weakref.ref[ClosedJaxpr] | None = None
 
     def split(self, args: tuple) -> tuple:
         """The arguments as pytrees of arrays, structured as ``in_tree``.
@@ -82,6 +85,7 @@ def trace(
     donate_argnums: int | Sequence[int] = (),
     kwargs: Mapping[str, Any] | None = None,
     axis_names: Sequence[str] = (),
+    before: Traced | None = None,
 ) -> Traced:
     """The program of ``fn`` on arguments like these.
 
@@ -95,6 +99,7 @@ def trace(
         donate_argnums: as for `jax.jit`.
         kwargs: keyword arguments; they count as one more argument, a dict.
         axis_names: mesh axes that `with_sharding_constraint` inside ``fn`` may name; others are found out.
+        before: a program that was traced before, and is returned where JAX has the same jaxpr for this function and these arguments.
 
     Raises:
         TraceError: JAX cannot trace it, an argument is no array, or a mutation of a module would be lost.
@@ -120,18 +125,22 @@ def trace(
         raise
     except Exception as error:  # whatever the function raises while it is traced
         raise _failure(fn, error) from error
+    in_tree = jax.tree.structure(tuple(pure_args))
+    donated = tuple(i for i, leaf in enumerate(leaves) if leaf.argument in donated_args)
+    if before is not None and before.source is not None and before.source() is everything:
+        if (before.in_tree, before.graph.donated) == (in_tree, donated):
+            return before
     jaxpr = written_out(everything)
     output = shapes if modules is None else shapes[0]
     out_tree = jax.tree.structure(output)
-    graph = _graph(fn, build(jaxpr), leaves, output, modules.written if modules else (), donated_args)
-    return Traced(graph, jaxpr, jax.tree.structure(tuple(pure_args)), out_tree, modules)
+    graph = _graph(fn, build(jaxpr), leaves, output, modules.written if modules else (), donated)
+    return Traced(graph, jaxpr, in_tree, out_tree, modules, None if modules else weakref.ref(everything))
 
 
-def _graph(fn: Callable, program: Program, leaves: list[Leaf], output: Any, written: tuple[int, ...], donated_args: Sequence[int]) -> Graph:
+def _graph(fn: Callable, program: Program, leaves: list[Leaf], output: Any, written: tuple[int, ...], donated: tuple[int, ...]) -> Graph:
     """The graph of a program with the names, aliases and donations of its leaves. ``written`` are leaves replaced in place."""
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(output)[0]]
     values = program.values
-    donated = tuple(i for i, leaf in enumerate(leaves) if leaf.argument in donated_args)
     aliases = find_aliases(
         [(leaf.key, values[number]) for leaf, number in zip(leaves, program.arguments, strict=True)],
         [(path, values[number]) for path, number in zip((*paths, *((),) * len(written)), program.results, strict=True)],

@@ -24,7 +24,7 @@ import jax
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding
 
-from autoshard.cost.profile import profile
+from autoshard.cost.profile import free_values
 from autoshard.ir import Assignment, Collective, Graph, Layout, Mesh, Op, Origin, Rule, Spec, layout_to_spec, operand_layout, result_layouts
 from autoshard.ir.naming import Names, pattern
 from autoshard.lower.constrain import ReshardPath, constrained, needs_shard_map
@@ -229,7 +229,7 @@ class _Line:
 
 
 def _lines(sites: Sequence[tuple[int, NamedSharding]], graph: Graph, rules: tuple[Rule | None, ...], assignment: Assignment) -> list[_Line]:
-    names, free = Names(graph), profile(graph, rules).free
+    names, free = Names(graph), free_values(graph)
     readers = _readers(graph, rules, assignment)
 
     def next_reader(number: int) -> Op | None:

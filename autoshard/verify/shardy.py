@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxlib.mlir import ir
 from jaxlib.mlir.passmanager import PassManager
 
-from autoshard.cost.profile import profile
+from autoshard.cost.profile import free_values
 from autoshard.ir import Collective, Graph, Layout, Mesh, Op
 from autoshard.lower.interpret import Interpreter, apply, ops_by_path
 from autoshard.lower.mesh import to_named_sharding
@@ -284,7 +284,7 @@ def propagated(
     given = [*in_layouts, *([None] * len(graph.results) if out_layouts is None else out_layouts)]
     shardings = [None if layout is None else to_named_sharding(layout, rank, mesh) for layout, rank in zip(given, ranks, strict=True)]
     n_arguments = len(graph.arguments)
-    free = profile(graph, (None,) * len(graph.walk())).free
+    free = free_values(graph)
 
     def function(*arguments: Any) -> list[Any]:
         marker = _Marker(ops_by_path(graph), mesh, free)

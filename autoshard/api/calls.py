@@ -1,0 +1,198 @@
+"""Calls like the call before: `jax.jit` checks the arguments, and no array is looked at twice.
+
+A step that is called with arguments of one structure and one set of types, again and again, goes straight to the jitted function. That
+raises where an argument is committed to another sharding, and traces again where a structure, a shape, a type or a weak type is another;
+`guarded` makes it raise there too. Whoever calls it then takes the long way. What `jax.jit` does not check is checked here: whether
+arrays are used up, where arguments are donated.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, islice
+from typing import Any
+
+import jax
+import jax.extend.core
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding
+from jax.tree_util import default_registry, treedef_is_leaf
+
+from autoshard.api.collecting import rarely_collecting
+
+UNLIKE: Any = object()  # what comes back of arguments that are unlike those of the call before
+OFTEN = 3  # an argument that had to be moved so often after calls in which it did not is looked through in every call
+
+
+class UnlikeError(Exception):
+    """A program is about to be traced for arguments of other types than it was made for; never seen by a user."""
+
+    def __init__(self, types: tuple):
+        super().__init__("arguments of other types")
+        self.types = types
+
+
+def guarded(function: Callable, known: set[tuple]) -> Callable:
+    """The function, raising `UnlikeError` where it is traced with arguments whose types are not known.
+
+    The type of an array on a mesh differs from that of one that is not yet there, so that neither is compiled for.
+    """
+
+    @functools.wraps(function)
+    def checked(*args: Any) -> Any:
+        leaves, tree = jax.tree.flatten(args)
+        types = tree, *map(jax.typeof, leaves)
+        if types not in known:
+            raise UnlikeError(types)
+        return function(*args)
+
+    return checked
+
+
+def anew(function: Callable, known: set[tuple], args: tuple) -> Any:
+    """What a guarded and jitted function returns of arguments that it was made for, whose types are known from then on."""
+    try:
+        return function(*args)
+    except UnlikeError as error:
+        known.add(error.types)
+    with rarely_collecting():
+        return function(*args)
+
+
+def placed(x: Any, sharding: NamedSharding) -> Any:
+    """The array committed to where its sharding wants it, so that every call finds the same compiled program."""
+    if isinstance(x, Tracer) or not isinstance(x, jax.Array | np.ndarray):
+        return x
+    if isinstance(x, jax.Array) and x.committed and (x.sharding == sharding or x.sharding.is_equivalent_to(sharding, x.ndim)):
+        return x
+    return jax.device_put(x, sharding)
+
+
+with jax.ensure_compile_time_eval():
+    _EVALUATING = jax.extend.core.get_opaque_trace_state(convention="autoshard")
+
+
+def is_traced() -> bool:
+    """Whether a call stands inside a transformation, such as `jax.grad` or `jax.jit`, so that arguments may be tracers."""
+    return jax.extend.core.get_opaque_trace_state(convention="autoshard") != _EVALUATING
+
+
+class Repeat:
+    """A guarded and jitted function on arguments like those before, which are where they should be, but for some that are moved.
+
+    Which arguments hold arrays that have to be moved, such as a batch that comes from the host, is learned from the calls.
+    """
+
+    # What a call like the one before raises where it is unlike it; any of them leads to the long way, which says what is wrong.
+    FAILURES = (UnlikeError, AttributeError, LookupError, TypeError, ValueError)
+
+    def __init__(self, jitted: Callable, in_tree: Any, in_shardings: Sequence[NamedSharding], donates: bool):
+        arguments = in_tree.children()
+        flat = iter(in_shardings)
+        self._jitted = jitted
+        self._shardings = [list(islice(flat, argument.num_leaves)) for argument in arguments]
+        shared: dict[Any, Callable] = {}
+        holding = [position for position, argument in enumerate(arguments) if argument.num_leaves]
+        self._readers = [(position, reader(arguments[position], shared)) for position in holding] if donates else []
+        self._moved: tuple[int, ...] = ()
+        self._times: Counter[int] = Counter()
+        self._is_new = True
+
+    def learn(self, before: Sequence[Any], after: Sequence[Any]) -> bool:
+        """Takes from a call's leaves and from where they were put which arguments had to be moved; whether it is the first that is seen."""
+        is_first, self._is_new = self._is_new, False
+        pairs = zip(before, after, strict=True)
+        moved = [any([a is not b for a, b in islice(pairs, len(shardings))]) for shardings in self._shardings]
+        found = tuple(position for position, is_moved in enumerate(moved) if is_moved)
+        self._times.update(found)
+        self._moved = tuple(sorted({*self._moved, *found}))
+        return is_first
+
+    def __call__(self, args: tuple) -> Any:
+        """The result, or `UNLIKE` where an array is used up.
+
+        Raises:
+            FAILURES: the arguments are unlike those before.
+        """
+        for position, leaves in self._readers:
+            if _used_up(leaves, args[position]):
+                return UNLIKE
+        return self._jitted(*(self._with_moved(args) if self._moved else args))
+
+    def _with_moved(self, args: tuple) -> list[Any]:
+        """The arguments, each of those that are looked through where it should be; one of which nothing is moved is forgotten."""
+        found = list(args)
+        for position in self._moved:
+            leaves, tree = jax.tree.flatten(args[position])
+            there = [placed(x, sharding) for x, sharding in zip(leaves, self._shardings[position], strict=True)]
+            if any(a is not b for a, b in zip(leaves, there, strict=True)):
+                found[position] = tree.unflatten(there)
+            elif self._times[position] < OFTEN:
+                self._moved = tuple(other for other in self._moved if other != position)
+        return found
+
+
+def _used_up(leaves: Callable[[Any], Iterable[Any]], argument: Any) -> bool:
+    """Whether an array of an argument was donated or deleted."""
+    try:
+        return any(map(_array_type().is_deleted, leaves(argument)))
+    except TypeError:  # there are numbers, keys or arrays of the host among them
+        return any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves(argument))
+
+
+@functools.cache
+def _array_type() -> Any:
+    """The class of JAX's arrays: its own method, mapped, is asked in a third of the time."""
+    return type(jax.numpy.zeros(()))
+
+
+def reader(tree: Any, shared: dict[Any, Callable]) -> Callable[[Any], Iterable[Any]]:
+    """What gives the leaves of a pytree of this structure, in any order; several times as fast as flattening, which sorts keys.
+
+    Parts of equal structure share one, so that most of the work is done by `map`. Of another structure, it raises or gives what it finds.
+
+    >>> sorted(reader(jax.tree.structure({"a": 0, "b": [0, 0]}), {})({"a": 1, "b": [2, 3]}))
+    [1, 2, 3]
+    """
+    if tree not in shared:
+        shared[tree] = _reader(tree, shared)
+    return shared[tree]
+
+
+def _reader(tree: Any, shared: dict[Any, Callable]) -> Callable[[Any], Iterable[Any]]:
+    if not tree.num_leaves:
+        return _nothing
+    if treedef_is_leaf(tree):
+        return _itself
+    kind, keys = tree.node_data()
+    readers = [reader(child, shared) for child in tree.children()]
+    only = readers[0] if len(set(readers)) == 1 else None
+    if kind is dict:
+        if only is _itself:
+            return dict.values
+        if only is not None:
+            return lambda node: chain.from_iterable(map(only, node.values()))
+        pairs = list(zip(keys, readers, strict=True))
+        return lambda node: chain.from_iterable([read(node[key]) for key, read in pairs])
+    children = iter if issubclass(kind, tuple | list) else _children
+    if only is _itself:
+        return children
+    if only is not None:
+        return lambda node: chain.from_iterable(map(only, children(node)))
+    return lambda node: chain.from_iterable([read(child) for read, child in zip(readers, children(node), strict=True)])
+
+
+def _nothing(_: Any) -> Iterable[Any]:
+    return ()
+
+
+def _itself(x: Any) -> Iterable[Any]:
+    return (x,)
+
+
+def _children(node: Any) -> Iterable[Any]:
+    """The children of a node of a registered type."""
+    return default_registry.flatten_one_level(node)[0]
