@@ -140,7 +140,7 @@ def compile_ahead(lowered: Lowered, mesh: Mesh, topology: Topology, cycles: bool
             lowered.compiler_ir("stablehlo").operation.write_bytecode(module)  # pyright: ignore[reportOptionalMemberAccess]
         (folder / "request").write_bytes(pickle.dumps((topology, mesh)))
         log = _compiled(compiler, folder, stop=not cycles)
-        return _read(compiler, folder, topology, log, time.perf_counter() - started)
+        return read_ahead(compiler, folder, topology, log, time.perf_counter() - started)
 
 
 def _exists(module: str) -> bool:
@@ -174,8 +174,12 @@ def _dumped(folder: Path, ending: str) -> Path | None:
     return next(folder.glob(f"module_*[._]{ending}"), None)
 
 
-def _read(compiler: Compiler, folder: Path, topology: Topology, log: str, seconds: float) -> Ahead:
-    """What the compiler's process left."""
+def read_ahead(compiler: Compiler, folder: Path, topology: Topology, log: str, seconds: float) -> Ahead:
+    """What a compiler's process left in a folder: what XLA dumped, or ``failure``, the compiler's refusal.
+
+    Raises:
+        CompilerError: the compiler failed on the program.
+    """
     compiling = f"{compiler.name} compiles the program for {topology.name or 'GPUs ' + topology.options['topology']}"
     limit = topology.memory_limit_bytes
 
