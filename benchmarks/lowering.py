@@ -25,10 +25,10 @@ from autoshard.errors import AutoshardError
 from autoshard.render import Paragraph, Report, Table, format_bytes, format_seconds
 from benchmarks.cost_model.compiled import compiled_ahead
 from benchmarks.cost_model.ranking import scheduled_seconds
-from benchmarks.models import Program, gpt, gpt_scan, llama, mlp, moe, resnet, unet
+from benchmarks.models import Program
 from benchmarks.progress import progress_bar
 from benchmarks.quality import Plan
-from benchmarks.unseen_models import encoder_decoder, vit
+from benchmarks.single_dtype import encoder_decoder, gpt, gpt_scan, llama, mlp, moe, resnet, unet, vit
 
 SUMMARY = "Does a program that autoshard lowers cost what plain jax.jit makes of the same shardings?"
 CLUSTER, MESH, SEARCHER = "v5e:2x4", {"data": 8}, "data_parallel"

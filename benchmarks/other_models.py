@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.models import BF16, Program, _norm, _train_step, leaf
-from benchmarks.unseen_models import _attention, _layer
+from benchmarks.models import BF16, Program, _norm, _read, _reader, _train_step, leaf
 
 
 def windows(layers: int = 2, width: int = 96, heads: int = 3, batch: int = 256, side: int = 56, dtype: Any = BF16) -> Program:
@@ -28,7 +27,7 @@ def windows(layers: int = 2, width: int = 96, heads: int = 3, batch: int = 256, 
         for number, p in enumerate(params["layers"]):
             shift = window // 2 if number % 2 else 0
             y = split(jnp.roll(_norm(x, p["norm1"]), (-shift, -shift), (1, 2)))
-            x = x + jnp.roll(joined(_attention(y, y, p["attention"], p["bias"][None])), (shift, shift), (1, 2))
+            x = x + jnp.roll(joined(_read(y, y, p["attention"], p["bias"][None])), (shift, shift), (1, 2))
             x = x + jax.nn.gelu(_norm(x, p["norm2"]) @ p["up"]) @ p["down"]
         logits = (x.mean((1, 2)) @ params["head"]).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
@@ -36,10 +35,10 @@ def windows(layers: int = 2, width: int = 96, heads: int = 3, batch: int = 256, 
     bias = {"bias": leaf(heads, window**2, window**2, dtype=dtype)}
     params = {
         "embed": leaf(48, width, dtype=dtype),
-        "layers": [_layer(width, heads, dtype) | bias for _ in range(layers)],
+        "layers": [_reader(width, heads) | bias for _ in range(layers)],
         "head": leaf(width, classes, dtype=dtype),
     }
-    return _train_step(loss, params, leaf(batch, side, side, 48, dtype=dtype), leaf(batch, dtype=jnp.int32))
+    return _train_step(loss, params, leaf(batch, side, side, 48, dtype=dtype), leaf(batch, dtype=jnp.int32), params=dtype)
 
 
 def graph_network(layers: int = 4, width: int = 256, nodes: int = 200_000, edges: int = 2_000_000, dtype: Any = jnp.float32) -> Program:

@@ -36,8 +36,9 @@ import jax.numpy as jnp
 import autoshard
 from autoshard.cli.terminal import show
 from autoshard.render import Heading, Paragraph, Part, Report, Table, format_bytes, format_count, format_percent, format_seconds
-from benchmarks.models import MODELS, Program, gpt, llama
+from benchmarks.models import MODELS, Program
 from benchmarks.progress import progress_bar
+from benchmarks.single_dtype import gpt, llama
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPTHS = (12, 24, 48, 96)

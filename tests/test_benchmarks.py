@@ -98,7 +98,9 @@ def test_sharding_experts_state_takes_the_largest_dimension_that_is_left(monkeyp
     assert found == {"batch*": P("data"), "state['up']": P("data", "model"), "state['norm']": P(None), "state['odd']": P(None, "data")}
 
 
-@pytest.mark.parametrize("name", ["gpt", "gpt_scan_remat", "moe", "resnet", "unet", "lstm"])
+@pytest.mark.parametrize(
+    "name", ["gpt", "gpt_untied", "gpt_scan_remat", "llama", "moe_scan", "t5", "vit", "dlrm", "resnet", "unet", "lstm"]
+)
 def test_benchmark_models_and_their_tensor_parallelism_fit(name, monkeypatch):
     """Every model traces abstractly, and its hand-written specs name leaves it has, in sizes that divide."""
     monkeypatch.syspath_prepend(ROOT)
@@ -107,4 +109,41 @@ def test_benchmark_models_and_their_tensor_parallelism_fit(name, monkeypatch):
 
     function, args = MODELS[name].make()
     found = autoshard.evaluate(function, *args, cluster="v5e:2x4", mesh={"data": 2, "model": 4}, in_specs=MODELS[name].tensor_parallel)
-    assert found.cost.peak_bytes > 1e9 and found.cost.flops > 1e12
+    assert found.cost.peak_bytes > 1e9 and found.cost.flops > 5e10
+
+
+@pytest.mark.parametrize("name", ["gpt", "gpt_scan", "llama_scan", "moe", "t5", "vit", "mlp", "dlrm", "unet", "lstm"])
+def test_benchmark_models_are_of_mixed_precision(name, monkeypatch):
+    """Parameters, optimizer state and the loss are float32, and every product is of bfloat16, whose gradients come back as float32."""
+    monkeypatch.syspath_prepend(ROOT)
+    import jax
+    import jax.numpy as jnp
+    from jax.extend.core import jaxprs_in_params
+
+    from benchmarks.models import MODELS
+
+    def products(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name in ("dot_general", "conv_general_dilated"):
+                yield equation
+            for inner in jaxprs_in_params(equation.params):
+                yield from products(inner)
+
+    function, args = MODELS[name].make()
+    traced = jax.make_jaxpr(function)(*args)
+    floats = {leaf.dtype for leaf in jax.tree.leaves(args[0]) if jnp.issubdtype(leaf.dtype, jnp.floating)}
+    assert floats == {jnp.dtype(jnp.float32)} and traced.out_avals[-1].dtype == jnp.float32
+    found = {operand.aval.dtype for product in products(traced.jaxpr) for operand in product.invars}
+    assert found == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_models_of_a_single_dtype_cast_nothing(monkeypatch):
+    """With parameters of the activations' dtype the state is bfloat16, as the cost model's documented figures have it."""
+    monkeypatch.syspath_prepend(ROOT)
+    import jax
+    import jax.numpy as jnp
+
+    from benchmarks import single_dtype
+
+    for make, dtype in ((single_dtype.gpt_scan, jnp.bfloat16), (single_dtype.dlrm, jnp.float32)):
+        assert {leaf.dtype for leaf in jax.tree.leaves(make()[1][0]["params"])} == {jnp.dtype(dtype)}

@@ -21,13 +21,14 @@ from autoshard.cluster import Cluster
 from autoshard.ir import Mesh
 from autoshard.lower import jax_mesh
 from autoshard.verify import Ahead, compile_ahead, topology_of
-from benchmarks.models import MODELS, gpt, lstm, moe, resnet, unet
+from benchmarks.models import MODELS
+from benchmarks.single_dtype import gpt, lstm, moe, resnet, unet
 from benchmarks.unseen_models import UNSEEN
 
 MESHES = {"v5e:2x4": {"data": 2, "model": 4}, "v5e:4x4": {"data": 4, "model": 4}, "cpu:8": {"data": 2, "model": 4}}
 HOW = ("data_parallel", "fully_sharded", "tensor_parallel", "recursive_programming")
 HOW_UNSEEN = ("data_parallel", "fully_sharded", "recursive_programming")  # nobody wrote those models' tensor parallelism by hand
-FAMILIES = ("gpt", "moe", "resnet", "unet", "lstm")
+FAMILIES: dict[str, Callable] = {"gpt": partial(gpt, 2, batch=64), "moe": moe, "resnet": resnet, "unet": unet, "lstm": lstm}
 NO_LIMIT = 1e15  # bytes: what is compared here is what a strategy does, whether it fits or not
 # For XLA:CPU, which moves bfloat16 as float32: float32, and small, since it compiles every matrix product itself.
 SMALL: dict[str, Callable] = {
@@ -75,7 +76,7 @@ def n_cases(quick: bool) -> int:
 
 def case(model: str, how: str, cluster: str) -> Case:
     """A model under data parallelism, fully sharded, its hand-written tensor parallelism, or a searcher's strategy."""
-    function, args = (SMALL if cluster.startswith("cpu") else UNSEEN | {name: entry.make for name, entry in MODELS.items()})[model]()
+    function, args = (SMALL if cluster.startswith("cpu") else UNSEEN | FAMILIES)[model]()
     common: dict[str, Any] = {"cluster": cluster, "donate_argnums": 0}
     if how == "tensor_parallel":
         found = autoshard.evaluate(function, *args, mesh=MESHES[cluster], in_specs=MODELS[model].tensor_parallel, **common)

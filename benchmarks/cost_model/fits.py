@@ -24,8 +24,9 @@ from autoshard.render import Table, format_bytes
 from autoshard.search.searcher import Progress
 from benchmarks.cost_model.compiled import NO_LIMIT, Case, compiled
 from benchmarks.cost_model.findings import Findings, Target
-from benchmarks.models import Program, gpt, gpt_scan, llama, lstm, mlp, moe, resnet, unet
-from benchmarks.unseen_models import encoder_decoder, gan, vit
+from benchmarks.models import Program
+from benchmarks.single_dtype import encoder_decoder, gpt, gpt_scan, llama, lstm, mlp, moe, resnet, unet, vit
+from benchmarks.unseen_models import gan
 
 MESH = {"data": 8}
 REMATERIALISED = ".remat"  # in the names that XLA gives what it computes again

@@ -18,9 +18,8 @@ from autoshard.render import Table, format_bytes
 from autoshard.search.searcher import Progress
 from benchmarks.cost_model.compiled import NO_LIMIT, Case, compiled
 from benchmarks.cost_model.findings import Findings, Target, quantile
-from benchmarks.models import gpt, gpt_scan, llama, lstm, mlp, moe, resnet, unet
 from benchmarks.other_models import graph_network, state_space, windows
-from benchmarks.unseen_models import dlrm, encoder_decoder, vit
+from benchmarks.single_dtype import dlrm, encoder_decoder, gpt, gpt_scan, llama, lstm, mlp, moe, resnet, unet, vit
 
 F32 = jnp.float32
 HOW = ("data_parallel", "fully_sharded", "recursive_programming")
@@ -54,7 +53,7 @@ DESIGNED: tuple[Program, ...] = (
         {"data": 2, "model": 4},
     ),
     ("llama 4", partial(llama, 4, 1024, 8, 8, 2816, 50_304, batch=32, remat=False, length=1024), "v5e:2x4", {"data": 8}),
-    ("lstm 2 f32 wide", partial(lstm, 2, 1536, 10_000, 160, 128, F32), "v5e:2x4", {"data": 2, "model": 4}),
+    ("lstm 2 f32 wide", partial(lstm, 2, 1536, 10_000, 160, 128, dtype=F32), "v5e:2x4", {"data": 2, "model": 4}),
     ("dlrm narrow", partial(dlrm, rows=3_000_000, width=64), "v5e:2x4", {"data": 8}),
     ("windows", windows, "v5e:2x4", {"data": 8}),
     ("graph network", graph_network, "v5e:2x4", {"data": 8}),

@@ -33,16 +33,17 @@ from autoshard.search.propagation import Propagation
 from autoshard.trace import trace
 from autoshard.verify.flops import cycles_of
 from autoshard.verify.hlo import Computation, Instruction, Module, sent_by
-from benchmarks import models
+from benchmarks import single_dtype
 from benchmarks.cost_model.compiled import Case, compiled
 from benchmarks.cost_model.findings import Findings, Target, quantile, spearman
+from benchmarks.models import Program
 
 CLUSTER = "v5e:2x4"
 CLOCK = 1.5e9  # Hz, of v5e: from its peak, 197 Tflop/s of 4 x 128 x 128 multiply-adds a cycle
 MESHES = ({"data": 8}, {"data": 2, "model": 4}, {"data": 4, "model": 2})
-PROGRAMS: dict[str, Callable[[], models.Program]] = {
-    "gpt": lambda: models.gpt(1, width=512, heads=8, vocabulary=8192, batch=64, length=512),
-    "moe": lambda: models.moe(layers=1, width=256, heads=4, experts=8, vocabulary=4096, batch=64, length=256),
+PROGRAMS: dict[str, Callable[[], Program]] = {
+    "gpt": lambda: single_dtype.gpt(1, width=512, heads=8, vocabulary=8192, batch=64, length=512),
+    "moe": lambda: single_dtype.moe(layers=1, width=256, heads=4, experts=8, vocabulary=4096, batch=64, length=256),
 }
 # Dimensions that tensor parallelism splits, by what an argument's path contains.
 TENSOR = {
@@ -157,7 +158,7 @@ class _Here:
     name: str
 
 
-def _strategies(name: str, program: models.Program, changed: int) -> Iterator[tuple[str, Case]]:
+def _strategies(name: str, program: Program, changed: int) -> Iterator[tuple[str, Case]]:
     """Different strategies of a program, each once."""
     function, args = program
     traced = trace(function, *args, donate_argnums=0, axis_names=("data", "model"))

@@ -16,7 +16,7 @@ from autoshard.render import Paragraph, Table, format_seconds
 from autoshard.rules import rules_of
 from autoshard.search import DataParallel, FullySharded
 from autoshard.trace import trace
-from benchmarks import models
+from benchmarks import single_dtype
 from benchmarks.cost_model.findings import Findings, Target
 
 LIMIT_SECONDS = 0.1
@@ -27,7 +27,7 @@ def run(quick: bool, progress: Callable[[str, float], None]) -> Findings:
     """Seconds of one evaluation, of data parallel and fully sharded plans, by a clock and in the processor's own time."""
     layers = 8 if quick else 32
     progress(f"tracing {layers} layers", 0.0)
-    program = models.gpt(layers)
+    program = single_dtype.gpt(layers)
     graph = trace(program[0], *program[1], donate_argnums=0).graph
     facts = profile(graph, rules_of(graph))
     cluster, mesh = Cluster.parse("v5e:8x8"), Mesh.of({"data": 8, "model": 8})

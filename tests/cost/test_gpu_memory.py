@@ -17,7 +17,7 @@ from autoshard.cost.profile import Profile, profile
 from autoshard.ir import Assignment, Mesh
 from autoshard.rules import rules_of
 from autoshard.trace import trace
-from benchmarks import models
+from benchmarks import single_dtype
 from benchmarks.other_models import graph_network
 
 H100 = Cluster.parse("h100:8x1")
@@ -178,18 +178,18 @@ def test_gradients_of_weights_come_last():
 
 # What XLA:GPU (jaxlib 0.10.2, for eight H100, products left to cuBLAS) assigned: memory_analysis().peak_memory_in_bytes.
 RECORDED = (
-    (partial(models.gpt, 4, batch=64), {"data": 2, "model": 4}, "data_parallel", 5.780e9),
-    (partial(models.gpt, 4, batch=64), {"data": 2, "model": 4}, "fully_sharded", 5.502e9),
-    (partial(models.gpt, 6, 1152, 9, 32_000, 64, remat=True), {"data": 4, "model": 2}, "data_parallel", 3.585e9),
-    (models.gpt_scan, {"data": 2, "model": 4}, "data_parallel", 11.722e9),
-    (partial(models.gpt_scan, 12, batch=128, remat=True), {"data": 4, "model": 2}, "data_parallel", 5.253e9),
-    (models.moe, {"data": 2, "model": 4}, "fully_sharded", 4.212e9),
-    (models.resnet, {"data": 4, "model": 2}, "data_parallel", 3.213e9),
-    (models.unet, {"data": 4, "model": 2}, "data_parallel", 1.576e9),
-    (models.lstm, {"data": 2, "model": 4}, "data_parallel", 1.980e9),
-    (partial(models.llama, 4, 2048, 16, 4, 7168, 32_768, batch=32, scan=True), {"data": 8}, "data_parallel", 6.584e9),
-    (partial(models.llama, 4, 1024, 8, 8, 2816, 50_304, 32, 1024, remat=False), {"data": 8}, "data_parallel", 3.255e9),
-    (partial(models.llama, 4, 1024, 8, 8, 2816, 50_304, 32, 1024, remat=False), {"data": 8}, "recursive_programming", 2.782e9),
+    (partial(single_dtype.gpt, 4, batch=64), {"data": 2, "model": 4}, "data_parallel", 5.780e9),
+    (partial(single_dtype.gpt, 4, batch=64), {"data": 2, "model": 4}, "fully_sharded", 5.502e9),
+    (partial(single_dtype.gpt, 6, 1152, 9, 32_000, 64, remat=True), {"data": 4, "model": 2}, "data_parallel", 3.585e9),
+    (single_dtype.gpt_scan, {"data": 2, "model": 4}, "data_parallel", 11.722e9),
+    (partial(single_dtype.gpt_scan, 12, batch=128, remat=True), {"data": 4, "model": 2}, "data_parallel", 5.253e9),
+    (single_dtype.moe, {"data": 2, "model": 4}, "fully_sharded", 4.212e9),
+    (single_dtype.resnet, {"data": 4, "model": 2}, "data_parallel", 3.213e9),
+    (single_dtype.unet, {"data": 4, "model": 2}, "data_parallel", 1.576e9),
+    (single_dtype.lstm, {"data": 2, "model": 4}, "data_parallel", 1.980e9),
+    (partial(single_dtype.llama, 4, 2048, 16, 4, 7168, 32_768, batch=32, scan=True), {"data": 8}, "data_parallel", 6.584e9),
+    (partial(single_dtype.llama, 4, 1024, 8, 8, 2816, 50_304, 32, 1024, remat=False), {"data": 8}, "data_parallel", 3.255e9),
+    (partial(single_dtype.llama, 4, 1024, 8, 8, 2816, 50_304, 32, 1024, remat=False), {"data": 8}, "recursive_programming", 2.782e9),
 )
 
 
@@ -205,7 +205,8 @@ def test_the_peak_is_the_compilers(make, mesh, searcher, compiled):
 
 
 @pytest.mark.parametrize(
-    ("make", "compiled"), [(partial(models.gpt, 6, 1152, 9, 32_000, 8, remat=True), 2.528e9), (partial(models.lstm, batch=64), 1.997e9)]
+    ("make", "compiled"),
+    [(partial(single_dtype.gpt, 6, 1152, 9, 32_000, 8, remat=True), 2.528e9), (partial(single_dtype.lstm, batch=64), 1.997e9)],
 )
 def test_one_device_sends_nothing(make, compiled):
     """On one GPU gradients come in program order, since none is sent, and layouts of one shard are no copies of each other."""
@@ -245,7 +246,7 @@ def test_gradients_of_weights_come_last_on_newer_gpus():
 @pytest.mark.parametrize(("device", "compiled"), [("a100", 2.527e9), ("h100", 3.594e9), ("b200", 3.403e9)])
 def test_the_peak_is_that_devices_compilers(device, compiled):
     """A transformer whose layers are computed again, compiled for three generations."""
-    fn, args = models.gpt(6, 1152, 9, 32_000, 64, remat=True)
+    fn, args = single_dtype.gpt(6, 1152, 9, 32_000, 64, remat=True)
     found = autoshard.search(
         fn, *args, cluster=f"{device}:8", mesh={"data": 4, "model": 2}, searcher="data_parallel", donate_argnums=0, memory_limit_bytes=1e15
     )

@@ -22,7 +22,7 @@ from autoshard.cost.profile import profile
 from autoshard.ir import Assignment, Mesh
 from autoshard.rules import rules_of
 from autoshard.trace import trace
-from benchmarks import models, unseen_models
+from benchmarks import single_dtype
 from benchmarks.other_models import state_space
 
 SLICES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
@@ -329,18 +329,18 @@ RECORDED = (
     (lambda: programs.gpt_scan(8, 1024, 16, 4096, 32000, 32, 1024, remat=True), {"data": 2, "model": 4}, "data_parallel", 3.530e9),
     (lambda: programs.moe(2048, 8192, 16, 1024, 8192), {"data": 2, "model": 4}, "data_parallel", 7.668e9),
     (lambda: programs.lstm(1024, 512, 128), {"data": 2, "model": 4}, "data_parallel", 0.503e9),
-    (lambda: models.gpt(4, batch=64), {"data": 2, "model": 4}, "fully_sharded", 3.543e9),
-    (lambda: models.gpt_scan(), {"data": 2, "model": 4}, "fully_sharded", 10.862e9),
-    (lambda: models.moe(), {"data": 2, "model": 4}, "fully_sharded", 3.052e9),
-    (lambda: models.resnet(), {"data": 4, "model": 2}, "data_parallel", 1.655e9),
-    (lambda: models.resnet(), {"data": 4, "model": 2}, "fully_sharded", 1.639e9),
-    (lambda: models.unet(), {"data": 4, "model": 2}, "data_parallel", 1.389e9),
-    (lambda: models.unet(), {"data": 4, "model": 2}, "fully_sharded", 1.447e9),
-    (lambda: models.unet(batch=96, dtype=jnp.float32), {"data": 4, "model": 2}, "data_parallel", 1.213e9),
-    (lambda: models.unet(3, 96, batch=192), {"data": 8}, "fully_sharded", 1.597e9),
-    (lambda: models.lstm(4, width=768, batch=384, length=192), {"data": 4, "model": 2}, "data_parallel", 1.416e9),
-    (lambda: models.lstm(2, 1536, 10_000, 160, 128, jnp.float32), {"data": 2, "model": 4}, "data_parallel", 1.530e9),
-    (lambda: models.lstm(3, 1280, 12_000, 256, 160), {"data": 8}, "data_parallel", 1.393e9),
+    (lambda: single_dtype.gpt(4, batch=64), {"data": 2, "model": 4}, "fully_sharded", 3.543e9),
+    (lambda: single_dtype.gpt_scan(), {"data": 2, "model": 4}, "fully_sharded", 10.862e9),
+    (lambda: single_dtype.moe(), {"data": 2, "model": 4}, "fully_sharded", 3.052e9),
+    (lambda: single_dtype.resnet(), {"data": 4, "model": 2}, "data_parallel", 1.655e9),
+    (lambda: single_dtype.resnet(), {"data": 4, "model": 2}, "fully_sharded", 1.639e9),
+    (lambda: single_dtype.unet(), {"data": 4, "model": 2}, "data_parallel", 1.389e9),
+    (lambda: single_dtype.unet(), {"data": 4, "model": 2}, "fully_sharded", 1.447e9),
+    (lambda: single_dtype.unet(batch=96, dtype=jnp.float32), {"data": 4, "model": 2}, "data_parallel", 1.213e9),
+    (lambda: single_dtype.unet(3, 96, batch=192), {"data": 8}, "fully_sharded", 1.597e9),
+    (lambda: single_dtype.lstm(4, width=768, batch=384, length=192), {"data": 4, "model": 2}, "data_parallel", 1.416e9),
+    (lambda: single_dtype.lstm(2, 1536, 10_000, 160, 128, dtype=jnp.float32), {"data": 2, "model": 4}, "data_parallel", 1.530e9),
+    (lambda: single_dtype.lstm(3, 1280, 12_000, 256, 160), {"data": 8}, "data_parallel", 1.393e9),
     (lambda: _head(False), {"data": 8}, "data_parallel", 0.467e9),
     (lambda: _head(True), {"data": 8}, "data_parallel", 1.188e9),
 )
@@ -359,10 +359,10 @@ def test_the_peak_is_the_compilers(make, mesh, searcher, compiled):
 @pytest.mark.parametrize(
     ("make", "compiled"),
     [
-        (lambda: unseen_models.vit(6, 640, 10, batch=512), 2.569e9),
-        (lambda: unseen_models.encoder_decoder(4, 512, 8, batch=128, length=512), 5.149e9),
-        (lambda: models.gpt(2, width=4096, heads=32, vocabulary=16_384, batch=16, length=2048, gathers=False), 5.760e9),
-        (lambda: models.gpt(5, width=1280, heads=10, vocabulary=50_000, batch=48, length=768), 3.320e9),
+        (lambda: single_dtype.vit(6, 640, 10, batch=512), 2.569e9),
+        (lambda: single_dtype.encoder_decoder(4, 512, 8, batch=128, length=512), 5.149e9),
+        (lambda: single_dtype.gpt(2, width=4096, heads=32, vocabulary=16_384, batch=16, length=2048, gathers=False), 5.760e9),
+        (lambda: single_dtype.gpt(5, width=1280, heads=10, vocabulary=50_000, batch=48, length=768), 3.320e9),
     ],
 )
 def test_where_memory_is_fast_more_lies_in_it(make, compiled):

@@ -19,7 +19,7 @@ from autoshard.errors import InfeasibleError
 from autoshard.ir import Assignment, Mesh
 from autoshard.rules import rules_of
 from autoshard.trace import trace
-from benchmarks.models import gpt, gpt_scan, llama, moe
+from benchmarks.single_dtype import gpt, gpt_scan, llama, moe
 
 LAYERS, ROWS, WIDTH = 8, 2**17, 1024
 VALUE = ROWS * WIDTH * 2  # bytes of what a layer stores: more than fast memory takes

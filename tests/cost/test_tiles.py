@@ -10,7 +10,7 @@ from profiles import facts_of, floats, peak
 import autoshard
 from autoshard.cost.tiles import by_rows, padding
 from benchmarks.other_models import graph_network, windows
-from benchmarks.unseen_models import dlrm
+from benchmarks.single_dtype import dlrm
 
 
 def test_tiles_pad():
