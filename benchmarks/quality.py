@@ -404,7 +404,7 @@ def command(options: argparse.Namespace) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Compares and prints; the exit code is 1 where a goal is missed."""
     options = _parser().parse_args(argv)
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    jax.config.update("jax_platforms", os.environ.setdefault("JAX_PLATFORMS", "cpu"))
     if options.table:
         comparisons = results.compared(results.load(options.results))
         print(results.markdown(comparisons))

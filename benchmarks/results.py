@@ -108,7 +108,7 @@ def save(file: Path, rows: Sequence[Row], command: str) -> None:
 
 def _plain(row: Row) -> dict[str, Any]:
     defaults = {field.name: field.default for field in fields(Row)}
-    rounded = {name: float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value for name, value in asdict(row).items()}
+    rounded = {name: float(f"{value:.{DIGITS}g}") if isinstance(value, (int, float)) else value for name, value in asdict(row).items()}
     return {name: value for name, value in rounded.items() if value != defaults[name]}
 
 
