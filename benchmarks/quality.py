@@ -254,10 +254,11 @@ class _Comparison:
 
     def experts(self) -> Iterator[Row]:
         self.tell("evaluating what experts write")
-        written = [plan for plan in experts(self.name, self.cluster) if self.run.takes(plan.kind)]
+        written = experts(self.name, self.cluster)
         fits = [plan.strategy.cost.makespan_seconds for plan in written if plan.strategy.cost.peak_bytes <= self.cluster.memory_limit_bytes]
+        hopeless = HOPELESS * min(fits, default=math.inf)
         for plan in written:
-            if plan.strategy.cost.makespan_seconds <= HOPELESS * min(fits, default=math.inf):
+            if plan.strategy.cost.makespan_seconds <= hopeless and self.run.takes(plan.kind):
                 yield self._measured(plan)
 
     def xla(self) -> Iterator[Row]:
