@@ -12,17 +12,21 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from autoshard.cluster import Cluster
 from autoshard.cost.model import CostModel
 from autoshard.errors import StrategyError, TraceError
 from autoshard.ir import Graph, Layout, Rule, replicated, result_layouts
-from autoshard.lower import constrained, lowering_mesh, to_named_sharding
-from autoshard.lower.constrain import ReshardPath
+from autoshard.lower import ReshardPath, constrained, derived_from, lowering_mesh, manual, obstacle, to_named_sharding
 from autoshard.rules import rules_of
 from autoshard.strategy import Record, check_program
 from autoshard.trace import Traced, trace
+
+LOWERINGS = {
+    "manual": "one program over the whole mesh in which every collective is the planned one",
+    "constraints": "sharding constraints, from which XLA's partitioner makes the collectives",
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,14 +50,21 @@ def plain(fn: Callable) -> Callable:
 
 
 class Step(Sharded):
-    """``fn`` as its strategy says: `jax.jit` of the constrained program.
+    """``fn`` as its strategy says: `jax.jit` of the program that each device runs.
 
     Arguments that lie elsewhere are moved to where the strategy wants them; Flax NNX objects among them are updated in place.
     """
 
-    def __init__(self, fn: Callable, record: Record, mesh: Mesh | None):
-        """``mesh`` is the record's, of devices; None where the program is lowered and never run."""
+    def __init__(self, fn: Callable, record: Record, mesh: Mesh | None, lowering: str = "manual"):
+        """``mesh`` is the record's, of devices; None where the program is lowered and never run. ``lowering`` is one of `LOWERINGS`.
+
+        Raises:
+            StrategyError: the lowering is unknown.
+        """
+        if lowering not in LOWERINGS:
+            raise StrategyError(f"a lowering is one of {sorted(LOWERINGS)}, got {lowering!r}. Use one of those.")
         functools.update_wrapper(self, fn, updated=())
+        self._lowering = lowering
         self._fn = fn
         self._record = record
         self._mesh = mesh
@@ -99,7 +110,7 @@ class Step(Sharded):
         graph, assignment = traced.graph, record.assignment
         _check_effects(graph, record.mesh.size)
         mesh = lowering_mesh(record.mesh, graph) if self._mesh is None else self._mesh
-        flat = constrained(traced.jaxpr, graph, rules, assignment, mesh, path, differentiable=differentiable)
+        flat = self._flat(traced, rules, path, mesh, differentiable)
 
         def sharding(layout: Layout, value: int) -> NamedSharding:
             found = graph.values[value]  # an empty array lies whole: of one that is split, jaxlib 0.10.2 reads back no more than a shard
@@ -119,6 +130,18 @@ class Step(Sharded):
             donate_argnums=record.donate_argnums,
         )
         return _Program(traced, jitted, in_shardings)
+
+    def _flat(
+        self, traced: Traced, rules: tuple[Rule | None, ...], path: ReshardPath, mesh: Mesh | AbstractMesh, differentiable: bool
+    ) -> Callable[..., list[Any]]:
+        """The program on flat arguments, sharded as the record says; derivatives, where asked for, are lowered by constraints."""
+        graph = traced.graph
+        program = traced.jaxpr, graph, rules, self._record.assignment, mesh, path
+        constraints = functools.partial(constrained, *program, differentiable=differentiable)
+        acts = any(op.equation is not None and op.equation.effects for op in graph.walk())
+        if self._lowering == "constraints" or obstacle(graph, mesh) is not None or (differentiable and acts):
+            return constraints()
+        return derived_from(manual(*program), constraints) if differentiable else manual(*program)
 
     def _weak_before(self, args: tuple) -> tuple[bool, ...] | None:
         """Which leaves were weakly typed in the first call with arguments that are like these but for that; None: there was none."""

@@ -153,14 +153,19 @@ class Strategy:
 
     # -- running it ------------------------------------------------------------------------------------------------
 
-    def apply(self, fn: Callable, devices: Sequence[Any] | None = None) -> Step:
+    def apply(self, fn: Callable, devices: Sequence[Any] | None = None, lowering: str = "manual") -> Step:
         """``fn``, jitted as the strategy says, on ``jax.devices()`` or the given ones (those of an ahead-of-time topology too).
+
+        Args:
+            lowering: ``"manual"``: one `jax.shard_map` over the whole mesh, in which every collective is the planned one and nothing is
+                left to the partitioner; derivatives of the step, if any are asked for, are lowered by constraints. ``"constraints"``:
+                sharding constraints, from which XLA's partitioner makes the collectives.
 
         Raises:
             ClusterError: there are too few devices.
-            StrategyError: at the first call, where ``fn`` is not the program the strategy is for.
+            StrategyError: the lowering is unknown; at the first call, where ``fn`` is not the program the strategy is for.
         """
-        return Step(fn, self.record, jax_mesh(self.record.mesh, devices))
+        return Step(fn, self.record, jax_mesh(self.record.mesh, devices), lowering)
 
     def shard(self, *args: Any, devices: Sequence[Any] | None = None) -> tuple:
         """The arguments, all or the first few, put where the strategy wants them; a tuple. NNX objects are moved in place.

@@ -107,7 +107,7 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...], patience: float = math
         for value in dict.fromkeys((*op.operands, *(flow.value for holder in op.holders for flow in holder.sources))):
             readers[value].append(op.index)
     returned = frozenset(graph.results)
-    free = tuple(_free_values(graph))
+    free = tuple(free_values(graph))
     fusion = fuse(graph, free, patience, calls_libraries)
     flops = tuple(op_flops(op, rules[op.index], values) for op in graph.walk())
     sums = partial_sums(graph, readers)
@@ -240,7 +240,7 @@ def _alike(
     return tuple(map(number, graph.walk()))
 
 
-def _free_values(graph: Graph) -> list[bool]:
+def free_values(graph: Graph) -> list[bool]:
     """Per value whether it is an expansion of constants: literals, iota, and what the partitioner computes again from those."""
     free = [False] * len(graph.values)
     for literal in graph.literals:

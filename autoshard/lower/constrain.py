@@ -29,7 +29,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from autoshard.cost.partial_sums import turned
 from autoshard.cost.profile import profile
-from autoshard.cost.reshard import Step, path_seconds
+from autoshard.cost.reshard import path_seconds
 from autoshard.ir import (
     Assignment,
     Choice,
@@ -47,15 +47,13 @@ from autoshard.ir import (
     result_layouts,
     served_from,
 )
+from autoshard.lower.collectives import ReshardPath
 from autoshard.lower.control_flow import FLOWS, Flows
-from autoshard.lower.exchange import run_shard
 from autoshard.lower.guard import guarded
 from autoshard.lower.interpret import Interpreter, Path, apply, bind, ops_by_path, product
 from autoshard.lower.mesh import to_named_sharding
+from autoshard.lower.shards import Sharded
 from autoshard.rules import propagates, runs_per_shard
-
-ReshardPath = Callable[[int, Layout, Layout], Sequence[Step]]
-"""``(value number, source, target)`` to the steps between the two layouts."""
 
 Constrain = Callable[[Any, NamedSharding, int], Any]
 """``(array, sharding, value number)`` to the array with the sharding written on it."""
@@ -346,11 +344,13 @@ class _Region(Interpreter):
         leaving = specs((v.aval for v in eqn.outvars), (computed_layout(rule, choice, k) for k in range(len(eqn.outvars))))
         entering = specs(read, targets)
 
+        whole = [tuple(np.shape(x)) for x in read], [tuple(v.aval.shape) for v in eqn.outvars]  # pyright: ignore
+
         def one_device(*shards: Any) -> list[Any]:
             def bound(*operands: Any, **replaced: Any) -> list[Any]:
                 return bind(eqn, operands, **replaced)
 
-            return run_shard(op.primitive, op.params, bound, rule, choice, axes, shards)
+            return Sharded(op.primitive, op.params, bound, rule, choice, axes, *whole).run(shards)
 
         # Sharded and replicated operands meet in one primitive, which shard_map's own type check refuses.
         return jax.shard_map(one_device, mesh=mesh, in_specs=entering, out_specs=[*leaving], check_vma=False)(*read)

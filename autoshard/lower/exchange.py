@@ -1,8 +1,6 @@
-"""What one device does of an op: its shards, and the collectives that its rule names and no others.
+"""What one device computes of an op whose shards need each other's data, and the collectives that they send it by.
 
-To be called inside `jax.shard_map` over all axes of the mesh, where no partitioner has a say. An op whose split factors send nothing
-runs on its shards as it is; the others have a body in `BODIES`, which makes the sends of their rule in its order. Axes that share a
-factor act as one, in mesh order. What a reduction leaves partial is combined last.
+A body in `BODIES` makes the sends of its rule, in the rule's order. Axes that share a factor act as one, in mesh order.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autoshard.ir import Choice, Dims, Mesh, Rule, exchanges, reductions
+from autoshard.ir import Dims, Rule
 from autoshard.rules.contraction import conv_window
 from autoshard.rules.window import Window, pool_window
 
@@ -76,24 +74,6 @@ class Split:
     def index(self) -> Any:
         """Which shard this device holds."""
         return lax.axis_index(self.axes)
-
-
-def run_shard(
-    primitive: str, params: Mapping[str, Any], bind: Bind, rule: Rule, choice: Choice, mesh: Mesh, shards: Sequence[Any]
-) -> list[Any]:
-    """The results of an op on one device, in the layouts that its choice computes them in, partial results combined."""
-    splits = [
-        Split(factor, tuple(mesh.names[axis] for axis in axes), math.prod(mesh.sizes[axis] for axis in axes))
-        for factor, axes in exchanges(rule, choice, mesh.sizes)
-    ]
-    results = BODIES[primitive](bind, params, rule, splits, *shards) if splits else bind(*shards)
-    for operator in dict.fromkeys(operator for _, operator, _ in reductions(rule, choice)):
-        axes = tuple(mesh.names[axis] for axis, other, _ in reductions(rule, choice) if other == operator and mesh.sizes[axis] > 1)
-        results = [_COMBINE[operator](x, axes) for x in results] if axes else results
-    return list(results)
-
-
-_COMBINE = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
 
 
 def _dim_of(dims: Dims, split: Split) -> int:

@@ -7,7 +7,7 @@ be asked for; else they are inlined too, since a body that is traced apart share
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
@@ -67,7 +67,7 @@ class Interpreter:
 
         for position, eqn in enumerate(jaxpr.eqns):
             names = current_name_stack() + eqn.source_info.name_stack
-            with user_context(eqn.source_info.traceback, name_stack=names), _context(eqn):
+            with user_context(eqn.source_info.traceback, name_stack=names), self.context(eqn):
                 results = self._equation(eqn, [read(atom) for atom in eqn.invars], (*path, position))
             arrays.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
@@ -78,7 +78,7 @@ class Interpreter:
         if eqn.primitive.name in INLINED:
             (body,) = subjaxprs(eqn)
             return self.run(*opened(body), operands, (*path, 0))
-        op = self.ops.get(path)  # none for dead code, which the compiler drops
+        op = self.found(eqn, path)
         if op is None:
             return apply(eqn, operands)
         return self.control_flow(op, eqn, operands) if op.bodies else self.op(op, eqn, operands)
@@ -86,8 +86,21 @@ class Interpreter:
     def _custom(self, eqn: JaxprEqn, operands: list[Any], path: Path) -> list[Any]:
         """The call bound again around its primal body, its derivative rule as it was."""
         (body,), inner = subjaxprs(eqn), self.derived()
-        new, _ = retraced(body, lambda *arguments: inner.run(*opened(body), arguments, (*path, 0)))
+        function = lambda *arguments: inner.run(*opened(body), arguments, (*path, 0))  # noqa: E731
+        new, _ = retraced(body, function, types_of(opened(body)[0].invars))
         return bind(eqn, operands, **with_bodies(eqn, [body], [new]))
+
+    def found(self, eqn: JaxprEqn, path: Path) -> Op | None:
+        """The op of an equation; None for dead code, which the compiler drops."""
+        return self.ops.get(path)
+
+    def context(self, eqn: JaxprEqn) -> AbstractContextManager:
+        """What was in force where the equation was traced, unless that was a mesh: it may have stood in for the one that counts."""
+        return eqn.ctx.manager if eqn.ctx.cur_abstract_mesh.empty else nullcontext()
+
+    def types(self, op: Op, number: int, body: Jaxpr) -> list[jax.ShapeDtypeStruct]:
+        """The types that a body of ``op`` is evaluated for."""
+        return types_of(body.invars)
 
     def rebound(self, op: Op, eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
         """The results of a control-flow op, bound again around its bodies as this interpreter evaluates them."""
@@ -103,15 +116,10 @@ class Interpreter:
         bodies = subjaxprs(eqn)
         new, constants = [], []
         for number, body in enumerate(bodies):
-            jaxpr, leading = retraced(body, evaluate(number, body))
+            jaxpr, leading = retraced(body, evaluate(number, body), self.types(op, number, opened(body)[0]))
             new.append(jaxpr)
             constants += leading
         return bind(eqn, [*constants, *operands], **with_bodies(eqn, bodies, new))
-
-
-def _context(eqn: JaxprEqn) -> AbstractContextManager:
-    """What was in force where the equation was traced, unless that was a mesh: it may have stood in for the one that counts."""
-    return eqn.ctx.manager if eqn.ctx.cur_abstract_mesh.empty else nullcontext()
 
 
 def ops_by_path(graph: Graph) -> dict[Path, Op]:
@@ -141,12 +149,13 @@ def product(eqn: JaxprEqn, operands: Sequence[Any], turned: bool) -> Any:
     return bind(eqn, operands[::-1], **replaced)[0]
 
 
-def retraced(old: ClosedJaxpr | Jaxpr, function: Any) -> tuple[ClosedJaxpr | Jaxpr, list[Any]]:
-    """The jaxpr of ``function`` for arguments of the types of ``old``, and the constants to pass it first.
+def retraced(
+    old: ClosedJaxpr | Jaxpr, function: Callable[..., Sequence[Any]], types: Sequence[jax.ShapeDtypeStruct]
+) -> tuple[ClosedJaxpr | Jaxpr, list[Any]]:
+    """The jaxpr of ``function`` for arguments of these types, in place of ``old``, and the constants to pass it first.
 
     A closed jaxpr keeps its constants; an open one, as a checkpoint's, gets them as leading arguments.
     """
-    types = types_of(opened(old)[0].invars)
     new = jax.make_jaxpr(function)(*types)
     if isinstance(old, ClosedJaxpr):
         return new, []

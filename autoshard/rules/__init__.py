@@ -14,7 +14,8 @@ from autoshard.rules import (
 from autoshard.rules.lookup import rules_of
 from autoshard.rules.partitioner import propagates, runs_per_shard
 from autoshard.rules.registry import registered, rule, rule_of
+from autoshard.rules.shardy import same_on_shards
 
 FAMILIES = (contraction, creation, elementwise, indexing, linalg, ordering, reduction, shape, window)
 
-__all__ = ["FAMILIES", "propagates", "registered", "rule", "rule_of", "rules_of", "runs_per_shard"]
+__all__ = ["FAMILIES", "propagates", "registered", "rule", "rule_of", "rules_of", "runs_per_shard", "same_on_shards"]

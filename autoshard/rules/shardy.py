@@ -83,14 +83,37 @@ def ranks(eqn: JaxprEqn) -> list[int]:
     return [len(getattr(v.aval, "shape", ())) for v in (*eqn.invars, *eqn.outvars)]
 
 
-def lowered(eqn: JaxprEqn) -> ir.Module:
-    """The StableHLO module of one equation."""
+def same_on_shards(eqn: JaxprEqn, shapes: Sequence[tuple[int, ...]]) -> bool:
+    """Whether an equation lowers to the same operations and constants for operands of these shapes: no size is part of what it computes.
+
+    So a primitive that has no rule here may be run on shards; 5-10 ms for each of the two.
+    """
+    try:
+        whole, shard = (_written(lowered(eqn, operands)) for operands in (None, shapes))
+    except Exception:  # whatever a primitive's own code, or what it lowers to, may raise: it then runs whole
+        return False
+    return whole == shard
+
+
+def _written(module: ir.Module) -> list[tuple[str, str]]:
+    """The operations of a module in order, of constants with what they hold where that is one number."""
+    found = []
+    for op in _walk(module.operation):
+        splat = re.search(r"dense<([^\[\]]*?)>", str(op)) if op.name == "stablehlo.constant" else None
+        found.append((op.name, splat[1] if splat else ""))
+    return found
+
+
+def lowered(eqn: JaxprEqn, shapes: Sequence[tuple[int, ...]] | None = None) -> ir.Module:
+    """The StableHLO module of one equation, for operands of other shapes where some are given."""
 
     def function(*operands: Any) -> Any:
         return eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
 
     avals: list[Any] = [v.aval for v in eqn.invars]
-    types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False)) for aval in avals]
+    shapes = [aval.shape for aval in avals] if shapes is None else shapes
+    pairs = zip(avals, shapes, strict=True)
+    types = [jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=getattr(aval, "weak_type", False)) for aval, shape in pairs]
     with eqn.ctx.manager if eqn.ctx.cur_abstract_mesh.empty else nullcontext():
         traced = jax.jit(function, keep_unused=True).trace(*types)
         module: Any = traced.lower(lowering_platforms=("cpu",)).compiler_ir("stablehlo")  # any will do: it is never compiled

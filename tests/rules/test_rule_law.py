@@ -1,8 +1,6 @@
 """Every rule, executed: shard the operands as it says, run each shard alone, combine as it says, compare with the whole.
 
-The shards run inside `jax.shard_map`, where no partitioner can repair a wrong rule. Parameters that carry sizes are made
-those of the shard; where a rule promises something of the position (a lookup in a sharded table, an iota), the shard
-corrects for its own, as XLA's partitioner does.
+The shards run inside `jax.shard_map`, where no partitioner can repair a wrong rule, as the manual lowering runs them.
 """
 
 from __future__ import annotations
@@ -30,24 +28,19 @@ from autoshard.ir import (
     Rule,
     Value,
     computed_layout,
-    exchanges,
     factor_names,
     layout_to_spec,
     legal,
     operand_layout,
-    reductions,
     result_layout,
-    shard_counts,
 )
-from autoshard.lower.exchange import run_shard
+from autoshard.lower.shards import Sharded
 from autoshard.rules import FAMILIES, registry, rule_of
 
 AXES = ("x", "y")
-COMBINE = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min, "prod": jnp.prod, "and": jnp.all, "or": jnp.any}
-NEUTRAL = {"sum": 0, "prod": 1}  # max and min may count the operand more than once
 
-# Positions decide what these draw, and a shard alone does not know its own: they are held against jit instead.
-POSITIONAL = {"random_bits", "random_split"}
+# Each device draws whole what it cannot draw by positions, and takes its part: no promise about these can be wrong.
+DRAWN = {"random_bits", "random_split"}
 
 
 def choices(rule: Rule, sizes: tuple[int, ...]) -> list[Choice]:
@@ -73,122 +66,20 @@ def run_sharded(op: Operation, rule: Rule, choice: Choice, sizes: tuple[int, ...
 
     What the rule leaves whole on several devices is thus what each of them has.
     """
-    reads = [operand_layout(rule, choice, j) for j in range(len(op.operands))]
-    leaves = [computed_layout(rule, choice, j) for j in range(len(op.results))]
-
-    def offset(layout, dim: int, size: int):
-        """Where this shard begins in the dimension, given the size of a shard."""
-        position = 0
-        for axis, (sharded, n) in enumerate(zip(layout, sizes, strict=True)):
-            if sharded == dim:
-                position = position * n + lax.axis_index(AXES[axis])
-        return position * size
+    mesh = Mesh(tuple(zip(AXES, sizes, strict=False)))
+    shapes = (tuple(np.shape(x) for x in op.operands), tuple(tuple(v.shape) for v in op.results))
+    sharded = Sharded(op.primitive.name, op.params, op.bind, rule, choice, mesh, *shapes)
 
     def shard(*operands):
-        counts = [shard_counts(layout, len(v.shape), sizes) for layout, v in zip(leaves, op.results, strict=True)]
-        shapes = [tuple(n // c for n, c in zip(v.shape, count, strict=True)) for v, count in zip(op.results, counts, strict=True)]
-        run = SHARDS.get(op.primitive.name, bind)
-        if exchanges(rule, choice, sizes):
-            mesh = Mesh(tuple(zip(AXES, sizes, strict=False)))
-            return each_device(run_shard(op.primitive.name, op.params, op.bind, rule, choice, mesh, operands))
-        found = run(op, rule, choice, operands, shapes, lambda j, d: offset(reads[j], d, operands[j].shape[d]))
-        if op.primitive.name == "iota":
-            (layout,), dim = leaves, op.params["dimension"]
-            found = [found[0] + offset(layout, dim, shapes[0][dim])]
-        for axis, operator, _ in reductions(rule, choice):
-            found = [COMBINE[operator](lax.all_gather(y, AXES[axis]), axis=0).astype(y.dtype) for y in found]
-        return each_device(finish(op, operands, y) for y in found)
+        return tuple(lax.expand_dims(y, range(len(lacking))) for y, lacking in zip(sharded.run(operands), unused, strict=True))
 
-    def each_device(results):
-        return tuple(lax.expand_dims(y, range(len(lacking))) for y, lacking in zip(results, unused, strict=True))
-
-    in_specs = tuple(spec(layout, np.ndim(x)) for layout, x in zip(reads, op.operands, strict=True))
+    in_specs = tuple(spec(layout, np.ndim(x)) for layout, x in zip(sharded.entering, op.operands, strict=True))
     made = [result_layout(rule, choice, j) for j in range(len(op.results))]
     unused = [[AXES[axis] for axis, dim in enumerate(layout) if dim < 0] for layout in made]
     out_specs = tuple(
         PartitionSpec(*lacking, *spec(layout, len(v.shape))) for lacking, layout, v in zip(unused, made, op.results, strict=True)
     )
     return jax.jit(jax.shard_map(shard, mesh=mesh_of(sizes), in_specs=in_specs, out_specs=out_specs, check_vma=False))(*op.operands)
-
-
-def bind(op, rule, choice, operands, shapes, offset):
-    """The operation on a shard, its size-carrying parameters adapted."""
-    params, x = op.params, operands[0] if operands else None
-    match op.primitive.name:
-        case "broadcast_in_dim" | "iota":
-            changes = {"shape": shapes[0]}
-        case "reshape":
-            changes = {"new_sizes": shapes[0]}
-        case "tile":
-            changes = {"reps": tuple(n // m for n, m in zip(shapes[0], x.shape, strict=True))}
-        case "slice":
-            limits = zip(params["limit_indices"], op.operands[0].shape, x.shape, strict=True)
-            changes = {"limit_indices": tuple(n if limit == size else limit for limit, size, n in limits)}
-        case "split":
-            changes = {"sizes": tuple(shape[params["axis"]] for shape in shapes)}
-        case "dynamic_slice":
-            changes = {"slice_sizes": shapes[0]}
-        case "gather":
-            sizes = zip(params["slice_sizes"], op.operands[0].shape, x.shape, strict=True)
-            changes = {"slice_sizes": tuple(n if taken == size else taken for taken, size, n in sizes)}
-        case _:
-            changes = {}
-    return op.bind(*operands, **changes)
-
-
-def lookup(op, rule, choice, operands, shapes, offset):
-    """A gather from the part of the table that the shard holds; zero elsewhere."""
-    x, indices = operands
-    numbers, sizes = op.params["dimension_numbers"], op.params["slice_sizes"]
-    mine = jnp.ones(indices.shape[:-1], bool)
-    for k, d in enumerate(numbers.start_index_map):
-        if sizes[d] == 1:
-            local = jnp.clip(indices[..., k], 0, op.operands[0].shape[d] - 1) - offset(0, d)
-            mine &= (local >= 0) & (local < x.shape[d])
-            indices = indices.at[..., k].set(local)
-    inside = Operation(op.primitive, {**op.params, "mode": lax.GatherScatterMode.CLIP}, op.operands, op.results)
-    (found,) = bind(inside, rule, choice, (x, indices), shapes, offset)
-    return [jnp.where(jnp.expand_dims(mine, numbers.offset_dims), found, 0).astype(found.dtype)]
-
-
-def finish(op, operands, y):
-    """The combined result; a gather that fills puts its value where the index lies outside."""
-    if op.primitive.name == "gather" and op.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP:
-        numbers, indices = op.params["dimension_numbers"], operands[1]
-        limits = np.array([op.operands[0].shape[d] for d in numbers.start_index_map])
-        y = jnp.where(jnp.expand_dims((indices < limits).all(-1), numbers.offset_dims), y, np.nan)
-    return y
-
-
-def scatter(op, rule, choice, operands, shapes, offset):
-    """A scatter into the part that the shard holds, the operand counted once over the shards of a reduction."""
-    x, indices, updates = operands
-    numbers = op.params["dimension_numbers"]
-    for k, d in enumerate(numbers.scatter_dims_to_operand_dims):
-        local = indices[..., k] - offset(0, d)
-        indices = indices.at[..., k].set(jnp.where((local >= 0) & (local < x.shape[d]), local, x.shape[d]))
-    for axis, operator, _ in reductions(rule, choice):
-        if operator in NEUTRAL:
-            x = jnp.where(lax.axis_index(AXES[axis]) == 0, x, NEUTRAL[operator])
-    return op.bind(x, indices, updates)
-
-
-def update(op, rule, choice, operands, shapes, offset):
-    """A dynamic update of the part that the shard holds, where it holds the place."""
-    x, new, *starts = operands
-    mine = jnp.bool_(True)
-    for d, (n, written) in enumerate(zip(op.operands[0].shape, op.operands[1].shape, strict=True)):
-        starts[d] = jnp.int32(0) if written == n else jnp.clip(starts[d], 0, n - written) - offset(0, d)
-        if written == 1:
-            mine &= (starts[d] >= 0) & (starts[d] < x.shape[d])
-    return [jnp.where(mine, op.bind(x, new, *starts)[0], x)]
-
-
-SHARDS = {
-    "gather": lookup,
-    "dynamic_update_slice": update,
-    **{f"scatter{kind}": scatter for kind in ("", "-add", "-sub", "-mul", "-min", "-max")},
-}
 
 
 def plain(x) -> np.ndarray:
@@ -202,9 +93,6 @@ def check_law(op: Operation, rule: Rule, under: Iterable[tuple[tuple[int, ...], 
     """Raises where the operation, run in shards on a mesh of these sizes under this choice of the rule, is not the whole one."""
     expected = list(map(plain, op.bind(*op.operands)))
     for sizes, choice in under:
-        drawn = any(f not in {g for dim in rule.operands[0] for g in dim} for f, _ in choice) if rule.operands else False
-        if op.primitive.name in POSITIONAL and drawn:
-            continue
         for found, wanted in zip(run_sharded(op, rule, choice, sizes), expected, strict=True):
             found = plain(found)
             wanted = np.broadcast_to(wanted, (*found.shape[: found.ndim - wanted.ndim], *wanted.shape))
@@ -270,13 +158,13 @@ def test_every_family_has_rules_to_break():
     families = set()
     for name in EXAMPLES:
         op = example(name)
-        if op.primitive.name not in POSITIONAL and any(exposing(rule, factors) for _, factors, rule in mutants(op.rule)):
+        if op.primitive.name not in DRAWN and any(exposing(rule, factors) for _, factors, rule in mutants(op.rule)):
             families.add(registry._FUNCTIONS[op.primitive.name].__module__)
     assert families == {family.__name__ for family in FAMILIES}
 
 
 @pytest.mark.parametrize("at_most", [2, pytest.param(None, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", [name for name in EXAMPLES if example(name).primitive.name not in POSITIONAL])
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if example(name).primitive.name not in DRAWN])
 def test_a_wrong_rule_breaks_the_law(name, at_most):
     """Whatever the rule is made to promise beyond the truth, running it per shard shows."""
     op = example(name)

@@ -14,7 +14,7 @@ from autoshard.cost.collectives import Communication
 from autoshard.cost.exchange import exchange_steps
 from autoshard.cost.reshard import reduction_steps
 from autoshard.ir import Choice, Collective, Mesh, computed_layout, exchanges, operand_layout, reductions, result_layout
-from autoshard.lower.exchange import run_shard
+from autoshard.lower.shards import Sharded
 from autoshard.rules import runs_per_shard
 from autoshard.verify import collectives_of, compare
 
@@ -30,7 +30,8 @@ def collectives(op: Operation, choice: Choice, sizes: tuple[int, ...], per_shard
     outs = tuple(spec(result_layout(rule, choice, j), len(v.shape)) for j, v in enumerate(op.results))
 
     def one_device(*shards):
-        return tuple(run_shard(op.primitive.name, op.params, op.bind, rule, choice, abstract(sizes), shards))
+        shapes = (tuple(np.shape(x) for x in op.operands), tuple(tuple(v.shape) for v in op.results))
+        return tuple(Sharded(op.primitive.name, op.params, op.bind, rule, choice, abstract(sizes), *shapes).run(shards))
 
     run = jax.shard_map(one_device, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False) if per_shard else op.bind
     where = [tuple(NamedSharding(mesh, s) for s in specs) for specs in (ins, outs)]

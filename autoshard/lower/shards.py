@@ -1,0 +1,311 @@
+"""What one device computes of an op: its shards, and the collectives that its rule names and no others.
+
+To be called inside `jax.shard_map` over all axes of the mesh, where no partitioner has a say. This is the law of the sharding rules: shard
+the operands along the split factors, run the op on each shard, combine by the reductions' operators, and the result is the whole one.
+
+Most primitives run on shards as they are. Those whose parameters have sizes get the shard's (`RESIZED`); those that go by positions in
+the whole array (a lookup, an iota, random bits) know where the shard begins (`PLACED`); those whose shards need each other's data send it
+as their rule says (`autoshard.lower.exchange`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.random import threefry2x32_p
+
+from autoshard.ir import Choice, Layout, Mesh, Rule, computed_layout, exchanges, local_shape, operand_layout, reductions
+from autoshard.lower.collectives import combined, start_of
+from autoshard.lower.exchange import BODIES, Split
+
+Bind = Callable[..., Sequence[Any]]
+"""An operation's primitive bound on operands, given one by one, some of its parameters replaced."""
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """An op whose shards each device computes.
+
+    Attributes:
+        primitive, params: of the equation.
+        bind: binds its primitive.
+        rule, choice: how it is split.
+        mesh: over which axes.
+        operands, results: the shapes of the whole arrays.
+    """
+
+    primitive: str
+    params: Mapping[str, Any]
+    bind: Bind
+    rule: Rule
+    choice: Choice
+    mesh: Mesh
+    operands: tuple[Shape, ...]
+    results: tuple[Shape, ...]
+
+    @cached_property
+    def entering(self) -> tuple[Layout, ...]:
+        """The layouts of the operands."""
+        return tuple(operand_layout(self.rule, self.choice, k) for k in range(len(self.operands)))
+
+    @cached_property
+    def leaving(self) -> tuple[Layout, ...]:
+        """The layouts of the results, before partial ones are combined."""
+        return tuple(computed_layout(self.rule, self.choice, k) for k in range(len(self.results)))
+
+    def local(self, shape: Shape, layout: Layout) -> Shape:
+        """The shape of a device's part of an array."""
+        return tuple(map(int, local_shape(shape, layout, self.mesh.sizes)))
+
+    def start(self, layout: Layout, dim: int, size: int) -> Any:
+        """Where this device's part of a dimension begins, ``size`` elements long."""
+        return start_of(layout, dim, size, self.mesh)
+
+    @property
+    def splits(self) -> list[Split]:
+        """The split factors whose shards send each other data."""
+        return [
+            Split(factor, tuple(self.mesh.names[axis] for axis in axes), math.prod(self.mesh.sizes[axis] for axis in axes))
+            for factor, axes in exchanges(self.rule, self.choice, self.mesh.sizes)
+        ]
+
+    def computed(self, shards: Sequence[Any]) -> list[Any]:
+        """The results on this device in `leaving`, partial ones not yet combined."""
+        if not any(factor >= 0 and n > 1 for (factor, _), n in zip(self.choice, self.mesh.sizes, strict=True)):
+            return list(self.bind(*shards))
+        if splits := self.splits:
+            return list(BODIES[self.primitive](self.bind, self.params, self.rule, splits, *shards))
+        if self.primitive in PLACED:
+            return list(PLACED[self.primitive](self, *shards))
+        resized = RESIZED[self.primitive](self) if self.primitive in RESIZED else {}
+        return list(self.bind(*shards, **resized))
+
+    def run(self, shards: Sequence[Any]) -> list[Any]:
+        """The results on this device in `leaving`, partial ones combined."""
+        results = self.computed(shards)
+        for operator, axes in self.partial().items():
+            results = [combined(x, operator, axes) for x in results]
+        return results
+
+    def partial(self) -> dict[str, tuple[str, ...]]:
+        """Per operator, the mesh axes over which it combines partial results."""
+        found: dict[str, tuple[str, ...]] = {}
+        for axis, operator, _ in reductions(self.rule, self.choice):
+            if self.mesh.sizes[axis] > 1:
+                found[operator] = (*found.get(operator, ()), self.mesh.names[axis])
+        return found
+
+
+# -- primitives whose parameters have sizes --------------------------------------------------------------------------------
+
+
+def _shape(name: str) -> Callable[[Sharded], dict[str, Any]]:
+    """A parameter that is the result's shape."""
+    return lambda op: {name: op.local(op.results[0], op.leaving[0])}
+
+
+def _slice(op: Sharded) -> dict[str, Any]:
+    """Dimensions that are taken whole end where the shard does."""
+    (whole,), shard = op.operands, op.local(op.operands[0], op.entering[0])
+    return {"limit_indices": tuple(m if end == n else end for end, n, m in zip(op.params["limit_indices"], whole, shard, strict=True))}
+
+
+def _split(op: Sharded) -> dict[str, Any]:
+    return {"sizes": tuple(op.local(shape, at)[op.params["axis"]] for shape, at in zip(op.results, op.leaving, strict=True))}
+
+
+def _tile(op: Sharded) -> dict[str, Any]:
+    shard = op.local(op.operands[0], op.entering[0])
+    made = op.local(op.results[0], op.leaving[0])
+    return {"reps": tuple(n // m for n, m in zip(made, (1,) * (len(made) - len(shard)) + shard, strict=True))}
+
+
+RESIZED: Mapping[str, Callable[[Sharded], dict[str, Any]]] = {
+    "broadcast_in_dim": _shape("shape"),
+    "dynamic_slice": _shape("slice_sizes"),
+    "empty": _shape("shape"),
+    "reshape": _shape("new_sizes"),
+    "slice": _slice,
+    "split": _split,
+    "tile": _tile,
+}
+
+
+# -- primitives that go by positions -----------------------------------------------------------------------------------------
+
+
+def _iota(op: Sharded) -> list[Any]:
+    """The positions of this shard's elements, converted once they are those in the whole."""
+    dim, shape = op.params["dimension"], op.local(op.results[0], op.leaving[0])
+    positions = lax.broadcasted_iota(np.int32, shape, dim) + op.start(op.leaving[0], dim, shape[dim])
+    return [lax.convert_element_type(positions, op.params["dtype"])]
+
+
+def _counts(op: Sharded, first: int) -> tuple[Any, Any]:
+    """The high and low words of the positions that this shard's elements have among those from dimension ``first`` on."""
+    whole, shard = op.results[0][first:], op.local(op.results[0], op.leaving[0])[first:]
+    high, low = jnp.zeros(shard, np.uint32), jnp.zeros(shard, np.uint32)
+    for dim, size in enumerate(shard):
+        stride = math.prod(whole[dim + 1 :])
+        index = lax.broadcasted_iota(np.uint32, shard, dim) + jnp.asarray(op.start(op.leaving[0], first + dim, size)).astype(np.uint32)
+        added = index * np.uint32(stride & 0xFFFFFFFF)
+        low = low + added
+        if math.prod(whole) > 1 << 32:
+            factor = jnp.full(shard, stride & 0xFFFFFFFF, np.uint32)
+            high = high + lax.mulhi(index, factor) + index * np.uint32(stride >> 32) + (low < added).astype(np.uint32)
+    return high, low
+
+
+def _iota_2x32(op: Sharded) -> list[Any]:
+    return list(_counts(op, 0))
+
+
+def _random_bits(op: Sharded, keys: Any) -> list[Any]:
+    """The bits at this shard's positions: threefry counts every element."""
+    drawn = _drawn(op, keys)
+    if drawn is None:
+        return _drawn_whole(op, keys)
+    first, second = drawn
+    width = op.params["bit_width"]
+    if width == 64:
+        return [lax.shift_left(first.astype(np.uint64), np.uint64(32)) | second.astype(np.uint64)]
+    return [(first ^ second).astype(f"uint{width}")]
+
+
+def _random_split(op: Sharded, keys: Any) -> list[Any]:
+    """The keys at this shard's positions."""
+    drawn = _drawn(op, keys)
+    return _drawn_whole(op, keys) if drawn is None else [jax.random.wrap_key_data(jnp.stack(drawn, -1), impl=jax.random.key_impl(keys))]
+
+
+def _drawn(op: Sharded, keys: Any) -> tuple[Any, Any] | None:
+    """The two words that threefry makes of each key and each position drawn from it; None where those are not split, or drawn otherwise."""
+    n = keys.ndim
+    split = any(dim >= n for dim in op.leaving[0])
+    if not split or str(keys.dtype) != "key<fry>" or not jax.config.jax_threefry_partitionable:  # pyright: ignore[reportAttributeAccessIssue]
+        return None
+    shape = op.local(op.results[0], op.leaving[0])
+    words = jax.random.key_data(keys)
+    counts = (lax.broadcast_in_dim(count, shape, range(n, len(shape))) for count in _counts(op, n))
+    halves = (lax.broadcast_in_dim(words[..., half], shape, range(n)) for half in (0, 1))
+    return tuple(threefry2x32_p.bind(*halves, *counts))
+
+
+def _drawn_whole(op: Sharded, keys: Any) -> list[Any]:
+    """Of all that is drawn from each of this shard's keys, its part."""
+    (x,) = op.bind(keys)
+    for dim, size in enumerate(op.local(op.results[0], op.leaving[0])[keys.ndim :], keys.ndim):
+        if size != x.shape[dim]:
+            x = lax.dynamic_slice_in_dim(x, op.start(op.leaving[0], dim, size), size, dim)
+    return [x]
+
+
+def _positions(indices: Any, limits: Sequence[int]) -> tuple[Any, Any]:
+    """Indices as signed integers, moved inside; and per row of them whether all were. Limits are the last that are allowed."""
+    dtype = indices.dtype
+    most = np.array([min(limit, jnp.iinfo(dtype).max) for limit in limits], dtype)
+    inside = ((indices >= 0) & (indices <= most)).all(-1)
+    wide = np.int64 if dtype.itemsize > 4 else np.int32
+    return lax.clamp(jnp.zeros((), dtype), indices, jnp.broadcast_to(most, indices.shape)).astype(wide), inside
+
+
+def _lookup(op: Sharded, x: Any, indices: Any) -> list[Any]:
+    """The rows that this shard has; zeros, or false, for those of others."""
+    numbers, sizes = op.params["dimension_numbers"], op.params["slice_sizes"]
+    taken = tuple(m if size == n else size for size, n, m in zip(sizes, op.operands[0], x.shape, strict=True))
+    searched = [(k, d) for k, d in enumerate(numbers.start_index_map) if d in op.entering[0] and sizes[d] != op.operands[0][d]]
+    if not searched:
+        return list(op.bind(x, indices, slice_sizes=taken))
+    places, inside = _positions(indices, [op.operands[0][d] - sizes[d] for d in numbers.start_index_map])
+    mine = jnp.ones(inside.shape, bool)
+    for k, d in searched:
+        place = places[..., k] - op.start(op.entering[0], d, x.shape[d])
+        mine &= (place >= 0) & (place < x.shape[d])
+        places = places.at[..., k].set(jnp.clip(place, 0, x.shape[d] - 1))
+    in_bounds = lax.GatherScatterMode.PROMISE_IN_BOUNDS
+    (found,) = op.bind(x, places, slice_sizes=taken, mode=in_bounds, fill_value=None, indices_are_sorted=False)
+    if lax.GatherScatterMode.from_any(op.params["mode"]) == lax.GatherScatterMode.FILL_OR_DROP:
+        found = jnp.where(jnp.expand_dims(inside, numbers.offset_dims), found, _filling(op.params.get("fill_value"), found.dtype))
+    return [jnp.where(jnp.expand_dims(mine, numbers.offset_dims), found, jnp.zeros((), found.dtype))]
+
+
+def _filling(value: Any, dtype: Any) -> Any:
+    """What a gather has where its index is outside: NaN, the least signed or the largest unsigned integer, or true, unless it says so."""
+    if value is None:
+        kinds = ((jnp.inexact, lambda: np.nan), (jnp.signedinteger, lambda: jnp.iinfo(dtype).min), (jnp.bool_, lambda: True))
+        value = next((make() for kind, make in kinds if jnp.issubdtype(dtype, kind)), None)
+        value = jnp.iinfo(dtype).max if value is None else value
+    return jnp.asarray(value, dtype)
+
+
+NEUTRAL = {"sum": 0, "prod": 1}
+"""What a scatter begins with on all devices but one; a maximum or a minimum may count its operand more than once."""
+
+
+def _scatter(op: Sharded, x: Any, indices: Any, updates: Any) -> list[Any]:
+    """The updates that fall into this shard, the operand counted once over the shards of a reduction."""
+    numbers, mode = op.params["dimension_numbers"], lax.GatherScatterMode.from_any(op.params["mode"])
+    written = dict(zip([d for d in range(x.ndim) if d not in _without_window(numbers)], _windows(op.operands[2], numbers), strict=True))
+    scattered = [(k, d) for k, d in enumerate(numbers.scatter_dims_to_operand_dims) if d in op.entering[0] and d not in written]
+    replaced: dict[str, Any] = {}
+    if scattered:
+        if mode == lax.GatherScatterMode.CLIP:
+            indices, _ = _positions(indices, [op.operands[0][d] - written.get(d, 1) for d in numbers.scatter_dims_to_operand_dims])
+        elif indices.dtype.itemsize < 4 or jnp.issubdtype(indices.dtype, jnp.unsignedinteger):
+            indices = indices.astype(np.int64 if indices.dtype.itemsize > 4 else np.int32)
+        starts = [0] * indices.shape[-1]
+        for k, d in scattered:
+            starts[k] = op.start(op.entering[0], d, x.shape[d])
+        indices = indices - jnp.stack([jnp.asarray(start, indices.dtype) for start in starts])
+        replaced = {"mode": lax.GatherScatterMode.FILL_OR_DROP}
+    for operator, axes in op.partial().items():
+        if operator in NEUTRAL:
+            x = jnp.where(lax.axis_index(axes) == 0, x, jnp.asarray(NEUTRAL[operator], x.dtype))
+    return list(op.bind(x, indices, updates, **replaced))
+
+
+def _without_window(numbers: Any) -> tuple[int, ...]:
+    return (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+
+
+def _windows(updates: Shape, numbers: Any) -> list[int]:
+    return [updates[d] for d in numbers.update_window_dims]
+
+
+def _update(op: Sharded, x: Any, update: Any, *starts: Any) -> list[Any]:
+    """The shard with the update, where it has the place; what it had there, where another does."""
+    whole, written = op.operands[:2]
+    placed = [d for d, (n, m) in enumerate(zip(whole, written, strict=True)) if m == 1 < n and d in op.entering[0]]
+    if not placed:
+        return list(op.bind(x, update, *starts))
+    at, mine = [], jnp.bool_(True)
+    for d, (start, n, m) in enumerate(zip(starts, whole, written, strict=True)):
+        place, _ = _positions(jnp.asarray(start)[None], [n - m])
+        place = place[0].astype(np.int32)
+        if d in placed:
+            place = place - op.start(op.entering[0], d, x.shape[d])
+            mine &= (place >= 0) & (place < x.shape[d])
+            place = jnp.clip(place, 0, x.shape[d] - 1)
+        at.append(place)
+    return list(op.bind(x, jnp.where(mine, update, lax.dynamic_slice(x, at, update.shape)), *at))
+
+
+PLACED: Mapping[str, Callable[..., Sequence[Any]]] = {
+    "dynamic_update_slice": _update,
+    "gather": _lookup,
+    "iota": _iota,
+    "iota_2x32_shape": _iota_2x32,
+    "random_bits": _random_bits,
+    "random_split": _random_split,
+    **dict.fromkeys(("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"), _scatter),
+}
