@@ -30,7 +30,7 @@ import resource
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -220,10 +220,12 @@ class Run:
         return any(fnmatchcase(plan, pattern) for pattern in self.plans) and (plan != XLA or self.python is not None)
 
 
-def compare(name: str, cluster: Cluster, run: Run, tell: Callable[[str], None]) -> list[Row]:
-    """The plans of a program on a cluster, those of ``auto`` first."""
+def compare(name: str, cluster: Cluster, run: Run, tell: Callable[[str], None]) -> Iterator[Row]:
+    """The plans of a program on a cluster as they are found, those of ``auto`` first."""
     found = _Comparison(name, cluster, run, fingerprint(*PROGRAMS[name].program), tell)
-    return [*found.ours(), *found.experts(), *found.xla()]
+    yield from found.ours()
+    yield from found.experts()
+    yield from found.xla()
 
 
 def fingerprint(function: Callable, args: tuple) -> str:
@@ -425,7 +427,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             for name, cluster in product(programs, clusters):
                 rows = compare(name, Cluster.parse(cluster), run, partial(_tell, progress, task, f"{name} on {cluster}"))
-                comparisons[name, cluster] = rows if options.predicted else _kept(options, name, cluster, rows, run)
+                comparisons[name, cluster] = list(rows) if options.predicted else _kept(options, name, cluster, rows, run)
                 progress.advance(task)
         except AutoshardError as error:
             print(error, file=sys.stderr)
@@ -446,15 +448,19 @@ def _rival(options: argparse.Namespace) -> Path | None:
         return None
 
 
-def _kept(options: argparse.Namespace, name: str, cluster: str, rows: list[Row], run: Run) -> list[Row]:
-    """Merges the rows of a comparison into the results; all of it that is there now."""
+def _kept(options: argparse.Namespace, name: str, cluster: str, rows: Iterable[Row], run: Run) -> list[Row]:
+    """Merges the rows of a comparison into the results, each as it comes; all of the comparison that is there in the end."""
+    found: list[Row] = []
 
-    def covers(row: Row) -> bool:
-        return (row.program, row.cluster) == (name, cluster) and run.takes(row.plan)
+    def merge(covers: Callable[[Row], bool]) -> list[Row]:
+        merged = results.merged(results.load(options.results), found, covers)
+        results.save(options.results, merged, command(options))
+        return [row for row in merged if (row.program, row.cluster) == (name, cluster)]
 
-    merged = results.merged(results.load(options.results), rows, covers)
-    results.save(options.results, merged, command(options))
-    return [row for row in merged if (row.program, row.cluster) == (name, cluster)]
+    for row in rows:
+        found.append(row)
+        merge(lambda _: False)
+    return merge(lambda row: (row.program, row.cluster) == (name, cluster) and run.takes(row.plan))
 
 
 def _end(comparisons: Mapping[Comparison, Sequence[Row]], as_json: bool) -> int:

@@ -80,6 +80,21 @@ def test_failures_are_kept_without_folders():
     assert quality._short("File /opt/x/y.py: Used 22.53G\n of 15.75G hbm; 1/2 a/b") == "File ...: Used 22.53G of 15.75G hbm; 1/2 a/b"
 
 
+def test_rows_are_kept_as_they_come(tmp_path):
+    """What is found before a run is interrupted is in the results; what a whole run covers and no longer finds is gone from them."""
+    options = quality._parser().parse_args(["--results", str(tmp_path / "found.json")])
+    results.save(options.results, [row("fully sharded", 5.0)], "before")
+
+    def interrupted():
+        yield row("auto", 3.0)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quality._kept(options, "gpt", CLUSTER, interrupted(), quality.Run())
+    assert [one.plan for one in results.load(options.results)] == ["auto", "fully sharded"]
+    assert [one.plan for one in quality._kept(options, "gpt", CLUSTER, [row("auto", 2.0)], quality.Run())] == ["auto"]
+
+
 # --- goals -------------------------------------------------------------------------------------------------------------
 
 
