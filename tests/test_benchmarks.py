@@ -72,10 +72,12 @@ def test_quality_benchmark_compares_what_is_predicted():
     command = [sys.executable, "-m", "benchmarks.quality", "--predicted", "--models", "mlp", "--clusters", "v5e:2x4", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    plans = {plan["kind"]: plan for plan in json.loads(done.stdout)["plans"]}
-    assert plans["auto"]["predicted_seconds"] <= min(plan["predicted_seconds"] for plan in plans.values() if plan["expert"])
+    found = json.loads(done.stdout)
+    plans = {plan["plan"]: plan for plan in found["plans"]}
+    assert plans["auto"]["predicted_seconds"] <= min(plan["predicted_seconds"] for plan in plans.values())
     assert {"auto, mesh given", "fully sharded", "tensor parallel"} <= set(plans)
-    assert all(plan["scheduled_seconds"] is None and plan["fits"] for plan in plans.values())
+    assert all(plan["scheduled_seconds"] is None and not plan["failure"] for plan in plans.values())
+    assert len(found["goals"]) == 4 and all(goal["reached"] for goal in found["goals"])
 
 
 @pytest.mark.skipif(find_spec("libtpu") is not None, reason="the TPU compiler is installed")

@@ -205,7 +205,7 @@ class Compilation:
         """
         self._end_process()
         log = (self._folder / "log").read_text(errors="replace")
-        return _read(self._compiler, self._folder, self._topology, log, time.perf_counter() - self._started)
+        return read_ahead(self._compiler, self._folder, self._topology, log, time.perf_counter() - self._started)
 
     def stop(self) -> None:
         """Ends the process and removes what it left."""
@@ -243,8 +243,12 @@ def _dumped(folder: Path, ending: str) -> Path | None:
     return next(folder.glob(f"module_*[._]{ending}"), None)
 
 
-def _read(compiler: Compiler, folder: Path, topology: Topology, log: str, seconds: float) -> Ahead:
-    """What the compiler's process left."""
+def read_ahead(compiler: Compiler, folder: Path, topology: Topology, log: str, seconds: float) -> Ahead:
+    """What a compiler's process left in a folder: what XLA dumped, or ``failure``, the compiler's refusal.
+
+    Raises:
+        CompilerError: the compiler failed on the program.
+    """
     compiling = f"{compiler.name} compiles the program for {topology.name or 'GPUs ' + topology.options['topology']}"
     limit = topology.memory_limit_bytes
 

@@ -284,7 +284,7 @@ def propagated(
     given = [*in_layouts, *([None] * len(graph.results) if out_layouts is None else out_layouts)]
     shardings = [None if layout is None else to_named_sharding(layout, rank, mesh) for layout, rank in zip(given, ranks, strict=True)]
     n_arguments = len(graph.arguments)
-    free = free_values(graph)
+    free = tuple(free_values(graph))
 
     def function(*arguments: Any) -> list[Any]:
         marker = _Marker(ops_by_path(graph), mesh, free)
