@@ -29,7 +29,7 @@ from autoshard.cost.record import Cost, Recomputation
 from autoshard.cost.rematerialisation import GOAL, recomputed
 from autoshard.cost.reshard import Step, path_seconds
 from autoshard.cost.schedule import BOTH, CARRIED, COMPUTE, PRODUCT, WIRES, Tasks, schedule
-from autoshard.ir import Assignment, Choice, Collective, Flow, Layout, Op, served_from, shards, shift_layout
+from autoshard.ir import Assignment, Choice, Collective, Flow, Layout, Op, served_from, shards, shift_layout, view_of
 
 Cause = Callable[[Blame, Step], str]
 """Why a step is there, in words."""
@@ -397,6 +397,11 @@ class _Judge:
         copy = self.assignment.copies.get(value)
         served = served_from(own, copy, target, lambda a, b: path_seconds(path_of(values[value], a, b)))
         for previous, layout in pairwise(dict.fromkeys((own, served, target))):
+            if (value, layout) not in self.makers and (seen := self._seen(value, layout)) is not None:
+                self.saved += path_seconds(path_of(values[value], previous, layout)) * trips
+                self.makers[value, layout] = self.makers[seen]
+                if seen in self.copies:
+                    self.copies[seen] = replace(self.copies[seen], last=op)
             if (value, layout) not in self.makers:
                 path = path_of(values[value], previous, layout)
                 needs = self._needs((maker,))
@@ -423,6 +428,16 @@ class _Judge:
         if not rounds:
             self.wide.update(((value, served), (value, target)))
         return maker
+
+    def _seen(self, value: int, layout: Layout) -> tuple[int, Layout] | None:
+        """The copy that is there already of what a value is a view of, in the layout that is this one before the view."""
+        maker = self.profile.makers[value]
+        if maker is None:
+            return None
+        op, rule = self.graph.walk()[maker], self.profile.rules[maker]
+        before = view_of(op.primitive, rule, layout, self.sizes)
+        seen = None if before is None else (op.operands[0], before)
+        return seen if seen in self.makers else None
 
     def _communicate(
         self, path: Iterable[Step], needs: set[int], trips: int, source: Op | str, moved: Sequence[int], cause: Cause

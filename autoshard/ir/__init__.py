@@ -2,8 +2,10 @@
 
 from autoshard.ir.assignment import (
     NOWHERE,
+    VIEWS,
     Assignment,
     Choice,
+    choice_for,
     computed_layout,
     exchanges,
     legal,
@@ -14,6 +16,7 @@ from autoshard.ir.assignment import (
     result_layouts,
     sent_tensors,
     served_from,
+    view_of,
 )
 from autoshard.ir.collective import Collective, as_compiled
 from autoshard.ir.graph import Body, Flow, Graph, Holder, Op, Origin, Value
@@ -41,6 +44,7 @@ from autoshard.ir.rule import Dims, Factor, Rule, Send, factor_names
 
 __all__ = [
     "NOWHERE",
+    "VIEWS",
     "Assignment",
     "Body",
     "Choice",
@@ -61,6 +65,7 @@ __all__ = [
     "Value",
     "as_compiled",
     "check_divides",
+    "choice_for",
     "computed_layout",
     "divides",
     "exchanges",
@@ -85,4 +90,5 @@ __all__ = [
     "shards",
     "shift_layout",
     "spec_to_layout",
+    "view_of",
 ]

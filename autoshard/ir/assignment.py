@@ -117,6 +117,35 @@ def _layout(dims: tuple[tuple[int, ...], ...], choice: Choice) -> Layout:
     return tuple(layout)
 
 
+VIEWS = frozenset({"reshape", "squeeze", "transpose"})
+"""Operations that a copy in another layout is not made after where one was made before."""
+
+
+def view_of(primitive: str, rule: Rule | None, layout: Layout, sizes: tuple[int, ...]) -> Layout | None:
+    """The layout of an operand of which an operation that rearranges it makes a result in this layout; None where there is none.
+
+    So a weight and its transpose are gathered once.
+    """
+    choice = None if primitive not in VIEWS or rule is None else choice_for(rule, 0, layout, sizes)
+    return None if rule is None or choice is None else operand_layout(rule, choice, 0)
+
+
+def choice_for(rule: Rule, result: int, layout: Layout, sizes: tuple[int, ...]) -> Choice | None:
+    """The choice under which a result is computed in a layout; None where there is none that sends nothing."""
+    left = {factor: entry.size for factor, entry in enumerate(rule.factors)}
+    choice = []
+    for dim, size in zip(layout, sizes, strict=True):
+        factor = next((f for f in rule.results[result][dim] if left[f] > 1), -1) if dim >= 0 else -1
+        if dim >= 0 and (factor < 0 or left[factor] % size):
+            return None
+        if factor >= 0:
+            left[factor] //= size
+        choice.append((factor, -1))
+    found = tuple(choice)
+    sends = reductions(rule, found) or exchanges(rule, found, sizes)
+    return None if sends or not legal(rule, found, sizes) or result_layout(rule, found, result) != layout else found
+
+
 def legal(rule: Rule, choice: Choice, sizes: tuple[int, ...]) -> bool:
     """Whether the choice divides every factor and keeps every dimension's axes in mesh and factor order.
 

@@ -28,6 +28,7 @@ from autoshard.cost.profile import free_values
 from autoshard.cost.reshard import Step, combinations, path_seconds
 from autoshard.errors import ShardingError
 from autoshard.ir import (
+    VIEWS,
     Assignment,
     Body,
     Choice,
@@ -36,17 +37,16 @@ from autoshard.ir import (
     Op,
     Origin,
     Rule,
+    choice_for,
     computed_layout,
-    exchanges,
-    legal,
     local_shape,
     operand_layout,
     reductions,
     replicated,
-    result_layout,
     result_layouts,
     served_from,
     spec_to_layout,
+    view_of,
 )
 from autoshard.lower.collectives import ReshardPath, combined, moved
 from autoshard.lower.control_flow import FLOWS, Flows
@@ -211,6 +211,7 @@ class _Region(Interpreter):
     Attributes:
         made: per value and layout the copy that all its readers in this region share; of free values all there is.
         recipes: per free value its op and equation, and the literals among its operands.
+        views: per result of an op that rearranges its operand, the op and its equation.
     """
 
     def __init__(self, plan: _Plan):
@@ -218,6 +219,7 @@ class _Region(Interpreter):
         self.plan = plan
         self.made: dict[tuple[int, Layout], Any] = {}
         self.recipes: dict[int, tuple[Op, JaxprEqn, list[Any]]] = {}
+        self.views: dict[int, tuple[Op, JaxprEqn]] = {}
 
     def region(self) -> _Region:
         return _Region(self.plan)
@@ -253,9 +255,22 @@ class _Region(Interpreter):
         if own == target or not plan.graph.values[value].rank:
             return x
         if (value, target) not in self.made:
-            source = plan.source(value, target)
-            self.made[value, target] = plan.resharded(self.read(x, value, source), value, source, target)
+            self.made[value, target] = self._copy(x, value, target)
         return self.made[value, target]
+
+    def _copy(self, x: Any, value: int, target: Layout) -> Any:
+        """The value in another layout than its own: from what it is a view of, where that is there so, else resharded."""
+        plan = self.plan
+        if value in self.views:
+            op, eqn = self.views[value]
+            rule, sizes = plan.rules[op.index], plan.assignment.mesh.sizes
+            before = view_of(op.primitive, rule, target, sizes)
+            if rule is not None and before is not None and (seen := self.made.get((op.operands[0], before))) is not None:
+                choice = choice_for(rule, 0, target, sizes)
+                assert choice is not None, "view_of found one"
+                return self._sharded(op, eqn, choice).computed([seen])[0]
+        source = plan.source(value, target)
+        return plan.resharded(self.read(x, value, source), value, source, target)
 
     def _expanded(self, value: int, target: Layout) -> Any:
         """A free value in the target layout, computed from constants in it; where an op cannot be so split, whole and then sliced."""
@@ -268,7 +283,7 @@ class _Region(Interpreter):
                 continue
             op, _, _ = self.recipes[number]
             rule = plan.rules[op.index]
-            choice = None if rule is None else _choice_for(rule, op.results.index(number), layout, plan.assignment.mesh.sizes)
+            choice = None if rule is None else choice_for(rule, op.results.index(number), layout, plan.assignment.mesh.sizes)
             if rule is not None and choice is not None:
                 sources = [operand_layout(rule, choice, k) for k in range(len(op.operands))]
             else:
@@ -293,6 +308,8 @@ class _Region(Interpreter):
         if op.results and all(plan.free[value] for value in op.results):
             self.recipes.update((value, (op, eqn, operands)) for value in op.results)
             return [None] * len(op.results)
+        if op.primitive in VIEWS:
+            self.views[op.results[0]] = op, eqn
         choice = plan.assignment.choice(op.index)
         if rule is None or not self._runs_on_shards(op, eqn, rule, choice):
             return self._whole(op, eqn, operands)
@@ -418,22 +435,6 @@ _INSTEAD: dict[str, Callable[[list[Any], Mapping[str, Any]], list[Any]]] = {
         lax.all_gather(x, params["axis_name"], axis=params["all_gather_dimension"], tiled=params["tiled"]) for x in operands
     ],
 }
-
-
-def _choice_for(rule: Rule, result: int, layout: Layout, sizes: tuple[int, ...]) -> Choice | None:
-    """The choice under which a result is computed in a layout; None where there is none that sends nothing."""
-    left = {factor: entry.size for factor, entry in enumerate(rule.factors)}
-    choice = []
-    for dim, size in zip(layout, sizes, strict=True):
-        factor = next((f for f in rule.results[result][dim] if left[f] > 1), -1) if dim >= 0 else -1
-        if dim >= 0 and (factor < 0 or left[factor] % size):
-            return None
-        if factor >= 0:
-            left[factor] //= size
-        choice.append((factor, -1))
-    found = tuple(choice)
-    sends = reductions(rule, found) or exchanges(rule, found, sizes)
-    return None if sends or not legal(rule, found, sizes) or result_layout(rule, found, result) != layout else found
 
 
 def _bound(eqn: JaxprEqn, operands: Sequence[Any], **replaced: Any) -> list[Any]:
