@@ -31,7 +31,7 @@ from autoshard.verify import (
 )
 
 TARGETS = {
-    "shardy": "the partitioner's own explicit collectives, without compiling or devices",
+    "shardy": "the lowered program, or of the partitioner where constraints leave it a choice; nothing is compiled",
     "cpu": "the program compiled by XLA for as many CPU devices as the mesh has",
     "tpu": "the program compiled ahead of time by XLA:TPU for the strategy's slice",
     "gpu": "the program compiled by XLA:GPU for the strategy's GPUs",
@@ -107,7 +107,9 @@ class Verification:
     def report(self) -> Report:
         """The comparison as a table, for terminals and notebooks."""
         title = f"{self.program} on mesh {self.mesh}, held against {self.target}"
-        constraints = Paragraph(f"{format_count(self.n_constraints)} sharding constraints on {format_count(self.n_ops)} operations.")
+        manual = f"{format_count(self.n_ops)} operations in one manual computation: nothing is left to the partitioner."
+        constrained = f"{format_count(self.n_constraints)} sharding constraints on {format_count(self.n_ops)} operations."
+        constraints = Paragraph(constrained if self.n_constraints else manual)
         refusal = [Paragraph(self._refusal())] if self.fits is False else []
         if refusal and self.actual_peak_bytes is None:
             return Report(title, (*refusal, constraints))
@@ -161,17 +163,20 @@ class Verification:
         return self.report()._repr_html_()
 
 
-def verify(strategy: Strategy, fn: Callable, *args: Any, target: str = "shardy", cycles: bool = False) -> Verification:
+def verify(
+    strategy: Strategy, fn: Callable, *args: Any, target: str = "shardy", cycles: bool = False, lowering: str = "manual"
+) -> Verification:
     """What a strategy predicts next to what the target makes of its program.
 
     Args:
         strategy: of this function; loaded ones too.
         fn, args: the program, with arguments as for `search`.
-        target: ``"shardy"`` asks the partitioner for its explicit collectives, in milliseconds and without devices; ``"cpu"`` compiles for
+        target: ``"shardy"`` reads the collectives of the lowered program, in milliseconds and without devices; ``"cpu"`` compiles for
             this process's devices and reads the compiled module; ``"tpu"`` and ``"gpu"`` compile ahead of time for the strategy's cluster,
             in seconds and without one, and need the compiler installed. Where this process has as many GPUs as the mesh, ``"gpu"`` compiles
             for those.
         cycles: of ``"tpu"``, whether to ask for the compiler's schedule too, which takes up to minutes.
+        lowering: as for `Strategy.apply`; of ``"constraints"`` the target ``"shardy"`` asks the partitioner for its explicit collectives.
 
     Raises:
         StrategyError: the function is not the strategy's program, or the target is unknown.
@@ -195,7 +200,7 @@ def verify(strategy: Strategy, fn: Callable, *args: Any, target: str = "shardy",
     ahead = target == "tpu" or (target == "gpu" and len(devices) < record.mesh.size)
     topology = _topology(record, target) if ahead else None
     mesh = jax_mesh(record.mesh, devices) if target in ("cpu", "gpu") and not ahead else None
-    lowered = Step(fn, record, mesh, traced=strategy._traced).lower(*args, platform=topology.platform if topology else "cpu")
+    lowered = Step(fn, record, mesh, lowering, strategy._traced).lower(*args, platform=topology.platform if topology else "cpu")
     if target == "shardy":
         found = _Actual(explicit_collectives(lowered, record.mesh))
     elif topology:

@@ -148,32 +148,28 @@ def test_a_matrix_is_shared_and_read_only():
         matrix[0, 0] = 1.0
 
 
-def test_partial_results_are_combined_once_for_each_operator():
-    """A reduce_scatter where every axis scatters, else an all_reduce with a free slice."""
+def test_partial_results_are_scattered_and_then_reduced():
+    """One reduce_scatter for each dimension that axes scatter onto, then one all_reduce over the others, of what is left."""
     mesh, communication = parts("cpu:8", (2, 2, 2))
 
     def steps(computed, *left):
         found = reduction_steps(mesh, communication, (16, 8), 4.0, computed, left)
+        assert all(step.seconds == communication.seconds(step.kind, step.nbytes, step.axes) for step in found)
         return [(step.kind, step.axes, step.target, step.nbytes) for step in found]
 
     assert steps((0, -1, -1), (1, "sum", -1), (2, "sum", -1)) == [("all_reduce", (1, 2), (0, -1, -1), 256.0)]
     assert steps((-1, -1, -1), (0, "sum", -1), (2, "sum", 1)) == [
-        ("all_reduce", (0, 2), (-1, -1, -1), 512.0),
-        ("slice", (2,), (-1, -1, 1), 512.0),
+        ("reduce_scatter", (2,), (-1, -1, 1), 512.0),
+        ("all_reduce", (0,), (-1, -1, 1), 256.0),
     ]
     assert steps((0, -1, -1), (1, "sum", 0), (2, "sum", 0)) == [("reduce_scatter", (1, 2), (0, 0, 0), 256.0)]
-    assert steps((0, -1, -1), (1, "sum", 0), (2, "sum", 1)) == [("reduce_scatter", (1, 2), (0, 0, 1), 256.0)]
+    assert steps((0, -1, -1), (1, "sum", 0), (2, "sum", 1)) == [
+        ("reduce_scatter", (1,), (0, 0, -1), 256.0),
+        ("reduce_scatter", (2,), (0, 0, 1), 128.0),
+    ]
     assert [step[:2] for step in steps((-1, -1, -1), (0, "sum", -1), (1, "max", -1))] == [("all_reduce", (1,)), ("all_reduce", (0,))]
+    assert steps((0, -1, -1), (1, "prod", -1), (2, "prod", -1)) == [("all_gather", (1, 2), (0, -1, -1), 1024.0)]
     assert steps((0, 1, -1)) == []
-
-
-def test_what_is_scattered_along_two_dimensions_takes_as_long_as_an_all_reduce():
-    """Compilers reduce all of it and slice that: a searched network's ``f32[256,256]`` on 2 x 4 H100 (jaxlib 0.10.2)."""
-    mesh, communication = parts("h100:8", (2, 4))
-    for dims, made in (((0, 0), "reduce_scatter"), ((0, 1), "all_reduce")):
-        (step,) = reduction_steps(mesh, communication, (256, 256), 4.0, (-1, -1), [(0, "sum", dims[0]), (1, "sum", dims[1])])
-        assert (step.kind, step.made) == ("reduce_scatter", made)
-        assert step.seconds == communication.seconds(made, 4 * 256**2, (0, 1))
 
 
 SHARDY = "builtin.module(func.func(sdy-insert-explicit-reshards{enable-full-version=true},sdy-reshard-to-collectives))"
@@ -293,18 +289,3 @@ def test_the_tpu_compiler_takes_the_predicted_collectives(source, target, compil
     path = reshards.path((1024, 2048), 4.0, spec_to_layout(source, mesh, 2), spec_to_layout(target, mesh, 2))
     found = [(step.kind, "".join("xy"[axis] for axis in step.axes), step.nbytes) for step in path if step.kind != "slice"]
     assert found == compiled[sizes]
-
-
-def test_partial_sums_scattered_over_more_axes_and_gathered_again():
-    """Scattering over all axes and gathering one again costs less than an all_reduce of which one axis takes a slice; both are choices.
-
-    The TPU compiler makes a reduce_scatter over x and y and an all_gather over y of the former, an all_reduce over x and y of the latter.
-    """
-    mesh = Mesh((("x", 2), ("y", 4)))
-    communication = Communication(Cluster.parse("v5e:2x4").links(mesh))
-    whole = reduction_steps(mesh, communication, (1024, 1024), 4.0, (-1, -1), [(0, "sum", 0), (1, "sum", -1)])
-    scattered = reduction_steps(mesh, communication, (1024, 1024), 4.0, (-1, -1), [(0, "sum", 0), (1, "sum", 0)])
-    gathered = Reshards(mesh, communication).path((1024, 1024), 4.0, (0, 0), (0, -1))
-    assert [(step.kind, step.axes) for step in (*scattered, *gathered)] == [("reduce_scatter", (0, 1)), ("all_gather", (1,))]
-    assert [(step.kind, step.axes) for step in whole] == [("all_reduce", (0, 1)), ("slice", (0,))]
-    assert sum(step.seconds for step in (*scattered, *gathered)) < sum(step.seconds for step in whole)
