@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from autoshard.cost.profile import free_values
-from autoshard.cost.reshard import Step, combinations, path_seconds
+from autoshard.cost.reshard import Combination, Step, combinations, path_seconds
 from autoshard.errors import ShardingError
 from autoshard.ir import (
     VIEWS,
@@ -43,6 +43,7 @@ from autoshard.ir import (
     operand_layout,
     reductions,
     replicated,
+    result_layout,
     result_layouts,
     served_from,
     spec_to_layout,
@@ -114,6 +115,7 @@ def manual_program(
     if (reason := obstacle(graph, mesh)) is not None:
         raise ShardingError(reason)
     plan = _Plan(graph, rules, assignment, mesh, reshard_path, ops_by_path(graph), _homes(graph), tuple(free_values(graph)))
+    plan = replace(plan, late=_late(plan))
     leaving = result_layouts(graph, assignment)
 
     captured = list(jaxpr.consts)
@@ -151,6 +153,31 @@ def derived_from(program: Callable[..., list[Any]], other: Callable[[], Callable
     return function
 
 
+def _late(plan: _Plan) -> frozenset[int]:
+    """See `_Plan.late`: products, and transposes of them, that are read once, by a transpose that reads them as they are combined."""
+    graph = plan.graph
+    readers: dict[int, list[Op | None]] = {value: [None] for value in graph.results}
+    for op in graph.walk():
+        for value in (*op.operands, *(flow.value for holder in op.holders for flow in holder.sources)):
+            readers.setdefault(value, []).append(None if op.bodies else op)
+        for value in (value for body in op.bodies for value in body.outputs):
+            readers.setdefault(value, []).append(None)
+    found: set[int] = set()
+    for op in graph.walk():
+        rule, choice = plan.rules[op.index], plan.assignment.choice(op.index)
+        partial = op.primitive == "dot_general" and rule is not None and bool(reductions(rule, choice))
+        if rule is None or not (partial or (op.primitive == "transpose" and op.operands[0] in found)):
+            continue
+        (value,), layout = op.results, plan.layout(op.results[0])
+        (reader, *others) = readers.get(value, [None])
+        if reader is None or others or reader.primitive != "transpose" or result_layout(rule, choice, 0) != layout:
+            continue
+        following, after = plan.rules[reader.index], plan.assignment.choice(reader.index)
+        if following is not None and operand_layout(following, after, 0) == layout:
+            found.add(value)
+    return frozenset(found)
+
+
 def _homes(graph: Graph) -> dict[int, int]:
     """Per value that shares a holder's layout, the holder's value."""
     return {view: holder.value for op in graph.walk() for holder in op.holders for view in holder.views}
@@ -164,6 +191,7 @@ class _Plan:
         ops: per path of an equation, its op.
         home: per value that shares a holder's layout, the holder's value.
         free: per value, whether it is made of constants alone.
+        late: partial products that a transpose alone reads: they are combined after it, so that XLA makes one product of both.
     """
 
     graph: Graph
@@ -174,6 +202,7 @@ class _Plan:
     ops: Mapping[Path, Op]
     home: Mapping[int, int]
     free: tuple[bool, ...]
+    late: frozenset[int] = frozenset()
 
     @property
     def whole(self) -> Layout:
@@ -212,6 +241,7 @@ class _Region(Interpreter):
         made: per value and layout the copy that all its readers in this region share; of free values all there is.
         recipes: per free value its op and equation, and the literals among its operands.
         views: per result of an op that rearranges its operand, the op and its equation.
+        partial: per late value the moves that combine it.
     """
 
     def __init__(self, plan: _Plan):
@@ -220,6 +250,7 @@ class _Region(Interpreter):
         self.made: dict[tuple[int, Layout], Any] = {}
         self.recipes: dict[int, tuple[Op, JaxprEqn, list[Any]]] = {}
         self.views: dict[int, tuple[Op, JaxprEqn]] = {}
+        self.partial: dict[int, tuple[Combination, ...]] = {}
 
     def region(self) -> _Region:
         return _Region(self.plan)
@@ -343,15 +374,26 @@ class _Region(Interpreter):
         return same_on_shards(eqn, local)
 
     def _settled(self, x: Any, op: Op, rule: Rule, choice: Choice, result: int) -> Any:
-        """A result with its partial sums combined, in its value's layout."""
+        """A result with its partial sums combined, in its value's layout; as it is where that is done later."""
         plan, value = self.plan, op.results[result]
         at = computed_layout(rule, choice, result)
-        mesh = plan.assignment.mesh
-        for kind, operator, axes, before, after in combinations(at, reductions(rule, choice)):
+        moves = tuple(combinations(at, reductions(rule, choice)))
+        if op.operands and op.operands[0] in self.partial:
+            where = {dim: new for new, dim in enumerate(op.params["permutation"])} | {-1: -1}
+            carried = self.partial[op.operands[0]]
+            moves = tuple(
+                (kind, operator, axes, *(tuple(where[dim] for dim in layout) for layout in ends)) for kind, operator, axes, *ends in carried
+            )
+            at = moves[0][3]
+        if value in plan.late:
+            self.partial[value] = moves
+            return x
+        for kind, operator, axes, before, after in moves:
             if kind == "reduce_scatter":
-                x = moved(x, Step(kind, axes, before, after, 0.0, 0.0), mesh)
+                x = moved(x, Step(kind, axes, before, after, 0.0, 0.0), plan.assignment.mesh)
             else:
-                x = combined(x, operator, tuple(mesh.names[axis] for axis in axes if mesh.sizes[axis] > 1))
+                names, sizes = plan.assignment.mesh.names, plan.assignment.mesh.sizes
+                x = combined(x, operator, tuple(names[axis] for axis in axes if sizes[axis] > 1))
             at = after
         return plan.resharded(x, value, at, plan.layout(value))
 

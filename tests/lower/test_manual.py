@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 import jax
@@ -119,6 +120,20 @@ def test_a_step_gives_each_device_its_part(kind):
     for x in found:
         for shard in x.addressable_shards:
             np.testing.assert_array_equal(shard.data, whole[shard.index])
+
+
+def test_partial_products_are_combined_after_their_transpose():
+    """A gradient is transposed before it is sent, so that XLA makes one product of the two and the state keeps its order in memory."""
+
+    def step(w, x):
+        return w - 0.1 * jax.grad(lambda w: jnp.square(x @ w).mean())(w)
+
+    args = abstract((64, 32)), abstract((256, 64))
+    for searcher in ("data_parallel", "fully_sharded"):
+        strategy = autoshard.search(step, *args, cluster="cpu:8", searcher=searcher, mesh={"x": 8})
+        lowered = strategy.apply(step).lower(*args).as_text()
+        sent = re.search(r'"stablehlo\.(all_reduce|reduce_scatter)"\(%(\d+)\)', lowered)
+        assert sent is not None and re.search(rf"%{sent[2]} = stablehlo\.transpose", lowered), searcher
 
 
 # --- what is special ---------------------------------------------------------------------------------------------------
