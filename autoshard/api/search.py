@@ -22,8 +22,10 @@ from autoshard.api.notes import lowered_otherwise, whole, without_rules
 from autoshard.api.step import plain
 from autoshard.api.strategy import Strategy, record_of
 from autoshard.cluster import Cluster
+from autoshard.cost.evaluate import evaluate as judged
 from autoshard.cost.evaluate import recomputation
 from autoshard.cost.model import CostModel
+from autoshard.cost.prefetch import candidates, scans
 from autoshard.cost.profile import Profile, profile
 from autoshard.cost.rematerialisation import GOAL
 from autoshard.errors import InfeasibleError, ShardingError
@@ -49,6 +51,7 @@ MOST_AXES = 3  # of meshes that are searched
 # Of the memory that a compiler leaves a program, what is kept for predictions that are too low, where something fits without it. Of 18
 # programs on v5e and v5p as large as this allows, or XLA:TPU, one needs more than 2 % above its predicted peak (libtpu 0.0.42).
 RESERVE = 0.02
+AHEAD_GAIN = 1e-3  # of the makespan, for which a scan gathers a trip ahead: below it is rounding
 SEARCHING = 0.5  # of the progress of a search that is confirmed
 
 
@@ -219,11 +222,26 @@ class Prepared:
 
     def strategy(self, mesh: Mesh, solution: Solution, searcher: Searcher) -> Strategy:
         """The strategy of a solution on a mesh."""
-        solution = _recomputing(self.facts, self.cluster, mesh, solution)
+        solution = _recomputing(self.facts, self.cluster, mesh, _gathering_ahead(self.facts, self.cluster, mesh, solution, self.limit))
         pins = {"pins": len(pinned)} if (pinned := _resolve(self.pins, self.traced.graph, mesh)) else {}
         solution = replace(solution, stats={**self.seconds, "meshes": len(self.meshes), **solution.stats, **pins})
         notes = [*without_rules(self.facts), *lowered_otherwise(self.facts.graph, mesh), *whole(self.facts, solution.assignment)]
         return Strategy(record_of(self.traced, self.cluster, mesh, solution, searcher, self.donated, notes), self.traced)
+
+
+def _gathering_ahead(facts: Profile, cluster: Cluster, mesh: Mesh, solution: Solution, limit: float) -> Solution:
+    """The solution with each scan gathering one trip ahead that is predicted to be faster so, and to fit."""
+    model = CostModel(cluster, mesh)
+    paths = model.reshard_paths(facts.graph.values)
+    for scan in scans(facts.graph):
+        now = solution.judgement
+        found = {each.value: each.target for each in candidates(facts.graph, facts.rules, now.assignment, scan, paths)}
+        if found:
+            tried = judged(facts, model, replace(now.assignment, ahead={**now.assignment.ahead, **found}))
+            faster = tried.cost.makespan_seconds < now.cost.makespan_seconds * (1 - AHEAD_GAIN)
+            if faster and tried.cost.peak_bytes <= max(limit, now.cost.peak_bytes):
+                solution = replace(solution, judgement=tried)
+    return solution
 
 
 def prepare(fn, args, cluster, searcher, mesh, pins, memory_limit_bytes, donate_argnums) -> Prepared:

@@ -289,6 +289,7 @@ def record_of(
         choices={op: choice for op, choice in assignment.choices.items() if any(factor >= 0 for factor, _ in choice)},
         layouts={value: layout for value, layout in assignment.layouts.items() if layout != nowhere},
         copies=dict(assignment.copies),
+        ahead=dict(assignment.ahead),
         cost=solution.judgement.cost,
         searcher=SearcherRecord(searcher.name, _options(searcher)),
         lower_bound_seconds=solution.lower_bound_seconds,

@@ -24,6 +24,7 @@ from autoshard.cost.memory import Copy, Peak, held_in_orders, peak_memory
 from autoshard.cost.model import CostModel, OpCost
 from autoshard.cost.narrowing import NARROW_SHARE, rounds_operands
 from autoshard.cost.partial_sums import LOOPS, Addition
+from autoshard.cost.prefetch import prefetches
 from autoshard.cost.profile import Profile
 from autoshard.cost.record import Cost, Recomputation
 from autoshard.cost.rematerialisation import GOAL, recomputed
@@ -230,6 +231,7 @@ class _Judge:
             self.region = _Region(op.trips * max(body.trips for body in op.bodies), self.region, self._needs(before.values()))
         else:
             self.makers.update(before)
+        self._prefetch(op)
         for body in op.bodies:
             self._run(body.ops)
         after = self._flows(op, lambda flow: flow.inside or flow.value in made_inside)
@@ -242,6 +244,19 @@ class _Judge:
         seconds = self._scheduled(body) * body.runs / (outside.runs or 1)
         maker = outside, outside.tasks.add(seconds, COMPUTE, tuple(body.needs))
         self.makers.update(dict.fromkeys(op.results, maker))
+
+    def _prefetch(self, op: Op) -> None:
+        """Gathers for the next trip: nothing in this one waits for it. The first trip's is gathered before the loop, beyond the plan."""
+        paths, outer = self.model.reshard_paths(self.graph.values), self.region.runs // (op.bodies[0].trips or 1)
+        for each in prefetches(self.graph, self.profile.rules, self.assignment, op, paths):
+            own, key = self.assignment.layout(each.value), (each.value, each.target)
+            path = paths(each.value, own, each.target)
+            self._communicate(path, set(), self.region.runs + outer, op, (each.value,), partial(_ahead, each.value, own, each.target))
+            self.saved -= path_seconds(path) * outer
+            self.makers[key] = None
+            nbytes = self.graph.values[each.value].nbytes / shards(each.target, self.sizes)
+            self.copies[key] = Copy(2 * nbytes, op.index, _last(op))
+            self.moved.add(each.value)
 
     def _flows(self, op: Op, chosen: Callable[[Flow], bool]) -> dict[_Made, _Maker | None]:
         """Reads some of what flows into an op's holders; gives what makes each holder's value, and the views of it."""
@@ -423,7 +438,7 @@ class _Judge:
                     self.moved.add(value)
                     self.copies[value, layout] = Copy(values[value].nbytes / shards(layout, self.sizes), op, op)
             if (value, layout) in self.copies:
-                self.copies[value, layout] = replace(self.copies[value, layout], last=op)
+                self.copies[value, layout] = replace(self.copies[value, layout], last=max(op, self.copies[value, layout].last))
             maker = self.makers[value, layout]
         if not rounds:
             self.wide.update(((value, served), (value, target)))
@@ -499,6 +514,15 @@ def _with_readers(tasks: Tasks, fused: Iterable[int]) -> None:
 
 def _held(op: Op, blame: Blame, step: Step) -> str:
     return f"the body of {op.primitive} has it so"
+
+
+def _ahead(value: int, before: Layout, after: Layout, blame: Blame, step: Step) -> str:
+    return blame.read(value, before, after, "scan gathers it a trip ahead")
+
+
+def _last(op: Op) -> int:
+    """The index of the last op in an op's bodies."""
+    return max((_last(inner) for body in op.bodies for inner in body.ops), default=op.index)
 
 
 def _splits(op: Op, choice: Choice, blame: Blame, step: Step) -> str:

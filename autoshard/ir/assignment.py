@@ -28,12 +28,14 @@ class Assignment:
         choices: per op index its choice; absent for control flow and for ops that stay replicated.
         layouts: per value number the layout it is materialised in; absent means replicated or left alone.
         copies: per value number a second layout that its readers share, made once from the first.
+        ahead: per value number the layout in which a scan gathers it one trip ahead (`autoshard.cost.prefetch`).
     """
 
     mesh: Mesh
     choices: Mapping[int, Choice]
     layouts: Mapping[int, Layout]
     copies: Mapping[int, Layout] = field(default_factory=dict)
+    ahead: Mapping[int, Layout] = field(default_factory=dict)
 
     def layout(self, value: int) -> Layout:
         """The materialised layout of a value."""

@@ -24,6 +24,7 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import AbstractMesh, PartitionSpec
 
+from autoshard.cost.prefetch import Prefetch, prefetches
 from autoshard.cost.profile import free_values
 from autoshard.cost.reshard import Combination, Step, combinations, path_seconds
 from autoshard.errors import ShardingError
@@ -55,7 +56,7 @@ from autoshard.lower.interpret import Interpreter, Path, bind, ops_by_path
 from autoshard.lower.mesh import to_named_sharding
 from autoshard.lower.shards import Sharded
 from autoshard.rules import registered, same_on_shards
-from autoshard.trace.structure import subjaxprs, types_of
+from autoshard.trace.structure import opened, subjaxprs, types_of
 
 Mesh = jax.sharding.Mesh | AbstractMesh
 
@@ -242,18 +243,21 @@ class _Region(Interpreter):
         recipes: per free value its op and equation, and the literals among its operands.
         views: per result of an op that rearranges its operand, the op and its equation.
         partial: per late value the moves that combine it.
+        ahead: per value and layout what the trip before this one has gathered.
     """
 
-    def __init__(self, plan: _Plan):
+    def __init__(self, plan: _Plan, ahead: dict[tuple[int, Layout], Any] | None = None):
         super().__init__(plan.ops, differentiable=False)
         self.plan = plan
         self.made: dict[tuple[int, Layout], Any] = {}
         self.recipes: dict[int, tuple[Op, JaxprEqn, list[Any]]] = {}
         self.views: dict[int, tuple[Op, JaxprEqn]] = {}
         self.partial: dict[int, tuple[Combination, ...]] = {}
+        self.ahead: dict[tuple[int, Layout], Any] = {} if ahead is None else ahead
+        self.made.update(self.ahead)
 
     def region(self) -> _Region:
-        return _Region(self.plan)
+        return _Region(self.plan, self.ahead)
 
     def context(self, eqn: JaxprEqn) -> AbstractContextManager:
         """What was in force where the equation was traced, less its mesh: inside a manual computation that has its own."""
@@ -381,9 +385,8 @@ class _Region(Interpreter):
         if op.operands and op.operands[0] in self.partial:
             where = {dim: new for new, dim in enumerate(op.params["permutation"])} | {-1: -1}
             carried = self.partial[op.operands[0]]
-            moves = tuple(
-                (kind, operator, axes, *(tuple(where[dim] for dim in layout) for layout in ends)) for kind, operator, axes, *ends in carried
-            )
+            turned = ((move[:3], *(tuple(where[dim] for dim in layout) for layout in move[3:])) for move in carried)
+            moves = tuple((*move, before, after) for move, before, after in turned)
             at = moves[0][3]
         if value in plan.late:
             self.partial[value] = moves
@@ -424,7 +427,45 @@ class _Region(Interpreter):
     def control_flow(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         layouts = self.plan.flows(op).operands
         entering = [self.read(x, value, layout) for x, value, layout in zip(operands, op.operands, layouts, strict=True)]
-        return self.rebound(op, eqn, entering)
+        plan = self.plan
+        found = prefetches(plan.graph, plan.rules, plan.assignment, op, plan.reshard_path)
+        return self._ahead(op, eqn, entering, found) if found else self.rebound(op, eqn, entering)
+
+    def _ahead(self, op: Op, eqn: JaxprEqn, entering: Sequence[Any], found: Sequence[Prefetch]) -> list[Any]:
+        """The results of a scan in which each trip gathers for the next one."""
+        plan, params = self.plan, eqn.params
+        consts, first_slice = params["num_consts"], params["num_consts"] + params["num_carry"]
+        length, step = params["length"], -1 if params["reverse"] else 1
+
+        def gathered(trip: Any) -> list[Any]:
+            slices = {k: lax.dynamic_index_in_dim(entering[k], trip, keepdims=False) for k in {each.operand for each in found}}
+            return [self._gathered(each, slices[each.operand]) for each in found]
+
+        def body(state: tuple, slices: list[Any]) -> tuple:
+            trip, carry, arrays = state
+            inner = _Region(plan, dict(zip([(each.value, each.target) for each in found], arrays, strict=True)))
+            results = inner.run(*opened(params["jaxpr"]), [*entering[:consts], *carry, *slices], (*op.path, 0))
+            results = inner.leave(op, 0, results)
+            following = lax.clamp(np.int32(0), trip + np.int32(step), np.int32(length - 1))  # the last trip gathers for none
+            return (following, results[: params["num_carry"]], gathered(following)), results[params["num_carry"] :]
+
+        first = np.int32(length - 1 if params["reverse"] else 0)
+        (_, carry, _), stacked = lax.scan(
+            body,
+            (first, list(entering[consts:first_slice]), gathered(first)),
+            list(entering[first_slice:]),
+            length,
+            params["reverse"],
+            params["unroll"],
+        )
+        return [*carry, *stacked]
+
+    def _gathered(self, prefetch: Prefetch, x: Any) -> Any:
+        """What a trip reads gathered, made of its slice."""
+        plan = self.plan
+        for op in prefetch.chain:
+            (x,) = self._sharded(op, op.equation, plan.assignment.choice(op.index)).computed([x])
+        return plan.resharded(x, prefetch.value, plan.layout(prefetch.value), prefetch.target)
 
     def leave(self, op: Op, number: int, results: Sequence[Any]) -> list[Any]:
         layouts = self.plan.flows(op).outputs[number]

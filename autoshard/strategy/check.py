@@ -27,7 +27,7 @@ def check_program(record: Record, graph: Graph, rules: Sequence[Rule | None]) ->
     there, here = (record.program.n_ops, record.program.n_values), (len(graph.walk()), len(graph.values))
     if there != here:
         raise _unfit(record, f"it has {there[0]} ops and {there[1]} values, and the program has {here[0]} and {here[1]}")
-    for kind, layouts in (("layout", record.layouts), ("copy", record.copies)):
+    for kind, layouts in (("layout", record.layouts), ("copy", record.copies), ("prefetch", record.ahead)):
         for value, layout in layouts.items():
             if max(layout, default=-1) >= graph.values[value].rank:
                 raise _unfit(

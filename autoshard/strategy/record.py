@@ -178,6 +178,7 @@ class Record:
         stats: what the search took: counts and seconds by name.
         provenance: where it comes from.
         confirmation: which compiler or devices confirmed it, and what they say; None where none was asked.
+        ahead: per value number the layout in which a scan gathers it one trip ahead.
     """
 
     name: str
@@ -199,6 +200,7 @@ class Record:
     stats: Mapping[str, Any] = field(default_factory=dict)
     provenance: Provenance = Provenance()
     confirmation: Confirmation | None = None
+    ahead: Mapping[int, Layout] = field(default_factory=dict)
 
     def __post_init__(self):
         for name in ("cluster", "argument_structure", "result_structure", "stats"):
@@ -207,7 +209,7 @@ class Record:
     @property
     def assignment(self) -> Assignment:
         """The layouts and choices; `check_program` says whether they fit a graph."""
-        return Assignment(self.mesh, self.choices, self.layouts, self.copies)
+        return Assignment(self.mesh, self.choices, self.layouts, self.copies, self.ahead)
 
     @property
     def gap(self) -> float:

@@ -1,7 +1,7 @@
 """The file's schema: each part of a record next to how it is written as JSON values and how it is read and checked.
 
-Numbered parts (choices, layouts, copies) are lists of pairs ``[number, entry]`` with ascending numbers. A choice is an object with the
-mesh axes that split something: ``{"data": 0, "model": [2, 1]}`` splits factor 0 over ``data``, and factor 2 over ``model`` with its
+Numbered parts (choices, layouts, copies, ahead) are lists of pairs ``[number, entry]`` with ascending numbers. A choice is an object with
+the mesh axes that split something: ``{"data": 0, "model": [2, 1]}`` splits factor 0 over ``data``, and factor 2 over ``model`` with its
 partial results scattered onto dimension 1.
 """
 
@@ -66,6 +66,7 @@ def encode(record: Record) -> dict[str, Any]:
             "choices": [(op, _encode_choice(choice, names)) for op, choice in sorted(record.choices.items())],
             "layouts": sorted(record.layouts.items()),
             "copies": sorted(record.copies.items()),
+            **({"ahead": sorted(record.ahead.items())} if record.ahead else {}),
         }
     )
 
@@ -79,7 +80,7 @@ def decode(document: Node) -> Record:
     version = dict(document.members()).get("schema", Node(None, "schema"))
     if version.value != SCHEMA or isinstance(version.value, bool):
         raise version.error(f"schema {SCHEMA}, the one that this version of autoshard reads")
-    optional = [name for name in ("placement", "confirmation") if name in dict(document.members())]
+    optional = [name for name in ("placement", "confirmation", "ahead") if name in dict(document.members())]
     part = document.fields(
         *optional,
         *("schema", "name", "program", "mesh", "searcher", "provenance", "cluster", "lower_bound_seconds", "cost", "stats"),
@@ -110,6 +111,7 @@ def decode(document: Node) -> Record:
         stats={name: _stat(node) for name, node in _named(part["stats"])},
         provenance=_provenance(part["provenance"]),
         confirmation=_confirmation(part["confirmation"]) if "confirmation" in part else None,
+        ahead=_numbered(part["ahead"], program.n_values, lambda node: _layout(node, mesh)) if "ahead" in part else {},
     )
 
 
