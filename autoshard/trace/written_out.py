@@ -4,7 +4,8 @@ A loop that `jax.vmap` maps over different trip counts has a condition of many a
 and a carry whose own answer is false stays as it is. A branch by platform that is for no device, as those for kernel
 languages are, is never taken; where one branch is left it is a call. What no result needs is dropped at any depth, as compilers do,
 unread carries and slices of loops included. To reverse dimensions of size one, as the gradient of a 1 x 1 convolution does with its kernel,
-is to do nothing, and what is reversed twice alike is reversed once: a kernel, and what is gathered of it, is one.
+is to do nothing, and what is reversed, cast or transposed twice alike is so once: a weight that is cast for each of its uses, and what is
+gathered of it, is one.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from autoshard.trace.batches import with_batches
 from autoshard.trace.structure import around, as_call, opened, subjaxprs, types_of
+
+REARRANGING = frozenset({"convert_element_type", "rev", "transpose"})
+"""Operations of one array that are made once, however often a program asks for them."""
 
 PLATFORMS = frozenset({"cpu", "gpu", "cuda", "rocm", "tpu"})
 
@@ -37,13 +41,13 @@ def _written_out(jaxpr: Jaxpr) -> Jaxpr:
     """The same object where there is nothing to settle, as are the bodies that hold nothing."""
     live = _live(jaxpr)
     jaxpr = jaxpr if len(live.eqns) == len(jaxpr.eqns) else live
-    jaxpr = _without_reversals(jaxpr)
+    jaxpr = _once(jaxpr)
     eqns = [_equation(eqn) for eqn in jaxpr.eqns]
     return jaxpr.replace(eqns=eqns) if any(new is not old for new, old in zip(eqns, jaxpr.eqns, strict=True)) else jaxpr
 
 
-def _without_reversals(jaxpr: Jaxpr) -> Jaxpr:
-    """The same program with each reversal made once, and none of dimensions of size one."""
+def _once(jaxpr: Jaxpr) -> Jaxpr:
+    """The same program with each cast, transpose and reversal of one array made once, and no reversals of dimensions of size one."""
     same: dict[Any, Any] = {}
     made: dict[tuple, Any] = {}
 
@@ -52,10 +56,13 @@ def _without_reversals(jaxpr: Jaxpr) -> Jaxpr:
 
     eqns = []
     for eqn in jaxpr.eqns:
-        invars = named(eqn.invars)
-        if eqn.primitive.name == "rev" and not isinstance(invars[0], Literal):
-            reversed_dims = tuple(dim for dim in eqn.params["dimensions"] if invars[0].aval.shape[dim] > 1)
-            like = made.setdefault((invars[0], reversed_dims), eqn.outvars[0]) if reversed_dims else invars[0]
+        invars, name = named(eqn.invars), eqn.primitive.name
+        if name in REARRANGING and not isinstance(invars[0], Literal):
+            params = tuple(sorted(eqn.params.items(), key=lambda each: each[0]))
+            if name == "rev":
+                params = tuple(dim for dim in eqn.params["dimensions"] if invars[0].aval.shape[dim] > 1)
+            nothing = name == "rev" and not params
+            like = invars[0] if nothing else made.setdefault((name, invars[0], eqn.outvars[0].aval, params), eqn.outvars[0])
             if like is not eqn.outvars[0]:
                 same[eqn.outvars[0]] = like
                 continue
