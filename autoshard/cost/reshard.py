@@ -6,7 +6,7 @@
 - ``all_gather``: the last axes of a dimension are gathered, together;
 - ``all_to_all``: the last axes of a dimension move to another one, behind the axes that split that already, together;
 - ``collective_permute``: every device sends one piece of what it has, where the target splits no dimension less than the source
-  does (``('b', None)`` to ``(('a', 'b'), None)``: a part of each shard, sent to where mesh order wants it).
+  does (``('b', None)`` to ``(('a', 'b'), None)``: a part of each shard, sent to where mesh order wants it; `autoshard.cost.permute`).
 
 *Path.* The cheapest sequence of moves through layouts that divide the shape and use no axis but those of the source and the target
 (a slice over an idle axis that a wider gather undoes can be faster on a torus, but no partitioner does it); of equally cheap ones the
@@ -29,6 +29,7 @@ from functools import cache
 import numpy as np
 
 from autoshard.cost.collectives import Communication
+from autoshard.cost.permute import exchange
 from autoshard.ir import Layout, Mesh, divides, layout_number, layouts, shard_counts, shards
 
 # Added per move where paths are compared, never reported: below any latency, and far above rounding at a second's scale.
@@ -117,10 +118,11 @@ class Reshards:
             after = everything[int(first[number, goal])]
             move = moves.get((number, layout_number(after, rank)))
             kind, axes = move or ("collective_permute", _permute_axes(source, after, self._sizes))
+            sent = axes if move else exchange(source, after, rank, axes, self._sizes).axes
             parts = shards(source, self._sizes), shards(after, self._sizes)
             nbytes = _nbytes(shape, itemsize) / (max(parts) if kind == "collective_permute" else min(parts))
             seconds = 0.0 if kind == "slice" else float(self._communication.seconds(kind, nbytes, axes))
-            steps.append(Step(kind, axes, source, after, nbytes, seconds, nbytes * self._copying.get(kind, 0.0)))
+            steps.append(Step(kind, sent, source, after, nbytes, seconds, nbytes * self._copying.get(kind, 0.0)))
             source = after
         return tuple(steps)
 

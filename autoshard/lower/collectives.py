@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
-from itertools import product
 from typing import Any
 
 import jax
@@ -17,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from autoshard.cost.permute import exchange
 from autoshard.cost.reshard import Step
-from autoshard.ir import Layout, Mesh, local_shape, shard_counts
+from autoshard.ir import Layout, Mesh, shard_counts
 
 ReshardPath = Callable[[int, Layout, Layout], Sequence[Step]]
 """``(value number, source, target)`` to the steps between the two layouts."""
@@ -84,52 +83,8 @@ def _after(shape: Sequence[int], step: Step, mesh: Mesh) -> tuple[int, ...]:
 
 def _permuted(x: Any, step: Step, mesh: Mesh) -> Any:
     """The piece that another device has of this one's part: each sends one."""
-    shape = tuple(n * count for n, count in zip(x.shape, shard_counts(step.source, x.ndim, mesh.sizes), strict=True))
-    pairs, starts = _exchanges(shape, step.source, step.target, step.axes, mesh)
-    if any(map(any, starts)) or _after(x.shape, step, mesh) != x.shape:
-        at = jnp.asarray(starts, np.int32)[lax.axis_index(mesh.names)]
-        x = lax.dynamic_slice(x, list(at), _after(x.shape, step, mesh))
-    return lax.ppermute(x, mesh.names, pairs)
-
-
-@cache
-def _exchanges(
-    shape: tuple[int, ...], source: Layout, target: Layout, axes: tuple[int, ...], mesh: Mesh
-) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, ...], ...]]:
-    """Which device sends to which, and where in its part the piece begins that it sends.
-
-    As many devices have a part as want a piece of it. Of those that agree in their places along all axes but the given ones, whoever wants
-    what it has keeps it, and the others are paired in mesh order.
-    """
-    places = list(product(*map(range, mesh.sizes)))
-    part = tuple(map(int, local_shape(shape, source, mesh.sizes)))
-    have, want = ([_corner(place, layout, shape, mesh) for place in places] for layout in (source, target))
-    holders: dict[tuple[int, ...], list[int]] = {}
-    for device, corner in enumerate(have):
-        holders.setdefault(corner, []).append(device)
-    # Per device the corner of the part in which the piece that it wants lies.
-    inside = [tuple(at // n * n for at, n in zip(corner, part, strict=True)) for corner in want]
-
-    def fixed(device: int) -> tuple[int, ...]:
-        return tuple(index for axis, index in enumerate(places[device]) if axis not in axes)
-
-    senders = {device: device for device, corner in enumerate(have) if inside[device] == corner}
-    for device in senders:
-        holders[have[device]].remove(device)
-    for device, corner in enumerate(inside):
-        if device not in senders:
-            senders[device] = min(holders[corner], key=lambda other: (fixed(other) != fixed(device), other))
-            holders[corner].remove(senders[device])
-    starts: list[tuple[int, ...]] = [()] * len(places)
-    for device, sender in senders.items():
-        starts[sender] = tuple(b - a for a, b in zip(have[sender], want[device], strict=True))
-    return tuple(sorted((sender, device) for device, sender in senders.items())), tuple(starts)
-
-
-def _corner(place: Sequence[int], layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> tuple[int, ...]:
-    """Where the part of the device at a place of the mesh begins."""
-    position = [0] * len(shape)
-    for axis, dim in enumerate(layout):
-        if dim >= 0:
-            position[dim] = position[dim] * mesh.sizes[axis] + place[axis]
-    return tuple(p * int(n) for p, n in zip(position, local_shape(shape, layout, mesh.sizes), strict=True))
+    found, size = exchange(step.source, step.target, x.ndim, step.axes, mesh.sizes), _after(x.shape, step, mesh)
+    if size != x.shape:
+        starts = np.array(found.starts, np.int32) * np.array(size, np.int32)
+        x = lax.dynamic_slice(x, list(jnp.asarray(starts)[lax.axis_index(mesh.names)]), size)
+    return lax.ppermute(x, mesh.names, found.pairs)

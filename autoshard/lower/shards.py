@@ -268,6 +268,9 @@ def _scatter(op: Sharded, x: Any, indices: Any, updates: Any) -> list[Any]:
             starts[k] = op.start(op.entering[0], d, x.shape[d])
         indices = indices - jnp.stack([jnp.asarray(start, indices.dtype) for start in starts])
         replaced = {"mode": lax.GatherScatterMode.FILL_OR_DROP}
+    if scattered and math.prod(indices.shape[:-1]) == 1:
+        # XLA writes a single update back as a slice, and forgets the clamp of its place where the shard is cut out too: openxla/xla#49121.
+        x = lax.optimization_barrier(x)
     for operator, axes in op.partial().items():
         if operator in NEUTRAL:
             x = jnp.where(lax.axis_index(axes) == 0, x, jnp.asarray(NEUTRAL[operator], x.dtype))

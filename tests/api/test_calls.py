@@ -312,9 +312,9 @@ def test_wrong_arguments_are_told_as_in_a_first_call():
 
 
 def test_lowering_and_calling_share_one_trace(monkeypatch):
-    """The constrained program is traced once, however often it is lowered and called."""
+    """The program is traced once, however often it is lowered and called."""
     runs: list[int] = []
-    real = steps.constrained
+    real = steps.manual_program
 
     def counted(*args, **kwargs):
         flat = real(*args, **kwargs)
@@ -325,7 +325,7 @@ def test_lowering_and_calling_share_one_trace(monkeypatch):
 
         return function
 
-    monkeypatch.setattr(steps, "constrained", counted)
+    monkeypatch.setattr(steps, "manual_program", counted)
     step, (state, x) = made("apply"), example()
     step.lower(state, x)
     for _ in range(2):

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import random
-
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
-from problems import eager_cluster
 
 import autoshard
-from autoshard.cost.model import CostModel
 from autoshard.cost.profile import profile
-from autoshard.ir import Mesh, as_compiled
-from autoshard.problem import Problem
+from autoshard.ir import as_compiled
 from autoshard.rules import rules_of
-from autoshard.search.elimination import table_cost
 from autoshard.trace import trace
 
 X = jax.ShapeDtypeStruct((64, 32), jnp.float32)
@@ -124,97 +118,10 @@ def test_what_a_loop_only_adds_up_is_found(fn, trips):
     assert max(sums.accumulated[index] for index in products) == trips
 
 
-@pytest.mark.parametrize(("cluster", "made"), [("v5e:2x4", 1), ("h100:8", 1), ("cpu:8", 2)])
-def test_compilers_combine_a_sum_once(cluster, made):
-    """Of a tied weight's two all_reduces XLA:TPU and XLA:GPU make one: verify expects it, the makespan has it, the objective has both."""
-    strategy = strategy_of(*TIED, eager_cluster(cluster), {"x": P("data"), "y": P("data")})
-    gradients = [c for c in strategy.cost.collectives if c.kind == "all_reduce"]
-    assert len(gradients) == 2 and len(as_compiled(gradients)) == made
-    cost = strategy.cost
-    twice = cost.objective_seconds - cost.compute_seconds - cost.communication_seconds
-    assert twice == pytest.approx(gradients[1].seconds if made == 1 else 0.0)
-    assert autoshard.verify(strategy, tied, *TIED[1]).exact
-
-
-@pytest.mark.parametrize(("cluster", "made"), [("v5e:2x4", 1), ("cpu:8", TRIPS)])
-def test_loops_combine_what_they_add_up_at_their_end(cluster, made):
-    """An accumulated gradient's all_reduce runs once, and costs once, on clusters whose compilers move it out of the loop."""
-    strategy = strategy_of(accumulated, SLICES, eager_cluster(cluster), {"x": P(None, "data")})
-    (gradient,) = [c for c in strategy.cost.collectives if c.kind == "all_reduce"]
-    assert gradient.count == TRIPS and [c.count for c in as_compiled([gradient])] == [made]
-    whole = strategy_of(looked_at, SLICES, eager_cluster(cluster), {"x": P(None, "data")})
-    assert TRIPS * gradient.seconds == pytest.approx(made * whole.cost.collectives[0].seconds)
-    assert autoshard.verify(strategy, accumulated, *SLICES).exact
-
-
-@pytest.mark.parametrize(("cluster", "times"), [("v5e:2x4", 2), ("cpu:8", TRIPS)])
-def test_what_a_loop_adds_up_is_combined_as_wide_as_it_is_carried(cluster, times):
-    """Gradients in bfloat16 that are added up in float32 are one all_reduce of float32 (libtpu 0.0.42), each in bfloat16 elsewhere."""
-
-    def widened(w, x):
-        def grow(sums, part):
-            gradient = jax.grad(lambda w: jnp.sum(jnp.tanh(part @ w).astype(jnp.float32)))(w.astype(jnp.bfloat16))
-            return sums + gradient.astype(jnp.float32), None
-
-        return jax.lax.scan(grow, jnp.zeros_like(w), x)[0]
-
-    slices = W, jax.ShapeDtypeStruct((TRIPS, *X.shape), jnp.bfloat16)
-    strategy = strategy_of(widened, slices, eager_cluster(cluster), {"x": P(None, "data")})
-    (gradient,) = [c for c in strategy.cost.collectives if c.kind == "all_reduce"]
-    assert (gradient.bytes, gradient.count) == (32 * 16 * 2, TRIPS)
-    assert sum(c.bytes * c.count for c in as_compiled([gradient])) == times * gradient.bytes
-    assert autoshard.verify(strategy, widened, *slices).exact
-
-
-def test_what_is_added_in_slices_is_combined_in_every_trip():
-    """An all_reduce of which a loop adds up slices stays inside (seen in an LSTM, libtpu 0.0.42), for the judge and in the tables."""
-    graph = trace(accumulated, *SLICES).graph
-    facts = profile(graph, rules_of(graph))
-    problem = Problem(facts, CostModel(eager_cluster("v5e:2x4"), Mesh.of({"data": 8})))
-    product, add = (max(op.index for op in graph.walk() if op.primitive == name) for name in ("dot_general", "add"))
-    rule = facts.rules[product]
-    assert rule is not None
-    reduced = next(f for f, factor in enumerate(rule.factors) if factor.kind == "reduction")
-    nodes, labels = problem.nodes.nodes, problem.start()
-    labels[next(i for i, node in enumerate(nodes) if node.leader == product)] = ((reduced, -1),)
-    found = []
-    for split in (-1, 0):
-        labels[next(i for i, node in enumerate(nodes) if node.leader == add)] = ((split, -1),)
-        tables = problem.tables((0,), labels)
-        at = tables.incumbent
-        objective = sum(own[at[i]] for i, own in enumerate(tables.unary)) + sum(pair[at[i], at[j]] for (i, j), pair in tables.pairs.items())
-        cost = problem.evaluate(problem.assignment(labels)).cost
-        assert cost.objective_seconds == pytest.approx(objective + problem.fixed_seconds(), rel=1e-9)
-        found += [c.count for c in as_compiled(cost.collectives) if c.kind == "all_reduce"]
-    assert found == [1, TRIPS]
-
-
-@pytest.mark.parametrize("cluster", ["v5e:2x2", "cpu:4"])
-@pytest.mark.parametrize(
-    "scaled", [lambda g, w: g / 4, lambda g, w: -g, lambda g, w: g / (1.0 + jnp.abs(w).sum()), lambda g, w: g.astype("bfloat16")]
-)
-def test_what_is_scaled_before_it_is_added_is_combined_first(scaled, cluster):
-    """Averages over slices of a batch: scaling follows its product and has no partial sums, for the tables as for the judge."""
-
-    def averaged(w, x):
-        return jax.lax.scan(lambda sums, part: (sums + scaled(part.T @ w, w), None), jnp.zeros_like(w), x)[0]
-
-    square = jax.ShapeDtypeStruct((16, 16), jnp.float32)
-    graph = trace(averaged, square, jax.ShapeDtypeStruct((TRIPS, 16, 16), jnp.float32)).graph
-    problem = Problem(profile(graph, rules_of(graph)), CostModel(eager_cluster(cluster), Mesh.of({"data": 2, "model": 2})))
-    tables, rng = problem.tables((0, 1), problem.start()), random.Random(0)
-    for _ in range(200):
-        at = [rng.randrange(len(options)) for options in tables.labels]
-        labels = [options[k] for options, k in zip(tables.labels, at, strict=True)]
-        cost = problem.evaluate(problem.assignment(labels)).cost
-        assert cost.objective_seconds == pytest.approx(table_cost(tables.unary, tables.pairs, at) + problem.fixed_seconds(), rel=1e-9)
-
-
-@pytest.mark.parametrize(("cluster", "made"), [("v5e:2x4", [("data", "model")]), ("cpu:8", [("data",), ("model",)])])
-def test_reductions_of_two_dimensions_are_one_collective_where_compilers_fold_them(cluster, made):
-    """XLA's partitioner combines over one dimension after the other; XLA:TPU and XLA:GPU make one of it, XLA:CPU does not."""
+@pytest.mark.parametrize("cluster", ["v5e:2x4", "cpu:8"])
+def test_reductions_of_two_dimensions_are_one_collective(cluster):
+    """Partial sums over axes of several dimensions are combined at once, whatever the compiler."""
     strategy = autoshard.evaluate(jnp.sum, X, cluster=cluster, mesh={"data": 2, "model": 4}, in_specs={"*": P("data", "model")})
-    assert [c.mesh_axes for c in as_compiled(strategy.cost.collectives)] == made
-    assert [c.mesh_axes for c in strategy.cost.collectives] == [("data", "model")]
+    assert [c.mesh_axes for c in as_compiled(strategy.cost.collectives)] == [("data", "model")]
     if cluster.startswith("cpu"):
         assert autoshard.verify(strategy, jnp.sum, X, target="cpu").exact

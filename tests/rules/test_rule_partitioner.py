@@ -53,7 +53,8 @@ def predicted(op: Operation, choice: Choice, sizes: tuple[int, ...]) -> tuple[Co
 
 def differences(op: Operation, choice: Choice, sizes: tuple[int, ...]) -> list:
     """Where the compiled collectives are not the predicted ones."""
-    per_shard = runs_per_shard(op.primitive.name, op.params) or bool(exchanges(op.rule, choice, sizes))
+    multiplied = any(operator == "prod" for _, operator, _ in reductions(op.rule, choice))  # which the partitioner all_reduces
+    per_shard = runs_per_shard(op.primitive.name, op.params) or bool(exchanges(op.rule, choice, sizes)) or multiplied
     return [row for row in compare(predicted(op, choice, sizes), collectives(op, choice, sizes, per_shard)) if not row.agrees]
 
 
