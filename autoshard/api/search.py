@@ -233,7 +233,7 @@ def _gathering_ahead(facts: Profile, cluster: Cluster, mesh: Mesh, solution: Sol
     """The solution with each scan gathering one trip ahead that is predicted to be faster so, and to fit."""
     model = CostModel(cluster, mesh)
     paths = model.reshard_paths(facts.graph.values)
-    for scan in scans(facts.graph):
+    for scan in scans(facts.graph) if cluster.gathers_ahead else ():
         now = solution.judgement
         found = {each.value: each.target for each in candidates(facts.graph, facts.rules, now.assignment, scan, paths)}
         if found:

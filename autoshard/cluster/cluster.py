@@ -34,6 +34,11 @@ ASYNCHRONOUS = {"tpu": ("collective_permute",), "v5e": ("all_gather", "collectiv
 # modules compiled for v5e (two transformers and a perceptron) all but four had a product at their top level.
 CARRIED = {"v5e": ("all_gather",)}
 
+# Whose loops gain where each trip gathers for the next one (`autoshard.cost.prefetch`). XLA:TPU gathers asynchronously then, but copies the
+# carried arrays in every trip (61 us for 8 MiB on v5e, whose gather takes 87) and computes slower beside: a scanned MLP's schedule took
+# 11.3 to 11.8 ms for 10.8 (libtpu 0.0.42). XLA:GPU (jaxlib 0.10.2) exposes the first gather of a trip, and hides it behind products if carried.
+GATHERS_AHEAD = ("gpu",)
+
 # Which compilers add partial sums before they combine them: see `autoshard.cost.partial_sums`.
 ADDS_FIRST = ("tpu", "gpu")
 # XLA:GPU adds what is widened on the way too, wide, and all_reduces that (jaxlib 0.10.2); XLA:TPU sends each as it is (libtpu 0.0.42).
@@ -244,6 +249,11 @@ class Cluster:
     def adds_widened(self) -> bool:
         """Whether it does so where those are widened before they are added, if they are all_reduced."""
         return self.device.kind in ADDS_WIDENED
+
+    @property
+    def gathers_ahead(self) -> bool:
+        """Whether loops may gain by gathering one trip ahead."""
+        return self.device.kind in GATHERS_AHEAD
 
     @property
     def narrows(self) -> bool:

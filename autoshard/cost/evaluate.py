@@ -252,7 +252,9 @@ class _Judge:
             own, key = self.assignment.layout(each.value), (each.value, each.target)
             path = paths(each.value, own, each.target)
             self._communicate(path, set(), self.region.runs + outer, op, (each.value,), partial(_ahead, each.value, own, each.target))
-            self.saved -= path_seconds(path) * outer
+            carrying = self.model.storing_seconds(self.graph.values[each.value], own, each.target)  # to the next trip: a copy
+            self._compute(carrying, self.region.runs, set())
+            self.saved -= path_seconds(path) * outer + carrying * self.region.runs
             self.makers[key] = None
             nbytes = self.graph.values[each.value].nbytes / shards(each.target, self.sizes)
             self.copies[key] = Copy(2 * nbytes, op.index, _last(op))

@@ -2,8 +2,8 @@
 
 A scan slices its stacked weights trip by trip, and gathers what it has sharded before the first product of the trip: that wait is exposed.
 One trip ahead, the gathered arrays are carried along: each trip computes on those that the one before has gathered, and gathers the
-next one's beside its own work, which depends on none of it. It costs one more gather, before the loop, and a second buffer for as long as
-the loop runs (double buffering).
+next one's beside its own work, which depends on none of it. It costs one more gather, before the loop, a second buffer for as long as
+the loop runs (double buffering), and a copy of what is carried in every trip.
 
 What can be gathered ahead is known before the trip begins: a slice of what is scanned, and what is made of it by operations that read
 nothing else (a cast to bfloat16, a transpose).
