@@ -34,9 +34,10 @@ ASYNCHRONOUS = {"tpu": ("collective_permute",), "v5e": ("all_gather", "collectiv
 # modules compiled for v5e (two transformers and a perceptron) all but four had a product at their top level.
 CARRIED = {"v5e": ("all_gather",)}
 
-# Whose loops gain where each trip gathers for the next one (`autoshard.cost.prefetch`). XLA:TPU gathers asynchronously then, but copies the
-# carried arrays in every trip (61 us for 8 MiB on v5e, whose gather takes 87) and computes slower beside: a scanned MLP's schedule took
-# 11.3 to 11.8 ms for 10.8 (libtpu 0.0.42). XLA:GPU (jaxlib 0.10.2) exposes the first gather of a trip, and hides it behind products if carried.
+# Whose loops gain where each trip gathers for the next one (`autoshard.cost.prefetch`). XLA:TPU gathers asynchronously then, but copies
+# what is carried in every trip (61 us for 8 MiB on v5e, whose gather takes 87) and computes slower beside it: the schedule of a scanned MLP
+# took 11.3 to 11.8 ms for 10.8 (libtpu 0.0.42). XLA:GPU (jaxlib 0.10.2) exposes the first gather of a trip, and hides it behind products
+# where it is carried.
 GATHERS_AHEAD = ("gpu",)
 
 # Which compilers add partial sums before they combine them: see `autoshard.cost.partial_sums`.

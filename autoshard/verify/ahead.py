@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -139,7 +140,9 @@ class Ahead:
     seconds: float
 
 
-def compile_ahead(lowered: Lowered, mesh: Mesh, topology: Topology, cycles: bool = False) -> Ahead:
+def compile_ahead(
+    lowered: Lowered, mesh: Mesh, topology: Topology, cycles: bool = False, options: Mapping[str, str] | None = None
+) -> Ahead:
     """The program compiled for the devices of a topology.
 
     Args:
@@ -147,11 +150,12 @@ def compile_ahead(lowered: Lowered, mesh: Mesh, topology: Topology, cycles: bool
         mesh: its mesh; the topology has as many devices.
         topology: of a TPU slice, or of GPUs.
         cycles: of TPUs, whether code is generated too, which takes most of a minute and puts ``estimated_cycles`` into the text.
+        options: the compiler's own, as `jax.jit` takes them in ``compiler_options``.
 
     Raises:
-        CompilerError: the compiler is not installed, does not know the topology, or fails on the program.
+        CompilerError: the compiler is not installed, does not know the topology or an option, or fails on the program.
     """
-    with Compilation(lowered, mesh, topology, cycles) as running:
+    with Compilation(lowered, mesh, topology, cycles, options) as running:
         while not running.over():
             time.sleep(POLL_SECONDS)
         return running.result()
@@ -163,7 +167,9 @@ class Compilation:
     Arguments are those of `compile_ahead`, which waits for one; several may run at once.
     """
 
-    def __init__(self, lowered: Lowered, mesh: Mesh, topology: Topology, cycles: bool = False):
+    def __init__(
+        self, lowered: Lowered, mesh: Mesh, topology: Topology, cycles: bool = False, options: Mapping[str, str] | None = None
+    ):
         """Starts the process.
 
         Raises:
@@ -180,7 +186,7 @@ class Compilation:
         try:
             with open(self._folder / "module", "wb") as module:
                 lowered.compiler_ir("stablehlo").operation.write_bytecode(module)  # pyright: ignore[reportOptionalMemberAccess]
-            (self._folder / "request").write_bytes(pickle.dumps((topology, mesh)))
+            (self._folder / "request").write_bytes(pickle.dumps((topology, mesh, dict(options or {}))))
             self._child = _start(self._compiler, self._folder)
         except BaseException:
             self.stop()

@@ -11,6 +11,7 @@ import pickle
 import shutil
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -27,9 +28,9 @@ from autoshard.verify.topology import Topology
 def main(folder: Path) -> None:
     """Compiles what the folder asks for."""
     threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
-    topology, mesh = pickle.loads((folder / "request").read_bytes())
+    topology, mesh, given = pickle.loads((folder / "request").read_bytes())
     try:
-        compiled = _compile(folder / "module", topology, mesh)
+        compiled = _compile(folder / "module", topology, mesh, given)
     except Exception as error:  # whatever it is, the parent says it
         (folder / "failure").write_text(str(error))
         return
@@ -39,7 +40,7 @@ def main(folder: Path) -> None:
     (folder / "compiled.json").write_text(json.dumps(found))
 
 
-def _compile(module: Path, topology: Topology, mesh: Mesh):
+def _compile(module: Path, topology: Topology, mesh: Mesh, given: Mapping[str, str]):
     """The executable of a module in MLIR bytecode; `jax.jit` would need the devices, and so the compiler, in the process that lowers."""
     devices = jax_mesh(mesh, _devices(topology, mesh)).devices
     options = xla_client.CompileOptions()
@@ -47,6 +48,7 @@ def _compile(module: Path, topology: Topology, mesh: Mesh):
     options.device_assignment = xla_client.DeviceAssignment.create(np.array([[device.id for device in devices.flat]]))
     options.executable_build_options.use_spmd_partitioning = True
     options.executable_build_options.use_shardy_partitioner = True
+    options.env_option_overrides = list(given.items())
     # The context of a module that JAX made knows every dialect that JAX writes.
     with jax.jit(lambda: 0.0).trace().lower(lowering_platforms=(topology.platform,)).compiler_ir("stablehlo").context:  # pyright: ignore
         parsed = ir.Module.parse(module.read_bytes())
