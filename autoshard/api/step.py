@@ -24,6 +24,7 @@ from autoshard.lower import ReshardPath, constrained, derived_from, lowering_mes
 from autoshard.rules import rules_of
 from autoshard.strategy import Record, check_program
 from autoshard.trace import Traced, trace
+from autoshard.verify import Options
 
 LOWERINGS = {
     "manual": "one program over the whole mesh in which every collective is the planned one",
@@ -64,11 +65,20 @@ class Step(Sharded):
     Arguments that lie elsewhere are moved to where the strategy wants them; Flax NNX objects among them are updated in place.
     """
 
-    def __init__(self, fn: Callable, record: Record, mesh: Mesh | None, lowering: str = "manual", traced: Traced | None = None):
+    def __init__(
+        self,
+        fn: Callable,
+        record: Record,
+        mesh: Mesh | None,
+        lowering: str = "manual",
+        traced: Traced | None = None,
+        compiler_options: Options | None = None,
+    ):
         """``mesh`` is the record's, of devices; None where the program is lowered and never run. ``lowering`` is one of `LOWERINGS`.
 
         Args:
             traced: what the search traced.
+            compiler_options: as for `jax.jit`; inside another jitted function that one's count.
 
         Raises:
             StrategyError: the lowering is unknown.
@@ -77,6 +87,7 @@ class Step(Sharded):
             raise StrategyError(f"a lowering is one of {sorted(LOWERINGS)}, got {lowering!r}. Use one of those.")
         functools.update_wrapper(self, fn, updated=())
         self._lowering = lowering
+        self._compiler_options = dict(compiler_options or {})
         self._fn = fn
         self._record = record
         self._mesh = mesh
@@ -179,6 +190,7 @@ class Step(Sharded):
             in_shardings=traced.in_tree.unflatten(in_shardings),
             out_shardings=traced.pack(out_shardings),
             donate_argnums=record.donate_argnums,
+            compiler_options=(None if differentiable else self._compiler_options) or None,
         )
         once = traced.modules is not None or differentiable  # modules are taken apart in every call, and tracers are never called on again
         repeat = None if once else Repeat(jitted, traced.in_tree, in_shardings, bool(record.donate_argnums))

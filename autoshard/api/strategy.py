@@ -37,6 +37,7 @@ from autoshard.strategy import (
 )
 from autoshard.trace import SplitModules, Traced
 from autoshard.trace.leaves import argument_names
+from autoshard.verify import Options
 from autoshard.verify.pins import fewest_pins
 
 WRITTEN_BACK = "result and updates of NNX objects"
@@ -159,19 +160,34 @@ class Strategy:
 
     # -- running it ------------------------------------------------------------------------------------------------
 
-    def apply(self, fn: Callable, devices: Sequence[Any] | None = None, lowering: str = "manual") -> Step:
+    @property
+    def compiler_options(self) -> Options:
+        """Options of the cluster's compiler with which it runs gradients' collectives beside compute; none where none are known.
+
+        To be passed to `apply` and `verify`. They are off by default: a compiler may refuse a program with them that it takes without.
+        """
+        return Cluster.from_dict(self.record.cluster).overlap_options
+
+    def apply(
+        self,
+        fn: Callable,
+        devices: Sequence[Any] | None = None,
+        lowering: str = "manual",
+        compiler_options: Options | None = None,
+    ) -> Step:
         """``fn``, jitted as the strategy says, on ``jax.devices()`` or the given ones (those of an ahead-of-time topology too).
 
         Args:
             lowering: ``"manual"``: one `jax.shard_map` over the whole mesh, in which every collective is the planned one and nothing is
                 left to the partitioner; derivatives of the step, if any are asked for, are lowered by constraints. ``"constraints"``:
                 sharding constraints, from which XLA's partitioner makes the collectives.
+            compiler_options: as for `jax.jit`, such as the strategy's own `compiler_options`.
 
         Raises:
             ClusterError: there are too few devices.
             StrategyError: the lowering is unknown; at the first call, where ``fn`` is not the program the strategy is for.
         """
-        return Step(fn, self.record, jax_mesh(self.record.mesh, devices), lowering, self._traced)
+        return Step(fn, self.record, jax_mesh(self.record.mesh, devices), lowering, self._traced, compiler_options)
 
     def shard(self, *args: Any, devices: Sequence[Any] | None = None) -> tuple:
         """The arguments, all or the first few, put where the strategy wants them; a tuple. NNX objects are moved in place.

@@ -19,6 +19,7 @@ from autoshard.strategy import Record
 from autoshard.verify import (
     Ahead,
     Flops,
+    Options,
     Row,
     Topology,
     collectives_of,
@@ -164,7 +165,13 @@ class Verification:
 
 
 def verify(
-    strategy: Strategy, fn: Callable, *args: Any, target: str = "shardy", cycles: bool = False, lowering: str = "manual"
+    strategy: Strategy,
+    fn: Callable,
+    *args: Any,
+    target: str = "shardy",
+    cycles: bool = False,
+    lowering: str = "manual",
+    compiler_options: Options | None = None,
 ) -> Verification:
     """What a strategy predicts next to what the target makes of its program.
 
@@ -176,6 +183,7 @@ def verify(
             in seconds and without one, and need the compiler installed. Where this process has as many GPUs as the mesh, ``"gpu"`` compiles
             for those.
         cycles: of ``"tpu"``, whether to ask for the compiler's schedule too, which takes up to minutes.
+        compiler_options: of a target that compiles, as for `Strategy.apply`.
         lowering: as for `Strategy.apply`; of ``"constraints"`` the target ``"shardy"`` asks the partitioner for its explicit collectives.
 
     Raises:
@@ -200,11 +208,12 @@ def verify(
     ahead = target == "tpu" or (target == "gpu" and len(devices) < record.mesh.size)
     topology = _topology(record, target) if ahead else None
     mesh = jax_mesh(record.mesh, devices) if target in ("cpu", "gpu") and not ahead else None
-    lowered = Step(fn, record, mesh, lowering, strategy._traced).lower(*args, platform=topology.platform if topology else "cpu")
+    step = Step(fn, record, mesh, lowering, strategy._traced, compiler_options)
+    lowered = step.lower(*args, platform=topology.platform if topology else "cpu")
     if target == "shardy":
         found = _Actual(explicit_collectives(lowered, record.mesh))
     elif topology:
-        found = _ahead(compile_ahead(lowered, record.mesh, topology, cycles), record, cycles)
+        found = _ahead(compile_ahead(lowered, record.mesh, topology, cycles, compiler_options), record, cycles)
     else:
         found = _compiled(lowered.compile(), record.mesh)
     return Verification(

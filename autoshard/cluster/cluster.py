@@ -40,6 +40,20 @@ CARRIED = {"v5e": ("all_gather",)}
 # where it is carried.
 GATHERS_AHEAD = ("gpu",)
 
+# Options with which a compiler runs collectives beside compute that it otherwise waits for. XLA:TPU for v5e (libtpu 0.0.42): gradients are
+# reduce_scattered within fusions; without the larger limit of scoped memory programs are refused. A fully sharded GPT of 12 scanned layers
+# was scheduled in 84.9 ms for 88.0, a scanned MLP in 9.9 for 10.8.
+OVERLAP_OPTIONS: dict[str, dict[str, bool | int | float | str]] = {
+    "v5e": {
+        "xla_enable_async_reduce_scatter_fusion": True,
+        "xla_jf_crs_combiner_threshold_in_bytes": 0,
+        "xla_tpu_ars_combiner_threshold_in_bytes": 0,
+        "xla_tpu_decompose_every_reduce_scatters_hlos": True,
+        "xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter": True,
+        "xla_tpu_scoped_vmem_limit_kib": 32768,
+    }
+}
+
 # Which compilers add partial sums before they combine them: see `autoshard.cost.partial_sums`.
 ADDS_FIRST = ("tpu", "gpu")
 # XLA:GPU adds what is widened on the way too, wide, and all_reduces that (jaxlib 0.10.2); XLA:TPU sends each as it is (libtpu 0.0.42).
@@ -250,6 +264,11 @@ class Cluster:
     def adds_widened(self) -> bool:
         """Whether it does so where those are widened before they are added, if they are all_reduced."""
         return self.device.kind in ADDS_WIDENED
+
+    @property
+    def overlap_options(self) -> dict[str, bool | int | float | str]:
+        """The compiler's options that overlap more collectives with compute; none where none are known."""
+        return dict(OVERLAP_OPTIONS.get(self.device.name, {}))
 
     @property
     def gathers_ahead(self) -> bool:

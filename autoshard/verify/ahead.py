@@ -29,6 +29,9 @@ from autoshard.ir import Mesh
 from autoshard.verify.buffers import Buffers, read_buffers
 from autoshard.verify.topology import Topology
 
+Options = Mapping[str, bool | int | float | str]
+"""A compiler's options by name, as `jax.jit` takes them in ``compiler_options``."""
+
 # Endings of dumped files.
 ASSIGNMENT = "after_optimizations-buffer-assignment.txt"
 LIVE_RANGES = "after_optimizations-live-range.txt"
@@ -141,7 +144,7 @@ class Ahead:
 
 
 def compile_ahead(
-    lowered: Lowered, mesh: Mesh, topology: Topology, cycles: bool = False, options: Mapping[str, str] | None = None
+    lowered: Lowered, mesh: Mesh, topology: Topology, cycles: bool = False, options: Options | None = None
 ) -> Ahead:
     """The program compiled for the devices of a topology.
 
@@ -168,7 +171,7 @@ class Compilation:
     """
 
     def __init__(
-        self, lowered: Lowered, mesh: Mesh, topology: Topology, cycles: bool = False, options: Mapping[str, str] | None = None
+        self, lowered: Lowered, mesh: Mesh, topology: Topology, cycles: bool = False, options: Options | None = None
     ):
         """Starts the process.
 
@@ -211,7 +214,8 @@ class Compilation:
         """
         self._end_process()
         log = (self._folder / "log").read_text(errors="replace")
-        return read_ahead(self._compiler, self._folder, self._topology, log, time.perf_counter() - self._started)
+        seconds = time.perf_counter() - self._started
+        return read_ahead(self._compiler, self._folder, self._topology, log, seconds, whole=not self._stop_early)
 
     def stop(self) -> None:
         """Ends the process and removes what it left."""
@@ -249,8 +253,11 @@ def _dumped(folder: Path, ending: str) -> Path | None:
     return next(folder.glob(f"module_*[._]{ending}"), None)
 
 
-def read_ahead(compiler: Compiler, folder: Path, topology: Topology, log: str, seconds: float) -> Ahead:
+def read_ahead(compiler: Compiler, folder: Path, topology: Topology, log: str, seconds: float, whole: bool = False) -> Ahead:
     """What a compiler's process left in a folder: what XLA dumped, or ``failure``, the compiler's refusal.
+
+    Args:
+        whole: whether it was to generate code; one that ends while it does, as some programs and options make it, has failed.
 
     Raises:
         CompilerError: the compiler failed on the program.
@@ -269,12 +276,13 @@ def read_ahead(compiler: Compiler, folder: Path, topology: Topology, log: str, s
             raise CompilerError(f"{compiling}, and failed: {text.strip()[:2000]}")
         needed, available = _sized(*refused.groups()[:2]), _sized(*refused.groups()[2:])
         return Ahead("", None, needed, available, False, seconds)
-    dumped = _dumped(folder, GENERATED) or (_dumped(folder, SCHEDULED) if _dumped(folder, compiler.assigned) else None)
+    scheduled = _dumped(folder, SCHEDULED) if _dumped(folder, compiler.assigned) and not whole else None
+    dumped = _dumped(folder, GENERATED) or scheduled
     if dumped is not None and (buffers := _buffers(folder)) is not None:
         return accepted(dumped.read_text(), buffers.peak_bytes, buffers.allocated_bytes)
-    whole = folder / "compiled.json"  # one that dumps nothing, or under other names, compiled to the end
-    if whole.exists():
-        found = json.loads(whole.read_text())
+    compiled = folder / "compiled.json"  # one that dumps nothing, or under other names, compiled to the end
+    if compiled.exists():
+        found = json.loads(compiled.read_text())
         return accepted(found["hlo"], found["peak_bytes"], found["needed_bytes"])
     raise CompilerError(f"{compiling}, and its process ended without a word: {log.strip()[-2000:]}")
 

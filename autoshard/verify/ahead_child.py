@@ -11,7 +11,6 @@ import pickle
 import shutil
 import sys
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -22,6 +21,7 @@ from jaxlib.mlir import ir
 
 from autoshard.ir import Mesh
 from autoshard.lower import jax_mesh
+from autoshard.verify.ahead import Options
 from autoshard.verify.topology import Topology
 
 
@@ -40,7 +40,7 @@ def main(folder: Path) -> None:
     (folder / "compiled.json").write_text(json.dumps(found))
 
 
-def _compile(module: Path, topology: Topology, mesh: Mesh, given: Mapping[str, str]):
+def _compile(module: Path, topology: Topology, mesh: Mesh, given: Options):
     """The executable of a module in MLIR bytecode; `jax.jit` would need the devices, and so the compiler, in the process that lowers."""
     devices = jax_mesh(mesh, _devices(topology, mesh)).devices
     options = xla_client.CompileOptions()

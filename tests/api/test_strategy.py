@@ -509,3 +509,20 @@ def test_weakly_typed_state_may_become_strong(searched_weak):
     other = {**state, "scale": jnp.log(0.7).astype(jnp.bfloat16)}
     with pytest.raises(autoshard.StrategyError):
         applied(other, x)
+
+
+def test_compiler_options_reach_the_compiler():
+    """What `apply` is given goes to `jax.jit`; a strategy knows those of its cluster that overlap more, and there are none for CPUs."""
+
+    def step(w, x):
+        return w - 0.1 * jax.grad(lambda w: jnp.square(x @ w).mean())(w)
+
+    args = jnp.ones((16, 8)), jnp.ones((32, 16))
+    strategy = autoshard.search(step, *args, cluster="cpu:8", searcher="fully_sharded")
+    assert strategy.compiler_options == {}
+    of_tpus = autoshard.search(step, *args, cluster="v5e:2x4", searcher="fully_sharded")
+    assert "xla_enable_async_reduce_scatter_fusion" in of_tpus.compiler_options
+    with pytest.raises(Exception, match="no_such_option"):
+        strategy.apply(step, compiler_options={"no_such_option": "1"})(*args)
+    given = strategy.apply(step, compiler_options={"xla_cpu_enable_fast_math": False})
+    np.testing.assert_allclose(given(*args), step(*args), rtol=1e-5)
