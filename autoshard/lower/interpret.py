@@ -138,6 +138,12 @@ def bind(eqn: JaxprEqn, operands: Sequence[Any], **replaced: Any) -> list[Any]:
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
+def bind_unplaced(eqn: JaxprEqn, operands: Sequence[Any], **replaced: Any) -> list[Any]:
+    """The equation's results on a device, without the shardings that JAX wrote into it: they are of the whole arrays."""
+    written = {name: None for name in ("sharding", "out_sharding") if eqn.params.get(name) is not None}
+    return bind(eqn, operands, **written, **replaced)
+
+
 def product(eqn: JaxprEqn, operands: Sequence[Any], turned: bool) -> Any:
     """The result of a ``dot_general``; ``turned``: its operands change places, and with them the dimensions that each gives the result."""
     if not turned:

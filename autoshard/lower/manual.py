@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import AbstractMesh, PartitionSpec
 
@@ -31,12 +30,10 @@ from autoshard.errors import ShardingError
 from autoshard.ir import (
     VIEWS,
     Assignment,
-    Body,
     Choice,
     Graph,
     Layout,
     Op,
-    Origin,
     Rule,
     choice_for,
     computed_layout,
@@ -52,11 +49,12 @@ from autoshard.ir import (
 )
 from autoshard.lower.collectives import ReshardPath, combined, moved
 from autoshard.lower.control_flow import FLOWS, Flows
-from autoshard.lower.interpret import Interpreter, Path, bind, ops_by_path
+from autoshard.lower.interpret import Interpreter, Path, bind_unplaced, ops_by_path
 from autoshard.lower.mesh import to_named_sharding
+from autoshard.lower.nested import Inside, axes_of, renamed
 from autoshard.lower.shards import Sharded
 from autoshard.rules import registered, same_on_shards
-from autoshard.trace.structure import opened, subjaxprs, types_of
+from autoshard.trace.structure import opened, types_of
 
 Mesh = jax.sharding.Mesh | AbstractMesh
 
@@ -69,7 +67,7 @@ PLACED_ALREADY = frozenset({"device_put", "reshard", "sharding_constraint"})
 def obstacle(graph: Graph, mesh: Mesh) -> str | None:
     """Why a program has no manual lowering on a mesh, and what is done instead; None where it has."""
     for op in graph.walk():
-        if op.primitive == "shard_map" and _axes_of(op.params["mesh"], mesh) is None:
+        if op.primitive == "shard_map" and axes_of(op.params["mesh"], mesh) is None:
             inner, ours = (dict(each.shape) for each in (op.params["mesh"], mesh))
             return (
                 "a shard_map becomes part of the manual program where its mesh has the strategy's devices in the same order and each "
@@ -77,24 +75,6 @@ def obstacle(graph: Graph, mesh: Mesh) -> str | None:
                 "lowered by sharding constraints instead, from which XLA's partitioner makes the collectives."
             )
     return None
-
-
-def _axes_of(inner: Mesh, ours: Mesh) -> dict[str, tuple[str, ...]] | None:
-    """Per axis of a shard_map's mesh those of the program's that it is made of; None where the meshes do not fit."""
-    devices = [each.devices.flat for each in (inner, ours) if not isinstance(each, AbstractMesh)]
-    if inner.size != ours.size or (len(devices) == 2 and list(devices[0]) != list(devices[1])):
-        return None
-    found, left = {}, [(name, size) for name, size in ours.shape.items()]
-    for axis, size in inner.shape.items():
-        names, n = [], 1
-        while n < size and left:
-            name, parts = left.pop(0)
-            names.append(name)
-            n *= parts
-        if n != size:
-            return None
-        found[axis] = tuple(names)
-    return found
 
 
 def manual_program(
@@ -331,7 +311,7 @@ class _Region(Interpreter):
                 self.made[number, layout] = plan.resharded(self.made[number, whole], number, whole, layout)
                 continue
             read = [self.made.get((v, at), x) for v, at, x in zip(op.operands, sources, operands, strict=True)]
-            results = _bound(eqn, read) if choice is None else self._sharded(op, eqn, choice).computed(read)
+            results = bind_unplaced(eqn, read) if choice is None else self._sharded(op, eqn, choice).computed(read)
             self.made[number, layout] = results[op.results.index(number)]
         return self.made[value, target]
 
@@ -359,7 +339,7 @@ class _Region(Interpreter):
 
     def _sharded(self, op: Op, eqn: JaxprEqn, choice: Choice) -> Sharded:
         def bound(*operands: Any, **replaced: Any) -> list[Any]:
-            return _bound(eqn, operands, **replaced)
+            return bind_unplaced(eqn, operands, **replaced)
 
         rule, values = self.plan.rules[op.index], self.plan.graph.values
         assert rule is not None
@@ -406,21 +386,21 @@ class _Region(Interpreter):
             return self._mapped(op, eqn, operands)
         whole = self.plan.whole
         read = [self.read(x, value, whole) for x, value in zip(operands, op.operands, strict=True)]
-        results = _on_one_device(eqn, read, self.plan.mesh) if op.primitive in ON_ONE_DEVICE else _bound(eqn, read)
+        results = _on_one_device(eqn, read, self.plan.mesh) if op.primitive in ON_ONE_DEVICE else bind_unplaced(eqn, read)
         return [self.plan.resharded(x, value, whole, self.plan.layout(value)) for x, value in zip(results, op.results, strict=True)]
 
     def _mapped(self, op: Op, eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
         """A shard_map of the user's own over the same devices: this device's part of it."""
-        mesh, values, axes = self.plan.assignment.mesh, self.plan.graph.values, _axes_of(eqn.params["mesh"], self.plan.mesh)
+        mesh, values, axes = self.plan.assignment.mesh, self.plan.graph.values, axes_of(eqn.params["mesh"], self.plan.mesh)
         assert axes is not None, "there was an obstacle"
 
         def layouts(specs: Sequence[Any], of: Sequence[int]) -> list[Layout]:
-            ours = ([_renamed(entry, axes) or None for entry in spec] for spec in specs)
+            ours = ([renamed(entry, axes) or None for entry in spec] for spec in specs)
             return [spec_to_layout(spec, mesh, values[value].rank, str(op.origin)) for spec, value in zip(ours, of, strict=True)]
 
         entering, leaving = layouts(eqn.params["in_specs"], op.operands), layouts(eqn.params["out_specs"], op.results)
         read = [self.read(x, value, layout) for x, value, layout in zip(operands, op.operands, entering, strict=True)]
-        results = _Inside(axes).run(eqn.params["jaxpr"], (), read)
+        results = Inside(axes).run(eqn.params["jaxpr"], (), read)
         settled = zip(results, op.results, leaving, strict=True)
         return [self.plan.resharded(x, value, layout, self.plan.layout(value)) for x, value, layout in settled]
 
@@ -472,63 +452,9 @@ class _Region(Interpreter):
         return [self.read(x, value, layout) for x, value, layout in zip(results, op.bodies[number].outputs, layouts, strict=True)]
 
 
-class _Inside(Interpreter):
-    """The body of a shard_map of the user's own, evaluated where JAX keeps no account of what varies over the mesh.
-
-    Attributes:
-        axes: per axis of its mesh those of the program's.
-    """
-
-    def __init__(self, axes: Mapping[str, tuple[str, ...]]):
-        super().__init__({}, differentiable=False)
-        self.axes = axes
-
-    def region(self) -> _Inside:
-        return self
-
-    def context(self, eqn: JaxprEqn) -> AbstractContextManager:
-        return nullcontext()
-
-    def found(self, eqn: JaxprEqn, path: Path) -> Op:
-        """An op that stands for the equation: only its path and its bodies count here."""
-        bodies = tuple(Body((), (), ()) for _ in subjaxprs(eqn))
-        return Op(0, eqn.primitive.name, (), (), eqn.params, Origin(), path, bodies=bodies)
-
-    def op(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-        operands = [x if isinstance(x, Tracer) else np.asarray(x) for x in operands]  # literals know their mesh
-        named = {name: _renamed(eqn.params[name], self.axes) for name in ("axes", "axis_name") if name in eqn.params}
-        if eqn.primitive.name in _INSTEAD:
-            return _INSTEAD[eqn.primitive.name](operands, {**eqn.params, **named})
-        # A reduction's axes are numbers of dimensions.
-        return _bound(eqn, operands, **{name: axes for name, axes in named.items() if axes or not eqn.params[name]})
-
-
-def _renamed(names: Any, axes: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """The program's axes for those of a shard_map: for one name, for some, or for none."""
-    listed = names if isinstance(names, tuple | list) else (names,)
-    return tuple(ours for name in listed if name in axes for ours in axes[name])
-
-
-# Primitives that keep that account, by what does the same without it; and one that takes a single axis.
-_INSTEAD: dict[str, Callable[[list[Any], Mapping[str, Any]], list[Any]]] = {
-    "axis_index": lambda operands, params: [lax.axis_index(params["axis_name"])],
-    "pvary": lambda operands, params: operands,
-    "psum_invariant": lambda operands, params: [lax.psum(x, params["axes"]) for x in operands],
-    "all_gather_invariant": lambda operands, params: [
-        lax.all_gather(x, params["axis_name"], axis=params["all_gather_dimension"], tiled=params["tiled"]) for x in operands
-    ],
-}
-
-
-def _bound(eqn: JaxprEqn, operands: Sequence[Any], **replaced: Any) -> list[Any]:
-    """The equation's results on a device, without the shardings that JAX wrote into it: they are of the whole arrays."""
-    written = {name: None for name in ("sharding", "out_sharding") if eqn.params.get(name) is not None}
-    return bind(eqn, operands, **written, **replaced)
-
-
 def _on_one_device(eqn: JaxprEqn, operands: Sequence[Any], mesh: Mesh) -> list[Any]:
     """The results of an equation that the first device alone computes, on all of them."""
     first = lax.axis_index(mesh.axis_names) == 0
     types = types_of(eqn.outvars)
-    results = lax.cond(first, lambda: _bound(eqn, operands), lambda: [jnp.zeros(each.shape, each.dtype) for each in types])
+    results = lax.cond(first, lambda: bind_unplaced(eqn, operands), lambda: [jnp.zeros(each.shape, each.dtype) for each in types])
     return [combined(x, "or" if x.dtype == bool else "sum", tuple(mesh.axis_names)) for x in results]

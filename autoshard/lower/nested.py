@@ -1,0 +1,90 @@
+"""A `jax.shard_map` of the user's own, as part of a manual program over the same devices.
+
+Its body is evaluated again inside the program's own manual computation, which has no account of what varies over the mesh, its collectives
+over the program's axes: each axis of its mesh is one of those, or several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jax.extend.core import JaxprEqn
+from jax.sharding import AbstractMesh
+
+from autoshard.ir import Body, Op, Origin
+from autoshard.lower.interpret import Interpreter, Path, bind_unplaced
+from autoshard.trace.structure import subjaxprs
+
+Mesh = jax.sharding.Mesh | AbstractMesh
+
+
+def axes_of(inner: Mesh, ours: Mesh) -> dict[str, tuple[str, ...]] | None:
+    """Per axis of a shard_map's mesh those of the program's that it is made of; None where the meshes do not fit."""
+    devices = [each.devices.flat for each in (inner, ours) if not isinstance(each, AbstractMesh)]
+    if inner.size != ours.size or (len(devices) == 2 and list(devices[0]) != list(devices[1])):
+        return None
+    found, left = {}, [(name, size) for name, size in ours.shape.items()]
+    for axis, size in inner.shape.items():
+        names, n = [], 1
+        while n < size and left:
+            name, parts = left.pop(0)
+            names.append(name)
+            n *= parts
+        if n != size:
+            return None
+        found[axis] = tuple(names)
+    return found
+
+
+class Inside(Interpreter):
+    """The body of a shard_map of the user's own, evaluated where JAX keeps no account of what varies over the mesh.
+
+    Attributes:
+        axes: per axis of its mesh those of the program's.
+    """
+
+    def __init__(self, axes: Mapping[str, tuple[str, ...]]):
+        super().__init__({}, differentiable=False)
+        self.axes = axes
+
+    def region(self) -> Inside:
+        return self
+
+    def context(self, eqn: JaxprEqn) -> AbstractContextManager:
+        return nullcontext()
+
+    def found(self, eqn: JaxprEqn, path: Path) -> Op:
+        """An op that stands for the equation: only its path and its bodies count here."""
+        bodies = tuple(Body((), (), ()) for _ in subjaxprs(eqn))
+        return Op(0, eqn.primitive.name, (), (), eqn.params, Origin(), path, bodies=bodies)
+
+    def op(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+        operands = [x if isinstance(x, Tracer) else np.asarray(x) for x in operands]  # literals know their mesh
+        named = {name: renamed(eqn.params[name], self.axes) for name in ("axes", "axis_name") if name in eqn.params}
+        if eqn.primitive.name in _INSTEAD:
+            return _INSTEAD[eqn.primitive.name](operands, {**eqn.params, **named})
+        # A reduction's axes are numbers of dimensions.
+        return bind_unplaced(eqn, operands, **{name: axes for name, axes in named.items() if axes or not eqn.params[name]})
+
+
+def renamed(names: Any, axes: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """The program's axes for those of a shard_map: for one name, for some, or for none."""
+    listed = names if isinstance(names, tuple | list) else (names,)
+    return tuple(ours for name in listed if name in axes for ours in axes[name])
+
+
+# Primitives that keep that account, by what does the same without it; and one that takes a single axis.
+_INSTEAD: dict[str, Callable[[list[Any], Mapping[str, Any]], list[Any]]] = {
+    "axis_index": lambda operands, params: [lax.axis_index(params["axis_name"])],
+    "pvary": lambda operands, params: operands,
+    "psum_invariant": lambda operands, params: [lax.psum(x, params["axes"]) for x in operands],
+    "all_gather_invariant": lambda operands, params: [
+        lax.all_gather(x, params["axis_name"], axis=params["all_gather_dimension"], tiled=params["tiled"]) for x in operands
+    ],
+}
