@@ -86,7 +86,10 @@ class Interpreter:
     def _custom(self, eqn: JaxprEqn, operands: list[Any], path: Path) -> list[Any]:
         """The call bound again around its primal body, its derivative rule as it was."""
         (body,), inner = subjaxprs(eqn), self.derived()
-        function = lambda *arguments: inner.run(*opened(body), arguments, (*path, 0))  # noqa: E731
+
+        def function(*arguments: Any) -> Sequence[Any]:
+            return inner.run(*opened(body), arguments, (*path, 0))
+
         new, _ = retraced(body, function, types_of(opened(body)[0].invars))
         return bind(eqn, operands, **with_bodies(eqn, [body], [new]))
 
