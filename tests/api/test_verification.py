@@ -162,13 +162,13 @@ def test_gpus_need_not_be_there(program, monkeypatch):
 """
     asked = []
 
-    def compiled(_lowered, mesh, topology, _cycles):
-        asked.append((mesh, topology.platform, topology.options["topology"]))
+    def compiled(_lowered, mesh, topology, _cycles, options):
+        asked.append((mesh, topology.platform, topology.options["topology"], options))
         return Ahead(hlo, 61e9, 61e9, topology.memory_limit_bytes, False, 1.0)
 
     monkeypatch.setattr("autoshard.api.verification.compile_ahead", compiled)
-    found = autoshard.verify(strategy, fn, *args, target="gpu")
-    assert asked == [(strategy.record.mesh, "cuda", "2x1x4")]
+    found = autoshard.verify(strategy, fn, *args, target="gpu", compiler_options={"xla_an_option": True})
+    assert asked == [(strategy.record.mesh, "cuda", "2x1x4", {"xla_an_option": True})]
     assert found.fits is False and not found.near and found.actual_flops == 2 * 64**3
     assert "Does not fit: the compiler needs 61.0 GB of memory, of the 60.0 GB a program may use" in str(found) and "FLOPs" in str(found)
 
