@@ -11,13 +11,11 @@ nothing else (a cast to bfloat16, a transpose).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autoshard.cost.reshard import Step
+from autoshard.cost.reshard import ReshardPath
 from autoshard.ir import Assignment, Body, Graph, Layout, Op, Rule, operand_layout, reductions, replicated, result_layout, view_of
-
-ReshardPath = Callable[[int, Layout, Layout], Sequence[Step]]
 
 CALLS = frozenset({"checkpoint", "remat2"})
 

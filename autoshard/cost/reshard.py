@@ -22,7 +22,7 @@ scatter (`combinations`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -60,6 +60,10 @@ class Step:
     copying_seconds: float = 0.0
     trips: int = 1
     compiled_nbytes: float = 0.0
+
+
+ReshardPath = Callable[[int, Layout, Layout], Sequence[Step]]
+"""``(value number, source, target)`` to the steps between the two layouts."""
 
 
 def path_seconds(path: Iterable[Step]) -> float:

@@ -1,6 +1,6 @@
 """From an assignment to a program that does just what it says."""
 
-from autoshard.lower.collectives import ReshardPath
+from autoshard.cost.reshard import ReshardPath
 from autoshard.lower.constrain import constrained
 from autoshard.lower.manual import derived_from, manual_program, obstacle
 from autoshard.lower.mesh import abstract_mesh, jax_mesh, lowering_mesh, to_named_sharding

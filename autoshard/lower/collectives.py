@@ -19,9 +19,6 @@ from autoshard.cost.permute import exchange
 from autoshard.cost.reshard import Step
 from autoshard.ir import Layout, Mesh, shard_counts
 
-ReshardPath = Callable[[int, Layout, Layout], Sequence[Step]]
-"""``(value number, source, target)`` to the steps between the two layouts."""
-
 
 def start_of(layout: Layout, dim: int, size: int, mesh: Mesh) -> Any:
     """Where this device's part of a dimension begins, ``size`` elements long, in an array of this layout."""

@@ -29,7 +29,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from autoshard.cost.partial_sums import turned
 from autoshard.cost.profile import free_values
-from autoshard.cost.reshard import path_seconds
+from autoshard.cost.reshard import ReshardPath, path_seconds
 from autoshard.ir import (
     Assignment,
     Choice,
@@ -47,7 +47,6 @@ from autoshard.ir import (
     result_layouts,
     served_from,
 )
-from autoshard.lower.collectives import ReshardPath
 from autoshard.lower.control_flow import FLOWS, Flows
 from autoshard.lower.guard import guarded
 from autoshard.lower.interpret import Interpreter, Path, apply, bind, ops_by_path, product

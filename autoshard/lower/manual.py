@@ -21,11 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from autoshard.cost.prefetch import Prefetch, prefetches
 from autoshard.cost.profile import free_values
-from autoshard.cost.reshard import Combination, Step, combinations, path_seconds
+from autoshard.cost.reshard import Combination, ReshardPath, Step, combinations, path_seconds
 from autoshard.errors import ShardingError
 from autoshard.ir import (
     VIEWS,
@@ -47,16 +47,14 @@ from autoshard.ir import (
     spec_to_layout,
     view_of,
 )
-from autoshard.lower.collectives import ReshardPath, combined, moved
+from autoshard.lower.collectives import combined, moved
 from autoshard.lower.control_flow import FLOWS, Flows
 from autoshard.lower.interpret import Interpreter, Path, bind_unplaced, ops_by_path
 from autoshard.lower.mesh import to_named_sharding
-from autoshard.lower.nested import Inside, axes_of, renamed
+from autoshard.lower.nested import Inside, Mesh, axes_of, renamed
 from autoshard.lower.shards import Sharded
 from autoshard.rules import registered, same_on_shards
 from autoshard.trace.structure import opened, types_of
-
-Mesh = jax.sharding.Mesh | AbstractMesh
 
 # Where they are called at all, they are called once: on the first device, which then has the others know.
 ON_ONE_DEVICE = frozenset({"debug_callback", "debug_print", "io_callback", "rng_uniform"})
