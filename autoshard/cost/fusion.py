@@ -413,8 +413,8 @@ class _Fuser:
                     if self.stored[root]:
                         made.append(root)
                         self.sources[root] = (root,)
-                        widened = op.primitive == "convert_element_type" and not self.calls_libraries
-                        if widened and reads and root not in self.padded and not long:
+                        widened = self.values[root].itemsize > self.values[roots[0]].itemsize and op.primitive == "convert_element_type"
+                        if widened and not self.calls_libraries and reads and root not in self.padded and not long:
                             self.fused[root] = reads  # who can compute it reads what it is made of
                     else:
                         self.sources[root] = reads
