@@ -413,7 +413,7 @@ class _Fuser:
                     if self.stored[root]:
                         made.append(root)
                         self.sources[root] = (root,)
-                        widened = self.values[root].itemsize > self.values[roots[0]].itemsize and op.primitive == "convert_element_type"
+                        widened = op.primitive == "convert_element_type" and self.values[root].itemsize > self.values[roots[0]].itemsize
                         if widened and not self.calls_libraries and reads and root not in self.padded and not long:
                             self.fused[root] = reads  # who can compute it reads what it is made of
                     else:
