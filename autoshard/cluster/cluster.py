@@ -54,10 +54,6 @@ OVERLAP_OPTIONS: dict[str, dict[str, bool | int | float | str]] = {
     }
 }
 
-# Which compilers add partial sums before they combine them: see `autoshard.cost.partial_sums`.
-ADDS_FIRST = ("tpu", "gpu")
-# XLA:GPU adds what is widened on the way too, wide, and all_reduces that (jaxlib 0.10.2); XLA:TPU sends each as it is (libtpu 0.0.42).
-ADDS_WIDENED = ("gpu",)
 # Which compilers round what products round anyway before they send it: see `autoshard.cost.narrowing`.
 NARROWS = ("tpu",)
 # Whose matrix products and convolutions are calls of libraries: see `autoshard.cost.fusion`.
@@ -254,16 +250,6 @@ class Cluster:
     def carried(self) -> tuple[str, ...]:
         """The kinds of those that start with a matrix product, or else are waited for."""
         return CARRIED.get(self.device.name, ()) if self.overlap else ()
-
-    @property
-    def adds_first(self) -> bool:
-        """Whether the compiler adds partial sums that are only added up, over trips of a loop too, before it combines them."""
-        return self.device.kind in ADDS_FIRST
-
-    @property
-    def adds_widened(self) -> bool:
-        """Whether it does so where those are widened before they are added, if they are all_reduced."""
-        return self.device.kind in ADDS_WIDENED
 
     @property
     def overlap_options(self) -> dict[str, bool | int | float | str]:

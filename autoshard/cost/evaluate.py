@@ -5,8 +5,8 @@ minimise and bound. *Makespan.* The end of a schedule that hides asynchronous co
 `autoshard.cost.schedule`. A value is resharded once for each distinct layout it is read in. What is fused into its reader is computed
 when that is: it fills no gap before.
 
-*Compilers.* Where the compiler adds partial results before it combines them, or narrows what it sends, the makespan has what the compiler
-makes of the planned collectives (`Collective.compiled`); the objective charges the plan, since it adds up what ops cost one by one.
+*Compiled.* Where partial results are added before they are combined, or the compiler narrows what it sends, the makespan has what is made
+of the planned collectives (`Collective.compiled`); the objective charges each, since it adds up what ops cost one by one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from operator import attrgetter
 
 from autoshard.cost.blame import Blame
 from autoshard.cost.compute import is_matrix
@@ -23,7 +22,7 @@ from autoshard.cost.fusion import Kernel
 from autoshard.cost.memory import Copy, Peak, held_in_orders, peak_memory
 from autoshard.cost.model import CostModel, OpCost
 from autoshard.cost.narrowing import NARROW_SHARE, rounds_operands
-from autoshard.cost.partial_sums import LOOPS, Addition
+from autoshard.cost.partial_sums import LOOPS, Addition, late_sums
 from autoshard.cost.prefetch import prefetches
 from autoshard.cost.profile import Profile
 from autoshard.cost.record import Cost, Recomputation
@@ -108,7 +107,8 @@ class _Judge:
         self.whole = (-1,) * len(self.sizes)
         self.streams = dict.fromkeys(model.cluster.asynchronous, WIRES) | dict.fromkeys(model.cluster.carried, CARRIED)
         self.fuses = bool(self.streams) and not model.cluster.widens  # kernels that are known have one task each as it is
-        self.additions = {each.op: each for each in profile.sums.additions} if model.cluster.adds_first else {}
+        self.late = late_sums(profile.graph, profile.rules, assignment, profile.sums)
+        self.additions = {each.op: each for each in profile.sums.additions if each.op in self.late.additions}
         self.compute = self.communication = self.saved = self.exposed = self.flops = 0.0
         self.region = _Region(1)
         self.makers: dict[_Made, _Maker | None] = {}
@@ -116,7 +116,6 @@ class _Judge:
         self.partials: dict[int, Step] = {}
         self.sent: list[_Sent] = []
         self.combined: dict[int, tuple[_Region, int]] = {}  # per op the task that combines its partial results
-        self.moved: set[int] = set()  # values that are read in another layout
         self.copied: dict[int, tuple[int, Layout]] = {}  # per collective the copy that it is for
         self.wide: set[tuple[int, Layout]] = set()  # copies of which a reader wants every bit
         self.exposures: dict[int, float] = {}
@@ -258,7 +257,6 @@ class _Judge:
             self.makers[key] = None
             nbytes = self.graph.values[each.value].nbytes / shards(each.target, self.sizes)
             self.copies[key] = Copy(2 * nbytes, op.index, _last(op))
-            self.moved.add(each.value)
 
     def _flows(self, op: Op, chosen: Callable[[Flow], bool]) -> dict[_Made, _Maker | None]:
         """Reads some of what flows into an op's holders; gives what makes each holder's value, and the views of it."""
@@ -323,6 +321,8 @@ class _Judge:
                 done = self._communicate(combination, needs, op.trips, op, (value,), partial(_combined, op, choice))
                 if len(done) == 1 and (task := next(iter(done))) in self.region.sent:
                     self.combined[op.index] = self.region, task
+                    if self.sent[self.region.sent[task]].step.trips > 1 and value not in self.late.values:
+                        self._combine_each_trip(self.region, task)
             makers[value] = self._join(done)
 
     def _made(self, op: Op, maker: _Maker | None) -> None:
@@ -348,29 +348,17 @@ class _Judge:
 
     def _add_first(self, addition: Addition) -> None:
         """Of two collectives whose results are only added keeps the second, which combines the sum."""
-        first, second = map(self.combined.get, addition.sides)
-        if first is None or second is None or first[0] is not second[0] or not self.moved.isdisjoint(addition.between):
-            return
-        region = first[0]
-        (dropped, one), (_, other) = ((position, self.sent[position]) for position in (region.sent[task] for _, task in (first, second)))
-        alike = attrgetter("kind", "axes", "nbytes", "trips")
-        widens = addition.widened > 1
-        if alike(one.step) != alike(other.step) or (widens and not (self.model.cluster.adds_widened and one.step.kind == "all_reduce")):
-            return
+        (region, first), second = (self.combined[side] for side in addition.sides)
+        position = region.sent[first]
+        dropped = self.sent[position]
         self.combined[addition.op] = second
-        if widens:
-            self._send(*second, other.step.nbytes * addition.widened)
-        self.sent[dropped] = replace(one, step=replace(one.step, seconds=0.0, trips=0))
-        region.tasks.seconds[first[1]] = 0.0
-        self.communication -= one.step.seconds * one.trips
-        self.saved += one.step.seconds * one.trips
+        self.sent[position] = replace(dropped, step=replace(dropped.step, seconds=0.0, trips=0))
+        region.tasks.seconds[first] = 0.0
+        self.communication -= dropped.step.seconds * dropped.trips
+        self.saved += dropped.step.seconds * dropped.trips
 
-    def _combine_each_trip(self, op: int) -> None:
-        """What is added up in another layout than it is made in is combined in every trip."""
-        combined = self.combined.get(op)
-        if combined is None:
-            return
-        region, task = combined
+    def _combine_each_trip(self, region: _Region, task: int) -> None:
+        """What is not added up over trips is combined in every one."""
         sent = self.sent[region.sent[task]]
         each = self.model.each_trip(sent.step)
         self.sent[region.sent[task]] = replace(sent, step=each, nbytes=0.0)
@@ -408,8 +396,6 @@ class _Judge:
         maker = self.makers.get(value)
         if own == target:
             return maker
-        if value in self.profile.sums.made_by:
-            self._combine_each_trip(self.profile.sums.made_by[value])
         values, path_of = self.graph.values, self.model.reshard_path
         copy = self.assignment.copies.get(value)
         served = served_from(own, copy, target, lambda a, b: path_seconds(path_of(values[value], a, b)))
@@ -437,7 +423,6 @@ class _Judge:
                 if apart and (sliced or not self.profile.portable[value]):  # whole where a product reads a slice of it; stored to be sent
                     self.copies.setdefault((value, own), Copy(values[value].nbytes / shards(own, self.sizes), op, op))
                 if sends:
-                    self.moved.add(value)
                     self.copies[value, layout] = Copy(values[value].nbytes / shards(layout, self.sizes), op, op)
             if (value, layout) in self.copies:
                 self.copies[value, layout] = replace(self.copies[value, layout], last=max(op, self.copies[value, layout].last))

@@ -233,7 +233,7 @@ class CostModel:
     def reduction_path(self, profile: Profile, op: Op, choice: Choice, result: int) -> tuple[Step, ...]:
         """The collectives that combine an op's partial results.
 
-        Compilers that add partial sums over a loop's trips first (`autoshard.cost.partial_sums`) make one all_reduce of those of all trips.
+        What a loop only adds up is all_reduced once for all its trips (`autoshard.cost.partial_sums`).
         """
         rule = profile.rules[op.index]
         if rule is None or not (left := reductions(rule, choice)):
@@ -243,7 +243,7 @@ class CostModel:
         if (steps := self._reductions.get(key)) is None:
             steps = self._reductions[key] = reduction_steps(self.mesh, self.communication, *key)
         trips = profile.sums.accumulated[op.index]
-        if trips == 1 or not self.cluster.adds_first or len(steps) != 1 or steps[0].kind != "all_reduce":
+        if trips == 1 or len(steps) != 1 or steps[0].kind != "all_reduce":
             return steps
         step, widened = steps[0], profile.sums.widened[op.index]
         if widened > 1:

@@ -1,24 +1,25 @@
-"""Partial sums that are added up before they are combined: collectives of which compilers make fewer.
+"""Partial sums that are added up before they are combined, so that one collective combines what would have taken several.
 
-*Added.* A parameter that is used twice, as tied embeddings are, has two gradients, and all that happens to them is that they are added.
-XLA combines their sum instead of each (``all-reduce-reassociate``, ``reduce-scatter-reassociate``: openxla/xla,
-xla/hlo/transforms/collectives).
+*Added.* A parameter that is used twice, as tied embeddings are, has two gradients, and all that happens to them is that they are added:
+their sum is combined instead of each, by an all_reduce or a reduce_scatter.
 
-*Accumulated.* What a loop adds to a value that it only carries along, as a backward scan does with the gradient of a weight, is combined
-once, after the loop (``while-loop-all-reduce-code-motion``, of the same folder), as wide as it is carried. What keeps the carried value
-small stays inside: reduce_scatters, and all_reduces of which a slice is added, whose results are kept in another layout than they are made
-in.
+*Accumulated.* What a scan adds to a value that it only carries along, as a backward scan does with the gradient of a weight, is added up
+partial, and all_reduced once, after the loop, as wide as it is carried. What is reduce_scattered stays inside: a trip's part is all that a
+device then has to carry.
 
-Both see through what only rearranges elements, additions not through all of it. They are of the pipelines of XLA:GPU (gpu_compiler.cc)
-and XLA:TPU (compiled modules of libtpu 0.0.42), and not of XLA:CPU's.
+Both reach through what only rearranges or widens elements, where nobody reads it in another layout than it is made in. XLA does the like
+where it sees fit (``all-reduce-reassociate``, ``reduce-scatter-reassociate``, ``while-loop-all-reduce-code-motion``: openxla/xla,
+xla/hlo/transforms/collectives), but not with what `autoshard.lower.manual` combines: a barrier stands behind each combination.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-from autoshard.ir import Body, Graph, Holder, Op
+from autoshard.cost.reshard import Combination, combinations
+from autoshard.ir import Assignment, Graph, Holder, Op, Rule, computed_layout, operand_layout, reductions, result_layout
 
 LOOPS = ("scan", "while")
 
@@ -34,31 +35,54 @@ class Addition:
     Attributes:
         op: its index.
         sides: the ops that make the two; they may be additions themselves.
-        between: the values on the way from those to it.
-        widened: how many times a number of a side's bytes one of the sum has, or 1.
+        between: per side the values on the way from the addition to that op.
     """
 
     op: int
     sides: tuple[int, int]
+    between: tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulation:
+    """An addition to a value that a scan only carries along.
+
+    Attributes:
+        holder: the value that is carried.
+        op: the index of the addition.
+        side: the op that makes what is added.
+        between: the values on the way from the addition to that op.
+        carrying: those from the carried value to the addition, and from there to the next trip.
+        widened: how many times a number of the side's bytes one of the carried value has.
+    """
+
+    holder: int
+    op: int
+    side: int
     between: tuple[int, ...]
+    carrying: tuple[int, ...]
     widened: float
 
 
 @dataclass(frozen=True, slots=True)
 class PartialSums:
-    """Where compilers may add partial sums before they combine them.
+    """Where partial sums may be added before they are combined.
 
     Attributes:
         additions: in program order.
+        accumulations: innermost loops' too.
         accumulated: per op index, over how many trips of its innermost loop its result is added up unread; 1 where it is not.
         widened: per op index, how many times a number of such a result's bytes one of what the loop carries has, or 1.
         made_by: of such results, and what only carries them, the op.
+        makers: per value on the way to an addition, or carried, the op that makes it.
     """
 
     additions: tuple[Addition, ...]
+    accumulations: tuple[Accumulation, ...]
     accumulated: tuple[int, ...]
     widened: tuple[float, ...]
     made_by: Mapping[int, int]
+    makers: Mapping[int, int]
 
 
 def partial_sums(graph: Graph, readers: Sequence[Sequence[int]]) -> PartialSums:
@@ -69,27 +93,108 @@ def partial_sums(graph: Graph, readers: Sequence[Sequence[int]]) -> PartialSums:
     """
     ops = graph.walk()
     finder = _Finder(graph, readers)
-    additions = {op.index: found for op in ops if op.primitive in _SUMS and (found := finder.addition(op))}
+    sums = [op for op in ops if op.primitive in _SUMS]
+    additions = {op.index: found for op in sums if (found := finder.addition(op))}
+    accumulations = []
     accumulated, widened = [1] * len(ops), [1.0] * len(ops)
     for op in ops:
-        if op.primitive in LOOPS:
-            body = op.bodies[-1]
-            carried = [holder for holder in op.holders if holder.value in body.inputs]
-            added = [(maker, graph.values[holder.value].itemsize) for holder in carried for maker in finder.accumulated_in(holder, body)]
+        if op.primitive == "scan" and op.bodies[0].trips > 1:
+            body = op.bodies[0]
+            found = [one for holder in op.holders if holder.value in body.inputs and (one := finder.accumulation(op, holder))]
+            accumulations += found
+            added = [(one.side, one.widened) for one in found]
             while added:
-                maker, itemsize = added.pop()
-                accumulated[maker] = body.trips
-                widened[maker] = max(1.0, itemsize / graph.values[ops[maker].results[0]].itemsize)
-                added += [(side, itemsize) for side in additions[maker].sides] if maker in additions else []
+                maker, wider = added.pop()
+                accumulated[maker], widened[maker] = body.trips, wider
+                added += [(side, wider) for side in additions[maker].sides] if maker in additions else []
     made_by = {value: op.index for op in ops if accumulated[op.index] > 1 for value in finder.carried(op.results[0])}
-    return PartialSums(tuple(additions.values()), tuple(accumulated), tuple(widened), made_by)
+    ways = {v for one in additions.values() for way in one.between for v in way}
+    ways |= {v for one in accumulations for v in (*one.between, *one.carrying)}
+    makers = {value: op.index for op in ops if not op.bodies for value in op.results if value in ways}
+    return PartialSums(tuple(additions.values()), tuple(accumulations), tuple(accumulated), tuple(widened), made_by, makers)
 
 
-def turned(product: Op, rank: int, made: int) -> tuple[int, ...]:
-    """The order of a ``dot_general``'s dimensions in which its operands have changed places, by the first one's rank and its own."""
-    (contracted, _), (batch, _) = product.params["dimension_numbers"]
-    first = rank - len(contracted)  # the dimensions of the result that are the batch's and the first operand's
-    return (*range(len(batch)), *range(first, made), *range(len(batch), first))
+# -- which of them an assignment adds first ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """What of a program's partial sums an assignment adds before it combines them.
+
+    Attributes:
+        values: those that stay partial.
+        additions: the indices of the additions both of whose sides do.
+        loops: per value that a scan carries partial, the mesh axes over which it is combined after the loop.
+    """
+
+    values: frozenset[int]
+    additions: frozenset[int]
+    loops: Mapping[int, tuple[int, ...]]
+
+
+def late_sums(graph: Graph, rules: Sequence[Rule | None], assignment: Assignment, sums: PartialSums) -> Late:
+    """What stays partial until it is added up: what one collective combines, and is read in no other layout on its way."""
+    return _Late(graph, rules, assignment, sums).found()
+
+
+def carried_move(move: Combination, op: Op, layout: tuple[int, ...]) -> Combination:
+    """The move that combines what an op carries on, of the one that combines its operand; ``layout`` is the result's."""
+    kind, operator, axes, before, after = move
+    if op.primitive == "transpose":
+        where = {dim: new for new, dim in enumerate(op.params["permutation"])} | {-1: -1}
+        return kind, operator, axes, tuple(where[dim] for dim in before), tuple(where[dim] for dim in after)
+    return move if kind != "all_reduce" else (kind, operator, axes, layout, layout)
+
+
+class _Late:
+    def __init__(self, graph: Graph, rules: Sequence[Rule | None], assignment: Assignment, sums: PartialSums):
+        self.rules, self.assignment, self.sums = rules, assignment, sums
+        self.ops = graph.walk()
+        self.pending: dict[int, Combination] = {}  # per addition the move that combines it
+
+    def found(self) -> Late:
+        values: set[int] = set()
+        loops: dict[int, tuple[int, ...]] = {}
+        for one in self.sums.additions:
+            moves = [self._move(side, way) for side, way in zip(one.sides, one.between, strict=True)]
+            if moves[0] is not None and moves[0] == moves[1] and self._as_it_is(self.ops[one.op]):
+                values.update(*one.between)
+                self.pending[one.op] = moves[0]
+        for one in self.sums.accumulations:
+            move = self._move(one.side, one.between)
+            ways = [self.ops[self.sums.makers[value]] for value in one.carrying if value in self.sums.makers]
+            if move is not None and move[0] == "all_reduce" and all(map(self._as_it_is, ways)):
+                values.update(one.between, one.carrying)
+                loops[one.holder] = move[2]
+        return Late(frozenset(values), frozenset(self.pending), loops)
+
+    def _move(self, side: int, way: tuple[int, ...]) -> Combination | None:
+        """The one move that combines what an addition reads of an op, at the end of the way; None where there is no such one."""
+        move = self.pending.get(side) or self._combined(self.ops[side])
+        for value in reversed(way[:-1]):
+            op = self.ops[self.sums.makers[value]]
+            reshapes = op.primitive not in _FOLLOWERS
+            if move is None or not self._as_it_is(op) or (reshapes and move[0] != "all_reduce"):
+                return None
+            move = carried_move(move, op, self.assignment.layout(value))
+        return move
+
+    def _combined(self, op: Op) -> Combination | None:
+        rule, choice = self.rules[op.index], self.assignment.choice(op.index)
+        if rule is None or len(op.results) != 1 or result_layout(rule, choice, 0) != self.assignment.layout(op.results[0]):
+            return None
+        sizes = self.assignment.mesh.sizes
+        partial = [each for each in reductions(rule, choice) if sizes[each[0]] > 1]
+        moves = tuple(combinations(computed_layout(rule, choice, 0), partial))
+        return moves[0] if len(moves) == 1 and moves[0][1] == "sum" else None
+
+    def _as_it_is(self, op: Op) -> bool:
+        """Whether an op reads and makes everything in the layouts in which it lies."""
+        rule, choice, layout = self.rules[op.index], self.assignment.choice(op.index), self.assignment.layout
+        if rule is None or reductions(rule, choice):
+            return False
+        read = all(operand_layout(rule, choice, k) == layout(value) for k, value in enumerate(op.operands))
+        return read and result_layout(rule, choice, 0) == layout(op.results[0])
 
 
 class _Finder:
@@ -102,39 +207,32 @@ class _Finder:
 
     def addition(self, op: Op) -> Addition | None:
         """An addition with both its sides, where each is made by an op for it alone."""
-        sides, between = zip(*map(self._made, op.operands), strict=True)
-        if None in sides or not all(map(self._adds_beside, between)):
+        (one, first), (other, second) = map(self.made, op.operands)
+        if one is None or other is None or not (self._keeps(first, False) and self._keeps(second, False)):
             return None
-        narrowest = min(self._values[values[-1]].itemsize for values in between)
-        return Addition(op.index, sides, (*between[0], *between[1]), max(1.0, self._values[op.results[0]].itemsize / narrowest))
+        return Addition(op.index, (one, other), (first, second))
 
-    def _adds_beside(self, between: tuple[int, ...]) -> bool:
-        """Whether what is combined, and rearranged on this way, can be added as it is made.
+    def _keeps(self, way: tuple[int, ...], widened: bool) -> bool:
+        """Whether no element changes on a way but to be widened, if it may: what is rounded would be rounded once, not for each part."""
+        sizes = [self._values[value].itemsize for value in reversed(way)]
+        return all(after >= before if widened else after == before for before, after in pairwise(sizes))
 
-        Not where it is rounded before (the sum would be rounded once), nor where it is transposed, but for a product that is plain or whose
-        operands change places: the transpose becomes part of that before anything is partitioned (modules of libtpu 0.0.42).
-        """
-        maker, *rearranging = (self._makers[value] for value in reversed(between))
-        values = self._values
-        if any(values[op.results[0]].itemsize < values[op.operands[0]].itemsize for op in rearranging):
-            return False
-        transposes = [op for op in rearranging if op.primitive == "transpose"]
-        if maker.primitive != "dot_general" or not transposes:
-            return not transposes
-        order = tuple(range(values[maker.results[0]].rank))
-        for op in transposes:
-            order = tuple(order[dim] for dim in op.params["permutation"]) if len(order) == len(op.params["permutation"]) else ()
-        return not any(maker.params["dimension_numbers"][1]) or order == turned(maker, values[maker.operands[0]].rank, len(order))
-
-    def accumulated_in(self, holder: Holder, body: Body) -> list[int]:
-        """The ops whose results a loop does nothing with but add them to a value that it carries along."""
+    def accumulation(self, loop: Op, holder: Holder) -> Accumulation | None:
+        """What a loop does nothing with but add it to a value that it carries along."""
+        body = loop.bodies[0]
         kept = [flow.value for flow in holder.sources if flow.inside]
-        if len(kept) != 1 or body.outputs.count(kept[0]) != 1:
-            return []
-        addition, _ = self._made(kept[0])
-        if addition is None or self._ops[addition].primitive not in _SUMS or self._reader(holder.value) != addition:
-            return []
-        return [maker for maker, _ in map(self._made, self._ops[addition].operands) if maker is not None]
+        if len(kept) != 1 or body.outputs.count(kept[0]) != 1 or not set(holder.views) <= set(loop.results):
+            return None
+        addition, after = self.made(kept[0])
+        entering, reader = self._onwards(holder.value)
+        if addition is None or self._ops[addition].primitive not in _SUMS or reader != addition:
+            return None
+        added = [value for value in self._ops[addition].operands if value != entering[-1]]
+        side, way = self.made(added[0]) if len(added) == 1 else (None, ())
+        if side is None or not self._keeps(way, True) or not self._keeps((*after, *reversed(entering)), True):
+            return None
+        widened = self._values[holder.value].itemsize / self._values[self._ops[side].results[0]].itemsize
+        return Accumulation(holder.value, addition, side, way, (*entering, *after), widened)
 
     def carried(self, value: int) -> list[int]:
         """A value of one reader, and what only carries it to where it is added."""
@@ -143,7 +241,7 @@ class _Finder:
             found.append(op.results[0])
         return found
 
-    def _made(self, value: int) -> tuple[int | None, tuple[int, ...]]:
+    def made(self, value: int) -> tuple[int | None, tuple[int, ...]]:
         """The op that computes a value for one reader, seen through what only rearranges it, and the values on the way."""
         between = []
         while len(self._readers[value]) == 1 and value not in self._returned:
@@ -156,14 +254,15 @@ class _Finder:
             value = op.operands[0]
         return None, ()
 
-    def _reader(self, value: int) -> int | None:
-        """The only reader of a value, seen through what only rearranges it."""
-        while len(self._readers[value]) == 1:
-            op = self._ops[self._readers[value][0]]
+    def _onwards(self, value: int) -> tuple[list[int], int | None]:
+        """A value and what only rearranges it, with the only reader of the last."""
+        way = [value]
+        while len(self._readers[way[-1]]) == 1:
+            op = self._ops[self._readers[way[-1]][0]]
             if not self._rearranges(op):
-                return op.index
-            value = op.results[0]
-        return None
+                return way, op.index
+            way.append(op.results[0])
+        return way, None
 
     def _rearranges(self, op: Op) -> bool:
         """Whether an op changes no element of its first operand; a sum over dimensions of size one does not."""

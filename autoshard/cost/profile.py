@@ -102,10 +102,7 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...], patience: float = math
         patience, calls_libraries: the compiler's (`autoshard.cost.fusion`).
     """
     values = graph.values
-    readers: list[list[int]] = [[] for _ in values]
-    for op in graph.walk():
-        for value in dict.fromkeys((*op.operands, *(flow.value for holder in op.holders for flow in holder.sources))):
-            readers[value].append(op.index)
+    readers = readers_of(graph)
     returned = frozenset(graph.results)
     free = tuple(free_values(graph))
     fusion = fuse(graph, free, patience, calls_libraries)
@@ -238,6 +235,15 @@ def _alike(
         return numbers.setdefault(key, len(numbers))
 
     return tuple(map(number, graph.walk()))
+
+
+def readers_of(graph: Graph) -> list[list[int]]:
+    """Per value the indices of the ops that read it; control flow reads what it hands to its bodies."""
+    found: list[list[int]] = [[] for _ in graph.values]
+    for op in graph.walk():
+        for value in dict.fromkeys((*op.operands, *(flow.value for holder in op.holders for flow in holder.sources))):
+            found[value].append(op.index)
+    return found
 
 
 def free_values(graph: Graph) -> list[bool]:

@@ -27,7 +27,6 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from autoshard.cost.partial_sums import turned
 from autoshard.cost.profile import free_values
 from autoshard.cost.reshard import ReshardPath, path_seconds
 from autoshard.ir import (
@@ -431,6 +430,13 @@ def _given(graph: Graph, plan: _Plan) -> frozenset[int]:
     return frozenset(holder.value for holder in alone if plan.free[holder.sources[0].value])
 
 
+def _turned(product: Op, rank: int, made: int) -> tuple[int, ...]:
+    """The order of a ``dot_general``'s dimensions in which its operands have changed places, by the first one's rank and its own."""
+    (contracted, _), (batch, _) = product.params["dimension_numbers"]
+    first = rank - len(contracted)  # the dimensions of the result that are the batch's and the first operand's
+    return (*range(len(batch)), *range(first, made), *range(len(batch), first))
+
+
 def _late(graph: Graph, plan: _Plan) -> dict[int, tuple[Layout, bool]]:
     """The products, summed over sharded dimensions, that are made turned around: a transpose alone reads them as they are.
 
@@ -449,7 +455,7 @@ def _late(graph: Graph, plan: _Plan) -> dict[int, tuple[Layout, bool]]:
         rule, choice = plan.rules[op.index], plan.assignment.choice(op.index)
         if op.primitive == "dot_general" and rule and reductions(rule, choice) and not exchanges(rule, choice, plan.assignment.mesh.sizes):
             layout, order = computed_layout(rule, choice, 0), tuple(range(len(rule.results[0])))
-            made, before = (order, turned(op, len(rule.operands[0]), len(order))), {}
+            made, before = (order, _turned(op, len(rule.operands[0]), len(order))), {}
         elif op.primitive == "transpose" and rule and op.operands[0] in chains:
             layout, order, made, before = chains[op.operands[0]]
             order = tuple(order[dim] for dim in op.params["permutation"])

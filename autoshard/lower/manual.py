@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -23,8 +23,9 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import PartitionSpec
 
+from autoshard.cost.partial_sums import carried_move, late_sums, partial_sums
 from autoshard.cost.prefetch import Prefetch, prefetches
-from autoshard.cost.profile import free_values
+from autoshard.cost.profile import free_values, readers_of
 from autoshard.cost.reshard import Combination, ReshardPath, Step, combinations, path_seconds
 from autoshard.errors import ShardingError
 from autoshard.ir import (
@@ -93,8 +94,11 @@ def manual_program(
     """
     if (reason := obstacle(graph, mesh)) is not None:
         raise ShardingError(reason)
-    plan = _Plan(graph, rules, assignment, mesh, reshard_path, ops_by_path(graph), _homes(graph), tuple(free_values(graph)))
-    plan = replace(plan, late=_late(plan))
+    sums = partial_sums(graph, readers_of(graph))
+    late = late_sums(graph, rules, assignment, sums)
+    homes, free = _homes(graph), tuple(free_values(graph))
+    plan = _Plan(graph, rules, assignment, mesh, reshard_path, ops_by_path(graph), homes, free, late.values, late.loops)
+    plan = replace(plan, late=late.values | _turned_late(plan))
     leaving = result_layouts(graph, assignment)
 
     captured = list(jaxpr.consts)
@@ -132,8 +136,8 @@ def derived_from(program: Callable[..., list[Any]], other: Callable[[], Callable
     return function
 
 
-def _late(plan: _Plan) -> frozenset[int]:
-    """See `_Plan.late`: products, and transposes of them, that are read once, by a transpose that reads them as they are combined."""
+def _turned_late(plan: _Plan) -> frozenset[int]:
+    """Of `_Plan.late`: products, and transposes of them, that are read once, by a transpose that reads them as they are combined."""
     graph = plan.graph
     readers: dict[int, list[Op | None]] = {value: [None] for value in graph.results}
     for op in graph.walk():
@@ -170,7 +174,9 @@ class _Plan:
         ops: per path of an equation, its op.
         home: per value that shares a holder's layout, the holder's value.
         free: per value, whether it is made of constants alone.
-        late: partial products that a transpose alone reads: they are combined after it, so that XLA makes one product of both.
+        late: what stays partial: products that a transpose alone reads, so that XLA makes one product of both, and sums that are added
+            first (`autoshard.cost.partial_sums`).
+        loops: per value that a scan carries partial, the mesh axes over which it is combined after the loop.
     """
 
     graph: Graph
@@ -182,6 +188,7 @@ class _Plan:
     home: Mapping[int, int]
     free: tuple[bool, ...]
     late: frozenset[int] = frozenset()
+    loops: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def whole(self) -> Layout:
@@ -360,14 +367,12 @@ class _Region(Interpreter):
         plan, value = self.plan, op.results[result]
         at = computed_layout(rule, choice, result)
         moves = tuple(combinations(at, reductions(rule, choice)))
-        if op.operands and op.operands[0] in self.partial:
-            where = {dim: new for new, dim in enumerate(op.params["permutation"])} | {-1: -1}
-            carried = self.partial[op.operands[0]]
-            turned = ((move[:3], *(tuple(where[dim] for dim in layout) for layout in move[3:])) for move in carried)
-            moves = tuple((*move, before, after) for move, before, after in turned)
+        if carried := next((self.partial[operand] for operand in op.operands if operand in self.partial), ()):
+            moves = tuple(carried_move(move, op, at) for move in carried)
             at = moves[0][3]
         if value in plan.late:
-            self.partial[value] = moves
+            if moves:
+                self.partial[value] = moves
             return x
         for kind, operator, axes, before, after in moves:
             if kind == "reduce_scatter":
@@ -376,6 +381,8 @@ class _Region(Interpreter):
                 names, sizes = plan.assignment.mesh.names, plan.assignment.mesh.sizes
                 x = combined(x, operator, tuple(names[axis] for axis in axes if sizes[axis] > 1))
             at = after
+        if moves:  # else XLA may combine a sum of it instead, or widen it first
+            x = lax.optimization_barrier(x)
         return plan.resharded(x, value, at, plan.layout(value))
 
     def _whole(self, op: Op, eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
@@ -406,8 +413,16 @@ class _Region(Interpreter):
         layouts = self.plan.flows(op).operands
         entering = [self.read(x, value, layout) for x, value, layout in zip(operands, op.operands, layouts, strict=True)]
         plan = self.plan
+        partial = {k: plan.loops[value] for k, value in enumerate(op.bodies[0].inputs) if value in plan.loops}
+        started = {k: entering[k] for k in partial}
+        entering = [jnp.zeros_like(x) if k in partial else x for k, x in enumerate(entering)]
         found = prefetches(plan.graph, plan.rules, plan.assignment, op, plan.reshard_path)
-        return self._ahead(op, eqn, entering, found) if found else self.rebound(op, eqn, entering)
+        results = self._ahead(op, eqn, entering, found) if found else self.rebound(op, eqn, entering)
+        for k, axes in partial.items():
+            names = tuple(plan.assignment.mesh.names[axis] for axis in axes)
+            summed = lax.optimization_barrier(combined(results[k - op.params["num_consts"]], "sum", names))
+            results[k - op.params["num_consts"]] = started[k] + summed
+        return results
 
     def _ahead(self, op: Op, eqn: JaxprEqn, entering: Sequence[Any], found: Sequence[Prefetch]) -> list[Any]:
         """The results of a scan in which each trip gathers for the next one."""
