@@ -7,7 +7,7 @@ Between two values in memory everything is arithmetic in registers. What ends a 
 - *Pieces*: what is put together for a convolution lies in memory; the convolution puts it together as it reads it.
 - *Epilogues*: what is done to a product's every element before anything else reads it is done by the product's own kernel; the value
   where its readers part lies in memory instead (a bias is added, a residual too; scores in float32 before a softmax). Where all that
-  is done is to widen it, its readers do.
+  is done is to widen it, its readers do. What a reduction alone reads is reduced there, and lies nowhere.
 - *Recomputation*: any other elementwise value is computed by each of its readers again where that moves less memory than keeping it:
   of ``s`` times its bytes and ``r`` reading kernels, ``s * r < s + 1 + r``. So a softmax is computed again from its scores, and a
   normalised activation from the activation; a sum of three is kept, and bfloat16 made of float32 scores and their gradient.
@@ -376,11 +376,23 @@ class _Fuser:
                 if self.stored[made]:
                     break
         only = self.readers[found]
+        if self._is_reduced_only(found):
+            for value in inside:  # as far as it was followed
+                self.stored[value], self.absorbed[value] = False, True
+            return
         if found == start or (len(only) == 1 and is_matrix(only[0].primitive) and not self.stored[found]):
             return  # the one product that reads it does the work itself
         for value in inside[:covered]:
             self.stored[value] = value == found
             self.absorbed[value] = True
+
+    def _is_reduced_only(self, value: int) -> bool:
+        """Whether one reduction alone reads a value, widened perhaps: it reduces what a product makes as it is made."""
+        shape = self.values[value].shape
+        while len(only := self.readers[value]) == 1 and only[0].primitive == "convert_element_type":
+            value = self._find(only[0].results[0])
+        reduces = len(only) == 1 and only[0].primitive in REDUCTIONS
+        return reduces and self.values[only[0].operands[0]].shape == shape and self.values[only[0].results[0]].rank > 0
 
     # -- kernels -------------------------------------------------------------------------------------------------------------
 
