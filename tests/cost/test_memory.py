@@ -258,7 +258,7 @@ def test_sums_that_nothing_waits_for_are_made_beside_gathers_of_weights():
             x = jnp.tanh(x * scale) @ w
         return x.sum()
 
-    facts = facts_of(jax.grad(loss), [(floats(256), floats(256, 256))] * 6, floats(1024, 256))
+    facts = facts_of(jax.grad(loss, (0, 1)), [(floats(256), floats(256, 256))] * 6, floats(1024, 256))
     times = facts.lifetimes
     ((sums, products),) = facts.unawaited
     assert [facts.graph.values[op.results[0]].shape for op in sums] == [(256,)] * 6
@@ -547,3 +547,21 @@ def test_scattered_gradients_wait_for_each_other(sent, alive):
     assert (sent in {collective.kind for collective in found.cost.collectives}) and found.in_specs[0]["tables"][0] == P(None, "data")
     table = 2_000_000 * 128 * 4 / 8
     assert found.cost.peak_bytes / table == pytest.approx(4 + alive, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("read", "lies"),
+    [
+        (lambda y: jnp.max(y, -1), False),
+        (lambda y: jnp.argmin(jnp.abs(y), -1), False),
+        (lambda y: jnp.sum(y.astype(jnp.float32), 0), False),
+        (lambda y: (jnp.max(y, -1), jnp.sum(y, -1)), True),
+        (lambda y: jnp.sum(y.reshape(1024, 8, 64), -1), True),
+    ],
+)
+def test_a_product_that_one_reduction_alone_reads_lies_nowhere(read, lies):
+    """XLA:TPU reduces it as it is made, whatever it is reduced to (libtpu 0.0.42); of two reductions, or of groups, it is stored."""
+    inputs = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1024, 256), (256, 512)))
+    facts = facts_of(lambda x, w: read(x @ w), *inputs)
+    product = next(op for op in facts.graph.walk() if op.primitive == "dot_general")
+    assert any(facts.fusion.stored[facts.fusion.root[value]] for value in product.results) == lies
