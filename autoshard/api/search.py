@@ -25,9 +25,11 @@ from autoshard.cluster import Cluster
 from autoshard.cost.evaluate import evaluate as judged
 from autoshard.cost.evaluate import recomputation
 from autoshard.cost.model import CostModel
+from autoshard.cost.partial_sums import late_sums
 from autoshard.cost.prefetch import candidates, scans
 from autoshard.cost.profile import Profile, profile
 from autoshard.cost.rematerialisation import GOAL
+from autoshard.cost.windows import Window, Windows
 from autoshard.errors import InfeasibleError, ShardingError
 from autoshard.ir import Graph, Mesh, check_divides, spec_to_layout
 from autoshard.ir.naming import matching
@@ -51,6 +53,9 @@ MOST_AXES = 3  # of meshes that are searched
 # Of the memory that a compiler leaves a program, what is kept for predictions that are too low, where something fits without it. Of 18
 # programs on v5e and v5p as large as this allows, or XLA:TPU, one needs more than 2 % above its predicted peak (libtpu 0.0.42).
 RESERVE = 0.02
+LEAST_HIDDEN = 0.5  # of a block's permute that its product takes; below it a ring of small kernels hides little of what it sends
+WINDOW_GAIN = 1e-3  # of the makespan, for which alike products are windowed
+MOST_WINDOWS = 24  # groups of alike products that are tried: those that send longest
 AHEAD_GAIN = 1e-3  # of the makespan, for which a scan gathers a trip ahead: below it is rounding
 SEARCHING = 0.5  # of the progress of a search that is confirmed
 
@@ -222,7 +227,9 @@ class Prepared:
 
     def strategy(self, mesh: Mesh, solution: Solution, searcher: Searcher) -> Strategy:
         """The strategy of a solution on a mesh."""
-        solution = _recomputing(self.facts, self.cluster, mesh, _gathering_ahead(self.facts, self.cluster, mesh, solution, self.limit))
+        for overlapped in (_gathering_ahead, _windowed):
+            solution = overlapped(self.facts, self.cluster, mesh, solution, self.limit)
+        solution = _recomputing(self.facts, self.cluster, mesh, solution)
         pins = {"pins": len(pinned)} if (pinned := _resolve(self.pins, self.traced.graph, mesh)) else {}
         solution = replace(solution, stats={**self.seconds, "meshes": len(self.meshes), **solution.stats, **pins})
         notes = [*without_rules(self.facts), *lowered_otherwise(self.facts.graph, mesh), *whole(self.facts, solution.assignment)]
@@ -239,6 +246,35 @@ def _gathering_ahead(facts: Profile, cluster: Cluster, mesh: Mesh, solution: Sol
         if found:
             tried = judged(facts, model, replace(now.assignment, ahead={**now.assignment.ahead, **found}))
             faster = tried.cost.makespan_seconds < now.cost.makespan_seconds * (1 - AHEAD_GAIN)
+            if faster and tried.cost.peak_bytes <= max(limit, now.cost.peak_bytes):
+                solution = replace(solution, judgement=tried)
+    return solution
+
+
+def _windowed(facts: Profile, cluster: Cluster, mesh: Mesh, solution: Solution, limit: float) -> Solution:
+    """The solution with the products windowed that are predicted to be faster so, alike ones together, those that send longest first."""
+    if not cluster.windows:
+        return solution
+    model, assignment = CostModel(cluster, mesh), solution.judgement.assignment
+    late = late_sums(facts.graph, facts.rules, assignment, facts.sums).values
+    groups: dict[tuple, list[Window]] = {}
+    for window in Windows(facts.graph, facts.rules, assignment, model.reshard_paths(facts.graph.values), facts.readers, late).all():
+        step = model.window_step(facts.graph.values[window.value], window)
+        hides = model.window_seconds(facts, window.op, assignment.choice(window.op.index), window) > LEAST_HIDDEN * step.seconds
+        if hides and window.step.kind not in cluster.asynchronous:  # else the compiler hides it behind whatever else there is
+            key = facts.alike[window.op.index], assignment.choice(window.op.index), window.operand, window.step
+            groups.setdefault(key, []).append(window)
+
+    def sending(group: list[Window]) -> float:
+        each = model.window_step(facts.graph.values[group[0].value], group[0])
+        return -each.seconds * (group[0].blocks - 1) * sum(window.op.trips for window in group)
+
+    for group in sorted(groups.values(), key=sending)[:MOST_WINDOWS]:
+        now = solution.judgement
+        found = {window.op.index: window.operand for window in group if window.op.index not in now.assignment.windows}
+        if found and -sending(group) > WINDOW_GAIN * now.cost.makespan_seconds:
+            tried = judged(facts, model, replace(now.assignment, windows={**now.assignment.windows, **found}))
+            faster = tried.cost.makespan_seconds < now.cost.makespan_seconds * (1 - WINDOW_GAIN)
             if faster and tried.cost.peak_bytes <= max(limit, now.cost.peak_bytes):
                 solution = replace(solution, judgement=tried)
     return solution

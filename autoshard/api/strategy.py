@@ -306,6 +306,7 @@ def record_of(
         layouts={value: layout for value, layout in assignment.layouts.items() if layout != nowhere},
         copies=dict(assignment.copies),
         ahead=dict(assignment.ahead),
+        windows=dict(assignment.windows),
         cost=solution.judgement.cost,
         searcher=SearcherRecord(searcher.name, _options(searcher)),
         lower_bound_seconds=solution.lower_bound_seconds,

@@ -29,6 +29,7 @@ from autoshard.cost.record import Cost, Recomputation
 from autoshard.cost.rematerialisation import GOAL, recomputed
 from autoshard.cost.reshard import Step, path_seconds
 from autoshard.cost.schedule import BOTH, CARRIED, COMPUTE, PRODUCT, WIRES, Tasks, schedule
+from autoshard.cost.windows import RESULT, Window, Windows
 from autoshard.ir import Assignment, Choice, Collective, Flow, Layout, Op, served_from, shards, shift_layout, view_of
 
 Cause = Callable[[Blame, Step], str]
@@ -108,6 +109,10 @@ class _Judge:
         self.streams = dict.fromkeys(model.cluster.asynchronous, WIRES) | dict.fromkeys(model.cluster.carried, CARRIED)
         self.fuses = bool(self.streams) and not model.cluster.widens  # kernels that are known have one task each as it is
         self.late = late_sums(profile.graph, profile.rules, assignment, profile.sums)
+        paths = model.reshard_paths(profile.graph.values)
+        self.windows: dict[int, Window] = {}
+        if assignment.windows:
+            self.windows = Windows(profile.graph, profile.rules, assignment, paths, profile.readers, self.late.values).assigned()
         self.additions = {each.op: each for each in profile.sums.additions if each.op in self.late.additions}
         self.compute = self.communication = self.saved = self.exposed = self.flops = 0.0
         self.region = _Region(1)
@@ -287,8 +292,13 @@ class _Judge:
         choice = self.assignment.choice(op.index)
         cost = self.model.op_cost(profile, op, choice)
         makers, settled, layouts = self.makers, profile.settled, self.assignment.layouts
+        window = self.windows.get(op.index)
         found = set()
         for value, target in zip(op.operands, cost.operands, strict=True):
+            if window is not None and window.operand != RESULT and value == window.value:
+                if (maker := makers.get(value)) is not None:
+                    found.add(maker)
+                continue
             if settled[value] or layouts.get(value, self.whole) == target:
                 maker = makers.get(value)
             else:
@@ -303,9 +313,16 @@ class _Judge:
                 self._made(op, maker)
             return
         needs, first = self._needs(found), len(self.region.tasks.seconds)
+        if window is not None:
+            self.flops += op.trips * cost.flops
+            done = self._windowed(op, cost, window, needs)
+            if window.operand == RESULT or not cost.combines:
+                self._made(op, self._join(done))
+                return
+            needs = done
         if cost.exchange:
             needs = self._exchange(op, cost, needs, partial(_exchanged, op, choice))
-        if cost.seconds:
+        if cost.seconds and window is None:
             self.flops += op.trips * cost.flops
             needs = self._compute(cost.seconds, op.trips, needs, PRODUCT if is_matrix(op.primitive) else COMPUTE)
         if not cost.combines:
@@ -324,6 +341,39 @@ class _Judge:
                     if self.sent[self.region.sent[task]].step.trips > 1 and value not in self.late.values:
                         self._combine_each_trip(self.region, task)
             makers[value] = self._join(done)
+
+    def _windowed(self, op: Op, cost: OpCost, window: Window, needs: set[int]) -> set[int]:
+        """A product's blocks, and the permutes between them; the objective keeps what the product and its collective cost apart."""
+        value, choice = self.graph.values[window.value], self.assignment.choice(op.index)
+        before = self.compute + self.communication
+        step, seconds = self.model.window_step(value, window), self.model.window_seconds(self.profile, op, choice, window)
+
+        def product(waits: set[int]) -> set[int]:
+            return self._compute(seconds, op.trips, waits, PRODUCT)
+
+        def sent(waits: set[int]) -> set[int]:
+            return self._communicate((step,), waits, op.trips, op, (window.value,), partial(_round, window))
+
+        if window.operand == RESULT:
+            ways = [needs] * window.halves
+            for number in range(window.blocks):
+                ways = [product(needs | sent(way)) if number else product(needs) for way in ways]
+            done = set().union(*ways)
+            replaced = path_seconds(cost.combinations[0])
+        else:
+            done, arriving = product(needs), [needs, needs]
+            for number in range(1, window.blocks):  # from both sides, the nearest first
+                arriving[number % 2] = sent(arriving[number % 2])
+                done = product(done | arriving[number % 2])
+            path = self.model.reshard_path(value, window.step.source, window.step.target)
+            stored = 0.0 if self.profile.portable[window.value] else self.model.storing_seconds(value, path[0].source, path[0].target)
+            replaced = path_seconds(path) + stored
+            nbytes = step.nbytes * min(window.blocks, 3)  # the next one on either side
+            self.copies[window.value, window.step.target] = Copy(nbytes, op.index, op.index)
+        apart = self.model.unfused_seconds(self.profile, op, choice, window)
+        done = self._compute(apart, op.trips, done) if apart else done
+        self.saved += (replaced + cost.seconds) * op.trips - (self.compute + self.communication - before)
+        return done
 
     def _made(self, op: Op, maker: _Maker | None) -> None:
         """All results of an op are there when one task is done."""
@@ -501,6 +551,11 @@ def _with_readers(tasks: Tasks, fused: Iterable[int]) -> None:
 
 def _held(op: Op, blame: Blame, step: Step) -> str:
     return f"the body of {op.primitive} has it so"
+
+
+def _round(window: Window, blame: Blame, step: Step) -> str:
+    what = "partial results are added and handed on" if window.operand == RESULT else "blocks go round"
+    return f"{what} while the product of others is computed"
 
 
 def _ahead(value: int, before: Layout, after: Layout, blame: Blame, step: Step) -> str:

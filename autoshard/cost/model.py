@@ -20,7 +20,8 @@ from autoshard.cost.memory import FAST_MEMORY_BYTES
 from autoshard.cost.profile import Profile, is_view
 from autoshard.cost.reshard import Reshards, Step, reduction_steps
 from autoshard.cost.tiles import padding
-from autoshard.cost.traffic import Traffic
+from autoshard.cost.traffic import WIDE, WINDOW_BYTES, Traffic
+from autoshard.cost.windows import RESULT, Window
 from autoshard.ir import (
     Choice,
     Layout,
@@ -169,23 +170,62 @@ class CostModel:
     def _split(self, choice: Choice) -> int:
         return math.prod(size for (factor, _), size in zip(choice, self.mesh.sizes, strict=True) if factor >= 0)
 
-    def op_seconds(self, profile: Profile, op: Op, choice: Choice) -> float:
-        """The seconds a device computes for one execution of an op, communication excluded."""
+    def op_seconds(self, profile: Profile, op: Op, choice: Choice, block: tuple[int, int] = (-1, 1)) -> float:
+        """The seconds a device computes for one execution of an op, communication excluded.
+
+        Args:
+            block: a factor, and into how many blocks a device splits that: one of them is computed (a windowed product's).
+        """
         traffic = self._traffic(profile, op)
         if op.bodies or (is_view(op) and not traffic.starts):
             return 0.0
         rule = profile.rules[op.index]
         values = profile.graph.values
         touched = dict.fromkeys(tensor for tensor, _ in (*traffic.tensors, *traffic.passes))
-        nbytes = self._moved(op, traffic, {tensor: self._parts(profile, op, choice, tensor) for tensor in touched})
-        flops = self.op_flops(profile, op, choice)
+        nbytes = self._moved(op, traffic, {tensor: self._parts(profile, op, choice, tensor, block) for tensor in touched})
+        flops = self.op_flops(profile, op, choice) / block[1]
         dtype = _dtype(op, values)
         if is_matrix(op.primitive) and rule is not None:
-            batch, m, n, k = _matrix_sizes(rule, choice, self.mesh.sizes, flops, self.cluster.widens)
+            batch, m, n, k = _matrix_sizes(rule, choice, self.mesh.sizes, flops, self.cluster.widens, block)
             seconds = self._roofline.dot_seconds(batch, m, n, k, dtype, nbytes, traffic.starts)
         else:
             seconds = self._roofline.seconds(False, flops, dtype, nbytes, traffic.starts)
         return float(seconds) + (self._seconds_before(profile, op, choice, traffic) if traffic.sent or traffic.before else 0.0)
+
+    def window_step(self, value: Value, window: Window) -> Step:
+        """One of the permutes of a windowed product."""
+        step = window.step
+        layout = step.target if window.operand == RESULT else step.source
+        nbytes = value.nbytes / shards(layout, self.mesh.sizes) / window.halves
+        seconds = float(self.communication.seconds("collective_permute", nbytes, step.axes))
+        return Step("collective_permute", step.axes, layout, layout, nbytes, seconds)
+
+    def window_seconds(self, profile: Profile, op: Op, choice: Choice, window: Window) -> float:
+        """The seconds of one of a windowed product's kernels; where blocks are added up, of the kernel that adds one, too."""
+        rule, blocks = profile.rules[op.index], window.blocks * window.halves
+        assert rule is not None, "a window's product has a rule"
+        made = profile.graph.values[op.results[0]]
+        adds = window.operand == RESULT or not any(window.factor in dim for dim in rule.results[0])
+        passed = (WIDE if made.itemsize < WIDE else 0) + WINDOW_BYTES if self.cluster.widens else 0
+        added = made.size / shards(window.made, self.mesh.sizes) / window.halves * (3 * made.itemsize + passed) if adds else 0.0
+        return self.op_seconds(profile, op, choice, (window.factor, blocks)) + added * self._byte_seconds
+
+    def unfused_seconds(self, profile: Profile, op: Op, choice: Choice, window: Window) -> float:
+        """The seconds of kernels that do what a plain product's own kernel would have done as it reads an operand, and makes its result.
+
+        Each block's kernel would read the other operand so; the result is not there before the last block is.
+        """
+        rule = profile.rules[op.index]
+        assert rule is not None, "a window's product has a rule"
+        read = {value: operand_layout(rule, choice, k) for k, value in enumerate(op.operands) if k != window.operand}
+        seconds = 0.0
+        for value, layout in (read | {op.results[0]: window.made}).items():
+            if not (profile.fusion.materialised[value] or profile.free[value]):
+                tensor = profile.graph.values[value]
+                moved = 2 * tensor.itemsize + (WIDE if self.cluster.widens and tensor.itemsize < WIDE else 0)
+                seconds += moved * tensor.size / shards(layout, self.mesh.sizes) * self._byte_seconds
+                seconds += self.cluster.device.kernel_overhead_seconds
+        return seconds
 
     def _seconds_before(self, profile: Profile, op: Op, choice: Choice, traffic: Traffic) -> float:
         """The seconds of other kernels that make the op's operands ready, of those whose parts shards send because they do."""
@@ -206,7 +246,7 @@ class CostModel:
         near = NEAR_SHARE * FAST_MEMORY_BYTES.get(self.cluster.device.name, 0.0) if is_matrix(op.primitive) else 0.0
         return passed + sum(moved for moved in each if moved > near)
 
-    def _parts(self, profile: Profile, op: Op, choice: Choice, tensor: int) -> float:
+    def _parts(self, profile: Profile, op: Op, choice: Choice, tensor: int, block: tuple[int, int] = (-1, 1)) -> float:
         """Into how many parts an op's tensor is split, operands counted first; fewer by what tiles pad in a program with convolutions."""
         rule = profile.rules[op.index]
         result = tensor - len(op.operands)
@@ -215,6 +255,8 @@ class CostModel:
         else:
             layout = operand_layout(rule, choice, tensor) if result < 0 else computed_layout(rule, choice, result)
         count = shards(layout, self.mesh.sizes)
+        if rule is not None and any(block[0] in dim for dim in (*rule.operands, *rule.results)[tensor]):
+            count *= block[1]
         value = op.operands[tensor] if result < 0 else op.results[result]
         minor = profile.fusion.minor[value]
         if minor is None or not self.cluster.widens:
@@ -289,7 +331,7 @@ def _dtype(op: Op, values: tuple[Value, ...]) -> str:
 
 
 def _matrix_sizes(
-    rule: Rule, choice: Choice, sizes: tuple[int, ...], flops: float, windows_apart: bool
+    rule: Rule, choice: Choice, sizes: tuple[int, ...], flops: float, windows_apart: bool, block: tuple[int, int]
 ) -> tuple[float, float, float, float]:
     """The local matrix product of a contraction: batch, rows, columns, depth.
 
@@ -300,8 +342,9 @@ def _matrix_sizes(
     Args:
         windows_apart: whether a convolution is a product for each position of its kernel, as XLA:TPU's are but where their features
             are fewer than a tile's rows: 3 x 3 convolutions of 28 x 28 images to 128 features take the same for 8 features as for 64.
+        block: as for `CostModel.op_seconds`.
     """
-    local = [float(factor.size) for factor in rule.factors]
+    local = [factor.size / (block[1] if number == block[0] else 1) for number, factor in enumerate(rule.factors)]
     for (factor, _), size in zip(choice, sizes, strict=True):
         if factor >= 0:
             local[factor] /= size

@@ -29,6 +29,7 @@ class Assignment:
         layouts: per value number the layout it is materialised in; absent means replicated or left alone.
         copies: per value number a second layout that its readers share, made once from the first.
         ahead: per value number the layout in which a scan gathers it one trip ahead (`autoshard.cost.prefetch`).
+        windows: per op index of a windowed product the operand whose blocks go round, or -1 for its result (`autoshard.cost.windows`).
     """
 
     mesh: Mesh
@@ -36,6 +37,7 @@ class Assignment:
     layouts: Mapping[int, Layout]
     copies: Mapping[int, Layout] = field(default_factory=dict)
     ahead: Mapping[int, Layout] = field(default_factory=dict)
+    windows: Mapping[int, int] = field(default_factory=dict)
 
     def layout(self, value: int) -> Layout:
         """The materialised layout of a value."""

@@ -27,6 +27,7 @@ from autoshard.cost.partial_sums import carried_move, late_sums, partial_sums
 from autoshard.cost.prefetch import Prefetch, prefetches
 from autoshard.cost.profile import free_values, readers_of
 from autoshard.cost.reshard import Combination, ReshardPath, Step, combinations, path_seconds
+from autoshard.cost.windows import Window, Windows
 from autoshard.errors import ShardingError
 from autoshard.ir import (
     VIEWS,
@@ -54,6 +55,7 @@ from autoshard.lower.interpret import Interpreter, Path, bind_unplaced, ops_by_p
 from autoshard.lower.mesh import to_named_sharding
 from autoshard.lower.nested import Inside, Mesh, axes_of, renamed
 from autoshard.lower.shards import Sharded
+from autoshard.lower.windows import windowed
 from autoshard.rules import registered, same_on_shards
 from autoshard.trace.structure import opened, types_of
 
@@ -94,10 +96,11 @@ def manual_program(
     """
     if (reason := obstacle(graph, mesh)) is not None:
         raise ShardingError(reason)
-    sums = partial_sums(graph, readers_of(graph))
-    late = late_sums(graph, rules, assignment, sums)
+    readers = readers_of(graph)
+    late = late_sums(graph, rules, assignment, partial_sums(graph, readers))
+    windows = Windows(graph, rules, assignment, reshard_path, readers, late.values).assigned()
     homes, free = _homes(graph), tuple(free_values(graph))
-    plan = _Plan(graph, rules, assignment, mesh, reshard_path, ops_by_path(graph), homes, free, late.values, late.loops)
+    plan = _Plan(graph, rules, assignment, mesh, reshard_path, ops_by_path(graph), homes, free, late.values, late.loops, windows)
     plan = replace(plan, late=late.values | _turned_late(plan))
     leaving = result_layouts(graph, assignment)
 
@@ -177,6 +180,7 @@ class _Plan:
         late: what stays partial: products that a transpose alone reads, so that XLA makes one product of both, and sums that are added
             first (`autoshard.cost.partial_sums`).
         loops: per value that a scan carries partial, the mesh axes over which it is combined after the loop.
+        windows: per op of a windowed product what goes round.
     """
 
     graph: Graph
@@ -189,6 +193,7 @@ class _Plan:
     free: tuple[bool, ...]
     late: frozenset[int] = frozenset()
     loops: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    windows: Mapping[int, Window] = field(default_factory=dict)
 
     @property
     def whole(self) -> Layout:
@@ -333,10 +338,17 @@ class _Region(Interpreter):
         choice = plan.assignment.choice(op.index)
         if rule is None or not self._runs_on_shards(op, eqn, rule, choice):
             return self._whole(op, eqn, operands)
-        read = [
-            self.read(x, value, operand_layout(rule, choice, k)) for k, (x, value) in enumerate(zip(operands, op.operands, strict=True))
-        ]
-        if op.primitive in PLACED_ALREADY:
+        window = plan.windows.get(op.index)
+        layouts = [operand_layout(rule, choice, k) for k in range(len(operands))]
+        if window is not None and window.operand >= 0:
+            layouts[window.operand] = window.step.source
+        read = [self.read(x, value, layout) for x, value, layout in zip(operands, op.operands, layouts, strict=True)]
+        if window is not None:
+            made = windowed(lambda *parts: bind_unplaced(eqn, parts)[0], read, window, rule, plan.assignment.mesh)
+            if window.operand < 0:
+                return [plan.resharded(made, op.results[0], window.step.target, plan.layout(op.results[0]))]
+            results = [made]
+        elif op.primitive in PLACED_ALREADY:
             results = read
         else:
             results = self._sharded(op, eqn, choice).computed(read)

@@ -33,6 +33,9 @@ def check_program(record: Record, graph: Graph, rules: Sequence[Rule | None]) ->
                 raise _unfit(
                     record, f"the {kind} {list(layout)} of value {value} shards more dimensions than the value's {graph.values[value].rank}"
                 )
+    for index in record.windows:
+        if (op := graph.walk()[index]).primitive != "dot_general":
+            raise _unfit(record, f"op {index}, {op.primitive} at {op.origin}, is no matrix product and has a window")
     for index, choice in record.choices.items():
         rule = rules[index]
         if all(factor < 0 for factor, _ in choice):

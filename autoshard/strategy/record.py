@@ -179,6 +179,7 @@ class Record:
         provenance: where it comes from.
         confirmation: which compiler or devices confirmed it, and what they say; None where none was asked.
         ahead: per value number the layout in which a scan gathers it one trip ahead.
+        windows: per op index of a windowed product the operand whose blocks go round, or -1 for its result.
     """
 
     name: str
@@ -201,6 +202,7 @@ class Record:
     provenance: Provenance = Provenance()
     confirmation: Confirmation | None = None
     ahead: Mapping[int, Layout] = field(default_factory=dict)
+    windows: Mapping[int, int] = field(default_factory=dict)
 
     def __post_init__(self):
         for name in ("cluster", "argument_structure", "result_structure", "stats"):
@@ -209,7 +211,7 @@ class Record:
     @property
     def assignment(self) -> Assignment:
         """The layouts and choices; `check_program` says whether they fit a graph."""
-        return Assignment(self.mesh, self.choices, self.layouts, self.copies, self.ahead)
+        return Assignment(self.mesh, self.choices, self.layouts, self.copies, self.ahead, self.windows)
 
     @property
     def gap(self) -> float:

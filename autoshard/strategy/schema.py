@@ -1,8 +1,8 @@
 """The file's schema: each part of a record next to how it is written as JSON values and how it is read and checked.
 
-Numbered parts (choices, layouts, copies, ahead) are lists of pairs ``[number, entry]`` with ascending numbers. A choice is an object with
-the mesh axes that split something: ``{"data": 0, "model": [2, 1]}`` splits factor 0 over ``data``, and factor 2 over ``model`` with its
-partial results scattered onto dimension 1.
+Numbered parts (choices, layouts, copies, ahead, windows) are lists of pairs ``[number, entry]`` with ascending numbers. A choice is an
+object with the mesh axes that split something: ``{"data": 0, "model": [2, 1]}`` splits factor 0 over ``data``, and factor 2 over ``model``
+with its partial results scattered onto dimension 1.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ def encode(record: Record) -> dict[str, Any]:
             "layouts": sorted(record.layouts.items()),
             "copies": sorted(record.copies.items()),
             **({"ahead": sorted(record.ahead.items())} if record.ahead else {}),
+            **({"windows": sorted(record.windows.items())} if record.windows else {}),
         }
     )
 
@@ -80,7 +81,7 @@ def decode(document: Node) -> Record:
     version = dict(document.members()).get("schema", Node(None, "schema"))
     if version.value != SCHEMA or isinstance(version.value, bool):
         raise version.error(f"schema {SCHEMA}, the one that this version of autoshard reads")
-    optional = [name for name in ("placement", "confirmation", "ahead") if name in dict(document.members())]
+    optional = [name for name in ("placement", "confirmation", "ahead", "windows") if name in dict(document.members())]
     part = document.fields(
         *optional,
         *("schema", "name", "program", "mesh", "searcher", "provenance", "cluster", "lower_bound_seconds", "cost", "stats"),
@@ -112,6 +113,7 @@ def decode(document: Node) -> Record:
         provenance=_provenance(part["provenance"]),
         confirmation=_confirmation(part["confirmation"]) if "confirmation" in part else None,
         ahead=_numbered(part["ahead"], program.n_values, lambda node: _layout(node, mesh)) if "ahead" in part else {},
+        windows=_numbered(part["windows"], program.n_ops, lambda node: node.integer(-1, 1)) if "windows" in part else {},
     )
 
 

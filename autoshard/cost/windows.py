@@ -1,0 +1,146 @@
+"""Windowed matrix products: blocks go round a ring of devices while each multiplies the one it has.
+
+A product of a gathered operand waits for an all_gather, and a product whose partial results are scattered is waited for by a
+reduce_scatter. In a window (Wang et al., Overlap Communication with Dependent Computation via Decomposition, ASPLOS 2023) neither is sent
+as one: of ``n`` devices each multiplies its own block first, while its neighbours' blocks arrive by collective_permutes, and so on; or
+adds its part of a block to what arrives for it, and hands that on. What is sent is as much, it lies nowhere whole, and all but the first
+block's way hides behind products, whatever else there is to compute. It costs ``n`` smaller kernels for one large one, and a permute's
+launch for each block.
+
+What may go round: an operand that this product alone reads so, and that one all_gather brings; a result that one reduce_scatter combines.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from autoshard.cost.reshard import ReshardPath, Step, combinations
+from autoshard.ir import VIEWS, Assignment, Graph, Layout, Op, Rule, computed_layout, operand_layout, reductions, result_layout
+
+MOST_BLOCKS = 16  # each is a kernel of its own in the compiled program
+RESULT = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What goes round for a product.
+
+    Attributes:
+        op: the product.
+        operand: the position of the operand whose blocks go round; `RESULT` where partial results do.
+        step: the collective that is not made.
+        dim: the dimension of that operand, or of the result, that the blocks are parts of.
+        factor: the rule's factor that this is.
+        blocks: how many there are: the devices of the ring.
+        made: the layout in which the product is left: of partial results that which they are scattered to.
+    """
+
+    op: Op
+    operand: int
+    step: Step
+    dim: int
+    factor: int
+    blocks: int
+    made: Layout
+
+    @property
+    def value(self) -> int:
+        """The number of the value whose blocks go round."""
+        return self.op.results[0] if self.operand == RESULT else self.op.operands[self.operand]
+
+    @property
+    def halves(self) -> int:
+        """Into how many parts a block of partial results is split: two go round in opposite directions, if there are two."""
+        return 2 if self.operand == RESULT and self.blocks > 2 else 1
+
+
+class Windows:
+    """The windows that a program's products can have under an assignment.
+
+    Args:
+        readers: per value the indices of the ops that read it.
+        late: values that stay partial (`autoshard.cost.partial_sums`).
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        rules: Sequence[Rule | None],
+        assignment: Assignment,
+        path: ReshardPath,
+        readers: Sequence[Sequence[int]],
+        late: frozenset[int],
+    ):
+        self.graph, self.rules, self.assignment, self.path, self.readers, self.late = graph, rules, assignment, path, readers, late
+
+    def assigned(self) -> dict[int, Window]:
+        """Those that the assignment has, by their ops."""
+        found = {}
+        for index, operand in self.assignment.windows.items():
+            if (window := self.window(self.graph.walk()[index], operand)) is not None:
+                found[index] = window
+        return found
+
+    def all(self) -> Iterator[Window]:
+        """All that there can be, in program order."""
+        for op in self.graph.walk():
+            if op.primitive == "dot_general":
+                yield from (window for operand in (RESULT, 0, 1) if (window := self.window(op, operand)) is not None)
+
+    def window(self, op: Op, operand: int) -> Window | None:
+        """The window of a product's operand, or of its result; None where it can have none."""
+        rule = self.rules[op.index]
+        if op.primitive != "dot_general" or rule is None or len(set(op.operands)) < 2:
+            return None
+        step = self._scattered(op, rule) if operand == RESULT else self._gathered(op, rule, operand)
+        if step is None:
+            return None
+        (dim,) = {(step.target if operand == RESULT else step.source)[axis] for axis in step.axes}
+        factors = (rule.results[0] if operand == RESULT else rule.operands[operand])[dim]
+        blocks = math.prod(self.assignment.mesh.sizes[axis] for axis in step.axes)
+        made = step.target if operand == RESULT else computed_layout(rule, self.assignment.choice(op.index), 0)
+        window = Window(op, operand, step, dim, factors[0], blocks, made)
+        local = rule.factors[factors[0]].size / self._split(op, factors[0]) / blocks
+        if len(factors) != 1 or not 2 <= blocks <= MOST_BLOCKS or local % window.halves or local < window.halves:
+            return None
+        return window
+
+    def _split(self, op: Op, factor: int) -> int:
+        return math.prod(n for (f, _), n in zip(self.assignment.choice(op.index), self.assignment.mesh.sizes, strict=True) if f == factor)
+
+    def _gathered(self, op: Op, rule: Rule, operand: int) -> Step | None:
+        """The one all_gather that brings an operand to this op alone."""
+        value, own = op.operands[operand], self.assignment.layout(op.operands[operand])
+        target = operand_layout(rule, self.assignment.choice(op.index), operand)
+        if own == target or self.assignment.copies.get(value, target) != target or value in self.assignment.ahead:
+            return None
+        only_own = value in self.assignment.copies  # from which others would be made
+        if any(self._reads(self.graph.walk()[reader], value, target, only_own) for reader in self.readers[value] if reader != op.index):
+            return None
+        steps = self.path(value, own, target)
+        return steps[0] if len(steps) == 1 and steps[0].kind == "all_gather" and steps[0].nbytes else None
+
+    def _reads(self, op: Op, value: int, target: Layout, only_own: bool) -> bool:
+        """Whether an op may read a value in a layout, or in any but its own, or make a view of what is there so."""
+        rule, own = self.rules[op.index], self.assignment.layout(value)
+        if op.bodies or rule is None or op.primitive in VIEWS:
+            return True
+        choice = self.assignment.choice(op.index)
+        read = [operand_layout(rule, choice, k) for k, operand in enumerate(op.operands) if operand == value]
+        return target in read or (only_own and any(layout != own for layout in read))
+
+    def _scattered(self, op: Op, rule: Rule) -> Step | None:
+        """The one reduce_scatter that combines an op's partial results."""
+        (value,), choice, sizes = op.results, self.assignment.choice(op.index), self.assignment.mesh.sizes
+        partial = [each for each in reductions(rule, choice) if sizes[each[0]] > 1]
+        moves = list(combinations(computed_layout(rule, choice, 0), partial))
+        if len(moves) != 1 or moves[0][0] != "reduce_scatter" or value in self.late:
+            return None
+        if result_layout(rule, choice, 0) != self.assignment.layout(value):
+            return None
+        if any(self.graph.walk()[reader].primitive == "transpose" for reader in self.readers[value]):
+            return None  # products are transposed before they are combined
+        kind, _, axes, before, after = moves[0]
+        return Step(kind, axes, before, after, 0.0, 0.0)
