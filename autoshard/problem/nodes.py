@@ -219,9 +219,12 @@ class _Builder:
     def _leading_operand(self, op: Op, rule: Rule) -> int | None:
         """The operand the op may follow, or None: every operand that has a node lies alike and carries all factors.
 
-        A constraint of the user's own decides alone: its operand may have to lie elsewhere, and is then resharded into it.
+        A constraint of the user's own decides alone: its operand may have to lie elsewhere, and is then resharded into it. So does a cast
+        of bytes to numbers, as of quantised weights: what is gathered is better gathered before it.
         """
-        if len(op.results) != 1 or op.results[0] in self.pins or any(factor.kind != "pass_through" for factor in rule.factors):
+        if len(op.results) != 1 or op.results[0] in self.pins or self._dequantises(op):
+            return None
+        if any(factor.kind != "pass_through" for factor in rule.factors):
             return None
         if any(len(dim) > 1 for tensor in (*rule.operands, *rule.results) for dim in tensor):
             return None
@@ -236,6 +239,12 @@ class _Builder:
             if self.home[op.operands[position]] != self.home[op.operands[first]] or rule.operands[position] != dims:
                 return None
         return first
+
+    def _dequantises(self, op: Op) -> bool:
+        if op.primitive != "convert_element_type":
+            return False
+        before, after = self.values[op.operands[0]], self.values[op.results[0]]
+        return before.dtype != "bool" and before.itemsize <= 1 < after.itemsize
 
     def _signature(self, op: Op, rule: Rule) -> int:
         """The number of the op's signature."""

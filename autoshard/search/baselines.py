@@ -77,6 +77,7 @@ class FullySharded:
         if self.stage >= 2:
             spread.scatter()
         spread.forward()
+        spread.narrow()
         return _solution(problem, problem.evaluate(spread.assignment()), started)
 
 

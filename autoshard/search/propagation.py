@@ -19,11 +19,13 @@ from autoshard.ir import (
     Layout,
     Op,
     Rule,
+    choice_for,
     divides,
     legal,
     operand_layout,
     reductions,
     result_layout,
+    shards,
     shift_layout,
 )
 from autoshard.problem import Pin, Problem
@@ -132,14 +134,10 @@ class Propagation:
     def _hold_constants(self) -> None:
         """What a loop reads that is made of constants is held as its readers want it, where they all agree: nobody has to send it."""
         graph, profile = self.problem.graph, self.problem.profile
-        ops = graph.walk()
         for holder in (holder for holder in graph.loop_constants() if profile.free[holder.sources[0].value]):
             wanted: set[Layout | None] = set()
             for value in (holder.value, *holder.views):
-                for reader in profile.readers[value]:
-                    rule, choice = self.problem.rules[reader], self.choices.get(reader)
-                    positions = (k for k, operand in enumerate(ops[reader].operands) if operand == value)
-                    wanted.update(operand_layout(rule, choice, k) if rule and choice else None for k in positions)
+                wanted |= self._read_in(value)
             (layout, *others) = wanted or {None}
             if layout is not None and not others:
                 self._hold(holder, layout)
@@ -222,6 +220,33 @@ class Propagation:
             (layout,) = layouts
             self.choices[op.index] = _scattered(rule, choice, layout, self.problem.mesh.sizes)
             self.settle(op, rule)
+
+    def narrow(self) -> None:
+        """What is cast to more bytes, and gathered then, is gathered before: quantised weights are sent as they are kept."""
+        graph, sizes = self.problem.graph, self.problem.mesh.sizes
+        for op in reversed(graph.walk()):
+            rule = self.problem.rules[op.index]
+            if op.primitive != "convert_element_type" or rule is None or op.index in self.frozen or op.results[0] in graph.results:
+                continue
+            (narrow,), (wide,) = op.operands, op.results
+            read = self._read_in(wide)
+            if graph.values[narrow].itemsize >= graph.values[wide].itemsize or len(read) != 1:
+                continue
+            (layout,) = read
+            choice = None if layout is None or layout == self.layout(wide) else choice_for(rule, 0, layout, sizes)
+            if choice is not None and layout is not None and shards(layout, sizes) < shards(self.layout(wide), sizes):
+                self.choices[op.index] = choice
+                self.settle(op, rule)
+
+    def _read_in(self, value: int) -> set[Layout | None]:
+        """The layouts in which ops read a value; None for a reader that has no choice."""
+        ops, found = self.problem.graph.walk(), set[Layout | None]()
+        for reader in self.problem.profile.readers[value]:
+            rule, choice = self.problem.rules[reader], self.choices.get(reader)
+            positions = (k for k, operand in enumerate(ops[reader].operands) if operand == value)
+            found.update(operand_layout(rule, choice, k) if rule and choice else None for k in positions)
+            found.update([None] if ops[reader].bodies else ())
+        return found
 
     def _wanted(self) -> dict[int, dict[Layout, None]]:
         """Per value the sharded layouts its readers read it in; the alias of an argument reads its result."""
