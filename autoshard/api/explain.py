@@ -101,6 +101,7 @@ def _confirmation(record: Record) -> list[Part]:
 
     rows = tuple(
         (each.found_by, str(each.mesh), format_seconds(each.predicted_seconds), known(each.seconds, format_seconds))
+        + ((each.measure or "") if each.seconds is not None else "",)
         + (known(each.collective_bytes, format_bytes), known(each.flops, format_flops), known(each.peak_bytes, format_bytes))
         + (f"{each.outcome}: {each.reason}" if each.reason else each.outcome,)
         for each in confirmation.finalists
@@ -108,14 +109,14 @@ def _confirmation(record: Record) -> list[Part]:
     version = f" ({confirmation.version})" if confirmation.version else ""
     measures = {each.measure for each in confirmation.finalists if each.measure and each.seconds is not None}
     notes = [_MEASURES[measure] for measure in _MEASURES if measure in measures]
-    columns = ("found by", "mesh", ">predicted", ">confirmed", ">sent", ">work", ">peak memory", "")
+    columns = ("found by", "mesh", ">predicted", ">confirmed", "", ">sent", ">work", ">peak memory", "")
     return [Heading(f"Confirmed by {confirmation.name}{version}"), Table(columns, rows, tuple(notes))]
 
 
 _MEASURES = {
-    "scheduled": "Confirmed is the compiled schedule's time where two were close, with the cost model's links.",
-    "corrected": "Confirmed is the prediction corrected by compiled collectives and FLOPs.",
-    "timed": "Confirmed is the median of several runs on zeros.",
+    "scheduled": "scheduled: the compiled schedule's time, with the cost model's links, of those that are close to the fastest.",
+    "corrected": "corrected: the prediction, corrected by compiled collectives and FLOPs.",
+    "timed": "timed: the median of several runs on zeros.",
 }
 
 

@@ -63,7 +63,7 @@ def whole(facts: Profile, assignment: Assignment) -> list[str]:
 
 
 def _repeated(facts: Profile, assignment: Assignment) -> list[str]:
-    """By mesh axis the largest products that it does not split, where a size of theirs does not divide by it."""
+    """By mesh axis the largest products that it does not split, where no size of theirs divides by it."""
     products = [op for op in facts.graph.walk() if is_matrix(op.primitive)]
     total, found = sum(op.trips * facts.flops[op.index] for op in products), []
     for axis, (name, n) in enumerate(assignment.mesh.axes):
@@ -71,7 +71,8 @@ def _repeated(facts: Profile, assignment: Assignment) -> list[str]:
         for op in products:
             rule = facts.rules[op.index]
             sizes = () if rule is None or assignment.choice(op.index)[axis][0] >= 0 else {factor.size for factor in rule.factors}
-            if uneven := tuple(sorted(size for size in sizes if size > 1 and size % n)):
+            uneven = tuple(sorted(size for size in sizes if size > 1 and size % n))
+            if uneven and len(uneven) == len([size for size in sizes if size > 1]):  # else it is a choice
                 flops[f"{op.primitive} at {op.origin}", uneven] += op.trips * facts.flops[op.index]
         for where, uneven in sorted((place for place in flops if flops[place] >= WORTH * total), key=lambda place: -flops[place])[:TOP]:
             sizes = f"{' and '.join(map(str, uneven))} {'do' if len(uneven) > 1 else 'does'} not divide by {n}"

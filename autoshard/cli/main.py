@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The exit code of a command line: 0, 1 where a check failed, 2 where the input was bad, 130 where the user interrupted."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
-        options = parser().parse_args(arguments)
+        options = parser().parse_args(_with_defaults(arguments))
     except SystemExit as stop:  # argparse has printed help, version or what is wrong
         return stop.code if isinstance(stop.code, int) else USAGE_ERROR
     if options.run is None:
@@ -44,6 +44,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         print(f"autoshard {options.command}: {describe(error)}", file=sys.stderr)
         return USAGE_ERROR
+
+
+def _with_defaults(arguments: Sequence[str]) -> list[str]:
+    """The arguments, with the value spelt out of an option that may stand alone, where what follows it is none of its values.
+
+    >>> _with_defaults(["search", "--confirm", "train:step"])
+    ['search', '--confirm=compiler', 'train:step']
+    """
+    found = list(arguments)
+    for at, argument in enumerate(arguments):
+        default = search.MAY_STAND_ALONE.get(argument)
+        if default is not None and ":" in "".join(arguments[at + 1 : at + 2]):
+            found[at] = f"{argument}={default}"
+    return found
 
 
 def parser() -> argparse.ArgumentParser:

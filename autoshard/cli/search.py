@@ -70,6 +70,9 @@ def add(commands) -> None:
     )
 
 
+MAY_STAND_ALONE = {"--confirm": "compiler", "--frontier": "8"}  # a program after them is no value of theirs
+
+
 def run(options: argparse.Namespace) -> int:
     """Searches, saves, reports."""
     from jax.sharding import PartitionSpec

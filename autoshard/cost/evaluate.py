@@ -81,7 +81,12 @@ class _Region:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A collective, before it is put in words; ``nbytes`` is what the compiler makes of its bytes, if that is not the same."""
+    """A collective, before it is put in words.
+
+    Attributes:
+        nbytes: what is made of its bytes, if that is not the same.
+        added: whether what it combines is added to what another one combines first.
+    """
 
     step: Step
     trips: int
@@ -89,6 +94,7 @@ class _Sent:
     moved: Sequence[int]
     cause: Cause
     nbytes: float = 0.0
+    added: bool = False
 
 
 _Made = int | tuple[int, Layout]
@@ -196,26 +202,26 @@ class _Judge:
             Collective(
                 kind=sent.step.kind,
                 mesh_axes=tuple(names[axis] for axis in sent.step.axes),
-                bytes=sent.step.nbytes,
-                count=sent.trips,
+                bytes=sent.nbytes if sent.step.trips > 1 and sent.nbytes else sent.step.nbytes,
+                count=sent.trips // max(sent.step.trips, 1),
                 source=sent.source if isinstance(sent.source, str) else f"{sent.source.primitive} {sent.source.origin}",
                 tensor=", ".join(map(blame.tensor, sent.moved)),
-                seconds=sent.step.seconds,
-                exposed_seconds=self.exposures[position] / sent.trips if sent.trips else 0.0,
+                seconds=sent.step.seconds * max(sent.step.trips, 1),
+                exposed_seconds=self.exposures[position] * max(sent.step.trips, 1) / sent.trips if sent.trips else 0.0,
                 cause=sent.cause(blame, sent.step),
                 compiled=self._compiled(sent),
             )
             for position, sent in enumerate(self.sent)
-            if any(self.sizes[axis] > 1 for axis in sent.step.axes)  # one device sends nothing
+            if any(self.sizes[axis] > 1 for axis in sent.step.axes) and not sent.added  # one device sends nothing
         )
 
     def _compiled(self, sent: _Sent) -> tuple[Collective, ...] | None:
         """What the compiler makes of a collective; None: just that."""
         step, nbytes = sent.step, sent.nbytes or sent.step.nbytes
-        if step.trips == 1 and nbytes == step.nbytes:
+        if step.trips > 1 or (step.trips and nbytes == step.nbytes):
             return None
-        names, count = self.model.mesh.names, sent.trips // step.trips if step.trips else 0
-        return (Collective(step.kind, tuple(names[axis] for axis in step.axes), nbytes, count),) if count else ()
+        names = self.model.mesh.names
+        return (Collective(step.kind, tuple(names[axis] for axis in step.axes), nbytes, sent.trips),) if step.trips else ()
 
     # -- the walk ----------------------------------------------------------------------------------------------------
 
@@ -402,7 +408,7 @@ class _Judge:
         position = region.sent[first]
         dropped = self.sent[position]
         self.combined[addition.op] = second
-        self.sent[position] = replace(dropped, step=replace(dropped.step, seconds=0.0, trips=0))
+        self.sent[position] = replace(dropped, step=replace(dropped.step, seconds=0.0), added=True)
         region.tasks.seconds[first] = 0.0
         self.communication -= dropped.step.seconds * dropped.trips
         self.saved += dropped.step.seconds * dropped.trips

@@ -7,8 +7,8 @@ their sum is combined instead of each, by an all_reduce or a reduce_scatter.
 partial, and all_reduced once, after the loop, as wide as it is carried. What is reduce_scattered stays inside: a trip's part is all that a
 device then has to carry.
 
-Both reach through what only rearranges or widens elements, where nobody reads it in another layout than it is made in. XLA does the like
-where it sees fit (``all-reduce-reassociate``, ``reduce-scatter-reassociate``, ``while-loop-all-reduce-code-motion``: openxla/xla,
+Both reach through what only rearranges, scales or widens elements, where nobody reads it in another layout than it is made in. XLA does
+the like where it sees fit (``all-reduce-reassociate``, ``reduce-scatter-reassociate``, ``while-loop-all-reduce-code-motion``: openxla/xla,
 xla/hlo/transforms/collectives), but not with what `autoshard.lower.manual` combines: a barrier stands behind each combination.
 """
 
@@ -24,8 +24,9 @@ from autoshard.ir import Assignment, Graph, Holder, Op, Rule, computed_layout, o
 LOOPS = ("scan", "while")
 
 _SUMS = ("add", "add_any")
-_FOLLOWERS = ("convert_element_type", "copy", "transpose")  # these carry their operand's layout
-CARRIERS = (*_FOLLOWERS, "reshape", "squeeze")
+_FOLLOWERS = ("convert_element_type", "copy", "neg", "transpose")  # these carry their operand's layout
+_SCALING = ("div", "mul")  # by one number
+_CARRIERS = (*_FOLLOWERS, "reshape", "squeeze")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +151,8 @@ class _Late:
     def __init__(self, graph: Graph, rules: Sequence[Rule | None], assignment: Assignment, sums: PartialSums):
         self.rules, self.assignment, self.sums = rules, assignment, sums
         self.ops = graph.walk()
+        self.ways = {value for one in sums.additions for way in one.between for value in way}
+        self.ways |= {value for one in sums.accumulations for value in (*one.between, *one.carrying)}
         self.pending: dict[int, Combination] = {}  # per addition the move that combines it
 
     def found(self) -> Late:
@@ -173,8 +176,8 @@ class _Late:
         move = self.pending.get(side) or self._combined(self.ops[side])
         for value in reversed(way[:-1]):
             op = self.ops[self.sums.makers[value]]
-            reshapes = op.primitive not in _FOLLOWERS
-            if move is None or not self._as_it_is(op) or (reshapes and move[0] != "all_reduce"):
+            of_parts = op.primitive in _FOLLOWERS  # the other operand of what scales is split as the sum will be
+            if move is None or not self._as_it_is(op) or not (of_parts or move[0] == "all_reduce"):
                 return None
             move = carried_move(move, op, self.assignment.layout(value))
         return move
@@ -189,11 +192,11 @@ class _Late:
         return moves[0] if len(moves) == 1 and moves[0][1] == "sum" else None
 
     def _as_it_is(self, op: Op) -> bool:
-        """Whether an op reads and makes everything in the layouts in which it lies."""
+        """Whether an op reads and makes what is added in the layouts in which it lies."""
         rule, choice, layout = self.rules[op.index], self.assignment.choice(op.index), self.assignment.layout
         if rule is None or reductions(rule, choice):
             return False
-        read = all(operand_layout(rule, choice, k) == layout(value) for k, value in enumerate(op.operands))
+        read = all(operand_layout(rule, choice, k) == layout(value) for k, value in enumerate(op.operands) if value in self.ways)
         return read and result_layout(rule, choice, 0) == layout(op.results[0])
 
 
@@ -237,34 +240,46 @@ class _Finder:
     def carried(self, value: int) -> list[int]:
         """A value of one reader, and what only carries it to where it is added."""
         found = [value]
-        while (op := self._ops[self._readers[found[-1]][0]]).primitive in _FOLLOWERS:
+        while self._carried(op := self._ops[self._readers[found[-1]][0]]) == found[-1] and op.primitive in (*_FOLLOWERS, *_SCALING):
             found.append(op.results[0])
         return found
 
     def made(self, value: int) -> tuple[int | None, tuple[int, ...]]:
-        """The op that computes a value for one reader, seen through what only rearranges it, and the values on the way."""
+        """The op that computes a value for one reader, seen through what carries it on, and the values on the way."""
         between = []
         while len(self._readers[value]) == 1 and value not in self._returned:
             between.append(value)
             op = self._makers.get(value)
             if op is None or op.bodies:
                 break
-            if not self._rearranges(op):
+            through = self._carried(op)
+            if through is None:
                 return op.index, tuple(between)
-            value = op.operands[0]
+            value = through
         return None, ()
 
     def _onwards(self, value: int) -> tuple[list[int], int | None]:
-        """A value and what only rearranges it, with the only reader of the last."""
+        """A value and what carries it on, with the only reader of the last."""
         way = [value]
         while len(self._readers[way[-1]]) == 1:
             op = self._ops[self._readers[way[-1]][0]]
-            if not self._rearranges(op):
+            if op.bodies or self._carried(op) != way[-1]:
                 return way, op.index
             way.append(op.results[0])
         return way, None
 
-    def _rearranges(self, op: Op) -> bool:
-        """Whether an op changes no element of its first operand; a sum over dimensions of size one does not."""
+    def _carried(self, op: Op) -> int | None:
+        """The operand that an op makes its result of element by element, if partial sums of it make partial sums of the result."""
+        if op.primitive in _SCALING:
+            first, second = op.operands
+            scaled = [(first, second), (second, first)] if op.primitive == "mul" else [(first, second)]
+            found = [value for value, by in scaled if value != by and self._is_number(by)]
+            return next((value for value in found if not self._is_number(value) or value in self._makers), None)
         sums_nothing = op.primitive == "reduce_sum" and self._values[op.operands[0]].size == self._values[op.results[0]].size
-        return op.primitive in CARRIERS or sums_nothing
+        return op.operands[0] if op.primitive in _CARRIERS or sums_nothing else None
+
+    def _is_number(self, value: int) -> bool:
+        """Whether all elements of a value are one number."""
+        maker = self._makers.get(value)
+        spread = maker is not None and maker.primitive == "broadcast_in_dim" and not self._values[maker.operands[0]].rank
+        return spread or not self._values[value].rank

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import warnings
 from typing import NamedTuple
 
@@ -176,11 +177,12 @@ def test_the_decorator_searches_once_per_structure():
 
 
 def test_rematerialisation_survives():
-    """As many optimization barriers and products are compiled into the constrained step as into the plain one."""
+    """What is computed again stays behind barriers, and as many products are compiled into the step as into the plain one."""
     fn, args = PROGRAMS["mlp_remat"]()
     strategy = autoshard.search(fn, *args, cluster=eager_cluster(), mesh={"data": 8})
     plain, ours = jax.jit(fn).lower(*args).as_text(), strategy.apply(fn).lower(*args).as_text()
-    assert ours.count("optimization_barrier") == plain.count("optimization_barrier") > 0
+    several = re.compile(r"optimization_barrier %\w+(#\d+)?, ")  # of one value are those behind combined sums
+    assert len(several.findall(ours)) == len(several.findall(plain)) > 0
     assert ours.count("stablehlo.dot_general") == plain.count("stablehlo.dot_general")
 
 

@@ -151,6 +151,28 @@ def nested(w, x):
     return jax.lax.scan(grow, jnp.ones_like(w), x, reverse=True)[0]
 
 
+def averaged(w, x):
+    """Gradients and losses scaled where they are added, by numbers that are known and that are not."""
+
+    def grow(sums, part):
+        value, gradient = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(part @ w)))(w)
+        total, losses = sums
+        return (total + gradient / TRIPS * w[0, 0], losses + 0.5 * value), None
+
+    (total, losses), _ = jax.lax.scan(grow, (jnp.zeros_like(w), jnp.zeros(())), x)
+    return total * losses
+
+
+def squared(w, x):
+    """A square of a sum is no sum of squares."""
+
+    def grow(sums, part):
+        value = jnp.sum(jnp.tanh(part @ w))
+        return sums + value * value, None
+
+    return jax.lax.scan(grow, jnp.zeros(()), x)[0] * w
+
+
 @pytest.mark.parametrize(
     ("fn", "args", "lies", "sent"),
     [
@@ -158,6 +180,8 @@ def nested(w, x):
         (*TIED, P("data"), {"all_gather": 1, "reduce_scatter": 1}),
         (accumulated, SLICES, P(), {"all_reduce": 1}),
         (nested, SLICES, P(), {"all_reduce": 1}),
+        (averaged, SLICES, P(), {"all_reduce": 1}),
+        (squared, SLICES, P(), {}),
         (looked_at, SLICES, P(), {"all_reduce": TRIPS}),
     ],
 )
@@ -166,6 +190,8 @@ def test_sums_are_added_before_they_are_combined(fn, args, lies, sent):
     batch = {name: P("data") if fn is TIED[0] else P(None, "data") for name in ("x", "y")}
     strategy = strategy_of(fn, args, "cpu:8", {"w": lies} | {name: batch[name] for name in ("x", "y")[: len(args) - 1]})
     assert counted(strategy) == sent
+    scalars = {each.count for each in as_compiled(strategy.cost.collectives) if each.bytes == 4}
+    assert scalars == ({TRIPS} if fn is squared else {1} if fn is averaged else set())
     assert autoshard.verify(strategy, fn, *args, target="cpu").exact
     arrays = [jax.random.normal(jax.random.key(k), each.shape, each.dtype) for k, each in enumerate(args)]
     within = 0.3 if fn is nested else 1e-3  # of bfloat16 products in the tens

@@ -12,7 +12,7 @@ from autoshard.cost.evaluate import evaluate
 from autoshard.cost.model import CostModel
 from autoshard.cost.profile import profile
 from autoshard.ir import Mesh
-from autoshard.lower import abstract_mesh, constrained, jax_mesh
+from autoshard.lower import abstract_mesh, constrained, jax_mesh, manual_program
 from autoshard.problem import Problem
 from autoshard.rules import rules_of
 from autoshard.search import DataParallel
@@ -69,7 +69,8 @@ def test_a_data_parallel_transformer_is_partitioned_as_predicted(program):
     traced = trace(fn, *args)
     rules = rules_of(traced.graph)
     judged = DataParallel().solve(Problem(profile(traced.graph, rules), MODEL))
-    step = lowered(traced, rules, judged.assignment, args)
+    manual = manual_program(traced.jaxpr, traced.graph, rules, judged.assignment, jax_mesh(MESH), MODEL.reshard_paths(traced.graph.values))
+    step = jax.jit(manual).lower(*jax.tree.leaves(args))
     predicted = judged.judgement.cost.collectives
     assert predicted
     for actual in (explicit_collectives(step, MESH), collectives_of(step.compile().as_text(), MESH)):
