@@ -211,14 +211,20 @@ class _Finder:
     def addition(self, op: Op) -> Addition | None:
         """An addition with both its sides, where each is made by an op for it alone."""
         (one, first), (other, second) = map(self.made, op.operands)
-        if one is None or other is None or not (self._keeps(first, False) and self._keeps(second, False)):
+        made = op.results[0]
+        if one is None or other is None or not (self._keeps((made, *first), False) and self._keeps((made, *second), False)):
             return None
         return Addition(op.index, (one, other), (first, second))
 
     def _keeps(self, way: tuple[int, ...], widened: bool) -> bool:
-        """Whether no element changes on a way but to be widened, if it may: what is rounded would be rounded once, not for each part."""
-        sizes = [self._values[value].itemsize for value in reversed(way)]
-        return all(after >= before if widened else after == before for before, after in pairwise(sizes))
+        """Whether a way's values, the last one first, have as many elements, which are widened at most, if they may be.
+
+        What is rounded would be rounded once, not for each part; of one number that is added to many there would be many partial sums.
+        """
+        values = [self._values[value] for value in reversed(way)]
+        widths = [value.itemsize for value in values]
+        keep = all(after >= before if widened else after == before for before, after in pairwise(widths))
+        return keep and len({value.size for value in values}) == 1
 
     def accumulation(self, loop: Op, holder: Holder) -> Accumulation | None:
         """What a loop does nothing with but add it to a value that it carries along."""
@@ -232,7 +238,7 @@ class _Finder:
             return None
         added = [value for value in self._ops[addition].operands if value != entering[-1]]
         side, way = self.made(added[0]) if len(added) == 1 else (None, ())
-        if side is None or not self._keeps(way, True) or not self._keeps((*after, *reversed(entering)), True):
+        if side is None or not self._keeps((*after, *way), True) or not self._keeps((*after, *reversed(entering)), True):
             return None
         widened = self._values[holder.value].itemsize / self._values[self._ops[side].results[0]].itemsize
         return Accumulation(holder.value, addition, side, way, (*entering, *after), widened)

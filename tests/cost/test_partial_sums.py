@@ -173,6 +173,11 @@ def squared(w, x):
     return jax.lax.scan(grow, jnp.zeros(()), x)[0] * w
 
 
+def spread(w, x):
+    """One number that is added to many."""
+    return jax.lax.scan(lambda sums, part: (sums + jnp.sum(jnp.tanh(part @ w)), None), jnp.zeros_like(w), x)[0]
+
+
 @pytest.mark.parametrize(
     ("fn", "args", "lies", "sent"),
     [
@@ -182,6 +187,7 @@ def squared(w, x):
         (nested, SLICES, P(), {"all_reduce": 1}),
         (averaged, SLICES, P(), {"all_reduce": 1}),
         (squared, SLICES, P(), {}),
+        (spread, SLICES, P(), {}),
         (looked_at, SLICES, P(), {"all_reduce": TRIPS}),
     ],
 )
@@ -191,7 +197,7 @@ def test_sums_are_added_before_they_are_combined(fn, args, lies, sent):
     strategy = strategy_of(fn, args, "cpu:8", {"w": lies} | {name: batch[name] for name in ("x", "y")[: len(args) - 1]})
     assert counted(strategy) == sent
     scalars = {each.count for each in as_compiled(strategy.cost.collectives) if each.bytes == 4}
-    assert scalars == ({TRIPS} if fn is squared else {1} if fn is averaged else set())
+    assert scalars == ({TRIPS} if fn in (squared, spread) else {1} if fn is averaged else set())
     assert autoshard.verify(strategy, fn, *args, target="cpu").exact
     arrays = [jax.random.normal(jax.random.key(k), each.shape, each.dtype) for k, each in enumerate(args)]
     within = 0.3 if fn is nested else 1e-3  # of bfloat16 products in the tens
