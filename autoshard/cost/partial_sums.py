@@ -276,6 +276,8 @@ class _Finder:
 
     def _carried(self, op: Op) -> int | None:
         """The operand that an op makes its result of element by element, if partial sums of it make partial sums of the result."""
+        if self._rounds(op):
+            return None
         if op.primitive in _SCALING:
             first, second = op.operands
             scaled = [(first, second), (second, first)] if op.primitive == "mul" else [(first, second)]
@@ -283,6 +285,11 @@ class _Finder:
             return next((value for value in found if not self._is_number(value) or value in self._makers), None)
         sums_nothing = op.primitive == "reduce_sum" and self._values[op.operands[0]].size == self._values[op.results[0]].size
         return op.operands[0] if op.primitive in _CARRIERS or sums_nothing else None
+
+    def _rounds(self, op: Op) -> bool:
+        """Whether an op makes whole numbers of what is none: of parts these would add up to another sum."""
+        whole = [self._values[value].dtype.lstrip("u").startswith("int") for value in (op.operands[:1] + op.results[:1])]
+        return (op.primitive == "convert_element_type" and whole == [False, True]) or (op.primitive == "div" and any(whole))
 
     def _is_number(self, value: int) -> bool:
         """Whether all elements of a value are one number."""

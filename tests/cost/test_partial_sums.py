@@ -178,6 +178,16 @@ def spread(w, x):
     return jax.lax.scan(lambda sums, part: (sums + jnp.sum(jnp.tanh(part @ w)), None), jnp.zeros_like(w), x)[0]
 
 
+def counted_whole(w, x):
+    """Whole numbers that are made of sums, and quotients of whole numbers: not what the parts' add up to."""
+
+    def grow(sums, part):
+        total = jnp.sum(jnp.tanh(part @ w), 0)
+        return sums + total.astype(jnp.int32) + jnp.sum(jnp.round(part * 3).astype(jnp.int32), 0)[:16] // 2, None
+
+    return jax.lax.scan(grow, jnp.zeros(w.shape[1:], jnp.int32), x)[0]
+
+
 @pytest.mark.parametrize(
     ("fn", "args", "lies", "sent"),
     [
@@ -188,6 +198,7 @@ def spread(w, x):
         (averaged, SLICES, P(), {"all_reduce": 1}),
         (squared, SLICES, P(), {}),
         (spread, SLICES, P(), {}),
+        (counted_whole, SLICES, P(), {"all_reduce": 2 * TRIPS}),
         (looked_at, SLICES, P(), {"all_reduce": TRIPS}),
     ],
 )
