@@ -86,8 +86,10 @@ def _taken(board: Board, how: Confirm, judge: FinalistCompiler | FinalistDevices
     confirmation = Confirmation(how.by, judge.name, judge.version, tuple(board.found))
     notes = []
     if ended:
-        reached = sum(each.outcome != "not reached" for each in board.found)
-        notes.append(f"confirming ended early, with {reached} of {len(board.found)} finalists decided, since {ended}")
+        reached, n = sum(each.outcome != "not reached" for each in board.found), len(board.found)
+        all_compiled = f"all {n} finalists compiled, before those that are close were compared"
+        how_far = f"{reached} of {n} finalists decided" if reached < n else all_compiled
+        notes.append(f"confirming ended early, with {how_far}, since {ended}")
     return noted(Strategy(replace(strategy.record, confirmation=confirmation), strategy._traced), *notes)
 
 

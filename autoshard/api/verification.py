@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -115,7 +116,8 @@ class Verification:
         if refusal and self.actual_peak_bytes is None:
             return Report(title, (*refusal, constraints))
         same = all(row.agrees for row in self.rows)
-        found = "the predicted ones, exactly" if same else f"{format_percent(self.bytes_ratio)} of the predicted bytes"
+        share = f"{format_percent(self.bytes_ratio)} of the predicted bytes"
+        found = "the predicted ones, exactly" if same else share if math.isfinite(self.bytes_ratio) else "none are predicted"
         parts: list[Part] = [*refusal, Paragraph(f"Collectives of {TARGETS[self.target]}: {found}.")]
         if rows := (*map(_collective_row, self.rows), *self._measure_rows()):
             columns = ("", "mesh axes", ">predicted", ">actual", ">predicted bytes", ">actual bytes", "")
