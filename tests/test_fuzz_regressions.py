@@ -187,3 +187,16 @@ def test_a_body_may_be_called_with_arguments_that_nothing_is_known_of():
         return lax.scan(lambda c, _: (jnp.where(flag, c, 0.0), None), a, None, length=2)[0]
 
     check(program, f32(16, 1, 1), b1(), in_specs={"a": P()})
+
+
+def test_what_nobody_reads_may_be_made_of_what_is_not_there():
+    """Inside loops indices that are made of constants are written out where they are read; equations that nobody reads have none."""
+
+    def program(c, x):
+        def step(c, _):
+            found = c.at[jnp.arange(8), jnp.arange(8) % 4].max(0.25)
+            return found, found
+
+        return lax.fori_loop(0, 2, lambda _, x: x + jnp.sum(lax.scan(step, c, x, reverse=True)[1]) * 0.01, x)
+
+    check(program, f32(8, 4), f32(8))

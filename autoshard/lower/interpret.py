@@ -46,6 +46,10 @@ class Interpreter:
         """The results of an op without bodies."""
         return apply(eqn, operands)
 
+    def dead(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+        """The results of an equation that nobody reads."""
+        return apply(eqn, operands)
+
     def control_flow(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         """The results of an op with bodies."""
         return self.rebound(op, eqn, operands)
@@ -80,7 +84,7 @@ class Interpreter:
             return self.run(*opened(body), operands, (*path, 0))
         op = self.found(eqn, path)
         if op is None:
-            return apply(eqn, operands)
+            return self.dead(eqn, operands)
         return self.control_flow(op, eqn, operands) if op.bodies else self.op(op, eqn, operands)
 
     def _custom(self, eqn: JaxprEqn, operands: list[Any], path: Path) -> list[Any]:

@@ -354,6 +354,10 @@ class _Region(Interpreter):
             results = self._sharded(op, eqn, choice).computed(read)
         return [self._settled(x, op, rule, choice, k) for k, x in enumerate(results)]
 
+    def dead(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+        """Of free values there is nothing, and nothing is missed."""
+        return [None] * len(eqn.outvars) if any(x is None for x in operands) else super().dead(eqn, operands)
+
     def _sharded(self, op: Op, eqn: JaxprEqn, choice: Choice) -> Sharded:
         def bound(*operands: Any, **replaced: Any) -> list[Any]:
             return bind_unplaced(eqn, operands, **replaced)
