@@ -192,11 +192,14 @@ def test_a_body_may_be_called_with_arguments_that_nothing_is_known_of():
 def test_what_nobody_reads_may_be_made_of_what_is_not_there():
     """Inside loops indices that are made of constants are written out where they are read; equations that nobody reads have none."""
 
-    def program(c, x):
-        def step(c, _):
-            found = c.at[jnp.arange(8), jnp.arange(8) % 4].max(0.25)
-            return found, found
+    def program(c, x, y):
+        def inner(y):
+            def step(c, x):
+                found = c.at[jnp.arange(8), jnp.arange(8) % 4].max(0.25)
+                return found, found
 
-        return lax.fori_loop(0, 2, lambda _, x: x + jnp.sum(lax.scan(step, c, x, reverse=True)[1]) * 0.01, x)
+            return y + (jnp.sum(lax.scan(step, c, x, reverse=True)[1]) * 0.01).astype(jnp.float32)
 
-    check(program, f32(8, 4), f32(8))
+        return lax.while_loop(lambda s: s[0] < 2, lambda s: (s[0] + 1, inner(s[1])), (0, y))[1]
+
+    check(program, f32(8, 4), f32(8), f32(2))
