@@ -459,6 +459,14 @@ def random_spec(rng: random.Random, shape: Sequence[int]) -> str:
 
 def random_program(rng: random.Random) -> Program:
     """A program of a few statements, as a function of arrays or as a step that returns new state."""
+    while True:
+        try:
+            return _random_program(rng)
+        except Unfit:  # what was made has no scalar to be a loss: another one
+            continue
+
+
+def _random_program(rng: random.Random) -> Program:
     shared = Shared(rng)
     block = Block(shared)
     block.argument("f32", *(rng.choice(SIZES) for _ in range(rng.randint(1, 3))))
