@@ -344,8 +344,11 @@ class _Judge:
                 done = self._communicate(combination, needs, op.trips, op, (value,), partial(_combined, op, choice))
                 if len(done) == 1 and (task := next(iter(done))) in self.region.sent:
                     self.combined[op.index] = self.region, task
-                    if self.sent[self.region.sent[task]].step.trips > 1 and value not in self.late.values:
+                    trips, once = self.sent[self.region.sent[task]].step.trips, op.index in self.late.once
+                    if trips > 1 and not once:
                         self._combine_each_trip(self.region, task)
+                    elif trips == 1 and once:
+                        self._combine_once(self.region, task, profile.sums.over[op.index], profile.sums.widened[op.index])
             makers[value] = self._join(done)
 
     def _windowed(self, op: Op, cost: OpCost, window: Window, needs: set[int]) -> set[int]:
@@ -421,6 +424,17 @@ class _Judge:
         more = (each.seconds - sent.step.seconds) * sent.trips
         region.tasks.seconds[task] += more / (region.runs or 1)
         self.communication += more
+
+    def _combine_once(self, region: _Region, task: int, trips: int, widened: float) -> None:
+        """What is added up over trips is combined after them, though searches do not count on it."""
+        sent = self.sent[region.sent[task]]
+        nbytes = sent.step.nbytes * widened
+        seconds = float(self.model.communication.seconds(sent.step.kind, nbytes, sent.step.axes)) / trips
+        self.sent[region.sent[task]] = replace(sent, step=replace(sent.step, seconds=seconds, trips=trips), nbytes=nbytes)
+        less = (sent.step.seconds - seconds) * sent.trips
+        region.tasks.seconds[task] -= less / (region.runs or 1)
+        self.communication -= less
+        self.saved += less
 
     def _rounded(self, copy: tuple[int, Layout]) -> bool:
         """Whether the compiler rounds what a copy is made of, since all its readers do."""

@@ -72,7 +72,9 @@ class PartialSums:
     Attributes:
         additions: in program order.
         accumulations: innermost loops' too.
-        accumulated: per op index, over how many trips of its innermost loop its result is added up unread; 1 where it is not.
+        accumulated: per op index, over how many trips of its innermost loop its result is added up unread, if what is on the way lies as it
+            does; else 1. So much cheaper searches take its combination to be.
+        over: the same, whatever is on the way.
         widened: per op index, how many times a number of such a result's bytes one of what the loop carries has, or 1.
         made_by: of such results, and what only carries them, the op.
         makers: per value on the way to an addition, or carried, the op that makes it.
@@ -81,6 +83,7 @@ class PartialSums:
     additions: tuple[Addition, ...]
     accumulations: tuple[Accumulation, ...]
     accumulated: tuple[int, ...]
+    over: tuple[int, ...]
     widened: tuple[float, ...]
     made_by: Mapping[int, int]
     makers: Mapping[int, int]
@@ -97,22 +100,25 @@ def partial_sums(graph: Graph, readers: Sequence[Sequence[int]]) -> PartialSums:
     sums = [op for op in ops if op.primitive in _SUMS]
     additions = {op.index: found for op in sums if (found := finder.addition(op))}
     accumulations = []
-    accumulated, widened = [1] * len(ops), [1.0] * len(ops)
+    accumulated, over, widened = [1] * len(ops), [1] * len(ops), [1.0] * len(ops)
     for op in ops:
         if op.primitive == "scan" and op.bodies[0].trips > 1:
             body = op.bodies[0]
             found = [one for holder in op.holders if holder.value in body.inputs and (one := finder.accumulation(op, holder))]
             accumulations += found
-            added = [(one.side, one.widened) for one in found]
+            added = [(one.side, one.widened, finder.follows(one.between)) for one in found]
             while added:
-                maker, wider = added.pop()
-                accumulated[maker], widened[maker] = body.trips, wider
-                added += [(side, wider) for side in additions[maker].sides] if maker in additions else []
+                maker, wider, follows = added.pop()
+                over[maker], widened[maker] = body.trips, wider
+                accumulated[maker] = body.trips if follows else 1
+                if (inner := additions.get(maker)) is not None:
+                    ways = zip(inner.sides, inner.between, strict=True)
+                    added += [(side, wider, follows and finder.follows(way)) for side, way in ways]
     made_by = {value: op.index for op in ops if accumulated[op.index] > 1 for value in finder.carried(op.results[0])}
     ways = {v for one in additions.values() for way in one.between for v in way}
     ways |= {v for one in accumulations for v in (*one.between, *one.carrying)}
     makers = {value: op.index for op in ops if not op.bodies for value in op.results if value in ways}
-    return PartialSums(tuple(additions.values()), tuple(accumulations), tuple(accumulated), tuple(widened), made_by, makers)
+    return PartialSums(tuple(additions.values()), tuple(accumulations), tuple(accumulated), tuple(over), tuple(widened), made_by, makers)
 
 
 # -- which of them an assignment adds first ------------------------------------------------------------------------------------
@@ -126,11 +132,13 @@ class Late:
         values: those that stay partial.
         additions: the indices of the additions both of whose sides do.
         loops: per value that a scan carries partial, the mesh axes over which it is combined after the loop.
+        once: the ops whose partial sums those are.
     """
 
     values: frozenset[int]
     additions: frozenset[int]
     loops: Mapping[int, tuple[int, ...]]
+    once: frozenset[int]
 
 
 def late_sums(graph: Graph, rules: Sequence[Rule | None], assignment: Assignment, sums: PartialSums) -> Late:
@@ -158,18 +166,24 @@ class _Late:
     def found(self) -> Late:
         values: set[int] = set()
         loops: dict[int, tuple[int, ...]] = {}
+        sides: dict[int, tuple[int, int]] = {}
+        once: set[int] = set()
         for one in self.sums.additions:
             moves = [self._move(side, way) for side, way in zip(one.sides, one.between, strict=True)]
             if moves[0] is not None and moves[0] == moves[1] and self._as_it_is(self.ops[one.op]):
                 values.update(*one.between)
-                self.pending[one.op] = moves[0]
+                self.pending[one.op], sides[one.op] = moves[0], one.sides
         for one in self.sums.accumulations:
             move = self._move(one.side, one.between)
             ways = [self.ops[self.sums.makers[value]] for value in one.carrying if value in self.sums.makers]
             if move is not None and move[0] == "all_reduce" and all(map(self._as_it_is, ways)):
                 values.update(one.between, one.carrying)
                 loops[one.holder] = move[2]
-        return Late(frozenset(values), frozenset(self.pending), loops)
+                made = [one.side]
+                while made:
+                    once.add(op := made.pop())
+                    made += sides.get(op, ())
+        return Late(frozenset(values), frozenset(self.pending), loops, frozenset(once))
 
     def _move(self, side: int, way: tuple[int, ...]) -> Combination | None:
         """The one move that combines what an addition reads of an op, at the end of the way; None where there is no such one."""
@@ -242,6 +256,10 @@ class _Finder:
             return None
         widened = self._values[holder.value].itemsize / self._values[self._ops[side].results[0]].itemsize
         return Accumulation(holder.value, addition, side, way, (*entering, *after), widened)
+
+    def follows(self, way: tuple[int, ...]) -> bool:
+        """Whether all that is on a way lies as what it begins with does."""
+        return all(self._makers[value].primitive in (*_FOLLOWERS, *_SCALING) for value in way[:-1])
 
     def carried(self, value: int) -> list[int]:
         """A value of one reader, and what only carries it to where it is added."""
