@@ -31,7 +31,7 @@ from autoshard.cost.profile import Profile, profile
 from autoshard.cost.rematerialisation import GOAL
 from autoshard.cost.windows import Window, Windows
 from autoshard.errors import InfeasibleError, ShardingError
-from autoshard.ir import Graph, Mesh, check_divides, spec_to_layout
+from autoshard.ir import Assignment, Graph, Mesh, check_divides, spec_to_layout
 from autoshard.ir.naming import matching
 from autoshard.lower import lowering_mesh
 from autoshard.problem import Pin, Problem
@@ -54,9 +54,8 @@ MOST_AXES = 3  # of meshes that are searched
 # programs on v5e and v5p as large as this allows, or XLA:TPU, one needs more than 2 % above its predicted peak (libtpu 0.0.42).
 RESERVE = 0.02
 LEAST_HIDDEN = 0.5  # of a block's permute that its product takes; below it a ring of small kernels hides little of what it sends
-WINDOW_GAIN = 1e-3  # of the makespan, for which alike products are windowed
 MOST_WINDOWS = 24  # groups of alike products that are tried: those that send longest
-AHEAD_GAIN = 1e-3  # of the makespan, for which a scan gathers a trip ahead: below it is rounding
+OVERLAP_GAIN = 1e-3  # of the makespan, for which a scan gathers a trip ahead or alike products are windowed: below it is rounding
 SEARCHING = 0.5  # of the progress of a search that is confirmed
 
 
@@ -244,10 +243,7 @@ def _gathering_ahead(facts: Profile, cluster: Cluster, mesh: Mesh, solution: Sol
         now = solution.judgement
         found = {each.value: each.target for each in candidates(facts.graph, facts.rules, now.assignment, scan, paths)}
         if found:
-            tried = judged(facts, model, replace(now.assignment, ahead={**now.assignment.ahead, **found}))
-            faster = tried.cost.makespan_seconds < now.cost.makespan_seconds * (1 - AHEAD_GAIN)
-            if faster and tried.cost.peak_bytes <= max(limit, now.cost.peak_bytes):
-                solution = replace(solution, judgement=tried)
+            solution = _better(facts, model, solution, limit, replace(now.assignment, ahead={**now.assignment.ahead, **found}))
     return solution
 
 
@@ -272,12 +268,16 @@ def _windowed(facts: Profile, cluster: Cluster, mesh: Mesh, solution: Solution, 
     for group in sorted(groups.values(), key=sending)[:MOST_WINDOWS]:
         now = solution.judgement
         found = {window.op.index: window.operand for window in group if window.op.index not in now.assignment.windows}
-        if found and -sending(group) > WINDOW_GAIN * now.cost.makespan_seconds:
-            tried = judged(facts, model, replace(now.assignment, windows={**now.assignment.windows, **found}))
-            faster = tried.cost.makespan_seconds < now.cost.makespan_seconds * (1 - WINDOW_GAIN)
-            if faster and tried.cost.peak_bytes <= max(limit, now.cost.peak_bytes):
-                solution = replace(solution, judgement=tried)
+        if found and -sending(group) > OVERLAP_GAIN * now.cost.makespan_seconds:
+            solution = _better(facts, model, solution, limit, replace(now.assignment, windows={**now.assignment.windows, **found}))
     return solution
+
+
+def _better(facts: Profile, model: CostModel, solution: Solution, limit: float, assignment: Assignment) -> Solution:
+    """The solution with another assignment, if that is predicted to be faster and to fit; else as it is."""
+    now, tried = solution.judgement.cost, judged(facts, model, assignment)
+    faster = tried.cost.makespan_seconds < now.makespan_seconds * (1 - OVERLAP_GAIN)
+    return replace(solution, judgement=tried) if faster and tried.cost.peak_bytes <= max(limit, now.peak_bytes) else solution
 
 
 def prepare(fn, args, cluster, searcher, mesh, pins, memory_limit_bytes, donate_argnums) -> Prepared:

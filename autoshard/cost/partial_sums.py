@@ -77,7 +77,8 @@ class PartialSums:
         over: the same, whatever is on the way.
         widened: per op index, how many times a number of such a result's bytes one of what the loop carries has, or 1.
         made_by: of such results, and what only carries them, the op.
-        makers: per value on the way to an addition, or carried, the op that makes it.
+        ways: the values on the way to additions, and those that are carried.
+        makers: per such value the op that makes it; what enters a loop has none.
     """
 
     additions: tuple[Addition, ...]
@@ -86,6 +87,7 @@ class PartialSums:
     over: tuple[int, ...]
     widened: tuple[float, ...]
     made_by: Mapping[int, int]
+    ways: frozenset[int]
     makers: Mapping[int, int]
 
 
@@ -118,7 +120,8 @@ def partial_sums(graph: Graph, readers: Sequence[Sequence[int]]) -> PartialSums:
     ways = {v for one in additions.values() for way in one.between for v in way}
     ways |= {v for one in accumulations for v in (*one.between, *one.carrying)}
     makers = {value: op.index for op in ops if not op.bodies for value in op.results if value in ways}
-    return PartialSums(tuple(additions.values()), tuple(accumulations), tuple(accumulated), tuple(over), tuple(widened), made_by, makers)
+    per_op = tuple(accumulated), tuple(over), tuple(widened)
+    return PartialSums(tuple(additions.values()), tuple(accumulations), *per_op, made_by, frozenset(ways), makers)
 
 
 # -- which of them an assignment adds first ------------------------------------------------------------------------------------
@@ -159,8 +162,6 @@ class _Late:
     def __init__(self, graph: Graph, rules: Sequence[Rule | None], assignment: Assignment, sums: PartialSums):
         self.rules, self.assignment, self.sums = rules, assignment, sums
         self.ops = graph.walk()
-        self.ways = {value for one in sums.additions for way in one.between for value in way}
-        self.ways |= {value for one in sums.accumulations for value in (*one.between, *one.carrying)}
         self.pending: dict[int, Combination] = {}  # per addition the move that combines it
 
     def found(self) -> Late:
@@ -210,7 +211,7 @@ class _Late:
         rule, choice, layout = self.rules[op.index], self.assignment.choice(op.index), self.assignment.layout
         if rule is None or reductions(rule, choice):
             return False
-        read = all(operand_layout(rule, choice, k) == layout(value) for k, value in enumerate(op.operands) if value in self.ways)
+        read = all(operand_layout(rule, choice, k) == layout(value) for k, value in enumerate(op.operands) if value in self.sums.ways)
         return read and result_layout(rule, choice, 0) == layout(op.results[0])
 
 
