@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass, replace
 
 from autoshard.api.compiled_finalists import FinalistCompiler, compiler_of
@@ -50,14 +51,11 @@ def confirm_of(confirm: str | Confirm | None) -> Confirm | None:
     return confirm if confirm is None or isinstance(confirm, Confirm) else Confirm(confirm)
 
 
-def confirmed(board: Board, how: Confirm, ends: tuple[type[BaseException], ...]) -> Strategy:
+def confirmed(board: Board, how: Confirm) -> Strategy:
     """The finalist of least time among those that fit, as compiled or timed, with the record of it.
 
     Where there is no such compiler or no such devices, where they fail on all finalists, or where the time is over before any is accepted,
-    it is the first that was not refused, and its notes say why.
-
-    Args:
-        ends: what may end it early, other than that the time is over.
+    it is the first that was not refused, and its notes say why. Ctrl-C ends confirming alone: the search before it is not lost.
 
     Raises:
         InfeasibleError: none fits; names the least that one needs.
@@ -66,16 +64,16 @@ def confirmed(board: Board, how: Confirm, ends: tuple[type[BaseException], ...])
         judge = compiler_of(board.cluster) if how.by == "compiler" else devices_of(board.cluster)
     except (ClusterError, CompilerError) as error:
         return noted(board.strategies[0], f"not confirmed: {in_words(error)}")
-    ended = ""
+    ended, started = "", time.perf_counter()
     try:
         judge.decide(board)
-    except (OutOfTime, KeyboardInterrupt) as error:
-        if isinstance(error, KeyboardInterrupt) and KeyboardInterrupt not in ends:
-            raise
-        ended = "the time was over" if isinstance(error, OutOfTime) else "it was interrupted"
-    if not board.accepted:
-        return _unconfirmed(board, judge, ended)
-    return _taken(board, how, judge, ended)
+    except OutOfTime:
+        ended = "the time was over"
+    except KeyboardInterrupt:
+        ended = "it was interrupted"
+    found = _taken(board, how, judge, ended) if board.accepted else _unconfirmed(board, judge, ended)
+    stats = {**found.record.stats, "confirm_seconds": time.perf_counter() - started}
+    return Strategy(replace(found.record, stats=stats), found._traced)
 
 
 def _taken(board: Board, how: Confirm, judge: FinalistCompiler | FinalistDevices, ended: str) -> Strategy:

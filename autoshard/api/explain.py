@@ -107,10 +107,12 @@ def _confirmation(record: Record) -> list[Part]:
         for each in confirmation.finalists
     )
     version = f" ({confirmation.version})" if confirmation.version else ""
+    seconds = record.stats.get("confirm_seconds")
+    duration = "" if seconds is None else f" in {format_seconds(seconds)}"
     measures = {each.measure for each in confirmation.finalists if each.measure and each.seconds is not None}
     notes = [_MEASURES[measure] for measure in _MEASURES if measure in measures]
     columns = ("found by", "mesh", ">predicted", ">confirmed", "", ">sent", ">work", ">peak memory", "")
-    return [Heading(f"Confirmed by {confirmation.name}{version}"), Table(columns, rows, tuple(notes))]
+    return [Heading(f"Confirmed by {confirmation.name}{version}{duration}"), Table(columns, rows, tuple(notes))]
 
 
 _MEASURES = {

@@ -92,7 +92,8 @@ def search(
             stderr is a terminal or a notebook's.
         time_limit_seconds: how long to search, tracing not included; then the best strategy met so far is returned, with its gap. Of a
             search that is confirmed half of it at most is for searching.
-        interruptible: whether Ctrl-C returns the best strategy met so far, with its gap, rather than to raise KeyboardInterrupt.
+        interruptible: whether Ctrl-C returns the best strategy met so far, with its gap, rather than to raise KeyboardInterrupt. While
+            finalists are confirmed it always does.
         confirm: ``"compiler"`` compiles the best distinct strategies, three unless a `Confirm` says otherwise, for the cluster, ahead of
             time and without devices, and takes the fastest of those that fit: by the TPU compiler's schedule where they are close (a minute
             each), else by the prediction corrected by compiled collectives and FLOPs. ``"devices"`` runs them on this process's devices,
@@ -147,7 +148,7 @@ def search(
             until=None if limit_seconds is None else started + limit_seconds,
             progress=part(callback, SEARCHING, 1 - SEARCHING),
         )
-        return confirmed(board, how, endings(limit_seconds, interruptible))
+        return confirmed(board, how)
 
 
 def _searched(

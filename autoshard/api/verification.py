@@ -93,6 +93,11 @@ class Verification:
         return self.fits is not False and abs(self.bytes_ratio - 1) <= BYTES_WITHIN and abs(self.flops_ratio - 1) <= FLOPS_WITHIN
 
     @property
+    def as_predicted(self) -> bool:
+        """Whether the collectives are the predicted ones and it fits; for TPUs and GPUs, `near` is enough, since their compilers pad."""
+        return self.exact or (self.near and self.target in ("tpu", "gpu"))
+
+    @property
     def flops_ratio(self) -> float:
         """Actual over predicted flops, without what XLA computes again; 1.0 where nothing was compiled, or there are none."""
         if self.actual_flops is None:
@@ -115,10 +120,7 @@ class Verification:
         refusal = [Paragraph(self._refusal())] if self.fits is False else []
         if refusal and self.actual_peak_bytes is None:
             return Report(title, (*refusal, constraints))
-        same = all(row.agrees for row in self.rows)
-        share = f"{format_percent(self.bytes_ratio)} of the predicted bytes"
-        found = "the predicted ones, exactly" if same else share if math.isfinite(self.bytes_ratio) else "none are predicted"
-        parts: list[Part] = [*refusal, Paragraph(f"Collectives of {TARGETS[self.target]}: {found}.")]
+        parts: list[Part] = [*refusal, Paragraph(f"Held against {TARGETS[self.target]}."), Paragraph(self._verdict())]
         if rows := (*map(_collective_row, self.rows), *self._measure_rows()):
             columns = ("", "mesh axes", ">predicted", ">actual", ">predicted bytes", ">actual bytes", "")
             notes = ("All of it is of one step on one device.", "An all_reduce of which only slices are read is a reduce_scatter.")
@@ -132,6 +134,17 @@ class Verification:
             offered = "the device's memory" if limit is None else f"the {format_bytes(limit)} a program may use"
             parts.append(Paragraph(f"It fits: the compiler takes {format_bytes(self.needed_bytes)} of {offered}, holes included."))
         return Report(title, (*parts, constraints))
+
+    def _verdict(self) -> str:
+        """Whether the target does what was predicted, as the command's exit code says it."""
+        share = f"{format_percent(self.bytes_ratio)} of the predicted bytes" if math.isfinite(self.bytes_ratio) else "none were predicted"
+        sent = "the predicted ones, exactly" if all(row.agrees for row in self.rows) else share
+        said = f"collectives {sent}" if self.rows else "no collectives"
+        if self.actual_flops is not None:
+            said += f", {format_percent(self.flops_ratio)} of the predicted FLOPs" if self.predicted_flops else ""
+        if self.actual_peak_bytes is not None:
+            said += f", {format_percent(self.actual_peak_bytes / self.predicted_peak_bytes)} of the predicted peak memory"
+        return f"{'As predicted' if self.as_predicted else 'Not as predicted'}: {said}."
 
     def _measure_rows(self) -> list[tuple[str, ...]]:
         """The table's rows below the collectives, of what the target tells."""
@@ -157,7 +170,8 @@ class Verification:
     def to_json(self) -> dict[str, Any]:
         """All of it as plain JSON values."""
         ratios = {"bytes_ratio": self.bytes_ratio, "flops_ratio": self.flops_ratio}
-        return {**asdict(self), "mesh": dict(self.mesh.axes), "exact": self.exact, "near": self.near, **ratios}
+        verdict = {"exact": self.exact, "near": self.near, "as_predicted": self.as_predicted}
+        return {**asdict(self), "mesh": dict(self.mesh.axes), **verdict, **ratios}
 
     def __str__(self) -> str:
         return str(self.report())

@@ -1,7 +1,8 @@
 """The few best distinct answers of a search, from which something better than a prediction is to choose.
 
-Two answers are distinct if their meshes differ in their axes, if arguments are sharded otherwise, or if other bytes are sent, in two digits
-of all that is sent: of two that differ in the placement of the mesh alone, or in choices that send the same, a compiler makes the same.
+Two answers are distinct if their meshes differ in their axes, or if they differ in two digits of what is predicted: the step time, the peak
+memory, or the bytes sent by each kind of collective over each set of mesh axes. A compiler makes the same of two that differ in less, such
+as in the placement of the mesh, or in how small arguments are sharded.
 
 Finalists are the fastest distinct answers, the last place kept for the fastest baseline if none of the others is one: programs like it are
 those that compilers are tuned for.
@@ -21,18 +22,14 @@ BASELINES = (DataParallel(), FullySharded(stage=1), FullySharded(stage=2), Fully
 _NAMES = frozenset(baseline.name for baseline in BASELINES)
 
 
-def finalists(solutions: Iterable[Solution], arguments: Iterable[int], most: int) -> tuple[Solution, ...]:
+def finalists(solutions: Iterable[Solution], most: int) -> tuple[Solution, ...]:
     """At most so many distinct solutions, fastest first; what is equally fast stays in its order.
 
     Finalists of finalists and of more solutions are finalists of all.
-
-    Args:
-        arguments: value numbers of the program's arguments.
     """
-    arguments = tuple(arguments)
     distinct: dict[tuple, Solution] = {}
     for solution in sorted(solutions, key=lambda one: one.judgement.cost.makespan_seconds):
-        distinct.setdefault(_identity(solution, arguments), solution)
+        distinct.setdefault(_identity(solution), solution)
     ranked = tuple(distinct.values())
     first, rest = ranked[:most], ranked[most:]
     if most > 1 and not any(map(is_baseline, first)):
@@ -46,13 +43,18 @@ def is_baseline(solution: Solution) -> bool:
     return solution.finder in _NAMES
 
 
-def _identity(solution: Solution, arguments: tuple[int, ...]) -> tuple:
+def _identity(solution: Solution) -> tuple:
     """What distinct solutions differ in."""
+    cost = solution.judgement.cost
     sent = defaultdict[tuple, float](float)
-    for one in solution.judgement.cost.collectives:
+    for one in cost.collectives:
         sent[one.kind, one.mesh_axes] += one.bytes * one.count
-    total = sum(sent.values())
-    unit = 10.0 ** (math.floor(math.log10(total)) - 1) if total > 0 else 1.0  # all that is sent has two digits
+    unit = _two_digits(sum(sent.values()))
     rounded = tuple(sorted((key, units) for key, n_bytes in sent.items() if (units := round(n_bytes / unit))))
-    assignment = solution.assignment
-    return assignment.mesh.axes, tuple(assignment.layout(value) for value in arguments), unit, rounded
+    predicted = tuple((each := _two_digits(figure), round(figure / each)) for figure in (cost.makespan_seconds, cost.peak_bytes))
+    return solution.assignment.mesh.axes, predicted, unit, rounded
+
+
+def _two_digits(figure: float) -> float:
+    """The unit in which a figure has two digits."""
+    return 10.0 ** (math.floor(math.log10(figure)) - 1) if figure > 0 else 1.0

@@ -284,7 +284,7 @@ class _Search:
         self.least = min(self.least, solution.least_seconds, solution.judgement.cost.objective_seconds)
         if self.n_finalists > 1:
             found = *self.finalists, solution, *solution.others
-            self.finalists = finalists(found, self.problems[number].graph.arguments, self.n_finalists)
+            self.finalists = finalists(found, self.n_finalists)
         solution = self.solutions[number] = replace(solution, others=())  # what is not kept need not be held
         ranked = solution.judgement.cost.makespan_seconds, number, solution
         self.best = ranked if self.best is None else min(self.best, ranked, key=lambda entry: entry[:2])
@@ -304,8 +304,8 @@ class _Search:
     def others(self) -> tuple[Solution, ...]:
         """The finalists but the best solution."""
         assert self.best is not None
-        _, number, best = self.best
-        ranked = finalists((best, *self.finalists), self.problems[number].graph.arguments, self.n_finalists)
+        best = self.best[-1]
+        ranked = finalists((best, *self.finalists), self.n_finalists)
         return tuple(replace(solution, notes=(*solution.notes, *self.notes)) for solution in ranked[1:] if solution is not best)
 
     def end_early(self) -> None:

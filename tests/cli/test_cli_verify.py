@@ -11,7 +11,7 @@ def test_verify_reports_what_was_found(search, run, target):
     assert search("--save", "s.json", "--searcher", "data_parallel")[0] == 0
     command = ("verify", "user_program:train_step", "--args", "user_program:example_args", "--strategy", "s.json", "--target", target)
     code, out, _ = run(*command)
-    assert code == 0 and "exactly" in out and "all_reduce" in out
+    assert code == 0 and "\nAs predicted: collectives the predicted ones, exactly" in out and "all_reduce" in out
     code, out, _ = run(*command, "--json")
     assert code == 0 and json.loads(out)["exact"] is True
 
@@ -23,7 +23,7 @@ def test_a_difference_is_an_exit_code(search, run, tmp_path):
     text["cost"]["collectives"] = text["cost"]["collectives"][1:]
     (tmp_path / "s.json").write_text(json.dumps(text))
     code, out, _ = run("verify", "user_program:train_step", "--args", "user_program:example_args", "--strategy", "s.json")
-    assert code == 1 and "differs" in out
+    assert code == 1 and "\nNot as predicted: collectives " in out and "differs" in out
 
 
 def test_another_program_is_refused(search, run):
