@@ -39,8 +39,8 @@ from problems import eager_cluster
 from random_assignments import random_assignment
 
 import autoshard
-from autoshard.cost.model import CostModel
 from autoshard.ir import Assignment, Mesh, Rule, replicated
+from autoshard.judge.model import CostModel
 from autoshard.lower import jax_mesh, manual_program
 from autoshard.rules import rules_of
 from autoshard.trace import Traced, trace

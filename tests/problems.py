@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from autoshard import Cluster
-from autoshard.cost.model import CostModel
-from autoshard.cost.profile import profile
+from autoshard.compilers import compiler_of
+from autoshard.compilers.program_facts import profile
 from autoshard.ir import Mesh
+from autoshard.judge.model import CostModel
 from autoshard.problem import Problem
 from autoshard.rules import rules_of
 from autoshard.trace import trace
@@ -35,7 +36,7 @@ def problem_of(fn, *args, mesh=None, cluster=None, pins=None, memory_limit_bytes
     graph = trace(fn, *args).graph
     cluster = cluster or eager_cluster()
     model = CostModel(cluster, Mesh.of(mesh or {"data": 4, "model": 2}))
-    return Problem(profile(graph, rules_of(graph)), model, pins, memory_limit_bytes)
+    return Problem(profile(graph, rules_of(graph), compiler_of(cluster)), model, pins, memory_limit_bytes)
 
 
 def _array(*shape):

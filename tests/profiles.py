@@ -6,26 +6,35 @@ import jax
 import jax.numpy as jnp
 
 from autoshard.cluster import Cluster
-from autoshard.cost.evaluate import evaluate
-from autoshard.cost.model import CostModel
-from autoshard.cost.profile import profile
+from autoshard.compilers import compiler_of
+from autoshard.compilers.program_facts import profile
 from autoshard.ir import Assignment, Mesh
+from autoshard.judge.evaluate import evaluate
+from autoshard.judge.model import CostModel
 from autoshard.rules import rules_of
 from autoshard.trace import trace
 
 MESH = Mesh.of({"data": 8})
 
 
-def facts_of(fn, *args, **options):
+COMPILER = compiler_of(Cluster.parse("cpu:8"))
+
+
+def facts_of(fn, *args, compiler=COMPILER, **options):
     """A program's profile."""
     graph = trace(fn, *args, **options).graph
-    return profile(graph, rules_of(graph))
+    return profile(graph, rules_of(graph), compiler)
+
+
+def compiled_for(facts, cluster):
+    """The profile of the same program with a cluster's compiler."""
+    return profile(facts.graph, facts.rules, compiler_of(Cluster.parse(cluster)))
 
 
 def peak(facts, cluster="cpu:8", mesh=MESH, choices=None, layouts=None):
     """Peak bytes of an assignment; everything is replicated unless told otherwise."""
     assignment = Assignment(mesh, choices or {}, layouts or {}, {})
-    return evaluate(facts, CostModel(Cluster.parse(cluster), mesh), assignment).peak.nbytes
+    return evaluate(compiled_for(facts, cluster), CostModel(Cluster.parse(cluster), mesh), assignment).peak.nbytes
 
 
 def stored(fn, *args):

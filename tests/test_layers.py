@@ -22,6 +22,9 @@ LAYERS = (
     ("ir",),
     ("cluster",),  # places the axes of an `ir.Mesh` on its links
     ("rules", "cost"),
+    ("analysis",),
+    ("compilers",),
+    ("judge",),
     ("trace", "problem"),
     ("search",),
     ("strategy",),

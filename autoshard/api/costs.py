@@ -10,9 +10,9 @@ import numpy as np
 from autoshard.cluster import Cluster
 from autoshard.cost.collectives import COLLECTIVES
 from autoshard.cost.compute import Roofline
-from autoshard.cost.model import CostModel
 from autoshard.errors import ShardingError
 from autoshard.ir import Mesh
+from autoshard.judge.model import CostModel
 
 
 def collective_seconds(

@@ -18,9 +18,9 @@ from autoshard.api.collecting import rarely_collecting
 from autoshard.api.search import Pins, Prepared, prepare, shown
 from autoshard.api.strategy import Strategy
 from autoshard.cluster import Cluster
-from autoshard.cost.evaluate import Judgement
 from autoshard.errors import InfeasibleError, SearchLimitError, ShardingError
 from autoshard.ir import Assignment, Mesh
+from autoshard.judge.evaluate import Judgement
 from autoshard.problem import Problem
 from autoshard.render import Paragraph, Report, Table, format_bytes, format_percent, format_seconds
 from autoshard.search import DataParallel, FullySharded, Searcher, Solution, TensorParallel, searcher_of, silent

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
+from autoshard.compilers.program_facts import Profile
 from autoshard.cost.compute import is_matrix
-from autoshard.cost.profile import Profile
 from autoshard.ir import Assignment, Graph, Mesh
 from autoshard.lower import abstract_mesh, obstacle
 from autoshard.lower.constrain import SELF_PARTITIONED

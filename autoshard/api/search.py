@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from autoshard.analysis.partial_sums import late_sums
 from autoshard.api.collecting import rarely_collecting
 from autoshard.api.confirm import Confirm, confirm_of, confirmed, noted
 from autoshard.api.finalists import Board
@@ -22,17 +23,17 @@ from autoshard.api.notes import lowered_otherwise, whole, without_rules
 from autoshard.api.step import plain
 from autoshard.api.strategy import Strategy, record_of
 from autoshard.cluster import Cluster
-from autoshard.cost.evaluate import evaluate as judged
-from autoshard.cost.evaluate import recomputation
-from autoshard.cost.model import CostModel
-from autoshard.cost.partial_sums import late_sums
+from autoshard.compilers import compiler_of
+from autoshard.compilers.program_facts import Profile, profile
+from autoshard.compilers.tpu.rematerialisation import GOAL
 from autoshard.cost.prefetch import candidates, scans
-from autoshard.cost.profile import Profile, profile
-from autoshard.cost.rematerialisation import GOAL
 from autoshard.cost.windows import Window, Windows
 from autoshard.errors import InfeasibleError, ShardingError
 from autoshard.ir import Assignment, Graph, Mesh, check_divides, spec_to_layout
 from autoshard.ir.naming import matching
+from autoshard.judge.evaluate import evaluate as judged
+from autoshard.judge.evaluate import recomputation
+from autoshard.judge.model import CostModel
 from autoshard.lower import lowering_mesh
 from autoshard.problem import Pin, Problem
 from autoshard.render import format_bytes, format_percent, progress_line
@@ -240,7 +241,7 @@ def _gathering_ahead(facts: Profile, cluster: Cluster, mesh: Mesh, solution: Sol
     """The solution with each scan gathering one trip ahead that is predicted to be faster so, and to fit."""
     model = CostModel(cluster, mesh)
     paths = model.reshard_paths(facts.graph.values)
-    for scan in scans(facts.graph) if cluster.gathers_ahead else ():
+    for scan in scans(facts.graph) if facts.compiler.gathers_ahead else ():
         now = solution.judgement
         found = {each.value: each.target for each in candidates(facts.graph, facts.rules, now.assignment, scan, paths)}
         if found:
@@ -250,7 +251,7 @@ def _gathering_ahead(facts: Profile, cluster: Cluster, mesh: Mesh, solution: Sol
 
 def _windowed(facts: Profile, cluster: Cluster, mesh: Mesh, solution: Solution, limit: float) -> Solution:
     """The solution with the products windowed that are predicted to be faster so, alike ones together, those that send longest first."""
-    if not cluster.windows:
+    if not facts.compiler.windows:
         return solution
     model, assignment = CostModel(cluster, mesh), solution.judgement.assignment
     late = late_sums(facts.graph, facts.rules, assignment, facts.sums).values
@@ -258,7 +259,7 @@ def _windowed(facts: Profile, cluster: Cluster, mesh: Mesh, solution: Solution, 
     for window in Windows(facts.graph, facts.rules, assignment, model.reshard_paths(facts.graph.values), facts.readers, late).all():
         step = model.window_step(facts.graph.values[window.value], window)
         hides = model.window_seconds(facts, window.op, assignment.choice(window.op.index), window) > LEAST_HIDDEN * step.seconds
-        if hides and window.step.kind not in cluster.asynchronous:  # else the compiler hides it behind whatever else there is
+        if hides and window.step.kind not in facts.compiler.asynchronous:  # else the compiler hides it behind whatever else there is
             key = facts.alike[window.op.index], assignment.choice(window.op.index), window.operand, window.step
             groups.setdefault(key, []).append(window)
 
@@ -389,7 +390,7 @@ def _traced(fn, args, donate_argnums, axis_names, cluster: Cluster) -> tuple[Tra
     """The traced function, its profile for the cluster's compiler, and what tracing took."""
     started = time.perf_counter()
     traced = trace(plain(fn), *args, donate_argnums=donate_argnums, axis_names=tuple(dict.fromkeys(axis_names)))
-    facts = profile(traced.graph, rules_of(traced.graph), cluster.patience, cluster.calls_libraries)
+    facts = profile(traced.graph, rules_of(traced.graph), compiler_of(cluster))
     return traced, facts, {"trace_seconds": time.perf_counter() - started, "n_ops": len(traced.graph.walk())}
 
 

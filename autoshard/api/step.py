@@ -17,9 +17,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from autoshard.api.calls import UNLIKE, Repeat, anew, guarded, is_traced, placed
 from autoshard.api.collecting import rarely_collecting
 from autoshard.cluster import Cluster
-from autoshard.cost.model import CostModel
 from autoshard.errors import StrategyError, TraceError
 from autoshard.ir import Graph, Layout, Rule, replicated, result_layouts
+from autoshard.judge.model import CostModel
 from autoshard.lower import ReshardPath, constrained, derived_from, lowering_mesh, manual_program, obstacle, to_named_sharding
 from autoshard.rules import rules_of
 from autoshard.strategy import Record, check_program

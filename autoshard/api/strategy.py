@@ -17,6 +17,7 @@ from autoshard.api.pins import Pins
 from autoshard.api.step import Step, program_of
 from autoshard.api.structure import alike, describe, per_argument, rebuild
 from autoshard.cluster import Cluster
+from autoshard.compilers import compiler_of
 from autoshard.cost.record import Cost
 from autoshard.errors import StrategyError
 from autoshard.ir import Layout, Mesh, layout_to_spec, result_layouts
@@ -166,7 +167,7 @@ class Strategy:
 
         To be passed to `apply` and `verify`. They are off by default: a compiler may refuse a program with them that it takes without.
         """
-        return Cluster.from_dict(self.record.cluster).overlap_options
+        return compiler_of(Cluster.from_dict(self.record.cluster)).overlap_options
 
     def apply(
         self,

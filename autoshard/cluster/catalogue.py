@@ -36,6 +36,22 @@ class Entry:
     most: int = 0
     per_host: int = 0
 
+    @property
+    def available_bytes(self) -> int:
+        """What a program may have of a device's memory."""
+        return AVAILABLE_BYTES.get(self.device.name, int(self.device.memory_bytes * MEMORY_FRACTION[self.device.kind]))
+
+    @property
+    def overlap(self) -> bool:
+        """Whether collectives run while the device computes."""
+        return self.device.kind != "cpu"  # XLA:CPU runs a collective and the ops around it one after the other
+
+
+# What a program may have of a device's memory. GPU: jax allocates three quarters unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise
+# (docs.jax.dev, "GPU memory allocation"). TPU: what XLA:TPU (libtpu 0.0.42) says where it refuses a program: "exceeds available HBM
+# (15.75G)" for v5e; v4 has two cores a chip with 15.25G each. Another TPU is taken to keep as much back as a v4.
+MEMORY_FRACTION = {"tpu": 30.5 / 32, "gpu": 0.75, "cpu": 1.0}
+AVAILABLE_BYTES = {"v4": int(30.5 * 2**30), "v5e": int(15.75 * 2**30), "v5p": int(95.74 * 2**30), "v6e": int(31.25 * 2**30)}
 
 SCALING_BOOK = "https://jax-ml.github.io/scaling-book/tpus"
 TPU_HOP_SECONDS = 1e-6  # about 1 us a hop: How to Scale Your Model, "Sharded Matrices and How to Multiply Them"

@@ -13,57 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.cluster.catalogue import CATALOGUE, Entry
-from autoshard.cluster.device import LANES, Device
+from autoshard.cluster.device import Device
 from autoshard.cluster.interconnect import Interconnect, Link, Protocol, place
 from autoshard.errors import ClusterError
 from autoshard.ir import Mesh
-from autoshard.ir.collective import KINDS as COLLECTIVE_KINDS
-
-# What a program may have. GPU: jax allocates three quarters of the memory unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise
-# (docs.jax.dev, "GPU memory allocation"). TPU: what XLA:TPU (libtpu 0.0.42) says where it refuses a program: "exceeds available HBM
-# (15.75G)" for v5e; v4 has two cores a chip with 15.25G each. Another TPU is taken to keep as much back as a v4.
-MEMORY_FRACTION = {"tpu": 30.5 / 32, "gpu": 0.75, "cpu": 1.0}
-AVAILABLE_BYTES = {"v4": int(30.5 * 2**30), "v5e": int(15.75 * 2**30), "v5p": int(95.74 * 2**30), "v6e": int(31.25 * 2**30)}
-
-# Which collectives compilers start before, and end after, other work, by device where devices of a kind differ. XLA:TPU (libtpu 0.0.42):
-# permutes have a start and an end; all_gathers run within fusions (AsyncCollectiveStart) on v5e, and on v4, v5p and v6e do not (a fully
-# sharded transformer compiled for slices of each, of 4 to 64 chips); all_reduces, reduce_scatters and all_to_alls nowhere do. XLA:GPU: all
-# of them (xla/service/gpu, "async_collective_creator"). XLA:CPU runs a collective and the ops around it one after the other.
-ASYNCHRONOUS = {"tpu": ("collective_permute",), "v5e": ("all_gather", "collective_permute"), "gpu": COLLECTIVE_KINDS, "cpu": ()}
-# Those of them whose data the kernels of matrix products move on: they start with one. Of 101 fusions that all_gathers passed through in
-# modules compiled for v5e (two transformers and a perceptron) all but four had a product at their top level.
-CARRIED = {"v5e": ("all_gather",)}
-
-# Whose loops gain where each trip gathers for the next one (`autoshard.cost.prefetch`). XLA:TPU gathers asynchronously then, but copies
-# what is carried in every trip (61 us for 8 MiB on v5e, whose gather takes 87) and computes slower beside it: the schedule of a scanned MLP
-# took 11.3 to 11.8 ms for 10.8 (libtpu 0.0.42). XLA:GPU (jaxlib 0.10.2) exposes the first gather of a trip, and hides it behind products
-# where it is carried.
-GATHERS_AHEAD = ("gpu",)
-
-# Whose products may be windowed (`autoshard.cost.windows`): permutes start before, and end after, products beside them. XLA:TPU (libtpu
-# 0.0.42) schedules an all_gather with its product of 8192 x 2048 x 8192 over 4 chips of v5e in 0.92 ms, and the ring in 0.72.
-WINDOWS = ("tpu",)
-
-# Options with which a compiler runs collectives beside compute that it otherwise waits for. XLA:TPU for v5e (libtpu 0.0.42): gradients are
-# reduce_scattered within fusions; without the larger limit of scoped memory programs are refused. A fully sharded GPT of 12 scanned layers
-# was scheduled in 84.9 ms for 88.0, a scanned MLP in 9.9 for 10.8.
-OVERLAP_OPTIONS: dict[str, dict[str, bool | int | float | str]] = {
-    "v5e": {
-        "xla_enable_async_reduce_scatter_fusion": True,
-        "xla_jf_crs_combiner_threshold_in_bytes": 0,
-        "xla_tpu_ars_combiner_threshold_in_bytes": 0,
-        "xla_tpu_decompose_every_reduce_scatters_hlos": True,
-        "xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter": True,
-        "xla_tpu_scoped_vmem_limit_kib": 32768,
-    }
-}
-
-# Which compilers round what products round anyway before they send it: see `autoshard.cost.narrowing`.
-NARROWS = ("tpu",)
-# Whose matrix products and convolutions are calls of libraries: see `autoshard.cost.fusion`.
-CALLS_LIBRARIES = ("gpu",)
-# Whose kernels are known: `autoshard.cost.traffic`
-WIDENS = ("tpu",)
 
 EXAMPLES = "'v5e:4x4' (a TPU slice), 'h100:8x4' (8 GPUs on each of 4 hosts) or 'cpu:8'"
 _TEXT = re.compile(r"([a-z0-9-]+):(\d{1,6}(?:x\d{1,6})*)")
@@ -134,8 +87,8 @@ class Cluster:
             device=entry.device,
             topology=topology,
             interconnect=entry.interconnect,
-            memory_limit_bytes=AVAILABLE_BYTES.get(entry.device.name, int(entry.device.memory_bytes * MEMORY_FRACTION[entry.device.kind])),
-            overlap=entry.device.kind != "cpu",  # XLA:CPU runs a collective and the ops around it one after the other
+            memory_limit_bytes=entry.available_bytes,
+            overlap=entry.overlap,
         )
 
     @classmethod
@@ -244,62 +197,6 @@ class Cluster:
     @property
     def _hosts(self) -> int:
         return self.topology[1] if len(self.topology) == 2 else 1
-
-    @property
-    def asynchronous(self) -> tuple[str, ...]:
-        """The kinds of collectives that run while the device computes."""
-        return ASYNCHRONOUS.get(self.device.name, ASYNCHRONOUS[self.device.kind]) if self.overlap else ()
-
-    @property
-    def carried(self) -> tuple[str, ...]:
-        """The kinds of those that start with a matrix product, or else are waited for."""
-        return CARRIED.get(self.device.name, ()) if self.overlap else ()
-
-    @property
-    def overlap_options(self) -> dict[str, bool | int | float | str]:
-        """The compiler's options that overlap more collectives with compute; none where none are known."""
-        return dict(OVERLAP_OPTIONS.get(self.device.name, {}))
-
-    @property
-    def gathers_ahead(self) -> bool:
-        """Whether loops may gain by gathering one trip ahead."""
-        return self.device.kind in GATHERS_AHEAD
-
-    @property
-    def windows(self) -> bool:
-        """Whether products may gain by sending blocks round a ring."""
-        return self.overlap and self.device.kind in WINDOWS
-
-    @property
-    def narrows(self) -> bool:
-        """Whether the compiler sends float32 operands of products of default precision as bfloat16."""
-        return self.device.kind in NARROWS
-
-    @property
-    def widens(self) -> bool:
-        """Whether the compiler's kernels compute in float32 and pay for a narrower result's way through a buffer of it."""
-        return self.device.kind in WIDENS
-
-    @property
-    def calls_libraries(self) -> bool:
-        """Whether products and convolutions are calls of libraries, whose operands and results lie in memory."""
-        return self.device.kind in CALLS_LIBRARIES
-
-    @property
-    def patience(self) -> float:
-        """Vector operations on an element, for each of its bytes, from which the compiler keeps it rather than compute it for each reader.
-
-        As many as one core does while the chip writes the byte and reads it. XLA:TPU (libtpu 0.0.42) computes chains of products and sums
-        again that make bfloat16 up to 24 to 26 operations on v5e, 9 on v5p, 13 on v4 and 15 on v6e, and keeps those from 35, 12, 18 and
-        18 on: by this they are kept from 30, 10, 14 and 17 on. XLA:GPU (jaxlib 0.10.2) keeps what takes as long as writing
-        it does: on A100, H100 and B200 from 17 to 22, 22 to 26 and 5 to 16 of them a byte on, by this from 10, 20 and 9 on.
-        """
-        device = self.device
-        if self.calls_libraries:
-            return device.vector_flops_per_second / device.memory_bandwidth_bytes_per_second
-        if not (self.widens and device.clock_hertz):
-            return math.inf
-        return 2 * LANES * device.clock_hertz / device.memory_bandwidth_bytes_per_second
 
     def check(self, mesh: Mesh) -> None:
         """Raises `ClusterError` where a mesh does not cover the devices."""

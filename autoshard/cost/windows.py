@@ -61,7 +61,7 @@ class Windows:
 
     Args:
         readers: per value the indices of the ops that read it.
-        late: values that stay partial (`autoshard.cost.partial_sums`).
+        late: values that stay partial (`autoshard.analysis.partial_sums`).
     """
 
     def __init__(

@@ -23,9 +23,9 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import PartitionSpec
 
-from autoshard.cost.partial_sums import carried_move, late_sums, partial_sums
+from autoshard.analysis.partial_sums import carried_move, late_sums, partial_sums
+from autoshard.compilers.program_facts import free_values, readers_of
 from autoshard.cost.prefetch import Prefetch, prefetches
-from autoshard.cost.profile import free_values, readers_of
 from autoshard.cost.reshard import Combination, ReshardPath, Step, combinations, path_seconds
 from autoshard.cost.windows import Window, Windows
 from autoshard.errors import ShardingError
@@ -178,7 +178,7 @@ class _Plan:
         home: per value that shares a holder's layout, the holder's value.
         free: per value, whether it is made of constants alone.
         late: what stays partial: products that a transpose alone reads, so that XLA makes one product of both, and sums that are added
-            first (`autoshard.cost.partial_sums`).
+            first (`autoshard.analysis.partial_sums`).
         loops: per value that a scan carries partial, the mesh axes over which it is combined after the loop.
         windows: per op of a windowed product what goes round.
     """

@@ -15,10 +15,11 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.cluster import Cluster
-from autoshard.cost.evaluate import evaluate
-from autoshard.cost.model import CostModel
-from autoshard.cost.profile import Profile, profile
+from autoshard.compilers import compiler_of
+from autoshard.compilers.program_facts import Profile, profile
 from autoshard.ir import Assignment, Mesh
+from autoshard.judge.evaluate import evaluate
+from autoshard.judge.model import CostModel
 from autoshard.lower import jax_mesh
 from autoshard.rules import rules_of
 from autoshard.trace import trace
@@ -52,7 +53,7 @@ class Kernel:
     @cached_property
     def _profile(self) -> Profile:
         graph = trace(self.fn, *(jax.ShapeDtypeStruct(shape, self.dtype) for shape in self.shapes)).graph
-        return profile(graph, rules_of(graph))
+        return profile(graph, rules_of(graph), compiler_of(Cluster.parse("cpu:1")))
 
     @property
     def nbytes(self) -> int:

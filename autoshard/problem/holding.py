@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.cost.memory import Peak
+from autoshard.compilers.buffer_assignment import Peak
 from autoshard.problem.nodes import Edge
 from autoshard.problem.problem import Problem
 

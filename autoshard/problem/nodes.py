@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from autoshard.cost.profile import Profile
+from autoshard.compilers.program_facts import Profile
 from autoshard.ir import Op, Rule
 
 Pin = tuple[frozenset[int], ...]

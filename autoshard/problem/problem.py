@@ -14,9 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from autoshard.cost.evaluate import Judgement, evaluate
-from autoshard.cost.model import CostModel
-from autoshard.cost.profile import Profile
+from autoshard.compilers.program_facts import Profile
 from autoshard.cost.reshard import Step
 from autoshard.errors import ShardingError
 from autoshard.ir import (
@@ -31,6 +29,8 @@ from autoshard.ir import (
     layouts,
     shards,
 )
+from autoshard.judge.evaluate import Judgement, evaluate
+from autoshard.judge.model import CostModel
 from autoshard.problem.nodes import Edge, Node, Nodes, Pin, build_nodes
 from autoshard.problem.offers import Label, Offer, Offers
 

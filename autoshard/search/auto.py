@@ -22,9 +22,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from autoshard.cost.model import CostModel
 from autoshard.cost.record import Cost
 from autoshard.errors import InfeasibleError, SearchLimitError
+from autoshard.judge.model import CostModel
 from autoshard.problem import Problem
 from autoshard.render import format_percent
 from autoshard.search.baselines import DataParallel, FullySharded
@@ -141,7 +141,7 @@ class Auto:
     def _hiding(self, problem: Problem, costs: Iterable[Cost], progress: Progress) -> Iterator[tuple[Solution, Searcher]]:
         """Recursive programming's answer where collectives cost what is exposed of them, if it is a member and something hides."""
         member = next((member for member in self.members if isinstance(member, RecursiveProgramming)), None)
-        shares = exposed_shares(costs, problem.model.cluster.asynchronous)
+        shares = exposed_shares(costs, problem.profile.compiler.asynchronous)
         if member is None or all(share > 1 - TOLERANCE for share in shares.values()):
             return
         model = CostModel(problem.model.cluster, problem.mesh, shares)
@@ -188,5 +188,5 @@ def _hides(best: Cost, least: Cost, owner: Searcher) -> Iterator[str]:
 def _settled(problem: Problem, solution: Solution) -> bool:
     """Whether no other objective is much less, and makespans are objectives."""
     cost = solution.judgement.cost
-    waits = set(problem.model.cluster.asynchronous) <= {"collective_permute"}
+    waits = set(problem.profile.compiler.asynchronous) <= {"collective_permute"}
     return waits and min(solution.lower_bound_seconds, cost.makespan_seconds) >= (1 - TOLERANCE) * cost.objective_seconds

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from autoshard.cost.compute import is_matrix
-from autoshard.cost.evaluate import Judgement
 from autoshard.errors import InfeasibleError, ShardingError
 from autoshard.ir import Layout, divides, local_shape, shards
+from autoshard.judge.evaluate import Judgement
 from autoshard.problem import Problem
 from autoshard.render import format_bytes
 from autoshard.search.propagation import Propagation
@@ -164,7 +164,7 @@ def _split(problem: Problem, value: int, dim: int) -> Layout:
 def _spread_out(problem: Problem, value: int) -> Layout:
     """All mesh axes on one dimension, the largest of those that most devices divide; what does not divide it on others, largest first.
 
-    Along one dimension a parameter is gathered at once, and its gradient scattered at once (`autoshard.cost.combining.is_formed`).
+    Along one dimension a parameter is gathered at once, and its gradient scattered at once (`compilers.all_reduce_combiner.is_formed`).
     """
     shape, sizes = problem.graph.values[value].shape, problem.mesh.sizes
     layouts = [_split(problem, value, dim) for dim in range(len(shape))]

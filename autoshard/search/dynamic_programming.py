@@ -32,8 +32,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from autoshard.cost.evaluate import Judgement
 from autoshard.errors import InfeasibleError, SearchLimitError
+from autoshard.judge.evaluate import Judgement
 from autoshard.problem import Messages, Problem, Tables, folded
 from autoshard.search.contraction import contracted, contracted_whole
 from autoshard.search.elimination import table_cost

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from autoshard.cost.evaluate import Judgement
 from autoshard.errors import SearcherError, SearchLimitError
 from autoshard.ir import Assignment
+from autoshard.judge.evaluate import Judgement
 from autoshard.problem import Problem
 from autoshard.search.searcher import Progress, Solution
 

@@ -34,9 +34,9 @@ import numpy as np
 from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from autoshard.cost.evaluate import Judgement
-from autoshard.cost.memory import Peak
+from autoshard.compilers.buffer_assignment import Peak
 from autoshard.errors import InfeasibleError, SearchLimitError
+from autoshard.judge.evaluate import Judgement
 from autoshard.problem import Holding, Problem, Tables
 from autoshard.render import format_bytes
 from autoshard.search.recursive_programming import RecursiveProgramming

@@ -20,9 +20,9 @@ from itertools import accumulate
 
 import numpy as np
 
-from autoshard.cost.evaluate import Judgement
-from autoshard.cost.memory import Peak
+from autoshard.compilers.buffer_assignment import Peak
 from autoshard.errors import InfeasibleError
+from autoshard.judge.evaluate import Judgement
 from autoshard.problem import Folded, Holding, Label, Problem, Tables
 from autoshard.render import format_bytes
 

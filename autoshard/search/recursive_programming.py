@@ -26,8 +26,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from autoshard.cost.model import CostModel
 from autoshard.errors import SearchLimitError
+from autoshard.judge.model import CostModel
 from autoshard.problem import Label, Problem, Tables, folded
 from autoshard.search.elimination import Eliminator, table_cost
 from autoshard.search.frugal import frugal

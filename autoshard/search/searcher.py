@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, runtime_checkable
 
-from autoshard.cost.evaluate import Judgement
 from autoshard.ir import Assignment
+from autoshard.judge.evaluate import Judgement
 from autoshard.problem import Problem
 
 Progress = Callable[[str, float], None]

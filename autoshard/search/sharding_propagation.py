@@ -27,8 +27,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from autoshard.cost.evaluate import Judgement
 from autoshard.errors import ShardingError
+from autoshard.judge.evaluate import Judgement
 from autoshard.problem import Label, Problem, Tables
 from autoshard.search.elimination import Eliminator, table_cost
 from autoshard.search.memory import fastest_within

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from autoshard.cost.many_axes import ManyAxesModel
 from autoshard.ir import Mesh
+from autoshard.judge.approximate_reshard import ManyAxesModel
 from autoshard.problem import Label, Problem, folded
 from autoshard.search.meshes import NAMES
 from autoshard.search.recursive_programming import TOLERANCE, Descent, RecursiveProgramming, labels_cost

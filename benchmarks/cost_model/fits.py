@@ -5,7 +5,7 @@ predicted to fit that is refused; at most one in ten that compiles may be predic
 less than the reserve does not fit.
 
 Near the limit XLA computes some of what it stored again, and so makes programs fit that would not: instructions named ``.remat``. So does
-the model (`autoshard.cost.rematerialisation`): a program fits as scheduled, or once that is done. What compiles as it is stands apart, and
+the model (`compilers.tpu.rematerialisation`): a program fits as scheduled, or once that is done. What compiles as it is stands apart, and
 so do programs that were added later: what else is trained, other chips, and further above their memory.
 """
 

@@ -18,10 +18,11 @@ from scipy.stats import rankdata
 
 from autoshard.api.strategy import Strategy, record_of
 from autoshard.cluster import Cluster
+from autoshard.compilers import compiler_of
+from autoshard.compilers.program_facts import profile
 from autoshard.cost.collectives import Communication
-from autoshard.cost.model import CostModel
-from autoshard.cost.profile import profile
 from autoshard.ir import Assignment, Mesh
+from autoshard.judge.model import CostModel
 from autoshard.problem import Problem
 from autoshard.render import Paragraph, Part, Table, format_seconds
 from autoshard.rules import rules_of
@@ -105,8 +106,8 @@ def _strategies(name: str, program: Program, changed: int) -> Iterator[tuple[str
     """Different strategies of a program, each once."""
     function, args = program
     traced = trace(function, *args, donate_argnums=0, axis_names=("data", "model"))
-    facts = profile(traced.graph, rules_of(traced.graph))
     cluster = Cluster.parse(CLUSTER)
+    facts = profile(traced.graph, rules_of(traced.graph), compiler_of(cluster))
     seen = set()
     for sizes in MESHES:
         mesh = Mesh.of(sizes)

@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable
 
 from autoshard.cluster import Cluster
-from autoshard.cost.evaluate import evaluate
-from autoshard.cost.model import CostModel
-from autoshard.cost.profile import profile
+from autoshard.compilers import compiler_of
+from autoshard.compilers.program_facts import profile
 from autoshard.ir import Mesh
+from autoshard.judge.evaluate import evaluate
+from autoshard.judge.model import CostModel
 from autoshard.problem import Problem
 from autoshard.render import Paragraph, Table, format_seconds
 from autoshard.rules import rules_of
@@ -29,8 +30,8 @@ def run(quick: bool, progress: Callable[[str, float], None]) -> Findings:
     progress(f"tracing {layers} layers", 0.0)
     program = single_dtype.gpt(layers)
     graph = trace(program[0], *program[1], donate_argnums=0).graph
-    facts = profile(graph, rules_of(graph))
     cluster, mesh = Cluster.parse("v5e:8x8"), Mesh.of({"data": 8, "model": 8})
+    facts = profile(graph, rules_of(graph), compiler_of(cluster))
     problem = Problem(facts, CostModel(cluster, mesh))
     rows, numbers = [], {}
     for searcher in (DataParallel(), FullySharded()):

@@ -8,8 +8,8 @@ import pytest
 
 import autoshard
 from autoshard.cost.collectives import COLLECTIVES
-from autoshard.cost.model import CostModel
 from autoshard.ir import Mesh
+from autoshard.judge.model import CostModel
 
 SIZES = 2.0 ** np.arange(10, 31, 2)
 

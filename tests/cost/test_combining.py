@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard.cluster import Cluster
-from autoshard.cost.combining import COMBINED_BYTES, is_formed, sent_with
-from autoshard.cost.memory import _early, peak_memory
-from autoshard.cost.profile import profile
+from autoshard.compilers import compiler_of
+from autoshard.compilers.all_reduce_combiner import COMBINED_BYTES, is_formed, sent_with
+from autoshard.compilers.buffer_assignment import peak_memory
+from autoshard.compilers.program_facts import profile
+from autoshard.compilers.tpu.buffers import _early
 from autoshard.cost.reshard import Step
 from autoshard.ir import Assignment, Mesh, Value
 from autoshard.rules import rules_of
@@ -28,7 +30,7 @@ def sums_with_loss(kinds=("all_reduce",) * 3, nbytes=256.0, devices=8):
     """What is combined with the loss of the three sums: the statistic, what the update makes of it, and the loss."""
     w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((WIDTH, WIDTH), (ROWS, WIDTH, WIDTH)))
     graph = trace(step, w, x).graph
-    facts = profile(graph, rules_of(graph))
+    facts = profile(graph, rules_of(graph), compiler_of(Cluster.parse("v5e:2x4")))
     whole = ROWS, WIDTH, WIDTH
     over_rows = [op.index for op in graph.walk() if op.primitive == "reduce_sum" and graph.values[op.operands[0]].shape == whole]
     partials = {
@@ -70,7 +72,7 @@ def test_losses_of_one_value_wait_for_it_together(n_losses):
         return updated, sum((weight * made).sum() for weight in range(1, 1 + n_losses))
 
     graph = trace(several, w, v, x).graph
-    facts = profile(graph, rules_of(graph))
+    facts = profile(graph, rules_of(graph), compiler_of(Cluster.parse("v5e:2x4")))
     sums = [op for op in graph.walk() if op.primitive == "reduce_sum"]
     partials = {op.index: Step("all_reduce", (0,), (-1,), (-1,), float(graph.values[op.results[0]].nbytes), 0.0) for op in sums}
     sizes = [float(graph.values[value].nbytes) for value in facts.lifetimes.values]
@@ -91,13 +93,13 @@ def test_a_loss_that_is_sent_early_is_made_beside_the_activations():
         return updated, (3.0 * (jnp.cos(x) @ v)).sum()
 
     graph = trace(trained, w, v, x, donate_argnums=0).graph
-    facts = profile(graph, rules_of(graph))
+    facts = profile(graph, rules_of(graph), compiler_of(Cluster.parse("v5e:2x4")))
     statistic, loss = [op for op in graph.walk() if op.primitive == "reduce_sum"]
-    device, assignment = Cluster.parse("v5e:2x4").device, Assignment(Mesh.of({"data": 8}), {}, {}, {})
+    assignment = Assignment(Mesh.of({"data": 8}), {}, {}, {})
 
     def held(*sent):
         partials = {op.index: Step("all_reduce", (0,), (-1,), (-1,), float(graph.values[op.results[0]].nbytes), 0.0) for op in sent}
-        return peak_memory(facts, assignment, {}, partials, device).nbytes - 4 * (w.size + v.size + x.size)
+        return peak_memory(facts, assignment, {}, partials).nbytes - 4 * (w.size + v.size + x.size)
 
     assert held(loss) == rows * width * 4
     assert held(statistic, loss) - held(loss) == rows * width * 2  # what is kept is rounded, as products read it

@@ -11,9 +11,10 @@ import pytest
 
 import autoshard
 from autoshard.cluster import Cluster
-from autoshard.cost.lifetimes import gradients_last
-from autoshard.cost.memory import peak_memory
-from autoshard.cost.profile import Profile, profile
+from autoshard.compilers import compiler_of
+from autoshard.compilers.buffer_assignment import peak_memory
+from autoshard.compilers.kernel_order import gradients_last
+from autoshard.compilers.program_facts import Profile, profile
 from autoshard.ir import Assignment, Mesh
 from autoshard.rules import rules_of
 from autoshard.trace import trace
@@ -28,7 +29,7 @@ BF16 = jnp.bfloat16
 def facts_of(fn, *args, cluster=H100) -> Profile:
     """A program's profile for the cluster's compiler."""
     graph = trace(fn, *args).graph
-    return profile(graph, rules_of(graph), cluster.patience, cluster.calls_libraries)
+    return profile(graph, rules_of(graph), compiler_of(cluster))
 
 
 def stored(fn, *args, cluster=H100):
@@ -135,7 +136,7 @@ def test_what_is_scattered_apart_is_paid_for():
 
     def peak(scattered: int) -> float:
         lie = {number: (1,) for number, one in enumerate(graph.values) if one.shape == (4096, 1024)} | {value: (scattered,)}
-        return peak_memory(facts, Assignment(MESH, {add: ((1, -1),)}, lie, {}), {}, {}, H100.device).nbytes
+        return peak_memory(facts, Assignment(MESH, {add: ((1, -1),)}, lie, {}), {}, {}).nbytes
 
     assert peak(-1) - peak(1) == 4096 * 1024 * 4 * 7 / 8
 
@@ -173,7 +174,7 @@ def test_gradients_of_weights_come_last():
     updates = [times.starts[op.index] for op in graph.walk() if op.primitive == "sub" and op.results[0] in graph.results]
     assert len(gradients) == 3 and len(updates) == 3
     assert max(starts[op] for op in others) < min(starts[op] for op in gradients) <= max(starts[op] for op in gradients) < min(updates)
-    assert facts.overlapped.starts == times.starts and facts.last_products == last == set(gradients)
+    assert facts.orders.overlapped.starts == times.starts and facts.orders.last_products == last == set(gradients)
 
 
 # What XLA:GPU (jaxlib 0.10.2, for eight H100, products left to cuBLAS) assigned: memory_analysis().peak_memory_in_bytes.
@@ -240,7 +241,8 @@ def test_gradients_of_weights_come_last_on_newer_gpus():
     wide = 8192 // 8 * 256 * 2  # bytes of a layer's inner activation, or of its gradient, on a device
     assert peaks["h100"] - peaks["a100"] > 2 * wide
     facts = facts_of(_clipped, *args)
-    assert len(facts.last_products) == 6 and not any(facts.fusion.last[facts.graph.walk()[op].results[0]] for op in facts.last_products)
+    last = facts.orders.last_products
+    assert len(last) == 6 and not any(facts.fusion.last[facts.graph.walk()[op].results[0]] for op in last)
 
 
 @pytest.mark.parametrize(("device", "compiled"), [("a100", 2.527e9), ("h100", 3.594e9), ("b200", 3.403e9)])

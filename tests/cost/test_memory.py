@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -11,16 +12,18 @@ import jax.numpy as jnp
 import programs
 import pytest
 from jax.sharding import PartitionSpec as P
-from profiles import MESH, facts_of, floats, peak, stored
+from profiles import MESH, compiled_for, facts_of, floats, peak, stored
 from random_assignments import random_assignment
 
 import autoshard
 from autoshard.cluster import Cluster
-from autoshard.cost.fusion import fuse
-from autoshard.cost.memory import COMBINED_BYTES, Copy, _beside_gathers, peak_memory
-from autoshard.cost.profile import profile
+from autoshard.compilers import compiler_of
+from autoshard.compilers.all_reduce_combiner import COMBINED_BYTES
+from autoshard.compilers.buffer_assignment import Copy, peak_memory
+from autoshard.compilers.fusion import FusionRules, fuse
+from autoshard.compilers.program_facts import free_values
+from autoshard.compilers.tpu.buffers import _beside_gathers
 from autoshard.ir import Assignment, Mesh
-from autoshard.rules import rules_of
 from autoshard.trace import trace
 from benchmarks import single_dtype
 from benchmarks.other_models import state_space
@@ -227,9 +230,8 @@ def test_sharding_one_more_axis_never_raises_what_values_take(program):
     mesh = Mesh.of({"data": 2, "model": 2})
     for seed in range(5):
         layouts = random_assignment(facts.graph, facts.rules, mesh, seed).layouts
-        device = Cluster.parse("cpu:4").device
         some = {value: tuple(-1 if axis else dim for axis, dim in enumerate(layout)) for value, layout in layouts.items()}
-        both, one, none = (peak_memory(facts, Assignment(mesh, {}, found, {}), {}, {}, device).nbytes for found in (layouts, some, {}))
+        both, one, none = (peak_memory(facts, Assignment(mesh, {}, found, {}), {}, {}).nbytes for found in (layouts, some, {}))
         assert both <= one <= none
 
 
@@ -245,8 +247,8 @@ def test_sums_over_time_are_taken_at_once_where_collectives_are_asynchronous():
         return jax.nn.logsumexp(y @ v, axis=-1).sum()
 
     facts = facts_of(jax.grad(loss), floats(2048, 2048), floats(2048, 32000), floats(64, 128, 2048))
-    device, nothing = Cluster.parse("v5e:2x4").device, {(0, (0,)): Copy(0.0, 0, 0)}
-    alone, sent = (peak_memory(facts, Assignment(MESH, {}, {}, {}), copies, {}, device).nbytes for copies in ({}, nothing))
+    facts, nothing = compiled_for(facts, "v5e:2x4"), {(0, (0,)): Copy(0.0, 0, 0)}
+    alone, sent = (peak_memory(facts, Assignment(MESH, {}, {}, {}), copies, {}).nbytes for copies in ({}, nothing))
     assert sent - alone == 2048 * 2048 * 4
 
 
@@ -284,7 +286,7 @@ def test_kernels_read_what_is_stored_before():
         for kernel in facts.fusion.kernels:
             assert all(value in known or facts.free[value] for value in kernel.reads)
             known.update(kernel.makes)
-        assert fuse(facts.graph, facts.free) == facts.fusion
+        assert fuse(facts.graph, facts.free, facts.compiler.fusion_rules) == facts.fusion
 
 
 def test_what_others_hold_up_can_wait():
@@ -433,11 +435,12 @@ def test_what_a_layer_reads_and_makes_hides_work(chain, keeps):
 def _keeping(graph, shape: tuple[int, ...]) -> set[str]:
     """On which TPUs more values of a shape lie in memory in bfloat16 than where computing takes no time."""
 
-    def kept(patience: float) -> int:
-        stored = profile(graph, rules_of(graph), patience).fusion.stored
+    def kept(rules: FusionRules) -> int:
+        stored = fuse(graph, free_values(graph), rules).stored
         return sum(stored[number] and value.shape == shape and value.itemsize == 2 for number, value in enumerate(graph.values))
 
-    return {name for name, cluster in SLICES.items() if kept(Cluster.parse(cluster).patience) > kept(math.inf)}
+    found = {name: compiler_of(Cluster.parse(cluster)).fusion_rules for name, cluster in SLICES.items()}
+    return {name for name, rules in found.items() if kept(rules) > kept(replace(rules, patience=math.inf))}
 
 
 @pytest.mark.parametrize("pixels", [(32, 32), (1024,)])
@@ -512,8 +515,9 @@ def test_what_is_sliced_twice_is_kept(program, on_tpu, on_gpu):
 
     graph = trace(applied, given).graph
     whole = {value for op in graph.walk() if op.primitive == "exp" for value in op.results}
-    for calls_libraries, kept in ((False, on_tpu), (True, on_gpu)):
-        fusion = profile(graph, rules_of(graph), calls_libraries=calls_libraries).fusion
+    for cluster, kept in (("v5e:2x4", on_tpu), ("h100:8", on_gpu)):
+        rules = replace(compiler_of(Cluster.parse(cluster)).fusion_rules, patience=math.inf)
+        fusion = fuse(graph, free_values(graph), rules)
         assert {fusion.stored[value] for value in whole} == {kept}
 
 

@@ -10,11 +10,12 @@ from problems import eager_cluster
 
 import autoshard
 from autoshard.cluster import Cluster
-from autoshard.cost.evaluate import evaluate
-from autoshard.cost.memory import Copy, peak_memory
-from autoshard.cost.model import CostModel
-from autoshard.cost.profile import profile
+from autoshard.compilers import compiler_of
+from autoshard.compilers.buffer_assignment import Copy, peak_memory
+from autoshard.compilers.program_facts import profile
 from autoshard.ir import Assignment, Mesh, as_compiled
+from autoshard.judge.evaluate import evaluate
+from autoshard.judge.model import CostModel
 from autoshard.rules import rules_of
 from autoshard.trace import trace
 
@@ -53,7 +54,7 @@ def test_stacks_that_loops_round_are_rounded_before_they_are_sent(dtype, share, 
         return jax.lax.scan(lambda x, w: (x @ w.astype(dtype), None), x, ws)[0]
 
     held = []
-    monkeypatch.setattr("autoshard.cost.evaluate.peak_memory", lambda *of: held.append(of[2]) or peak_memory(*of))
+    monkeypatch.setattr("autoshard.judge.evaluate.peak_memory", lambda *of: held.append(of[2]) or peak_memory(*of))
     ws, x = jax.ShapeDtypeStruct((4, 32, 32), jnp.float32), jax.ShapeDtypeStruct((64, 32), dtype)
     split = {"ws": P(None, "data"), "x": P("data")}
     strategy = autoshard.search(program, ws, x, cluster="v5e:2x4", mesh={"data": 8}, pins=split, searcher="recursive_programming")
@@ -71,11 +72,11 @@ def test_rounded_copies_take_half_the_memory(rounded, share):
     graph = trace(lambda w: jnp.tanh(w), jax.ShapeDtypeStruct((1 << 14, 1 << 14), jnp.float32)).graph
     (value,), nbytes = graph.arguments, 2.0**30
     facts, assignment = (
-        profile(graph, rules_of(graph)),
+        profile(graph, rules_of(graph), compiler_of(cluster)),
         Assignment(Mesh.of({"data": 8}), {0: ((0, 0),)}, {value: split, graph.results[0]: split}),
     )
     peaks = [
-        peak_memory(facts, assignment, copies, {}, cluster.device).nbytes for copies in ({}, {(value, whole): Copy(nbytes, 0, 0, rounded)})
+        peak_memory(facts, assignment, copies, {}).nbytes for copies in ({}, {(value, whole): Copy(nbytes, 0, 0, rounded)})
     ]
     assert peaks[1] - peaks[0] == share * nbytes
 
@@ -88,7 +89,7 @@ def test_what_others_read_too_keeps_its_bits():
         return x @ w.T, x @ seen, jnp.exp(seen)
 
     graph = trace(program, jax.ShapeDtypeStruct((16, 32), jnp.float32), X).graph
-    rounded = profile(graph, rules_of(graph)).rounded
+    rounded = profile(graph, rules_of(graph), compiler_of(Cluster.parse("v5e:2x4"))).rounded
     assert {op.primitive: rounded[op.results[0]] for op in graph.walk() if op.primitive in ("reshape", "transpose")} == {
         "reshape": False,
         "transpose": True,
@@ -118,7 +119,7 @@ def test_what_a_loop_carries_for_its_products_is_rounded(looks, share):
         return last if looks else last @ w[0]
 
     graph = trace(program, jax.ShapeDtypeStruct((64, 32), jnp.float32), jax.ShapeDtypeStruct((4, 32, 32), jnp.float32)).graph
-    facts = profile(graph, rules_of(graph))
+    facts = profile(graph, rules_of(graph), compiler_of(eager_cluster()))
     product, tanh = (next(op for op in graph.walk() if op.primitive == name) for name in ("dot_general", "tanh"))
     split = {value: (1,) for value in (*product.results, *tanh.results)}
     choices = {product.index: ((2, -1),), tanh.index: ((1, -1),)}

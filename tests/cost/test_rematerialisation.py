@@ -11,12 +11,13 @@ import pytest
 
 import autoshard
 from autoshard.cluster import Cluster
-from autoshard.cost.evaluate import evaluate, recomputation
-from autoshard.cost.model import CostModel
-from autoshard.cost.profile import profile
-from autoshard.cost.rematerialisation import GOAL
+from autoshard.compilers import compiler_of
+from autoshard.compilers.program_facts import profile
+from autoshard.compilers.tpu.rematerialisation import GOAL
 from autoshard.errors import InfeasibleError
 from autoshard.ir import Assignment, Mesh
+from autoshard.judge.evaluate import evaluate, recomputation
+from autoshard.judge.model import CostModel
 from autoshard.rules import rules_of
 from autoshard.trace import trace
 from benchmarks.single_dtype import gpt, gpt_scan, llama, moe
@@ -56,7 +57,8 @@ X = SPEC((ROWS, WIDTH), jnp.bfloat16)
 def judged(fn, *args, of_peak, kind="v5e"):
     """The peak of a replicated program, and what is computed again where the memory is such a part of that."""
     graph = trace(fn, *args).graph
-    facts, cluster = profile(graph, rules_of(graph)), Cluster.parse(f"{kind}:2x4" if kind != "h100" else "h100:8")
+    cluster = Cluster.parse(f"{kind}:2x4" if kind != "h100" else "h100:8")
+    facts = profile(graph, rules_of(graph), compiler_of(cluster))
     nowhere = Assignment(MESH, {}, {}, {})
     peak = evaluate(facts, CostModel(cluster, MESH), nowhere).cost.peak_bytes
     smaller = replace(cluster, memory_limit_bytes=int(peak * of_peak))

@@ -8,7 +8,7 @@ import pytest
 from profiles import facts_of, floats, peak
 
 import autoshard
-from autoshard.cost.tiles import by_rows, padding
+from autoshard.compilers.tpu.tiling import by_rows, padding
 from benchmarks.other_models import graph_network, windows
 from benchmarks.single_dtype import dlrm
 

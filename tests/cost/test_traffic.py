@@ -9,10 +9,11 @@ import pytest
 
 import autoshard
 from autoshard.cluster import Cluster
-from autoshard.cost.evaluate import evaluate
-from autoshard.cost.model import CostModel
-from autoshard.cost.profile import profile
+from autoshard.compilers import compiler_of
+from autoshard.compilers.program_facts import profile
 from autoshard.ir import Assignment, Mesh
+from autoshard.judge.evaluate import evaluate
+from autoshard.judge.model import CostModel
 from autoshard.rules import rules_of
 from autoshard.trace import trace
 
@@ -20,9 +21,9 @@ BF16, F32 = jnp.bfloat16, jnp.float32
 LARGE = (64, 1024, 1024)
 
 
-def facts_of(fn, *args):
+def facts_of(fn, *args, cluster="v5e:2x4"):
     graph = trace(fn, *args).graph
-    return profile(graph, rules_of(graph))
+    return profile(graph, rules_of(graph), compiler_of(Cluster.parse(cluster)))
 
 
 def seconds_of(fn, *args, cluster="v5e:1x1"):
@@ -90,9 +91,9 @@ def test_each_pass_over_activations_is_charged_once():
 
     whole = 2.0 * 64 * 1024 * 1024
     facts = facts_of(normalised, leaf(*LARGE))
-    reads = [moved for one in facts.kernel_traffic for _, moved in one.tensors if moved == whole]
+    reads = [moved for one in facts.traffic for _, moved in one.tensors if moved == whole]
     assert len(reads) == 4  # three that read, one that writes
-    passes = [moved for one in facts.kernel_traffic for _, moved in one.passes]
+    passes = [moved for one in facts.traffic for _, moved in one.passes]
     assert sorted(moved for moved in passes if moved >= whole) == [2 * whole] * 3
 
 
@@ -104,7 +105,7 @@ def test_a_product_takes_along_one_sum_of_its_result():
         return y, y.astype(F32).sum(0), (y * y).sum(0)
 
     facts = facts_of(both, leaf(4096, 256), leaf(256, 1024))
-    sums = [facts.kernel_traffic[op.index] for op in facts.graph.walk() if op.primitive == "reduce_sum"]
+    sums = [facts.traffic[op.index] for op in facts.graph.walk() if op.primitive == "reduce_sum"]
     assert sorted(one.starts for one in sums) == [0, 1]
     assert min(sum(moved for _, moved in (*one.tensors, *one.passes)) for one in sums) <= 4 * 1024
 
@@ -149,13 +150,13 @@ def test_products_write_what_is_stacked_forward():
         return lambda x, w: jax.lax.scan(lambda x, _: (x @ w, x @ w), x, None, length=16, reverse=reverse)
 
     forward, backward = (facts_of(stacks(reverse), leaf(8192, 1024), leaf(1024, 1024)) for reverse in (False, True))
-    starts = [sum(one.starts for one in facts.kernel_traffic) for facts in (forward, backward)]
+    starts = [sum(one.starts for one in facts.traffic) for facts in (forward, backward)]
     assert starts[1] == starts[0] + 1
 
 
 def test_processors_that_nobody_knows_the_kernels_of_are_charged_op_by_op():
     """Where kernels are not known an op moves what lies in memory, whatever is fused with it."""
-    facts = facts_of(lambda x: jax.nn.relu(x) * 2, leaf(*LARGE))
+    facts = facts_of(lambda x: jax.nn.relu(x) * 2, leaf(*LARGE), cluster="h100:8")
     assert sum(moved for one in facts.traffic for _, moved in one.tensors) == 4.0 * 64 * 1024 * 1024
     assert not any(one.passes for one in facts.traffic)
 
@@ -168,8 +169,8 @@ def test_state_is_replaced_by_a_kernel_of_its_own():
 
     args = leaf(4096, 4096), leaf(64, 4096), leaf(64, 4096)
     graph = trace(step, *args, donate_argnums=0).graph
-    facts = profile(graph, rules_of(graph))
-    charged = {op.primitive: facts.kernel_traffic[op.index] for op in graph.walk()}
+    facts = profile(graph, rules_of(graph), compiler_of(Cluster.parse("v5e:2x4")))
+    charged = {op.primitive: facts.traffic[op.index] for op in graph.walk()}
     assert (charged["dot_general"].starts, charged["sub"].starts) == (2, 1)
     assert charged["sub"].passes == ((2, (2 + 4 + 2 * 2) * 4096.0 * 4096.0),)  # the gradient by way of float32, the state there and back
 
@@ -216,7 +217,7 @@ def test_a_convolution_with_the_larger_kernel_has_it_reversed():
         return (y * 2).astype(F32).sum()
 
     facts = facts_of(jax.grad(loss), leaf(3, 3, 128, 64), leaf(32, 64, 64, 128))
-    before = {op.index: traffic.before for op, traffic in zip(facts.graph.walk(), facts.kernel_traffic, strict=True) if traffic.before}
+    before = {op.index: traffic.before for op, traffic in zip(facts.graph.walk(), facts.traffic, strict=True) if traffic.before}
     ((index, ((tensor, nbytes),)),) = before.items()
     reversed_value = facts.graph.values[facts.graph.walk()[index].operands[tensor]]
     assert reversed_value.shape == (32, 128, 128, 64)

@@ -12,8 +12,8 @@ from programs import abstract, concrete, gpt, gpt_scan
 from random_assignments import random_assignment
 
 from autoshard.cluster import Cluster
-from autoshard.cost.model import CostModel
 from autoshard.ir import Assignment, Mesh
+from autoshard.judge.model import CostModel
 from autoshard.lower import constrained, jax_mesh
 from autoshard.lower.interpret import opened, subjaxprs
 from autoshard.rules import rules_of

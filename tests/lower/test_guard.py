@@ -9,8 +9,8 @@ import pytest
 from jax import lax
 
 from autoshard.cluster import Cluster
-from autoshard.cost.model import CostModel
 from autoshard.ir import Assignment, Mesh, computed_layout, divides, legal
+from autoshard.judge.model import CostModel
 from autoshard.lower import constrained, jax_mesh
 from autoshard.rules import rules_of
 from autoshard.trace import trace

@@ -20,7 +20,8 @@ from test_constrain import MESH, MODEL, PROGRAMS, lowering, replicated
 from test_exchange import PROGRAMS as EXCHANGING
 
 import autoshard
-from autoshard.cost.profile import profile
+from autoshard.compilers import compiler_of
+from autoshard.compilers.program_facts import profile
 from autoshard.cost.reshard import Step, _moves, _permute_axes, _permutes
 from autoshard.errors import StrategyError
 from autoshard.ir import Mesh, layout_to_spec, layouts
@@ -65,7 +66,7 @@ def test_its_collectives_are_those_of_the_judge(name, seed):
     traced = trace(fn, *shapes)
     rules = rules_of(traced.graph)
     assignment = random_assignment(traced.graph, rules, MESH, seed)
-    predicted = Problem(profile(traced.graph, rules), MODEL).evaluate(assignment).cost.collectives
+    predicted = Problem(profile(traced.graph, rules, compiler_of(MODEL.cluster)), MODEL).evaluate(assignment).cost.collectives
     lowered = jax.jit(manual(traced, assignment)).lower(*jax.tree.leaves(concrete(shapes, seed)))
     rows = compare(predicted, explicit_collectives(lowered, MESH))
     assert [row for row in rows if not row.agrees or row.predicted_count != row.actual_count] == []

@@ -11,8 +11,8 @@ from problems import SMALL, problem_of
 from programs import PROGRAMS
 
 from autoshard import Cluster
-from autoshard.cost.model import CostModel
 from autoshard.ir import legal, operand_layout, result_layout
+from autoshard.judge.model import CostModel
 from autoshard.problem import Problem
 from autoshard.search.meshes import placed
 

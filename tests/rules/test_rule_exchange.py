@@ -11,7 +11,7 @@ from test_rule_law import run_sharded
 
 from autoshard.cluster import Cluster
 from autoshard.cost.collectives import Communication
-from autoshard.cost.exchange import exchange_steps
+from autoshard.cost.halo_exchange import exchange_steps
 from autoshard.errors import RuleError
 from autoshard.ir import Factor, Mesh, Rule, Send, Value, exchanges, legal
 

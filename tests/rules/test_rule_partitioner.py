@@ -11,7 +11,7 @@ from test_rule_law import choices, mesh_of, spec
 
 from autoshard.cluster import Cluster
 from autoshard.cost.collectives import Communication
-from autoshard.cost.exchange import exchange_steps
+from autoshard.cost.halo_exchange import exchange_steps
 from autoshard.cost.reshard import reduction_steps
 from autoshard.ir import Choice, Collective, Mesh, computed_layout, exchanges, operand_layout, reductions, result_layout
 from autoshard.lower.shards import Sharded

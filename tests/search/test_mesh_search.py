@@ -13,9 +13,9 @@ from programs import PROGRAMS
 
 import autoshard
 from autoshard.cluster import Cluster
-from autoshard.cost.model import CostModel
 from autoshard.errors import InfeasibleError, ShardingError
 from autoshard.ir import Mesh
+from autoshard.judge.model import CostModel
 from autoshard.problem import Problem
 from autoshard.search import DataParallel, DynamicProgramming, RecursiveProgramming, solve
 from autoshard.search.mesh_search import LEAST_GAIN, carried, message_bound, search_meshes

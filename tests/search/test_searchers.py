@@ -9,9 +9,9 @@ import pytest
 from problems import SMALL, eager_cluster, problem_of
 from programs import PROGRAMS
 
-from autoshard.cost.evaluate import evaluate
 from autoshard.errors import InfeasibleError, SearcherError, ShardingError
 from autoshard.ir import legal, operand_layout, result_layout
+from autoshard.judge.evaluate import evaluate
 from autoshard.search import (
     SEARCHERS,
     BruteForce,

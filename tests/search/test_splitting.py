@@ -15,11 +15,11 @@ from programs import PROGRAMS
 
 import autoshard
 from autoshard.cluster import Cluster
-from autoshard.cost.many_axes import ManyAxesModel
-from autoshard.cost.model import CostModel
 from autoshard.cost.reshard import _moves
 from autoshard.errors import InfeasibleError
 from autoshard.ir import Mesh, layout_dims, layout_number, layout_numbers, layout_of, layouts
+from autoshard.judge.approximate_reshard import ManyAxesModel
+from autoshard.judge.model import CostModel
 from autoshard.problem import Problem
 from autoshard.search import DynamicProgramming, RecursiveProgramming
 from autoshard.search.meshes import placed

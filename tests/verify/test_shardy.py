@@ -8,10 +8,11 @@ from programs import abstract, gpt, gpt_scan
 from random_assignments import random_assignment
 
 from autoshard.cluster import Cluster
-from autoshard.cost.evaluate import evaluate
-from autoshard.cost.model import CostModel
-from autoshard.cost.profile import profile
+from autoshard.compilers import compiler_of
+from autoshard.compilers.program_facts import profile
 from autoshard.ir import Mesh
+from autoshard.judge.evaluate import evaluate
+from autoshard.judge.model import CostModel
 from autoshard.lower import abstract_mesh, constrained, jax_mesh, manual_program
 from autoshard.problem import Problem
 from autoshard.rules import rules_of
@@ -56,7 +57,7 @@ def test_shardy_inserts_what_the_judge_predicts(name, seed):
     traced = trace(fn, *args)
     rules = rules_of(traced.graph)
     assignment = random_assignment(traced.graph, rules, MESH, seed)
-    predicted = evaluate(profile(traced.graph, rules), MODEL, assignment).cost.collectives
+    predicted = evaluate(profile(traced.graph, rules, compiler_of(MODEL.cluster)), MODEL, assignment).cost.collectives
     actual = explicit_collectives(lowered(traced, rules, assignment, args), MESH)
     assert actual
     assert [row for row in compare(predicted, actual) if not row.agrees] == []
@@ -68,7 +69,7 @@ def test_a_data_parallel_transformer_is_partitioned_as_predicted(program):
     fn, args = program(n_layers=1)
     traced = trace(fn, *args)
     rules = rules_of(traced.graph)
-    judged = DataParallel().solve(Problem(profile(traced.graph, rules), MODEL))
+    judged = DataParallel().solve(Problem(profile(traced.graph, rules, compiler_of(MODEL.cluster)), MODEL))
     manual = manual_program(traced.jaxpr, traced.graph, rules, judged.assignment, jax_mesh(MESH), MODEL.reshard_paths(traced.graph.values))
     step = jax.jit(manual).lower(*jax.tree.leaves(args))
     predicted = judged.judgement.cost.collectives

@@ -13,8 +13,8 @@ import math
 
 import numpy as np
 
-from autoshard.cost.model import ALL_TO_ALL_PASSES, CostModel
 from autoshard.ir import layout_dims
+from autoshard.judge.model import ALL_TO_ALL_PASSES, CostModel
 
 
 class ManyAxesModel(CostModel):

@@ -1,8 +1,6 @@
-"""What ops move between a device's memory and its units, each kernel's bytes once, at the op that decides how they are split.
+"""What XLA:TPU's kernels move between memory and units, each kernel's bytes once, at the op that decides how they are split.
 
-*Op by op.* Without more knowledge of a compiler an op moves those of its operands and results that lie in memory.
-
-*Kernel by kernel.* XLA:TPU's kernels, as its schedules count them (libtpu 0.0.42, v5e, 36 kernels and 51 products and convolutions
+Kernels as its schedules count them (libtpu 0.0.42, v5e, 36 kernels and 51 products and convolutions
 compiled one by one, and a residual network's 204):
 
 - What a kernel reads is read once, however many fused ops want it, and again by every other kernel that computes with it: the statistics
@@ -31,56 +29,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from autoshard.compilers.fusion import Fusion, Kernel
+from autoshard.compilers.op_patterns import MOST_OF, REDUCTIONS, stands_alone
+from autoshard.compilers.traffic import Traffic, traffic_by_op
 from autoshard.cost.compute import is_matrix
-from autoshard.cost.fusion import Fusion, Kernel
-from autoshard.cost.patterns import MOST_OF, REDUCTIONS, stands_alone
 from autoshard.ir import Graph, Op
 
-WIDE = 4  # bytes of the numbers that kernels compute with
-WINDOW_BYTES = 6  # what the starts of an unfused op's windows cost, as bytes an element: 1,800 cycles for 128 tiles of 1,024 elements
+WIDE_BYTES = 4  # bytes of the numbers that kernels compute with
+UNFUSED_BYTES = 6  # what the starts of an unfused op's windows cost, as bytes an element: 1,800 cycles for 128 tiles of 1,024 elements
 PRODUCT_STARTS = 2  # the smallest product takes 4,153, 4,593 and 4,496 cycles on v5e, v5p, v6e: 2.1 times the smallest elementwise kernel
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """What one op moves.
-
-    Attributes:
-        tensors: pairs of a tensor, operands first, then results, and bytes of a value that is split as it is.
-        passes: the same of what never stays on the chip: what goes through buffers of float32, and slices of stacks.
-        starts: how often it costs what starting a kernel does; 0 where it is part of another op's.
-        sent: the same of operands that are computed as they are read, but for where shards send parts of them: a kernel stores them then.
-        before: the same of what another kernel makes of an operand, before the op reads it.
-    """
-
-    tensors: tuple[tuple[int, float], ...] = ()
-    passes: tuple[tuple[int, float], ...] = ()
-    starts: int = 0
-    sent: tuple[tuple[int, float], ...] = ()
-    before: tuple[tuple[int, float], ...] = ()
-
-
-def traffic_by_op(graph: Graph, fusion: Fusion) -> tuple[Traffic, ...]:
-    """Per op, what it moves where every op is a kernel that touches memory.
-
-    A scatter that is to write into what its zeros are added to writes all of them: it does where the two are not sharded alike.
-    """
-    written = {graph.walk()[scatter].results[0] for scatter, _ in fusion.scattered}
-    added = {op for _, op in fusion.scattered}
-
-    def of(op: Op) -> Traffic:
-        if op.index in added:
-            return Traffic()
-        tensors = enumerate((*op.operands, *op.results))
-        moved = tuple(
-            (position, graph.values[value].nbytes) for position, value in tensors if fusion.materialised[value] or value in written
-        )
-        if op.primitive == "gather":  # reads what it takes, not what it takes it from
-            taken = graph.values[op.results[0]].size * graph.values[op.operands[0]].itemsize
-            moved = tuple((position or len(op.operands), min(nbytes, taken) if not position else nbytes) for position, nbytes in moved)
-        return Traffic(moved, starts=int(bool(moved) or is_matrix(op.primitive)))
-
-    return tuple(Traffic() if op.bodies else of(op) for op in graph.walk())
 
 
 def traffic_by_kernel(graph: Graph, fusion: Fusion) -> tuple[Traffic, ...]:
@@ -184,8 +141,8 @@ class _Kernels:
         if group is None:
             self.starts[main.index] = PRODUCT_STARTS if product else 1
             group = _Group(self.count, set(), size, product)
-            if sums or all(self._itemsize(value) < WIDE for value in kernel.makes):
-                passes.append((0 if sums else len(main.operands), WIDE * size))
+            if sums or all(self._itemsize(value) < WIDE_BYTES for value in kernel.makes):
+                passes.append((0 if sums else len(main.operands), WIDE_BYTES * size))
         self.made_by.update(dict.fromkeys(kernel.makes, main))
         group.touched.update(kernel.reads, kernel.makes)
         if sums:
@@ -199,7 +156,7 @@ class _Kernels:
         At the update's own op: where the gradient is scattered, less of it is updated than was made.
         """
         result = len(update.operands)
-        gradient = self.graph.values[product.results[0]].size * (self._itemsize(product.results[0]) + WIDE)
+        gradient = self.graph.values[product.results[0]].size * (self._itemsize(product.results[0]) + WIDE_BYTES)
         self.passes[update.index].append((result, gradient + sum(2 * self._part(value, update, result) for value in state)))
         self.starts[update.index] += 1
 
@@ -223,7 +180,7 @@ class _Kernels:
             value, itemsize, filled = self.graph.values[slices], self._itemsize(slices), self._filled(slices)
             self.passes[main.index].append((len(main.operands), filled))
             if loop.params["reverse"] and is_matrix(main.primitive):
-                self.passes[main.index].append((len(main.operands), filled + (itemsize - WINDOW_BYTES) * value.size))
+                self.passes[main.index].append((len(main.operands), filled + (itemsize - UNFUSED_BYTES) * value.size))
                 self.starts[main.index] += 1
 
     def _reversed(self, op: Op) -> tuple[tuple[int, float], ...]:
@@ -242,7 +199,7 @@ class _Kernels:
     def _copied(self, value: int) -> float:
         """The bytes that a copy that is fused with nothing costs."""
         itemsize = self._itemsize(value)
-        return (2 * itemsize + (WIDE if itemsize < WIDE else 0) + WINDOW_BYTES) * self.graph.values[value].size
+        return (2 * itemsize + (WIDE_BYTES if itemsize < WIDE_BYTES else 0) + UNFUSED_BYTES) * self.graph.values[value].size
 
     def _takes(self, group: _Group, kernel: Kernel, size: int, sums: bool) -> bool:
         """Whether a kernel's work is done by a group that was there before."""
@@ -259,26 +216,6 @@ class _Kernels:
 
     def _itemsize(self, value: int) -> float:
         return min(self.graph.values[value].itemsize, 2) if self.fusion.narrow[value] else self.graph.values[value].itemsize
-
-
-def sent_by_op(graph: Graph, fusion: Fusion, sending: Sequence[tuple[Op, Sequence[int]]]) -> dict[int, tuple[tuple[int, float], ...]]:
-    """Per op that sends parts of its operands, if it is sharded so, what storing those costs: written once, for the first that sends them.
-
-    Args:
-        sending: ops, and the positions of the operands that they may send parts of.
-    """
-    stored: set[int] = set()
-    found: dict[int, tuple[tuple[int, float], ...]] = {}
-    for op, positions in sending:
-        moved = []
-        for position in positions:
-            value, root = graph.values[op.operands[position]], fusion.root[op.operands[position]]
-            if not fusion.stored[root] and root not in stored:
-                stored.add(root)
-                moved.append((position, value.size * (2 * value.itemsize + (WIDE if value.itemsize < WIDE else 0))))
-        if moved:
-            found[op.index] = tuple(moved)
-    return found
 
 
 def _summed(pairs: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:

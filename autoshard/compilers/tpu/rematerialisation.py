@@ -17,13 +17,13 @@ there is at most: what runs twice leaves holes between what stays.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
+from autoshard.compilers.base import Recomputed
+from autoshard.compilers.buffer_assignment import Buffers
+from autoshard.compilers.fusion import Kernel
+from autoshard.compilers.op_patterns import stands_alone
+from autoshard.compilers.program_facts import Profile
 from autoshard.cost.compute import is_matrix
-from autoshard.cost.fusion import Kernel
-from autoshard.cost.memory import Buffers
-from autoshard.cost.patterns import stands_alone
-from autoshard.cost.profile import Profile
 
 # Of a device's memory what the compiler aims at: "rematerialization limit 14.89G = 95% hbm (14.96G) - (arguments (2.07G) -
 # aliased_output(2.07G)) - overlays (74.83M)" in the log of libtpu 0.0.42 (TPU_MIN_LOG_LEVEL=0). Overlays are the program's code.
@@ -33,14 +33,6 @@ GOAL = 0.95
 # the memory and reach the goal here the compiler (libtpu 0.0.42) refused none, of 55 that hold more 13: a transformer whose scores are
 # a quarter of the memory took 36.3 GB where 29.5 were held at once, holes included.
 MOST = 1.2
-
-
-@dataclass(frozen=True, slots=True)
-class Recomputed:
-    """What a device holds at most once some kernels run twice, and those, in the order in which they are chosen."""
-
-    peak_bytes: float
-    kernels: tuple[Kernel, ...]
 
 
 def recomputed(profile: Profile, buffers: Buffers, alone: Callable[[Kernel], bool], memory_bytes: float) -> Recomputed | None:

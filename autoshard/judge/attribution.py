@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from autoshard.compilers.program_facts import Profile
 from autoshard.cost.compute import is_matrix
-from autoshard.cost.profile import Profile
 from autoshard.cost.reshard import Step
 from autoshard.ir import Assignment, Choice, Layout, Op, factor_names, layout_to_spec
 

@@ -6,8 +6,8 @@ import math
 from functools import cache
 from itertools import permutations
 
-from autoshard.cost.patterns import Minor
-from autoshard.cost.profile import Profile
+from autoshard.compilers.op_patterns import Minor
+from autoshard.compilers.program_facts import Profile
 from autoshard.ir import Assignment, local_shape
 
 LANES, ROWS = 128, 8  # of a tile

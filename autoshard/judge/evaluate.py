@@ -16,21 +16,20 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 
-from autoshard.cost.blame import Blame
+from autoshard.analysis.partial_sums import LOOPS, Addition, late_sums
+from autoshard.compilers.bf16_demotion import NARROW_SHARE, rounds_operands
+from autoshard.compilers.buffer_assignment import Copy, Peak, peak_memory
+from autoshard.compilers.fusion import Kernel
+from autoshard.compilers.program_facts import Profile
 from autoshard.cost.compute import is_matrix
-from autoshard.cost.fusion import Kernel
-from autoshard.cost.memory import Copy, Peak, held_in_orders, peak_memory
-from autoshard.cost.model import CostModel, OpCost
-from autoshard.cost.narrowing import NARROW_SHARE, rounds_operands
-from autoshard.cost.partial_sums import LOOPS, Addition, late_sums
 from autoshard.cost.prefetch import prefetches
-from autoshard.cost.profile import Profile
 from autoshard.cost.record import Cost, Recomputation
-from autoshard.cost.rematerialisation import GOAL, recomputed
 from autoshard.cost.reshard import Step, path_seconds
 from autoshard.cost.schedule import BOTH, CARRIED, COMPUTE, PRODUCT, WIRES, Tasks, schedule
 from autoshard.cost.windows import RESULT, Window, Windows
 from autoshard.ir import Assignment, Choice, Collective, Flow, Layout, Op, served_from, shards, shift_layout, view_of
+from autoshard.judge.attribution import Blame
+from autoshard.judge.model import CostModel, OpCost
 
 Cause = Callable[[Blame, Step], str]
 """Why a step is there, in words."""
@@ -52,7 +51,7 @@ def evaluate(profile: Profile, model: CostModel, assignment: Assignment) -> Judg
 
 def recomputation(profile: Profile, model: CostModel, assignment: Assignment) -> Recomputation | None:
     """What a TPU's compiler computes again of an assignment; None where it need not, and where that would not reach its goal."""
-    if model.cluster.device.kind != "tpu":
+    if not profile.compiler.memory_goal:
         return None
     judge = _Judge(profile, model, assignment)
     judge.judgement()
@@ -112,8 +111,8 @@ class _Judge:
         self.assignment = assignment
         self.sizes = model.mesh.sizes
         self.whole = (-1,) * len(self.sizes)
-        self.streams = dict.fromkeys(model.cluster.asynchronous, WIRES) | dict.fromkeys(model.cluster.carried, CARRIED)
-        self.fuses = bool(self.streams) and not model.cluster.widens  # kernels that are known have one task each as it is
+        self.streams = dict.fromkeys(profile.compiler.asynchronous, WIRES) | dict.fromkeys(profile.compiler.carried, CARRIED)
+        self.fuses = bool(self.streams) and not profile.compiler.kernel_by_kernel  # kernels that are known have one task each as it is
         self.late = late_sums(profile.graph, profile.rules, assignment, profile.sums)
         paths = model.reshard_paths(profile.graph.values)
         self.windows: dict[int, Window] = {}
@@ -145,7 +144,7 @@ class _Judge:
         makespan = self._scheduled(self.region)
         rounded = {made for made in self.copied.values() if made in self.copies and self._rounded(made)}
         self.copies |= {made: replace(self.copies[made], rounded=True) for made in rounded}
-        peak = peak_memory(self.profile, self.assignment, self.copies, self.partials, self.model.cluster.device)
+        peak = peak_memory(self.profile, self.assignment, self.copies, self.partials)
         cost = Cost(
             objective_seconds=self.compute + self.communication + self.saved,
             makespan_seconds=min(makespan, self.compute + self.communication),  # which it exceeds by rounding at most
@@ -161,9 +160,9 @@ class _Judge:
     def recomputation(self) -> Recomputation | None:
         """What is computed again, once the judgement is there."""
         profile, model, cluster = self.profile, self.model, self.model.cluster
-        orders = held_in_orders(profile, self.assignment, self.copies, self.partials, cluster.device)
+        orders = profile.compiler.buffers(profile, self.assignment, self.copies, self.partials)
         fullest = max(orders, key=lambda buffers: buffers.usage.max())
-        if fullest.usage.max() <= GOAL * cluster.memory_limit_bytes:
+        if fullest.usage.max() <= profile.compiler.memory_goal * cluster.memory_limit_bytes:
             return None
         ops, roots = self.graph.walk(), profile.fusion.root
         combined = {roots[value] for op in self.partials for value in ops[op].results}
@@ -175,7 +174,7 @@ class _Judge:
             sent = kernel.main in self.partials or not combined.isdisjoint(kernel.makes)
             return not (sent or any(cost.exchange for cost in costs(kernel)))
 
-        found = {buffers: recomputed(profile, buffers, alone, cluster.memory_limit_bytes) for buffers in orders}
+        found = {buffers: profile.compiler.recomputed(profile, buffers, alone, cluster.memory_limit_bytes) for buffers in orders}
         chosen = found[fullest]
         if chosen is None or None in found.values():
             return None
@@ -184,7 +183,7 @@ class _Judge:
 
     def _scheduled(self, region: _Region) -> float:
         """How long one run of a region takes."""
-        if self.model.cluster.narrows:
+        if self.profile.compiler.demotes_operands:
             for task, position in region.sent.items():
                 self._narrow(region, task, position)
         _with_readers(region.tasks, region.fused)
@@ -438,7 +437,7 @@ class _Judge:
 
     def _rounded(self, copy: tuple[int, Layout]) -> bool:
         """Whether the compiler rounds what a copy is made of, since all its readers do."""
-        return self.model.cluster.narrows and copy not in self.wide and self.graph.values[copy[0]].dtype == "float32"
+        return self.profile.compiler.demotes_operands and copy not in self.wide and self.graph.values[copy[0]].dtype == "float32"
 
     def _narrow(self, region: _Region, task: int, position: int) -> None:
         """Halves what is sent for a copy all of whose readers round it."""

@@ -13,14 +13,13 @@ from itertools import chain
 import numpy as np
 
 from autoshard.cluster import Cluster
+from autoshard.compilers.base import Compiler
+from autoshard.compilers.program_facts import Profile, is_view
+from autoshard.compilers.traffic import Traffic
 from autoshard.cost.collectives import Communication
 from autoshard.cost.compute import ROWS, Roofline, is_matrix, padding_met
-from autoshard.cost.exchange import exchange_steps
-from autoshard.cost.memory import FAST_MEMORY_BYTES
-from autoshard.cost.profile import Profile, is_view
+from autoshard.cost.halo_exchange import exchange_steps
 from autoshard.cost.reshard import Reshards, Step, reduction_steps
-from autoshard.cost.tiles import padding
-from autoshard.cost.traffic import WIDE, WINDOW_BYTES, Traffic
 from autoshard.cost.windows import RESULT, Window
 from autoshard.ir import (
     Choice,
@@ -176,17 +175,17 @@ class CostModel:
         Args:
             block: a factor, and into how many blocks a device splits that: one of them is computed (a windowed product's).
         """
-        traffic = self._traffic(profile, op)
+        traffic = profile.traffic[op.index]
         if op.bodies or (is_view(op) and not traffic.starts):
             return 0.0
         rule = profile.rules[op.index]
         values = profile.graph.values
         touched = dict.fromkeys(tensor for tensor, _ in (*traffic.tensors, *traffic.passes))
-        nbytes = self._moved(op, traffic, {tensor: self._parts(profile, op, choice, tensor, block) for tensor in touched})
+        nbytes = self._moved(profile, op, {tensor: self._parts(profile, op, choice, tensor, block) for tensor in touched})
         flops = self.op_flops(profile, op, choice) / block[1]
         dtype = _dtype(op, values)
         if is_matrix(op.primitive) and rule is not None:
-            batch, m, n, k = _matrix_sizes(rule, choice, self.mesh.sizes, flops, self.cluster.widens, block)
+            batch, m, n, k = _matrix_sizes(rule, choice, self.mesh.sizes, flops, profile.compiler.product_per_window, block)
             seconds = self._roofline.dot_seconds(batch, m, n, k, dtype, nbytes, traffic.starts)
         else:
             seconds = self._roofline.seconds(False, flops, dtype, nbytes, traffic.starts)
@@ -206,7 +205,7 @@ class CostModel:
         assert rule is not None, "a window's product has a rule"
         made = profile.graph.values[op.results[0]]
         adds = window.operand == RESULT or not any(window.factor in dim for dim in rule.results[0])
-        passed = (WIDE if made.itemsize < WIDE else 0) + WINDOW_BYTES if self.cluster.widens else 0
+        passed = _wide(made, profile.compiler) + profile.compiler.unfused_bytes
         added = made.size / shards(window.made, self.mesh.sizes) / window.halves * (3 * made.itemsize + passed) if adds else 0.0
         return self.op_seconds(profile, op, choice, (window.factor, blocks)) + added * self._byte_seconds
 
@@ -222,7 +221,7 @@ class CostModel:
         for value, layout in (read | {op.results[0]: window.made}).items():
             if not (profile.fusion.materialised[value] or profile.free[value]):
                 tensor = profile.graph.values[value]
-                moved = 2 * tensor.itemsize + (WIDE if self.cluster.widens and tensor.itemsize < WIDE else 0)
+                moved = 2 * tensor.itemsize + _wide(tensor, profile.compiler)
                 seconds += moved * tensor.size / shards(layout, self.mesh.sizes) * self._byte_seconds
                 seconds += self.cluster.device.kernel_overhead_seconds
         return seconds
@@ -235,15 +234,12 @@ class CostModel:
             moved += ((tensor, nbytes) for tensor, nbytes in traffic.sent if tensor in sent)
         return self._byte_seconds * sum(nbytes / self._parts(profile, op, choice, tensor) for tensor, nbytes in moved)
 
-    def _traffic(self, profile: Profile, op: Op) -> Traffic:
-        """What an op moves: what its kernels do where they are known."""
-        return (profile.kernel_traffic if self.cluster.widens else profile.traffic)[op.index]
-
-    def _moved(self, op: Op, traffic: Traffic, parts: Mapping[int, float]) -> float:
+    def _moved(self, profile: Profile, op: Op, parts: Mapping[int, float]) -> float:
         """Bytes to and from a device's memory, by the number of parts of each tensor; products find what is small on the chip."""
+        traffic = profile.traffic[op.index]
         passed = sum(moved / parts[tensor] for tensor, moved in traffic.passes)
         each = (moved / parts[tensor] for tensor, moved in traffic.tensors)
-        near = NEAR_SHARE * FAST_MEMORY_BYTES.get(self.cluster.device.name, 0.0) if is_matrix(op.primitive) else 0.0
+        near = NEAR_SHARE * profile.compiler.fast_memory_bytes if is_matrix(op.primitive) else 0.0
         return passed + sum(moved for moved in each if moved > near)
 
     def _parts(self, profile: Profile, op: Op, choice: Choice, tensor: int, block: tuple[int, int] = (-1, 1)) -> float:
@@ -259,23 +255,23 @@ class CostModel:
             count *= block[1]
         value = op.operands[tensor] if result < 0 else op.results[result]
         minor = profile.fusion.minor[value]
-        if minor is None or not self.cluster.widens:
+        if minor is None:
             return count
-        return count / padding(local_shape(profile.graph.values[value].shape, layout, self.mesh.sizes), minor)
+        return count / profile.compiler.padding(local_shape(profile.graph.values[value].shape, layout, self.mesh.sizes), minor)
 
     def least_op_seconds(self, profile: Profile, op: Op) -> float:
         """The seconds of an op if all devices shared its work and its memory traffic evenly: no choice takes less."""
-        n, traffic = self.mesh.size, self._traffic(profile, op)
+        n, traffic = self.mesh.size, profile.traffic[op.index]
         if op.bodies or (is_view(op) and not traffic.starts):
             return 0.0
-        nbytes = self._moved(op, traffic, dict.fromkeys(range(len(op.operands) + len(op.results)), n))
+        nbytes = self._moved(profile, op, dict.fromkeys(range(len(op.operands) + len(op.results)), n))
         matrix, flops, dtype = is_matrix(op.primitive), profile.flops[op.index] / n, _dtype(op, profile.graph.values)
         return float(self._roofline.seconds(matrix, flops, dtype, nbytes, traffic.starts))
 
     def reduction_path(self, profile: Profile, op: Op, choice: Choice, result: int) -> tuple[Step, ...]:
         """The collectives that combine an op's partial results.
 
-        What a loop only adds up is all_reduced once for all its trips (`autoshard.cost.partial_sums`).
+        What a loop only adds up is all_reduced once for all its trips (`autoshard.analysis.partial_sums`).
         """
         rule = profile.rules[op.index]
         if rule is None or not (left := reductions(rule, choice)):
@@ -323,6 +319,11 @@ class CostModel:
         """What a step of an op takes, which was made on a mesh of the same sizes but, maybe, other wires."""
         nbytes = step.compiled_nbytes or step.nbytes
         return 0.0 if step.kind == "slice" else float(self.communication.seconds(step.kind, nbytes, step.axes)) / step.trips
+
+
+def _wide(value: Value, compiler: Compiler) -> int:
+    """The bytes an element that a kernel's narrower result costs beside itself, since it passes through a wider buffer."""
+    return compiler.wide_bytes if value.itemsize < compiler.wide_bytes else 0
 
 
 def _dtype(op: Op, values: tuple[Value, ...]) -> str:

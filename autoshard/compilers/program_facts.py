@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from autoshard.cost.combining import Sums, sums_of
+from autoshard.analysis.partial_sums import LOOPS, PartialSums, partial_sums
+from autoshard.compilers.all_reduce_combiner import Sums, sums_of
+from autoshard.compilers.bf16_demotion import rounded_values, single_rows
+from autoshard.compilers.fusion import Fusion, fuse
+from autoshard.compilers.kernel_order import Lifetimes, Orders
+from autoshard.compilers.op_patterns import REDUCTIONS, STANDALONE, VIEWS, Minor, recomputes
+from autoshard.compilers.traffic import Traffic, sent_by_op
 from autoshard.cost.compute import is_matrix, op_flops
-from autoshard.cost.fusion import Fusion, fuse
-from autoshard.cost.lifetimes import Lifetimes, filled_at_once, gradients_last, orders, shortest
-from autoshard.cost.narrowing import rounded_values, single_rows
-from autoshard.cost.partial_sums import LOOPS, PartialSums, partial_sums
-from autoshard.cost.patterns import REDUCTIONS, STANDALONE, VIEWS, Minor, recomputes
-from autoshard.cost.traffic import Traffic, sent_by_op, traffic_by_kernel, traffic_by_op
 from autoshard.ir import Graph, Op, Rule
 from autoshard.ir.naming import Names
+
+if TYPE_CHECKING:
+    from autoshard.compilers.base import Compiler
+
 
 FREE_SOURCES = frozenset({"iota"})
 # Computed once even of constants, and their results moved: Shardy recomputes only elementwise ops, broadcasts, reshapes, slices.
@@ -29,16 +33,14 @@ class Profile:
 
     Attributes:
         graph, rules: the program.
+        compiler: whose fusions, orders and traffic these are.
         names: what its values are called.
         flops: per op index, the floating point operations of one execution, unsharded.
         free: per value, whether it is made of constants alone (the partitioner recomputes those wherever they are read).
         fusion: which values lie in memory, and the kernels that make them.
-        orders: when they do, in each of the orders that compilers try.
-        lifetimes: of those the one that holds least unsharded.
-        overlapped: when they do if products that no other product waits for come last, while others' results are sent.
-        last_products: the op indices of those.
+        orders: when they do, in each of the orders that the compiler may take.
         recomputes: whether something is computed again between barriers (``jax.checkpoint``).
-        traffic, kernel_traffic: per op index, what it moves to and from memory: on its own, and in the kernels that XLA:TPU makes.
+        traffic: per op index, what it moves to and from memory.
         readers: per value, the op indices that read it (control flow reads what it hands to its bodies).
         unawaited: per body that has any, the reductions that no product or loop waits for, itself or through others; and its products.
         makers: per value, the index of the op that makes it; None where none does.
@@ -60,17 +62,14 @@ class Profile:
 
     graph: Graph
     rules: tuple[Rule | None, ...]
+    compiler: Compiler
     names: Names
     flops: tuple[float, ...]
     free: tuple[bool, ...]
     fusion: Fusion
-    orders: tuple[Lifetimes, ...]
-    lifetimes: Lifetimes
-    overlapped: Lifetimes
-    last_products: frozenset[int]
+    orders: Orders
     recomputes: bool
     traffic: tuple[Traffic, ...]
-    kernel_traffic: tuple[Traffic, ...]
     readers: tuple[tuple[int, ...], ...]
     unawaited: tuple[tuple[tuple[Op, ...], tuple[Op, ...]], ...]
     makers: tuple[int | None, ...]
@@ -95,49 +94,43 @@ class Profile:
         return self.fusion.materialised
 
 
-def profile(graph: Graph, rules: tuple[Rule | None, ...], patience: float = math.inf, calls_libraries: bool = False) -> Profile:
-    """The profile of a program; linear in its size.
+    @property
+    def lifetimes(self) -> Lifetimes:
+        """When buffers are alive in the order of kernels that holds least, unsharded."""
+        return self.orders.best
 
-    Args:
-        patience, calls_libraries: the compiler's (`autoshard.cost.fusion`).
-    """
+    def in_order(self, times: Lifetimes) -> Profile:
+        """The same program with its kernels in another order."""
+        return replace(self, orders=replace(self.orders, best=times))
+
+
+def profile(graph: Graph, rules: tuple[Rule | None, ...], compiler: Compiler) -> Profile:
+    """The profile of a program; O(n log n) in its size."""
     values = graph.values
     readers = readers_of(graph)
     returned = frozenset(graph.results)
     free = tuple(free_values(graph))
-    fusion = fuse(graph, free, patience, calls_libraries)
+    fusion = fuse(graph, free, compiler.fusion_rules)
     flops = tuple(op_flops(op, rules[op.index], values) for op in graph.walk())
     sums = partial_sums(graph, readers)
-    found, last_products = orders(graph, fusion), frozenset[int]()
-    if calls_libraries:
-        found = tuple(filled_at_once(graph, fusion, times) for times in found)
-    lifetimes = overlapped = shortest(graph, found)
-    if calls_libraries:
-        overlapped, last_products = gradients_last(graph, fusion)
-        overlapped = filled_at_once(graph, fusion, overlapped)
     sending = [(op, positions) for op in graph.walk() if (positions := _sent_operands(op, rules[op.index]))]
-    sent = sent_by_op(graph, fusion, sending)
-    traffic, kernel_traffic = (
-        tuple(replace(one, sent=sent[index]) if index in sent else one for index, one in enumerate(each))
-        for each in (traffic_by_op(graph, fusion), traffic_by_kernel(graph, fusion))
-    )
+    sent = sent_by_op(graph, fusion, sending, compiler.wide_bytes)
+    moved = enumerate(compiler.traffic(graph, fusion))
+    traffic = tuple(replace(one, sent=sent[index]) if index in sent else one for index, one in moved)
     makers = {value: op.index for op in graph.walk() for value in op.results}
     arguments, gathers = frozenset(graph.arguments), [op for op in graph.walk() if op.primitive == "gather"]
     wanted = tuple(bool(found) or value in returned for value, found in enumerate(readers))
     return Profile(
         graph=graph,
         rules=rules,
+        compiler=compiler,
         names=Names(graph),
         flops=flops,
         free=free,
         fusion=fusion,
-        orders=found,
-        lifetimes=lifetimes,
-        overlapped=overlapped,
-        last_products=last_products,
+        orders=compiler.orders(graph, fusion),
         recomputes=any(map(recomputes, graph.walk())),
         traffic=traffic,
-        kernel_traffic=kernel_traffic,
         readers=tuple(map(tuple, readers)),
         unawaited=_unawaited(graph, rules, readers),
         makers=tuple(map(makers.get, range(len(values)))),
@@ -145,7 +138,7 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...], patience: float = math
         portable=_portable(graph, free, fusion.materialised),
         settled=tuple(free[value] or not values[value].shape for value in range(len(values))),
         idle=tuple(rules[op.index] is not None and len(op.results) > 0 and all(free[value] for value in op.results) for op in graph.walk()),
-        alike=_alike(graph, rules, flops, tuple(zip(traffic, kernel_traffic, strict=True)), fusion.minor, wanted, sums),
+        alike=_alike(graph, rules, flops, traffic, fusion.minor, wanted, sums),
         sums=sums,
         rounded=rounded_values(graph, readers),
         single_rows=single_rows(graph),
@@ -219,7 +212,7 @@ def _alike(
     graph: Graph,
     rules: tuple[Rule | None, ...],
     flops: tuple[float, ...],
-    traffic: tuple[tuple[Traffic, Traffic], ...],
+    traffic: tuple[Traffic, ...],
     minor: tuple[Minor | None, ...],
     wanted: tuple[bool, ...],
     sums: PartialSums,

@@ -8,8 +8,8 @@ from heapq import heappop, heappush
 
 import numpy as np
 
+from autoshard.compilers.fusion import Fusion, Kernel
 from autoshard.cost.compute import is_matrix
-from autoshard.cost.fusion import Fusion, Kernel
 from autoshard.ir import Graph
 
 
@@ -41,7 +41,25 @@ class Lifetimes:
     put_off: dict[int, int]
 
 
-def orders(graph: Graph, fusion: Fusion) -> tuple[Lifetimes, ...]:
+@dataclass(frozen=True, slots=True, eq=False)
+class Orders:
+    """The orders in which a compiler may run a program's kernels, each with the lifetimes of buffers in it.
+
+    Attributes:
+        tried: those among which it takes the one that holds least.
+        best: of those the one that does, unsharded.
+        overlapped: the order if products that no other product waits for come last, while others' results are sent; `best` where the
+            compiler leaves them in place.
+        last_products: the op indices of those.
+    """
+
+    tried: tuple[Lifetimes, ...]
+    best: Lifetimes
+    overlapped: Lifetimes
+    last_products: frozenset[int]
+
+
+def program_orders(graph: Graph, fusion: Fusion) -> tuple[Lifetimes, ...]:
     """The lifetimes of a fused program's buffers in program order, that order shifted, and a list scheduler's; O(n log n).
 
     The last one of programs without loops only: a loop's kernel would count for what its body holds.

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import permutations
 
+from autoshard.compilers.fusion import Fusion
+from autoshard.compilers.op_patterns import REDUCTIONS, is_call
 from autoshard.cost.compute import is_matrix
-from autoshard.cost.fusion import Fusion
-from autoshard.cost.patterns import REDUCTIONS, is_call
 from autoshard.cost.reshard import Step
 from autoshard.ir import Graph, Value, local_shape
 

@@ -29,12 +29,11 @@ Linear in the program's size.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 
-from autoshard.cost.compute import is_matrix
-from autoshard.cost.patterns import (
+from autoshard.compilers.op_patterns import (
     LOOPS,
     REDUCTIONS,
     VIEWS,
@@ -52,6 +51,7 @@ from autoshard.cost.patterns import (
     stands_alone,
     trims,
 )
+from autoshard.cost.compute import is_matrix
 from autoshard.ir import Body, Graph, Op, Value
 
 # Vector operations an element. That of a product and a sum is from the cycles that XLA:TPU (libtpu 0.0.42) gives long chains of them; the
@@ -63,15 +63,27 @@ WORK = {
     "logistic": 9.0, "erf": 50.0, "erfc": 50.0, "erf_inv": 50.0, "pow": 5.0, "sin": 20.0, "cos": 20.0, "tan": 20.0, "rsqrt": 2.0,
     "sqrt": 2.0, "cbrt": 5.0, "rem": 10.0, "threefry2x32": 6.0, "random_bits": 6.0,
 }  # fmt: skip
-# As XLA:GPU (jaxlib 0.10.2, compiled for H100) weighs them, of what a product and another kernel read, in bfloat16 and float32: hyperbolic
-# tangents, sines, cosines and powers are kept, logarithms of 1 + x in bfloat16 alone; exponentials, logistics, error functions, roots and
-# quotients are computed again, as are chains of 32 products and sums, and no longer from 36 (bfloat16) or 44 (float32) on.
-LIBRARY_WORK = WORK | dict.fromkeys(("tanh", "sin", "cos", "tan", "pow"), 150.0) | {"log1p": 80.0}
 LEAST_WORK = 0.7
-HIDES = 1.75  # what a kernel moves beside the value hides work: where it moves as much, limits are 1.5 to 2.3 times as far off
 NARROW_WORK = 2 / 3  # in bfloat16: 0.69 of float32's cycles
 LONGEST = 64  # ops of an epilogue that are looked at: gelu's derivative is 15
 MOST = 6  # sources, or readers, that are told apart; more than this many are as good as this many
+
+
+@dataclass(frozen=True, slots=True)
+class FusionRules:
+    """What differs from compiler to compiler.
+
+    Attributes:
+        patience: vector operations on an element, for each of its bytes, from which a value is kept that several kernels would compute.
+        calls_libraries: whether products and convolutions are calls of libraries, whose operands and results lie in memory.
+        work: vector operations an element, by primitive.
+        hides: what a kernel moves beside the value hides work: this times as much is hidden as is moved.
+    """
+
+    patience: float = math.inf
+    calls_libraries: bool = False
+    work: Mapping[str, float] = field(default_factory=lambda: WORK)
+    hides: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,25 +143,23 @@ class Fusion:
     kernels: tuple[Kernel, ...]
 
 
-def fuse(graph: Graph, free: Sequence[bool], patience: float = math.inf, calls_libraries: bool = False) -> Fusion:
+def fuse(graph: Graph, free: Sequence[bool], rules: FusionRules) -> Fusion:
     """The fused program.
 
     Args:
         free: per value, whether it is made of constants alone: it is computed where it is read.
-        patience: operations on an element, for each of its bytes, from which a value is kept that several kernels would compute.
-        calls_libraries: whether products are calls of libraries, as on GPUs.
+        rules: the compiler's.
     """
-    return _Fuser(graph, free, patience, calls_libraries).fusion()
+    return _Fuser(graph, free, rules).fusion()
 
 
 class _Fuser:
-    def __init__(self, graph: Graph, free: Sequence[bool], patience: float, calls_libraries: bool):
+    def __init__(self, graph: Graph, free: Sequence[bool], rules: FusionRules):
         self.graph = graph
         self.values = graph.values
         self.free = free
-        self.patience = patience
-        self.calls_libraries = calls_libraries
-        self.work, self.hides = (LIBRARY_WORK, 0.0) if calls_libraries else (WORK, HIDES)
+        self.rules = rules
+        self.calls_libraries = calls_libraries = rules.calls_libraries
         self.ops = graph.walk()
         n = len(self.values)
         self.root = list(range(n))
@@ -454,12 +464,13 @@ class _Fuser:
 
     def _is_long(self, op: Op, value: int) -> bool:
         """Whether to compute a value, which several kernels would, takes longer than to write and read it."""
-        if self.absorbed[value] or len(self.sinks[value]) < 2 or self.patience == math.inf:
+        if self.absorbed[value] or len(self.sinks[value]) < 2 or self.rules.patience == math.inf:
             return False
         made, (reader, *others) = self.values[value], self.readers[value]
         if not others and reader.primitive == "convert_element_type" and self.values[reader.results[0]].itemsize < made.itemsize:
             return False  # if anything is kept it is that
-        most = self.patience * made.itemsize * max(self.hides * min(self._beside(sink, made) for sink in self.sinks[value]), 1.0)
+        hidden = self.rules.hides * min(self._beside(sink, made) for sink in self.sinks[value])
+        most = self.rules.patience * made.itemsize * max(hidden, 1.0)
         work, queue, met = 0.0, [op], {op.index}
         while queue and work < most:
             maker = queue.pop()
@@ -474,7 +485,7 @@ class _Fuser:
     def _work(self, op: Op) -> float:
         """Vector operations that an op takes for each element it makes; what divides by a constant multiplies."""
         primitive = "mul" if op.primitive == "div" and self.free[self._find(op.operands[1])] else op.primitive
-        return self.work.get(primitive, LEAST_WORK) * (NARROW_WORK if self.values[op.results[0]].itemsize < 4 else 1.0)
+        return self.rules.work.get(primitive, LEAST_WORK) * (NARROW_WORK if self.values[op.results[0]].itemsize < 4 else 1.0)
 
     def _beside(self, sink: int, made: Value) -> float:
         """What a kernel reads and makes beside a value, in that one's bytes: work is hidden behind it."""

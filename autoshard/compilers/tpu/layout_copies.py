@@ -6,23 +6,15 @@ import math
 from collections.abc import Iterator, Mapping, Set
 from itertools import permutations
 
+from autoshard.compilers.buffer_assignment import read_in
+from autoshard.compilers.program_facts import Profile
+from autoshard.compilers.tpu.tiling import LANES, ROWS, by_rows, local_part, padding, tiled, tiles
 from autoshard.cost.compute import is_matrix
-from autoshard.cost.profile import Profile
 from autoshard.cost.reshard import Step
-from autoshard.cost.tiles import LANES, ROWS, by_rows, local_part, padding, tiled, tiles
-from autoshard.ir import Assignment, Layout, Op, local_shape, operand_layout, sent_tensors, shards
+from autoshard.ir import Assignment, Layout, Op, local_shape, sent_tensors, shards
 
 Held = tuple[float, int, int]
 """Bytes of a device, the moment in which they are first held, and the first in which they are not."""
-
-
-def read_in(profile: Profile, assignment: Assignment, op: Op, value: int) -> list[Layout]:
-    """The layouts in which an op reads a value; none of one with bodies, and of one without a rule the whole."""
-    rule, choice = profile.rules[op.index], assignment.choice(op.index)
-    whole = (-1,) * len(choice)
-    return [
-        operand_layout(rule, choice, k) if rule else whole for k, operand in enumerate(op.operands) if operand == value and not op.bodies
-    ]
 
 
 def _first_read_in(profile: Profile, assignment: Assignment, op: Op, value: int) -> Layout:

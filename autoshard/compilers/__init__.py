@@ -1,0 +1,22 @@
+"""What compilers do with a planned program: one class a target, and the engine of fusion, orders and buffers that they share."""
+
+from autoshard.cluster import Cluster
+from autoshard.compilers.base import Compiler
+from autoshard.compilers.cpu import XlaCpu
+from autoshard.compilers.gpu import XlaGpu
+from autoshard.compilers.tpu import XlaTpu
+
+TARGETS: dict[str, type[Compiler]] = {"tpu": XlaTpu, "gpu": XlaGpu, "cpu": XlaCpu}
+"""The compiler of each kind of device."""
+
+
+def compiler_of(cluster: Cluster) -> Compiler:
+    """The compiler of a cluster's devices.
+
+    >>> compiler_of(Cluster.parse("v5e:2x4")).asynchronous
+    ('all_gather', 'collective_permute')
+    """
+    return TARGETS[cluster.device.kind](cluster.device, cluster.overlap)
+
+
+__all__ = ["TARGETS", "Compiler", "XlaCpu", "XlaGpu", "XlaTpu", "compiler_of"]

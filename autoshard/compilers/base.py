@@ -1,0 +1,131 @@
+"""What a compiler does with a planned program, as far as its time and memory depend on it: one class a target.
+
+A plan says which collectives run and how every value is sharded. The rest is the compiler's: what it fuses, which values it writes to
+memory, in which order kernels run, what it sends while they do, what it computes again. `Compiler` is XLA as far as all targets share it,
+and what is assumed of one that nobody has studied; a target overrides what was seen to differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from autoshard.cluster import Device
+from autoshard.compilers.buffer_assignment import Buffers, Copy, buffers
+from autoshard.compilers.fusion import Fusion, FusionRules, Kernel
+from autoshard.compilers.kernel_order import Orders, program_orders, shortest
+from autoshard.compilers.op_patterns import Minor
+from autoshard.compilers.traffic import Traffic, traffic_by_op
+from autoshard.cost.reshard import Step
+from autoshard.ir import Assignment, Graph, Layout
+
+if TYPE_CHECKING:
+    from autoshard.compilers.program_facts import Profile
+
+Options = Mapping[str, bool | int | float | str]
+Copies = Mapping[tuple[int, Layout], Copy]
+"""Copies in other layouts, by value and layout."""
+Partials = Mapping[int, Step]
+"""Per op index the collective that combines its partial results."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputed:
+    """What a device holds at most once some kernels run twice, and those, in the order in which they are chosen."""
+
+    peak_bytes: float
+    kernels: tuple[Kernel, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Compiler:
+    """The compiler of one device.
+
+    Attributes:
+        device: what it compiles for.
+        overlap: whether collectives may run while the device computes.
+        demotes_operands: whether float32 operands of products at default precision are sent as bfloat16.
+        gathers_ahead: whether loops may gain where each trip gathers what the next one reads.
+        kernel_by_kernel: whether each kernel's traffic is known, with the ends and buffers of its own.
+        product_per_window: whether a convolution is one matrix product for each position of its window.
+        wide_bytes: of the buffers through which kernels pass results that are narrower; 0 where there are none.
+        unfused_bytes: an element, that an op costs which is fused with nothing, beyond what it moves.
+        memory_goal: the share of a device's memory from which on it computes values again; 0 where it never does.
+    """
+
+    device: Device
+    overlap: bool = True
+    demotes_operands: ClassVar[bool] = False
+    gathers_ahead: ClassVar[bool] = False
+    kernel_by_kernel: ClassVar[bool] = False
+    product_per_window: ClassVar[bool] = False
+    wide_bytes: ClassVar[int] = 0
+    unfused_bytes: ClassVar[int] = 0
+    memory_goal: ClassVar[float] = 0.0
+
+    # -- collectives --
+
+    @property
+    def asynchronous(self) -> tuple[str, ...]:
+        """The kinds of collectives that run while the device computes."""
+        return ()
+
+    @property
+    def carried(self) -> tuple[str, ...]:
+        """The kinds of those that start with a matrix product, and are waited for where there is none."""
+        return ()
+
+    @property
+    def windows(self) -> bool:
+        """Whether products may gain by sending blocks round a ring of permutes."""
+        return False
+
+    @property
+    def overlap_options(self) -> dict[str, bool | int | float | str]:
+        """Options with which it overlaps more collectives with compute; none where none are known."""
+        return {}
+
+    # -- kernels --
+
+    @property
+    def fusion_rules(self) -> FusionRules:
+        """What ends a fusion, and what is computed again for each reader."""
+        return FusionRules()
+
+    @property
+    def fast_memory_bytes(self) -> float:
+        """Memory of the core's own that buffers may have."""
+        return 0.0
+
+    def orders(self, graph: Graph, fusion: Fusion) -> Orders:
+        """The orders in which kernels may run."""
+        found = program_orders(graph, fusion)
+        return Orders(found, best := shortest(graph, found), best, frozenset())
+
+    def traffic(self, graph: Graph, fusion: Fusion) -> tuple[Traffic, ...]:
+        """Per op, what it moves to and from memory."""
+        return traffic_by_op(graph, fusion)
+
+    def padding(self, shape: tuple[float, ...], minor: Minor | None) -> float:
+        """How many times its size an array takes.
+
+        Args:
+            minor: the dimensions that products want innermost.
+        """
+        return 1.0
+
+    # -- memory --
+
+    def buffers(self, profile: Profile, assignment: Assignment, copies: Copies, partials: Partials) -> tuple[Buffers, ...]:
+        """What a device holds in the order that holds least unsharded, and in others where the compiler may hold more than that."""
+        return (buffers(profile, assignment, copies, partials),)
+
+    def recomputed(self, profile: Profile, held: Buffers, alone: Callable[[Kernel], bool], memory_bytes: float) -> Recomputed | None:
+        """What it computes again until no more than its goal is held; None where that is not to be had.
+
+        Args:
+            alone: whether a kernel computes what it makes without other devices.
+            memory_bytes: what a device offers.
+        """
+        return None

@@ -1,0 +1,238 @@
+"""Peak memory of one device: what is alive when, of the values that a fused program stores.
+
+*Order.* Kernels run in program order, or in that of a list scheduler, whichever holds less: compilers try both and keep the better one.
+A list scheduler makes what is small before what is large; others make it where it is needed.
+*Buffers.* A value lives from the kernel that makes it to the last one that reads it, an argument throughout. A result that replaces a
+donated argument takes its place; so does an elementwise result that of an operand that dies with it. What a loop carries or stacks lives
+as long as the loop, its body's own values within. Copies in other layouts live from their first to their last reader. Partial gradients
+wait for those that they are combined with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from autoshard.compilers.all_reduce_combiner import COMBINED_BYTES, is_formed
+from autoshard.compilers.kernel_order import Lifetimes, usage
+from autoshard.cost.reshard import Step
+from autoshard.ir import Assignment, Layout, Op, operand_layout, shards
+
+if TYPE_CHECKING:
+    from autoshard.compilers.program_facts import Profile
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The largest number of bytes alive at once on a device, and what it is made of.
+
+    Attributes:
+        nbytes: the sum of what is alive then.
+        moment: when it is, as in `Lifetimes`.
+        alive: the values that are.
+        held: the bytes of each.
+        copies: the values that are alive in other layouts too, each with the bytes of such a copy.
+        partials: the ops whose results are not scattered yet, each with the bytes of those.
+        spare_bytes: what another assignment's short-lived values may hold beyond these, since fast memory has room for them.
+    """
+
+    nbytes: float
+    moment: int
+    alive: tuple[int, ...]
+    held: tuple[float, ...]
+    copies: tuple[tuple[int, float], ...]
+    partials: tuple[tuple[int, float], ...]
+    spare_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A value's copy in another layout: what a device holds of it, the ops that read it first and last, and whether it is rounded first."""
+
+    nbytes: float
+    first: int
+    last: int
+    rounded: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Buffers:
+    """What a device holds in one order of a program's kernels, and when.
+
+    Attributes:
+        times: the order, and the lives of the buffers of values in it; those come first.
+        copies: the values that are alive in other layouts too; their copies come next.
+        partials: the ops whose results are not scattered yet; those come then, and last what has no name.
+        held, born, dies: per buffer its bytes, the first moment of its life and the first after it.
+        usage: per moment the bytes of all that is alive.
+    """
+
+    times: Lifetimes
+    copies: tuple[int, ...]
+    partials: tuple[int, ...]
+    held: np.ndarray
+    born: np.ndarray
+    dies: np.ndarray
+    usage: np.ndarray
+
+    def peak(self, spare_bytes: float) -> Peak:
+        """The fullest moment."""
+        moment, n, m = int(self.usage.argmax()), len(self.times.values), len(self.times.values) + len(self.copies)
+        numbers = (*self.times.values, *self.copies, *self.partials)
+        alive = np.flatnonzero((self.born <= moment) & (self.dies > moment) & (self.held > 0))
+        return Peak(
+            nbytes=float(self.usage[moment]),
+            moment=moment,
+            alive=tuple(numbers[k] for k in alive if k < n),
+            held=tuple(float(self.held[k]) for k in alive if k < n),
+            copies=tuple((numbers[k], float(self.held[k])) for k in alive if n <= k < m),
+            partials=tuple((numbers[k], float(self.held[k])) for k in alive if m <= k < len(numbers)),
+            spare_bytes=spare_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Buffers before it is known which of them are in a device's memory.
+
+    Attributes:
+        profile, assignment: the program, and where each value is.
+        copies: the values with copies in other layouts.
+        partials: the ops whose partial results are stored.
+        sizes: bytes of a device's part of each value that has a buffer, in the order of `Lifetimes.values`.
+        more: bytes, birth and death of what comes after those: copies, partial results, and then what has no name.
+    """
+
+    profile: Profile
+    assignment: Assignment
+    copies: tuple[int, ...]
+    partials: tuple[int, ...]
+    sizes: list[float]
+    more: list[tuple[float, int, int]]
+
+    def held(self) -> np.ndarray:
+        """The bytes of each buffer."""
+        return np.array([*self.sizes, *(nbytes for nbytes, _, _ in self.more)])
+
+    def lives(self, born: np.ndarray, dies: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Birth and death of each, from those of values."""
+        firsts, lasts = (np.array([one[k] for one in self.more], np.int64) for k in (1, 2))
+        return np.concatenate([born, firsts]), np.concatenate([dies, lasts])
+
+    def placed(self, held: np.ndarray, born: np.ndarray, dies: np.ndarray) -> Buffers:
+        """The buffers."""
+        times = self.profile.lifetimes
+        return Buffers(times, self.copies, self.partials, held, born, dies, usage(times.moments, held, born, dies))
+
+
+def peak_memory(
+    profile: Profile, assignment: Assignment, copies: Mapping[tuple[int, Layout], Copy], partials: Mapping[int, Step]
+) -> Peak:
+    """The peak of a program; arguments are those of `buffers`."""
+    first, *others = profile.compiler.buffers(profile, assignment, copies, partials)
+    peak = first.peak(profile.compiler.fast_memory_bytes)
+    return replace(peak, nbytes=max((peak.nbytes, *(float(other.usage.max()) for other in others))))
+
+
+def buffers(
+    profile: Profile, assignment: Assignment, copies: Mapping[tuple[int, Layout], Copy], partials: Mapping[int, Step]
+) -> Buffers:
+    """What a device holds in the profile's best order.
+
+    Args:
+        assignment: where each value is.
+        copies: by value number and layout.
+        partials: per op index how its result is combined with other devices'.
+    """
+    times, share = profile.lifetimes, shares(profile, assignment)
+    moved = [(copy.nbytes, times.starts[copy.first], times.ends[copy.last]) for copy in copies.values()]
+    stored = stored_partials(profile, partials, share, assignment.mesh.sizes)
+    moved += [(partials[op].nbytes, times.starts[op], times.ends[last]) for op, last in stored.items()]
+    moved += scattered_apart(profile, assignment, share)
+    draft = Draft(profile, assignment, tuple(value for value, _ in copies), tuple(stored), [share(value) for value in times.values], moved)
+    return draft.placed(draft.held(), *draft.lives(times.born, times.dies))
+
+
+def shares(profile: Profile, assignment: Assignment) -> Callable[[int], float]:
+    """The bytes that a device holds of a value, by its number."""
+    constant, values, mesh = _loop_constants(profile, assignment), profile.graph.values, assignment.mesh.sizes
+
+    def share(value: int) -> float:
+        return constant[value] if value in constant else values[value].nbytes / shards(assignment.layout(value), mesh)
+
+    return share
+
+
+def read_in(profile: Profile, assignment: Assignment, op: Op, value: int) -> list[Layout]:
+    """The layouts in which an op reads a value; none of one with bodies, and of one without a rule the whole."""
+    rule, choice = profile.rules[op.index], assignment.choice(op.index)
+    whole = (-1,) * len(choice)
+    return [
+        operand_layout(rule, choice, k) if rule else whole for k, operand in enumerate(op.operands) if operand == value and not op.bodies
+    ]
+
+
+def _loop_constants(profile: Profile, assignment: Assignment) -> dict[int, float]:
+    """Per value that is made of constants and read by loops the bytes that a device holds of it.
+
+    A loop that reads it as it lies makes it again in each trip (``while-loop-constant-sinking``, openxla/xla, xla/service; modules of
+    libtpu 0.0.42 carry ``pred[1024,1024]`` for masks of 64 x 16 such). One that reads a slice is handed what it is a slice of.
+    """
+    graph, root, mesh = profile.graph, profile.fusion.root, assignment.mesh.sizes
+    ops, found = graph.walk(), {}
+    for op in ops:
+        for holder in op.holders if op.bodies else ():
+            value, whole = root[holder.value], assignment.layout(holder.value)
+            if profile.free[value]:
+                sliced = any(
+                    layout != whole
+                    for reader in profile.readers[holder.value]
+                    for layout in read_in(profile, assignment, ops[reader], holder.value)
+                )
+                held = graph.values[value].nbytes / shards(whole, mesh) if sliced else 0.0
+                found[value] = max(found.get(value, 0.0), held)
+    return found
+
+
+def stored_partials(profile: Profile, partials: Mapping[int, Step], share: Callable[[int], float], mesh: tuple[int, ...]) -> dict[int, int]:
+    """Per op whose partial result is stored the op that it waits for until it is combined.
+
+    Gradients wait for those that they are combined with: XLA puts each into the first collective that has room. What is all_reduced
+    though only slices of it are wanted lies whole until the last of those is made. Others are combined at once, and stored if their
+    readers do not find them in registers.
+    """
+    fusion, ops, values, ends = profile.fusion, profile.graph.walk(), profile.graph.values, profile.lifetimes.ends
+    groups: list[tuple[float, list[int]]] = []
+    found: dict[int, int] = {}
+    whole: list[int] = []
+    for op, step in sorted(partials.items()):
+        value, nbytes = ops[op].results[0], step.nbytes
+        if step.kind == "reduce_scatter" and not is_formed(values[value], step, mesh):
+            whole.append(op)
+        elif fusion.last[value]:
+            k = next((k for k, (size, _) in enumerate(groups) if size + nbytes <= COMBINED_BYTES), len(groups))
+            size, members = groups[k] if k < len(groups) else (0.0, [])
+            groups[k:] = [(size + nbytes, [*members, op]), *groups[k + 1 :]]
+        elif not fusion.stored[root := fusion.root[value]]:  # what is computed as it is read is not, once it is sent
+            found[op] = max((op, *fusion.users[root]), key=ends.__getitem__)
+        elif fusion.narrow[value] or nbytes > share(value):
+            found[op] = op
+    return found | {op: max(members, key=ends.__getitem__) for members in (whole, *(members for _, members in groups)) for op in members}
+
+
+def scattered_apart(profile: Profile, assignment: Assignment, share: Callable[[int], float]) -> Iterator[tuple[float, int, int]]:
+    """Bytes, birth and death of what is scattered into zeros, beyond what those are added to: it lies apart if it is sharded otherwise.
+
+    So of a loss that looks up logits of a sharded vocabulary: XLA:GPU scatters into ``f32[4,1024,32768]`` and takes the half of that then.
+    """
+    ops, fusion, times = profile.graph.walk(), profile.fusion, profile.lifetimes
+    for scatter, op in fusion.scattered:
+        (value,), (total,) = ops[scatter].results, ops[op].results
+        place = times.places.get(fusion.root[total])
+        if place is not None and set(read_in(profile, assignment, ops[op], value)) != {assignment.layout(value)}:
+            yield max(share(value) - share(fusion.root[total]), 0.0), int(times.born[place]), int(times.dies[place])
+
+

@@ -1,0 +1,61 @@
+"""XLA:GPU."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from autoshard.compilers.base import Compiler, Copies, Partials
+from autoshard.compilers.buffer_assignment import Buffers, buffers
+from autoshard.compilers.fusion import WORK, Fusion, FusionRules
+from autoshard.compilers.kernel_order import Orders, filled_at_once, gradients_last, program_orders, shortest
+from autoshard.compilers.program_facts import Profile
+from autoshard.ir import Assignment, Graph
+from autoshard.ir.collective import KINDS
+
+# As XLA:GPU (jaxlib 0.10.2, compiled for H100) weighs them, of what a product and another kernel read, in bfloat16 and float32: hyperbolic
+# tangents, sines, cosines and powers are kept, logarithms of 1 + x in bfloat16 alone; exponentials, logistics, error functions, roots and
+# quotients are computed again, as are chains of 32 products and sums, and no longer from 36 (bfloat16) or 44 (float32) on.
+LIBRARY_WORK = WORK | dict.fromkeys(("tanh", "sin", "cos", "tan", "pow"), 150.0) | {"log1p": 80.0}
+# On GPUs before Hopper XLA's scheduler leaves products where they are: its analytical estimates of latency, with which it puts gradients of
+# weights last, are not for those (a rematerialised transformer compiled for A100, H100 and B200 by jaxlib 0.10.2: 2.5, 3.6 and 3.4 GB).
+IN_ORDER = frozenset({"a100", "a100-40g"})
+
+
+@dataclass(frozen=True, slots=True)
+class XlaGpu(Compiler):
+    """XLA:GPU, as jaxlib 0.10.2 has it.
+
+    It exposes the first gather of a loop's trip, and hides it behind products where it is carried.
+    """
+
+    gathers_ahead: ClassVar[bool] = True
+
+    @property
+    def asynchronous(self) -> tuple[str, ...]:
+        """All of them (xla/service/gpu, "async_collective_creator")."""
+        return KINDS if self.overlap else ()
+
+    @property
+    def fusion_rules(self) -> FusionRules:
+        """Values are kept that take as long to compute as writing them does.
+
+        On A100, H100 and B200 from 17 to 22, 22 to 26 and 5 to 16 operations a byte on, by this from 10, 20 and 9 on.
+        """
+        patience = self.device.vector_flops_per_second / self.device.memory_bandwidth_bytes_per_second
+        return FusionRules(patience, calls_libraries=True, work=LIBRARY_WORK)
+
+    def orders(self, graph: Graph, fusion: Fusion) -> Orders:
+        """With an order in which gradients are computed while others are sent, and so after those of activations."""
+        found = tuple(filled_at_once(graph, fusion, times) for times in program_orders(graph, fusion))
+        overlapped, last_products = gradients_last(graph, fusion)
+        return Orders(found, shortest(graph, found), filled_at_once(graph, fusion, overlapped), last_products)
+
+    def buffers(self, profile: Profile, assignment: Assignment, copies: Copies, partials: Partials) -> tuple[Buffers, ...]:
+        found = buffers(profile, assignment, copies, partials)
+        sizes = assignment.mesh.sizes
+        sent = (op for op, step in partials.items() if math.prod(sizes[axis] for axis in step.axes) > 1)
+        if self.device.name in IN_ORDER or profile.orders.last_products.isdisjoint(sent):
+            return (found,)
+        return found, buffers(profile.in_order(profile.orders.overlapped), assignment, copies, partials)

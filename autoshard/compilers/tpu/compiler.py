@@ -1,0 +1,125 @@
+"""XLA:TPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from autoshard.cluster.device import LANES
+from autoshard.compilers.base import Compiler, Copies, Partials, Recomputed
+from autoshard.compilers.buffer_assignment import Buffers
+from autoshard.compilers.fusion import Fusion, FusionRules, Kernel
+from autoshard.compilers.op_patterns import Minor
+from autoshard.compilers.program_facts import Profile
+from autoshard.compilers.tpu.buffers import tiled_buffers
+from autoshard.compilers.tpu.kernel_traffic import UNFUSED_BYTES, WIDE_BYTES, traffic_by_kernel
+from autoshard.compilers.tpu.rematerialisation import GOAL, recomputed
+from autoshard.compilers.tpu.tiling import padding
+from autoshard.compilers.traffic import Traffic
+from autoshard.ir import Assignment, Graph
+
+# Collectives that start before, and end after, other work. XLA:TPU (libtpu 0.0.42): permutes have a start and an end; all_gathers run
+# within fusions (AsyncCollectiveStart) on v5e, and on v4, v5p and v6e do not (a fully sharded transformer compiled for slices of each, of 4
+# to 64 chips); all_reduces, reduce_scatters and all_to_alls nowhere do.
+ASYNCHRONOUS = {"v5e": ("all_gather", "collective_permute")}
+ELSEWHERE_ASYNCHRONOUS = ("collective_permute",)
+# Those of them whose data the kernels of matrix products move on: they start with one. Of 101 fusions that all_gathers passed through in
+# modules compiled for v5e (two transformers and a perceptron) all but four had a product at their top level.
+CARRIED = {"v5e": ("all_gather",)}
+
+# Options with which collectives run beside compute that are waited for otherwise. XLA:TPU for v5e (libtpu 0.0.42): gradients are
+# reduce_scattered within fusions; without the larger limit of scoped memory programs are refused. A fully sharded GPT of 12 scanned layers
+# was scheduled in 84.9 ms for 88.0, a scanned MLP in 9.9 for 10.8.
+OVERLAP_OPTIONS: dict[str, dict[str, bool | int | float | str]] = {
+    "v5e": {
+        "xla_enable_async_reduce_scatter_fusion": True,
+        "xla_jf_crs_combiner_threshold_in_bytes": 0,
+        "xla_tpu_ars_combiner_threshold_in_bytes": 0,
+        "xla_tpu_decompose_every_reduce_scatters_hlos": True,
+        "xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter": True,
+        "xla_tpu_scoped_vmem_limit_kib": 32768,
+    }
+}
+
+# The core's own memory that a program's buffers may have: the largest preallocated-temp of memory space 1 in XLA:TPU's buffer assignments
+# (libtpu 0.0.42), which large programs nearly fill: 112.0 MiB on a v5e, 95.6 on a v6e (6 programs), 47.9 on a v5p (4 programs).
+FAST_MEMORY_BYTES = {"v5e": 112 * 2**20, "v6e": 96 * 2**20, "v5p": 48 * 2**20}
+
+HIDES = 1.75  # what a kernel moves beside the value hides work: where it moves as much, limits are 1.5 to 2.3 times as far off
+
+
+@dataclass(frozen=True, slots=True)
+class XlaTpu(Compiler):
+    """XLA:TPU, as libtpu 0.0.42 has it.
+
+    Loops gain nothing by gathering a trip ahead: it gathers asynchronously then, but copies what is carried in every trip (61 us for 8 MiB
+    on v5e, whose gather takes 87) and computes slower beside it: the schedule of a scanned MLP took 11.3 to 11.8 ms for 10.8.
+    """
+
+    demotes_operands: ClassVar[bool] = True
+    kernel_by_kernel: ClassVar[bool] = True
+    product_per_window: ClassVar[bool] = True
+    wide_bytes: ClassVar[int] = WIDE_BYTES
+    unfused_bytes: ClassVar[int] = UNFUSED_BYTES
+    memory_goal: ClassVar[float] = GOAL
+
+    @property
+    def asynchronous(self) -> tuple[str, ...]:
+        return ASYNCHRONOUS.get(self.device.name, ELSEWHERE_ASYNCHRONOUS) if self.overlap else ()
+
+    @property
+    def carried(self) -> tuple[str, ...]:
+        return CARRIED.get(self.device.name, ()) if self.overlap else ()
+
+    @property
+    def windows(self) -> bool:
+        """An all_gather with its product of 8192 x 2048 x 8192 over 4 chips of v5e is scheduled in 0.92 ms, and the ring in 0.72."""
+        return self.overlap
+
+    @property
+    def overlap_options(self) -> dict[str, bool | int | float | str]:
+        return dict(OVERLAP_OPTIONS.get(self.device.name, {}))
+
+    @property
+    def fusion_rules(self) -> FusionRules:
+        """Values are kept that take a core longer to compute than the chip to write and read.
+
+        Chains of products and sums that make bfloat16 are computed again up to 24 to 26 operations on v5e, 9 on v5p, 13 on v4 and 15 on
+        v6e, and kept from 35, 12, 18 and 18 on: by this they are kept from 30, 10, 14 and 17 on.
+        """
+        device = self.device
+        patience = 2 * LANES * device.clock_hertz / device.memory_bandwidth_bytes_per_second if device.clock_hertz else math.inf
+        return FusionRules(patience, hides=HIDES)
+
+    @property
+    def fast_memory_bytes(self) -> float:
+        return FAST_MEMORY_BYTES.get(self.device.name, 0.0)
+
+    def traffic(self, graph: Graph, fusion: Fusion) -> tuple[Traffic, ...]:
+        return traffic_by_kernel(graph, fusion)
+
+    def padding(self, shape: tuple[float, ...], minor: Minor | None) -> float:
+        return padding(shape, minor)
+
+    def buffers(self, profile: Profile, assignment: Assignment, copies: Copies, partials: Partials) -> tuple[Buffers, ...]:
+        """Where collectives are synchronous, more orders count.
+
+        Of 12 transformers whose layers are computed again the shifted order was 0 to 12 % below the compiler, of 50 other programs the best
+        of these at most 9 %; bounds count on the first order alone.
+        """
+
+        def of(facts: Profile, early: bool) -> Buffers:
+            return tiled_buffers(facts, assignment, copies, partials, self.fast_memory_bytes, early)
+
+        found = of(profile, bool(copies))
+        program, shifted, *listed = profile.orders.tried
+        tried = ((program, False), (shifted, not profile.recomputes), *((times, True) for times in listed))
+        if copies or (profile.lifetimes, False) in tried:
+            return (found,)
+        others = (of(profile.in_order(times), early) for times, early in tried)
+        return found, min(others, key=lambda other: other.usage.max())
+
+    def recomputed(self, profile: Profile, held: Buffers, alone: Callable[[Kernel], bool], memory_bytes: float) -> Recomputed | None:
+        return recomputed(profile, held, alone, memory_bytes)

@@ -1,0 +1,78 @@
+"""What ops move between a device's memory and its units.
+
+Without more knowledge of a compiler an op moves those of its operands and results that are in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autoshard.compilers.fusion import Fusion
+from autoshard.cost.compute import is_matrix
+from autoshard.ir import Graph, Op
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What one op moves.
+
+    Attributes:
+        tensors: pairs of a tensor, operands first, then results, and bytes of a value that is split as it is.
+        passes: the same of what never stays on the chip: what goes through buffers of float32, and slices of stacks.
+        starts: how often it costs what starting a kernel does; 0 where it is part of another op's.
+        sent: the same of operands that are computed as they are read, but for where shards send parts of them: a kernel stores them then.
+        before: the same of what another kernel makes of an operand, before the op reads it.
+    """
+
+    tensors: tuple[tuple[int, float], ...] = ()
+    passes: tuple[tuple[int, float], ...] = ()
+    starts: int = 0
+    sent: tuple[tuple[int, float], ...] = ()
+    before: tuple[tuple[int, float], ...] = ()
+
+
+def traffic_by_op(graph: Graph, fusion: Fusion) -> tuple[Traffic, ...]:
+    """Per op, what it moves where every op is a kernel that touches memory.
+
+    A scatter that is to write into what its zeros are added to writes all of them: it does where the two are not sharded alike.
+    """
+    written = {graph.walk()[scatter].results[0] for scatter, _ in fusion.scattered}
+    added = {op for _, op in fusion.scattered}
+
+    def of(op: Op) -> Traffic:
+        if op.index in added:
+            return Traffic()
+        tensors = enumerate((*op.operands, *op.results))
+        moved = tuple(
+            (position, graph.values[value].nbytes) for position, value in tensors if fusion.materialised[value] or value in written
+        )
+        if op.primitive == "gather":  # reads what it takes, not what it takes it from
+            taken = graph.values[op.results[0]].size * graph.values[op.operands[0]].itemsize
+            moved = tuple((position or len(op.operands), min(nbytes, taken) if not position else nbytes) for position, nbytes in moved)
+        return Traffic(moved, starts=int(bool(moved) or is_matrix(op.primitive)))
+
+    return tuple(Traffic() if op.bodies else of(op) for op in graph.walk())
+
+
+def sent_by_op(
+    graph: Graph, fusion: Fusion, sending: Sequence[tuple[Op, Sequence[int]]], wide_bytes: int
+) -> dict[int, tuple[tuple[int, float], ...]]:
+    """Per op that sends parts of its operands, if it is sharded so, what storing those costs: written once, for the first that sends them.
+
+    Args:
+        sending: ops, and the positions of the operands that they may send parts of.
+        wide_bytes: of the buffers through which the compiler passes what is narrower.
+    """
+    stored: set[int] = set()
+    found: dict[int, tuple[tuple[int, float], ...]] = {}
+    for op, positions in sending:
+        moved = []
+        for position in positions:
+            value, root = graph.values[op.operands[position]], fusion.root[op.operands[position]]
+            if not fusion.stored[root] and root not in stored:
+                stored.add(root)
+                moved.append((position, value.size * (2 * value.itemsize + (wide_bytes if value.itemsize < wide_bytes else 0))))
+        if moved:
+            found[op.index] = tuple(moved)
+    return found
