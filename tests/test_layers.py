@@ -13,6 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from autoshard.cluster import CATALOGUE
+from autoshard.cluster.device import KINDS
+from autoshard.compilers import PLATFORMS
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "autoshard"
 
@@ -40,6 +44,18 @@ LAYERS = (
 # The only folders in which JAX and what stands on it may be imported.
 JAX = ("jax", "jaxlib", "flax", "optax")
 KNOWS_JAX = ("rules", "trace", "lower", "verify", "probe", "api", "demo", "cli")
+
+# The only rooms that know one compiler or device from another.
+KNOWS_TARGETS = ("compilers/", "verify/", "cluster/catalogue.py")
+NAMES_A_TARGET = {
+    "cluster/device.py": "the kinds of devices there are",
+    "cli/verify.py": "choices of an option, before anything is loaded",
+    "demo/devices.py": "virtual devices are of JAX's CPU platform",
+    "demo/run.py": "the demo's own cluster",
+    "probe/programs.py": "a program's work and traffic before it is known what measures it",
+    "api/step.py": "a platform to lower for where none is asked for",
+    "rules/shardy.py": "a platform to lower for: any will do",
+}
 
 # Imports inside a function: (file, module, why it is not at the top of the file).
 DELAYED = (
@@ -120,6 +136,38 @@ def test_every_import_goes_upstream():
     """No file imports from its own layer's neighbours or from downstream, by relative paths, JAX's internals, or late without a reason."""
     wrong = [text for file, source in sources().items() for found in imports(file, source) for text in violations(found)]
     assert not wrong, "\n" + "\n".join(wrong)
+
+
+def names_targets(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of every string of a source text, docstrings aside, that names a kind of device, a platform or a catalogued device."""
+    tree = ast.parse(source)
+    names = {*KINDS, *PLATFORMS, *CATALOGUE}
+    documents = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documents:
+            if node.value in names or (node.value.split(":")[0] in names and re.fullmatch(r"[a-z0-9-]+:[\dx]+", node.value)):
+                yield node.lineno, node.value
+
+
+def test_only_compilers_and_the_catalogue_tell_targets_apart():
+    """What differs from one device's compiler to another's is a fact of `compilers`, not a branch elsewhere."""
+    found = {file: list(names_targets(source)) for file, source in sources().items() if not file.startswith(KNOWS_TARGETS)}
+    assert {file: texts for file, texts in found.items() if texts and file not in NAMES_A_TARGET} == {}
+    assert all(found[file] for file in NAMES_A_TARGET), "an excuse that nothing needs any more"
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ('if device.kind == "tpu": pass', ["tpu"]),
+        ('TABLE = {"v5e": 1, "other": 2}', ["v5e"]),
+        ('cluster = "h100:8x4"', ["h100:8x4"]),
+        ('def f():\n    """Of a tpu."""\n    return "of a tpu"', []),
+    ],
+)
+def test_a_target_by_name_is_seen(source, found):
+    """Comparisons, tables and clusters are; what words say is not."""
+    assert [text for _, text in names_targets(source)] == found
 
 
 def test_the_map_names_every_folder_and_no_other():

@@ -29,11 +29,10 @@ from autoshard.verify import (
     Compiler,
     Topology,
     collectives_of,
+    compiled_topology,
     corrected_seconds,
     dot_flops,
-    host_topology,
     scheduled_seconds,
-    topology_of,
 )
 
 MARGIN = 0.1  # python -m benchmarks.cost_model ranking: the median prediction is 5 to 6 % off the schedule, and here two are compared
@@ -155,9 +154,9 @@ def compiler_of(cluster: Cluster) -> FinalistCompiler:
         ClusterError: no compiler compiles for such devices without them.
         CompilerError: it is not installed.
     """
-    topology = host_topology(cluster) if cluster.device.kind == "cpu" else topology_of(cluster)
+    topology = compiled_topology(cluster)
     COMPILERS[topology.platform].required()
-    return FinalistCompiler(topology, cluster.device.clock_hertz if topology.platform == "tpu" else 0.0)
+    return FinalistCompiler(topology, cluster.device.clock_hertz if COMPILERS[topology.platform].counts_cycles else 0.0)
 
 
 def _links(board: Board, number: int) -> Communication:

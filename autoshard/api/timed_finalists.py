@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from autoshard.errors import ClusterError, CompilerError
 from autoshard.lower import jax_mesh
 from autoshard.search.early import OutOfTime
 from autoshard.strategy import Record
-from autoshard.verify import COMPILERS, collectives_of, dot_flops
+from autoshard.verify import collectives_of, devices_here, dot_flops
 
 RUNS = 5  # after one that warms up; the median counts
 KEYS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}  # JAX's own kinds of typed keys, as dtypes name them
@@ -39,7 +40,7 @@ class FinalistDevices:
     @property
     def version(self) -> str:
         """As the strategy records it."""
-        return COMPILERS["cpu"].version
+        return f"jaxlib {version('jaxlib')}"
 
     def decide(self, board: Board) -> None:
         """Records what each takes.
@@ -83,15 +84,12 @@ def devices_of(cluster: Cluster) -> FinalistDevices:
     Raises:
         ClusterError: there are none, or too few.
     """
-    kind = cluster.device.kind
-    try:
-        devices = jax.devices(kind)
-    except RuntimeError:  # JAX has no backend of that platform
-        devices = []
-    named = CATALOGUE[cluster.device.name].jax_kinds if kind != "cpu" and cluster.device.name in CATALOGUE else ()
+    devices = devices_here(cluster.device.kind)
+    named = CATALOGUE[cluster.device.name].jax_kinds if cluster.device.name in CATALOGUE else ()
     alike = [device for device in devices if not named or device.device_kind in named]
     if len(alike) < cluster.n_devices:
-        advice = f", or set XLA_FLAGS=--xla_force_host_platform_device_count={cluster.n_devices}" if kind == "cpu" else ""
+        virtual = cluster.interconnect.kind == "host"
+        advice = f", or set XLA_FLAGS=--xla_force_host_platform_device_count={cluster.n_devices}" if virtual else ""
         raise ClusterError(
             f"finalists are timed on {cluster.n_devices} devices as {cluster.name!r} has them, and this process has {len(alike)}. "
             f"Use confirm='compiler'{advice}."

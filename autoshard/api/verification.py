@@ -18,6 +18,7 @@ from autoshard.lower import jax_mesh
 from autoshard.render import Paragraph, Part, Report, Table, format_bytes, format_count, format_flops, format_percent, format_seconds
 from autoshard.strategy import Record
 from autoshard.verify import (
+    TARGETS,
     Ahead,
     Flops,
     Options,
@@ -26,18 +27,13 @@ from autoshard.verify import (
     collectives_of,
     compare,
     compile_ahead,
+    devices_here,
     dot_flops,
     explicit_collectives,
     scheduled_cycles,
     topology_of,
 )
 
-TARGETS = {
-    "shardy": "the lowered program, or of the partitioner where constraints leave it a choice; nothing is compiled",
-    "cpu": "the program compiled by XLA for as many CPU devices as the mesh has",
-    "tpu": "the program compiled ahead of time by XLA:TPU for the strategy's slice",
-    "gpu": "the program compiled by XLA:GPU for the strategy's GPUs",
-}
 # How near a compiled program is to be: compilers pad what they exchange, and fold some arithmetic away.
 BYTES_WITHIN = 0.03
 FLOPS_WITHIN = 0.01
@@ -95,7 +91,7 @@ class Verification:
     @property
     def as_predicted(self) -> bool:
         """Whether the collectives are the predicted ones and it fits; for TPUs and GPUs, `near` is enough, since their compilers pad."""
-        return self.exact or (self.near and self.target in ("tpu", "gpu"))
+        return self.exact or (self.near and TARGETS[self.target].pads)
 
     @property
     def flops_ratio(self) -> float:
@@ -120,13 +116,13 @@ class Verification:
         refusal = [Paragraph(self._refusal())] if self.fits is False else []
         if refusal and self.actual_peak_bytes is None:
             return Report(title, (*refusal, constraints))
-        parts: list[Part] = [*refusal, Paragraph(f"Held against {TARGETS[self.target]}."), Paragraph(self._verdict())]
+        parts: list[Part] = [*refusal, Paragraph(f"Held against {TARGETS[self.target].description}."), Paragraph(self._verdict())]
         if rows := (*map(_collective_row, self.rows), *self._measure_rows()):
             columns = ("", "mesh axes", ">predicted", ">actual", ">predicted bytes", ">actual bytes", "")
             notes = ("All of it is of one step on one device.", "An all_reduce of which only slices are read is a reduce_scatter.")
             parts.append(Table(columns, rows, notes))
-        if self.target == "cpu" and not self.near:
-            parts.append(Paragraph("What is bfloat16 XLA:CPU computes, sends and holds in float32, in twice the bytes."))
+        if TARGETS[self.target].differs and not self.near:
+            parts.append(Paragraph(TARGETS[self.target].differs))
         if self.rematerialised_flops:
             parts.append(Paragraph(f"XLA computes {format_flops(self.rematerialised_flops)} of it once more to save memory."))
         if self.needed_bytes is not None and self.fits:
@@ -156,7 +152,7 @@ class Verification:
             seconds = (format_seconds(self.predicted_compute_seconds), format_seconds(self.actual_compute_seconds))
             rows.append(("computing", "", *seconds, "", "", ""))
         if self.actual_peak_bytes is not None:
-            far = self.target in ("tpu", "gpu") and abs(self.predicted_peak_bytes / self.actual_peak_bytes - 1) > PEAK_WITHIN
+            far = TARGETS[self.target].pads and abs(self.predicted_peak_bytes / self.actual_peak_bytes - 1) > PEAK_WITHIN
             sizes = (format_bytes(self.predicted_peak_bytes), format_bytes(self.actual_peak_bytes))
             rows.append(("peak memory", "", "", "", *sizes, "differs" if far else ""))
         return rows
@@ -217,16 +213,16 @@ def verify(
     """
     if target not in TARGETS:
         raise StrategyError(f"a target of verify is one of {sorted(TARGETS)}, got {target!r}. Use one of those.")
-    if cycles and target != "tpu":
+    if cycles and not TARGETS[target].cycles:
         raise StrategyError(f"cycles are what the TPU compiler schedules, got target {target!r}. Use target='tpu', or leave cycles out.")
     record = strategy.record
-    devices = _devices(target) if target in ("cpu", "gpu") else []
-    ahead = target == "tpu" or (target == "gpu" and len(devices) < record.mesh.size)
-    topology = _topology(record, target) if ahead else None
-    mesh = jax_mesh(record.mesh, devices) if target in ("cpu", "gpu") and not ahead else None
+    against = TARGETS[target]
+    devices = devices_here(target) if against.here else []
+    topology = _topology(record, target) if against.ahead and len(devices) < record.mesh.size else None
+    mesh = jax_mesh(record.mesh, devices) if against.here and topology is None else None
     step = Step(fn, record, mesh, lowering, strategy._traced, compiler_options)
-    lowered = step.lower(*args, platform=topology.platform if topology else "cpu")
-    if target == "shardy":
+    lowered = step.lower(*args, platform=topology.platform) if topology else step.lower(*args)
+    if not (against.here or against.ahead):
         found = _Actual(explicit_collectives(lowered, record.mesh))
     elif topology:
         found = _ahead(compile_ahead(lowered, record.mesh, topology, cycles, compiler_options), record, cycles)
@@ -241,7 +237,7 @@ def verify(
         n_constraints=lowered.as_text().count("sdy.sharding_constraint"),
         predicted_flops=record.cost.flops,
         predicted_compute_seconds=record.cost.compute_seconds,
-        predicted_peak_bytes=record.cost.compiled_peak_bytes if target == "tpu" else record.cost.peak_bytes,
+        predicted_peak_bytes=record.cost.compiled_peak_bytes if against.cycles else record.cost.peak_bytes,
         actual_flops=found.flops and found.flops.total,
         rematerialised_flops=found.flops and found.flops.rematerialised,
         actual_compute_seconds=found.compute_seconds,
@@ -294,22 +290,13 @@ def _ahead(ahead: Ahead, record: Record, cycles: bool) -> _Actual:
     )
 
 
-def _devices(platform: str) -> list[Any]:
-    """This process's devices of a platform."""
-    try:
-        return jax.devices(platform)
-    except RuntimeError:  # jax has no backend of that platform
-        return []
-
-
 def _topology(record: Record, target: str) -> Topology:
     """The devices of the strategy's cluster, as their compiler knows them."""
     cluster = Cluster.from_dict(record.cluster)
     if cluster.device.kind != target:
-        example = "v5e:2x4' or another slice" if target == "tpu" else "h100:8x1' or other GPUs"
         raise ClusterError(
             f"verifying for {target.upper()}s compiles for those of the strategy's own cluster, and this strategy is for {cluster.name!r}. "
-            f"Search with cluster='{example}, or use another target."
+            f"Search with cluster='{TARGETS[target].example}, or use another target."
         )
     return topology_of(cluster)
 

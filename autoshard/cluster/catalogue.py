@@ -26,6 +26,7 @@ class Entry:
         cube: larger slices have dimensions that are multiples of this, in rising order; 0 where there are none.
         most: the most devices of a slice.
         per_host: devices of a host.
+        counts_cores: whether a slice's name at its vendor counts two cores a chip.
     """
 
     device: Device
@@ -35,6 +36,7 @@ class Entry:
     cube: int = 0
     most: int = 0
     per_host: int = 0
+    counts_cores: bool = False
 
     @property
     def available_bytes(self) -> int:
@@ -120,6 +122,7 @@ V4 = Entry(
     topologies=SMALL_CUBES,
     cube=4,
     most=4096,  # Cloud TPU docs, v4: pod size
+    counts_cores=True,
 )
 
 V5E = Entry(
@@ -157,6 +160,7 @@ V5P = Entry(
     topologies=SMALL_CUBES,
     cube=4,
     most=6144,  # Cloud TPU docs, v5p: the largest job is 96 cubes, 16x16x24
+    counts_cores=True,
 )
 
 V6E = Entry(
@@ -413,3 +417,9 @@ CPU = Entry(
 )
 
 CATALOGUE: dict[str, Entry] = {entry.device.name: entry for entry in (V4, V5E, V5P, V6E, A100, A100_40G, H100, H200, B200, CPU)}
+
+OTHER_NAMES = {"v5litepod": "v5e"}
+"""What other tools call a device."""
+
+LIKE = {"tpu": "v5e", "": "a100"}
+"""Per platform of JAX the device whose figures an unknown one starts with; the last for any other."""

@@ -9,10 +9,11 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, astuple, dataclass, fields, replace
 from difflib import get_close_matches
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from autoshard.cluster.catalogue import CATALOGUE, Entry
+from autoshard.cluster.catalogue import CATALOGUE, OTHER_NAMES, Entry
 from autoshard.cluster.device import Device
 from autoshard.cluster.interconnect import Interconnect, Link, Protocol, place
 from autoshard.errors import ClusterError
@@ -126,8 +127,7 @@ class Cluster:
     @classmethod
     def of_devices(cls, devices: Sequence[Any]) -> Cluster | None:
         """The cluster of these jax devices, each process counting as one host; None where the catalogue does not have their kind."""
-        kind = "cpu" if devices[0].platform == "cpu" else devices[0].device_kind
-        entry = next((entry for entry in CATALOGUE.values() if kind in entry.jax_kinds), None)
+        entry = next((entry for entry in CATALOGUE.values() if devices[0].device_kind in entry.jax_kinds), None)
         if entry is None:
             return None
         return cls.parse(f"{entry.device.name}:{'x'.join(map(str, _local_topology(entry, devices)))}")
@@ -235,12 +235,12 @@ def _meant(text: Any) -> str:
     >>> _meant("v5litepod-16"), _meant("v5p-16"), _meant("8 x H100")
     ("Did you mean 'v5e:4x4'? ", "Did you mean 'v5p:2x2x2'? ", "Did you mean 'h100:8'? ")
     """
-    words = str(text).lower().replace("v5litepod", "v5e")
+    words = reduce(lambda words, name: words.replace(name, OTHER_NAMES[name]), OTHER_NAMES, str(text).lower())
     name = max((name for name in CATALOGUE if name in words), key=len, default=None)
     if name is None:
         return ""
     n = int((re.findall(r"\d{1,6}", words.replace(name, " ")) or ["1"])[0])
-    n = n // 2 or 1 if f"{name}-{n}" in words and name in ("v4", "v5p") else n  # Google's names of these count two cores a chip
+    n = n // 2 or 1 if f"{name}-{n}" in words and CATALOGUE[name].counts_cores else n
     entry = CATALOGUE[name]
     slices = [topology for topology in entry.topologies if math.prod(topology) == n] or ([] if entry.topologies else [(n,)])
     if not slices:

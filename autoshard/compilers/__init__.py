@@ -9,6 +9,9 @@ from autoshard.compilers.tpu import XlaTpu
 TARGETS: dict[str, type[Compiler]] = {"tpu": XlaTpu, "gpu": XlaGpu, "cpu": XlaCpu}
 """The compiler of each kind of device."""
 
+PLATFORMS = frozenset({*TARGETS, "cuda", "rocm"})
+"""JAX's names of platforms, as `jax.lax.platform_dependent` takes them."""
+
 
 def compiler_of(cluster: Cluster) -> Compiler:
     """The compiler of a cluster's devices.
@@ -19,4 +22,4 @@ def compiler_of(cluster: Cluster) -> Compiler:
     return TARGETS[cluster.device.kind](cluster.device, cluster.overlap)
 
 
-__all__ = ["TARGETS", "Compiler", "XlaCpu", "XlaGpu", "XlaTpu", "compiler_of"]
+__all__ = ["PLATFORMS", "TARGETS", "Compiler", "XlaCpu", "XlaGpu", "XlaTpu", "compiler_of"]

@@ -51,6 +51,7 @@ class Compiler:
         product_per_window: whether a convolution is one matrix product for each position of its window.
         wide_bytes: of the buffers through which kernels pass results that are narrower; 0 where there are none.
         unfused_bytes: an element, that an op costs which is fused with nothing, beyond what it moves.
+        reduces_in_place: whether an all_reduce in a loop writes where it reads.
         memory_goal: the share of a device's memory from which on it computes values again; 0 where it never does.
     """
 
@@ -62,6 +63,7 @@ class Compiler:
     product_per_window: ClassVar[bool] = False
     wide_bytes: ClassVar[int] = 0
     unfused_bytes: ClassVar[int] = 0
+    reduces_in_place: ClassVar[bool] = False
     memory_goal: ClassVar[float] = 0.0
 
     # -- collectives --

@@ -31,6 +31,7 @@ class XlaGpu(Compiler):
     """
 
     gathers_ahead: ClassVar[bool] = True
+    reduces_in_place: ClassVar[bool] = True
 
     @property
     def asynchronous(self) -> tuple[str, ...]:

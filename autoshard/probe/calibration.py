@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from autoshard.cluster import CATALOGUE, Cluster
+from autoshard.cluster.catalogue import LIKE
 from autoshard.probe.fit import constant, fit_cluster, with_constant
 from autoshard.probe.measure import Effort, measure, seconds_of
 from autoshard.probe.programs import COLLECTIVES, ELEMENTWISE, CollectiveProgram, Kernel, Program, elementwise, matrix_product
@@ -248,7 +249,7 @@ def start_of(devices: Sequence[Any]) -> Cluster:
     """The cluster of these devices before anything is measured: as the catalogue has it, or like a device of its kind."""
     known = Cluster.of_devices(devices)
     if known is None:
-        like = CATALOGUE[{"tpu": "v5e"}.get(devices[0].platform, "a100")]
+        like = CATALOGUE[LIKE.get(devices[0].platform, LIKE[""])]
         hosts = len({device.process_index for device in devices})
         known = Cluster(
             name=f"{_plain(devices[0].device_kind)}:{len(devices)}",
@@ -258,7 +259,7 @@ def start_of(devices: Sequence[Any]) -> Cluster:
             memory_limit_bytes=int(like.device.memory_bytes),
             overlap=True,
         )
-    stats = devices[0].memory_stats() if devices[0].platform == "gpu" else None
+    stats = devices[0].memory_stats()
     if stats and stats.get("bytes_limit"):  # what the allocator took: its share of the memory is set by the environment
         known = replace(known, memory_limit_bytes=int(stats["bytes_limit"]))
     return known

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.cluster import Cluster
-from autoshard.compilers import compiler_of
+from autoshard.compilers import TARGETS, compiler_of
 from autoshard.compilers.program_facts import Profile, profile
 from autoshard.ir import Assignment, Mesh
 from autoshard.judge.evaluate import evaluate
@@ -155,7 +155,7 @@ class CollectiveProgram:
         mesh = jax_mesh(self._mesh, devices)
         group, name = self.sizes[self.axis], mesh.axis_names[self.axis]
         length = max(self.payload_bytes // 4 // group, 1) * group
-        in_place = self.kind == "all_reduce" and devices[0].platform == "gpu"  # (as XLA:GPU of jaxlib 0.10.2 compiles this)
+        in_place = self.kind == "all_reduce" and TARGETS[devices[0].platform].reduces_in_place
         x = _on_each(np.zeros(length // group if self.kind == "all_gather" else length, np.float32), mesh)
 
         def body(_, x):

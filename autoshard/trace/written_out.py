@@ -18,13 +18,12 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from jax.extend.source_info_util import user_context
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from autoshard.compilers import PLATFORMS
 from autoshard.trace.batches import with_batches
 from autoshard.trace.structure import around, as_call, opened, subjaxprs, types_of
 
 REARRANGING = frozenset({"convert_element_type", "rev", "transpose"})
 """Operations of one array that are made once, however often a program asks for them."""
-
-PLATFORMS = frozenset({"cpu", "gpu", "cuda", "rocm", "tpu"})
 
 
 def written_out(closed: ClosedJaxpr) -> ClosedJaxpr:

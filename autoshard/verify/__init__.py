@@ -7,10 +7,12 @@ from autoshard.verify.flops import Flops, dot_flops, scheduled_cycles
 from autoshard.verify.hlo import collectives_of
 from autoshard.verify.schedule import corrected_seconds, scheduled_seconds, sent_seconds
 from autoshard.verify.shardy import explicit_collectives, propagated
-from autoshard.verify.topology import Topology, host_topology, topology_of
+from autoshard.verify.targets import TARGETS, Target, devices_here
+from autoshard.verify.topology import Topology, compiled_topology, host_topology, topology_of
 
 __all__ = [
     "COMPILERS",
+    "TARGETS",
     "Ahead",
     "Buffers",
     "Compilation",
@@ -18,11 +20,14 @@ __all__ = [
     "Flops",
     "Options",
     "Row",
+    "Target",
     "Topology",
     "collectives_of",
     "compare",
     "compile_ahead",
+    "compiled_topology",
     "corrected_seconds",
+    "devices_here",
     "dot_flops",
     "explicit_collectives",
     "host_topology",

@@ -53,6 +53,7 @@ class Compiler:
         flags: for it, in ``XLA_FLAGS``.
         assigned: the ending of a dumped file: where that is, those on the schedule and on memory are whole.
         distributions: Python distributions; the version of the first that is installed is the compiler's.
+        counts_cycles: whether it estimates its schedule's cycles.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Compiler:
     flags: str
     assigned: str
     distributions: tuple[str, ...]
+    counts_cycles: bool = False
 
     @property
     def installed(self) -> bool:
@@ -100,6 +102,7 @@ COMPILERS = {
         "",
         "after_optimizations_after_buffer_assignment.txt",
         ("libtpu", "libtpu-nightly"),
+        counts_cycles=True,
     ),
     # The plugins of jax 0.10.2; they look for CUDA's libraries, though only running needs them. Products are left to cuBLAS: a GPU would
     # measure its kernels and Triton's; without one Triton's are taken, even where that fails (a vision transformer's 12,608 rows).

@@ -114,3 +114,12 @@ def host_topology(cluster: Cluster) -> Topology:
     'cpu:8'
     """
     return Topology("cpu", cluster.name, memory_limit_bytes=cluster.memory_limit_bytes)
+
+
+def compiled_topology(cluster: Cluster) -> Topology:
+    """A cluster's devices as a compiler in another process has them: `topology_of`, and of CPUs `host_topology`.
+
+    Raises:
+        ClusterError: GPUs that the catalogue does not have.
+    """
+    return host_topology(cluster) if cluster.device.kind == "cpu" else topology_of(cluster)

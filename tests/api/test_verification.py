@@ -184,7 +184,7 @@ def test_gpus_that_are_there_are_compiled_for(program, monkeypatch):
     """With enough devices of the platform the program is compiled for them; here the CPU's stand for them."""
     fn, args, _ = program
     strategy = autoshard.search(fn, *args, cluster="h100:8", mesh=MESH)
-    monkeypatch.setattr("autoshard.api.verification._devices", lambda _: jax.devices("cpu"))
+    monkeypatch.setattr("autoshard.api.verification.devices_here", lambda _: jax.devices("cpu"))
     monkeypatch.setattr("autoshard.api.verification.compile_ahead", None)
     assert autoshard.verify(strategy, fn, *args, target="gpu").actual_flops == strategy.cost.flops
 
