@@ -203,3 +203,13 @@ def test_what_nobody_reads_may_be_made_of_what_is_not_there():
         return lax.while_loop(lambda s: s[0] < 2, lambda s: (s[0] + 1, inner(s[1])), (0, y))[1]
 
     check(program, f32(8, 4), f32(8), f32(2))
+
+
+def test_a_constant_may_be_constrained():
+    """A constraint on what is made of constants alone is nothing on a device, and the array is there."""
+
+    def program(a):
+        gradient = jax.grad(lambda unused: jnp.sum(a**2))(a)
+        return lax.with_sharding_constraint(gradient, P(None))
+
+    check(program, f32(1))

@@ -321,7 +321,10 @@ class _Region(Interpreter):
                 self.made[number, layout] = plan.resharded(self.made[number, whole], number, whole, layout)
                 continue
             read = [self.made.get((v, at), x) for v, at, x in zip(op.operands, sources, operands, strict=True)]
-            results = bind_unplaced(eqn, read) if choice is None else self._sharded(op, eqn, choice).computed(read)
+            if op.primitive in PLACED_ALREADY:
+                results = read
+            else:
+                results = bind_unplaced(eqn, read) if choice is None else self._sharded(op, eqn, choice).computed(read)
             self.made[number, layout] = results[op.results.index(number)]
         return self.made[value, target]
 
