@@ -24,7 +24,22 @@ def test_the_python_of_the_readme_runs(tmp_path):
 
 
 def test_what_the_readme_points_to_exists():
-    """Every folder and file that the README names is there."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for name in re.findall(r"`((?:autoshard|strategies|notebooks|benchmarks)/[\w./]*)`|\]\(([\w.]+)\)", text):
-        assert (ROOT / (name[0] or name[1])).exists(), name
+    """Every folder and file that the README, CONTRIBUTING and the documents name is there."""
+    for document in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+        text = document.read_text(encoding="utf-8")
+        for name in re.findall(r"`((?:autoshard|strategies|notebooks|benchmarks|tests|docs)/[\w./]*)`|\]\(([\w./]+)\)", text):
+            assert (ROOT / (name[0] or name[1])).exists(), f"{document.name}: {name}"
+
+
+def test_the_glossary_points_into_the_package():
+    """Each word's last column is files and folders of the package."""
+    rows = [line for line in (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8").splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 20
+    for row in rows:
+        for name in re.findall(r"`([\w./]+)`", row.split("|")[3]):
+            assert (ROOT / "autoshard" / name).exists(), row
+
+
+def test_the_readme_is_short():
+    """What a user needs to begin: the rest is in the documents."""
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 130
