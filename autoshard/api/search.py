@@ -15,7 +15,6 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autoshard.analysis.partial_sums import late_sums
 from autoshard.api.collecting import rarely_collecting
 from autoshard.api.confirm import Confirm, confirm_of, confirmed, noted
 from autoshard.api.finalists import Board
@@ -25,13 +24,9 @@ from autoshard.api.strategy import Strategy, record_of
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
 from autoshard.compilers.program_facts import Profile, profile
-from autoshard.compilers.tpu.rematerialisation import GOAL
-from autoshard.cost.prefetch import candidates, scans
-from autoshard.cost.windows import Window, Windows
 from autoshard.errors import InfeasibleError, ShardingError
-from autoshard.ir import Assignment, Graph, Mesh, check_divides, spec_to_layout
+from autoshard.ir import Graph, Mesh, check_divides, spec_to_layout
 from autoshard.ir.naming import matching
-from autoshard.judge.evaluate import evaluate as judged
 from autoshard.judge.evaluate import recomputation
 from autoshard.judge.model import CostModel
 from autoshard.lower import lowering_mesh
@@ -42,6 +37,7 @@ from autoshard.search import IntegerProgramming, Searcher, Solution, TensorParal
 from autoshard.search.early import checked_seconds, endings, timed
 from autoshard.search.mesh_search import LEAST_GAIN, search_meshes
 from autoshard.search.meshes import placed
+from autoshard.search.overlap import overlapped
 from autoshard.search.propagation import follow_layouts
 from autoshard.search.searcher import Progress, part
 from autoshard.search.splitting import finer
@@ -54,9 +50,6 @@ MOST_AXES = 3  # of meshes that are searched
 # Of the memory that a compiler leaves a program, what is kept for predictions that are too low, where something fits without it. Of 18
 # programs on v5e and v5p as large as this allows, or XLA:TPU, one needs more than 2 % above its predicted peak (libtpu 0.0.42).
 RESERVE = 0.02
-LEAST_HIDDEN = 0.5  # of a block's permute that its product takes; below it a ring of small kernels hides little of what it sends
-MOST_WINDOWS = 24  # groups of alike products that are tried: those that send longest
-OVERLAP_GAIN = 1e-3  # of the makespan, for which a scan gathers a trip ahead or alike products are windowed: below it is rounding
 SEARCHING = 0.5  # of the progress of a search that is confirmed
 
 
@@ -228,58 +221,13 @@ class Prepared:
 
     def strategy(self, mesh: Mesh, solution: Solution, searcher: Searcher) -> Strategy:
         """The strategy of a solution on a mesh."""
-        for overlapped in (_gathering_ahead, _windowed):
-            solution = overlapped(self.facts, self.cluster, mesh, solution, self.limit)
-        solution = _recomputing(self.facts, self.cluster, mesh, solution)
+        model = CostModel(self.cluster, mesh)
+        solution = replace(solution, judgement=overlapped(self.facts, model, solution.judgement, self.limit))
+        solution = _recomputing(self.facts, model, solution)
         pins = {"pins": len(pinned)} if (pinned := _resolve(self.pins, self.traced.graph, mesh)) else {}
         solution = replace(solution, stats={**self.seconds, "meshes": len(self.meshes), **solution.stats, **pins})
         notes = [*without_rules(self.facts), *lowered_otherwise(self.facts.graph, mesh), *whole(self.facts, solution.assignment)]
         return Strategy(record_of(self.traced, self.cluster, mesh, solution, searcher, self.donated, notes), self.traced)
-
-
-def _gathering_ahead(facts: Profile, cluster: Cluster, mesh: Mesh, solution: Solution, limit: float) -> Solution:
-    """The solution with each scan gathering one trip ahead that is predicted to be faster so, and to fit."""
-    model = CostModel(cluster, mesh)
-    paths = model.reshard_paths(facts.graph.values)
-    for scan in scans(facts.graph) if facts.compiler.gathers_ahead else ():
-        now = solution.judgement
-        found = {each.value: each.target for each in candidates(facts.graph, facts.rules, now.assignment, scan, paths)}
-        if found:
-            solution = _better(facts, model, solution, limit, replace(now.assignment, ahead={**now.assignment.ahead, **found}))
-    return solution
-
-
-def _windowed(facts: Profile, cluster: Cluster, mesh: Mesh, solution: Solution, limit: float) -> Solution:
-    """The solution with the products windowed that are predicted to be faster so, alike ones together, those that send longest first."""
-    if not facts.compiler.windows:
-        return solution
-    model, assignment = CostModel(cluster, mesh), solution.judgement.assignment
-    late = late_sums(facts.graph, facts.rules, assignment, facts.sums).values
-    groups: dict[tuple, list[Window]] = {}
-    for window in Windows(facts.graph, facts.rules, assignment, model.reshard_paths(facts.graph.values), facts.readers, late).all():
-        step = model.window_step(facts.graph.values[window.value], window)
-        hides = model.window_seconds(facts, window.op, assignment.choice(window.op.index), window) > LEAST_HIDDEN * step.seconds
-        if hides and window.step.kind not in facts.compiler.asynchronous:  # else the compiler hides it behind whatever else there is
-            key = facts.alike[window.op.index], assignment.choice(window.op.index), window.operand, window.step
-            groups.setdefault(key, []).append(window)
-
-    def sending(group: list[Window]) -> float:
-        each = model.window_step(facts.graph.values[group[0].value], group[0])
-        return -each.seconds * (group[0].blocks - 1) * sum(window.op.trips for window in group)
-
-    for group in sorted(groups.values(), key=sending)[:MOST_WINDOWS]:
-        now = solution.judgement
-        found = {window.op.index: window.operand for window in group if window.op.index not in now.assignment.windows}
-        if found and -sending(group) > OVERLAP_GAIN * now.cost.makespan_seconds:
-            solution = _better(facts, model, solution, limit, replace(now.assignment, windows={**now.assignment.windows, **found}))
-    return solution
-
-
-def _better(facts: Profile, model: CostModel, solution: Solution, limit: float, assignment: Assignment) -> Solution:
-    """The solution with another assignment, if that is predicted to be faster and to fit; else as it is."""
-    now, tried = solution.judgement.cost, judged(facts, model, assignment)
-    faster = tried.cost.makespan_seconds < now.makespan_seconds * (1 - OVERLAP_GAIN)
-    return replace(solution, judgement=tried) if faster and tried.cost.peak_bytes <= max(limit, now.peak_bytes) else solution
 
 
 def prepare(fn, args, cluster, searcher, mesh, pins, memory_limit_bytes, donate_argnums) -> Prepared:
@@ -338,17 +286,15 @@ def evaluate(
         solutions.append((problem.evaluate(spread), placing))
     judgement, placing = min(solutions, key=lambda found: found[0].cost.makespan_seconds)
     solution = Solution(judgement, 0.0, {**seconds, "search_seconds": time.perf_counter() - started})
-    solution = _recomputing(facts, cluster, placing, solution)
+    solution = _recomputing(facts, CostModel(cluster, placing), solution)
     return Strategy(record_of(traced, cluster, placing, solution, _Given(), _positions(donate_argnums), without_rules(facts)), traced)
 
 
-def _recomputing(facts: Profile, cluster: Cluster, mesh: Mesh, solution: Solution) -> Solution:
+def _recomputing(facts: Profile, model: CostModel, solution: Solution) -> Solution:
     """A solution with what the compiler computes again, where it holds about as much as the device has."""
-    cost = solution.judgement.cost
-    if cost.peak_bytes <= GOAL * cluster.memory_limit_bytes:
-        return solution
-    again = recomputation(facts, CostModel(cluster, mesh), solution.assignment)
-    return replace(solution, judgement=replace(solution.judgement, cost=replace(cost, recomputation=again)))
+    judgement = solution.judgement
+    again = recomputation(facts, model, judgement)
+    return solution if again is None else replace(solution, judgement=replace(judgement, cost=replace(judgement.cost, recomputation=again)))
 
 
 def _positions(donate_argnums: int | Sequence[int]) -> tuple[int, ...]:

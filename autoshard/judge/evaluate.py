@@ -11,7 +11,7 @@ of the planned collectives (`Collective.compiled`); the objective charges each, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -37,11 +37,13 @@ Cause = Callable[[Blame, Step], str]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Judgement:
-    """An assignment, what it costs, and the memory peak's values."""
+    """An assignment, what it costs, and its memory: the peak's values, the copies in other layouts, the partial results."""
 
     assignment: Assignment
     cost: Cost
     peak: Peak
+    copies: Mapping[tuple[int, Layout], Copy] = field(default_factory=dict, repr=False)
+    partials: Mapping[int, Step] = field(default_factory=dict, repr=False)
 
 
 def evaluate(profile: Profile, model: CostModel, assignment: Assignment) -> Judgement:
@@ -49,13 +51,27 @@ def evaluate(profile: Profile, model: CostModel, assignment: Assignment) -> Judg
     return _Judge(profile, model, assignment).judgement()
 
 
-def recomputation(profile: Profile, model: CostModel, assignment: Assignment) -> Recomputation | None:
-    """What a TPU's compiler computes again of an assignment; None where it need not, and where that would not reach its goal."""
-    if not profile.compiler.memory_goal:
+def recomputation(profile: Profile, model: CostModel, judgement: Judgement) -> Recomputation | None:
+    """Values that the compiler computes again so that the program fits; None where it need not, and where that would not reach its goal."""
+    compiler, limit = profile.compiler, model.cluster.memory_limit_bytes
+    if not compiler.memory_goal or judgement.cost.peak_bytes <= compiler.memory_goal * limit:
         return None
-    judge = _Judge(profile, model, assignment)
-    judge.judgement()
-    return judge.recomputation()
+    orders = compiler.buffers(profile, judgement.assignment, judgement.copies, judgement.partials)
+    ops, roots = profile.graph.walk(), profile.fusion.root
+    combined = {roots[value] for op in judgement.partials for value in ops[op].results}
+
+    def costs(kernel: Kernel) -> list[OpCost]:
+        return [model.op_cost(profile, ops[op], judgement.assignment.choice(op)) for op in dict.fromkeys((kernel.main, kernel.op))]
+
+    def alone(kernel: Kernel) -> bool:
+        sent = kernel.main in judgement.partials or not combined.isdisjoint(kernel.makes)
+        return not (sent or any(cost.exchange for cost in costs(kernel)))
+
+    found = {held: compiler.recomputed(profile, held, alone, limit) for held in orders}
+    chosen = found[max(orders, key=lambda held: held.usage.max())]
+    if chosen is None or None in found.values():
+        return None
+    return Recomputation(len(chosen.kernels), chosen.peak_bytes, sum(cost.seconds for kernel in chosen.kernels for cost in costs(kernel)))
 
 
 @dataclass(slots=True, eq=False)
@@ -155,31 +171,7 @@ class _Judge:
             flops=self.flops,
             collectives=self._collectives(),
         )
-        return Judgement(self.assignment, cost, peak)
-
-    def recomputation(self) -> Recomputation | None:
-        """What is computed again, once the judgement is there."""
-        profile, model, cluster = self.profile, self.model, self.model.cluster
-        orders = profile.compiler.buffers(profile, self.assignment, self.copies, self.partials)
-        fullest = max(orders, key=lambda buffers: buffers.usage.max())
-        if fullest.usage.max() <= profile.compiler.memory_goal * cluster.memory_limit_bytes:
-            return None
-        ops, roots = self.graph.walk(), profile.fusion.root
-        combined = {roots[value] for op in self.partials for value in ops[op].results}
-
-        def costs(kernel: Kernel) -> list[OpCost]:
-            return [model.op_cost(profile, ops[op], self.assignment.choice(op)) for op in dict.fromkeys((kernel.main, kernel.op))]
-
-        def alone(kernel: Kernel) -> bool:
-            sent = kernel.main in self.partials or not combined.isdisjoint(kernel.makes)
-            return not (sent or any(cost.exchange for cost in costs(kernel)))
-
-        found = {buffers: profile.compiler.recomputed(profile, buffers, alone, cluster.memory_limit_bytes) for buffers in orders}
-        chosen = found[fullest]
-        if chosen is None or None in found.values():
-            return None
-        seconds = sum(cost.seconds for kernel in chosen.kernels for cost in costs(kernel))
-        return Recomputation(len(chosen.kernels), chosen.peak_bytes, seconds)
+        return Judgement(self.assignment, cost, peak, self.copies, self.partials)
 
     def _scheduled(self, region: _Region) -> float:
         """How long one run of a region takes."""

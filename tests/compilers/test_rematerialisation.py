@@ -60,9 +60,10 @@ def judged(fn, *args, of_peak, kind="v5e"):
     cluster = Cluster.parse(f"{kind}:2x4" if kind != "h100" else "h100:8")
     facts = profile(graph, rules_of(graph), compiler_of(cluster))
     nowhere = Assignment(MESH, {}, {}, {})
-    peak = evaluate(facts, CostModel(cluster, MESH), nowhere).cost.peak_bytes
+    judgement = evaluate(facts, CostModel(cluster, MESH), nowhere)
+    peak = judgement.cost.peak_bytes
     smaller = replace(cluster, memory_limit_bytes=int(peak * of_peak))
-    return peak, recomputation(facts, CostModel(smaller, MESH), nowhere)
+    return peak, recomputation(facts, CostModel(smaller, MESH), judgement)
 
 
 def test_as_many_layers_run_twice_as_have_to():

@@ -1,0 +1,78 @@
+"""Overlap that is chosen after the search: loops that gather one trip ahead, and windowed matrix products.
+
+Both change when data is sent and not how anything is sharded, so no table has them. Each is tried on the answer, alike ones together, and
+kept where the judge predicts a shorter step that fits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autoshard.analysis.partial_sums import late_sums
+from autoshard.compilers.program_facts import Profile
+from autoshard.cost.prefetch import candidates, scans
+from autoshard.cost.windows import Window, Windows
+from autoshard.ir import Assignment
+from autoshard.judge.evaluate import Judgement, evaluate
+from autoshard.judge.model import CostModel
+
+LEAST_HIDDEN = 0.5  # of a block's permute that its product takes; below it a ring of small kernels hides little of what it sends
+MOST_WINDOWS = 24  # groups of alike products that are tried: those that send longest
+LEAST_GAIN = 1e-3  # of the makespan; below it is rounding
+
+
+def overlapped(facts: Profile, model: CostModel, judgement: Judgement, limit: float) -> Judgement:
+    """The assignment with whatever overlaps more of its communication, judged again.
+
+    Args:
+        limit: bytes that a device may hold; what holds more already may hold as much.
+    """
+    return _windowed(facts, model, _gathering_ahead(facts, model, judgement, limit), limit)
+
+
+def _gathering_ahead(facts: Profile, model: CostModel, judgement: Judgement, limit: float) -> Judgement:
+    """With each scan gathering one trip ahead that is predicted to be faster so."""
+    paths = model.reshard_paths(facts.graph.values)
+    for scan in scans(facts.graph) if facts.compiler.gathers_ahead else ():
+        now = judgement.assignment
+        found = {each.value: each.target for each in candidates(facts.graph, facts.rules, now, scan, paths)}
+        if found:
+            judgement = _better(facts, model, judgement, limit, replace(now, ahead={**now.ahead, **found}))
+    return judgement
+
+
+def _windowed(facts: Profile, model: CostModel, judgement: Judgement, limit: float) -> Judgement:
+    """With the products windowed that are predicted to be faster so, alike ones together, those that send longest first."""
+    if not facts.compiler.windows:
+        return judgement
+    for group in sorted(_windows(facts, model, judgement.assignment), key=lambda group: -_sending(facts, model, group))[:MOST_WINDOWS]:
+        now = judgement.assignment
+        found = {window.op.index: window.operand for window in group if window.op.index not in now.windows}
+        if found and _sending(facts, model, group) > LEAST_GAIN * judgement.cost.makespan_seconds:
+            judgement = _better(facts, model, judgement, limit, replace(now, windows={**now.windows, **found}))
+    return judgement
+
+
+def _windows(facts: Profile, model: CostModel, assignment: Assignment) -> list[list[Window]]:
+    """Windows that could hide what is waited for, in groups of alike ones."""
+    late = late_sums(facts.graph, facts.rules, assignment, facts.sums).values
+    groups: dict[tuple, list[Window]] = {}
+    for window in Windows(facts.graph, facts.rules, assignment, model.reshard_paths(facts.graph.values), facts.readers, late).all():
+        step, choice = model.window_step(facts.graph.values[window.value], window), assignment.choice(window.op.index)
+        hides = model.window_seconds(facts, window.op, choice, window) > LEAST_HIDDEN * step.seconds
+        if hides and window.step.kind not in facts.compiler.asynchronous:  # else the compiler hides it behind whatever else there is
+            groups.setdefault((facts.alike[window.op.index], choice, window.operand, window.step), []).append(window)
+    return list(groups.values())
+
+
+def _sending(facts: Profile, model: CostModel, group: list[Window]) -> float:
+    """Seconds of a step that the permutes of a group take."""
+    each = model.window_step(facts.graph.values[group[0].value], group[0])
+    return each.seconds * (group[0].blocks - 1) * sum(window.op.trips for window in group)
+
+
+def _better(facts: Profile, model: CostModel, now: Judgement, limit: float, assignment: Assignment) -> Judgement:
+    """What the judge says of another assignment, if that is predicted to be faster and to fit; else of the one there is."""
+    tried = evaluate(facts, model, assignment)
+    faster = tried.cost.makespan_seconds < now.cost.makespan_seconds * (1 - LEAST_GAIN)
+    return tried if faster and tried.cost.peak_bytes <= max(limit, now.cost.peak_bytes) else now
