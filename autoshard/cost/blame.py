@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from autoshard.cost.compute import is_matrix
 from autoshard.cost.profile import Profile
 from autoshard.cost.reshard import Step
-from autoshard.ir import Assignment, Choice, Layout, MovedValue, Op, Reason, Rule, Spec, Split, factor_names, layout_to_spec
+from autoshard.ir import (
+    Assignment,
+    Choice,
+    Layout,
+    MovedValue,
+    Op,
+    Origin,
+    Reason,
+    Rule,
+    ServedOp,
+    Spec,
+    Split,
+    factor_name,
+    layout_to_spec,
+)
 
 
 class Blame:
@@ -19,14 +32,22 @@ class Blame:
         self._values = profile.graph.values
         self._axes = assignment.mesh.names
         self._names = profile.names
+        self._specs: dict[tuple[Layout, int], Spec] = {}
 
     def moved(self, value: int) -> MovedValue:
         """The value as people know it."""
         return self._names.moved(value)
 
+    def served(self, source: Op | str) -> ServedOp:
+        """The op, or the result of that path, as people know it."""
+        if isinstance(source, str):
+            return ServedOp(name=source)
+        origin = source.origin
+        return ServedOp(source.primitive, source.index, Origin(origin.file, origin.line, origin.function))
+
     def read(self, value: int, before: Layout, after: Layout, reader: Reason) -> Reason:
         """A value is kept in one layout and read in another one, for the reader's reason."""
-        return replace(reader, before=self._spec(value, before), after=self._spec(value, after))
+        return Reason(reader.kind, self._spec(value, before), self._spec(value, after), reader.splits, argument=reader.argument)
 
     def splits(self, op: Op, choice: Choice, step: Step) -> Reason:
         """An op reads its operands as its splits over the step's axes want them."""
@@ -49,18 +70,19 @@ class Blame:
         return Reason("exchanged", splits=_splits(rule, op, choice, step.axes))
 
     def _spec(self, value: int, layout: Layout) -> Spec:
-        return layout_to_spec(layout, self._axes, self._values[value].rank) if any(dim >= 0 for dim in layout) else ()
+        """The spec of a layout; empty where the value is whole."""
+        key = layout, self._values[value].rank
+        if key not in self._specs:
+            self._specs[key] = layout_to_spec(layout, self._axes, key[1]) if any(dim >= 0 for dim in layout) else ()
+        return self._specs[key]
 
 
 def _splits(rule: Rule, op: Op, choice: Choice, axes: Iterable[int]) -> tuple[Split | None, ...]:
     """What an op splits over each of some axes."""
-    letters = factor_names(rule)
+    return tuple([None if (number := choice[axis][0]) < 0 else _split(rule, op, number) for axis in axes])
 
-    def split(number: int) -> Split | None:
-        if number < 0:
-            return None
-        factor = rule.factors[number]
-        role = "" if factor.kind != "reduction" else "contracted" if is_matrix(op.primitive) else "reduced"
-        return Split(letters[number], factor.size, role)
 
-    return tuple(split(choice[axis][0]) for axis in axes)
+def _split(rule: Rule, op: Op, number: int) -> Split:
+    factor = rule.factors[number]
+    role = "" if factor.kind != "reduction" else "contracted" if is_matrix(op.primitive) else "reduced"
+    return Split(factor_name(number), factor.size, role)

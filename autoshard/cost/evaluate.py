@@ -30,7 +30,7 @@ from autoshard.cost.rematerialisation import GOAL, recomputed
 from autoshard.cost.reshard import Step, path_seconds
 from autoshard.cost.schedule import BOTH, CARRIED, COMPUTE, PRODUCT, WIRES, Tasks, schedule
 from autoshard.cost.windows import RESULT, Window, Windows
-from autoshard.ir import Assignment, Choice, Collective, Flow, Layout, Op, Reason, ServedOp, served_from, shards, shift_layout, view_of
+from autoshard.ir import Assignment, Choice, Collective, Flow, Layout, Op, Reason, served_from, shards, shift_layout, view_of
 
 Cause = Callable[[Blame, Step], Reason]
 """Why a step is there."""
@@ -205,7 +205,7 @@ class _Judge:
                 mesh_axes=tuple(names[axis] for axis in sent.step.axes),
                 bytes=sent.nbytes if sent.step.trips > 1 and sent.nbytes else sent.step.nbytes,
                 count=sent.trips // max(sent.step.trips, 1),
-                op=_served(sent.source),
+                op=blame.served(sent.source),
                 value=blame.moved(sent.moved),
                 reason=sent.cause(blame, sent.step),
                 seconds=sent.step.seconds * max(sent.step.trips, 1),
@@ -568,12 +568,6 @@ def _with_readers(tasks: Tasks, fused: Iterable[int]) -> None:
         if reader >= 0 and tasks.streams[reader] in (COMPUTE, PRODUCT):
             tasks.seconds[reader] += tasks.seconds[task]
             tasks.seconds[task] = 0.0
-
-
-def _served(source: Op | str) -> ServedOp:
-    if isinstance(source, str):
-        return ServedOp(name=source)
-    return ServedOp(source.primitive, source.index, replace(source.origin, name_stack=""))
 
 
 def _as_is(reason: Reason, blame: Blame, step: Step) -> Reason:

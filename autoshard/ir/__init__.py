@@ -41,7 +41,7 @@ from autoshard.ir.layout import (
     shift_layout,
     spec_to_layout,
 )
-from autoshard.ir.rule import Dims, Factor, Rule, Send, factor_names
+from autoshard.ir.rule import Dims, Factor, Rule, Send, factor_name, factor_names
 
 __all__ = [
     "NOWHERE",
@@ -74,6 +74,7 @@ __all__ = [
     "computed_layout",
     "divides",
     "exchanges",
+    "factor_name",
     "factor_names",
     "layout_dims",
     "layout_number",
