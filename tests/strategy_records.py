@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from autoshard.cluster import Cluster
 from autoshard.cost.record import Cost
-from autoshard.ir import Collective, Mesh, layout_to_spec
+from autoshard.ir import Collective, Mesh, MovedValue, Origin, Reason, ServedOp, Split, layout_to_spec
+from autoshard.ir.attribution import REASONS, ROLES, VALUES
 from autoshard.ir.collective import KINDS
 from autoshard.strategy import Confirmation, Finalist, Program, Provenance, Record, SearcherRecord, TensorRecord
 
 MESH = Mesh((("data", 4), ("model", 2)))
+
+SENT = Collective(
+    kind="all_gather",
+    mesh_axes=("model",),
+    bytes=4096.0,
+    op=ServedOp("dot_general", 3, Origin("model.py", 7, "loss")),
+    value=MovedValue("argument", "state['w']", "float32", (32, 64), ("transpose",)),
+    reason=Reason("read", (None, "model"), (), (Split("i", 16),)),
+    seconds=1e-6,
+    exposed_seconds=0.5e-6,
+    compiled=(Collective("all_gather", ("model",), 2048.0),),
+)
 
 EXAMPLE = Record(
     name="mlp-cpu8-example",
@@ -27,7 +42,7 @@ EXAMPLE = Record(
     choices={0: ((1, -1), (0, -1)), 3: ((2, 1), (-1, -1)), 5: ((-1, -1), (-1, -1))},
     layouts={0: (-1, 1), 1: (0, -1), 8: (-1, -1)},
     copies={0: (-1, -1)},
-    cost=Cost(3e-6, 2.5e-6, 2e-6, 1e-6, 0.5e-6, 4096.0, 65536.0, (Collective("all_reduce", ("data",), 4096.0, 1, "dot_general"),)),
+    cost=Cost(3e-6, 2.5e-6, 2e-6, 1e-6, 0.5e-6, 4096.0, 65536.0, (SENT,)),
     searcher=SearcherRecord("recursive_programming", {"seed": 0, "sweeps": 3}),
     lower_bound_seconds=2.9e-6,
     donate_argnums=(0,),
@@ -79,6 +94,24 @@ confirmations = st.builds(
 )
 
 
+shapes = st.lists(st.integers(0, 64), max_size=3).map(tuple)
+values = st.builds(MovedValue, st.sampled_from(VALUES), names, names, shapes, st.lists(names, max_size=2).map(tuple))
+origins = st.builds(Origin, st.just("") | names, st.integers(0, 2**20), st.just("") | names)
+ops = st.builds(ServedOp, names, st.integers(0, 19), origins) | st.builds(ServedOp, name=names)
+
+
+@st.composite
+def reasons(draw, mesh: Mesh, n_axes: int):
+    """Any reason of a collective over so many axes of a mesh, or None."""
+    axis = st.sampled_from(mesh.names)
+    spec = st.lists(st.none() | axis | st.just(mesh.names), max_size=3).map(tuple)
+    splits = st.tuples(*[st.none() | st.builds(Split, names, st.integers(0, 64), st.sampled_from(ROLES))] * n_axes)
+    dims = st.lists(st.integers(0, 3), max_size=2).map(tuple)
+    parts = {"before": spec, "after": spec, "splits": splits, "operator": names, "dims": dims, "argument": names}
+    kind = draw(st.none() | st.sampled_from(sorted(REASONS)))
+    return kind and Reason(kind, **{name: draw(parts[name]) for name in REASONS[kind]})
+
+
 @st.composite
 def records(draw):
     """Any legal record of a small program."""
@@ -99,7 +132,8 @@ def records(draw):
     results = tuple(tensor() for _ in range(draw(st.integers(1, 3))))
     sent = st.sampled_from(KINDS), st.lists(st.sampled_from(mesh.names), unique=True).map(tuple), seconds, st.integers(0, 2**40)
     made = st.none() | st.lists(st.builds(Collective, *sent), max_size=2).map(tuple)
-    collective = st.builds(Collective, *sent, names, compiled=made)
+    collective = st.builds(Collective, *sent, st.none() | ops, st.none() | values, seconds=seconds, exposed_seconds=seconds, compiled=made)
+    collective = collective.flatmap(lambda one: reasons(mesh, len(one.mesh_axes)).map(lambda reason: replace(one, reason=reason)))
     return Record(
         name=draw(names),
         program=Program(draw(names), draw(names), n_ops=20, n_values=30),

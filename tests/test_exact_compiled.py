@@ -67,12 +67,13 @@ def test_what_differs_is_printed_with_its_collectives(monkeypatch):
     """Where a predicted all_reduce is not what was compiled, the goal is missed, and both are shown with bytes and lines."""
     from dataclasses import replace
 
+    from autoshard.ir import Origin, ServedOp
     from benchmarks import exact_compiled
 
     (outcome,) = outcomes(monkeypatch, "data_parallel")
     one = outcome.compared
     rows = tuple(replace(row, predicted_bytes=2 * row.predicted_bytes) for row in one.rows)
-    sent = exact_compiled.Collective("all_gather", ("data",), 3e6, 2, "dot_general models.py:42", "state['up']")
+    sent = exact_compiled.Collective("all_gather", ("data",), 3e6, 2, ServedOp("dot_general", 7, Origin("models.py", 42)))
     wrong = replace(outcome, compared=replace(one, rows=rows, unmatched=((sent,), ())))
     assert "bytes" in wrong.missed and "bytes" not in outcome.missed
     text = str(exact_compiled.report([outcome, wrong], ["v5e:2x4, XLA:TPU is not installed"]))

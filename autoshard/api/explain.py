@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-import re
+import ntpath
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from autoshard.cluster import Cluster, Link, Span
 from autoshard.cost.record import Cost
-from autoshard.ir import Mesh, Spec, shard_counts, spec_to_layout
-from autoshard.ir.naming import pattern
+from autoshard.ir import Collective, Mesh, Spec, shard_counts, spec_to_layout
+from autoshard.ir.naming import components, itemsize, numbered, pattern, starred
+from autoshard.ir.words import array_type
 from autoshard.render import (
     Bar,
     Bars,
@@ -215,9 +215,8 @@ def _collectives(record: Record) -> list[Part]:
     seconds, exposed = defaultdict[tuple, float](float), defaultdict[tuple, float](float)
     counts: Counter[tuple] = Counter()
     for collective in record.cost.collectives:
-        name, space, array_type = collective.tensor.rpartition(" ")
-        words = f"{pattern(name)}{space}{array_type}", _short_source(collective.source), pattern(collective.cause)
-        key = (collective.kind, collective.mesh_axes, collective.bytes, words)
+        told = _of_any_layer(collective)
+        key = (collective.kind, collective.mesh_axes, collective.bytes, (told.tensor, told.source, told.cause))
         seconds[key] += collective.count * collective.seconds
         exposed[key] += collective.count * collective.exposed_seconds
         counts[key] += collective.count
@@ -285,9 +284,15 @@ def _stat(name: str, value) -> str:
 # -- collectives ----------------------------------------------------------------------------------------------------------
 
 
-def _short_source(source: str) -> str:
-    """The source with folders cut from its file names: ``dot_general at gpt.py:41 (loss)``."""
-    return re.sub(r"\S*[\\/](?=[^\\/\s]+:\d)", "", source)
+def _of_any_layer(collective: Collective) -> Collective:
+    """The collective with a star for every index of a path, folders cut from its source file: ``dot_general at gpt.py:41 (loss)``."""
+    op, value, reason = collective.op, collective.value, collective.reason
+    return replace(
+        collective,
+        op=op and replace(op, origin=replace(op.origin, file=ntpath.basename(op.origin.file))),  # of files of any system
+        value=value and replace(value, name=pattern(value.name)),
+        reason=reason and replace(reason, argument=pattern(reason.argument)),
+    )
 
 
 # -- tables of tensors ----------------------------------------------------------------------------------------------------
@@ -309,7 +314,7 @@ def _tensor_table(rows: Sequence[_Row], notes: tuple[str, ...] = ()) -> Table:
         (
             row.path,
             f"{row.n}",
-            f"{row.tensor.dtype}{list(row.tensor.shape)}".replace(" ", ""),
+            array_type(row.tensor.dtype, row.tensor.shape),
             format_spec(row.tensor.spec),
             format_bytes(row.bytes_a_device),
         )
@@ -333,24 +338,19 @@ def _tensor_rows(tensors: Sequence[TensorRecord], mesh: Mesh) -> list[_Row]:
     return rows
 
 
-_INDEX = re.compile(r"(?<=[\[_.'/\-])(\d+)(?=\W|_|$)")
-_COMPONENT = re.compile(r"\[[^\]]*\]|[^.\[\]]+")
-
-
 def _by_pattern(tensors: Sequence[TensorRecord]) -> list[tuple[str, list[TensorRecord]]]:
     """Tensors of equal shape, dtype and spec whose paths are equal but for indices, under one path: ``layers[*].qkv``."""
-    total = Counter(_INDEX.sub("*", tensor.path) for tensor in tensors)
+    total = Counter(starred(tensor.path) for tensor in tensors)
     groups: dict[tuple, list[TensorRecord]] = defaultdict(list)
     for tensor in tensors:
-        groups[_INDEX.sub("*", tensor.path), tensor.shape, tensor.dtype, tensor.spec].append(tensor)
+        groups[starred(tensor.path), tensor.shape, tensor.dtype, tensor.spec].append(tensor)
     return [(_joined([t.path for t in members], len(members) == total[key[0]]), members) for key, members in groups.items()]
 
 
 def _joined(paths: list[str], complete: bool) -> str:
     """One path for several that differ by indices: ``*`` where they are all there are, else the indices."""
-    pieces = [_INDEX.split(path) for path in paths]
     shown = []
-    for position, alternatives in enumerate(zip(*pieces, strict=True)):
+    for position, alternatives in enumerate(zip(*map(numbered, paths), strict=True)):
         found = sorted(set(alternatives), key=lambda text: (len(text), text))
         shown.append(found[0] if len(found) == 1 or position % 2 == 0 else "*" if complete else _runs(map(int, found)))
     return "".join(shown)
@@ -361,17 +361,12 @@ def _alike(one: TensorRecord, other: TensorRecord) -> bool:
 
 
 def _mirrors(path: str, tensor: TensorRecord, row: _Row) -> bool:
-    return _alike(tensor, row.tensor) and len(_components(path)) > len(_components(row.path)) and _common_ending(path, row.path)
-
-
-@lru_cache(maxsize=4096)
-def _components(path: str) -> tuple[str, ...]:
-    return tuple(_COMPONENT.findall(path))
+    return _alike(tensor, row.tensor) and len(components(path)) > len(components(row.path)) and _common_ending(path, row.path)
 
 
 def _common_ending(path: str, other: str) -> bool:
     """Whether the paths end alike, but for at most two components at the start of the shorter one."""
-    ours, theirs = _components(path), _components(other)
+    ours, theirs = components(path), components(other)
     common = 0
     while common < min(len(ours), len(theirs)) and ours[-1 - common] == theirs[-1 - common]:
         common += 1
@@ -387,18 +382,6 @@ def bytes_a_device(tensor: TensorRecord, mesh: Mesh) -> float:
     """The bytes of one device's shard of a tensor."""
     counts = shard_counts(spec_to_layout(tensor.spec, mesh, len(tensor.shape)), len(tensor.shape), mesh.sizes)
     return itemsize(tensor.dtype) * math.prod(n // count for n, count in zip(tensor.shape, counts, strict=True))
-
-
-def itemsize(dtype: str) -> float:
-    """Bytes an element of a dtype by its name; typed keys hold two words.
-
-    >>> itemsize("bfloat16"), itemsize("int4"), itemsize("bool"), itemsize("key<fry>")
-    (2.0, 0.5, 1.0, 8.0)
-    """
-    if dtype.startswith("key<"):
-        return 16.0 if "rbg" in dtype else 8.0
-    bits = re.match(r"[a-z_]+?(\d+)", dtype)
-    return int(bits[1]) / 8 if bits else 1.0
 
 
 # -- pictures -------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from typing import Any
 
 from autoshard.api.structure import per_argument
 from autoshard.ir import Origin, Spec
-from autoshard.ir.naming import array_type, pattern
+from autoshard.ir.naming import pattern
+from autoshard.ir.words import array_type
 from autoshard.strategy import Record, TensorRecord
 from autoshard.verify.pins import Fewest, Pin
 

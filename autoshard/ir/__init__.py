@@ -18,6 +18,7 @@ from autoshard.ir.assignment import (
     served_from,
     view_of,
 )
+from autoshard.ir.attribution import MovedValue, Reason, ServedOp, Split
 from autoshard.ir.collective import Collective, as_compiled
 from autoshard.ir.graph import Body, Flow, Graph, Holder, Op, Origin, Value
 from autoshard.ir.layout import (
@@ -40,7 +41,7 @@ from autoshard.ir.layout import (
     shift_layout,
     spec_to_layout,
 )
-from autoshard.ir.rule import Dims, Factor, Rule, Send, factor_names
+from autoshard.ir.rule import Dims, Factor, Rule, Send, factor_name, factor_names
 
 __all__ = [
     "NOWHERE",
@@ -56,12 +57,16 @@ __all__ = [
     "Holder",
     "Layout",
     "Mesh",
+    "MovedValue",
     "Op",
     "Origin",
     "Placement",
+    "Reason",
     "Rule",
     "Send",
+    "ServedOp",
     "Spec",
+    "Split",
     "Value",
     "as_compiled",
     "check_divides",
@@ -69,6 +74,7 @@ __all__ = [
     "computed_layout",
     "divides",
     "exchanges",
+    "factor_name",
     "factor_names",
     "layout_dims",
     "layout_number",

@@ -5,9 +5,12 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 
 from autoshard.errors import ShardingError
+from autoshard.ir.attribution import MovedValue
 from autoshard.ir.graph import Graph, Op
+from autoshard.ir.words import value_name, value_words
 
 MOVES = frozenset(
     {"broadcast_in_dim", "convert_element_type", "copy", "dynamic_slice", "expand_dims", "reshape", "rev", "slice", "squeeze", "transpose"}
@@ -15,6 +18,8 @@ MOVES = frozenset(
 """Operations whose result is still the tensor that they read, to a person."""
 
 _INDEX = re.compile(r"(?<=\[)\d+(?=\])")
+_NUMBER = re.compile(r"(?<=[\[_.'/\-])(\d+)(?=\W|_|$)")
+_COMPONENT = re.compile(r"\[[^\]]*\]|[^.\[\]]+")
 
 
 class Names:
@@ -46,46 +51,37 @@ class Names:
         op = self._makers.get(value)
         return op is not None and is_backward(op)
 
+    def moved(self, value: int) -> MovedValue:
+        """The value as data: by the argument that it is, or is moved or sliced from; else by what makes it."""
+        kind, name, moves = self._known_by(value)
+        return MovedValue(kind, name, self._values[value].dtype, self._values[value].shape, moves)
+
     def name(self, value: int) -> str:
         """``state['params']['w']``, ``transpose of state['params']['w']``, ``a slice of xs``, ``the result of dot_general``."""
-        if value in self._paths:
-            return self._paths[value]
-        if value in self._constants:
-            return "a constant"
-        if value in self._entering:
-            op, source, shift = self._entering[value]
-            return f"{'a slice of ' if shift else ''}{self.name(source)}" if self._is_argument(source) else f"what enters {op.primitive}"
-        op = self._makers.get(value)
-        if op is None:
-            return "a value"
-        if op.primitive in MOVES and self._is_argument(op.operands[0]):
-            return f"{op.primitive} of {self.name(op.operands[0])}"
-        return f"the result of {op.primitive}"
-
-    def _is_argument(self, value: int) -> bool:
-        """Whether the value is an argument, or no more than one moved or sliced."""
-        while value not in self._paths:
-            op = self._makers.get(value)
-            if value in self._entering:
-                value = self._entering[value][1]
-            elif op is not None and op.primitive in MOVES:
-                value = op.operands[0]
-            else:
-                return False
-        return True
+        return value_name(self.moved(value))
 
     def tensor(self, value: int) -> str:
         """The name with dtype and shape: ``state['params']['w'] float32[8,16]``."""
-        return f"{self.name(value)} {array_type(self._values[value].dtype, self._values[value].shape)}"
+        return value_words(self.moved(value))
 
-
-def array_type(dtype: str, shape: Sequence[int]) -> str:
-    """The type of an array as JAX writes it.
-
-    >>> array_type("float32", (8, 16))
-    'float32[8,16]'
-    """
-    return f"{dtype}[{','.join(map(str, shape))}]"
+    def _known_by(self, value: int) -> tuple[str, str, tuple[str, ...]]:
+        """Kind, name and moves of a `MovedValue`."""
+        if value in self._paths:
+            return "argument", self._paths[value], ()
+        if value in self._constants:
+            return "constant", "", ()
+        if value in self._entering:
+            op, source, shift = self._entering[value]
+            kind, name, moves = self._known_by(source)
+            return (kind, name, ("scan", *moves) if shift else moves) if kind == "argument" else ("entering", op.primitive, ())
+        op = self._makers.get(value)
+        if op is None:
+            return "unknown", "", ()
+        if op.primitive in MOVES:
+            kind, name, moves = self._known_by(op.operands[0])
+            if kind == "argument":
+                return kind, name, (op.primitive, *moves)
+        return "result", op.primitive, ()
 
 
 def pattern(path: str) -> str:
@@ -95,6 +91,46 @@ def pattern(path: str) -> str:
     "state['layers'][*]['w']"
     """
     return _INDEX.sub("*", path)
+
+
+def starred(path: str) -> str:
+    """The path with a star for every number in it, those in names included.
+
+    >>> starred("state.layers_3['w'][0]")
+    "state.layers_*['w'][*]"
+    """
+    return _NUMBER.sub("*", path)
+
+
+def numbered(path: str) -> list[str]:
+    """The path cut at its numbers, which stand at the odd positions.
+
+    >>> numbered("state.layers_3['w']")
+    ['state.layers_', '3', "['w']"]
+    """
+    return _NUMBER.split(path)
+
+
+@lru_cache(maxsize=4096)
+def components(path: str) -> tuple[str, ...]:
+    """The attributes, keys and indices that a path is made of.
+
+    >>> components("state.params['w'][0]")
+    ('state', 'params', "['w']", '[0]')
+    """
+    return tuple(_COMPONENT.findall(path))
+
+
+def itemsize(dtype: str) -> float:
+    """Bytes an element of a dtype by its name; typed keys hold two words.
+
+    >>> itemsize("bfloat16"), itemsize("int4"), itemsize("bool"), itemsize("key<fry>")
+    (2.0, 0.5, 1.0, 8.0)
+    """
+    if dtype.startswith("key<"):
+        return 16.0 if "rbg" in dtype else 8.0
+    bits = re.match(r"[a-z_]+?(\d+)", dtype)
+    return int(bits[1]) / 8 if bits else 1.0
 
 
 def matching(pattern: str, paths: Sequence[str]) -> list[int]:

@@ -114,10 +114,11 @@ class Rule:
 
 def factor_names(rule: Rule) -> tuple[str, ...]:
     """Shardy's names of a rule's factors: i, j, k, ... z, then z_1, z_2, ..."""
-    return tuple(_name(position) for position in range(len(rule.factors)))
+    return tuple(factor_name(position) for position in range(len(rule.factors)))
 
 
-def _name(position: int) -> str:
+def factor_name(position: int) -> str:
+    """Shardy's name of the factor at a position."""
     letters = "ijklmnopqrstuvwxyz"
     return letters[position] if position < len(letters) else f"z_{position - len(letters) + 1}"
 

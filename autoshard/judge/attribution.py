@@ -1,4 +1,4 @@
-"""Why a collective is there, in words: which tensor moves, and which choice asks for it."""
+"""Why a collective is there, as data: which value moves, and which choice asks for it."""
 
 from __future__ import annotations
 
@@ -7,62 +7,82 @@ from collections.abc import Iterable
 from autoshard.compilers.program_facts import Profile
 from autoshard.cost.compute import is_matrix
 from autoshard.cost.reshard import Step
-from autoshard.ir import Assignment, Choice, Layout, Op, factor_names, layout_to_spec
-
-PARTIAL = {"sum": "partial sums", "prod": "partial products", "max": "partial maxima", "min": "partial minima"}
+from autoshard.ir import (
+    Assignment,
+    Choice,
+    Layout,
+    MovedValue,
+    Op,
+    Origin,
+    Reason,
+    Rule,
+    ServedOp,
+    Spec,
+    Split,
+    factor_name,
+    layout_to_spec,
+)
 
 
 class Blame:
-    """The words for one assignment's collectives."""
+    """The reasons of one assignment's collectives; `autoshard.ir.words` puts them in words."""
 
     def __init__(self, profile: Profile, assignment: Assignment):
         self._rules = profile.rules
         self._values = profile.graph.values
         self._axes = assignment.mesh.names
         self._names = profile.names
+        self._specs: dict[tuple[Layout, int], Spec] = {}
 
-    def tensor(self, value: int) -> str:
-        """``state['params']['w'] float32[8,16]``."""
-        return self._names.tensor(value)
+    def moved(self, value: int) -> MovedValue:
+        """The value as people know it."""
+        return self._names.moved(value)
 
-    def read(self, value: int, before: Layout, after: Layout, reader: str) -> str:
-        """``kept as P('data', None), read whole: dot_general splits j=64 over 'model'``; ``reader`` is what comes last."""
-        return f"kept {self._layout(value, before)}, read {self._layout(value, after)}: {reader}"
+    def served(self, source: Op | str) -> ServedOp:
+        """The op, or the result of that path, as people know it."""
+        if isinstance(source, str):
+            return ServedOp(name=source)
+        origin = source.origin
+        return ServedOp(source.primitive, source.index, Origin(origin.file, origin.line, origin.function))
 
-    def splits(self, op: Op, choice: Choice, axes: Iterable[int]) -> str:
-        """``dot_general splits contracted k=64 over 'data' and nothing over 'model'``."""
+    def read(self, value: int, before: Layout, after: Layout, reader: Reason) -> Reason:
+        """A value is kept in one layout and read in another one, for the reader's reason."""
+        return Reason(reader.kind, self._spec(value, before), self._spec(value, after), reader.splits, argument=reader.argument)
+
+    def splits(self, op: Op, choice: Choice, step: Step) -> Reason:
+        """An op reads its operands as its splits over the step's axes want them."""
         rule = self._rules[op.index]
-        if rule is None:
-            return f"{op.primitive} has no rule by which to split it"
-        over: dict[int, list[str]] = {}
-        for axis in axes:
-            over.setdefault(choice[axis][0], []).append(repr(self._axes[axis]))
-        letters = factor_names(rule)
+        return Reason("unruled") if rule is None else Reason("read", splits=_splits(rule, op, choice, step.axes))
 
-        def factor(number: int) -> str:
-            if number < 0:
-                return "nothing"
-            reduced = ("contracted " if is_matrix(op.primitive) else "reduced ") if rule.factors[number].kind == "reduction" else ""
-            return f"{reduced}{letters[number]}={rule.factors[number].size}"
-
-        return f"{op.primitive} splits " + " and ".join(f"{factor(number)} over {', '.join(names)}" for number, names in over.items())
-
-    def combined(self, op: Op, choice: Choice, step: Step) -> str:
-        """``dot_general splits contracted k=64 over 'data': partial sums, each device keeps its slice of dim 0``."""
+    def combined(self, op: Op, choice: Choice, step: Step) -> Reason:
+        """An op splits what it reduces over: each device has partial results, and keeps all of them combined or a slice."""
         rule = self._rules[op.index]
         assert rule is not None
         operator = next((rule.factors[choice[axis][0]].operator for axis in step.axes if choice[axis][0] >= 0), None) or "sum"
-        left = "combined on every device"
-        if step.kind == "reduce_scatter":
-            dims = sorted({dim for axis, dim in enumerate(step.target) if axis in step.axes and dim >= 0})
-            left = f"each device keeps its slice of dim {', '.join(map(str, dims))}"
-        return f"{self.splits(op, choice, step.axes)}: {PARTIAL.get(operator, 'partial results')}, {left}"
+        scatters = step.kind == "reduce_scatter"
+        dims = sorted({dim for axis, dim in enumerate(step.target) if axis in step.axes and dim >= 0}) if scatters else ()
+        return Reason("combined", splits=_splits(rule, op, choice, step.axes), operator=operator, dims=tuple(dims))
 
-    def exchanged(self, op: Op, choice: Choice, step: Step) -> str:
-        """``cumsum splits i=64 over 'data', and needs what the other shards have``."""
-        return f"{self.splits(op, choice, step.axes)}, and needs what the other shards have"
+    def exchanged(self, op: Op, choice: Choice, step: Step) -> Reason:
+        """An op splits a dimension along which its shards need what the other shards have."""
+        rule = self._rules[op.index]
+        assert rule is not None
+        return Reason("exchanged", splits=_splits(rule, op, choice, step.axes))
 
-    def _layout(self, value: int, layout: Layout) -> str:
-        if all(dim < 0 for dim in layout):
-            return "whole"
-        return f"as P({', '.join(map(repr, layout_to_spec(layout, self._axes, self._values[value].rank)))})"
+    def _spec(self, value: int, layout: Layout) -> Spec:
+        """The spec of a layout; empty where the value is whole."""
+        key = layout, self._values[value].rank
+        if key not in self._specs:
+            self._specs[key] = layout_to_spec(layout, self._axes, key[1]) if any(dim >= 0 for dim in layout) else ()
+        return self._specs[key]
+
+
+def _splits(rule: Rule, op: Op, choice: Choice, axes: Iterable[int]) -> tuple[Split | None, ...]:
+    """What an op splits over each of some axes."""
+    return tuple([None if (number := choice[axis][0]) < 0 else _split(rule, op, number) for axis in axes])
+
+
+def _split(rule: Rule, op: Op, number: int) -> Split:
+    factor = rule.factors[number]
+    role = "" if factor.kind != "reduction" else "contracted" if is_matrix(op.primitive) else "reduced"
+    return Split(factor_name(number), factor.size, role)

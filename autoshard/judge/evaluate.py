@@ -11,7 +11,7 @@ of the planned collectives (`Collective.compiled`); the objective charges each, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -27,12 +27,12 @@ from autoshard.cost.record import Cost, Recomputation
 from autoshard.cost.reshard import Step, path_seconds
 from autoshard.cost.schedule import BOTH, CARRIED, COMPUTE, PRODUCT, WIRES, Tasks, schedule
 from autoshard.cost.windows import RESULT, Window, Windows
-from autoshard.ir import Assignment, Choice, Collective, Flow, Layout, Op, served_from, shards, shift_layout, view_of
+from autoshard.ir import Assignment, Choice, Collective, Flow, Layout, Op, Reason, served_from, shards, shift_layout, view_of
 from autoshard.judge.attribution import Blame
 from autoshard.judge.model import CostModel, OpCost
 
-Cause = Callable[[Blame, Step], str]
-"""Why a step is there, in words."""
+Cause = Callable[[Blame, Step], Reason]
+"""Why a step is there."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,9 +96,10 @@ class _Region:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A collective, before it is put in words.
+    """A collective, before its reason is found.
 
     Attributes:
+        source: the op that it serves, or the path of the result.
         nbytes: what is made of its bytes, if that is not the same.
         added: whether what it combines is added to what another one combines first.
     """
@@ -106,7 +107,7 @@ class _Sent:
     step: Step
     trips: int
     source: Op | str
-    moved: Sequence[int]
+    moved: int
     cause: Cause
     nbytes: float = 0.0
     added: bool = False
@@ -155,8 +156,8 @@ class _Judge:
             if self.profile.free[value]:
                 continue
             target = self.assignment.layout(self.graph.arguments[argument])
-            kept = f"the new {self.graph.argument_paths[argument]} lies where the old one does"
-            self._read(value, target, end, 1, self.graph.result_paths[result], lambda *_, kept=kept: kept)
+            replaced = partial(_as_is, Reason("replaced", argument=self.graph.argument_paths[argument]))
+            self._read(value, target, end, 1, self.graph.result_paths[result], replaced)
         makespan = self._scheduled(self.region)
         rounded = {made for made in self.copied.values() if made in self.copies and self._rounded(made)}
         self.copies |= {made: replace(self.copies[made], rounded=True) for made in rounded}
@@ -195,11 +196,11 @@ class _Judge:
                 mesh_axes=tuple(names[axis] for axis in sent.step.axes),
                 bytes=sent.nbytes if sent.step.trips > 1 and sent.nbytes else sent.step.nbytes,
                 count=sent.trips // max(sent.step.trips, 1),
-                source=sent.source if isinstance(sent.source, str) else f"{sent.source.primitive} {sent.source.origin}",
-                tensor=", ".join(map(blame.tensor, sent.moved)),
+                op=blame.served(sent.source),
+                value=blame.moved(sent.moved),
+                reason=sent.cause(blame, sent.step),
                 seconds=sent.step.seconds * max(sent.step.trips, 1),
                 exposed_seconds=self.exposures[position] * max(sent.step.trips, 1) / sent.trips if sent.trips else 0.0,
-                cause=sent.cause(blame, sent.step),
                 compiled=self._compiled(sent),
             )
             for position, sent in enumerate(self.sent)
@@ -252,7 +253,7 @@ class _Judge:
         for each in prefetches(self.graph, self.profile.rules, self.assignment, op, paths):
             own, key = self.assignment.layout(each.value), (each.value, each.target)
             path = paths(each.value, own, each.target)
-            self._communicate(path, set(), self.region.runs + outer, op, (each.value,), partial(_ahead, each.value, own, each.target))
+            self._communicate(path, set(), self.region.runs + outer, op, each.value, partial(_ahead, each.value, own, each.target))
             carrying = self.model.storing_seconds(self.graph.values[each.value], own, each.target)  # to the next trip: a copy
             self._compute(carrying, self.region.runs, set())
             self.saved -= path_seconds(path) * outer + carrying * self.region.runs
@@ -273,7 +274,7 @@ class _Judge:
                 target = shift_layout(layout, flow.shift)
                 assert target is not None, "a stacked result keeps its leading dimension whole"
                 rounds = self.profile.rounded[holder.value] and not any(map(self._wide, holder.views))
-                makers.append(self._read(flow.value, target, op.index, op.flow_trips(flow), op, partial(_held, op), rounds))
+                makers.append(self._read(flow.value, target, op.index, op.flow_trips(flow), op, _HELD, rounds))
             if makers:
                 found |= dict.fromkeys((holder.value, *holder.views), self._join(self._needs(makers)))
         return found
@@ -332,7 +333,7 @@ class _Judge:
             done = needs
             if combination:
                 self.partials[op.index] = combination[0]
-                done = self._communicate(combination, needs, op.trips, op, (value,), partial(_combined, op, choice))
+                done = self._communicate(combination, needs, op.trips, op, value, partial(_combined, op, choice))
                 if len(done) == 1 and (task := next(iter(done))) in self.region.sent:
                     self.combined[op.index] = self.region, task
                     trips, once = self.sent[self.region.sent[task]].step.trips, op.index in self.late.once
@@ -348,11 +349,13 @@ class _Judge:
         before = self.compute + self.communication
         step, seconds = self.model.window_step(value, window), self.model.window_seconds(self.profile, op, choice, window)
 
+        turning = _ACCUMULATED if window.operand == RESULT else _CIRCULATED
+
         def product(waits: set[int]) -> set[int]:
             return self._compute(seconds, op.trips, waits, PRODUCT)
 
         def sent(waits: set[int]) -> set[int]:
-            return self._communicate((step,), waits, op.trips, op, (window.value,), partial(_round, window))
+            return self._communicate((step,), waits, op.trips, op, window.value, turning)
 
         if window.operand == RESULT:
             ways = [needs] * window.halves
@@ -386,13 +389,13 @@ class _Judge:
         key = op.operands[0], cost.operands[0], tuple((step.kind, step.axes, step.nbytes) for step in cost.exchange)
         region, sent = self.exchanged.get(key, (None, set())) if once else (None, set())
         if region is not self.region:
-            sent = self._communicate(cost.exchange, needs, op.trips, op, op.operands[:1], cause)
+            sent = self._communicate(cost.exchange, needs, op.trips, op, op.operands[0], cause)
             if once:
                 self.exchanged[key] = self.region, sent
             return sent
         for step in (step for step in cost.exchange if step.nbytes):
             self.exposures[len(self.sent)] = 0.0
-            self.sent.append(_Sent(replace(step, seconds=0.0, trips=0), op.trips, op, op.operands[:1], cause))
+            self.sent.append(_Sent(replace(step, seconds=0.0, trips=0), op.trips, op, op.operands[0], cause))
             self.saved += (step.seconds + step.copying_seconds) * op.trips
         return needs | sent
 
@@ -470,7 +473,7 @@ class _Judge:
                 path = path_of(values[value], previous, layout)
                 needs = self._needs((maker,))
                 start = len(self.sent)
-                done = self._communicate(path, needs, trips, source, (value,), partial(_resharded, value, previous, layout, reason))
+                done = self._communicate(path, needs, trips, source, value, partial(_resharded, value, previous, layout, reason))
                 self.copied.update(dict.fromkeys(range(start, len(self.sent)), (value, layout)))
                 beside = any(self.assignment.layout(other) == target for other in self.profile.single_rows.get(value, ()))
                 if beside and any(step.kind == "all_to_all" for step in path):
@@ -502,9 +505,7 @@ class _Judge:
         seen = None if before is None else (op.operands[0], before)
         return seen if seen in self.makers else None
 
-    def _communicate(
-        self, path: Iterable[Step], needs: set[int], trips: int, source: Op | str, moved: Sequence[int], cause: Cause
-    ) -> set[int]:
+    def _communicate(self, path: Iterable[Step], needs: set[int], trips: int, source: Op | str, moved: int, cause: Cause) -> set[int]:
         """Sends one collective after another; gives what is to be waited for then."""
         for step in path:
             if step.kind == "slice" or not step.nbytes:
@@ -560,17 +561,15 @@ def _with_readers(tasks: Tasks, fused: Iterable[int]) -> None:
             tasks.seconds[task] = 0.0
 
 
-def _held(op: Op, blame: Blame, step: Step) -> str:
-    return f"the body of {op.primitive} has it so"
+def _as_is(reason: Reason, blame: Blame, step: Step) -> Reason:
+    return reason
 
 
-def _round(window: Window, blame: Blame, step: Step) -> str:
-    what = "partial results are added and handed on" if window.operand == RESULT else "blocks go round"
-    return f"{what} while the product of others is computed"
+_HELD, _CIRCULATED, _ACCUMULATED = (partial(_as_is, Reason(kind)) for kind in ("held", "circulated", "accumulated"))
 
 
-def _ahead(value: int, before: Layout, after: Layout, blame: Blame, step: Step) -> str:
-    return blame.read(value, before, after, "scan gathers it a trip ahead")
+def _ahead(value: int, before: Layout, after: Layout, blame: Blame, step: Step) -> Reason:
+    return blame.read(value, before, after, Reason("ahead"))
 
 
 def _last(op: Op) -> int:
@@ -578,17 +577,17 @@ def _last(op: Op) -> int:
     return max((_last(inner) for body in op.bodies for inner in body.ops), default=op.index)
 
 
-def _splits(op: Op, choice: Choice, blame: Blame, step: Step) -> str:
-    return blame.splits(op, choice, step.axes)
+def _splits(op: Op, choice: Choice, blame: Blame, step: Step) -> Reason:
+    return blame.splits(op, choice, step)
 
 
-def _exchanged(op: Op, choice: Choice, blame: Blame, step: Step) -> str:
+def _exchanged(op: Op, choice: Choice, blame: Blame, step: Step) -> Reason:
     return blame.exchanged(op, choice, step)
 
 
-def _combined(op: Op, choice: Choice, blame: Blame, step: Step) -> str:
+def _combined(op: Op, choice: Choice, blame: Blame, step: Step) -> Reason:
     return blame.combined(op, choice, step)
 
 
-def _resharded(value: int, before: Layout, after: Layout, reason: Cause, blame: Blame, step: Step) -> str:
+def _resharded(value: int, before: Layout, after: Layout, reason: Cause, blame: Blame, step: Step) -> Reason:
     return blame.read(value, before, after, reason(blame, step))

@@ -1,7 +1,7 @@
 """Strategy files: canonical JSON that people can read, written whole or not at all, and trusted in nothing when read.
 
-The same record always gives the same bytes. Arguments, results, collectives and finalists take a line each; the long numbered lists fill
-lines.
+The same record always gives the same bytes. Arguments, results, collectives with their source lines and reasons, and finalists
+take a line each; the long numbered lists fill lines.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ MAX_BYTES = 64 * 2**20
 
 WIDTH = 140
 FILLED = ("choices", "layouts", "copies", "ahead", "windows")
-ONE_A_LINE = ("arguments", "results", "collectives", "finalists")
+ONE_A_LINE = ("arguments", "results", "finalists")
+ONE_A_LINE_COMPACT = ("origins", "reasons", "collectives")
 
 
 def to_json(record: Record) -> str:
@@ -135,12 +136,14 @@ def _format(name: str, value: Any, indent: int) -> str:
     flat = json.dumps(value, allow_nan=False)
     if not isinstance(value, dict | list) or not value:
         return flat
-    if indent and name not in (*FILLED, *ONE_A_LINE) and indent + len(name) + len(flat) < WIDTH:
+    if indent and name not in (*FILLED, *ONE_A_LINE, *ONE_A_LINE_COMPACT) and indent + len(name) + len(flat) < WIDTH:
         return flat
     if isinstance(value, dict):
         members = [f"{json.dumps(key)}: {_format(key, child, indent + 1)}" for key, child in value.items()]
     elif name in FILLED:
-        members = _filled([json.dumps(child, separators=(",", ":")) for child in value], WIDTH - indent - 1)
+        members = _filled(list(map(_compact, value)), WIDTH - indent - 1)
+    elif name in ONE_A_LINE_COMPACT:
+        members = list(map(_compact, value))
     elif name in ONE_A_LINE:
         members = [json.dumps(child) for child in value]
     else:
@@ -148,6 +151,10 @@ def _format(name: str, value: Any, indent: int) -> str:
     opening, closing = "{}" if isinstance(value, dict) else "[]"
     pad = " " * (indent + 1)
     return f"{opening}\n{pad}" + f",\n{pad}".join(members) + f"\n{pad[1:]}{closing}"
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
 def _filled(items: list[str], width: int) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +31,10 @@ class Node:
             place = f"{place[:MAX_SHOWN]}...{place[-MAX_SHOWN:]}"
         return StrategyError(f"at {place or 'its top'}: expected {expected}, got {shown(self.value)}")
 
-    def fields(self, *names: str) -> dict[str, Node]:
-        """The members of an object that has exactly these names."""
+    def fields(self, *names: str, optional: Iterable[str] = ()) -> dict[str, Node]:
+        """The members of an object that has exactly these names, and maybe the optional ones."""
         found = dict(self.members())
+        names = (*names, *(name for name in optional if name in found))
         for name in names:
             if name not in found:
                 raise self.error(f"an object with {name!r}")

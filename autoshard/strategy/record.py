@@ -14,8 +14,8 @@ import numpy as np
 from autoshard.cost.record import Cost
 from autoshard.ir import Assignment, Choice, Layout, Mesh, Spec
 
-SCHEMA = 1
-"""Version of the file format; a reader takes this one and no other."""
+SCHEMA = 2
+"""Version of the file format as it is written; 1, which has words for what collectives move, for which op and why, is still read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,29 @@ with its partial results scattered onto dimension 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any, TypeVar
 
 from autoshard.cluster import Cluster
 from autoshard.cost.record import Cost, Recomputation
 from autoshard.errors import ClusterError, ShardingError
-from autoshard.ir import Choice, Collective, Layout, Mesh, Placement, Spec, check_divides, spec_to_layout
+from autoshard.ir import (
+    Choice,
+    Collective,
+    Layout,
+    Mesh,
+    MovedValue,
+    Origin,
+    Placement,
+    Reason,
+    ServedOp,
+    Spec,
+    Split,
+    check_divides,
+    spec_to_layout,
+)
+from autoshard.ir.attribution import REASONS, ROLES, VALUES
 from autoshard.ir.collective import KINDS
 from autoshard.strategy.reader import MAX_DEPTH, Node
 from autoshard.strategy.record import (
@@ -79,14 +94,13 @@ def decode(document: Node) -> Record:
         StrategyError: some part is not what it must be; the message says where it stands.
     """
     version = dict(document.members()).get("schema", Node(None, "schema"))
-    if version.value != SCHEMA or isinstance(version.value, bool):
-        raise version.error(f"schema {SCHEMA}, the one that this version of autoshard reads")
-    optional = [name for name in ("placement", "confirmation", "ahead", "windows") if name in dict(document.members())]
+    if version.value not in (1, SCHEMA) or isinstance(version.value, bool):
+        raise version.error(f"schema {SCHEMA}, or 1, which this version of autoshard reads")
     part = document.fields(
-        *optional,
         *("schema", "name", "program", "mesh", "searcher", "provenance", "cluster", "lower_bound_seconds", "cost", "stats"),
         *("assumptions", "donate_argnums", "arguments", "results", "argument_structure", "result_structure"),
         *("choices", "layouts", "copies"),
+        optional=("placement", "confirmation", "ahead", "windows"),
     )
     program = _program(part["program"])
     mesh = _mesh(part["mesh"], part.get("placement"))
@@ -104,7 +118,7 @@ def decode(document: Node) -> Record:
         choices=_numbered(part["choices"], program.n_ops, lambda node: _choice(node, mesh)),
         layouts=_numbered(part["layouts"], program.n_values, lambda node: _layout(node, mesh)),
         copies=_numbered(part["copies"], program.n_values, lambda node: _layout(node, mesh)),
-        cost=_cost(part["cost"], mesh),
+        cost=_cost(part["cost"], mesh, worded=version.value == 1),
         searcher=_searcher(part["searcher"]),
         lower_bound_seconds=part["lower_bound_seconds"].number(),
         donate_argnums=tuple(node.integer(0, MAX_FACTORS) for node in part["donate_argnums"].items()),
@@ -175,11 +189,17 @@ def _cluster(node: Node, mesh: Mesh) -> dict[str, Any]:
     return data
 
 
-def _cost(node: Node, mesh: Mesh) -> Cost:
-    again = "recomputation" in dict(node.members())
-    part = node.fields(*(field.name for field in fields(Cost) if again or field.name != "recomputation"))
-    collectives = tuple(_collective(child, mesh) for child in part.pop("collectives").items())
-    recomputation = _recomputation(part.pop("recomputation")) if again else None
+def _cost(node: Node, mesh: Mesh, worded: bool) -> Cost:
+    """A cost; worded: as schema 1 has it, whose collectives say in words what they are for."""
+    names = [field.name for field in fields(Cost) if field.name != "recomputation"]
+    part = node.fields(*names, *(() if worded else ("origins", "reasons")), optional=("recomputation",))
+    if worded:
+        collectives = tuple(_worded_collective(child, mesh) for child in part.pop("collectives").items())
+    else:
+        origins = [_origin(child) for child in part.pop("origins").items()]
+        reasons = [_reason(child, mesh) for child in part.pop("reasons").items()]
+        collectives = tuple(_collective(child, mesh, origins, reasons) for child in part.pop("collectives").items())
+    recomputation = _recomputation(part.pop("recomputation")) if "recomputation" in part else None
     return Cost(**{name: child.number() for name, child in part.items()}, collectives=collectives, recomputation=recomputation)
 
 
@@ -189,12 +209,17 @@ def _recomputation(node: Node) -> Recomputation:
 
 
 def _encode_cost(cost: Cost) -> dict[str, Any]:
-    """A cost, with what is computed again only where something is."""
-    parts = asdict(cost)
-    again = parts.pop("recomputation")
-    collectives = [_encode_collective(each) for each in parts.pop("collectives")]
-    numbers = {name: float(value) for name, value in parts.items()}
-    return {**numbers, "collectives": collectives, **({} if again is None else {"recomputation": again})}
+    """A cost, with what is computed again only where something is; collectives share lists of source lines and reasons."""
+    parts = {field.name: getattr(cost, field.name) for field in fields(cost)}
+    again, origins, reasons = parts.pop("recomputation"), dict[Origin, int](), dict[Reason, int]()
+    collectives = [_encode_collective(each, origins, reasons) for each in parts.pop("collectives")]
+    return {
+        **{name: float(value) for name, value in parts.items()},
+        "origins": [(origin.file, origin.line, origin.function) for origin in origins],
+        "reasons": [_encode_reason(reason) for reason in reasons],
+        "collectives": collectives,
+        **({} if again is None else {"recomputation": asdict(again)}),
+    }
 
 
 _MEASURED = ("seconds", "collective_bytes", "flops", "peak_bytes", "needed_bytes")  # of a finalist, as far as they are known
@@ -221,8 +246,7 @@ def _confirmation(node: Node) -> Confirmation:
 
 
 def _finalist(node: Node) -> Finalist:
-    optional = [name for name in ("reason", "measure", *_MEASURED) if name in dict(node.members())]
-    part = node.fields("found_by", "mesh", "predicted_seconds", "outcome", *optional)
+    part = node.fields("found_by", "mesh", "predicted_seconds", "outcome", optional=("reason", "measure", *_MEASURED))
     return Finalist(
         found_by=part["found_by"].text(),
         mesh=_mesh(part["mesh"], None),
@@ -243,26 +267,47 @@ def _one_of(node: Node, words: tuple[str, ...]) -> str:
 _MADE = ("kind", "mesh_axes", "bytes", "count")  # of what a compiler makes of a collective
 
 
-def _encode_collective(collective: dict[str, Any]) -> dict[str, Any]:
-    """A collective without its exposed time where that is all of its time, and without what compilers make of it where that is the same."""
-    kept = {k: v for k, v in collective.items() if k != "exposed_seconds" or v != collective["seconds"]}
-    made = kept.pop("compiled")
-    return kept if made is None else kept | {"compiled": [{name: each[name] for name in _MADE} for each in made]}
+def _encode_collective(collective: Collective, origins: dict[Origin, int], reasons: dict[Reason, int]) -> dict[str, Any]:
+    """A collective, without its exposed time where that is all of its time, and without what is not known, or is the same as compiled."""
+    optional = {
+        "exposed_seconds": None if collective.exposed_seconds == collective.seconds else collective.exposed_seconds,
+        "value": collective.value and _encode_value(collective.value),
+        "op": collective.op and _encode_op(collective.op, origins),
+        "reason": collective.reason and reasons.setdefault(collective.reason, len(reasons)),
+        "compiled": None if collective.compiled is None else [_made(each) for each in collective.compiled],
+    }
+    return {**_made(collective), "seconds": collective.seconds, **{name: part for name, part in optional.items() if part is not None}}
 
 
-def _collective(node: Node, mesh: Mesh) -> Collective:
-    given = [name for name in ("exposed_seconds", "compiled") if name in dict(node.members())]
-    part = node.fields(*(field.name for field in fields(Collective) if field.name not in ("exposed_seconds", "compiled")), *given)
-    made = tuple(_planned(each.fields(*_MADE), mesh) for each in part["compiled"].items()) if "compiled" in given else None
+def _made(collective: Collective) -> dict[str, Any]:
+    return {name: getattr(collective, name) for name in _MADE}
+
+
+def _collective(node: Node, mesh: Mesh, origins: Sequence[Origin], reasons: Sequence[Reason]) -> Collective:
+    part = node.fields(*_MADE, "seconds", optional=("exposed_seconds", "value", "op", "reason", "compiled"))
+    reason = _one(part["reason"], reasons) if "reason" in part else None
+    found = _costed(part, mesh)
+    if reason is not None and "splits" in REASONS[reason.kind] and len(reason.splits) != len(found.mesh_axes):
+        raise part["reason"].error(f"a reason with {len(found.mesh_axes)} splits, one a mesh axis")
     return replace(
-        _planned(part, mesh),
-        source=part["source"].text(empty=True),
-        tensor=part["tensor"].text(empty=True),
-        seconds=part["seconds"].number(),
-        cause=part["cause"].text(empty=True),
-        exposed_seconds=part["exposed_seconds" if "exposed_seconds" in given else "seconds"].number(),
-        compiled=made,
+        found,
+        value=_value(part["value"]) if "value" in part else None,
+        op=_op(part["op"], origins) if "op" in part else None,
+        reason=reason,
     )
+
+
+def _worded_collective(node: Node, mesh: Mesh) -> Collective:
+    """A collective of schema 1: of its words those for what it serves are kept, as a name."""
+    part = node.fields(*_MADE, "seconds", "source", "tensor", "cause", optional=("exposed_seconds", "compiled"))
+    return replace(_costed(part, mesh), op=ServedOp(name=part["source"].text(empty=True)))
+
+
+def _costed(part: Mapping[str, Node], mesh: Mesh) -> Collective:
+    """What is sent, its seconds, and what a compiler makes of it."""
+    exposed = part["exposed_seconds" if "exposed_seconds" in part else "seconds"].number()
+    made = tuple(_planned(each.fields(*_MADE), mesh) for each in part["compiled"].items()) if "compiled" in part else None
+    return replace(_planned(part, mesh), seconds=part["seconds"].number(), exposed_seconds=exposed, compiled=made)
 
 
 def _planned(part: Mapping[str, Node], mesh: Mesh) -> Collective:
@@ -271,6 +316,68 @@ def _planned(part: Mapping[str, Node], mesh: Mesh) -> Collective:
         raise part["kind"].error(f"one of {', '.join(KINDS)}")
     axes = tuple(_axis(child, mesh) for child in part["mesh_axes"].items())
     return Collective(kind, axes, part["bytes"].number(), part["count"].integer(0))
+
+
+def _encode_value(value: MovedValue) -> dict[str, Any]:
+    moves = {"moves": value.moves} if value.moves else {}
+    return {value.kind: value.name, **moves, "dtype": value.dtype, "shape": value.shape}
+
+
+def _value(node: Node) -> MovedValue:
+    kind = next((name for name, _ in node.members() if name in VALUES), VALUES[0])
+    part = node.fields(kind, "dtype", "shape", optional=("moves",))
+    moves = tuple(move.text() for move in part["moves"].items()) if "moves" in part else ()
+    shape = tuple(dim.integer(0) for dim in part["shape"].items())
+    return MovedValue(kind, part[kind].text(empty=True), part["dtype"].text(), shape, moves)
+
+
+def _encode_op(op: ServedOp, origins: dict[Origin, int]) -> str | tuple[int, str, int]:
+    """An op's number, its primitive, and the number of its source line; the name where only that is known."""
+    return (op.index, op.primitive, origins.setdefault(op.origin, len(origins))) if op.primitive else op.name
+
+
+def _op(node: Node, origins: Sequence[Origin]) -> ServedOp:
+    if isinstance(node.value, str):
+        return ServedOp(name=node.text(empty=True))
+    index, primitive, origin = node.items(3)
+    return ServedOp(primitive.text(), index.integer(0), _one(origin, origins))
+
+
+def _origin(node: Node) -> Origin:
+    file, line, function = node.items(3)
+    return Origin(file.text(empty=True), line.integer(0), function.text(empty=True))
+
+
+def _encode_reason(reason: Reason) -> dict[str, Any]:
+    """The kind with what it has; a split is a list of its parts."""
+    parts = {name: getattr(reason, name) for name in REASONS[reason.kind]}
+    splits = [split and (split.factor, split.size, split.role) for split in reason.splits]
+    return {"kind": reason.kind, **parts, **({"splits": splits} if "splits" in parts else {})}
+
+
+def _reason(node: Node, mesh: Mesh) -> Reason:
+    kind = _one_of(dict(node.members()).get("kind", node), tuple(REASONS))
+    part = node.fields("kind", *REASONS[kind])
+
+    def spec(node: Node) -> Spec:
+        return tuple(_entry(entry, mesh) for entry in node.items())
+
+    readers: dict[str, Callable[[Node], Any]] = {
+        "before": spec,
+        "after": spec,
+        "splits": lambda node: tuple(map(_split, node.items())),
+        "operator": Node.text,
+        "dims": lambda node: tuple(dim.integer(0, MAX_RANK) for dim in node.items()),
+        "argument": lambda node: node.text(empty=True),
+    }
+    return Reason(kind, **{name: readers[name](part[name]) for name in REASONS[kind]})
+
+
+def _split(node: Node) -> Split | None:
+    if node.value is None:
+        return None
+    factor, size, role = node.items(3)
+    return Split(factor.text(), size.integer(0), _one_of(role, ROLES))
 
 
 def _tensor(node: Node, mesh: Mesh) -> TensorRecord:
@@ -374,6 +481,11 @@ def _numbered(node: Node, count: int, read: Callable[[Node], T]) -> dict[int, T]
         found[number.integer(least, count - 1)] = read(entry)
         least = number.value + 1
     return found
+
+
+def _one(node: Node, known: Sequence[T]) -> T:
+    """What a number stands for."""
+    return known[node.integer(0, len(known) - 1)]
 
 
 def _named(node: Node) -> list[tuple[str, Node]]:

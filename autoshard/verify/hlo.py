@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autoshard.errors import CompilerError
-from autoshard.ir import Collective, Mesh
+from autoshard.ir import Collective, Mesh, ServedOp
 from autoshard.verify.groups import axes_of
 
 KINDS = {
@@ -227,7 +227,8 @@ def _callees(instruction: Instruction) -> list[str]:
 
 def _records(module: Module, computation: Computation, instruction: Instruction, base: str, count: int, mesh: Mesh) -> list[Collective]:
     axes = axes_of(instruction.rest, mesh)
-    source = _SOURCE.search(instruction.rest)
+    named = _SOURCE.search(instruction.rest)
+    op = ServedOp(name=named[1]) if named else None
     results = tensor_bytes(instruction.type)
     operands = tuple(size for name in instruction.operands if name in computation for size in tensor_bytes(computation[name].type))
     if base == "all-to-all" and "dimensions=" not in instruction.rest:
@@ -242,7 +243,7 @@ def _records(module: Module, computation: Computation, instruction: Instruction,
         for k, names in enumerate(_tensors(computation, instruction, len(sizes))):
             if parts > 1 and names and all(_only_sliced(module, computation, name, sizes[k] / parts) for name in names):
                 kinds[k] = "reduce_scatter"
-    return [Collective(kind, axes, size, count, source[1] if source else "") for kind, size in zip(kinds, sizes, strict=True)]
+    return [Collective(kind, axes, size, count, op) for kind, size in zip(kinds, sizes, strict=True)]
 
 
 def _tensors(computation: Computation, instruction: Instruction, n: int) -> list[list[str]]:

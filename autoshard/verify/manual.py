@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jaxlib.mlir import ir
 
-from autoshard.ir import Collective, Mesh
+from autoshard.ir import Collective, Mesh, ServedOp
 from autoshard.verify.groups import axes_of_groups, axes_of_pairs
 
 KINDS = {
@@ -29,7 +29,7 @@ def collective(op: Any, count: int, mesh: Mesh) -> Collective:
         axes = axes_of_groups(np.array(ir.DenseIntElementsAttr(op.attributes["replica_groups"])), mesh)
     local = max(type_bytes(value.type) for value in (op.operands[0], op.results[0]))
     named = re.match(r'loc\("([^"]*)"', str(op.location))
-    return Collective(KINDS[op.name], axes, local, count, named[1] if named else "")
+    return Collective(KINDS[op.name], axes, local, count, ServedOp(name=named[1]) if named else None)
 
 
 def handed_on(value: Any) -> Any:

@@ -18,7 +18,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.passmanager import PassManager
 
 from autoshard.compilers.program_facts import free_values
-from autoshard.ir import Collective, Graph, Layout, Mesh, Op
+from autoshard.ir import Collective, Graph, Layout, Mesh, Op, ServedOp
 from autoshard.lower.interpret import Interpreter, apply, ops_by_path
 from autoshard.lower.mesh import to_named_sharding
 from autoshard.trace import CALLS, constraint_spec
@@ -144,7 +144,7 @@ def _record(op: Any, count: int, mesh: Mesh) -> Collective:
     if kind == "all_reduce" and _is_scattered(op.results[0], axes, mesh):
         kind = "reduce_scatter"
     named = re.match(r'loc\("([^"]*)"', str(op.location))
-    return Collective(kind, axes, local, count, named[1] if named else "")
+    return Collective(kind, axes, local, count, ServedOp(name=named[1]) if named else None)
 
 
 def _dims_of(value: Any) -> list[list[tuple[str, str]]]:

@@ -6,10 +6,12 @@ import doctest
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import pytest
 from programs import PROGRAMS, abstract
 
 from autoshard.ir import naming
-from autoshard.ir.naming import Names
+from autoshard.ir.naming import Names, itemsize
 from autoshard.trace import trace
 
 
@@ -61,6 +63,13 @@ def test_every_value_of_every_program_has_a_name():
         fn, args = make()
         names, graph = names_of(fn, *args)
         assert all(names.name(value) for value in range(len(graph.values)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int4", "uint8", "bool", "float8_e4m3fn", "complex64"])
+def test_item_sizes_are_jaxs(dtype):
+    """Bytes an element by a dtype's name are JAX's."""
+    bits = {"int4": 4}.get(dtype, 8 * np.dtype(jnp.dtype(dtype)).itemsize)
+    assert itemsize(dtype) == bits / 8
 
 
 def test_examples_in_the_docstrings_hold():

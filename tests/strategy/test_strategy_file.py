@@ -15,7 +15,7 @@ from strategy_records import EXAMPLE, records
 
 from autoshard.cluster import Cluster
 from autoshard.errors import StrategyError
-from autoshard.ir import Placement
+from autoshard.ir import Placement, ServedOp
 from autoshard.strategy import from_json, load_record, save_record, to_json
 from autoshard.strategy.file import MAX_BYTES, WIDTH
 
@@ -54,6 +54,29 @@ def test_a_placement_is_saved_and_may_be_missing():
         from_json(text.replace('"topology": [2, 4], "dims": [1, 0]', '"topology": [8], "dims": [0]'))
 
 
+def in_schema_1(record):
+    """The text of a record as files had it that say in words what collectives move, for what and why."""
+    document = json.loads(to_json(record)) | {"schema": 1}
+    cost = document["cost"]
+    del cost["origins"], cost["reasons"]
+    for sent in cost["collectives"]:
+        for name in ("value", "op", "reason"):
+            sent.pop(name, None)
+        sent |= {"source": "dot_general model.py:7 (loss)", "tensor": "w float32[8]", "cause": "kept as P('model'), read whole: ..."}
+    return json.dumps(document)
+
+
+def test_a_file_of_schema_1_is_read_and_saved_as_today():
+    """All of it comes back; of the words about a collective those for what it serves, and saving it writes today's schema."""
+    old = from_json(in_schema_1(EXAMPLE))
+    worded = tuple(
+        replace(sent, op=ServedOp(name="dot_general model.py:7 (loss)"), value=None, reason=None) for sent in EXAMPLE.cost.collectives
+    )
+    assert old == replace(EXAMPLE, cost=replace(EXAMPLE.cost, collectives=worded))
+    assert [sent.source for sent in old.cost.collectives] == ["dot_general model.py:7 (loss)"]
+    assert json.loads(to_json(old))["schema"] == 2 and from_json(to_json(old)) == old
+
+
 def test_bytes_do_not_depend_on_the_order_in_which_a_record_was_built():
     """Mappings with the same members give the same bytes."""
     shuffled = replace(
@@ -67,11 +90,12 @@ def test_bytes_do_not_depend_on_the_order_in_which_a_record_was_built():
 
 
 def test_a_file_is_readable():
-    """Arguments take a line each, nothing else is much wider than the page, and the text ends its last line."""
+    """Arguments and collectives take a line each, nothing else is much wider than the page, and the text ends its last line."""
     lines = TEXT.splitlines()
     assert '  {"path": "batch", "shape": [16, 64], "dtype": "float32", "spec": ["data", null]}' in lines
     assert '  [0,{"data":1,"model":0}], [3,{"data":[2,1]}], [5,{}]' in lines
-    assert max(map(len, lines)) <= WIDTH + 20
+    sent = [line for line in lines if line.startswith('   {"kind":"all_gather"')]
+    assert len(sent) == len(EXAMPLE.cost.collectives) and max(len(line) for line in lines if line not in sent) <= WIDTH + 20
     assert TEXT.endswith("}\n")
 
 
@@ -186,8 +210,8 @@ def test_any_value_replaced_by_any_other_is_read_or_refused():
 
 
 def _nullable(path):
-    """Where null and other types are legal: spec entries, dates, structures and factors of a choice."""
-    return "spec" in path or "date" in path or "argument_structure" in path or "result_structure" in path or "choices" in path
+    """Where null and other types are legal: spec entries, splits, an op's name, dates, structures and factors of a choice."""
+    return not {"spec", "before", "splits", "op", "date", "argument_structure", "result_structure", "choices"}.isdisjoint(path)
 
 
 @pytest.mark.parametrize("path", [p for p in _places(DOCUMENT) if p and isinstance(p[-1], str)], ids=lambda p: ".".join(map(str, p)))
@@ -198,7 +222,8 @@ def test_a_missing_name_is_refused_unless_it_is_free(path):
     for key in path[:-1]:
         parent = parent[key]
     del parent[path[-1]]
-    if (path[0] == "stats" and len(path) > 1) or "options" in path[:-1] or (path[0] == "choices" and len(path) > 1):
+    unknown = path[:2] == ("cost", "collectives") and path[-1] in ("exposed_seconds", "value", "moves", "op", "reason", "compiled")
+    if unknown or (path[0] == "stats" and len(path) > 1) or "options" in path[:-1] or (path[0] == "choices" and len(path) > 1):
         from_json(json.dumps(document))
     elif path[0] != "cluster" or len(path) == 1:
         with pytest.raises(StrategyError, match="expected"):
@@ -257,6 +282,10 @@ HOSTILE = {
     "a spec of too many entries": (_text('["data", null]', '["data", null, null]'), r"arguments\[1\]\.spec: expected a spec that fits"),
     "a spec that does not divide": (_text('"shape": [16, 64]', '"shape": [18, 64]'), r"arguments\[1\]\.spec: .*size 18"),
     "an axis twice in a spec": (_text('["data", null]', '["data", "data"]'), r"arguments\[1\]\.spec"),
+    "a reason that there is not": (_text('"reason":0', '"reason":7'), r"collectives\[0\]\.reason: expected a whole number from 0 to 0"),
+    "a reason of another mesh": (_text('[["i",16,""]]', '[["i",16,""],null]'), r"reason: expected a reason with 1 splits"),
+    "an unknown reason": (_text('"kind":"read"', '"kind":"whim"'), r"reasons\[0\]\.kind: expected one of read, unruled"),
+    "a reason that lacks its data": (_text('"before":[null,"model"],', ""), r"reasons\[0\]: expected an object with 'before'"),
     "a mesh of other size": (_text('["data", 4]', '["data", 8]'), "as many devices as the mesh"),
     "a mesh axis twice": (_text('["model", 2]', '["data", 2]'), "distinct"),
     "a leaf twice": (
@@ -264,8 +293,8 @@ HOSTILE = {
         r"argument_structure\.tuple\[1\]: expected a leaf that stands nowhere else",
     ),
     "a missing leaf": (_text('[{"dict": {"w": 0}}, 1]', '[{"dict": {"w": 0}}]'), "2 leaves, not 1"),
-    "another schema": (_text('"schema": 1', '"schema": 2'), "at schema: expected schema 1, the one"),
-    "a true schema": (_text('"schema": 1', '"schema": true'), "at schema"),
+    "another schema": (_text('"schema": 2', '"schema": 3'), "at schema: expected schema 2, or 1, which"),
+    "a true schema": (_text('"schema": 2', '"schema": true'), "at schema"),
     "terminal escapes": (_text("mlp-cpu8", "mlp\\u001b[2J"), "control characters"),
     "terminal escapes in a name": (_text('{"dict": {"w": 0}}', '{"dict": {"\\u001b[2J\\n": true}}'), r"dict\.\?\[2J\?: expected"),
     "text after the end": (TEXT + "{}", "Extra data"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.errors import CompilerError
-from autoshard.ir import Collective, Mesh
+from autoshard.ir import Collective, Mesh, ServedOp
 from autoshard.lower import jax_mesh
 from autoshard.verify import collectives_of
 from autoshard.verify.groups import axes_of, parse_groups
@@ -85,7 +85,7 @@ def test_loops_count_their_trips():
     entry = """  %p = f32[8]{0} parameter(0)
   %t = (f32[8]{0}) tuple(%p)
   ROOT %w = (f32[8]{0}) while(%t), condition=%condition, body=%outer, backend_config={"known_trip_count":{"n":"3"}}"""
-    expected = Collective("all_reduce", ("x", "y"), 32.0, 15, "jit(f)/while/body/dot")
+    expected = Collective("all_reduce", ("x", "y"), 32.0, 15, ServedOp(name="jit(f)/while/body/dot"))
     assert collectives_of(module(entry, inner, condition, outer), MESH) == (expected,)
 
 
