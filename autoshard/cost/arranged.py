@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator, Mapping, Set
 from itertools import permutations
 
-from autoshard.cost.compute import is_matrix
 from autoshard.cost.profile import Profile
 from autoshard.cost.reshard import Step
 from autoshard.cost.tiles import LANES, ROWS, by_rows, local_part, padding, tiled, tiles
 from autoshard.ir import Assignment, Layout, Op, local_shape, operand_layout, sent_tensors, shards
+from autoshard.primitives import is_matrix
 
 Held = tuple[float, int, int]
 """Bytes of a device, the moment in which they are first held, and the first in which they are not."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autoshard.cost.compute import is_matrix
 from autoshard.cost.profile import Profile
 from autoshard.cost.reshard import Step
 from autoshard.ir import Assignment, Choice, Layout, Op, factor_names, layout_to_spec
+from autoshard.primitives import is_matrix
 
 PARTIAL = {"sum": "partial sums", "prod": "partial products", "max": "partial maxima", "min": "partial minima"}
 

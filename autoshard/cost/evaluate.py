@@ -17,12 +17,11 @@ from functools import partial
 from itertools import pairwise
 
 from autoshard.cost.blame import Blame
-from autoshard.cost.compute import is_matrix
 from autoshard.cost.fusion import Kernel
 from autoshard.cost.memory import Copy, Peak, held_in_orders, peak_memory
 from autoshard.cost.model import CostModel, OpCost
 from autoshard.cost.narrowing import NARROW_SHARE, rounds_operands
-from autoshard.cost.partial_sums import LOOPS, Addition, late_sums
+from autoshard.cost.partial_sums import Addition, late_sums
 from autoshard.cost.prefetch import prefetches
 from autoshard.cost.profile import Profile
 from autoshard.cost.record import Cost, Recomputation
@@ -31,6 +30,7 @@ from autoshard.cost.reshard import Step, path_seconds
 from autoshard.cost.schedule import BOTH, CARRIED, COMPUTE, PRODUCT, WIRES, Tasks, schedule
 from autoshard.cost.windows import RESULT, Window, Windows
 from autoshard.ir import Assignment, Choice, Collective, Flow, Layout, Op, served_from, shards, shift_layout, view_of
+from autoshard.primitives import is_loop, is_matrix
 
 Cause = Callable[[Blame, Step], str]
 """Why a step is there, in words."""
@@ -234,7 +234,7 @@ class _Judge:
 
     def _control_flow(self, op: Op) -> None:
         """Sources are read in their holders' layouts: once before the bodies, or once a trip inside them."""
-        loop = op.primitive in LOOPS
+        loop = is_loop(op.primitive)
         made_inside = {value for body in op.bodies for value in body.outputs}
         before = self._flows(op, lambda flow: not (flow.inside or flow.value in made_inside))
         if loop:

@@ -19,11 +19,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from autoshard.cost.compute import is_matrix
 from autoshard.cost.fusion import Kernel
 from autoshard.cost.memory import Buffers
 from autoshard.cost.patterns import stands_alone
 from autoshard.cost.profile import Profile
+from autoshard.primitives import is_matrix
 
 # Of a device's memory what the compiler aims at: "rematerialization limit 14.89G = 95% hbm (14.96G) - (arguments (2.07G) -
 # aliased_output(2.07G)) - overlays (74.83M)" in the log of libtpu 0.0.42 (TPU_MIN_LOG_LEVEL=0). Overlays are the program's code.

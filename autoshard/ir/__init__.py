@@ -2,7 +2,6 @@
 
 from autoshard.ir.assignment import (
     NOWHERE,
-    VIEWS,
     Assignment,
     Choice,
     choice_for,
@@ -44,7 +43,6 @@ from autoshard.ir.rule import Dims, Factor, Rule, Send, factor_names
 
 __all__ = [
     "NOWHERE",
-    "VIEWS",
     "Assignment",
     "Body",
     "Choice",

@@ -8,11 +8,7 @@ from collections.abc import Sequence
 
 from autoshard.errors import ShardingError
 from autoshard.ir.graph import Graph, Op
-
-MOVES = frozenset(
-    {"broadcast_in_dim", "convert_element_type", "copy", "dynamic_slice", "expand_dims", "reshape", "rev", "slice", "squeeze", "transpose"}
-)
-"""Operations whose result is still the tensor that they read, to a person."""
+from autoshard.primitives import moves
 
 _INDEX = re.compile(r"(?<=\[)\d+(?=\])")
 
@@ -58,7 +54,7 @@ class Names:
         op = self._makers.get(value)
         if op is None:
             return "a value"
-        if op.primitive in MOVES and self._is_argument(op.operands[0]):
+        if moves(op.primitive) and self._is_argument(op.operands[0]):
             return f"{op.primitive} of {self.name(op.operands[0])}"
         return f"the result of {op.primitive}"
 
@@ -68,7 +64,7 @@ class Names:
             op = self._makers.get(value)
             if value in self._entering:
                 value = self._entering[value][1]
-            elif op is not None and op.primitive in MOVES:
+            elif op is not None and moves(op.primitive):
                 value = op.operands[0]
             else:
                 return False
