@@ -91,7 +91,7 @@ class Primitive:
         view: whether the result shares its operand's memory.
         anchor: whether it is outside fusions: its result is in memory.
         computed_once: whether of constants alone it is still computed once, not wherever it is read.
-        commutes_with_casts: whether casting its operands instead of its result gives the same numbers.
+        commutes_with_casts: whether compilers cast its operands instead of its result, which gives the same numbers.
         moves: whether its result is still the tensor that it reads, moved or cast.
         stateful: whether it has an effect or a state, and so runs on one device.
     """
@@ -121,6 +121,9 @@ def _each(names: str, kind: Kind, **facts: Any) -> dict[str, Primitive]:
 # agree with which chains, between a product's scores and the next product, it keeps in memory. On v5p one division, two logistics or six
 # exponentials are not kept, but a division and a sum, x * logistic(x) and an error function are. So is a softmax in float32, though not on
 # v4, v5e or v6e, whose limits are further off; an error function is kept on all of them, and random bits make the difference on v6e.
+#
+# Casts commute with what XLA's convert-mover pass lists (openxla/xla, xla/hlo/transforms/simplifiers/convert_mover.cc); XLA:TPU was seen to
+# round embedding tables, too, whose rows products read, and what is compared with a bound, though not what is negated.
 _ELEMENTWISE: dict[str, Primitive] = {
     **_each("cbrt", "elementwise", vector_operations=5.0),
     **_each("ceil exp2 floor mulhi nextafter round sign sub", "elementwise"),
@@ -403,7 +406,7 @@ def is_computed_once(name: str) -> bool:
 
 
 def commutes_with_casts(name: str) -> bool:
-    """Whether casting the operands instead of the result gives the same numbers."""
+    """Whether compilers cast the operands instead of the result, which gives the same numbers."""
     return name in _COMMUTING
 
 
