@@ -16,12 +16,9 @@ from harnesses import CASES
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from autoshard.ir import Rule, Value
+from autoshard.primitives import primitive
 from autoshard.rules import rule_of, runs_per_shard
 from autoshard.rules.shardy import composed, lowered, ranks
-from autoshard.trace import CALLS, INLINED
-
-# Their bodies have rules, they have none.
-WITH_BODIES = CALLS | INLINED | {"scan", "while", "cond"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,7 +88,7 @@ def verdicts(names: Collection[str]) -> Iterator[Verdict]:
         except TypeError:  # a case made for another backend
             continue
         for eqn in equations(jaxpr):
-            if eqn.primitive.name not in WITH_BODIES:
+            if not primitive(eqn.primitive.name).bodies:  # these have rules, they have none
                 avals = tuple(str(v.aval) for v in (*eqn.invars, *eqn.outvars))
                 key = (eqn.primitive.name, str(sorted((k, str(v)) for k, v in eqn.params.items())), avals)
                 found.setdefault(key, (eqn, set()))[1].add(harness.group_name)
@@ -103,7 +100,7 @@ def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
     """Every equation of a jaxpr and of those in its parameters, but for what a reduction is by."""
     for eqn in jaxpr.eqns:
         yield eqn
-        if eqn.primitive.name in WITH_BODIES:
+        if primitive(eqn.primitive.name).bodies:
             for param in jax.tree.leaves(dict(eqn.params), is_leaf=lambda p: isinstance(p, (Jaxpr, ClosedJaxpr))):
                 if isinstance(param, (Jaxpr, ClosedJaxpr)):
                     yield from equations(param.jaxpr if isinstance(param, ClosedJaxpr) else param)

@@ -22,7 +22,7 @@ PACKAGE = ROOT / "autoshard"
 
 # From upstream to downstream. A folder (or module) imports from the rows above it and from itself, never from its neighbours.
 LAYERS = (
-    ("errors", "render"),
+    ("errors", "render", "primitives"),
     ("ir",),
     ("cluster",),  # places the axes of an `ir.Mesh` on its links
     ("rules", "cost"),

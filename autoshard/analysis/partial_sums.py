@@ -20,13 +20,7 @@ from itertools import pairwise
 
 from autoshard.cost.reshard import Combination, combinations
 from autoshard.ir import Assignment, Graph, Holder, Op, Rule, computed_layout, operand_layout, reductions, result_layout
-
-LOOPS = ("scan", "while")
-
-_SUMS = ("add", "add_any")
-_FOLLOWERS = ("convert_element_type", "copy", "neg", "transpose")  # these carry their operand's layout
-_SCALING = ("div", "mul")  # by one number
-_CARRIERS = (*_FOLLOWERS, "reshape", "squeeze")
+from autoshard.primitives import is_addition, linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +93,7 @@ def partial_sums(graph: Graph, readers: Sequence[Sequence[int]]) -> PartialSums:
     """
     ops = graph.walk()
     finder = _Finder(graph, readers)
-    sums = [op for op in ops if op.primitive in _SUMS]
+    sums = [op for op in ops if is_addition(op.primitive)]
     additions = {op.index: found for op in sums if (found := finder.addition(op))}
     accumulations = []
     accumulated, over, widened = [1] * len(ops), [1] * len(ops), [1.0] * len(ops)
@@ -191,7 +185,7 @@ class _Late:
         move = self.pending.get(side) or self._combined(self.ops[side])
         for value in reversed(way[:-1]):
             op = self.ops[self.sums.makers[value]]
-            of_parts = op.primitive in _FOLLOWERS  # the other operand of what scales is split as the sum will be
+            of_parts = linear(op.primitive) == "carries"  # the other operand of what scales is split as the sum will be
             if move is None or not self._as_it_is(op) or not (of_parts or move[0] == "all_reduce"):
                 return None
             move = carried_move(move, op, self.assignment.layout(value))
@@ -249,7 +243,7 @@ class _Finder:
             return None
         addition, after = self.made(kept[0])
         entering, reader = self._onwards(holder.value)
-        if addition is None or self._ops[addition].primitive not in _SUMS or reader != addition:
+        if addition is None or not is_addition(self._ops[addition].primitive) or reader != addition:
             return None
         added = [value for value in self._ops[addition].operands if value != entering[-1]]
         side, way = self.made(added[0]) if len(added) == 1 else (None, ())
@@ -260,12 +254,12 @@ class _Finder:
 
     def follows(self, way: tuple[int, ...]) -> bool:
         """Whether all that is on a way lies as what it begins with does."""
-        return all(self._makers[value].primitive in (*_FOLLOWERS, *_SCALING) for value in way[:-1])
+        return all(linear(self._makers[value].primitive) in ("carries", "scales") for value in way[:-1])
 
     def carried(self, value: int) -> list[int]:
         """A value of one reader, and what only carries it to where it is added."""
         found = [value]
-        while self._carried(op := self._ops[self._readers[found[-1]][0]]) == found[-1] and op.primitive in (*_FOLLOWERS, *_SCALING):
+        while self._carried(op := self._ops[self._readers[found[-1]][0]]) == found[-1] and linear(op.primitive) in ("carries", "scales"):
             found.append(op.results[0])
         return found
 
@@ -297,13 +291,13 @@ class _Finder:
         """The operand that an op makes its result of element by element, if partial sums of it make partial sums of the result."""
         if self._rounds(op):
             return None
-        if op.primitive in _SCALING:
+        if linear(op.primitive) == "scales":
             first, second = op.operands
             scaled = [(first, second), (second, first)] if op.primitive == "mul" else [(first, second)]
             found = [value for value, by in scaled if value != by and self._is_number(by)]
             return next((value for value in found if not self._is_number(value) or value in self._makers), None)
         sums_nothing = op.primitive == "reduce_sum" and self._values[op.operands[0]].size == self._values[op.results[0]].size
-        return op.operands[0] if op.primitive in _CARRIERS or sums_nothing else None
+        return op.operands[0] if linear(op.primitive) in ("carries", "regroups") or sums_nothing else None
 
     def _rounds(self, op: Op) -> bool:
         """Whether an op makes whole numbers of what is none: of parts these would add up to another sum."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 
 from autoshard.compilers.program_facts import Profile
-from autoshard.cost.compute import is_matrix
 from autoshard.ir import Assignment, Graph, Mesh
 from autoshard.lower import abstract_mesh, obstacle
-from autoshard.lower.constrain import SELF_PARTITIONED
+from autoshard.primitives import is_matrix, is_self_partitioned
 from autoshard.render import format_percent
 
 TOP = 3  # places in the program that are named for a mesh axis
@@ -25,7 +24,7 @@ def without_rules(facts: Profile) -> list[str]:
     )
 
     def note(name: str, n: int) -> str:
-        if name in SELF_PARTITIONED:
+        if is_self_partitioned(name):
             costed = "are costed as if they read their operands whole, what they compute and exchange inside left out"
             return f"{name} partitions itself: {n} of them run as written, and {costed}"
         return f"{name} has no sharding rule: {n} of them read their operands whole"

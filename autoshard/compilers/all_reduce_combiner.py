@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from itertools import permutations
 
 from autoshard.compilers.fusion import Fusion
-from autoshard.compilers.op_patterns import REDUCTIONS, is_call
-from autoshard.cost.compute import is_matrix
+from autoshard.compilers.op_patterns import is_call
 from autoshard.cost.reshard import Step
 from autoshard.ir import Graph, Value, local_shape
+from autoshard.primitives import is_matrix, is_reduction
 
 # XLA:TPU sends gradients in groups of so much: all_reduces of several are of at most 125.8 MB in all programs that were seen.
 COMBINED_BYTES = 120 * 2**20
@@ -43,7 +43,7 @@ class Sums:
 def sums_of(graph: Graph, fusion: Fusion) -> Sums:
     """The sums of a fused program."""
     first, ops = _first_results(graph), graph.walk()
-    found = [op.index for op in ops if op.trips == 1 and (is_matrix(op.primitive) or op.primitive in REDUCTIONS)]
+    found = [op.index for op in ops if op.trips == 1 and (is_matrix(op.primitive) or is_reduction(op.primitive))]
     place = {op: k for k, op in enumerate(sorted(found, key=lambda op: (first[op], op)))}
     needs: dict[int, int] = {}
     before: dict[int, int] = {}  # per value

@@ -10,15 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autoshard.ir import Graph, Op
+from autoshard.primitives import commutes_with_casts, is_dense_product
 
 NARROW_SHARE = 0.5  # of a float32's bytes
-# Rounding first gives the same. XLA's convert-mover pass lists most of them (openxla/xla, xla/hlo/transforms/simplifiers/convert_mover.cc);
-# XLA:TPU was seen to round embedding tables, too, whose rows products read, and what is compared with a bound, though not what is negated.
-_COMMUTING = (
-    *("abs", "broadcast_in_dim", "clamp", "concatenate", "copy", "gather", "max", "min", "pad", "reshape", "rev"),
-    *("select_n", "sharding_constraint", "slice", "squeeze", "stack", "transpose"),
-)
-_PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
 def rounded_values(graph: Graph, readers: Sequence[Sequence[int]]) -> tuple[bool, ...]:
@@ -47,11 +41,11 @@ def rounded_values(graph: Graph, readers: Sequence[Sequence[int]]) -> tuple[bool
 
 def rounds_operands(graph: Graph, op: Op, rounded: Sequence[bool]) -> bool:
     """Whether an op without bodies rounds its operands or multiplies them, rounded, or hands them on to what does."""
-    if op.primitive in _PRODUCTS:
+    if is_dense_product(op.primitive):
         return _rounded(graph, op)
     if op.primitive == "convert_element_type":
         return graph.values[op.results[0]].dtype == "bfloat16"
-    return op.primitive in _COMMUTING and rounded[op.results[0]]
+    return commutes_with_casts(op.primitive) and rounded[op.results[0]]
 
 
 def single_rows(graph: Graph) -> dict[int, frozenset[int]]:
@@ -68,7 +62,7 @@ def single_rows(graph: Graph) -> dict[int, frozenset[int]]:
     for op in graph.walk():
         if op.primitive == "gather":
             gathered[op.results[0]] = op.results[0]
-        elif not op.bodies and op.primitive not in _PRODUCTS:
+        elif not op.bodies and not is_dense_product(op.primitive):
             for value in op.results:
                 looked_up = (gathered[v] for v in op.operands if v in gathered and values[v].size == values[value].size)
                 if (first := next(looked_up, None)) is not None:
@@ -84,7 +78,7 @@ def single_rows(graph: Graph) -> dict[int, frozenset[int]]:
             sides = ((value, dim) for value in op.operands for dim, size in enumerate(values[value].shape) if size == 1)
             single = op.operands if stacked else [value for value, dim in sides if (op.results[0], dim) in rows]
             found |= {value: frozenset(gathered[v] for v in op.operands if v in gathered and v != value) for value in single}
-        elif op.primitive in _COMMUTING and op.results[0] in found and values[op.operands[0]].size == values[op.results[0]].size:
+        elif commutes_with_casts(op.primitive) and op.results[0] in found and values[op.operands[0]].size == values[op.results[0]].size:
             found[op.operands[0]] = found[op.results[0]]
     return found
 

@@ -34,9 +34,6 @@ from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 
 from autoshard.compilers.op_patterns import (
-    LOOPS,
-    REDUCTIONS,
-    VIEWS,
     Minor,
     added_to,
     default_precision,
@@ -51,19 +48,9 @@ from autoshard.compilers.op_patterns import (
     stands_alone,
     trims,
 )
-from autoshard.cost.compute import is_matrix
 from autoshard.ir import Body, Graph, Op, Value
+from autoshard.primitives import is_control_flow, is_matrix, is_reduction, is_scatter, is_view, primitive, updates
 
-# Vector operations an element. That of a product and a sum is from the cycles that XLA:TPU (libtpu 0.0.42) gives long chains of them; the
-# others agree with which chains of them, between a product's scores and the next product, it keeps in memory: on v5p one division, two
-# logistics, six exponentials or so do not, a division and a sum, one x * logistic(x) and one error function do; a softmax in float32 does,
-# but not on v4, v5e or v6e, whose limits are further off; an error function does on all; and random bits make the difference on v6e.
-WORK = {
-    "mul": 1.5, "square": 1.5, "integer_pow": 3.0, "div": 10.0, "exp": 2.0, "log": 2.0, "log1p": 3.0, "expm1": 3.0, "tanh": 1.0,
-    "logistic": 9.0, "erf": 50.0, "erfc": 50.0, "erf_inv": 50.0, "pow": 5.0, "sin": 20.0, "cos": 20.0, "tan": 20.0, "rsqrt": 2.0,
-    "sqrt": 2.0, "cbrt": 5.0, "rem": 10.0, "threefry2x32": 6.0, "random_bits": 6.0,
-}  # fmt: skip
-LEAST_WORK = 0.7
 NARROW_WORK = 2 / 3  # in bfloat16: 0.69 of float32's cycles
 LONGEST = 64  # ops of an epilogue that are looked at: gelu's derivative is 15
 MOST = 6  # sources, or readers, that are told apart; more than this many are as good as this many
@@ -76,13 +63,13 @@ class FusionRules:
     Attributes:
         patience: vector operations on an element, for each of its bytes, from which a value is kept that several kernels would compute.
         calls_libraries: whether products and convolutions are calls of libraries, whose operands and results lie in memory.
-        work: vector operations an element, by primitive.
+        heavier: vector operations an element, by primitive, where it weighs them otherwise than the table of primitives.
         hides: what a kernel moves beside the value hides work: this times as much is hidden as is moved.
     """
 
     patience: float = math.inf
     calls_libraries: bool = False
-    work: Mapping[str, float] = field(default_factory=lambda: WORK)
+    heavier: Mapping[str, float] = field(default_factory=dict)
     hides: float = 0.0
 
 
@@ -242,7 +229,7 @@ class _Fuser:
     def _casts(self) -> dict[int, tuple[int, int]]:
         found: dict[int, tuple[int, int]] = {}
         for op in self.ops:
-            for holder in op.holders if op.primitive in LOOPS else ():
+            for holder in op.holders if is_control_flow(op.primitive) else ():
                 for flow in holder.sources:
                     if not flow.inside and self.narrow[holder.value] and not self.narrow[flow.value] and self.values[flow.value].rank > 1:
                         root = self._find(flow.value)
@@ -256,7 +243,7 @@ class _Fuser:
             if is_matrix(op.primitive) and default_precision(op):
                 for value in op.operands:
                     found[value] = found[self._find(value)] = self.values[value].dtype == "float32"
-            elif op.primitive in VIEWS and op.operands:
+            elif is_view(op.primitive) and op.operands:
                 found[op.operands[0]] = found[op.operands[0]] or found[op.results[0]]
             for holder in op.holders:
                 for flow in holder.sources:
@@ -264,7 +251,7 @@ class _Fuser:
         return tuple(found)
 
     def _begun(self) -> frozenset[int]:
-        loops = (op for op in self.ops if op.primitive in LOOPS and op.trips == 1)
+        loops = (op for op in self.ops if is_control_flow(op.primitive) and op.trips == 1)
         flows = ((holder.value, flow) for loop in loops for holder in loop.holders for flow in holder.sources)
         return frozenset(self._find(value) for value, flow in flows if not flow.inside and not flow.shift and self.free[flow.value])
 
@@ -282,10 +269,10 @@ class _Fuser:
             elif self._stands_alone(op) and not self._is_one_hot(op):
                 for value in () if op.index in self.in_place else op.results:
                     self._store(value)
-                scatters = self.calls_libraries and op.primitive.startswith("scatter")  # which computes what it adds
+                scatters = self.calls_libraries and is_scatter(op.primitive)  # which computes what it adds
                 for value in op.operands[:1] if scatters else op.operands if self.calls_libraries or not is_matrix(op.primitive) else ():
                     self._store(value)
-            elif op.primitive in REDUCTIONS:
+            elif is_reduction(op.primitive):
                 for value in op.results:
                     self._store(value)
             elif op.primitive == "concatenate" and any(reader.primitive == "conv_general_dilated" for reader in self._read_by(op)):
@@ -304,7 +291,7 @@ class _Fuser:
     def _is_view(self, op: Op) -> bool:
         if op.index in self.trims or op.index in self.added_to:
             return True
-        return op.primitive in VIEWS and not op.bodies and len(op.results) == 1 and bool(op.operands)
+        return is_view(op.primitive) and not op.bodies and len(op.results) == 1 and bool(op.operands)
 
     def _stands_alone(self, op: Op) -> bool:
         if self.calls_libraries and op.primitive in ("gather", "slice", "pad"):
@@ -315,7 +302,7 @@ class _Fuser:
         return not self.calls_libraries and is_one_hot(op, self.values)
 
     def _is_elementwise(self, op: Op) -> bool:
-        return not (op.bodies or self._stands_alone(op) or op.primitive in REDUCTIONS) and len(op.results) == 1
+        return not (op.bodies or self._stands_alone(op) or is_reduction(op.primitive)) and len(op.results) == 1
 
     def _store(self, value: int, even_free: bool = False) -> None:
         """Stores a value; one that is made of constants only where a loop reads it, and not the same number everywhere."""
@@ -332,7 +319,7 @@ class _Fuser:
                 for reader in self.readers[root]:
                     if len(found) >= MOST:
                         break
-                    if reader.primitive in REDUCTIONS:
+                    if is_reduction(reader.primitive):
                         continue  # computed along with what else reads its operand
                     if reader.bodies or self._stands_alone(reader):
                         found.add(reader.index)
@@ -401,7 +388,7 @@ class _Fuser:
         shape = self.values[value].shape
         while len(only := self.readers[value]) == 1 and only[0].primitive == "convert_element_type":
             value = self._find(only[0].results[0])
-        reduces = len(only) == 1 and only[0].primitive in REDUCTIONS
+        reduces = len(only) == 1 and is_reduction(only[0].primitive)
         return reduces and self.values[only[0].operands[0]].shape == shape and self.values[only[0].results[0]].rank > 0
 
     # -- kernels -------------------------------------------------------------------------------------------------------------
@@ -484,8 +471,9 @@ class _Fuser:
 
     def _work(self, op: Op) -> float:
         """Vector operations that an op takes for each element it makes; what divides by a constant multiplies."""
-        primitive = "mul" if op.primitive == "div" and self.free[self._find(op.operands[1])] else op.primitive
-        return self.rules.work.get(primitive, LEAST_WORK) * (NARROW_WORK if self.values[op.results[0]].itemsize < 4 else 1.0)
+        name = "mul" if op.primitive == "div" and self.free[self._find(op.operands[1])] else op.primitive
+        operations = self.rules.heavier.get(name) or primitive(name).vector_operations
+        return operations * (NARROW_WORK if self.values[op.results[0]].itemsize < 4 else 1.0)
 
     def _beside(self, sink: int, made: Value) -> float:
         """What a kernel reads and makes beside a value, in that one's bytes: work is hidden behind it."""
@@ -537,4 +525,4 @@ def _position(value: int, parts: tuple[tuple[int, ...], ...]) -> int:
 
 def _updates(op: Op) -> bool:
     """Whether an op writes into its first operand."""
-    return op.primitive == "dynamic_update_slice" or op.primitive.startswith("scatter")
+    return updates(op.primitive)

@@ -8,16 +8,17 @@ from typing import ClassVar
 
 from autoshard.compilers.base import Compiler, Copies, Partials
 from autoshard.compilers.buffer_assignment import Buffers, buffers
-from autoshard.compilers.fusion import WORK, Fusion, FusionRules
+from autoshard.compilers.fusion import Fusion, FusionRules
 from autoshard.compilers.kernel_order import Orders, filled_at_once, gradients_last, program_orders, shortest
 from autoshard.compilers.program_facts import Profile
 from autoshard.ir import Assignment, Graph
 from autoshard.ir.collective import KINDS
 
-# As XLA:GPU (jaxlib 0.10.2, compiled for H100) weighs them, of what a product and another kernel read, in bfloat16 and float32: hyperbolic
-# tangents, sines, cosines and powers are kept, logarithms of 1 + x in bfloat16 alone; exponentials, logistics, error functions, roots and
-# quotients are computed again, as are chains of 32 products and sums, and no longer from 36 (bfloat16) or 44 (float32) on.
-LIBRARY_WORK = WORK | dict.fromkeys(("tanh", "sin", "cos", "tan", "pow"), 150.0) | {"log1p": 80.0}
+# Vector operations an element, where XLA:GPU (jaxlib 0.10.2, compiled for H100) weighs them otherwise. Of what a product and another kernel
+# read, in bfloat16 and float32, hyperbolic tangents, sines, cosines and powers are kept, logarithms of 1 + x in bfloat16 alone;
+# exponentials, logistics, error functions, roots and quotients are computed again, as are chains of 32 products and sums, and no longer
+# from 36 (bfloat16) or 44 (float32) on.
+LIBRARY_OPERATIONS = dict.fromkeys(("tanh", "sin", "cos", "tan", "pow"), 150.0) | {"log1p": 80.0}
 # On GPUs before Hopper XLA's scheduler leaves products where they are: its analytical estimates of latency, with which it puts gradients of
 # weights last, are not for those (a rematerialised transformer compiled for A100, H100 and B200 by jaxlib 0.10.2: 2.5, 3.6 and 3.4 GB).
 IN_ORDER = frozenset({"a100", "a100-40g"})
@@ -45,7 +46,7 @@ class XlaGpu(Compiler):
         On A100, H100 and B200 from 17 to 22, 22 to 26 and 5 to 16 operations a byte on, by this from 10, 20 and 9 on.
         """
         patience = self.device.vector_flops_per_second / self.device.memory_bandwidth_bytes_per_second
-        return FusionRules(patience, calls_libraries=True, work=LIBRARY_WORK)
+        return FusionRules(patience, calls_libraries=True, heavier=LIBRARY_OPERATIONS)
 
     def orders(self, graph: Graph, fusion: Fusion) -> Orders:
         """With an order in which gradients are computed while others are sent, and so after those of activations."""

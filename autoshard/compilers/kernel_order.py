@@ -9,8 +9,8 @@ from heapq import heappop, heappush
 import numpy as np
 
 from autoshard.compilers.fusion import Fusion, Kernel
-from autoshard.cost.compute import is_matrix
 from autoshard.ir import Graph
+from autoshard.primitives import is_matrix, is_scatter
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,7 +117,7 @@ def filled_at_once(graph: Graph, fusion: Fusion, times: Lifetimes) -> Lifetimes:
     alike: dict[tuple, list[int]] = {}
     for kernel in fusion.kernels:
         op = ops[kernel.main]
-        fills = op.primitive.startswith("scatter") and op.index not in in_place and not fusion.stored[fusion.root[op.operands[0]]]
+        fills = is_scatter(op.primitive) and op.index not in in_place and not fusion.stored[fusion.root[op.operands[0]]]
         for value in kernel.makes if kernel.inner or fills else ():
             if value in times.places:
                 alike.setdefault((graph.values[value].shape, graph.values[value].dtype), []).append(times.places[value])

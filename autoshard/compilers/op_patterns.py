@@ -6,24 +6,9 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from autoshard.cost.compute import is_matrix
 from autoshard.ir import Graph, Op, Value
+from autoshard.primitives import is_addition, is_anchor, is_control_flow, is_matrix, is_reduction, is_scatter, is_view, primitive
 
-VIEWS = frozenset(
-    {"reshape", "squeeze", "expand_dims", "transpose", "sharding_constraint", "optimization_barrier", "copy", "copy_p", "reshard"}
-)
-REDUCTIONS = frozenset({
-    "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin", "reduce",
-})  # fmt: skip
-# Ops that stand outside fusions: their operands and results are in memory.
-STANDALONE = frozenset({
-    "dot_general", "conv_general_dilated", "gather", "scatter", "scatter-add", "scatter_add", "scatter_mul", "scatter_min", "scatter_max",
-    "sort", "top_k", "approx_top_k", "fft", "cholesky", "triangular_solve", "qr", "eigh", "eig", "svd", "lu", "householder_product",
-    "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min",
-    "select_and_scatter", "select_and_scatter_add", "select_and_gather_add", "dynamic_update_slice", "ragged_dot_general", "ragged_dot",
-    "scan", "while", "cond", "remat2", "checkpoint", "shard_map", "pallas_call", "custom_partitioning", "ffi_call", "tridiagonal_solve",
-})  # fmt: skip
-LOOPS = frozenset({"scan", "while", "cond"})
 MOST_OF = 15 / 16  # of a product's elements, at least: then leaving out the rest, or padding it, is the product's own affair
 
 Minor = tuple[tuple[int, ...], ...]
@@ -45,12 +30,12 @@ def stands_alone(op: Op) -> bool:
         return any(stride > 1 for stride in (op.params.get("strides") or ())[-2:])
     if op.primitive == "pad":
         return any(interior for *_, interior in op.params["padding_config"])
-    return op.primitive in STANDALONE
+    return is_anchor(op.primitive)
 
 
 def is_call(op: Op) -> bool:
     """Whether an op's body runs in its place, its results being the body's own: compilers see through it."""
-    return len(op.bodies) == 1 and op.primitive not in LOOPS and op.results == op.bodies[0].outputs
+    return len(op.bodies) == 1 and not is_control_flow(op.primitive) and op.results == op.bodies[0].outputs
 
 
 def added_to(graph: Graph, free: Sequence[bool]) -> dict[int, tuple[int, int]]:
@@ -63,7 +48,7 @@ def added_to(graph: Graph, free: Sequence[bool]) -> dict[int, tuple[int, int]]:
     scattered = {op.results[0]: op.index for op in ops if op.primitive == "scatter-add" and free[op.operands[0]]}
     found = {}
     for op in ops:
-        for position in (0, 1) if op.primitive in ("add", "add_any") else ():
+        for position in (0, 1) if is_addition(op.primitive) else ():
             other, sparse = op.operands[position], op.operands[1 - position]
             if sparse in scattered and readers[other] == readers[sparse] == 1:
                 found[op.index] = position, scattered[sparse]
@@ -132,7 +117,7 @@ def trims(graph: Graph) -> dict[int, int]:
 def is_one_hot(op: Op, values: Sequence) -> bool:
     """Whether a scatter puts one number a row, by an index of its own: compilers compare positions instead, in registers."""
     numbers = op.params.get("dimension_numbers")
-    if not op.primitive.startswith("scatter") or numbers is None:
+    if not is_scatter(op.primitive) or numbers is None:
         return False
     batch = tuple(getattr(numbers, "operand_batching_dims", ()))
     rows, indexed = values[op.operands[0]].rank, values[op.operands[1]].rank - 1 > len(batch)
@@ -159,9 +144,9 @@ def narrow(graph: Graph, root: Sequence[int]) -> list[bool]:
             read[value] = True
         if is_matrix(op.primitive) and default_precision(op):
             continue
-        if op.primitive in REDUCTIONS:
+        if is_reduction(op.primitive):
             continue  # computed with what makes its operand
-        if op.primitive in VIEWS or op.primitive in ("slice", "dynamic_slice", "split", "rev", "name"):
+        if is_view(op.primitive) or op.primitive == "name" or primitive(op.primitive).kind in ("slice", "reversal"):
             links.append((op.results, op.operands[:1]))
         elif op.primitive == "concatenate":
             links.append((op.results, op.operands))
@@ -217,10 +202,10 @@ def sliced(graph: Graph, again: bool) -> tuple[int, ...]:
             slices[op.operands[0]] += 2 if any(stride > 1 for stride in op.params.get("strides") or ()) else 1
         elif op.primitive == "split":
             slices[op.operands[0]] += sum(value in read for value in op.results)
-        elif op.bodies or stands_alone(op) or op.primitive in REDUCTIONS or op.primitive in ("broadcast_in_dim", "concatenate", "pad"):
+        elif op.bodies or stands_alone(op) or is_reduction(op.primitive) or op.primitive in ("broadcast_in_dim", "concatenate", "pad"):
             continue
         else:
-            computed.update(op.results if op.primitive not in VIEWS or op.operands[0] in computed else ())
+            computed.update(op.results if not is_view(op.primitive) or op.operands[0] in computed else ())
             nested.update(op.results if not nested.isdisjoint(op.operands) else ())
             continue
         nested.update(op.results if op.operands[0] in computed or op.operands[0] in nested else ())

@@ -6,25 +6,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from autoshard.analysis.partial_sums import LOOPS, PartialSums, partial_sums
+from autoshard.analysis.partial_sums import PartialSums, partial_sums
 from autoshard.compilers.all_reduce_combiner import Sums, sums_of
 from autoshard.compilers.bf16_demotion import rounded_values, single_rows
 from autoshard.compilers.fusion import Fusion, fuse
 from autoshard.compilers.kernel_order import Lifetimes, Orders
-from autoshard.compilers.op_patterns import REDUCTIONS, STANDALONE, VIEWS, Minor, recomputes
+from autoshard.compilers.op_patterns import Minor, recomputes
 from autoshard.compilers.traffic import Traffic, sent_by_op
-from autoshard.cost.compute import is_matrix, op_flops
+from autoshard.cost.compute import op_flops
 from autoshard.ir import Graph, Op, Rule
 from autoshard.ir.naming import Names
+from autoshard.primitives import is_computed_once, is_loop, is_matrix
 
 if TYPE_CHECKING:
     from autoshard.compilers.base import Compiler
-
-
-FREE_SOURCES = frozenset({"iota"})
-# Computed once even of constants, and their results moved: Shardy recomputes only elementwise ops, broadcasts, reshapes, slices.
-# (And no transposes; but those of masks are worth more as they are, fused into their readers by XLA.)
-ONCE = STANDALONE | REDUCTIONS | {"concatenate", "pad", "rev", "dynamic_slice"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,7 +155,7 @@ def _looped_weights(graph: Graph, fusion: Fusion, readers: Sequence[Sequence[int
     """See `Profile.looped_weights`."""
     ops, arguments, found = graph.walk(), frozenset(graph.arguments), {}
     for op in ops:
-        for holder in op.holders if op.primitive in LOOPS else ():
+        for holder in op.holders if is_loop(op.primitive) else ():
             value, inside = fusion.root[holder.value], readers[holder.value]
             if value in arguments and graph.values[value].rank > 2 and any(ops[reader].primitive == "dot_general" for reader in inside):
                 found[value] = (*found.get(value, ()), op.index)
@@ -245,14 +240,9 @@ def free_values(graph: Graph) -> list[bool]:
     for literal in graph.literals:
         free[literal] = True
     for op in graph.walk():
-        if op.bodies or op.primitive in ONCE or op.primitive.startswith("random") or not op.results:
+        if op.bodies or is_computed_once(op.primitive) or not op.results:
             continue
-        if op.primitive in FREE_SOURCES or (op.operands and all(free[value] for value in op.operands)):
+        if op.primitive == "iota" or (op.operands and all(free[value] for value in op.operands)):
             for result in op.results:
                 free[result] = True
     return free
-
-
-def is_view(op: Op) -> bool:
-    """Whether the op's result shares its operand's memory."""
-    return op.primitive in VIEWS and not op.bodies

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoshard.compilers.fusion import Fusion
-from autoshard.cost.compute import is_matrix
 from autoshard.ir import Graph, Op
+from autoshard.primitives import is_matrix
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,19 +18,7 @@ import numpy as np
 
 from autoshard.cluster import Device
 from autoshard.ir import Op, Rule, Value
-
-MATRIX = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot"})
-
-MOVES_NOTHING = frozenset({
-    "bitcast_convert_type", "broadcast_in_dim", "copy_p", "create_token", "empty", "expand_dims", "iota", "name", "optimization_barrier",
-    "random_unwrap", "random_wrap", "reshape", "reshard", "sharding_constraint", "squeeze", "stop_gradient",
-})  # fmt: skip
-"""Primitives that cost nothing: views of their operand, and what compilers make where it is read."""
-
-_NO_WORK = MOVES_NOTHING | {
-    "concatenate", "convert_element_type", "copy", "dynamic_slice", "dynamic_update_slice", "gather", "pad", "rev", "scatter", "slice",
-    "split", "transpose", "tile",
-}  # fmt: skip
+from autoshard.primitives import Work, primitive
 
 # Blocks of a product that cuBLAS and CUTLASS give a multiprocessor: the larger ones of NVIDIA's Matrix Multiplication Background guide,
 # section 2.3; smaller ones reuse their operands too little to reach the unit's rate
@@ -44,11 +32,6 @@ ROWS = 8  # operands stream past a matrix unit in blocks of 8 rows: TPU sublanes
 THREEFRY_FLOPS = 40  # 20 rounds of add, rotate (3) and xor make two words: Salmon et al., SC 2011, section 4
 
 
-def is_matrix(primitive: str) -> bool:
-    """Whether the primitive runs on the matrix unit."""
-    return primitive in MATRIX
-
-
 def op_flops(op: Op, rule: Rule | None, values: Sequence[Value]) -> float:
     """Floating point operations of one execution of the whole op; 0.0 for control flow, whose bodies count themselves.
 
@@ -56,15 +39,13 @@ def op_flops(op: Op, rule: Rule | None, values: Sequence[Value]) -> float:
         rule: the op's rule; what no formula covers counts one for each point of its iteration space, if it has one.
         values: the program's values, by number.
     """
-    if op.bodies or op.primitive in _NO_WORK:
+    counted = primitive(op.primitive).work
+    if op.bodies or counted == "none":
         return 0.0
     operands = tuple(values[value] for value in op.operands)
     results = tuple(values[value] for value in op.results)
-    work = _WORK.get(op.primitive)
-    if work is None and op.primitive.startswith("reduce_") and not op.primitive.startswith("reduce_precision"):
-        work = _operand_elements
-    if work is not None:
-        return float(work(op, operands, results))
+    if (formula := _FORMULAS.get(counted)) is not None:
+        return float(formula(op, operands, results))
     largest = max((value.size for value in results), default=0)
     if rule is None or not any(factor.kind == "reduction" for factor in rule.factors):
         return float(largest)
@@ -178,14 +159,10 @@ def _matrices(value: Value) -> tuple[int, int, int]:
     return math.prod(batch), rows, columns
 
 
-def _factorisation(cubic: float) -> Callable[[Op, Values, Values], float]:
-    """Work of ``cubic * n**3``-like algorithms: ``cubic * max * min**2`` on rectangles (Golub and Van Loan, Matrix Computations)."""
-
-    def work(op: Op, operands: Values, results: Values) -> float:
-        batch, rows, columns = _matrices(operands[0])
-        return cubic * batch * max(rows, columns) * min(rows, columns) ** 2
-
-    return work
+def _factorisation(op: Op, operands: Values, results: Values) -> float:
+    """Work of ``cubic * n**3``-like algorithms: ``cubic * max * min**2`` on rectangles."""
+    batch, rows, columns = _matrices(operands[0])
+    return primitive(op.primitive).cubic * batch * max(rows, columns) * min(rows, columns) ** 2
 
 
 def _triangular_solve(op: Op, operands: Values, results: Values) -> float:
@@ -196,40 +173,20 @@ def _random_bits(op: Op, operands: Values, results: Values) -> float:
     return THREEFRY_FLOPS * results[0].size
 
 
-_WORK: dict[str, Callable[[Op, Values, Values], float]] = {
-    "dot_general": _dot,
-    "ragged_dot_general": _ragged_dot,
-    "conv_general_dilated": _convolution,
-    "reduce_window": _window,
-    "reduce_window_sum": _window,
-    "reduce_window_max": _window,
-    "reduce_window_min": _window,
-    "select_and_scatter_add": _scatter_window,
-    "select_and_scatter": _scatter_window,
-    "select_and_gather_add": _window,
-    "scatter-add": _scattered,
-    "scatter_add": _scattered,
-    "scatter_sub": _scattered,
-    "scatter_mul": _scattered,
-    "scatter_min": _scattered,
-    "scatter_max": _scattered,
-    "argmax": _operand_elements,
-    "argmin": _operand_elements,
-    "sort": _sort,
-    "top_k": _top_k,
-    "approx_top_k": _operand_elements,
-    "fft": _fft,
-    "cholesky": _factorisation(1 / 3),
-    "lu": _factorisation(2 / 3),
-    "qr": _factorisation(4 / 3),
-    "geqrf": _factorisation(4 / 3),
-    "householder_product": _factorisation(4 / 3),
-    "eigh": _factorisation(9.0),
-    "eig": _factorisation(25.0),
-    "svd": _factorisation(21.0),
-    "triangular_solve": _triangular_solve,
-    "random_bits": _random_bits,
-    "threefry2x32": _random_bits,
+_FORMULAS: dict[Work, Callable[[Op, Values, Values], float]] = {
+    "operand": _operand_elements,
+    "dot": _dot,
+    "ragged_dot": _ragged_dot,
+    "convolution": _convolution,
+    "window": _window,
+    "scattered_window": _scatter_window,
+    "updates": _scattered,
+    "comparisons": _sort,
+    "heap": _top_k,
+    "butterflies": _fft,
+    "factorisation": _factorisation,
+    "substitution": _triangular_solve,
+    "threefry": _random_bits,
 }
 
 

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from autoshard.cost.reshard import ReshardPath
 from autoshard.ir import Assignment, Body, Graph, Layout, Op, Rule, operand_layout, reductions, replicated, result_layout, view_of
 
-CALLS = frozenset({"checkpoint", "remat2"})
-
 
 @dataclass(frozen=True, slots=True)
 class Prefetch:
@@ -69,7 +67,7 @@ class _Finder:
 
     def _run(self, body: Body) -> None:
         for op in body.ops:
-            if op.primitive in CALLS:
+            if op.primitive == "remat2":
                 for holder in op.holders:
                     (flow,) = holder.sources
                     if flow.value in self.made and self._layout(holder.value) == self._layout(flow.value):

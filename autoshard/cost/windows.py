@@ -17,7 +17,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autoshard.cost.reshard import ReshardPath, Step, combinations
-from autoshard.ir import VIEWS, Assignment, Graph, Layout, Op, Rule, computed_layout, operand_layout, reductions, result_layout
+from autoshard.ir import Assignment, Graph, Layout, Op, Rule, computed_layout, operand_layout, reductions, result_layout
+from autoshard.primitives import is_rearrangement
 
 MOST_BLOCKS = 16  # each is a kernel of its own in the compiled program
 RESULT = -1
@@ -125,7 +126,7 @@ class Windows:
     def _reads(self, op: Op, value: int, target: Layout, only_own: bool) -> bool:
         """Whether an op may read a value in a layout, or in any but its own, or make a view of what is there so."""
         rule, own = self.rules[op.index], self.assignment.layout(value)
-        if op.bodies or rule is None or op.primitive in VIEWS:
+        if op.bodies or rule is None or is_rearrangement(op.primitive):
             return True
         choice = self.assignment.choice(op.index)
         read = [operand_layout(rule, choice, k) for k, operand in enumerate(op.operands) if operand == value]

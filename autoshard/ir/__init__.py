@@ -2,7 +2,6 @@
 
 from autoshard.ir.assignment import (
     NOWHERE,
-    VIEWS,
     Assignment,
     Choice,
     choice_for,
@@ -45,7 +44,6 @@ from autoshard.ir.rule import Dims, Factor, Rule, Send, factor_name, factor_name
 
 __all__ = [
     "NOWHERE",
-    "VIEWS",
     "Assignment",
     "Body",
     "Choice",

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from autoshard.ir.graph import Graph
 from autoshard.ir.layout import Layout, Mesh
 from autoshard.ir.rule import Rule
+from autoshard.primitives import is_rearrangement
 
 Choice = tuple[tuple[int, int], ...]
 """Per mesh axis, ``(factor, scatter)``: the factor that the axis splits, or -1; and for a reduction factor the result
@@ -121,16 +122,12 @@ def _layout(dims: tuple[tuple[int, ...], ...], choice: Choice) -> Layout:
     return tuple(layout)
 
 
-VIEWS = frozenset({"reshape", "squeeze", "transpose"})
-"""Operations that a copy in another layout is not made after where one was made before."""
-
-
 def view_of(primitive: str, rule: Rule | None, layout: Layout, sizes: tuple[int, ...]) -> Layout | None:
     """The layout of an operand of which an operation that rearranges it makes a result in this layout; None where there is none.
 
     So a weight and its transpose are gathered once.
     """
-    choice = None if primitive not in VIEWS or rule is None else choice_for(rule, 0, layout, sizes)
+    choice = None if not is_rearrangement(primitive) or rule is None else choice_for(rule, 0, layout, sizes)
     return None if rule is None or choice is None else operand_layout(rule, choice, 0)
 
 

@@ -16,6 +16,8 @@ from typing import Any
 
 import networkx as nx
 
+from autoshard.primitives import is_loop
+
 
 @dataclass(frozen=True, slots=True)
 class Value:
@@ -172,7 +174,7 @@ class Graph:
 
     def loop_constants(self) -> Iterator[Holder]:
         """The holders of what loops read alike in every trip: one value flows in, and nothing is sliced or carried."""
-        holders = (holder for op in self.walk() if op.primitive in ("scan", "while") for holder in op.holders)
+        holders = (holder for op in self.walk() if is_loop(op.primitive) for holder in op.holders)
         return (holder for holder in holders if len(holder.sources) == 1 and not holder.sources[0].shift)
 
     def to_networkx(self) -> nx.MultiDiGraph:

@@ -11,11 +11,7 @@ from autoshard.errors import ShardingError
 from autoshard.ir.attribution import MovedValue
 from autoshard.ir.graph import Graph, Op
 from autoshard.ir.words import value_name, value_words
-
-MOVES = frozenset(
-    {"broadcast_in_dim", "convert_element_type", "copy", "dynamic_slice", "expand_dims", "reshape", "rev", "slice", "squeeze", "transpose"}
-)
-"""Operations whose result is still the tensor that they read, to a person."""
+from autoshard.primitives import moves as is_moved
 
 _INDEX = re.compile(r"(?<=\[)\d+(?=\])")
 _NUMBER = re.compile(r"(?<=[\[_.'/\-])(\d+)(?=\W|_|$)")
@@ -77,7 +73,7 @@ class Names:
         op = self._makers.get(value)
         if op is None:
             return "unknown", "", ()
-        if op.primitive in MOVES:
+        if is_moved(op.primitive):
             kind, name, moves = self._known_by(op.operands[0])
             if kind == "argument":
                 return kind, name, (op.primitive, *moves)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from autoshard.compilers.program_facts import Profile
-from autoshard.cost.compute import is_matrix
 from autoshard.cost.reshard import Step
 from autoshard.ir import (
     Assignment,
@@ -22,6 +21,7 @@ from autoshard.ir import (
     factor_name,
     layout_to_spec,
 )
+from autoshard.primitives import is_matrix
 
 
 class Blame:

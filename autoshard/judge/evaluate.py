@@ -16,12 +16,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 
-from autoshard.analysis.partial_sums import LOOPS, Addition, late_sums
+from autoshard.analysis.partial_sums import Addition, late_sums
 from autoshard.compilers.bf16_demotion import NARROW_SHARE, rounds_operands
 from autoshard.compilers.buffer_assignment import Copy, Peak, peak_memory
 from autoshard.compilers.fusion import Kernel
 from autoshard.compilers.program_facts import Profile
-from autoshard.cost.compute import is_matrix
 from autoshard.cost.prefetch import prefetches
 from autoshard.cost.record import Cost, Recomputation
 from autoshard.cost.reshard import Step, path_seconds
@@ -30,6 +29,7 @@ from autoshard.cost.windows import RESULT, Window, Windows
 from autoshard.ir import Assignment, Choice, Collective, Flow, Layout, Op, Reason, served_from, shards, shift_layout, view_of
 from autoshard.judge.attribution import Blame
 from autoshard.judge.model import CostModel, OpCost
+from autoshard.primitives import is_loop, is_matrix
 
 Cause = Callable[[Blame, Step], Reason]
 """Why a step is there."""
@@ -226,7 +226,7 @@ class _Judge:
 
     def _control_flow(self, op: Op) -> None:
         """Sources are read in their holders' layouts: once before the bodies, or once a trip inside them."""
-        loop = op.primitive in LOOPS
+        loop = is_loop(op.primitive)
         made_inside = {value for body in op.bodies for value in body.outputs}
         before = self._flows(op, lambda flow: not (flow.inside or flow.value in made_inside))
         if loop:

@@ -14,10 +14,10 @@ import numpy as np
 
 from autoshard.cluster import Cluster
 from autoshard.compilers.base import Compiler
-from autoshard.compilers.program_facts import Profile, is_view
+from autoshard.compilers.program_facts import Profile
 from autoshard.compilers.traffic import Traffic
 from autoshard.cost.collectives import Communication
-from autoshard.cost.compute import ROWS, Roofline, is_matrix, padding_met
+from autoshard.cost.compute import ROWS, Roofline, padding_met
 from autoshard.cost.halo_exchange import exchange_steps
 from autoshard.cost.reshard import Reshards, Step, reduction_steps
 from autoshard.cost.windows import RESULT, Window
@@ -37,6 +37,7 @@ from autoshard.ir import (
     sent_tensors,
     shards,
 )
+from autoshard.primitives import is_matrix, is_view
 
 # An all_to_all exchanges contiguous pieces: the operand is transposed before and the result after, each read and written (copies around
 # all-to-all in modules that XLA:TPU compiled, libtpu 0.0.42). Of gathered bytes fewer than a tenth were copied.
@@ -176,7 +177,7 @@ class CostModel:
             block: a factor, and into how many blocks a device splits that: one of them is computed (a windowed product's).
         """
         traffic = profile.traffic[op.index]
-        if op.bodies or (is_view(op) and not traffic.starts):
+        if op.bodies or (is_view(op.primitive) and not traffic.starts):
             return 0.0
         rule = profile.rules[op.index]
         values = profile.graph.values
@@ -262,7 +263,7 @@ class CostModel:
     def least_op_seconds(self, profile: Profile, op: Op) -> float:
         """The seconds of an op if all devices shared its work and its memory traffic evenly: no choice takes less."""
         n, traffic = self.mesh.size, profile.traffic[op.index]
-        if op.bodies or (is_view(op) and not traffic.starts):
+        if op.bodies or (is_view(op.primitive) and not traffic.starts):
             return 0.0
         nbytes = self._moved(profile, op, dict.fromkeys(range(len(op.operands) + len(op.results)), n))
         matrix, flops, dtype = is_matrix(op.primitive), profile.flops[op.index] / n, _dtype(op, profile.graph.values)

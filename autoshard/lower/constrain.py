@@ -51,6 +51,7 @@ from autoshard.lower.guard import guarded
 from autoshard.lower.interpret import Interpreter, Path, apply, bind, ops_by_path, product
 from autoshard.lower.mesh import to_named_sharding
 from autoshard.lower.shards import Sharded
+from autoshard.primitives import is_self_partitioned
 from autoshard.rules import propagates, runs_per_shard
 from autoshard.trace.structure import types_of
 
@@ -63,10 +64,8 @@ def constrain_sharding(x: Any, sharding: NamedSharding, _: int) -> Any:
     return jax.lax.with_sharding_constraint(x, sharding)
 
 
-# These partition themselves: their operands are theirs to place.
-SELF_PARTITIONED = frozenset({"shard_map", "custom_partitioning"})
 # Where the type stays, these are lowered to nothing: the result is the operand's own array.
-HANDED_ON = frozenset({"name", "copy", "copy_p", "convert_element_type", "device_put", "reshard", "sharding_constraint"})
+HANDED_ON = frozenset({"name", "copy", "convert_element_type", "device_put", "reshard", "sharding_constraint"})
 
 
 def constrained(
@@ -368,7 +367,7 @@ class _Region(Interpreter):
 
     def _replicated(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         """The results of an op that nothing is known of: it reads whole arrays, unless it partitions itself."""
-        if op.primitive not in SELF_PARTITIONED:
+        if not is_self_partitioned(op.primitive):
             whole = replicated(self.plan.assignment.mesh)
             operands = [self.read(x, value, whole) for x, value in zip(operands, op.operands, strict=True)]
         return self._pinned_results(op, apply(eqn, operands))

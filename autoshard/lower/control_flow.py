@@ -64,7 +64,6 @@ FLOWS: Mapping[str, Callable[[Op, LayoutOf], Flows]] = {
     "while": while_flows,
     "cond": cond_flows,
     "remat2": call_flows,
-    "checkpoint": call_flows,
     "custom_linear_solve": call_flows,
 }
 

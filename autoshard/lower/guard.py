@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from autoshard.ir import Choice, Rule, operand_layout
+from autoshard.primitives import of_kind
 
 
 def guarded(primitive: str, rule: Rule, choice: Choice, operands: list[Any]) -> list[Any]:
@@ -54,5 +55,5 @@ Guard = Callable[..., list[Any]]
 GUARDS: Mapping[str, Guard] = {
     "dynamic_update_slice": _start_clamped,
     "reduce": _apart,
-    **dict.fromkeys(("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"), _single_update_apart),
+    **dict.fromkeys(of_kind("scatter"), _single_update_apart),
 }

@@ -16,7 +16,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as
 from jax.extend.source_info_util import current_name_stack, user_context
 
 from autoshard.ir import Graph, Op
-from autoshard.trace.structure import CUSTOM, INLINED, opened, subjaxprs, types_of, with_bodies
+from autoshard.primitives import has_custom_rule, is_inlined
+from autoshard.trace.structure import opened, subjaxprs, types_of, with_bodies
 
 Path = tuple[int, ...]
 
@@ -77,9 +78,9 @@ class Interpreter:
         return [read(atom) for atom in jaxpr.outvars]
 
     def _equation(self, eqn: JaxprEqn, operands: list[Any], path: Path) -> list[Any]:
-        if eqn.primitive.name in CUSTOM and self.differentiable:
+        if has_custom_rule(eqn.primitive.name) and self.differentiable:
             return self._custom(eqn, operands, path)
-        if eqn.primitive.name in INLINED:
+        if is_inlined(eqn.primitive.name):
             (body,) = subjaxprs(eqn)
             return self.run(*opened(body), operands, (*path, 0))
         op = self.found(eqn, path)

@@ -30,7 +30,6 @@ from autoshard.cost.reshard import Combination, ReshardPath, Step, combinations,
 from autoshard.cost.windows import Window, Windows
 from autoshard.errors import ShardingError
 from autoshard.ir import (
-    VIEWS,
     Assignment,
     Choice,
     Graph,
@@ -56,13 +55,9 @@ from autoshard.lower.mesh import to_named_sharding
 from autoshard.lower.nested import Inside, Mesh, axes_of, renamed
 from autoshard.lower.shards import Sharded
 from autoshard.lower.windows import windowed
+from autoshard.primitives import is_placement, is_rearrangement, is_stateful
 from autoshard.rules import registered, same_on_shards
 from autoshard.trace.structure import opened, types_of
-
-# Where they are called at all, they are called once: on the first device, which then has the others know.
-ON_ONE_DEVICE = frozenset({"debug_callback", "debug_print", "io_callback", "rng_uniform"})
-# Inside a manual computation every array is where it is.
-PLACED_ALREADY = frozenset({"device_put", "reshard", "sharding_constraint"})
 
 
 def obstacle(graph: Graph, mesh: Mesh) -> str | None:
@@ -321,7 +316,7 @@ class _Region(Interpreter):
                 self.made[number, layout] = plan.resharded(self.made[number, whole], number, whole, layout)
                 continue
             read = [self.made.get((v, at), x) for v, at, x in zip(op.operands, sources, operands, strict=True)]
-            if op.primitive in PLACED_ALREADY:
+            if is_placement(op.primitive):
                 results = read
             else:
                 results = bind_unplaced(eqn, read) if choice is None else self._sharded(op, eqn, choice).computed(read)
@@ -336,7 +331,7 @@ class _Region(Interpreter):
         if op.results and all(plan.free[value] for value in op.results):
             self.recipes.update((value, (op, eqn, operands)) for value in op.results)
             return [None] * len(op.results)
-        if op.primitive in VIEWS:
+        if is_rearrangement(op.primitive):
             self.views[op.results[0]] = op, eqn
         choice = plan.assignment.choice(op.index)
         if rule is None or not self._runs_on_shards(op, eqn, rule, choice):
@@ -351,7 +346,7 @@ class _Region(Interpreter):
             if window.operand < 0:
                 return [plan.resharded(made, op.results[0], window.step.target, plan.layout(op.results[0]))]
             results = [made]
-        elif op.primitive in PLACED_ALREADY:
+        elif is_placement(op.primitive):
             results = read
         else:
             results = self._sharded(op, eqn, choice).computed(read)
@@ -410,7 +405,7 @@ class _Region(Interpreter):
             return self._mapped(op, eqn, operands)
         whole = self.plan.whole
         read = [self.read(x, value, whole) for x, value in zip(operands, op.operands, strict=True)]
-        results = _on_one_device(eqn, read, self.plan.mesh) if op.primitive in ON_ONE_DEVICE else bind_unplaced(eqn, read)
+        results = _on_one_device(eqn, read, self.plan.mesh) if is_stateful(op.primitive) else bind_unplaced(eqn, read)
         return [self.plan.resharded(x, value, whole, self.plan.layout(value)) for x, value in zip(results, op.results, strict=True)]
 
     def _mapped(self, op: Op, eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:

@@ -25,6 +25,7 @@ from jax.extend.random import threefry2x32_p
 from autoshard.ir import Choice, Layout, Mesh, Rule, computed_layout, exchanges, local_shape, operand_layout, reductions
 from autoshard.lower.collectives import combined, start_of
 from autoshard.lower.exchange import BODIES, Split
+from autoshard.primitives import of_kind
 
 Bind = Callable[..., Sequence[Any]]
 """An operation's primitive bound on operands, given one by one, some of its parameters replaced."""
@@ -310,5 +311,5 @@ PLACED: Mapping[str, Callable[..., Sequence[Any]]] = {
     "iota_2x32_shape": _iota_2x32,
     "random_bits": _random_bits,
     "random_split": _random_split,
-    **dict.fromkeys(("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"), _scatter),
+    **dict.fromkeys(of_kind("scatter"), _scatter),
 }

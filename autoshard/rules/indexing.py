@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from autoshard.ir import Factor, Rule, Value
+from autoshard.primitives import of_kind, primitive
 from autoshard.rules.registry import Dim, assemble, free, free_but, reduced, resized, rule, whole
 
 
@@ -54,18 +55,7 @@ def gather(x: Value, indices: Value, /, *, results: tuple[Value, ...], dimension
     return assemble([operand, lookup], [_interleave(numbers.offset_dims, offsets, lookup[:-1])])
 
 
-# How the updates of each scatter combine over shards, or None where they do not.
-SCATTERS = {
-    "scatter": None,
-    "scatter-add": "sum",
-    "scatter-sub": None,  # XLA gathers the updates of a subtraction
-    "scatter-mul": "prod",
-    "scatter-min": "min",
-    "scatter-max": "max",
-}
-
-
-def _scatter(operator: str | None):
+def _scatter(operator: str):
     def scatter(x: Value, indices: Value, updates: Value, /, *, results: tuple[Value, ...], dimension_numbers: Any, **_) -> Rule:
         """Windows written whole and paired batches pass through: ``([i, j], [k, l], [k, j])->([i, j]) reduction={k}``.
 
@@ -97,8 +87,8 @@ def _scatter(operator: str | None):
     return scatter
 
 
-for _primitive, _operator in SCATTERS.items():
-    rule(_primitive)(_scatter(_operator))
+for _name in of_kind("scatter"):
+    rule(_name)(_scatter(primitive(_name).operator))
 
 
 def _index_dims(indices: Value) -> list[Factor]:

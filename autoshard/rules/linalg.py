@@ -3,29 +3,8 @@
 from __future__ import annotations
 
 from autoshard.ir import Rule, Value
+from autoshard.primitives import of_kind, primitive
 from autoshard.rules.registry import assemble, free, rule, whole
-
-# Rank of the first operand without its batch dimensions, which every operand and result shares.
-CORE_RANK = {
-    "cholesky": 2,
-    "cholesky_update": 2,
-    "eig": 2,
-    "eigh": 2,
-    "geqp3": 2,
-    "geqrf": 2,
-    "hessenberg": 2,
-    "householder_product": 2,
-    "lu": 2,
-    "lu_pivots_to_permutation": 1,
-    "ormqr": 2,
-    "qr": 2,
-    "schur": 2,
-    "svd": 2,
-    "symmetric_product": 2,
-    "triangular_solve": 2,
-    "tridiagonal": 2,
-    "tridiagonal_solve": 1,
-}
 
 
 def _batched(core_rank: int):
@@ -37,8 +16,8 @@ def _batched(core_rank: int):
     return batched
 
 
-for _primitive, _rank in CORE_RANK.items():
-    rule(_primitive)(_batched(_rank))
+for _name in of_kind("linear_algebra"):
+    rule(_name)(_batched(primitive(_name).core_rank))
 
 
 @rule("fft")

@@ -6,23 +6,18 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from autoshard.ir import Rule
+from autoshard.primitives import is_windowed
 
 # Custom calls and transforms that the partitioner replicates, batch and all (seen in compiled modules, jaxlib 0.10.2).
 GATHERED = frozenset({"fft", "select_and_scatter", "select_and_scatter_add", "top_k"})
 
 # Elementwise functions that iterate until the last element has converged: partitioned, every trip asks all shards.
-ITERATED = frozenset({"igamma", "igamma_grad_a", "igammac", "random_gamma", "random_gamma_grad", "regularized_incomplete_beta"})
+ITERATED = frozenset({"igamma", "igamma_grad_a", "igammac", "random_gamma", "regularized_incomplete_beta"})
 
 # Elementwise functions that lower to CHLO, a dialect that the partitioner passes shardings through in neither direction.
 UNKNOWN = frozenset({
     "acos", "acosh", "asin", "asinh", "atan", "atanh", "bessel_i1e", "cosh", "digamma", "erf", "erf_inv", "erfc", "lgamma", "mulhi",
     "nextafter", "polygamma", "sinh", "square", "zeta",
-})  # fmt: skip
-
-# Operations that slide a window.
-WINDOWED = frozenset({
-    "conv_general_dilated", "reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum", "select_and_gather_add",
-    "select_and_scatter_add",
 })  # fmt: skip
 
 # Operations of one StableHLO operation each, whose rule in the partitioner's own registry is ours.
@@ -78,5 +73,5 @@ def runs_per_shard(primitive: str, params: Mapping[str, Any]) -> bool:
     (True, False)
     """
     grouped = any(params.get(name, 1) > 1 for name in ("feature_group_count", "batch_group_count"))
-    cropped = primitive in WINDOWED and any(positions < 0 for edges in params["padding"] for positions in edges)
+    cropped = is_windowed(primitive) and any(positions < 0 for edges in params["padding"] for positions in edges)
     return primitive in GATHERED or primitive in ITERATED or grouped or cropped

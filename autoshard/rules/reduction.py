@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from autoshard.ir import Factor, Rule, Send, Value
+from autoshard.primitives import of_kind, primitive
 from autoshard.rules.registry import assemble, free, free_but, reduced, rule
 
 
@@ -17,8 +18,9 @@ def _reduction(operator: str):
     return reduce
 
 
-for _operator in ("sum", "max", "min", "prod", "and", "or", "xor"):
-    rule(f"reduce_{_operator}")(_reduction(_operator))
+for _name in of_kind("reduction"):
+    if _operator := primitive(_name).operator:
+        rule(_name)(_reduction(_operator))
 
 
 @rule("argmax", "argmin")
@@ -30,8 +32,8 @@ def argmax(x: Value, /, *, results: tuple[Value, ...], axes: tuple[int, ...], **
     return assemble([dims], [[dim for d, dim in enumerate(dims) if d not in axes]])
 
 
-# Functions for which it does not matter how often the initial value counts: every shard begins with it.
-IDEMPOTENT = {"max": "max", "min": "min", "and": "and", "or": "or"}
+# Operators for which it does not matter how often the initial value counts: every shard begins with it.
+IDEMPOTENT = frozenset({"max", "min", "and", "or"})
 
 
 @rule("reduce")
@@ -41,9 +43,9 @@ def reduce(*operands: Value, results: tuple[Value, ...], dimensions: tuple[int, 
     Operands come first, then their initial values.
     """
     x = operands[0]
-    operator = IDEMPOTENT.get(_only_primitive(jaxpr.jaxpr)) if len(results) == 1 else None
+    operator = primitive(_only_primitive(jaxpr.jaxpr)).operator if len(results) == 1 else ""
     dims = free_but(x.shape, dimensions)
-    if operator is not None:
+    if operator in IDEMPOTENT:
         dims = [reduced(n, operator, x.dtype) if d in dimensions else dims[d] for d, n in enumerate(x.shape)]
     kept = [dim for d, dim in enumerate(dims) if d not in dimensions]
     return assemble([dims if operand.rank else [] for operand in operands], [kept] * len(results))

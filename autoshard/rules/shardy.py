@@ -30,13 +30,11 @@ from jaxlib.mlir.passmanager import PassManager
 
 from autoshard.errors import RuleError
 from autoshard.ir import Factor, Rule
+from autoshard.primitives import is_opaque
 from autoshard.rules.registry import assemble
 
 LEGALIZE = "builtin.module(func.func(chlo-legalize-to-stablehlo))"
 POPULATE = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
-
-# They partition themselves, or call back into Python: the user's own word is the last.
-OPAQUE = frozenset({"shard_map", "pallas_call", "custom_partitioning", "ffi_call", "pure_callback", "io_callback", "debug_callback"})
 
 # What XLA gathers although Shardy has a rule for it (seen in compiled modules, jaxlib 0.10.2).
 GATHERED = frozenset({"stablehlo.fft", "stablehlo.triangular_solve"})
@@ -69,7 +67,7 @@ def lowered_rule(eqn: JaxprEqn) -> Rule | None:
     >>> str(lowered_rule(jaxpr.eqns[0]))
     '([i, k], [k, j])->([i, j]) {i=8, j=2, k=4} reduction={k}'
     """
-    if eqn.effects or eqn.primitive.name in OPAQUE:
+    if eqn.effects or is_opaque(eqn.primitive.name):
         return None
     try:
         rule = composed(lowered(eqn), ranks(eqn))

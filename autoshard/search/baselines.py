@@ -11,10 +11,10 @@ import time
 from dataclasses import dataclass
 from typing import ClassVar
 
-from autoshard.cost.compute import is_matrix
 from autoshard.errors import InfeasibleError, ShardingError
 from autoshard.ir import Layout, divides, local_shape, shards
 from autoshard.judge.evaluate import Judgement
+from autoshard.primitives import is_matrix
 from autoshard.problem import Problem
 from autoshard.render import format_bytes
 from autoshard.search.propagation import Propagation

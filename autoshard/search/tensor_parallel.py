@@ -24,10 +24,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from autoshard.cost.compute import is_matrix
 from autoshard.errors import InfeasibleError
 from autoshard.ir import NOWHERE, Dims, Flow, Holder, Op, Rule
-from autoshard.ir.naming import MOVES, is_backward
+from autoshard.ir.naming import is_backward
+from autoshard.primitives import is_matrix, moves
 from autoshard.problem import Problem, folded
 from autoshard.search.baselines import split_batch
 from autoshard.search.memory import fastest_within
@@ -205,7 +205,7 @@ class _Features:
                     self.entered[flow.value].append((holder, flow))
                 if len(holder.sources) == 1 and not holder.sources[0].inside and holder.sources[0].value in self.weights:
                     self.weights.update((holder.value, *holder.views))
-            if op.primitive in MOVES and op.operands[0] in self.weights:
+            if moves(op.primitive) and op.operands[0] in self.weights:
                 self.weights.update(op.results)
 
     def weight_side(self, op: Op) -> int | None:

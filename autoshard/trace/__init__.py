@@ -2,7 +2,7 @@
 
 from autoshard.trace.constraints import constraint_spec
 from autoshard.trace.modules import SplitModules
-from autoshard.trace.structure import CALLS, INLINED, subjaxprs
+from autoshard.trace.structure import subjaxprs
 from autoshard.trace.traced import Traced, function_name, trace
 
-__all__ = ["CALLS", "INLINED", "SplitModules", "Traced", "constraint_spec", "function_name", "subjaxprs", "trace"]
+__all__ = ["SplitModules", "Traced", "constraint_spec", "function_name", "subjaxprs", "trace"]

@@ -20,7 +20,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from autoshard.trace.structure import CALLS, INLINED, around, as_call, called_with, opened, subjaxprs
+from autoshard.primitives import is_call, is_inlined, is_scatter
+from autoshard.trace.structure import around, as_call, called_with, opened, subjaxprs
 
 LARGEST = 1 << 20  # elements of a captured constant that is looked at
 
@@ -89,12 +90,12 @@ def _equation(eqn: JaxprEqn, facts: list[Fact], made: Mapping[Var, Sequence[Any]
     old = subjaxprs(eqn)
     if not old:
         name = eqn.primitive.name
-        if name == "gather" or name.startswith("scatter"):
+        if name == "gather" or is_scatter(name):
             return _batched(eqn, facts[1], made), nothing
         return eqn, [_result(eqn, facts)] if len(nothing) == 1 and (any(facts) or name == "iota") else nothing
     read = [_read(body, entering) for body, entering in zip(old, _entering(eqn, facts), strict=True)]
     eqn = around(eqn, [new for new, _ in read])
-    if eqn.primitive.name in INLINED | CALLS:
+    if is_inlined(eqn.primitive.name) or is_call(eqn.primitive.name):
         return eqn, read[0][1]
     if eqn.primitive.name == "scan":
         n_carry = eqn.params["num_carry"]
@@ -141,7 +142,7 @@ def _result(eqn: JaxprEqn, facts: list[Fact]) -> Fact:
             return _False()
         case "select_n", [_False(), chosen, *_]:
             return chosen
-        case (("copy" | "copy_p"), [fact]):
+        case "copy", [fact]:
             return fact
     return None
 

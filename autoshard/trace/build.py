@@ -16,8 +16,9 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from autoshard.ir import Body, Flow, Holder, Op, Origin, Value
+from autoshard.primitives import is_call, is_inlined
 from autoshard.trace.origin import Origins, calls_library
-from autoshard.trace.structure import CALLS, INLINED, called_with, opened, subjaxprs
+from autoshard.trace.structure import called_with, opened, subjaxprs
 from autoshard.trace.trips import scan_trips, while_trips
 
 
@@ -131,7 +132,7 @@ class _Flat:
             here = (*path, position)
             operands = [self._literal(atom) if isinstance(atom, Literal) else numbers[atom] for atom in eqn.invars]
             origin = self._origins.of(eqn, outer, prefix)
-            if eqn.primitive.name in INLINED:
+            if is_inlined(eqn.primitive.name):
                 (body,) = subjaxprs(eqn)
                 inside = origin if outer is not None or calls_library(eqn) else None
                 results = self._run(*opened(body), operands, steps, (*here, 0), trips, inside, origin.name_stack)
@@ -150,7 +151,7 @@ class _Flat:
         blocks = tuple(self.block(body, (*path, b), trips * inner, outer, origin.name_stack) for b, body in enumerate(bodies))
         for block in blocks:
             block.trips = inner
-        results = blocks[0].outputs if eqn.primitive.name in CALLS else [self._new(v.aval) for v in eqn.outvars]
+        results = blocks[0].outputs if is_call(eqn.primitive.name) else [self._new(v.aval) for v in eqn.outvars]
         return _Step(eqn, operands, results, origin, path, trips, blocks)
 
     def _trips(self, eqn: JaxprEqn, origin: Origin) -> int:

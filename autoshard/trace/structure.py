@@ -13,31 +13,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.extend.source_info_util import user_context
 
-# Parameters that hold the sub-programs, in body order. An equation of any other primitive is opaque.
-_SUBJAXPRS = {
-    "jit": ("jaxpr",),
-    "pjit": ("jaxpr",),
-    "closed_call": ("call_jaxpr",),
-    "core_call": ("call_jaxpr",),
-    "custom_jvp_call": ("call_jaxpr",),
-    "custom_vjp_call": ("call_jaxpr",),
-    "custom_vmap_call": ("call",),
-    "linear_call": ("callee",),
-    "remat2": ("jaxpr",),
-    "checkpoint": ("jaxpr",),
-    "scan": ("jaxpr",),
-    "while": ("cond_jaxpr", "body_jaxpr"),
-    "cond": ("branches",),
-}
-
-CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "linear_call"})
-"""Primitives that carry a derivative or batching rule of the user's own beside their sub-program."""
-
-INLINED = frozenset({"jit", "pjit", "closed_call", "core_call", *CUSTOM})
-"""Primitives whose sub-program becomes part of the graph around it."""
-
-CALLS = frozenset({"remat2", "checkpoint", "custom_linear_solve"})
-"""Primitives of one body that runs once and whose results are theirs; JAX versions know `jax.checkpoint` under two names."""
+from autoshard.primitives import primitive
 
 
 def subjaxprs(eqn: JaxprEqn) -> tuple[ClosedJaxpr | Jaxpr, ...]:
@@ -48,7 +24,7 @@ def subjaxprs(eqn: JaxprEqn) -> tuple[ClosedJaxpr | Jaxpr, ...]:
     if eqn.primitive.name == "custom_linear_solve":
         return (eqn.params["jaxprs"].solve,)
     found: list[ClosedJaxpr | Jaxpr] = []
-    for name in _SUBJAXPRS.get(eqn.primitive.name, ()):
+    for name in primitive(eqn.primitive.name).bodies:
         param = eqn.params[name]
         found.extend(param if isinstance(param, tuple) else (param,))
     return tuple(found)

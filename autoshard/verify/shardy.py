@@ -21,7 +21,8 @@ from autoshard.compilers.program_facts import free_values
 from autoshard.ir import Collective, Graph, Layout, Mesh, Op, ServedOp
 from autoshard.lower.interpret import Interpreter, apply, ops_by_path
 from autoshard.lower.mesh import to_named_sharding
-from autoshard.trace import CALLS, constraint_spec
+from autoshard.primitives import is_call
+from autoshard.trace import constraint_spec
 from autoshard.verify import manual
 
 PROPAGATE = "builtin.module(sdy-propagation-pipeline)"
@@ -394,7 +395,7 @@ class _Marker(Interpreter):
 
     def control_flow(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         results = self.rebound(op, eqn, operands)
-        return results if op.primitive in CALLS else self.marks(results, op.results)
+        return results if is_call(op.primitive) else self.marks(results, op.results)
 
     def enter(self, op: Op, number: int, arguments: Sequence[Any]) -> Sequence[Any]:
         return self.marks(arguments, op.bodies[number].inputs)

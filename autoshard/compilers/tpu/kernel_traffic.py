@@ -30,10 +30,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from autoshard.compilers.fusion import Fusion, Kernel
-from autoshard.compilers.op_patterns import MOST_OF, REDUCTIONS, stands_alone
+from autoshard.compilers.op_patterns import MOST_OF, stands_alone
 from autoshard.compilers.traffic import Traffic, traffic_by_op
-from autoshard.cost.compute import is_matrix
 from autoshard.ir import Graph, Op
+from autoshard.primitives import is_matrix, is_reduction, is_scatter
 
 WIDE_BYTES = 4  # bytes of the numbers that kernels compute with
 UNFUSED_BYTES = 6  # what the starts of an unfused op's windows cost, as bytes an element: 1,800 cycles for 128 tiles of 1,024 elements
@@ -93,11 +93,7 @@ class _Kernels:
 
     def _zeros(self, op: Op) -> tuple[tuple[int, float], ...]:
         """What filling an array with zeros costs that a scatter adds to."""
-        if (
-            not op.primitive.startswith("scatter")
-            or self.fusion.materialised[op.operands[0]]
-            or not self.fusion.materialised[op.results[0]]
-        ):
+        if not is_scatter(op.primitive) or self.fusion.materialised[op.operands[0]] or not self.fusion.materialised[op.results[0]]:
             return ()
         return ((len(op.operands), self._filled(op.results[0])),)
 
@@ -121,7 +117,7 @@ class _Kernels:
     def _place(self, kernel: Kernel, main: Op, groups: dict[int, _Group]) -> _Group:
         """Charges a kernel's traffic to its main op; gives the group it is in, one of those there are if that takes it along."""
         values = self.graph.values
-        product, sums = is_matrix(main.primitive), main.primitive in REDUCTIONS
+        product, sums = is_matrix(main.primitive), is_reduction(main.primitive)
         size = values[main.operands[0] if sums else main.results[0]].size
         if sums and size >= MOST_OF * (whole := values[self.fusion.root[main.operands[0]]].size):
             size = whole  # of what a product makes without its ends

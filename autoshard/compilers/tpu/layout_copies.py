@@ -9,9 +9,9 @@ from itertools import permutations
 from autoshard.compilers.buffer_assignment import read_in
 from autoshard.compilers.program_facts import Profile
 from autoshard.compilers.tpu.tiling import LANES, ROWS, by_rows, local_part, padding, tiled, tiles
-from autoshard.cost.compute import is_matrix
 from autoshard.cost.reshard import Step
 from autoshard.ir import Assignment, Layout, Op, local_shape, sent_tensors, shards
+from autoshard.primitives import is_matrix
 
 Held = tuple[float, int, int]
 """Bytes of a device, the moment in which they are first held, and the first in which they are not."""

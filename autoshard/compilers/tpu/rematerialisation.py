@@ -23,7 +23,7 @@ from autoshard.compilers.buffer_assignment import Buffers
 from autoshard.compilers.fusion import Kernel
 from autoshard.compilers.op_patterns import stands_alone
 from autoshard.compilers.program_facts import Profile
-from autoshard.cost.compute import is_matrix
+from autoshard.primitives import is_matrix
 
 # Of a device's memory what the compiler aims at: "rematerialization limit 14.89G = 95% hbm (14.96G) - (arguments (2.07G) -
 # aliased_output(2.07G)) - overlays (74.83M)" in the log of libtpu 0.0.42 (TPU_MIN_LOG_LEVEL=0). Overlays are the program's code.

@@ -1,0 +1,455 @@
+"""One table of JAX's primitives: what each is to a cost model.
+
+A primitive has a kind (a view, elementwise, a reduction, a product), a count of its work, and facts that analyses rely on. Each fact has
+this one owner; what a compiler does with a primitive is elsewhere. Names are those that JAX 0.10 traces, and `tests/test_primitives.py`
+holds them against its registry. A name that is not in the table is of kind ``"unknown"``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Kind = Literal[
+    "elementwise",  # an element of the result from the same element of every operand
+    "rearrangement",  # the operand in another shape or order of dimensions
+    "identity",  # results that are the operands, perhaps with a mark or a demand for compilers
+    "placement",  # the operand, with a word on the devices it is on
+    "reinterpretation",  # the operand's bits as another type
+    "broadcast",  # elements repeated
+    "slice",  # a part of the operand
+    "reversal",
+    "concatenation",  # operands side by side, padding included
+    "stacking",  # along a new dimension, and back
+    "update",  # an operand with a part overwritten
+    "gather",
+    "scatter",
+    "reduction",  # all elements along some dimensions as one
+    "cumulative",
+    "window",  # pooling and its gradients
+    "product",  # matrix products and convolutions: what matrix units compute
+    "sort",
+    "selection",  # the largest elements
+    "fourier",
+    "linear_algebra",  # decompositions and solvers of matrices
+    "random",
+    "creation",  # results of no operand
+    "loop",
+    "branch",
+    "call",  # one body that runs once, as an op of its own
+    "inlined_call",  # a body that becomes part of the program around it
+    "custom_rule",  # an inlined call with a derivative or batching rule of the user's own
+    "self_partitioned",  # it brings its own sharding
+    "kernel",  # a user's code that compilers do not look into
+    "library",  # a vendor's
+    "callback",  # into Python
+    "collective",
+    "unknown",
+]
+
+Work = Literal[
+    "none",  # it moves data at most
+    "results",  # one operation for each element of the largest result, or each point that a reduction factor runs over
+    "operand",  # one for each element of the first operand
+    "dot",
+    "ragged_dot",
+    "convolution",
+    "window",
+    "scattered_window",
+    "updates",
+    "comparisons",
+    "heap",
+    "butterflies",
+    "factorisation",
+    "substitution",
+    "threefry",
+]
+
+Linear = Literal[
+    "",
+    "adds",  # two operands
+    "scales",  # by the other operand, where that is one number
+    "carries",  # elements on, dimension by dimension
+    "regroups",  # dimensions, and carries elements on
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Primitive:
+    """What a primitive is to a cost model.
+
+    Attributes:
+        kind: what it computes.
+        work: how its floating point operations are counted (`autoshard.cost.compute`).
+        cubic: of a factorisation, its floating point operations as a multiple of n³ of an n x n matrix.
+        vector_operations: of a vector unit, for each element.
+        operator: the reduction that two results or updates combine by, as in `autoshard.ir.rule`; "" where there is none.
+        linear: how partial sums of an operand become partial sums of the result; "" where they do not.
+        core_rank: of linear algebra, the rank of the first operand without its batch dimensions.
+        bodies: the parameters that hold sub-programs, in body order.
+        view: whether the result shares its operand's memory.
+        anchor: whether it is outside fusions: its result is in memory.
+        computed_once: whether of constants alone it is still computed once, not wherever it is read.
+        commutes_with_casts: whether compilers cast its operands instead of its result, which gives the same numbers.
+        moves: whether its result is still the tensor that it reads, moved or cast.
+        stateful: whether it has an effect or a state, and so runs on one device.
+    """
+
+    kind: Kind
+    work: Work = "results"
+    cubic: float = 0.0
+    vector_operations: float = 0.7
+    operator: str = ""
+    linear: Linear = ""
+    core_rank: int = 0
+    bodies: tuple[str, ...] = ()
+    view: bool = False
+    anchor: bool = False
+    computed_once: bool = False
+    commutes_with_casts: bool = False
+    moves: bool = False
+    stateful: bool = False
+
+
+def _each(names: str, kind: Kind, **facts: Any) -> dict[str, Primitive]:
+    """The same record for several primitives."""
+    return dict.fromkeys(names.split(), Primitive(kind, **facts))
+
+
+# Vector operations an element: of a product and a sum from the cycles that XLA:TPU (libtpu 0.0.42) gives long chains of them; the others
+# agree with which chains, between a product's scores and the next product, it keeps in memory. On v5p one division, two logistics or six
+# exponentials are not kept, but a division and a sum, x * logistic(x) and an error function are. So is a softmax in float32, though not on
+# v4, v5e or v6e, whose limits are further off; an error function is kept on all of them, and random bits make the difference on v6e.
+#
+# Casts commute with what XLA's convert-mover pass lists (openxla/xla, xla/hlo/transforms/simplifiers/convert_mover.cc); XLA:TPU was seen to
+# round embedding tables, too, whose rows products read, and what is compared with a bound, though not what is negated.
+_ELEMENTWISE: dict[str, Primitive] = {
+    **_each("cbrt", "elementwise", vector_operations=5.0),
+    **_each("ceil exp2 floor mulhi nextafter round sign sub", "elementwise"),
+    **_each("abs clamp", "elementwise", commutes_with_casts=True),
+    **_each("neg", "elementwise", linear="carries"),
+    **_each("add add_any", "elementwise", operator="sum", linear="adds"),
+    **_each("mul", "elementwise", operator="prod", linear="scales", vector_operations=1.5),
+    **_each("div", "elementwise", linear="scales", vector_operations=10.0),
+    **_each("max", "elementwise", operator="max", commutes_with_casts=True),
+    **_each("min", "elementwise", operator="min", commutes_with_casts=True),
+    **_each("square", "elementwise", vector_operations=1.5),
+    **_each("exp log rsqrt sqrt", "elementwise", vector_operations=2.0),
+    **_each("expm1 integer_pow log1p", "elementwise", vector_operations=3.0),
+    **_each("pow", "elementwise", vector_operations=5.0),
+    **_each("logistic", "elementwise", vector_operations=9.0),
+    **_each("rem", "elementwise", vector_operations=10.0),
+    **_each("tanh", "elementwise", vector_operations=1.0),
+    **_each("cos sin tan", "elementwise", vector_operations=20.0),
+    **_each("acos acosh asin asinh atan atan2 atanh cosh sinh", "elementwise"),
+    **_each("erf erf_inv erfc", "elementwise", vector_operations=50.0),
+    **_each("bessel_i0e bessel_i1e digamma igamma igamma_grad_a igammac lgamma polygamma", "elementwise"),
+    **_each("regularized_incomplete_beta zeta", "elementwise"),
+    **_each("and", "elementwise", operator="and"),
+    **_each("or", "elementwise", operator="or"),
+    **_each("xor", "elementwise", operator="xor"),
+    **_each("select_n", "elementwise", commutes_with_casts=True),
+    **_each("clz eq eq_to ge gt is_finite le le_to lt lt_to ne not population_count", "elementwise"),
+    **_each("shift_left shift_right_arithmetic shift_right_logical", "elementwise"),
+    **_each("complex conj imag real reduce_precision", "elementwise"),
+    **_each("convert_element_type", "elementwise", work="none", linear="carries", moves=True),
+    **_each("philox2x32 philox4x32 threefry4x32", "elementwise"),
+    **_each("threefry2x32", "elementwise", work="threefry", vector_operations=6.0),
+    **_each("random_clone random_fold_in random_seed", "elementwise", computed_once=True),
+}
+
+_DATA: dict[str, Primitive] = {
+    **_each("transpose", "rearrangement", work="none", view=True, linear="carries", commutes_with_casts=True, moves=True),
+    **_each("reshape squeeze", "rearrangement", work="none", view=True, linear="regroups", commutes_with_casts=True, moves=True),
+    **_each("copy", "identity", work="none", view=True, linear="carries", commutes_with_casts=True, moves=True),
+    **_each("optimization_barrier", "identity", work="none", view=True),
+    **_each("name stop_gradient", "identity", work="none"),
+    **_each("dce_sink layout_constraint preduced pvary reduced_vary_cast_p tie vary_unreduced_cast_p", "identity"),
+    **_each("shard_alike with_memory_space_constraint xla_metadata_value", "identity"),
+    **_each("sharding_constraint", "placement", work="none", view=True, commutes_with_casts=True),
+    **_each("reshard", "placement", work="none", view=True),
+    **_each("device_put", "placement"),
+    **_each("bitcast_convert_type", "reinterpretation", work="none"),
+    **_each("random_unwrap random_wrap", "reinterpretation", work="none", computed_once=True),
+    **_each("from_edtype to_edtype", "reinterpretation"),
+    **_each("broadcast_in_dim", "broadcast", work="none", commutes_with_casts=True, moves=True),
+    **_each("tile", "broadcast", work="none"),
+    **_each("slice", "slice", work="none", commutes_with_casts=True, moves=True),
+    **_each("dynamic_slice", "slice", work="none", moves=True, computed_once=True),
+    **_each("split", "slice", work="none"),
+    **_each("rev", "reversal", work="none", commutes_with_casts=True, moves=True, computed_once=True),
+    **_each("concatenate pad", "concatenation", work="none", commutes_with_casts=True, computed_once=True),
+    **_each("stack", "stacking", commutes_with_casts=True),
+    **_each("unstack", "stacking"),
+    **_each("dynamic_update_slice", "update", work="none", anchor=True),
+    **_each("gather", "gather", work="none", anchor=True, commutes_with_casts=True),
+    **_each("scatter", "scatter", work="none", anchor=True),
+    **_each("scatter-sub", "scatter", work="updates", anchor=True),  # XLA gathers the updates of a subtraction
+    **_each("scatter-add", "scatter", work="updates", anchor=True, operator="sum"),
+    **_each("scatter-mul", "scatter", work="updates", anchor=True, operator="prod"),
+    **_each("scatter-min", "scatter", work="updates", anchor=True, operator="min"),
+    **_each("scatter-max", "scatter", work="updates", anchor=True, operator="max"),
+}
+
+_OPERATORS = ("sum", "max", "min", "prod", "and", "or", "xor")
+
+_ARRAYS: dict[str, Primitive] = {
+    **{f"reduce_{operator}": Primitive("reduction", work="operand", operator=operator) for operator in _OPERATORS},
+    **_each("argmax argmin", "reduction", work="operand"),
+    **_each("reduce", "reduction"),
+    **_each("cumlogsumexp cummax cummin cumprod cumsum", "cumulative", anchor=True),
+    **_each("reduce_window reduce_window_max reduce_window_min reduce_window_sum", "window", work="window", anchor=True),
+    **_each("select_and_gather_add", "window", work="window", anchor=True),
+    **_each("select_and_scatter select_and_scatter_add", "window", work="scattered_window", anchor=True),
+    **_each("dot_general", "product", work="dot", anchor=True),
+    **_each("ragged_dot_general", "product", work="ragged_dot", anchor=True),
+    **_each("conv_general_dilated", "product", work="convolution", anchor=True),
+    **_each("sort", "sort", work="comparisons", anchor=True),
+    **_each("top_k", "selection", work="heap", anchor=True),
+    **_each("approx_top_k", "selection", work="operand", anchor=True),
+    **_each("fft", "fourier", work="butterflies", anchor=True),
+}
+
+# Golub and Van Loan, Matrix Computations.
+_LINEAR_ALGEBRA: dict[str, Primitive] = {
+    **_each("cholesky", "linear_algebra", core_rank=2, work="factorisation", cubic=1 / 3, anchor=True),
+    **_each("lu", "linear_algebra", core_rank=2, work="factorisation", cubic=2 / 3, anchor=True),
+    **_each("householder_product qr", "linear_algebra", core_rank=2, work="factorisation", cubic=4 / 3, anchor=True),
+    **_each("geqrf", "linear_algebra", core_rank=2, work="factorisation", cubic=4 / 3),
+    **_each("eigh", "linear_algebra", core_rank=2, work="factorisation", cubic=9.0, anchor=True),
+    **_each("svd", "linear_algebra", core_rank=2, work="factorisation", cubic=21.0, anchor=True),
+    **_each("eig", "linear_algebra", core_rank=2, work="factorisation", cubic=25.0, anchor=True),
+    **_each("triangular_solve", "linear_algebra", core_rank=2, work="substitution", anchor=True),
+    **_each("tridiagonal_solve", "linear_algebra", core_rank=1, anchor=True),
+    **_each("cholesky_update geqp3 hessenberg ormqr schur symmetric_product tridiagonal", "linear_algebra", core_rank=2),
+    **_each("lu_pivots_to_permutation", "linear_algebra", core_rank=1),
+}
+
+_CREATION: dict[str, Primitive] = {
+    **_each("random_bits", "random", work="threefry", vector_operations=6.0, computed_once=True),
+    **_each("random_gamma random_split", "random", computed_once=True),
+    **_each("rng_bit_generator", "random"),
+    **_each("rng_uniform", "random", stateful=True),
+    **_each("create_token empty iota", "creation", work="none"),
+    **_each("after_all axis_index empty2 iota_2x32_shape", "creation"),
+}
+
+_PROGRAMS: dict[str, Primitive] = {
+    **_each("scan", "loop", bodies=("jaxpr",), anchor=True),
+    **_each("while", "loop", bodies=("cond_jaxpr", "body_jaxpr"), anchor=True),
+    **_each("cond", "branch", bodies=("branches",), anchor=True),
+    **_each("remat2", "call", bodies=("jaxpr",), anchor=True),  # jax.checkpoint
+    **_each("custom_linear_solve", "call", bodies=("jaxprs",)),  # of the four the solver
+    **_each("jit", "inlined_call", bodies=("jaxpr",)),
+    **_each("closed_call", "inlined_call", bodies=("call_jaxpr",)),
+    **_each("custom_jvp_call custom_vjp_call", "custom_rule", bodies=("call_jaxpr",)),
+    **_each("custom_vmap_call", "custom_rule", bodies=("call",)),
+    **_each("linear_call", "custom_rule", bodies=("callee",)),
+    **_each("custom_partitioning shard_map", "self_partitioned", anchor=True),
+    **_each("ffi_call pallas_call", "kernel", anchor=True),
+    # Of these no work is known, and they count as unknown ones do.
+    **_each("cudnn_fusion scaled_dot scaled_matmul scaled_matmul_wrapper", "library"),
+    **_each("dot_product_attention_fwd dot_product_attention_fwd_wrapper", "library"),
+    **_each("dot_product_attention_bwd dot_product_attention_bwd_wrapper", "library"),
+    **_each("dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper", "library"),
+    **_each("dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper", "library"),
+    **_each("pure_callback", "callback"),
+    **_each("debug_callback debug_print io_callback", "callback", stateful=True),
+}
+
+# Inside a shard_map of the user's own.
+_COLLECTIVES: dict[str, Primitive] = {
+    **_each("all_gather all_gather_done all_gather_invariant all_gather_reduced all_gather_reduced_start all_gather_start", "collective"),
+    **_each("all_to_all all_to_all_done all_to_all_start pbroadcast pbroadcast_done pbroadcast_start", "collective"),
+    **_each("pmax pmin ppermute ppermute_done ppermute_start precv psend ragged_all_to_all", "collective"),
+    **_each("psum psum_done psum_invariant psum_invariant_start psum_start", "collective"),
+    **_each("unreduced_psum unreduced_psum_start unreduced_reduce_scatter unreduced_reduce_scatter_start", "collective"),
+    **_each("reduce_scatter reduce_scatter_done reduce_scatter_start", "collective", work="operand"),
+}
+
+PRIMITIVES: Mapping[str, Primitive] = {
+    **_ELEMENTWISE,
+    **_DATA,
+    **_ARRAYS,
+    **_LINEAR_ALGEBRA,
+    **_CREATION,
+    **_PROGRAMS,
+    **_COLLECTIVES,
+}
+
+UNKNOWN = Primitive("unknown")
+
+
+def primitive(name: str) -> Primitive:
+    """The record of a primitive; `UNKNOWN` where the table has none.
+
+    >>> primitive("reduce_max").kind, primitive("scatter-max").operator, primitive("of_my_own").kind
+    ('reduction', 'max', 'unknown')
+    """
+    return PRIMITIVES.get(name, UNKNOWN)
+
+
+def of_kind(kind: Kind) -> tuple[str, ...]:
+    """The names of the primitives of a kind, in the order of the table.
+
+    >>> of_kind("loop")
+    ('scan', 'while')
+    """
+    return tuple(name for name, each in PRIMITIVES.items() if each.kind == kind)
+
+
+def _where(holds: Callable[[Primitive], bool]) -> frozenset[str]:
+    return frozenset(name for name, each in PRIMITIVES.items() if holds(each))
+
+
+# Sets, since searches ask these of every op they judge.
+_MATRIX = _where(lambda each: each.kind == "product")
+_DENSE_PRODUCTS = _where(lambda each: each.kind == "product" and each.work != "ragged_dot")
+_VIEWS = _where(lambda each: each.view)
+_REARRANGEMENTS = _where(lambda each: each.kind == "rearrangement")
+_ADDITIONS = _where(lambda each: each.linear == "adds")
+_MOVES = _where(lambda each: each.moves)
+_REDUCTIONS = _where(lambda each: each.kind == "reduction")
+_SCATTERS = _where(lambda each: each.kind == "scatter")
+_UPDATES = _where(lambda each: each.kind in ("scatter", "update"))
+_WINDOWED = _where(lambda each: each.kind == "window" or each.work == "convolution")
+_ANCHORS = _where(lambda each: each.anchor)
+_COMPUTED_ONCE = _where(lambda each: each.anchor or each.computed_once or each.kind == "reduction")
+_COMMUTING = _where(lambda each: each.commutes_with_casts)
+_LOOPS = _where(lambda each: each.kind == "loop")
+_CONTROL_FLOW = _where(lambda each: each.kind in ("loop", "branch"))
+_INLINED = _where(lambda each: each.kind in ("inlined_call", "custom_rule"))
+_CALLS = _where(lambda each: each.kind == "call")
+_CUSTOM_RULES = _where(lambda each: each.kind == "custom_rule")
+_PLACEMENTS = _where(lambda each: each.kind == "placement")
+_STATEFUL = _where(lambda each: each.stateful)
+_SELF_PARTITIONED = _where(lambda each: each.kind == "self_partitioned")
+_OPAQUE = _where(lambda each: each.kind in ("self_partitioned", "kernel", "callback"))
+
+
+def is_matrix(name: str) -> bool:
+    """Whether the primitive runs on the matrix unit: products and convolutions.
+
+    >>> is_matrix("dot_general"), is_matrix("tanh")
+    (True, False)
+    """
+    return name in _MATRIX
+
+
+def is_dense_product(name: str) -> bool:
+    """Whether the primitive multiplies whole operands, without groups of rows."""
+    return name in _DENSE_PRODUCTS
+
+
+def is_addition(name: str) -> bool:
+    """Whether the primitive adds two operands."""
+    return name in _ADDITIONS
+
+
+def linear(name: str) -> Linear:
+    """How partial sums of an operand become partial sums of the result.
+
+    >>> linear("transpose"), linear("div"), linear("exp")
+    ('carries', 'scales', '')
+    """
+    return primitive(name).linear
+
+
+def is_view(name: str) -> bool:
+    """Whether the result shares its operand's memory."""
+    return name in _VIEWS
+
+
+def is_rearrangement(name: str) -> bool:
+    """Whether the result is the operand in another shape or order of dimensions."""
+    return name in _REARRANGEMENTS
+
+
+def moves(name: str) -> bool:
+    """Whether the result is still the tensor that the primitive reads, moved or cast."""
+    return name in _MOVES
+
+
+def is_reduction(name: str) -> bool:
+    """Whether all elements along some dimensions become one."""
+    return name in _REDUCTIONS
+
+
+def is_scatter(name: str) -> bool:
+    """Whether updates are scattered into an operand.
+
+    >>> is_scatter("scatter-add"), is_scatter("reduce_scatter")
+    (True, False)
+    """
+    return name in _SCATTERS
+
+
+def updates(name: str) -> bool:
+    """Whether the primitive writes into a part of its first operand: scatters do, and updates of slices."""
+    return name in _UPDATES
+
+
+def is_windowed(name: str) -> bool:
+    """Whether the primitive slides a window: convolutions, pooling and its gradients."""
+    return name in _WINDOWED
+
+
+def is_anchor(name: str) -> bool:
+    """Whether the primitive is outside fusions."""
+    return name in _ANCHORS
+
+
+def is_computed_once(name: str) -> bool:
+    """Whether of constants alone the result is still computed once, not wherever it is read."""
+    return name in _COMPUTED_ONCE
+
+
+def commutes_with_casts(name: str) -> bool:
+    """Whether compilers cast the operands instead of the result, which gives the same numbers."""
+    return name in _COMMUTING
+
+
+def is_loop(name: str) -> bool:
+    """Whether a body runs several times."""
+    return name in _LOOPS
+
+
+def is_control_flow(name: str) -> bool:
+    """Whether the primitive is a loop or a branch."""
+    return name in _CONTROL_FLOW
+
+
+def is_inlined(name: str) -> bool:
+    """Whether the body becomes part of the program around it."""
+    return name in _INLINED
+
+
+def is_call(name: str) -> bool:
+    """Whether there is one body that runs once, as an op of its own, whose results are the body's."""
+    return name in _CALLS
+
+
+def has_custom_rule(name: str) -> bool:
+    """Whether a derivative or batching rule of the user's own stands beside the body."""
+    return name in _CUSTOM_RULES
+
+
+def is_placement(name: str) -> bool:
+    """Whether the result is the operand, with a word on the devices it is on."""
+    return name in _PLACEMENTS
+
+
+def is_stateful(name: str) -> bool:
+    """Whether the primitive has an effect or a state, and so runs on one device."""
+    return name in _STATEFUL
+
+
+def is_self_partitioned(name: str) -> bool:
+    """Whether the primitive brings its own sharding."""
+    return name in _SELF_PARTITIONED
+
+
+def is_opaque(name: str) -> bool:
+    """Whether nobody looks inside: it partitions itself, or calls a user's kernel or Python."""
+    return name in _OPAQUE
