@@ -59,7 +59,7 @@ def test_a_gathered_weight_is_blamed_on_what_its_reader_splits():
     (found,) = collectives(traced, Assignment(MESH, {0: ((0, -1), NOWHERE)}, {x: (0, -1), w: (0, -1), out: (0, -1)}))
     assert (found.kind, found.tensor) == ("all_gather", "w float32[64,32]")
     assert found.cause == "kept as P('data', None), read whole: dot_general splits i=16 over 'data'"
-    assert found.source.startswith("dot_general ") and "test_blame.py" in found.source
+    assert found.source.startswith("dot_general ") and "test_attribution.py" in found.source
 
 
 def test_new_state_is_blamed_on_the_old_ones_place():
