@@ -28,6 +28,7 @@ from autoshard.ir import (
     shards,
     shift_layout,
 )
+from autoshard.primitives import primitive
 from autoshard.problem import Pin, Problem
 
 
@@ -41,6 +42,8 @@ class Propagation:
         choices: per op.
         frozen: ops whose choice may not change any more.
         kept: layouts that holders keep, whatever flows into them.
+        along: per value that is whole since its op cannot split the dimension along which it joins or cuts its operand, the layout that
+            the operand has; readers split it so, which is a slice.
         chosen: the choices of equal ops whose operands lie alike.
     """
 
@@ -49,11 +52,13 @@ class Propagation:
     choices: dict[int, Choice] = field(default_factory=dict)
     frozen: set[int] = field(default_factory=set)
     kept: dict[int, Layout] = field(default_factory=dict)
+    along: dict[int, Layout] = field(default_factory=dict)
     chosen: dict[tuple, Choice] = field(default_factory=dict)
 
     def copy(self) -> Propagation:
         """The same, to be changed apart; what equal ops choose stays shared."""
-        return replace(self, layouts=dict(self.layouts), choices=dict(self.choices), frozen=set(self.frozen), kept=dict(self.kept))
+        copies = {name: getattr(self, name).copy() for name in ("layouts", "choices", "frozen", "kept", "along")}
+        return replace(self, **copies)
 
     def assignment(self) -> Assignment:
         return Assignment(self.problem.mesh, dict(self.choices), dict(self.layouts))
@@ -87,6 +92,24 @@ class Propagation:
         choice = self.choices[op.index]
         for k, value in enumerate(op.results):
             self.layouts[value] = result_layout(rule, choice, k)
+        if primitive(op.primitive).kind in ("concatenation", "slice") and op.operands:
+            self._go_on(op)
+
+    def _go_on(self, op: Op) -> None:
+        """Has readers split what an op joins or cuts along a sharded dimension as its operand is: two batches that are made one."""
+        operand, value = op.operands[0], op.results[0]
+        before, after, shape = self.split(operand), self.layout(value), self.problem.graph.values[value].shape
+        if len(shape) != self.problem.graph.values[operand].rank:
+            return
+        layout = tuple(new if new >= 0 else old for old, new in zip(before, after, strict=True))
+        if layout != after and divides(layout, shape, self.problem.mesh.sizes):
+            self.along[value] = layout
+        else:
+            self.along.pop(value, None)
+
+    def split(self, value: int) -> Layout:
+        """The layout in which readers take a value."""
+        return self.along.get(value) or self.layout(value)
 
     def _choose(self, op: Op, rule: Rule) -> Choice:
         """Per axis the factor that the most operand bytes are sharded on, as far as that is legal."""
@@ -94,14 +117,14 @@ class Propagation:
         pin = self.problem.pins.get(op.results[0]) if op.results else None
         if pin is not None:
             return _pinned_choice(rule, pin)
-        key = profile.alike[op.index], *(None if profile.free[value] else self.layouts.get(value) for value in op.operands)
+        key = profile.alike[op.index], *(None if profile.free[value] else self.split(value) for value in op.operands)
         if (found := self.chosen.get(key)) is not None:
             return found
 
         def voted(axis: int) -> list[int]:
             votes: dict[int, float] = {}
             for position, value in enumerate(op.operands):
-                dim = self.layout(value)[axis]
+                dim = self.split(value)[axis]
                 factor = -1 if profile.free[value] else _major_factor(rule, rule.operands[position], dim)
                 if factor >= 0:
                     votes[factor] = votes.get(factor, 0.0) + graph.values[value].nbytes

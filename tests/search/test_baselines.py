@@ -103,3 +103,24 @@ def test_parameters_are_split_along_one_dimension(shape, spec):
     batch = floats(1024, shape[0])
     found = autoshard.search(step, floats(*shape), batch, cluster="v5e:2x4", mesh={"data": 2, "model": 4}, searcher="fully_sharded")
     assert found.in_specs[0] == spec
+
+
+@pytest.mark.parametrize("searcher", ["data_parallel", "fully_sharded"])
+def test_two_batches_that_are_made_one_stay_split(searcher):
+    """Preferred and rejected answers, joined along the batch: each device computes its share of the products, and no activation is sent."""
+
+    def step(weights, batch):
+        def loss(weights):
+            x = jnp.concatenate([batch["preferred"], batch["rejected"]])
+            scores = (jnp.tanh(x @ weights[0]) @ weights[1]).sum((1, 2))
+            preferred, rejected = jnp.split(scores, 2)
+            return -jax.nn.log_sigmoid(preferred - rejected).mean()
+
+        return [w - g for w, g in zip(weights, jax.grad(loss)(weights), strict=True)]
+
+    weights = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((256, 512), (512, 256))]
+    batch = {name: jax.ShapeDtypeStruct((16, 128, 256), jnp.float32) for name in ("preferred", "rejected")}
+    found = autoshard.search(step, weights, batch, cluster="cpu:8", mesh={"data": 8}, searcher=searcher)
+    assert found.in_specs[1] == dict.fromkeys(batch, P("data", None, None))
+    assert found.cost.flops == 5 * 2 * 32 * 128 * 256 * 512 / 8
+    assert max(one.bytes for one in found.cost.collectives) <= 2 * 16 * 128 * 256 * 4  # the inputs, once: they are joined whole
