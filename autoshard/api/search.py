@@ -35,7 +35,7 @@ from autoshard.judge.evaluate import evaluate as judged
 from autoshard.judge.evaluate import recomputation
 from autoshard.judge.model import CostModel
 from autoshard.lower import lowering_mesh
-from autoshard.problem import Pin, Problem
+from autoshard.problem import Hints, Pin, Problem
 from autoshard.render import format_bytes, format_percent, progress_line
 from autoshard.rules import rules_of
 from autoshard.search import IntegerProgramming, Searcher, Solution, TensorParallel, candidate_meshes, searcher_of, silent, solve
@@ -212,10 +212,10 @@ class Prepared:
         like = next(chain(alike, others), None)
         return Problem(self.facts, CostModel(self.cluster, mesh), _resolve(self.pins, self.traced.graph, mesh), limit, like)
 
-    def finer(self, problem: Problem, solution: Solution | None, progress: Progress) -> Problem | None:
-        """The problem on a mesh of more axes that promises more than the best solution of others; memory aside where that binds."""
+    def finer(self, problem: Problem, solution: Solution | None, progress: Progress) -> tuple[Problem, Hints] | None:
+        """The problem of more axes that promises more than the best solution, memory aside where that binds, and where it begins."""
         labels = None
-        if solution is not None and not problem.learned.price:
+        if solution is not None and not solution.hints.price:
             labels = problem.labels(solution.assignment)
 
         def on(mesh: Mesh) -> list[Problem]:

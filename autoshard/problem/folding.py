@@ -78,10 +78,10 @@ class Folded(Problem):
     """
 
     def __init__(self, whole: Problem, classes: np.ndarray):
-        self.__dict__.update(whole.__dict__)
         self.whole = whole
         self.classes = classes
         _, self._firsts = np.unique(classes, return_index=True)
+        super().__init__(whole.profile, whole.model, whole.pins, whole.memory_limit_bytes, whole, whole.watcher)
 
     @property
     def n_nodes(self) -> int:

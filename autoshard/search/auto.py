@@ -25,7 +25,7 @@ from typing import ClassVar
 from autoshard.cost.record import Cost
 from autoshard.errors import InfeasibleError, SearchLimitError
 from autoshard.judge.model import CostModel
-from autoshard.problem import Problem
+from autoshard.problem import NO_HINTS, Hints, Problem
 from autoshard.render import format_percent
 from autoshard.search.baselines import DataParallel, FullySharded
 from autoshard.search.dynamic_programming import DynamicProgramming
@@ -62,7 +62,7 @@ class Auto:
 
     members: tuple[Searcher, ...] = MEMBERS
 
-    def solve(self, problem: Problem, progress: Progress = silent) -> Solution:
+    def solve(self, problem: Problem, progress: Progress = silent, hints: Hints = NO_HINTS) -> Solution:
         """The member's answer of least makespan; its notes say whose it is, and which members met their limits.
 
         Raises:
@@ -79,7 +79,8 @@ class Auto:
             own = part(progress, number * share, share)
             own(member.name, 0.0)
             try:
-                found.append((member.solve(problem, own), member))
+                found.append((member.solve(problem, own, hints), member))
+                hints = found[-1][0].hints
             except SearchLimitError as error:
                 too_large.append(error)
             except InfeasibleError as error:
@@ -88,7 +89,7 @@ class Auto:
                 refused.append(error)
         if not any(_settled(problem, solution) for solution, _ in found):
             last = part(progress, len(self.members) * share, share)
-            found += self._hiding(problem, [solution.judgement.cost for solution, _ in found], last)
+            found += self._hiding(problem, [solution.judgement.cost for solution, _ in found], last, hints)
         if not found:
             if not refused:
                 raise too_large[0]
@@ -97,7 +98,6 @@ class Auto:
         (best, finder), *slower = sorted(found, key=lambda answer: answer[0].judgement.cost.makespan_seconds)
         near = NEAR * best.judgement.cost.makespan_seconds
         is_near = any(isinstance(one, TensorParallel) and solution.judgement.cost.makespan_seconds <= near for solution, one in found)
-        problem.learned = replace(problem.learned, near_tensor_parallel=is_near)
         bound = max(solution.lower_bound_seconds for solution, _ in found)
         others = tuple(
             replace(
@@ -122,23 +122,26 @@ class Auto:
             stats={**best.stats, "members": len(found), "search_seconds": time.perf_counter() - started},
             finder=finder.name,
             others=others,
+            hints=replace(hints, near_tensor_parallel=is_near),
         )
 
-    def glance(self, problem: Problem) -> Solution | None:
+    def glance(self, problem: Problem, hints: Hints) -> Solution | None:
         """Tensor parallelism's answer on a mesh where bounds say that no objective is worth a search, if elsewhere it came near the best.
 
         Of the baselines it is the one that differs from mesh to mesh, and more of its communication may hide than of the best answer's.
         """
         member = next((member for member in self.members if isinstance(member, TensorParallel)), None)
-        if member is None or not problem.learned.near_tensor_parallel:
+        if member is None or not hints.near_tensor_parallel:
             return None
         with suppress(InfeasibleError, SearchLimitError):
-            solution = member.solve(problem)
+            solution = member.solve(problem, hints=hints)
             note = f"found by {member.name}, asked by auto on a mesh that bounds had cut"
             return replace(solution, notes=(note, *solution.notes), finder=member.name)
         return None
 
-    def _hiding(self, problem: Problem, costs: Iterable[Cost], progress: Progress) -> Iterator[tuple[Solution, Searcher]]:
+    def _hiding(
+        self, problem: Problem, costs: Iterable[Cost], progress: Progress, hints: Hints
+    ) -> Iterator[tuple[Solution, Searcher]]:
         """Recursive programming's answer where collectives cost what is exposed of them, if it is a member and something hides."""
         member = next((member for member in self.members if isinstance(member, RecursiveProgramming)), None)
         shares = exposed_shares(costs, problem.profile.compiler.asynchronous)
@@ -146,10 +149,9 @@ class Auto:
             return
         model = CostModel(problem.model.cluster, problem.mesh, shares)
         other = Problem(problem.profile, model, problem.pins, problem.memory_limit_bytes, like=problem)
-        other.learned = problem.learned
         progress(f"{member.name}, what hides left out", 0.0)
         with suppress(InfeasibleError, SearchLimitError):
-            solution = member.solve(other, progress)
+            solution = member.solve(other, progress, hints)
             judgement = problem.evaluate(solution.assignment)
             bound = min(problem.compute_bound(), judgement.cost.objective_seconds)
             charged = ", ".join(f"{kind} at {format_percent(share)}" for kind, share in sorted(shares.items()))

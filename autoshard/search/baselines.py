@@ -15,7 +15,7 @@ from autoshard.cost.compute import is_matrix
 from autoshard.errors import InfeasibleError, ShardingError
 from autoshard.ir import Layout, divides, local_shape, shards
 from autoshard.judge.evaluate import Judgement
-from autoshard.problem import Problem
+from autoshard.problem import NO_HINTS, Hints, Problem
 from autoshard.render import format_bytes
 from autoshard.search.propagation import Propagation
 from autoshard.search.searcher import Progress, Solution, silent
@@ -33,11 +33,11 @@ class DataParallel:
     name: ClassVar[str] = "data_parallel"
     automatic: ClassVar[bool] = False
 
-    def solve(self, problem: Problem, progress: Progress = silent) -> Solution:
+    def solve(self, problem: Problem, progress: Progress = silent, hints: Hints = NO_HINTS) -> Solution:
         """The data-parallel assignment."""
         started = time.perf_counter()
         progress("propagating the batch", 0.0)
-        return _solution(problem, problem.remembered(_split_batch)[1], started)
+        return _solution(problem, problem.remembered(_split_batch)[1], started, hints)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class FullySharded:
         if self.stage not in (1, 2, 3):
             raise ShardingError(f"FullySharded has stages 1, 2 and 3 (ZeRO's), got {self.stage!r}.")
 
-    def solve(self, problem: Problem, progress: Progress = silent) -> Solution:
+    def solve(self, problem: Problem, progress: Progress = silent, hints: Hints = NO_HINTS) -> Solution:
         """The assignment of the stage."""
         started = time.perf_counter()
         progress("propagating the batch", 0.0)
@@ -78,10 +78,10 @@ class FullySharded:
             spread.scatter()
         spread.forward()
         spread.narrow()
-        return _solution(problem, problem.evaluate(spread.assignment()), started)
+        return _solution(problem, problem.evaluate(spread.assignment()), started, hints)
 
 
-def _solution(problem: Problem, judgement: Judgement, started: float) -> Solution:
+def _solution(problem: Problem, judgement: Judgement, started: float, hints: Hints) -> Solution:
     limit = problem.memory_limit_bytes
     if limit is not None and judgement.cost.peak_bytes > limit:
         raise InfeasibleError(
@@ -95,6 +95,7 @@ def _solution(problem: Problem, judgement: Judgement, started: float) -> Solutio
         min(problem.compute_bound(), judgement.cost.objective_seconds),
         {"search_seconds": time.perf_counter() - started},
         notes=() if split else (UNSPLIT,),
+        hints=hints,
     )
 
 

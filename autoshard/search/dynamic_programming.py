@@ -34,14 +34,14 @@ import numpy as np
 
 from autoshard.errors import InfeasibleError, SearchLimitError
 from autoshard.judge.evaluate import Judgement
-from autoshard.problem import Messages, Problem, Tables, folded
+from autoshard.problem import NO_HINTS, Hints, Messages, Problem, Tables, folded
 from autoshard.search.contraction import contracted, contracted_whole
 from autoshard.search.elimination import table_cost
 from autoshard.search.frugal import frugal
 from autoshard.search.memory import Fitted, Found, fitted, held_at, priced
 from autoshard.search.passing import Passing
 from autoshard.search.recursive_programming import RecursiveProgramming
-from autoshard.search.reparametrisation import contracted_passing, normalised, passing_of
+from autoshard.search.reparametrisation import contracted_wiring, normalised, passing_of
 from autoshard.search.searcher import Progress, Solution, silent
 from autoshard.search.shells import MOST_SWEEPS, ROUNDING, SWEEPS, Shells
 
@@ -73,7 +73,7 @@ class DynamicProgramming:
     second_opinion: bool = True
     tolerance: float = 1e-3
 
-    def solve(self, problem: Problem, progress: Progress = silent) -> Solution:
+    def solve(self, problem: Problem, progress: Progress = silent, hints: Hints = NO_HINTS) -> Solution:
         """The optimum, proven where the tables stay small enough; see the module.
 
         Raises:
@@ -81,33 +81,34 @@ class DynamicProgramming:
             InfeasibleError: nothing fits the memory limit.
         """
         if not self.second_opinion:
-            return self._found(problem, progress)[0]
+            return self._found(problem, progress, hints)[0]
         try:
-            own, binds = self._found(problem, progress)
+            own, binds = self._found(problem, progress, hints)
         except InfeasibleError as error:
             if error.proven:
                 raise
-            return RecursiveProgramming().solve(problem, progress)
+            return RecursiveProgramming().solve(problem, progress, hints)
         if binds:  # the best answers under prices need not be the best ones within a limit
             with suppress(InfeasibleError):
-                other = RecursiveProgramming().solve(problem, progress)
+                other = RecursiveProgramming().solve(problem, progress, own.hints)
+                own = replace(own, hints=other.hints)
                 if other.judgement.cost.objective_seconds < own.judgement.cost.objective_seconds:
                     return replace(own, judgement=other.judgement)
         return own
 
-    def _found(self, problem: Problem, progress: Progress) -> tuple[Solution, bool]:
+    def _found(self, problem: Problem, progress: Progress, hints: Hints) -> tuple[Solution, bool]:
         """The optimum under the prices that keep it within the memory limit, and whether there had to be any and nothing is folded."""
         started = time.perf_counter()
-        run = _Run(self, problem, progress)
-        found = fitted(problem, run.optimum, self.price_steps, frugal)
+        run = _Run(self, problem, progress, hints)
+        found = fitted(problem, run.optimum, self.price_steps, frugal, hints=hints)
         if found.above is None:
             found, bound = run.unfolded(found)
-        elif found.judgement.cost.objective_seconds > problem.learned.least * (1 - self.tolerance):
+        elif found.judgement.cost.objective_seconds > hints.least * (1 - self.tolerance):
             bound = problem.compute_bound() - problem.fixed_seconds()  # a better one would not be worth its time
         else:
             bound = run.dual_bound(found, found.above)
-        problem.learned = replace(run.learned, price=found.price)
-        judgement = found.judgement
+        judgement, hints = found.judgement, replace(run.hints, price=found.price)
+        problem.hint(hints)
         solution = Solution(
             judgement=judgement,
             lower_bound_seconds=min(bound + problem.fixed_seconds(), judgement.cost.objective_seconds),
@@ -119,6 +120,7 @@ class DynamicProgramming:
                 "shells": run.shells.shells,
                 "search_seconds": time.perf_counter() - started,
             },
+            hints=hints,
         )
         return solution, run.small is None and found.above is not None
 
@@ -130,20 +132,20 @@ class _Run:
         small: the folded problem, which is searched where there is one.
         bound: of all labels of what is searched, since it is that of the tables without prices.
         cost: of the answer without prices, in the tables.
-        learned: what is known by now, of other meshes at first.
+        hints: what is known by now, as it was given at first.
         sent: what message passing moved last: prices change little from one to the next.
         judged: what the judge says of answers that were met, by their labels.
     """
 
     cost: float
 
-    def __init__(self, searcher: DynamicProgramming, problem: Problem, progress: Progress):
+    def __init__(self, searcher: DynamicProgramming, problem: Problem, progress: Progress, hints: Hints):
         self.searcher = searcher
         self.problem = problem
         self.small = folded(problem)
         self.progress = progress
-        self.learned = problem.learned
-        self.sent = problem.learned.sent
+        self.hints = hints
+        self.sent = hints.sent
         self.shells = Shells(searcher.max_entries, searcher.max_sweeps, searcher.tolerance, progress)
         self.judged: dict[bytes, Judgement] = {}
         self.bound = 0.0
@@ -156,7 +158,7 @@ class _Run:
         labels = [options[label] for options, label in zip(tables.labels, found, strict=True)]
         if not prices:
             self.bound, self.cost = bound, table_cost(tables.unary, tables.pairs, found)
-            self.learned = replace(self.learned, sent=self.sent)
+            self.hints = replace(self.hints, sent=self.sent)
         if self.small is not None:
             labels = self.small.unfold(labels)
         if (key := found.tobytes()) not in self.judged:  # other prices often have the same answer
@@ -172,7 +174,7 @@ class _Run:
             tables = self._tables(problem)
         except SearchLimitError:
             return found, problem.compute_bound() - problem.fixed_seconds()
-        passing = passing_of(self.small, self.learned.sent, tables)
+        passing = passing_of(self.small, self.hints.sent, tables)
         bound, enough = self._pass(passing, self.cost)
         if enough:
             return found, bound - ROUNDING * self.cost
@@ -214,7 +216,7 @@ class _Run:
                 fast, excess = seconds, beyond
             else:
                 slow, slack = seconds, beyond
-        self.learned = replace(self.learned, above=tuple(above[1]), worth=price, sent_priced=sent)
+        self.hints = replace(self.hints, above=tuple(above[1]), worth=price, sent_priced=sent)
         if small is None:
             return max(self.bound, best)
         cost = found.judgement.cost.objective_seconds - problem.fixed_seconds() + price * held.limit
@@ -231,8 +233,8 @@ class _Run:
             return found, bound, moved.sent
         known = tables is self.problem.whole_tables()
         fewer = self.problem.remembered(contracted_whole) if known else contracted(tables)
-        passing = self.problem.remembered(contracted_passing) if known else None
-        found, bound, moved = self.shells.solve(fewer.tables, sent, max_sweeps, passing)
+        wiring = self.problem.remembered(contracted_wiring) if known else None
+        found, bound, moved = self.shells.solve(fewer.tables, sent, max_sweeps, wiring)
         return fewer.labels(found), bound, moved.sent
 
     def _pass(self, passing: Passing, cost: float) -> tuple[float, bool]:

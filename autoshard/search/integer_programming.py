@@ -37,7 +37,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from autoshard.compilers.buffer_assignment import Peak
 from autoshard.errors import InfeasibleError, SearchLimitError
 from autoshard.judge.evaluate import Judgement
-from autoshard.problem import Holding, Problem, Tables
+from autoshard.problem import NO_HINTS, Hints, Holding, Problem, Tables
 from autoshard.render import format_bytes
 from autoshard.search.recursive_programming import RecursiveProgramming
 from autoshard.search.reparametrisation import Reparametrisation, reparametrise
@@ -76,23 +76,24 @@ class IntegerProgramming:
     max_variables: int = 1 << 20
     max_sweeps: int = 60
 
-    def solve(self, problem: Problem, progress: Progress = silent) -> Solution:
+    def solve(self, problem: Problem, progress: Progress = silent, hints: Hints = NO_HINTS) -> Solution:
         """The optimum within the memory limit, or the best that was found in time; see the module.
 
         Raises:
             SearchLimitError: the tables or the model would be too large, or no answer within the limit was found in time.
             InfeasibleError: nothing fits the memory limit.
         """
-        return _Run(self, problem, progress).solution()
+        return _Run(self, problem, progress, hints).solution()
 
 
 class _Run:
     """One problem's models, with what they took."""
 
-    def __init__(self, searcher: IntegerProgramming, problem: Problem, progress: Progress):
+    def __init__(self, searcher: IntegerProgramming, problem: Problem, progress: Progress, hints: Hints):
         self.searcher = searcher
         self.problem = problem
         self.progress = progress
+        self.hints = hints
         self.started = time.perf_counter()
         self.best: Judgement | None = None
         self.smallest_peak = math.inf
@@ -127,15 +128,16 @@ class _Run:
                 "rounds": self.rounds,
                 "search_seconds": time.perf_counter() - self.started,
             },
+            hints=self.hints,
         )
 
     def _first_answer(self) -> None:
         try:
-            found = RecursiveProgramming().solve(self.problem, self.progress)
+            found = RecursiveProgramming().solve(self.problem, self.progress, self.hints)
         except InfeasibleError as error:
             self.smallest_peak = error.smallest_peak_bytes or math.inf
         else:
-            self.best = found.judgement
+            self.best, self.hints = found.judgement, found.hints
 
     def _tables(self) -> Tables:
         problem, limit = self.problem, self.searcher.max_problem_entries

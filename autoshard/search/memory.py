@@ -23,7 +23,7 @@ import numpy as np
 from autoshard.compilers.buffer_assignment import Peak
 from autoshard.errors import InfeasibleError
 from autoshard.judge.evaluate import Judgement
-from autoshard.problem import Folded, Holding, Label, Problem, Tables
+from autoshard.problem import NO_HINTS, Folded, Hints, Holding, Label, Problem, Tables
 from autoshard.render import format_bytes
 
 Found = tuple[Judgement, list[Label]]
@@ -57,14 +57,19 @@ class Fitted:
     price: float = 0.0
 
 
-def fastest_within(problem: Problem, search: Priced, steps: int, repairs: bool = True) -> Found:
+def fastest_within(problem: Problem, search: Priced, steps: int, repairs: bool = True, hints: Hints = NO_HINTS) -> Found:
     """As `fitted`, the answer alone."""
-    found = fitted(problem, search, steps, repairs=repairs)
+    found = fitted(problem, search, steps, repairs=repairs, hints=hints)
     return found.judgement, found.labels
 
 
 def fitted(
-    problem: Problem, search: Priced, steps: int, frugal: Callable[[Problem], Sequence[Found]] = lambda _: (), repairs: bool = True
+    problem: Problem,
+    search: Priced,
+    steps: int,
+    frugal: Callable[[Problem], Sequence[Found]] = lambda _: (),
+    repairs: bool = True,
+    hints: Hints = NO_HINTS,
 ) -> Fitted:
     """The answer without prices where it is within the problem's memory limit, else the fastest met that is.
 
@@ -73,6 +78,7 @@ def fitted(
         steps: how many prices may be tried.
         frugal: answers that hold little; asked for where no price leads to one within the limit.
         repairs: whether single decisions may change that the search left as they are; else prices alone lead to the answer.
+        hints: whose price, if there is one, is tried first.
 
     Raises:
         InfeasibleError: no answer was within the limit; names the smallest peak met.
@@ -85,7 +91,7 @@ def fitted(
         cheapest, _ = search(dict.fromkeys(sorted(found[0].peak.alive), DEAR * _even_price(found)))
         smallest = min(found[0].cost.peak_bytes, cheapest.cost.peak_bytes)
         raise nothing_fits(problem, f"none takes less than {format_bytes(least)}; the smallest peak of two answers", smallest, proven=True)
-    tried = _by_prices(problem, search, found, steps)
+    tried = _by_prices(problem, search, found, steps, hints.price)
     if not repairs:
         if tried.best is None:
             smallest = min(judgement.cost.peak_bytes for judgement, _ in tried.beyond)
@@ -143,13 +149,13 @@ class _Tried:
     beyond: list[Found]
 
 
-def _by_prices(problem: Problem, search: Priced, free: Found, steps: int) -> _Tried:
-    """Raises the price until the limit is kept, then lowers it as far as it stays so."""
+def _by_prices(problem: Problem, search: Priced, free: Found, steps: int, known: float) -> _Tried:
+    """What prices lead to that rise until the limit is kept, then fall as far as it stays so; the known one, if not 0.0, is the first."""
     limit = problem.memory_limit_bytes or 0.0
     above, best, before = free, None, free[1]
     priced = set(free[0].peak.alive)
     first = _even_price(free)
-    price, factor = (problem.learned.price, NEAR) if problem.learned.price else (first, FAR)
+    price, factor = (known, NEAR) if known else (first, FAR)
     shares = _shares(problem)
     too_low, enough, beyond = 0.0, None, [free]
     for _ in range(steps):

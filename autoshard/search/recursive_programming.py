@@ -28,7 +28,7 @@ import numpy as np
 
 from autoshard.errors import SearchLimitError
 from autoshard.judge.model import CostModel
-from autoshard.problem import Label, Problem, Tables, folded
+from autoshard.problem import NO_HINTS, Hints, Label, Problem, Tables, folded
 from autoshard.search.elimination import Eliminator, table_cost
 from autoshard.search.frugal import frugal
 from autoshard.search.memory import Fitted, Found, fitted
@@ -56,11 +56,10 @@ class RecursiveProgramming:
     max_entries: int = 1 << 20
     price_steps: int = 16
 
-    def solve(self, problem: Problem, progress: Progress = silent) -> Solution:
+    def solve(self, problem: Problem, progress: Progress = silent, hints: Hints = NO_HINTS) -> Solution:
         """The assignment found by sweeps over the mesh axes; see the module."""
         started = time.perf_counter()
-        run, found = self._found(problem, progress)
-        problem.learned = replace(problem.learned, price=found.price)
+        run, found = self._found(problem, progress, hints)
         return Solution(
             judgement=found.judgement,
             lower_bound_seconds=min(problem.compute_bound(), found.judgement.cost.objective_seconds),
@@ -72,41 +71,54 @@ class RecursiveProgramming:
                 "shells": run.shells.shells if run.shells else 0,
                 "search_seconds": time.perf_counter() - started,
             },
+            hints=replace(hints, price=found.price),
         )
 
-    def _found(self, problem: Problem, progress: Progress) -> tuple[Descent, Fitted]:
+    def _found(self, problem: Problem, progress: Progress, hints: Hints) -> tuple[Descent, Fitted]:
         """The best answer, and the run that met it."""
         shells, limit = Shells(self.max_entries, MOST_SWEEPS, TOLERANCE, progress), problem.memory_limit_bytes
         if (small := folded(problem)) is not None:
-            run = Descent(self, small, progress, shells)
+            run = Descent(self, small, progress, shells, hints.start)
             judgement, labels = run.descend({})
             if limit is None or judgement.cost.peak_bytes <= limit:
                 return run, Fitted(judgement, labels)
-        run = Descent(self, problem, progress)
+        run = Descent(self, problem, progress, start=hints.start)
         try:
-            return run, fitted(problem, run.descend, self.price_steps, frugal)
+            return run, fitted(problem, run.descend, self.price_steps, frugal, hints=hints)
         except SearchLimitError:
-            run = Descent(self, small or problem, progress, shells)
-            return run, fitted(problem, run.descend, self.price_steps, frugal)
+            run = Descent(self, small or problem, progress, shells, hints.start)
+            return run, fitted(problem, run.descend, self.price_steps, frugal, hints=hints)
 
 
 class Descent:
-    """Descents over one problem, with what they took."""
+    """Descents over one problem, with what they took.
 
-    def __init__(self, searcher: RecursiveProgramming, problem: Problem, progress: Progress, shells: Shells | None = None):
+    Attributes:
+        start: labels, of the whole problem, from where one begins besides; None where there are none.
+    """
+
+    def __init__(
+        self,
+        searcher: RecursiveProgramming,
+        problem: Problem,
+        progress: Progress,
+        shells: Shells | None = None,
+        start: Sequence[Label] | None = None,
+    ):
         self.searcher = searcher
         self.problem = problem
         self.progress = progress
         self.eliminate = Eliminator(searcher.max_entries)
         self.shells = shells
+        self.start = start
         self.n_variables = self.width = self.sweeps = 0
 
     def descend(self, prices: Mapping[int, float]) -> Found:
-        """Labels, of the whole problem, that no single axis can improve, from everything replicated, and from a start that was learned."""
+        """Labels, of the whole problem, that no single axis can improve, from everything replicated, and from the start."""
         problem = self.problem
         labels = self.settle(problem.start(), prices)
-        if (start := problem.learned.start) is not None:
-            other = self.settle(problem.fold(start), prices)
+        if self.start is not None:
+            other = self.settle(problem.fold(self.start), prices)
             labels = min(labels, other, key=lambda found: labels_cost(problem, found, prices))
         return problem.evaluate(problem.assignment(labels)), problem.unfold(labels)
 

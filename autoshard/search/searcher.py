@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 from autoshard.ir import Assignment
 from autoshard.judge.evaluate import Judgement
-from autoshard.problem import Problem
+from autoshard.problem import NO_HINTS, Hints, Problem
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and the fraction of it that is done."""
@@ -39,6 +39,7 @@ class Solution:
         least_seconds: the least objective met of what fits the memory limit, where the answer is another since its makespan is less.
         finder: the name of the searcher whose answer it is, where that is not the one that was asked.
         others: what else was found on the way and fits the memory limit, on this mesh or on others, fastest first.
+        hints: what the next search of the program may begin with: what this one was given, and what it found out.
     """
 
     judgement: Judgement
@@ -48,6 +49,7 @@ class Solution:
     least_seconds: float = float("inf")
     finder: str = ""
     others: tuple[Solution, ...] = ()
+    hints: Hints = NO_HINTS
 
     @property
     def assignment(self) -> Assignment:
@@ -59,7 +61,8 @@ class Searcher(Protocol):
     """An algorithm that assigns a problem.
 
     Laws, for every searcher and problem: the assignment is legal and honours the pins; its judged peak is within the memory limit, or
-    `InfeasibleError` names the smallest peak found; the lower bound is at most the objective; equal problems get equal answers.
+    `InfeasibleError` names the smallest peak found; the lower bound is at most the objective; equal problems with equal hints get equal
+    answers; the problem stays as it was, and the solution's hints hold what the given ones held where nothing better was found out.
 
     Attributes:
         name: as in the table of searchers.
@@ -69,4 +72,4 @@ class Searcher(Protocol):
     name: ClassVar[str]
     automatic: ClassVar[bool]
 
-    def solve(self, problem: Problem, progress: Progress = silent) -> Solution: ...
+    def solve(self, problem: Problem, progress: Progress = silent, hints: Hints = NO_HINTS) -> Solution: ...

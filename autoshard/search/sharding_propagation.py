@@ -29,7 +29,7 @@ import numpy as np
 
 from autoshard.errors import ShardingError
 from autoshard.judge.evaluate import Judgement
-from autoshard.problem import Label, Problem, Tables
+from autoshard.problem import NO_HINTS, Hints, Label, Problem, Tables
 from autoshard.search.elimination import Eliminator, table_cost
 from autoshard.search.memory import fastest_within
 from autoshard.search.reached import disagreements, unreached
@@ -61,7 +61,7 @@ class ShardingPropagation:
     max_rounds: int = MAX_ROUNDS
     price_steps: int = 8
 
-    def solve(self, problem: Problem, progress: Progress = silent) -> Solution:
+    def solve(self, problem: Problem, progress: Progress = silent, hints: Hints = NO_HINTS) -> Solution:
         """What follows from the problem's pins; see the module.
 
         Raises:
@@ -76,12 +76,13 @@ class ShardingPropagation:
             )
         started = time.perf_counter()
         spread = Spread(problem, held, self.max_rounds, progress=progress)
-        judgement, labels = fastest_within(problem, spread.search, self.price_steps)
+        judgement, labels = fastest_within(problem, spread.search, self.price_steps, hints=hints)
         return Solution(
             judgement=judgement,
             lower_bound_seconds=min(problem.compute_bound(), judgement.cost.objective_seconds),
             stats={"n_nodes": problem.n_nodes, "rounds": spread.rounds, "search_seconds": time.perf_counter() - started},
             notes=(*disagreements(problem, labels, spread.sources), *unreached(problem, spread.sources)),
+            hints=hints,
         )
 
 

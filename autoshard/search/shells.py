@@ -22,7 +22,7 @@ from autoshard.errors import SearchLimitError
 from autoshard.problem import Messages, Tables
 from autoshard.search.dominance import undominated
 from autoshard.search.elimination import Eliminator, table_cost
-from autoshard.search.passing import Passing
+from autoshard.search.passing import Passing, Wiring
 from autoshard.search.reparametrisation import Reparametrisation, normalised
 from autoshard.search.searcher import Progress, silent
 
@@ -50,20 +50,17 @@ class Shells:
         self.sweeps = self.shells = self.width = 0
 
     def solve(
-        self, tables: Tables, sent: Messages | None = None, max_sweeps: int | None = None, passing: Passing | None = None
+        self, tables: Tables, sent: Messages | None = None, max_sweeps: int | None = None, wiring: Wiring | None = None
     ) -> tuple[np.ndarray, float, Reparametrisation]:
         """The best labels found, a bound, and the tables as they were moved for it; goes on while sweeps tell and the gap is too wide.
 
         Args:
             sent: what to begin with, such as what was moved between tables that are much like these.
             max_sweeps: how often message passing may go over the nodes, if not as often as elsewhere.
-            passing: of these tables, if it was made before.
+            wiring: of these tables, if it is known.
         """
         most = self.max_sweeps if max_sweeps is None else min(max_sweeps, self.max_sweeps)
-        if passing is None:
-            passing = Passing(tables.unary, tables.pairs, sent)
-        else:
-            passing.begin(tables.unary, sent)
+        passing = Passing(tables.unary, tables.pairs, sent, wiring=wiring)
         best, cost, sweeps, more = None, math.inf, 0, SWEEPS
         for attempt in count(1):
             done = passing.run(more, progress=self.progress)

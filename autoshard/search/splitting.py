@@ -18,7 +18,7 @@ from itertools import pairwise
 
 from autoshard.ir import Mesh
 from autoshard.judge.approximate_reshard import ManyAxesModel
-from autoshard.problem import Label, Problem, folded
+from autoshard.problem import Hints, Label, Problem, folded
 from autoshard.search.meshes import NAMES
 from autoshard.search.recursive_programming import TOLERANCE, Descent, RecursiveProgramming, labels_cost
 from autoshard.search.searcher import Progress, silent
@@ -35,8 +35,8 @@ def finer(
     least_gain: float,
     placed: Callable[[Mesh], Sequence[Problem]],
     progress: Progress = silent,
-) -> Problem | None:
-    """A problem of more axes on which recursive programming finds what is faster than an answer, and begins there; None: there is none.
+) -> tuple[Problem, Hints] | None:
+    """A problem of more axes on which recursive programming finds what is faster than an answer, and hints to begin there; or None.
 
     Args:
         labels: the answer, on the problem's mesh; None: recursive programming's, whatever it holds.
@@ -53,8 +53,7 @@ def finer(
     for other in placed(mesh):
         settled, cost = _settled(other, start, progress)
         if cost <= least:
-            best, least = other, cost
-            best.learned = replace(best.learned, start=tuple(settled))
+            best, least = (other, Hints(start=tuple(settled))), cost
     return best
 
 

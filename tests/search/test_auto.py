@@ -17,6 +17,7 @@ from autoshard.cluster import Cluster
 from autoshard.cost.record import Cost
 from autoshard.errors import InfeasibleError, SearchLimitError
 from autoshard.ir import Collective
+from autoshard.problem import NO_HINTS
 from autoshard.search import Auto, DataParallel, DynamicProgramming, RecursiveProgramming
 from autoshard.search.auto import MEMBERS, TOLERANCE, exposed_shares
 
@@ -66,7 +67,7 @@ class Refusing(DataParallel):
 
     error = SearchLimitError("too large")
 
-    def solve(self, problem, progress=None):
+    def solve(self, problem, progress=None, hints=None):
         raise self.error
 
 
@@ -81,8 +82,8 @@ class Overlapping(DataParallel):
 
     name = "overlapping"
 
-    def solve(self, problem, progress=None):
-        solution = DataParallel.solve(self, problem)
+    def solve(self, problem, progress=None, hints=NO_HINTS):
+        solution = DataParallel.solve(self, problem, hints=hints)
         cost = replace(solution.judgement.cost, makespan_seconds=1e-9)
         return replace(solution, judgement=replace(solution.judgement, cost=cost))
 
@@ -133,9 +134,9 @@ class Counting(RecursiveProgramming):
 
     asked: ClassVar[list] = []
 
-    def solve(self, problem, progress=None):
+    def solve(self, problem, progress=None, hints=NO_HINTS):
         self.asked.append(problem)
-        return super().solve(problem)
+        return super().solve(problem, hints=hints)
 
 
 @pytest.mark.parametrize(("cluster", "overlap", "asked"), [("v5e:2x4", True, 2), ("v5e:2x4", False, 0), ("v5p:2x2x2", True, 0)])
