@@ -38,7 +38,7 @@ from autoshard.lower import lowering_mesh
 from autoshard.problem import Hints, Pin, Problem
 from autoshard.render import format_bytes, format_percent, progress_line
 from autoshard.rules import rules_of
-from autoshard.search import IntegerProgramming, Searcher, Solution, TensorParallel, candidate_meshes, searcher_of, silent, solve
+from autoshard.search import Searcher, Solution, candidate_meshes, searcher_of, silent, solve
 from autoshard.search.early import checked_seconds, endings, timed
 from autoshard.search.mesh_search import LEAST_GAIN, search_meshes
 from autoshard.search.meshes import placed
@@ -116,8 +116,8 @@ def search(
     chosen, how = searcher_of(searcher), confirm_of(confirm)
     limit_seconds = checked_seconds(time_limit_seconds)
     given = limit_seconds if how is None or limit_seconds is None else limit_seconds / 2
-    if isinstance(chosen, IntegerProgramming) and given is not None:  # HiGHS runs without a word until its own limit
-        chosen = replace(chosen, time_limit_seconds=min(given, chosen.time_limit_seconds))
+    if given is not None:
+        chosen = chosen.limited(given)
     with shown(progress) as callback, rarely_collecting():
         prepared = prepare(fn, args, cluster, chosen, mesh, pins, memory_limit_bytes, donate_argnums)
         started = time.perf_counter()
@@ -421,7 +421,7 @@ def _meshes(cluster: Cluster, graph: Graph, pins: Pins, given: Mesh | None, max_
 def _most_axes(mesh: Any, searcher: Searcher) -> int:
     """How many axes a mesh may have that is searched."""
     if not isinstance(mesh, int):
-        return 2 if searcher.automatic or isinstance(searcher, TensorParallel) else 1
+        return 2 if searcher.automatic or searcher.differs_by_mesh else 1
     if isinstance(mesh, bool) or not 1 <= mesh <= MOST_AXES:
         raise ShardingError(f"a number as the mesh is how many axes it may have, 1 to {MOST_AXES}; got {mesh!r}. Name the axes for more.")
     return mesh

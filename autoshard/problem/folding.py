@@ -9,14 +9,14 @@ problem's bound to say.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
 
 from autoshard.ir import Assignment
 from autoshard.problem.nodes import Edge
-from autoshard.problem.problem import Label, Problem, Tables
+from autoshard.problem.problem import Fact, Label, Problem, Tables
 
 Part = TypeVar("Part")
 
@@ -86,6 +86,10 @@ class Folded(Problem):
     @property
     def n_nodes(self) -> int:
         return len(self._firsts)
+
+    def remembered(self, fact: Callable[[Problem], Fact]) -> Fact:
+        """What a function says of the whole problem."""
+        return self.whole.remembered(fact)
 
     def unfold(self, labels: Sequence[Label]) -> list[Label]:
         """The labels of the whole problem."""

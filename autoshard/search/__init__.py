@@ -49,7 +49,10 @@ def searcher_of(searcher: str | Searcher) -> Searcher:
             )
         return SEARCHERS[searcher]()
     if isinstance(searcher, type) or not isinstance(searcher, Searcher):
-        raise SearcherError(f"a searcher is one of {sorted(SEARCHERS)} or a value with a solve method, got {searcher!r}.")
+        raise SearcherError(
+            f"a searcher is one of {sorted(SEARCHERS)} or a value with a solve method, got {searcher!r}. A class of your own derives from "
+            "autoshard.search.searcher.Searcher."
+        )
     return searcher
 
 

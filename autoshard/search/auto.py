@@ -50,7 +50,7 @@ TOLERANCE = 1e-3  # relative: the gap at which dynamic programming stops, too
 
 
 @dataclass(frozen=True, slots=True)
-class Auto:
+class Auto(Searcher):
     """The best of several searchers.
 
     Attributes:
@@ -59,6 +59,7 @@ class Auto:
 
     name: ClassVar[str] = "auto"
     automatic: ClassVar[bool] = True
+    asks_baselines: ClassVar[bool] = True
 
     members: tuple[Searcher, ...] = MEMBERS
 
@@ -97,7 +98,7 @@ class Auto:
             raise nothing_fits(problem, f"the smallest peak that {len(refused)} searchers found", smallest)
         (best, finder), *slower = sorted(found, key=lambda answer: answer[0].judgement.cost.makespan_seconds)
         near = NEAR * best.judgement.cost.makespan_seconds
-        is_near = any(isinstance(one, TensorParallel) and solution.judgement.cost.makespan_seconds <= near for solution, one in found)
+        is_near = any(one.differs_by_mesh and solution.judgement.cost.makespan_seconds <= near for solution, one in found)
         bound = max(solution.lower_bound_seconds for solution, _ in found)
         others = tuple(
             replace(
@@ -130,7 +131,7 @@ class Auto:
 
         Of the baselines it is the one that differs from mesh to mesh, and more of its communication may hide than of the best answer's.
         """
-        member = next((member for member in self.members if isinstance(member, TensorParallel)), None)
+        member = next((member for member in self.members if member.differs_by_mesh), None)
         if member is None or not hints.near_tensor_parallel:
             return None
         with suppress(InfeasibleError, SearchLimitError):
@@ -142,8 +143,8 @@ class Auto:
     def _hiding(
         self, problem: Problem, costs: Iterable[Cost], progress: Progress, hints: Hints
     ) -> Iterator[tuple[Solution, Searcher]]:
-        """Recursive programming's answer where collectives cost what is exposed of them, if it is a member and something hides."""
-        member = next((member for member in self.members if isinstance(member, RecursiveProgramming)), None)
+        """The answer of a member that takes shares, where collectives cost what is exposed of them, if something hides."""
+        member = next((member for member in self.members if member.takes_shares), None)
         shares = exposed_shares(costs, problem.profile.compiler.asynchronous)
         if member is None or all(share > 1 - TOLERANCE for share in shares.values()):
             return

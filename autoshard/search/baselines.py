@@ -18,7 +18,7 @@ from autoshard.judge.evaluate import Judgement
 from autoshard.problem import NO_HINTS, Hints, Problem
 from autoshard.render import format_bytes
 from autoshard.search.propagation import Propagation
-from autoshard.search.searcher import Progress, Solution, silent
+from autoshard.search.searcher import Progress, Searcher, Solution, silent
 
 UNSPLIT = (
     "most work is not split: no batch dimension stays split through the step. A reshape into microbatches loses it where their number "
@@ -27,11 +27,10 @@ UNSPLIT = (
 
 
 @dataclass(frozen=True, slots=True)
-class DataParallel:
+class DataParallel(Searcher):
     """Batch split over every mesh axis, state replicated, gradients all-reduced."""
 
     name: ClassVar[str] = "data_parallel"
-    automatic: ClassVar[bool] = False
 
     def solve(self, problem: Problem, progress: Progress = silent, hints: Hints = NO_HINTS) -> Solution:
         """The data-parallel assignment."""
@@ -41,7 +40,7 @@ class DataParallel:
 
 
 @dataclass(frozen=True, slots=True)
-class FullySharded:
+class FullySharded(Searcher):
     """Data parallel with sharded state, as in ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054).
 
     Attributes:
@@ -49,7 +48,6 @@ class FullySharded:
     """
 
     name: ClassVar[str] = "fully_sharded"
-    automatic: ClassVar[bool] = False
 
     stage: int = 3
 

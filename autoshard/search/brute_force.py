@@ -13,11 +13,11 @@ import numpy as np
 from autoshard.errors import InfeasibleError, SearchLimitError
 from autoshard.problem import NO_HINTS, Hints, Problem, Tables
 from autoshard.render import format_bytes
-from autoshard.search.searcher import Progress, Solution, silent
+from autoshard.search.searcher import Progress, Searcher, Solution, silent
 
 
 @dataclass(frozen=True, slots=True)
-class BruteForce:
+class BruteForce(Searcher):
     """The assignment of least table cost, and the smallest labels on ties.
 
     Attributes:
@@ -25,7 +25,6 @@ class BruteForce:
     """
 
     name: ClassVar[str] = "brute_force"
-    automatic: ClassVar[bool] = False
 
     max_assignments: int = 1_000_000
 

@@ -42,7 +42,7 @@ from autoshard.search.memory import Fitted, Found, fitted, held_at, priced
 from autoshard.search.passing import Passing
 from autoshard.search.recursive_programming import RecursiveProgramming
 from autoshard.search.reparametrisation import contracted_wiring, normalised, passing_of
-from autoshard.search.searcher import Progress, Solution, silent
+from autoshard.search.searcher import Progress, Searcher, Solution, silent
 from autoshard.search.shells import MOST_SWEEPS, ROUNDING, SWEEPS, Shells
 
 PASSED_ENTRIES = 1 << 28  # that are passed for a bound of the whole: some 5 s on one core
@@ -50,7 +50,7 @@ DUAL_STEPS = 4  # prices that are tried for a bound within a memory limit
 
 
 @dataclass(frozen=True, slots=True)
-class DynamicProgramming:
+class DynamicProgramming(Searcher):
     """The dynamic-programming searcher.
 
     Attributes:

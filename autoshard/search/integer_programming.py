@@ -27,7 +27,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -41,7 +41,7 @@ from autoshard.problem import NO_HINTS, Hints, Holding, Problem, Tables
 from autoshard.render import format_bytes
 from autoshard.search.recursive_programming import RecursiveProgramming
 from autoshard.search.reparametrisation import Reparametrisation, reparametrise
-from autoshard.search.searcher import Progress, Solution, silent
+from autoshard.search.searcher import Progress, Searcher, Solution, silent
 
 ROUNDING = 1e-9  # relative; what sums of tables in double precision are exact to
 SCALE = 1e4  # an answer's cost in the model: HiGHS's tolerances are absolute, 1e-6 and 1e-7
@@ -56,7 +56,7 @@ sys.stdout.buffer.write(pickle.dumps((found.status, found.x, found.mip_dual_boun
 
 
 @dataclass(frozen=True, slots=True)
-class IntegerProgramming:
+class IntegerProgramming(Searcher):
     """The integer-programming searcher.
 
     Attributes:
@@ -84,6 +84,10 @@ class IntegerProgramming:
             InfeasibleError: nothing fits the memory limit.
         """
         return _Run(self, problem, progress, hints).solution()
+
+    def limited(self, seconds: float) -> IntegerProgramming:
+        """The searcher with a limit of its own: HiGHS runs without a word until then."""
+        return replace(self, time_limit_seconds=min(seconds, self.time_limit_seconds))
 
 
 class _Run:

@@ -25,12 +25,12 @@ from autoshard.ir.naming import matching
 from autoshard.problem import NO_HINTS, Hints, Problem
 from autoshard.search.memory import fastest_within
 from autoshard.search.reached import disagreements
-from autoshard.search.searcher import Progress, Solution, silent
+from autoshard.search.searcher import Progress, Searcher, Solution, silent
 from autoshard.search.sharding_propagation import Spread
 
 
 @dataclass(frozen=True, slots=True)
-class Manual:
+class Manual(Searcher):
     """The specs of arguments, by path or pattern, as `search` takes pins; those of the pins count as well.
 
     Attributes:
@@ -38,7 +38,6 @@ class Manual:
     """
 
     name: ClassVar[str] = "manual"
-    automatic: ClassVar[bool] = False
 
     in_specs: Mapping[str, Spec] = field(default_factory=dict)
 

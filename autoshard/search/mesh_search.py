@@ -20,7 +20,6 @@ from dataclasses import dataclass, field, replace
 
 from autoshard.errors import AutoshardError, InfeasibleError, SearchLimitError, ShardingError
 from autoshard.problem import NO_HINTS, Hints, Label, Problem, Tables, folded
-from autoshard.search.auto import Auto
 from autoshard.search.baselines import DataParallel
 from autoshard.search.contraction import contracted
 from autoshard.search.early import Met
@@ -228,7 +227,7 @@ class _Search:
         try:
             if self._hopeless(number):
                 self.cut += 1
-                if isinstance(self.searcher, Auto) and (glanced := self.searcher.glance(problem, self.hints[number])) is not None:
+                if (glanced := self.searcher.glance(problem, self.hints[number])) is not None:
                     self._keep(number, glanced)
             elif (kin := self._placed_otherwise(number)) is not None:
                 self._keep(number, carried(problem, *kin))
@@ -300,7 +299,7 @@ class _Search:
 
     def ask_baselines(self) -> None:
         """Asks the baselines on the best mesh, if there are to be finalists and the searcher does not ask them by itself."""
-        if self.n_finalists < 2 or self.best is None or not self.searcher.automatic or isinstance(self.searcher, Auto):
+        if self.n_finalists < 2 or self.best is None or not self.searcher.automatic or self.searcher.asks_baselines:
             return
         number = self.best[1]
         for baseline in BASELINES:

@@ -32,7 +32,7 @@ from autoshard.problem import NO_HINTS, Hints, Label, Problem, Tables, folded
 from autoshard.search.elimination import Eliminator, table_cost
 from autoshard.search.frugal import frugal
 from autoshard.search.memory import Fitted, Found, fitted
-from autoshard.search.searcher import Progress, Solution, silent
+from autoshard.search.searcher import Progress, Searcher, Solution, silent
 from autoshard.search.shells import MOST_SWEEPS, Shells
 
 PROBE_BYTES = 1e7  # of the all_gather that says which axis has the slower links
@@ -40,7 +40,7 @@ TOLERANCE = 1e-4  # of a step's minimum where message passing helps to find it
 
 
 @dataclass(frozen=True, slots=True)
-class RecursiveProgramming:
+class RecursiveProgramming(Searcher):
     """The recursive-programming searcher.
 
     Attributes:
@@ -51,6 +51,7 @@ class RecursiveProgramming:
 
     name: ClassVar[str] = "recursive_programming"
     automatic: ClassVar[bool] = True
+    takes_shares: ClassVar[bool] = True
 
     max_sweeps: int = 8
     max_entries: int = 1 << 20

@@ -33,7 +33,7 @@ from autoshard.problem import NO_HINTS, Hints, Label, Problem, Tables
 from autoshard.search.elimination import Eliminator, table_cost
 from autoshard.search.memory import fastest_within
 from autoshard.search.reached import disagreements, unreached
-from autoshard.search.searcher import Progress, Solution, silent
+from autoshard.search.searcher import Progress, Searcher, Solution, silent
 
 Part = tuple[int, int] | int
 """What a label does with one mesh axis: the factor it splits and where it scatters, or the dimension it shards; -1 for nothing."""
@@ -47,7 +47,7 @@ MAX_ENTRIES = 1 << 20  # of an elimination's tables; beyond it the best-connecte
 
 
 @dataclass(frozen=True, slots=True)
-class ShardingPropagation:
+class ShardingPropagation(Searcher):
     """The searcher that spreads pins.
 
     Attributes:
@@ -56,7 +56,6 @@ class ShardingPropagation:
     """
 
     name: ClassVar[str] = "sharding_propagation"
-    automatic: ClassVar[bool] = False
 
     max_rounds: int = MAX_ROUNDS
     price_steps: int = 8

@@ -32,7 +32,7 @@ from autoshard.problem import NO_HINTS, Hints, Problem, folded
 from autoshard.search.baselines import split_batch
 from autoshard.search.memory import fastest_within
 from autoshard.search.propagation import Propagation
-from autoshard.search.searcher import Progress, Solution, silent
+from autoshard.search.searcher import Progress, Searcher, Solution, silent
 from autoshard.search.sharding_propagation import Part, Spread
 
 TAKES_APART = frozenset({"split", "slice", "reshape"})
@@ -42,7 +42,7 @@ Splits = dict[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class TensorParallel:
+class TensorParallel(Searcher):
     """The tensor-parallel baseline.
 
     Attributes:
@@ -51,7 +51,7 @@ class TensorParallel:
     """
 
     name: ClassVar[str] = "tensor_parallel"
-    automatic: ClassVar[bool] = False
+    differs_by_mesh: ClassVar[bool] = True
 
     sequence: bool = True
     vocabulary: bool = True
