@@ -35,12 +35,12 @@ from autoshard.judge.evaluate import evaluate as judged
 from autoshard.judge.evaluate import recomputation
 from autoshard.judge.model import CostModel
 from autoshard.lower import lowering_mesh
-from autoshard.problem import Hints, Pin, Problem
+from autoshard.problem import BUDGETS, Hints, Pin, Problem
 from autoshard.render import format_bytes, format_percent, progress_line
 from autoshard.rules import rules_of
 from autoshard.search import Searcher, Solution, candidate_meshes, searcher_of, silent, solve
 from autoshard.search.early import checked_seconds, endings, timed
-from autoshard.search.mesh_search import LEAST_GAIN, search_meshes
+from autoshard.search.mesh_search import search_meshes
 from autoshard.search.meshes import placed
 from autoshard.search.propagation import follow_layouts
 from autoshard.search.searcher import Progress, part
@@ -224,7 +224,7 @@ class Prepared:
                 problems.append(self.problem(placing, problem.memory_limit_bytes, problems or [problem]))
             return problems
 
-        return finer(problem, labels, self.most_axes, LEAST_GAIN, on, progress)
+        return finer(problem, labels, self.most_axes, BUDGETS.least_gain, on, progress)
 
     def strategy(self, mesh: Mesh, solution: Solution, searcher: Searcher) -> Strategy:
         """The strategy of a solution on a mesh."""

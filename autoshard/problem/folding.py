@@ -15,20 +15,18 @@ from typing import TypeVar
 import numpy as np
 
 from autoshard.ir import Assignment
+from autoshard.problem.budgets import BUDGETS
 from autoshard.problem.nodes import Edge
 from autoshard.problem.problem import Fact, Label, Problem, Tables
 
 Part = TypeVar("Part")
 
-# Reads that a node looks around: 3 give the optimum's labels of GPT, Llama and MoE steps of 2 to 32 layers, 2 come within 0.08 %.
-ROUNDS = 4
-WORTH = 0.4  # of the nodes, at most, that must be left
 
 
 def folded(problem: Problem) -> Folded | None:
     """The folded problem, or None where too little repeats itself."""
     classes = problem.shared(_classes)
-    return Folded(problem, classes) if classes.max(initial=0) + 1 <= WORTH * problem.n_nodes else None
+    return Folded(problem, classes) if classes.max(initial=0) + 1 <= BUDGETS.folding_share * problem.n_nodes else None
 
 
 def _classes(problem: Problem) -> np.ndarray:
@@ -38,7 +36,7 @@ def _classes(problem: Problem) -> np.ndarray:
     keys = [(kind, within.get(node, -1)) for node, kind in enumerate(kinds)]
     colours = np.unique(np.array(keys, dtype=np.int64).reshape(-1, 2), axis=0, return_inverse=True)[1].reshape(-1)
     first, last, number = np.array([joint for joint in joints if joint[0] != joint[1]], dtype=np.int64).reshape(-1, 3).T
-    for _ in range(ROUNDS):
+    for _ in range(BUDGETS.folding_rounds):
         seen = np.zeros(len(kinds), dtype=np.uint64)
         np.add.at(seen, first, _mixed(_mixed(colours)[last] + 2 * number.astype(np.uint64)))
         np.add.at(seen, last, _mixed(_mixed(colours)[first] + 2 * number.astype(np.uint64) + 1))

@@ -5,8 +5,9 @@ the member that comes first. So it is never worse than any that was asked. Its l
 for all assignments of the mesh.
 
 Baselines are always asked. Automatic searchers, which all minimise the judge's objective, are asked until one's answer is *settled*: on a
-cluster that waits for all collectives but permutes it is within `TOLERANCE` of the lower bound, and its makespan of its objective. No
-other's objective can be less by more than that, and its makespan only by permutes that it hides and by what compilers combine or narrow.
+cluster that waits for all collectives but permutes it is within `Budgets.settled_gap` of the lower bound, and its makespan of its
+objective. No other's objective can be less by more than that, and its makespan only by permutes that it hides and by what compilers
+combine or narrow.
 
 *What hides.* The objective charges all communication, the makespan what no compute hides of it. So where no answer is settled and some
 of the answers' communication hides, recursive programming is asked once more, with each kind of collective charged the share of its
@@ -25,7 +26,7 @@ from typing import ClassVar
 from autoshard.cost.record import Cost
 from autoshard.errors import InfeasibleError, SearchLimitError
 from autoshard.judge.model import CostModel
-from autoshard.problem import NO_HINTS, Hints, Problem
+from autoshard.problem import BUDGETS, NO_HINTS, Hints, Problem
 from autoshard.render import format_percent
 from autoshard.search.baselines import DataParallel, FullySharded
 from autoshard.search.dynamic_programming import DynamicProgramming
@@ -45,8 +46,6 @@ MEMBERS: tuple[Searcher, ...] = (
 )
 
 
-NEAR = 1.1  # times the least makespan: where a baseline comes as near on one mesh it may be the best on another
-TOLERANCE = 1e-3  # relative: the gap at which dynamic programming stops, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +96,7 @@ class Auto(Searcher):
             smallest = min(error.smallest_peak_bytes or float("inf") for error in refused)
             raise nothing_fits(problem, f"the smallest peak that {len(refused)} searchers found", smallest)
         (best, finder), *slower = sorted(found, key=lambda answer: answer[0].judgement.cost.makespan_seconds)
-        near = NEAR * best.judgement.cost.makespan_seconds
+        near = BUDGETS.near_makespan * best.judgement.cost.makespan_seconds
         is_near = any(one.differs_by_mesh and solution.judgement.cost.makespan_seconds <= near for solution, one in found)
         bound = max(solution.lower_bound_seconds for solution, _ in found)
         others = tuple(
@@ -146,7 +145,7 @@ class Auto(Searcher):
         """The answer of a member that takes shares, where collectives cost what is exposed of them, if something hides."""
         member = next((member for member in self.members if member.takes_shares), None)
         shares = exposed_shares(costs, problem.profile.compiler.asynchronous)
-        if member is None or all(share > 1 - TOLERANCE for share in shares.values()):
+        if member is None or all(share > 1 - BUDGETS.settled_gap for share in shares.values()):
             return
         model = CostModel(problem.model.cluster, problem.mesh, shares)
         other = Problem(problem.profile, model, problem.pins, problem.memory_limit_bytes, like=problem)
@@ -181,7 +180,7 @@ def exposed_shares(costs: Iterable[Cost], kinds: Iterable[str]) -> dict[str, flo
 def _hides(best: Cost, least: Cost, owner: Searcher) -> Iterator[str]:
     """Why the fastest has a gap where another's objective is less: bounds are of objectives, which hide nothing."""
     more = best.objective_seconds / least.objective_seconds - 1 if least.objective_seconds else 0.0
-    if more > TOLERANCE:
+    if more > BUDGETS.settled_gap:
         yield (
             f"its objective is {format_percent(more)} above that of {owner.name}, which has the smaller gap; its makespan is "
             f"{format_percent(1 - best.makespan_seconds / least.makespan_seconds)} less: more of its communication hides behind compute"
@@ -192,4 +191,4 @@ def _settled(problem: Problem, solution: Solution) -> bool:
     """Whether no other objective is much less, and makespans are objectives."""
     cost = solution.judgement.cost
     waits = set(problem.profile.compiler.asynchronous) <= {"collective_permute"}
-    return waits and min(solution.lower_bound_seconds, cost.makespan_seconds) >= (1 - TOLERANCE) * cost.objective_seconds
+    return waits and min(solution.lower_bound_seconds, cost.makespan_seconds) >= (1 - BUDGETS.settled_gap) * cost.objective_seconds

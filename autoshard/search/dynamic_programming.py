@@ -34,7 +34,7 @@ import numpy as np
 
 from autoshard.errors import InfeasibleError, SearchLimitError
 from autoshard.judge.evaluate import Judgement
-from autoshard.problem import NO_HINTS, Hints, Messages, Problem, Tables, folded
+from autoshard.problem import BUDGETS, NO_HINTS, Hints, Messages, Problem, Tables, folded
 from autoshard.search.contraction import contracted, contracted_whole
 from autoshard.search.elimination import table_cost
 from autoshard.search.frugal import frugal
@@ -43,10 +43,7 @@ from autoshard.search.passing import Passing
 from autoshard.search.recursive_programming import RecursiveProgramming
 from autoshard.search.reparametrisation import contracted_wiring, normalised, passing_of
 from autoshard.search.searcher import Progress, Searcher, Solution, silent
-from autoshard.search.shells import MOST_SWEEPS, ROUNDING, SWEEPS, Shells
-
-PASSED_ENTRIES = 1 << 28  # that are passed for a bound of the whole: some 5 s on one core
-DUAL_STEPS = 4  # prices that are tried for a bound within a memory limit
+from autoshard.search.shells import Shells
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +151,7 @@ class _Run:
     def optimum(self, prices: Mapping[int, float]) -> Found:
         """The best labels under memory prices, of the whole problem, and what the judge says of them."""
         tables = self._tables(self.small or self.problem, prices)
-        found, bound, self.sent = self._solved(tables, self.sent, MOST_SWEEPS if prices else None)
+        found, bound, self.sent = self._solved(tables, self.sent, BUDGETS.table_sweeps if prices else None)
         labels = [options[label] for options, label in zip(tables.labels, found, strict=True)]
         if not prices:
             self.bound, self.cost = bound, table_cost(tables.unary, tables.pairs, found)
@@ -177,7 +174,7 @@ class _Run:
         passing = passing_of(self.small, self.hints.sent, tables)
         bound, enough = self._pass(passing, self.cost)
         if enough:
-            return found, bound - ROUNDING * self.cost
+            return found, bound - BUDGETS.rounding * self.cost
         best, bound = self.shells.widened(tables, normalised(passing, self.shells.sweeps))
         answer = [options[label] for options, label in zip(tables.labels, best, strict=True)]
         other = problem.evaluate(problem.assignment(answer))
@@ -202,9 +199,9 @@ class _Run:
             answers.append((table_cost(tables.unary, tables.pairs, at), table_cost(charges.unary, charges.pairs, at) - held.limit))
         (fast, excess), (slow, slack) = answers
         best, price, sent = -math.inf, 0.0, self.sent
-        for _ in range(DUAL_STEPS if excess > 0.0 else 0):
+        for _ in range(BUDGETS.dual_steps if excess > 0.0 else 0):
             tried = max(slow - fast, 0.0) / (excess - slack)
-            labels, bound, moved = self._solved(priced(own, own_charges, tried), sent, MOST_SWEEPS)
+            labels, bound, moved = self._solved(priced(own, own_charges, tried), sent, BUDGETS.table_sweeps)
             bound -= tried * held.limit
             if bound > best:
                 best, price, sent = bound, tried, moved
@@ -221,7 +218,7 @@ class _Run:
             return max(self.bound, best)
         cost = found.judgement.cost.objective_seconds - problem.fixed_seconds() + price * held.limit
         bound, _ = self._pass(passing_of(small, sent, priced(tables, charges, price)), cost)
-        return bound - price * held.limit - ROUNDING * cost
+        return bound - price * held.limit - BUDGETS.rounding * cost
 
     def _solved(self, tables: Tables, sent: Messages, max_sweeps: int | None) -> tuple[np.ndarray, float, Messages]:
         """The best labels of tables, a bound, and what was moved, from what was moved before.
@@ -240,14 +237,14 @@ class _Run:
     def _pass(self, passing: Passing, cost: float) -> tuple[float, bool]:
         """The whole problem's bound after message passing, and whether it is as near to an answer's cost as is asked for."""
         entries = sum(table.size for table in passing.pairs.values())
-        left = min(MOST_SWEEPS, 1 + PASSED_ENTRIES // max(entries, 1))
+        left = min(BUDGETS.table_sweeps, 1 + BUDGETS.whole_entries // max(entries, 1))
         for attempt in count(1):
             enough = cost * (1 - self.shells.tolerated(attempt))
-            done = passing.run(min(SWEEPS, left), enough, self.progress)
+            done = passing.run(min(BUDGETS.attempt_sweeps, left), enough, self.progress)
             left -= done
             self.shells.sweeps += done
             bound = passing.bound()
-            if bound >= enough or done < SWEEPS or not left:
+            if bound >= enough or done < BUDGETS.attempt_sweeps or not left:
                 return bound, bound >= enough
         raise AssertionError("attempts end when no sweeps are left")
 

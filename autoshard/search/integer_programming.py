@@ -37,13 +37,12 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from autoshard.compilers.buffer_assignment import Peak
 from autoshard.errors import InfeasibleError, SearchLimitError
 from autoshard.judge.evaluate import Judgement
-from autoshard.problem import NO_HINTS, Hints, Holding, Problem, Tables
+from autoshard.problem import BUDGETS, NO_HINTS, Hints, Holding, Problem, Tables
 from autoshard.render import format_bytes
 from autoshard.search.recursive_programming import RecursiveProgramming
 from autoshard.search.reparametrisation import Reparametrisation, reparametrise
 from autoshard.search.searcher import Progress, Searcher, Solution, silent
 
-ROUNDING = 1e-9  # relative; what sums of tables in double precision are exact to
 SCALE = 1e4  # an answer's cost in the model: HiGHS's tolerances are absolute, 1e-6 and 1e-7
 STATUS_INFEASIBLE = 2  # of scipy.optimize.milp
 IN_PROCESS = 2000  # variables; HiGHS was seen to take less than a second for models of so many
@@ -120,7 +119,7 @@ class _Run:
             )
         given = f"{self.searcher.time_limit_seconds:g} s"
         late = f"integer programming's {given} were over before its bound met its answer: a longer time_limit_seconds may close the gap"
-        is_open = bound < self.best.cost.objective_seconds * (1 - self.searcher.gap) / (1 + ROUNDING)
+        is_open = bound < self.best.cost.objective_seconds * (1 - self.searcher.gap) / (1 + BUDGETS.rounding)
         return Solution(
             judgement=self.best,
             lower_bound_seconds=min(bound, self.best.cost.objective_seconds),
@@ -161,12 +160,12 @@ class _Run:
         slack = 0.0
         while True:
             enough = most if self.best is None else self.best.cost.objective_seconds - least
-            slack = min(max(8 * slack, enough / 64 if self.best else least / 64), max(enough, 0.0)) + ROUNDING * least
+            slack = min(max(8 * slack, enough / 64 if self.best else least / 64), max(enough, 0.0)) + BUDGETS.rounding * least
             model = Model(moved, slack, self.searcher.max_variables)
             self.n_variables = model.n_variables
             bound = max(bound, min(self._cut(tables, model, fixed), least + slack))
             objective = math.inf if self.best is None else self.best.cost.objective_seconds
-            if objective <= bound / (1 - self.searcher.gap) * (1 + ROUNDING) or slack >= most or self._late():
+            if objective <= bound / (1 - self.searcher.gap) * (1 + BUDGETS.rounding) or slack >= most or self._late():
                 return bound
 
     def _cut(self, tables: Tables, model: Model, fixed: float) -> float:
@@ -228,7 +227,8 @@ def memory_rows(problem: Problem, sizes: Sequence[int], labels: np.ndarray, peak
     rows = [_row(problem, sizes, labels, peak, limit)]
     if peak.spare_bytes:
         rows.append(_row(problem, sizes, labels, peak, limit, passed))
-    if violated := [row for row in rows if sum(shares[labels[node]] for node, shares in row.coefficients.items()) > row.limit + ROUNDING]:
+    held = [sum(shares[labels[node]] for node, shares in row.coefficients.items()) for row in rows]
+    if violated := [row for row, units in zip(rows, held, strict=True) if units > row.limit + BUDGETS.rounding]:
         return violated
     others = {node: np.arange(n) != labels[node] for node, n in enumerate(sizes) if n > 1}
     return [Row({node: -other.astype(float) for node, other in others.items()}, -1.0)]

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from autoshard.errors import AutoshardError, InfeasibleError, SearchLimitError, ShardingError
-from autoshard.problem import NO_HINTS, Hints, Label, Problem, Tables, folded
+from autoshard.problem import BUDGETS, NO_HINTS, Hints, Label, Problem, Tables, folded
 from autoshard.search.baselines import DataParallel
 from autoshard.search.contraction import contracted
 from autoshard.search.early import Met
@@ -32,13 +32,6 @@ from autoshard.search.searcher import Progress, Searcher, Solution, part, silent
 Finer = Callable[[Problem, Solution | None, Progress], tuple[Problem, Hints] | None]
 """The best problem, its solution if there is one, and progress, to the problem of more axes that promises more, and where it begins."""
 
-MAX_ENTRIES = 1 << 25  # of tables that are made for a bound alone: 256 MiB
-FOLDED_SWEEPS = 120  # of the folded problem, which are cheap; some of the whole follow
-FIRST_SWEEPS = 2  # that tell which mesh to search first: a GPT's placements on 2 x 4 devices stand in the order of their optima by then
-SCREENING_SWEEPS = 12  # GPT steps of 8 layers on 64 devices: the bound is within 1 % of the optimum after 8
-LEAST_GAIN = 0.01  # of the objective; a tenth of what the judge's predictions are good for
-BOUNDING_SWEEPS = 10
-BOUNDING_ENTRIES = 1 << 26  # table entries that may be passed for a bound alone: half a second on one core
 
 
 def message_bound(
@@ -64,7 +57,7 @@ def message_bound(
         own = small.fold_tables(tables)
         passing = Passing(own.unary, own.pairs, sent)
         as_long = max_sweeps * problem.n_nodes // small.n_nodes  # as the whole's sweeps take
-        passing.run(min(FOLDED_SWEEPS, as_long), enough * (1 + LEAST_GAIN))
+        passing.run(min(BUDGETS.folded_sweeps, as_long), enough * (1 + BUDGETS.least_gain))
         sent = passing.sent
         passing = passing_of(small, sent, tables)
     elif held is None:
@@ -80,7 +73,7 @@ def message_bound(
 
 
 def first_bound(problem: Problem) -> float:
-    """What `FIRST_SWEEPS` sweeps prove of the objective, with equal layers alike; infinity where tables are too large for it."""
+    """What `Budgets.first_sweeps` sweeps prove of the objective, with equal layers alike; infinity where tables are too large for it."""
     if not _tabulated(problem):
         return float("inf")
     small = folded(problem)
@@ -89,13 +82,13 @@ def first_bound(problem: Problem) -> float:
     else:
         tables = small.whole_tables()
         passing = Passing(tables.unary, tables.pairs)
-    passing.run(FIRST_SWEEPS)
+    passing.run(BUDGETS.first_sweeps)
     return problem.fixed_seconds() + passing.bound()
 
 
 def _tabulated(problem: Problem) -> bool:
     """Whether all axes' tables are small enough to be made for a bound alone."""
-    return problem.table_entries(range(len(problem.mesh.axes)), MAX_ENTRIES) <= MAX_ENTRIES
+    return problem.table_entries(range(len(problem.mesh.axes)), BUDGETS.bound_entries) <= BUDGETS.bound_entries
 
 
 def _held_beyond(problem: Problem, tables: Tables, above: Sequence[Label] | None) -> Held | None:
@@ -112,8 +105,8 @@ def bounded(problem: Problem, solution: Solution) -> Solution:
     objective = solution.judgement.cost.objective_seconds
     if solution.lower_bound_seconds > min(problem.compute_bound(), objective * (1 - 1e-6)):
         return solution
-    entries = problem.table_entries(range(len(problem.mesh.axes)), MAX_ENTRIES)
-    if not (sweeps := min(BOUNDING_SWEEPS, BOUNDING_ENTRIES // max(entries, 1))):
+    entries = problem.table_entries(range(len(problem.mesh.axes)), BUDGETS.bound_entries)
+    if not (sweeps := min(BUDGETS.bounding_sweeps, BUDGETS.bounding_entries // max(entries, 1))):
         return solution
     bound, hints = message_bound(problem, sweeps, hints=solution.hints)
     return replace(solution, lower_bound_seconds=max(min(bound, objective), solution.lower_bound_seconds), hints=hints)
@@ -274,7 +267,7 @@ class _Search:
         def rank(number: int) -> tuple[float, ...]:
             first, mesh = firsts[number], self.problems[number].mesh
             known = least > 0.0 and first < float("inf")
-            steps = (first / least - 1) // LEAST_GAIN if known else first  # less than a gain above the least is as good as that
+            steps = (first / least - 1) // BUDGETS.least_gain if known else first  # less than a gain above the least is as good as that
             return len(mesh.axes), steps, max(mesh.sizes), number
 
         return sorted(numbers, key=rank)
@@ -283,8 +276,8 @@ class _Search:
         """Whether no assignment of the mesh gains what is worth a search."""
         if self.best is None or not self.searcher.automatic:
             return False
-        enough = self.least * (1 - LEAST_GAIN)
-        bound, self.hints[number] = message_bound(self.problems[number], SCREENING_SWEEPS, enough, self.hints[number])
+        enough = self.least * (1 - BUDGETS.least_gain)
+        bound, self.hints[number] = message_bound(self.problems[number], BUDGETS.screening_sweeps, enough, self.hints[number])
         return bound >= enough
 
     def _keep(self, number: int, solution: Solution) -> None:

@@ -34,17 +34,12 @@ import numpy as np
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import reverse_cuthill_mckee
 
-from autoshard.problem import Messages
+from autoshard.problem import BUDGETS, Messages
 from autoshard.search.elimination import Pairs
 from autoshard.search.searcher import Progress, silent
 
 Pair = tuple[int, int]
 
-TOLERANCE = 3e-7  # of the bound; a sweep that raises it by less is the last
-LEAPS = 2  # one sweep of so many is a leap
-CREEPING = 0.1  # of the bound; after a sweep that raises it by more a leap goes too far
-IN_A_ROW = 1 << 12  # entries of tables that are copied to lie in a row: adding to so many one by one takes as long as a few calls
-TOGETHER = 1 << 15  # entries that pairs of the same table are looked at together: a quarter of a megabyte, which stays near the processor
 NO_LABELS = np.zeros(0, dtype=np.int64)
 FROM_THE_FIRST = np.zeros(1, dtype=np.int64)
 
@@ -129,7 +124,7 @@ class Wiring:
         if run.in_a_row:
             yield self._in_a_row(run.first, run.first + run.members)
             return
-        step = max(TOGETHER // self._table(run.first).size, 1)
+        step = max(BUDGETS.together_entries // self._table(run.first).size, 1)
         for member in range(0, run.members, step):
             yield self._side_by_side(run.first + member, min(step, run.members - member))
 
@@ -203,17 +198,17 @@ class Passing:
         for sweep in range(max_sweeps):
             if bound >= enough:
                 return sweep
-            if creeps and (sweep + 1) % LEAPS == 0:
+            if creeps and (sweep + 1) % BUDGETS.leap_sweeps == 0:
                 bound = self._leap(since, bound)
             else:
                 self.sweep()
                 old, bound = bound, self.bound()
-                if bound - old <= TOLERANCE * abs(bound):
+                if bound - old <= BUDGETS.passing_tolerance * abs(bound):
                     return sweep + 1
-                creeps = bound - old <= CREEPING * abs(bound)
-            if (sweep + 1) % LEAPS == 0:
+                creeps = bound - old <= BUDGETS.leap_rise * abs(bound)
+            if (sweep + 1) % BUDGETS.leap_sweeps == 0:
                 self.rise, since, below = bound - below, self._taken.copy(), bound
-                if give_up and bound + self.rise / LEAPS * (max_sweeps - sweep - 1) < enough:
+                if give_up and bound + self.rise / BUDGETS.leap_sweeps * (max_sweeps - sweep - 1) < enough:
                     return sweep + 1
             progress("lower bound", (sweep + 1) / max_sweeps)
         return max_sweeps
@@ -457,7 +452,7 @@ def _in_halves(
     ends = np.lexsort((place[joined], codes, halves))
     firsts = np.flatnonzero(np.diff(codes[ends], prepend=-1) | np.diff(halves[ends], prepend=-1))  # of each half and table
     counts = np.diff(firsts, append=len(ends))
-    half, many = halves[ends[firsts]], counts * entries[ends[firsts]] > IN_A_ROW
+    half, many = halves[ends[firsts]], counts * entries[ends[firsts]] > BUDGETS.row_entries
     in_order = np.lexsort((many, half))
     ends = ends[_ranges(firsts[in_order], counts[in_order])]
     runs: list[list[_Run]] = [[] for _ in range(n_halves)]

@@ -6,7 +6,8 @@ axis's problem. Then sweeps: each axis is freed again, given all others, until n
 the whole is a coordinate descent, and its answer a heuristic.
 
 *Repeated layers* are folded (`autoshard.problem.folding`), and message passing keeps the tables of their eliminations small
-(`autoshard.search.shells`): each step is then within `TOLERANCE` of its axis's minimum. So it is where other tables would be too large.
+(`autoshard.search.shells`): each step is then within `Budgets.axis_tolerance` of its axis's minimum. So it is where other tables would be
+too large.
 *Memory.* Where the limit binds the bytes alive at the peak get a price (`autoshard.search.memory`), and layers may differ.
 
 *Meshes.* The axes here are a mesh's own. Those of prime size, of which a mesh with better axes is made, are `autoshard.search.splitting`'s.
@@ -28,15 +29,12 @@ import numpy as np
 
 from autoshard.errors import SearchLimitError
 from autoshard.judge.model import CostModel
-from autoshard.problem import NO_HINTS, Hints, Label, Problem, Tables, folded
+from autoshard.problem import BUDGETS, NO_HINTS, Hints, Label, Problem, Tables, folded
 from autoshard.search.elimination import Eliminator, table_cost
 from autoshard.search.frugal import frugal
 from autoshard.search.memory import Fitted, Found, fitted
 from autoshard.search.searcher import Progress, Searcher, Solution, silent
-from autoshard.search.shells import MOST_SWEEPS, Shells
-
-PROBE_BYTES = 1e7  # of the all_gather that says which axis has the slower links
-TOLERANCE = 1e-4  # of a step's minimum where message passing helps to find it
+from autoshard.search.shells import Shells
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +75,7 @@ class RecursiveProgramming(Searcher):
 
     def _found(self, problem: Problem, progress: Progress, hints: Hints) -> tuple[Descent, Fitted]:
         """The best answer, and the run that met it."""
-        shells, limit = Shells(self.max_entries, MOST_SWEEPS, TOLERANCE, progress), problem.memory_limit_bytes
+        shells, limit = Shells(self.max_entries, BUDGETS.table_sweeps, BUDGETS.axis_tolerance, progress), problem.memory_limit_bytes
         if (small := folded(problem)) is not None:
             run = Descent(self, small, progress, shells, hints.start)
             judgement, labels = run.descend({})
@@ -170,7 +168,7 @@ class Descent:
 
 def _slowest_first(model: CostModel) -> list[int]:
     """The mesh axes, those of the slowest links first, and of equal ones the outermost."""
-    seconds = [float(model.communication.seconds("all_gather", PROBE_BYTES, (axis,))) for axis in range(len(model.mesh.axes))]
+    seconds = [float(model.communication.seconds("all_gather", BUDGETS.probe_bytes, (axis,))) for axis in range(len(model.mesh.axes))]
     return sorted(range(len(seconds)), key=lambda axis: -seconds[axis])
 
 

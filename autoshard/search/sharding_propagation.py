@@ -29,7 +29,7 @@ import numpy as np
 
 from autoshard.errors import ShardingError
 from autoshard.judge.evaluate import Judgement
-from autoshard.problem import NO_HINTS, Hints, Label, Problem, Tables
+from autoshard.problem import BUDGETS, NO_HINTS, Hints, Label, Problem, Tables
 from autoshard.search.elimination import Eliminator, table_cost
 from autoshard.search.memory import fastest_within
 from autoshard.search.reached import disagreements, unreached
@@ -41,9 +41,6 @@ Part = tuple[int, int] | int
 Held = tuple[Mapping[int, Part], ...]
 """Per mesh axis, by node: what its label does with it, or the factor alone, whatever else follows. What is not legal is not held."""
 
-ROUNDING = 1e-9  # relative; what choices must gain to be revised, so that revising ends
-MAX_ROUNDS = 6
-MAX_ENTRIES = 1 << 20  # of an elimination's tables; beyond it the best-connected nodes keep their labels
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +54,7 @@ class ShardingPropagation(Searcher):
 
     name: ClassVar[str] = "sharding_propagation"
 
-    max_rounds: int = MAX_ROUNDS
+    max_rounds: int = BUDGETS.propagation_rounds
     price_steps: int = 8
 
     def solve(self, problem: Problem, progress: Progress = silent, hints: Hints = NO_HINTS) -> Solution:
@@ -101,12 +98,12 @@ class Spread:
 
     problem: Problem
     held: Held
-    max_rounds: int = MAX_ROUNDS
+    max_rounds: int = BUDGETS.propagation_rounds
     last_first: bool = False
     progress: Progress = silent
     sources: tuple[dict[int, int], ...] = ()
     rounds: int = 0
-    eliminate: Eliminator = field(default_factory=lambda: Eliminator(MAX_ENTRIES))
+    eliminate: Eliminator = field(default_factory=lambda: Eliminator(BUDGETS.propagation_entries))
 
     def search(self, prices: Mapping[int, float]) -> tuple[Judgement, list[Label]]:
         """The labels that follow under memory prices, and what the judge says of them."""
@@ -203,7 +200,7 @@ class _OneAxis:
             pairs[i, j] = table if first is None and last is None else sliced(table, first, last)
         start = [k if labels is None else int(np.searchsorted(labels, k)) for k, labels in zip(self.now, kept, strict=True)]
         found = self.eliminate(unary, pairs, start, list(map(len, self.tables.unary)))
-        if found.cost < table_cost(unary, pairs, start) * (1 - ROUNDING):
+        if found.cost < table_cost(unary, pairs, start) * (1 - BUDGETS.rounding):
             self.now = [k if labels is None else int(labels[k]) for k, labels in zip(found.labels.tolist(), kept, strict=True)]
 
     def _reach(self, node: int) -> list[int]:
@@ -225,7 +222,7 @@ class _OneAxis:
         best = int(cost.argmin())
         if self.uses[node][best]:
             return best
-        enough = cost[best] + ROUNDING * abs(cost[best])
+        enough = cost[best] + BUDGETS.rounding * abs(cost[best])
         return next((k for k, uses in enumerate(self.uses[node]) if uses and cost[k] <= enough), best)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from contextlib import suppress
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -17,7 +18,7 @@ from small_graphs import random_small
 import autoshard
 from autoshard.cluster import Cluster
 from autoshard.errors import InfeasibleError, SearchLimitError
-from autoshard.problem import Problem
+from autoshard.problem import BUDGETS, Problem
 from autoshard.search import (
     Auto,
     BruteForce,
@@ -195,7 +196,7 @@ def test_layers_are_mixed_and_the_bound_knows_what_memory_costs(monkeypatch):
     cost, bound = within.judgement.cost, within.lower_bound_seconds
     assert fastest.judgement.cost.peak_bytes > limit >= cost.peak_bytes > 0.95 * limit
     assert bound > cost.objective_seconds - 0.2 * (cost.objective_seconds - fastest.lower_bound_seconds)
-    monkeypatch.setattr(dynamic_programming, "DUAL_STEPS", 0)
+    monkeypatch.setattr(dynamic_programming, "BUDGETS", replace(BUDGETS, dual_steps=0))
     assert DynamicProgramming().solve(large(limit)).lower_bound_seconds < bound
     monkeypatch.setattr(_Repair, "mixed", lambda self, below, above, priced: below)
     assert DynamicProgramming().solve(large(limit)).judgement.cost.objective_seconds > cost.objective_seconds

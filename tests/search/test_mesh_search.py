@@ -16,9 +16,9 @@ from autoshard.cluster import Cluster
 from autoshard.errors import InfeasibleError, ShardingError
 from autoshard.ir import Mesh
 from autoshard.judge.model import CostModel
-from autoshard.problem import Problem
+from autoshard.problem import BUDGETS, Problem
 from autoshard.search import DataParallel, DynamicProgramming, RecursiveProgramming, solve
-from autoshard.search.mesh_search import LEAST_GAIN, carried, message_bound, search_meshes
+from autoshard.search.mesh_search import carried, message_bound, search_meshes
 from autoshard.search.meshes import placed
 
 MESHES = ({"data": 8}, {"data": 4, "model": 2}, {"data": 2, "model": 4}, {"a": 2, "b": 2, "c": 2})
@@ -41,7 +41,7 @@ def test_cut_meshes_could_not_have_gained(program):
     every = problems(program)
     found, problem = search_meshes(DynamicProgramming(), every, counted)
     optima = [DynamicProgramming().solve(one).judgement.cost.objective_seconds for one in every]
-    assert found.judgement.cost.objective_seconds * (1 - LEAST_GAIN) <= min(optima) * (1 + 1e-9)
+    assert found.judgement.cost.objective_seconds * (1 - BUDGETS.least_gain) <= min(optima) * (1 + 1e-9)
     assert len(asked) + found.stats["meshes_cut"] == len(every)
     assert problem in asked
 
@@ -95,7 +95,7 @@ def test_what_promises_most_is_searched_first():
     """Of three placements of a mesh the one of least optimum is asked for before the others, which then need no search."""
     every, asked = placements("gpt", {"data": 2, "model": 4}, **SMALL), []
     optima = [DynamicProgramming().solve(problem).judgement.cost.objective_seconds for problem in every]
-    assert len(every) == 3 and min(optima) < (1 - LEAST_GAIN) * optima[0]
+    assert len(every) == 3 and min(optima) < (1 - BUDGETS.least_gain) * optima[0]
 
     def counted(searcher, problem, progress, hints):
         asked.append(every.index(problem))
@@ -112,7 +112,7 @@ def test_a_mesh_that_is_given_is_searched_no_worse_than_free(mesh):
     fn, args = PROGRAMS["gpt"](**SMALL)
     given = autoshard.search(fn, *args, cluster="v5e:2x4", mesh=mesh)
     free = autoshard.search(fn, *args, cluster="v5e:2x4")
-    assert given.cost.makespan_seconds <= free.cost.makespan_seconds * (1 + LEAST_GAIN) or free.mesh_shape != mesh
+    assert given.cost.makespan_seconds <= free.cost.makespan_seconds * (1 + BUDGETS.least_gain) or free.mesh_shape != mesh
 
 
 def test_equal_tables_are_one_and_others_are_not(monkeypatch):
