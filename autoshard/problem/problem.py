@@ -73,8 +73,8 @@ class _Columns:
         return int(self.unary.argmin()) if found is None else found
 
 
-_LeaderParts = tuple[np.ndarray, list[tuple[Step, ...]], Sequence[Label]]
-"""Per label the seconds that an op computes, and its own collectives; and the labels, which keep their identity."""
+_LeaderParts = tuple[np.ndarray, tuple[tuple[Step, ...], ...], np.ndarray]
+"""Per label the seconds that an op computes; the distinct collectives of its own that labels have, and per label which of these."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,24 +84,24 @@ class _Known:
     Attributes:
         op_seconds: by op and the factors that it splits.
         member_costs: by signature and position, then by layout number.
-        leader_parts: by op, and the identity of labels, which are kept.
-        steps_seconds: by the identity of steps, which are kept.
+        leader_parts: by op and offer.
+        steps_seconds: by steps.
         columns: by kind, label and free axes.
         followers: by kind and label.
         layouts: by kind, label and slot.
-        joint_tables: by the number of the reads, and the identity of columns, which are kept.
+        joint_tables: by the number of the reads, and the columns of both nodes.
         distinct: the first of equal tables, by shape and hash.
         facts: by the function that says them.
     """
 
     op_seconds: dict[tuple[int, tuple[int, ...]], float] = field(default_factory=dict)
     member_costs: dict[tuple[int, int], dict[int, float]] = field(default_factory=dict)
-    leader_parts: dict[tuple[int, int], _LeaderParts] = field(default_factory=dict)
-    steps_seconds: dict[int, float] = field(default_factory=dict)
+    leader_parts: dict[tuple[int, Offer], _LeaderParts] = field(default_factory=dict)
+    steps_seconds: dict[tuple[Step, ...], float] = field(default_factory=dict)
     columns: dict[tuple[int, Label, tuple[int, ...]], _Columns] = field(default_factory=dict)
     followers: dict[tuple[int, Label], tuple[Choice, ...]] = field(default_factory=dict)
     layouts: dict[tuple[int, Label, int], Layout] = field(default_factory=dict)
-    joint_tables: dict[tuple[int, int, int], np.ndarray] = field(default_factory=dict)
+    joint_tables: dict[tuple[int, _Columns, _Columns], np.ndarray] = field(default_factory=dict)
     distinct: dict[tuple[tuple[int, ...], int], np.ndarray] = field(default_factory=dict)
     facts: dict[Callable, Any] = field(default_factory=dict)
 
@@ -399,42 +399,45 @@ class Problem:
                 "Loosen the pin, or pick a mesh whose axes divide the tensor."
             )
         labels, slots = offer.labels, offer.slots
-        unary = self._leader_cost(node, labels)
+        unary = self._leader_cost(node, offer)
         for slot, signature, position in node.costs:
             unary = unary + self._member_cost(signature, position, slots[slot])
         for slot, shape, itemsize, portable, trips in node.gathers:
             unary = unary + trips * self.model.reshard_seconds(shape, itemsize, portable, slots[slot], np.zeros(1, dtype=np.int64))
         return _Columns(labels, offer.positions, self._one(unary), slots)
 
-    def _leader_cost(self, node: Node, labels: Sequence[Label]) -> np.ndarray:
+    def _leader_cost(self, node: Node, offer: Offer) -> np.ndarray:
+        labels = offer.labels
         if node.leader < 0:
             _, shape, itemsize, kept = node.head
             held = np.array([Value(shape, "", itemsize).nbytes / shards(label, self.mesh.sizes) for label in labels])
             return TIE_SECONDS_PER_BYTE * held if kept else np.zeros(len(labels))
         signature = self.nodes.signatures[node.head[1]]
         op = self.graph.walk()[signature.op]
-        if (parts := self._known.leader_parts.get((op.index, id(labels)))) is None:
-            parts = self._known.leader_parts[op.index, id(labels)] = self._computed_and_sent(op, signature.rule, labels)
-        computed, sent, _ = parts
-        return signature.trips * (computed + np.array([self._own_seconds(steps) if steps else 0.0 for steps in sent]))
+        if (parts := self._known.leader_parts.get((op.index, offer))) is None:
+            parts = self._known.leader_parts[op.index, offer] = self._computed_and_sent(op, signature.rule, labels)
+        computed, sent, which = parts
+        return signature.trips * (computed + np.array([self._own_seconds(steps) for steps in sent])[which])
 
     def _computed_and_sent(self, op: Op, rule: Rule, labels: Sequence[Label]) -> _LeaderParts:
-        """Per label the seconds that an op computes, and its own collectives; neither depends on where axes are placed."""
+        """The seconds that an op computes, and its own collectives; neither depends on where axes are placed."""
         known, model = self._known.op_seconds, self.model
         talking = {number for number, factor in enumerate(rule.factors) if factor.kind == "reduction" or factor.sends}
-        seconds, sent = [], []
+        seconds, which = [], []
+        sent: dict[tuple[Step, ...], int] = {}
         for label in labels:
             factors = tuple(factor for factor, _ in label)  # where sums are scattered to is not computed
             if (computed := known.get((op.index, factors))) is None:
                 computed = known[op.index, factors] = model.op_seconds(self.profile, op, label)
             seconds.append(computed)
-            sent.append(() if talking.isdisjoint(factors) else model.own_steps(self.profile, op, label))
-        return np.array(seconds), sent, labels
+            steps = () if talking.isdisjoint(factors) else model.own_steps(self.profile, op, label)
+            which.append(sent.setdefault(steps, len(sent)))
+        return np.array(seconds), tuple(sent), np.array(which, dtype=np.int64)
 
     def _own_seconds(self, steps: tuple[Step, ...]) -> float:
         """What an op's own collectives take."""
-        if (found := self._known.steps_seconds.get(id(steps))) is None:
-            found = self._known.steps_seconds[id(steps)] = sum(map(self.model.own_seconds, steps))
+        if (found := self._known.steps_seconds.get(steps)) is None:
+            found = self._known.steps_seconds[steps] = sum(map(self.model.own_seconds, steps), 0.0)
         return found
 
     def _member_cost(self, signature: int, position: int, numbers: np.ndarray) -> np.ndarray:
@@ -462,7 +465,7 @@ class Problem:
         self, i: int, j: int, number: int, edges: Sequence[Edge], columns: Mapping[int, _Columns] | Sequence[_Columns]
     ) -> np.ndarray:
         """What reads between node ``i`` and one behind it, or within it, cost by their labels; a node's own costs included."""
-        key = number, id(columns[i]), id(columns[j])
+        key = number, columns[i], columns[j]
         if (found := self._known.joint_tables.get(key)) is None:
             tables = [self._edge_table(edge, columns) for edge in edges]
             if i == j:
