@@ -6,7 +6,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +20,7 @@ from autoshard.cluster import Cluster
 from autoshard.errors import InfeasibleError, SearchLimitError, ShardingError
 from autoshard.ir import Assignment, Mesh
 from autoshard.judge.evaluate import Judgement
-from autoshard.problem import Problem
+from autoshard.problem import NO_HINTS, Hints, Problem
 from autoshard.render import Paragraph, Report, Table, format_bytes, format_percent, format_seconds
 from autoshard.search import DataParallel, FullySharded, Searcher, Solution, TensorParallel, searcher_of, silent
 from autoshard.search.early import endings, timed
@@ -168,6 +167,7 @@ class _Search:
 
     Attributes:
         bounds: by mesh, limits and what no assignment within them has a smaller objective than.
+        hints: by mesh, what searches of it found out so far.
         stage: where the search is, in words.
     """
 
@@ -179,6 +179,7 @@ class _Search:
         self.progress = progress
         self.front: list[_Point] = []
         self.problems: dict[Mesh, Problem] = {}
+        self.hints: dict[Mesh, Hints] = {}
         self.bounds: dict[Mesh, list[tuple[float, float]]] = defaultdict(list)
 
     def run(self, points: int) -> None:
@@ -198,7 +199,8 @@ class _Search:
             raise failure
         self.stage = "while looking for more axes"
         if (finer := self._finer()) is not None:
-            self._ask_all(finer, part(self.progress, 1 / 3, 0.0))
+            problem, self.hints[problem.mesh] = finer
+            self._ask_all(problem, part(self.progress, 1 / 3, 0.0))
         self.stage = "while looking for the least memory"
         promising = list(dict.fromkeys(point.mesh for point in self.front))
         for number, candidate in enumerate(promising):
@@ -214,12 +216,13 @@ class _Search:
                 for candidate in dict.fromkeys(point.mesh for point in _around(self.front, limit)):
                     self._ask(self.problems[candidate], self.searcher, limit, part(self.progress, before, share))
 
-    def _finer(self) -> Problem | None:
-        """The problem on a mesh of more axes that promises what is faster than all that fits."""
+    def _finer(self) -> tuple[Problem, Hints] | None:
+        """The problem on a mesh of more axes that promises what is faster than all that fits, and hints of where it begins."""
         if not self.prepared.most_axes or not any(point.cost[0] <= self.prepared.limit for point in self.front):
             return None
         fastest = _fastest(self.front, self.prepared.limit)
-        return self.prepared.finer(fastest.problem, Solution(fastest.judgement), part(self.progress, 1 / 3, 0.0))
+        known = Solution(fastest.judgement, hints=self.hints[fastest.mesh])
+        return self.prepared.finer(fastest.problem, known, part(self.progress, 1 / 3, 0.0))
 
     def _ask_all(self, problem: Problem, progress: Progress) -> None:
         """Lets the searcher and every baseline look for an answer."""
@@ -230,18 +233,21 @@ class _Search:
 
     def _ask(self, problem: Problem, searcher: Searcher, limit: float | None, progress: Progress) -> None:
         """Lets a searcher look for an answer within a limit, and puts on the front what it meets on the way."""
-        watched = copy(problem)
-        watched.memory_limit_bytes, watched.watcher = limit, _Watcher(self.front, problem, searcher)
+        watched = problem.within(limit).watched(_Watcher(self.front, problem, searcher))
+        hints = self.hints.setdefault(problem.mesh, NO_HINTS)
         with suppress(InfeasibleError, SearchLimitError):  # what it met counts all the same
-            found = searcher.solve(watched, progress)
+            found = searcher.solve(watched, progress, hints)
+            self.hints[problem.mesh] = found.hints
             self.bounds[problem.mesh].append((math.inf if limit is None else limit, found.lower_bound_seconds))
-        problem.learned = watched.learned
 
     def solution(self, point: _Point) -> Solution:
         """What a point is as an answer, with the best bound known of all that hold as little on its mesh."""
         peak, objective = point.judgement.cost.peak_bytes, point.judgement.cost.objective_seconds
         known = [bound for limit, bound in self.bounds[point.mesh] if peak <= limit]
-        return bounded(point.problem, Solution(point.judgement, min(max([point.problem.compute_bound(), *known]), objective)))
+        bound = min(max([point.problem.compute_bound(), *known]), objective)
+        solution = bounded(point.problem, Solution(point.judgement, bound, hints=self.hints[point.mesh]))
+        self.hints[point.mesh] = solution.hints  # the next point's bound goes on from there
+        return solution
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -279,6 +285,9 @@ class _Watcher:
 
     def noted(self, found: Callable[[], Assignment]) -> None:
         """What is not judged yet does not count."""
+
+    def hinted(self, hints: Hints) -> None:
+        """Hints come with the solution; those of a search that ends early are of no use to others."""
 
 
 def _limits(front: Sequence[_Point], limit: float, points: int) -> list[float]:

@@ -30,12 +30,12 @@ from autoshard.ir.naming import matching
 from autoshard.judge.evaluate import recomputation
 from autoshard.judge.model import CostModel
 from autoshard.lower import lowering_mesh
-from autoshard.problem import Pin, Problem
+from autoshard.problem import BUDGETS, Hints, Pin, Problem
 from autoshard.render import format_bytes, format_percent, progress_line
 from autoshard.rules import rules_of
-from autoshard.search import IntegerProgramming, Searcher, Solution, TensorParallel, candidate_meshes, searcher_of, silent, solve
+from autoshard.search import Searcher, Solution, candidate_meshes, searcher_of, silent, solve
 from autoshard.search.early import checked_seconds, endings, timed
-from autoshard.search.mesh_search import LEAST_GAIN, search_meshes
+from autoshard.search.mesh_search import search_meshes
 from autoshard.search.meshes import placed
 from autoshard.search.overlap import overlapped
 from autoshard.search.propagation import follow_layouts
@@ -109,8 +109,8 @@ def search(
     chosen, how = searcher_of(searcher), confirm_of(confirm)
     limit_seconds = checked_seconds(time_limit_seconds)
     given = limit_seconds if how is None or limit_seconds is None else limit_seconds / 2
-    if isinstance(chosen, IntegerProgramming) and given is not None:  # HiGHS runs without a word until its own limit
-        chosen = replace(chosen, time_limit_seconds=min(given, chosen.time_limit_seconds))
+    if given is not None:
+        chosen = chosen.limited(given)
     with shown(progress) as callback, rarely_collecting():
         prepared = prepare(fn, args, cluster, chosen, mesh, pins, memory_limit_bytes, donate_argnums)
         started = time.perf_counter()
@@ -205,10 +205,10 @@ class Prepared:
         like = next(chain(alike, others), None)
         return Problem(self.facts, CostModel(self.cluster, mesh), _resolve(self.pins, self.traced.graph, mesh), limit, like)
 
-    def finer(self, problem: Problem, solution: Solution | None, progress: Progress) -> Problem | None:
-        """The problem on a mesh of more axes that promises more than the best solution of others; memory aside where that binds."""
+    def finer(self, problem: Problem, solution: Solution | None, progress: Progress) -> tuple[Problem, Hints] | None:
+        """The problem of more axes that promises more than the best solution, memory aside where that binds, and where it begins."""
         labels = None
-        if solution is not None and not problem.learned.price:
+        if solution is not None and not solution.hints.price:
             labels = problem.labels(solution.assignment)
 
         def on(mesh: Mesh) -> list[Problem]:
@@ -217,7 +217,7 @@ class Prepared:
                 problems.append(self.problem(placing, problem.memory_limit_bytes, problems or [problem]))
             return problems
 
-        return finer(problem, labels, self.most_axes, LEAST_GAIN, on, progress)
+        return finer(problem, labels, self.most_axes, BUDGETS.least_gain, on, progress)
 
     def strategy(self, mesh: Mesh, solution: Solution, searcher: Searcher) -> Strategy:
         """The strategy of a solution on a mesh."""
@@ -367,7 +367,7 @@ def _meshes(cluster: Cluster, graph: Graph, pins: Pins, given: Mesh | None, max_
 def _most_axes(mesh: Any, searcher: Searcher) -> int:
     """How many axes a mesh may have that is searched."""
     if not isinstance(mesh, int):
-        return 2 if searcher.automatic or isinstance(searcher, TensorParallel) else 1
+        return 2 if searcher.automatic or searcher.differs_by_mesh else 1
     if isinstance(mesh, bool) or not 1 <= mesh <= MOST_AXES:
         raise ShardingError(f"a number as the mesh is how many axes it may have, 1 to {MOST_AXES}; got {mesh!r}. Name the axes for more.")
     return mesh

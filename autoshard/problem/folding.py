@@ -9,26 +9,24 @@ problem's bound to say.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
 
 from autoshard.ir import Assignment
+from autoshard.problem.budgets import BUDGETS
 from autoshard.problem.nodes import Edge
-from autoshard.problem.problem import Label, Problem, Tables
+from autoshard.problem.problem import Fact, Label, Problem, Tables
 
 Part = TypeVar("Part")
 
-# Reads that a node looks around: 3 give the optimum's labels of GPT, Llama and MoE steps of 2 to 32 layers, 2 come within 0.08 %.
-ROUNDS = 4
-WORTH = 0.4  # of the nodes, at most, that must be left
 
 
 def folded(problem: Problem) -> Folded | None:
     """The folded problem, or None where too little repeats itself."""
     classes = problem.shared(_classes)
-    return Folded(problem, classes) if classes.max(initial=0) + 1 <= WORTH * problem.n_nodes else None
+    return Folded(problem, classes) if classes.max(initial=0) + 1 <= BUDGETS.folding_share * problem.n_nodes else None
 
 
 def _classes(problem: Problem) -> np.ndarray:
@@ -38,7 +36,7 @@ def _classes(problem: Problem) -> np.ndarray:
     keys = [(kind, within.get(node, -1)) for node, kind in enumerate(kinds)]
     colours = np.unique(np.array(keys, dtype=np.int64).reshape(-1, 2), axis=0, return_inverse=True)[1].reshape(-1)
     first, last, number = np.array([joint for joint in joints if joint[0] != joint[1]], dtype=np.int64).reshape(-1, 3).T
-    for _ in range(ROUNDS):
+    for _ in range(BUDGETS.folding_rounds):
         seen = np.zeros(len(kinds), dtype=np.uint64)
         np.add.at(seen, first, _mixed(_mixed(colours)[last] + 2 * number.astype(np.uint64)))
         np.add.at(seen, last, _mixed(_mixed(colours)[first] + 2 * number.astype(np.uint64) + 1))
@@ -78,14 +76,18 @@ class Folded(Problem):
     """
 
     def __init__(self, whole: Problem, classes: np.ndarray):
-        self.__dict__.update(whole.__dict__)
         self.whole = whole
         self.classes = classes
         _, self._firsts = np.unique(classes, return_index=True)
+        super().__init__(whole.profile, whole.model, whole.pins, whole.memory_limit_bytes, whole, whole.watcher)
 
     @property
     def n_nodes(self) -> int:
         return len(self._firsts)
+
+    def remembered(self, fact: Callable[[Problem], Fact]) -> Fact:
+        """What a function says of the whole problem."""
+        return self.whole.remembered(fact)
 
     def unfold(self, labels: Sequence[Label]) -> list[Label]:
         """The labels of the whole problem."""

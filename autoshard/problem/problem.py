@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial, reduce
+from functools import cache, partial, reduce
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -31,6 +31,7 @@ from autoshard.ir import (
 )
 from autoshard.judge.evaluate import Judgement, evaluate
 from autoshard.judge.model import CostModel
+from autoshard.problem.hints import Hints
 from autoshard.problem.nodes import Edge, Node, Nodes, Pin, build_nodes
 from autoshard.problem.offers import Label, Offer, Offers
 
@@ -72,37 +73,37 @@ class _Columns:
         return int(self.unary.argmin()) if found is None else found
 
 
-Messages = Mapping[tuple[int, int], tuple[np.ndarray, np.ndarray]]
-"""What was moved from nodes into a pair of them: per label of the first, and per label of the second."""
-
-
-_LeaderParts = tuple[np.ndarray, list[tuple[Step, ...]], Sequence[Label]]
-"""Per label the seconds that an op computes, and its own collectives; and the labels, which keep their identity."""
+_LeaderParts = tuple[np.ndarray, tuple[tuple[Step, ...], ...], np.ndarray]
+"""Per label the seconds that an op computes; the distinct collectives of its own that labels have, and per label which of these."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Learned:
-    """What a search found out that helps with the same program on another mesh.
+class _Known:
+    """What was computed of a problem so far, by all that it depends on: the same whenever it is asked for.
 
     Attributes:
-        sent: what message passing moved between the tables of all axes, of the folded problem where there is one.
-        price: seconds a byte at which answers kept the memory limit; 0.0: it does not bind, as far as is known.
-        above: labels of a fast answer beyond the limit; None where there is none.
-        worth: seconds a byte of what is alive at that one's peak, in the best bound found of answers within the limit.
-        sent_priced: as `sent`, under that price.
-        least: the least objective met on other meshes; what is no better is of little interest.
-        near_tensor_parallel: whether tensor parallelism came near the best answer.
-        start: labels, of the whole problem, from where a descent may begin; None where there are none.
+        op_seconds: by op and the factors that it splits.
+        member_costs: by signature and position, then by layout number.
+        leader_parts: by op and offer.
+        steps_seconds: by steps.
+        columns: by kind, label and free axes.
+        followers: by kind and label.
+        layouts: by kind, label and slot.
+        joint_tables: by the number of the reads, and the columns of both nodes.
+        distinct: the first of equal tables, by shape and hash.
+        facts: by the function that says them.
     """
 
-    sent: Messages = field(default_factory=dict)
-    price: float = 0.0
-    above: tuple[Label, ...] | None = None
-    worth: float = 0.0
-    sent_priced: Messages = field(default_factory=dict)
-    least: float = float("inf")
-    near_tensor_parallel: bool = False
-    start: tuple[Label, ...] | None = None
+    op_seconds: dict[tuple[int, tuple[int, ...]], float] = field(default_factory=dict)
+    member_costs: dict[tuple[int, int], dict[int, float]] = field(default_factory=dict)
+    leader_parts: dict[tuple[int, Offer], _LeaderParts] = field(default_factory=dict)
+    steps_seconds: dict[tuple[Step, ...], float] = field(default_factory=dict)
+    columns: dict[tuple[int, Label, tuple[int, ...]], _Columns] = field(default_factory=dict)
+    followers: dict[tuple[int, Label], tuple[Choice, ...]] = field(default_factory=dict)
+    layouts: dict[tuple[int, Label, int], Layout] = field(default_factory=dict)
+    joint_tables: dict[tuple[int, _Columns, _Columns], np.ndarray] = field(default_factory=dict)
+    distinct: dict[tuple[tuple[int, ...], int], np.ndarray] = field(default_factory=dict)
+    facts: dict[Callable, Any] = field(default_factory=dict)
 
 
 class Watcher(Protocol):
@@ -112,20 +113,23 @@ class Watcher(Protocol):
 
     def noted(self, found: Callable[[], Assignment]) -> None: ...
 
+    def hinted(self, hints: Hints) -> None: ...
+
 
 class Problem:
-    """A program on a mesh, ready to be searched.
+    """A program on a mesh, ready to be searched; no attribute changes once it is made.
 
     Attributes:
         profile: the program and its unsharded facts.
         model: what things cost on the mesh.
         pins: per value number, where each mesh axis may shard it.
         memory_limit_bytes: what a device may hold at its peak; None: no limit.
-        watcher: who is told what a search meets; nobody unless set.
-        like: a problem on another mesh, whose nodes are shared where the pins allow it.
-        learned: what searches of it, or of a problem much like it, found out so far: where others begin.
+        watcher: who is told what a search meets; nobody unless given.
         nodes: the decisions to be made.
+        offers: the labels that nodes may have.
     """
+
+    _made = False
 
     def __init__(
         self,
@@ -134,7 +138,14 @@ class Problem:
         pins: Mapping[int, Pin] | None = None,
         memory_limit_bytes: float | None = None,
         like: Problem | None = None,
+        watcher: Watcher | None = None,
     ):
+        """A problem, made anew as far as no other one is like it.
+
+        Args:
+            like: a problem whose nodes are shared where the pins allow it, what is computed where its mesh has the same sizes, and all that
+                is known of it where costs are the same.
+        """
         self.profile = profile
         self.graph = profile.graph
         self.rules = profile.rules
@@ -142,8 +153,7 @@ class Problem:
         self.mesh = model.mesh
         self.pins: Mapping[int, Pin] = dict(pins or {})
         self.memory_limit_bytes = memory_limit_bytes
-        self.watcher: Watcher | None = None
-        self.learned = Learned()
+        self.watcher = watcher
         if like is not None and like.profile is profile and like.pins == self.pins:
             self.nodes, self._kinds, self._joints, self._shared = like.nodes, like._kinds, like._joints, like._shared
         else:
@@ -152,21 +162,36 @@ class Problem:
             self._kinds = [numbers.setdefault(node.key(), len(numbers)) for node in self.nodes.nodes]
             self._joints = _joints(profile, self.nodes)
             self._shared: dict[Callable, Any] = {}
-        self.offers = Offers(self.nodes.signatures, self.mesh.sizes)
-        self._op_seconds: dict[tuple[int, tuple[int, ...]], float] = {}
-        self._member_costs: dict[tuple[int, int], dict[int, float]] = {}  # by signature and position, then by layout number
-        self._leader_parts: dict[tuple[int, int], _LeaderParts] = {}  # by op, and the identity of labels, which are kept
-        self._steps_seconds: dict[int, float] = {}  # by the identity of steps, which are kept
         if like is not None and like.nodes is self.nodes and like.mesh.sizes == self.mesh.sizes:
-            self.offers = like.offers
-            if like.model.cluster == model.cluster:  # what is computed, and which collectives, does not depend on where axes are placed
-                self._op_seconds, self._member_costs, self._leader_parts = like._op_seconds, like._member_costs, like._leader_parts
-        self._columns: dict[tuple[int, Label, tuple[int, ...]], _Columns] = {}
-        self._followers: dict[tuple[int, Label], tuple[Choice, ...]] = {}
-        self._lying: dict[tuple[int, Label, int], Layout] = {}
-        self._joint_tables: dict[tuple[int, int, int], np.ndarray] = {}
-        self._distinct: dict[tuple[tuple[int, ...], int], np.ndarray] = {}
-        self._remembered: dict[Callable, Any] = {}
+            self.offers, self._known = like.offers, like._known_under(model)
+        else:
+            self.offers, self._known = Offers(self.nodes.signatures, self.mesh.sizes), _Known()
+        self._made = True
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if self._made:
+            raise AttributeError(
+                f"a problem stays as it was made, and {name!r} was to be set. Use problem.within(limit) or problem.watched(watcher), which "
+                "are other problems; what a search finds out goes into the hints of its solution."
+            )
+        super().__setattr__(name, value)
+
+    def within(self, memory_limit_bytes: float | None) -> Problem:
+        """The same problem under another memory limit; the two share all that is known of it."""
+        return Problem(self.profile, self.model, self.pins, memory_limit_bytes, self, self.watcher)
+
+    def watched(self, watcher: Watcher) -> Problem:
+        """The same problem with somebody who is told what its search meets; the two share all that is known of it."""
+        return Problem(self.profile, self.model, self.pins, self.memory_limit_bytes, self, watcher)
+
+    def _known_under(self, model: CostModel) -> _Known:
+        """What is known of this problem and holds for one on a mesh of the same sizes."""
+        if model is self.model:
+            return self._known
+        if model.cluster != self.model.cluster:
+            return _Known()
+        known = self._known  # what is computed, and which collectives, does not depend on where axes are placed
+        return _Known(known.op_seconds, known.member_costs, known.leader_parts)
 
     @property
     def n_nodes(self) -> int:
@@ -205,7 +230,7 @@ class Problem:
             prices: per value number, seconds charged for each byte a device holds of it (a memory multiplier).
         """
         free = tuple(free)
-        known, kinds = self._columns.get, self._kinds
+        known, kinds = self._known.columns.get, self._kinds
         columns = [known((kinds[i], label, free)) or self._offer(i, label, free) for i, label in enumerate(labels)]
         unary = [offer.unary for offer in columns]
         pairs: dict[tuple[int, int], np.ndarray] = {}
@@ -263,9 +288,9 @@ class Problem:
             if node.leader >= 0:
                 choices[node.leader] = labels[i]
             key = self._kinds[i], labels[i]
-            if (followed := self._followers.get(key)) is None:
+            if (followed := self._known.followers.get(key)) is None:
                 ranks = [values[ops[op].operands[position]].rank for op, _, position in node.members]
-                followed = self._followers[key] = tuple(
+                followed = self._known.followers[key] = tuple(
                     _followed(self._rule(op), position, self._layout(i, labels[i], slot, rank))
                     for (op, slot, position), rank in zip(node.members, ranks, strict=True)
                 )
@@ -297,13 +322,13 @@ class Problem:
 
     def _layout(self, node: int, label: Label, slot: int, rank: int) -> Layout:
         key = self._kinds[node], label, slot
-        if (found := self._lying.get(key)) is None:
-            joint = self._columns.get((self._kinds[node], self._nowhere(self.nodes.nodes[node]), tuple(range(len(label)))))
+        if (found := self._known.layouts.get(key)) is None:
+            joint = self._known.columns.get((self._kinds[node], self._nowhere(self.nodes.nodes[node]), tuple(range(len(label)))))
             if joint is not None and label in joint.positions:
                 number = joint.slots[slot][joint.positions[label]]
             else:
                 number = self._offer(node, label, ()).slots[slot][0]
-            found = self._lying[key] = layout_of(int(number), rank, len(self.mesh.axes))
+            found = self._known.layouts[key] = layout_of(int(number), rank, len(self.mesh.axes))
         return found
 
     def _rule(self, op: int) -> Rule:
@@ -323,9 +348,14 @@ class Problem:
         if self.watcher is not None:
             self.watcher.noted(partial(self.assignment, list(labels)))
 
+    def hint(self, hints: Hints) -> None:
+        """Says what the search found out so far, should it end now."""
+        if self.watcher is not None:
+            self.watcher.hinted(hints)
+
     def remembered(self, fact: Callable[[Problem], Fact]) -> Fact:
-        """What a pure function says of this problem; several searchers that ask have it computed once."""
-        return self._once(self._remembered, fact)
+        """What a pure function says of this problem, whatever its memory limit; several searchers that ask have it computed once."""
+        return self._once(self._known.facts, fact)
 
     def shared(self, fact: Callable[[Problem], Fact]) -> Fact:
         """The same of a function that looks at no costs: problems on other meshes that have these nodes know it too."""
@@ -355,10 +385,10 @@ class Problem:
 
     def _offer(self, index: int, label: Label, free: tuple[int, ...]) -> _Columns:
         key = (self._kinds[index], label, free)
-        if (found := self._columns.get(key)) is None:
+        if (found := self._known.columns.get(key)) is None:
             node = self.nodes.nodes[index]
             offer = self.offers.offer(node, self._kinds[index], label, free)
-            found = self._columns[key] = self._priced(node, offer)
+            found = self._known.columns[key] = self._priced(node, offer)
         return found
 
     def _priced(self, node: Node, offer: Offer) -> _Columns:
@@ -369,47 +399,50 @@ class Problem:
                 "Loosen the pin, or pick a mesh whose axes divide the tensor."
             )
         labels, slots = offer.labels, offer.slots
-        unary = self._leader_cost(node, labels)
+        unary = self._leader_cost(node, offer)
         for slot, signature, position in node.costs:
             unary = unary + self._member_cost(signature, position, slots[slot])
         for slot, shape, itemsize, portable, trips in node.gathers:
             unary = unary + trips * self.model.reshard_seconds(shape, itemsize, portable, slots[slot], np.zeros(1, dtype=np.int64))
         return _Columns(labels, offer.positions, self._one(unary), slots)
 
-    def _leader_cost(self, node: Node, labels: Sequence[Label]) -> np.ndarray:
+    def _leader_cost(self, node: Node, offer: Offer) -> np.ndarray:
+        labels = offer.labels
         if node.leader < 0:
             _, shape, itemsize, kept = node.head
             held = np.array([Value(shape, "", itemsize).nbytes / shards(label, self.mesh.sizes) for label in labels])
             return TIE_SECONDS_PER_BYTE * held if kept else np.zeros(len(labels))
         signature = self.nodes.signatures[node.head[1]]
         op = self.graph.walk()[signature.op]
-        if (parts := self._leader_parts.get((op.index, id(labels)))) is None:
-            parts = self._leader_parts[op.index, id(labels)] = self._computed_and_sent(op, signature.rule, labels)
-        computed, sent, _ = parts
-        return signature.trips * (computed + np.array([self._own_seconds(steps) if steps else 0.0 for steps in sent]))
+        if (parts := self._known.leader_parts.get((op.index, offer))) is None:
+            parts = self._known.leader_parts[op.index, offer] = self._computed_and_sent(op, signature.rule, labels)
+        computed, sent, which = parts
+        return signature.trips * (computed + np.array([self._own_seconds(steps) for steps in sent])[which])
 
     def _computed_and_sent(self, op: Op, rule: Rule, labels: Sequence[Label]) -> _LeaderParts:
-        """Per label the seconds that an op computes, and its own collectives; neither depends on where axes are placed."""
-        known, model = self._op_seconds, self.model
+        """The seconds that an op computes, and its own collectives; neither depends on where axes are placed."""
+        known, model = self._known.op_seconds, self.model
         talking = {number for number, factor in enumerate(rule.factors) if factor.kind == "reduction" or factor.sends}
-        seconds, sent = [], []
+        seconds, which = [], []
+        sent: dict[tuple[Step, ...], int] = {}
         for label in labels:
             factors = tuple(factor for factor, _ in label)  # where sums are scattered to is not computed
             if (computed := known.get((op.index, factors))) is None:
                 computed = known[op.index, factors] = model.op_seconds(self.profile, op, label)
             seconds.append(computed)
-            sent.append(() if talking.isdisjoint(factors) else model.own_steps(self.profile, op, label))
-        return np.array(seconds), sent, labels
+            steps = () if talking.isdisjoint(factors) else model.own_steps(self.profile, op, label)
+            which.append(sent.setdefault(steps, len(sent)))
+        return np.array(seconds), tuple(sent), np.array(which, dtype=np.int64)
 
     def _own_seconds(self, steps: tuple[Step, ...]) -> float:
         """What an op's own collectives take."""
-        if (found := self._steps_seconds.get(id(steps))) is None:
-            found = self._steps_seconds[id(steps)] = sum(map(self.model.own_seconds, steps))
+        if (found := self._known.steps_seconds.get(steps)) is None:
+            found = self._known.steps_seconds[steps] = sum(map(self.model.own_seconds, steps), 0.0)
         return found
 
     def _member_cost(self, signature: int, position: int, numbers: np.ndarray) -> np.ndarray:
         """The seconds ``(n,)`` of a follower by the layout numbers ``(n,)`` of the operand that decides its choice."""
-        known, asked = self._member_costs.setdefault((signature, position), {}), numbers.tolist()
+        known, asked = self._known.member_costs.setdefault((signature, position), {}), numbers.tolist()
         if new := set(asked).difference(known):
             entry = self.nodes.signatures[signature]
             rule, op = entry.rule, self.graph.walk()[entry.op]
@@ -432,19 +465,19 @@ class Problem:
         self, i: int, j: int, number: int, edges: Sequence[Edge], columns: Mapping[int, _Columns] | Sequence[_Columns]
     ) -> np.ndarray:
         """What reads between node ``i`` and one behind it, or within it, cost by their labels; a node's own costs included."""
-        key = number, id(columns[i]), id(columns[j])
-        if (found := self._joint_tables.get(key)) is None:
+        key = number, columns[i], columns[j]
+        if (found := self._known.joint_tables.get(key)) is None:
             tables = [self._edge_table(edge, columns) for edge in edges]
             if i == j:
                 found = reduce(np.add, tables, columns[i].unary)
             else:
                 found = reduce(np.add, [table if edge.source == i else table.T for edge, table in zip(edges, tables, strict=True)])
-            self._joint_tables[key] = found = self._one(found)
+            self._known.joint_tables[key] = found = self._one(found)
         return found
 
     def _one(self, table: np.ndarray) -> np.ndarray:
         """The first of equal tables: whoever remembers what came of it by its identity does so for all of them."""
-        found = self._distinct.setdefault((table.shape, hash(table.tobytes())), table)
+        found = self._known.distinct.setdefault((table.shape, hash(table.tobytes())), table)
         return found if np.array_equal(found, table) else table
 
     def _edge_table(self, edge: Edge, columns: Mapping[int, _Columns] | Sequence[_Columns]) -> np.ndarray:
@@ -477,16 +510,7 @@ class Problem:
     def places(self, value: int) -> list[tuple[int, int]]:
         """The nodes and slots where a value's bytes lie: its own, its copy's, and that of each name under which a body reads it."""
         places = [self.nodes.home[value]] if value in self.nodes.home else []
-        return places + self._other_places.get(value, [])
-
-    @cached_property
-    def _other_places(self) -> dict[int, list[tuple[int, int]]]:
-        root, places = self.profile.fusion.root, {}
-        copied = {node: value for value, node in self.nodes.copies.items()}
-        for number, node in enumerate(self.nodes.nodes):
-            if node.leader < 0 and (number in copied or root[node.value] != node.value):
-                places.setdefault(copied.get(number, root[node.value]), []).append((number, 0))
-        return places
+        return places + self.shared(_other_places).get(value, [])
 
     def slots(self, node: int) -> tuple[np.ndarray, ...]:
         """Per slot of a node the layout numbers ``(n,)`` by its label in tables with all axes free."""
@@ -503,6 +527,16 @@ class Problem:
         """The bytes that a device holds of a value in layouts of these numbers."""
         found = self.graph.values[value]
         return found.nbytes / _shards_by_number(found.rank, self.mesh.sizes)[numbers]
+
+
+def _other_places(problem: Problem) -> dict[int, list[tuple[int, int]]]:
+    """By value the nodes and slots of its copies, and of the names under which bodies read it."""
+    root, places = problem.profile.fusion.root, {}
+    copied = {node: value for value, node in problem.nodes.copies.items()}
+    for number, node in enumerate(problem.nodes.nodes):
+        if node.leader < 0 and (number in copied or root[node.value] != node.value):
+            places.setdefault(copied.get(number, root[node.value]), []).append((number, 0))
+    return places
 
 
 def _all_free(problem: Problem) -> Tables:

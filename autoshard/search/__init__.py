@@ -5,6 +5,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 
 from autoshard.errors import InfeasibleError, SearcherError
+from autoshard.problem import NO_HINTS, Hints
 from autoshard.search.auto import Auto
 from autoshard.search.baselines import DataParallel, FullySharded
 from autoshard.search.brute_force import BruteForce
@@ -48,27 +49,30 @@ def searcher_of(searcher: str | Searcher) -> Searcher:
             )
         return SEARCHERS[searcher]()
     if isinstance(searcher, type) or not isinstance(searcher, Searcher):
-        raise SearcherError(f"a searcher is one of {sorted(SEARCHERS)} or a value with a solve method, got {searcher!r}.")
+        raise SearcherError(
+            f"a searcher is one of {sorted(SEARCHERS)} or a value with a solve method, got {searcher!r}. A class of your own derives from "
+            "autoshard.search.searcher.Searcher."
+        )
     return searcher
 
 
-def solve(searcher: Searcher, problem, progress: Progress = silent) -> Solution:
+def solve(searcher: Searcher, problem, progress: Progress = silent, hints: Hints = NO_HINTS) -> Solution:
     """What the searcher finds; for an automatic one never worse, by the judge, than data parallelism if that fits the memory limit.
 
     Where the searcher finds nothing that fits, fully sharded data parallelism may.
     """
     if not searcher.automatic:
-        return searcher.solve(problem, progress)
+        return searcher.solve(problem, progress, hints)
     baseline = _solved(DataParallel(), problem)  # first, so that a search that ends early has an answer
     if baseline is not None:
         baseline = replace(baseline, finder=DataParallel.name)
     spare = _solved(FullySharded(stage=3), problem) if baseline is None else baseline
     try:
-        solution = searcher.solve(problem, progress)
+        solution = searcher.solve(problem, progress, hints)
     except InfeasibleError:
         if spare is None:
             raise
-        return replace(spare, finder=spare.finder or FullySharded.name)
+        return replace(spare, finder=spare.finder or FullySharded.name, hints=hints)
     if baseline is None:
         return solution
     if solution.judgement.cost.makespan_seconds <= baseline.judgement.cost.makespan_seconds:
@@ -76,7 +80,8 @@ def solve(searcher: Searcher, problem, progress: Progress = silent) -> Solution:
     least = solution.judgement.cost.objective_seconds
     bound = min(solution.lower_bound_seconds, baseline.judgement.cost.objective_seconds)
     others = (replace(solution, others=()), *solution.others)
-    return replace(baseline, lower_bound_seconds=bound, least_seconds=min(least, solution.least_seconds), others=others)
+    least = min(least, solution.least_seconds)
+    return replace(baseline, lower_bound_seconds=bound, least_seconds=least, others=others, hints=solution.hints)
 
 
 def _solved(searcher: Searcher, problem) -> Solution | None:
@@ -92,6 +97,7 @@ __all__ = [
     "DataParallel",
     "DynamicProgramming",
     "FullySharded",
+    "Hints",
     "IntegerProgramming",
     "Manual",
     "Progress",

@@ -5,8 +5,9 @@ the member that comes first. So it is never worse than any that was asked. Its l
 for all assignments of the mesh.
 
 Baselines are always asked. Automatic searchers, which all minimise the judge's objective, are asked until one's answer is *settled*: on a
-cluster that waits for all collectives but permutes it is within `TOLERANCE` of the lower bound, and its makespan of its objective. No
-other's objective can be less by more than that, and its makespan only by permutes that it hides and by what compilers combine or narrow.
+cluster that waits for all collectives but permutes it is within `Budgets.settled_gap` of the lower bound, and its makespan of its
+objective. No other's objective can be less by more than that, and its makespan only by permutes that it hides and by what compilers
+combine or narrow.
 
 *What hides.* The objective charges all communication, the makespan what no compute hides of it. So where no answer is settled and some
 of the answers' communication hides, recursive programming is asked once more, with each kind of collective charged the share of its
@@ -25,7 +26,7 @@ from typing import ClassVar
 from autoshard.cost.record import Cost
 from autoshard.errors import InfeasibleError, SearchLimitError
 from autoshard.judge.model import CostModel
-from autoshard.problem import Problem
+from autoshard.problem import BUDGETS, NO_HINTS, Hints, Problem
 from autoshard.render import format_percent
 from autoshard.search.baselines import DataParallel, FullySharded
 from autoshard.search.dynamic_programming import DynamicProgramming
@@ -45,12 +46,10 @@ MEMBERS: tuple[Searcher, ...] = (
 )
 
 
-NEAR = 1.1  # times the least makespan: where a baseline comes as near on one mesh it may be the best on another
-TOLERANCE = 1e-3  # relative: the gap at which dynamic programming stops, too
 
 
 @dataclass(frozen=True, slots=True)
-class Auto:
+class Auto(Searcher):
     """The best of several searchers.
 
     Attributes:
@@ -59,10 +58,11 @@ class Auto:
 
     name: ClassVar[str] = "auto"
     automatic: ClassVar[bool] = True
+    asks_baselines: ClassVar[bool] = True
 
     members: tuple[Searcher, ...] = MEMBERS
 
-    def solve(self, problem: Problem, progress: Progress = silent) -> Solution:
+    def solve(self, problem: Problem, progress: Progress = silent, hints: Hints = NO_HINTS) -> Solution:
         """The member's answer of least makespan; its notes say whose it is, and which members met their limits.
 
         Raises:
@@ -79,7 +79,8 @@ class Auto:
             own = part(progress, number * share, share)
             own(member.name, 0.0)
             try:
-                found.append((member.solve(problem, own), member))
+                found.append((member.solve(problem, own, hints), member))
+                hints = found[-1][0].hints
             except SearchLimitError as error:
                 too_large.append(error)
             except InfeasibleError as error:
@@ -88,16 +89,15 @@ class Auto:
                 refused.append(error)
         if not any(_settled(problem, solution) for solution, _ in found):
             last = part(progress, len(self.members) * share, share)
-            found += self._hiding(problem, [solution.judgement.cost for solution, _ in found], last)
+            found += self._hiding(problem, [solution.judgement.cost for solution, _ in found], last, hints)
         if not found:
             if not refused:
                 raise too_large[0]
             smallest = min(error.smallest_peak_bytes or float("inf") for error in refused)
             raise nothing_fits(problem, f"the smallest peak that {len(refused)} searchers found", smallest)
         (best, finder), *slower = sorted(found, key=lambda answer: answer[0].judgement.cost.makespan_seconds)
-        near = NEAR * best.judgement.cost.makespan_seconds
-        is_near = any(isinstance(one, TensorParallel) and solution.judgement.cost.makespan_seconds <= near for solution, one in found)
-        problem.learned = replace(problem.learned, near_tensor_parallel=is_near)
+        near = BUDGETS.near_makespan * best.judgement.cost.makespan_seconds
+        is_near = any(one.differs_by_mesh and solution.judgement.cost.makespan_seconds <= near for solution, one in found)
         bound = max(solution.lower_bound_seconds for solution, _ in found)
         others = tuple(
             replace(
@@ -122,34 +122,36 @@ class Auto:
             stats={**best.stats, "members": len(found), "search_seconds": time.perf_counter() - started},
             finder=finder.name,
             others=others,
+            hints=replace(hints, near_tensor_parallel=is_near),
         )
 
-    def glance(self, problem: Problem) -> Solution | None:
+    def glance(self, problem: Problem, hints: Hints) -> Solution | None:
         """Tensor parallelism's answer on a mesh where bounds say that no objective is worth a search, if elsewhere it came near the best.
 
         Of the baselines it is the one that differs from mesh to mesh, and more of its communication may hide than of the best answer's.
         """
-        member = next((member for member in self.members if isinstance(member, TensorParallel)), None)
-        if member is None or not problem.learned.near_tensor_parallel:
+        member = next((member for member in self.members if member.differs_by_mesh), None)
+        if member is None or not hints.near_tensor_parallel:
             return None
         with suppress(InfeasibleError, SearchLimitError):
-            solution = member.solve(problem)
+            solution = member.solve(problem, hints=hints)
             note = f"found by {member.name}, asked by auto on a mesh that bounds had cut"
             return replace(solution, notes=(note, *solution.notes), finder=member.name)
         return None
 
-    def _hiding(self, problem: Problem, costs: Iterable[Cost], progress: Progress) -> Iterator[tuple[Solution, Searcher]]:
-        """Recursive programming's answer where collectives cost what is exposed of them, if it is a member and something hides."""
-        member = next((member for member in self.members if isinstance(member, RecursiveProgramming)), None)
+    def _hiding(
+        self, problem: Problem, costs: Iterable[Cost], progress: Progress, hints: Hints
+    ) -> Iterator[tuple[Solution, Searcher]]:
+        """The answer of a member that takes shares, where collectives cost what is exposed of them, if something hides."""
+        member = next((member for member in self.members if member.takes_shares), None)
         shares = exposed_shares(costs, problem.profile.compiler.asynchronous)
-        if member is None or all(share > 1 - TOLERANCE for share in shares.values()):
+        if member is None or all(share > 1 - BUDGETS.settled_gap for share in shares.values()):
             return
         model = CostModel(problem.model.cluster, problem.mesh, shares)
         other = Problem(problem.profile, model, problem.pins, problem.memory_limit_bytes, like=problem)
-        other.learned = problem.learned
         progress(f"{member.name}, what hides left out", 0.0)
         with suppress(InfeasibleError, SearchLimitError):
-            solution = member.solve(other, progress)
+            solution = member.solve(other, progress, hints)
             judgement = problem.evaluate(solution.assignment)
             bound = min(problem.compute_bound(), judgement.cost.objective_seconds)
             charged = ", ".join(f"{kind} at {format_percent(share)}" for kind, share in sorted(shares.items()))
@@ -178,7 +180,7 @@ def exposed_shares(costs: Iterable[Cost], kinds: Iterable[str]) -> dict[str, flo
 def _hides(best: Cost, least: Cost, owner: Searcher) -> Iterator[str]:
     """Why the fastest has a gap where another's objective is less: bounds are of objectives, which hide nothing."""
     more = best.objective_seconds / least.objective_seconds - 1 if least.objective_seconds else 0.0
-    if more > TOLERANCE:
+    if more > BUDGETS.settled_gap:
         yield (
             f"its objective is {format_percent(more)} above that of {owner.name}, which has the smaller gap; its makespan is "
             f"{format_percent(1 - best.makespan_seconds / least.makespan_seconds)} less: more of its communication hides behind compute"
@@ -189,4 +191,4 @@ def _settled(problem: Problem, solution: Solution) -> bool:
     """Whether no other objective is much less, and makespans are objectives."""
     cost = solution.judgement.cost
     waits = set(problem.profile.compiler.asynchronous) <= {"collective_permute"}
-    return waits and min(solution.lower_bound_seconds, cost.makespan_seconds) >= (1 - TOLERANCE) * cost.objective_seconds
+    return waits and min(solution.lower_bound_seconds, cost.makespan_seconds) >= (1 - BUDGETS.settled_gap) * cost.objective_seconds

@@ -15,10 +15,10 @@ from autoshard.errors import InfeasibleError, ShardingError
 from autoshard.ir import Layout, divides, local_shape, shards
 from autoshard.judge.evaluate import Judgement
 from autoshard.primitives import is_matrix
-from autoshard.problem import Problem
+from autoshard.problem import NO_HINTS, Hints, Problem
 from autoshard.render import format_bytes
 from autoshard.search.propagation import Propagation
-from autoshard.search.searcher import Progress, Solution, silent
+from autoshard.search.searcher import Progress, Searcher, Solution, silent
 
 UNSPLIT = (
     "most work is not split: no batch dimension stays split through the step. A reshape into microbatches loses it where their number "
@@ -27,21 +27,20 @@ UNSPLIT = (
 
 
 @dataclass(frozen=True, slots=True)
-class DataParallel:
+class DataParallel(Searcher):
     """Batch split over every mesh axis, state replicated, gradients all-reduced."""
 
     name: ClassVar[str] = "data_parallel"
-    automatic: ClassVar[bool] = False
 
-    def solve(self, problem: Problem, progress: Progress = silent) -> Solution:
+    def solve(self, problem: Problem, progress: Progress = silent, hints: Hints = NO_HINTS) -> Solution:
         """The data-parallel assignment."""
         started = time.perf_counter()
         progress("propagating the batch", 0.0)
-        return _solution(problem, problem.remembered(_split_batch)[1], started)
+        return _solution(problem, problem.remembered(_split_batch)[1], started, hints)
 
 
 @dataclass(frozen=True, slots=True)
-class FullySharded:
+class FullySharded(Searcher):
     """Data parallel with sharded state, as in ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054).
 
     Attributes:
@@ -49,7 +48,6 @@ class FullySharded:
     """
 
     name: ClassVar[str] = "fully_sharded"
-    automatic: ClassVar[bool] = False
 
     stage: int = 3
 
@@ -57,7 +55,7 @@ class FullySharded:
         if self.stage not in (1, 2, 3):
             raise ShardingError(f"FullySharded has stages 1, 2 and 3 (ZeRO's), got {self.stage!r}.")
 
-    def solve(self, problem: Problem, progress: Progress = silent) -> Solution:
+    def solve(self, problem: Problem, progress: Progress = silent, hints: Hints = NO_HINTS) -> Solution:
         """The assignment of the stage."""
         started = time.perf_counter()
         progress("propagating the batch", 0.0)
@@ -78,10 +76,10 @@ class FullySharded:
             spread.scatter()
         spread.forward()
         spread.narrow()
-        return _solution(problem, problem.evaluate(spread.assignment()), started)
+        return _solution(problem, problem.evaluate(spread.assignment()), started, hints)
 
 
-def _solution(problem: Problem, judgement: Judgement, started: float) -> Solution:
+def _solution(problem: Problem, judgement: Judgement, started: float, hints: Hints) -> Solution:
     limit = problem.memory_limit_bytes
     if limit is not None and judgement.cost.peak_bytes > limit:
         raise InfeasibleError(
@@ -95,6 +93,7 @@ def _solution(problem: Problem, judgement: Judgement, started: float) -> Solutio
         min(problem.compute_bound(), judgement.cost.objective_seconds),
         {"search_seconds": time.perf_counter() - started},
         notes=() if split else (UNSPLIT,),
+        hints=hints,
     )
 
 

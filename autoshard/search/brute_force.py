@@ -11,13 +11,13 @@ from typing import ClassVar
 import numpy as np
 
 from autoshard.errors import InfeasibleError, SearchLimitError
-from autoshard.problem import Problem, Tables
+from autoshard.problem import NO_HINTS, Hints, Problem, Tables
 from autoshard.render import format_bytes
-from autoshard.search.searcher import Progress, Solution, silent
+from autoshard.search.searcher import Progress, Searcher, Solution, silent
 
 
 @dataclass(frozen=True, slots=True)
-class BruteForce:
+class BruteForce(Searcher):
     """The assignment of least table cost, and the smallest labels on ties.
 
     Attributes:
@@ -25,11 +25,10 @@ class BruteForce:
     """
 
     name: ClassVar[str] = "brute_force"
-    automatic: ClassVar[bool] = False
 
     max_assignments: int = 1_000_000
 
-    def solve(self, problem: Problem, progress: Progress = silent) -> Solution:
+    def solve(self, problem: Problem, progress: Progress = silent, hints: Hints = NO_HINTS) -> Solution:
         """The optimum over all mesh axes at once."""
         started = time.perf_counter()
         tables = problem.tables(range(len(problem.mesh.axes)), problem.start())
@@ -51,7 +50,8 @@ class BruteForce:
             smallest = min(smallest, judgement.cost.peak_bytes)
             if problem.memory_limit_bytes is None or smallest <= problem.memory_limit_bytes:
                 bound = min(judgement.cost.objective_seconds, problem.compute_bound())
-                return Solution(judgement, bound, {"assignments": n, "search_seconds": time.perf_counter() - started})
+                stats = {"assignments": n, "search_seconds": time.perf_counter() - started}
+                return Solution(judgement, bound, stats, hints=hints)
         raise InfeasibleError(f"no assignment fits the memory limit; the smallest peak is {format_bytes(smallest)}.", smallest)
 
 

@@ -16,9 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.problem import Problem, Tables
-
-JOINED_ENTRIES = 1 << 16  # of a node with its two neighbours: adding up so many takes as long as a few sweeps over their pairs
+from autoshard.problem import BUDGETS, Problem, Tables
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,7 +87,7 @@ class _Contraction:
             return bool(self.near[node]) or len(self.unary[node]) > 1
         first, last = sorted(self.near[node])
         own, one, other = (len(self.unary[at]) for at in (node, first, last))
-        return own * one * other <= JOINED_ENTRIES and ((first, last) in self.pairs or one * other <= own * (one + other))
+        return own * one * other <= BUDGETS.contracted_entries and ((first, last) in self.pairs or one * other <= own * (one + other))
 
     def _take(self, node: int) -> tuple[int, ...]:
         """Takes the node out; gives its neighbours."""

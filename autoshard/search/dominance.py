@@ -14,11 +14,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from autoshard.problem.budgets import BUDGETS
 from autoshard.search.elimination import Pairs
 
-ENTRIES = 1 << 20  # of two labels of a node by one of a neighbour: nodes with more stay as they are
 _End = tuple[int, np.ndarray, int]  # a neighbour, the table by a node's labels and its, and what equal ends are known by
-ROUNDS = 3  # labels that go may leave others dominated; nearly all go in the first rounds
 
 
 def undominated(unary: Sequence[np.ndarray], pairs: Pairs) -> list[np.ndarray]:
@@ -33,7 +32,7 @@ def undominated(unary: Sequence[np.ndarray], pairs: Pairs) -> list[np.ndarray]:
         around[j].append((i, table.T, -id(table)))
     every: dict[int, np.ndarray] = {}
     kept = [every.setdefault(len(costs), np.arange(len(costs))) for costs in unary]
-    for _ in range(ROUNDS):
+    for _ in range(BUDGETS.dominance_rounds):
         before, kept = kept, _round(unary, around, kept)
         if all(ours is theirs for ours, theirs in zip(kept, before, strict=True)):
             break
@@ -59,7 +58,7 @@ def _round(unary: Sequence[np.ndarray], around: Sequence[Sequence[_End]], kept: 
 def _dominates(costs: np.ndarray, towards: Sequence[np.ndarray]) -> np.ndarray | None:
     """``(n, n)``, whether the first label dominates the second, of two that dominate each other the earlier one; None where it is dear."""
     n = len(costs)
-    if n < 2 or n * n * max((table.shape[1] for table in towards), default=0) > ENTRIES:
+    if n < 2 or n * n * max((table.shape[1] for table in towards), default=0) > BUDGETS.dominance_entries:
         return None
     less = costs - costs[:, None]  # by what the second label costs more
     for table in towards:

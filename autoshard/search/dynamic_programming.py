@@ -34,23 +34,20 @@ import numpy as np
 
 from autoshard.errors import InfeasibleError, SearchLimitError
 from autoshard.judge.evaluate import Judgement
-from autoshard.problem import Messages, Problem, Tables, folded
+from autoshard.problem import BUDGETS, NO_HINTS, Hints, Messages, Problem, Tables, folded
 from autoshard.search.contraction import contracted, contracted_whole
 from autoshard.search.elimination import table_cost
 from autoshard.search.frugal import frugal
 from autoshard.search.memory import Fitted, Found, fitted, held_at, priced
 from autoshard.search.passing import Passing
 from autoshard.search.recursive_programming import RecursiveProgramming
-from autoshard.search.reparametrisation import contracted_passing, normalised, passing_of
-from autoshard.search.searcher import Progress, Solution, silent
-from autoshard.search.shells import MOST_SWEEPS, ROUNDING, SWEEPS, Shells
-
-PASSED_ENTRIES = 1 << 28  # that are passed for a bound of the whole: some 5 s on one core
-DUAL_STEPS = 4  # prices that are tried for a bound within a memory limit
+from autoshard.search.reparametrisation import contracted_wiring, normalised, passing_of
+from autoshard.search.searcher import Progress, Searcher, Solution, silent
+from autoshard.search.shells import Shells
 
 
 @dataclass(frozen=True, slots=True)
-class DynamicProgramming:
+class DynamicProgramming(Searcher):
     """The dynamic-programming searcher.
 
     Attributes:
@@ -73,7 +70,7 @@ class DynamicProgramming:
     second_opinion: bool = True
     tolerance: float = 1e-3
 
-    def solve(self, problem: Problem, progress: Progress = silent) -> Solution:
+    def solve(self, problem: Problem, progress: Progress = silent, hints: Hints = NO_HINTS) -> Solution:
         """The optimum, proven where the tables stay small enough; see the module.
 
         Raises:
@@ -81,33 +78,34 @@ class DynamicProgramming:
             InfeasibleError: nothing fits the memory limit.
         """
         if not self.second_opinion:
-            return self._found(problem, progress)[0]
+            return self._found(problem, progress, hints)[0]
         try:
-            own, binds = self._found(problem, progress)
+            own, binds = self._found(problem, progress, hints)
         except InfeasibleError as error:
             if error.proven:
                 raise
-            return RecursiveProgramming().solve(problem, progress)
+            return RecursiveProgramming().solve(problem, progress, hints)
         if binds:  # the best answers under prices need not be the best ones within a limit
             with suppress(InfeasibleError):
-                other = RecursiveProgramming().solve(problem, progress)
+                other = RecursiveProgramming().solve(problem, progress, own.hints)
+                own = replace(own, hints=other.hints)
                 if other.judgement.cost.objective_seconds < own.judgement.cost.objective_seconds:
                     return replace(own, judgement=other.judgement)
         return own
 
-    def _found(self, problem: Problem, progress: Progress) -> tuple[Solution, bool]:
+    def _found(self, problem: Problem, progress: Progress, hints: Hints) -> tuple[Solution, bool]:
         """The optimum under the prices that keep it within the memory limit, and whether there had to be any and nothing is folded."""
         started = time.perf_counter()
-        run = _Run(self, problem, progress)
-        found = fitted(problem, run.optimum, self.price_steps, frugal)
+        run = _Run(self, problem, progress, hints)
+        found = fitted(problem, run.optimum, self.price_steps, frugal, hints=hints)
         if found.above is None:
             found, bound = run.unfolded(found)
-        elif found.judgement.cost.objective_seconds > problem.learned.least * (1 - self.tolerance):
+        elif found.judgement.cost.objective_seconds > hints.least * (1 - self.tolerance):
             bound = problem.compute_bound() - problem.fixed_seconds()  # a better one would not be worth its time
         else:
             bound = run.dual_bound(found, found.above)
-        problem.learned = replace(run.learned, price=found.price)
-        judgement = found.judgement
+        judgement, hints = found.judgement, replace(run.hints, price=found.price)
+        problem.hint(hints)
         solution = Solution(
             judgement=judgement,
             lower_bound_seconds=min(bound + problem.fixed_seconds(), judgement.cost.objective_seconds),
@@ -119,6 +117,7 @@ class DynamicProgramming:
                 "shells": run.shells.shells,
                 "search_seconds": time.perf_counter() - started,
             },
+            hints=hints,
         )
         return solution, run.small is None and found.above is not None
 
@@ -130,20 +129,20 @@ class _Run:
         small: the folded problem, which is searched where there is one.
         bound: of all labels of what is searched, since it is that of the tables without prices.
         cost: of the answer without prices, in the tables.
-        learned: what is known by now, of other meshes at first.
+        hints: what is known by now, as it was given at first.
         sent: what message passing moved last: prices change little from one to the next.
         judged: what the judge says of answers that were met, by their labels.
     """
 
     cost: float
 
-    def __init__(self, searcher: DynamicProgramming, problem: Problem, progress: Progress):
+    def __init__(self, searcher: DynamicProgramming, problem: Problem, progress: Progress, hints: Hints):
         self.searcher = searcher
         self.problem = problem
         self.small = folded(problem)
         self.progress = progress
-        self.learned = problem.learned
-        self.sent = problem.learned.sent
+        self.hints = hints
+        self.sent = hints.sent
         self.shells = Shells(searcher.max_entries, searcher.max_sweeps, searcher.tolerance, progress)
         self.judged: dict[bytes, Judgement] = {}
         self.bound = 0.0
@@ -152,11 +151,11 @@ class _Run:
     def optimum(self, prices: Mapping[int, float]) -> Found:
         """The best labels under memory prices, of the whole problem, and what the judge says of them."""
         tables = self._tables(self.small or self.problem, prices)
-        found, bound, self.sent = self._solved(tables, self.sent, MOST_SWEEPS if prices else None)
+        found, bound, self.sent = self._solved(tables, self.sent, BUDGETS.table_sweeps if prices else None)
         labels = [options[label] for options, label in zip(tables.labels, found, strict=True)]
         if not prices:
             self.bound, self.cost = bound, table_cost(tables.unary, tables.pairs, found)
-            self.learned = replace(self.learned, sent=self.sent)
+            self.hints = replace(self.hints, sent=self.sent)
         if self.small is not None:
             labels = self.small.unfold(labels)
         if (key := found.tobytes()) not in self.judged:  # other prices often have the same answer
@@ -172,10 +171,10 @@ class _Run:
             tables = self._tables(problem)
         except SearchLimitError:
             return found, problem.compute_bound() - problem.fixed_seconds()
-        passing = passing_of(self.small, self.learned.sent, tables)
+        passing = passing_of(self.small, self.hints.sent, tables)
         bound, enough = self._pass(passing, self.cost)
         if enough:
-            return found, bound - ROUNDING * self.cost
+            return found, bound - BUDGETS.rounding * self.cost
         best, bound = self.shells.widened(tables, normalised(passing, self.shells.sweeps))
         answer = [options[label] for options, label in zip(tables.labels, best, strict=True)]
         other = problem.evaluate(problem.assignment(answer))
@@ -200,9 +199,9 @@ class _Run:
             answers.append((table_cost(tables.unary, tables.pairs, at), table_cost(charges.unary, charges.pairs, at) - held.limit))
         (fast, excess), (slow, slack) = answers
         best, price, sent = -math.inf, 0.0, self.sent
-        for _ in range(DUAL_STEPS if excess > 0.0 else 0):
+        for _ in range(BUDGETS.dual_steps if excess > 0.0 else 0):
             tried = max(slow - fast, 0.0) / (excess - slack)
-            labels, bound, moved = self._solved(priced(own, own_charges, tried), sent, MOST_SWEEPS)
+            labels, bound, moved = self._solved(priced(own, own_charges, tried), sent, BUDGETS.table_sweeps)
             bound -= tried * held.limit
             if bound > best:
                 best, price, sent = bound, tried, moved
@@ -214,12 +213,12 @@ class _Run:
                 fast, excess = seconds, beyond
             else:
                 slow, slack = seconds, beyond
-        self.learned = replace(self.learned, above=tuple(above[1]), worth=price, sent_priced=sent)
+        self.hints = replace(self.hints, above=tuple(above[1]), worth=price, sent_priced=sent)
         if small is None:
             return max(self.bound, best)
         cost = found.judgement.cost.objective_seconds - problem.fixed_seconds() + price * held.limit
         bound, _ = self._pass(passing_of(small, sent, priced(tables, charges, price)), cost)
-        return bound - price * held.limit - ROUNDING * cost
+        return bound - price * held.limit - BUDGETS.rounding * cost
 
     def _solved(self, tables: Tables, sent: Messages, max_sweeps: int | None) -> tuple[np.ndarray, float, Messages]:
         """The best labels of tables, a bound, and what was moved, from what was moved before.
@@ -231,21 +230,21 @@ class _Run:
             return found, bound, moved.sent
         known = tables is self.problem.whole_tables()
         fewer = self.problem.remembered(contracted_whole) if known else contracted(tables)
-        passing = self.problem.remembered(contracted_passing) if known else None
-        found, bound, moved = self.shells.solve(fewer.tables, sent, max_sweeps, passing)
+        wiring = self.problem.remembered(contracted_wiring) if known else None
+        found, bound, moved = self.shells.solve(fewer.tables, sent, max_sweeps, wiring)
         return fewer.labels(found), bound, moved.sent
 
     def _pass(self, passing: Passing, cost: float) -> tuple[float, bool]:
         """The whole problem's bound after message passing, and whether it is as near to an answer's cost as is asked for."""
         entries = sum(table.size for table in passing.pairs.values())
-        left = min(MOST_SWEEPS, 1 + PASSED_ENTRIES // max(entries, 1))
+        left = min(BUDGETS.table_sweeps, 1 + BUDGETS.whole_entries // max(entries, 1))
         for attempt in count(1):
             enough = cost * (1 - self.shells.tolerated(attempt))
-            done = passing.run(min(SWEEPS, left), enough, self.progress)
+            done = passing.run(min(BUDGETS.attempt_sweeps, left), enough, self.progress)
             left -= done
             self.shells.sweeps += done
             bound = passing.bound()
-            if bound >= enough or done < SWEEPS or not left:
+            if bound >= enough or done < BUDGETS.attempt_sweeps or not left:
                 return bound, bound >= enough
         raise AssertionError("attempts end when no sweeps are left")
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from autoshard.errors import SearcherError, SearchLimitError
 from autoshard.ir import Assignment
 from autoshard.judge.evaluate import Judgement
-from autoshard.problem import Problem
+from autoshard.problem import Hints, Problem
 from autoshard.search.searcher import Progress, Solution
 
 
@@ -58,11 +58,13 @@ class Met:
     Attributes:
         problem: whose search is watched.
         best: what the judge says of it.
+        hints: what the search found out by then; None where that is nothing.
         waiting: what was noted last, and is not judged yet.
     """
 
     problem: Problem
     best: Judgement | None = None
+    hints: Hints | None = None
     waiting: Callable[[], Assignment] | None = field(default=None, repr=False)
 
     def judged(self, judgement: Judgement) -> None:
@@ -75,17 +77,14 @@ class Met:
     def noted(self, found: Callable[[], Assignment]) -> None:
         self.waiting = found
 
+    def hinted(self, hints: Hints) -> None:
+        self.hints = hints
+
     def solution(self) -> Solution | None:
         """The answer so far; None where nothing that fits was met."""
         if self.waiting is not None:
             waiting, self.waiting = self.waiting, None
-            self.problem.evaluate(waiting())
+            self.judged(self.problem.evaluate(waiting()))
         if self.best is None:
             return None
         return Solution(self.best, min(self.problem.compute_bound(), self.best.cost.objective_seconds))
-
-
-def watch(problem: Problem) -> Met:
-    """What the problem's search meets from now on."""
-    problem.watcher = met = Met(problem)
-    return met

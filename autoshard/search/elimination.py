@@ -26,13 +26,10 @@ from typing import NamedTuple
 import numpy as np
 
 from autoshard.errors import SearchLimitError
+from autoshard.problem.budgets import BUDGETS
 
 Pairs = Mapping[tuple[int, int], np.ndarray]
 
-KEPT_ENTRIES = 1 << 22  # of the tables that are remembered: 32 MiB
-PLANNING_ENTRIES = 1 << 12  # a variable; adding them up takes as long as planning its elimination does (20 us, 5 ns an entry)
-MOST_ENTRIES = 1 << 27  # of all joined tables, which are held until labels are found: at most half a gigabyte, and a second
-DEAR_ENTRIES = 2 * PLANNING_ENTRIES  # a variable; an order by fill takes twice as long to find as one by weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +139,9 @@ class Eliminator:
         plan = None
         try:
             plan = _Planner(pairs, sizes, self._joins).plan(self.max_entries, False)
-            if plan.entries <= DEAR_ENTRIES * len(sizes):
+            if plan.entries <= BUDGETS.dear_entries * len(sizes):
                 return plan
-            most = DEAR_ENTRIES * len(sizes) if cheap else MOST_ENTRIES
+            most = BUDGETS.dear_entries * len(sizes) if cheap else BUDGETS.joined_entries
             failure = SearchLimitError(
                 f"this elimination adds up tables of {most:,} entries in all, at most, and met some of {plan.entries:,.0f}. "
                 "Use searcher='recursive_programming', or a mesh of fewer axes."
@@ -154,7 +151,7 @@ class Eliminator:
         if cheap:
             raise failure
         plans = (plan, _Planner(pairs, sizes, self._joins).plan_by_fill(self.max_entries))
-        if found := [one for one in plans if one is not None and one.entries <= MOST_ENTRIES]:
+        if found := [one for one in plans if one is not None and one.entries <= BUDGETS.joined_entries]:
             return min(found, key=lambda one: one.entries)
         if not conditioning:
             raise failure
@@ -202,7 +199,7 @@ class Eliminator:
     def _remembered(self, key: tuple[int, ...], found: _Met) -> _Met:
         """The same; holding its tables keeps their identities from being given to others."""
         self._kept += found.least.size
-        if self._kept <= KEPT_ENTRIES:
+        if self._kept <= BUDGETS.kept_entries:
             self._met[key] = found
         return found
 
@@ -287,7 +284,7 @@ class _Plan:
         if self.conditioned or any(sizes[variable] > 1 for variable in self.singles):
             return False
         entries, before = self._entries(sizes), self._entries(self.sizes)
-        return bool(entries.max() <= max_entries and entries.sum() - before.sum() <= PLANNING_ENTRIES * len(sizes))
+        return bool(entries.max() <= max_entries and entries.sum() - before.sum() <= BUDGETS.planning_entries * len(sizes))
 
     @property
     def entries(self) -> float:

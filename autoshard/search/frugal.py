@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from copy import copy
 
 from autoshard.errors import InfeasibleError, SearchLimitError, ShardingError
 from autoshard.problem import Problem
@@ -14,9 +13,7 @@ from autoshard.search.tensor_parallel import TensorParallel
 
 def frugal(problem: Problem) -> list[Found]:
     """What fully sharded data parallelism and tensor parallelism find where memory has no limit."""
-    unlimited = copy(problem)
-    unlimited.memory_limit_bytes = None
-    found = []
+    unlimited, found = problem.within(None), []
     for searcher in (FullySharded(stage=3), TensorParallel()):
         with suppress(InfeasibleError, SearchLimitError, ShardingError):
             judgement = searcher.solve(unlimited).judgement

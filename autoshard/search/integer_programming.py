@@ -27,7 +27,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -37,13 +37,12 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from autoshard.compilers.buffer_assignment import Peak
 from autoshard.errors import InfeasibleError, SearchLimitError
 from autoshard.judge.evaluate import Judgement
-from autoshard.problem import Holding, Problem, Tables
+from autoshard.problem import BUDGETS, NO_HINTS, Hints, Holding, Problem, Tables
 from autoshard.render import format_bytes
 from autoshard.search.recursive_programming import RecursiveProgramming
 from autoshard.search.reparametrisation import Reparametrisation, reparametrise
-from autoshard.search.searcher import Progress, Solution, silent
+from autoshard.search.searcher import Progress, Searcher, Solution, silent
 
-ROUNDING = 1e-9  # relative; what sums of tables in double precision are exact to
 SCALE = 1e4  # an answer's cost in the model: HiGHS's tolerances are absolute, 1e-6 and 1e-7
 STATUS_INFEASIBLE = 2  # of scipy.optimize.milp
 IN_PROCESS = 2000  # variables; HiGHS was seen to take less than a second for models of so many
@@ -56,7 +55,7 @@ sys.stdout.buffer.write(pickle.dumps((found.status, found.x, found.mip_dual_boun
 
 
 @dataclass(frozen=True, slots=True)
-class IntegerProgramming:
+class IntegerProgramming(Searcher):
     """The integer-programming searcher.
 
     Attributes:
@@ -76,23 +75,28 @@ class IntegerProgramming:
     max_variables: int = 1 << 20
     max_sweeps: int = 60
 
-    def solve(self, problem: Problem, progress: Progress = silent) -> Solution:
+    def solve(self, problem: Problem, progress: Progress = silent, hints: Hints = NO_HINTS) -> Solution:
         """The optimum within the memory limit, or the best that was found in time; see the module.
 
         Raises:
             SearchLimitError: the tables or the model would be too large, or no answer within the limit was found in time.
             InfeasibleError: nothing fits the memory limit.
         """
-        return _Run(self, problem, progress).solution()
+        return _Run(self, problem, progress, hints).solution()
+
+    def limited(self, seconds: float) -> IntegerProgramming:
+        """The searcher with a limit of its own: HiGHS runs without a word until then."""
+        return replace(self, time_limit_seconds=min(seconds, self.time_limit_seconds))
 
 
 class _Run:
     """One problem's models, with what they took."""
 
-    def __init__(self, searcher: IntegerProgramming, problem: Problem, progress: Progress):
+    def __init__(self, searcher: IntegerProgramming, problem: Problem, progress: Progress, hints: Hints):
         self.searcher = searcher
         self.problem = problem
         self.progress = progress
+        self.hints = hints
         self.started = time.perf_counter()
         self.best: Judgement | None = None
         self.smallest_peak = math.inf
@@ -115,7 +119,7 @@ class _Run:
             )
         given = f"{self.searcher.time_limit_seconds:g} s"
         late = f"integer programming's {given} were over before its bound met its answer: a longer time_limit_seconds may close the gap"
-        is_open = bound < self.best.cost.objective_seconds * (1 - self.searcher.gap) / (1 + ROUNDING)
+        is_open = bound < self.best.cost.objective_seconds * (1 - self.searcher.gap) / (1 + BUDGETS.rounding)
         return Solution(
             judgement=self.best,
             lower_bound_seconds=min(bound, self.best.cost.objective_seconds),
@@ -127,15 +131,16 @@ class _Run:
                 "rounds": self.rounds,
                 "search_seconds": time.perf_counter() - self.started,
             },
+            hints=self.hints,
         )
 
     def _first_answer(self) -> None:
         try:
-            found = RecursiveProgramming().solve(self.problem, self.progress)
+            found = RecursiveProgramming().solve(self.problem, self.progress, self.hints)
         except InfeasibleError as error:
             self.smallest_peak = error.smallest_peak_bytes or math.inf
         else:
-            self.best = found.judgement
+            self.best, self.hints = found.judgement, found.hints
 
     def _tables(self) -> Tables:
         problem, limit = self.problem, self.searcher.max_problem_entries
@@ -155,12 +160,12 @@ class _Run:
         slack = 0.0
         while True:
             enough = most if self.best is None else self.best.cost.objective_seconds - least
-            slack = min(max(8 * slack, enough / 64 if self.best else least / 64), max(enough, 0.0)) + ROUNDING * least
+            slack = min(max(8 * slack, enough / 64 if self.best else least / 64), max(enough, 0.0)) + BUDGETS.rounding * least
             model = Model(moved, slack, self.searcher.max_variables)
             self.n_variables = model.n_variables
             bound = max(bound, min(self._cut(tables, model, fixed), least + slack))
             objective = math.inf if self.best is None else self.best.cost.objective_seconds
-            if objective <= bound / (1 - self.searcher.gap) * (1 + ROUNDING) or slack >= most or self._late():
+            if objective <= bound / (1 - self.searcher.gap) * (1 + BUDGETS.rounding) or slack >= most or self._late():
                 return bound
 
     def _cut(self, tables: Tables, model: Model, fixed: float) -> float:
@@ -222,7 +227,8 @@ def memory_rows(problem: Problem, sizes: Sequence[int], labels: np.ndarray, peak
     rows = [_row(problem, sizes, labels, peak, limit)]
     if peak.spare_bytes:
         rows.append(_row(problem, sizes, labels, peak, limit, passed))
-    if violated := [row for row in rows if sum(shares[labels[node]] for node, shares in row.coefficients.items()) > row.limit + ROUNDING]:
+    held = [sum(shares[labels[node]] for node, shares in row.coefficients.items()) for row in rows]
+    if violated := [row for row, units in zip(rows, held, strict=True) if units > row.limit + BUDGETS.rounding]:
         return violated
     others = {node: np.arange(n) != labels[node] for node, n in enumerate(sizes) if n > 1}
     return [Row({node: -other.astype(float) for node, other in others.items()}, -1.0)]

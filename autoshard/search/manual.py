@@ -22,15 +22,15 @@ from typing import ClassVar
 from autoshard.errors import ShardingError
 from autoshard.ir import Layout, Spec, check_divides, spec_to_layout
 from autoshard.ir.naming import matching
-from autoshard.problem import Problem
+from autoshard.problem import NO_HINTS, Hints, Problem
 from autoshard.search.memory import fastest_within
 from autoshard.search.reached import disagreements
-from autoshard.search.searcher import Progress, Solution, silent
+from autoshard.search.searcher import Progress, Searcher, Solution, silent
 from autoshard.search.sharding_propagation import Spread
 
 
 @dataclass(frozen=True, slots=True)
-class Manual:
+class Manual(Searcher):
     """The specs of arguments, by path or pattern, as `search` takes pins; those of the pins count as well.
 
     Attributes:
@@ -38,7 +38,6 @@ class Manual:
     """
 
     name: ClassVar[str] = "manual"
-    automatic: ClassVar[bool] = False
 
     in_specs: Mapping[str, Spec] = field(default_factory=dict)
 
@@ -50,7 +49,7 @@ class Manual:
             )
         object.__setattr__(self, "in_specs", {path: tuple(spec) for path, spec in self.in_specs.items()})
 
-    def solve(self, problem: Problem, progress: Progress = silent) -> Solution:
+    def solve(self, problem: Problem, progress: Progress = silent, hints: Hints = NO_HINTS) -> Solution:
         """The completed specs.
 
         Raises:
@@ -62,13 +61,14 @@ class Manual:
         homes = {problem.nodes.home[value][0]: layout for value, layout in layouts.items() if value in problem.nodes.home}
         held = tuple({node: layout[axis] for node, layout in homes.items()} for axis in range(len(problem.mesh.axes)))
         spreads = [Spread(problem, held, last_first=order, progress=progress) for order in (False, True)]
-        found = [(*fastest_within(problem, spread.search, steps=8), spread) for spread in spreads]
+        found = [(*fastest_within(problem, spread.search, steps=8, hints=hints), spread) for spread in spreads]
         judgement, labels, spread = min(found, key=lambda answer: answer[0].cost.makespan_seconds)
         return Solution(
             judgement=judgement,
             lower_bound_seconds=min(problem.compute_bound(), judgement.cost.objective_seconds),
             stats={"n_nodes": problem.n_nodes, "rounds": spread.rounds, "search_seconds": time.perf_counter() - started},
             notes=tuple(disagreements(problem, labels, spread.sources)),
+            hints=hints,
         )
 
     def _layouts(self, problem: Problem) -> dict[int, Layout]:

@@ -23,7 +23,7 @@ import numpy as np
 from autoshard.compilers.buffer_assignment import Peak
 from autoshard.errors import InfeasibleError
 from autoshard.judge.evaluate import Judgement
-from autoshard.problem import Folded, Holding, Label, Problem, Tables
+from autoshard.problem import BUDGETS, NO_HINTS, Folded, Hints, Holding, Label, Problem, Tables
 from autoshard.render import format_bytes
 
 Found = tuple[Judgement, list[Label]]
@@ -31,14 +31,6 @@ Found = tuple[Judgement, list[Label]]
 Priced = Callable[[Mapping[int, float]], Found]
 """Prices per value, in seconds a byte that a device holds of it, to what a search finds under them."""
 
-JUDGED_OPS = 100_000  # that changes of single decisions may judge: about a second
-MOST_JUDGED = 128  # assignments, of small programs
-MIXTURES = 6  # that may be judged of any program
-DEAR = 100  # times the price at which bytes cost as much as seconds
-COUNTED_ENTRIES = 1 << 26  # of tables: beyond it nobody asks what labels hold at least
-FAR, NEAR = 4.0, 1.25  # factors between the first prices that are tried: knowing nothing, and knowing a price that did elsewhere
-NEARLY = 1.05  # times the least objective: what is left to gain is not worth further starts
-ROUNDING = 1e-9  # relative; what a change must gain
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +49,19 @@ class Fitted:
     price: float = 0.0
 
 
-def fastest_within(problem: Problem, search: Priced, steps: int, repairs: bool = True) -> Found:
+def fastest_within(problem: Problem, search: Priced, steps: int, repairs: bool = True, hints: Hints = NO_HINTS) -> Found:
     """As `fitted`, the answer alone."""
-    found = fitted(problem, search, steps, repairs=repairs)
+    found = fitted(problem, search, steps, repairs=repairs, hints=hints)
     return found.judgement, found.labels
 
 
 def fitted(
-    problem: Problem, search: Priced, steps: int, frugal: Callable[[Problem], Sequence[Found]] = lambda _: (), repairs: bool = True
+    problem: Problem,
+    search: Priced,
+    steps: int,
+    frugal: Callable[[Problem], Sequence[Found]] = lambda _: (),
+    repairs: bool = True,
+    hints: Hints = NO_HINTS,
 ) -> Fitted:
     """The answer without prices where it is within the problem's memory limit, else the fastest met that is.
 
@@ -73,6 +70,7 @@ def fitted(
         steps: how many prices may be tried.
         frugal: answers that hold little; asked for where no price leads to one within the limit.
         repairs: whether single decisions may change that the search left as they are; else prices alone lead to the answer.
+        hints: whose price, if there is one, is tried first.
 
     Raises:
         InfeasibleError: no answer was within the limit; names the smallest peak met.
@@ -82,10 +80,10 @@ def fitted(
     if limit is None or found[0].cost.peak_bytes <= limit:
         return Fitted(*found)
     if (least := least_peak(problem, found)) > limit:
-        cheapest, _ = search(dict.fromkeys(sorted(found[0].peak.alive), DEAR * _even_price(found)))
+        cheapest, _ = search(dict.fromkeys(sorted(found[0].peak.alive), BUDGETS.price_dear * _even_price(found)))
         smallest = min(found[0].cost.peak_bytes, cheapest.cost.peak_bytes)
         raise nothing_fits(problem, f"none takes less than {format_bytes(least)}; the smallest peak of two answers", smallest, proven=True)
-    tried = _by_prices(problem, search, found, steps)
+    tried = _by_prices(problem, search, found, steps, hints.price)
     if not repairs:
         if tried.best is None:
             smallest = min(judgement.cost.peak_bytes for judgement, _ in tried.beyond)
@@ -104,7 +102,7 @@ def least_peak(problem: Problem, found: Found) -> float:
     judgement, labels = found
     if isinstance(problem, Folded):
         problem, labels = problem.whole, problem.unfold(labels)
-    if problem.table_entries(range(len(problem.mesh.axes)), COUNTED_ENTRIES) > COUNTED_ENTRIES:
+    if problem.table_entries(range(len(problem.mesh.axes)), BUDGETS.counted_entries) > BUDGETS.counted_entries:
         return 0.0
     holding, positions, peak = problem.remembered(Holding), problem.positions(labels), judgement.peak
     least = []
@@ -143,13 +141,13 @@ class _Tried:
     beyond: list[Found]
 
 
-def _by_prices(problem: Problem, search: Priced, free: Found, steps: int) -> _Tried:
-    """Raises the price until the limit is kept, then lowers it as far as it stays so."""
+def _by_prices(problem: Problem, search: Priced, free: Found, steps: int, known: float) -> _Tried:
+    """What prices lead to that rise until the limit is kept, then fall as far as it stays so; the known one, if not 0.0, is the first."""
     limit = problem.memory_limit_bytes or 0.0
     above, best, before = free, None, free[1]
     priced = set(free[0].peak.alive)
     first = _even_price(free)
-    price, factor = (problem.learned.price, NEAR) if problem.learned.price else (first, FAR)
+    price, factor = (known, BUDGETS.price_factor_known) if known else (first, BUDGETS.price_factor)
     shares = _shares(problem)
     too_low, enough, beyond = 0.0, None, [free]
     for _ in range(steps):
@@ -163,7 +161,7 @@ def _by_prices(problem: Problem, search: Priced, free: Found, steps: int) -> _Tr
             news = set(judgement.peak.alive) - priced
             if labels != before:
                 beyond.append((judgement, labels))
-            if enough is None and not news and labels == before and price > DEAR * first:
+            if enough is None and not news and labels == before and price > BUDGETS.price_dear * first:
                 break  # the very same at a higher price, where bytes decide alone: nothing is to be had for more
             if enough is not None or judgement.cost.peak_bytes < above[0].cost.peak_bytes:
                 above = judgement, labels
@@ -171,7 +169,7 @@ def _by_prices(problem: Problem, search: Priced, free: Found, steps: int) -> _Tr
             too_low = price
         before = labels
         price = price * factor if enough is None else math.sqrt(too_low * enough) if too_low else price / factor
-        factor = min(factor**2, FAR)
+        factor = min(factor**2, BUDGETS.price_factor)
         if enough is not None and enough - too_low < 0.2 * enough:
             break
     return _Tried(best, above, priced, enough or too_low, beyond)
@@ -198,7 +196,7 @@ class _Repair:
     def __init__(self, problem: Problem, limit: float):
         self.problem = problem
         self.limit = limit
-        self.left = min(MOST_JUDGED, JUDGED_OPS // len(problem.graph.walk()))
+        self.left = min(BUDGETS.judged_most, BUDGETS.judged_ops // len(problem.graph.walk()))
 
     def _judged(self, labels: list[Label]) -> Found:
         self.left -= 1
@@ -209,7 +207,7 @@ class _Repair:
         ours, theirs = (max(judgement.cost.peak_bytes, self.limit) for judgement, _ in (found, than))
         if ours != theirs:
             return ours < theirs
-        return ours <= self.limit and found[0].cost.objective_seconds < than[0].cost.objective_seconds * (1 - ROUNDING)
+        return ours <= self.limit and found[0].cost.objective_seconds < than[0].cost.objective_seconds * (1 - BUDGETS.rounding)
 
     def mixed(self, below: Found, above: Found, priced: Iterable[int]) -> Found:
         """The answer within the limit with what it differs in from one above it, as much as fits, most seconds a byte first."""
@@ -218,7 +216,7 @@ class _Repair:
         fits, too_many, best = 0, len(parts) + 1, below
         peaks = {0: below[0].cost.peak_bytes, too_many: max(above[0].cost.peak_bytes, self.limit)}
         sums.append(sums[-1])
-        for _ in range(max(MIXTURES, min(self.left, MOST_JUDGED))):
+        for _ in range(max(BUDGETS.judged_mixtures, min(self.left, BUDGETS.judged_most))):
             if too_many - fits <= 1:
                 break
             share = (self.limit - peaks[fits]) / max(peaks[too_many] - peaks[fits], 1.0)
@@ -272,7 +270,7 @@ class _Repair:
         Not all are asked where one comes near the least objective of all.
         """
         order = sorted(several, key=lambda found: (max(found[0].cost.peak_bytes, self.limit), found[0].cost.objective_seconds))
-        near = NEARLY * min(judgement.cost.objective_seconds for judgement, _ in order)
+        near = BUDGETS.near_objective * min(judgement.cost.objective_seconds for judgement, _ in order)
         best = self.changed(order[0])
         for found in order[1:]:
             if best[0].cost.peak_bytes <= self.limit and best[0].cost.objective_seconds <= near:
@@ -317,7 +315,7 @@ class _Repair:
                 held = charged.unary[node] - tables.unary[node]
                 saved = held[now[node]] - held
                 ranks = lost if fits else np.where(saved > 0, lost, np.inf) / np.maximum(saved, 1.0)
-                worth = np.flatnonzero(lost < -ROUNDING * abs(cost[now[node]]) if fits else saved > 0)
+                worth = np.flatnonzero(lost < -BUDGETS.rounding * abs(cost[now[node]]) if fits else saved > 0)
                 changes += [(float(ranks[k]), node, axis, int(k)) for k in worth]
         return [(node, offered[axis][node][k]) for _, node, axis, k in sorted(changes)]
 
@@ -380,4 +378,4 @@ def priced(tables: Tables, held: Tables, price: float) -> Tables:
 
 def _is_share(nbytes: float, whole: float) -> bool:
     """Whether a copy is of so many bytes, or of half of them, rounded to bfloat16."""
-    return any(abs(nbytes - part) <= ROUNDING * part for part in (whole, whole / 2))
+    return any(abs(nbytes - part) <= BUDGETS.rounding * part for part in (whole, whole / 2))

@@ -19,88 +19,81 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from autoshard.errors import AutoshardError, InfeasibleError, SearchLimitError, ShardingError
-from autoshard.problem import Problem, Tables, folded
-from autoshard.search.auto import Auto
+from autoshard.problem import BUDGETS, NO_HINTS, Hints, Label, Problem, Tables, folded
 from autoshard.search.baselines import DataParallel
-from autoshard.search.contraction import contracted, contracted_whole
-from autoshard.search.early import Met, watch
+from autoshard.search.contraction import contracted
+from autoshard.search.early import Met
 from autoshard.search.finalists import BASELINES, finalists
 from autoshard.search.memory import Held, held_at, priced
 from autoshard.search.passing import Passing
 from autoshard.search.reparametrisation import contracted_passing, passing_of
 from autoshard.search.searcher import Progress, Searcher, Solution, part, silent
 
-Finer = Callable[[Problem, Solution | None, Progress], Problem | None]
-"""The best problem, its solution if there is one, and progress, to the problem of more axes that promises more."""
-
-MAX_ENTRIES = 1 << 25  # of tables that are made for a bound alone: 256 MiB
-FOLDED_SWEEPS = 120  # of the folded problem, which are cheap; some of the whole follow
-FIRST_SWEEPS = 2  # that tell which mesh to search first: a GPT's placements on 2 x 4 devices stand in the order of their optima by then
-SCREENING_SWEEPS = 12  # GPT steps of 8 layers on 64 devices: the bound is within 1 % of the optimum after 8
-LEAST_GAIN = 0.01  # of the objective; a tenth of what the judge's predictions are good for
-BOUNDING_SWEEPS = 10
-BOUNDING_ENTRIES = 1 << 26  # table entries that may be passed for a bound alone: half a second on one core
+Finer = Callable[[Problem, Solution | None, Progress], tuple[Problem, Hints] | None]
+"""The best problem, its solution if there is one, and progress, to the problem of more axes that promises more, and where it begins."""
 
 
-def message_bound(problem: Problem, max_sweeps: int, enough: float = float("inf")) -> float:
+
+def message_bound(
+    problem: Problem, max_sweeps: int, enough: float = float("inf"), hints: Hints = NO_HINTS
+) -> tuple[float, Hints]:
     """A lower bound of the objective over all assignments of the mesh, by message passing where the tables are small enough.
 
-    Where a search of another mesh has learned what memory is worth, of all assignments within the limit. A search of the mesh goes on from
-    what was moved.
+    Where a search of another mesh found out what memory is worth, of all assignments within the limit.
 
     Args:
         max_sweeps: how often the nodes may be passed.
         enough: a bound at which to stop.
+        hints: what the passing begins with; they come back with what it moved, for a search of the mesh to go on from.
     """
     if not _tabulated(problem):
-        return problem.compute_bound()
-    tables, sent, worth = problem.whole_tables(), problem.learned.sent, 0.0
-    if (held := _held_beyond(problem, tables)) is not None:
-        tables = priced(tables, held.tables(tables), problem.learned.worth)
-        sent, worth = problem.learned.sent_priced, problem.learned.worth * held.limit
+        return problem.compute_bound(), hints
+    tables, sent, worth = problem.whole_tables(), hints.sent, 0.0
+    if (held := _held_beyond(problem, tables, hints.above)) is not None:
+        tables = priced(tables, held.tables(tables), hints.worth)
+        sent, worth = hints.sent_priced, hints.worth * held.limit
     enough += worth - problem.fixed_seconds()
     if (small := folded(problem)) is not None:
         own = small.fold_tables(tables)
         passing = Passing(own.unary, own.pairs, sent)
         as_long = max_sweeps * problem.n_nodes // small.n_nodes  # as the whole's sweeps take
-        passing.run(min(FOLDED_SWEEPS, as_long), enough * (1 + LEAST_GAIN))
+        passing.run(min(BUDGETS.folded_sweeps, as_long), enough * (1 + BUDGETS.least_gain))
         sent = passing.sent
         passing = passing_of(small, sent, tables)
     elif held is None:
-        passing = problem.remembered(contracted_passing)
-        passing.begin(problem.remembered(contracted_whole).tables.unary, sent)
+        passing = contracted_passing(problem, sent)
     else:
         fewer = contracted(tables).tables
         passing = Passing(fewer.unary, fewer.pairs, sent)
     passing.run(max_sweeps, enough, give_up=enough < float("inf"))
     if small is None:
         sent = passing.sent
-    problem.learned = replace(problem.learned, **{"sent" if held is None else "sent_priced": sent})
-    return max(problem.fixed_seconds() + passing.bound() * (1 - 1e-9) - worth, problem.compute_bound())
+    bound = max(problem.fixed_seconds() + passing.bound() * (1 - 1e-9) - worth, problem.compute_bound())
+    return bound, replace(hints, sent=sent) if held is None else replace(hints, sent_priced=sent)
 
 
 def first_bound(problem: Problem) -> float:
-    """What `FIRST_SWEEPS` sweeps prove of the objective, with equal layers alike; infinity where tables are too large for it."""
+    """What `Budgets.first_sweeps` sweeps prove of the objective, with equal layers alike; infinity where tables are too large for it."""
     if not _tabulated(problem):
         return float("inf")
     small = folded(problem)
     if small is None:
-        passing = problem.remembered(contracted_passing)
+        passing = contracted_passing(problem)
     else:
         tables = small.whole_tables()
         passing = Passing(tables.unary, tables.pairs)
-    passing.run(FIRST_SWEEPS)
+    passing.run(BUDGETS.first_sweeps)
     return problem.fixed_seconds() + passing.bound()
 
 
 def _tabulated(problem: Problem) -> bool:
     """Whether all axes' tables are small enough to be made for a bound alone."""
-    return problem.table_entries(range(len(problem.mesh.axes)), MAX_ENTRIES) <= MAX_ENTRIES
+    return problem.table_entries(range(len(problem.mesh.axes)), BUDGETS.bound_entries) <= BUDGETS.bound_entries
 
 
-def _held_beyond(problem: Problem, tables: Tables) -> Held | None:
+def _held_beyond(problem: Problem, tables: Tables, above: Sequence[Label] | None) -> Held | None:
     """What is alive at the peak of an answer that was found on another mesh, if it is beyond the limit on this one as well."""
-    limit, above = problem.memory_limit_bytes, problem.learned.above
+    limit = problem.memory_limit_bytes
     if limit is None or above is None or (labels := problem.carried(above)) is None:
         return None
     judgement = problem.evaluate(problem.assignment(labels))
@@ -108,15 +101,15 @@ def _held_beyond(problem: Problem, tables: Tables) -> Held | None:
 
 
 def bounded(problem: Problem, solution: Solution) -> Solution:
-    """The solution with a tighter lower bound, where one comes cheap."""
+    """The solution with a tighter lower bound, where one comes cheap with its hints."""
     objective = solution.judgement.cost.objective_seconds
     if solution.lower_bound_seconds > min(problem.compute_bound(), objective * (1 - 1e-6)):
         return solution
-    entries = problem.table_entries(range(len(problem.mesh.axes)), MAX_ENTRIES)
-    if not (sweeps := min(BOUNDING_SWEEPS, BOUNDING_ENTRIES // max(entries, 1))):
+    entries = problem.table_entries(range(len(problem.mesh.axes)), BUDGETS.bound_entries)
+    if not (sweeps := min(BUDGETS.bounding_sweeps, BUDGETS.bounding_entries // max(entries, 1))):
         return solution
-    bound = min(message_bound(problem, sweeps), objective)
-    return replace(solution, lower_bound_seconds=max(bound, solution.lower_bound_seconds))
+    bound, hints = message_bound(problem, sweeps, hints=solution.hints)
+    return replace(solution, lower_bound_seconds=max(min(bound, objective), solution.lower_bound_seconds), hints=hints)
 
 
 def search_meshes(
@@ -131,10 +124,10 @@ def search_meshes(
     """The best solution over some problems that differ in their mesh, and its problem; statistics say how many meshes were cut.
 
     Args:
-        solve: called with searcher, problem and progress.
+        solve: called with searcher, problem, progress and hints: what was found out on the best mesh so far.
         ends: what may end the search early; the best that was met by then is then the solution.
-        finer: called with the best problem, its solution and progress where more axes may be of use: a problem that promises more. Where
-            nothing fits, with the problem of the smallest peak and no solution.
+        finer: called with the best problem, its solution and progress where more axes may be of use: a problem that promises more,
+            and hints of where it begins. Where nothing fits, with the problem of the smallest peak and no solution.
         n_finalists: how many of the best distinct solutions are wanted, the best one and its ``others``; baselines are among them if the
             searcher is automatic.
 
@@ -171,6 +164,7 @@ class _Search:
         least: the least objective met.
         cut: how many meshes bounds cut.
         met: by number what a watched search met.
+        hints: by number what is known that helps a search of the problem, and after it what it found out.
         notes: on a search that ended early.
         solutions: by number the solution that was found.
         refused: the mesh sizes that had none.
@@ -180,7 +174,7 @@ class _Search:
 
     searcher: Searcher
     problems: list[Problem]
-    solve: Callable[[Searcher, Problem, Progress], Solution]
+    solve: Callable[[Searcher, Problem, Progress, Hints], Solution]
     progress: Progress
     watched: bool
     finer: Finer | None
@@ -191,6 +185,7 @@ class _Search:
     least: float = float("inf")
     cut: int = 0
     met: dict[int, Met] = field(default_factory=dict)
+    hints: dict[int, Hints] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     solutions: dict[int, Solution] = field(default_factory=dict)
     refused: set[tuple[int, ...]] = field(default_factory=set)
@@ -206,29 +201,33 @@ class _Search:
             self._try(number, part(self.progress, done / n, 1 / n))
         number, solution = self.best[1:] if self.best is not None else (self.nearest, None)
         if self.finer is not None and number is not None:
-            problem = self.finer(self.problems[number], solution, part(self.progress, (n - 1) / n, 0.5 / n))
-            if problem is not None:
+            found = self.finer(self.problems[number], solution, part(self.progress, (n - 1) / n, 0.5 / n))
+            if found is not None:
+                problem, self.hints[n - 1] = found
                 self.problems.append(problem)
                 self._try(n - 1, part(self.progress, (n - 0.5) / n, 0.5 / n))
 
     def _try(self, number: int, progress: Progress) -> None:
         """Searches a problem unless that is hopeless."""
-        problem = self.problems[number]
+        hints = self.hints.setdefault(number, NO_HINTS)
         if self.best is not None:
-            begun = problem.learned.start
-            problem.learned = replace(self.problems[self.best[1]].learned, least=self.least, start=begun)
-        progress(f"mesh {problem.mesh}", 0.0)
+            self.hints[number] = replace(self.hints[self.best[1]], least=self.least, start=hints.start)
+        progress(f"mesh {self.problems[number].mesh}", 0.0)
         if self.watched:
-            self.met[number] = watch(problem)
+            self.met[number] = Met(self.problems[number])
+            self.problems[number] = self.problems[number].watched(self.met[number])
+        problem = self.problems[number]
         try:
-            if self._hopeless(problem):
+            if self._hopeless(number):
                 self.cut += 1
-                if isinstance(self.searcher, Auto) and (glanced := self.searcher.glance(problem)) is not None:
+                if (glanced := self.searcher.glance(problem, self.hints[number])) is not None:
                     self._keep(number, glanced)
             elif (kin := self._placed_otherwise(number)) is not None:
                 self._keep(number, carried(problem, *kin))
             else:
-                self._keep(number, self.solve(self.searcher, problem, progress))
+                solution = self.solve(self.searcher, problem, progress, self.hints[number])
+                self.hints[number] = solution.hints
+                self._keep(number, solution)
         except (InfeasibleError, ShardingError) as error:
             before, self.failure = self.failure, worse(self.failure, error)
             self.refused.add(problem.mesh.sizes)
@@ -248,7 +247,7 @@ class _Search:
             raise self.failure
         for other, solution in self.solutions.items():
             problem = self.problems[other]
-            if problem.mesh.sizes == sizes and problem.learned.price > 0.0:
+            if problem.mesh.sizes == sizes and self.hints[other].price > 0.0:
                 return problem, solution
         return None
 
@@ -268,30 +267,32 @@ class _Search:
         def rank(number: int) -> tuple[float, ...]:
             first, mesh = firsts[number], self.problems[number].mesh
             known = least > 0.0 and first < float("inf")
-            steps = (first / least - 1) // LEAST_GAIN if known else first  # less than a gain above the least is as good as that
+            steps = (first / least - 1) // BUDGETS.least_gain if known else first  # less than a gain above the least is as good as that
             return len(mesh.axes), steps, max(mesh.sizes), number
 
         return sorted(numbers, key=rank)
 
-    def _hopeless(self, problem: Problem) -> bool:
+    def _hopeless(self, number: int) -> bool:
         """Whether no assignment of the mesh gains what is worth a search."""
         if self.best is None or not self.searcher.automatic:
             return False
-        enough = self.least * (1 - LEAST_GAIN)
-        return message_bound(problem, SCREENING_SWEEPS, enough) >= enough
+        enough = self.least * (1 - BUDGETS.least_gain)
+        bound, self.hints[number] = message_bound(self.problems[number], BUDGETS.screening_sweeps, enough, self.hints[number])
+        return bound >= enough
 
     def _keep(self, number: int, solution: Solution) -> None:
         self.least = min(self.least, solution.least_seconds, solution.judgement.cost.objective_seconds)
         if self.n_finalists > 1:
             found = *self.finalists, solution, *solution.others
             self.finalists = finalists(found, self.n_finalists)
-        solution = self.solutions[number] = replace(solution, others=())  # what is not kept need not be held
+        solution = replace(solution, others=(), hints=self.hints[number])  # what is not kept need not be held
+        self.solutions[number] = solution
         ranked = solution.judgement.cost.makespan_seconds, number, solution
         self.best = ranked if self.best is None else min(self.best, ranked, key=lambda entry: entry[:2])
 
     def ask_baselines(self) -> None:
         """Asks the baselines on the best mesh, if there are to be finalists and the searcher does not ask them by itself."""
-        if self.n_finalists < 2 or self.best is None or not self.searcher.automatic or isinstance(self.searcher, Auto):
+        if self.n_finalists < 2 or self.best is None or not self.searcher.automatic or self.searcher.asks_baselines:
             return
         number = self.best[1]
         for baseline in BASELINES:
@@ -311,10 +312,13 @@ class _Search:
     def end_early(self) -> None:
         """Takes what was met for what was found; for an automatic searcher that met nothing, data parallelism."""
         for number, met in self.met.items():
+            if met.hints is not None and number not in self.solutions:
+                self.hints[number] = met.hints
             if (solution := met.solution()) is not None:
                 self._keep(number, solution)
         if self.best is None and self.searcher.automatic:
             with suppress(InfeasibleError, ShardingError):
+                self.hints.setdefault(0, NO_HINTS)
                 self._keep(0, DataParallel().solve(self.problems[0]))
         several = len({problem.mesh.sizes for problem in self.problems}) > 1
         reached = max(len(self.met), 1)

@@ -34,106 +34,89 @@ import numpy as np
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import reverse_cuthill_mckee
 
-from autoshard.problem import Messages
+from autoshard.problem import BUDGETS, Messages
 from autoshard.search.elimination import Pairs
 from autoshard.search.searcher import Progress, silent
 
 Pair = tuple[int, int]
 
-TOLERANCE = 3e-7  # of the bound; a sweep that raises it by less is the last
-LEAPS = 2  # one sweep of so many is a leap
-CREEPING = 0.1  # of the bound; after a sweep that raises it by more a leap goes too far
-IN_A_ROW = 1 << 12  # entries of tables that are copied to lie in a row: adding to so many one by one takes as long as a few calls
-TOGETHER = 1 << 15  # entries that pairs of the same table are looked at together: a quarter of a megabyte, which stays near the processor
 NO_LABELS = np.zeros(0, dtype=np.int64)
 FROM_THE_FIRST = np.zeros(1, dtype=np.int64)
 
 
-class Passing:
-    """What has been taken out of pairs for the nodes at their ends, while costs are moved.
+class Wiring:
+    """The order in which costs are moved between some tables, and where in memory; the same for all passing over them.
 
     Each pair has two ends, and each end keeps what its node took there: a number a label. Ends lie in memory as `_Order` has them.
 
     Attributes:
         pairs: the tables, as they are given.
-        swept: whether the minima of all pairs are taken.
-        rise: of the bound, in the last sweeps from a leap to the next.
+        sizes: how many labels each node has.
+        nodes: in the order in which what they hold lies in memory.
+        firsts, starts: where what each node holds lies, in that order and by node.
+        label, row: which of what nodes hold each number of an end is for, and its row.
+        places: where the numbers of ends lie, end by end of the pairs, by the labels' own numbers.
+        offsets: where there the two ends of each pair start.
+        blocks, lengths: where each end's numbers lie, and how many there are.
+        groups: where each row's labels lie.
+        forward, backward: turns, in order.
     """
 
-    def __init__(self, unary: Sequence[np.ndarray], pairs: Pairs, sent: Messages | None = None, alike: Sequence[int] | None = None):
-        """Lays out what is taken, and begins.
+    def __init__(self, sizes: Sequence[int], pairs: Pairs, alike: Sequence[int] | None = None):
+        """Lays out what is taken.
 
         Args:
-            unary, sent: as for `begin`.
+            sizes: per node how many labels it has.
             alike: per node the number of its class, such as that of an equal layer's equal part.
         """
         self.pairs = pairs
         narrow, rows = _narrowed(pairs)
         self._tables = list(narrow.values())
-        self._sizes = sizes = np.array([len(table) for table in unary], dtype=np.int64)
-        order = _ordered(near_order(len(unary), pairs) if alike is None else alike_order(alike, pairs), narrow)
-        self._ends, self._nodes = order.ends, order.nodes
-        self._firsts, self._starts = _placed(sizes, order.nodes)  # where what nodes hold lies in memory, in order and by node
-        self._given = np.empty(int(sizes.sum()))
+        self.sizes = np.array(sizes, dtype=np.int64)
+        order = _ordered(near_order(len(sizes), pairs) if alike is None else alike_order(alike, pairs), narrow)
+        self._ends, self.nodes = order.ends, order.nodes
+        self.firsts, self.starts = _placed(self.sizes, order.nodes)
         # By label: an end's lie row by row.
-        n_labels = sizes[order.joined]
-        self._lengths = n_labels[order.ends]
-        self._blocks, _ = _placed(n_labels, order.ends)  # where ends lie in memory, in order
+        n_labels = self.sizes[order.joined]
+        self.lengths = n_labels[order.ends]
+        self.blocks, _ = _placed(n_labels, order.ends)
         within = np.concatenate([NO_LABELS, *(rows[end].labels for end in order.ends)])
-        self._label = within + np.repeat(self._starts[order.joined[order.ends]], self._lengths)  # which of what nodes hold
+        self.label = within + np.repeat(self.starts[order.joined[order.ends]], self.lengths)
         before = np.cumsum(n_labels) - n_labels
-        self._places = np.empty_like(within)  # where they lie, end by end of the pairs, by the labels' own numbers
-        self._places[within + np.repeat(before[order.ends], self._lengths)] = np.arange(len(within))
-        self._offsets = before.reshape(-1, 2).tolist()
+        self.places = np.empty_like(within)
+        self.places[within + np.repeat(before[order.ends], self.lengths)] = np.arange(len(within))
+        self.offsets = before.reshape(-1, 2).tolist()
         # By row.
         n_rows = np.array([len(end.counts) for end in rows], dtype=np.int64)
         self._row_blocks, blocks = _placed(n_rows, order.ends)  # where ends lie in memory, in order and by pair
         self._heights, self._theirs, self._widths = n_rows[order.ends], blocks[order.ends ^ 1], n_rows[order.ends ^ 1]
         counts = np.concatenate([NO_LABELS, *(rows[end].counts for end in order.ends)])
-        self._groups = np.cumsum(counts) - counts  # where each row's labels lie
-        self._row = np.repeat(np.arange(len(counts)), counts)  # of each label
-        self._taken = np.empty(len(within))
-        self._most = np.empty(len(counts))  # that was taken for any label of a row; a sweep renews it where it is looked at
+        self.groups = np.cumsum(counts) - counts
+        self.row = np.repeat(np.arange(len(counts)), counts)
         turns = [self._turns(level, order.shares) for level in order.levels]
-        self._forward = [forward for forward, _ in turns]
-        self._backward = [backward for _, backward in reversed(turns)]
-        self.begin(unary, sent)
-
-    def begin(self, unary: Sequence[np.ndarray], sent: Messages | None = None) -> None:
-        """Begins anew, with what was sent into pairs, less what has another shape there, for some other table.
-
-        Args:
-            unary: per node what its labels cost, as many as ever.
-        """
-        self.swept = False
-        self.rise = math.inf
-        self._reach = 2.0
-        self._given[:] = np.concatenate([np.zeros(0), *(unary[i] for i in self._nodes)])
-        self._taken.fill(0.0)
-        self._most.fill(0.0)
-        if sent:
-            taken = list(chain.from_iterable(_fitting(sent.get(pair), table) for pair, table in self.pairs.items()))
-            self._taken[self._places] = -np.concatenate([np.zeros(0), *taken])
+        self.forward = [forward for forward, _ in turns]
+        self.backward = [backward for _, backward in reversed(turns)]
 
     def _turns(self, level: _Level, shares: np.ndarray) -> tuple[_Turn, _Turn]:
         """A level's turns, forward and backward."""
-        start, middle, stop = (int(self._blocks[end]) if end < len(self._blocks) else len(self._taken) for end in level.bounds)
+        start, middle, stop = (int(self.blocks[end]) if end < len(self.blocks) else len(self.label) for end in level.bounds)
         first_row, middle_row, last_row = (
-            int(self._row_blocks[end]) if end < len(self._row_blocks) else len(self._most) for end in level.bounds
+            int(self._row_blocks[end]) if end < len(self._row_blocks) else len(self.groups) for end in level.bounds
         )
-        sizes = self._sizes[level.nodes]
-        first = int(self._starts[level.nodes[0]])
-        given, block = self._given[first : first + int(sizes.sum())], self._taken[start:stop]
-        label = self._label[start:stop] - first
+        sizes = self.sizes[level.nodes]
+        first = int(self.starts[level.nodes[0]])
+        given, block = slice(first, first + int(sizes.sum())), slice(start, stop)
+        label = self.label[block] - first
         shares = np.repeat(shares[level.nodes], sizes)
         before, behind = (list(chain.from_iterable(map(self._pieces, runs))) for runs in (level.before, level.behind))
         at = middle - start
-        row = self._row[start:stop]
-        lower, upper = self._groups[first_row:middle_row] - start, self._groups[middle_row:last_row] - middle
-        low, high = self._most[first_row:middle_row], self._most[middle_row:last_row]
+        row = self.row[block]
+        lower, upper = self.groups[first_row:middle_row] - start, self.groups[middle_row:last_row] - middle
+        low, high = slice(first_row, middle_row), slice(middle_row, last_row)
+        left, right = slice(start, middle), slice(middle, stop)
         return (
-            _Turn(before, block[:at], row[:at], given, block, label, shares, block[at:], label[at:], upper, high),
-            _Turn(behind, block[at:], row[at:], given, block, label, shares, block[:at], label[:at], lower, low),
+            _Turn(before, left, row[:at], given, block, label, shares, right, label[at:], upper, high),
+            _Turn(behind, right, row[at:], given, block, label, shares, left, label[:at], lower, low),
         )
 
     def _pieces(self, run: _Run) -> Iterator[_Piece]:
@@ -141,29 +124,68 @@ class Passing:
         if run.in_a_row:
             yield self._in_a_row(run.first, run.first + run.members)
             return
-        step = max(TOGETHER // self._table(run.first).size, 1)
+        step = max(BUDGETS.together_entries // self._table(run.first).size, 1)
         for member in range(0, run.members, step):
             yield self._side_by_side(run.first + member, min(step, run.members - member))
 
     def _in_a_row(self, first: int, last: int) -> _Piece:
         """The pairs of some ends, one entry after the other."""
-        n = self._heights[first:last]
+        n, row = self._heights[first:last], int(self._row_blocks[first])
         widths = np.repeat(self._widths[first:last], n)
         table = np.concatenate([self._table(end).ravel() for end in range(first, last)])
-        own = self._most[self._row_blocks[first] : self._row_blocks[first] + n.sum()]
-        return _Piece(table, _ranges(np.repeat(self._theirs[first:last], n), widths), np.cumsum(widths) - widths, 0, own)
+        theirs = _ranges(np.repeat(self._theirs[first:last], n), widths)
+        return _Piece(table, theirs, np.cumsum(widths) - widths, 0, slice(row, row + int(n.sum())), (-1,))
 
     def _side_by_side(self, first: int, members: int) -> _Piece:
         """The pairs of ends with the same table."""
         n, row, width = int(self._heights[first]), int(self._row_blocks[first]), int(self._widths[first])
-        own = self._most[row : row + members * n].reshape(members, n, 1)
         theirs = self._theirs[first : first + members, None, None] + np.arange(width)
-        return _Piece(np.ascontiguousarray(self._table(first)), theirs, FROM_THE_FIRST, 2, own)
+        own = slice(row, row + members * n)
+        return _Piece(np.ascontiguousarray(self._table(first)), theirs, FROM_THE_FIRST, 2, own, (members, n, 1))
 
     def _table(self, position: int) -> np.ndarray:
         """The table of an end's pair ``(rows of the end, the other's)``."""
         end = int(self._ends[position])
         return self._tables[end >> 1].T if end & 1 else self._tables[end >> 1]
+
+
+class Passing:
+    """What has been taken out of pairs for the nodes at their ends, while costs are moved.
+
+    Attributes:
+        pairs: the tables, as they are given.
+        swept: whether the minima of all pairs are taken.
+        rise: of the bound, in the last sweeps from a leap to the next.
+    """
+
+    def __init__(
+        self,
+        unary: Sequence[np.ndarray],
+        pairs: Pairs,
+        sent: Messages | None = None,
+        alike: Sequence[int] | None = None,
+        wiring: Wiring | None = None,
+    ):
+        """Begins with what was sent into pairs, less what has another shape there, for some other table.
+
+        Args:
+            unary: per node what its labels cost.
+            alike: per node the number of its class, such as that of an equal layer's equal part.
+            wiring: of these pairs, if it is known.
+        """
+        self._wiring = wiring = Wiring([len(table) for table in unary], pairs, alike) if wiring is None else wiring
+        self.pairs = pairs
+        self.swept = False
+        self.rise = math.inf
+        self._reach = 2.0
+        self._given = np.concatenate([np.zeros(0), *(unary[i] for i in wiring.nodes)])
+        self._taken = np.zeros(len(wiring.label))
+        self._most = np.zeros(len(wiring.groups))  # that was taken for any label of a row; a sweep renews it where it is looked at
+        if sent:
+            taken = list(chain.from_iterable(_fitting(sent.get(pair), table) for pair, table in pairs.items()))
+            self._taken[wiring.places] = -np.concatenate([np.zeros(0), *taken])
+        self._forward = [_views(turn, self._given, self._taken, self._most) for turn in wiring.forward]
+        self._backward = [_views(turn, self._given, self._taken, self._most) for turn in wiring.backward]
 
     def run(self, max_sweeps: int, enough: float = math.inf, progress: Progress = silent, give_up: bool = False) -> int:
         """Sweeps until the bound is enough or hardly rises, and their number.
@@ -176,17 +198,17 @@ class Passing:
         for sweep in range(max_sweeps):
             if bound >= enough:
                 return sweep
-            if creeps and (sweep + 1) % LEAPS == 0:
+            if creeps and (sweep + 1) % BUDGETS.leap_sweeps == 0:
                 bound = self._leap(since, bound)
             else:
                 self.sweep()
                 old, bound = bound, self.bound()
-                if bound - old <= TOLERANCE * abs(bound):
+                if bound - old <= BUDGETS.passing_tolerance * abs(bound):
                     return sweep + 1
-                creeps = bound - old <= CREEPING * abs(bound)
-            if (sweep + 1) % LEAPS == 0:
+                creeps = bound - old <= BUDGETS.leap_rise * abs(bound)
+            if (sweep + 1) % BUDGETS.leap_sweeps == 0:
                 self.rise, since, below = bound - below, self._taken.copy(), bound
-                if give_up and bound + self.rise / LEAPS * (max_sweeps - sweep - 1) < enough:
+                if give_up and bound + self.rise / BUDGETS.leap_sweeps * (max_sweeps - sweep - 1) < enough:
                     return sweep + 1
             progress("lower bound", (sweep + 1) / max_sweeps)
         return max_sweeps
@@ -207,7 +229,7 @@ class Passing:
         """Forward, then backward, over all levels, whose nodes collect the minima of the pairs they come from and hand on their shares."""
         for turn in chain(self._forward, self._backward):
             self._collect(turn)
-            _, _, _, given, block, label, shares, go, goes, groups, most = turn
+            (_, _, _, _, _, label, shares, _, goes, groups, _), _, _, given, block, go, most = turn
             if len(go):
                 held = np.bincount(label, block, len(given))
                 held += given
@@ -216,26 +238,26 @@ class Passing:
                 np.maximum.reduceat(go, groups, 0, None, most)
         self.swept = True
 
-    def _collect(self, turn: _Turn) -> None:
+    def _collect(self, turn: _Views) -> None:
         """The nodes take what pairs of one side hold at least, beyond what the others took."""
-        for table, theirs, starts, axis, own in turn.pieces:
+        for (table, theirs, starts, axis, _, _), own in turn.pieces:
             np.minimum.reduceat(table - self._most.take(theirs), starts, axis, None, own)
-        self._most.take(turn.rows, 0, turn.come, "clip")
+        self._most.take(turn.of.rows, 0, turn.come, "clip")
 
     @property
     def sent(self) -> dict[Pair, tuple[np.ndarray, np.ndarray]]:
         """What has been moved into each pair."""
-        moved = -self._taken[self._places]
-        sizes = self._sizes.tolist()
+        moved = -self._taken[self._wiring.places]
+        sizes = self._wiring.sizes.tolist()
         return {
             (i, j): (moved[first : first + sizes[i]], moved[last : last + sizes[j]])
-            for (i, j), (first, last) in zip(self.pairs, self._offsets, strict=True)
+            for (i, j), (first, last) in zip(self.pairs, self._wiring.offsets, strict=True)
         }
 
     def bound(self) -> float:
         """The sum of all minima; those of pairs are zero after a sweep, whose backward half ends with taking them."""
-        pairs = 0.0 if self.swept else _minima(self._left(self._forward), self._blocks).sum()
-        return float(_minima(self._held(), self._firsts).sum() + pairs)
+        pairs = 0.0 if self.swept else _minima(self._left(self._forward), self._wiring.blocks).sum()
+        return float(_minima(self._held(), self._wiring.firsts).sum() + pairs)
 
     def unary(self) -> list[np.ndarray]:
         """What each node holds, less its minimum."""
@@ -246,28 +268,28 @@ class Passing:
         found = self._beyond()
         for turns in (self._forward, self._backward):
             left = self._left(turns)
-            left -= np.repeat(_minima(left, self._blocks), self._lengths)
-            found += np.bincount(self._label, left, len(found))
+            left -= np.repeat(_minima(left, self._wiring.blocks), self._wiring.lengths)
+            found += np.bincount(self._wiring.label, left, len(found))
         return self._by_node(found)
 
     def _held(self) -> np.ndarray:
         """What nodes hold, one after the other."""
-        return self._given + np.bincount(self._label, self._taken, len(self._given))
+        return self._given + np.bincount(self._wiring.label, self._taken, len(self._given))
 
     def _beyond(self) -> np.ndarray:
         """The same, less each one's minimum."""
         held = self._held()
-        return held - np.repeat(_minima(held, self._firsts), self._sizes[self._nodes])
+        return held - np.repeat(_minima(held, self._wiring.firsts), self._wiring.sizes[self._wiring.nodes])
 
     def _by_node(self, held: np.ndarray) -> list[np.ndarray]:
-        starts, stops = self._starts.tolist(), (self._starts + self._sizes).tolist()
+        starts, stops = self._wiring.starts.tolist(), (self._wiring.starts + self._wiring.sizes).tolist()
         return [held[start:stop] for start, stop in zip(starts, stops, strict=True)]
 
-    def _left(self, turns: list[_Turn]) -> np.ndarray:
+    def _left(self, turns: list[_Views]) -> np.ndarray:
         """The least that is left in the pairs that nodes come from, by their labels; zero elsewhere."""
         before = self._taken.copy()
-        if len(self._groups):
-            np.maximum.reduceat(self._taken, self._groups, 0, None, self._most)
+        if len(self._wiring.groups):
+            np.maximum.reduceat(self._taken, self._wiring.groups, 0, None, self._most)
         for turn in turns:
             self._collect(turn)
         left = self._taken - before
@@ -283,14 +305,15 @@ class _Piece(NamedTuple):
         theirs: where in memory lies what the others took at most, ``(n, 1, n_j)``, or one an entry.
         starts: where the others' rows start along the axis, of each row of the nodes'.
         axis: that of the others' rows.
-        own: ``(n, n_i, 1)``, what the nodes take, or in a row.
+        own, shape: where in memory lies what the nodes take, ``(n, n_i, 1)``, or in a row.
     """
 
     table: np.ndarray
     theirs: np.ndarray
     starts: np.ndarray
     axis: int
-    own: np.ndarray
+    own: slice
+    shape: tuple[int, ...]
 
 
 class _Turn(NamedTuple):
@@ -298,25 +321,43 @@ class _Turn(NamedTuple):
 
     Attributes:
         pieces: the pairs they collect from.
-        come, rows: what they took of those, and the row of each.
-        given: their own tables, one after the other.
-        block, label: all that they took, and for which of their labels each is.
+        come, rows: where what they took of those lies, and the row of each.
+        given: where their own tables lie, one after the other.
+        block, label: where all that they took lies, and for which of their labels each is.
         shares: what part of what a label holds each pair gets that gets a share.
-        go, goes: what they took of those, and for which.
-        groups, most: where each row's labels lie in that, and the most that was taken for any.
+        go, goes: where what they took of those lies, and for which.
+        groups, most: where each row's labels lie in that, and where the most that was taken for any.
     """
 
     pieces: list[_Piece]
-    come: np.ndarray
+    come: slice
     rows: np.ndarray
-    given: np.ndarray
-    block: np.ndarray
+    given: slice
+    block: slice
     label: np.ndarray
     shares: np.ndarray
-    go: np.ndarray
+    go: slice
     goes: np.ndarray
     groups: np.ndarray
+    most: slice
+
+
+class _Views(NamedTuple):
+    """The parts of memory that a turn reads and writes; `_Turn` says what each is, and `_Piece` what its pieces' own is."""
+
+    of: _Turn
+    pieces: list[tuple[_Piece, np.ndarray]]
+    come: np.ndarray
+    given: np.ndarray
+    block: np.ndarray
+    go: np.ndarray
     most: np.ndarray
+
+
+def _views(turn: _Turn, given: np.ndarray, taken: np.ndarray, most: np.ndarray) -> _Views:
+    """A turn's parts of what nodes hold, of what was taken, and of the most that was taken for any label of a row."""
+    pieces = [(piece, most[piece.own].reshape(piece.shape)) for piece in turn.pieces]
+    return _Views(turn, pieces, taken[turn.come], given[turn.given], taken[turn.block], taken[turn.go], most[turn.most])
 
 
 class _Run(NamedTuple):
@@ -411,7 +452,7 @@ def _in_halves(
     ends = np.lexsort((place[joined], codes, halves))
     firsts = np.flatnonzero(np.diff(codes[ends], prepend=-1) | np.diff(halves[ends], prepend=-1))  # of each half and table
     counts = np.diff(firsts, append=len(ends))
-    half, many = halves[ends[firsts]], counts * entries[ends[firsts]] > IN_A_ROW
+    half, many = halves[ends[firsts]], counts * entries[ends[firsts]] > BUDGETS.row_entries
     in_order = np.lexsort((many, half))
     ends = ends[_ranges(firsts[in_order], counts[in_order])]
     runs: list[list[_Run]] = [[] for _ in range(n_halves)]

@@ -6,7 +6,8 @@ axis's problem. Then sweeps: each axis is freed again, given all others, until n
 the whole is a coordinate descent, and its answer a heuristic.
 
 *Repeated layers* are folded (`autoshard.problem.folding`), and message passing keeps the tables of their eliminations small
-(`autoshard.search.shells`): each step is then within `TOLERANCE` of its axis's minimum. So it is where other tables would be too large.
+(`autoshard.search.shells`): each step is then within `Budgets.axis_tolerance` of its axis's minimum. So it is where other tables would be
+too large.
 *Memory.* Where the limit binds the bytes alive at the peak get a price (`autoshard.search.memory`), and layers may differ.
 
 *Meshes.* The axes here are a mesh's own. Those of prime size, of which a mesh with better axes is made, are `autoshard.search.splitting`'s.
@@ -28,19 +29,16 @@ import numpy as np
 
 from autoshard.errors import SearchLimitError
 from autoshard.judge.model import CostModel
-from autoshard.problem import Label, Problem, Tables, folded
+from autoshard.problem import BUDGETS, NO_HINTS, Hints, Label, Problem, Tables, folded
 from autoshard.search.elimination import Eliminator, table_cost
 from autoshard.search.frugal import frugal
 from autoshard.search.memory import Fitted, Found, fitted
-from autoshard.search.searcher import Progress, Solution, silent
-from autoshard.search.shells import MOST_SWEEPS, Shells
-
-PROBE_BYTES = 1e7  # of the all_gather that says which axis has the slower links
-TOLERANCE = 1e-4  # of a step's minimum where message passing helps to find it
+from autoshard.search.searcher import Progress, Searcher, Solution, silent
+from autoshard.search.shells import Shells
 
 
 @dataclass(frozen=True, slots=True)
-class RecursiveProgramming:
+class RecursiveProgramming(Searcher):
     """The recursive-programming searcher.
 
     Attributes:
@@ -51,16 +49,16 @@ class RecursiveProgramming:
 
     name: ClassVar[str] = "recursive_programming"
     automatic: ClassVar[bool] = True
+    takes_shares: ClassVar[bool] = True
 
     max_sweeps: int = 8
     max_entries: int = 1 << 20
     price_steps: int = 16
 
-    def solve(self, problem: Problem, progress: Progress = silent) -> Solution:
+    def solve(self, problem: Problem, progress: Progress = silent, hints: Hints = NO_HINTS) -> Solution:
         """The assignment found by sweeps over the mesh axes; see the module."""
         started = time.perf_counter()
-        run, found = self._found(problem, progress)
-        problem.learned = replace(problem.learned, price=found.price)
+        run, found = self._found(problem, progress, hints)
         return Solution(
             judgement=found.judgement,
             lower_bound_seconds=min(problem.compute_bound(), found.judgement.cost.objective_seconds),
@@ -72,41 +70,54 @@ class RecursiveProgramming:
                 "shells": run.shells.shells if run.shells else 0,
                 "search_seconds": time.perf_counter() - started,
             },
+            hints=replace(hints, price=found.price),
         )
 
-    def _found(self, problem: Problem, progress: Progress) -> tuple[Descent, Fitted]:
+    def _found(self, problem: Problem, progress: Progress, hints: Hints) -> tuple[Descent, Fitted]:
         """The best answer, and the run that met it."""
-        shells, limit = Shells(self.max_entries, MOST_SWEEPS, TOLERANCE, progress), problem.memory_limit_bytes
+        shells, limit = Shells(self.max_entries, BUDGETS.table_sweeps, BUDGETS.axis_tolerance, progress), problem.memory_limit_bytes
         if (small := folded(problem)) is not None:
-            run = Descent(self, small, progress, shells)
+            run = Descent(self, small, progress, shells, hints.start)
             judgement, labels = run.descend({})
             if limit is None or judgement.cost.peak_bytes <= limit:
                 return run, Fitted(judgement, labels)
-        run = Descent(self, problem, progress)
+        run = Descent(self, problem, progress, start=hints.start)
         try:
-            return run, fitted(problem, run.descend, self.price_steps, frugal)
+            return run, fitted(problem, run.descend, self.price_steps, frugal, hints=hints)
         except SearchLimitError:
-            run = Descent(self, small or problem, progress, shells)
-            return run, fitted(problem, run.descend, self.price_steps, frugal)
+            run = Descent(self, small or problem, progress, shells, hints.start)
+            return run, fitted(problem, run.descend, self.price_steps, frugal, hints=hints)
 
 
 class Descent:
-    """Descents over one problem, with what they took."""
+    """Descents over one problem, with what they took.
 
-    def __init__(self, searcher: RecursiveProgramming, problem: Problem, progress: Progress, shells: Shells | None = None):
+    Attributes:
+        start: labels, of the whole problem, from where one begins besides; None where there are none.
+    """
+
+    def __init__(
+        self,
+        searcher: RecursiveProgramming,
+        problem: Problem,
+        progress: Progress,
+        shells: Shells | None = None,
+        start: Sequence[Label] | None = None,
+    ):
         self.searcher = searcher
         self.problem = problem
         self.progress = progress
         self.eliminate = Eliminator(searcher.max_entries)
         self.shells = shells
+        self.start = start
         self.n_variables = self.width = self.sweeps = 0
 
     def descend(self, prices: Mapping[int, float]) -> Found:
-        """Labels, of the whole problem, that no single axis can improve, from everything replicated, and from a start that was learned."""
+        """Labels, of the whole problem, that no single axis can improve, from everything replicated, and from the start."""
         problem = self.problem
         labels = self.settle(problem.start(), prices)
-        if (start := problem.learned.start) is not None:
-            other = self.settle(problem.fold(start), prices)
+        if self.start is not None:
+            other = self.settle(problem.fold(self.start), prices)
             labels = min(labels, other, key=lambda found: labels_cost(problem, found, prices))
         return problem.evaluate(problem.assignment(labels)), problem.unfold(labels)
 
@@ -157,7 +168,7 @@ class Descent:
 
 def _slowest_first(model: CostModel) -> list[int]:
     """The mesh axes, those of the slowest links first, and of equal ones the outermost."""
-    seconds = [float(model.communication.seconds("all_gather", PROBE_BYTES, (axis,))) for axis in range(len(model.mesh.axes))]
+    seconds = [float(model.communication.seconds("all_gather", BUDGETS.probe_bytes, (axis,))) for axis in range(len(model.mesh.axes))]
     return sorted(range(len(seconds)), key=lambda axis: -seconds[axis])
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from autoshard.problem import Folded, Messages, Problem, Tables
 from autoshard.search.contraction import contracted_whole
 from autoshard.search.elimination import Pairs
-from autoshard.search.passing import Pair, Passing
+from autoshard.search.passing import Pair, Passing, Wiring
 from autoshard.search.searcher import Progress, silent
 
 
@@ -75,10 +75,16 @@ def passing_of(problem: Folded, sent: Messages, whole: Tables) -> Passing:
     return Passing(whole.unary, whole.pairs, unfolded(problem, sent, whole), problem.classes.tolist())
 
 
-def contracted_passing(problem: Problem) -> Passing:
-    """Message passing between a problem's contracted tables, which remembers it."""
+def contracted_wiring(problem: Problem) -> Wiring:
+    """The wiring between a problem's contracted tables, which remembers it."""
     tables = problem.remembered(contracted_whole).tables
-    return Passing(tables.unary, tables.pairs)
+    return Wiring([len(table) for table in tables.unary], tables.pairs)
+
+
+def contracted_passing(problem: Problem, sent: Messages | None = None) -> Passing:
+    """Message passing between a problem's contracted tables, from what was sent."""
+    tables = problem.remembered(contracted_whole).tables
+    return Passing(tables.unary, tables.pairs, sent, wiring=problem.remembered(contracted_wiring))
 
 
 def normalised(passing: Passing, sweeps: int) -> Reparametrisation:

@@ -1,14 +1,15 @@
-"""What every searcher is: a frozen value with one method."""
+"""What every searcher is: a frozen value with one method to call, and what others have to know of it."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar
 
 from autoshard.ir import Assignment
 from autoshard.judge.evaluate import Judgement
-from autoshard.problem import Problem
+from autoshard.problem import NO_HINTS, Hints, Problem
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and the fraction of it that is done."""
@@ -39,6 +40,7 @@ class Solution:
         least_seconds: the least objective met of what fits the memory limit, where the answer is another since its makespan is less.
         finder: the name of the searcher whose answer it is, where that is not the one that was asked.
         others: what else was found on the way and fits the memory limit, on this mesh or on others, fastest first.
+        hints: what the next search of the program may begin with: what this one was given, and what it found out.
     """
 
     judgement: Judgement
@@ -48,25 +50,44 @@ class Solution:
     least_seconds: float = float("inf")
     finder: str = ""
     others: tuple[Solution, ...] = ()
+    hints: Hints = NO_HINTS
 
     @property
     def assignment(self) -> Assignment:
         return self.judgement.assignment
 
 
-@runtime_checkable
-class Searcher(Protocol):
+class Searcher(ABC):
     """An algorithm that assigns a problem.
 
     Laws, for every searcher and problem: the assignment is legal and honours the pins; its judged peak is within the memory limit, or
-    `InfeasibleError` names the smallest peak found; the lower bound is at most the objective; equal problems get equal answers.
+    `InfeasibleError` names the smallest peak found; the lower bound is at most the objective; equal problems with equal hints get equal
+    answers; the problem stays as it was, and the solution's hints hold what the given ones held where nothing better was found out.
 
     Attributes:
         name: as in the table of searchers.
         automatic: whether the answer must be at least as good as data parallel, by the judge.
+        differs_by_mesh: whether a baseline's answers differ from one mesh of as many devices to the next, so that each is worth a look.
+        takes_shares: whether it is worth asking again with each collective charged the share of its seconds that nothing hides.
+        asks_baselines: whether the baselines' answers are among its solution and the others.
     """
 
-    name: ClassVar[str]
-    automatic: ClassVar[bool]
+    __slots__ = ()
 
-    def solve(self, problem: Problem, progress: Progress = silent) -> Solution: ...
+    name: ClassVar[str]
+    automatic: ClassVar[bool] = False
+    differs_by_mesh: ClassVar[bool] = False
+    takes_shares: ClassVar[bool] = False
+    asks_baselines: ClassVar[bool] = False
+
+    @abstractmethod
+    def solve(self, problem: Problem, progress: Progress = silent, hints: Hints = NO_HINTS) -> Solution:
+        """The assignment that is found."""
+
+    def limited(self, seconds: float) -> Searcher:
+        """The searcher with so many seconds at most; itself where its progress callback is called often enough to end it."""
+        return self
+
+    def glance(self, problem: Problem, hints: Hints) -> Solution | None:
+        """What is worth a look on a mesh where bounds say that no objective is worth a search; nothing unless hints speak for it."""
+        return None

@@ -29,11 +29,11 @@ import numpy as np
 
 from autoshard.errors import ShardingError
 from autoshard.judge.evaluate import Judgement
-from autoshard.problem import Label, Problem, Tables
+from autoshard.problem import BUDGETS, NO_HINTS, Hints, Label, Problem, Tables
 from autoshard.search.elimination import Eliminator, table_cost
 from autoshard.search.memory import fastest_within
 from autoshard.search.reached import disagreements, unreached
-from autoshard.search.searcher import Progress, Solution, silent
+from autoshard.search.searcher import Progress, Searcher, Solution, silent
 
 Part = tuple[int, int] | int
 """What a label does with one mesh axis: the factor it splits and where it scatters, or the dimension it shards; -1 for nothing."""
@@ -41,13 +41,10 @@ Part = tuple[int, int] | int
 Held = tuple[Mapping[int, Part], ...]
 """Per mesh axis, by node: what its label does with it, or the factor alone, whatever else follows. What is not legal is not held."""
 
-ROUNDING = 1e-9  # relative; what choices must gain to be revised, so that revising ends
-MAX_ROUNDS = 6
-MAX_ENTRIES = 1 << 20  # of an elimination's tables; beyond it the best-connected nodes keep their labels
 
 
 @dataclass(frozen=True, slots=True)
-class ShardingPropagation:
+class ShardingPropagation(Searcher):
     """The searcher that spreads pins.
 
     Attributes:
@@ -56,12 +53,11 @@ class ShardingPropagation:
     """
 
     name: ClassVar[str] = "sharding_propagation"
-    automatic: ClassVar[bool] = False
 
-    max_rounds: int = MAX_ROUNDS
+    max_rounds: int = BUDGETS.propagation_rounds
     price_steps: int = 8
 
-    def solve(self, problem: Problem, progress: Progress = silent) -> Solution:
+    def solve(self, problem: Problem, progress: Progress = silent, hints: Hints = NO_HINTS) -> Solution:
         """What follows from the problem's pins; see the module.
 
         Raises:
@@ -76,12 +72,13 @@ class ShardingPropagation:
             )
         started = time.perf_counter()
         spread = Spread(problem, held, self.max_rounds, progress=progress)
-        judgement, labels = fastest_within(problem, spread.search, self.price_steps)
+        judgement, labels = fastest_within(problem, spread.search, self.price_steps, hints=hints)
         return Solution(
             judgement=judgement,
             lower_bound_seconds=min(problem.compute_bound(), judgement.cost.objective_seconds),
             stats={"n_nodes": problem.n_nodes, "rounds": spread.rounds, "search_seconds": time.perf_counter() - started},
             notes=(*disagreements(problem, labels, spread.sources), *unreached(problem, spread.sources)),
+            hints=hints,
         )
 
 
@@ -101,12 +98,12 @@ class Spread:
 
     problem: Problem
     held: Held
-    max_rounds: int = MAX_ROUNDS
+    max_rounds: int = BUDGETS.propagation_rounds
     last_first: bool = False
     progress: Progress = silent
     sources: tuple[dict[int, int], ...] = ()
     rounds: int = 0
-    eliminate: Eliminator = field(default_factory=lambda: Eliminator(MAX_ENTRIES))
+    eliminate: Eliminator = field(default_factory=lambda: Eliminator(BUDGETS.propagation_entries))
 
     def search(self, prices: Mapping[int, float]) -> tuple[Judgement, list[Label]]:
         """The labels that follow under memory prices, and what the judge says of them."""
@@ -203,7 +200,7 @@ class _OneAxis:
             pairs[i, j] = table if first is None and last is None else sliced(table, first, last)
         start = [k if labels is None else int(np.searchsorted(labels, k)) for k, labels in zip(self.now, kept, strict=True)]
         found = self.eliminate(unary, pairs, start, list(map(len, self.tables.unary)))
-        if found.cost < table_cost(unary, pairs, start) * (1 - ROUNDING):
+        if found.cost < table_cost(unary, pairs, start) * (1 - BUDGETS.rounding):
             self.now = [k if labels is None else int(labels[k]) for k, labels in zip(found.labels.tolist(), kept, strict=True)]
 
     def _reach(self, node: int) -> list[int]:
@@ -225,7 +222,7 @@ class _OneAxis:
         best = int(cost.argmin())
         if self.uses[node][best]:
             return best
-        enough = cost[best] + ROUNDING * abs(cost[best])
+        enough = cost[best] + BUDGETS.rounding * abs(cost[best])
         return next((k for k, uses in enumerate(self.uses[node]) if uses and cost[k] <= enough), best)
 
 

@@ -19,18 +19,12 @@ from itertools import count
 import numpy as np
 
 from autoshard.errors import SearchLimitError
-from autoshard.problem import Messages, Tables
+from autoshard.problem import BUDGETS, Messages, Tables
 from autoshard.search.dominance import undominated
 from autoshard.search.elimination import Eliminator, table_cost
-from autoshard.search.passing import Passing
+from autoshard.search.passing import Passing, Wiring
 from autoshard.search.reparametrisation import Reparametrisation, normalised
 from autoshard.search.searcher import Progress, silent
-
-SWEEPS = 20  # of message passing before an attempt at a proof
-FAR = 4  # times the gap that is tolerated: beyond it twice the sweeps come before the next attempt, from the third on
-MOST_SWEEPS = 60  # where an answer is one of many, or tables are large
-LENIENT = 5  # times the tolerance, at most
-ROUNDING = 1e-9  # relative; sums of a few thousand terms in double precision are exact to 1e-12
 
 
 class Shells:
@@ -50,21 +44,18 @@ class Shells:
         self.sweeps = self.shells = self.width = 0
 
     def solve(
-        self, tables: Tables, sent: Messages | None = None, max_sweeps: int | None = None, passing: Passing | None = None
+        self, tables: Tables, sent: Messages | None = None, max_sweeps: int | None = None, wiring: Wiring | None = None
     ) -> tuple[np.ndarray, float, Reparametrisation]:
         """The best labels found, a bound, and the tables as they were moved for it; goes on while sweeps tell and the gap is too wide.
 
         Args:
             sent: what to begin with, such as what was moved between tables that are much like these.
             max_sweeps: how often message passing may go over the nodes, if not as often as elsewhere.
-            passing: of these tables, if it was made before.
+            wiring: of these tables, if it is known.
         """
         most = self.max_sweeps if max_sweeps is None else min(max_sweeps, self.max_sweeps)
-        if passing is None:
-            passing = Passing(tables.unary, tables.pairs, sent)
-        else:
-            passing.begin(tables.unary, sent)
-        best, cost, sweeps, more = None, math.inf, 0, SWEEPS
+        passing = Passing(tables.unary, tables.pairs, sent, wiring=wiring)
+        best, cost, sweeps, more = None, math.inf, 0, BUDGETS.attempt_sweeps
         for attempt in count(1):
             done = passing.run(more, progress=self.progress)
             sweeps += done
@@ -78,7 +69,7 @@ class Shells:
             gap = cost - bound
             if last or gap <= self.tolerated(attempt) * abs(cost):
                 break
-            if attempt > 1 and gap > FAR * self.tolerated(attempt + 1) * abs(cost):
+            if attempt > 1 and gap > BUDGETS.attempt_far * self.tolerated(attempt + 1) * abs(cost):
                 more *= 2
             more = min(more, most - sweeps)
         self.sweeps += sweeps
@@ -87,7 +78,7 @@ class Shells:
 
     def tolerated(self, attempt: int) -> float:
         """The gap at which nothing more is tried: each attempt takes as long as the first, and finds less."""
-        return self.tolerance * min(attempt, LENIENT)
+        return self.tolerance * min(attempt, BUDGETS.attempt_lenience)
 
     def widened(self, tables: Tables, moved: Reparametrisation, attempt: int = 1, last: bool = True) -> tuple[np.ndarray, float]:
         """The best labels of ever wider shells, and the bound that is proven by then.
@@ -100,7 +91,7 @@ class Shells:
             last: whether there are to be no others; before that no shell is wider than a quarter of what is tolerated, and far from an
                 answer within it a single shell is enough.
         """
-        rounding = ROUNDING * abs(moved.bound)
+        rounding = BUDGETS.rounding * abs(moved.bound)
         delta, too_wide = max(self.tolerated(attempt) / 16 * abs(moved.bound), rounding), math.inf
         best = None
         for first, cheap in ((delta, True), (delta / 4, False)):

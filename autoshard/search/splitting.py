@@ -18,14 +18,11 @@ from itertools import pairwise
 
 from autoshard.ir import Mesh
 from autoshard.judge.approximate_reshard import ManyAxesModel
-from autoshard.problem import Label, Problem, folded
+from autoshard.problem import BUDGETS, Hints, Label, Problem, folded
 from autoshard.search.meshes import NAMES
-from autoshard.search.recursive_programming import TOLERANCE, Descent, RecursiveProgramming, labels_cost
+from autoshard.search.recursive_programming import Descent, RecursiveProgramming, labels_cost
 from autoshard.search.searcher import Progress, silent
-from autoshard.search.shells import MOST_SWEEPS, Shells
-
-SWEEPS = 3
-MAX_ENTRIES = 1 << 20  # of the largest table of an elimination
+from autoshard.search.shells import Shells
 
 
 def finer(
@@ -35,8 +32,8 @@ def finer(
     least_gain: float,
     placed: Callable[[Mesh], Sequence[Problem]],
     progress: Progress = silent,
-) -> Problem | None:
-    """A problem of more axes on which recursive programming finds what is faster than an answer, and begins there; None: there is none.
+) -> tuple[Problem, Hints] | None:
+    """A problem of more axes on which recursive programming finds what is faster than an answer, and hints to begin there; or None.
 
     Args:
         labels: the answer, on the problem's mesh; None: recursive programming's, whatever it holds.
@@ -53,8 +50,7 @@ def finer(
     for other in placed(mesh):
         settled, cost = _settled(other, start, progress)
         if cost <= least:
-            best, least = other, cost
-            best.learned = replace(best.learned, start=tuple(settled))
+            best, least = (other, Hints(start=tuple(settled))), cost
     return best
 
 
@@ -77,7 +73,8 @@ def _finer_mesh(
 def _settled(problem: Problem, labels: Sequence[Label], progress: Progress) -> tuple[list[Label], float]:
     """Labels that no single axis can improve, equal layers alike, and their cost."""
     small = folded(problem) or problem
-    descent = Descent(RecursiveProgramming(max_sweeps=SWEEPS), small, progress, Shells(MAX_ENTRIES, MOST_SWEEPS, TOLERANCE, progress))
+    shells = Shells(BUDGETS.finer_entries, BUDGETS.table_sweeps, BUDGETS.axis_tolerance, progress)
+    descent = Descent(RecursiveProgramming(max_sweeps=BUDGETS.finer_sweeps), small, progress, shells)
     found = descent.settle(small.fold(labels), {})
     return small.unfold(found), labels_cost(small, found)
 

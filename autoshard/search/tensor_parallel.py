@@ -28,11 +28,11 @@ from autoshard.errors import InfeasibleError
 from autoshard.ir import NOWHERE, Dims, Flow, Holder, Op, Rule
 from autoshard.ir.naming import is_backward
 from autoshard.primitives import is_matrix, moves
-from autoshard.problem import Problem, folded
+from autoshard.problem import NO_HINTS, Hints, Problem, folded
 from autoshard.search.baselines import split_batch
 from autoshard.search.memory import fastest_within
 from autoshard.search.propagation import Propagation
-from autoshard.search.searcher import Progress, Solution, silent
+from autoshard.search.searcher import Progress, Searcher, Solution, silent
 from autoshard.search.sharding_propagation import Part, Spread
 
 TAKES_APART = frozenset({"split", "slice", "reshape"})
@@ -42,7 +42,7 @@ Splits = dict[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class TensorParallel:
+class TensorParallel(Searcher):
     """The tensor-parallel baseline.
 
     Attributes:
@@ -51,12 +51,12 @@ class TensorParallel:
     """
 
     name: ClassVar[str] = "tensor_parallel"
-    automatic: ClassVar[bool] = False
+    differs_by_mesh: ClassVar[bool] = True
 
     sequence: bool = True
     vocabulary: bool = True
 
-    def solve(self, problem: Problem, progress: Progress = silent) -> Solution:
+    def solve(self, problem: Problem, progress: Progress = silent, hints: Hints = NO_HINTS) -> Solution:
         """The best variant of the hybrid.
 
         Raises:
@@ -81,7 +81,7 @@ class TensorParallel:
             if small and alike:
                 spread = Spread(small, alike, last_first=True, progress=progress)
             try:
-                runs.append(fastest_within(spread.problem, spread.search, steps=8, repairs=False)[0])
+                runs.append(fastest_within(spread.problem, spread.search, steps=8, repairs=False, hints=hints)[0])
             except InfeasibleError as error:
                 refused.append(error)
         if not runs:
@@ -95,6 +95,7 @@ class TensorParallel:
                 "pairs": len(found.pairs) - len(found.seconds),
                 "search_seconds": time.perf_counter() - started,
             },
+            hints=hints,
         )
 
 

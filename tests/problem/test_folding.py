@@ -12,12 +12,11 @@ from problems import problem_of
 from programs import PROGRAMS, gpt
 
 from autoshard.cluster import Cluster
-from autoshard.problem import Folded, folded
+from autoshard.problem import BUDGETS, Folded, folded
 from autoshard.search import DynamicProgramming
 from autoshard.search.elimination import table_cost
 from autoshard.search.passing import Passing
 from autoshard.search.reparametrisation import normalised, reparametrise, unfolded
-from autoshard.search.shells import SWEEPS
 
 
 def deep(layers=6, **options):
@@ -108,7 +107,7 @@ def test_nothing_better_is_lost(mesh):
     assert objective <= quick.judgement.cost.objective_seconds * (1 + 1e-9)
     assert quick.lower_bound_seconds <= objective * (1 + 1e-9)
     gap = 1 - quick.lower_bound_seconds / quick.judgement.cost.objective_seconds
-    assert gap <= 1.01 * DynamicProgramming().tolerance * -(-quick.stats["sweeps"] // SWEEPS)
+    assert gap <= 1.01 * DynamicProgramming().tolerance * -(-quick.stats["sweeps"] // BUDGETS.attempt_sweeps)
 
 
 def test_memory_limits_bind_folded_problems_too():

@@ -17,8 +17,9 @@ from autoshard.cluster import Cluster
 from autoshard.cost.record import Cost
 from autoshard.errors import InfeasibleError, SearchLimitError
 from autoshard.ir import Collective
+from autoshard.problem import BUDGETS, NO_HINTS
 from autoshard.search import Auto, DataParallel, DynamicProgramming, RecursiveProgramming
-from autoshard.search.auto import MEMBERS, TOLERANCE, exposed_shares
+from autoshard.search.auto import MEMBERS, exposed_shares
 
 WAITING = replace(eager_cluster(), overlap=False)  # where nothing hides
 
@@ -66,7 +67,7 @@ class Refusing(DataParallel):
 
     error = SearchLimitError("too large")
 
-    def solve(self, problem, progress=None):
+    def solve(self, problem, progress=None, hints=None):
         raise self.error
 
 
@@ -81,8 +82,8 @@ class Overlapping(DataParallel):
 
     name = "overlapping"
 
-    def solve(self, problem, progress=None):
-        solution = DataParallel.solve(self, problem)
+    def solve(self, problem, progress=None, hints=NO_HINTS):
+        solution = DataParallel.solve(self, problem, hints=hints)
         cost = replace(solution.judgement.cost, makespan_seconds=1e-9)
         return replace(solution, judgement=replace(solution.judgement, cost=cost))
 
@@ -91,7 +92,7 @@ def test_a_gap_beside_a_smaller_makespan_is_explained():
     """Where the fastest has the greater objective, notes say whose is less and why it is not the answer."""
     fn, args = PROGRAMS["mlp"]()
     found = Auto(members=(DynamicProgramming(), Overlapping())).solve(problem_of(fn, *args))
-    assert found.judgement.cost.objective_seconds > found.lower_bound_seconds * (1 + TOLERANCE)
+    assert found.judgement.cost.objective_seconds > found.lower_bound_seconds * (1 + BUDGETS.settled_gap)
     assert any("above that of dynamic_programming" in note and "hides behind compute" in note for note in found.notes)
     assert not any("hides" in note for note in Auto(members=(DynamicProgramming(),)).solve(problem_of(fn, *args)).notes)
 
@@ -133,9 +134,9 @@ class Counting(RecursiveProgramming):
 
     asked: ClassVar[list] = []
 
-    def solve(self, problem, progress=None):
+    def solve(self, problem, progress=None, hints=NO_HINTS):
         self.asked.append(problem)
-        return super().solve(problem)
+        return super().solve(problem, hints=hints)
 
 
 @pytest.mark.parametrize(("cluster", "overlap", "asked"), [("v5e:2x4", True, 2), ("v5e:2x4", False, 0), ("v5p:2x2x2", True, 0)])
@@ -148,7 +149,7 @@ def test_nobody_else_is_asked_once_an_answer_is_settled(cluster, overlap, asked,
     found = Auto((others[0], Counting(), *others[1:])).solve(problem)
     assert len(Counting.asked) == asked
     least = min(member.solve(problem).judgement.cost.makespan_seconds for member in MEMBERS)
-    assert found.judgement.cost.makespan_seconds <= least / (1 - 2 * TOLERANCE)
+    assert found.judgement.cost.makespan_seconds <= least / (1 - 2 * BUDGETS.settled_gap)
 
 
 def test_what_hides_is_searched_for():

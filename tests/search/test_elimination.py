@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard.errors import SearchLimitError
+from autoshard.problem import BUDGETS
 from autoshard.search import elimination
 from autoshard.search.elimination import Eliminator, eliminate, table_cost
 
@@ -66,15 +68,14 @@ def test_too_large_a_table_names_the_searcher_to_try():
         eliminate(unary, pairs, max_entries=100)
 
 
-@pytest.mark.parametrize(("limit", "cheap"), [("MOST_ENTRIES", False), ("DEAR_ENTRIES", True)])
+@pytest.mark.parametrize(("limit", "cheap"), [({"joined_entries": 1000}, False), ({}, True)])
 def test_many_large_tables_are_too_large_together(monkeypatch, limit, cheap):
     """What all tables of an elimination hold is limited as well, and what a cheap one may; an incumbent is improved all the same."""
     generator = np.random.default_rng(0)
     unary = [generator.random(4) for _ in range(8)]
     pairs = {(i, j): generator.random((4, 4)) for i in range(8) for j in range(i + 1, 8)}
     best = eliminate(unary, pairs)
-    monkeypatch.setattr(elimination, "DEAR_ENTRIES", 10)
-    monkeypatch.setattr(elimination, limit, 1000 if limit == "MOST_ENTRIES" else 10)
+    monkeypatch.setattr(elimination, "BUDGETS", replace(BUDGETS, dear_entries=10, **limit))
     with pytest.raises(SearchLimitError, match=r"entries in all, at most, .*recursive_programming"):
         Eliminator()(unary, pairs, cheap=cheap)
     found = Eliminator(max_entries=256)(unary, pairs, incumbent=best.labels)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from contextlib import suppress
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -17,7 +18,7 @@ from small_graphs import random_small
 import autoshard
 from autoshard.cluster import Cluster
 from autoshard.errors import InfeasibleError, SearchLimitError
-from autoshard.problem import Problem
+from autoshard.problem import BUDGETS, Problem
 from autoshard.search import (
     Auto,
     BruteForce,
@@ -195,7 +196,7 @@ def test_layers_are_mixed_and_the_bound_knows_what_memory_costs(monkeypatch):
     cost, bound = within.judgement.cost, within.lower_bound_seconds
     assert fastest.judgement.cost.peak_bytes > limit >= cost.peak_bytes > 0.95 * limit
     assert bound > cost.objective_seconds - 0.2 * (cost.objective_seconds - fastest.lower_bound_seconds)
-    monkeypatch.setattr(dynamic_programming, "DUAL_STEPS", 0)
+    monkeypatch.setattr(dynamic_programming, "BUDGETS", replace(BUDGETS, dual_steps=0))
     assert DynamicProgramming().solve(large(limit)).lower_bound_seconds < bound
     monkeypatch.setattr(_Repair, "mixed", lambda self, below, above, priced: below)
     assert DynamicProgramming().solve(large(limit)).judgement.cost.objective_seconds > cost.objective_seconds
@@ -206,10 +207,10 @@ def test_other_meshes_are_bounded_by_what_memory_costs():
     limit = 31e9
     one, other = large(limit), large(limit, {"data": 16, "model": 4})
     found = DynamicProgramming().solve(one)
-    alone = message_bound(other, 12)
-    other.learned = one.learned
-    assert alone < message_bound(other, 12) <= DynamicProgramming().solve(other).judgement.cost.objective_seconds
-    assert message_bound(other, 12) > found.judgement.cost.objective_seconds * 0.99
+    alone, _ = message_bound(other, 12)
+    bound, hints = message_bound(other, 12, hints=found.hints)
+    assert alone < bound <= DynamicProgramming().solve(other, hints=hints).judgement.cost.objective_seconds
+    assert bound > found.judgement.cost.objective_seconds * 0.99
 
 
 def test_partial_sums_that_wait_for_others_are_in_no_row():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_elimination import small_tables
 
+from autoshard.problem import BUDGETS
 from autoshard.search.elimination import table_cost
 from autoshard.search.passing import Passing, alike_order
 from autoshard.search.reparametrisation import reparametrise
@@ -107,8 +109,8 @@ def test_levels_pass_what_nodes_would_one_after_the_other(width, layers, seed, r
         pairs[0, layers * width - 1] = between.T
     alike = [node % width for node in range(width * layers)]
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"IN_A_ROW": in_a_row, "TOGETHER": together}.items():
-            patch.setattr(sys.modules[Passing.__module__], name, value)
+        budgets = replace(BUDGETS, row_entries=in_a_row, together_entries=together)
+        patch.setattr(sys.modules[Passing.__module__], "BUDGETS", budgets)
         passing = Passing(unary, pairs, alike=alike)
     alone = {(pair, end): np.zeros(n) for pair, table in pairs.items() for end, n in enumerate(table.shape)}
     for _ in range(3):

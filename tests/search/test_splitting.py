@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from autoshard.errors import InfeasibleError
 from autoshard.ir import Mesh, layout_dims, layout_number, layout_numbers, layout_of, layouts
 from autoshard.judge.approximate_reshard import ManyAxesModel
 from autoshard.judge.model import CostModel
-from autoshard.problem import Problem
+from autoshard.problem import Hints, Problem
 from autoshard.search import DynamicProgramming, RecursiveProgramming
 from autoshard.search.meshes import placed
 from autoshard.search.recursive_programming import labels_cost
@@ -158,9 +157,10 @@ def test_what_is_promised_is_kept():
         return [Problem(problem.profile, CostModel(cluster, placing)) for placing in placed(cluster, [mesh], renamed=False)]
 
     found = finer(problem, labels, 3, 0.01, on)
-    assert found is not None and found.learned.start is not None
-    assert labels_cost(found, found.learned.start) <= 0.99 * labels_cost(problem, labels)
-    assert found.assignment(found.learned.start).mesh is found.mesh
+    assert found is not None
+    found, hints = found
+    assert labels_cost(found, hints.start) <= 0.99 * labels_cost(problem, labels)
+    assert found.assignment(hints.start).mesh is found.mesh
     assert finer(problem, labels, 3, 0.9, on) is None
     best = found.labels(RecursiveProgramming().solve(found).assignment)
     assert finer(found, best, 3, 0.01, on) is None
@@ -172,8 +172,7 @@ def test_a_start_is_improved_upon():
     problem = problem_of(fn, *args, mesh={"data": 4, "model": 2})
     best = DynamicProgramming().solve(problem)
     alone = RecursiveProgramming().solve(problem)
-    problem.learned = replace(problem.learned, start=tuple(problem.labels(best.assignment)))
-    handed = RecursiveProgramming().solve(problem)
+    handed = RecursiveProgramming().solve(problem, hints=Hints(start=tuple(problem.labels(best.assignment))))
     assert alone.judgement.cost.objective_seconds > best.judgement.cost.objective_seconds * (1 + 1e-4)
     assert handed.judgement.cost.objective_seconds <= best.judgement.cost.objective_seconds * (1 + 1e-9)
 

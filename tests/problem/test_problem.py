@@ -1,0 +1,72 @@
+"""Problems stay as they were made: searches of one leave nothing behind that another would see."""
+
+from __future__ import annotations
+
+import pytest
+from problems import problem_of
+from programs import PROGRAMS, gpt
+
+from autoshard.problem import Hints, folded
+from autoshard.search import DataParallel, DynamicProgramming, RecursiveProgramming
+from autoshard.search.early import Met
+from autoshard.search.mesh_search import first_bound, message_bound
+
+
+def make(program="mlp", **options):
+    fn, args = PROGRAMS[program]() if program in PROGRAMS else gpt(n_layers=6)
+    return problem_of(fn, *args, **options)
+
+
+@pytest.mark.parametrize("name", ["memory_limit_bytes", "watcher", "pins", "learned"])
+def test_no_attribute_can_be_set(name):
+    """Neither of a problem nor of its folded one, whether it has such an attribute or not; the error says what to use."""
+    problem = make("deep")
+    for one in (problem, folded(problem), problem.within(1e9)):
+        with pytest.raises(AttributeError, match=r"stays as it was made.*problem\.within"):
+            setattr(one, name, None)
+
+
+@pytest.mark.parametrize("program", ["mlp", "deep"])
+def test_a_bound_that_is_asked_for_twice_is_the_same(program):
+    """Message passing keeps no state between calls but what hints hold, whatever was searched in between."""
+    problem = make(program)
+    first, bound = first_bound(problem), message_bound(problem, 4)[0]
+    DynamicProgramming().solve(problem)
+    assert first_bound(problem) == first == first_bound(make(program))
+    assert message_bound(problem, 4)[0] == bound > first
+
+
+@pytest.mark.parametrize("searcher", [DynamicProgramming(), RecursiveProgramming()], ids=lambda one: one.name)
+@pytest.mark.parametrize("share", [None, 0.9])
+def test_a_search_leaves_nothing_behind(searcher, share):
+    """The second search of a problem finds what the first did, in as many sweeps and with the same bound; so with a limit that binds."""
+    problem = make()
+    if share is not None:
+        problem = problem.within(share * searcher.solve(problem).judgement.cost.peak_bytes)
+    first, second = searcher.solve(problem), searcher.solve(problem)
+    assert second.judgement.cost == first.judgement.cost
+    assert second.lower_bound_seconds == first.lower_bound_seconds
+    assert {**second.stats, "search_seconds": 0.0} == {**first.stats, "search_seconds": 0.0}
+
+
+def test_what_was_sent_is_where_the_next_search_goes_on():
+    """With the hints of the first search the second needs fewer sweeps."""
+    problem = make("moe")
+    first = DynamicProgramming(tolerance=0.0).solve(problem)
+    second = DynamicProgramming(tolerance=0.0).solve(problem, hints=first.hints)
+    assert second.stats["sweeps"] < first.stats["sweeps"]
+    assert first.hints.sent and not Hints().sent
+
+
+def test_problems_that_differ_in_their_limit_or_watcher_share_what_is_known():
+    """Tables and facts are computed once; each keeps its own limit and watcher."""
+    problem = make()
+    met = Met(problem)
+    other = problem.within(1e9).watched(met)
+    assert other.whole_tables() is problem.whole_tables()
+    assert (problem.memory_limit_bytes, other.memory_limit_bytes) == (None, 1e9)
+    assert problem.watcher is None and other.watcher is met
+    DataParallel().solve(problem)
+    assert met.best is None
+    RecursiveProgramming().solve(other)
+    assert met.best is not None
