@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_elimination import enumerated, small_tables
 
-from autoshard.problem import Tables
+from autoshard.problem import BUDGETS, Tables
 from autoshard.search.contraction import contracted
 from autoshard.search.elimination import table_cost
 
@@ -31,7 +32,7 @@ def test_the_minimum_stays_and_labels_come_back(tables, turned, joined):
     unary, pairs = tables
     given_pairs = {(j, i): table.T for (i, j), table in pairs.items()} if turned else pairs
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules[contracted.__module__], "JOINED_ENTRIES", joined)
+        patch.setattr(sys.modules[contracted.__module__], "BUDGETS", replace(BUDGETS, contracted_entries=joined))
         fewer = contracted(tables_of(unary, given_pairs))
     left = fewer.tables
     assert [len(table) for table in left.unary] == [len(options) for options in left.labels]

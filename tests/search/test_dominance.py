@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from test_elimination import enumerated, small_tables
 
 from autoshard.errors import SearchLimitError
-from autoshard.problem import Tables
+from autoshard.problem import BUDGETS, Tables
 from autoshard.search import dominance
 from autoshard.search.dominance import undominated
 from autoshard.search.elimination import table_cost
@@ -52,7 +52,7 @@ def test_equal_layers_are_looked_at_once(monkeypatch):
     n = 50
     kept = undominated([costs] * n, {(i, i + 1): table for i in range(n - 1)})
     assert enumerated(*left_of([costs] * 3, {(0, 1): table, (1, 2): table}, kept[:2] + kept[-1:])) >= 0.0
-    assert len(looked) <= 12 * dominance.ROUNDS
+    assert len(looked) <= 12 * BUDGETS.dominance_rounds
 
 
 def test_a_shell_that_is_too_large_is_solved_without_dominated_labels(monkeypatch):
