@@ -42,7 +42,7 @@ EVALUATE = Problem.evaluate
 def limited(seed, limit: float | None = None):
     """The problem of a random program; every fifth on a device whose fast memory holds what is short-lived."""
     fn, args = random_small(seed)
-    cluster = eager_cluster("v5e:2x2" if seed % 5 == 0 else "a100:4")
+    cluster = eager_cluster("v5e:2x2" if seed % 5 == 0 else "cpu:4")
     return problem_of(fn, *args, mesh=MESHES[seed % 2], cluster=cluster, memory_limit_bytes=limit)
 
 
@@ -125,7 +125,7 @@ def test_what_cannot_fit_is_refused_at_once(monkeypatch):
 def test_repair_finds_what_prices_alone_do_not(monkeypatch):
     """On these programs the price of bytes leaves a slower answer or none at all."""
     monkeypatch.setattr(sys.modules[RecursiveProgramming.__module__], "frugal", lambda _: [])
-    limits = {seed: binding_limit(seed) for seed in (28, 64, 186, 190, 210, 216)}
+    limits = {seed: binding_limit(seed) for seed in (15, 64, 130, 141, 190, 296)}
 
     def objectives():
         found = []
