@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import ast
-import importlib
-import pkgutil
 from collections import Counter
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
-import jax._src  # JAX's registry of primitives has no public home
-import jax.extend.core.primitives
 import pytest
-from jax._src.interpreters import ad, batching, mlir
+from jax_registry import registry
 
 from autoshard.ir.rule import OPERATORS
 from autoshard.primitives import PRIMITIVES, UNKNOWN, is_computed_once, is_matrix, is_reduction, is_scatter, of_kind, primitive, updates
 from autoshard.rules import registered
 
 PACKAGE = Path(__file__).resolve().parents[1] / "autoshard"
-
-# Modules of JAX's that are for its own tests, or need a device's packages.
-NOT_IMPORTED = ("test", "mosaic_gpu", "debugger.web", "serialization")
+RULES = registered()  # before a test registers one of its own
 
 # Primitives that JAX lowers and the table leaves out: no op of a traced program is one, but for calls that stay closed.
 UNCLASSIFIED = {
@@ -71,38 +64,20 @@ ALLOWED = {
 }
 
 
-@cache
-def lowered() -> frozenset[str]:
-    """The names of the primitives that JAX lowers, on some platform."""
-    for module in pkgutil.walk_packages(jax._src.__path__, "jax._src."):
-        if not any(word in module.name for word in NOT_IMPORTED):
-            importlib.import_module(module.name)
-    tables = (mlir._lowerings, *mlir._platform_specific_lowerings.values())
-    return frozenset(each.name for table in tables for each in table)
-
-
-@cache
-def known() -> frozenset[str]:
-    """The names of all primitives that JAX lowers, batches, differentiates or publishes."""
-    published = (getattr(jax.extend.core.primitives, name) for name in dir(jax.extend.core.primitives))
-    found = (*published, *batching.fancy_primitive_batchers, *ad.primitive_jvps)
-    return lowered() | {each.name for each in found if isinstance(each, jax.extend.core.Primitive)}
-
-
 def test_every_name_in_the_table_is_a_primitive_of_jax():
     """A name that JAX does not trace, as of an older version, would be a fact that nobody reads."""
-    assert sorted(set(PRIMITIVES) - known()) == []
+    assert sorted(set(PRIMITIVES) - registry().known) == []
 
 
 def test_every_primitive_that_jax_lowers_is_in_the_table_or_has_a_reason_not_to_be():
     """A primitive that a new version of JAX brings is classified before anybody trusts a cost."""
     excused = [name for names in UNCLASSIFIED.values() for name in names]
-    assert sorted(lowered() - set(PRIMITIVES)) == sorted(excused)
+    assert sorted(registry().lowered - set(PRIMITIVES)) == sorted(excused)
 
 
 def test_every_rule_is_of_a_primitive_of_jax():
     """A rule for a name that JAX does not trace would never be asked."""
-    assert sorted(registered() - known()) == []
+    assert sorted(RULES - registry().known) == []
 
 
 def test_no_primitive_is_in_the_table_twice():
@@ -127,7 +102,7 @@ def test_facts_are_of_the_kinds_that_have_them():
 
 def test_scatters_go_by_the_names_that_jax_has_for_them():
     """JAX writes them with a hyphen: their updates are counted, and they are outside fusions."""
-    assert set(of_kind("scatter")) == {name for name in known() if name.startswith("scatter")}
+    assert set(of_kind("scatter")) == {name for name in registry().known if name.startswith("scatter")}
     assert {primitive(name).work for name in of_kind("scatter")} == {"none", "updates"}
     for name in of_kind("scatter"):
         assert is_scatter(name) and updates(name) and primitive(name).anchor and is_computed_once(name)
@@ -145,7 +120,7 @@ def collections(file: str, source: str) -> Iterator[tuple[str, str]]:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             (target,) = node.targets if isinstance(node, ast.Assign) else (node.target,)
             texts = {each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant) and isinstance(each.value, str)}
-            if len(texts & known()) > 1 and ast.unparse(target) != "__all__":
+            if len(texts & registry().known) > 1 and ast.unparse(target) != "__all__":
                 yield file, ast.unparse(target)
 
 
