@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from autoshard.analysis.partial_sums import PartialSums, partial_sums
+from autoshard.analysis.values import free_values, readers_of
 from autoshard.compilers.all_reduce_combiner import Sums, sums_of
 from autoshard.compilers.bf16_demotion import rounded_values, single_rows
 from autoshard.compilers.fusion import Fusion, fuse
@@ -16,7 +17,7 @@ from autoshard.compilers.traffic import Traffic, sent_by_op
 from autoshard.cost.compute import op_flops
 from autoshard.ir import Graph, Op, Rule
 from autoshard.ir.naming import Names
-from autoshard.primitives import is_computed_once, is_loop, is_matrix
+from autoshard.primitives import is_loop, is_matrix
 
 if TYPE_CHECKING:
     from autoshard.compilers.base import Compiler
@@ -223,26 +224,3 @@ def _alike(
         return numbers.setdefault(key, len(numbers))
 
     return tuple(map(number, graph.walk()))
-
-
-def readers_of(graph: Graph) -> list[list[int]]:
-    """Per value the indices of the ops that read it; control flow reads what it hands to its bodies."""
-    found: list[list[int]] = [[] for _ in graph.values]
-    for op in graph.walk():
-        for value in dict.fromkeys((*op.operands, *(flow.value for holder in op.holders for flow in holder.sources))):
-            found[value].append(op.index)
-    return found
-
-
-def free_values(graph: Graph) -> list[bool]:
-    """Per value whether it is an expansion of constants: literals, iota, and what the partitioner computes again from those."""
-    free = [False] * len(graph.values)
-    for literal in graph.literals:
-        free[literal] = True
-    for op in graph.walk():
-        if op.bodies or is_computed_once(op.primitive) or not op.results:
-            continue
-        if op.primitive == "iota" or (op.operands and all(free[value] for value in op.operands)):
-            for result in op.results:
-                free[result] = True
-    return free

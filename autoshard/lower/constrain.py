@@ -27,7 +27,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from autoshard.compilers.program_facts import free_values
+from autoshard.analysis.values import free_values
 from autoshard.cost.reshard import ReshardPath, path_seconds
 from autoshard.ir import (
     Assignment,

@@ -24,7 +24,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import PartitionSpec
 
 from autoshard.analysis.partial_sums import carried_move, late_sums, partial_sums
-from autoshard.compilers.program_facts import free_values, readers_of
+from autoshard.analysis.values import free_values, readers_of
 from autoshard.cost.prefetch import Prefetch, prefetches
 from autoshard.cost.reshard import Combination, ReshardPath, Step, combinations, path_seconds
 from autoshard.cost.windows import Window, Windows

@@ -24,7 +24,7 @@ import jax
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding
 
-from autoshard.compilers.program_facts import free_values
+from autoshard.analysis.values import free_values
 from autoshard.ir import Assignment, Collective, Graph, Layout, Mesh, Op, Origin, Rule, Spec, layout_to_spec, operand_layout, result_layouts
 from autoshard.ir.naming import Names, pattern
 from autoshard.lower.constrain import ReshardPath, constrained, needs_shard_map

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxlib.mlir import ir
 from jaxlib.mlir.passmanager import PassManager
 
-from autoshard.compilers.program_facts import free_values
+from autoshard.analysis.values import free_values
 from autoshard.ir import Collective, Graph, Layout, Mesh, Op, ServedOp
 from autoshard.lower.interpret import Interpreter, apply, ops_by_path
 from autoshard.lower.mesh import to_named_sharding

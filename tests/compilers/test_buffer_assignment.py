@@ -16,12 +16,12 @@ from profiles import MESH, compiled_for, facts_of, floats, peak, stored
 from random_assignments import random_assignment
 
 import autoshard
+from autoshard.analysis.values import free_values
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
 from autoshard.compilers.all_reduce_combiner import COMBINED_BYTES
 from autoshard.compilers.buffer_assignment import Copy, peak_memory
 from autoshard.compilers.fusion import FusionRules, fuse
-from autoshard.compilers.program_facts import free_values
 from autoshard.compilers.tpu.buffers import _beside_gathers
 from autoshard.ir import Assignment, Mesh
 from autoshard.trace import trace
