@@ -1,0 +1,29 @@
+"""Values of a program: which ops read them, and which are expansions of constants."""
+
+from __future__ import annotations
+
+from autoshard.ir import Graph
+from autoshard.primitives import is_computed_once
+
+
+def readers_of(graph: Graph) -> list[list[int]]:
+    """Per value the indices of the ops that read it; control flow reads what it hands to its bodies."""
+    found: list[list[int]] = [[] for _ in graph.values]
+    for op in graph.walk():
+        for value in dict.fromkeys((*op.operands, *(flow.value for holder in op.holders for flow in holder.sources))):
+            found[value].append(op.index)
+    return found
+
+
+def free_values(graph: Graph) -> list[bool]:
+    """Per value whether it is an expansion of constants: literals, iota, and what the partitioner computes again from those."""
+    free = [False] * len(graph.values)
+    for literal in graph.literals:
+        free[literal] = True
+    for op in graph.walk():
+        if op.bodies or is_computed_once(op.primitive) or not op.results:
+            continue
+        if op.primitive == "iota" or (op.operands and all(free[value] for value in op.operands)):
+            for result in op.results:
+                free[result] = True
+    return free
