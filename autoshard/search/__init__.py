@@ -14,7 +14,7 @@ from autoshard.search.integer_programming import IntegerProgramming
 from autoshard.search.manual import Manual
 from autoshard.search.meshes import candidate_meshes
 from autoshard.search.recursive_programming import RecursiveProgramming
-from autoshard.search.searcher import Progress, Searcher, Solution, silent
+from autoshard.search.searcher import Foreign, Progress, Searcher, Solution, silent
 from autoshard.search.sharding_propagation import ShardingPropagation
 from autoshard.search.tensor_parallel import TensorParallel
 
@@ -48,12 +48,12 @@ def searcher_of(searcher: str | Searcher) -> Searcher:
                 f"{f'Did you mean {near[0]!r}?' if near[0] else 'Use one of those names, or a searcher value.'}"
             )
         return SEARCHERS[searcher]()
-    if isinstance(searcher, type) or not isinstance(searcher, Searcher):
+    if isinstance(searcher, type) or not callable(getattr(searcher, "solve", None)):
         raise SearcherError(
-            f"a searcher is one of {sorted(SEARCHERS)} or a value with a solve method, got {searcher!r}. A class of your own derives from "
-            "autoshard.search.searcher.Searcher."
+            f"a searcher is one of {sorted(SEARCHERS)} or a value with a solve method, got {searcher!r}. Use a name, or a value such as "
+            "autoshard.DynamicProgramming()."
         )
-    return searcher
+    return searcher if isinstance(searcher, Searcher) else Foreign(searcher)
 
 
 def solve(searcher: Searcher, problem, progress: Progress = silent, hints: Hints = NO_HINTS) -> Solution:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from inspect import Parameter, signature
+from typing import Any, ClassVar
 
 from autoshard.ir import Assignment
 from autoshard.judge.evaluate import Judgement
@@ -91,3 +92,24 @@ class Searcher(ABC):
     def glance(self, problem: Problem, hints: Hints) -> Solution | None:
         """What is worth a look on a mesh where bounds say that no objective is worth a search; nothing unless hints speak for it."""
         return None
+
+
+class Foreign(Searcher):
+    """A value of the user's own with a ``solve(problem)`` method, which may take progress and hints as well.
+
+    Attributes:
+        searcher: the value.
+    """
+
+    __slots__ = ("automatic", "name", "searcher")
+
+    def __init__(self, searcher: Any):
+        self.searcher = searcher
+        self.name = str(getattr(searcher, "name", type(searcher).__name__))  # pyright: ignore[reportAttributeAccessIssue]
+        self.automatic = bool(getattr(searcher, "automatic", False))  # pyright: ignore[reportAttributeAccessIssue]
+
+    def solve(self, problem: Problem, progress: Progress = silent, hints: Hints = NO_HINTS) -> Solution:
+        kinds = [one.kind for one in signature(self.searcher.solve).parameters.values()]
+        positional = sum(kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds)
+        n_taken = 3 if Parameter.VAR_POSITIONAL in kinds else positional
+        return self.searcher.solve(*(problem, progress, hints)[:n_taken])

@@ -5,10 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
 from problems import SMALL, eager_cluster, problem_of
 from programs import PROGRAMS
 
+import autoshard
 from autoshard.errors import InfeasibleError, SearcherError, ShardingError
 from autoshard.ir import legal, operand_layout, result_layout
 from autoshard.judge.evaluate import evaluate
@@ -247,3 +250,27 @@ def test_fully_sharded_gathers_loop_constants_once():
     fn, args = PROGRAMS["lstm"]()
     cost = FullySharded().solve(problem_of(fn, *args, mesh={"data": 8})).judgement.cost
     assert {c.count for c in cost.collectives if c.kind == "all_gather"} == {1}
+
+
+def test_a_value_with_a_solve_method_is_a_searcher():
+    """It may take the problem alone, or progress and hints as well, and has its own name in the strategy."""
+
+    class Alone:
+        name = "mine"
+
+        def solve(self, problem):
+            return DataParallel().solve(problem)
+
+    class Full:
+        def solve(self, problem, progress, hints):
+            assert callable(progress) and hints is not None
+            return DataParallel().solve(problem)
+
+    def program(w, x):
+        return jnp.tanh(x @ w)
+
+    like = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    wanted = autoshard.search(program, like, like, cluster="cpu:8", mesh={"data": 8}, searcher="data_parallel")
+    for searcher, name in ((Alone(), "mine"), (Full(), "Full")):
+        found = autoshard.search(program, like, like, cluster="cpu:8", mesh={"data": 8}, searcher=searcher)
+        assert found.record.searcher.name == name and found.in_specs == wanted.in_specs
