@@ -116,7 +116,7 @@ class Verification:
         refusal = [Paragraph(self._refusal())] if self.fits is False else []
         if refusal and self.actual_peak_bytes is None:
             return Report(title, (*refusal, constraints))
-        parts: list[Part] = [*refusal, Paragraph(f"Held against {TARGETS[self.target].description}."), Paragraph(self._verdict())]
+        parts: list[Part] = [*refusal, Paragraph(f"The target is {TARGETS[self.target].description}."), Paragraph(self._verdict())]
         if rows := (*map(_collective_row, self.rows), *self._measure_rows()):
             columns = ("", "mesh axes", ">predicted", ">actual", ">predicted bytes", ">actual bytes", "")
             notes = ("All of it is of one step on one device.", "An all_reduce of which only slices are read is a reduce_scatter.")
