@@ -28,7 +28,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from autoshard.analysis.values import free_values
-from autoshard.cost.reshard import ReshardPath, path_seconds
+from autoshard.cost.reshard import ReshardPath
 from autoshard.ir import (
     Assignment,
     Choice,
@@ -44,12 +44,11 @@ from autoshard.ir import (
     replicated,
     result_layout,
     result_layouts,
-    served_from,
 )
-from autoshard.lower.control_flow import FLOWS, Flows
 from autoshard.lower.guard import guarded
-from autoshard.lower.interpret import Interpreter, Path, apply, bind, ops_by_path, product
+from autoshard.lower.interpret import Interpreter, apply, bind, ops_by_path, product
 from autoshard.lower.mesh import to_named_sharding
+from autoshard.lower.plan import Plan
 from autoshard.lower.shards import Sharded
 from autoshard.primitives import is_self_partitioned
 from autoshard.rules import propagates, runs_per_shard
@@ -87,7 +86,7 @@ def constrained(
     home = {view: holder.value for op in graph.walk() for holder in op.holders for view in holder.views}
     ops, constants = ops_by_path(graph), frozenset(graph.constants)
     tangled = _tangled(graph, free)
-    plan = _Plan(ops, rules, assignment, mesh, reshard_path, constrain, free, tangled, constants, home, differentiable)
+    plan = _Plan(ops, rules, assignment, reshard_path, home, free, mesh, constrain, tangled, constants, differentiable)
     leaving = result_layouts(graph, assignment)
     plan = replace(plan, contested=_contested(graph, plan, leaving))
     plan = replace(plan, late=_late(graph, plan), given=_given(graph, plan))
@@ -102,15 +101,12 @@ def constrained(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Plan:
+class _Plan(Plan):
     """What the whole program is lowered by.
 
     Attributes:
-        ops: per path of an equation, its op.
-        free: per value, whether it is made of constants alone; the partitioner recomputes those for each use.
         tangled: the free values that other free ones read twice, all that is made of them, and all that is made for those.
         constants: values that the function captured.
-        home: per value that shares a holder's layout, the holder's value.
         differentiable: whether custom derivatives stay in force.
         contested: values that somebody reads in another layout than their own.
         late: products summed over sharded dimensions, and transposes of them, that a transpose alone reads: the layout in which each is
@@ -118,32 +114,18 @@ class _Plan:
         given: what loops read that is made of constants, in one layout: it is left to the partitioner, and XLA fuses it into its readers.
     """
 
-    ops: Mapping[Path, Op]
-    rules: tuple[Rule | None, ...]
-    assignment: Assignment
     mesh: jax.sharding.Mesh | AbstractMesh
-    reshard_path: ReshardPath
     constrain: Constrain
-    free: tuple[bool, ...]
     tangled: frozenset[int]
     constants: frozenset[int]
-    home: Mapping[int, int]
     differentiable: bool
     contested: frozenset[int] = frozenset()
     late: Mapping[int, tuple[Layout, bool]] = field(default_factory=dict)
     given: frozenset[int] = frozenset()
 
-    def layout(self, value: int) -> Layout:
-        while value not in self.assignment.layouts and value in self.home:
-            value = self.home[value]
-        return self.assignment.layout(value)
-
     def own(self, value: int, layout: Layout) -> bool:
         """Whether the value's own array has this layout; what is made of constants has none."""
         return not self.free[value] and layout == self.layout(value)
-
-    def flows(self, op: Op) -> Flows:
-        return FLOWS[op.primitive](op, self.layout)
 
     def pin(self, x: Any, value: int, layout: Layout) -> Any:
         rank = np.ndim(x)
@@ -154,13 +136,6 @@ class _Plan:
             x = self.pin(x, value, step.target)
         return x
 
-    def source(self, value: int, target: Layout) -> Layout:
-        """The layout that a reader in another layout is served from: the value's, or its shared copy's where that is cheaper."""
-
-        def seconds(source: Layout, target: Layout) -> float:
-            return path_seconds(self.reshard_path(value, source, target))
-
-        return served_from(self.layout(value), self.assignment.copies.get(value), target, seconds)
 
 
 class _Region(Interpreter):

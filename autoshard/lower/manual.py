@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec
 from autoshard.analysis.partial_sums import carried_move, late_sums, partial_sums
 from autoshard.analysis.values import free_values, readers_of
 from autoshard.cost.prefetch import Prefetch, prefetches
-from autoshard.cost.reshard import Combination, ReshardPath, Step, combinations, path_seconds
+from autoshard.cost.reshard import Combination, ReshardPath, Step, combinations
 from autoshard.cost.windows import Window, Windows
 from autoshard.errors import ShardingError
 from autoshard.ir import (
@@ -44,15 +44,14 @@ from autoshard.ir import (
     replicated,
     result_layout,
     result_layouts,
-    served_from,
     spec_to_layout,
     view_of,
 )
 from autoshard.lower.collectives import combined, moved
-from autoshard.lower.control_flow import FLOWS, Flows
-from autoshard.lower.interpret import Interpreter, Path, bind_unplaced, ops_by_path
+from autoshard.lower.interpret import Interpreter, bind_unplaced, ops_by_path
 from autoshard.lower.mesh import to_named_sharding
 from autoshard.lower.nested import Inside, Mesh, axes_of, renamed
+from autoshard.lower.plan import Plan
 from autoshard.lower.shards import Sharded
 from autoshard.lower.windows import windowed
 from autoshard.primitives import is_placement, is_rearrangement, is_stateful
@@ -95,7 +94,7 @@ def manual_program(
     late = late_sums(graph, rules, assignment, partial_sums(graph, readers))
     windows = Windows(graph, rules, assignment, reshard_path, readers, late.values).assigned()
     homes, free = _homes(graph), tuple(free_values(graph))
-    plan = _Plan(graph, rules, assignment, mesh, reshard_path, ops_by_path(graph), homes, free, late.values, late.loops, windows)
+    plan = _Plan(ops_by_path(graph), rules, assignment, reshard_path, homes, free, graph, mesh, late.values, late.loops, windows)
     plan = replace(plan, late=late.values | _turned_late(plan))
     leaving = result_layouts(graph, assignment)
 
@@ -165,13 +164,10 @@ def _homes(graph: Graph) -> dict[int, int]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Plan:
+class _Plan(Plan):
     """What the whole program is lowered by.
 
     Attributes:
-        ops: per path of an equation, its op.
-        home: per value that shares a holder's layout, the holder's value.
-        free: per value, whether it is made of constants alone.
         late: what stays partial: products that a transpose alone reads, so that XLA makes one product of both, and sums that are added
             first (`autoshard.analysis.partial_sums`).
         loops: per value that a scan carries partial, the mesh axes over which it is combined after the loop.
@@ -179,13 +175,7 @@ class _Plan:
     """
 
     graph: Graph
-    rules: tuple[Rule | None, ...]
-    assignment: Assignment
     mesh: Mesh
-    reshard_path: ReshardPath
-    ops: Mapping[Path, Op]
-    home: Mapping[int, int]
-    free: tuple[bool, ...]
     late: frozenset[int] = frozenset()
     loops: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     windows: Mapping[int, Window] = field(default_factory=dict)
@@ -198,12 +188,7 @@ class _Plan:
         """The layout in which a value's own array is kept; what the function captured is kept whole."""
         if value in self.graph.constants:
             return self.whole
-        while value not in self.assignment.layouts and value in self.home:
-            value = self.home[value]
-        return self.assignment.layout(value)
-
-    def flows(self, op: Op) -> Flows:
-        return FLOWS[op.primitive](op, self.layout)
+        return Plan.layout(self, value)
 
     def resharded(self, x: Any, value: int, source: Layout, target: Layout) -> Any:
         """An array of the value from one layout to another."""
@@ -211,13 +196,6 @@ class _Plan:
             x = moved(x, step, self.assignment.mesh)
         return x
 
-    def source(self, value: int, target: Layout) -> Layout:
-        """The layout that a reader in another layout is served from: the value's, or its shared copy's where that is cheaper."""
-
-        def seconds(source: Layout, target: Layout) -> float:
-            return path_seconds(self.reshard_path(value, source, target))
-
-        return served_from(self.layout(value), self.assignment.copies.get(value), target, seconds)
 
 
 class _Region(Interpreter):
