@@ -147,7 +147,7 @@ class FinalistCompiler:
         return scheduled_seconds(ahead.hlo, board.strategies[number].record.mesh, _links(board, number), self.clock_hertz)
 
 
-def compiler_of(cluster: Cluster) -> FinalistCompiler:
+def finalist_compiler_of(cluster: Cluster) -> FinalistCompiler:
     """The compiler for a cluster's devices.
 
     Raises:

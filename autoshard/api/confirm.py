@@ -6,7 +6,7 @@ import math
 import time
 from dataclasses import dataclass, replace
 
-from autoshard.api.compiled_finalists import FinalistCompiler, compiler_of
+from autoshard.api.compiled_finalists import FinalistCompiler, finalist_compiler_of
 from autoshard.api.finalists import Board, in_words
 from autoshard.api.strategy import Strategy
 from autoshard.api.timed_finalists import FinalistDevices, devices_of
@@ -61,7 +61,7 @@ def confirmed(board: Board, how: Confirm) -> Strategy:
         InfeasibleError: none fits; names the least that one needs.
     """
     try:
-        judge = compiler_of(board.cluster) if how.by == "compiler" else devices_of(board.cluster)
+        judge = finalist_compiler_of(board.cluster) if how.by == "compiler" else devices_of(board.cluster)
     except (ClusterError, CompilerError) as error:
         return noted(board.strategies[0], f"not confirmed: {in_words(error)}")
     ended, started = "", time.perf_counter()

@@ -32,6 +32,11 @@ class Traffic:
     before: tuple[tuple[int, float], ...] = ()
 
 
+def widened_bytes(itemsize: float, wide_bytes: int) -> int:
+    """The bytes an element that a kernel's result costs beside itself where it is narrower than the buffer that it passes through."""
+    return wide_bytes if itemsize < wide_bytes else 0
+
+
 def traffic_by_op(graph: Graph, fusion: Fusion) -> tuple[Traffic, ...]:
     """Per op, what it moves where every op is a kernel that touches memory.
 
@@ -72,7 +77,7 @@ def sent_by_op(
             value, root = graph.values[op.operands[position]], fusion.root[op.operands[position]]
             if not fusion.stored[root] and root not in stored:
                 stored.add(root)
-                moved.append((position, value.size * (2 * value.itemsize + (wide_bytes if value.itemsize < wide_bytes else 0))))
+                moved.append((position, value.size * (2 * value.itemsize + widened_bytes(value.itemsize, wide_bytes))))
         if moved:
             found[op.index] = tuple(moved)
     return found

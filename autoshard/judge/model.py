@@ -13,9 +13,8 @@ from itertools import chain
 import numpy as np
 
 from autoshard.cluster import Cluster
-from autoshard.compilers.base import Compiler
 from autoshard.compilers.program_facts import Profile
-from autoshard.compilers.traffic import Traffic
+from autoshard.compilers.traffic import Traffic, widened_bytes
 from autoshard.cost.collectives import Communication
 from autoshard.cost.compute import ROWS, Roofline, padding_met
 from autoshard.cost.halo_exchange import exchange_steps
@@ -206,7 +205,7 @@ class CostModel:
         assert rule is not None, "a window's product has a rule"
         made = profile.graph.values[op.results[0]]
         adds = window.operand == RESULT or not any(window.factor in dim for dim in rule.results[0])
-        passed = _wide(made, profile.compiler) + profile.compiler.unfused_bytes
+        passed = widened_bytes(made.itemsize, profile.compiler.wide_bytes) + profile.compiler.unfused_bytes
         added = made.size / shards(window.made, self.mesh.sizes) / window.halves * (3 * made.itemsize + passed) if adds else 0.0
         return self.op_seconds(profile, op, choice, (window.factor, blocks)) + added * self._byte_seconds
 
@@ -222,7 +221,7 @@ class CostModel:
         for value, layout in (read | {op.results[0]: window.made}).items():
             if not (profile.fusion.materialised[value] or profile.free[value]):
                 tensor = profile.graph.values[value]
-                moved = 2 * tensor.itemsize + _wide(tensor, profile.compiler)
+                moved = 2 * tensor.itemsize + widened_bytes(tensor.itemsize, profile.compiler.wide_bytes)
                 seconds += moved * tensor.size / shards(layout, self.mesh.sizes) * self._byte_seconds
                 seconds += self.cluster.device.kernel_overhead_seconds
         return seconds
@@ -320,11 +319,6 @@ class CostModel:
         """What a step of an op takes, which was made on a mesh of the same sizes but, maybe, other wires."""
         nbytes = step.compiled_nbytes or step.nbytes
         return 0.0 if step.kind == "slice" else float(self.communication.seconds(step.kind, nbytes, step.axes)) / step.trips
-
-
-def _wide(value: Value, compiler: Compiler) -> int:
-    """The bytes an element that a kernel's narrower result costs beside itself, since it passes through a wider buffer."""
-    return compiler.wide_bytes if value.itemsize < compiler.wide_bytes else 0
 
 
 def _dtype(op: Op, values: tuple[Value, ...]) -> str:

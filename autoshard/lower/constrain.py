@@ -48,7 +48,7 @@ from autoshard.ir import (
 from autoshard.lower.guard import guarded
 from autoshard.lower.interpret import Interpreter, apply, bind, ops_by_path, product
 from autoshard.lower.mesh import to_named_sharding
-from autoshard.lower.plan import Plan
+from autoshard.lower.plan import Plan, homes
 from autoshard.lower.shards import Sharded
 from autoshard.primitives import is_self_partitioned
 from autoshard.rules import propagates, runs_per_shard
@@ -83,10 +83,9 @@ def constrained(
     Where the function is ``differentiable``, custom derivatives inside stay in force. To be called under `jax.jit`.
     """
     free = tuple(free_values(graph))
-    home = {view: holder.value for op in graph.walk() for holder in op.holders for view in holder.views}
     ops, constants = ops_by_path(graph), frozenset(graph.constants)
     tangled = _tangled(graph, free)
-    plan = _Plan(ops, rules, assignment, reshard_path, home, free, mesh, constrain, tangled, constants, differentiable)
+    plan = _Plan(ops, rules, assignment, reshard_path, homes(graph), free, mesh, constrain, tangled, constants, differentiable)
     leaving = result_layouts(graph, assignment)
     plan = replace(plan, contested=_contested(graph, plan, leaving))
     plan = replace(plan, late=_late(graph, plan), given=_given(graph, plan))
@@ -135,7 +134,6 @@ class _Plan(Plan):
         for step in self.reshard_path(value, source, target):
             x = self.pin(x, value, step.target)
         return x
-
 
 
 class _Region(Interpreter):

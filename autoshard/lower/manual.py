@@ -51,7 +51,7 @@ from autoshard.lower.collectives import combined, moved
 from autoshard.lower.interpret import Interpreter, bind_unplaced, ops_by_path
 from autoshard.lower.mesh import to_named_sharding
 from autoshard.lower.nested import Inside, Mesh, axes_of, renamed
-from autoshard.lower.plan import Plan
+from autoshard.lower.plan import Plan, homes
 from autoshard.lower.shards import Sharded
 from autoshard.lower.windows import windowed
 from autoshard.primitives import is_placement, is_rearrangement, is_stateful
@@ -93,8 +93,8 @@ def manual_program(
     readers = readers_of(graph)
     late = late_sums(graph, rules, assignment, partial_sums(graph, readers))
     windows = Windows(graph, rules, assignment, reshard_path, readers, late.values).assigned()
-    homes, free = _homes(graph), tuple(free_values(graph))
-    plan = _Plan(ops_by_path(graph), rules, assignment, reshard_path, homes, free, graph, mesh, late.values, late.loops, windows)
+    free = tuple(free_values(graph))
+    plan = _Plan(ops_by_path(graph), rules, assignment, reshard_path, homes(graph), free, graph, mesh, late.values, late.loops, windows)
     plan = replace(plan, late=late.values | _turned_late(plan))
     leaving = result_layouts(graph, assignment)
 
@@ -158,11 +158,6 @@ def _turned_late(plan: _Plan) -> frozenset[int]:
     return frozenset(found)
 
 
-def _homes(graph: Graph) -> dict[int, int]:
-    """Per value that shares a holder's layout, the holder's value."""
-    return {view: holder.value for op in graph.walk() for holder in op.holders for view in holder.views}
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Plan(Plan):
     """What the whole program is lowered by.
@@ -195,7 +190,6 @@ class _Plan(Plan):
         for step in self.reshard_path(value, source, target) if source != target else ():
             x = moved(x, step, self.assignment.mesh)
         return x
-
 
 
 class _Region(Interpreter):

@@ -6,9 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autoshard.cost.reshard import ReshardPath, path_seconds
-from autoshard.ir import Assignment, Layout, Op, Rule, served_from
+from autoshard.ir import Assignment, Graph, Layout, Op, Rule, served_from
 from autoshard.lower.control_flow import FLOWS, Flows
 from autoshard.lower.interpret import Path
+
+
+def homes(graph: Graph) -> dict[int, int]:
+    """Per value that shares a holder's layout, the holder's value."""
+    return {view: holder.value for op in graph.walk() for holder in op.holders for view in holder.views}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,7 +24,7 @@ class Plan:
         ops: per path of an equation, its op.
         rules, assignment: how each op may be split, and how it is.
         reshard_path: the cheapest collectives from one layout of a value to another.
-        home: per value that shares a holder's layout, the holder's value.
+        home: as `homes` has it.
         free: per value, whether it is made of constants alone, and so computed wherever it is read.
     """
 

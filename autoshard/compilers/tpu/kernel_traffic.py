@@ -31,7 +31,7 @@ from dataclasses import dataclass, field, replace
 
 from autoshard.compilers.fusion import Fusion, Kernel
 from autoshard.compilers.op_patterns import MOST_OF, stands_alone
-from autoshard.compilers.traffic import Traffic, traffic_by_op
+from autoshard.compilers.traffic import Traffic, traffic_by_op, widened_bytes
 from autoshard.ir import Graph, Op
 from autoshard.primitives import is_matrix, is_reduction, is_scatter
 
@@ -195,7 +195,7 @@ class _Kernels:
     def _copied(self, value: int) -> float:
         """The bytes that a copy that is fused with nothing costs."""
         itemsize = self._itemsize(value)
-        return (2 * itemsize + (WIDE_BYTES if itemsize < WIDE_BYTES else 0) + UNFUSED_BYTES) * self.graph.values[value].size
+        return (2 * itemsize + widened_bytes(itemsize, WIDE_BYTES) + UNFUSED_BYTES) * self.graph.values[value].size
 
     def _takes(self, group: _Group, kernel: Kernel, size: int, sums: bool) -> bool:
         """Whether a kernel's work is done by a group that was there before."""
