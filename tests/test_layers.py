@@ -22,7 +22,8 @@ PACKAGE = ROOT / "autoshard"
 
 # From upstream to downstream. A folder (or module) imports from the rows above it and from itself, never from its neighbours.
 LAYERS = (
-    ("errors", "render", "primitives"),
+    ("errors", "render", "primitives", "budgets", "progress"),
+    ("inference",),  # arrays alone
     ("ir",),
     ("cluster",),  # places the axes of an `ir.Mesh` on its links
     ("rules", "cost"),
@@ -30,7 +31,10 @@ LAYERS = (
     ("compilers",),
     ("judge",),
     ("trace", "problem"),
+    ("reductions",),
+    ("memory_limit",),
     ("search",),
+    ("mesh_search",),
     ("strategy",),
     ("lower", "library"),
     ("verify", "probe"),  # hands Shardy the program as `lower` rebuilds it; measures on meshes as `lower` makes them
@@ -102,7 +106,7 @@ def is_room(name: str) -> bool:
 
 
 def room(file: str) -> str:
-    """The folder or module of a file: ``search`` of ``search/meshes.py``."""
+    """The folder or module of a file: ``search`` of ``search/auto.py``."""
     return file.removesuffix(".py").split("/")[0]
 
 

@@ -11,8 +11,8 @@ from autoshard.api.finalists import Board, in_words
 from autoshard.api.strategy import Strategy
 from autoshard.api.timed_finalists import FinalistDevices, devices_of
 from autoshard.errors import ClusterError, CompilerError, InfeasibleError, SearcherError
+from autoshard.mesh_search.anytime import OutOfTime
 from autoshard.render import format_bytes
-from autoshard.search.early import OutOfTime
 from autoshard.strategy import Confirmation
 
 BY = ("compiler", "devices")

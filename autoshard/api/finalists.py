@@ -12,8 +12,8 @@ import jax
 from autoshard.api.step import Step
 from autoshard.api.strategy import Strategy
 from autoshard.cluster import Cluster
-from autoshard.search.early import OutOfTime
-from autoshard.search.searcher import Progress
+from autoshard.mesh_search.anytime import OutOfTime
+from autoshard.progress import Progress
 from autoshard.strategy import Finalist
 
 MOST_WORDS = 300  # characters of what a compiler says that go into a note

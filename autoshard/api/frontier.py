@@ -20,12 +20,12 @@ from autoshard.cluster import Cluster
 from autoshard.errors import InfeasibleError, SearchLimitError, ShardingError
 from autoshard.ir import Assignment, Mesh
 from autoshard.judge.evaluate import Judgement
+from autoshard.mesh_search.anytime import endings, timed
+from autoshard.mesh_search.bounds import bounded
 from autoshard.problem import NO_HINTS, Hints, Problem
+from autoshard.progress import Progress, part, silent
 from autoshard.render import Paragraph, Report, Table, format_bytes, format_percent, format_seconds
-from autoshard.search import DataParallel, FullySharded, Searcher, Solution, TensorParallel, searcher_of, silent
-from autoshard.search.early import endings, timed
-from autoshard.search.mesh_search import bounded
-from autoshard.search.searcher import Progress, part
+from autoshard.search import DataParallel, FullySharded, Searcher, Solution, TensorParallel, searcher_of
 
 BASELINES: tuple[Searcher, ...] = (DataParallel(), FullySharded(stage=1), FullySharded(stage=2), FullySharded(stage=3), TensorParallel())
 

@@ -18,7 +18,8 @@ from autoshard.api.step import Sharded, Step, call_type, positional
 from autoshard.api.strategy import Strategy
 from autoshard.cluster import Cluster
 from autoshard.errors import StrategyError, TraceError
-from autoshard.search import Progress, Searcher, searcher_of
+from autoshard.progress import Progress
+from autoshard.search import Searcher, searcher_of
 from autoshard.trace import function_name
 
 

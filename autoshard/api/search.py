@@ -21,6 +21,7 @@ from autoshard.api.finalists import Board
 from autoshard.api.notes import lowered_otherwise, whole, without_rules
 from autoshard.api.step import plain
 from autoshard.api.strategy import Strategy, record_of
+from autoshard.budgets import BUDGETS
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
 from autoshard.compilers.program_facts import Profile, profile
@@ -30,17 +31,17 @@ from autoshard.ir.naming import matching
 from autoshard.judge.evaluate import recomputation
 from autoshard.judge.model import CostModel
 from autoshard.lower import lowering_mesh
-from autoshard.problem import BUDGETS, Hints, Pin, Problem
+from autoshard.mesh_search.anytime import checked_seconds, endings, timed
+from autoshard.mesh_search.candidates import candidate_meshes, placed
+from autoshard.mesh_search.refinement import refined
+from autoshard.mesh_search.search import search_meshes
+from autoshard.problem import Hints, Pin, Problem
+from autoshard.progress import Progress, part, silent
 from autoshard.render import format_bytes, format_percent, progress_line
 from autoshard.rules import rules_of
-from autoshard.search import Searcher, Solution, candidate_meshes, searcher_of, silent, solve
-from autoshard.search.early import checked_seconds, endings, timed
-from autoshard.search.mesh_search import search_meshes
-from autoshard.search.meshes import placed
+from autoshard.search import Searcher, Solution, searcher_of, solve
 from autoshard.search.overlap import overlapped
 from autoshard.search.propagation import follow_layouts
-from autoshard.search.searcher import Progress, part
-from autoshard.search.splitting import finer
 from autoshard.trace import Traced, constraint_spec, trace
 from autoshard.verify import propagated
 
@@ -217,7 +218,7 @@ class Prepared:
                 problems.append(self.problem(placing, problem.memory_limit_bytes, problems or [problem]))
             return problems
 
-        return finer(problem, labels, self.most_axes, BUDGETS.least_gain, on, progress)
+        return refined(problem, labels, self.most_axes, BUDGETS.least_gain, on, progress)
 
     def strategy(self, mesh: Mesh, solution: Solution, searcher: Searcher) -> Strategy:
         """The strategy of a solution on a mesh."""

@@ -23,9 +23,9 @@ from autoshard.errors import StrategyError
 from autoshard.ir import Layout, Mesh, layout_to_spec, result_layouts
 from autoshard.ir.naming import is_backward
 from autoshard.lower import jax_mesh
+from autoshard.progress import Progress, silent
 from autoshard.render import Report
 from autoshard.search import Solution
-from autoshard.search.searcher import Progress, silent
 from autoshard.strategy import (
     Confirmation,
     Program,

@@ -18,7 +18,7 @@ from autoshard.api.finalists import Board
 from autoshard.cluster import CATALOGUE, Cluster
 from autoshard.errors import ClusterError, CompilerError
 from autoshard.lower import jax_mesh
-from autoshard.search.early import OutOfTime
+from autoshard.mesh_search.anytime import OutOfTime
 from autoshard.strategy import Record
 from autoshard.verify import collectives_of, devices_here, dot_flops
 

@@ -24,8 +24,8 @@ from autoshard.cluster.catalogue import LIKE
 from autoshard.probe.fit import constant, fit_cluster, with_constant
 from autoshard.probe.measure import Effort, measure, seconds_of
 from autoshard.probe.programs import COLLECTIVES, ELEMENTWISE, CollectiveProgram, Kernel, Program, elementwise, matrix_product
+from autoshard.progress import Progress, silent
 from autoshard.render import Heading, Paragraph, Part, Report, Table, format_bytes, format_flops, format_percent, format_seconds
-from autoshard.search.searcher import Progress, silent
 
 DEVICE_CONSTANTS = (
     "device.flops_per_second.f32",

@@ -1,10 +1,8 @@
-"""From a profiled program and a cost model to what searchers see: nodes, labels and tables."""
+"""From a program's facts and a cost model to the input of searchers: variables, their domains, and tables of costs."""
 
-from autoshard.problem.budgets import BUDGETS, Budgets
-from autoshard.problem.folding import Folded, folded
-from autoshard.problem.hints import NO_HINTS, Hints, Messages
-from autoshard.problem.holding import Holding
-from autoshard.problem.nodes import Pin
+from autoshard.problem.hints import NO_HINTS, Hints
+from autoshard.problem.memory_tables import MemoryTables
 from autoshard.problem.problem import Label, Problem, Tables
+from autoshard.problem.variables import Pin
 
-__all__ = ["BUDGETS", "NO_HINTS", "Budgets", "Folded", "Hints", "Holding", "Label", "Messages", "Pin", "Problem", "Tables", "folded"]
+__all__ = ["NO_HINTS", "Hints", "Label", "MemoryTables", "Pin", "Problem", "Tables"]

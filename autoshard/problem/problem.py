@@ -1,8 +1,8 @@
-"""The search problem as numpy tables: what each node may choose, and what choices cost alone and in pairs.
+"""The search problem as numpy tables: what each variable may choose, and what choices cost alone and in pairs.
 
-`Problem.tables` frees some mesh axes while every node keeps its label on the others: all of them for a joint search, one
+`Problem.tables` frees some mesh axes while every variable keeps its label on the others: all of them for a joint search, one
 for a search that goes axis by axis. Equal layers have equal tables: everything is cached by what it depends on, never by where it stands,
-so building tables costs a few dictionary look-ups a node.
+so building tables costs a few dictionary look-ups a variable.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 from autoshard.compilers.program_facts import Profile
 from autoshard.cost.reshard import Step
 from autoshard.errors import ShardingError
+from autoshard.inference.model import PairwiseModel
 from autoshard.ir import (
     NOWHERE,
     Assignment,
@@ -31,9 +32,9 @@ from autoshard.ir import (
 )
 from autoshard.judge.evaluate import Judgement, evaluate
 from autoshard.judge.model import CostModel
+from autoshard.problem.domains import Domain, Domains, Label
 from autoshard.problem.hints import Hints
-from autoshard.problem.nodes import Edge, Node, Nodes, Pin, build_nodes
-from autoshard.problem.offers import Label, Offer, Offers
+from autoshard.problem.variables import Edge, Pin, Structure, Variable, build_structure
 
 Fact = TypeVar("Fact")
 # Of equally fast layouts an argument takes the one of fewest bytes a device, and so does what a loop holds, such as a mask that is made of
@@ -42,25 +43,29 @@ TIE_SECONDS_PER_BYTE = 1e-20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tables:
-    """The costs of one step of a search.
+class Tables(PairwiseModel):
+    """The costs of one step of a search as a pairwise model, in seconds.
 
     Attributes:
-        labels: per node the labels it may take, ``n_i`` of them.
-        unary: per node ``(n_i,) float64``, seconds.
-        pairs: per pair of nodes ``(n_i, n_j) float64``, seconds.
-        incumbent: ``(n_nodes,)``, the position of the label each node has now.
+        labels: per variable the labels it may take, ``n_i`` of them.
+        incumbent: ``(n_variables,)``, the position of the present label of each variable.
     """
 
     labels: tuple[tuple[Label, ...], ...]
-    unary: tuple[np.ndarray, ...]
-    pairs: Mapping[tuple[int, int], np.ndarray]
     incumbent: np.ndarray
+
+    def at(self, positions: Sequence[int] | np.ndarray) -> list[Label]:
+        """The labels at some positions ``(n_variables,)``."""
+        return [options[position] for options, position in zip(self.labels, positions, strict=True)]
+
+    def positions(self, labels: Sequence[Label]) -> list[int]:
+        """The positions of some labels; the inverse of `at`."""
+        return [options.index(label) for options, label in zip(self.labels, labels, strict=True)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Columns:
-    """What a node offers: labels, their cost, and per slot the layout numbers ``(n,)``."""
+    """What a variable offers: labels, their cost, and per slot the layout numbers ``(n,)``."""
 
     labels: tuple[Label, ...]
     positions: Mapping[Label, int]
@@ -89,14 +94,14 @@ class _Known:
         columns: by kind, label and free axes.
         followers: by kind and label.
         layouts: by kind, label and slot.
-        joint_tables: by the number of the reads, and the columns of both nodes.
+        joint_tables: by the number of the reads, and the columns of both variables.
         distinct: the first of equal tables, by shape and hash.
         facts: by the function that says them.
     """
 
     op_seconds: dict[tuple[int, tuple[int, ...]], float] = field(default_factory=dict)
     member_costs: dict[tuple[int, int], dict[int, float]] = field(default_factory=dict)
-    leader_parts: dict[tuple[int, Offer], _LeaderParts] = field(default_factory=dict)
+    leader_parts: dict[tuple[int, Domain], _LeaderParts] = field(default_factory=dict)
     steps_seconds: dict[tuple[Step, ...], float] = field(default_factory=dict)
     columns: dict[tuple[int, Label, tuple[int, ...]], _Columns] = field(default_factory=dict)
     followers: dict[tuple[int, Label], tuple[Choice, ...]] = field(default_factory=dict)
@@ -125,8 +130,8 @@ class Problem:
         pins: per value number, where each mesh axis may shard it.
         memory_limit_bytes: what a device may hold at its peak; None: no limit.
         watcher: who is told what a search meets; nobody unless given.
-        nodes: the decisions to be made.
-        offers: the labels that nodes may have.
+        variables: the decisions to be made.
+        offers: the labels that variables may have.
     """
 
     _made = False
@@ -143,8 +148,8 @@ class Problem:
         """A problem, made anew as far as no other one is like it.
 
         Args:
-            like: a problem whose nodes are shared where the pins allow it, what is computed where its mesh has the same sizes, and all that
-                is known of it where costs are the same.
+            like: a problem to share with: variables where pins are the same, domains and seconds of ops where the mesh has the same sizes,
+                all tables where costs are the same.
         """
         self.profile = profile
         self.graph = profile.graph
@@ -155,17 +160,17 @@ class Problem:
         self.memory_limit_bytes = memory_limit_bytes
         self.watcher = watcher
         if like is not None and like.profile is profile and like.pins == self.pins:
-            self.nodes, self._kinds, self._joints, self._shared = like.nodes, like._kinds, like._joints, like._shared
+            self.structure, self._kinds, self._joints, self._shared = like.structure, like._kinds, like._joints, like._shared
         else:
-            self.nodes: Nodes = build_nodes(profile, self.pins)
+            self.structure: Structure = build_structure(profile, self.pins)
             numbers: dict[tuple, int] = {}
-            self._kinds = [numbers.setdefault(node.key(), len(numbers)) for node in self.nodes.nodes]
-            self._joints = _joints(profile, self.nodes)
+            self._kinds = [numbers.setdefault(variable.key(), len(numbers)) for variable in self.structure.variables]
+            self._joints = _joints(profile, self.structure)
             self._shared: dict[Callable, Any] = {}
-        if like is not None and like.nodes is self.nodes and like.mesh.sizes == self.mesh.sizes:
-            self.offers, self._known = like.offers, like._known_under(model)
+        if like is not None and like.structure is self.structure and like.mesh.sizes == self.mesh.sizes:
+            self.domains, self._known = like.domains, like._known_under(model)
         else:
-            self.offers, self._known = Offers(self.nodes.signatures, self.mesh.sizes), _Known()
+            self.domains, self._known = Domains(self.structure.signatures, self.mesh.sizes), _Known()
         self._made = True
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -194,44 +199,49 @@ class Problem:
         return _Known(known.op_seconds, known.member_costs, known.leader_parts)
 
     @property
-    def n_nodes(self) -> int:
-        return len(self.nodes.nodes)
+    def n_variables(self) -> int:
+        return len(self.structure.variables)
 
-    def alike(self) -> tuple[list[int], list[tuple[int, int, int]]]:
-        """Per node a number that nodes of equal tables share; and the reads: two nodes in order, and a number that equal tables share."""
+    def equal_tables(self) -> tuple[list[int], list[tuple[int, int, int]]]:
+        """Per variable a number, equal for equal tables; and per read its two variables in order and such a number."""
         return self._kinds, [(i, j, number) for i, j, number, _ in self._joints]
 
-    def fold(self, labels: Sequence[Label]) -> list[Label]:
-        """The labels of this problem's nodes, from those of the whole problem that it stands for: of itself, unless it is folded."""
+    @property
+    def original(self) -> Problem:
+        """The problem that this one was reduced from: itself, unless it is a reduction."""
+        return self
+
+    def project(self, labels: Sequence[Label]) -> list[Label]:
+        """This problem's labels from those of the problem that it was reduced from: the same, unless it is a reduction."""
         return list(labels)
 
-    def unfold(self, labels: Sequence[Label]) -> list[Label]:
-        """The labels of the whole problem."""
+    def invert(self, labels: Sequence[Label]) -> list[Label]:
+        """The labels of the problem that this one was reduced from; the inverse of `project`."""
         return list(labels)
 
     def start(self) -> list[Label]:
         """The labels that leave everything replicated."""
-        return [self._nowhere(node) for node in self.nodes.nodes]
+        return [self._nowhere(variable) for variable in self.structure.variables]
 
-    def offered(self, node: int, label: Label) -> bool:
-        """Whether a node may have a label."""
-        return bool(self.offers.offer(self.nodes.nodes[node], self._kinds[node], label, ()).labels)
+    def allows(self, variable: int, label: Label) -> bool:
+        """Whether a variable may have a label."""
+        return bool(self.domains.domain(self.structure.variables[variable], self._kinds[variable], label, ()).labels)
 
     def pinned(self, axis: int) -> list[int]:
-        """The nodes whose pins shard something over the mesh axis."""
-        return [i for i, node in enumerate(self.nodes.nodes) if any(-1 not in pin[axis] for _, _, pin in node.pins)]
+        """The variables whose pins shard something over the mesh axis."""
+        return [i for i, variable in enumerate(self.structure.variables) if any(-1 not in pin[axis] for _, _, pin in variable.pins)]
 
     def tables(self, free: Sequence[int], labels: Sequence[Label], prices: Mapping[int, float] | None = None) -> Tables:
         """The costs with some mesh axes free and the given labels on all others.
 
         Args:
             free: the mesh axes that are free.
-            labels: the present label of every node.
+            labels: the present label of every variable.
             prices: per value number, seconds charged for each byte a device holds of it (a memory multiplier).
         """
         free = tuple(free)
         known, kinds = self._known.columns.get, self._kinds
-        columns = [known((kinds[i], label, free)) or self._offer(i, label, free) for i, label in enumerate(labels)]
+        columns = [known((kinds[i], label, free)) or self._column(i, label, free) for i, label in enumerate(labels)]
         unary = [offer.unary for offer in columns]
         pairs: dict[tuple[int, int], np.ndarray] = {}
         for i, j, number, edges in self._joints:
@@ -242,7 +252,12 @@ class Problem:
                 pairs[i, j] = table
         self._charge(unary, columns, prices or {})
         incumbent = np.fromiter(map(_Columns.position, columns, labels), dtype=np.int64, count=len(labels))
-        return Tables(tuple(offer.labels for offer in columns), tuple(unary), pairs, incumbent)
+        return Tables(tuple(unary), pairs, tuple(column.labels for column in columns), incumbent)
+
+    def cost_of(self, labels: Sequence[Label], prices: Mapping[int, float] | None = None) -> float:
+        """The tables' cost of some labels, in seconds: the objective less `fixed_seconds`."""
+        tables = self.tables((), labels, prices)
+        return tables.energy(tables.incumbent)
 
     def whole_tables(self) -> Tables:
         """The costs with all mesh axes free, made once."""
@@ -252,11 +267,11 @@ class Problem:
         """How many entries the pair tables have with these axes free; counting stops beyond the limit, before anything large is made."""
         free = tuple(free)
         sizes: dict[int, int] = {}  # by kind
-        for i, (node, kind) in enumerate(zip(self.nodes.nodes, self._kinds, strict=True)):
+        for i, (variable, kind) in enumerate(zip(self.structure.variables, self._kinds, strict=True)):
             if kind not in sizes:
-                if (most := self.offers.most_labels(node, len(free))) > limit // 1000:
+                if (most := self.domains.most_labels(variable, len(free))) > limit // 1000:
                     return most * 1000
-                sizes[kind] = len(self._offer(i, self._nowhere(node), free).labels)
+                sizes[kind] = len(self._column(i, self._nowhere(variable), free).labels)
         entries = 0
         for i, j in self._read_pairs():
             entries += sizes[self._kinds[i]] * sizes[self._kinds[j]]
@@ -265,69 +280,70 @@ class Problem:
         return entries
 
     def _read_pairs(self) -> Iterable[tuple[int, int]]:
-        """The pairs of nodes that have tables."""
+        """The pairs of variables that have tables."""
         return ((i, j) for i, j, _, _ in self._joints if i != j)
 
-    def _nowhere(self, node: Node) -> Label:
-        return (NOWHERE if node.leader >= 0 else -1,) * len(self.mesh.axes)
+    def _nowhere(self, variable: Variable) -> Label:
+        return (NOWHERE if variable.leader >= 0 else -1,) * len(self.mesh.axes)
 
     def carried(self, labels: Sequence[Label]) -> list[Label] | None:
         """The labels for those on a mesh of as many axes, or of one, which all axes here do as one; None where some are not offered."""
         n = len(self.mesh.axes)
-        if len(labels) != self.n_nodes:  # pins differ, and with them the nodes
+        if len(labels) != self.n_variables:  # pins differ, and with them the variables
             return None
         labels = [label if len(label) == n else label * n for label in labels]
-        return labels if all(label in self._joint(node).positions for node, label in enumerate(labels)) else None
+        return labels if all(label in self._joint(variable).positions for variable, label in enumerate(labels)) else None
 
     def assignment(self, labels: Sequence[Label]) -> Assignment:
         """The assignment that labels stand for."""
         choices: dict[int, Choice] = {}
         lies: dict[int, Layout] = {}
         values, ops = self.graph.values, self.graph.walk()
-        for i, node in enumerate(self.nodes.nodes):
-            if node.leader >= 0:
-                choices[node.leader] = labels[i]
+        for i, variable in enumerate(self.structure.variables):
+            if variable.leader >= 0:
+                choices[variable.leader] = labels[i]
             key = self._kinds[i], labels[i]
             if (followed := self._known.followers.get(key)) is None:
-                ranks = [values[ops[op].operands[position]].rank for op, _, position in node.members]
+                ranks = [values[ops[op].operands[position]].rank for op, _, position in variable.members]
                 followed = self._known.followers[key] = tuple(
                     _followed(self._rule(op), position, self._layout(i, labels[i], slot, rank))
-                    for (op, slot, position), rank in zip(node.members, ranks, strict=True)
+                    for (op, slot, position), rank in zip(variable.members, ranks, strict=True)
                 )
-            choices.update((op, choice) for (op, _, _), choice in zip(node.members, followed, strict=True))
-        for value, (node, slot) in self.nodes.home.items():
-            lies[value] = self._layout(node, labels[node], slot, values[value].rank)
+            choices.update((op, choice) for (op, _, _), choice in zip(variable.members, followed, strict=True))
+        for value, (variable, slot) in self.structure.home.items():
+            lies[value] = self._layout(variable, labels[variable], slot, values[value].rank)
         copies = {}
-        for value, node in self.nodes.copies.items():
-            layout = labels[node]
+        for value, variable in self.structure.copies.items():
+            layout = labels[variable]
             if layout != lies[value]:
                 copies[value] = layout
         return Assignment(self.mesh, choices, lies, copies)
 
     def labels(self, assignment: Assignment) -> list[Label]:
         """The labels that stand for an assignment of this problem; the inverse of `assignment`."""
-        held_by = {node: value for value, node in self.nodes.copies.items()}
+        held_by = {variable: value for value, variable in self.structure.copies.items()}
         labels: list[Label] = []
-        for i, node in enumerate(self.nodes.nodes):
-            if node.leader >= 0:
-                labels.append(assignment.choice(node.leader))
+        for i, variable in enumerate(self.structure.variables):
+            if variable.leader >= 0:
+                labels.append(assignment.choice(variable.leader))
             else:
-                value = node.value
+                value = variable.value
                 labels.append(assignment.copies.get(value, assignment.layout(value)) if i in held_by else assignment.layout(value))
         return labels
 
-    def layout(self, node: int, label: Label, slot: int, value: int) -> Layout:
-        """The layout that a node's label gives one of its slots, in which it holds or reads a value."""
-        return self._layout(node, label, slot, self.graph.values[value].rank)
+    def layout(self, variable: int, label: Label, slot: int, value: int) -> Layout:
+        """The layout that a variable's label gives one of its slots, in which it holds or reads a value."""
+        return self._layout(variable, label, slot, self.graph.values[value].rank)
 
-    def _layout(self, node: int, label: Label, slot: int, rank: int) -> Layout:
-        key = self._kinds[node], label, slot
+    def _layout(self, variable: int, label: Label, slot: int, rank: int) -> Layout:
+        key = self._kinds[variable], label, slot
         if (found := self._known.layouts.get(key)) is None:
-            joint = self._known.columns.get((self._kinds[node], self._nowhere(self.nodes.nodes[node]), tuple(range(len(label)))))
+            start = self._nowhere(self.structure.variables[variable])
+            joint = self._known.columns.get((self._kinds[variable], start, tuple(range(len(label)))))
             if joint is not None and label in joint.positions:
                 number = joint.slots[slot][joint.positions[label]]
             else:
-                number = self._offer(node, label, ()).slots[slot][0]
+                number = self._column(variable, label, ()).slots[slot][0]
             found = self._known.layouts[key] = layout_of(int(number), rank, len(self.mesh.axes))
         return found
 
@@ -358,7 +374,7 @@ class Problem:
         return self._once(self._known.facts, fact)
 
     def shared(self, fact: Callable[[Problem], Fact]) -> Fact:
-        """The same of a function that looks at no costs: problems on other meshes that have these nodes know it too."""
+        """The same of a function that looks at no costs: problems on other meshes that have these variables know it too."""
         return self._once(self._shared, fact)
 
     def _once(self, known: dict[Callable, Any], fact: Callable[[Problem], Fact]) -> Fact:
@@ -367,9 +383,9 @@ class Problem:
         return known[fact]
 
     def fixed_seconds(self) -> float:
-        """What ops cost that no node decides, such as those on scalars: the objective is this plus the tables."""
-        nodes = self.nodes.nodes
-        decided = {node.leader for node in nodes} | {op for node in nodes for op, _, _ in node.members}
+        """What ops cost that no variable decides, such as those on scalars: the objective is this plus the tables."""
+        variables = self.structure.variables
+        decided = {variable.leader for variable in variables} | {op for variable in variables for op, _, _ in variable.members}
         whole = (NOWHERE,) * len(self.mesh.axes)
         return sum(
             op.trips * self.model.op_seconds(self.profile, op, whole)
@@ -381,38 +397,38 @@ class Problem:
         """A lower bound of the objective over all assignments of the mesh: every op split over all devices, nothing exchanged."""
         return self.remembered(_split_evenly)
 
-    # -- one node --------------------------------------------------------------------------------------------------
+    # -- one variable --------------------------------------------------------------------------------------------------
 
-    def _offer(self, index: int, label: Label, free: tuple[int, ...]) -> _Columns:
+    def _column(self, index: int, label: Label, free: tuple[int, ...]) -> _Columns:
         key = (self._kinds[index], label, free)
         if (found := self._known.columns.get(key)) is None:
-            node = self.nodes.nodes[index]
-            offer = self.offers.offer(node, self._kinds[index], label, free)
-            found = self._known.columns[key] = self._priced(node, offer)
+            variable = self.structure.variables[index]
+            offer = self.domains.domain(variable, self._kinds[index], label, free)
+            found = self._known.columns[key] = self._priced(variable, offer)
         return found
 
-    def _priced(self, node: Node, offer: Offer) -> _Columns:
+    def _priced(self, variable: Variable, offer: Domain) -> _Columns:
         """The offer with what it costs."""
         if not offer.labels:
             raise ShardingError(
-                f"a pin must leave some legal sharding on mesh {self.mesh}, and the one on {self._describe(node)} leaves none. "
+                f"a pin must leave some legal sharding on mesh {self.mesh}, and the one on {self._describe(variable)} leaves none. "
                 "Loosen the pin, or pick a mesh whose axes divide the tensor."
             )
         labels, slots = offer.labels, offer.slots
-        unary = self._leader_cost(node, offer)
-        for slot, signature, position in node.costs:
+        unary = self._leader_cost(variable, offer)
+        for slot, signature, position in variable.costs:
             unary = unary + self._member_cost(signature, position, slots[slot])
-        for slot, shape, itemsize, portable, trips in node.gathers:
+        for slot, shape, itemsize, portable, trips in variable.gathers:
             unary = unary + trips * self.model.reshard_seconds(shape, itemsize, portable, slots[slot], np.zeros(1, dtype=np.int64))
         return _Columns(labels, offer.positions, self._one(unary), slots)
 
-    def _leader_cost(self, node: Node, offer: Offer) -> np.ndarray:
+    def _leader_cost(self, variable: Variable, offer: Domain) -> np.ndarray:
         labels = offer.labels
-        if node.leader < 0:
-            _, shape, itemsize, kept = node.head
+        if variable.leader < 0:
+            _, shape, itemsize, kept = variable.head
             held = np.array([Value(shape, "", itemsize).nbytes / shards(label, self.mesh.sizes) for label in labels])
             return TIE_SECONDS_PER_BYTE * held if kept else np.zeros(len(labels))
-        signature = self.nodes.signatures[node.head[1]]
+        signature = self.structure.signatures[variable.head[1]]
         op = self.graph.walk()[signature.op]
         if (parts := self._known.leader_parts.get((op.index, offer))) is None:
             parts = self._known.leader_parts[op.index, offer] = self._computed_and_sent(op, signature.rule, labels)
@@ -444,27 +460,27 @@ class Problem:
         """The seconds ``(n,)`` of a follower by the layout numbers ``(n,)`` of the operand that decides its choice."""
         known, asked = self._known.member_costs.setdefault((signature, position), {}), numbers.tolist()
         if new := set(asked).difference(known):
-            entry = self.nodes.signatures[signature]
+            entry = self.structure.signatures[signature]
             rule, op = entry.rule, self.graph.walk()[entry.op]
             for number in new:
                 choice = _followed(rule, position, layout_of(number, len(rule.operands[position]), len(self.mesh.axes)))
                 known[number] = entry.trips * self.model.op_seconds(self.profile, op, choice)
         return np.array([known[number] for number in asked])
 
-    def _describe(self, node: Node) -> str:
-        if node.leader >= 0:
-            op = self.graph.walk()[node.leader]
+    def _describe(self, variable: Variable) -> str:
+        if variable.leader >= 0:
+            op = self.graph.walk()[variable.leader]
             return f"{op.primitive} at {op.origin}"
-        if node.value in self.graph.arguments:
-            return f"{self.graph.argument_paths[self.graph.arguments.index(node.value)]} {self.graph.values[node.value].shape}"
-        return f"a value of shape {self.graph.values[node.value].shape}"
+        if variable.value in self.graph.arguments:
+            return f"{self.graph.argument_paths[self.graph.arguments.index(variable.value)]} {self.graph.values[variable.value].shape}"
+        return f"a value of shape {self.graph.values[variable.value].shape}"
 
     # -- pairs -----------------------------------------------------------------------------------------------------
 
     def _joint_table(
         self, i: int, j: int, number: int, edges: Sequence[Edge], columns: Mapping[int, _Columns] | Sequence[_Columns]
     ) -> np.ndarray:
-        """What reads between node ``i`` and one behind it, or within it, cost by their labels; a node's own costs included."""
+        """What reads between variable ``i`` and one behind it, or within it, cost by their labels; a variable's own costs included."""
         key = number, columns[i], columns[j]
         if (found := self._known.joint_tables.get(key)) is None:
             tables = [self._edge_table(edge, columns) for edge in edges]
@@ -489,8 +505,8 @@ class Problem:
         table = edge.trips * reduce(np.add, [self.model.reshard_seconds(*facts, sources, target) for target in distinct])
         if edge.source == edge.target:
             return table
-        if _accumulated(self.profile, self.nodes, edge):
-            op, labels = self.graph.walk()[self.nodes.nodes[edge.source].leader], columns[edge.source].labels
+        if _accumulated(self.profile, self.structure, edge):
+            op, labels = self.graph.walk()[self.structure.variables[edge.source].leader], columns[edge.source].labels
             again = np.array([op.trips * self.model.recombining_seconds(self.profile, op, label) for label in labels])
             table += again[:, None] * np.any([source[:, None] != target for target in distinct], axis=0)
         return table
@@ -500,28 +516,28 @@ class Problem:
         charged: dict[tuple, tuple[np.ndarray, np.ndarray]] = {}  # with the table that was charged, which keeps its identity
         for value, price in prices.items():
             held = self.graph.values[value]
-            for node, slot in self.places(value):
-                numbers = columns[node].slots[slot]
-                key = id(unary[node]), id(numbers), held.shape, held.itemsize, price
+            for variable, slot in self.places(value):
+                numbers = columns[variable].slots[slot]
+                key = id(unary[variable]), id(numbers), held.shape, held.itemsize, price
                 if key not in charged:
-                    charged[key] = unary[node], unary[node] + price * self.held_bytes(value, numbers)
-                unary[node] = charged[key][1]
+                    charged[key] = unary[variable], unary[variable] + price * self.held_bytes(value, numbers)
+                unary[variable] = charged[key][1]
 
     def places(self, value: int) -> list[tuple[int, int]]:
-        """The nodes and slots where a value's bytes lie: its own, its copy's, and that of each name under which a body reads it."""
-        places = [self.nodes.home[value]] if value in self.nodes.home else []
+        """The variables and slots where a value's bytes lie: its own, its copy's, and that of each name under which a body reads it."""
+        places = [self.structure.home[value]] if value in self.structure.home else []
         return places + self.shared(_other_places).get(value, [])
 
-    def slots(self, node: int) -> tuple[np.ndarray, ...]:
-        """Per slot of a node the layout numbers ``(n,)`` by its label in tables with all axes free."""
-        return self._joint(node).slots
+    def slots(self, variable: int) -> tuple[np.ndarray, ...]:
+        """Per slot of a variable the layout numbers ``(n,)`` by its label in tables with all axes free."""
+        return self._joint(variable).slots
 
     def positions(self, labels: Sequence[Label]) -> list[int]:
         """Where labels stand among those of tables with all axes free; that of the cheapest where one is not among them."""
-        return [self._joint(node).position(label) for node, label in enumerate(labels)]
+        return [self._joint(variable).position(label) for variable, label in enumerate(labels)]
 
-    def _joint(self, node: int) -> _Columns:
-        return self._offer(node, self._nowhere(self.nodes.nodes[node]), tuple(range(len(self.mesh.axes))))
+    def _joint(self, variable: int) -> _Columns:
+        return self._column(variable, self._nowhere(self.structure.variables[variable]), tuple(range(len(self.mesh.axes))))
 
     def held_bytes(self, value: int, numbers: np.ndarray) -> np.ndarray:
         """The bytes that a device holds of a value in layouts of these numbers."""
@@ -530,12 +546,12 @@ class Problem:
 
 
 def _other_places(problem: Problem) -> dict[int, list[tuple[int, int]]]:
-    """By value the nodes and slots of its copies, and of the names under which bodies read it."""
+    """By value the variables and slots of its copies, and of the names under which bodies read it."""
     root, places = problem.profile.fusion.root, {}
-    copied = {node: value for value, node in problem.nodes.copies.items()}
-    for number, node in enumerate(problem.nodes.nodes):
-        if node.leader < 0 and (number in copied or root[node.value] != node.value):
-            places.setdefault(copied.get(number, root[node.value]), []).append((number, 0))
+    copied = {variable: value for value, variable in problem.structure.copies.items()}
+    for number, variable in enumerate(problem.structure.variables):
+        if variable.leader < 0 and (number in copied or root[variable.value] != variable.value):
+            places.setdefault(copied.get(number, root[variable.value]), []).append((number, 0))
     return places
 
 
@@ -555,17 +571,17 @@ def _split_evenly(problem: Problem) -> float:
     return total
 
 
-def _joints(profile: Profile, nodes: Nodes) -> list[tuple[int, int, int, tuple[Edge, ...]]]:
-    """The reads between every two nodes, or within one: the two in order, a number that alike ones share, and the edges."""
+def _joints(profile: Profile, variables: Structure) -> list[tuple[int, int, int, tuple[Edge, ...]]]:
+    """The reads between every two variables, or within one: the two in order, a number that alike ones share, and the edges."""
     between: dict[tuple[int, int], list[Edge]] = {}
-    for edge in nodes.edges:
+    for edge in variables.edges:
         between.setdefault((min(edge.source, edge.target), max(edge.source, edge.target)), []).append(edge)
     numbers: dict[tuple, int] = {}
     values, found = profile.graph.values, []
 
     def facts(edge: Edge) -> tuple:
         value = values[edge.value]
-        added = _accumulated(profile, nodes, edge)
+        added = _accumulated(profile, variables, edge)
         return value.shape, value.itemsize, profile.portable[edge.value], added, edge.trips, edge.source_slot, edge.target_slots
 
     for (i, j), edges in between.items():
@@ -574,9 +590,9 @@ def _joints(profile: Profile, nodes: Nodes) -> list[tuple[int, int, int, tuple[E
     return found
 
 
-def _accumulated(profile: Profile, nodes: Nodes, edge: Edge) -> bool:
-    """Whether a loop adds up what is read before it is combined: partial sums of the op that leads its node, since followers make none."""
-    return profile.sums.made_by.get(edge.value, -1) == nodes.nodes[edge.source].leader >= 0
+def _accumulated(profile: Profile, structure: Structure, edge: Edge) -> bool:
+    """Whether a loop adds up partial sums before they are combined; only leaders make partial sums."""
+    return profile.sums.made_by.get(edge.value, -1) == structure.variables[edge.source].leader >= 0
 
 
 @cache

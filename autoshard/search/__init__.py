@@ -6,15 +6,15 @@ from difflib import get_close_matches
 
 from autoshard.errors import InfeasibleError, SearcherError
 from autoshard.problem import NO_HINTS, Hints
+from autoshard.progress import Progress, silent
 from autoshard.search.auto import Auto
 from autoshard.search.baselines import DataParallel, FullySharded
 from autoshard.search.brute_force import BruteForce
 from autoshard.search.dynamic_programming import DynamicProgramming
 from autoshard.search.integer_programming import IntegerProgramming
 from autoshard.search.manual import Manual
-from autoshard.search.meshes import candidate_meshes
 from autoshard.search.recursive_programming import RecursiveProgramming
-from autoshard.search.searcher import Foreign, Progress, Searcher, Solution, silent
+from autoshard.search.searcher import Foreign, Searcher, Solution
 from autoshard.search.sharding_propagation import ShardingPropagation
 from autoshard.search.tensor_parallel import TensorParallel
 
@@ -97,17 +97,13 @@ __all__ = [
     "DataParallel",
     "DynamicProgramming",
     "FullySharded",
-    "Hints",
     "IntegerProgramming",
     "Manual",
-    "Progress",
     "RecursiveProgramming",
     "Searcher",
     "ShardingPropagation",
     "Solution",
     "TensorParallel",
-    "candidate_meshes",
     "searcher_of",
-    "silent",
     "solve",
 ]

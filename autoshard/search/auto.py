@@ -23,16 +23,18 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from autoshard.budgets import BUDGETS
 from autoshard.cost.record import Cost
 from autoshard.errors import InfeasibleError, SearchLimitError
 from autoshard.judge.model import CostModel
-from autoshard.problem import BUDGETS, NO_HINTS, Hints, Problem
+from autoshard.memory_limit.lagrangian import nothing_fits
+from autoshard.problem import NO_HINTS, Hints, Problem
+from autoshard.progress import Progress, part, silent
 from autoshard.render import format_percent
 from autoshard.search.baselines import DataParallel, FullySharded
 from autoshard.search.dynamic_programming import DynamicProgramming
-from autoshard.search.memory import nothing_fits
 from autoshard.search.recursive_programming import RecursiveProgramming
-from autoshard.search.searcher import Progress, Searcher, Solution, part, silent
+from autoshard.search.searcher import Searcher, Solution
 from autoshard.search.tensor_parallel import TensorParallel
 
 MEMBERS: tuple[Searcher, ...] = (

@@ -16,9 +16,10 @@ from autoshard.ir import Layout, divides, local_shape, shards
 from autoshard.judge.evaluate import Judgement
 from autoshard.primitives import is_matrix
 from autoshard.problem import NO_HINTS, Hints, Problem
+from autoshard.progress import Progress, silent
 from autoshard.render import format_bytes
 from autoshard.search.propagation import Propagation
-from autoshard.search.searcher import Progress, Searcher, Solution, silent
+from autoshard.search.searcher import Searcher, Solution
 
 UNSPLIT = (
     "most work is not split: no batch dimension stays split through the step. A reshape into microbatches loses it where their number "

@@ -12,8 +12,9 @@ import numpy as np
 
 from autoshard.errors import InfeasibleError, SearchLimitError
 from autoshard.problem import NO_HINTS, Hints, Problem, Tables
+from autoshard.progress import Progress, silent
 from autoshard.render import format_bytes
-from autoshard.search.searcher import Progress, Searcher, Solution, silent
+from autoshard.search.searcher import Searcher, Solution
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class BruteForce(Searcher):
                 "Use searcher='recursive_programming'."
             )
         sizes = [len(options) for options in tables.labels]
-        strides = [math.prod(sizes[node + 1 :]) for node in range(len(sizes))]
+        strides = [math.prod(sizes[variable + 1 :]) for variable in range(len(sizes))]
         costs = _costs(tables, strides)
         smallest = math.inf
         for number in np.argsort(costs, kind="stable"):
@@ -56,15 +57,15 @@ class BruteForce(Searcher):
 
 
 def _costs(tables: Tables, strides: Sequence[int]) -> np.ndarray:
-    """The sum of the tables at all labels, numbered with those of the last node varying fastest."""
+    """The sum of the tables at all labels, numbered with those of the last variable varying fastest."""
     numbers = np.arange(math.prod(map(len, tables.unary)))
 
-    def position(node: int) -> np.ndarray:
-        return numbers // strides[node] % len(tables.unary[node])
+    def position(variable: int) -> np.ndarray:
+        return numbers // strides[variable] % len(tables.unary[variable])
 
     costs = np.zeros(len(numbers))
-    for node, table in enumerate(tables.unary):
-        costs += table[position(node)]
+    for variable, table in enumerate(tables.unary):
+        costs += table[position(variable)]
     for (i, j), table in tables.pairs.items():
         costs += table[position(i), position(j)]
     return costs

@@ -1,23 +1,24 @@
 """Dynamic programming: the optimum over all mesh axes at once, with its proof.
 
-*Variables.* One a node of the problem (`autoshard.problem`): the choice of an op that leads a group, or the layout that a value is held in.
-*Constraints.* Choices are legal, layouts divide, pins hold: other labels are not offered. *Objective.* The sum of unary and pair tables,
-which is the judge's ``objective_seconds``. *Ties.* Of equal labellings the one that elimination meets first: the smallest labels, last node
-first.
+*Variables.* Those of the problem (`autoshard.problem`): the choice of an op that leads a group, or the layout of a stored value.
+*Constraints.* Choices are legal, layouts divide dimensions, pins are honoured: domains have no other labels. *Objective.* The sum of unary
+and pair tables, which is the judge's ``objective_seconds``. *Ties.* Of labellings of equal cost the one that elimination finds: the
+smallest labels, last variable first.
 
-*Steps.* Nodes of one or two neighbours go first (`autoshard.search.contraction`); then message passing, and shells of small reduced cost,
-widened until an answer is proven (`autoshard.search.shells`).
+*Steps.* Variables of one or two neighbours are eliminated first (`autoshard.reductions.low_degree`); then message passing, and elimination
+over labels of small reduced cost, ever more of them until an answer is proven (`autoshard.inference.reduced_cost_fixing`).
 
-*Repeated layers* are folded first (`autoshard.problem.folding`): the steps are taken on a problem of a layer or two, whose optimum is an
-answer to the whole. Costs moved as they were moved there give a bound of the whole, and some more message passing raises it until it is
-within the tolerance of the answer; where it is not, the steps are taken on the whole.
+*Repeated layers* are reduced first (`autoshard.reductions.symmetry`): the steps are taken on the quotient problem of a layer or two, whose
+optimum is an answer to the whole. Its messages, lifted to the whole problem, give a lower bound there, and some more message passing raises
+it until it is within the tolerance of the answer; where it is not, the steps are taken on the whole.
 
-*Memory.* Where the limit binds bytes get a price, and the bound is the dual one (`autoshard.search.memory`).
+*Memory.* Where the limit binds, bytes get a price (`autoshard.memory_limit.lagrangian`), and the bound is that of the Lagrangian dual
+(`autoshard.memory_limit.dual_bound`).
 
 After the dynamic programming of MindSpore's auto parallel (node, edge and triangle elimination), here on bounded tables.
 
-Complexity: sweeps x table entries, then nodes x kept labels ** (induced width + 1); of repeated layers those of a layer or two, and a few
-sweeps over all.
+Complexity: sweeps x table entries, then variables x kept labels ** (induced width + 1); of repeated layers those of a layer or two, and a
+few sweeps over all.
 """
 
 from __future__ import annotations
@@ -32,18 +33,22 @@ from typing import ClassVar
 
 import numpy as np
 
+from autoshard.budgets import BUDGETS
 from autoshard.errors import InfeasibleError, SearchLimitError
+from autoshard.inference.model import Messages
+from autoshard.inference.reduced_cost_fixing import ReducedCostFixing
+from autoshard.inference.reparametrisation import normalised
+from autoshard.inference.trw_s import MessagePassing
 from autoshard.judge.evaluate import Judgement
-from autoshard.problem import BUDGETS, NO_HINTS, Hints, Messages, Problem, Tables, folded
-from autoshard.search.contraction import contracted, contracted_whole
-from autoshard.search.elimination import table_cost
-from autoshard.search.frugal import frugal
-from autoshard.search.memory import Fitted, Found, fitted, held_at, priced
-from autoshard.search.passing import Passing
+from autoshard.memory_limit.dual_bound import held_at, priced
+from autoshard.memory_limit.lagrangian import Fitted, fitted
+from autoshard.memory_limit.repair import Found
+from autoshard.problem import NO_HINTS, Hints, Problem, Tables
+from autoshard.progress import Progress, silent
+from autoshard.reductions import low_degree, symmetry
+from autoshard.search.low_memory_starts import low_memory_starts
 from autoshard.search.recursive_programming import RecursiveProgramming
-from autoshard.search.reparametrisation import contracted_wiring, normalised, passing_of
-from autoshard.search.searcher import Progress, Searcher, Solution, silent
-from autoshard.search.shells import Shells
+from autoshard.search.searcher import Searcher, Solution
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +58,11 @@ class DynamicProgramming(Searcher):
     Attributes:
         max_entries: the largest table of an elimination.
         max_problem_entries: how many entries all pair tables together may have.
-        max_sweeps: how often message passing goes over the nodes.
-        price_steps: how many memory prices may be tried when the limit binds.
-        second_opinion: whether recursive programming is asked too where memory binds; portfolios that have it do so themselves.
-        tolerance: the gap at which nothing more is tried: further sweeps, or the whole after the folded problem; a multiple of it after
-            some attempts (`autoshard.search.shells`); 0 asks for the optimum.
+        max_sweeps: the most sweeps of message passing.
+        price_steps: the most memory prices that may be tried when the limit binds.
+        second_opinion: whether recursive programming searches as well where memory binds; portfolios that have it as a member need not.
+        tolerance: the relative gap at which nothing more is tried: further sweeps, or the whole problem after its quotient; a multiple of
+            it after some attempts (`autoshard.inference.reduced_cost_fixing`); 0 demands the optimum.
     """
 
     name: ClassVar[str] = "dynamic_programming"
@@ -94,12 +99,12 @@ class DynamicProgramming(Searcher):
         return own
 
     def _found(self, problem: Problem, progress: Progress, hints: Hints) -> tuple[Solution, bool]:
-        """The optimum under the prices that keep it within the memory limit, and whether there had to be any and nothing is folded."""
+        """The optimum under prices that keep it within the memory limit, and whether the limit binds in a problem without symmetry."""
         started = time.perf_counter()
         run = _Run(self, problem, progress, hints)
-        found = fitted(problem, run.optimum, self.price_steps, frugal, hints=hints)
+        found = fitted(problem, run.optimum, self.price_steps, low_memory_starts, hints=hints)
         if found.above is None:
-            found, bound = run.unfolded(found)
+            found, bound = run.proven(found)
         elif found.judgement.cost.objective_seconds > hints.least * (1 - self.tolerance):
             bound = problem.compute_bound() - problem.fixed_seconds()  # a better one would not be worth its time
         else:
@@ -110,11 +115,11 @@ class DynamicProgramming(Searcher):
             judgement=judgement,
             lower_bound_seconds=min(bound + problem.fixed_seconds(), judgement.cost.objective_seconds),
             stats={
-                "n_nodes": problem.n_nodes,
-                "n_variables": run.n_variables,
-                "induced_width": run.shells.width,
-                "sweeps": run.shells.sweeps,
-                "shells": run.shells.shells,
+                "n_variables": problem.n_variables,
+                "n_free_variables": run.n_free_variables,
+                "induced_width": run.fixing.width,
+                "sweeps": run.fixing.sweeps,
+                "restrictions": run.fixing.restrictions,
                 "search_seconds": time.perf_counter() - started,
             },
             hints=hints,
@@ -123,15 +128,15 @@ class DynamicProgramming(Searcher):
 
 
 class _Run:
-    """One problem's searches, with what they took.
+    """The searches of one problem under several prices, with counts of what they took.
 
     Attributes:
-        small: the folded problem, which is searched where there is one.
-        bound: of all labels of what is searched, since it is that of the tables without prices.
-        cost: of the answer without prices, in the tables.
-        hints: what is known by now, as it was given at first.
-        sent: what message passing moved last: prices change little from one to the next.
-        judged: what the judge says of answers that were met, by their labels.
+        small: the quotient problem, which is searched where there is one.
+        bound: a lower bound of the tables without prices.
+        cost: the tables' cost of the answer without prices.
+        hints: the given ones, with all found out since.
+        messages: the last ones: prices change little from one to the next.
+        judged: judgements by labels.
     """
 
     cost: float
@@ -139,31 +144,31 @@ class _Run:
     def __init__(self, searcher: DynamicProgramming, problem: Problem, progress: Progress, hints: Hints):
         self.searcher = searcher
         self.problem = problem
-        self.small = folded(problem)
+        self.small = symmetry.apply(problem)
         self.progress = progress
         self.hints = hints
-        self.sent = hints.sent
-        self.shells = Shells(searcher.max_entries, searcher.max_sweeps, searcher.tolerance, progress)
+        self.messages = hints.messages
+        self.fixing = ReducedCostFixing(searcher.max_entries, searcher.max_sweeps, searcher.tolerance, progress)
         self.judged: dict[bytes, Judgement] = {}
         self.bound = 0.0
-        self.n_variables = 0
+        self.n_free_variables = 0
 
     def optimum(self, prices: Mapping[int, float]) -> Found:
-        """The best labels under memory prices, of the whole problem, and what the judge says of them."""
+        """The judgement and the labels, of the whole problem, of the best answer under memory prices."""
         tables = self._tables(self.small or self.problem, prices)
-        found, bound, self.sent = self._solved(tables, self.sent, BUDGETS.table_sweeps if prices else None)
-        labels = [options[label] for options, label in zip(tables.labels, found, strict=True)]
+        found, bound, self.messages = self._solved(tables, self.messages, BUDGETS.table_sweeps if prices else None)
+        labels = tables.at(found)
         if not prices:
-            self.bound, self.cost = bound, table_cost(tables.unary, tables.pairs, found)
-            self.hints = replace(self.hints, sent=self.sent)
+            self.bound, self.cost = bound, tables.energy(found)
+            self.hints = replace(self.hints, messages=self.messages)
         if self.small is not None:
-            labels = self.small.unfold(labels)
+            labels = self.small.invert(labels)
         if (key := found.tobytes()) not in self.judged:  # other prices often have the same answer
             self.judged[key] = self.problem.evaluate(self.problem.assignment(labels))
         return self.judged[key], labels
 
-    def unfolded(self, found: Fitted) -> tuple[Fitted, float]:
-        """The answer where a bound of the whole problem shows it to be good enough, else the whole's; and the bound."""
+    def proven(self, found: Fitted) -> tuple[Fitted, float]:
+        """The answer, where a lower bound of the whole problem is within the tolerance of it, else the whole problem's; and the bound."""
         if self.small is None:
             return found, self.bound
         problem = self.problem
@@ -171,12 +176,12 @@ class _Run:
             tables = self._tables(problem)
         except SearchLimitError:
             return found, problem.compute_bound() - problem.fixed_seconds()
-        passing = passing_of(self.small, self.hints.sent, tables)
+        passing = self.small.message_passing(self.hints.messages, tables)
         bound, enough = self._pass(passing, self.cost)
         if enough:
             return found, bound - BUDGETS.rounding * self.cost
-        best, bound = self.shells.widened(tables, normalised(passing, self.shells.sweeps))
-        answer = [options[label] for options, label in zip(tables.labels, best, strict=True)]
+        best, bound = self.fixing.minimise(tables, normalised(passing, self.fixing.sweeps))
+        answer = tables.at(best)
         other = problem.evaluate(problem.assignment(answer))
         fits = problem.memory_limit_bytes is None or other.cost.peak_bytes <= problem.memory_limit_bytes
         if fits and other.cost.objective_seconds < found.judgement.cost.objective_seconds:
@@ -184,7 +189,7 @@ class _Run:
         return found, bound
 
     def dual_bound(self, found: Fitted, above: Found) -> float:
-        """A bound of all labels within the memory limit: the least cost where bytes have a price, less what the limit is worth."""
+        """The Lagrangian dual bound over all labels within the memory limit: the least cost under a price, less the limit's worth at it."""
         problem, small = self.problem, self.small
         try:
             tables = self._tables(problem)
@@ -192,57 +197,57 @@ class _Run:
             return problem.compute_bound() - problem.fixed_seconds()
         held = held_at(problem, tables, above[1], above[0].peak, problem.memory_limit_bytes or 0.0)
         charges = held.tables(tables)
-        own, own_charges = (tables, charges) if small is None else (small.fold_tables(tables), small.fold_tables(charges))
-        answers = []  # (seconds, bytes beyond the limit): no bound at a price is higher than what an answer costs there
+        own, own_charges = (tables, charges) if small is None else (small.project_tables(tables), small.project_tables(charges))
+        answers = []  # (seconds, bytes beyond the limit): no bound at a price exceeds an answer's cost at it
         for labels in (above[1], found.labels):
-            at = [options.index(label) for options, label in zip(tables.labels, labels, strict=True)]
-            answers.append((table_cost(tables.unary, tables.pairs, at), table_cost(charges.unary, charges.pairs, at) - held.limit))
+            at = tables.positions(labels)
+            answers.append((tables.energy(at), charges.energy(at) - held.limit))
         (fast, excess), (slow, slack) = answers
-        best, price, sent = -math.inf, 0.0, self.sent
+        best, price, messages = -math.inf, 0.0, self.messages
         for _ in range(BUDGETS.dual_steps if excess > 0.0 else 0):
             tried = max(slow - fast, 0.0) / (excess - slack)
-            labels, bound, moved = self._solved(priced(own, own_charges, tried), sent, BUDGETS.table_sweeps)
+            labels, bound, moved = self._solved(priced(own, own_charges, tried), messages, BUDGETS.table_sweeps)
             bound -= tried * held.limit
             if bound > best:
-                best, price, sent = bound, tried, moved
+                best, price, messages = bound, tried, moved
             if bound >= (fast + tried * excess) * (1 - self.searcher.tolerance):
-                break  # where the two answers' lines cross nothing more is to be had
-            seconds = table_cost(own.unary, own.pairs, labels)
-            beyond = table_cost(own_charges.unary, own_charges.pairs, labels) - held.limit
+                break  # no price does better than the one at which the two answers cost the same
+            seconds = own.energy(labels)
+            beyond = own_charges.energy(labels) - held.limit
             if beyond > 0.0:
                 fast, excess = seconds, beyond
             else:
                 slow, slack = seconds, beyond
-        self.hints = replace(self.hints, above=tuple(above[1]), worth=price, sent_priced=sent)
+        self.hints = replace(self.hints, above=tuple(above[1]), worth=price, priced_messages=messages)
         if small is None:
             return max(self.bound, best)
         cost = found.judgement.cost.objective_seconds - problem.fixed_seconds() + price * held.limit
-        bound, _ = self._pass(passing_of(small, sent, priced(tables, charges, price)), cost)
+        bound, _ = self._pass(small.message_passing(messages, priced(tables, charges, price)), cost)
         return bound - price * held.limit - BUDGETS.rounding * cost
 
-    def _solved(self, tables: Tables, sent: Messages, max_sweeps: int | None) -> tuple[np.ndarray, float, Messages]:
-        """The best labels of tables, a bound, and what was moved, from what was moved before.
+    def _solved(self, tables: Tables, messages: Messages, max_sweeps: int | None) -> tuple[np.ndarray, float, Messages]:
+        """The best labels of tables, a lower bound, and the messages that show it, from given messages.
 
-        Folded tables stay whole, since what moves between their nodes is to move in the whole problem too.
+        A quotient's variables of low degree are not eliminated, since its messages are to be lifted to the whole problem.
         """
         if self.small is not None:
-            found, bound, moved = self.shells.solve(tables, sent, max_sweeps)
-            return found, bound, moved.sent
+            found, bound, moved = self.fixing.solve(tables, messages, max_sweeps)
+            return found, bound, moved.messages
         known = tables is self.problem.whole_tables()
-        fewer = self.problem.remembered(contracted_whole) if known else contracted(tables)
-        wiring = self.problem.remembered(contracted_wiring) if known else None
-        found, bound, moved = self.shells.solve(fewer.tables, sent, max_sweeps, wiring)
-        return fewer.labels(found), bound, moved.sent
+        fewer = self.problem.remembered(low_degree.apply_whole) if known else low_degree.apply(tables)
+        layout = self.problem.remembered(low_degree.message_layout) if known else None
+        found, bound, moved = self.fixing.solve(fewer.model, messages, max_sweeps, layout)
+        return fewer.invert(found), bound, moved.messages
 
-    def _pass(self, passing: Passing, cost: float) -> tuple[float, bool]:
-        """The whole problem's bound after message passing, and whether it is as near to an answer's cost as is asked for."""
-        entries = sum(table.size for table in passing.pairs.values())
+    def _pass(self, passing: MessagePassing, cost: float) -> tuple[float, bool]:
+        """The whole problem's bound after message passing, and whether it is within the tolerance of an answer's cost."""
+        entries = passing.model.n_entries
         left = min(BUDGETS.table_sweeps, 1 + BUDGETS.whole_entries // max(entries, 1))
         for attempt in count(1):
-            enough = cost * (1 - self.shells.tolerated(attempt))
+            enough = cost * (1 - self.fixing.tolerated(attempt))
             done = passing.run(min(BUDGETS.attempt_sweeps, left), enough, self.progress)
             left -= done
-            self.shells.sweeps += done
+            self.fixing.sweeps += done
             bound = passing.bound()
             if bound >= enough or done < BUDGETS.attempt_sweeps or not left:
                 return bound, bound >= enough
@@ -259,5 +264,5 @@ class _Run:
             )
         self.progress("tables", 0.0)
         tables = problem.tables(axes, problem.start(), prices) if prices else problem.whole_tables()
-        self.n_variables = max(self.n_variables, sum(len(options) > 1 for options in tables.labels))
+        self.n_free_variables = max(self.n_free_variables, sum(len(options) > 1 for options in tables.labels))
         return tables

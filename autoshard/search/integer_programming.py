@@ -1,14 +1,15 @@
 """Integer programming: the optimum as HiGHS proves it, the memory limit as a constraint of its own.
 
-*Variables.* One 0/1 variable a node and label; one continuous variable a pair of nodes and their labels. *Constraints.* Each node has one
-label; the pair variables of two nodes add up to the nodes' own, from either side (the local marginal polytope: Wainwright and Jordan 2008,
-"Graphical models, exponential families, and variational inference", section 4.1). *Memory.* A peak is a maximum over program points. The
+*Variables.* One indicator (0 or 1) a variable of the problem and label; one continuous number a pair of variables and of their labels.
+*Constraints.* Each variable has one label; the numbers of a pair add up to the indicators of its variables, from either side (the local
+marginal polytope: Wainwright and Jordan 2008, "Graphical models, exponential families, and variational inference", section 4.1).
+*Memory.* A peak is a maximum over program points. The
 model starts without any; where the judge finds the answer's peak above the limit, the values alive there become a row, bytes by label at
 most the limit, and the model is solved again (Kelley 1960, "The cutting-plane method"). Copies that readers want elsewhere count as long as
 the value and all its readers keep their labels, partial sums while their op runs if it keeps its own. *Objective.* The sum of
 unary and pair tables: the judge's ``objective_seconds``. *Ties.* As HiGHS breaks them: of equal models it returns equal answers.
 
-*Warm start.* Message passing (`autoshard.search.reparametrisation`) gives every label and every pair of labels a reduced cost: what any
+*Warm start.* Message passing (`autoshard.inference.reparametrisation`) gives every label and every pair of labels a reduced cost: what any
 labelling with it costs at least beyond the bound. The model has those up to a slack, which is widened until the answer is within it: no
 label outside could then be part of a better one. The answer of recursive programming is there from the start.
 
@@ -34,14 +35,16 @@ import numpy as np
 from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, milp
 
+from autoshard.budgets import BUDGETS
 from autoshard.compilers.buffer_assignment import Peak
 from autoshard.errors import InfeasibleError, SearchLimitError
+from autoshard.inference.reparametrisation import Reparametrisation, reparametrise
 from autoshard.judge.evaluate import Judgement
-from autoshard.problem import BUDGETS, NO_HINTS, Hints, Holding, Problem, Tables
+from autoshard.problem import NO_HINTS, Hints, MemoryTables, Problem, Tables
+from autoshard.progress import Progress, silent
 from autoshard.render import format_bytes
 from autoshard.search.recursive_programming import RecursiveProgramming
-from autoshard.search.reparametrisation import Reparametrisation, reparametrise
-from autoshard.search.searcher import Progress, Searcher, Solution, silent
+from autoshard.search.searcher import Searcher, Solution
 
 SCALE = 1e4  # an answer's cost in the model: HiGHS's tolerances are absolute, 1e-6 and 1e-7
 STATUS_INFEASIBLE = 2  # of scipy.optimize.milp
@@ -63,7 +66,7 @@ class IntegerProgramming(Searcher):
         gap: the gap at which an answer is good enough, relative to its objective.
         max_problem_entries: how many entries all pair tables together may have.
         max_variables: how many variables the model may have after the warm start.
-        max_sweeps: how often message passing goes over the nodes.
+        max_sweeps: how often message passing goes over the variables.
     """
 
     name: ClassVar[str] = "integer_programming"
@@ -108,7 +111,7 @@ class _Run:
         problem = self.problem
         self._first_answer()
         tables = self._tables()
-        moved = reparametrise(tables.unary, tables.pairs, max_sweeps=self.searcher.max_sweeps, progress=self.progress)
+        moved = reparametrise(tables, max_sweeps=self.searcher.max_sweeps, progress=self.progress)
         bound = self._widened(tables, moved, problem.fixed_seconds())
         if self.best is None:
             raise InfeasibleError(
@@ -125,8 +128,8 @@ class _Run:
             lower_bound_seconds=min(bound, self.best.cost.objective_seconds),
             notes=(late,) if is_open else (),
             stats={
-                "n_nodes": problem.n_nodes,
-                "n_variables": self.n_variables,
+                "n_variables": problem.n_variables,
+                "n_program_variables": self.n_variables,
                 "memory_rows": len(self.rows),
                 "rounds": self.rounds,
                 "search_seconds": time.perf_counter() - self.started,
@@ -210,7 +213,7 @@ class _Run:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """A constraint: per node a coefficient a label, whose sum is at most a limit."""
+    """A constraint: per variable a coefficient a label, whose sum is at most a limit."""
 
     coefficients: dict[int, np.ndarray]
     limit: float
@@ -227,31 +230,31 @@ def memory_rows(problem: Problem, sizes: Sequence[int], labels: np.ndarray, peak
     rows = [_row(problem, sizes, labels, peak, limit)]
     if peak.spare_bytes:
         rows.append(_row(problem, sizes, labels, peak, limit, passed))
-    held = [sum(shares[labels[node]] for node, shares in row.coefficients.items()) for row in rows]
+    held = [sum(shares[labels[variable]] for variable, shares in row.coefficients.items()) for row in rows]
     if violated := [row for row, units in zip(rows, held, strict=True) if units > row.limit + BUDGETS.rounding]:
         return violated
-    others = {node: np.arange(n) != labels[node] for node, n in enumerate(sizes) if n > 1}
-    return [Row({node: -other.astype(float) for node, other in others.items()}, -1.0)]
+    others = {variable: np.arange(n) != labels[variable] for variable, n in enumerate(sizes) if n > 1}
+    return [Row({variable: -other.astype(float) for variable, other in others.items()}, -1.0)]
 
 
 def _row(problem: Problem, sizes: Sequence[int], labels: np.ndarray, peak: Peak, limit: float, only: Collection[int] | None = None) -> Row:
     """What is alive at a peak, in units of the limit: all of it, or only some values, which fast memory never holds."""
-    holding = problem.remembered(Holding)
+    holding = problem.remembered(MemoryTables)
     alive, whole = holding.least_bytes(peak, labels, only)
-    coefficients = {node: nbytes / limit for node, nbytes in alive.items()}
+    coefficients = {variable: nbytes / limit for variable, nbytes in alive.items()}
     room = (limit + (peak.spare_bytes if only is None else 0.0) - whole) / limit
 
-    def add(node: int, nbytes: np.ndarray) -> None:
-        coefficients[node] = coefficients.get(node, 0.0) + nbytes / limit
+    def add(variable: int, nbytes: np.ndarray) -> None:
+        coefficients[variable] = coefficients.get(variable, 0.0) + nbytes / limit
 
     if only is not None:
         return Row(coefficients, room)
     for value, nbytes in peak.copies:  # there as long as nobody who reads the value moves
         alike = holding.lying_alike(value, labels)
         room += (len(alike) - 1) * nbytes / limit
-        for node, same in alike.items():
-            add(node, same * nbytes)
-    leaders = {node.leader: i for i, node in enumerate(problem.nodes.nodes) if node.leader >= 0}
+        for variable, same in alike.items():
+            add(variable, same * nbytes)
+    leaders = {variable.leader: i for i, variable in enumerate(problem.structure.variables) if variable.leader >= 0}
     times = problem.profile.lifetimes
     for op, nbytes in peak.partials:
         if op in leaders and times.starts[op] <= peak.moment < times.ends[op]:  # later it waits for others, as their labels have it
@@ -271,7 +274,7 @@ class Model:
     """The local marginal polytope of the labels and pairs whose reduced cost is at most the slack.
 
     Attributes:
-        kept: per node the labels that are left.
+        kept: per variable the labels that are left.
         n_variables: how many there are.
     """
 
@@ -305,14 +308,14 @@ class Model:
         self._n_pair_rows = n_rows
 
     def _pair(self, i: int, j: int, a: np.ndarray, b: np.ndarray, costs: np.ndarray, n_rows: int) -> int:
-        """Adds the variables of a pair and the rows that tie them to the nodes', and returns how many rows there are."""
+        """Adds the variables of a pair and the rows that tie them to the variables', and returns how many rows there are."""
         columns = self.n_variables + np.arange(len(costs))
         self._more.append(costs)
         self.n_variables += len(costs)
-        for node, position in ((i, a), (j, b)):
-            own = np.arange(len(self.kept[node]))
+        for variable, position in ((i, a), (j, b)):
+            own = np.arange(len(self.kept[variable]))
             self._entries.append((n_rows + position, columns, np.ones(len(columns))))
-            self._entries.append((n_rows + own, self.offsets[node] + own, np.full(len(own), -1.0)))
+            self._entries.append((n_rows + own, self.offsets[variable] + own, np.full(len(own), -1.0)))
             n_rows += len(own)
         return n_rows
 
@@ -332,8 +335,8 @@ class Model:
             constraints.append(LinearConstraint(sparse.csr_array((v, (r, c)), shape=(self._n_pair_rows, n + 1)), 0.0, 0.0))
         for row in rows:
             line = np.zeros(n + 1)
-            for node, coefficients in row.coefficients.items():
-                line[self.offsets[node] : self.offsets[node + 1]] = coefficients[self.kept[node]]
+            for variable, coefficients in row.coefficients.items():
+                line[self.offsets[variable] : self.offsets[variable + 1]] = coefficients[self.kept[variable]]
             constraints.append(LinearConstraint(sparse.csr_array(line[None, :]), -np.inf, row.limit))
         lower = np.zeros(n + 1)
         lower[n] = 1.0

@@ -22,10 +22,11 @@ from typing import ClassVar
 from autoshard.errors import ShardingError
 from autoshard.ir import Layout, Spec, check_divides, spec_to_layout
 from autoshard.ir.naming import matching
+from autoshard.memory_limit.lagrangian import fastest_within
 from autoshard.problem import NO_HINTS, Hints, Problem
-from autoshard.search.memory import fastest_within
-from autoshard.search.reached import disagreements
-from autoshard.search.searcher import Progress, Searcher, Solution, silent
+from autoshard.progress import Progress, silent
+from autoshard.search.pin_report import disagreements
+from autoshard.search.searcher import Searcher, Solution
 from autoshard.search.sharding_propagation import Spread
 
 
@@ -58,21 +59,21 @@ class Manual(Searcher):
         """
         started = time.perf_counter()
         layouts = self._layouts(problem)
-        homes = {problem.nodes.home[value][0]: layout for value, layout in layouts.items() if value in problem.nodes.home}
-        held = tuple({node: layout[axis] for node, layout in homes.items()} for axis in range(len(problem.mesh.axes)))
+        homes = {problem.structure.home[value][0]: layout for value, layout in layouts.items() if value in problem.structure.home}
+        held = tuple({variable: layout[axis] for variable, layout in homes.items()} for axis in range(len(problem.mesh.axes)))
         spreads = [Spread(problem, held, last_first=order, progress=progress) for order in (False, True)]
         found = [(*fastest_within(problem, spread.search, steps=8, hints=hints), spread) for spread in spreads]
         judgement, labels, spread = min(found, key=lambda answer: answer[0].cost.makespan_seconds)
         return Solution(
             judgement=judgement,
             lower_bound_seconds=min(problem.compute_bound(), judgement.cost.objective_seconds),
-            stats={"n_nodes": problem.n_nodes, "rounds": spread.rounds, "search_seconds": time.perf_counter() - started},
+            stats={"n_variables": problem.n_variables, "rounds": spread.rounds, "search_seconds": time.perf_counter() - started},
             notes=tuple(disagreements(problem, labels, spread.sources)),
             hints=hints,
         )
 
     def _layouts(self, problem: Problem) -> dict[int, Layout]:
-        """Where every argument lies that no pin decides."""
+        """The layouts of all arguments that no pin decides."""
         graph, mesh = problem.graph, problem.mesh
         layouts: dict[int, Layout] = {value: (-1,) * len(mesh.axes) for value in graph.arguments if value not in problem.pins}
         for path, spec in self.in_specs.items():

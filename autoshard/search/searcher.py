@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from inspect import Parameter, signature
 from typing import Any, ClassVar
@@ -11,22 +11,7 @@ from typing import Any, ClassVar
 from autoshard.ir import Assignment
 from autoshard.judge.evaluate import Judgement
 from autoshard.problem import NO_HINTS, Hints, Problem
-
-Progress = Callable[[str, float], None]
-"""Called with what is being done and the fraction of it that is done."""
-
-
-def silent(_: str, __: float) -> None:
-    """The progress callback that shows nothing."""
-
-
-def part(progress: Progress, before: float, share: float) -> Progress:
-    """The callback of a part of the work, of which so much was done before, and which is such a share of it.
-
-    >>> part(print, 0.5, 0.25)("the third quarter", 0.5)
-    the third quarter 0.625
-    """
-    return lambda what, fraction: progress(what, before + share * fraction)
+from autoshard.progress import Progress, silent
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,20 +1,21 @@
 """Sharding propagation: a few tensors or ops are pinned, and everything else follows with least redistribution.
 
-*Variables.* The labels of the problem's nodes (`autoshard.problem`). *Constraints.* Pins hold, whatever they cost; a mesh axis is used only
-where a pin's use of it reaches: by reads that lead, sharded all the way, from a pinned tensor or op. *Objective.* The judge's: what is
-resharded and reduced, and the work that is not split. *Ties.* The label that splits, then the smallest.
+*Variables.* Those of the problem (`autoshard.problem`). *Constraints.* Pins are honoured, whatever they cost; a mesh axis is used only where
+a pin's use of it reaches: by reads that lead, sharded all the way, from a pinned tensor or op. *Objective.* The judge's: resharding,
+reduction, and work that is not split. *Ties.* The label that splits, then the smallest.
 
-*Steps*, for one mesh axis after another, in mesh order: (1) Breadth first from the pinned nodes outward, each node takes the label of least
-cost given the neighbours that are decided by then; one that leaves the axis unused hands it no further. (2) All that was reached is revised
-together, by elimination (`autoshard.search.elimination`), so that no choice of the first visit has to stay. (3) Rounds over the axes, until
-none changes anything. Steps 2 and 3 only lower the objective, and are exact in their axis; the whole is a heuristic.
+*Steps*, for one mesh axis after another, in mesh order: (1) Breadth first from the pinned variables outward, each variable takes the label
+of least cost given the neighbours that are decided by then; one that leaves the axis unused ends the spread there. (2) All variables
+reached are revised together, by elimination (`autoshard.inference.elimination`), so that no choice of the first visit has to stay. (3)
+Rounds over the axes, until none changes anything. Steps 2 and 3 only lower the objective, and are exact in their axis; the whole is a
+heuristic.
 
-What no pin reaches stays replicated, and is noted; so are pins that force a reshard between what follows from the one and from the other.
+Variables that no pin reaches stay replicated, and are noted; so are two pins that force a reshard between their followers.
 
 After the sharding propagation of MindSpore's auto parallel, which visits operators breadth first from the configured ones and minimises
 redistribution alone; here costs are seconds on the links of the cluster, backward pass and optimizer included, and choices are revised.
 
-Complexity: rounds x axes x nodes x labels ** (induced width + 1).
+Complexity: rounds x axes x variables x labels ** (induced width + 1).
 """
 
 from __future__ import annotations
@@ -27,19 +28,22 @@ from typing import ClassVar
 
 import numpy as np
 
+from autoshard.budgets import BUDGETS
 from autoshard.errors import ShardingError
+from autoshard.inference.elimination import Eliminator
+from autoshard.inference.model import PairwiseModel
 from autoshard.judge.evaluate import Judgement
-from autoshard.problem import BUDGETS, NO_HINTS, Hints, Label, Problem, Tables
-from autoshard.search.elimination import Eliminator, table_cost
-from autoshard.search.memory import fastest_within
-from autoshard.search.reached import disagreements, unreached
-from autoshard.search.searcher import Progress, Searcher, Solution, silent
+from autoshard.memory_limit.lagrangian import fastest_within
+from autoshard.problem import NO_HINTS, Hints, Label, Problem, Tables
+from autoshard.progress import Progress, silent
+from autoshard.search.pin_report import disagreements, unreached
+from autoshard.search.searcher import Searcher, Solution
 
 Part = tuple[int, int] | int
 """What a label does with one mesh axis: the factor it splits and where it scatters, or the dimension it shards; -1 for nothing."""
 
 Held = tuple[Mapping[int, Part], ...]
-"""Per mesh axis, by node: what its label does with it, or the factor alone, whatever else follows. What is not legal is not held."""
+"""Per mesh axis, by variable: what its label does with it, or the factor alone, whatever else follows. What is not legal is not held."""
 
 
 
@@ -76,7 +80,7 @@ class ShardingPropagation(Searcher):
         return Solution(
             judgement=judgement,
             lower_bound_seconds=min(problem.compute_bound(), judgement.cost.objective_seconds),
-            stats={"n_nodes": problem.n_nodes, "rounds": spread.rounds, "search_seconds": time.perf_counter() - started},
+            stats={"n_variables": problem.n_variables, "rounds": spread.rounds, "search_seconds": time.perf_counter() - started},
             notes=(*disagreements(problem, labels, spread.sources), *unreached(problem, spread.sources)),
             hints=hints,
         )
@@ -91,7 +95,7 @@ class Spread:
         held: what ops and layouts take besides.
         max_rounds: how often each axis may be revised.
         last_first: whether the last mesh axis is decided first, rather than the first one.
-        sources: per mesh axis, by node that was reached: the pinned node it was reached from.
+        sources: per mesh axis, by variable that was reached: the pinned variable it was reached from.
         rounds: how many rounds there were, all searches together.
         eliminate: what remembers the eliminations of all axes and prices.
     """
@@ -110,7 +114,7 @@ class Spread:
         problem, n_axes = self.problem, len(self.problem.mesh.axes)
         labels = problem.start()
         self.sources = tuple(
-            {node: node for node in (*problem.pinned(axis), *(node for node, part in held.items() if _use(part) >= 0))}
+            {variable: variable for variable in (*problem.pinned(axis), *(variable for variable, part in held.items() if _use(part) >= 0))}
             for axis, held in enumerate(self.held)
         )
         settled = [0] * n_axes  # per axis, how many changes there had been when it was settled
@@ -133,7 +137,7 @@ class Spread:
 
 
 class _OneAxis:
-    """The tables of one free mesh axis, and the label that each node has by now."""
+    """The tables of one free mesh axis, and the label that each variable has by now."""
 
     def __init__(self, tables: Tables, axis: int, held: Mapping[int, Part], sources: dict[int, int], eliminate: Eliminator):
         self.tables = tables
@@ -147,12 +151,12 @@ class _OneAxis:
         users = {id(options): [_use(label[axis]) >= 0 for label in options] for options in {id(o): o for o in tables.labels}.values()}
         self.uses = [users[id(options)] for options in tables.labels]
         self.kept: dict[int, np.ndarray] = {}
-        for node, part in held.items():
-            allowed = np.flatnonzero([part in (label[axis], _use(label[axis])) for label in tables.labels[node]])
+        for variable, part in held.items():
+            allowed = np.flatnonzero([part in (label[axis], _use(label[axis])) for label in tables.labels[variable]])
             if len(allowed):
-                self.kept[node] = allowed
-                if self.now[node] not in allowed:  # other axes left no room for it until now
-                    self.now[node] = int(allowed[tables.unary[node][allowed].argmin()])
+                self.kept[variable] = allowed
+                if self.now[variable] not in allowed:  # other axes left no room for it until now
+                    self.now[variable] = int(allowed[tables.unary[variable][allowed].argmin()])
 
     def labels(self) -> list[Label]:
         return [options[k] for options, k in zip(self.tables.labels, self.now, strict=True)]
@@ -160,15 +164,15 @@ class _OneAxis:
     def spread(self) -> None:
         """Decides breadth first from the sources, then revises."""
         decided = [len(options) == 1 for options in self.tables.labels]
-        for node, kept in self.kept.items():
-            self.now[node], decided[node] = int(kept[self.tables.unary[node][kept].argmin()]), len(kept) == 1
+        for variable, kept in self.kept.items():
+            self.now[variable], decided[variable] = int(kept[self.tables.unary[variable][kept].argmin()]), len(kept) == 1
         queue = deque(self.sources)
         while queue:
-            node = queue.popleft()
-            self.now[node] = self._best(node, decided)
-            decided[node] = True
-            if self.uses[node][self.now[node]]:
-                queue.extend(self._reach(node))
+            variable = queue.popleft()
+            self.now[variable] = self._best(variable, decided)
+            decided[variable] = True
+            if self.uses[variable][self.now[variable]]:
+                queue.extend(self._reach(variable))
         self.revise()
 
     def revise(self) -> None:
@@ -177,13 +181,13 @@ class _OneAxis:
         while n_reached < len(self.sources):
             n_reached = len(self.sources)
             self._solve()
-            for node in [node for node in self.sources if self.uses[node][self.now[node]]]:
-                self._reach(node)
+            for variable in [variable for variable in self.sources if self.uses[variable][self.now[variable]]]:
+                self._reach(variable)
 
     def _solve(self) -> None:
-        """Gives the reached nodes their best labels, all others keeping theirs; exact while its tables stay small."""
+        """Gives the reached variables their best labels, all others keeping theirs; exact while its tables stay small."""
         alone = {label: np.array([label]) for label in set(self.now)}
-        kept = [self.kept.get(node) if node in self.sources else alone[label] for node, label in enumerate(self.now)]
+        kept = [self.kept.get(variable) if variable in self.sources else alone[label] for variable, label in enumerate(self.now)]
         slices: dict[tuple, np.ndarray] = {}  # equal ones once: steps on the same tables are not repeated
 
         def sliced(table: np.ndarray, *rows: np.ndarray | None) -> np.ndarray:
@@ -199,31 +203,32 @@ class _OneAxis:
             first, last = kept[i], kept[j]
             pairs[i, j] = table if first is None and last is None else sliced(table, first, last)
         start = [k if labels is None else int(np.searchsorted(labels, k)) for k, labels in zip(self.now, kept, strict=True)]
-        found = self.eliminate(unary, pairs, start, list(map(len, self.tables.unary)))
-        if found.cost < table_cost(unary, pairs, start) * (1 - BUDGETS.rounding):
+        reached = PairwiseModel(unary, pairs)
+        found = self.eliminate(reached, start, self.tables.sizes)
+        if found.cost < reached.energy(start) * (1 - BUDGETS.rounding):
             self.now = [k if labels is None else int(labels[k]) for k, labels in zip(found.labels.tolist(), kept, strict=True)]
 
-    def _reach(self, node: int) -> list[int]:
+    def _reach(self, variable: int) -> list[int]:
         """The neighbours that nothing had reached, which are reached by now."""
-        found = [other for other, _ in self.near[node] if other not in self.sources]
-        self.sources.update(dict.fromkeys(found, self.sources[node]))
+        found = [other for other, _ in self.near[variable] if other not in self.sources]
+        self.sources.update(dict.fromkeys(found, self.sources[variable]))
         return found
 
-    def _best(self, node: int, decided: Sequence[bool]) -> int:
+    def _best(self, variable: int, decided: Sequence[bool]) -> int:
         """The label of least cost given the neighbours that are decided; of equals one that uses the axis."""
-        cost = self.tables.unary[node]
+        cost = self.tables.unary[variable]
         if len(cost) == 1:
             return 0
-        for other, rows in self.near[node]:
+        for other, rows in self.near[variable]:
             if decided[other]:
                 cost = cost + rows[self.now[other]]
-        if (kept := self.kept.get(node)) is not None:
+        if (kept := self.kept.get(variable)) is not None:
             return int(kept[cost[kept].argmin()])
         best = int(cost.argmin())
-        if self.uses[node][best]:
+        if self.uses[variable][best]:
             return best
         enough = cost[best] + BUDGETS.rounding * abs(cost[best])
-        return next((k for k, uses in enumerate(self.uses[node]) if uses and cost[k] <= enough), best)
+        return next((k for k, uses in enumerate(self.uses[variable]) if uses and cost[k] <= enough), best)
 
 
 def _use(part: Part) -> int:

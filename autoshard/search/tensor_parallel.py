@@ -10,7 +10,7 @@ them, and what makes them all follows. No name is looked at.
 
 *What follows.* Everything else, by sharding propagation (`autoshard.search.sharding_propagation`): gradients and state as weights, and what
 lies between pairs replicated or, where that is faster, split as in sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198).
-Repeated layers do alike (`autoshard.problem.folding`).
+Repeated layers do alike (`autoshard.reductions.symmetry`).
 *Objective.* The judge's makespan among the variants, within each the propagation's. *Ties.* The variant that splits more.
 
 Complexity: weight products x ops that a feature passes, then that of sharding propagation for each variant. A heuristic.
@@ -27,12 +27,14 @@ from typing import ClassVar
 from autoshard.errors import InfeasibleError
 from autoshard.ir import NOWHERE, Dims, Flow, Holder, Op, Rule
 from autoshard.ir.naming import is_backward
+from autoshard.memory_limit.lagrangian import fastest_within
 from autoshard.primitives import is_matrix, moves
-from autoshard.problem import NO_HINTS, Hints, Problem, folded
+from autoshard.problem import NO_HINTS, Hints, Problem
+from autoshard.progress import Progress, silent
+from autoshard.reductions import symmetry
 from autoshard.search.baselines import split_batch
-from autoshard.search.memory import fastest_within
 from autoshard.search.propagation import Propagation
-from autoshard.search.searcher import Progress, Searcher, Solution, silent
+from autoshard.search.searcher import Searcher, Solution
 from autoshard.search.sharding_propagation import Part, Spread
 
 TAKES_APART = frozenset({"split", "slice", "reshape"})
@@ -68,15 +70,15 @@ class TensorParallel(Searcher):
         arguments = {value for value in problem.graph.arguments if any(dim >= 0 for dim in batch.layout(value))}
         found = contraction_pairs(problem, set(problem.graph.arguments) - arguments)
         model = len(problem.mesh.axes) - 1 if found.pairs else len(problem.mesh.axes)
-        leaders = {node.leader: index for index, node in enumerate(problem.nodes.nodes) if node.leader >= 0}
+        leaders = {variable.leader: index for index, variable in enumerate(problem.structure.variables) if variable.leader >= 0}
         by_batch = [_split_alike(problem, batch, arguments, axis) for axis in range(model)]
         variants = [found.pairs | found.ends, found.pairs] if self.vocabulary and found.ends else [found.pairs]
-        small = folded(problem)
+        small = symmetry.apply(problem)
         runs, refused = [], []
         for splits in variants:
             last = {leaders[op]: (factor, -1) if op in found.seconds and not self.sequence else factor for op, factor in splits.items()}
             held = tuple([*by_batch, last][: len(problem.mesh.axes)])
-            alike = small and small.fold_parts(held)
+            alike = small and small.project_parts(held)
             spread = Spread(problem, held, last_first=True, progress=progress)
             if small and alike:
                 spread = Spread(small, alike, last_first=True, progress=progress)
@@ -91,7 +93,7 @@ class TensorParallel(Searcher):
             judgement=judgement,
             lower_bound_seconds=min(problem.compute_bound(), judgement.cost.objective_seconds),
             stats={
-                "n_nodes": problem.n_nodes,
+                "n_variables": problem.n_variables,
                 "pairs": len(found.pairs) - len(found.seconds),
                 "search_seconds": time.perf_counter() - started,
             },
@@ -101,10 +103,10 @@ class TensorParallel(Searcher):
 
 def _split_alike(problem: Problem, batch: Propagation, arguments: Collection[int], axis: int) -> dict[int, Part]:
     """What data parallelism does with a mesh axis: the dimensions of its batch, and the factors of all that follows from it."""
-    home = problem.nodes.home
+    home = problem.structure.home
     held: dict[int, Part] = {home[value][0]: batch.layout(value)[axis] for value in sorted(arguments) if value in home}
-    for index, node in enumerate(problem.nodes.nodes):
-        if node.leader >= 0 and (factor := batch.choices.get(node.leader, (NOWHERE,) * (axis + 1))[axis][0]) >= 0:
+    for index, variable in enumerate(problem.structure.variables):
+        if variable.leader >= 0 and (factor := batch.choices.get(variable.leader, (NOWHERE,) * (axis + 1))[axis][0]) >= 0:
             held[index] = factor
     return held
 
@@ -176,7 +178,7 @@ def _factors(dims: Dims) -> set[int]:
 
 
 @dataclass(slots=True)
-class _Met:
+class _Joined:
     """What a feature meets on its way.
 
     Attributes:
@@ -218,9 +220,9 @@ class _Features:
         """Whether the op looks rows up in a weight."""
         return op.primitive == "gather" and op.operands[0] in self.weights
 
-    def follow(self, value: int, dim: int) -> _Met | None:
+    def follow(self, value: int, dim: int) -> _Joined | None:
         """What the feature in a dimension meets; None where it is returned or needed whole, or one contracts and another reduces it."""
-        met = _Met()
+        met = _Joined()
         waiting = deque([(value, dim)])
         seen = set(waiting)
         while waiting:
@@ -239,7 +241,7 @@ class _Features:
             seen.update(steps)
         return met
 
-    def _through(self, op: Op, position: int, dim: int, met: _Met) -> list[tuple[int, int]] | None:
+    def _through(self, op: Op, position: int, dim: int, met: _Joined) -> list[tuple[int, int]] | None:
         """Where an op puts a feature that it reads in a dimension; None where it needs all of it."""
         rule = self.problem.rules[op.index]
         if rule is None:
@@ -258,7 +260,7 @@ class _Features:
         made = [(value, _dim(dims, factor)) for value, dims in zip(op.results, rule.results, strict=True) if factor in _factors(dims)]
         return made if made and all(found >= 0 for _, found in made) else None
 
-    def _apart(self, op: Op, dim: int, met: _Met) -> list[tuple[int, int]] | None:
+    def _apart(self, op: Op, dim: int, met: _Joined) -> list[tuple[int, int]] | None:
         """Follows the parts into which an op takes a feature, each in the first dimension from which only products with weights meet it."""
         rule, shapes, n = self.problem.rules[op.index], self.problem.graph.values, self.problem.mesh.sizes[-1]
         assert rule is not None

@@ -29,7 +29,7 @@ from autoshard.ir import Assignment, Collective, Graph, Layout, Mesh, Op, Origin
 from autoshard.ir.naming import Names, pattern
 from autoshard.lower.constrain import ReshardPath, constrained, needs_shard_map
 from autoshard.lower.mesh import lowering_mesh, to_named_sharding
-from autoshard.search.searcher import Progress, silent
+from autoshard.progress import Progress, silent
 from autoshard.verify.compare import Row, compare
 from autoshard.verify.shardy import collectives_in, explicit, lowered_flat, made_bytes
 

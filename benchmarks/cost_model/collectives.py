@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+from autoshard.progress import Progress
 from autoshard.render import Heading, Paragraph, Part, Table, format_bytes, format_count
-from autoshard.search.searcher import Progress
 from benchmarks.cost_model.compared import compared
 from benchmarks.cost_model.compiled import cases, compiled, n_cases
 from benchmarks.cost_model.findings import Findings, Target

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import autoshard
 from autoshard.api.search import RESERVE
 from autoshard.cluster import Cluster
+from autoshard.progress import Progress
 from autoshard.render import Table, format_bytes
-from autoshard.search.searcher import Progress
 from benchmarks.cost_model.compiled import NO_LIMIT, Case, compiled
 from benchmarks.cost_model.findings import Findings, Target
 from benchmarks.models import Program

@@ -6,8 +6,8 @@ its dots and convolutions times their loops' trips, padding and holes left out. 
 
 from __future__ import annotations
 
+from autoshard.progress import Progress
 from autoshard.render import Paragraph, Table, format_flops
-from autoshard.search.searcher import Progress
 from benchmarks.cost_model.compared import compared
 from benchmarks.cost_model.compiled import cases, compiled, n_cases
 from benchmarks.cost_model.findings import Findings, Target

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+from autoshard.progress import Progress
 from autoshard.render import Table, format_bytes
-from autoshard.search.searcher import Progress
 from benchmarks.cost_model.compared import compared
 from benchmarks.cost_model.compiled import compiled
 from benchmarks.cost_model.findings import Findings, Target

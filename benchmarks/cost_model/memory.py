@@ -14,8 +14,8 @@ from functools import partial
 import jax.numpy as jnp
 
 import autoshard
+from autoshard.progress import Progress
 from autoshard.render import Table, format_bytes
-from autoshard.search.searcher import Progress
 from benchmarks.cost_model.compiled import NO_LIMIT, Case, compiled
 from benchmarks.cost_model.findings import Findings, Target, quantile
 from benchmarks.other_models import graph_network, state_space, windows

@@ -162,24 +162,24 @@ def _spread(problem: Problem, axis: int, tensor: Mapping[str, int]) -> Assignmen
 def _changed(problem: Problem, assignment: Assignment, seed: int, changes: int, sweeps: int) -> Assignment:
     """Some decisions changed at random, half of them layouts of arguments; the others then take what is cheapest beside them."""
     rng = random.Random(seed)
-    nodes = problem.nodes.nodes
-    labels = [assignment.choice(node.leader) if node.leader >= 0 else assignment.layout(node.value) for node in nodes]
-    for value, node in problem.nodes.copies.items():
-        labels[node] = assignment.copies.get(value, assignment.layout(value))
+    variables = problem.structure.variables
+    labels = [assignment.choice(variable.leader) if variable.leader >= 0 else assignment.layout(variable.value) for variable in variables]
+    for value, variable in problem.structure.copies.items():
+        labels[variable] = assignment.copies.get(value, assignment.layout(value))
     tables = problem.tables(tuple(range(len(problem.mesh.axes))), labels)
     at = [int(position) for position in tables.incumbent]
-    beside: list[list] = [[] for _ in nodes]
+    beside: list[list] = [[] for _ in variables]
     for (i, j), table in tables.pairs.items():
         beside[i].append((j, table))
         beside[j].append((i, table.T))
-    arguments = [i for i, node in enumerate(nodes) if node.value in problem.graph.arguments]
+    arguments = [i for i, variable in enumerate(variables) if variable.value in problem.graph.arguments]
     fixed = set()
     for _ in range(changes):
-        i = rng.choice(arguments) if rng.random() < 0.5 else rng.randrange(len(nodes))
+        i = rng.choice(arguments) if rng.random() < 0.5 else rng.randrange(len(variables))
         at[i] = rng.randrange(len(tables.labels[i]))
         fixed.add(i)
     for _ in range(sweeps):
-        for i in rng.sample(range(len(nodes)), len(nodes)):
+        for i in rng.sample(range(len(variables)), len(variables)):
             if i not in fixed:
                 at[i] = int(sum((table[:, at[j]] for j, table in beside[i]), start=tables.unary[i]).argmin())
     return problem.assignment([options[position] for options, position in zip(tables.labels, at, strict=True)])

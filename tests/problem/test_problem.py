@@ -6,10 +6,11 @@ import pytest
 from problems import problem_of
 from programs import PROGRAMS, gpt
 
-from autoshard.problem import Hints, folded
+from autoshard.mesh_search.anytime import Incumbent
+from autoshard.mesh_search.bounds import first_bound, message_bound
+from autoshard.problem import Hints
+from autoshard.reductions import symmetry
 from autoshard.search import DataParallel, DynamicProgramming, RecursiveProgramming
-from autoshard.search.early import Met
-from autoshard.search.mesh_search import first_bound, message_bound
 
 
 def make(program="mlp", **options):
@@ -19,9 +20,9 @@ def make(program="mlp", **options):
 
 @pytest.mark.parametrize("name", ["memory_limit_bytes", "watcher", "pins", "learned"])
 def test_no_attribute_can_be_set(name):
-    """Neither of a problem nor of its folded one, whether it has such an attribute or not; the error says what to use."""
+    """Neither of a problem nor of its quotient, whether it has such an attribute or not; the error says what to use."""
     problem = make("deep")
-    for one in (problem, folded(problem), problem.within(1e9)):
+    for one in (problem, symmetry.apply(problem), problem.within(1e9)):
         with pytest.raises(AttributeError, match=r"stays as it was made.*problem\.within"):
             setattr(one, name, None)
 
@@ -55,13 +56,13 @@ def test_what_was_sent_is_where_the_next_search_goes_on():
     first = DynamicProgramming(tolerance=0.0).solve(problem)
     second = DynamicProgramming(tolerance=0.0).solve(problem, hints=first.hints)
     assert second.stats["sweeps"] < first.stats["sweeps"]
-    assert first.hints.sent and not Hints().sent
+    assert first.hints.messages and not Hints().messages
 
 
 def test_problems_that_differ_in_their_limit_or_watcher_share_what_is_known():
     """Tables and facts are computed once; each keeps its own limit and watcher."""
     problem = make()
-    met = Met(problem)
+    met = Incumbent(problem)
     other = problem.within(1e9).watched(met)
     assert other.whole_tables() is problem.whole_tables()
     assert (problem.memory_limit_bytes, other.memory_limit_bytes) == (None, 1e9)

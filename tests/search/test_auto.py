@@ -13,11 +13,12 @@ from problems import eager_cluster, problem_of
 from programs import PROGRAMS, abstract, mlp, train_step_of
 
 import autoshard
+from autoshard.budgets import BUDGETS
 from autoshard.cluster import Cluster
 from autoshard.cost.record import Cost
 from autoshard.errors import InfeasibleError, SearchLimitError
 from autoshard.ir import Collective
-from autoshard.problem import BUDGETS, NO_HINTS
+from autoshard.problem import NO_HINTS
 from autoshard.search import Auto, DataParallel, DynamicProgramming, RecursiveProgramming
 from autoshard.search.auto import MEMBERS, exposed_shares
 

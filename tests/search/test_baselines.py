@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -14,7 +12,7 @@ from programs import gpt
 
 import autoshard
 from autoshard.demo.programs import named
-from autoshard.problem import folded
+from autoshard.reductions import symmetry
 from autoshard.search import DataParallel, FullySharded, TensorParallel
 from autoshard.search.baselines import split_batch
 from autoshard.search.sharding_propagation import Spread
@@ -64,30 +62,30 @@ def test_labels_are_split_with_what_they_label():
 
 
 def test_what_is_held_is_folded_where_nodes_that_look_alike_hold_the_same():
-    """One part for each node of the folded problem; None where one layer is to do something else, or only one anything."""
+    """One part for each variable of the quotient problem; None where one layer is to do something else, or only one anything."""
     problem = deep()
-    small = folded(problem)
+    small = symmetry.apply(problem)
     classes = small.classes.tolist()
-    twin, other = next((node, classes.index(number)) for node, number in enumerate(classes) if classes.index(number) < node)
+    twin, other = next((variable, classes.index(number)) for variable, number in enumerate(classes) if classes.index(number) < variable)
     both = {twin: 1, other: 1}
     if classes.count(classes[twin]) > 2:
-        both = {node: 1 for node, number in enumerate(classes) if number == classes[twin]}
-    assert small.fold_parts((both, {})) == ({classes[twin]: 1}, {})
-    assert small.fold_parts(({**both, twin: 0}, {})) is None
-    assert small.fold_parts(({twin: 1}, {})) is None
+        both = {variable: 1 for variable, number in enumerate(classes) if number == classes[twin]}
+    assert small.project_parts((both, {})) == ({classes[twin]: 1}, {})
+    assert small.project_parts(({**both, twin: 0}, {})) is None
+    assert small.project_parts(({twin: 1}, {})) is None
 
 
 def test_tensor_parallel_layers_do_alike(monkeypatch):
-    """A deep program is spread on the folded problem, and as fast as where every layer is spread on its own."""
+    """A deep program is spread on the quotient problem, and as fast as where every layer is spread on its own."""
     spread = []
     search = Spread.search
-    monkeypatch.setattr(Spread, "search", lambda self, prices: spread.append(self.problem.n_nodes) or search(self, prices))
+    monkeypatch.setattr(Spread, "search", lambda self, prices: spread.append(self.problem.n_variables) or search(self, prices))
     problem = deep()
     found = TensorParallel().solve(problem)
-    assert set(spread) == {folded(problem).n_nodes}
-    monkeypatch.setattr(sys.modules[TensorParallel.__module__], "folded", lambda problem: None)
+    assert set(spread) == {symmetry.apply(problem).n_variables}
+    monkeypatch.setattr(symmetry, "apply", lambda problem: None)
     alone = TensorParallel().solve(problem)
-    assert max(spread) == problem.n_nodes
+    assert max(spread) == problem.n_variables
     assert found.judgement.cost.makespan_seconds == pytest.approx(alone.judgement.cost.makespan_seconds, rel=0.05)
 
 

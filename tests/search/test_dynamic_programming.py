@@ -2,56 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from problems import SMALL, eager_cluster, problem_of
 from programs import PROGRAMS
-from test_elimination import enumerated, small_tables
 
 from autoshard.errors import SearchLimitError
-from autoshard.problem import Tables
 from autoshard.search import BruteForce, DynamicProgramming, RecursiveProgramming
-from autoshard.search.elimination import table_cost
-from autoshard.search.reparametrisation import reparametrise
-from autoshard.search.shells import Shells
-
-
-@settings(max_examples=200, deadline=None)
-@given(small_tables(), st.sampled_from([0, 1, 60]))
-def test_shells_end_at_the_optimum(tables, sweeps):
-    """However little the bound says, the labels that are found are optimal, and the bound is then their cost."""
-    unary, pairs = tables
-    whole = Tables(tuple(tuple(range(len(table))) for table in unary), tuple(unary), pairs, np.zeros(len(unary), int))
-    found, bound = Shells(1 << 21, 60, 0.0).widened(whole, reparametrise(unary, pairs, max_sweeps=sweeps))
-    best = enumerated(unary, pairs)
-    assert bound == pytest.approx(best, abs=1e-6)
-    assert sum(table[label] for table, label in zip(unary, found, strict=True)) + sum(
-        table[found[i], found[j]] for (i, j), table in pairs.items()
-    ) == pytest.approx(best, abs=1e-9)
-
-
-@settings(max_examples=200, deadline=None)
-@given(small_tables(), st.sampled_from([0.0, 1e-3, 0.3, 2.0]), st.integers(1, 5), st.booleans(), st.sampled_from([2, 6, 1 << 21]))
-def test_few_shells_are_tried_and_the_bound_holds(tables, tolerance, attempt, last, max_entries):
-    """Whatever is tolerated and however small tables must stay, a few dozen shells end with a bound below the optimum and labels above."""
-    unary, pairs = tables
-    whole = Tables(tuple(tuple(range(len(table))) for table in unary), tuple(unary), pairs, np.zeros(len(unary), int))
-    shells, asked = Shells(max_entries, 60, tolerance), []
-    shell = shells._shell
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shells, "_shell", lambda *args, **options: asked.append(args) or _at_most(60, asked) or shell(*args, **options))
-        found, bound = shells.widened(whole, reparametrise(unary, pairs, max_sweeps=1), attempt, last)
-    best = enumerated(unary, pairs)
-    assert bound <= best + 1e-9
-    assert table_cost(unary, pairs, found) >= best - 1e-9
-    if last and not tolerance and max_entries > 6:
-        assert bound == pytest.approx(best, abs=1e-6)
-
-
-def _at_most(n: int, calls: list) -> None:
-    assert len(calls) <= n, "the same shell is tried again and again"
 
 
 @pytest.mark.parametrize("program", SMALL)

@@ -9,10 +9,10 @@ import pytest
 from problems import SMALL, problem_of
 from programs import PROGRAMS
 
+from autoshard.mesh_search.anytime import Incumbent
+from autoshard.mesh_search.search import search_meshes
 from autoshard.problem import Hints
 from autoshard.search import SEARCHERS, Auto, DynamicProgramming, FullySharded, RecursiveProgramming, solve
-from autoshard.search.early import Met
-from autoshard.search.mesh_search import search_meshes
 
 
 @pytest.mark.parametrize("name", sorted(set(SEARCHERS) - {"sharding_propagation"}))  # which wants pins
@@ -28,7 +28,7 @@ def test_what_dynamic_programming_moved_is_known_to_whoever_watches():
     """A portfolio that ends while another member is asked leaves a bound as good as the one that was proven by then."""
     fn, args = PROGRAMS["moe"]()
     problem = problem_of(fn, *args)
-    met = Met(problem)
+    met = Incumbent(problem)
 
     def impatient(what, _):
         if what == RecursiveProgramming.name:
@@ -36,7 +36,7 @@ def test_what_dynamic_programming_moved_is_known_to_whoever_watches():
 
     with pytest.raises(KeyboardInterrupt):
         Auto().solve(problem.watched(met), impatient)
-    assert met.hints is not None and met.hints.sent.keys() == DynamicProgramming().solve(problem).hints.sent.keys()
+    assert met.hints is not None and met.hints.messages.keys() == DynamicProgramming().solve(problem).hints.messages.keys()
 
 
 def test_meshes_hand_hints_to_each_other():

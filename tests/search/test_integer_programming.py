@@ -9,27 +9,26 @@ import pytest
 from hypothesis import given, settings
 from problems import SMALL, eager_cluster, problem_of
 from programs import PROGRAMS
-from test_elimination import enumerated, small_tables
+from small_models import enumerated, small_models
 
 from autoshard.errors import InfeasibleError, SearchLimitError
+from autoshard.inference.elimination import eliminate
+from autoshard.inference.reparametrisation import reparametrise
 from autoshard.search import BruteForce, DynamicProgramming, IntegerProgramming, integer_programming
-from autoshard.search.elimination import eliminate, table_cost
 from autoshard.search.integer_programming import Model, memory_rows
-from autoshard.search.reparametrisation import reparametrise
 
 
 @settings(max_examples=200, deadline=None)
-@given(small_tables())
-def test_the_model_has_the_optimum_of_enumeration_and_elimination(tables):
-    """On random small graphs HiGHS, elimination and enumeration agree, and the dual bound meets them."""
-    unary, pairs = tables
-    best = enumerated(unary, pairs)
+@given(small_models())
+def test_the_program_has_the_optimum_of_enumeration_and_elimination(model):
+    """On random small models HiGHS, elimination and enumeration agree, and the dual bound meets them."""
+    best = enumerated(model)
     for sweeps in (0, 20):
-        moved = reparametrise(unary, pairs, max_sweeps=sweeps)
+        moved = reparametrise(model, max_sweeps=sweeps)
         answer = Model(moved, best - moved.bound + 1e-9, 1 << 20).solved((), 10.0, 0.0)
-        assert table_cost(unary, pairs, answer.labels) == pytest.approx(best, abs=1e-6)
+        assert model.energy(answer.labels) == pytest.approx(best, abs=1e-6)
         assert answer.bound == pytest.approx(best, abs=1e-6)
-    assert eliminate(unary, pairs).cost == pytest.approx(best, abs=1e-9)
+    assert eliminate(model).cost == pytest.approx(best, abs=1e-9)
 
 
 @pytest.mark.parametrize("program", SMALL)
@@ -88,7 +87,7 @@ def test_rows_exclude_nothing_that_fits(program, cluster):
     limit = float(np.median([peak.nbytes for peak in peaks]))
 
     def kept(row, labels):
-        return sum(shares[labels[node]] for node, shares in row.coefficients.items()) <= row.limit + 1e-9
+        return sum(shares[labels[variable]] for variable, shares in row.coefficients.items()) <= row.limit + 1e-9
 
     for labels, peak in zip(drawn, peaks, strict=True):
         if peak.nbytes > limit:

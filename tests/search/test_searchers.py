@@ -13,6 +13,7 @@ from programs import PROGRAMS
 
 import autoshard
 from autoshard.errors import InfeasibleError, SearcherError, ShardingError
+from autoshard.inference.elimination import eliminate
 from autoshard.ir import legal, operand_layout, result_layout
 from autoshard.judge.evaluate import evaluate
 from autoshard.search import (
@@ -28,7 +29,6 @@ from autoshard.search import (
     searcher_of,
     solve,
 )
-from autoshard.search.elimination import eliminate
 from benchmarks import models
 
 SEARCHED = [
@@ -107,8 +107,8 @@ def test_two_axes_come_close_to_the_joint_optimum(program):
     fn, args = SMALL[program]()
     problem = problem_of(fn, *args)
     tables = problem.tables((0, 1), problem.start())
-    joint = eliminate(tables.unary, tables.pairs)
-    assignment = problem.assignment([options[label] for options, label in zip(tables.labels, joint.labels, strict=True)])
+    joint = eliminate(tables)
+    assignment = problem.assignment(tables.at(joint.labels))
     exact = problem.evaluate(assignment).cost.objective_seconds
     assert exact == pytest.approx(joint.cost, rel=1e-9)
     assert RecursiveProgramming().solve(problem).judgement.cost.objective_seconds <= 1.2 * exact

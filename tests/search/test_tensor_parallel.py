@@ -12,8 +12,8 @@ from programs import PROGRAMS
 
 import autoshard
 from autoshard.errors import InfeasibleError
+from autoshard.memory_limit.lagrangian import least_peak
 from autoshard.search import Auto, DataParallel, TensorParallel
-from autoshard.search.memory import least_peak
 from autoshard.search.tensor_parallel import contraction_pairs
 from benchmarks.models import MODELS, gpt, gpt_scan, moe
 
@@ -183,7 +183,7 @@ def test_under_a_limit_it_stays_tensor_parallel(program, monkeypatch):
         def __init__(self, *_):
             raise AssertionError("the baseline is repaired")
 
-    monkeypatch.setattr(sys.modules[least_peak.__module__], "_Repair", Unasked)
+    monkeypatch.setattr(sys.modules[least_peak.__module__], "Repair", Unasked)
     fn, args = PROGRAMS[program]()
     free = TensorParallel().solve(problem_of(fn, *args)).judgement.cost.peak_bytes
     outcomes = set()

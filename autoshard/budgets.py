@@ -1,0 +1,108 @@
+"""Budgets of searches: limits of work, and thresholds of differences that count, in one record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """Limits and thresholds of searches. None of them makes an answer illegal or a bound wrong: they trade time against quality.
+
+    Entries are numbers in tables, of 8 bytes each; a sweep is one pass of messages over all variables, forward and backward; shares and
+    ratios have no unit. Options of single searchers, such as the largest table of an elimination, are fields of those.
+
+    Attributes:
+        rounding: the relative error of sums of a few thousand terms in double precision, and the least gain of a change.
+        symmetry_rounds: rounds of colour refinement: 3 give the optimum's labels of GPT, Llama and MoE steps of 2 to 32 layers, 2 come
+            within 0.08 %.
+        symmetry_share: the largest share of variables that a quotient problem may have.
+        kept_entries: of the results that an eliminator keeps: 32 MiB.
+        planning_entries: a variable; adding up so many takes as long as planning its elimination does (20 us, 5 ns an entry).
+        dear_entries: a variable; above it min-fill is tried, which takes twice as long to find as min-weight.
+        joined_entries: of all joined tables of an elimination, stored until labels are found: at most half a gigabyte, and a second.
+        low_degree_entries: of a variable with its two neighbours: adding up so many takes as long as a few sweeps over their pairs.
+        dominance_entries: of two labels of a variable by one of a neighbour: larger variables keep all labels.
+        dominance_rounds: labels removed in one round may leave others dominated; nearly all go in the first rounds.
+        passing_tolerance: of the bound; a sweep that raises it by less is the last.
+        extrapolation_sweeps: one sweep of so many extrapolates.
+        extrapolation_rise: of the bound; after a sweep that raises it by more, extrapolation goes too far.
+        row_entries: of tables that are flattened: adding to so many one by one takes as long as a few calls.
+        together_entries: of the pairs of one table that are processed together: a quarter of a megabyte, which fits a processor's cache.
+        attempt_sweeps: before an attempt at a proof.
+        attempt_far: times the tolerated gap; beyond it twice the sweeps come before the next attempt, from the third on.
+        attempt_lenience: times the tolerance, at most, that is tolerated after several attempts.
+        table_sweeps: over tables that are one of many to be solved, or large.
+        axis_tolerance: of the minimum of one axis's tables, where message passing helps to find it.
+        whole_entries: passed over for a bound of the whole problem after its quotient: some 5 s on one core.
+        dual_steps: prices that are tried for a bound within a memory limit.
+        judged_ops: that changes of single decisions may judge under a memory limit: about a second.
+        judged_most: assignments that they may judge, of small programs.
+        judged_mixtures: of two answers, of any program.
+        price_dear: times the price at which bytes cost as much as seconds, where bytes decide alone.
+        price_factor, price_factor_known: between the first prices: knowing none, and knowing one of another search.
+        near_objective: times the least one: so near, further starts are not worth their time.
+        counted_entries: of tables; above it the least bytes of labels are not computed.
+        bound_entries: of tables that are made for a bound alone: 256 MiB.
+        quotient_sweeps: of the quotient problem for a bound, which are cheap; some of the whole follow.
+        first_sweeps: for the order of meshes: a GPT's placements on 2 x 4 devices are in the order of their optima by then.
+        screening_sweeps: to decide whether a mesh is searched: on GPT steps of 8 layers on 64 devices the bound is within 1 % after 8.
+        bounding_sweeps: for the bound of an answer without one.
+        bounding_entries: passed over for it: half a second on one core.
+        least_gain: of the objective, that is worth a search of a mesh; a tenth of the predictions' accuracy.
+        near_makespan: times the least one: a baseline that comes as near on one mesh may be the best on another.
+        settled_gap: relative; an answer as near to its bound ends a portfolio, as the gap at which dynamic programming stops.
+        axis_split_sweeps: over the prime axes of a mesh.
+        axis_split_entries: of the largest table of an elimination there.
+        propagation_rounds: over the mesh axes, of sharding propagation.
+        propagation_entries: of its eliminations' tables; beyond it the best-connected variables keep their labels.
+        probe_bytes: of the all_gather whose time tells which axis has the slower links.
+    """
+
+    rounding: float = 1e-9
+    symmetry_rounds: int = 4
+    symmetry_share: float = 0.4
+    kept_entries: int = 1 << 22
+    planning_entries: int = 1 << 12
+    dear_entries: int = 1 << 13
+    joined_entries: int = 1 << 27
+    low_degree_entries: int = 1 << 16
+    dominance_entries: int = 1 << 20
+    dominance_rounds: int = 3
+    passing_tolerance: float = 3e-7
+    extrapolation_sweeps: int = 2
+    extrapolation_rise: float = 0.1
+    row_entries: int = 1 << 12
+    together_entries: int = 1 << 15
+    attempt_sweeps: int = 20
+    attempt_far: float = 4
+    attempt_lenience: int = 5
+    table_sweeps: int = 60
+    axis_tolerance: float = 1e-4
+    whole_entries: int = 1 << 28
+    dual_steps: int = 4
+    judged_ops: int = 100_000
+    judged_most: int = 128
+    judged_mixtures: int = 6
+    price_dear: float = 100
+    price_factor: float = 4.0
+    price_factor_known: float = 1.25
+    near_objective: float = 1.05
+    counted_entries: int = 1 << 26
+    bound_entries: int = 1 << 25
+    quotient_sweeps: int = 120
+    first_sweeps: int = 2
+    screening_sweeps: int = 12
+    bounding_sweeps: int = 10
+    bounding_entries: int = 1 << 26
+    least_gain: float = 0.01
+    near_makespan: float = 1.1
+    settled_gap: float = 1e-3
+    axis_split_sweeps: int = 3
+    axis_split_entries: int = 1 << 20
+    propagation_rounds: int = 6
+    propagation_entries: int = 1 << 20
+    probe_bytes: float = 1e7
+
+
+BUDGETS = Budgets()

@@ -1,0 +1,155 @@
+"""Repair: answers changed in single decisions, or mixed from two, as far as the judge finds them within the memory limit and faster.
+
+Prices reach the convex part of the time x memory frontier. Between its points repair finds more: the answers on both sides of the limit
+differ in parts that share no table, such as layers, and as many of these as fit are taken from the faster one; then single decisions are
+changed where that is faster and fits, or, where nothing fits yet, takes less memory. The number of assignments judged for it is bounded.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from autoshard.budgets import BUDGETS
+from autoshard.judge.evaluate import Judgement
+from autoshard.problem import Label, Problem
+
+Found = tuple[Judgement, list[Label]]
+"""An answer: its judgement, and its labels."""
+
+
+class Repair:
+    """Improvements of answers that the judge confirms.
+
+    Attributes:
+        left: how many more assignments may be judged.
+    """
+
+    def __init__(self, problem: Problem, limit: float):
+        self.problem = problem
+        self.limit = limit
+        self.left = min(BUDGETS.judged_most, BUDGETS.judged_ops // len(problem.graph.walk()))
+
+    def _judged(self, labels: list[Label]) -> Found:
+        self.left -= 1
+        return self.problem.evaluate(self.problem.assignment(labels)), labels
+
+    def _better(self, found: Found, than: Found) -> bool:
+        """Whether an answer fits and is faster, or, where the other does not fit, has the smaller peak."""
+        ours, theirs = (max(judgement.cost.peak_bytes, self.limit) for judgement, _ in (found, than))
+        if ours != theirs:
+            return ours < theirs
+        return ours <= self.limit and found[0].cost.objective_seconds < than[0].cost.objective_seconds * (1 - BUDGETS.rounding)
+
+    def mixed(self, below: Found, above: Found, priced: Iterable[int]) -> Found:
+        """The answer within the limit, with as many parts of one above it as fit, most seconds a byte first."""
+        parts = self._parts(below[1], above[1], priced)
+        sums = list(accumulate((held for _, held in parts), initial=0.0))
+        fits, too_many, best = 0, len(parts) + 1, below
+        peaks = {0: below[0].cost.peak_bytes, too_many: max(above[0].cost.peak_bytes, self.limit)}
+        sums.append(sums[-1])
+        for _ in range(max(BUDGETS.judged_mixtures, min(self.left, BUDGETS.judged_most))):
+            if too_many - fits <= 1:
+                break
+            share = (self.limit - peaks[fits]) / max(peaks[too_many] - peaks[fits], 1.0)
+            reached = bisect_right(sums, sums[fits] + share * (sums[too_many] - sums[fits])) - 1
+            some = min(max(reached, fits + 1), too_many - 1)
+            labels = list(below[1])
+            for variable in (variable for part, _ in parts[:some] for variable in part):
+                labels[variable] = above[1][variable]
+            found = self._judged(labels)
+            peaks[some] = found[0].cost.peak_bytes
+            if peaks[some] <= self.limit:
+                fits, best = some, found if self._better(found, best) else best
+            else:
+                too_many = some
+        return best
+
+    def _parts(self, below: list[Label], above: list[Label], priced: Iterable[int]) -> list[tuple[list[int], float]]:
+        """The variables in which two answers differ, as parts that share no table, with the bytes each takes; only those that gain time."""
+        differ = {variable: variable for variable, (one, other) in enumerate(zip(below, above, strict=True)) if one != other}
+
+        def first(variable: int) -> int:
+            while differ[variable] != variable:
+                differ[variable] = variable = differ[differ[variable]]
+            return variable
+
+        bytes_of = dict.fromkeys(sorted(priced), 1.0)
+        ours, theirs, charged, refunded = (
+            self.problem.tables((), labels, prices) for prices in (None, bytes_of) for labels in (below, above)
+        )
+        for i, j in ours.pairs:
+            if i in differ and j in differ:
+                differ[first(j)] = first(i)
+        gains: dict[int, float] = dict.fromkeys(map(first, differ), 0.0)
+        held = dict(gains)
+        for variable in differ:
+            gain = float(ours.unary[variable][0] - theirs.unary[variable][0])
+            gains[first(variable)] += gain
+            held[first(variable)] += float(refunded.unary[variable][0] - charged.unary[variable][0]) + gain
+        for (i, j), table in ours.pairs.items():
+            if (variable := i if i in differ else j) in differ:
+                gains[first(variable)] += float(table[0, 0] - theirs.pairs[i, j][0, 0])
+        parts: dict[int, list[int]] = {part: [] for part in gains}
+        for variable in differ:
+            parts[first(variable)].append(variable)
+        order = sorted(gains, key=lambda part: -gains[part] / max(held[part], 1.0))
+        return [(parts[part], max(held[part], 1.0)) for part in order if gains[part] > 0.0]
+
+    def made_to_fit(self, several: Sequence[Found]) -> Found:
+        """The best answer that changes lead to, from the fastest within the limit first, else from the smallest peak.
+
+        Later ones are left out once an answer comes near the least objective of all.
+        """
+        order = sorted(several, key=lambda found: (max(found[0].cost.peak_bytes, self.limit), found[0].cost.objective_seconds))
+        near = BUDGETS.near_objective * min(judgement.cost.objective_seconds for judgement, _ in order)
+        best = self.changed(order[0])
+        for found in order[1:]:
+            if best[0].cost.peak_bytes <= self.limit and best[0].cost.objective_seconds <= near:
+                break
+            changed = self.changed(found)
+            best = changed if self._better(changed, best) else best
+        return best
+
+    def changed(self, found: Found) -> Found:
+        """The answer after changes of single decisions, each time the most promising that the judge confirms."""
+        tried: set[tuple[int, Label]] = set()
+        while self.left > 0:
+            for variable, label in self._changes(found):
+                if self.left > 0 and (variable, label) not in tried:
+                    tried.add((variable, label))
+                    other = self._judged([*found[1][:variable], label, *found[1][variable + 1 :]])
+                    if self._better(other, found):
+                        found, tried = other, set()
+                        break
+            else:
+                break
+        return found
+
+    def _changes(self, found: Found) -> list[tuple[int, Label]]:
+        """Other labels of single variables, on one axis each, best first: by time gained where the answer fits, else by bytes saved."""
+        judgement, labels = found
+        fits = judgement.cost.peak_bytes <= self.limit
+        bytes_of = dict.fromkeys(sorted(judgement.peak.alive), 1.0)
+        changes: list[tuple[float, int, int, int]] = []
+        offered = []
+        for axis in range(len(self.problem.mesh.axes)):
+            tables = self.problem.tables((axis,), labels)
+            charged = self.problem.tables((axis,), labels, bytes_of)
+            offered.append(tables.labels)
+            now = tables.incumbent
+            costs = list(tables.unary)
+            for (i, j), table in tables.pairs.items():
+                costs[i] = costs[i] + table[:, now[j]]
+                costs[j] = costs[j] + table[now[i]]
+            for variable, cost in enumerate(costs):
+                lost = cost - cost[now[variable]]
+                held = charged.unary[variable] - tables.unary[variable]
+                saved = held[now[variable]] - held
+                ranks = lost if fits else np.where(saved > 0, lost, np.inf) / np.maximum(saved, 1.0)
+                worth = np.flatnonzero(lost < -BUDGETS.rounding * abs(cost[now[variable]]) if fits else saved > 0)
+                changes += [(float(ranks[k]), variable, axis, int(k)) for k in worth]
+        return [(variable, offered[axis][variable][k]) for _, variable, axis, k in sorted(changes)]

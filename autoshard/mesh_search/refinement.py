@@ -1,0 +1,71 @@
+"""Refinement: from the best mesh of few axes to one of more, by recursive programming over the prime factors of its axes.
+
+Every axis is split into prime factors (`autoshard.reductions.axis_split`). From the answer's labels each factor is freed in turn, slowest
+links first, given all others, and solved exactly for the whole program; then sweeps, to a fixpoint
+(`autoshard.search.recursive_programming`). That takes tables of one small axis at a time, near-linear in operations and in the number of
+factors, however many meshes there are. The labels found are merged back onto few axes, and where they gain enough, that mesh is searched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from autoshard.budgets import BUDGETS
+from autoshard.inference.reduced_cost_fixing import ReducedCostFixing
+from autoshard.ir import Mesh
+from autoshard.mesh_search.candidates import AXIS_NAMES
+from autoshard.problem import Hints, Label, Problem
+from autoshard.progress import Progress, silent
+from autoshard.reductions import axis_split, symmetry
+from autoshard.search.recursive_programming import Descent, RecursiveProgramming
+
+
+def refined(
+    problem: Problem,
+    labels: Sequence[Label] | None,
+    most_axes: int,
+    least_gain: float,
+    placed: Callable[[Mesh], Sequence[Problem]],
+    progress: Progress = silent,
+) -> tuple[Problem, Hints] | None:
+    """A problem of more axes that promises a faster answer, with hints that begin there; None where none does.
+
+    Args:
+        labels: the answer, on the problem's mesh; None: recursive programming's, whatever memory it takes.
+        most_axes: the most axes that there may be.
+        least_gain: the relative gain in the objective that is worth a search.
+        placed: the problems of a mesh in its placements.
+    """
+    if labels is None:
+        labels, _ = _descended(problem, problem.start(), progress)
+    if (found := _refined_mesh(problem, labels, most_axes, least_gain, progress)) is None:
+        return None
+    mesh, start = found
+    best, least = None, problem.cost_of(labels) * (1 - least_gain)
+    for other in placed(mesh):
+        settled, cost = _descended(other, start, progress)
+        if cost <= least:
+            best, least = (other, Hints(start=tuple(settled))), cost
+    return best
+
+
+def _refined_mesh(
+    problem: Problem, labels: Sequence[Label], most_axes: int, least_gain: float, progress: Progress
+) -> tuple[Mesh, list[Label]] | None:
+    """The mesh that promises the gain, and labels on it to begin from."""
+    if (split := axis_split.apply(problem)) is None:
+        return None
+    start = split.project(labels)
+    found, cost = _descended(split.problem, start, progress)
+    if cost > split.problem.cost_of(start) * (1 - least_gain):
+        return None
+    return split.invert(found, AXIS_NAMES[:most_axes])
+
+
+def _descended(problem: Problem, labels: Sequence[Label], progress: Progress) -> tuple[list[Label], float]:
+    """Labels that no single axis can improve, equal layers alike, and their cost."""
+    small = symmetry.apply(problem) or problem
+    fixing = ReducedCostFixing(BUDGETS.axis_split_entries, BUDGETS.table_sweeps, BUDGETS.axis_tolerance, progress)
+    descent = Descent(RecursiveProgramming(max_sweeps=BUDGETS.axis_split_sweeps), small, progress, fixing)
+    found = descent.settle(small.project(labels), {})
+    return small.invert(found), small.cost_of(found)

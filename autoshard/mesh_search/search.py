@@ -1,0 +1,263 @@
+"""The search over meshes: one problem a mesh, hopeless ones cut by their lower bounds.
+
+Model. The answer is the one of least judged makespan, on ties that of the earlier mesh. Meshes of fewest axes are searched first, since
+their tables are small and simple meshes worth having; of as many axes, what two sweeps of message passing promise most; of what promises
+the same, the most balanced one. A mesh is searched only where a few sweeps more leave it possible that its objective is lower than the
+least one met by the least gain that is worth a search. Where nobody named the axes, those of the best mesh are split at last
+(`autoshard.mesh_search.refinement`), and the finer mesh that this leads to is searched as any other.
+
+*What that proves.* On a mesh that was cut, every assignment costs at least the least objective met less that gain. Its makespan may still
+be less where more of its communication hides behind compute than of the best answer's: the cut is exact in the objective that searchers
+minimise and bound, and a heuristic in the makespan that picks among their answers. `auto` still looks at tensor parallelism there if that
+came near the best elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from autoshard.budgets import BUDGETS
+from autoshard.errors import AutoshardError, InfeasibleError, SearchLimitError, ShardingError
+from autoshard.mesh_search.anytime import Incumbent
+from autoshard.mesh_search.bounds import bounded, first_bound, message_bound
+from autoshard.mesh_search.finalists import BASELINES, finalists
+from autoshard.problem import NO_HINTS, Hints, Problem
+from autoshard.progress import Progress, part, silent
+from autoshard.search.baselines import DataParallel
+from autoshard.search.searcher import Searcher, Solution
+
+Finer = Callable[[Problem, Solution | None, Progress], tuple[Problem, Hints] | None]
+"""The best problem, its solution if there is one, and progress, to the problem of more axes that promises more, and where it begins."""
+
+
+def search_meshes(
+    searcher: Searcher,
+    problems: Sequence[Problem],
+    solve,
+    progress: Progress = silent,
+    ends: tuple[type[BaseException], ...] = (),
+    finer: Finer | None = None,
+    n_finalists: int = 1,
+) -> tuple[Solution, Problem]:
+    """The best solution over some problems that differ in their mesh, and its problem; statistics say how many meshes were cut.
+
+    Args:
+        solve: called with searcher, problem, progress and hints: what was found out on the best mesh so far.
+        ends: what may end the search early; the best that was met by then is then the solution.
+        finer: called with the best problem, its solution and progress where more axes may be of use: a problem that promises more,
+            and hints of where it begins. Where nothing fits, with the problem of the smallest peak and no solution.
+        n_finalists: how many of the best distinct solutions are wanted, the best one and its ``others``; baselines are among them if the
+            searcher is automatic.
+
+    Raises:
+        InfeasibleError: no mesh has a solution within the memory limit; names the smallest peak found.
+        ShardingError: the pins leave no mesh a legal sharding.
+    """
+    search = _Search(searcher, list(problems), solve, progress, watched=bool(ends), finer=finer, n_finalists=n_finalists)
+    try:
+        search.run()
+        search.ask_baselines()
+    except ends:
+        search.end_early()
+        if search.best is None:
+            raise
+    if search.best is None:
+        assert search.failure is not None
+        raise search.failure
+    _, number, solution = search.best
+    problem = search.problems[number]
+    solution = bounded(problem, solution)
+    stats = {**solution.stats, "meshes": len(search.problems), "meshes_cut": search.cut, **({"ended_early": 1} if search.notes else {})}
+    return replace(solution, stats=stats, notes=(*solution.notes, *search.notes), others=search.others()), problem
+
+
+@dataclass(slots=True)
+class _Search:
+    """The problems of one program, searched one after the other, and the best solution so far.
+
+    Attributes:
+        n_finalists, finalists: how many of the best distinct solutions are kept, and which.
+        best: makespan, number of the problem, and the solution of least makespan.
+        failure: the error to report if nothing has a solution.
+        least: the least objective met.
+        cut: how many meshes bounds cut.
+        met: by number what a watched search met.
+        hints: by number what is known that helps a search of the problem, and after it what it found out.
+        notes: on a search that ended early.
+        solutions: by number the solution that was found.
+        refused: the mesh sizes that had none.
+        nearest: the number of the refused problem of the smallest peak.
+        given: how many problems there were before one of more axes came.
+    """
+
+    searcher: Searcher
+    problems: list[Problem]
+    solve: Callable[[Searcher, Problem, Progress, Hints], Solution]
+    progress: Progress
+    watched: bool
+    finer: Finer | None
+    n_finalists: int = 1
+    finalists: tuple[Solution, ...] = ()
+    best: tuple[float, int, Solution] | None = None
+    failure: AutoshardError | None = None
+    least: float = float("inf")
+    cut: int = 0
+    met: dict[int, Incumbent] = field(default_factory=dict)
+    hints: dict[int, Hints] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    solutions: dict[int, Solution] = field(default_factory=dict)
+    refused: set[tuple[int, ...]] = field(default_factory=set)
+    nearest: int | None = None
+    given: int = field(init=False)
+
+    def __post_init__(self):
+        self.given = len(self.problems)
+
+    def run(self) -> None:
+        n = len(self.problems) + (self.finer is not None)
+        for done, number in enumerate(self._order()):
+            self._try(number, part(self.progress, done / n, 1 / n))
+        number, solution = self.best[1:] if self.best is not None else (self.nearest, None)
+        if self.finer is not None and number is not None:
+            found = self.finer(self.problems[number], solution, part(self.progress, (n - 1) / n, 0.5 / n))
+            if found is not None:
+                problem, self.hints[n - 1] = found
+                self.problems.append(problem)
+                self._try(n - 1, part(self.progress, (n - 0.5) / n, 0.5 / n))
+
+    def _try(self, number: int, progress: Progress) -> None:
+        """Searches a problem unless that is hopeless."""
+        hints = self.hints.setdefault(number, NO_HINTS)
+        if self.best is not None:
+            self.hints[number] = replace(self.hints[self.best[1]], least=self.least, start=hints.start)
+        progress(f"mesh {self.problems[number].mesh}", 0.0)
+        if self.watched:
+            self.met[number] = Incumbent(self.problems[number])
+            self.problems[number] = self.problems[number].watched(self.met[number])
+        problem = self.problems[number]
+        try:
+            if self._hopeless(number):
+                self.cut += 1
+                if (glanced := self.searcher.glance(problem, self.hints[number])) is not None:
+                    self._keep(number, glanced)
+            elif (kin := self._placed_otherwise(number)) is not None:
+                self._keep(number, carried(problem, *kin))
+            else:
+                solution = self.solve(self.searcher, problem, progress, self.hints[number])
+                self.hints[number] = solution.hints
+                self._keep(number, solution)
+        except (InfeasibleError, ShardingError) as error:
+            before, self.failure = self.failure, worse(self.failure, error)
+            self.refused.add(problem.mesh.sizes)
+            if isinstance(error, InfeasibleError) and self.failure is not before:
+                self.nearest = number
+
+    def _placed_otherwise(self, number: int) -> tuple[Problem, Solution] | None:
+        """The problem with the same mesh in another placement, and its solution, where memory binds: what fits there fits here.
+
+        Raises:
+            InfeasibleError: nothing fitted there.
+        """
+        if not self.searcher.automatic or self.problems[number].memory_limit_bytes is None:
+            return None
+        sizes = self.problems[number].mesh.sizes
+        if sizes in self.refused and self.failure is not None:
+            raise self.failure
+        for other, solution in self.solutions.items():
+            problem = self.problems[other]
+            if problem.mesh.sizes == sizes and self.hints[other].price > 0.0:
+                return problem, solution
+        return None
+
+    def _order(self) -> list[int]:
+        """The numbers of the problems, in the order in which to search them."""
+        numbers = list(range(len(self.problems)))
+        if not self.searcher.automatic or len(numbers) == 1:
+            return numbers
+        firsts = []
+        for problem in self.problems:
+            self.progress(f"mesh {problem.mesh}, first bound", 0.0)
+            firsts.append(float("inf"))
+            with suppress(ShardingError):  # what pins leave no legal sharding is refused where it is searched
+                firsts[-1] = first_bound(problem)
+        least = min(firsts)
+
+        def rank(number: int) -> tuple[float, ...]:
+            first, mesh = firsts[number], self.problems[number].mesh
+            known = least > 0.0 and first < float("inf")
+            steps = (first / least - 1) // BUDGETS.least_gain if known else first  # less than a gain above the least is as good as that
+            return len(mesh.axes), steps, max(mesh.sizes), number
+
+        return sorted(numbers, key=rank)
+
+    def _hopeless(self, number: int) -> bool:
+        """Whether no assignment of the mesh gains what is worth a search."""
+        if self.best is None or not self.searcher.automatic:
+            return False
+        enough = self.least * (1 - BUDGETS.least_gain)
+        bound, self.hints[number] = message_bound(self.problems[number], BUDGETS.screening_sweeps, enough, self.hints[number])
+        return bound >= enough
+
+    def _keep(self, number: int, solution: Solution) -> None:
+        self.least = min(self.least, solution.least_seconds, solution.judgement.cost.objective_seconds)
+        if self.n_finalists > 1:
+            found = *self.finalists, solution, *solution.others
+            self.finalists = finalists(found, self.n_finalists)
+        solution = replace(solution, others=(), hints=self.hints[number])  # what is not kept need not be held
+        self.solutions[number] = solution
+        ranked = solution.judgement.cost.makespan_seconds, number, solution
+        self.best = ranked if self.best is None else min(self.best, ranked, key=lambda entry: entry[:2])
+
+    def ask_baselines(self) -> None:
+        """Asks the baselines on the best mesh, if there are to be finalists and the searcher does not ask them by itself."""
+        if self.n_finalists < 2 or self.best is None or not self.searcher.automatic or self.searcher.asks_baselines:
+            return
+        number = self.best[1]
+        for baseline in BASELINES:
+            self.progress(f"{baseline.name} to compare with", 1.0)
+            with suppress(InfeasibleError, SearchLimitError, ShardingError):
+                solution = baseline.solve(self.problems[number])
+                bound = min(self.best[2].lower_bound_seconds, solution.judgement.cost.objective_seconds)  # holds for all on this mesh
+                self._keep(number, replace(solution, lower_bound_seconds=bound, finder=baseline.name))
+
+    def others(self) -> tuple[Solution, ...]:
+        """The finalists but the best solution."""
+        assert self.best is not None
+        best = self.best[-1]
+        ranked = finalists((best, *self.finalists), self.n_finalists)
+        return tuple(replace(solution, notes=(*solution.notes, *self.notes)) for solution in ranked[1:] if solution is not best)
+
+    def end_early(self) -> None:
+        """Takes what was met for what was found; for an automatic searcher that met nothing, data parallelism."""
+        for number, met in self.met.items():
+            if met.hints is not None and number not in self.solutions:
+                self.hints[number] = met.hints
+            if (solution := met.solution()) is not None:
+                self._keep(number, solution)
+        if self.best is None and self.searcher.automatic:
+            with suppress(InfeasibleError, ShardingError):
+                self.hints.setdefault(0, NO_HINTS)
+                self._keep(0, DataParallel().solve(self.problems[0]))
+        several = len({problem.mesh.sizes for problem in self.problems}) > 1
+        reached = max(len(self.met), 1)
+        rest = ", before any of more axes" if self.finer is not None and reached <= self.given else ""
+        self.notes = (
+            f"the search ended early, on {'mesh' if several else 'placement'} {reached} of {len(self.problems)}{rest}: "
+            "this is the best strategy that it had met",
+        )
+
+
+def carried(problem: Problem, other: Problem, solution: Solution) -> Solution:
+    """The solution of another problem, which differs in its placement alone, as one of this problem."""
+    judgement = problem.evaluate(problem.assignment(other.labels(solution.assignment)))
+    bound = min(problem.compute_bound(), judgement.cost.objective_seconds)
+    return replace(solution, judgement=judgement, lower_bound_seconds=bound, least_seconds=float("inf"))
+
+
+def worse(old: AutoshardError | None, new: AutoshardError) -> AutoshardError:
+    """The error to report when no mesh has a solution: of memory errors the one with the smallest peak."""
+    if isinstance(old, InfeasibleError) and isinstance(new, InfeasibleError):
+        return min(old, new, key=lambda error: error.smallest_peak_bytes or float("inf"))
+    return old if isinstance(old, InfeasibleError) else new

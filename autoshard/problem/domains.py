@@ -1,0 +1,153 @@
+"""What variables offer on a mesh: labels, and the layouts that these give to their slots.
+
+Costs are none of it, so that it is the same wherever the mesh's axes are placed, and equal rules share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from autoshard.ir import NOWHERE, Dims, Rule, divides, layout_dims, layout_numbers, legal_choices
+from autoshard.problem.variables import Signature, Variable
+
+Label = tuple[Any, ...]
+"""A `Choice` for an op variable, a `Layout` for a layout variable."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Domain:
+    """Labels of a variable.
+
+    Attributes:
+        labels: ``n`` of them; none where pins leave none.
+        positions: where each stands.
+        slots: per slot the layout numbers ``(n,)``.
+    """
+
+    labels: tuple[Label, ...]
+    positions: Mapping[Label, int]
+    slots: tuple[np.ndarray, ...]
+
+
+class Domains:
+    """The offers of a program's variables on meshes of some sizes."""
+
+    def __init__(self, signatures: Sequence[Signature], sizes: tuple[int, ...]):
+        self.signatures = signatures
+        self.sizes = sizes
+        self._domains: dict[tuple[int, Label, tuple[int, ...]], Domain] = {}
+        self._choices: dict[tuple[Rule, Label, tuple[int, ...]], tuple[list[Label], np.ndarray]] = {}
+        self._numbers: dict[tuple, np.ndarray] = {}
+
+    def domain(self, variable: Variable, kind: int, label: Label, free: tuple[int, ...]) -> Domain:
+        """The labels that differ from a given one on the free axes only.
+
+        Args:
+            kind: a number that variables of equal keys share.
+        """
+        key = kind, label, free
+        if (found := self._domains.get(key)) is None:
+            found = self._domains[key] = self._offer(variable, label, free)
+        return found
+
+    def most_labels(self, variable: Variable, n_free: int) -> int:
+        """How many labels a variable has with so many axes free, before those that are not legal go."""
+        return (len(_atoms(self._rule(variable))) if variable.leader >= 0 else len(variable.head[1]) + 1) ** n_free
+
+    def _rule(self, variable: Variable) -> Rule:
+        return self.signatures[variable.head[1]].rule
+
+    def _offer(self, variable: Variable, label: Label, free: tuple[int, ...]) -> Domain:
+        if variable.leader >= 0:
+            labels, array = self._legal(self._rule(variable), label, free)
+        else:
+            shape = variable.head[1]
+            labels = [option for option in _vary(label, free, range(-1, len(shape))) if divides(option, shape, self.sizes)]
+            array = np.array(labels, dtype=np.int64).reshape(len(labels), len(self.sizes))
+        slots: list[np.ndarray] = []
+        for derivation in variable.slots:
+            slots.append(self._slot(variable, derivation, label, free, array, slots))
+        keep = np.ones(len(labels), dtype=bool)
+        for numbers in slots:
+            keep &= numbers >= 0
+        for slot, rank, pin in variable.pins:
+            dims = layout_dims(slots[slot], rank, len(self.sizes))
+            for axis in free:
+                keep &= np.isin(dims[:, axis], list(pin[axis]))
+        if not keep.all():
+            labels = [label for label, kept in zip(labels, keep, strict=True) if kept]
+            slots = [numbers[keep] for numbers in slots]
+        return Domain(tuple(labels), {label: i for i, label in enumerate(labels)}, tuple(slots))
+
+    def _legal(self, rule: Rule, label: Label, free: tuple[int, ...]) -> tuple[list[Label], np.ndarray]:
+        """The legal choices of a rule, also as an array ``(n, n_axes, 2)``."""
+        key = rule, label, free
+        if key not in self._choices:
+            labels = legal_choices(rule, _vary(label, free, _atoms(rule)), self.sizes)
+            self._choices[key] = labels, np.array(labels, dtype=np.int64).reshape(len(labels), len(self.sizes), 2)
+        return self._choices[key]
+
+    def _slot(
+        self, variable: Variable, derivation: tuple, label: Label, free: tuple[int, ...], labels: np.ndarray, slots: list[np.ndarray]
+    ) -> np.ndarray:
+        """The layout number of a slot by label; -1 where it has none."""
+        match derivation:
+            case ("layout",):
+                return layout_numbers(labels, len(variable.head[1]))
+            case ("operand" | "result" as side, position):
+                rule = self._rule(variable)
+                key = rule, side, position, label, free
+                if key not in self._numbers:
+                    dims = (rule.operands if side == "operand" else rule.results)[position]
+                    where = np.full(len(rule.factors) + 1, -1)  # by factor; the last is none
+                    for dim, factors in enumerate(dims):
+                        where[list(factors)] = dim
+                    layout, scattered = where[labels[..., 0]], labels[..., 1]
+                    lies = layout if side == "operand" else np.where(scattered >= 0, scattered, layout)
+                    self._numbers[key] = layout_numbers(lies, len(dims))
+                return self._numbers[key]
+            case ("via", slot, source, target):
+                return _via(slots[slot], source, target, len(self.sizes))
+            case ("shift", slot, rank, by):
+                return _shifted(slots[slot], rank, by, len(self.sizes))
+        raise AssertionError(derivation)
+
+
+def _atoms(rule: Rule) -> list[tuple[int, int]]:
+    """What one mesh axis may do to an op: nothing, split a factor, or split a reduced factor and scatter the sum."""
+    atoms = [NOWHERE]
+    for factor, entry in enumerate(rule.factors):
+        if entry.shardable and entry.size > 1:
+            atoms.append((factor, -1))
+            if entry.kind == "reduction" and entry.operator == "sum" and len(rule.results) == 1:
+                atoms.extend((factor, dim) for dim in range(len(rule.results[0])))
+    return atoms
+
+
+def _vary(label: Label, free: tuple[int, ...], atoms: Iterable) -> list[Label]:
+    """The labels that differ from the given one on the free axes only."""
+    options = tuple(atoms)
+    return list(product(*(options if axis in free else (atom,) for axis, atom in enumerate(label))))
+
+
+def _via(numbers: np.ndarray, source: Dims, target: Dims, n_axes: int) -> np.ndarray:
+    """Layout numbers of a follower's result by those of its operand; -1 where a dimension has nowhere to go."""
+    where = {factors[0]: dim for dim, factors in enumerate(target) if factors}
+    goes = np.array([where.get(factors[0], -2) if factors else -2 for factors in source] + [-1])  # by dimension; the last is none
+    return _numbers_or_none(goes[layout_dims(numbers, len(source), n_axes)], len(target), numbers)
+
+
+def _shifted(numbers: np.ndarray, rank: int, by: int, n_axes: int) -> np.ndarray:
+    """Layout numbers with so many more leading dimensions, unsharded; -1 where one that is removed was sharded."""
+    dims = layout_dims(numbers, rank, n_axes)
+    return _numbers_or_none(np.where(dims < 0, -1, np.where(dims + by < 0, -2, dims + by)), rank + by, numbers)
+
+
+def _numbers_or_none(dims: np.ndarray, rank: int, numbers: np.ndarray) -> np.ndarray:
+    """The numbers of layouts; -1 where a dimension is -2, or there was none before."""
+    return np.where((dims == -2).any(axis=-1) | (numbers < 0), -1, layout_numbers(dims, rank))

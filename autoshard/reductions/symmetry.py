@@ -1,0 +1,201 @@
+"""Symmetry reduction: one variable for all that look alike, such as the same operation in equal layers.
+
+Two variables look alike when they have the same tables and, as far as a few reads away, so do the variables around them: colour refinement
+(Weisfeiler and Lehman 1968), stopped early, so that all layers but those next to something else have the same colours. The quotient problem
+has one variable a colour; its tables are the sums over those it stands for (lifted inference: Mladenov, Ahmadi and Kersting 2012, "Lifted
+linear programming"). Any labels of it are labels of the whole problem, of the same cost: its optimum is an answer, at the cost of a layer
+or two however deep the program is. That no answer is much better is for the whole problem's lower bound to show.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from autoshard.budgets import BUDGETS
+from autoshard.inference.model import Messages, Pair
+from autoshard.inference.trw_s import MessagePassing
+from autoshard.ir import Assignment
+from autoshard.problem.problem import Fact, Label, Problem, Tables
+from autoshard.problem.variables import Edge
+
+Part = TypeVar("Part")
+
+
+def apply(problem: Problem) -> Quotient | None:
+    """The quotient problem, or None where too little repeats itself."""
+    classes = problem.shared(_classes)
+    return Quotient(problem, classes) if classes.max(initial=0) + 1 <= BUDGETS.symmetry_share * problem.n_variables else None
+
+
+def _classes(problem: Problem) -> np.ndarray:
+    """Per variable the number of its colour, in the order in which colours first occur."""
+    kinds, joints = problem.equal_tables()
+    within = {i: number for i, j, number in joints if i == j}
+    keys = [(kind, within.get(variable, -1)) for variable, kind in enumerate(kinds)]
+    colours = np.unique(np.array(keys, dtype=np.int64).reshape(-1, 2), axis=0, return_inverse=True)[1].reshape(-1)
+    first, last, number = np.array([joint for joint in joints if joint[0] != joint[1]], dtype=np.int64).reshape(-1, 3).T
+    for _ in range(BUDGETS.symmetry_rounds):
+        seen = np.zeros(len(kinds), dtype=np.uint64)
+        np.add.at(seen, first, _mixed(_mixed(colours)[last] + 2 * number.astype(np.uint64)))
+        np.add.at(seen, last, _mixed(_mixed(colours)[first] + 2 * number.astype(np.uint64) + 1))
+        pairs = np.stack([colours.astype(np.uint64), seen], axis=1)
+        finer = np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1)
+        if finer.max(initial=0) == colours.max(initial=0):
+            break
+        colours = finer
+    _, firsts, inverse = np.unique(colours, return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(firsts))[inverse.reshape(-1)]
+
+
+def _counted_joints(problem: Problem) -> dict[tuple[int, int, int], tuple[int, int, int, tuple[Edge, ...]]]:
+    """By the colours of two variables and their tables' number: the count of such reads, and the variables and edges of one."""
+    classes, found = problem.shared(_classes).tolist(), {}
+    for i, j, number, edges in problem._joints:
+        key = classes[i], classes[j], number
+        count = found[key][0] if key in found else 0
+        found[key] = count + 1, i, j, edges
+    return found
+
+
+def _mixed(numbers: np.ndarray) -> np.ndarray:
+    """Numbers that hardly ever add up alike (the finaliser of SplitMix64); where they do, a colour is not split."""
+    z = numbers.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+class Quotient(Problem):
+    """A problem in which variables that look alike have one label.
+
+    Attributes:
+        whole: the problem that was reduced.
+        classes: ``(whole.n_variables,)``, the variable here that each variable there is one of.
+    """
+
+    def __init__(self, whole: Problem, classes: np.ndarray):
+        self.whole = whole
+        self.classes = classes
+        _, self._firsts = np.unique(classes, return_index=True)
+        super().__init__(whole.profile, whole.model, whole.pins, whole.memory_limit_bytes, whole, whole.watcher)
+
+    @property
+    def n_variables(self) -> int:
+        return len(self._firsts)
+
+    @property
+    def original(self) -> Problem:
+        return self.whole
+
+    def remembered(self, fact: Callable[[Problem], Fact]) -> Fact:
+        """The result of a function of the whole problem."""
+        return self.whole.remembered(fact)
+
+    # -- from here to the whole and back ---------------------------------------------------------------------------
+
+    def invert(self, labels: Sequence[Label]) -> list[Label]:
+        """The labels of the whole problem."""
+        return [labels[int(number)] for number in self.classes]
+
+    def project(self, labels: Sequence[Label]) -> list[Label]:
+        """The labels here: of each class its first variable's."""
+        return [labels[int(variable)] for variable in self._firsts]
+
+    def project_parts(self, parts: Sequence[Mapping[int, Part]]) -> tuple[dict[int, Part], ...] | None:
+        """Per mesh axis, values by variable of the whole as values by variable here; None where they differ within a class."""
+        numbers = self.classes.tolist()
+        found: list[dict[int, Part]] = []
+        for part_of in parts:
+            found.append({numbers[variable]: part for variable, part in part_of.items()})
+            if any(part_of.get(variable) != found[-1].get(number) for variable, number in enumerate(numbers)):
+                return None
+        return tuple(found)
+
+    def project_tables(self, tables: Tables) -> Tables:
+        """The sums of tables of the whole problem, in which variables of a class have equal labels."""
+        classes = self.classes.tolist()
+        unary = [np.zeros(len(tables.labels[variable])) for variable in self._firsts]
+        for number, table in zip(classes, tables.unary, strict=True):
+            unary[number] += table
+        pairs: dict[tuple[int, int], np.ndarray] = {}
+        for (i, j), table in tables.pairs.items():
+            a, b = classes[i], classes[j]
+            if a == b:
+                unary[a] += np.diagonal(table)
+            else:
+                key, one = ((a, b), table) if a < b else ((b, a), table.T)
+                if key in pairs:
+                    pairs[key] += one
+                else:
+                    pairs[key] = one.copy()
+        options = tuple(tables.labels[variable] for variable in self._firsts)
+        return Tables(tuple(unary), pairs, options, tables.incumbent[self._firsts])
+
+    def lift(self, messages: Messages, whole: Tables) -> Messages:
+        """Messages between the whole problem's tables from those here: the pairs that a pair stands for share its message evenly."""
+        classes = self.classes.tolist()
+        between = {(i, j): (classes[i], classes[j]) for i, j in whole.pairs}
+        counts = Counter((min(pair), max(pair)) for pair in between.values())
+        shares: dict[Pair, tuple[np.ndarray, np.ndarray]] = {}
+        for (a, b), (first, last) in messages.items():
+            shares[a, b] = first / counts[a, b], last / counts[a, b]
+            shares[b, a] = last / counts[a, b], first / counts[a, b]
+        return {pair: shares[ends] for pair, ends in between.items() if ends in shares}
+
+    def message_passing(self, messages: Messages, whole: Tables) -> MessagePassing:
+        """Message passing over the whole problem's tables, from messages here; a class's variables are processed together."""
+        return MessagePassing(whole, self.lift(messages, whole), self.classes.tolist())
+
+    # -- as any problem --------------------------------------------------------------------------------------------
+
+    def start(self) -> list[Label]:
+        return self.project(self.whole.start())
+
+    def allows(self, variable: int, label: Label) -> bool:
+        return self.whole.allows(int(self._firsts[variable]), label)
+
+    def pinned(self, axis: int) -> list[int]:
+        return list(dict.fromkeys(int(self.classes[variable]) for variable in self.whole.pinned(axis)))
+
+    def tables(self, free: Sequence[int], labels: Sequence[Label], prices: Mapping[int, float] | None = None) -> Tables:
+        """The same as `project_tables` of the whole's; equal tables are made once and counted."""
+        whole, free = self.whole, tuple(free)
+        columns = [whole._column(int(variable), label, free) for variable, label in zip(self._firsts, labels, strict=True)]
+        unary = [float(count) * column.unary for count, column in zip(np.bincount(self.classes), columns, strict=True)]
+        pairs: dict[tuple[int, int], np.ndarray] = {}
+        for (a, b, number), (count, i, j, edges) in whole.shared(_counted_joints).items():
+            one = whole._joint_table(i, j, number, edges, {i: columns[a], j: columns[b]})
+            if i == j:
+                unary[a] = count * one
+            elif a == b:
+                unary[a] = unary[a] + count * np.diagonal(one)
+            else:
+                pair, table = ((a, b), one) if a < b else ((b, a), one.T)
+                pairs[pair] = pairs[pair] + count * table if pair in pairs else count * table
+        if prices:
+            numbers, free_of_charge = self.classes.tolist(), [np.zeros(len(column.labels)) for column in columns]
+            charges = [free_of_charge[number] for number in numbers]
+            whole._charge(charges, [columns[number] for number in numbers], prices)
+            for number, charge in zip(numbers, charges, strict=True):
+                if charge is not free_of_charge[number]:
+                    unary[number] = unary[number] + charge
+        incumbent = np.array([column.position(label) for column, label in zip(columns, labels, strict=True)], dtype=np.int64)
+        return Tables(tuple(unary), pairs, tuple(column.labels for column in columns), incumbent)
+
+    def whole_tables(self) -> Tables:
+        return self.tables(range(len(self.mesh.axes)), self.start())
+
+    def _read_pairs(self) -> Iterable[tuple[int, int]]:
+        classes = self.classes.tolist()
+        pairs = {(min(a, b), max(a, b)) for a, b in ((classes[i], classes[j]) for i, j in self.whole._read_pairs()) if a != b}
+        return ((int(self._firsts[a]), int(self._firsts[b])) for a, b in pairs)
+
+    def assignment(self, labels: Sequence[Label]) -> Assignment:
+        return self.whole.assignment(self.invert(labels))
+
+    def labels(self, assignment: Assignment) -> list[Label]:
+        return self.project(self.whole.labels(assignment))

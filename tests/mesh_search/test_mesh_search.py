@@ -1,0 +1,187 @@
+"""The search over meshes: what is cut could not have gained, and the cut is seen."""
+
+from __future__ import annotations
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from problems import eager_cluster, problem_of
+from programs import PROGRAMS
+
+import autoshard
+from autoshard.budgets import BUDGETS
+from autoshard.cluster import Cluster
+from autoshard.errors import InfeasibleError, ShardingError
+from autoshard.ir import Mesh
+from autoshard.judge.model import CostModel
+from autoshard.mesh_search.bounds import message_bound
+from autoshard.mesh_search.candidates import placed
+from autoshard.mesh_search.search import carried, search_meshes
+from autoshard.problem import Problem
+from autoshard.search import DataParallel, DynamicProgramming, RecursiveProgramming, solve
+
+MESHES = ({"data": 8}, {"data": 4, "model": 2}, {"data": 2, "model": 4}, {"a": 2, "b": 2, "c": 2})
+
+
+def problems(program, **options):
+    fn, args = PROGRAMS[program]()
+    return [problem_of(fn, *args, mesh=mesh, **options) for mesh in MESHES]
+
+
+@pytest.mark.parametrize("program", ["mlp", "lstm", "convnet"])
+def test_cut_meshes_could_not_have_gained(program):
+    """No mesh's optimum is lower than the answer's by more than the gain that is worth a search; every mesh is solved or cut."""
+    asked = []
+
+    def counted(searcher, problem, progress, hints):
+        asked.append(problem)
+        return solve(searcher, problem, progress, hints)
+
+    every = problems(program)
+    found, problem = search_meshes(DynamicProgramming(), every, counted)
+    optima = [DynamicProgramming().solve(one).judgement.cost.objective_seconds for one in every]
+    assert found.judgement.cost.objective_seconds * (1 - BUDGETS.least_gain) <= min(optima) * (1 + 1e-9)
+    assert len(asked) + found.stats["meshes_cut"] == len(every)
+    assert problem in asked
+
+
+@pytest.mark.parametrize("program", ["mlp", "gpt"])
+def test_bounds_rise_with_sweeps_and_stay_below_the_optimum(program):
+    """Message passing bounds the optimum from below, the tighter the longer, and at least as well as compute alone."""
+    fn, args = PROGRAMS[program]()
+    problem = problem_of(fn, *args)
+    bounds = [problem.compute_bound(), *(message_bound(problem, sweeps)[0] for sweeps in (1, 4, 20))]
+    assert bounds == sorted(bounds)
+    assert bounds[-1] <= RecursiveProgramming().solve(problem).judgement.cost.objective_seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("searcher", [RecursiveProgramming(), DataParallel()], ids=lambda one: one.name)
+def test_heuristics_get_a_bound_that_is_worth_something(searcher):
+    """The bound of a searcher that proves nothing is that of message passing."""
+    every = problems("mlp")[1:2]
+    found, problem = search_meshes(searcher, every, solve)
+    assert problem.compute_bound() < found.lower_bound_seconds <= found.judgement.cost.objective_seconds
+
+
+def test_the_smallest_peak_of_all_meshes_is_named():
+    """Where nothing fits, the error is that of the mesh that came nearest."""
+    with pytest.raises(InfeasibleError) as caught:
+        search_meshes(DataParallel(), problems("mlp", memory_limit_bytes=1000.0), solve)
+    peaks = [DataParallel().solve(one).judgement.cost.peak_bytes for one in problems("mlp")]
+    assert caught.value.smallest_peak_bytes == min(peaks)
+
+
+def test_an_axis_that_divides_nothing_says_so():
+    """A mesh of seven devices and a batch of 32: the strategy's notes say why nothing is sharded."""
+    args = jnp.ones((64, 64)), jax.ShapeDtypeStruct((32, 64), jnp.float32)
+    cluster = eager_cluster("cpu:7")
+    strategy = autoshard.search(lambda w, x: x @ w, *args, cluster=cluster)
+    assert any("of size 7 shards nothing" in note and "64, 32" in note for note in strategy.notes)
+
+
+SMALL = {"n_layers": 1, "d_model": 256, "ffn": 1024, "batch": 16, "seq": 128, "vocab": 512}  # a wire's direction tells
+
+
+def placements(name, sizes, **options):
+    """The problems of a program on one mesh in every placement worth trying."""
+    fn, args = PROGRAMS[name](**options)
+    cluster, first = Cluster.parse("v5e:2x4"), problem_of(fn, *args, mesh=sizes)
+    meshes = placed(cluster, [Mesh.of(sizes)], renamed=False)
+    return [Problem(first.profile, CostModel(cluster, mesh), like=first) for mesh in meshes]
+
+
+def test_what_promises_most_is_searched_first():
+    """Of three placements of a mesh the one of least optimum is asked for before the others, which then need no search."""
+    every, asked = placements("gpt", {"data": 2, "model": 4}, **SMALL), []
+    optima = [DynamicProgramming().solve(problem).judgement.cost.objective_seconds for problem in every]
+    assert len(every) == 3 and min(optima) < (1 - BUDGETS.least_gain) * optima[0]
+
+    def counted(searcher, problem, progress, hints):
+        asked.append(every.index(problem))
+        return solve(searcher, problem, progress, hints)
+
+    found, _ = search_meshes(DynamicProgramming(), every, counted)
+    assert asked[0] == optima.index(min(optima)) and found.judgement.cost.objective_seconds == min(optima)
+    assert found.stats["meshes_cut"] == len(every) - len(asked) > 0
+
+
+@pytest.mark.parametrize("mesh", [{"data": 4, "model": 2}, {"data": 2, "model": 4}])
+def test_a_mesh_that_is_given_is_searched_no_worse_than_free(mesh):
+    """Nothing that a search of all meshes finds on this one is missed where it is given."""
+    fn, args = PROGRAMS["gpt"](**SMALL)
+    given = autoshard.search(fn, *args, cluster="v5e:2x4", mesh=mesh)
+    free = autoshard.search(fn, *args, cluster="v5e:2x4")
+    assert given.cost.makespan_seconds <= free.cost.makespan_seconds * (1 + BUDGETS.least_gain) or free.mesh_shape != mesh
+
+
+def test_equal_tables_are_one_and_others_are_not(monkeypatch):
+    """Tables that are equal are the same object, however few hashes there are."""
+    fn, args = PROGRAMS["gpt"]()
+    tables = problem_of(fn, *args).whole_tables()
+    distinct = {(table.shape, table.tobytes()) for table in tables.pairs.values()}
+    assert len({id(table) for table in tables.pairs.values()}) == len(distinct) > 10
+    monkeypatch.setattr(sys.modules[Problem.__module__], "hash", lambda _: 0, raising=False)
+    again = problem_of(fn, *args).whole_tables()
+    assert all(np.array_equal(table, again.pairs[pair]) for pair, table in tables.pairs.items())
+
+
+def test_a_mesh_without_a_legal_sharding_does_not_end_the_search(monkeypatch):
+    """What pins leave no sharding has no first bound either, and the others are searched."""
+    every = problems("mlp")
+    refused, tables = every[1], Problem.tables
+
+    def none(problem, *args):
+        if problem is refused:
+            raise ShardingError("a pin leaves none.")
+        return tables(problem, *args)
+
+    monkeypatch.setattr(Problem, "tables", none)
+    found, problem = search_meshes(DynamicProgramming(), every, solve)
+    assert problem is not refused and found.stats["meshes"] == len(every)
+    with pytest.raises(ShardingError, match="leaves none"):
+        search_meshes(DynamicProgramming(), [refused, refused], solve)
+
+
+@pytest.mark.parametrize("share", [0.995, 0.05])
+def test_what_memory_decides_is_searched_once_for_all_placements(share):
+    """Where the limit binds one placement of each mesh is searched; the others have its answer, judged on their wires, or its refusal."""
+    fn, args = PROGRAMS["gpt_scan"]()
+    cluster = eager_cluster("v5e:4x4")
+    free = problem_of(fn, *args, cluster=cluster, mesh={"data": 4, "model": 4})
+    limit = share * RecursiveProgramming().solve(free).judgement.cost.peak_bytes
+    meshes = placed(cluster, [Mesh.of({"data": 8, "model": 2}), Mesh.of({"data": 4, "model": 4})], renamed=False)
+    every = [Problem(free.profile, CostModel(cluster, mesh), None, limit, free) for mesh in meshes]
+    asked = []
+
+    def counted(searcher, problem, progress, hints):
+        asked.append(problem.mesh.sizes)
+        return solve(searcher, problem, progress, hints)
+
+    if share < 0.1:
+        with pytest.raises(InfeasibleError, match="a strategy must fit"):
+            search_meshes(RecursiveProgramming(), every, counted)
+    else:
+        found, problem = search_meshes(RecursiveProgramming(), every, counted)
+        assert found.judgement.cost.peak_bytes <= limit
+        assert found.judgement.assignment.mesh is problem.mesh
+        assert found.lower_bound_seconds <= found.judgement.cost.objective_seconds
+    assert len(every) > len(set(asked)) == len(asked)
+
+
+def test_an_answer_is_carried_to_other_wires():
+    """The same labels, judged by the other placement's costs: what nothing but the wires changes stays."""
+    fn, args = PROGRAMS["mlp"]()
+    cluster = Cluster.parse("v5e:2x4")
+    one, other = (
+        Problem(problem_of(fn, *args, cluster=cluster, mesh={"data": 4, "model": 2}).profile, CostModel(cluster, mesh))
+        for mesh in placed(cluster, [Mesh.of({"data": 4, "model": 2})], renamed=False)[:2]
+    )
+    solution = RecursiveProgramming().solve(one)
+    there = carried(other, one, solution)
+    assert other.labels(there.assignment) == one.labels(solution.assignment)
+    assert there.assignment.mesh is other.mesh is not one.mesh
+    assert there.judgement.cost.makespan_seconds == other.evaluate(there.assignment).cost.makespan_seconds
+    assert there.lower_bound_seconds <= there.judgement.cost.objective_seconds

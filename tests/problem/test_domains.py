@@ -1,0 +1,77 @@
+"""What variables offer, and what problems on other placements of a mesh share of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from problems import SMALL, problem_of
+from programs import PROGRAMS
+
+from autoshard import Cluster
+from autoshard.ir import legal, operand_layout, result_layout
+from autoshard.judge.model import CostModel
+from autoshard.mesh_search.candidates import placed
+from autoshard.problem import Problem
+
+
+@pytest.mark.parametrize("program", ["gpt", "convnet", "moe"])
+def test_slots_are_the_layouts_of_their_labels(program):
+    """Every op variable offers all legal choices that its slots allow, and each slot's number is that of the layout under its label."""
+    fn, args = PROGRAMS[program]()
+    problem = problem_of(fn, *args)
+    for index, variable in enumerate(problem.structure.variables):
+        if variable.leader < 0:
+            continue
+        rule = problem.structure.signatures[variable.head[1]].rule
+        offer = problem._joint(index)
+        assert all(legal(rule, label, problem.mesh.sizes) for label in offer.labels)
+        for derivation, slot in variable.slots.items():
+            if derivation[0] not in ("operand", "result"):
+                continue
+            layout_of = operand_layout if derivation[0] == "operand" else result_layout
+            dims = (rule.operands if derivation[0] == "operand" else rule.results)[derivation[1]]
+            numbers = dict(zip(offer.labels, offer.slots[slot].tolist(), strict=True))
+            for label, number in numbers.items():
+                layout = layout_of(rule, label, derivation[1])
+                assert number == sum((dim + 1) * (len(dims) + 1) ** axis for axis, dim in enumerate(layout))
+
+
+@pytest.mark.parametrize("program", sorted(SMALL))
+def test_no_legal_choice_is_forgotten(program):
+    """What an op variable offers is all of its legal choices, less those that leave one of its slots without a layout."""
+    fn, args = SMALL[program]()
+    problem = problem_of(fn, *args)
+    for index, variable in enumerate(problem.structure.variables):
+        if variable.leader >= 0 and all(derivation[0] in ("operand", "result") for derivation in variable.slots):
+            rule = problem.structure.signatures[variable.head[1]].rule
+            scatters = range(-1, len(rule.results[0]))
+            atoms = [(factor, scatter) for factor in range(-1, len(rule.factors)) for scatter in scatters]
+            sizes = problem.mesh.sizes
+            every = {
+                choice
+                for choice in product(atoms, repeat=len(sizes))
+                if all(factor < 0 or rule.factors[factor].size > 1 for factor, _ in choice)
+                and all(scatter < 0 or (factor >= 0 and rule.factors[factor].operator == "sum") for factor, scatter in choice)
+                and legal(rule, choice, sizes)
+            }
+            assert set(problem._joint(index).labels) == every
+
+
+def test_another_placement_has_the_tables_it_would_have_alone():
+    """What is shared with a problem on another placement of the mesh, or on another mesh, changes no table."""
+    fn, args = PROGRAMS["gpt"]()
+    cluster = Cluster.parse("v5e:2x4")
+    first = problem_of(fn, *args, cluster=cluster)
+    meshes = placed(cluster, [first.mesh, replace(first.mesh, axes=(("data", 2), ("model", 4)))], renamed=False)
+    assert len({mesh.placement for mesh in meshes}) > 1 and len({mesh.sizes for mesh in meshes}) > 1
+    for mesh in meshes:
+        model = CostModel(cluster, mesh)
+        shared, alone = Problem(first.profile, model, like=first), Problem(first.profile, model)
+        ours, theirs = (problem.tables((0, 1), problem.start()) for problem in (shared, alone))
+        assert ours.labels == theirs.labels and ours.pairs.keys() == theirs.pairs.keys()
+        assert all(np.array_equal(one, other) for one, other in zip(ours.unary, theirs.unary, strict=True))
+        assert all(np.array_equal(table, theirs.pairs[pair]) for pair, table in ours.pairs.items())
+        first = shared
