@@ -3,10 +3,10 @@
 Message passing gives a lower bound and, for every label, a reduced cost: any labelling with it exceeds the bound by at least that
 (`autoshard.inference.reparametrisation`). Labels of reduced cost above a ``threshold`` are fixed to be absent (reduced-cost fixing, as in
 integer programming: Wolsey 1998, "Integer Programming", section 7), and variable elimination solves the restricted model exactly
-(`autoshard.inference.elimination`), without dominated labels where its model would otherwise be too large
-(`autoshard.inference.dead_end_elimination`). An answer of cost at max_sweeps_ ``bound + threshold`` is the optimum, since any labelling with an
-absent label costs more. Otherwise the threshold is raised, at max_sweeps_ to the answer's distance from the bound, which admits the optimum for
-certain; where the model would grow too large, the best answer is returned with the remaining gap.
+(`autoshard.inference.elimination`), without dominated labels where its tables would otherwise be too large
+(`autoshard.inference.dead_end_elimination`). An answer of cost at most ``bound + threshold`` is the optimum, since any labelling with an
+absent label costs more. Otherwise the threshold is raised, at most to the answer's distance from the bound, which admits the optimum for
+certain; where the tables would grow too large, the best answer is returned with the remaining gap.
 
 Complexity: sweeps x table entries, then variables x kept labels ** (induced width + 1).
 """

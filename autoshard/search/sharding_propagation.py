@@ -1,8 +1,8 @@
 """Sharding propagation: a few tensors or ops are pinned, and everything else follows with least redistribution.
 
-*Variables.* Those of the problem (`autoshard.problem`). *Constraints.* Pins are honoured, whatever they cost; a mesh axis is used only where
-a pin's use of it reaches: by reads that lead, sharded all the way, from a pinned tensor or op. *Objective.* The judge's: resharding,
-reduction, and work that is not split. *Ties.* The label that splits, then the smallest.
+*Variables.* Those of the problem (`autoshard.problem`). *Constraints.* Pins are honoured, whatever they cost; a mesh axis is used only
+where a pin's use of it reaches: by reads that lead, sharded all the way, from a pinned tensor or op. *Objective.* The judge's:
+resharding, reduction, and work that is not split. *Ties.* The label that splits, then the smallest.
 
 *Steps*, for one mesh axis after another, in mesh order: (1) Breadth first from the pinned variables outward, each variable takes the label
 of least cost given the neighbours that are decided by then; one that leaves the axis unused ends the spread there. (2) All variables

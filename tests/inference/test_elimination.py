@@ -54,7 +54,7 @@ def test_too_large_a_table_names_the_searcher_to_try():
 
 @pytest.mark.parametrize(("limit", "cheap"), [({"joined_entries": 1000}, False), ({}, True)])
 def test_many_large_tables_are_too_large_together(monkeypatch, limit, cheap):
-    """The entries of all joined tables together are limited as well, and more so where it has to be cheap; incumbents are improved still."""
+    """The entries of all joined tables are limited as well, and more so where it has to be cheap; incumbents are improved still."""
     generator = np.random.default_rng(0)
     unary = [generator.random(4) for _ in range(8)]
     pairs = {(i, j): generator.random((4, 4)) for i in range(8) for j in range(i + 1, 8)}
