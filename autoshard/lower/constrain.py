@@ -45,11 +45,11 @@ from autoshard.ir import (
     result_layout,
     result_layouts,
 )
-from autoshard.lower.guard import guarded
 from autoshard.lower.interpret import Interpreter, apply, bind, ops_by_path, product
 from autoshard.lower.mesh import to_named_sharding
 from autoshard.lower.plan import Plan, homes
 from autoshard.lower.shards import Sharded
+from autoshard.lower.xla_workarounds import with_workarounds
 from autoshard.primitives import is_self_partitioned
 from autoshard.rules import propagates, runs_per_shard
 from autoshard.trace.structure import types_of
@@ -271,7 +271,7 @@ class _Region(Interpreter):
         if len(op.results) == 1 and all(factor.kind == "pass_through" for factor in rule.factors):
             shape = getattr(eqn.outvars[0].aval, "shape", ())
             read = [self._stretched(x, value, rule, choice, k, shape) for k, (x, value) in enumerate(zip(read, op.operands, strict=True))]
-        changed = guarded(op.primitive, rule, choice, read)
+        changed = with_workarounds(op.primitive, rule, choice, read)
         settled = zip(changed, read, op.operands, targets, strict=True)
         guards = [new if new is old else plan.pin(new, value, target) for new, old, value, target in settled]
         results = self._bound(op, eqn, rule, choice, guards, targets)

@@ -19,7 +19,7 @@ from autoshard.trace.fingerprint import fingerprint
 from autoshard.trace.leaves import Leaf, argument_names, find_aliases, plain_leaves, result_path
 from autoshard.trace.modules import Modules, has_modules
 from autoshard.trace.origin import error_place
-from autoshard.trace.written_out import written_out
+from autoshard.trace.simplify import simplified
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,7 +130,7 @@ def trace(
     if before is not None and before.source is not None and before.source() is everything:
         if (before.in_tree, before.graph.donated) == (in_tree, donated):
             return before
-    jaxpr = written_out(everything)
+    jaxpr = simplified(everything)
     output = shapes if modules is None else shapes[0]
     out_tree = jax.tree.structure(output)
     graph = _graph(fn, build(jaxpr), leaves, output, modules.written if modules else (), donated)

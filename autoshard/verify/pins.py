@@ -31,7 +31,7 @@ from autoshard.lower.constrain import ReshardPath, constrained, needs_shard_map
 from autoshard.lower.mesh import lowering_mesh, to_named_sharding
 from autoshard.search.searcher import Progress, silent
 from autoshard.verify.compare import Row, compare
-from autoshard.verify.shardy import collectives_in, explicit, lowered_flat, made_bytes
+from autoshard.verify.shardy_passes import collectives_in, explicit, lowered_flat, made_bytes
 
 SLACK = 0.02  # share of the bytes a device computes that may come on top; propagation leaves a few scalars and iotas whole
 

@@ -1,4 +1,4 @@
-"""The process that compiles for TPUs, GPUs or CPUs: ``python -m autoshard.verify.ahead_child FOLDER``, for `autoshard.verify.ahead` alone.
+"""The process that compiles for TPUs, GPUs or CPUs: ``python -m autoshard.verify.aot_child FOLDER``, for `autoshard.verify.aot` alone.
 
 It reads ``module`` and ``request`` from the folder and leaves ``compiled.json`` or ``failure`` there, next to what XLA dumps.
 """
@@ -21,7 +21,7 @@ from jaxlib.mlir import ir
 
 from autoshard.ir import Mesh
 from autoshard.lower import jax_mesh
-from autoshard.verify.ahead import Options
+from autoshard.verify.aot import Options
 from autoshard.verify.topology import Topology
 
 

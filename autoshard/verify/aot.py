@@ -245,7 +245,7 @@ def _start(compiler: Compiler, folder: Path) -> subprocess.Popen:
     flags = f"{os.environ.get('XLA_FLAGS', '')} {compiler.flags} --xla_dump_to={folder} --xla_dump_hlo_as_text".strip()
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     environment = {**os.environ, **compiler.environment, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": paths}
-    command = [sys.executable, "-m", "autoshard.verify.ahead_child", str(folder)]
+    command = [sys.executable, "-m", "autoshard.verify.aot_child", str(folder)]
     with open(folder / "log", "wb") as log:
         # It reads its stdin to the end, and ends itself there: if this process is killed, it ends too, once the compiler lets Python run.
         return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log)

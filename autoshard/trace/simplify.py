@@ -19,16 +19,16 @@ from jax.extend.source_info_util import user_context
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from autoshard.compilers import PLATFORMS
-from autoshard.trace.batches import with_batches
+from autoshard.trace.batched_indexing import batched
 from autoshard.trace.structure import around, as_call, opened, subjaxprs, types_of
 
 REARRANGING = frozenset({"convert_element_type", "rev", "transpose"})
 """Operations of one array that are made once, however often a program asks for them."""
 
 
-def written_out(closed: ClosedJaxpr) -> ClosedJaxpr:
+def simplified(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The same program with mapped loops, at any depth, as ordinary ones, without branches that no device takes and without dead code."""
-    settled = with_batches(ClosedJaxpr(_written_out(closed.jaxpr), closed.consts))
+    settled = batched(ClosedJaxpr(_simplified(closed.jaxpr), closed.consts))
     return ClosedJaxpr(_live(settled.jaxpr), closed.consts)
 
 
@@ -36,7 +36,7 @@ def _live(jaxpr: Jaxpr) -> Jaxpr:
     return dce_jaxpr(jaxpr, True, instantiate=True)[0]
 
 
-def _written_out(jaxpr: Jaxpr) -> Jaxpr:
+def _simplified(jaxpr: Jaxpr) -> Jaxpr:
     """The same object where there is nothing to settle, as are the bodies that hold nothing."""
     live = _live(jaxpr)
     jaxpr = jaxpr if len(live.eqns) == len(jaxpr.eqns) else live
@@ -70,7 +70,7 @@ def _once(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _equation(eqn: JaxprEqn) -> JaxprEqn:
-    eqn = around(eqn, [_written_out(opened(body)[0]) for body in subjaxprs(eqn)])
+    eqn = around(eqn, [_simplified(opened(body)[0]) for body in subjaxprs(eqn)])
     if eqn.primitive.name == "while" and eqn.params["cond_jaxpr"].out_avals[0].shape:
         return _loop(eqn)
     if eqn.primitive.name == "cond" and eqn.params.get("branches_platforms"):

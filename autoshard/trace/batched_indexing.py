@@ -57,7 +57,7 @@ class _False:
 Fact = _Counts | _Columns | _False | None
 
 
-def with_batches(closed: ClosedJaxpr) -> ClosedJaxpr:
+def batched(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The same program with counted batches, at any depth, as batching dimensions."""
     jaxpr, _ = _read(closed, [None] * len(closed.jaxpr.invars))
     return closed if jaxpr is closed.jaxpr else ClosedJaxpr(jaxpr, closed.consts)
