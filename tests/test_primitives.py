@@ -39,7 +39,7 @@ ALLOWED = {
     ("ir/collective.py", "KINDS"): "collectives by their HLO names",
     ("ir/rule.py", "OPERATORS"): "operators of reductions",
     ("lower/collectives.py", "_COMBINE"): "operators of reductions",
-    ("lower/constrain.py", "HANDED_ON"): "what JAX lowers to nothing",
+    ("lower/constrain.py", "ALIASING"): "what JAX lowers to nothing",
     ("lower/control_flow.py", "FLOWS"): "the lowering's function for each",
     ("lower/exchange.py", "BODIES"): "the lowering's function for each",
     ("lower/exchange.py", "_JOINED"): "the lowering's function for each",
