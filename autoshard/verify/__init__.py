@@ -1,4 +1,4 @@
-"""What compilers really do, read back: their collectives next to the predicted ones, and Shardy's propagated layouts."""
+"""Verification against compilers: ahead-of-time compilation, collectives, FLOPs and memory of compiled modules, Shardy's propagation."""
 
 from autoshard.verify.aot import COMPILERS, Ahead, Compilation, Compiler, Options, compile_ahead
 from autoshard.verify.buffers import Buffers, read_buffers
