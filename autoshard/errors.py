@@ -1,7 +1,4 @@
-"""Every error autoshard raises on purpose.
-
-A message states the rule, then what was got, then what to do, with names and numbers.
-"""
+"""The errors that autoshard raises on purpose; each message states the rule, what was got and what to do, with names and numbers."""
 
 
 class AutoshardError(Exception):
@@ -29,7 +26,7 @@ class InfeasibleError(AutoshardError):
 
     Attributes:
         smallest_peak_bytes: the least peak memory per device found, or None where memory was not the reason.
-        proven: whether nothing else on the mesh can fit either.
+        proven: whether it is proven that no strategy on the mesh fits.
     """
 
     def __init__(self, message: str, smallest_peak_bytes: float | None = None, proven: bool = False):
@@ -39,11 +36,11 @@ class InfeasibleError(AutoshardError):
 
 
 class SearchLimitError(AutoshardError):
-    """The search met a size it cannot handle; names the searcher to try instead."""
+    """The problem is too large for the searcher; names the searcher to try instead."""
 
 
 class SearcherError(AutoshardError):
-    """What was named or given as a searcher is none."""
+    """The given name or object is no searcher."""
 
 
 class StrategyError(AutoshardError):

@@ -1,8 +1,7 @@
-"""One table of JAX's primitives: what each is to a cost model.
+"""The table of JAX's primitives: the kind of each, how its work is counted, and facts that analyses rely on.
 
-A primitive has a kind (a view, elementwise, a reduction, a product), a count of its work, and facts that analyses rely on. Each fact has
-this one owner; what a compiler does with a primitive is elsewhere. Names are those that JAX 0.10 traces, and `tests/test_primitives.py`
-holds them against its registry. A name that is not in the table is of kind ``"unknown"``.
+Each fact is stated here alone; what a compiler does with a primitive is in `autoshard.compilers`. Names are those that JAX 0.10 traces;
+`tests/test_primitives.py` compares them with its registry. A name that is not in the table is of kind ``"unknown"``.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from typing import Any, Literal
 Kind = Literal[
     "elementwise",  # an element of the result from the same element of every operand
     "rearrangement",  # the operand in another shape or order of dimensions
-    "identity",  # results that are the operands, perhaps with a mark or a demand for compilers
-    "placement",  # the operand, with a word on the devices it is on
+    "identity",  # results that are the operands, perhaps with an annotation for compilers
+    "placement",  # the operand, with an annotation of its devices
     "reinterpretation",  # the operand's bits as another type
     "broadcast",  # elements repeated
     "slice",  # a part of the operand
     "reversal",
-    "concatenation",  # operands side by side, padding included
+    "concatenation",  # padding included
     "stacking",  # along a new dimension, and back
     "update",  # an operand with a part overwritten
     "gather",
@@ -38,19 +37,19 @@ Kind = Literal[
     "loop",
     "branch",
     "call",  # one body that runs once, as an op of its own
-    "inlined_call",  # a body that becomes part of the program around it
-    "custom_rule",  # an inlined call with a derivative or batching rule of the user's own
-    "self_partitioned",  # it brings its own sharding
-    "kernel",  # a user's code that compilers do not look into
-    "library",  # a vendor's
+    "inlined_call",  # a body that is inlined into the program around it
+    "custom_rule",  # an inlined call with a custom derivative or batching rule
+    "self_partitioned",  # with its own sharding
+    "kernel",  # user code that is opaque to compilers
+    "library",  # a vendor's kernel
     "callback",  # into Python
     "collective",
     "unknown",
 ]
 
 Work = Literal[
-    "none",  # it moves data at most
-    "results",  # one operation for each element of the largest result, or each point that a reduction factor runs over
+    "none",  # no arithmetic
+    "results",  # one operation for each element of the largest result, or with a reduction for each point of the iteration space
     "operand",  # one for each element of the first operand
     "dot",
     "ragged_dot",
@@ -68,31 +67,31 @@ Work = Literal[
 
 Linear = Literal[
     "",
-    "adds",  # two operands
-    "scales",  # by the other operand, where that is one number
-    "carries",  # elements on, dimension by dimension
-    "regroups",  # dimensions, and carries elements on
+    "adds",  # the sum of two operands
+    "scales",  # a multiple of an operand, where the other one is a scalar
+    "carries",  # the elements of the operand, dimension by dimension
+    "regroups",  # the elements of the operand, its dimensions merged or split
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Primitive:
-    """What a primitive is to a cost model.
+    """The facts of a primitive.
 
     Attributes:
-        kind: what it computes.
+        kind: one of `Kind`.
         work: how its floating point operations are counted (`autoshard.cost.compute`).
-        cubic: of a factorisation, its floating point operations as a multiple of n³ of an n x n matrix.
-        vector_operations: of a vector unit, for each element.
-        operator: the reduction that two results or updates combine by, as in `autoshard.ir.rule`; "" where there is none.
+        cubic: floating point operations of a factorisation of an n x n matrix, as a multiple of n³.
+        vector_operations: operations of a vector unit per element.
+        operator: the operator that combines two results or updates, as in `autoshard.ir.rule`; "" where there is none.
         linear: how partial sums of an operand become partial sums of the result; "" where they do not.
-        core_rank: of linear algebra, the rank of the first operand without its batch dimensions.
-        bodies: the parameters that hold sub-programs, in body order.
+        core_rank: the rank of a linear algebra primitive's first operand without batch dimensions.
+        bodies: the parameters that are sub-programs, in body order.
         view: whether the result shares its operand's memory.
-        anchor: whether it is outside fusions: its result is in memory.
-        computed_once: whether of constants alone it is still computed once, not wherever it is read.
-        commutes_with_casts: whether compilers cast its operands instead of its result, which gives the same numbers.
-        moves: whether its result is still the tensor that it reads, moved or cast.
+        anchor: whether it is never fused, so that its result is stored in memory.
+        computed_once: whether its result is stored even if all its operands are constants, rather than recomputed for each reader.
+        commutes_with_casts: whether compilers may cast its operands instead of its result, with equal numbers.
+        moves: whether its result has the elements of its operand, rearranged or cast.
         stateful: whether it has an effect or a state, and so runs on one device.
     """
 
@@ -117,13 +116,13 @@ def _each(names: str, kind: Kind, **facts: Any) -> dict[str, Primitive]:
     return dict.fromkeys(names.split(), Primitive(kind, **facts))
 
 
-# Vector operations an element: of a product and a sum from the cycles that XLA:TPU (libtpu 0.0.42) gives long chains of them; the others
-# agree with which chains, between a product's scores and the next product, it keeps in memory. On v5p one division, two logistics or six
-# exponentials are not kept, but a division and a sum, x * logistic(x) and an error function are. So is a softmax in float32, though not on
-# v4, v5e or v6e, whose limits are further off; an error function is kept on all of them, and random bits make the difference on v6e.
+# Vector operations per element. Those of a product and a sum are from the cycles that XLA:TPU (libtpu 0.0.42) estimates for long chains of
+# them. The others fit which chains between two matrix products it stores in memory instead of fusing: on v5p not one division, two
+# logistics or six exponentials, but a division and a sum, x * logistic(x), and an error function. A softmax in float32 is stored on v5p,
+# not on v4, v5e or v6e, whose limits are higher; an error function is stored on all of them, and random bits make the difference on v6e.
 #
-# Casts commute with what XLA's convert-mover pass lists (openxla/xla, xla/hlo/transforms/simplifiers/convert_mover.cc); XLA:TPU was seen to
-# round embedding tables, too, whose rows products read, and what is compared with a bound, though not what is negated.
+# Casts commute with the primitives that XLA's convert-mover pass lists (openxla/xla, xla/hlo/transforms/simplifiers/convert_mover.cc);
+# XLA:TPU was seen to cast embedding tables whose rows products read, and values that are compared with a bound, but not negated ones.
 _ELEMENTWISE: dict[str, Primitive] = {
     **_each("cbrt", "elementwise", vector_operations=5.0),
     **_each("ceil exp2 floor mulhi nextafter round sign sub", "elementwise"),
@@ -240,7 +239,7 @@ _PROGRAMS: dict[str, Primitive] = {
     **_each("while", "loop", bodies=("cond_jaxpr", "body_jaxpr"), anchor=True),
     **_each("cond", "branch", bodies=("branches",), anchor=True),
     **_each("remat2", "call", bodies=("jaxpr",), anchor=True),  # jax.checkpoint
-    **_each("custom_linear_solve", "call", bodies=("jaxprs",)),  # of the four the solver
+    **_each("custom_linear_solve", "call", bodies=("jaxprs",)),  # the solver, of its four functions
     **_each("jit", "inlined_call", bodies=("jaxpr",)),
     **_each("closed_call", "inlined_call", bodies=("call_jaxpr",)),
     **_each("custom_jvp_call custom_vjp_call", "custom_rule", bodies=("call_jaxpr",)),
@@ -248,7 +247,7 @@ _PROGRAMS: dict[str, Primitive] = {
     **_each("linear_call", "custom_rule", bodies=("callee",)),
     **_each("custom_partitioning shard_map", "self_partitioned", anchor=True),
     **_each("ffi_call pallas_call", "kernel", anchor=True),
-    # Of these no work is known, and they count as unknown ones do.
+    # Their work is not known; it is counted as for unknown primitives.
     **_each("cudnn_fusion scaled_dot scaled_matmul scaled_matmul_wrapper", "library"),
     **_each("dot_product_attention_fwd dot_product_attention_fwd_wrapper", "library"),
     **_each("dot_product_attention_bwd dot_product_attention_bwd_wrapper", "library"),
@@ -258,7 +257,7 @@ _PROGRAMS: dict[str, Primitive] = {
     **_each("debug_callback debug_print io_callback", "callback", stateful=True),
 }
 
-# Inside a shard_map of the user's own.
+# Inside a user's shard_map.
 _COLLECTIVES: dict[str, Primitive] = {
     **_each("all_gather all_gather_done all_gather_invariant all_gather_reduced all_gather_reduced_start all_gather_start", "collective"),
     **_each("all_to_all all_to_all_done all_to_all_start pbroadcast pbroadcast_done pbroadcast_start", "collective"),
@@ -299,11 +298,11 @@ def of_kind(kind: Kind) -> tuple[str, ...]:
     return tuple(name for name, each in PRIMITIVES.items() if each.kind == kind)
 
 
-def _where(holds: Callable[[Primitive], bool]) -> frozenset[str]:
-    return frozenset(name for name, each in PRIMITIVES.items() if holds(each))
+def _where(predicate: Callable[[Primitive], bool]) -> frozenset[str]:
+    return frozenset(name for name, each in PRIMITIVES.items() if predicate(each))
 
 
-# Sets, since searches ask these of every op they judge.
+# Sets, since costing an assignment looks up every op.
 _MATRIX = _where(lambda each: each.kind == "product")
 _DENSE_PRODUCTS = _where(lambda each: each.kind == "product" and each.work != "ragged_dot")
 _VIEWS = _where(lambda each: each.view)
@@ -338,7 +337,7 @@ def is_matrix(name: str) -> bool:
 
 
 def is_dense_product(name: str) -> bool:
-    """Whether the primitive multiplies whole operands, without groups of rows."""
+    """Whether the primitive is a product without ragged groups."""
     return name in _DENSE_PRODUCTS
 
 
@@ -367,7 +366,7 @@ def is_rearrangement(name: str) -> bool:
 
 
 def moves(name: str) -> bool:
-    """Whether the result is still the tensor that the primitive reads, moved or cast."""
+    """Whether the result has the elements of the operand, rearranged or cast."""
     return name in _MOVES
 
 
@@ -386,7 +385,7 @@ def is_scatter(name: str) -> bool:
 
 
 def updates(name: str) -> bool:
-    """Whether the primitive writes into a part of its first operand: scatters do, and updates of slices."""
+    """Whether the primitive overwrites a part of its first operand: scatters and slice updates."""
     return name in _UPDATES
 
 
@@ -396,22 +395,22 @@ def is_windowed(name: str) -> bool:
 
 
 def is_anchor(name: str) -> bool:
-    """Whether the primitive is outside fusions."""
+    """Whether the primitive is never fused."""
     return name in _ANCHORS
 
 
 def is_computed_once(name: str) -> bool:
-    """Whether of constants alone the result is still computed once, not wherever it is read."""
+    """Whether the result is stored even if all operands are constants, rather than recomputed for each reader."""
     return name in _COMPUTED_ONCE
 
 
 def commutes_with_casts(name: str) -> bool:
-    """Whether compilers cast the operands instead of the result, which gives the same numbers."""
+    """Whether compilers may cast the operands instead of the result, with equal numbers."""
     return name in _COMMUTING
 
 
 def is_loop(name: str) -> bool:
-    """Whether a body runs several times."""
+    """Whether the primitive is a loop."""
     return name in _LOOPS
 
 
@@ -421,22 +420,22 @@ def is_control_flow(name: str) -> bool:
 
 
 def is_inlined(name: str) -> bool:
-    """Whether the body becomes part of the program around it."""
+    """Whether the body is inlined into the program around it."""
     return name in _INLINED
 
 
 def is_call(name: str) -> bool:
-    """Whether there is one body that runs once, as an op of its own, whose results are the body's."""
+    """Whether the primitive is a call that stays an op: one body that runs once, whose results are the call's."""
     return name in _CALLS
 
 
 def has_custom_rule(name: str) -> bool:
-    """Whether a derivative or batching rule of the user's own stands beside the body."""
+    """Whether the body has a custom derivative or batching rule."""
     return name in _CUSTOM_RULES
 
 
 def is_placement(name: str) -> bool:
-    """Whether the result is the operand, with a word on the devices it is on."""
+    """Whether the result is the operand, with an annotation of its devices."""
     return name in _PLACEMENTS
 
 
@@ -446,10 +445,10 @@ def is_stateful(name: str) -> bool:
 
 
 def is_self_partitioned(name: str) -> bool:
-    """Whether the primitive brings its own sharding."""
+    """Whether the primitive has its own sharding."""
     return name in _SELF_PARTITIONED
 
 
 def is_opaque(name: str) -> bool:
-    """Whether nobody looks inside: it partitions itself, or calls a user's kernel or Python."""
+    """Whether the primitive's body is not analysed: it partitions itself, or calls a user's kernel or Python."""
     return name in _OPAQUE

@@ -1,7 +1,7 @@
-"""Reports: described once as plain records, shown in a terminal and in a notebook.
+"""Reports as plain records, rendered in a terminal and in a notebook.
 
-A `Report` is a title and parts. `to_text` and `print_report` lower it to a terminal through rich, `to_html` to self-contained HTML (inline
-styles, no scripts) that reads on a light page and on a dark one. Numbers become text by the ``format_`` functions and nowhere else.
+A `Report` is a title and parts. `to_text` and `print_report` render it through rich, `to_html` as self-contained HTML (inline styles, no
+scripts) that is readable on light and dark pages. Numbers are formatted by the ``format_`` functions alone.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _scaled(x: float, unit: str, prefixes: tuple[tuple[str, float], ...]) -> str
     return f"{scaled:.{digits}f} {prefix}{unit}"
 
 
-# -- what a report is made of ---------------------------------------------------------------------------------------------
+# -- the parts of a report ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +114,8 @@ class Table:
     """Rows of text under column titles.
 
     Attributes:
-        columns: the titles, all empty for a table without a head; one that starts with ``>`` is of numbers, and stands to the right.
-        rows: per row one cell a column; line breaks are kept.
+        columns: the titles, all empty for a table without a head; a title that starts with ``>`` aligns its column to the right.
+        rows: per row one cell for each column; line breaks are kept.
         notes: remarks below it.
     """
 
@@ -131,7 +131,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One bar: its label, its length as a share of the whole, and the number in words."""
+    """One bar: its label, its length as a share of the whole, and its number as text."""
 
     label: str
     share: float
@@ -155,7 +155,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A grid of coloured blocks: a mesh, or a tensor cut into the pieces that devices hold."""
+    """A grid of coloured blocks: a mesh, or a tensor cut into its shards."""
 
     title: str
     rows: tuple[tuple[Cell, ...], ...]
@@ -174,7 +174,7 @@ Part = Heading | Paragraph | Table | Bars | Gallery
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A title and parts; prints as text, and shows in Jupyter.
+    """A title and parts; `str` gives text, and Jupyter shows HTML.
 
     >>> print(Report("A report", (Table(("mesh", ">time"), (("data=8", "12.3 ms"),)),)))
     A report
@@ -198,7 +198,7 @@ class Report:
 
 
 def to_text(report: Report, width: int | None = None, encoding: str = "utf-8") -> str:
-    """The report as plain text without colour codes, at most ``width`` columns wide (120 unless told), in characters of the encoding."""
+    """The report as plain text without colour codes, at most ``width`` columns wide (120 by default), in characters of the encoding."""
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="replace", newline="\n")
     print_report(report, Console(file=file, width=width or PIPE_WIDTH, color_system=None, force_terminal=False, legacy_windows=False))
     file.seek(0)
@@ -206,14 +206,14 @@ def to_text(report: Report, width: int | None = None, encoding: str = "utf-8") -
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Prints the report on a console: in colour on a terminal."""
+    """Prints the report on a console, in colour on a terminal."""
     console.print(Text(report.title, style="bold"))
     for part in report.parts:
         console.print()
-        console.print(_lowered(part))
+        console.print(_rendered(part))
 
 
-def _lowered(part: Part) -> RenderableType:
+def _rendered(part: Part) -> RenderableType:
     match part:
         case Heading(text):
             return Text(text, style="bold underline")
@@ -228,7 +228,7 @@ def _lowered(part: Part) -> RenderableType:
 
 
 def _table(columns: tuple[str, ...], rows: tuple[tuple[str, ...], ...]) -> RichTable:
-    whole = _kept_whole(columns, rows)
+    whole = _unbroken(columns, rows)
     shown = [
         RichColumn(Text(c.removeprefix(">")), justify="right" if c.startswith(">") else "left", overflow="fold", no_wrap=k in whole)
         for k, c in enumerate(columns)
@@ -239,10 +239,10 @@ def _table(columns: tuple[str, ...], rows: tuple[tuple[str, ...], ...]) -> RichT
     return table
 
 
-def _kept_whole(columns: tuple[str, ...], rows: tuple[tuple[str, ...], ...]) -> set[int]:
-    """The columns whose cells are never broken: the narrowest, as long as the others still have room in the narrowest terminal.
+def _unbroken(columns: tuple[str, ...], rows: tuple[tuple[str, ...], ...]) -> set[int]:
+    """The columns whose cells are not wrapped: the narrowest ones, as far as the narrowest terminal has room for the others.
 
-    >>> _kept_whole(("path", "shape"), (("a rather long path to a tensor, somewhere deep in a model", "float32[4,32]"),))
+    >>> _unbroken(("path", "shape"), (("a rather long path to a tensor, somewhere deep in a model", "float32[4,32]"),))
     {1}
     """
     widths = [max(len(text) for text in (column, *cells)) for column, *cells in zip(columns, *rows, strict=True)]
@@ -266,7 +266,7 @@ def _bars(bars: tuple[Bar, ...]) -> RichTable:
 
 @dataclass(frozen=True, slots=True)
 class _TextBar:
-    """A bar of block characters; of ``#`` where the output cannot show them."""
+    """A bar of block characters, or of ``#`` in an ASCII terminal."""
 
     share: float
     width: int = 40
@@ -289,19 +289,19 @@ def _picture(picture: Picture) -> Group:
 
 
 def _rgb(hue: float) -> str:
-    """A light colour of this hue as ``#rrggbb``: black text reads on it."""
+    """A light colour of this hue as ``#rrggbb``, legible under black text."""
     channels = (0.66 + 0.24 * math.cos(2 * math.pi * (hue - third / 3)) for third in range(3))
     return "#" + "".join(f"{round(255 * channel):02x}" for channel in channels)
 
 
 # -- html -----------------------------------------------------------------------------------------------------------------
 
-LINE = "rgba(128,128,128,0.45)"  # shows on white and on black
+LINE = "rgba(128,128,128,0.45)"  # visible on white and on black
 FILL = "#4c8bf5"
 
 
 def to_html(report: Report) -> str:
-    """The report as one HTML element with inline styles, everything in it escaped."""
+    """The report as one HTML element with inline styles; all text is escaped."""
     parts = "".join(_html(part) for part in report.parts)
     return (
         '<div style="font-family:system-ui,sans-serif;font-size:13px;line-height:1.45;color:inherit;max-width:72em">'
@@ -370,17 +370,17 @@ def _html_picture(picture: Picture) -> str:
 
 # -- progress -------------------------------------------------------------------------------------------------------------
 
-PATIENCE_SECONDS = 2.0  # what takes less shows no progress
+DELAY_SECONDS = 2.0  # before the line appears
 FRAME_SECONDS = 0.2
-LEAST_DONE = 0.05  # of the work; before, nothing is foretold
+LEAST_DONE = 0.05  # share of the work below which no remaining time is shown
 
 
 @contextmanager
 def progress_line(file: TextIO | None = None) -> Iterator[Callable[[str, float], None]]:
-    """A callback ``(what is being done, fraction done)`` that keeps a line up to date: how far, how long it still takes, and at what.
+    """A callback ``(activity, fraction done)`` that keeps a progress line up to date, with the estimated time that remains.
 
-    Drawn over itself from the third second on, on stderr where that is a terminal or a notebook's, or in a file that is given; wiped in
-    the end. In a job's log, where a line cannot be drawn over, nothing is drawn.
+    The line is drawn from the third second on, on stderr if that is a terminal or a notebook's, or in ``file``, and erased at the end. In
+    other outputs, such as a job's log, nothing is drawn.
     """
     out = sys.stderr if file is None else file
     line = _ProgressLine(time.monotonic())
@@ -390,7 +390,7 @@ def progress_line(file: TextIO | None = None) -> Iterator[Callable[[str, float],
     done = threading.Event()
 
     def draw() -> None:
-        wait, width = PATIENCE_SECONDS, 0
+        wait, width = DELAY_SECONDS, 0
         while not done.wait(wait):
             text = line.text(time.monotonic())
             width = max(width, len(text))
@@ -412,19 +412,19 @@ def progress_line(file: TextIO | None = None) -> Iterator[Callable[[str, float],
 
 @dataclass(slots=True)
 class _ProgressLine:
-    """What is being done, since when, and how much of it is done."""
+    """The current activity, its start on the monotonic clock, and the fraction done."""
 
     started: float
-    what: str = "tracing"
+    activity: str = "tracing"
     fraction: float = 0.0
 
-    def advance(self, what: str, fraction: float) -> None:
-        if self.what == "tracing":
-            self.started = time.monotonic()  # of the search; tracing says nothing of how long that takes
-        self.what, self.fraction = what, max(fraction, self.fraction)
+    def advance(self, activity: str, fraction: float) -> None:
+        if self.activity == "tracing":
+            self.started = time.monotonic()  # tracing time does not predict search time
+        self.activity, self.fraction = activity, max(fraction, self.fraction)
 
     def text(self, now: float) -> str:
-        """The line at a time.
+        """The line at a time on the monotonic clock.
 
         >>> _ProgressLine(0.0, "mesh data=8", 0.25).text(3.0)
         '[#####...............]  25 %, about 9 s left: mesh data=8'
@@ -432,4 +432,4 @@ class _ProgressLine:
         filled = round(20 * self.fraction)
         seconds = (now - self.started) * (1 / max(self.fraction, LEAST_DONE) - 1)
         left = f", about {seconds:.0f} s left" if self.fraction >= LEAST_DONE else ""
-        return f"[{'#' * filled}{'.' * (20 - filled)}] {100 * self.fraction:3.0f} %{left}: {self.what}"[:PIPE_WIDTH]
+        return f"[{'#' * filled}{'.' * (20 - filled)}] {100 * self.fraction:3.0f} %{left}: {self.activity}"[:PIPE_WIDTH]

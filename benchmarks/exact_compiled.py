@@ -16,7 +16,7 @@ from autoshard.errors import AutoshardError, CompilerError
 from autoshard.ir import Collective
 from autoshard.render import Heading, Paragraph, Part, Report, Table, format_bytes, format_count, format_flops
 from autoshard.verify import topology_of
-from autoshard.verify.ahead import COMPILERS
+from autoshard.verify.aot import COMPILERS
 from benchmarks.cost_model import compiled
 from benchmarks.cost_model.compared import Compared, compared
 from benchmarks.cost_model.findings import Target, quantile

@@ -54,7 +54,7 @@ from autoshard.ir import Mesh
 from autoshard.lower import abstract_mesh
 from autoshard.render import Paragraph, Part, Report, Table, format_bytes, format_seconds
 from autoshard.verify import Ahead, scheduled_seconds
-from autoshard.verify.ahead import COMPILERS
+from autoshard.verify.aot import COMPILERS
 from benchmarks import models, results, xla_auto
 from benchmarks.cost_model.compiled import compiled_ahead
 from benchmarks.progress import progress_bar

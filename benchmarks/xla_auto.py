@@ -25,7 +25,7 @@ from autoshard.cluster import Cluster
 from autoshard.errors import AutoshardError, CompilerError
 from autoshard.ir import Mesh
 from autoshard.verify import Ahead, topology_of
-from autoshard.verify.ahead import COMPILERS, POLL_SECONDS, read_ahead
+from autoshard.verify.aot import COMPILERS, POLL_SECONDS, read_ahead
 
 ROOT = Path(__file__).parents[1]
 VERSIONS = {"jax": "0.10.0", "jaxlib": "0.10.0", "libtpu": "0.0.40"}

@@ -39,11 +39,11 @@ ALLOWED = {
     ("ir/collective.py", "KINDS"): "collectives by their HLO names",
     ("ir/rule.py", "OPERATORS"): "operators of reductions",
     ("lower/collectives.py", "_COMBINE"): "operators of reductions",
-    ("lower/constrain.py", "HANDED_ON"): "what JAX lowers to nothing",
+    ("lower/constrain.py", "ALIASING"): "what JAX lowers to nothing",
     ("lower/control_flow.py", "FLOWS"): "the lowering's function for each",
     ("lower/exchange.py", "BODIES"): "the lowering's function for each",
     ("lower/exchange.py", "_JOINED"): "the lowering's function for each",
-    ("lower/guard.py", "GUARDS"): "the lowering's function for each",
+    ("lower/xla_workarounds.py", "WORKAROUNDS"): "the lowering's function for each",
     ("lower/mesh.py", "_NEED_DEVICES"): "what JAX does not lower for abstract meshes",
     ("lower/nested.py", "_INSTEAD"): "the lowering's function for each",
     ("lower/shards.py", "PLACED"): "the lowering's function for each",
@@ -57,10 +57,10 @@ ALLOWED = {
     ("rules/reduction.py", "IDEMPOTENT"): "operators of reductions",
     ("rules/shardy.py", "OPERATORS"): "operators of reductions",
     ("search/tensor_parallel.py", "TAKES_APART"): "what one searcher follows the parts of",
-    ("trace/written_out.py", "REARRANGING"): "what one pass makes once",
+    ("trace/simplify.py", "REARRANGING"): "what one pass makes once",
     ("verify/hlo.py", "KINDS"): "collectives by their HLO names",
     ("verify/manual.py", "KINDS"): "collectives by their HLO names",
-    ("verify/shardy.py", "KINDS"): "collectives by their HLO names",
+    ("verify/shardy_passes.py", "KINDS"): "collectives by their HLO names",
 }
 
 

@@ -1,4 +1,4 @@
-"""Clusters: devices with datasheet figures, and the links of each mesh axis."""
+"""Clusters: devices with datasheet figures, and the interconnect as each mesh axis uses it."""
 
 from autoshard.cluster.catalogue import CATALOGUE, Entry
 from autoshard.cluster.cluster import Cluster

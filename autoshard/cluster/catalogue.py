@@ -1,6 +1,6 @@
-"""The devices autoshard knows, each figure with its source. A new device is one entry in `CATALOGUE`.
+"""The catalogue of devices, each figure with its source. A new device is one entry in `CATALOGUE`.
 
-Rates are dense datasheet peaks in one direction; what is an estimate says so.
+Rates are dense datasheet peaks, bandwidths in one direction; estimates are marked as such.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ GIB = 2.0**30
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A device, its wires, and the sizes it comes in.
+    """A device, its interconnect, and the topologies that exist.
 
     Attributes:
         device, interconnect: the figures.
         jax_kinds: the names jax gives it (``Device.device_kind``).
-        topologies: the slices that exist; empty where any number does.
+        topologies: the slices that exist; empty where any number of devices does.
         cube: larger slices have dimensions that are multiples of this, in rising order; 0 where there are none.
         most: the most devices of a slice.
-        per_host: devices of a host.
-        counts_cores: whether a slice's name at its vendor counts two cores a chip.
+        per_host: devices per host.
+        counts_cores: whether the vendor's names of slices count two cores per chip.
     """
 
     device: Device
@@ -40,7 +40,7 @@ class Entry:
 
     @property
     def available_bytes(self) -> int:
-        """What a program may have of a device's memory."""
+        """The part of a device's memory that a program may use."""
         return AVAILABLE_BYTES.get(self.device.name, int(self.device.memory_bytes * MEMORY_FRACTION[self.device.kind]))
 
     @property
@@ -49,16 +49,16 @@ class Entry:
         return self.device.kind != "cpu"  # XLA:CPU runs a collective and the ops around it one after the other
 
 
-# What a program may have of a device's memory. GPU: jax allocates three quarters unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise
-# (docs.jax.dev, "GPU memory allocation"). TPU: what XLA:TPU (libtpu 0.0.42) says where it refuses a program: "exceeds available HBM
-# (15.75G)" for v5e; v4 has two cores a chip with 15.25G each. Another TPU is taken to keep as much back as a v4.
+# The part of a device's memory that a program may use. GPU: jax allocates three quarters unless XLA_PYTHON_CLIENT_MEM_FRACTION says
+# otherwise (docs.jax.dev, "GPU memory allocation"). TPU: from the message with which XLA:TPU (libtpu 0.0.42) refuses a program, "exceeds
+# available HBM (15.75G)" on v5e; v4 has two cores per chip with 15.25G each. Other TPUs are assumed to reserve the share that a v4 does.
 MEMORY_FRACTION = {"tpu": 30.5 / 32, "gpu": 0.75, "cpu": 1.0}
 AVAILABLE_BYTES = {"v4": int(30.5 * 2**30), "v5e": int(15.75 * 2**30), "v5p": int(95.74 * 2**30), "v6e": int(31.25 * 2**30)}
 
 SCALING_BOOK = "https://jax-ml.github.io/scaling-book/tpus"
 TPU_HOP_SECONDS = 1e-6  # about 1 us a hop: How to Scale Your Model, "Sharded Matrices and How to Multiply Them"
-TPU_LAUNCH_SECONDS = 1e-6  # estimate: one hop's worth of setting up
-# What XLA:TPU (libtpu 0.0.42) schedules for the smallest elementwise kernel: 1,957 cycles on v5e, 2,169 on v5p, 2,196 on v6e
+TPU_LAUNCH_SECONDS = 1e-6  # estimate: as long as one hop
+# XLA:TPU (libtpu 0.0.42) schedules 1,957 cycles on v5e, 2,169 on v5p and 2,196 on v6e for the smallest elementwise kernel
 TPU_KERNEL_SECONDS = 1.2e-6
 # The share of the memory's peak in its schedules of elementwise kernels on 64 Mi float32: 662, 1,990 and 1,324 GB/s on v5e, v5p and v6e
 TPU_MEMORY_EFFICIENCY = {"v5e": 0.81, "v5p": 0.72, "v6e": 0.81}
@@ -181,8 +181,8 @@ V6E = Entry(
     most=256,
 )
 
-# NCCL's own model of itself (github.com/NVIDIA/nccl, src/graph/tuning.cc, 2.30): base latency, latency of a step over NVLink and over
-# the network, in microseconds, and what part of the bandwidth is left
+# NCCL's tuning model (github.com/NVIDIA/nccl, src/graph/tuning.cc, 2.30): base latency, latency of a step over NVLink and over the
+# network, in microseconds, and the share of the bandwidth
 US = 1e-6
 NCCL_LAUNCH_SECONDS = 8.4 * US  # baseLatencies: ring, Simple
 NCCL_STEP_SECONDS = 3.4 * US  # hwLatencies: NVLink, ring, Simple
@@ -190,12 +190,12 @@ NCCL_NETWORK_STEP_SECONDS = 14 * US  # hwLatencies: network, ring, Simple
 NCCL_LL = 0.5  # ring, LL: every 4 bytes come with a flag of 4
 NCCL_LL128 = 0.92  # ring, LL128: 120 of 128 bytes are data
 NCCL_TREE = 0.92  # tree
-NCCL_TREE_LL = 0.92 / 3.8 * 0.4  # tree, LL; times the least of treeCorrectionFactor, that of 256 KiB to 1 MiB
+NCCL_TREE_LL = 0.92 / 3.8 * 0.4  # tree, LL; times the least treeCorrectionFactor, that of 256 KiB to 1 MiB
 NCCL_TREE_LL128 = 0.92 * 7 / 9 * 0.6  # tree, LL128; the same
 
 
 def _nccl(ll: float, network_ll: float, switch: float) -> tuple[Protocol, ...]:
-    """NCCL's protocols and algorithms but for the plain ring.
+    """NCCL's protocols and algorithms except the plain ring.
 
     Args:
         ll, network_ll: llMaxBws of one host, and of four or more.
@@ -211,15 +211,15 @@ def _nccl(ll: float, network_ll: float, switch: float) -> tuple[Protocol, ...]:
     return (*protocols, Protocol("switch", 0.0, 25 * US, 20.9 * US, switch)) if switch else protocols
 
 
-# A network card's share of its line rate: NCCL, src/graph/search.cc, speedArrayInter: 24 GB/s of 200 Gb/s, 48 of 400; one of its authors
-# expects 46 to 48 (NVIDIA/nccl-tests issue 290)
+# The share of its line rate that a network card reaches: NCCL, src/graph/search.cc, speedArrayInter: 24 GB/s of 200 Gb/s, 48 of 400; one of
+# its authors expects 46 to 48 (NVIDIA/nccl-tests issue 290)
 CARD_EFFICIENCY = 0.96
 # XLA's measured products on H100 (openxla/xla, service/gpu/model/matmul_interpolator_data.h, sm_90): the smallest take 6.2 us, of which
-# their work is a fifth at most; cuBLAS's of 256**3 on A100 took 11, its launch included (triton-lang/triton issue 3551)
+# arithmetic is a fifth at most; cuBLAS's of 256**3 on A100 took 11 us with its launch (triton-lang/triton issue 3551)
 GPU_KERNEL_SECONDS = 5e-6
-# What matrix products reach in full waves, so that measured large ones (2 x 2048**3 and up, 10 and 13 of them) are neither over- nor
-# underestimated: cuBLAS, float16, A100 SXM (triton-lang/triton issue 3551), and XLA's table for H100 (as above). The best of many shapes
-# reach 271 of 312 Tflop/s on A100, 794 of 989 on H100 ("H200 is the same") and 1745 of 2250 on B200, of which nothing more is known
+# The share of the peak that matrix products reach in full waves, such that predictions of measured large ones (2 x 2048**3 and up, 10 and
+# 13 of them) have no bias: cuBLAS, float16, A100 SXM (triton-lang/triton issue 3551), and XLA's table for H100 (as above). The best of many
+# shapes reach 271 of 312 Tflop/s on A100, 794 of 989 on H100 ("H200 is the same") and 1745 of 2250 on B200, the only figure of B200
 # (stas00/ml-engineering, compute/accelerator, "Maximum Achievable Matmul FLOPS comparison table").
 A100_EFFICIENCY, HOPPER_EFFICIENCY, B200_EFFICIENCY = 0.83, 0.82, 1745 / 2250
 GPU_MEMORY_EFFICIENCY = 0.9  # kernels that move over 100 MB: calculon-ai/calculon, systems/a100_80g.json (Isaev et al., SC 2023)
@@ -419,7 +419,7 @@ CPU = Entry(
 CATALOGUE: dict[str, Entry] = {entry.device.name: entry for entry in (V4, V5E, V5P, V6E, A100, A100_40G, H100, H200, B200, CPU)}
 
 OTHER_NAMES = {"v5litepod": "v5e"}
-"""What other tools call a device."""
+"""Names of devices in other tools."""
 
 LIKE = {"tpu": "v5e", "": "a100"}
-"""Per platform of JAX the device whose figures an unknown one starts with; the last for any other."""
+"""Per JAX platform, the device whose figures an unknown one starts from; ``""`` for other platforms."""

@@ -1,4 +1,4 @@
-"""A cluster: one kind of device, how many, and how they are wired."""
+"""Clusters: the kind and number of devices, their topology and their interconnect."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _TEXT = re.compile(r"([a-z0-9-]+):(\d{1,6}(?:x\d{1,6})*)")
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Devices and links.
+    """A cluster of equal devices.
 
     Attributes:
         name: its short form, ``v5e:4x4``.
-        device: what every device is.
+        device: the figures of each device.
         topology: the sizes of a TPU slice; GPUs per host and hosts; or the number of host devices.
-        interconnect: the wires.
-        memory_limit_bytes: what a program may use of a device's memory.
+        interconnect: the figures of the links.
+        memory_limit_bytes: the part of a device's memory that a program may use.
         overlap: whether collectives run while the device computes.
 
     >>> cluster = Cluster.parse("h100:8x4")
@@ -63,15 +63,15 @@ class Cluster:
 
     @classmethod
     def parse(cls, text: str) -> Cluster:
-        """The cluster of its short form; `name` is the inverse.
+        """The cluster with a short form; `name` is the inverse.
 
         Raises:
-            ClusterError: an unknown device, or a topology it does not come in.
+            ClusterError: an unknown device, or a topology that does not exist for it.
         """
         match = _TEXT.fullmatch(text.strip().lower()) if isinstance(text, str) else None
         if match is None:
             raise ClusterError(
-                f"a cluster is a Cluster, reads {EXAMPLES}, or is the path of a .toml file, got {text!r}. {_meant(text)}"
+                f"a cluster is a Cluster, reads {EXAMPLES}, or is the path of a .toml file, got {text!r}. {_suggestion(text)}"
                 f"Known devices: {', '.join(CATALOGUE)}."
             )
         entry = CATALOGUE.get(match[1])
@@ -94,7 +94,7 @@ class Cluster:
 
     @classmethod
     def of(cls, described: Cluster | str | Path) -> Cluster:
-        """The cluster that somebody describes: as it is, by its short form, or by the path of a TOML file.
+        """The cluster given as itself, by its short form, or by the path of a TOML file.
 
         Raises:
             ClusterError: it is none of these, unknown, or cannot be read.
@@ -112,7 +112,7 @@ class Cluster:
         Raises:
             ClusterError: a device the catalogue does not have.
         """
-        import jax  # delayed: this is the only use of jax here, and describing a cluster must not need or start it
+        import jax  # delayed: the only use of jax here; describing a cluster must not import it
 
         devices = jax.devices()
         found = cls.of_devices(devices)
@@ -126,7 +126,7 @@ class Cluster:
 
     @classmethod
     def of_devices(cls, devices: Sequence[Any]) -> Cluster | None:
-        """The cluster of these jax devices, each process counting as one host; None where the catalogue does not have their kind."""
+        """The cluster of these jax devices, one host per process; None where the catalogue does not have their kind."""
         entry = next((entry for entry in CATALOGUE.values() if devices[0].device_kind in entry.jax_kinds), None)
         if entry is None:
             return None
@@ -134,7 +134,7 @@ class Cluster:
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
-        """The cluster of a TOML file: everything `save` writes, or ``cluster = "h100:8x4"`` and what differs from it.
+        """The cluster of a TOML file: everything `save` writes, or ``cluster = "h100:8x4"`` and the fields that differ.
 
         Raises:
             ClusterError: the file cannot be read, or a field is missing, unknown or of the wrong type.
@@ -149,7 +149,7 @@ class Cluster:
             merged = cls.from_dict(_merge(catalogued.to_dict(), data))
             if "memory_limit_bytes" in data:
                 return merged
-            share = catalogued.memory_limit_bytes / catalogued.device.memory_bytes  # of another memory a program may use as much
+            share = catalogued.memory_limit_bytes / catalogued.device.memory_bytes  # the same share of a changed memory size
             return replace(merged, memory_limit_bytes=int(merged.device.memory_bytes * share))
         return cls.from_dict(data)
 
@@ -207,7 +207,7 @@ class Cluster:
             )
 
     def links(self, mesh: Mesh) -> tuple[Link, ...]:
-        """What each axis of a mesh gets of the wires, in mesh order; see `place`.
+        """The link of each axis of a mesh, in mesh order; see `place`.
 
         Raises:
             ClusterError: the mesh does not cover the devices.
@@ -229,10 +229,10 @@ class Cluster:
         return self.name
 
 
-def _meant(text: Any) -> str:
-    """The short form of what other tools call a cluster: ``8 H100``, ``v5litepod-16``, ``a100``.
+def _suggestion(text: Any) -> str:
+    """The short form of a cluster as other tools name it: ``8 H100``, ``v5litepod-16``, ``a100``.
 
-    >>> _meant("v5litepod-16"), _meant("v5p-16"), _meant("8 x H100")
+    >>> _suggestion("v5litepod-16"), _suggestion("v5p-16"), _suggestion("8 x H100")
     ("Did you mean 'v5e:4x4'? ", "Did you mean 'v5p:2x2x2'? ", "Did you mean 'h100:8'? ")
     """
     words = reduce(lambda words, name: words.replace(name, OTHER_NAMES[name]), OTHER_NAMES, str(text).lower())
@@ -292,11 +292,11 @@ def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _record(cls: type, data: Any, what: str) -> Any:
-    """A record of its dict, checked field by field against the annotations."""
+    """A record from its dict, each field checked against its annotation."""
     if not isinstance(data, Mapping):
         raise ClusterError(f"{what} is a table of fields, got {data!r}.")
     wanted = {f.name: str(f.type) for f in fields(cls)}
-    needed = {f.name for f in fields(cls) if f.default is MISSING}  # what has a default may be missing: older files lack newer fields
+    needed = {f.name for f in fields(cls) if f.default is MISSING}  # older files lack newer fields, which have defaults
     if not needed <= set(data) <= set(wanted):
         missing, unknown = sorted(needed - set(data)), sorted(map(str, set(data) - set(wanted)))
         raise ClusterError(f"{what} has the fields {', '.join(wanted)}; missing: {missing}, unknown: {unknown}. Add or remove those.")
@@ -304,7 +304,7 @@ def _record(cls: type, data: Any, what: str) -> Any:
 
 
 def _protocol(row: Any, what: str) -> Protocol:
-    """A protocol of the list of its fields."""
+    """A protocol from the list of its fields."""
     names = [f.name for f in fields(Protocol)]
     if not isinstance(row, (list, tuple)) or len(row) != len(names):
         raise ClusterError(f"each entry of {what} is a list of {', '.join(names)}, got {row!r}.")

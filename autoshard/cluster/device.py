@@ -1,4 +1,4 @@
-"""One accelerator: what it computes, how much it holds, how fast it reads its memory."""
+"""The figures of an accelerator: arithmetic rates, memory size and bandwidth, kernel overhead."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class Device:
     Attributes:
         name: as in the catalogue, ``v5e``.
         kind: ``tpu``, ``gpu`` or ``cpu``.
-        flops_per_second: dense peak of the matrix unit, as pairs (dtype class, rate). ``f32`` is what a float32 product does at
+        flops_per_second: dense peak of the matrix unit, as pairs (dtype class, rate). ``f32`` is the rate of a float32 product at
             JAX's default precision: one bfloat16 pass on a TPU, TF32 on a GPU.
-        vector_flops_per_second: float32 peak of everything else.
-        memory_bytes: its memory.
-        memory_bandwidth_bytes_per_second: peak rate of that memory.
+        vector_flops_per_second: float32 peak outside the matrix unit.
+        memory_bytes: size of its main memory.
+        memory_bandwidth_bytes_per_second: peak bandwidth of that memory.
         kernel_overhead_seconds: fixed cost of one compiled kernel.
         matrix_tile: a matrix product's sides are padded to multiples of this.
-        processors: how many blocks of a matrix product run at once, in waves; 0 where one unit works through all of it.
+        processors: multiprocessors, which compute blocks of a product in waves; 0 for a single matrix unit.
         matrix_efficiency: the share of the matrix unit's peak that large, aligned products reach.
         memory_efficiency: the share of the memory's peak that large kernels reach.
-        clock_hertz: cycles a second of what a compiler counts cycles of; 0 where none does.
+        clock_hertz: the clock in which a compiler estimates cycles; 0 where none does.
         source: where the figures come from.
     """
 
@@ -70,11 +70,11 @@ class Device:
 
     @property
     def memory_rate(self) -> float:
-        """Bytes per second that large kernels move."""
+        """Memory bandwidth that large kernels reach, in bytes per second."""
         return self.memory_bandwidth_bytes_per_second * self.memory_efficiency
 
     def matrix_rate(self, dtype: str) -> float:
-        """Flops per second that large products of a dtype (``float32``) reach; the vector rate where the matrix unit does not know it."""
+        """Flops per second of large products of a dtype (``float32``); the vector rate where the matrix unit does not support it."""
         rates = dict(self.flops_per_second)
         name = "fp8" if dtype.startswith("float8") else "int8" if dtype in ("int8", "uint8", "int4", "uint4") else _CLASS_OF.get(dtype, "")
         if name not in rates:

@@ -1,16 +1,16 @@
-"""How devices are wired, and what a mesh axis gets of the wires.
+"""The interconnect of a cluster, and the bandwidth and latency of each mesh axis on it.
 
-A mesh is laid row-major over the physical topology, each in an order of its own (`Placement`), so each axis becomes one or more *spans*:
-strides through physical dimensions. Several axes that take part in one collective join their spans, and spans that are neighbours in one
-dimension melt into one; so a collective over all axes of a 4 x 4 mesh costs what it costs over one axis of 16.
+A mesh is mapped row-major to the physical topology, with the axes and dimensions in the order of its `Placement`, so each axis becomes one
+or more *spans*: strides through physical dimensions. A collective over several axes joins their spans, and merges adjacent spans of one
+dimension, so a collective over all axes of a 4 x 4 mesh costs as much as one over a single axis of 16.
 
 *Torus.* A span of stride 1 has its links to itself; one of stride s shares each link with s - 1 interleaved groups. A span that
-closes a ring sends both ways round. Spans in different dimensions carry parts of the data at once, their bandwidths add up (Austin et
-al., How to Scale Your Model, "Sharded Matrices and How to Multiply Them"); spans apart in one dimension take turns.
+closes a ring sends in both directions. Spans in different dimensions carry parts of the data at once, and their bandwidths add up (Austin
+et al., How to Scale Your Model, "Sharded Matrices and How to Multiply Them"); separate spans in one dimension take turns.
 
-*Switch.* Devices of a host reach each other at full rate, whatever the stride; between hosts each device has a network card of its
-own. A ring that spans both enters and leaves a host once for every device in it, each time through another card; the slower of
-switch and cards decides. (Five hosts of 8 H100 with four 400 Gb/s cards each: 190 GB/s of 200, NVIDIA/nccl issue 1368.)
+*Switch.* Devices of a host reach each other at full rate, whatever the stride; between hosts each device has its own network card. A
+ring over several hosts enters and leaves a host once for every device in it, each time through another card, and runs at the rate of
+the slower of switch and cards. (Five hosts of 8 H100 with four 400 Gb/s cards each: 190 GB/s of 200, NVIDIA/nccl issue 1368.)
 
 *Host.* Virtual devices copy through shared memory.
 """
@@ -26,21 +26,20 @@ from autoshard.ir import Placement
 
 WIRINGS = ("torus", "switch", "host")
 
-
 ALGORITHMS = ("ring", "tree", "switch")
 
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """Another way to run a collective than the plain ring: sooner done where little is sent, slower where much is, or for one kind only.
+    """An alternative to the plain ring for a collective: of less latency and bandwidth, or for all_reduce only.
 
     Attributes:
-        algorithm: ``ring``; ``tree``: a chain in each host and a binary tree over hosts; ``switch``: the host's switch adds up. The
+        algorithm: ``ring``; ``tree``: a chain in each host and a binary tree over hosts; ``switch``: the host's switch reduces. The
             last two are for an all_reduce.
         launch_seconds, latency_seconds, network_latency_seconds: as the interconnect's.
-        share: of the interconnect's bandwidth, that it reaches.
-        most_bytes_per_second: what it never exceeds inside a host; 0 where there is no such limit.
-        network_most_bytes_per_second: the same on several hosts.
+        share: the share of the interconnect's bandwidth that it reaches.
+        most_bytes_per_second: its greatest bandwidth inside a host; 0 for no limit.
+        network_most_bytes_per_second: its greatest bandwidth on several hosts; 0 for no limit.
     """
 
     algorithm: str
@@ -60,19 +59,19 @@ class Protocol:
 
 @dataclass(frozen=True, slots=True)
 class Interconnect:
-    """The wires between devices.
+    """The figures of the links between devices.
 
     Attributes:
         kind: ``torus``, ``switch`` or ``host``.
         bandwidth_bytes_per_second: one way; of one link of a torus, of one device into a switch or shared memory.
         latency_seconds: one hop or one step of a ring.
         launch_seconds: fixed cost of starting a collective.
-        wrap_multiple: a torus dimension closes to a ring where its size is a multiple of this; 0 never.
+        wrap_multiple: a torus dimension closes to a ring where its size is a multiple of this; 0: never.
         wrap_whole: whether rings close only where every dimension of the slice is such a multiple.
         network_bandwidth_bytes_per_second: one way, per device, between hosts of a ``switch``.
         network_latency_seconds: one step between hosts.
-        copy_bandwidth_bytes_per_second: of the copy from the buffer of what arrives last, which overlaps no send; 0 where it costs nothing.
-        protocols: other ways to run a collective on a ``switch``; the fastest is taken.
+        copy_bandwidth_bytes_per_second: rate of the final copy out of the receive buffer, which overlaps no send; 0 where it is free.
+        protocols: alternatives to the plain ring on a ``switch``; the fastest is taken.
         source: where the figures come from.
     """
 
@@ -97,7 +96,7 @@ class Interconnect:
             raise ClusterError(f"an interconnect's network bandwidth and wrap multiple are not negative, got {self}.")
 
     def rings(self, topology: Sequence[int]) -> tuple[bool, ...]:
-        """Per physical dimension whether its ends are connected."""
+        """Whether each physical dimension closes to a ring."""
         closed = tuple(self.wrap_multiple > 0 and size > 1 and size % self.wrap_multiple == 0 for size in topology)
         return tuple(all(closed) for _ in closed) if self.wrap_whole else closed
 
@@ -109,7 +108,7 @@ class Span:
     Attributes:
         dim: the physical dimension, counted from the outermost.
         ring: whether the span closes a ring.
-        straddles: whether it cuts across physical dimensions that the mesh does not divide.
+        straddles: whether it crosses physical dimensions that the mesh does not divide.
     """
 
     dim: int
@@ -121,11 +120,11 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What a collective over one mesh axis (or several, joined) runs on.
+    """The spans that a collective over one mesh axis (or several, joined) runs on.
 
     Attributes:
-        interconnect: the wires.
-        spans: the strides through physical dimensions; none where one device talks to itself.
+        interconnect: the figures of the links.
+        spans: the strides through physical dimensions; none for a single device.
         length: per physical dimension its size, and whether it is a ring.
     """
 
@@ -201,17 +200,17 @@ class Link:
 
     @property
     def cards_bytes_per_second(self) -> float:
-        """What the network cards of one host's devices send together."""
+        """Bandwidth of the network cards of one host's devices together."""
         return self.interconnect.network_bandwidth_bytes_per_second * self.per_host
 
     @property
     def per_host(self) -> int:
-        """How many of the devices that take part share a host."""
+        """The number of participating devices in a host."""
         return self.size // self.hosts
 
     @property
     def hosts(self) -> int:
-        """How many hosts take part."""
+        """The number of hosts that take part."""
         if self.interconnect.kind != "switch" or len(self.length) == 1:
             return 1
         return math.prod(span.extent for span in self.spans if span.dim == 0)
@@ -221,7 +220,7 @@ class Link:
         return self.interconnect.bandwidth_bytes_per_second * (2 if span.ring else 1) / share
 
     def _dim_bandwidth(self, spans: list[Span]) -> float:
-        """Of spans in one dimension that take turns, the fastest while the data is largest."""
+        """Bandwidth of spans in one dimension that take turns; the fastest one moves the largest part of the data."""
         seconds, part = 0.0, 1.0
         for span in sorted(spans, key=self._span_bandwidth, reverse=True):
             seconds += part * (span.extent - 1) / span.extent / self._span_bandwidth(span)
@@ -248,7 +247,7 @@ def join(links: Sequence[Link]) -> Link:
 def place(
     interconnect: Interconnect, topology: Sequence[int], sizes: Sequence[int], placement: Placement | None = None
 ) -> tuple[Link, ...]:
-    """One link per mesh axis, for a mesh laid over the physical topology as the placement says; both stand outermost first.
+    """One link per mesh axis, for a mesh mapped to the physical topology by its placement; sizes of both are given outermost first.
 
     Where an axis does not divide the dimension it reaches, that dimension and the next one count as one, at half the bandwidth.
     """

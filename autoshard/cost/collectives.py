@@ -1,27 +1,27 @@
-"""Seconds of a collective on mesh axes: launch, then latency for each step of a ring, then bytes over bandwidth.
+"""Cost of a collective over mesh axes, in seconds: launch, latency of a ring's steps, bytes over bandwidth.
 
-With ``n`` devices, ``b`` the larger of a device's operand and result, ``w`` a ring's bandwidth, ``l`` the latency of one pass::
+With ``n`` devices, ``b`` the larger of a device's operand and result, ``w`` the ring's bandwidth, ``l`` the latency of one pass::
 
     all_gather, reduce_scatter   launch + l + (n - 1) / n * b / w
     all_reduce                   launch + 2 (l + (n - 1) / n * b / w)
     all_to_all                   launch + l + b / exchange bandwidth
     collective_permute           launch + l + b / the lesser of exchange and shift bandwidth
 
-(Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in MPICH, 2005; the wires' side is in
-`autoshard.cluster.interconnect`.) Laws: monotone in bytes; nothing on one device; an all_reduce costs no more than a reduce_scatter and
-an all_gather; more bandwidth is never slower.
+(Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in MPICH, 2005; bandwidths and latencies are those
+of `autoshard.cluster.interconnect`.) Laws: monotone in bytes; 0 on one device; an all_reduce costs no more than a reduce_scatter and an
+all_gather; more bandwidth is never slower.
 
-*GPUs.* NCCL takes the fastest of several protocols and algorithms, each a line of its own in its tuning model (NCCL,
-src/graph/tuning.cc); the cost is their minimum. To a ring it adds what that model leaves out: the last step of a device sends nothing,
-it copies what arrived to its place, and no send overlaps that (src/device/all_reduce.h, runRing: "Make final copy from buffer to dest";
-Hu et al., Demystifying NCCL, 2025, section on non-pipelined patterns). So a ring takes ``b / n / copy bandwidth`` more, which on two
-devices is a tenth; a permute takes ``b / copy bandwidth`` more. A switch that reduces gets all of every device's ``b`` bytes and,
-once more, each device's reduced n-th: ``(1 + 1 / n) b / w``.
+*GPUs.* NCCL takes the fastest of several protocols and algorithms, each linear in the bytes by its tuning model (NCCL,
+src/graph/tuning.cc); the cost is their minimum. That model omits the last step of a ring, in which each device copies what it received
+last to its destination while it sends nothing (src/device/all_reduce.h, runRing: "Make final copy from buffer to dest"; Hu et al.,
+Demystifying NCCL, 2025, section on non-pipelined patterns). This adds ``b / n / copy bandwidth`` to a ring, a tenth on two devices, and
+``b / copy bandwidth`` to a permute. A switch that reduces receives the ``b`` bytes of every device, and then each device's reduced n-th:
+``(1 + 1 / n) b / w``.
 
-*TPUs.* As the scaling book has it (Austin et al., How to Scale Your Model, "Sharded Matrices and How to Multiply Them"): rings are used
-both ways round, an all_to_all on one costs a quarter of an all_gather, small messages about a microsecond a hop. XLA's scheduler itself
-assumes less: the same time whatever the size of the group, an all_reduce at 46.65 GB/s of v5e's 45 a link, an all_gather at twice
-that, and half of it where a group spans a box of 8 or more chips in two dimensions. (Its compiled schedules say so at 16 MiB.)
+*TPUs.* As in the scaling book (Austin et al., How to Scale Your Model, "Sharded Matrices and How to Multiply Them"): rings are used in
+both directions, an all_to_all on one costs a quarter of an all_gather, small messages about a microsecond a hop. XLA's own scheduler
+is simpler: a time independent of the group's size, an all_reduce at 46.65 GB/s with v5e's 45 a link, an all_gather at twice that,
+and half of it where a group spans a box of 8 or more chips in two dimensions (from its compiled schedules at 16 MiB).
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ Line = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Communication:
-    """What collectives cost on a mesh.
+    """The cost of collectives on a mesh.
 
     Attributes:
         links: one per mesh axis, in mesh order; see `Cluster.links`.
-        shares: per kind, which share of its seconds is charged; all of them unless given.
+        shares: per kind, the share of its seconds that is charged; 1 by default.
     """
 
     links: tuple[Link, ...]
@@ -61,7 +61,7 @@ class Communication:
         Args:
             kind: one of `COLLECTIVES`.
             nbytes: the larger of operand and result of one device.
-            axes: numbers of the mesh axes that take part, in any order.
+            axes: numbers of the mesh axes, in any order.
         """
         key = (kind, frozenset(axes))
         lines = self._lines.get(key)
@@ -75,7 +75,7 @@ class Communication:
         return least
 
     def _find(self, kind: str, axes: list[int]) -> tuple[Line, ...]:
-        """The ways to run a collective, none slower than another throughout."""
+        """The lines of the protocols of a collective, without dominated ones."""
         if kind not in COLLECTIVES:
             raise ValueError(f"a collective is one of {COLLECTIVES}, got {kind!r}.")
         links = [self.links[axis] for axis in axes if self.links[axis].size > 1]
@@ -90,11 +90,11 @@ class Communication:
 
 def _on(line: Line, nbytes: Bytes) -> Bytes:
     fixed, each = line
-    return nbytes * each + fixed * (nbytes > 0)  # what is empty is not sent
+    return nbytes * each + fixed * (nbytes > 0)  # empty arrays are not sent
 
 
 def _fastest(lines: list[Line]) -> tuple[Line, ...]:
-    """The lines that are somewhere the lowest, from the least fixed cost on."""
+    """The lower envelope of the lines, by increasing fixed cost."""
     kept: list[Line] = []
     for fixed, each in sorted(set(lines)):
         if not kept or each < kept[-1][1]:
@@ -104,13 +104,13 @@ def _fastest(lines: list[Line]) -> tuple[Line, ...]:
 
 def _exchange(kind: str, link: Link) -> Line:
     wires = link.interconnect
-    # NCCL sends to all peers at once, in one kernel; elsewhere data moves on step by step
+    # NCCL sends to all peers at once, in one kernel; elsewhere data moves in steps
     steps = max(wires.latency_seconds, wires.network_latency_seconds if link.hosts > 1 else 0.0)
     latency = steps if wires.kind == "switch" else link.latency_seconds
     if kind == "all_to_all":
         arrives = (link.size - 1) / link.size
         return link.launch_seconds + latency, 1 / link.exchange_bandwidth_bytes_per_second + arrives * _copy(link)
-    # of a permutation nobody knows better, half crosses the middle of the wires, as in an all_to_all
+    # the permutation is unknown here: half of the data is taken to cross the bisection, as in an all_to_all
     slowest = min(link.exchange_bandwidth_bytes_per_second, link.shift_bandwidth_bytes_per_second)
     return link.launch_seconds + latency, 1 / slowest + _copy(link)
 
@@ -126,7 +126,7 @@ def _ring(kind: str, link: Link, bandwidth: float, protocol: Protocol | None = N
 
 
 def _protocol(kind: str, link: Link, protocol: Protocol) -> Line | None:
-    """What the collective takes by a protocol; None where it does not do that."""
+    """The line of a collective by a protocol; None where the protocol does not support it."""
     limit = (protocol.network_most_bytes_per_second if link.hosts > 1 else protocol.most_bytes_per_second) or math.inf
     if protocol.algorithm == "ring":
         return _ring(kind, link, min(link.bandwidth_bytes_per_second * protocol.share, limit), protocol)
@@ -140,13 +140,13 @@ def _protocol(kind: str, link: Link, protocol: Protocol) -> Line | None:
     elif link.per_host > 1:
         seconds.append(2 / inside)  # up the chain and down again
     if link.hosts > 1:
-        # of two trees that share the data each host is a leaf of one; on two hosts it sends up in one and down in the other
+        # two trees share the data, and each host is a leaf in one of them; with two hosts it sends up in one and down in the other
         seconds.append((1 if link.hosts == 2 else 2) / (link.cards_bytes_per_second * protocol.share))
         steps += 2 * math.log2(link.hosts) * protocol.network_latency_seconds
     return protocol.launch_seconds + steps, max(seconds)
 
 
 def _copy(link: Link) -> float:
-    """Seconds a byte of copying what arrived last to its place."""
+    """Seconds per byte of the final copy out of the receive buffer."""
     copying = link.interconnect.copy_bandwidth_bytes_per_second
     return 1 / copying if copying else 0.0

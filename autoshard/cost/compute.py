@@ -1,10 +1,9 @@
-"""Work of an op, and the seconds a device needs for it: the roofline.
+"""Arithmetic of an op, and its seconds on a device by the roofline.
 
-*Work.* Floating point operations of one execution of the whole, unsharded op: two for a multiply-add, one for an element of an
-elementwise op whatever its function, one for each operand element of a reduction. Ops that only move data have none; their bytes
-count.
+*Work.* Floating point operations of one execution of the whole, unsharded op: two for a multiply-add, one per element of an elementwise
+op of any function, one per operand element of a reduction. Ops that only move data have none; only their bytes count.
 
-*Roofline.* The slower of arithmetic and memory, and a kernel's fixed cost (Williams, Waterman and Patterson, Roofline, CACM 2009).
+*Roofline.* The slower of arithmetic and memory traffic, plus a kernel's fixed cost (Williams, Waterman and Patterson, Roofline, CACM 2009).
 """
 
 from __future__ import annotations
@@ -23,20 +22,22 @@ from autoshard.primitives import Work, primitive
 # Blocks of a product that cuBLAS and CUTLASS give a multiprocessor: the larger ones of NVIDIA's Matrix Multiplication Background guide,
 # section 2.3; smaller ones reuse their operands too little to reach the unit's rate
 BLOCKS = ((128, 256), (256, 128), (128, 128), (64, 128), (128, 64))
-# Where the result's blocks leave multiprocessors idle, libraries split what is summed over among them, and add up partial sums in float32
-# (NVIDIA CUTLASS, "Efficient GEMM in CUDA", Parallelized Reductions); not of depths up to 4,096: XLA's table has 256 x 256 of such a depth
-# at what eight blocks reach on B200. A convolution's gradient by its kernel sums over all pixels of all images, 400,000 and more.
+# Where the result's blocks leave multiprocessors idle, libraries split the contracted dimension among them, and add up partial sums in
+# float32 (NVIDIA CUTLASS, "Efficient GEMM in CUDA", Parallelized Reductions); not for depths up to 4,096: in XLA's table a 256 x 256 result
+# of such a depth runs at the rate of eight blocks on B200. A convolution's kernel gradient sums over all pixels of all images, 400,000 and
+# more.
 SPLIT_DEPTH = 4096
 SUM_BYTES = 2 * 4  # written and read
-ROWS = 8  # operands stream past a matrix unit in blocks of 8 rows: TPU sublanes (scaling book, TPUs), and an NVIDIA mma's n (PTX ISA)
+ROWS = 8  # operands stream through a matrix unit in blocks of 8 rows: TPU sublanes (scaling book, TPUs), and an NVIDIA mma's n (PTX ISA)
 THREEFRY_FLOPS = 40  # 20 rounds of add, rotate (3) and xor make two words: Salmon et al., SC 2011, section 4
 
 
 def op_flops(op: Op, rule: Rule | None, values: Sequence[Value]) -> float:
-    """Floating point operations of one execution of the whole op; 0.0 for control flow, whose bodies count themselves.
+    """Floating point operations of one execution of the whole op; 0.0 for control flow, whose bodies are counted by themselves.
 
     Args:
-        rule: the op's rule; what no formula covers counts one for each point of its iteration space, if it has one.
+        op: the op.
+        rule: its rule; an op without a formula counts one for each point of its iteration space, where the rule has a reduction.
         values: the program's values, by number.
     """
     counted = primitive(op.primitive).work
@@ -65,7 +66,7 @@ def _dot(op: Op, operands: Values, results: Values) -> float:
 
 
 def _ragged_dot(op: Op, operands: Values, results: Values) -> float:
-    """As if groups were of equal size; where the ragged dimension is contracted, each group contracts its share."""
+    """Work for groups of equal size; where the ragged dimension is contracted, each group contracts its share."""
     numbers = op.params["ragged_dot_dimension_numbers"]
     (contracted, _), _ = numbers.dot_dimension_numbers
     work = 2 * results[0].size * math.prod(operands[0].shape[dim] for dim in contracted)
@@ -74,29 +75,29 @@ def _ragged_dot(op: Op, operands: Values, results: Values) -> float:
 
 
 def _convolution(op: Op, operands: Values, results: Values) -> float:
-    """Of a window only the positions that meet the image count, neither padding nor holes, as in XLA's HloCostAnalysis.
+    """Work of the window positions over the image, without padding and dilation holes, as in XLA's HloCostAnalysis.
 
     So a convolution, its gradient for the image (dilated where it strides) and the one for the kernel (a large window over the
     padded image) count alike. The kernel's input channels are those of one feature group already.
     """
     numbers = op.params["dimension_numbers"]
     kernel, made = operands[1].shape, results[0].shape
-    met = math.prod(_meetings(*each, padded=False) for each in _slides(op, operands, results))
-    return 2 * made[numbers.out_spec[0]] * made[numbers.out_spec[1]] * kernel[numbers.rhs_spec[1]] * met
+    pairs = math.prod(_overlaps(*each, padded=False) for each in _slides(op, operands, results))
+    return 2 * made[numbers.out_spec[0]] * made[numbers.out_spec[1]] * kernel[numbers.rhs_spec[1]] * pairs
 
 
 def padding_met(op: Op, operands: Values, results: Values) -> dict[int, float]:
-    """By the image's dimension how many times the work a convolution has whose window meets padding, too.
+    """Per spatial dimension of the image, the factor by which a convolution's work grows if padding is multiplied, too.
 
-    So it does where shards of the image have halos: at the image's ends these are zeros that are multiplied as all else.
+    It is where that dimension is sharded with halos: at the image's ends halos are zeros, which are multiplied like any elements.
     """
     dims = op.params["dimension_numbers"].lhs_spec[2:]
-    met = (_meetings(*each, padded=True) / max(_meetings(*each, padded=False), 1) for each in _slides(op, operands, results))
-    return dict(zip(dims, met, strict=True))
+    ratios = (_overlaps(*each, padded=True) / max(_overlaps(*each, padded=False), 1) for each in _slides(op, operands, results))
+    return dict(zip(dims, ratios, strict=True))
 
 
 def _slides(op: Op, operands: Values, results: Values) -> Iterator[tuple]:
-    """Per spatial dimension of a convolution how its window moves: what `_meetings` takes."""
+    """Per spatial dimension of a convolution, the positional arguments of `_overlaps`."""
     numbers = op.params["dimension_numbers"]
     params = (op.params[name] for name in ("window_strides", "padding", "lhs_dilation", "rhs_dilation"))
     dims = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
@@ -105,12 +106,13 @@ def _slides(op: Op, operands: Values, results: Values) -> Iterator[tuple]:
 
 
 @cache
-def _meetings(sizes: tuple[int, int, int], stride: int, padding: tuple[int, int], holes: int, spread: int, padded: bool) -> int:
-    """How often a window's elements meet elements of the image, along one dimension.
+def _overlaps(sizes: tuple[int, int, int], stride: int, padding: tuple[int, int], holes: int, spread: int, padded: bool) -> int:
+    """The number of pairs of a window element and an image element that are multiplied, along one dimension.
 
     Args:
         sizes: of the image, the window and the result.
-        holes, spread: one more than the zeros between two elements of the image, and of the window.
+        stride, padding: of the window.
+        holes, spread: the dilation of the image, and of the window.
         padded: whether padding counts as elements.
     """
     image, window, made = sizes
@@ -140,12 +142,12 @@ def _sort(op: Op, operands: Values, results: Values) -> float:
 
 
 def _top_k(op: Op, operands: Values, results: Values) -> float:
-    """A heap of the k best."""
+    """Work of a heap of the k best."""
     return operands[0].size * max(math.log2(max(op.params["k"], 2)), 1.0)
 
 
 def _fft(op: Op, operands: Values, results: Values) -> float:
-    """5 n log2 n a complex transform (Cooley and Tukey, radix 2), half of that for a real one."""
+    """5 n log2 n for a complex transform (Cooley and Tukey, radix 2), half of that for a real one."""
     lengths = op.params["fft_lengths"]
     points = math.prod(lengths)
     batch = max(operands[0].size, results[0].size) / max(points, 1)
@@ -192,19 +194,21 @@ _FORMULAS: dict[Work, Callable[[Op, Values, Values], float]] = {
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Seconds of compute on one device. Arguments may be numpy arrays, then so is the answer."""
+    """Seconds of compute on one device; elementwise for numpy arrays."""
 
     device: Device
 
     def seconds(
         self, matrix: bool, flops: float | np.ndarray, dtype: str, nbytes: float | np.ndarray, starts: int = 1
     ) -> float | np.ndarray:
-        """Seconds of one kernel, or of what another does along with its own work.
+        """Seconds of one kernel, or of work that is fused into another.
 
         Args:
             matrix: whether it runs on the matrix unit.
-            flops, nbytes: its arithmetic and its memory traffic on this device.
-            starts: how often it pays for a kernel's start.
+            flops: its arithmetic on this device.
+            dtype: of the arithmetic.
+            nbytes: its memory traffic on this device.
+            starts: the number of kernel starts; 0 for fused work.
         """
         rate = self.device.matrix_rate(dtype) if matrix else self.device.vector_rate(dtype)
         moved = nbytes / self.device.memory_rate
@@ -222,11 +226,11 @@ class Roofline:
     ) -> float | np.ndarray:
         """Seconds of ``batch`` products of ``(m, k)`` by ``(k, n)``, padded to the matrix unit's tiles.
 
-        One unit holds a tile of one operand, the other streams past it in rows: ``k`` and one of ``m`` and ``n`` are padded to the
-        tile, the other one to a block of rows, whichever is less. On many multiprocessors blocks of the result run in waves, the last
-        of which takes as long as a full one (NVIDIA, Matrix Multiplication Background, sections 3.1 and 3.2), or share what is summed
-        over, where it is deep. Of cuBLAS's times for 24 square products on A100 (triton-lang/triton issue 3551) and XLA's for 38 on H100
-        (matmul_interpolator_data.h) that takes the median error from 28 % and 26 % to 8 % and 6 %.
+        A single unit has a tile of one operand, and the rows of the other stream through it: ``k`` and one of ``m`` and ``n`` are padded
+        to the tile, the other one to a block of rows, whichever costs less. On many multiprocessors blocks of the result run in waves,
+        the last of which takes as long as a full one (NVIDIA, Matrix Multiplication Background, sections 3.1 and 3.2), or the contracted
+        dimension is split, where it is deep. For cuBLAS's times of 24 square products on A100 (triton-lang/triton issue 3551) and XLA's
+        of 38 on H100 (matmul_interpolator_data.h) the median error is 8 % and 6 %, without waves and splits 28 % and 26 %.
         """
         tile, rows = self.device.matrix_tile, min(ROWS, self.device.matrix_tile)
         if not (processors := self.device.processors):

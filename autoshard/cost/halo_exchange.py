@@ -1,4 +1,4 @@
-"""What the shards of an op send each other, as collectives: sizes, and seconds."""
+"""The collectives by which the shards of an op exchange data, such as halos, with bytes and seconds."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from autoshard.ir import Choice, Mesh, Rule, Value, computed_layout, exchanges, 
 def exchange_steps(
     mesh: Mesh, communication: Communication, rule: Rule, choice: Choice, tensors: Sequence[Value], wanted: Sequence[bool]
 ) -> tuple[Step, ...]:
-    """The collectives in which the shards of an op send each other what it needs, factor by factor.
+    """The collectives between the shards of an op, factor by factor.
 
     Args:
+        mesh, communication: the mesh, and the cost of collectives on it.
+        rule, choice: the op's rule and choice.
         tensors: the op's operands, then its results.
-        wanted: per tensor whether anything depends on it; a result that nobody reads is not sent.
+        wanted: per tensor whether it is read; an unread result is not sent.
     """
     layouts_of = [
         *(operand_layout(rule, choice, j) for j in range(len(rule.operands))),

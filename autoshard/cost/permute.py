@@ -1,8 +1,8 @@
-"""Which device sends which piece to which, where a layout splits every dimension at least as often as the one before.
+"""Senders, receivers and pieces of a collective_permute from one layout to another that splits every dimension at least as often.
 
-Each device wants one piece, and as many devices have the part it lies in as want a piece of that part; so each sends one. A device that has
-the piece it wants keeps it; the others are paired within their part, with senders that differ from them along the given axes alone if there
-are such, in mesh order.
+Each device needs one piece of a source shard, and as many devices have that shard as need pieces of it, so each sends one piece. A device
+that has its piece keeps it. The others are paired within their shard in mesh order, preferably with a sender that differs from the receiver
+along the given axes alone.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Exchange:
     """The pieces that a collective_permute moves.
 
     Attributes:
-        pairs: sender and receiver of each, devices counted in mesh order.
-        starts: per sender and dimension, where in its part the piece begins that it sends, in pieces.
-        axes: those along which any device sends to another.
+        pairs: sender and receiver of each piece, as device numbers in mesh order.
+        starts: per sender and dimension, the offset of its piece in its shard, in pieces.
+        axes: the axes along which some sender and receiver differ.
     """
 
     pairs: tuple[tuple[int, int], ...]
@@ -32,16 +32,18 @@ class Exchange:
 
 @cache
 def exchange(source: Layout, target: Layout, rank: int, axes: tuple[int, ...], sizes: tuple[int, ...]) -> Exchange:
-    """The exchange between two layouts of an array of this rank; linear in the number of devices for each part's holders.
+    """The exchange between two layouts of an array of this rank, in O(devices x replicas of a shard).
 
     Args:
-        axes: those that are to take part.
+        source, target: the layouts.
+        rank: of the array.
+        axes: the axes along which pairs should differ.
         sizes: of the mesh's axes.
     """
     places = list(product(*map(range, sizes)))
     have, want = ([_position(place, layout, rank, sizes) for place in places] for layout in (source, target))
     parts = [_counts(layout, rank, sizes) for layout in (source, target)]
-    pieces = [after // before for before, after in zip(*parts, strict=True)]  # of a part, per dimension
+    pieces = [after // before for before, after in zip(*parts, strict=True)]  # of a shard, per dimension
     inside = [tuple(at // n for at, n in zip(position, pieces, strict=True)) for position in want]
     holders: dict[tuple[int, ...], list[int]] = {}
     for device, part in enumerate(have):
@@ -72,7 +74,7 @@ def _counts(layout: Layout, rank: int, sizes: Sequence[int]) -> list[int]:
 
 
 def _position(place: Sequence[int], layout: Layout, rank: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Which part of an array the device at a place of the mesh has, counted along each dimension."""
+    """The index of the shard of the device at a place of the mesh, along each dimension."""
     position = [0] * rank
     for axis, dim in enumerate(layout):
         if dim >= 0:

@@ -1,12 +1,12 @@
-"""Weights that a loop gathers one trip ahead: while a layer computes, the next one's are on their way.
+"""Prefetching of a loop's weights: each trip of a scan gathers the weights of the next one while it computes.
 
-A scan slices its stacked weights trip by trip, and gathers what it has sharded before the first product of the trip: that wait is exposed.
-One trip ahead, the gathered arrays are carried along: each trip computes on those that the one before has gathered, and gathers the
-next one's beside its own work, which depends on none of it. It costs one more gather, before the loop, a second buffer for as long as
-the loop runs (double buffering), and a copy of what is carried in every trip.
+A scan slices its stacked weights trip by trip. Sharded weights are gathered before the trip's first product, and that gather is exposed.
+With prefetching the gathered arrays are carried: each trip computes on those that the one before has gathered, and gathers the next
+one's beside its own compute. This costs one more gather, before the loop, a second buffer during the loop (double buffering), and a copy of
+the carried arrays in every trip.
 
-What can be gathered ahead is known before the trip begins: a slice of what is scanned, and what is made of it by operations that read
-nothing else (a cast to bfloat16, a transpose).
+Only values that are known before the trip begins can be prefetched: slices of scanned arrays, and values computed from those alone (a cast
+to bfloat16, a transpose).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from autoshard.ir import Assignment, Body, Graph, Layout, Op, Rule, operand_layo
 
 @dataclass(frozen=True, slots=True)
 class Prefetch:
-    """A value that a scan's body reads gathered, and that can be there when a trip begins.
+    """A value that a scan's body reads gathered, and that the trip before can gather.
 
     Attributes:
         operand: the position of the stacked array among the scan's operands.
-        chain: the ops that make the value of its slice.
+        chain: the ops that compute the value from its slice.
         value: its number.
         target: the layout in which it is read.
     """
@@ -41,12 +41,12 @@ def scans(graph: Graph) -> Iterator[Op]:
 
 
 def candidates(graph: Graph, rules: Sequence[Rule | None], assignment: Assignment, op: Op, path: ReshardPath) -> tuple[Prefetch, ...]:
-    """What a scan can gather one trip ahead, in the order of its first readers; linear in the size of its body."""
+    """The values that a scan can prefetch, in the order of their first readers; linear in the size of its body."""
     return tuple(_Finder(graph, rules, assignment, path).found(op))
 
 
 def prefetches(graph: Graph, rules: Sequence[Rule | None], assignment: Assignment, op: Op, path: ReshardPath) -> tuple[Prefetch, ...]:
-    """What a scan gathers one trip ahead, as the assignment says."""
+    """The values that a scan prefetches under the assignment."""
     if not assignment.ahead or op.primitive != "scan":
         return ()
     found = candidates(graph, rules, assignment, op, path)
@@ -56,7 +56,7 @@ def prefetches(graph: Graph, rules: Sequence[Rule | None], assignment: Assignmen
 class _Finder:
     def __init__(self, graph: Graph, rules: Sequence[Rule | None], assignment: Assignment, path: ReshardPath):
         self.graph, self.rules, self.assignment, self.path = graph, rules, assignment, path
-        self.made: dict[int, tuple[int, tuple[Op, ...]]] = {}  # per value the operand that it is a slice of, and the ops between
+        self.made: dict[int, tuple[int, tuple[Op, ...]]] = {}  # per value the scanned operand it comes from, and the ops in between
         self.seen: dict[tuple[int, Layout], Prefetch] = {}
 
     def found(self, op: Op) -> Iterator[Prefetch]:
@@ -88,8 +88,8 @@ class _Finder:
         if rule is None or len(op.operands) != 1 or len(op.results) != 1 or op.operands[0] not in self.made or reductions(rule, choice):
             return
         (value,), (result,) = op.operands, op.results
-        as_it_is = operand_layout(rule, choice, 0) == self._layout(value) and result_layout(rule, choice, 0) == self._layout(result)
-        if as_it_is and not any(factor.sends for factor in rule.factors):
+        no_reshard = operand_layout(rule, choice, 0) == self._layout(value) and result_layout(rule, choice, 0) == self._layout(result)
+        if no_reshard and not any(factor.sends for factor in rule.factors):
             operand, chain = self.made[value]
             self.made[result] = operand, (*chain, op)
 
@@ -98,7 +98,7 @@ class _Finder:
         if target == own or (value, target) in self.seen or value in self.assignment.copies:
             return
         operand, chain = self.made[value]
-        if chain:  # a view of what is gathered anyway is made of that
+        if chain:  # a view of a gathered value needs no gather of its own
             before = view_of(chain[-1].primitive, self.rules[chain[-1].index], target, self.assignment.mesh.sizes)
             if before is not None and (chain[-1].operands[0], before) in self.seen:
                 return

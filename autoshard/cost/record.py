@@ -1,4 +1,4 @@
-"""What a strategy costs, as the judge says it."""
+"""The predicted cost of a strategy, as a record."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from autoshard.ir import Collective
 
 @dataclass(frozen=True, slots=True)
 class Recomputation:
-    """What a compiler computes again so that a program fits.
+    """The rematerialisation by which a compiler makes a program fit its device.
 
     Attributes:
-        kernels: how many of them run twice in a step.
-        peak_bytes: memory at the fullest moment then.
-        seconds: what that adds to the step.
+        kernels: how many kernels run twice in a step.
+        peak_bytes: peak memory with it.
+        seconds: the time that it adds to the step.
     """
 
     kernels: int
@@ -27,17 +27,16 @@ class Cost:
     """The predicted cost of one step on one device; devices are alike.
 
     Attributes:
-        objective_seconds: the additive function that searchers minimise: all compute and all communication, nothing overlapped, and every
-            collective as it is planned.
+        objective_seconds: the additive function that searchers minimise: all compute and all planned collectives, without overlap.
         makespan_seconds: the predicted step time, overlap included.
-        compute_seconds: time computing.
+        compute_seconds: time of all compute.
         communication_seconds: time of all collectives.
-        exposed_communication_seconds: the part of it that nothing hides.
-        peak_bytes: memory at the fullest moment, as scheduled.
-        flops: floating point operations of matrix products and convolutions, which is what model flops utilisation counts.
-        collectives: what is sent, in program order.
-        recomputation: what the compiler computes again so that the program fits its device; None where it need not, where nobody asked, and
-            where it may not manage. No other figure counts it.
+        exposed_communication_seconds: the part of it that no compute hides.
+        peak_bytes: peak memory of the schedule.
+        flops: floating point operations of matrix products and convolutions, as in model flops utilisation.
+        collectives: in program order.
+        recomputation: the compiler's rematerialisation; None where the program fits without, where it was not predicted, and where it may
+            not suffice. No other figure counts it.
     """
 
     objective_seconds: float
@@ -52,5 +51,5 @@ class Cost:
 
     @property
     def compiled_peak_bytes(self) -> float:
-        """Memory at the fullest moment once the compiler has computed again what it does."""
+        """Peak memory with the compiler's rematerialisation."""
         return self.peak_bytes if self.recomputation is None else self.recomputation.peak_bytes

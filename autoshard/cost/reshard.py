@@ -1,19 +1,19 @@
-"""The cheapest collectives that take a tensor from one layout to another.
+"""Cheapest sequences of collectives from one layout of a tensor to another.
 
 *Moves.* A layout changes in one step by
 
-- ``slice``: one more axis splits a dimension, after the axes that split it already; every device keeps a part of what it has, free;
+- ``slice``: one more axis splits a dimension, after the axes that split it already; every device keeps a part of its shard, free of cost;
 - ``all_gather``: the last axes of a dimension are gathered, together;
 - ``all_to_all``: the last axes of a dimension move to another one, behind the axes that split that already, together;
-- ``collective_permute``: every device sends one piece of what it has, where the target splits no dimension less than the source
-  does (``('b', None)`` to ``(('a', 'b'), None)``: a part of each shard, sent to where mesh order wants it; `autoshard.cost.permute`).
+- ``collective_permute``: every device sends one piece of its shard, where the target splits each dimension at least as often as the source
+  (from ``('b', None)`` to ``(('a', 'b'), None)``: a part of each shard, sent to its device in mesh order; `autoshard.cost.permute`).
 
-*Path.* The cheapest sequence of moves through layouts that divide the shape and use no axis but those of the source and the target
-(a slice over an idle axis that a wider gather undoes can be faster on a torus, but no partitioner does it); of equally cheap ones the
-shortest. Exact, by Floyd and Warshall's all-pairs closure for each set of axes: O(n^3) elementwise in numpy for the
-n = (rank + 1) ** axes layouts, once per byte count and divisibility pattern.
+*Path.* The cheapest sequence of moves through layouts that divide the shape and use only axes of the source and the target (a slice over
+an idle axis that a wider gather undoes can be faster on a torus, but no partitioner does it); of equally cheap ones the shortest.
+Exact, by Floyd and Warshall's all-pairs closure for each set of axes: O(n^3) elementwise in numpy for the n = (rank + 1) ** axes layouts,
+once per byte count and divisibility pattern.
 
-*Lowering.* Each step becomes the collective that it is named after (`autoshard.lower.collectives`).
+*Lowering.* Each step is lowered to the collective of its name (`autoshard.lower.collectives`).
 
 *Partial sums* are combined by one reduce_scatter for each dimension that is scattered, then by one all_reduce over the axes that do not
 scatter (`combinations`).
@@ -45,10 +45,10 @@ class Step:
         axes: the mesh axes that take part, in mesh order.
         source, target: the layouts before and after.
         nbytes: the larger of operand and result of one device; of a permute the piece that is sent.
-        seconds: what it costs; 0 for a slice.
-        copying_seconds: how long the device itself is busy for it.
-        trips: of so many executions the compiler makes one, and ``seconds`` is their share of it; 0: another collective does it, too.
-        compiled_nbytes: what ``nbytes`` are of the compiler's one; 0: the same.
+        seconds: its cost; 0 for a slice.
+        copying_seconds: how long the device's compute is busy with it.
+        trips: executions that the compiler merges into one, of which ``seconds`` is one's share; 0: it is merged into another collective.
+        compiled_nbytes: bytes of the compiler's collective; 0: ``nbytes``.
     """
 
     kind: str
@@ -67,17 +67,17 @@ ReshardPath = Callable[[int, Layout, Layout], Sequence[Step]]
 
 
 def path_seconds(path: Iterable[Step]) -> float:
-    """The seconds of all its steps, the device's copying included."""
+    """The seconds of all steps, copying included."""
     return sum(step.seconds + step.copying_seconds for step in path)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Table:
-    """All-pairs answers of one byte count.
+    """All-pairs shortest paths for one byte count.
 
     Attributes:
         seconds: ``(n_layouts, n_layouts)``.
-        first: by the bits of the axes in use, per pair of numbers the layout after the first move.
+        first: per set of axes in use, as bits, and pair of layout numbers, the number of the layout after the first move.
     """
 
     seconds: np.ndarray
@@ -85,7 +85,7 @@ class _Table:
 
 
 class Reshards:
-    """Reshards on one mesh; answers are kept per byte count and divisibility pattern, which shapes share."""
+    """Reshards on one mesh; paths are cached per byte count and divisibility pattern, which shapes share."""
 
     def __init__(self, mesh: Mesh, communication: Communication, copying_seconds_per_byte: float = 0.0):
         self._sizes = mesh.sizes
@@ -95,14 +95,14 @@ class Reshards:
         self._by_shape: dict[tuple, _Table] = {}
 
     def matrix(self, shape: Sequence[int], itemsize: float) -> np.ndarray:
-        """Seconds from each layout to each other, ``(n_layouts, n_layouts)`` by `layout_number`, read-only.
+        """Seconds between all pairs of layouts, ``(n_layouts, n_layouts)`` by `layout_number`, read-only.
 
         Rows and columns of layouts that do not divide the shape are infinite.
         """
         return self._table(tuple(shape), itemsize).seconds
 
     def path(self, shape: Sequence[int], itemsize: float, source: Layout, target: Layout) -> tuple[Step, ...]:
-        """The steps from one layout to another, none where they are equal.
+        """The steps from one layout to another; none where they are equal.
 
         Raises:
             ValueError: a layout does not divide the shape.
@@ -143,7 +143,7 @@ class Reshards:
         return found
 
     def _closure(self, rank: int, valid: np.ndarray, nbytes: float) -> _Table:
-        """All cheapest paths between the valid layouts."""
+        """The cheapest paths between all pairs of valid layouts."""
         moves = self._single_moves(rank, nbytes)
         used = _all_used(rank, len(self._sizes))
         table = _Table(np.full(moves.shape, np.inf), {})
@@ -172,14 +172,14 @@ class Reshards:
 
 
 Combination = tuple[str, str, tuple[int, ...], Layout, Layout]
-"""Of partial results: ``(kind, operator, axes, layout before, layout after)``."""
+"""A collective that combines partial results: ``(kind, operator, axes, layout before, layout after)``."""
 
 
 def combinations(computed: Layout, reductions: Iterable[tuple[int, str, int]]) -> Iterator[Combination]:
-    """The moves that combine partial results.
+    """The collectives that combine partial results.
 
-    One operator after the other: a reduce_scatter for each dimension that some axes scatter onto, then one all_reduce over the other axes,
-    of what is left of each device's part. Products are gathered, since JAX has no all_reduce that multiplies.
+    For each operator, a reduce_scatter for each dimension that some axes scatter onto, then one all_reduce of each device's remaining part
+    over the other axes. Partial products are gathered, since JAX has no all_reduce that multiplies.
 
     Args:
         computed: the layout of the partial results.
@@ -205,7 +205,7 @@ def reduction_steps(
     computed: Layout,
     reductions: Iterable[tuple[int, str, int]],
 ) -> tuple[Step, ...]:
-    """The collectives that combine an op's partial results (`combinations`), with what they send and how long that takes."""
+    """The collectives that combine an op's partial results (`combinations`), with bytes and seconds."""
     steps = []
     for kind, _, axes, before, after in combinations(computed, reductions):
         nbytes = _nbytes(shape, itemsize) / shards(before, mesh.sizes)
@@ -223,7 +223,7 @@ def _nbytes(shape: Sequence[int], itemsize: float) -> float:
 
 
 def _shortest(seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """All-pairs distances of a matrix of single moves, and per pair the first node on the way."""
+    """All-pairs distances of a matrix of single moves, and per pair the first node of the path."""
     weight = seconds + TIE_SECONDS
     np.fill_diagonal(weight, 0.0)
     np.fill_diagonal(seconds, 0.0)
@@ -250,15 +250,15 @@ def _all_used(rank: int, n_axes: int) -> np.ndarray:
 
 @cache
 def _all_parts(rank: int, sizes: tuple[int, ...]) -> np.ndarray:
-    """Into how many parts every layout splits an array."""
+    """The number of shards of every layout."""
     return np.array([shards(layout, sizes) for layout in layouts(rank, len(sizes))], float)
 
 
 def _exchanging(source: np.ndarray, target: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
-    """Which axes a permute sends along, ``(..., n_axes)`` of layouts so shaped: those whose place changes.
+    """Which axes a permute sends along, ``(..., n_axes)`` for layouts of that shape: those whose position changes.
 
-    An axis's place is its dimension, and into how many parts the axes before it split that. An axis that only the target has is sliced
-    first, behind those that split its dimension already; unless one of these leaves it, and makes room.
+    An axis's position is its dimension and the number of parts into which the axes before it split that. An axis that only the target has
+    is sliced first, behind the axes that split its dimension already, unless one of these leaves the dimension.
     """
     taking_part = source != target
     for axis in range(len(sizes)):
@@ -283,7 +283,7 @@ def _permute_axes(source: Layout, target: Layout, sizes: Sequence[int]) -> tuple
 
 @cache
 def _moves(rank: int, n_axes: int) -> dict[tuple[int, int], tuple[str, tuple[int, ...]]]:
-    """Kind and axes of every single move but the permutes, by the numbers of its two layouts."""
+    """Kind and axes of every single move except permutes, by the numbers of its two layouts."""
     found = {}
     for number, layout in enumerate(layouts(rank, n_axes)):
         axes_of = [[axis for axis in range(n_axes) if layout[axis] == dim] for dim in range(rank)]
@@ -304,7 +304,7 @@ def _moves(rank: int, n_axes: int) -> dict[tuple[int, int], tuple[str, tuple[int
 
 @cache
 def _move_arrays(rank: int, n_axes: int) -> tuple[tuple[str, tuple[int, ...], np.ndarray, np.ndarray], ...]:
-    """The same moves gathered by kind and axes: kind, axes, sources, targets."""
+    """The same moves grouped by kind and axes: kind, axes, sources, targets."""
     groups: dict[tuple[str, tuple[int, ...]], list[tuple[int, int]]] = {}
     for ends, move in _moves(rank, n_axes).items():
         groups.setdefault(move, []).append(ends)
@@ -313,7 +313,7 @@ def _move_arrays(rank: int, n_axes: int) -> tuple[tuple[str, tuple[int, ...], np
 
 @cache
 def _permutes(rank: int, sizes: tuple[int, ...]) -> tuple[tuple[tuple[int, ...], np.ndarray, np.ndarray], ...]:
-    """Every permute, gathered by the axes it sends along: axes, sources, targets."""
+    """Every permute, grouped by the axes it sends along: axes, sources, targets."""
     everything = layouts(rank, len(sizes))
     counts = np.array([shard_counts(layout, rank, sizes) for layout in everything]).reshape(len(everything), rank)
     dims = np.array(everything).reshape(len(everything), len(sizes))

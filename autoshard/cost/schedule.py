@@ -1,16 +1,16 @@
-"""Makespan: when compute and collectives run, where collectives run while devices compute.
+"""Makespan of a step in which collectives run beside compute.
 
-*Streams.* One for compute and one for the wires. An asynchronous collective takes the wires alone, everything else takes compute, and
-a synchronous collective takes both. A carried collective is moved on by the kernels of matrix products: it starts with one, and where
-none is left to start it is waited for.
+*Streams.* One for compute and one for the links. An asynchronous collective occupies the links, a synchronous one both streams, every other
+task compute. A carried collective is executed by the kernels of matrix products: it starts together with one, and if no product
+is left to start, compute waits for it.
 
-*Schedule.* List scheduling on the dependency graph, as compilers' latency-hiding schedulers do: a stream that is free takes, of the
-tasks whose inputs are there, the one with the longest way to the end (Graham, Bounds on Multiprocessing Timing Anomalies, 1969;
-XLA's latency_hiding_scheduler.cc orders by the same). So compute moves in between a collective's start and its end, from before and
-from behind, as far as dependencies allow. A loop is one compute task, and its body has a schedule of its own.
+*Schedule.* List scheduling on the dependency graph, as in compilers' latency-hiding schedulers: a free stream takes the ready task
+with the longest path to the end (Graham, Bounds on Multiprocessing Timing Anomalies, 1969; XLA's latency_hiding_scheduler.cc has the
+same order). So compute is placed between a collective's start and its end as far as dependencies allow. A loop is one compute task, and
+its body has a schedule of its own.
 
-Laws: at least all compute, at least all communication, at least the longest chain; at most their sum; what collectives leave exposed is
-what the makespan has beyond compute. As of any list schedule, less work is nearly always, but not provably, faster.
+Laws: the makespan is at least all compute, at least all communication, and at least the longest chain; at most the sum of all tasks; the
+exposed time of collectives is the makespan less compute. As with any list schedule, less work is nearly always, but not provably, faster.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _WIRES = frozenset({WIRES, CARRIED})
 
 @dataclass(slots=True)
 class Tasks:
-    """Tasks in an order in which they can run: task ``i`` needs earlier tasks only.
+    """Tasks in topological order: each depends on earlier ones only.
 
     Attributes:
-        seconds: how long each takes.
-        streams: what each takes: ``COMPUTE``, ``WIRES`` or ``BOTH``; ``PRODUCT`` is compute too, and ``CARRIED`` wires.
-        needs: the tasks that each waits for.
+        seconds: the duration of each.
+        streams: the stream of each: ``COMPUTE``, ``WIRES`` or ``BOTH``; ``PRODUCT`` is compute too, and ``CARRIED`` wires.
+        needs: the tasks on which each depends.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -47,11 +47,11 @@ class Tasks:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """When all is done.
+    """The times of a schedule.
 
     Attributes:
         makespan_seconds: the end of the last task.
-        exposed_seconds: per task that takes the wires, how long compute waits while it runs; absent where nothing does.
+        exposed_seconds: per task on the links, how long compute is idle while it runs; absent where it never is.
     """
 
     makespan_seconds: float
@@ -63,9 +63,9 @@ def schedule(tasks: Tasks) -> Schedule:
     seconds, streams = tasks.seconds, tasks.streams
     if _WIRES.isdisjoint(streams):
         return Schedule(sum(seconds), {i: seconds[i] for i, stream in enumerate(streams) if stream == BOTH})
-    newest, older, readers = [-1] * len(seconds), [], []  # chains of who reads a task: flat lists wake no garbage collector
+    newest, older, readers = [-1] * len(seconds), [], []  # linked lists of each task's dependents: flat, for the garbage collector's sake
     missing = [0] * len(seconds)
-    way = list(seconds)  # the longest way from a task's start to the end
+    longest = list(seconds)  # the longest path from a task's start to the end
     for i in range(len(seconds) - 1, -1, -1):
         needs = tasks.needs[i]
         missing[i] = len(needs)
@@ -73,17 +73,17 @@ def schedule(tasks: Tasks) -> Schedule:
             older.append(newest[j])
             newest[j] = len(readers)
             readers.append(i)
-            if way[i] + seconds[j] > way[j]:
-                way[j] = way[i] + seconds[j]
-    arriving: tuple[list, list] = ([], [])  # per stream (when it is ready, task)
-    waiting: tuple[list, list] = ([], [])  # per stream (-way, task) of those that are ready by the time the stream is free
+            if longest[i] + seconds[j] > longest[j]:
+                longest[j] = longest[i] + seconds[j]
+    arriving: tuple[list, list] = ([], [])  # per stream (time at which it is ready, task)
+    waiting: tuple[list, list] = ([], [])  # per stream (-longest path, task) of the tasks that are ready when the stream is free
     for i, count in enumerate(missing):
         if not count:
             heappush(arriving[streams[i] in _WIRES], (0.0, i))
     free = [0.0, 0.0]
-    since = [0.0, 0.0]  # when the last of those that wait was ready
+    since = [0.0, 0.0]  # the time up to which ready tasks were moved to ``waiting``
     ready = [0.0] * len(seconds)
-    runs: list[tuple[float, float, int]] = []  # of the wires, in order
+    runs: list[tuple[float, float, int]] = []  # of the links, in order
     idle: list[tuple[float, float]] = []  # of compute, in order
     exposed: dict[int, float] = {}
 
@@ -93,22 +93,22 @@ def schedule(tasks: Tasks) -> Schedule:
         return max(free[stream], arriving[stream][0][0]) if arriving[stream] else float("inf")
 
     def wait(stream: int, begin: float) -> int:
-        """What is ready by then waits now; how many products are among it."""
+        """Moves the tasks that are ready by then to ``waiting``; returns how many of them are products."""
         new, products = arriving[stream], 0
         since[stream] = max(since[stream], begin)
         while new and new[0][0] <= begin:
             _, i = heappop(new)
-            heappush(waiting[stream], (-way[i], i))
+            heappush(waiting[stream], (-longest[i], i))
             products += streams[i] == PRODUCT
         return products
 
-    products = 0  # that wait
+    products = 0  # in ``waiting``
     for _ in seconds:
         starts = start(COMPUTE), start(WIRES)
         stream = WIRES if starts[WIRES] <= starts[COMPUTE] else COMPUTE
         begin = starts[stream]
         products += wait(stream, begin)
-        if streams[waiting[stream][0][1]] == CARRIED:  # waits for a product; once nothing else can start it is waited for
+        if streams[waiting[stream][0][1]] == CARRIED:  # starts with a product; without one, once nothing else can start
             begin = max(begin, free[COMPUTE])
             if starts[COMPUTE] <= begin:
                 products += wait(COMPUTE, begin)
@@ -144,7 +144,7 @@ def schedule(tasks: Tasks) -> Schedule:
 
 
 def _expose(idle: Sequence[tuple[float, float]], runs: Sequence[tuple[float, float, int]], exposed: dict[int, float]) -> None:
-    """Splits the time that compute is idle among the collectives that run then."""
+    """Attributes the time that compute is idle to the collectives that run then."""
     at = 0
     for begin, end in idle:
         while at < len(runs) and runs[at][1] <= begin:

@@ -1,13 +1,13 @@
-"""Windowed matrix products: blocks go round a ring of devices while each multiplies the one it has.
+"""Windowed matrix products: blocks circulate around a ring of devices while each multiplies the one it has.
 
-A product of a gathered operand waits for an all_gather, and a product whose partial results are scattered is waited for by a
-reduce_scatter. In a window (Wang et al., Overlap Communication with Dependent Computation via Decomposition, ASPLOS 2023) neither is sent
-as one: of ``n`` devices each multiplies its own block first, while its neighbours' blocks arrive by collective_permutes, and so on; or
-adds its part of a block to what arrives for it, and hands that on. What is sent is as much, it lies nowhere whole, and all but the first
-block's way hides behind products, whatever else there is to compute. It costs ``n`` smaller kernels for one large one, and a permute's
+The all_gather of a product's operand, or the reduce_scatter of its partial results, is exposed unless independent work hides it. A windowed
+product (Wang et al., Overlap Communication with Dependent Computation via Decomposition, ASPLOS 2023) decomposes both into
+collective_permutes: each of ``n`` devices multiplies its own block first while its neighbours' blocks arrive, and so on; or it adds its
+part of a block to the partial sum that arrives, and passes that on. The bytes sent are the same, the gathered array is never stored, and
+all permutes but the first are hidden by the products themselves. The cost is ``n`` smaller kernels for one large one, and a permute's
 launch for each block.
 
-What may go round: an operand that this product alone reads so, and that one all_gather brings; a result that one reduce_scatter combines.
+Candidates: an operand that one all_gather brings and that no other op reads gathered; a result that one reduce_scatter combines.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ RESULT = -1
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What goes round for a product.
+    """A windowed product.
 
     Attributes:
         op: the product.
-        operand: the position of the operand whose blocks go round; `RESULT` where partial results do.
-        step: the collective that is not made.
-        dim: the dimension of that operand, or of the result, that the blocks are parts of.
-        factor: the rule's factor that this is.
-        blocks: how many there are: the devices of the ring.
-        made: the layout in which the product is left: of partial results that which they are scattered to.
+        operand: the position of the operand whose blocks circulate; `RESULT` where partial results do.
+        step: the collective that the window replaces.
+        dim: the dimension of that operand, or of the result, that is split into blocks.
+        factor: the rule's factor of that dimension.
+        blocks: the number of blocks, which is that of the ring's devices.
+        made: the layout of the product, after scattering where partial results circulate.
     """
 
     op: Op
@@ -48,19 +48,21 @@ class Window:
 
     @property
     def value(self) -> int:
-        """The number of the value whose blocks go round."""
+        """The number of the value whose blocks circulate."""
         return self.op.results[0] if self.operand == RESULT else self.op.operands[self.operand]
 
     @property
     def halves(self) -> int:
-        """Into how many parts a block of partial results is split: two go round in opposite directions, if there are two."""
+        """The parts of each block that circulate: two in opposite directions for partial results on more than two devices, else one."""
         return 2 if self.operand == RESULT and self.blocks > 2 else 1
 
 
 class Windows:
-    """The windows that a program's products can have under an assignment.
+    """The windowed products of a program under an assignment, assigned and possible.
 
     Args:
+        graph, rules, assignment: the program, its rules, and what is assigned.
+        path: the steps of each reshard.
         readers: per value the indices of the ops that read it.
         late: values that stay partial (`autoshard.analysis.partial_sums`).
     """
@@ -77,7 +79,7 @@ class Windows:
         self.graph, self.rules, self.assignment, self.path, self.readers, self.late = graph, rules, assignment, path, readers, late
 
     def assigned(self) -> dict[int, Window]:
-        """Those that the assignment has, by their ops."""
+        """The windows of the assignment, by op index."""
         found = {}
         for index, operand in self.assignment.windows.items():
             if (window := self.window(self.graph.walk()[index], operand)) is not None:
@@ -85,13 +87,13 @@ class Windows:
         return found
 
     def all(self) -> Iterator[Window]:
-        """All that there can be, in program order."""
+        """All possible windows, in program order."""
         for op in self.graph.walk():
             if op.primitive == "dot_general":
                 yield from (window for operand in (RESULT, 0, 1) if (window := self.window(op, operand)) is not None)
 
     def window(self, op: Op, operand: int) -> Window | None:
-        """The window of a product's operand, or of its result; None where it can have none."""
+        """The window of a product's operand, or of its result; None where it is not possible."""
         rule = self.rules[op.index]
         if op.primitive != "dot_general" or rule is None or len(set(op.operands)) < 2:
             return None
@@ -112,19 +114,19 @@ class Windows:
         return math.prod(n for (f, _), n in zip(self.assignment.choice(op.index), self.assignment.mesh.sizes, strict=True) if f == factor)
 
     def _gathered(self, op: Op, rule: Rule, operand: int) -> Step | None:
-        """The one all_gather that brings an operand to this op alone."""
+        """The all_gather of an operand that only this op reads gathered; None where there is more, or another collective."""
         value, own = op.operands[operand], self.assignment.layout(op.operands[operand])
         target = operand_layout(rule, self.assignment.choice(op.index), operand)
         if own == target or self.assignment.copies.get(value, target) != target or value in self.assignment.ahead:
             return None
-        only_own = value in self.assignment.copies  # from which others would be made
+        only_own = value in self.assignment.copies  # readers in other layouts would be served from the copy
         if any(self._reads(self.graph.walk()[reader], value, target, only_own) for reader in self.readers[value] if reader != op.index):
             return None
         steps = self.path(value, own, target)
         return steps[0] if len(steps) == 1 and steps[0].kind == "all_gather" and steps[0].nbytes else None
 
     def _reads(self, op: Op, value: int, target: Layout, only_own: bool) -> bool:
-        """Whether an op may read a value in a layout, or in any but its own, or make a view of what is there so."""
+        """Whether an op may read a value in a layout (in any but its own with ``only_own``), or make a view of it in that layout."""
         rule, own = self.rules[op.index], self.assignment.layout(value)
         if op.bodies or rule is None or is_rearrangement(op.primitive):
             return True
@@ -133,7 +135,7 @@ class Windows:
         return target in read or (only_own and any(layout != own for layout in read))
 
     def _scattered(self, op: Op, rule: Rule) -> Step | None:
-        """The one reduce_scatter that combines an op's partial results."""
+        """The reduce_scatter of an op's partial results; None where combining them takes more, or another collective."""
         (value,), choice, sizes = op.results, self.assignment.choice(op.index), self.assignment.mesh.sizes
         partial = [each for each in reductions(rule, choice) if sizes[each[0]] > 1]
         moves = list(combinations(computed_layout(rule, choice, 0), partial))
@@ -142,6 +144,6 @@ class Windows:
         if result_layout(rule, choice, 0) != self.assignment.layout(value):
             return None
         if any(self.graph.walk()[reader].primitive == "transpose" for reader in self.readers[value]):
-            return None  # products are transposed before they are combined
+            return None  # the lowering transposes such products before it combines them
         kind, _, axes, before, after = moves[0]
         return Step(kind, axes, before, after, 0.0, 0.0)

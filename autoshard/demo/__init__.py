@@ -1,1 +1,1 @@
-"""Two ordinary Flax train steps on real data: sharded, run on virtual devices, and held against the single-device run."""
+"""Demo of two Flax train steps on real data: sharded, run on virtual devices, and compared with the single-device run."""

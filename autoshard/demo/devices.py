@@ -1,4 +1,4 @@
-"""Virtual CPU devices, for programs that run on several devices on a machine that has none."""
+"""Virtual CPU devices, to run multi-device programs on any machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from autoshard.errors import AutoshardError
 
 
 def virtual_devices(n: int) -> None:
-    """Makes JAX use ``n`` virtual CPU devices from here on.
+    """Makes JAX use ``n`` virtual CPU devices.
 
     Raises:
         AutoshardError: JAX has started with other devices.
@@ -16,9 +16,9 @@ def virtual_devices(n: int) -> None:
     try:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", n)
-    except RuntimeError:  # JAX has started; that will do where it has the devices already
+    except RuntimeError:  # JAX has started, possibly with these devices
         if jax.default_backend() != "cpu" or jax.device_count() < n:
             raise AutoshardError(
-                f"virtual devices must be asked for before JAX starts: {n} CPU devices are needed, and JAX is already running with "
-                f"{jax.device_count()} of {jax.default_backend()}. Start a new process, or ask for them before anything else runs."
+                f"virtual devices must be requested before JAX starts: {n} CPU devices are needed, and JAX is already running with "
+                f"{jax.device_count()} of {jax.default_backend()}. Start a new process, or request them before anything else runs."
             ) from None

@@ -1,4 +1,4 @@
-"""A small decoder-only transformer in Flax NNX that learns, byte by byte, the English of Python's own documentation."""
+"""A small decoder-only transformer in Flax NNX, a byte-level language model of Python's documentation."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class GPT(nnx.Module):
         self.head = nnx.Linear(WIDTH, VOCABULARY, use_bias=False, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Logits ``(batch, length, 256)`` of what follows each token."""
+        """Logits ``(batch, length, 256)`` of the token after each."""
         x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))
         for block in self.blocks:
             x = block(x)
@@ -77,7 +77,7 @@ def example() -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
 
 
 def batches(steps: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Random pieces of the text with the byte that follows each of theirs, ``(batch, length) int32``; equal every time."""
+    """Random pieces of the text and the byte after each of theirs, ``(batch, length) int32``; equal every time."""
     text = np.frombuffer(corpus(), dtype=np.uint8).astype(np.int32)
     generator = np.random.default_rng(0)
     for _ in range(steps):
@@ -86,7 +86,7 @@ def batches(steps: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 def corpus() -> bytes:
-    """The text of ``help()``'s topics, about 500 kB of English that every CPython carries."""
-    from pydoc_data.topics import topics  # here, because it takes a while to load and only training reads it
+    """The text of ``help()``'s topics, about 500 kB of English that is part of every CPython."""
+    from pydoc_data.topics import topics  # delayed: slow to load, and only training reads it
 
     return "\n\n".join(topics[name] for name in sorted(topics)).encode("utf-8")

@@ -1,4 +1,4 @@
-"""LeNet-5 (LeCun et al., 1998) in Flax NNX on the 1,797 handwritten digits that scikit-learn carries."""
+"""LeNet-5 (LeCun et al., 1998) in Flax NNX on scikit-learn's 1,797 handwritten digits."""
 
 from __future__ import annotations
 

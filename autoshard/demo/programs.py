@@ -1,4 +1,4 @@
-"""The demo's programs: what trains, and on what."""
+"""The demo's programs: train steps with their models and data."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from autoshard.errors import AutoshardError
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A train step with its beginning and its data.
+    """A train step with its initial state and its data.
 
     Attributes:
-        name, title: its short name, and what it is in words.
+        name, title: its short name and its description.
         init: makes the model and the optimizer; equal every time.
         train_step: ``(model, optimizer, *batch) -> loss``, updating both.
-        batches: the batches of so many steps; equal every time.
+        batches: the batches of a number of steps; equal every time.
         example: one batch as `jax.ShapeDtypeStruct`.
     """
 
@@ -51,7 +51,7 @@ PROGRAMS = (
 
 
 def named(name: str | None) -> tuple[Program, ...]:
-    """The program of a name, or all of them.
+    """The program with a name; all of them for None.
 
     Raises:
         AutoshardError: none has that name.

@@ -1,4 +1,4 @@
-"""One program's demo: searched, trained on one device and on eight, compared."""
+"""The demo of one program: search, training on one device and on eight, and comparison."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from autoshard.verify import Row, collectives_of
 from autoshard.verify import compare as compare_collectives
 
 CLUSTER = "cpu:8"
-SEARCHERS = ("auto", "data_parallel", "fully_sharded")  # what is found, and what it is held against
+SEARCHERS = ("auto", "data_parallel", "fully_sharded")  # the strategy that runs, and its baselines
 TOLERANCE = 1e-4  # relative difference of losses: sums in another order, grown over a few dozen AdamW steps
 TABLE_ROWS = 8
 
@@ -31,7 +31,7 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """The loss of every step, and the median seconds of one, those that compile left out."""
+    """The loss of every step, and the median seconds of one, without those that compile."""
 
     losses: tuple[float, ...]
     step_seconds: float
@@ -39,10 +39,10 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a demo found.
+    """The results of a demo.
 
     Attributes:
-        program: what was trained.
+        program: the program.
         strategies: by searcher; the first is the one that ran.
         sharded, reference: the training on all devices, and on one.
         collectives: predicted, and in the compiled module.
@@ -66,7 +66,7 @@ class Outcome:
 
     @property
     def agrees(self) -> bool:
-        """Whether sharding left the losses as they were; never where one is not a number."""
+        """Whether the losses are equal up to `TOLERANCE`; false where one is not a number."""
         return self.difference <= TOLERANCE
 
 
@@ -91,18 +91,18 @@ def train(program: Program, steps: int, progress: Progress) -> Outcome:
     return Outcome(program, strategies, sharded, reference, collectives)
 
 
-def _run(step: Callable, state: tuple, batches: Sequence[tuple], what: str, progress: Progress) -> Training:
+def _run(step: Callable, state: tuple, batches: Sequence[tuple], activity: str, progress: Progress) -> Training:
     """Trains the model and the optimizer of a state, one step a batch."""
     losses, seconds = [], []
     for number, batch in enumerate(batches):
-        progress(what, number / len(batches))
+        progress(activity, number / len(batches))
         started = time.perf_counter()
         losses.append(float(step(*state, *batch)))
         seconds.append(time.perf_counter() - started)
     return Training(tuple(losses), statistics.median(seconds[2:] or seconds))
 
 
-# -- what is shown --------------------------------------------------------------------------------------------------------
+# -- report ---------------------------------------------------------------------------------------------------------------
 
 
 def report(outcome: Outcome) -> Report:
@@ -140,7 +140,7 @@ def _relative(found: float, expected: float) -> float:
 
 
 def _sparkline(values: Sequence[float]) -> str:
-    """The curve in block characters; ``!`` stands for what is no number."""
+    """The curve in block characters; ``!`` for values that are not finite."""
     finite = [value for value in values if math.isfinite(value)]
     low, span = min(finite, default=0.0), max(finite, default=0.0) - min(finite, default=0.0)
     return "".join("▁▂▃▄▅▆▇█"[round(7 * (value - low) / (span or 1.0))] if math.isfinite(value) else "!" for value in values)
@@ -180,5 +180,5 @@ def summary(outcome: Outcome) -> dict[str, Any]:
 
 
 def _number(x: float) -> float | None:
-    """The number as JSON has it: null where it is none."""
+    """The number for JSON; None where it is not finite."""
     return x if math.isfinite(x) else None

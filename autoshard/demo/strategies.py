@@ -1,4 +1,4 @@
-"""The demo's strategies as files: the first entries of the library."""
+"""Files of the demo's strategies, for the library."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COMMAND = "autoshard demo --write-strategies"
 
 
 def checked_in(program: Program, searcher: str, progress: Progress) -> Strategy:
-    """The strategy as it is checked in: the same file every time, with the command that makes it."""
+    """The strategy as in the library: a reproducible file, with the command that makes it."""
     return named(search(program, searcher, progress), f"demo_{program.name}_{searcher}", COMMAND)
 
 

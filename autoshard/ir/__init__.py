@@ -1,4 +1,4 @@
-"""Pure records: graph, rule, layout, assignment. Nothing here imports JAX."""
+"""Records without JAX: graph, rule, layout, assignment, collective."""
 
 from autoshard.ir.assignment import (
     NOWHERE,

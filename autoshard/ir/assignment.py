@@ -1,4 +1,4 @@
-"""An assignment: everything a search decides about a program, and nothing about how it was found."""
+"""Assignments: a choice for every operation of a program and a layout for every value, which is all that a search decides."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from autoshard.primitives import is_rearrangement
 
 Choice = tuple[tuple[int, int], ...]
 """Per mesh axis, ``(factor, scatter)``: the factor that the axis splits, or -1; and for a reduction factor the result
-dimension that the reduction scatters onto, or -1 for an all_reduce."""
-
+dimension that a reduce_scatter splits, or -1 for an all_reduce."""
 
 NOWHERE: tuple[int, int] = (-1, -1)
 """A mesh axis that splits none of an op's factors."""
@@ -26,11 +25,11 @@ class Assignment:
 
     Attributes:
         mesh: the logical mesh.
-        choices: per op index its choice; absent for control flow and for ops that stay replicated.
-        layouts: per value number the layout it is materialised in; absent means replicated or left alone.
-        copies: per value number a second layout that its readers share, made once from the first.
-        ahead: per value number the layout in which a scan gathers it one trip ahead (`autoshard.cost.prefetch`).
-        windows: per op index of a windowed product the operand whose blocks go round, or -1 for its result (`autoshard.cost.windows`).
+        choices: per op index its choice; absent for control flow and for replicated ops.
+        layouts: per value number the layout in which it is stored; absent where it is replicated or left to the lowering.
+        copies: per value number a second layout, resharded from the first once and shared by readers.
+        ahead: per value number the layout to which a scan gathers it one trip ahead (`autoshard.cost.prefetch`).
+        windows: per op index of a windowed product the operand whose blocks circulate, or -1 for its result (`autoshard.cost.windows`).
     """
 
     mesh: Mesh
@@ -41,7 +40,7 @@ class Assignment:
     windows: Mapping[int, int] = field(default_factory=dict)
 
     def layout(self, value: int) -> Layout:
-        """The materialised layout of a value."""
+        """The layout in which a value is stored."""
         found = self.layouts.get(value)
         return (-1,) * len(self.mesh.axes) if found is None else found
 
@@ -52,10 +51,13 @@ class Assignment:
 
 
 def served_from(own: Layout, copy: Layout | None, target: Layout, seconds: Callable[[Layout, Layout], float]) -> Layout:
-    """The layout that a reader in the target layout is served from: the value's own, or its shared copy's where that is cheaper.
+    """The layout from which a reader's operand is resharded: the value's own, or its copy's where that is cheaper.
 
     Args:
-        seconds: what a reshard from one layout to another costs.
+        own: the layout in which the value is stored.
+        copy: the layout of its copy, if it has one.
+        target: the layout in which the reader needs it.
+        seconds: the cost of a reshard from one layout to another.
     """
     if copy is None or target in (own, copy):
         return own
@@ -68,12 +70,12 @@ def operand_layout(rule: Rule, choice: Choice, operand: int) -> Layout:
 
 
 def computed_layout(rule: Rule, choice: Choice, result: int) -> Layout:
-    """The layout in which the op leaves its result, before partial results are combined."""
+    """The layout of an op's result as computed, before partial results are combined."""
     return _layout(rule.results[result], choice)
 
 
 def result_layout(rule: Rule, choice: Choice, result: int) -> Layout:
-    """The layout of the result once partial results are combined: scattered axes included."""
+    """The layout of an op's result after partial results are combined, scattered axes included."""
     layout = list(_layout(rule.results[result], choice))
     for axis, (_, scatter) in enumerate(choice):
         if scatter >= 0:
@@ -82,7 +84,7 @@ def result_layout(rule: Rule, choice: Choice, result: int) -> Layout:
 
 
 def result_layouts(graph: Graph, assignment: Assignment) -> tuple[Layout, ...]:
-    """The layout in which each result leaves the program: an argument that it replaces keeps its own."""
+    """The layout of each result of the program; new state takes the layout of the argument that it replaces."""
     layouts = [assignment.layout(value) for value in graph.results]
     for result, argument in graph.aliases:
         layouts[result] = assignment.layout(graph.arguments[argument])
@@ -99,7 +101,7 @@ def reductions(rule: Rule, choice: Choice) -> tuple[tuple[int, str, int], ...]:
 
 
 def exchanges(rule: Rule, choice: Choice, sizes: tuple[int, ...]) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """The split factors whose shards send each other data, in order, each with the mesh axes that split it."""
+    """The split factors whose shards exchange data, in order, each with the mesh axes that split it."""
     found: dict[int, tuple[int, ...]] = {}
     for axis, (factor, _) in enumerate(choice):
         if factor >= 0 and rule.factors[factor].sends and sizes[axis] > 1:
@@ -108,7 +110,7 @@ def exchanges(rule: Rule, choice: Choice, sizes: tuple[int, ...]) -> tuple[tuple
 
 
 def sent_tensors(rule: Rule, choice: Choice, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The tensors, operands counted first, of which shards send each other parts."""
+    """The tensors of which shards exchange parts, numbered operands first."""
     return tuple(dict.fromkeys(send.tensor for factor, _ in exchanges(rule, choice, sizes) for send in rule.factors[factor].sends))
 
 
@@ -123,16 +125,16 @@ def _layout(dims: tuple[tuple[int, ...], ...], choice: Choice) -> Layout:
 
 
 def view_of(primitive: str, rule: Rule | None, layout: Layout, sizes: tuple[int, ...]) -> Layout | None:
-    """The layout of an operand of which an operation that rearranges it makes a result in this layout; None where there is none.
+    """The operand layout from which a rearranging operation makes a result of this layout; None where there is none.
 
-    So a weight and its transpose are gathered once.
+    With it, a weight and its transpose are gathered once.
     """
     choice = None if not is_rearrangement(primitive) or rule is None else choice_for(rule, 0, layout, sizes)
     return None if rule is None or choice is None else operand_layout(rule, choice, 0)
 
 
 def choice_for(rule: Rule, result: int, layout: Layout, sizes: tuple[int, ...]) -> Choice | None:
-    """The choice under which a result is computed in a layout; None where there is none that sends nothing."""
+    """The choice that computes a result in a layout without communication; None where there is none."""
     left = {factor: entry.size for factor, entry in enumerate(rule.factors)}
     choice = []
     for dim, size in zip(layout, sizes, strict=True):
@@ -151,14 +153,14 @@ def legal(rule: Rule, choice: Choice, sizes: tuple[int, ...]) -> bool:
     """Whether the choice divides every factor and keeps every dimension's axes in mesh and factor order.
 
     In a dimension of several factors a minor one is sharded only where its majors are fully sharded, and the axes of
-    the major ones come first in the mesh; otherwise the partitioner would have to exchange or permute data. Of a shard
-    no more is sent than it has: a halo reaches into the neighbours, never beyond them. What is scattered is a sum.
+    the major ones come first in the mesh; otherwise data would have to be permuted. Halos reach into the neighbouring
+    shards, never beyond them. Only sums are scattered.
     """
     return bool(legal_choices(rule, (choice,), sizes))
 
 
 def legal_choices(rule: Rule, choices: Iterable[Choice], sizes: tuple[int, ...]) -> list[Choice]:
-    """Those of some choices that are `legal`."""
+    """The choices that are `legal`."""
     composite = [dim for tensor in (*rule.operands, *rule.results) for dim in tensor if len(dim) > 1]
     found = []
     for choice in choices:
@@ -175,7 +177,7 @@ def legal_choices(rule: Rule, choices: Iterable[Choice], sizes: tuple[int, ...])
 
 
 def _in_order(rule: Rule, dim: tuple[int, ...], split: Mapping[int, int], axes: Mapping[int, list[int]]) -> bool:
-    """Whether of a dimension's factors each stands in fully sharded ones, whose axes come first."""
+    """Whether a dimension's split factors have fully sharded majors, whose axes come first."""
     full, last = True, -1
     for factor in dim:
         if factor in split:
@@ -187,13 +189,13 @@ def _in_order(rule: Rule, dim: tuple[int, ...], split: Mapping[int, int], axes: 
 
 
 def _splits(rule: Rule, factor: int, n: int) -> bool:
-    """Whether a factor may be in ``n`` equal shards."""
+    """Whether a factor can be split into ``n`` equal shards."""
     entry = rule.factors[factor]
-    return entry.shardable and entry.size % n == 0 and _holds_sends(rule, factor, n)
+    return entry.shardable and entry.size % n == 0 and _sends_fit(rule, factor, n)
 
 
-def _holds_sends(rule: Rule, factor: int, n: int) -> bool:
-    """Whether each of ``n`` shards of a factor has the elements that it sends."""
+def _sends_fit(rule: Rule, factor: int, n: int) -> bool:
+    """Whether each of ``n`` shards of a factor has as many elements as it sends."""
     tensors = (*rule.operands, *rule.results)
     for send in rule.factors[factor].sends:
         for dim in tensors[send.tensor]:

@@ -1,4 +1,4 @@
-"""Why a collective is there, as data: the value that moves, the op it serves, and the reason. `autoshard.ir.words` puts it in words."""
+"""Attribution of a collective, as data: the value it moves, the op it serves, and the reason. `autoshard.ir.words` renders it as text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from autoshard.ir.graph import Origin
 from autoshard.ir.layout import Spec
 
 VALUES = ("argument", "result", "entering", "constant", "unknown")
-"""What a value is to the program: its argument, an op's result, what enters a loop's or branch's body, a constant."""
+"""A value's role in the program: its argument, an op's result, an input of a loop's or branch's body, a constant."""
 
 REASONS = {
     "read": ("before", "after", "splits"),
@@ -21,10 +21,10 @@ REASONS = {
     "circulated": (),
     "accumulated": (),
 }
-"""The kinds of reasons, each with the attributes of `Reason` that it has."""
+"""The kinds of reasons, each with the attributes of `Reason` that it sets."""
 
 ROLES = ("", "reduced", "contracted")
-"""Of a factor: none of the following, reduced over, or reduced over by a product."""
+"""A factor's role: reduced over, reduced over by a product, or neither."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class MovedValue:
         kind: one of `VALUES`.
         name: an argument's path, or the primitive of the op that makes the value or whose body it enters.
         dtype, shape: of the whole value.
-        moves: of an argument that is moved or sliced first: the primitives, the last one first; ``scan`` hands in one slice a trip.
+        moves: the primitives that rearrange or slice an argument first, the last one first; ``scan`` for one slice a trip.
     """
 
     kind: str
@@ -53,7 +53,7 @@ class ServedOp:
         primitive: of a traced op; empty where only a name is known.
         index: the op's number in the graph.
         origin: its source line.
-        name: the path of the result that is served instead of an op, or what a compiled module calls the collective.
+        name: the path of a result of the program, where there is no op, or the collective's name in a compiled module.
     """
 
     primitive: str = ""
@@ -73,17 +73,17 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a collective is there.
+    """The reason for a collective.
 
     Attributes:
-        kind: one of `REASONS`. A value is resharded because an op reads it as its splits want (``read``) or has no rule (``unruled``), a
-            loop's or branch's body keeps it so (``held``), it is an argument's new value (``replaced``), or a scan's next trip reads it
-            (``ahead``). Partial results are ``combined``; shards that need each other's data are ``exchanged``; blocks of a windowed
-            product are ``circulated``, or its partial results ``accumulated`` from device to device.
-        before, after: the specs of a resharded value, one entry a dimension; empty where it is whole on every device.
-        splits: per mesh axis of the collective what the op splits over it; None where that is nothing.
-        operator: what combines partial results, ``sum`` for instance.
-        dims: the dimensions of which each device keeps its slice then; none where all keep the whole result.
+        kind: one of `REASONS`. A value is resharded because the op that reads it is split (``read``) or has no rule (``unruled``), because
+            a loop's or branch's body keeps it in that layout (``held``), because it is an argument's new value (``replaced``), or because a
+            scan's next trip reads it (``ahead``). Partial results are ``combined``; shards that need each other's data are ``exchanged``;
+            blocks of a windowed product are ``circulated``, or its partial results ``accumulated`` from device to device.
+        before, after: the specs of a resharded value, one entry a dimension; empty where it is replicated.
+        splits: per mesh axis of the collective, the factor that the op splits over it, or None.
+        operator: the operator that combines partial results, such as ``sum``.
+        dims: the dimensions that a combination scatters; empty where every device gets the whole result.
         argument: the path of the argument whose new value this is.
     """
 

@@ -13,19 +13,19 @@ KINDS = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "collective
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """Data moved between the devices along some mesh axes.
+    """A collective over some mesh axes.
 
     Attributes:
         kind: its HLO name in snake case, one of `KINDS`.
-        mesh_axes: the axes whose devices take part, in mesh order; ``("?",)`` where the groups fit no subset of axes.
+        mesh_axes: the axes of its device groups, in mesh order; ``("?",)`` where the groups match no subset of axes.
         bytes: the larger of operand and result on one device, in one execution.
-        count: how often it runs in one step, loop trips included.
-        op: the operation it serves; None where that is not known.
-        value: what is moved; None where that is not known.
-        reason: the choice that asks for it; None where that is not known.
+        count: executions in one step, loop trips included.
+        op: the operation it serves; None if unknown.
+        value: the value it moves; None if unknown.
+        reason: why it is needed; None if unknown.
         seconds: predicted time of one execution; 0.0 where nothing is predicted.
         exposed_seconds: the part of it that no compute hides.
-        compiled: what the cluster's compiler is expected to make of it; None: just this.
+        compiled: the collectives that the cluster's compiler is expected to make of it; None: this one unchanged.
     """
 
     kind: str
@@ -46,17 +46,17 @@ class Collective:
 
     @property
     def tensor(self) -> str:
-        """What is moved, in words: an argument by its path, else by the op that makes it; with dtype and shape."""
+        """The value it moves, in words: an argument by its path, any other by the op that makes it; with dtype and shape."""
         return "" if self.value is None else value_words(self.value)
 
     @property
     def cause(self) -> str:
-        """The choice that asks for it, in words."""
+        """Why it is needed, in words."""
         if self.reason is None:
             return ""
         return reason_words(self.reason, self.op or ServedOp(), self.mesh_axes, len(self.value.shape) if self.value else 0)
 
 
 def as_compiled(planned: Iterable[Collective]) -> tuple[Collective, ...]:
-    """What the cluster's compiler is expected to make of planned collectives."""
+    """The collectives that the cluster's compiler is expected to make of planned ones."""
     return tuple(made for each in planned for made in ((each,) if each.compiled is None else each.compiled))

@@ -1,11 +1,11 @@
-"""The program graph: values, ops in program order, and control flow as ops with bodies.
+"""The program graph: values, ops in program order, and control flow as ops with bodies; without JAX.
 
-Nothing here knows JAX. Values are numbered once over the whole program, bodies included; ops likewise, depth first in
-program order (an op before the ops of its bodies).
+Values are numbered over the whole program, bodies included; so are ops, depth first in program order (an op before the
+ops of its bodies).
 
-A control-flow op has no rule. Its `Holder`s say how layouts flow: a holder is a value that keeps one layout whatever
-flows into it (a loop carry, a scanned slice, a branch operand), `sources` are the values read into it, `views` the
-values that share its layout.
+A control-flow op has no rule. Its `Holder`s say how layouts flow through it: a holder is a value that keeps one layout
+throughout the op (a loop carry, a scanned slice, a branch operand); its `sources` are the values that are resharded to
+that layout, its `views` the values that share it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Value:
 
     Attributes:
         shape: the whole (unsharded) shape.
-        dtype: its name, as in ``float32``; typed keys read ``key<fry>``.
-        itemsize: bytes an element, fractional for sub-byte dtypes.
+        dtype: the dtype's name, such as ``float32``; ``key<fry>`` for typed keys.
+        itemsize: bytes per element, fractional for sub-byte dtypes.
     """
 
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where in the user's program an op comes from."""
+    """The source location of an op in the user's program."""
 
     file: str = ""
     line: int = 0
@@ -68,9 +68,9 @@ class Flow:
     """A value read into a holder.
 
     Attributes:
-        value: the value that is read.
-        shift: leading dimensions the value has more than the holder (1: a scanned input; -1: a scanned output's slice).
-        inside: whether the read happens in the body, once a trip, rather than once at the op.
+        value: the number of the value.
+        shift: how many leading dimensions the value has that the holder lacks (1: a scanned input; -1: a scanned output's slice).
+        inside: whether it is read in the body, once a trip, rather than once before the op.
     """
 
     value: int
@@ -89,7 +89,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """The sub-program of a control-flow op; ``trips`` is how often it runs each time its op does."""
+    """The sub-program of a control-flow op; ``trips`` is how often it runs in one execution of the op."""
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -105,14 +105,14 @@ class Op:
         index: its number, depth first over the whole program.
         primitive: the JAX primitive's name.
         operands: value numbers, literals included.
-        results: value numbers; a result nobody reads is still listed.
-        params: the primitive's parameters, opaque to everything but the rules and the lowering.
+        results: value numbers, unread results included.
+        params: the primitive's parameters; only rules and the lowering read them.
         origin: source line and name stack.
-        path: where its equation stands: equation index, then (body, equation index) for each nesting level.
-        trips: how often it runs in one step: the product of the enclosing loops' trip counts.
+        path: the position of its equation: equation index, then (body, equation index) for each nesting level.
+        trips: executions in one step: the product of the enclosing loops' trip counts.
         bodies: sub-programs of a control-flow op.
         holders: how layouts flow into and out of the bodies.
-        equation: what it was traced from, opaque to everything but the rule of last resort, which lowers it.
+        equation: the traced equation; only the fallback rule (`autoshard.rules.shardy`) reads it, to lower it.
     """
 
     index: int
@@ -128,7 +128,7 @@ class Op:
     equation: Any = field(default=None, repr=False)
 
     def flow_trips(self, flow: Flow) -> int:
-        """How often a value is read into one of the op's holders in one step."""
+        """How often one step reads a value into one of the op's holders."""
         return self.trips * (max(body.trips for body in self.bodies) if flow.inside else 1)
 
 
@@ -139,15 +139,15 @@ class Graph:
     Attributes:
         name: the function's name.
         values: every array, by number.
-        ops: the top-level ops in program order; dead ones are dropped.
+        ops: the top-level ops in program order, without dead code.
         arguments, argument_paths: value number and path (``state.params['w']``) of each argument leaf.
         results, result_paths: the same for the results; a value may be returned twice.
         constants: values captured by the function.
         literals: scalar constants written in the program.
         aliases: pairs (result position, argument position) of state that replaces an argument.
         donated: argument positions whose memory may be reused.
-        fingerprint: equal for equal programs, whatever the names and the process.
-        assumptions: what the trace had to assume (the trip count of a ``while``, say), in words.
+        fingerprint: a hash, equal for equal programs, independent of names and process.
+        assumptions: assumptions of the trace (the trip count of a ``while``, say), in words.
     """
 
     name: str
@@ -173,12 +173,12 @@ class Graph:
         return self._walked
 
     def loop_constants(self) -> Iterator[Holder]:
-        """The holders of what loops read alike in every trip: one value flows in, and nothing is sliced or carried."""
+        """The holders of loop-invariant values: one value flows in, neither sliced nor carried."""
         holders = (holder for op in self.walk() if is_loop(op.primitive) for holder in op.holders)
         return (holder for holder in holders if len(holder.sources) == 1 and not holder.sources[0].shift)
 
     def to_networkx(self) -> nx.MultiDiGraph:
-        """The program as a directed multigraph: a node an op (``"op", i``) or argument (``"argument", i``), an edge a read."""
+        """The program as a directed multigraph: nodes ``("op", i)``, ``("argument", i)`` and ``("result", i)``, an edge for each read."""
         graph = nx.MultiDiGraph(name=self.name, fingerprint=self.fingerprint)
         producer: dict[int, tuple[str, int]] = {}
         for position, value in enumerate(self.arguments):

@@ -1,11 +1,11 @@
-"""Mesh shapes and layouts: how a tensor lies on a mesh, as plain integers.
+"""Mesh shapes and layouts: shardings of tensors as plain integers.
 
 A *layout* of a tensor of rank ``r`` on a mesh of ``k`` axes is a tuple of ``k`` integers: for each mesh axis, in mesh
 order, the dimension it shards, or ``-1`` where the tensor is replicated over it. Axes that shard the same dimension do
-so in mesh order, the first one major, so the tuple says everything.
+so in mesh order, the first one major.
 
-Layouts of one rank are numbered in mixed radix: ``sum((dim + 1) * (rank + 1) ** axis)``, which lets cost tables be
-numpy matrices indexed by layout number.
+Layouts of one rank are numbered in mixed radix, ``sum((dim + 1) * (rank + 1) ** axis)``, so that cost tables are numpy
+matrices indexed by layout number.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import numpy as np
 from autoshard.errors import ShardingError
 
 Layout = tuple[int, ...]
-KNOWN = 1 << 16  # answers that are kept
+CACHED = 1 << 16  # entries of each cache
 Spec = tuple[None | str | tuple[str, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The order in which a mesh is laid over the physical dimensions of a cluster.
+    """The mapping of a mesh to the physical dimensions of a cluster.
 
-    The devices of ``topology``, with its dimensions taken in the order ``dims``, are dealt out row-major to the mesh axes taken in the
-    order ``axes``. An axis may so get any physical dimension, or part of one.
+    The devices of ``topology``, with its dimensions in the order ``dims``, are assigned row-major to the mesh axes in the order ``axes``.
+    So an axis can run along any physical dimension, or part of one.
 
     Attributes:
         topology: sizes of the physical dimensions, outermost (slowest link) first.
@@ -53,8 +53,8 @@ class Mesh:
 
     Attributes:
         axes: the names and sizes.
-        placement: how it is laid over the cluster; None: row-major as far as is known, JAX decides.
-        sizes: of the axes alone.
+        placement: its mapping to the cluster; None: JAX decides, and costs assume row-major.
+        sizes: of the axes.
 
     >>> mesh = Mesh((("data", 4), ("model", 2)))
     >>> mesh.size, mesh.names, mesh.sizes
@@ -98,7 +98,7 @@ class Mesh:
 
 
 def replicated(mesh: Mesh) -> Layout:
-    """The layout of a tensor that every device holds whole."""
+    """The layout of a replicated tensor."""
     return (-1,) * len(mesh.axes)
 
 
@@ -111,20 +111,20 @@ def shard_counts(layout: Layout, rank: int, sizes: Sequence[int]) -> tuple[int, 
     return tuple(counts)
 
 
-@lru_cache(KNOWN)
+@lru_cache(CACHED)
 def local_shape(shape: tuple[int, ...], layout: Layout, sizes: tuple[int, ...]) -> tuple[float, ...]:
-    """The shape of a device's part of a tensor; of no whole numbers where the layout does not divide it."""
+    """The shape of one shard of a tensor, in fractions where the layout does not divide it."""
     return tuple(n / count for n, count in zip(shape, shard_counts(layout, len(shape), sizes), strict=True))
 
 
 def divides(layout: Layout, shape: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Whether every dimension of ``shape`` is divided evenly by the axes that shard it."""
+    """Whether the axes that shard a dimension divide it evenly, for every dimension of ``shape``."""
     return all(n % count == 0 for n, count in zip(shape, shard_counts(layout, len(shape), sizes), strict=True))
 
 
-@lru_cache(KNOWN)
+@lru_cache(CACHED)
 def shards(layout: Layout, sizes: tuple[int, ...]) -> int:
-    """Into how many distinct pieces the layout splits a tensor."""
+    """The number of distinct shards into which the layout splits a tensor."""
     return math.prod(size for dim, size in zip(layout, sizes, strict=True) if dim >= 0)
 
 
@@ -137,7 +137,7 @@ def layout_number(layout: Layout, rank: int) -> int:
 
 
 def layout_of(number: int, rank: int, n_axes: int) -> Layout:
-    """The layout of a number; the inverse of `layout_number`."""
+    """The layout with a number; the inverse of `layout_number`."""
     dims = []
     for _ in range(n_axes):
         number, dim = divmod(number, rank + 1)
@@ -194,7 +194,7 @@ def layout_to_spec(layout: Layout, names: Sequence[str], rank: int) -> Spec:
 
 
 def spec_to_layout(spec: Sequence[None | str | Sequence[str]], mesh: Mesh, rank: int, what: str = "the tensor") -> Layout:
-    """The layout of a `PartitionSpec`-like sequence; trailing dimensions not named are unsharded.
+    """The layout of a `PartitionSpec`-like sequence; dimensions without an entry are unsharded.
 
     Raises:
         ShardingError: an unknown or repeated axis, too many entries, or axes against mesh order on one dimension.
@@ -227,7 +227,7 @@ def spec_to_layout(spec: Sequence[None | str | Sequence[str]], mesh: Mesh, rank:
 
 
 def check_divides(layout: Layout, shape: Sequence[int], mesh: Mesh, what: str) -> None:
-    """Raises `ShardingError` where the layout does not divide the shape, naming the dimension and the axes."""
+    """Raises `ShardingError`, with the dimension and the axes, where the layout does not divide the shape."""
     counts = shard_counts(layout, len(shape), mesh.sizes)
     for dim, (n, count) in enumerate(zip(shape, counts, strict=True)):
         if n % count:

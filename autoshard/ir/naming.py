@@ -1,4 +1,4 @@
-"""What a program's values are called where people read of them."""
+"""Readable names of a program's values, and patterns of argument paths."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _COMPONENT = re.compile(r"\[[^\]]*\]|[^.\[\]]+")
 
 
 class Names:
-    """The names of a graph's values: an argument goes by its path, any other by the op that makes it."""
+    """The names of a graph's values: an argument's is its path, any other value's comes from the op that makes it."""
 
     def __init__(self, graph: Graph):
         self._values = graph.values
         self._paths = dict(zip(graph.arguments, graph.argument_paths, strict=True))
         self._constants = frozenset((*graph.constants, *graph.literals))
         self._makers: dict[int, Op] = {}
-        self._entering: dict[int, tuple[Op, int, int]] = {}  # a value inside a body: the op, what is read into it, its leading dimensions
+        self._entering: dict[int, tuple[Op, int, int]] = {}  # a body's input: the op, the value read into it, the shift of its dimensions
         for op in graph.walk():
             self._makers.update((value, op) for value in op.results)
             for holder in op.holders:
@@ -41,14 +41,14 @@ class Names:
         return entered[0] if entered is not None else self._makers.get(value)
 
     def is_gradient(self, value: int) -> bool:
-        """Whether the value is made on the way back."""
+        """Whether the backward pass computes the value."""
         while value in self._entering:
             value = self._entering[value][1]
         op = self._makers.get(value)
         return op is not None and is_backward(op)
 
     def moved(self, value: int) -> MovedValue:
-        """The value as data: by the argument that it is, or is moved or sliced from; else by what makes it."""
+        """The value as data: as the argument that it is or is rearranged or sliced from; else as the result of an op."""
         kind, name, moves = self._known_by(value)
         return MovedValue(kind, name, self._values[value].dtype, self._values[value].shape, moves)
 
@@ -99,7 +99,7 @@ def starred(path: str) -> str:
 
 
 def numbered(path: str) -> list[str]:
-    """The path cut at its numbers, which stand at the odd positions.
+    """The path split at its numbers, which are at the odd positions.
 
     >>> numbered("state.layers_3['w']")
     ['state.layers_', '3', "['w']"]
@@ -109,7 +109,7 @@ def numbered(path: str) -> list[str]:
 
 @lru_cache(maxsize=4096)
 def components(path: str) -> tuple[str, ...]:
-    """The attributes, keys and indices that a path is made of.
+    """The attributes, keys and indices of a path.
 
     >>> components("state.params['w'][0]")
     ('state', 'params', "['w']", '[0]')
@@ -118,7 +118,7 @@ def components(path: str) -> tuple[str, ...]:
 
 
 def itemsize(dtype: str) -> float:
-    """Bytes an element of a dtype by its name; typed keys hold two words.
+    """Bytes per element of a dtype, by its name; typed keys have two words, or four.
 
     >>> itemsize("bfloat16"), itemsize("int4"), itemsize("bool"), itemsize("key<fry>")
     (2.0, 0.5, 1.0, 8.0)
@@ -130,13 +130,13 @@ def itemsize(dtype: str) -> float:
 
 
 def matching(pattern: str, paths: Sequence[str]) -> list[int]:
-    """Positions of the paths a pattern matches, at least one; only ``*`` and ``?`` are wild, since paths have brackets.
+    """Positions of the paths that match a pattern, at least one; ``*`` and ``?`` alone are wildcards, since paths have brackets.
 
     >>> matching("state*", ["state['w']", "batch"])
     [0]
 
     Raises:
-        ShardingError: it matches none; names the nearest.
+        ShardingError: no path matches; the message has the nearest.
     """
     if pattern in paths:
         return [paths.index(pattern)]
@@ -152,5 +152,5 @@ def matching(pattern: str, paths: Sequence[str]) -> list[int]:
 
 
 def is_backward(op: Op) -> bool:
-    """Whether the op computes a gradient: JAX writes so on the names of what it transposes; what it only computes again is none."""
+    """Whether the op is of the backward pass: JAX marks the names of transposed ops; ops that a checkpoint recomputes are not."""
     return "transpose(" in op.origin.name_stack and "rematted_computation" not in op.origin.name_stack

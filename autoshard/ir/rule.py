@@ -1,14 +1,14 @@
-"""Sharding rules in Shardy's terms: which dimensions of an op's operands and results are one and the same factor.
+"""Op sharding rules in Shardy's terms: which dimensions of an op's operands and results are the same factor.
 
 A dot product is ``([i, k], [k, j])->([i, j]) {i=8, j=16, k=4} reduction={k}``. A factor is of one of four kinds:
 
-- *pass_through*: sharding it splits the work, nothing has to be exchanged;
-- *reduction*: sharding it leaves partial results that its operator (``sum``, ``max``, ...) combines;
-- *need_replication*: it cannot be sharded without changing the result;
+- *pass_through*: sharding it splits the work and needs no communication;
+- *reduction*: sharding it leaves partial results, which its operator (``sum``, ``max``, ...) combines;
+- *need_replication*: it cannot be sharded;
 - *permutation*: sharding it needs data from other shards.
 
-Unlike Shardy's, our reductions name their operator: ``reduction={k:max}``; a plain ``{k}`` is a sum. And a factor names what its shards
-send each other, if that is modelled: ``permutation={j/all_gather 1 of 0}`` gathers one element of operand 0 from each shard.
+Beyond Shardy's notation, reductions name their operator, ``reduction={k:max}`` (a plain ``{k}`` is a sum), and factors the data that
+their shards exchange, where that is modelled: ``permutation={j/all_gather 1 of 0}`` gathers one element of operand 0 from each shard.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ KINDS = ("pass_through", "reduction", "need_replication", "permutation")
 OPERATORS = ("sum", "max", "min", "prod", "and", "or", "xor")
 EXCHANGES = ("all_gather", "collective_permute")
 
-Dims = tuple[tuple[int, ...], ...]  # per dimension, its factors from major to minor
+Dims = tuple[tuple[int, ...], ...]
+"""Per dimension of a tensor, its factors from major to minor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +31,10 @@ class Send:
     """One collective between the shards of a factor, over all mesh axes that split it.
 
     Attributes:
-        kind: ``all_gather``: every shard gets what all of them send; ``collective_permute``: what one other shard sends.
-        tensor: the number of the tensor that is sent, operands first, then results.
-        count: how many elements along the factor's dimension each shard sends (a tensor without it is sent whole); a permuted count
-            is put beside the shard it reaches, which later sends then contain. 0: the whole shard, which is replaced.
+        kind: ``all_gather`` (every shard receives the parts of all) or ``collective_permute`` (each receives one other's).
+        tensor: the number of the tensor, operands first, then results.
+        count: elements along the factor's dimension that each shard sends (all of a tensor without that dimension). Elements that a
+            permute brings are appended to the receiving shard, and later sends include them. 0: the whole shard, which is replaced.
     """
 
     kind: str
@@ -53,8 +54,10 @@ class Factor:
     """One iteration dimension of an op.
 
     Attributes:
-        operator: of a reduction, what combines its partial results.
-        sends: what its shards send each other; none where nothing is modelled, and a permutation then stays whole.
+        size: the number of iterations.
+        kind: one of `KINDS`.
+        operator: the operator that combines a reduction's partial results.
+        sends: the exchanges between its shards; a permutation without any cannot be sharded.
     """
 
     size: int
@@ -104,7 +107,7 @@ class Rule:
 
     @classmethod
     def parse(cls, text: str) -> Rule:
-        """The rule of its notation; `str` is the inverse.
+        """The rule written in the notation; `str` is the inverse.
 
         >>> str(Rule.parse("([i, k], [k, j])->([i, j]) {i=8, j=16, k=4} reduction={k}"))
         '([i, k], [k, j])->([i, j]) {i=8, j=16, k=4} reduction={k}'
@@ -139,7 +142,7 @@ def format_rule(rule: Rule) -> str:
 
 
 def _suffix(factor: Factor) -> str:
-    """What a factor's name is followed by in its kind's list: a reduction's operator, unless it is a sum, and the sends."""
+    """The text after a factor's name in its kind's list: a reduction's operator, unless it is a sum, and the sends."""
     operator = "" if factor.operator in (None, "sum") else f":{factor.operator}"
     return operator + (f"/{' + '.join(map(str, factor.sends))}" if factor.sends else "")
 

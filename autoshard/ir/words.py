@@ -1,4 +1,4 @@
-"""The words for what a collective moves, for which op and why: the one place that puts attribution into English."""
+"""Attribution in words: the value a collective moves, the op it serves and the reason. No other module words attribution."""
 
 from __future__ import annotations
 
@@ -52,21 +52,21 @@ def reason_words(reason: Reason, op: ServedOp, axes: Sequence[str], rank: int) -
     """
     match reason.kind:
         case "circulated":
-            return "blocks go round while the product of others is computed"
+            return "blocks circulate while others are multiplied"
         case "accumulated":
-            return "partial results are added and handed on while the product of others is computed"
+            return "partial results are added and passed on while others are computed"
         case "combined":
             return f"{_splits(reason, op, axes)}: {_PARTIAL.get(reason.operator, 'partial results')}, {_left(reason.dims)}"
         case "exchanged":
-            return f"{_splits(reason, op, axes)}, and needs what the other shards have"
+            return f"{_splits(reason, op, axes)}, and needs data of other shards"
         case "read":
             reader = _splits(reason, op, axes)
         case "unruled":
-            reader = f"{op.primitive} has no rule by which to split it"
+            reader = f"{op.primitive} has no sharding rule"
         case "held":
-            reader = f"the body of {op.primitive} has it so"
+            reader = f"the body of {op.primitive} keeps it in that layout"
         case "replaced":
-            reader = f"the new {reason.argument} lies where the old one does"
+            reader = f"the new {reason.argument} takes the sharding of the old one"
         case _:
             reader = "scan gathers it a trip ahead"
     return f"kept {_sharded(reason.before, rank)}, read {_sharded(reason.after, rank)}: {reader}"

@@ -1,4 +1,4 @@
-"""The strategies that come with autoshard: data files, found in a wheel and in a source checkout alike."""
+"""The strategy files shipped with autoshard, in a wheel and in a source checkout."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def path(name: str) -> Path:
     """The file of a strategy.
 
     Raises:
-        StrategyError: there is none of that name; lists the ones with near names.
+        StrategyError: there is none of that name; the message has the nearest names.
     """
     files = _files()
     if name not in files:

@@ -1,4 +1,4 @@
-"""From an assignment to a program that does just what it says."""
+"""Lowering of a program under an assignment, to one `shard_map` or to sharding constraints."""
 
 from autoshard.cost.reshard import ReshardPath
 from autoshard.lower.constrain import constrained

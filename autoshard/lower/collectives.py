@@ -1,7 +1,7 @@
-"""The collectives of a plan as one device calls them, inside `jax.shard_map` over all axes of the mesh.
+"""Lowering of reshard steps and combinations to JAX's collectives, inside `jax.shard_map` over all axes of the mesh.
 
-A step of a reshard, or of a combination of partial results, becomes the one collective that it is named after: a slice takes this
-device's part and sends nothing, a reduce_scatter is `jax.lax.psum_scatter`, and an all_gather over two axes is one all_gather.
+Each step becomes one collective: a reduce_scatter is `jax.lax.psum_scatter`, an all_gather over two axes is one all_gather, and a slice is
+local.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from autoshard.ir import Layout, Mesh, shard_counts
 
 
 def start_of(layout: Layout, dim: int, size: int, mesh: Mesh) -> Any:
-    """Where this device's part of a dimension begins, ``size`` elements long, in an array of this layout."""
+    """The offset of this device's shard along a dimension of an array in this layout; ``size`` is the shard's size."""
     axes = tuple(name for name, sharded in zip(mesh.names, layout, strict=True) if sharded == dim)
     return lax.axis_index(axes) * size if axes else 0
 
 
 def moved(x: Any, step: Step, mesh: Mesh) -> Any:
-    """This device's part after one step of a reshard, or after a reduce_scatter along one dimension."""
+    """This device's shard after one step of a reshard, or after a reduce_scatter along one dimension."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         words = moved(jax.random.key_data(x), step, mesh)
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
-    if not (several := tuple(axis for axis in step.axes if mesh.sizes[axis] > 1)):  # one device has all there is
+    if not (several := tuple(axis for axis in step.axes if mesh.sizes[axis] > 1)):
         return x
     step, axes = replace(step, axes=several), tuple(mesh.names[axis] for axis in several)
     if step.kind == "slice":
         return _sliced(x, step, mesh)
-    if not x.size:  # what is empty is not sent
+    if not x.size:  # empty arrays are not sent
         return lax.reshape(x, _after(x.shape, step, mesh))
     if step.kind == "all_gather":
         return lax.all_gather(x, axes, axis=step.source[step.axes[0]], tiled=True)
@@ -49,7 +49,7 @@ def moved(x: Any, step: Step, mesh: Mesh) -> Any:
 
 
 def combined(x: Any, operator: str, axes: tuple[str, ...]) -> Any:
-    """What the partial results of all devices along some axes come to, on each of them."""
+    """The combination of the partial results of all devices along some axes, on each of them."""
     if not x.size:
         return x
     if x.dtype == bool:
@@ -64,7 +64,7 @@ _COMBINE: dict[str, Callable[[Any, tuple[str, ...]], Any]] = {"sum": lax.psum, "
 
 
 def _sliced(x: Any, step: Step, mesh: Mesh) -> Any:
-    """The part of what this device has that is its own along some more axes."""
+    """The slice of this device's shard along the axes that are new in the target."""
     new = tuple(after if before < 0 else -1 for before, after in zip(step.source, step.target, strict=True))
     for dim in sorted(set(new) - {-1}):
         size = x.shape[dim] // shard_counts(new, x.ndim, mesh.sizes)[dim]
@@ -73,13 +73,13 @@ def _sliced(x: Any, step: Step, mesh: Mesh) -> Any:
 
 
 def _after(shape: Sequence[int], step: Step, mesh: Mesh) -> tuple[int, ...]:
-    """The shape of a device's part after a step that finds one of this shape."""
+    """The shape of a device's shard after a step, given the shape before."""
     before, after = (shard_counts(layout, len(shape), mesh.sizes) for layout in (step.source, step.target))
     return tuple(n * b // a for n, b, a in zip(shape, before, after, strict=True))
 
 
 def _permuted(x: Any, step: Step, mesh: Mesh) -> Any:
-    """The piece that another device has of this one's part: each sends one."""
+    """This device's shard after a permute: the piece of it that another device sends."""
     found, size = exchange(step.source, step.target, x.ndim, step.axes, mesh.sizes), _after(x.shape, step, mesh)
     if size != x.shape:
         starts = np.array(found.starts, np.int32) * np.array(size, np.int32)

@@ -1,7 +1,6 @@
-"""How layouts enter and leave the bodies of control-flow ops.
+"""Layouts of the operands, body inputs and body outputs of control-flow ops, by position.
 
-What the graph says with holders, the interpreter needs by position: in which layout each operand goes in, each body
-takes its inputs and leaves its outputs. One function per primitive, in the table `FLOWS`; results have their own layouts.
+The graph's holders have the same by value. One function per primitive, in the table `FLOWS`; results are in their values' layouts.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ LayoutOf = Callable[[int], Layout]
 
 @dataclass(frozen=True, slots=True)
 class Flows:
-    """The layouts at the borders of a control-flow equation, by position: of its operands, and per body of inputs and outputs."""
+    """The layouts of a control-flow equation's operands, and per body of its inputs and outputs."""
 
     operands: Layouts
     inputs: tuple[Layouts, ...]
@@ -26,7 +25,7 @@ class Flows:
 
 
 def scan_flows(op: Op, layout: LayoutOf) -> Flows:
-    """Carries keep the layout they have in the body; scanned slices lack the leading dimension."""
+    """The flows of a scan: carries keep their layout in the body; scanned slices lack the leading dimension."""
     consts, entering = op.params["num_consts"], op.params["num_consts"] + op.params["num_carry"]
     inputs = _each(layout, op.bodies[0].inputs)
     stacked = _each(layout, op.results[op.params["num_carry"] :])
@@ -36,7 +35,7 @@ def scan_flows(op: Op, layout: LayoutOf) -> Flows:
 
 
 def while_flows(op: Op, layout: LayoutOf) -> Flows:
-    """The operands are the condition's constants, the body's, and the carries that both read."""
+    """The flows of a while loop, whose operands are the condition's constants, the body's, and the carries that both read."""
     condition, body = op.bodies
     consts = _each(layout, condition.inputs[: op.params["cond_nconsts"]])
     inputs = _each(layout, body.inputs)
@@ -45,14 +44,14 @@ def while_flows(op: Op, layout: LayoutOf) -> Flows:
 
 
 def cond_flows(op: Op, layout: LayoutOf) -> Flows:
-    """The first operand selects the branch; the branches share the others and return in the results' layouts."""
+    """The flows of a branch: the first operand is the selector; the branches share the layouts of the others and of the results."""
     shared = _each(layout, op.bodies[0].inputs)
     n_branches = len(op.bodies)
     return Flows((layout(op.operands[0]), *shared), (shared,) * n_branches, (_each(layout, op.results),) * n_branches)
 
 
 def call_flows(op: Op, layout: LayoutOf) -> Flows:
-    """One body that runs once: it reads what goes in, and what it returns comes out. Operands it does not read stay as they are."""
+    """The flows of a call of one body; operands that are no inputs of it keep their layout."""
     inputs = _each(layout, op.bodies[0].inputs)
     entering = dict(zip(called_with(op.primitive, op.params, len(op.operands)), inputs, strict=True))
     operands = tuple(entering.get(k, layout(value)) for k, value in enumerate(op.operands))
@@ -73,5 +72,5 @@ def _each(layout: LayoutOf, values: Sequence[int]) -> Layouts:
 
 
 def _shift(layout: Layout, by: int) -> Layout:
-    """The layout with ``by`` more leading dimensions; an axis on a dimension that goes is no longer used."""
+    """The layout with ``by`` more leading dimensions; axes that shard a removed dimension are dropped."""
     return tuple(dim + by if dim >= max(0, -by) else -1 for dim in layout)

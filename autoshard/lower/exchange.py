@@ -1,6 +1,6 @@
-"""What one device computes of an op whose shards need each other's data, and the collectives that they send it by.
+"""Lowering of ops whose shards need each other's data: the computation of one device, with its collectives.
 
-A body in `BODIES` makes the sends of its rule, in the rule's order. Axes that share a factor act as one, in mesh order.
+A function in `BODIES` makes the sends of its rule, in the rule's order. Axes that split the same factor act as one, in mesh order.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from autoshard.rules.contraction import conv_window
 from autoshard.rules.window import Window, pool_window
 
 Bind = Callable[..., Sequence[Any]]
-"""An operation's primitive bound on operands, given one by one, some of its parameters replaced."""
+"""Binds an operation's primitive: ``(*operands, **replaced parameters)`` to results."""
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A factor whose shards send each other data.
+    """A split factor whose shards exchange data.
 
     Attributes:
         factor: its number in the rule.
         axes: the names of the mesh axes that split it, in mesh order.
-        shards: into how many.
+        shards: the number of shards.
     """
 
     factor: int
@@ -37,16 +37,16 @@ class Split:
     shards: int
 
     def gathered(self, x: Any, dim: int) -> Any:
-        """What all shards hold, put together along a dimension."""
+        """The arrays of all shards, concatenated along a dimension."""
         return lax.all_gather(x, self.axes, axis=dim, tiled=True)
 
     def permuted(self, x: Any, target: Callable[[int], int]) -> Any:
-        """What the shard holds of which this one is the target; zeros where that would be none."""
+        """The array of the shard whose target is this one; zeros where there is none."""
         pairs = [(shard, target(shard)) for shard in range(self.shards)]
         return lax.ppermute(x, self.axes, [(source, to) for source, to in pairs if 0 <= to < self.shards])
 
     def with_halos(self, x: Any, dim: int, window: Window, fill: Any) -> Any:
-        """The shard between what its window reads of the shards beside it; ``fill`` is what lies beyond the first and the last."""
+        """The shard with the halos that its window reads of the neighbouring shards; beyond the first and the last shard is ``fill``."""
         size, pieces = x.shape[dim], [x]
         for count, step in zip(window.halo, (1, -1), strict=True):
             if count:
@@ -58,21 +58,21 @@ class Split:
         return lax.concatenate(pieces, dim)
 
     def without_halos(self, x: Any, dim: int, window: Window) -> Any:
-        """What all shards have added up for this one: its own part of their sums, and what comes back of the neighbours' halos."""
+        """The sums of a shard: its own part of an array with halos, plus the parts of the neighbours' halos that belong to it."""
         before, behind = window.halo
         size = x.shape[dim] - before - behind
         own = lax.slice_in_dim(x, before, before + size, axis=dim)
         for count, step in ((before, -1), (behind, 1)):
             if count:
                 edge = lax.slice_in_dim(x, 0, count, axis=dim) if step < 0 else lax.slice_in_dim(x, before + size, None, axis=dim)
-                came = self.permuted(edge, lambda shard, step=step: shard + step)
+                received = self.permuted(edge, lambda shard, step=step: shard + step)
                 at = (size - count, 0, 0) if step < 0 else (0, size - count, 0)
-                own += lax.pad(came, jnp.zeros((), x.dtype), [at if d == dim else (0, 0, 0) for d in range(x.ndim)])
+                own += lax.pad(received, jnp.zeros((), x.dtype), [at if d == dim else (0, 0, 0) for d in range(x.ndim)])
         return own
 
     @property
     def index(self) -> Any:
-        """Which shard this device holds."""
+        """The index of this device's shard."""
         return lax.axis_index(self.axes)
 
 
@@ -85,7 +85,7 @@ _JOINED = {"cumsum": lax.add, "cumprod": lax.mul, "cummax": lax.max, "cummin": l
 
 def _cumulative(join: Callable[[Any, Any], Any]):
     def cumulative(bind: Bind, params: Mapping[str, Any], rule: Rule, splits: Sequence[Split], x: Any) -> list[Any]:
-        """The shard's own, joined to what the shards before it (behind it, in reverse) come to, which every device accumulates."""
+        """The accumulation within the shard, joined with that of the shards before it (behind it in reverse), which all devices compute."""
         (split,), axis, reverse = splits, params["axis"], params["reverse"]
         (own,) = bind(x)
         end = 0 if reverse else own.shape[axis] - 1
@@ -98,7 +98,7 @@ def _cumulative(join: Callable[[Any, Any], Any]):
 
 
 def _argmax(bind: Bind, params: Mapping[str, Any], rule: Rule, splits: Sequence[Split], x: Any) -> list[Any]:
-    """The first of the shards' finds that is extreme: shards are in order of position, so ties and NaN are as in the whole."""
+    """The first extreme among the shards' own; shards are in order of position, so ties and NaN are as in the whole."""
     (split,), (axis,) = splits, params["axes"]
     (found,) = bind(x)
     place = lax.expand_dims(found, (axis,))
@@ -109,7 +109,7 @@ def _argmax(bind: Bind, params: Mapping[str, Any], rule: Rule, splits: Sequence[
 
 
 def _top_k(bind: Bind, params: Mapping[str, Any], rule: Rule, splits: Sequence[Split], x: Any) -> list[Any]:
-    """The best of the shards' best: shards are in order of position, and ties within each too."""
+    """The k best among the k best of each shard; shards are in order of position, so ties are as in the whole."""
     (split,), axis = splits, params["axis"]
     values, places = bind(x)
     values = split.gathered(values, axis)
@@ -119,14 +119,14 @@ def _top_k(bind: Bind, params: Mapping[str, Any], rule: Rule, splits: Sequence[S
 
 
 def _rev(bind: Bind, params: Mapping[str, Any], rule: Rule, splits: Sequence[Split], x: Any) -> list[Any]:
-    """The reversed shard of the device opposite."""
+    """The opposite shard, reversed."""
     for split in splits:
         x = split.permuted(x, lambda shard, last=split.shards - 1: last - shard)
     return list(bind(x))
 
 
 def _convolution(bind: Bind, params: Mapping[str, Any], rule: Rule, splits: Sequence[Split], lhs: Any, rhs: Any) -> list[Any]:
-    """The convolution of the shard with its halos, zeros at the ends; it pads no more than they leave to be padded."""
+    """The convolution of the shard with its halos, which are zeros at the ends; the padding is reduced by the halos."""
     numbers, padding = params["dimension_numbers"], list(params["padding"])
     left, right, made = (_shape(rule, dims) for dims in (*rule.operands, *rule.results))
     for split in splits:
@@ -145,7 +145,7 @@ def _shape(rule: Rule, dims: Dims) -> tuple[int, ...]:
 
 
 def _extreme(dtype: Any, largest: bool) -> Any:
-    """The value of this dtype that nothing exceeds, or that exceeds nothing."""
+    """The largest value of a dtype, or the smallest."""
     if jnp.issubdtype(dtype, jnp.floating):
         return np.inf if largest else -np.inf
     if jnp.issubdtype(dtype, jnp.bool_):
@@ -154,19 +154,19 @@ def _extreme(dtype: Any, largest: bool) -> Any:
 
 
 Fills = Callable[[Mapping[str, Any], Sequence[Any]], Sequence[Any]]
-"""``(params, operands)`` to what a window ignores of each array it slides over."""
+"""``(params, operands)`` to the neutral element of each array that a window slides over."""
 
 
 def _pool(fills: Fills):
     def pool(bind: Bind, params: Mapping[str, Any], rule: Rule, splits: Sequence[Split], *operands: Any) -> list[Any]:
-        """The pooled shards with their halos; at the ends lies what the window ignores."""
-        arrays, ignored, padding = list(operands), fills(params, operands), list(params["padding"])
+        """The pooled shards with their halos, which are neutral elements at the ends."""
+        arrays, neutral, padding = list(operands), fills(params, operands), list(params["padding"])
         for split in splits:
             dim = _dim_of(rule.operands[0], split)
             window, size = pool_window(params, dim), arrays[0].shape[dim]
             padding[dim] = window.padding(size, size * window.spread // window.stride)
-            arrays = [split.with_halos(x, dim, window, fill) for x, fill in zip(arrays, ignored, strict=True)]
-            if window.span == window.spread == 1:  # of negative padding around windows of one XLA:CPU aborts (jaxlib 0.10.2): crop
+            arrays = [split.with_halos(x, dim, window, fill) for x, fill in zip(arrays, neutral, strict=True)]
+            if window.span == window.spread == 1:  # XLA:CPU aborts on windows of one with negative padding (jaxlib 0.10.2): crop
                 low, high = padding[dim]
                 end = arrays[0].shape[dim] + min(high, 0)
                 arrays = [lax.slice_in_dim(x, max(-low, 0), end, axis=dim) for x in arrays]
@@ -176,18 +176,18 @@ def _pool(fills: Fills):
     return pool
 
 
-def _selected(params: Mapping[str, Any], x: Any) -> Any:
-    """What a window that selects by ``select_prim`` selects last."""
+def _never_selected(params: Mapping[str, Any], x: Any) -> Any:
+    """The value that a window selects last by its ``select_prim``."""
     return _extreme(x.dtype, params["select_prim"].name == "le")
 
 
 def _pool_gradient(bind: Bind, params: Mapping[str, Any], rule: Rule, splits: Sequence[Split], source: Any, x: Any) -> list[Any]:
-    """The shard's own windows scattered over it and its halos, whose sums go back to where they came from."""
+    """The gradient of the shard's windows with respect to it and its halos, whose sums are sent back to their shards."""
     padding, dims = list(params["padding"]), [_dim_of(rule.operands[1], split) for split in splits]
     windows = [pool_window(params, dim) for dim in dims]
     for split, dim, window in zip(splits, dims, windows, strict=True):
         padding[dim] = (0, 0)
-        x = split.with_halos(x, dim, window, _selected(params, x))
+        x = split.with_halos(x, dim, window, _never_selected(params, x))
     (sums,) = bind(source, x, padding=tuple(padding))
     for split, dim, window in reversed([*zip(splits, dims, windows, strict=True)]):
         sums = split.without_halos(sums, dim, window)
@@ -204,6 +204,6 @@ BODIES: Mapping[str, Callable[..., list[Any]]] = {
     "reduce_window_sum": _pool(lambda params, operands: (0,)),
     "reduce_window_max": _pool(lambda params, operands: (_extreme(operands[0].dtype, False),)),
     "reduce_window_min": _pool(lambda params, operands: (_extreme(operands[0].dtype, True),)),
-    "select_and_gather_add": _pool(lambda params, operands: (0, _selected(params, operands[1]))),
+    "select_and_gather_add": _pool(lambda params, operands: (0, _never_selected(params, operands[1]))),
     "select_and_scatter_add": _pool_gradient,
 }

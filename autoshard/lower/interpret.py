@@ -1,8 +1,8 @@
-"""A closed jaxpr evaluated again, equation by equation, with a say at every op of its graph.
+"""An interpreter of closed jaxprs, equation by equation, whose subclasses decide how each op of the graph is evaluated.
 
-``jit`` is inlined. Loops, branches and checkpoints are bound again around bodies that are evaluated the same way, so that
-rematerialisation and whatever else their primitives mean survive. So are functions with custom derivatives, where these may
-be asked for; else they are inlined too, since a body that is traced apart shares no copies with what is around it.
+``jit`` is inlined. Loops, branches and checkpoints are bound again around bodies that are interpreted the same way, which
+preserves rematerialisation and everything else their primitives mean. So are functions with custom derivatives where the
+result may be differentiated; otherwise they are inlined, too, so that their bodies share copies with the code around them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ Path = tuple[int, ...]
 
 
 class Interpreter:
-    """Evaluates a region of a program: its top level, or one body.
+    """The interpreter of a region of a program: its top level, or one body.
 
     Subclasses override `op`, `control_flow`, `enter` and `leave`; `region` makes the interpreter of a body.
 
     Attributes:
-        differentiable: whether what is evaluated may be differentiated, or mapped, once more.
+        ops: per path of an equation, its op.
+        differentiable: whether the result may be differentiated, or mapped, once more.
     """
 
     def __init__(self, ops: Mapping[Path, Op], differentiable: bool = True):
@@ -40,7 +41,7 @@ class Interpreter:
         return type(self)(self.ops, self.differentiable)
 
     def derived(self) -> Self:
-        """The interpreter of the primal body of a function with custom derivatives: traced apart, part of this region all the same."""
+        """The interpreter of the primal body of a function with custom derivatives, which is traced separately but part of this region."""
         return self.region()
 
     def op(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
@@ -48,7 +49,7 @@ class Interpreter:
         return apply(eqn, operands)
 
     def dead(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-        """The results of an equation that nobody reads."""
+        """The results of an unread equation."""
         return apply(eqn, operands)
 
     def control_flow(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
@@ -56,11 +57,11 @@ class Interpreter:
         return self.rebound(op, eqn, operands)
 
     def enter(self, op: Op, number: int, arguments: Sequence[Any]) -> Sequence[Any]:
-        """The arguments of a body of ``op``, as its equations read them; called on the body's own interpreter."""
+        """The arguments of a body of ``op`` as its equations read them; called on the body's interpreter."""
         return arguments
 
     def leave(self, op: Op, number: int, results: Sequence[Any]) -> Sequence[Any]:
-        """The results of a body of ``op``, as it returns them; called on the body's own interpreter."""
+        """The results of a body of ``op`` as it returns them; called on the body's interpreter."""
         return results
 
     def run(self, jaxpr: Jaxpr, consts: Sequence[Any], arguments: Sequence[Any], path: Path = ()) -> list[Any]:
@@ -89,7 +90,7 @@ class Interpreter:
         return self.control_flow(op, eqn, operands) if op.bodies else self.op(op, eqn, operands)
 
     def _custom(self, eqn: JaxprEqn, operands: list[Any], path: Path) -> list[Any]:
-        """The call bound again around its primal body, its derivative rule as it was."""
+        """The results of the call, bound again around its interpreted primal body with the same derivative rule."""
         (body,), inner = subjaxprs(eqn), self.derived()
 
         def function(*arguments: Any) -> Sequence[Any]:
@@ -99,19 +100,19 @@ class Interpreter:
         return bind(eqn, operands, **with_bodies(eqn, [body], [new]))
 
     def found(self, eqn: JaxprEqn, path: Path) -> Op | None:
-        """The op of an equation; None for dead code, which the compiler drops."""
+        """The op of an equation; None for dead code."""
         return self.ops.get(path)
 
     def context(self, eqn: JaxprEqn) -> AbstractContextManager:
-        """What was in force where the equation was traced, unless that was a mesh: it may have stood in for the one that counts."""
+        """The JAX context of the equation; none where that has a mesh, which may be the trace's placeholder."""
         return eqn.ctx.manager if eqn.ctx.cur_abstract_mesh.empty else nullcontext()
 
     def types(self, op: Op, number: int, body: Jaxpr) -> list[jax.ShapeDtypeStruct]:
-        """The types that a body of ``op`` is evaluated for."""
+        """The types of the arguments for which a body of ``op`` is traced."""
         return types_of(body.invars)
 
     def rebound(self, op: Op, eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-        """The results of a control-flow op, bound again around its bodies as this interpreter evaluates them."""
+        """The results of a control-flow op, bound again around its interpreted bodies."""
 
         def evaluate(number: int, body: ClosedJaxpr | Jaxpr):
             def function(*arguments: Any) -> Sequence[Any]:
@@ -131,12 +132,12 @@ class Interpreter:
 
 
 def ops_by_path(graph: Graph) -> dict[Path, Op]:
-    """The graph's ops by where their equations stand."""
+    """The graph's ops by the paths of their equations."""
     return {op.path: op for op in graph.walk()}
 
 
 def apply(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """The equation's results; a constraint of the user's own does nothing, since it is part of the assignment."""
+    """The equation's results; the user's sharding constraints are identities, since they are part of the assignment."""
     return list(operands) if eqn.primitive.name == "sharding_constraint" else bind(eqn, operands)
 
 
@@ -147,14 +148,14 @@ def bind(eqn: JaxprEqn, operands: Sequence[Any], **replaced: Any) -> list[Any]:
 
 
 def bind_unplaced(eqn: JaxprEqn, operands: Sequence[Any], **replaced: Any) -> list[Any]:
-    """The equation's results on a device, without the shardings that JAX wrote into it: they are of the whole arrays."""
+    """The equation's results on one device, without sharding parameters, which are those of whole arrays."""
     written = {name: None for name in ("sharding", "out_sharding") if eqn.params.get(name) is not None}
     return bind(eqn, operands, **written, **replaced)
 
 
-def product(eqn: JaxprEqn, operands: Sequence[Any], turned: bool) -> Any:
-    """The result of a ``dot_general``; ``turned``: its operands change places, and with them the dimensions that each gives the result."""
-    if not turned:
+def product(eqn: JaxprEqn, operands: Sequence[Any], swapped: bool) -> Any:
+    """The result of a ``dot_general``, with its operands, and so their dimensions of the result, in swapped order if asked."""
+    if not swapped:
         return bind(eqn, operands)[0]
     (contracted, batch), precision = eqn.params["dimension_numbers"], eqn.params["precision"]
     replaced = {"dimension_numbers": (contracted[::-1], batch[::-1])}
@@ -166,9 +167,9 @@ def product(eqn: JaxprEqn, operands: Sequence[Any], turned: bool) -> Any:
 def retraced(
     old: ClosedJaxpr | Jaxpr, function: Callable[..., Sequence[Any]], types: Sequence[jax.ShapeDtypeStruct]
 ) -> tuple[ClosedJaxpr | Jaxpr, list[Any]]:
-    """The jaxpr of ``function`` for arguments of these types, in place of ``old``, and the constants to pass it first.
+    """The jaxpr of ``function`` for arguments of these types, in place of ``old``, and the constants to pass it as leading arguments.
 
-    A closed jaxpr keeps its constants; an open one, as a checkpoint's, gets them as leading arguments.
+    A closed jaxpr keeps its constants; an open one, such as a checkpoint's, gets them as arguments.
     """
     new = jax.make_jaxpr(function)(*types)
     if isinstance(old, ClosedJaxpr):

@@ -1,12 +1,12 @@
-"""A program as one `jax.shard_map` over the whole mesh: each device computes on its shards, and every collective is the planned one.
+"""Lowering to one `jax.shard_map` over the whole mesh: each device computes on its shards, and every collective is the planned one.
 
-Nothing is left to the partitioner. An op reads its operands in the layouts of its choice, each by way of the cheapest reshard; it runs on
-the shards (`autoshard.lower.shards`); partial results are combined and brought into their value's layout. A copy in another layout is made
-once in a region (the program, or one body) for all who read it. Loops, branches and checkpoints are bound again around bodies that are
-lowered the same way. What is made of constants alone is computed in each layout that it is read in, and sends nothing.
+The partitioner decides nothing. Operands are resharded to the layouts of an op's choice by the cheapest collectives; the op runs on
+shards (`autoshard.lower.shards`); partial results are combined and resharded to their value's layout. A copy in another layout is made once
+per region (the program, or one body) and shared by its readers. Loops, branches and checkpoints are bound again around bodies that
+are lowered the same way. Values of constants alone are computed in each layout in which they are read, without communication.
 
-An op without a rule reads whole arrays and runs whole on every device; a callback with an effect runs on the first. A `jax.shard_map` of
-the user's own becomes part of the program where it has the same mesh; else there is no manual lowering (`obstacle`).
+An op without a rule reads whole arrays and runs on every device; a callback with an effect runs on the first. A user's `jax.shard_map` is
+inlined where it has the same mesh; otherwise there is no manual lowering (`obstacle`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from autoshard.lower.collectives import combined, moved
 from autoshard.lower.interpret import Interpreter, bind_unplaced, ops_by_path
 from autoshard.lower.mesh import to_named_sharding
 from autoshard.lower.nested import Inside, Mesh, axes_of, renamed
-from autoshard.lower.plan import Plan, homes
+from autoshard.lower.plan import Plan, holder_values
 from autoshard.lower.shards import Sharded
 from autoshard.lower.windows import windowed
 from autoshard.primitives import is_placement, is_rearrangement, is_stateful
@@ -60,7 +60,7 @@ from autoshard.trace.structure import opened, types_of
 
 
 def obstacle(graph: Graph, mesh: Mesh) -> str | None:
-    """Why a program has no manual lowering on a mesh, and what is done instead; None where it has."""
+    """Why a program has no manual lowering on a mesh, and what is done instead; None where it has one."""
     for op in graph.walk():
         if op.primitive == "shard_map" and axes_of(op.params["mesh"], mesh) is None:
             inner, ours = (dict(each.shape) for each in (op.params["mesh"], mesh))
@@ -80,10 +80,10 @@ def manual_program(
     mesh: Mesh,
     reshard_path: ReshardPath,
 ) -> Callable[..., list[Any]]:
-    """A function from flat arguments to flat results that computes what ``jaxpr`` does, sharded as the assignment says.
+    """The function of ``jaxpr``, from flat arguments to flat results, sharded by the assignment.
 
-    ``graph`` and ``rules`` are those of the same jaxpr. To be called under `jax.jit`. What it returns is not to be differentiated: custom
-    derivatives inside are gone.
+    ``graph`` and ``rules`` are those of the same jaxpr. To be called under `jax.jit`, and not to be differentiated: custom derivatives
+    inside are inlined.
 
     Raises:
         ShardingError: there is an `obstacle`.
@@ -93,9 +93,9 @@ def manual_program(
     readers = readers_of(graph)
     late = late_sums(graph, rules, assignment, partial_sums(graph, readers))
     windows = Windows(graph, rules, assignment, reshard_path, readers, late.values).assigned()
-    free = tuple(free_values(graph))
-    plan = _Plan(ops_by_path(graph), rules, assignment, reshard_path, homes(graph), free, graph, mesh, late.values, late.loops, windows)
-    plan = replace(plan, late=late.values | _turned_late(plan))
+    free, holders = tuple(free_values(graph)), holder_values(graph)
+    plan = _Plan(ops_by_path(graph), rules, assignment, reshard_path, holders, free, graph, mesh, late.values, late.loops, windows)
+    plan = replace(plan, late=late.values | _late_transposes(plan))
     leaving = result_layouts(graph, assignment)
 
     captured = list(jaxpr.consts)
@@ -116,14 +116,14 @@ def manual_program(
     entering = [spec(value, plan.layout(value)) for value in graph.arguments]
     made = [spec(value, layout) for value, layout in zip(graph.results, leaving, strict=True)]
 
-    # Sharded and replicated operands meet in one primitive, which shard_map's own type check refuses.
+    # One primitive may have sharded and replicated operands, which shard_map's type check refuses.
     in_specs = [PartitionSpec()] * len(captured), entering
     mapped = jax.shard_map(one_device, mesh=mesh, in_specs=in_specs, out_specs=made, check_vma=False)
     return lambda *arguments: mapped(captured, list(arguments))
 
 
 def derived_from(program: Callable[..., list[Any]], other: Callable[[], Callable[..., list[Any]]]) -> Callable[..., list[Any]]:
-    """The program, differentiated as another one that computes the same; ``other`` is called where a derivative is asked for."""
+    """The program with the derivatives of another one that computes the same; ``other`` is called when it is differentiated."""
 
     @jax.custom_jvp
     def function(*arguments: Any) -> list[Any]:
@@ -133,8 +133,8 @@ def derived_from(program: Callable[..., list[Any]], other: Callable[[], Callable
     return function
 
 
-def _turned_late(plan: _Plan) -> frozenset[int]:
-    """Of `_Plan.late`: products, and transposes of them, that are read once, by a transpose that reads them as they are combined."""
+def _late_transposes(plan: _Plan) -> frozenset[int]:
+    """Partial products, and transposes of them, whose only reader is a transpose that reads them in their combined layout."""
     graph = plan.graph
     readers: dict[int, list[Op | None]] = {value: [None] for value in graph.results}
     for op in graph.walk():
@@ -160,13 +160,14 @@ def _turned_late(plan: _Plan) -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Plan(Plan):
-    """What the whole program is lowered by.
+    """The plan of a manual lowering.
 
     Attributes:
-        late: what stays partial: products that a transpose alone reads, so that XLA makes one product of both, and sums that are added
-            first (`autoshard.analysis.partial_sums`).
+        graph, mesh: the program, and JAX's mesh.
+        late: values that stay partial: products that only a transpose reads, so that XLA fuses both into one product, and sums that are
+            added up before they are combined (`autoshard.analysis.partial_sums`).
         loops: per value that a scan carries partial, the mesh axes over which it is combined after the loop.
-        windows: per op of a windowed product what goes round.
+        windows: the windowed products, by op index.
     """
 
     graph: Graph
@@ -180,44 +181,44 @@ class _Plan(Plan):
         return replicated(self.assignment.mesh)
 
     def layout(self, value: int) -> Layout:
-        """The layout in which a value's own array is kept; what the function captured is kept whole."""
+        """The layout in which a value is stored; captured constants are replicated."""
         if value in self.graph.constants:
             return self.whole
         return Plan.layout(self, value)
 
     def resharded(self, x: Any, value: int, source: Layout, target: Layout) -> Any:
-        """An array of the value from one layout to another."""
+        """An array of the value, resharded from one layout to another."""
         for step in self.reshard_path(value, source, target) if source != target else ():
             x = moved(x, step, self.assignment.mesh)
         return x
 
 
 class _Region(Interpreter):
-    """One region on one device while it is lowered. Arrays are in their values' layouts; of a free value there is none.
+    """The lowering of one region. Arrays are shards in their values' layouts; a free value has no array of its own.
 
     Attributes:
-        made: per value and layout the copy that all its readers in this region share; of free values all there is.
+        copies: per value and other layout, the array that all readers in this region share; of free values all arrays.
         recipes: per free value its op and equation, and the literals among its operands.
         views: per result of an op that rearranges its operand, the op and its equation.
-        partial: per late value the moves that combine it.
-        ahead: per value and layout what the trip before this one has gathered.
+        partial: per late value, the collectives that combine it.
+        ahead: per value and layout, the array that the previous trip has gathered.
     """
 
     def __init__(self, plan: _Plan, ahead: dict[tuple[int, Layout], Any] | None = None):
         super().__init__(plan.ops, differentiable=False)
         self.plan = plan
-        self.made: dict[tuple[int, Layout], Any] = {}
+        self.copies: dict[tuple[int, Layout], Any] = {}
         self.recipes: dict[int, tuple[Op, JaxprEqn, list[Any]]] = {}
         self.views: dict[int, tuple[Op, JaxprEqn]] = {}
         self.partial: dict[int, tuple[Combination, ...]] = {}
         self.ahead: dict[tuple[int, Layout], Any] = {} if ahead is None else ahead
-        self.made.update(self.ahead)
+        self.copies.update(self.ahead)
 
     def region(self) -> _Region:
         return _Region(self.plan, self.ahead)
 
     def context(self, eqn: JaxprEqn) -> AbstractContextManager:
-        """What was in force where the equation was traced, less its mesh: inside a manual computation that has its own."""
+        """The JAX context of the equation, with the mesh of the manual computation."""
         context = eqn.ctx
         usual = context.threefry_partitionable == jax.config.jax_threefry_partitionable  # pyright: ignore[reportAttributeAccessIssue]
         if usual and context.compute_type is None and not context.xla_metadata:
@@ -228,7 +229,7 @@ class _Region(Interpreter):
         return stack
 
     def types(self, op: Op, number: int, body: Jaxpr) -> list[jax.ShapeDtypeStruct]:
-        """A body is evaluated for the parts of its inputs that a device has."""
+        """The types of a body's inputs as shards."""
         sizes = self.plan.assignment.mesh.sizes
         layouts = self.plan.flows(op).inputs[number]
         return [
@@ -239,39 +240,39 @@ class _Region(Interpreter):
     # -- reading ----------------------------------------------------------------------------------------------------
 
     def read(self, x: Any, value: int, target: Layout) -> Any:
-        """The value in the target layout: its own array, or the region's one copy."""
+        """The value in the target layout: its own array, or the region's copy."""
         plan = self.plan
         if value in self.recipes:
             return self._expanded(value, target)
         own = plan.layout(value)
         if own == target or not plan.graph.values[value].rank:
             return x
-        if (value, target) not in self.made:
-            self.made[value, target] = self._copy(x, value, target)
-        return self.made[value, target]
+        if (value, target) not in self.copies:
+            self.copies[value, target] = self._copy(x, value, target)
+        return self.copies[value, target]
 
     def _copy(self, x: Any, value: int, target: Layout) -> Any:
-        """The value in another layout than its own: from what it is a view of, where that is there so, else resharded."""
+        """The value in another layout than its own: as a view of an array that this region has, or resharded."""
         plan = self.plan
         if value in self.views:
             op, eqn = self.views[value]
             rule, sizes = plan.rules[op.index], plan.assignment.mesh.sizes
             before = view_of(op.primitive, rule, target, sizes)
-            if rule is not None and before is not None and (seen := self.made.get((op.operands[0], before))) is not None:
+            if rule is not None and before is not None and (operand := self.copies.get((op.operands[0], before))) is not None:
                 choice = choice_for(rule, 0, target, sizes)
                 assert choice is not None, "view_of found one"
-                return self._sharded(op, eqn, choice).computed([seen])[0]
+                return self._sharded(op, eqn, choice).computed([operand])[0]
         source = plan.source(value, target)
         return plan.resharded(self.read(x, value, source), value, source, target)
 
     def _expanded(self, value: int, target: Layout) -> Any:
-        """A free value in the target layout, computed from constants in it; where an op cannot be so split, whole and then sliced."""
+        """A free value, computed from constants in the target layout; where an op cannot be split for that, whole and then sliced."""
         plan, whole = self.plan, self.plan.whole
         wanted: dict[tuple[int, Layout], tuple[Choice | None, list[Layout]]] = {}
         waiting = [(value, target)]
         while waiting:
             number, layout = key = waiting.pop()
-            if key in wanted or key in self.made or number not in self.recipes:
+            if key in wanted or key in self.copies or number not in self.recipes:
                 continue
             op, _, _ = self.recipes[number]
             rule = plan.rules[op.index]
@@ -285,15 +286,15 @@ class _Region(Interpreter):
         for number, layout in sorted(wanted, key=lambda key: (self.recipes[key[0]][0].index, key[1] != whole)):
             (op, eqn, operands), (choice, sources) = self.recipes[number], wanted[number, layout]
             if choice is None and layout != whole:
-                self.made[number, layout] = plan.resharded(self.made[number, whole], number, whole, layout)
+                self.copies[number, layout] = plan.resharded(self.copies[number, whole], number, whole, layout)
                 continue
-            read = [self.made.get((v, at), x) for v, at, x in zip(op.operands, sources, operands, strict=True)]
+            read = [self.copies.get((v, at), x) for v, at, x in zip(op.operands, sources, operands, strict=True)]
             if is_placement(op.primitive):
                 results = read
             else:
                 results = bind_unplaced(eqn, read) if choice is None else self._sharded(op, eqn, choice).computed(read)
-            self.made[number, layout] = results[op.results.index(number)]
-        return self.made[value, target]
+            self.copies[number, layout] = results[op.results.index(number)]
+        return self.copies[value, target]
 
     # -- ops ----------------------------------------------------------------------------------------------------------
 
@@ -322,10 +323,10 @@ class _Region(Interpreter):
             results = read
         else:
             results = self._sharded(op, eqn, choice).computed(read)
-        return [self._settled(x, op, rule, choice, k) for k, x in enumerate(results)]
+        return [self._stored(x, op, rule, choice, k) for k, x in enumerate(results)]
 
     def dead(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-        """Of free values there is nothing, and nothing is missed."""
+        """The results of an unread equation; none where an operand is a free value, which has no array."""
         return [None] * len(eqn.outvars) if any(x is None for x in operands) else super().dead(eqn, operands)
 
     def _sharded(self, op: Op, eqn: JaxprEqn, choice: Choice) -> Sharded:
@@ -338,7 +339,7 @@ class _Region(Interpreter):
         return Sharded(op.primitive, op.params, bound, rule, choice, self.plan.assignment.mesh, *shapes)
 
     def _runs_on_shards(self, op: Op, eqn: JaxprEqn, rule: Rule, choice: Choice) -> bool:
-        """Whether the primitive means on shards what it means on the whole: of those without a rule here only what they lower to tells."""
+        """Whether the primitive can run on shards: registered ones can, others where they lower to the same operations for shards."""
         if op.primitive in registered() or all(factor < 0 for factor, _ in choice):
             return True
         sizes = self.plan.assignment.mesh.sizes
@@ -348,8 +349,8 @@ class _Region(Interpreter):
         ]
         return same_on_shards(eqn, local)
 
-    def _settled(self, x: Any, op: Op, rule: Rule, choice: Choice, result: int) -> Any:
-        """A result with its partial sums combined, in its value's layout; as it is where that is done later."""
+    def _stored(self, x: Any, op: Op, rule: Rule, choice: Choice, result: int) -> Any:
+        """A result in its value's layout, with its partial sums combined, unless it is a late value."""
         plan, value = self.plan, op.results[result]
         at = computed_layout(rule, choice, result)
         moves = tuple(combinations(at, reductions(rule, choice)))
@@ -367,12 +368,12 @@ class _Region(Interpreter):
                 names, sizes = plan.assignment.mesh.names, plan.assignment.mesh.sizes
                 x = combined(x, operator, tuple(names[axis] for axis in axes if sizes[axis] > 1))
             at = after
-        if moves:  # else XLA may combine a sum of it instead, or widen it first
+        if moves:  # otherwise XLA may combine a sum of it instead, or widen it before combining
             x = lax.optimization_barrier(x)
         return plan.resharded(x, value, at, plan.layout(value))
 
     def _whole(self, op: Op, eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-        """The results of an op that nothing is known of, on whole arrays."""
+        """The results of an op that is not sharded, on whole arrays."""
         if op.primitive == "shard_map":
             return self._mapped(op, eqn, operands)
         whole = self.plan.whole
@@ -381,9 +382,9 @@ class _Region(Interpreter):
         return [self.plan.resharded(x, value, whole, self.plan.layout(value)) for x, value in zip(results, op.results, strict=True)]
 
     def _mapped(self, op: Op, eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-        """A shard_map of the user's own over the same devices: this device's part of it."""
+        """The results of a user's shard_map over the same devices, inlined."""
         mesh, values, axes = self.plan.assignment.mesh, self.plan.graph.values, axes_of(eqn.params["mesh"], self.plan.mesh)
-        assert axes is not None, "there was an obstacle"
+        assert axes is not None, "an obstacle"
 
         def layouts(specs: Sequence[Any], of: Sequence[int]) -> list[Layout]:
             ours = ([renamed(entry, axes) or None for entry in spec] for spec in specs)
@@ -392,8 +393,8 @@ class _Region(Interpreter):
         entering, leaving = layouts(eqn.params["in_specs"], op.operands), layouts(eqn.params["out_specs"], op.results)
         read = [self.read(x, value, layout) for x, value, layout in zip(operands, op.operands, entering, strict=True)]
         results = Inside(axes).run(eqn.params["jaxpr"], (), read)
-        settled = zip(results, op.results, leaving, strict=True)
-        return [self.plan.resharded(x, value, layout, self.plan.layout(value)) for x, value, layout in settled]
+        triples = zip(results, op.results, leaving, strict=True)
+        return [self.plan.resharded(x, value, layout, self.plan.layout(value)) for x, value, layout in triples]
 
     def control_flow(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         layouts = self.plan.flows(op).operands
@@ -411,7 +412,7 @@ class _Region(Interpreter):
         return results
 
     def _ahead(self, op: Op, eqn: JaxprEqn, entering: Sequence[Any], found: Sequence[Prefetch]) -> list[Any]:
-        """The results of a scan in which each trip gathers for the next one."""
+        """The results of a scan with prefetching: each trip gathers for the next one."""
         plan, params = self.plan, eqn.params
         consts, first_slice = params["num_consts"], params["num_consts"] + params["num_carry"]
         length, step = params["length"], -1 if params["reverse"] else 1
@@ -425,7 +426,7 @@ class _Region(Interpreter):
             inner = _Region(plan, dict(zip([(each.value, each.target) for each in found], arrays, strict=True)))
             results = inner.run(*opened(params["jaxpr"]), [*entering[:consts], *carry, *slices], (*op.path, 0))
             results = inner.leave(op, 0, results)
-            following = lax.clamp(np.int32(0), trip + np.int32(step), np.int32(length - 1))  # the last trip gathers for none
+            following = lax.clamp(np.int32(0), trip + np.int32(step), np.int32(length - 1))  # the last trip's gathers are unused
             return (following, results[: params["num_carry"]], gathered(following)), results[params["num_carry"] :]
 
         first = np.int32(length - 1 if params["reverse"] else 0)
@@ -440,7 +441,7 @@ class _Region(Interpreter):
         return [*carry, *stacked]
 
     def _gathered(self, prefetch: Prefetch, x: Any) -> Any:
-        """What a trip reads gathered, made of its slice."""
+        """A prefetched value in its target layout, computed from a trip's slice."""
         plan = self.plan
         for op in prefetch.chain:
             (x,) = self._sharded(op, op.equation, plan.assignment.choice(op.index)).computed([x])
@@ -452,7 +453,7 @@ class _Region(Interpreter):
 
 
 def _on_one_device(eqn: JaxprEqn, operands: Sequence[Any], mesh: Mesh) -> list[Any]:
-    """The results of an equation that the first device alone computes, on all of them."""
+    """The results on all devices of an equation that only the first device computes."""
     first = lax.axis_index(mesh.axis_names) == 0
     types = types_of(eqn.outvars)
     results = lax.cond(first, lambda: bind_unplaced(eqn, operands), lambda: [jnp.zeros(each.shape, each.dtype) for each in types])

@@ -1,4 +1,4 @@
-"""From the records' meshes and layouts to JAX's."""
+"""Conversion of meshes and layouts to JAX's meshes and shardings."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ from autoshard.errors import ClusterError
 from autoshard.ir import Graph, Layout, Mesh, Placement, layout_to_spec
 
 _NEED_DEVICES = frozenset({"custom_partitioning", "inspect_sharding", "io_callback", "pure_callback"})
-"""What JAX 0.10 lowers for devices alone."""
+"""Primitives that JAX 0.10 cannot lower for an abstract mesh."""
 
 
 def jax_mesh(mesh: Mesh, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
-    """The JAX mesh of Auto axes with these names and sizes, its devices where the mesh's placement says, so that links are as predicted.
+    """The JAX mesh of Auto axes with these names and sizes, its devices in the order of the mesh's placement.
 
-    ``devices`` may be those of an ahead-of-time topology; the first ``mesh.size`` of them are used. Those of a TPU slice are taken by
-    their coordinates, others in the order given: JAX lists GPUs host by host. A mesh without a placement is placed by JAX, as are those
-    inside programs that bring their own.
+    ``devices`` may be those of an ahead-of-time topology; the first ``mesh.size`` of them are used. Devices of a TPU slice are ordered by
+    their coordinates, others stay in the order given: JAX lists GPUs host by host. JAX places a mesh without a placement.
 
     >>> dict(jax_mesh(Mesh.of({"data": 1})).shape)
     {'data': 1}
 
     Raises:
-        ClusterError: there are fewer devices than the mesh has places.
+        ClusterError: there are fewer devices than the mesh needs.
     """
     found = list(jax.devices() if devices is None else devices)
     if len(found) < mesh.size:
@@ -43,7 +42,7 @@ def jax_mesh(mesh: Mesh, devices: Sequence[Any] | None = None) -> jax.sharding.M
 
 
 def _coordinates(device: Any) -> tuple[int, ...]:
-    """Where a device stands in its slice, outermost dimension first; nowhere in particular if it has no coordinates."""
+    """The coordinates of a device in its slice, outermost dimension first; empty if it has none."""
     coords = getattr(device, "coords", None)
     return () if coords is None else (getattr(device, "slice_index", None) or 0, *coords, getattr(device, "core_on_chip", 0))
 
@@ -57,15 +56,15 @@ def _placed(mesh: Mesh, placement: Placement, devices: Sequence[Any]) -> np.ndar
 
 
 def abstract_mesh(mesh: Mesh) -> AbstractMesh:
-    """The JAX mesh without devices: programs can be lowered for it, however large it is."""
+    """The JAX mesh without devices, for lowering."""
     return AbstractMesh(mesh.sizes, mesh.names, axis_types=(AxisType.Auto,) * len(mesh.axes))
 
 
 def lowering_mesh(mesh: Mesh, graph: Graph) -> jax.sharding.Mesh | AbstractMesh:
-    """The JAX mesh for a program that is lowered and never run: without devices, unless an operation in it asks for them.
+    """The JAX mesh for a program that is lowered and not run: without devices, unless an operation needs them, as callbacks do.
 
     Raises:
-        ClusterError: one does, as callbacks do, and there are fewer devices than the mesh has places.
+        ClusterError: an operation needs them, and there are fewer devices than the mesh needs.
     """
     return jax_mesh(mesh) if any(op.primitive in _NEED_DEVICES for op in graph.walk()) else abstract_mesh(mesh)
 

@@ -1,7 +1,7 @@
-"""A `jax.shard_map` of the user's own, as part of a manual program over the same devices.
+"""Inlining of a user's `jax.shard_map` into a manual program over the same devices.
 
-Its body is evaluated again inside the program's own manual computation, which has no account of what varies over the mesh, its collectives
-over the program's axes: each axis of its mesh is one of those, or several.
+Its body is interpreted inside the program's manual computation, which does not track which values vary over the mesh, with its collectives
+over the program's axes: each axis of its mesh is one or several of those.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Mesh = jax.sharding.Mesh | AbstractMesh
 
 
 def axes_of(inner: Mesh, ours: Mesh) -> dict[str, tuple[str, ...]] | None:
-    """Per axis of a shard_map's mesh those of the program's that it is made of; None where the meshes do not fit."""
+    """Per axis of a shard_map's mesh, the program's axes whose product it is; None where the meshes do not match."""
     devices = [each.devices.flat for each in (inner, ours) if not isinstance(each, AbstractMesh)]
     if inner.size != ours.size or (len(devices) == 2 and list(devices[0]) != list(devices[1])):
         return None
@@ -43,10 +43,10 @@ def axes_of(inner: Mesh, ours: Mesh) -> dict[str, tuple[str, ...]] | None:
 
 
 class Inside(Interpreter):
-    """The body of a shard_map of the user's own, evaluated where JAX keeps no account of what varies over the mesh.
+    """The interpreter of a user's shard_map body, where JAX does not track which values vary over the mesh.
 
     Attributes:
-        axes: per axis of its mesh those of the program's.
+        axes: per axis of its mesh, the program's axes.
     """
 
     def __init__(self, axes: Mapping[str, tuple[str, ...]]):
@@ -60,26 +60,26 @@ class Inside(Interpreter):
         return nullcontext()
 
     def found(self, eqn: JaxprEqn, path: Path) -> Op:
-        """An op that stands for the equation: only its path and its bodies count here."""
+        """A placeholder op with the equation's path and as many bodies."""
         bodies = tuple(Body((), (), ()) for _ in subjaxprs(eqn))
         return Op(0, eqn.primitive.name, (), (), eqn.params, Origin(), path, bodies=bodies)
 
     def op(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-        operands = [x if isinstance(x, Tracer) else np.asarray(x) for x in operands]  # literals know their mesh
+        operands = [x if isinstance(x, Tracer) else np.asarray(x) for x in operands]  # literals have a mesh
         named = {name: renamed(eqn.params[name], self.axes) for name in ("axes", "axis_name") if name in eqn.params}
         if eqn.primitive.name in _INSTEAD:
             return _INSTEAD[eqn.primitive.name](operands, {**eqn.params, **named})
-        # A reduction's axes are numbers of dimensions.
+        # A reduction's ``axes`` are dimensions, for which `renamed` gives none.
         return bind_unplaced(eqn, operands, **{name: axes for name, axes in named.items() if axes or not eqn.params[name]})
 
 
 def renamed(names: Any, axes: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """The program's axes for those of a shard_map: for one name, for some, or for none."""
+    """The program's axes for one or several names of a shard_map's axes, or for none."""
     listed = names if isinstance(names, tuple | list) else (names,)
     return tuple(ours for name in listed if name in axes for ours in axes[name])
 
 
-# Primitives that keep that account, by what does the same without it; and one that takes a single axis.
+# Equivalents, without tracking, of primitives that track varying values; and of one that takes a single axis.
 _INSTEAD: dict[str, Callable[[list[Any], Mapping[str, Any]], list[Any]]] = {
     "axis_index": lambda operands, params: [lax.axis_index(params["axis_name"])],
     "pvary": lambda operands, params: operands,

@@ -1,11 +1,12 @@
-"""What one device computes of an op: its shards, and the collectives that its rule names and no others.
+"""Computation of an op on the shards of one device, with the collectives of its rule and no others.
 
-To be called inside `jax.shard_map` over all axes of the mesh, where no partitioner has a say. This is the law of the sharding rules: shard
-the operands along the split factors, run the op on each shard, combine by the reductions' operators, and the result is the whole one.
+To be called inside `jax.shard_map` over all axes of the mesh. It satisfies the law of the sharding rules: if the operands are sharded along
+the split factors, the op runs on each shard, and partial results are combined by the reductions' operators, the result is that of the
+whole op.
 
-Most primitives run on shards as they are. Those whose parameters have sizes get the shard's (`RESIZED`); those that go by positions in
-the whole array (a lookup, an iota, random bits) know where the shard begins (`PLACED`); those whose shards need each other's data send it
-as their rule says (`autoshard.lower.exchange`).
+Most primitives run on shards unchanged. Those with sizes among their parameters get the shard's (`RESIZED`); those that depend on positions
+in the whole array (a lookup, an iota, random bits) get the shard's offset (`PLACED`); those whose shards need each other's data exchange it
+by their rule (`autoshard.lower.exchange`).
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ from autoshard.lower.exchange import BODIES, Split
 from autoshard.primitives import of_kind
 
 Bind = Callable[..., Sequence[Any]]
-"""An operation's primitive bound on operands, given one by one, some of its parameters replaced."""
+"""Binds an operation's primitive: ``(*operands, **replaced parameters)`` to results."""
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Sharded:
-    """An op whose shards each device computes.
+    """An op under a choice.
 
     Attributes:
         primitive, params: of the equation.
         bind: binds its primitive.
         rule, choice: how it is split.
-        mesh: over which axes.
+        mesh: the mesh.
         operands, results: the shapes of the whole arrays.
     """
 
@@ -65,23 +66,23 @@ class Sharded:
         return tuple(computed_layout(self.rule, self.choice, k) for k in range(len(self.results)))
 
     def local(self, shape: Shape, layout: Layout) -> Shape:
-        """The shape of a device's part of an array."""
+        """The shape of one shard of an array."""
         return tuple(map(int, local_shape(shape, layout, self.mesh.sizes)))
 
     def start(self, layout: Layout, dim: int, size: int) -> Any:
-        """Where this device's part of a dimension begins, ``size`` elements long."""
+        """The offset of this device's shard along a dimension; ``size`` is the shard's size."""
         return start_of(layout, dim, size, self.mesh)
 
     @property
     def splits(self) -> list[Split]:
-        """The split factors whose shards send each other data."""
+        """The split factors whose shards exchange data."""
         return [
             Split(factor, tuple(self.mesh.names[axis] for axis in axes), math.prod(self.mesh.sizes[axis] for axis in axes))
             for factor, axes in exchanges(self.rule, self.choice, self.mesh.sizes)
         ]
 
     def computed(self, shards: Sequence[Any]) -> list[Any]:
-        """The results on this device in `leaving`, partial ones not yet combined."""
+        """The results on this device in the layouts `leaving`, partial ones not yet combined."""
         if not any(factor >= 0 and n > 1 for (factor, _), n in zip(self.choice, self.mesh.sizes, strict=True)):
             return list(self.bind(*shards))
         if splits := self.splits:
@@ -92,7 +93,7 @@ class Sharded:
         return list(self.bind(*shards, **resized))
 
     def run(self, shards: Sequence[Any]) -> list[Any]:
-        """The results on this device in `leaving`, partial ones combined."""
+        """The results on this device in the layouts `leaving`, partial ones combined."""
         results = self.computed(shards)
         for operator, axes in self.partial().items():
             results = [combined(x, operator, axes) for x in results]
@@ -107,16 +108,16 @@ class Sharded:
         return found
 
 
-# -- primitives whose parameters have sizes --------------------------------------------------------------------------------
+# -- primitives with sizes among their parameters --------------------------------------------------------------------------
 
 
 def _shape(name: str) -> Callable[[Sharded], dict[str, Any]]:
-    """A parameter that is the result's shape."""
+    """The parameter that is the result's shape."""
     return lambda op: {name: op.local(op.results[0], op.leaving[0])}
 
 
 def _slice(op: Sharded) -> dict[str, Any]:
-    """Dimensions that are taken whole end where the shard does."""
+    """The limits of a slice: those of the shard in dimensions that are taken whole."""
     (whole,), shard = op.operands, op.local(op.operands[0], op.entering[0])
     return {"limit_indices": tuple(m if end == n else end for end, n, m in zip(op.params["limit_indices"], whole, shard, strict=True))}
 
@@ -142,18 +143,18 @@ RESIZED: Mapping[str, Callable[[Sharded], dict[str, Any]]] = {
 }
 
 
-# -- primitives that go by positions -----------------------------------------------------------------------------------------
+# -- primitives that depend on positions -------------------------------------------------------------------------------------
 
 
 def _iota(op: Sharded) -> list[Any]:
-    """The positions of this shard's elements, converted once they are those in the whole."""
+    """The positions of this shard's elements in the whole, converted after the shard's offset is added."""
     dim, shape = op.params["dimension"], op.local(op.results[0], op.leaving[0])
     positions = lax.broadcasted_iota(np.int32, shape, dim) + op.start(op.leaving[0], dim, shape[dim])
     return [lax.convert_element_type(positions, op.params["dtype"])]
 
 
 def _counts(op: Sharded, first: int) -> tuple[Any, Any]:
-    """The high and low words of the positions that this shard's elements have among those from dimension ``first`` on."""
+    """High and low words of the row-major positions of this shard's elements, counted over the dimensions from ``first`` on."""
     whole, shard = op.results[0][first:], op.local(op.results[0], op.leaving[0])[first:]
     high, low = jnp.zeros(shard, np.uint32), jnp.zeros(shard, np.uint32)
     for dim, size in enumerate(shard):
@@ -172,7 +173,7 @@ def _iota_2x32(op: Sharded) -> list[Any]:
 
 
 def _random_bits(op: Sharded, keys: Any) -> list[Any]:
-    """The bits at this shard's positions: threefry counts every element."""
+    """The random bits at this shard's positions, which threefry hashes."""
     drawn = _drawn(op, keys)
     if drawn is None:
         return _drawn_whole(op, keys)
@@ -190,7 +191,7 @@ def _random_split(op: Sharded, keys: Any) -> list[Any]:
 
 
 def _drawn(op: Sharded, keys: Any) -> tuple[Any, Any] | None:
-    """The two words that threefry makes of each key and each position drawn from it; None where those are not split, or drawn otherwise."""
+    """Threefry's two words for each key and each position; None where the drawn dimensions are not split, or for another generator."""
     n = keys.ndim
     split = any(dim >= n for dim in op.leaving[0])
     if not split or str(keys.dtype) != "key<fry>" or not jax.config.jax_threefry_partitionable:  # pyright: ignore[reportAttributeAccessIssue]
@@ -203,7 +204,7 @@ def _drawn(op: Sharded, keys: Any) -> tuple[Any, Any] | None:
 
 
 def _drawn_whole(op: Sharded, keys: Any) -> list[Any]:
-    """Of all that is drawn from each of this shard's keys, its part."""
+    """This shard's slice of everything that is drawn from its keys."""
     (x,) = op.bind(keys)
     for dim, size in enumerate(op.local(op.results[0], op.leaving[0])[keys.ndim :], keys.ndim):
         if size != x.shape[dim]:
@@ -212,7 +213,7 @@ def _drawn_whole(op: Sharded, keys: Any) -> list[Any]:
 
 
 def _positions(indices: Any, limits: Sequence[int]) -> tuple[Any, Any]:
-    """Indices as signed integers, moved inside; and per row of them whether all were. Limits are the last that are allowed."""
+    """Indices as signed integers, clamped to ``0 ... limits``, and per row of them whether all were inside."""
     dtype = indices.dtype
     most = np.array([min(limit, jnp.iinfo(dtype).max) for limit in limits], dtype)
     inside = ((indices >= 0) & (indices <= most)).all(-1)
@@ -221,7 +222,7 @@ def _positions(indices: Any, limits: Sequence[int]) -> tuple[Any, Any]:
 
 
 def _lookup(op: Sharded, x: Any, indices: Any) -> list[Any]:
-    """The rows that this shard has; zeros, or false, for those of others."""
+    """The rows of this shard; zeros, or false, in place of other shards' rows."""
     numbers, sizes = op.params["dimension_numbers"], op.params["slice_sizes"]
     taken = tuple(m if size == n else size for size, n, m in zip(sizes, op.operands[0], x.shape, strict=True))
     searched = [(k, d) for k, d in enumerate(numbers.start_index_map) if d in op.entering[0] and sizes[d] != op.operands[0][d]]
@@ -241,7 +242,7 @@ def _lookup(op: Sharded, x: Any, indices: Any) -> list[Any]:
 
 
 def _filling(value: Any, dtype: Any) -> Any:
-    """What a gather has where its index is outside: NaN, the least signed or the largest unsigned integer, or true, unless it says so."""
+    """The fill value of a gather for indices out of bounds: as given, or NaN, the least signed or largest unsigned integer, or true."""
     if value is None:
         kinds = ((jnp.inexact, lambda: np.nan), (jnp.signedinteger, lambda: jnp.iinfo(dtype).min), (jnp.bool_, lambda: True))
         value = next((make() for kind, make in kinds if jnp.issubdtype(dtype, kind)), None)
@@ -250,11 +251,11 @@ def _filling(value: Any, dtype: Any) -> Any:
 
 
 NEUTRAL = {"sum": 0, "prod": 1}
-"""What a scatter begins with on all devices but one; a maximum or a minimum may count its operand more than once."""
+"""The initial value of a scatter on all devices but one; a maximum or a minimum may count its operand several times."""
 
 
 def _scatter(op: Sharded, x: Any, indices: Any, updates: Any) -> list[Any]:
-    """The updates that fall into this shard, the operand counted once over the shards of a reduction."""
+    """The shard with the updates inside it; the operand counts once over the shards of a reduction."""
     numbers, mode = op.params["dimension_numbers"], lax.GatherScatterMode.from_any(op.params["mode"])
     written = dict(zip([d for d in range(x.ndim) if d not in _without_window(numbers)], _windows(op.operands[2], numbers), strict=True))
     scattered = [(k, d) for k, d in enumerate(numbers.scatter_dims_to_operand_dims) if d in op.entering[0] and d not in written]
@@ -270,7 +271,7 @@ def _scatter(op: Sharded, x: Any, indices: Any, updates: Any) -> list[Any]:
         indices = indices - jnp.stack([jnp.asarray(start, indices.dtype) for start in starts])
         replaced = {"mode": lax.GatherScatterMode.FILL_OR_DROP}
     if scattered and math.prod(indices.shape[:-1]) == 1:
-        # XLA writes a single update back as a slice, and forgets the clamp of its place where the shard is cut out too: openxla/xla#49121.
+        # XLA turns a single update into a slice update, and loses the clamping of its position to the shard: openxla/xla#49121.
         x = lax.optimization_barrier(x)
     for operator, axes in op.partial().items():
         if operator in NEUTRAL:
@@ -287,7 +288,7 @@ def _windows(updates: Shape, numbers: Any) -> list[int]:
 
 
 def _update(op: Sharded, x: Any, update: Any, *starts: Any) -> list[Any]:
-    """The shard with the update, where it has the place; what it had there, where another does."""
+    """The shard with the update if its position is inside, else unchanged."""
     whole, written = op.operands[:2]
     placed = [d for d, (n, m) in enumerate(zip(whole, written, strict=True)) if m == 1 < n and d in op.entering[0]]
     if not placed:

@@ -1,7 +1,7 @@
-"""Windowed products as one device computes them (`autoshard.cost.windows`): permutes of blocks, with products between them.
+"""Lowering of windowed products (`autoshard.cost.windows`): permutes of blocks, with products between them.
 
-To be called inside `jax.shard_map`. Loops over blocks are unrolled: each permute depends on none of the products beside it, and a compiler
-that starts permutes before other work, and ends them after it, hides them.
+To be called inside `jax.shard_map`. Loops over blocks are unrolled: each permute is independent of the product beside it, so a compiler
+with asynchronous permutes hides them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Product = Callable[[Any, Any], Any]
 
 
 def windowed(product: Product, operands: Sequence[Any], window: Window, rule: Rule, mesh: Mesh) -> Any:
-    """This device's part of the product: of a gathered operand its own block is given, a result is scattered."""
+    """This device's shard of the product; the windowed operand is given as this device's block, a windowed result is scattered."""
     ring = _Ring(product, list(operands), window, rule, tuple(mesh.names[axis] for axis in window.step.axes if mesh.sizes[axis] > 1))
     return ring.scattered() if window.operand == RESULT else ring.gathered()
 
@@ -32,16 +32,16 @@ class _Ring:
         self.made = next((d for d, factors in enumerate(rule.results[0]) if window.factor in factors), None)
 
     def sent(self, x: Any, by: int) -> Any:
-        """What the device ``by`` places before this one has."""
+        """The array of the device ``by`` positions before this one in the ring."""
         return lax.ppermute(x, self.axes, [(device, (device + by) % self.n) for device in range(self.n)])
 
     def part(self, operand: int, block: Any, size: int) -> Any:
-        """Of an operand that this device has whole the elements of a block; all of it where it has no part in it."""
+        """The elements of an operand that belong to a block; all of them where it does not have the windowed dimension."""
         x, dim = self.operands[operand], self.dims[operand]
         return x if dim is None else lax.dynamic_slice_in_dim(x, block * size, size, dim)
 
     def gathered(self) -> Any:
-        """The product with every block, the own one first, then the neighbours' on both sides, which arrive meanwhile."""
+        """The product with every block: this device's own first, then those that arrive from both sides meanwhile."""
         own, window = self.operands[self.window.operand], self.window
         size, total = own.shape[window.dim], None
         blocks = {0: own}
@@ -53,7 +53,7 @@ class _Ring:
             block = (self.place + away) % self.n
             other = self.part(1 - window.operand, block, size)
             made = self.product(x, other) if window.operand == 0 else self.product(other, x)
-            if self.made is None:  # summed over
+            if self.made is None:  # the contracted dimension
                 total = made if total is None else total + made
                 continue
             if total is None:
@@ -62,8 +62,8 @@ class _Ring:
         return total
 
     def scattered(self) -> Any:
-        """The sum of all devices' partial products of this one's block: each adds its own to what it gets, and hands it on."""
-        assert self.made is not None, "what is scattered is a dimension of the result"
+        """The sum of all devices' partial products of this one's block: each adds its own to the sum it receives, and passes that on."""
+        assert self.made is not None, "a scattered dimension is one of the result"
         whole = next(x.shape[dim] for x, dim in zip(self.operands, self.dims, strict=True) if dim is not None)
         size = whole // self.n // self.window.halves
         sums: list[Any] = []

@@ -1,4 +1,4 @@
-"""Measures the devices of this process, and fits a cluster's constants to what was measured."""
+"""Measurement of this process's devices, and the fit of a cluster's constants to the measured times."""
 
 from autoshard.probe.calibration import Calibration, Sample, calibrate
 from autoshard.probe.fit import fit_cluster, fit_line

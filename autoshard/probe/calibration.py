@@ -1,11 +1,11 @@
-"""Calibration: the constants of the cluster that this process runs on, from measurements, and how well they fit.
+"""Calibration of the cluster that this process runs on: measured times, fitted constants, and the error of the fit.
 
-*Measured.* Matrix products of several sizes and dtypes, elementwise work bound by memory and by arithmetic, and where there are several
-devices each collective over message sizes, on all of them and along both axes of a two-dimensional mesh. All devices work at once.
+*Measured.* Matrix products of several sizes and dtypes, elementwise work bound by memory and by arithmetic, and with several devices
+each collective over message sizes, on all of them and along both axes of a two-dimensional mesh. All devices work at once.
 
 *Fitted.* First the device: rates of the matrix unit, rate of elementwise work, memory bandwidth, cost of a kernel. Then the
-interconnect: launch, latency, bandwidths. Each so that the cost model, the one that searches use, predicts the measured times best in
-the ratio of the two; see `autoshard.probe.fit`. What no measurement depends on keeps the catalogue's figure.
+interconnect: launch, latency, bandwidths. Each minimises the relative error of the searches' cost model (`autoshard.probe.fit`). Constants
+on which no measurement depends keep the catalogue's figures.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ DEVICE_CONSTANTS = (
     "device.memory_bandwidth_bytes_per_second",
     "device.kernel_overhead_seconds",
 )
-# Rates that are not measured move with one that is: narrow types run on the unit of bfloat16, where there is one.
+# Rates that are not measured are scaled with one that is: narrow types run on the unit of bfloat16, if there is one.
 FOLLOWS = {"fp16": "bf16", "fp8": "bf16", "int8": "bf16", "f64": "f32"}
 LINK_CONSTANTS = ("launch_seconds", "latency_seconds", "bandwidth_bytes_per_second", "copy_bandwidth_bytes_per_second")
 NETWORK_CONSTANTS = ("network_bandwidth_bytes_per_second", "network_latency_seconds")
 
-DISTURBED = 1.5  # estimate: a typical run over the fastest of its program, above which the report says so
+DISTURBED = 1.5  # estimate: ratio of a typical run to the fastest of its program, above which the report warns
 LONGEST_SECONDS = 0.01  # sizes grow until one execution takes about this long
 MEMORY_SHARE = 1 / 64  # or this share of a device's memory
 THOROUGH = Effort(run_seconds=0.005, total_seconds=40.0)
@@ -54,8 +54,8 @@ class Sample:
         section: ``matrix product``, ``elementwise`` or ``collective``.
         name, size: what ran, on how much.
         measured_seconds: of one execution, with all devices at work.
-        fitted_seconds: as the calibrated cluster predicts it.
-        catalogue_seconds: as the cluster that calibration started from does.
+        fitted_seconds: the prediction with the fitted constants.
+        catalogue_seconds: the prediction with the constants before the fit.
     """
 
     section: str
@@ -67,21 +67,21 @@ class Sample:
 
     @property
     def error(self) -> float:
-        """How far the fit is off: ``fitted / measured - 1``, or the same the other way round where it is too short."""
+        """The relative error of the fit: ``fitted / measured - 1``, or ``measured / fitted - 1`` where the fit is too short."""
         return _error(self.fitted_seconds, self.measured_seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The cluster that was measured, and how well its constants fit.
+    """A calibrated cluster, and the error of the fit.
 
     Attributes:
         cluster: the devices of this process with fitted constants.
-        start: what the fit started from: the catalogue's figures, or for an unknown device those of another.
-        samples: everything that was measured.
+        start: the cluster before the fit: the catalogue's figures, or for an unknown device those of another.
+        samples: all measured times.
         constants: names of the fitted constants.
         start_seconds: from the host's call of an almost empty program to its end; in no prediction.
-        disturbance: how many times as long as its fastest run a program's typical run took; 1.0 on a machine that does nothing else.
+        disturbance: the ratio of a program's typical run to its fastest; 1.0 on an idle machine.
     """
 
     cluster: Cluster
@@ -97,11 +97,11 @@ class Calibration:
         return {section: float(np.median([sample.error for sample in group])) for section, group in self._sections()}
 
     def report(self) -> Report:
-        """What was fitted, measured against fitted, and the errors; for terminals and notebooks."""
+        """The fitted constants, measured next to fitted times, and the errors; for terminals and notebooks."""
         parts: list[Part] = [_constants_table(self)]
         errors = []
         for section, group in self._sections():
-            columns = ("what", "size", ">measured", ">fitted", ">error", ">before")
+            columns = ("program", "size", ">measured", ">fitted", ">error", ">before")
             rows = tuple(
                 (
                     s.name,
@@ -122,8 +122,8 @@ class Calibration:
             Heading("Error of the fit"),
             Table(("section", ">measured", ">median error", ">nine in ten below", ">median before"), tuple(errors)),
             Paragraph(
-                "An error is how much longer the longer one of predicted and measured is. 'Before' is what the figures that calibration "
-                f"started from predict. Starting a program takes {format_seconds(self.start_seconds)} more, which no prediction counts."
+                "The error is the ratio of the longer to the shorter of predicted and measured time, less one. 'Before' is the prediction "
+                f"without the fit. Starting a program takes {format_seconds(self.start_seconds)} more, which no prediction counts."
             ),
         ]
         if self.disturbance > DISTURBED:
@@ -170,14 +170,14 @@ class Calibration:
 
 
 def calibrate(devices: Sequence[Any] | None = None, *, quick: bool = False, progress: Progress = silent) -> Calibration:
-    """What the devices of this process do, measured, as a cluster to search with; about a minute on 8 virtual devices of 2 cores.
+    """The cluster of this process's devices with measured constants; takes about a minute on 8 virtual devices of 2 cores.
 
     ``calibrate().cluster.save("cluster.toml")`` keeps it; `Cluster.load` and ``autoshard search --cluster cluster.toml`` read it.
 
     Args:
-        devices: jax devices of one kind; all of this process's unless given.
-        quick: fewer sizes and repetitions, in some ten seconds.
-        progress: called with what is being done and the fraction that is done.
+        devices: jax devices of one kind; all of this process's by default.
+        quick: fewer sizes and repetitions, in about ten seconds.
+        progress: called with the current activity and the fraction done.
     """
     devices = list(jax.devices() if devices is None else devices)
     progress(f"starting {len(devices)} devices", 0.0)
@@ -202,7 +202,7 @@ def calibrate(devices: Sequence[Any] | None = None, *, quick: bool = False, prog
 
 
 def fit(start: Cluster, programs: Sequence[Program], seconds: np.ndarray) -> tuple[Cluster, tuple[str, ...]]:
-    """The cluster that predicts the programs' times best, and the names of what was fitted."""
+    """The cluster with fitted constants for the programs' measured times, and the names of these constants."""
     kernels = [k for k, program in enumerate(programs) if isinstance(program, Kernel)]
     collectives = [k for k, program in enumerate(programs) if isinstance(program, CollectiveProgram)]
 
@@ -222,7 +222,7 @@ def fit(start: Cluster, programs: Sequence[Program], seconds: np.ndarray) -> tup
         fields = (*LINK_CONSTANTS, *(NETWORK_CONSTANTS if several_hosts else ()))
         links = tuple(f"interconnect.{field}" for field in fields)
         for name in links:
-            if not constant(cluster, name):  # what costs nothing so far starts from costing little
+            if not constant(cluster, name):  # the fit is of logarithms: zero costs start from small ones
                 little = 1e-7 if name.endswith("_seconds") else 10 * cluster.interconnect.bandwidth_bytes_per_second
                 cluster = with_constant(cluster, name, little)
         cluster = fitted(cluster, collectives, links)
@@ -233,7 +233,7 @@ def fit(start: Cluster, programs: Sequence[Program], seconds: np.ndarray) -> tup
 
 
 def _reached(cluster: Cluster) -> Cluster:
-    """The same cluster with the rates that are reached in place of peaks, as measurements will have it."""
+    """The cluster with effective rates in place of peaks, as the fit will have it."""
     device = cluster.device
     reached = replace(
         device,
@@ -246,21 +246,21 @@ def _reached(cluster: Cluster) -> Cluster:
 
 
 def start_of(devices: Sequence[Any]) -> Cluster:
-    """The cluster of these devices before anything is measured: as the catalogue has it, or like a device of its kind."""
+    """The cluster of these devices before the fit: from the catalogue, or for an unknown device like one of its platform."""
     known = Cluster.of_devices(devices)
     if known is None:
         like = CATALOGUE[LIKE.get(devices[0].platform, LIKE[""])]
         hosts = len({device.process_index for device in devices})
         known = Cluster(
             name=f"{_plain(devices[0].device_kind)}:{len(devices)}",
-            device=replace(like.device, name=_plain(devices[0].device_kind), source=f"as of {like.device.name}, which was known"),
+            device=replace(like.device, name=_plain(devices[0].device_kind), source=f"figures of {like.device.name}"),
             topology=(len(devices) // hosts, hosts) if hosts > 1 else (len(devices),),
-            interconnect=replace(like.interconnect, source=f"as of {like.device.name}, which was known"),
+            interconnect=replace(like.interconnect, source=f"figures of {like.device.name}"),
             memory_limit_bytes=int(like.device.memory_bytes),
             overlap=True,
         )
     stats = devices[0].memory_stats()
-    if stats and stats.get("bytes_limit"):  # what the allocator took: its share of the memory is set by the environment
+    if stats and stats.get("bytes_limit"):  # the allocator's memory, whose share is set by the environment
         known = replace(known, memory_limit_bytes=int(stats["bytes_limit"]))
     return known
 
@@ -277,11 +277,11 @@ def _start_seconds(devices: Sequence[Any]) -> float:
     return min(seconds_of(run) for _ in range(20))
 
 
-# -- what is measured ----------------------------------------------------------------------------------------------------
+# -- measured programs ---------------------------------------------------------------------------------------------------
 
 
 def _programs(start: Cluster, quick: bool) -> Iterable[Program]:
-    """What is measured on a cluster, small to large."""
+    """The programs to measure on a cluster, small to large."""
     room = start.memory_limit_bytes * MEMORY_SHARE
 
     def affordable(program: Program) -> bool:
@@ -305,7 +305,7 @@ def _programs(start: Cluster, quick: bool) -> Iterable[Program]:
 
 
 def _growing(make: Callable[[int], Program], least: int, step: int, affordable: Callable[[Program], bool]) -> list[Program]:
-    """Programs of ever larger size, at least one."""
+    """Programs of growing size as long as they are affordable, at least one."""
     found = [make(least)]
     while affordable(larger := make(least := least * step)):
         found.append(larger)
@@ -313,14 +313,14 @@ def _growing(make: Callable[[int], Program], least: int, step: int, affordable: 
 
 
 def _axes(n: int) -> list[tuple[tuple[int, ...], int]]:
-    """Mesh sizes and an axis: all devices, and where they make a rectangle both of its sides."""
+    """Pairs of mesh sizes and an axis: all devices on one axis, and both axes of a rectangle if there is one."""
     if n == 1:
         return []
     side = next((d for d in range(2, math.isqrt(n) + 1) if n % d == 0), 0)
     return [((n,), 0), *(((side, n // side), axis) for axis in (0, 1) if side)]
 
 
-# -- words ---------------------------------------------------------------------------------------------------------------
+# -- report --------------------------------------------------------------------------------------------------------------
 
 
 def _error(predicted: float, measured: float) -> float:

@@ -1,4 +1,4 @@
-"""Fits of measured times: numbers in, constants out, no devices."""
+"""Fits of constants to measured times, without devices."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from scipy.optimize import least_squares, nnls
 
 from autoshard.cluster import Cluster
 
-# Weight of "stays where it was": a constant on which no time depends keeps its value, one that ten times depend on moves freely.
+# Regularisation towards the start: a constant on which no time depends keeps its value, one on which ten times depend moves freely.
 KEEP = 0.01
-OUTLIER = 0.3  # logarithms of ratios beyond this pull no harder: scipy's soft_l1
-STEP = 0.05  # of the logarithms, for slopes: the model has corners, where the slower of two things takes over; a small step sees one side
+OUTLIER = 0.3  # residuals beyond this count linearly: scipy's soft_l1
+STEP = 0.05  # of the logarithms, for slopes: the model has kinks, where the slower of two costs changes; a small step sees one side
 LEAPS = (-1.0, -0.3, 0.3, 1.0)
-RESTARTS = 10  # a minimiser that believes in slopes stops at corners: it is started again from behind them
+RESTARTS = 10  # a gradient method stops at kinks: it is started again beyond them
 
 
 def fit_line(nbytes: Sequence[float] | np.ndarray, seconds: Sequence[float] | np.ndarray) -> tuple[float, float]:
     """Latency in seconds and bandwidth in bytes per second of times that grow with size: ``seconds = latency + bytes / bandwidth``.
 
-    Both are at least zero, and are least squares of the relative error, so that short times count as much as long ones. The bandwidth
+    Both are at least zero, and minimise the squares of the relative error, so that short times count as much as long ones. The bandwidth
     is infinite where times do not grow.
 
     >>> fit_line([1e6, 1e9], [2e-5, 1.001e-2])
@@ -69,7 +69,7 @@ def fit_cluster(
         return np.stack([(errors(x + step) - errors(x - step)) / (2 * STEP) for step in steps], axis=1)
 
     def cost(x: np.ndarray) -> float:
-        return float(np.sum(np.sqrt(1 + (errors(x) / OUTLIER) ** 2) - 1))  # what scipy's soft_l1 minimises
+        return float(np.sum(np.sqrt(1 + (errors(x) / OUTLIER) ** 2) - 1))  # scipy's soft_l1
 
     x, least = np.zeros(len(start)), np.inf
     for _ in range(RESTARTS):
@@ -82,7 +82,7 @@ def fit_cluster(
 
 
 def _leaps(cost: Callable[[np.ndarray], float], x: np.ndarray) -> np.ndarray:
-    """The best of single long steps along each axis in turn, which cross corners that slopes cannot see behind."""
+    """The best of single long steps along each axis in turn, which cross kinks."""
     for axis in range(len(x)):
         tried = [x + length * np.eye(len(x))[axis] for length in (0.0, *LEAPS)]
         x = min(tried, key=cost)

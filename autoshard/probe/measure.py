@@ -1,8 +1,8 @@
-"""Seconds of programs, in rounds: every program once a round, until the time is up; of each its fastest round counts.
+"""Measured seconds of programs: the fastest of several rounds, each of which runs every program once.
 
-Whatever else a machine does adds time and never takes any away, so the fastest of several runs is the least disturbed; and a disturbance
-that lasts a while spoils a round of all programs rather than all rounds of one. A run is a loop on the devices that outlasts the
-host's cost of starting it; what starting costs is measured by itself and taken off.
+Other work on a machine only adds time, so the fastest of several runs is the least disturbed; and a longer disturbance affects one
+round of all programs rather than all rounds of one. A run is a loop on the devices that outlasts the host's cost of starting it, which is
+measured by itself and subtracted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-LEAST_TRIPS = 8  # the first one pays for memory that is touched for the first time
+LEAST_TRIPS = 8  # the first one includes the first access to its memory
 MOST_TRIPS = 2**14
 
 
@@ -22,9 +22,9 @@ class Effort:
     """How long to measure.
 
     Attributes:
-        run_seconds: what one run is made to last.
-        total_seconds: when no further round starts.
-        least_rounds, most_rounds: how many rounds there are, whatever the time.
+        run_seconds: the intended duration of one run.
+        total_seconds: the time after which no further round starts.
+        least_rounds, most_rounds: bounds on the number of rounds, whatever the time.
     """
 
     run_seconds: float
@@ -40,13 +40,14 @@ def measure(
     effort: Effort,
     progress: Callable[[float], None],
 ) -> tuple[list[float], float]:
-    """Seconds of one trip of each loop; and the disturbance: how many times as long as the fastest run a typical one took.
+    """Seconds of one trip of each loop, and the disturbance: the ratio of a typical run to the fastest.
 
     Args:
-        loops: from a number of trips to a function that runs them and returns when they are done.
-        guesses: about how long a trip takes.
-        start_seconds: what a run takes without any trips.
-        progress: called with the fraction that is done.
+        loops: functions from a number of trips to a function that runs them and returns when they are done.
+        guesses: estimated seconds of a trip.
+        start_seconds: the time of a run without trips.
+        effort: how long to measure.
+        progress: called with the fraction done.
     """
     begun = time.perf_counter()
     runs, trips = [], []
@@ -65,7 +66,7 @@ def measure(
             times[k].append(seconds_of(run))
         left = max(effort.total_seconds - (prepared - begun), 1e-9)
         progress(0.5 + 0.5 * max((number + 1) / effort.most_rounds, min((time.perf_counter() - prepared) / left, 1.0)))
-    # starting a loop may take less than starting a program of its own does; a tenth of a run is always the loop's
+    # starting a loop may take less than starting an empty program: at least a tenth of a run counts as the loop's
     best = [min(each) for each in times]
     disturbance = median(median(each) / fastest for each, fastest in zip(times, best, strict=True))
     return [max(fastest - start_seconds, 0.1 * fastest) / n for fastest, n in zip(best, trips, strict=True)], disturbance
@@ -74,7 +75,7 @@ def measure(
 def _prepared(
     loop: Callable[[int], Callable[[], object]], guess: float, start_seconds: float, run_seconds: float
 ) -> tuple[Callable[[], object], int]:
-    """A compiled run that lasts about as long as it should, and its trips; tried at most three times."""
+    """A compiled run of about the intended duration, and its trips; after at most three adjustments."""
     n = _trips(guess, run_seconds)
     for _ in range(3):
         run = loop(n)
@@ -95,7 +96,7 @@ def _trips(single: float, run_seconds: float) -> int:
 
 
 def seconds_of(run: Callable[[], object]) -> float:
-    """What one call takes."""
+    """The duration of one call."""
     started = time.perf_counter()
     run()
     return time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""What is measured: small programs that keep all devices busy, each with what the cost model predicts for it."""
+"""Small programs that keep all devices busy, for measurement, each with the cost model's prediction."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ ALONE = Mesh(())
 
 @dataclass(frozen=True)
 class Kernel:
-    """A program of one device whose result can be its first argument again; every device runs it.
+    """A program for one device whose result can be its next first argument; every device runs it.
 
     Attributes:
-        section: what it is measured for.
-        name, size: what it does, to how much.
+        section: its section of the report.
+        name, size: its operation and its size, for the report.
         fn: the program.
         shapes, dtype: of its arguments.
-        chained: how many times it stands in the body of a loop; more than once where it cannot write to where it reads.
+        chained: its repetitions in the body of a loop; several where its result cannot overwrite its operand.
     """
 
     section: str
@@ -61,12 +61,12 @@ class Kernel:
         return sum(math.prod(shape) for shape in self.shapes) * jnp.dtype(self.dtype).itemsize
 
     def predicted_seconds(self, cluster: Cluster) -> float:
-        """What the judge says of it, on one device of the cluster."""
+        """The cost model's prediction, on one device of the cluster."""
         one = replace(cluster, topology=(1,) * len(cluster.topology))
         return evaluate(self._profile, CostModel(one, ALONE), Assignment(ALONE, {}, {})).cost.compute_seconds
 
     def compiled(self, devices: Sequence[Any]) -> Callable[[int], Run]:
-        """From a number of trips to a loop that runs it ``trips * chained`` times."""
+        """A function from a number of trips to a loop that runs it ``trips * chained`` times."""
         mesh = jax_mesh(Mesh((("all", len(devices)),)), devices)
         first, *rest = (_on_each(_block(shape, self.dtype, number), mesh) for number, shape in enumerate(self.shapes))
 
@@ -75,7 +75,7 @@ class Kernel:
 
             def body(_, x):
                 for _ in range(self.chained):
-                    x = lax.optimization_barrier(self.fn(x, *others))  # or XLA:GPU makes one kernel of two softmaxes
+                    x = lax.optimization_barrier(self.fn(x, *others))  # otherwise XLA:GPU fuses two softmaxes
                 return x
 
             return lax.fori_loop(0, trips, body, x[0])[None]
@@ -84,14 +84,14 @@ class Kernel:
 
 
 def matrix_product(rows: int, side: int, dtype: str) -> Kernel:
-    """``(rows, side)`` by ``(side, side)``."""
+    """A product of ``(rows, side)`` by ``(side, side)``."""
     chained = 16 if rows * side <= 2**14 else 4 if rows * side <= 2**16 else 2
     size = f"{rows} x {side} x {side}"
     return Kernel("matrix product", dtype, size, jnp.matmul, ((rows, side), (side, side)), dtype, chained)
 
 
 def elementwise(name: str, side: int, dtype: str) -> Kernel:
-    """One of `ELEMENTWISE` on a square matrix; one that reduces rows first cannot write to where it reads, and is chained."""
+    """One of `ELEMENTWISE` on a square matrix; a softmax, which cannot overwrite its operand, is chained."""
     chained = 2 if name == "softmax" else 1
     return Kernel("elementwise", f"{name}, {dtype}", f"{side} x {side}", ELEMENTWISE[name], ((side, side),), dtype, chained)
 
@@ -109,7 +109,7 @@ def _softmax(x):
 
 
 ELEMENTWISE: dict[str, Callable[[Any], Any]] = {"x / 2 + 1 / 4": _scale, "gelu": _gelu, "softmax": _softmax}
-"""Bound by memory; by arithmetic; with reductions in between."""
+"""Elementwise programs: bound by memory, bound by arithmetic, and with reductions in between."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class CollectiveProgram:
         kind: one of `COLLECTIVES`.
         payload_bytes: the larger of a device's operand and result.
         sizes: of the mesh's axes.
-        axis: the one that communicates.
+        axis: the axis that communicates.
     """
 
     kind: str
@@ -132,7 +132,7 @@ class CollectiveProgram:
 
     @property
     def name(self) -> str:
-        """Its kind, and between how many devices."""
+        """Its kind and its number of devices."""
         of = f" (axis {self.axis} of {'x'.join(map(str, self.sizes))})" if len(self.sizes) > 1 else ""
         return f"{self.kind}, {self.sizes[self.axis]} devices{of}"
 
@@ -147,11 +147,11 @@ class CollectiveProgram:
         return self.payload_bytes
 
     def predicted_seconds(self, cluster: Cluster) -> float:
-        """What the cost model says of it."""
+        """The cost model's prediction."""
         return float(CostModel(cluster, self._mesh).communication.seconds(self.kind, float(self.payload_bytes), (self.axis,)))
 
     def compiled(self, devices: Sequence[Any]) -> Callable[[int], Run]:
-        """From a number of trips to a loop that runs it so often."""
+        """A function from a number of trips to a loop of them."""
         mesh = jax_mesh(self._mesh, devices)
         group, name = self.sizes[self.axis], mesh.axis_names[self.axis]
         length = max(self.payload_bytes // 4 // group, 1) * group
@@ -160,7 +160,7 @@ class CollectiveProgram:
 
         def body(_, x):
             result = COLLECTIVES[self.kind](x, name, group)
-            # Of what does not write where it reads one element goes back into the operand: the next one waits, and nothing is copied.
+            # Otherwise one element of the result is put into the operand, so that the next trip depends on it without a copy.
             return result if in_place else x.at[:1].set(result[:1])
 
         return lambda trips: _mapped(lambda x: lax.fori_loop(0, trips, body, x[0])[None], mesh, x)
@@ -182,7 +182,7 @@ Program = Kernel | CollectiveProgram
 
 
 def _mapped(local: Callable[..., Any], mesh: jax.sharding.Mesh, *args: jax.Array) -> Run:
-    """Runs a function of each device's block; its result takes the first argument's memory, and is that argument next time."""
+    """A run of a function on each device's block; its result takes the first argument's memory, and is the next first argument."""
     spec = PartitionSpec(mesh.axis_names)
     run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False), donate_argnums=0)
     state = [jnp.copy(args[0]), *args[1:]]
@@ -194,13 +194,13 @@ def _mapped(local: Callable[..., Any], mesh: jax.sharding.Mesh, *args: jax.Array
 
 
 def _on_each(block: np.ndarray, mesh: jax.sharding.Mesh) -> jax.Array:
-    """An array of one such block a device."""
+    """An array with a copy of the block on each device."""
     sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     return jax.make_array_from_callback((mesh.size, *block.shape), sharding, lambda _: block[None])
 
 
 def _block(shape: tuple[int, ...], dtype: str, number: int) -> np.ndarray:
-    """A normal array; for second arguments the cosine transform, which keeps the length of rows however often they are multiplied by it."""
+    """A normal random array; for second arguments the matrix of the cosine transform, which preserves the norms of rows in products."""
     if number == 0:
         return np.random.default_rng(0).standard_normal(shape, np.float32).astype(jnp.dtype(dtype))
     place = np.arange(shape[-1], dtype=np.float32) + 0.5

@@ -1,4 +1,4 @@
-"""Sharding rules of JAX primitives: one file per family, one function per kind of behaviour."""
+"""Sharding rules of JAX primitives: one file per family, one function per rule."""
 
 from autoshard.rules import (
     contraction,

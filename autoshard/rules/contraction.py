@@ -1,4 +1,4 @@
-"""Primitives that multiply and sum: dot products and convolutions."""
+"""Rules of dot products and convolutions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def dot_general(lhs: Value, rhs: Value, /, *, results: tuple[Value, ...], dimens
 def ragged_dot_general(
     lhs: Value, rhs: Value, group_sizes: Value, /, *, results: tuple[Value, ...], ragged_dot_dimension_numbers: Any, **_
 ) -> Rule:
-    """As a dot product whose ragged and group dimensions stay whole, since a group may lie anywhere in them."""
+    """A dot product whose ragged and group dimensions stay whole, since the boundaries of groups are data."""
     numbers = ragged_dot_dimension_numbers
     (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
     groups = tuple(numbers.rhs_group_dimensions)
@@ -59,13 +59,15 @@ def _others(dims: list[Factor], *taken: tuple[int, ...]) -> list[Factor]:
 
 
 def conv_window(params: Mapping[str, Any], lhs: Sequence[int], rhs: Sequence[int], out: Sequence[int], k: int) -> tuple[Window, bool]:
-    """The window that moves along the k-th spatial dimension of the left operand, and whether its steps are the right one's elements.
+    """The window that slides along the k-th spatial dimension of the left operand, and whether its steps are the right one's elements.
 
-    Mostly they are the result's, each reading as much as the right operand covers. In a kernel's gradient the right operand
-    is the long one: its elements step along the left one, and each meets as much of it as the result covers.
+    Usually the right operand is the window and the result has the steps. In a kernel's gradient the right operand is the
+    longer one: its elements are the steps, and the result is the window.
 
     Args:
+        params: of the convolution.
         lhs, rhs, out: the shapes.
+        k: which spatial dimension.
     """
     numbers = params["dimension_numbers"]
     window, steps = rhs[numbers.rhs_spec[2 + k]], out[numbers.out_spec[2 + k]]
@@ -87,10 +89,10 @@ def conv_general_dilated(
     batch_group_count: int,
     **params: Any,
 ) -> Rule:
-    """Batch and output features pass through, input features are summed, shards of space exchange halos.
+    """Batch and output features pass through, input features are summed, spatial shards exchange halos.
 
-    In a kernel's gradient space is summed, too. It stays whole where shards would need different halos. What a grouped convolution
-    groups (features, or the batch and the output features) stays whole: XLA:CPU aborts the process on some of it.
+    In a kernel's gradient spatial dimensions are summed, too. They stay whole where halos differ in size. The dimensions that a grouped
+    convolution groups (features, or the batch and the output features) stay whole: XLA:CPU aborts on some of these.
     """
     (out,) = results
     numbers = params["dimension_numbers"]

@@ -1,4 +1,4 @@
-"""Primitives that make arrays from nothing, or from a random key."""
+"""Rules of primitives that create arrays without operands, or from random keys."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def iota(*sizes: Value, results: tuple[Value, ...], **_) -> Rule:
 def random_bits(keys: Value, /, *, results: tuple[Value, ...], **_) -> Rule:
     """The keys' dimensions are shared; those drawn from one key are factors of the result alone: ``([i])->([i, j])``.
 
-    Threefry counts every element by its position, so each shard draws its own (`jax_threefry_partitionable`, JAX's
-    default). Other generators run one stream a key and draw it whole.
+    Threefry hashes every element's position, so each shard draws its own (`jax_threefry_partitionable`, JAX's default).
+    Other generators have one sequential stream per key, which is drawn whole.
     """
     drawn = results[0].shape[keys.rank :]
     dims = free(keys.shape)
@@ -27,7 +27,7 @@ def random_bits(keys: Value, /, *, results: tuple[Value, ...], **_) -> Rule:
 
 @rule("random_gamma")
 def random_gamma(keys: Value, shape: Value, /, *, results: tuple[Value, ...], **_) -> Rule:
-    """The keys' dimensions are shared; what is drawn from one key stays whole, since each sample's key goes by its position."""
+    """The keys' dimensions are shared; samples of one key stay whole, since each one's own key depends on its position."""
     dims = free(keys.shape)
     drawn = [*dims, *whole(shape.shape[keys.rank :])]
     return assemble([dims, drawn], [drawn])
@@ -35,5 +35,5 @@ def random_gamma(keys: Value, shape: Value, /, *, results: tuple[Value, ...], **
 
 @rule("rng_bit_generator", "rng_uniform")
 def rng(*operands: Value, results: tuple[Value, ...], **_) -> Rule:
-    """One stream that is drawn whole."""
+    """One sequential stream, drawn whole."""
     return assemble([whole(operand.shape) for operand in operands], [whole(result.shape) for result in results])

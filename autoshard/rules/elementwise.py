@@ -1,4 +1,4 @@
-"""Primitives that compute each element of a result from the same element of every operand."""
+"""Rules of elementwise primitives, identities and casts of bits."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def elementwise(*operands: Value, results: tuple[Value, ...], **_) -> Rule:
     Scalars (a predicate, a bound, a literal) and dimensions of size one are read whole, as in ``([i, j], [])->([i, j])``.
     """
     dims = free(results[0].shape)
-    return assemble([_stretched(operand, dims) for operand in operands], [dims] * len(results))
+    return assemble([_broadcast(operand, dims) for operand in operands], [dims] * len(results))
 
 
-def _stretched(operand: Value, dims: list[Factor]) -> list[Dim]:
+def _broadcast(operand: Value, dims: list[Factor]) -> list[Dim]:
     aligned = dims[len(dims) - operand.rank :]
     return [dim if dim.size == n else () for dim, n in zip(aligned, operand.shape, strict=True)]
 
@@ -31,7 +31,7 @@ def identity(*operands: Value, results: tuple[Value, ...], **_) -> Rule:
 
 @rule("bitcast_convert_type", "random_wrap", "random_unwrap")
 def reinterpret(x: Value, /, *, results: tuple[Value, ...], **_) -> Rule:
-    """Elementwise, except that the words an element is made of are a trailing dimension, which stays whole."""
+    """Elementwise, except for a trailing dimension of an element's words, which stays whole."""
     (y,) = results
     dims = free(min(x.shape, y.shape, key=len))
     return assemble([[*dims, *whole(x.shape[len(dims) :])]], [[*dims, *whole(y.shape[len(dims) :])]])

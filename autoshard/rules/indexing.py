@@ -1,4 +1,4 @@
-"""Primitives that read or write at computed positions."""
+"""Rules of primitives that read or write at computed positions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def dynamic_slice(x: Value, /, *indices: Value, results: tuple[Value, ...], slic
 def dynamic_update_slice(x: Value, update: Value, /, *indices: Value, results: tuple[Value, ...], **_) -> Rule:
     """Dimensions that the update covers pass through: ``([i, j], [i, k], [], [])->([i, j])``.
 
-    So does, in operand and result, one that is written one element at a time: the shard that holds it takes the update.
+    So does, in operand and result, a dimension in which the update has one element: the shard with that position applies it.
     """
     dims = free_but(x.shape, [d for d, n in enumerate(update.shape) if n not in (1, x.shape[d])])
     return assemble([dims, resized(dims, update.shape), *(whole(index.shape) for index in indices)], [dims])
@@ -30,8 +30,8 @@ def dynamic_update_slice(x: Value, update: Value, /, *indices: Value, results: t
 def gather(x: Value, indices: Value, /, *, results: tuple[Value, ...], dimension_numbers: Any, slice_sizes: tuple[int, ...], **_) -> Rule:
     """Dimensions taken whole, index batches and paired batches pass through: ``([k, j], [i, l])->([i, j]) reduction={k}``.
 
-    A dimension that is indexed one element at a time is a reduction: every shard looks up what it holds, gives zero for
-    the rest, and the sum is the answer (XLA partitions it so).
+    A dimension that is indexed one element at a time is a reduction: every shard looks up its own rows, gives zero for the
+    others, and the results are summed (as XLA partitions it).
     """
     numbers = dimension_numbers
     lookup = _index_dims(indices)
@@ -59,9 +59,9 @@ def _scatter(operator: str):
     def scatter(x: Value, indices: Value, updates: Value, /, *, results: tuple[Value, ...], dimension_numbers: Any, **_) -> Rule:
         """Windows written whole and paired batches pass through: ``([i, j], [k, l], [k, j])->([i, j]) reduction={k}``.
 
-        Index batches leave partial results where the updates are combined, the operand counting once; they stay whole
-        where one update overwrites another. A dimension written one element at a time passes through operand and
-        result: every shard keeps the updates that fall into it.
+        Index batches are reductions where updates are combined, with the operand counted once; they stay whole where one
+        update overwrites another. A dimension written one element at a time passes through operand and result: every
+        shard applies the updates inside it.
         """
         numbers = dimension_numbers
         batched = dict(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True))
@@ -78,7 +78,7 @@ def _scatter(operator: str):
                 operand.append(lookup[batched[d]])
                 continue
             written = 1 if d in numbers.inserted_window_dims else next(sizes)
-            by_element = d in numbers.inserted_window_dims and d in numbers.scatter_dims_to_operand_dims  # a window of one is gathered
+            by_element = d in numbers.inserted_window_dims and d in numbers.scatter_dims_to_operand_dims  # XLA gathers windows of one
             operand.append(Factor(n, "pass_through" if written == n or by_element else "need_replication"))
             if d not in numbers.inserted_window_dims:
                 windows.append(operand[-1] if written == n else Factor(written, "need_replication"))
@@ -92,7 +92,7 @@ for _name in of_kind("scatter"):
 
 
 def _index_dims(indices: Value) -> list[Factor]:
-    """The factors of an index array: its last dimension holds the coordinates and stays whole."""
+    """The factors of an index array; its last dimension, the coordinates, stays whole."""
     return [*free(indices.shape[:-1]), *whole(indices.shape[-1:])]
 
 

@@ -1,4 +1,4 @@
-"""Matrix decompositions, solvers and transforms: batches pass through, what is decomposed stays whole."""
+"""Rules of matrix decompositions, solvers and transforms: batch dimensions pass through, the others stay whole."""
 
 from __future__ import annotations
 

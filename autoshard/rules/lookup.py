@@ -1,4 +1,4 @@
-"""The rules of a whole program: those of the table, and for primitives it lacks those composed from Shardy's."""
+"""The rules of a whole program: from the registry, and for primitives without one composed from Shardy's rules."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from autoshard.rules.shardy import lowered_rule
 def rules_of(graph: Graph) -> tuple[Rule | None, ...]:
     """The rule of every op, by op index; equal operations share one `Rule` object.
 
-    None for control flow, and for what stays replicated or as the user wrote it. Linear in the number of ops, plus 5-10 ms for
-    each distinct operation of a primitive without a rule here.
+    None for control flow, and for ops that stay replicated or partition themselves. Linear in the number of ops, plus 5-10 ms
+    for each distinct operation of an unregistered primitive.
     """
     ours = registered()
     known: dict[Hashable, Rule | None] = {}
@@ -27,7 +27,7 @@ def rules_of(graph: Graph) -> tuple[Rule | None, ...]:
         key: Any = (op.primitive if op.primitive in ours else op.equation.primitive, tuple(op.params.items()), *values)
         try:
             hash(key)
-        except TypeError:  # a parameter that cannot be hashed only costs the cache
+        except TypeError:  # an unhashable parameter: not cached
             key = op.index
         if key not in known:
             known[key] = _rule(op, *values)

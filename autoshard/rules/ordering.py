@@ -1,4 +1,4 @@
-"""Primitives in which every element along one dimension depends on the others: scans, sorts, top-k."""
+"""Rules of primitives that order or accumulate along a dimension: scans, sorts, top-k."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def sort(*operands: Value, results: tuple[Value, ...], dimension: int, **_) -> R
 
 @rule("top_k")
 def top_k(x: Value, /, *, results: tuple[Value, ...], axis: int, **_) -> Rule:
-    """Shards of the searched dimension gather the k best of each, values and places; the k found stay whole."""
+    """Shards of the searched dimension gather the k best of each, values and positions; the k of the result stay whole."""
     dims, axis = free(x.shape), axis % x.rank
     k = results[0].shape[axis]
     found = [*dims[:axis], *whole([k]), *dims[axis + 1 :]]

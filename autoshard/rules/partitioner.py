@@ -1,4 +1,4 @@
-"""How far XLA's partitioner keeps a rule's promise: where it follows the rule by itself, and where it falls behind."""
+"""How XLA's partitioner treats the sharding rules: the ops whose shardings it propagates by the rule, and those it gathers regardless."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Any
 from autoshard.ir import Rule
 from autoshard.primitives import is_windowed
 
-# Custom calls and transforms that the partitioner replicates, batch and all (seen in compiled modules, jaxlib 0.10.2).
+# Custom calls and transforms that the partitioner replicates, batch included (seen in compiled modules, jaxlib 0.10.2).
 GATHERED = frozenset({"fft", "select_and_scatter", "select_and_scatter_add", "top_k"})
 
-# Elementwise functions that iterate until the last element has converged: partitioned, every trip asks all shards.
+# Elementwise functions that iterate until the last element has converged: partitioned, each trip needs a collective.
 ITERATED = frozenset({"igamma", "igamma_grad_a", "igammac", "random_gamma", "regularized_incomplete_beta"})
 
-# Elementwise functions that lower to CHLO, a dialect that the partitioner passes shardings through in neither direction.
+# Elementwise functions that lower to CHLO, a dialect through which the partitioner propagates no shardings.
 UNKNOWN = frozenset({
     "acos", "acosh", "asin", "asinh", "atan", "atanh", "bessel_i1e", "cosh", "digamma", "erf", "erf_inv", "erfc", "lgamma", "mulhi",
     "nextafter", "polygamma", "sinh", "square", "zeta",
 })  # fmt: skip
 
-# Operations of one StableHLO operation each, whose rule in the partitioner's own registry is ours.
+# Primitives of one StableHLO operation each, whose rule in Shardy's registry equals ours.
 PROPAGATED = frozenset({
     "broadcast_in_dim", "dot_general", "reduce_max", "reduce_min", "reduce_prod", "reduce_sum", "squeeze", "transpose",
 })  # fmt: skip
 
-# Those whose rule is ours for the dimensions that they pass on whole.
+# Primitives whose rule equals ours for the dimensions that they pass on whole.
 PASSED_WHOLE = frozenset({
     "concatenate", "conv_general_dilated", "pad", "reduce_window_max", "reduce_window_min", "reduce_window_sum", "reshape", "rev", "slice",
     "split",
@@ -33,7 +33,7 @@ PASSED_WHOLE = frozenset({
 
 
 def propagates(primitive: str, rule: Rule, sharded: Collection[int] = ()) -> bool:
-    """Whether the partitioner carries shardings from operands to results just as the rule does: then none need be written on results.
+    """Whether the partitioner propagates shardings from operands to results as the rule does, so that results need no constraint.
 
     Args:
         sharded: the factors that are sharded.
@@ -58,7 +58,7 @@ def propagates(primitive: str, rule: Rule, sharded: Collection[int] = ()) -> boo
         and all(
             dim in ((), made)
             for operand in rule.operands
-            for dim, made in zip(reversed(operand), reversed(rule.results[0]), strict=False)  # stretched ones have fewer
+            for dim, made in zip(reversed(operand), reversed(rule.results[0]), strict=False)  # broadcast operands have fewer
         )
     )
 
@@ -66,8 +66,8 @@ def propagates(primitive: str, rule: Rule, sharded: Collection[int] = ()) -> boo
 def runs_per_shard(primitive: str, params: Mapping[str, Any]) -> bool:
     """Whether an operation must run per shard, inside `jax.shard_map`, to need no collectives but its rule's.
 
-    Its parameters hold for a shard as they hold for the whole. Grouped convolutions are gathered, and where they group the batch the
-    partitioner adds up the sum over input features once too often. Of windows that crop, a sharded one aborts the process.
+    Its parameters are the same for a shard and for the whole. XLA gathers grouped convolutions, and where they group the batch it adds the
+    sum over input features once too often. Sharded windows that crop abort the process.
 
     >>> runs_per_shard("top_k", {"k": 2, "axis": 1}), runs_per_shard("dot_general", {})
     (True, False)

@@ -1,4 +1,4 @@
-"""Primitives that combine all elements along some dimensions into one."""
+"""Rules of primitives that reduce dimensions."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ for _name in of_kind("reduction"):
 
 @rule("argmax", "argmin")
 def argmax(x: Value, /, *, results: tuple[Value, ...], axes: tuple[int, ...], **_) -> Rule:
-    """Shards of the searched dimension gather what each of them found, the element and its position."""
+    """Shards of the searched dimension gather the element and the position that each of them found."""
     dims = free(x.shape)
     for axis in axes:
         dims[axis] = Factor(x.shape[axis], "permutation", sends=(Send("all_gather", 0), Send("all_gather", 1)))
     return assemble([dims], [[dim for d, dim in enumerate(dims) if d not in axes]])
 
 
-# Operators for which it does not matter how often the initial value counts: every shard begins with it.
+# Operators that may count the initial value several times: every shard begins with it.
 IDEMPOTENT = frozenset({"max", "min", "and", "or"})
 
 
 @rule("reduce")
 def reduce(*operands: Value, results: tuple[Value, ...], dimensions: tuple[int, ...], jaxpr: Any, **_: Any) -> Rule:
-    """A reduction by a function of the user's own keeps its dimensions whole, unless that is a maximum or its like.
+    """A reduction by an arbitrary function keeps its dimensions whole, unless it is one of `IDEMPOTENT`.
 
     Operands come first, then their initial values.
     """
@@ -52,7 +52,7 @@ def reduce(*operands: Value, results: tuple[Value, ...], dimensions: tuple[int, 
 
 
 def _only_primitive(jaxpr: Any) -> str:
-    """The name of the primitive that a function consists of, applied to its two arguments; empty if there is more to it."""
+    """The name of the primitive that a function applies to its two arguments; empty if it does anything else."""
     if len(jaxpr.eqns) != 1 or {*jaxpr.eqns[0].invars} != {*jaxpr.invars} or jaxpr.outvars != jaxpr.eqns[0].outvars:
         return ""
     return jaxpr.eqns[0].primitive.name

@@ -1,15 +1,15 @@
-"""The table of sharding rules by primitive name, and the vocabulary they are written in.
+"""The registry of sharding rules by primitive name, and the functions they are written with.
 
-A rule is one function per primitive family: operands come positionally as `Value`s, results as ``results``, the
-primitive's own parameters by keyword, untouched. It returns a `Rule`, or None where it has none for these parameters:
+A rule is a function of an operation: operands positionally as `Value`s, results as ``results``, the primitive's
+parameters by keyword. It returns a `Rule`, or None where there is none for these parameters:
 
     @rule("transpose")
     def transpose(x, /, *, results, permutation, **_):
         dims = free(x.shape)
         return assemble([dims], [[dims[d] for d in permutation]])
 
-A tensor is written as one entry a dimension: a `Factor`, or a tuple of factors from major to minor, or ``()``. The same
-`Factor` object in two places is the same factor; two objects are two factors, however equal they look.
+A tensor is written as one entry per dimension: a `Factor`, or a tuple of factors from major to minor, or ``()``. Factors
+are compared by identity: the same `Factor` object in two places is one factor, two equal objects are two.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FUNCTIONS: dict[str, RuleFunction] = {}
 
 
 def rule(*primitives: str) -> Callable[[RuleFunction], RuleFunction]:
-    """A decorator that makes a function the sharding rule of these primitives."""
+    """A decorator that registers a function as the sharding rule of these primitives."""
 
     def register(function: RuleFunction) -> RuleFunction:
         for primitive in primitives:
@@ -41,7 +41,7 @@ def rule(*primitives: str) -> Callable[[RuleFunction], RuleFunction]:
 
 
 def registered() -> frozenset[str]:
-    """The names of all primitives that have a rule.
+    """The names of all primitives with a rule.
 
     >>> "dot_general" in registered(), "scan" in registered()
     (True, False)
@@ -57,7 +57,7 @@ def rule_of(primitive: str, params: Mapping[str, Any], operands: Sequence[Value]
     '([i, j])->([i]) {i=8, j=4} reduction={j:max}'
 
     Raises:
-        RuleError: a rule's factors do not multiply to the dimensions of the operation.
+        RuleError: the products of a rule's factors are not the dimensions of the operation.
     """
     function = _FUNCTIONS.get(primitive)
     found = function(*operands, results=tuple(results), **params) if function else None
@@ -77,10 +77,9 @@ def whole(shape: Sequence[int]) -> list[Factor]:
 
 
 def reduced(size: int, operator: str, dtype: str) -> Factor:
-    """A new reduction factor, or a need-replication one where XLA has no all_reduce by this operator for elements of this dtype.
+    """A new reduction factor, or a need-replication one where XLA has no all_reduce with this operator and dtype.
 
-    It has none by xor, by and/or for booleans alone, none that orders complex numbers, and none of two-bit integers: jaxlib 0.10.2
-    fails to compile them.
+    It has and/or for booleans alone; xor, max and min of complex numbers, and two-bit integers fail to compile (jaxlib 0.10.2).
     """
     bits = operator == "xor" or (operator in ("and", "or") and dtype != "bool")
     ordered = operator in ("max", "min") and dtype.startswith("complex")
@@ -90,19 +89,19 @@ def reduced(size: int, operator: str, dtype: str) -> Factor:
 
 
 def free_but(shape: Sequence[int], touched: Collection[int]) -> list[Factor]:
-    """A new factor for each dimension: need-replication for the touched ones, pass-through for the others."""
+    """A new factor for each dimension: need-replication for those in ``touched``, pass-through for the others."""
     return [Factor(n, "need_replication" if d in touched else "pass_through") for d, n in enumerate(shape)]
 
 
 def resized(dims: Sequence[Factor], shape: Sequence[int]) -> list[Factor]:
-    """The factors of a tensor that differs in some dimensions' sizes: those get a need-replication factor of their own."""
+    """The factors of a tensor of this shape: those of ``dims``, and a new need-replication factor where the size differs."""
     return [dim if dim.size == n else Factor(n, "need_replication") for dim, n in zip(dims, shape, strict=True)]
 
 
 def assemble(operands: Sequence[Sequence[Dim]], results: Sequence[Sequence[Dim]]) -> Rule:
-    """The rule of tensors written in factor objects, numbered as they first appear: results first, then operands.
+    """The rule of tensors written in factor objects, which are numbered in order of appearance: results first, then operands.
 
-    A dimension of size one (or zero) cannot be sharded, so it has no factor.
+    A dimension of size one (or zero) cannot be sharded, and has no factor.
     """
     numbers: dict[int, int] = {}
     factors: list[Factor] = []

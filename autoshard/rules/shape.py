@@ -1,4 +1,4 @@
-"""Primitives that rearrange elements and compute nothing."""
+"""Rules of primitives that rearrange elements without arithmetic."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autoshard.rules.registry import Dim, assemble, free, free_but, resized, rul
 
 @rule("broadcast_in_dim")
 def broadcast_in_dim(x: Value, /, *_sizes: Value, results: tuple[Value, ...], broadcast_dimensions: tuple[int, ...], **_) -> Rule:
-    """Kept dimensions are shared, new and stretched ones are factors of the result alone: ``([j])->([i, j])``."""
+    """Kept dimensions are shared, new and broadcast ones are factors of the result alone: ``([j])->([i, j])``."""
     dims = free(results[0].shape)
     operand = [dims[d] if dims[d].size == n else () for d, n in zip(broadcast_dimensions, x.shape, strict=True)]
     return assemble([operand, *([] for _ in _sizes)], [dims])
@@ -21,7 +21,7 @@ def broadcast_in_dim(x: Value, /, *_sizes: Value, results: tuple[Value, ...], br
 def reshape(x: Value, /, *_sizes: Value, results: tuple[Value, ...], dimensions: tuple[int, ...] | None = None, **_) -> Rule:
     """The common refinement of both shapes: ``([i, j])->([ij])`` merges, ``([ij])->([i, j])`` splits, major factors first.
 
-    ``dimensions`` is the order in which the operand's are read, if not their own.
+    ``dimensions`` is the order in which the operand's dimensions are read, None for their own.
     """
     order = list(range(x.rank) if dimensions is None else dimensions)
     read, result = _refine([x.shape[d] for d in order], results[0].shape)
@@ -31,9 +31,9 @@ def reshape(x: Value, /, *_sizes: Value, results: tuple[Value, ...], dimensions:
 def _refine(left: Sequence[int], right: Sequence[int]) -> tuple[Sequence[Dim], Sequence[Dim]]:
     """The factors of two shapes of equal size in row-major order.
 
-    Both are consumed from the major end, so that what was taken from either has the same size; then a common divisor of
-    what is left of their current dimensions is a digit of the element's position in both, a shared factor. Where there
-    is no common divisor the dimensions interleave: they stay whole until the products meet again.
+    Both are consumed from the major end, at equal products. A common divisor of the remainders of the current dimensions is
+    then a digit of the element's position in both shapes, a shared factor. Without one the dimensions interleave, and need
+    replication up to where the products are equal again.
     """
     if 0 in left:
         return whole(left), whole(right)
@@ -72,36 +72,36 @@ def _refine(left: Sequence[int], right: Sequence[int]) -> tuple[Sequence[Dim], S
 
 @rule("transpose")
 def transpose(x: Value, /, *, results: tuple[Value, ...], permutation: tuple[int, ...], **_) -> Rule:
-    """Dimensions keep their factors and change places: ``([j, i])->([i, j])``."""
+    """Dimensions are permuted with their factors: ``([j, i])->([i, j])``."""
     dims = free(x.shape)
     return assemble([dims], [[dims[d] for d in permutation]])
 
 
 @rule("squeeze")
 def squeeze(x: Value, /, *, results: tuple[Value, ...], dimensions: tuple[int, ...], **_) -> Rule:
-    """Dimensions of size one go, the others keep their factors."""
+    """Dimensions of size one are removed, the others keep their factors."""
     dims = free(x.shape)
     return assemble([dims], [[dim for d, dim in enumerate(dims) if d not in dimensions]])
 
 
 @rule("rev")
 def rev(x: Value, /, *, results: tuple[Value, ...], dimensions: tuple[int, ...], **_) -> Rule:
-    """Shards of a reversed dimension change places, each reversed in itself."""
-    turned = (Send("collective_permute", 0, 0),)
-    dims = [Factor(n, "permutation", sends=turned) if d in dimensions else Factor(n) for d, n in enumerate(x.shape)]
+    """Shards of a reversed dimension swap places, each reversed in itself."""
+    swap = (Send("collective_permute", 0, 0),)
+    dims = [Factor(n, "permutation", sends=swap) if d in dimensions else Factor(n) for d, n in enumerate(x.shape)]
     return assemble([dims], [dims])
 
 
 @rule("concatenate")
 def concatenate(*operands: Value, results: tuple[Value, ...], dimension: int, **_) -> Rule:
-    """The joined dimension stays whole in every operand and the result: ``([i, j], [i, k])->([i, l])``."""
+    """The concatenated dimension stays whole in every operand and the result: ``([i, j], [i, k])->([i, l])``."""
     dims = free_but(results[0].shape, (dimension,))
     return assemble([resized(dims, operand.shape) for operand in operands], [dims])
 
 
 @rule("split")
 def split(x: Value, /, *, results: tuple[Value, ...], axis: int, **_) -> Rule:
-    """The divided dimension stays whole in the operand and every result, unless there is one of these."""
+    """The divided dimension stays whole in the operand and every result, unless there is only one result."""
     dims = free_but(x.shape, (axis,) if len(results) > 1 else ())
     return assemble([dims], [resized(dims, result.shape) for result in results])
 
@@ -115,14 +115,14 @@ def stack(*operands: Value, results: tuple[Value, ...], axis: int, **_) -> Rule:
 
 @rule("unstack")
 def unstack(x: Value, /, *, results: tuple[Value, ...], axis: int, **_) -> Rule:
-    """The dimension taken apart stays whole, the others pass through."""
+    """The removed dimension stays whole, the others pass through."""
     dims = free_but(x.shape, (axis,))
     return assemble([dims], [[dim for d, dim in enumerate(dims) if d != axis]] * len(results))
 
 
 @rule("tile")
 def tile(x: Value, /, *, results: tuple[Value, ...], reps: tuple[int, ...], **_) -> Rule:
-    """A repeated dimension is its repetitions, a factor of the result alone, times itself: ``([j])->([ij])``."""
+    """A repeated dimension is the product of its repetitions, a factor of the result alone, and itself: ``([j])->([ij])``."""
     dims = free(x.shape)
     padded = [()] * (len(reps) - x.rank) + [(dim,) for dim in dims]
     return assemble([dims], [[(Factor(n), *dim) for n, dim in zip(reps, padded, strict=True)]])
@@ -137,6 +137,6 @@ def pad(x: Value, value: Value, /, *, results: tuple[Value, ...], padding_config
 
 @rule("slice")
 def slice_(x: Value, /, *, results: tuple[Value, ...], **_) -> Rule:
-    """Dimensions taken whole pass through, the others stay whole; a stride or an offset always shows in the size."""
+    """Dimensions taken whole pass through, the others stay whole; a stride or an offset always changes the size."""
     dims = free_but(x.shape, [d for d, (n, m) in enumerate(zip(x.shape, results[0].shape, strict=True)) if n != m])
     return assemble([dims], [resized(dims, results[0].shape)])

@@ -1,15 +1,15 @@
-"""The rule of last resort: a primitive that has none here is lowered, and Shardy's rules of its operations become one.
+"""Fallback rules for unregistered primitives: the equation is lowered, and Shardy's rules of its operations are composed.
 
-Lowering one equation takes 5-10 ms. Each StableHLO operation's rule says which dimensions of its tensors are one and the
-same factor; following the values through calls, loops and branches unifies them, so that a dimension of the equation's
-operands and results is a sequence of unified factors. A factor may be sharded where that needs no collective but its
+Lowering one equation takes 5-10 ms. Each StableHLO operation's rule says which dimensions of its tensors are the same
+factor; following the values through calls, loops and branches unifies factors, so that a dimension of the equation's
+operands and results is a sequence of unified factors. A factor can be sharded where that needs no collective but its
 own reduction:
 
-- no operation needs it whole, and it stands at most once in every tensor, those in between included;
-- a value that is partial over a factor goes straight to the results: one that is read again is combined first;
-- a minor factor of a dimension in between has its majors beside it in an operand or result, whose layout orders them.
+- no operation needs it whole, and it occurs at most once in every tensor, intermediates included;
+- a value that is partial over a factor is a result, and is not read again, which would need it combined first;
+- a minor factor of an intermediate's dimension follows its majors in an operand or result, whose layout orders them.
 
-Constants, iota and whatever is made of those alone are free: every use has factors of its own.
+Constants, iota and values computed from those alone are free: every use has factors of its own.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from autoshard.rules.registry import assemble
 LEGALIZE = "builtin.module(func.func(chlo-legalize-to-stablehlo))"
 POPULATE = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
 
-# What XLA gathers although Shardy has a rule for it (seen in compiled modules, jaxlib 0.10.2).
+# Operations that XLA gathers although Shardy has a rule for them (seen in compiled modules, jaxlib 0.10.2).
 GATHERED = frozenset({"stablehlo.fft", "stablehlo.triangular_solve"})
-REPLACED = frozenset({"chlo.top_k", "chlo.ragged_dot"})  # as StableHLO they have rules, and XLA has code of its own for them
+REPLACED = frozenset({"chlo.top_k", "chlo.ragged_dot"})  # they have rules as StableHLO, but XLA implements them by itself
 
 IDENTITIES = frozenset({"stablehlo.optimization_barrier", "sdy.sharding_constraint"})
-BROADCASTS = frozenset({"stablehlo.broadcast_in_dim"})  # its new dimensions come from nowhere
+BROADCASTS = frozenset({"stablehlo.broadcast_in_dim"})  # new dimensions are factors of the result alone
 CONSTANTS = frozenset({"stablehlo.constant", "stablehlo.iota"})
 RETURNS = frozenset({"func.return", "stablehlo.return"})
 
@@ -61,7 +61,7 @@ _RULE = re.compile(r"op_sharding_rule<(?P<rule>.*?)(?: blocked_propagation=\{[^}
 
 
 def lowered_rule(eqn: JaxprEqn) -> Rule | None:
-    """The rule composed from what an equation lowers to; None where it does not lower alone, or nothing of it may be sharded.
+    """The rule composed from an equation's StableHLO operations; None where it cannot be lowered alone, or has no shardable factor.
 
     >>> jaxpr = jax.make_jaxpr(jax.numpy.matmul)(jax.numpy.ones((8, 4)), jax.numpy.ones((4, 2)))
     >>> str(lowered_rule(jaxpr.eqns[0]))
@@ -71,7 +71,7 @@ def lowered_rule(eqn: JaxprEqn) -> Rule | None:
         return None
     try:
         rule = composed(lowered(eqn), ranks(eqn))
-    except Exception:  # whatever a primitive's own code, or what it lowers to, may raise: it then stays replicated
+    except Exception:  # a primitive's own lowering may raise anything: it then stays replicated
         return None
     return rule if any(factor.shardable for factor in rule.factors) else None
 
@@ -82,19 +82,19 @@ def ranks(eqn: JaxprEqn) -> list[int]:
 
 
 def same_on_shards(eqn: JaxprEqn, shapes: Sequence[tuple[int, ...]]) -> bool:
-    """Whether an equation lowers to the same operations and constants for operands of these shapes: no size is part of what it computes.
+    """Whether an equation lowers to the same operations and constants for operands of these shapes, so that no size enters its arithmetic.
 
-    So a primitive that has no rule here may be run on shards; 5-10 ms for each of the two.
+    An unregistered primitive can then run on shards. Takes 5-10 ms for each of the two lowerings.
     """
     try:
-        whole, shard = (_written(lowered(eqn, operands)) for operands in (None, shapes))
-    except Exception:  # whatever a primitive's own code, or what it lowers to, may raise: it then runs whole
+        whole, shard = (_operations(lowered(eqn, operands)) for operands in (None, shapes))
+    except Exception:  # a primitive's own lowering may raise anything: it then runs whole
         return False
     return whole == shard
 
 
-def _written(module: ir.Module) -> list[tuple[str, str]]:
-    """The operations of a module in order, of constants with what they hold where that is one number."""
+def _operations(module: ir.Module) -> list[tuple[str, str]]:
+    """The names of a module's operations in order, with the values of constants that are one number."""
     found = []
     for op in _walk(module.operation):
         splat = re.search(r"dense<([^\[\]]*?)>", str(op)) if op.name == "stablehlo.constant" else None
@@ -103,7 +103,7 @@ def _written(module: ir.Module) -> list[tuple[str, str]]:
 
 
 def lowered(eqn: JaxprEqn, shapes: Sequence[tuple[int, ...]] | None = None) -> ir.Module:
-    """The StableHLO module of one equation, for operands of other shapes where some are given."""
+    """The StableHLO module of one equation, for operands of other shapes if given."""
 
     def function(*operands: Any) -> Any:
         return eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
@@ -114,16 +114,17 @@ def lowered(eqn: JaxprEqn, shapes: Sequence[tuple[int, ...]] | None = None) -> i
     types = [jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=getattr(aval, "weak_type", False)) for aval, shape in pairs]
     with eqn.ctx.manager if eqn.ctx.cur_abstract_mesh.empty else nullcontext():
         traced = jax.jit(function, keep_unused=True).trace(*types)
-        module: Any = traced.lower(lowering_platforms=("cpu",)).compiler_ir("stablehlo")  # any will do: it is never compiled
+        module: Any = traced.lower(lowering_platforms=("cpu",)).compiler_ir("stablehlo")  # any platform: it is never compiled
     return module
 
 
 def composed(module: ir.Module, ranks: Sequence[int], as_partitioned: bool = True) -> Rule:
-    """The one rule of a module's ``main``; linear in its operations. The module is changed.
+    """The composed rule of a module's ``main``; linear in its operations. Modifies the module.
 
     Args:
-        ranks: of each operand, then of each result; a tensor that has more dimensions (the words of a typed key) keeps those whole.
-        as_partitioned: whether what XLA is known to gather stays whole, or Shardy is taken at its word.
+        module: as `lowered` gives it.
+        ranks: of each operand, then of each result; further dimensions of a tensor (the words of a typed key) stay whole.
+        as_partitioned: whether factors that XLA is known to gather stay whole; otherwise Shardy's rules are followed.
     """
     stablehlo.register_stablehlo_passes()
     replaced = any(op.name in REPLACED for op in _walk(module.operation))
@@ -160,7 +161,7 @@ def _shape(kind: Any) -> list[int]:
 
 @dataclass(slots=True, eq=False)
 class _Tensor:
-    """A tensor: per dimension its factors, major first; and whether an operation reads it."""
+    """A tensor: per dimension its factors, major first, and whether an operation reads it."""
 
     dims: list[list[int]]
     read: bool = False
@@ -168,7 +169,7 @@ class _Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Reduction:
-    """A tensor that is partial over factors, and how its parts combine."""
+    """A tensor that is partial over factors, and the operator that combines it."""
 
     result: _Tensor
     factors: tuple[int, ...]
@@ -176,12 +177,12 @@ class _Reduction:
 
 
 class _Factors:
-    """Factors that can be found to be one and the same, and be split into a major and a minor one."""
+    """A union-find structure of factors, each of which may also be split into a major and a minor one."""
 
     def __init__(self):
         self.sizes: list[int] = []
         self.whole: list[bool] = []
-        self._next: list[tuple[int, ...]] = []  # none, the factor that this one is, or the two that it is made of
+        self._next: list[tuple[int, ...]] = []  # empty, the factor that this one was unified with, or the two it was split into
 
     def new(self, size: int, whole: bool = False) -> int:
         self.sizes.append(size)
@@ -190,7 +191,7 @@ class _Factors:
         return len(self.sizes) - 1
 
     def parts(self, factors: Sequence[int]) -> list[int]:
-        """What a sequence of factors is made of by now; factors of size one are no factors."""
+        """The current representatives of a sequence of factors, without those of size one."""
         found = []
         for factor in factors:
             while len(self._next[factor]) == 1:
@@ -206,7 +207,7 @@ class _Factors:
             self.whole[part] = True
 
     def unify(self, left: Sequence[int], right: Sequence[int]) -> None:
-        """Makes two sequences of equal product one, from the major end; what does not meet stays whole."""
+        """Unifies two sequences of equal product, from the major end; digits that interleave stay whole."""
         a, b = self.parts(left), self.parts(right)
         while a and b:
             common = math.gcd(self.sizes[a[0]], self.sizes[b[0]])
@@ -214,7 +215,7 @@ class _Factors:
                 self._same(self._split(a, common), self._split(b, common))
                 continue
             products = [1, 1]
-            while True:  # digits that interleave
+            while True:
                 behind = int(products[1] < products[0])
                 factor = (a, b)[behind].pop(0)
                 self.whole[factor] = True
@@ -223,7 +224,7 @@ class _Factors:
                     break
 
     def _split(self, sequence: list[int], size: int) -> int:
-        """The major part of this size, taken off the sequence."""
+        """The major part of this size, removed from the sequence."""
         factor = sequence.pop(0)
         if self.sizes[factor] == size:
             return factor
@@ -240,11 +241,11 @@ class _Factors:
 
 
 Known = Mapping[Any, "_Tensor | None"]
-"""The tensor of each MLIR value; None for one that is made of constants alone, which every use takes anew."""
+"""The tensor of each MLIR value; None for one computed from constants alone, of which every use has factors of its own."""
 
 
 class _Program:
-    """A module while its tensors' factors are found."""
+    """The factors of a module's tensors, while its operations are followed."""
 
     def __init__(self, functions: Mapping[str, Any], as_partitioned: bool):
         self.functions = functions
@@ -254,7 +255,7 @@ class _Program:
         self.reductions: list[_Reduction] = []
 
     def tensor(self, kind: Any) -> _Tensor:
-        """A new tensor whose every dimension is a factor of its own."""
+        """A new tensor with a new factor for each dimension."""
         return self._made([[self.factors.new(n)] for n in _shape(kind)])
 
     def _made(self, dims: list[list[int]]) -> _Tensor:
@@ -300,7 +301,7 @@ class _Program:
         return tensor
 
     def _loop(self, op: Any, known: Known) -> list[_Tensor]:
-        """Carries: what goes in, what the body takes and returns, and what comes out are one tensor."""
+        """The carries: initial value, body argument, body result and loop result are one tensor."""
         carries = [self.tensor(value.type) for value in op.operands]
         self._unify(carries, [self._read(value, known) for value in op.operands])
         for region in (0, 1):
@@ -328,7 +329,7 @@ class _Program:
                     self.factors.unify(a, b)
 
     def _ruled(self, op: Any, operands: list[_Tensor]) -> list[_Tensor]:
-        """The results of an operation by Shardy's rule; all that it touches stays whole where there is none."""
+        """The results of an operation by Shardy's rule; without one its operands and results stay whole."""
         if "sdy.sharding_rule" not in op.attributes or (self.as_partitioned and _gathered(op)):
             results = [self.tensor(value.type) for value in op.results]
             self.keep_whole(*operands, *results)
@@ -356,19 +357,19 @@ class _Program:
         return results
 
     def _lost(self, op: Any, rule: Rule) -> list[int]:
-        """Factors that pass through from nowhere or into nothing; and those that XLA does not split as Shardy says."""
+        """The pass-through factors that not both operands and results have, and the factors that XLA does not split as Shardy does."""
         read, left = ({f for dims in tensors for dim in dims for f in dim} for tensors in (rule.operands, rule.results))
         kept = left if op.name in BROADCASTS else read & left
         if self.as_partitioned and op.name == "stablehlo.dynamic_update_slice":
             kept &= {f for dim in rule.operands[1] for f in dim}
         lost = [f for f, factor in enumerate(rule.factors) if factor.kind == "pass_through" and f not in kept]
-        if self.as_partitioned and op.name == "stablehlo.convolution":  # a sum over space would need halos
+        if self.as_partitioned and op.name == "stablehlo.convolution":  # sums over spatial dimensions would need halos
             features = rule.operands[0][stablehlo.ConvDimensionNumbers(op.attributes["dimension_numbers"]).input_feature_dimension]
             lost += [f for f, factor in enumerate(rule.factors) if factor.kind == "reduction" and f not in features]
         return lost
 
     def rule(self, operands: Sequence[_Tensor], results: Sequence[_Tensor], ranks: Sequence[int]) -> Rule:
-        """The rule of the whole, once all factors are known; ``ranks`` are those of the operands, then of the results."""
+        """The rule of the module, once all factors are known; ``ranks`` are those of the operands, then of the results."""
         parts, whole = self.factors.parts, self.factors.whole
         ranked = [*zip((*operands, *results), ranks, strict=True)]
         for tensor, rank in ranked:
@@ -384,7 +385,7 @@ class _Program:
                     if part in seen or (k and tuple(dim[: k + 1]) not in ordered):
                         whole[part] = True
                     seen.add(part)
-        for dim in (dim for dims in outside for dim in dims):  # what may not be sharded keeps its minors from it
+        for dim in (dim for dims in outside for dim in dims):  # minors of an unshardable factor are unshardable
             for major, minor in itertools.pairwise(dim):
                 whole[minor] |= whole[major]
         made: dict[int, Factor] = {}
@@ -399,7 +400,7 @@ class _Program:
         return assemble(tensors[: len(operands)], tensors[len(operands) :])
 
     def _operators(self, results: Sequence[_Tensor]) -> dict[int, str]:
-        """How each reduced factor combines, where every result of the whole is partial over it; others stay whole."""
+        """The operator of each reduced factor; factors over which not every result is partial stay whole."""
         found: dict[int, dict[str, list[_Tensor]]] = {}
         for reduction in self.reductions:
             for part in self.factors.parts(reduction.factors):
@@ -423,18 +424,18 @@ def _parsed(attribute: Any) -> Rule:
 
 
 def _gathered(op: Any) -> bool:
-    """Whether XLA gathers, or aborts, where Shardy's rule says that nothing need be done."""
+    """Whether XLA gathers, or aborts, where Shardy's rule needs no communication."""
     match op.name:
-        case "stablehlo.custom_call":  # JAX marks those whose batch XLA splits
+        case "stablehlo.custom_call":  # JAX marks those that XLA splits along the batch
             name = "mhlo.frontend_attributes"
             return name not in op.attributes or "num_batch_dims" not in ir.DictAttr(op.attributes[name])
-        case "stablehlo.convolution":  # of groups
+        case "stablehlo.convolution":  # grouped
             return any(ir.IntegerAttr(op.attributes[name]).value > 1 for name in ("feature_group_count", "batch_group_count"))
     return op.name in GATHERED
 
 
 def _operator(op: Any) -> str | None:
-    """How an operation's partial results combine; None where no collective does it."""
+    """The operator that combines an operation's partial results; None where no collective has it."""
     if op.name in SUMS:
         return "sum"
     if op.name not in ("stablehlo.reduce", "stablehlo.scatter"):
@@ -449,7 +450,7 @@ def _operator(op: Any) -> str | None:
     boolean = str(ir.RankedTensorType(op.results[0].type).element_type) == "i1"
     if boolean:
         return {"sum": "or", "prod": "and"}.get(operator or "", operator)
-    return None if operator in ("and", "or") else operator  # XLA all_reduces by these for booleans alone
+    return None if operator in ("and", "or") else operator  # XLA has these all_reduces for booleans alone
 
 
 def _is_constant(value: Any, wanted: float) -> bool:

@@ -1,4 +1,4 @@
-"""Primitives that slide a window: pooling and its gradients. And the geometry of windows, which convolutions share."""
+"""Rules of primitives that slide a window, pooling and its gradients, and the geometry of windows, shared with convolutions."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from autoshard.rules.registry import Dim, assemble, free_but, resized, rule
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """How a window moves along a dimension: step ``o`` reads the positions from ``o * stride - low`` on.
+    """A window that slides along a dimension: step ``o`` reads the positions from ``o * stride - low`` on.
 
     Attributes:
-        span: the positions from its first element to its last, its own dilation included.
-        stride: positions a step.
-        spread: positions an element of the dimension takes (its dilation).
-        low: the positions of padding before the first element.
+        span: positions from its first element to its last, its dilation included.
+        stride: positions per step.
+        spread: positions per element of the dimension (its dilation).
+        low: positions of padding before the first element.
     """
 
     span: int
@@ -28,12 +28,12 @@ class Window:
     low: int
 
     def even(self, size: int, steps: int) -> bool:
-        """Whether shards of the dimension, and as many of the steps, all need the same of their neighbours."""
+        """Whether all shards of the dimension, with as many shards of the steps, need halos of the same size."""
         return 0 < size * self.spread == steps * self.stride
 
     @property
     def halo(self) -> tuple[int, int]:
-        """How many elements the steps of a shard read of the shard before it, and of the one behind it."""
+        """The number of elements that the steps of a shard read of the previous shard, and of the next."""
         return max(self.low // self.spread, 0), max((self.span - 1 - self.stride - self.low) // self.spread + 1, 0)
 
     def padding(self, size: int, steps: int) -> tuple[int, int]:
@@ -44,7 +44,7 @@ class Window:
         return low, (steps - 1) * self.stride + self.span - length - low
 
     def dims(self, size: int, steps: int, sends: tuple[Send, ...], operator: str | None = None) -> tuple[Dim, Dim]:
-        """The dimension and the steps as factors: what they have in common is shared and sends halos; an operator sums over it."""
+        """The factors of the dimension and of the steps: their common part is shared and sends halos, and is reduced by an operator."""
         if not self.even(size, steps):
             return Factor(size, "need_replication"), Factor(steps, "need_replication")
         common = math.gcd(size, steps)
@@ -52,7 +52,7 @@ class Window:
         return (shared, Factor(size // common, "need_replication")), (shared, Factor(steps // common, "need_replication"))
 
     def sends(self, *tensors: int) -> tuple[Send, ...]:
-        """The halos of these tensors, from the shard before and from the one behind."""
+        """The sends of these tensors' halos, from the previous shard and from the next."""
         return tuple(Send("collective_permute", tensor, count) for tensor in tensors for count in self.halo if count)
 
 
@@ -74,8 +74,8 @@ def pool_window(params: Mapping[str, Any], dim: int) -> Window:
 def pool(*operands: Value, results: tuple[Value, ...], **params: Any) -> Rule:
     """A windowed dimension is its steps times their stride: ``([ij])->([i])``; scalars are initial values.
 
-    Its shards exchange halos where windows overlap, and it stays whole where shards would need different ones. So it does
-    under an arbitrary function, of which nobody knows a value that it would ignore beyond the ends.
+    Its shards exchange halos where windows overlap; it stays whole where halos differ in size, and under an arbitrary
+    function, whose neutral element for the positions beyond the ends is unknown.
     """
     arrays = [j for j, operand in enumerate(operands) if operand.rank]
     read, made = [], []
@@ -91,7 +91,7 @@ def pool(*operands: Value, results: tuple[Value, ...], **params: Any) -> Rule:
 
 @rule("select_and_scatter_add")
 def select_and_scatter_add(source: Value, x: Value, /, *, results: tuple[Value, ...], **params: Any) -> Rule:
-    """The gradient of max pooling, ``([i], [ij])->([ij])``: halos of the pooled array come, and their sums go back."""
+    """The gradient of max pooling, ``([i], [ij])->([ij])``: halos of the pooled array are received, and their sums returned."""
     steps, read = [], []
     for d, (size, n) in enumerate(zip(x.shape, source.shape, strict=True)):
         window = pool_window(params, d)

@@ -1,4 +1,4 @@
-"""The pure record of a strategy and its canonical JSON file. Nothing here imports JAX."""
+"""The record of a strategy and its canonical JSON file, without JAX."""
 
 from autoshard.strategy.check import check_program
 from autoshard.strategy.file import from_json, load_record, save_record, to_json

@@ -1,4 +1,4 @@
-"""Whether a strategy fits a program: the same fingerprint, and layouts and choices that the program's ops can have."""
+"""Check that a strategy fits a program: equal fingerprints, and layouts and choices that are legal for its ops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SEARCH_AGAIN = "Search again for this program, or give the strategy that was sav
 
 
 def check_program(record: Record, graph: Graph, rules: Sequence[Rule | None]) -> None:
-    """Returns where the record's assignment is one for the graph.
+    """Returns if the record's assignment fits the graph.
 
     Args:
         record: the strategy.
@@ -52,7 +52,7 @@ def _unfit(record: Record, what: str) -> StrategyError:
 
 
 def _difference(record: Record, graph: Graph) -> str:
-    """In words, the first thing in which the strategy's program differs from the graph."""
+    """The first difference between the strategy's program and the graph, in words."""
     found_for = f"{record.name!r} was found for"
     if len(record.arguments) != len(graph.arguments):
         return f"{found_for} a program with {len(record.arguments)} arrays as arguments, and this program has {len(graph.arguments)}"

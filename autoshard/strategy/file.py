@@ -1,7 +1,7 @@
-"""Strategy files: canonical JSON that people can read, written whole or not at all, and trusted in nothing when read.
+"""Strategy files: canonical, readable JSON, written atomically, and fully checked when read.
 
 The same record always gives the same bytes. Arguments, results, collectives with their source lines and reasons, and finalists
-take a line each; the long numbered lists fill lines.
+are written one per line; the long numbered lists fill lines.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ def to_json(record: Record) -> str:
         text = f"{_format('', encode(record), 0)}\n"
     except RecursionError:
         raise StrategyError(f"strategy {record.name!r} cannot be saved: its values nest more than {MAX_DEPTH} deep.") from None
-    except (TypeError, ValueError) as error:  # what json does not write: nan, inf, objects
-        raise StrategyError(f"strategy {record.name!r} cannot be saved: it holds what JSON does not ({error}).") from None
+    except (TypeError, ValueError) as error:  # nan, inf, objects
+        raise StrategyError(f"strategy {record.name!r} cannot be saved: it has a value that JSON does not have ({error}).") from None
     try:
         back = decode(parse(text))
     except StrategyError as error:
-        raise StrategyError(f"strategy {record.name!r} cannot be saved, since the file would be refused {error}.") from None
+        raise StrategyError(f"strategy {record.name!r} cannot be saved, since reading it would fail {error}.") from None
     if back != record:
         raise StrategyError(
-            f"strategy {record.name!r} cannot be saved: it would not come back equal. Build it of tuples, ints and floats only."
+            f"strategy {record.name!r} cannot be saved: reading it would not give an equal one. Use tuples, ints and floats only."
         )
     return text
 
 
 def from_json(text: str) -> Record:
-    """The record of a strategy's JSON text, every part of it checked.
+    """The record of a strategy's JSON text, fully checked.
 
     Raises:
-        StrategyError: the text is no strategy; the message says where, what was expected there and what was got.
+        StrategyError: the text is no strategy; the message has the position, what was expected and what was got.
     """
     return decode(parse(text))
 
 
 def save_record(record: Record, path: str | os.PathLike[str]) -> None:
-    """Writes the record's canonical JSON: all of it, or none.
+    """Writes the record's canonical JSON, atomically.
 
     Raises:
         StrategyError: the record cannot be written, or the file cannot.
@@ -115,7 +115,7 @@ def _reason(error: Exception) -> str:
 
 
 def _write(target: Path, data: bytes) -> None:
-    """Writes a temporary file next to the target, then puts it in the target's place in one step."""
+    """Writes a temporary file next to the target, then renames it to the target."""
     handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -124,7 +124,7 @@ def _write(target: Path, data: bytes) -> None:
             os.fsync(file.fileno())
         umask = os.umask(0)
         os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)  # a temporary file is its owner's alone; a strategy is for everybody whom the umask allows
+        os.chmod(name, 0o666 & ~umask)  # temporary files are readable by their owner only
         os.replace(name, target)
     except BaseException:
         os.unlink(name)
@@ -132,7 +132,7 @@ def _write(target: Path, data: bytes) -> None:
 
 
 def _format(name: str, value: Any, indent: int) -> str:
-    """The member `name` as text: on the rest of its line where it fits, else its own members on lines of their own."""
+    """The member `name` as text, on one line where it fits, else with its members on separate lines."""
     flat = json.dumps(value, allow_nan=False)
     if not isinstance(value, dict | list) or not value:
         return flat
@@ -158,7 +158,7 @@ def _compact(value: Any) -> str:
 
 
 def _filled(items: list[str], width: int) -> list[str]:
-    """Lines of comma-separated items, each as long as the width allows."""
+    """Comma-separated items, filled into lines of the given width."""
     lines: list[str] = []
     for item in items:
         if lines and len(lines[-1]) + len(item) + 3 <= width:

@@ -1,4 +1,4 @@
-"""Reading JSON that somebody else wrote: values that know where they stand in the file and say what was expected there."""
+"""Validating reader of untrusted JSON: values with their position in the document, for error messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from autoshard.errors import StrategyError
 
 MAX_DEPTH = 100
-"""How deep values may nest: pytrees of real programs stay below 20."""
+"""The greatest nesting of values; pytrees of real programs stay below 20."""
 
 MAX_INTEGER = 2**63 - 1
 MAX_SHOWN = 80
@@ -19,20 +19,20 @@ MAX_SHOWN = 80
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A value of a JSON document and its place in it, as in ``arguments[3].shape``."""
+    """A value of a JSON document and its position, such as ``arguments[3].shape``."""
 
     value: Any
     where: str = ""
 
     def error(self, expected: str) -> StrategyError:
-        """The error that this value is not what was expected."""
+        """The error for an unexpected value."""
         place = "".join(c if printable(c) else "?" for c in self.where)
         if len(place) > 2 * MAX_SHOWN:
             place = f"{place[:MAX_SHOWN]}...{place[-MAX_SHOWN:]}"
         return StrategyError(f"at {place or 'its top'}: expected {expected}, got {shown(self.value)}")
 
     def fields(self, *names: str, optional: Iterable[str] = ()) -> dict[str, Node]:
-        """The members of an object that has exactly these names, and maybe the optional ones."""
+        """The members of an object that has exactly these names, and possibly the optional ones."""
         found = dict(self.members())
         names = (*names, *(name for name in optional if name in found))
         for name in names:
@@ -51,13 +51,13 @@ class Node:
             yield name, Node(value, f"{prefix}{name[:MAX_SHOWN]}")
 
     def items(self, length: int | None = None) -> list[Node]:
-        """The items of a list, of the given length where there is one."""
+        """The items of a list, of the given length if any."""
         if not isinstance(self.value, list) or length not in (None, len(self.value)):
             raise self.error("a list" if length is None else f"a list of {length}")
         return [Node(value, f"{self.where}[{position}]") for position, value in enumerate(self.value)]
 
     def text(self, empty: bool = False) -> str:
-        """A string a terminal can show."""
+        """A string without control characters."""
         if not isinstance(self.value, str) or not (self.value or empty):
             raise self.error("a string" if empty else "a string that is not empty")
         if not printable(self.value):
@@ -94,7 +94,7 @@ class Node:
 
 
 def parse(text: str) -> Node:
-    """The document of a JSON text in which no name stands twice in an object and every number is finite.
+    """The document of a JSON text, with distinct names in each object and finite numbers.
 
     Raises:
         StrategyError: the text is not such a document.
@@ -110,12 +110,12 @@ def parse(text: str) -> Node:
 
 
 def printable(text: str) -> bool:
-    """Whether a terminal shows the text without being steered by it."""
+    """Whether the text has no characters that control a terminal."""
     return text.isprintable() or not any(ord(c) < 32 or 127 <= ord(c) < 160 or 0xD800 <= ord(c) < 0xE000 for c in text)
 
 
 def shown(value: Any) -> str:
-    """A short form of a value for a message, safe for any value."""
+    """A short form of any value, for a message."""
     if isinstance(value, dict):
         return f"an object with {', '.join(shown(name) for name in list(value)[:8]) or 'nothing'}"
     if isinstance(value, list):

@@ -1,6 +1,6 @@
-"""The record of a strategy: what was decided about a program, what it costs, and where it comes from.
+"""The record of a strategy: the assignment of a program, its predicted cost, and its provenance.
 
-Everything is plain: names, numbers and tuples. A record neither knows JAX nor needs the program it was made for.
+A record has names, numbers and tuples only; it needs neither JAX nor the program.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from autoshard.cost.record import Cost
 from autoshard.ir import Assignment, Choice, Layout, Mesh, Spec
 
 SCHEMA = 2
-"""Version of the file format as it is written; 1, which has words for what collectives move, for which op and why, is still read."""
+"""Version of the written file format; version 1, in which the attribution of collectives is text, is still read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Which program a strategy is for.
+    """The program of a strategy.
 
     Attributes:
         name: the function's name.
@@ -61,12 +61,12 @@ class SearcherRecord:
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Where a strategy comes from.
+    """The provenance of a strategy.
 
     Attributes:
-        command: what reproduces it, as typed in a shell; empty where it was searched from Python.
-        autoshard, jax: the versions that made it.
-        date: ISO date, or None: a file without it is the same bytes every time it is made.
+        command: the shell command that reproduces it; empty where it was searched from Python.
+        autoshard, jax: the versions that found it.
+        date: ISO date, or None, for reproducible files.
     """
 
     command: str = ""
@@ -76,28 +76,28 @@ class Provenance:
 
 
 OUTCOMES = ("taken", "slower", "does not fit", "failed", "not reached")
-"""What may become of a finalist; one that was not reached was neither accepted nor refused by the time the confirmation ended."""
+"""The outcomes of a finalist; one that was not reached was neither accepted nor refused when the confirmation ended."""
 
 MEASURES = ("scheduled", "corrected", "timed")
-"""How a finalist's seconds were found: the compiled schedule's, the prediction corrected by what was compiled, or the devices' own."""
+"""The source of a finalist's seconds: the compiled schedule, the prediction corrected by the compiled module, or the devices."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finalist:
-    """One of the strategies that a compiler, or devices, decided among. What was not compiled or not said is None.
+    """One of the strategies among which a compiler, or devices, decided; figures that are not known are None.
 
     Attributes:
-        found_by: the searcher whose answer it is.
-        mesh: axis sizes by name.
-        predicted_seconds: the step time that the cost model predicts.
-        outcome: what became of it, one of `OUTCOMES`.
+        found_by: the searcher that found it.
+        mesh: its mesh.
+        predicted_seconds: the predicted step time.
+        outcome: one of `OUTCOMES`.
         reason: why it failed, in words.
-        measure: how its seconds were found, one of `MEASURES`.
+        measure: the source of its seconds, one of `MEASURES`.
         seconds: the step time by that measure.
         collective_bytes: bytes of all collectives of one device in a step, as compiled.
         flops: of matrix products and convolutions of one device in a step, as compiled.
-        peak_bytes: memory of a device at the fullest moment, as compiled.
-        needed_bytes: what the compiler's allocator takes of a device, fragmentation included.
+        peak_bytes: peak memory of a device, as compiled.
+        needed_bytes: bytes that the compiler allocates on a device, fragmentation included.
     """
 
     found_by: str
@@ -115,12 +115,12 @@ class Finalist:
 
 @dataclass(frozen=True, slots=True)
 class Confirmation:
-    """What confirmed a strategy, and among which finalists.
+    """The confirmation of a strategy by a compiler or by devices.
 
     Attributes:
         by: ``"compiler"`` or ``"devices"``.
-        name: the compiler, such as ``XLA:TPU``, or the devices' kind, as JAX names it.
-        version: the package that has it and its version, such as ``libtpu 0.0.42``.
+        name: the compiler, such as ``XLA:TPU``, or JAX's name of the devices' kind.
+        version: the compiler's package and version, such as ``libtpu 0.0.42``.
         finalists: in the order of their predicted step times, one of them taken.
     """
 
@@ -131,12 +131,12 @@ class Confirmation:
 
     @property
     def taken(self) -> Finalist:
-        """The strategy's own figures."""
+        """The finalist that is the strategy."""
         return next(each for each in self.finalists if each.outcome == "taken")
 
     @property
     def seconds(self) -> float | None:
-        """The step time, as scheduled, corrected or timed; None in a file of what was timed, since that varies from run to run."""
+        """The step time, as scheduled, corrected or timed; None in files where it was timed, since that varies from run to run."""
         return self.taken.seconds
 
     @property
@@ -146,12 +146,12 @@ class Confirmation:
 
     @property
     def flops(self) -> float | None:
-        """Of matrix products and convolutions of one device in a step, as compiled."""
+        """FLOPs of matrix products and convolutions of one device in a step, as compiled."""
         return self.taken.flops
 
     @property
     def peak_bytes(self) -> float | None:
-        """Memory of a device at the fullest moment, as compiled."""
+        """Peak memory of a device, as compiled."""
         return self.taken.peak_bytes
 
 
@@ -160,26 +160,26 @@ class Record:
     """A strategy as it is saved.
 
     Attributes:
-        name: what people call it.
-        program: which program it is for.
+        name: of the strategy.
+        program: the program it is for.
         cluster: the devices, as `Cluster.to_dict` gives them.
-        mesh: the logical mesh, and how it is placed on the cluster.
+        mesh: the logical mesh, and its placement on the cluster.
         arguments, results: the leaves of the program's arguments and results, in order.
         argument_structure, result_structure: the pytrees as JSON: a leaf's index, None, ``{"tuple": [...]}``, ``{"list": [...]}``,
             ``{"dict": {...}}``, or ``{"node": type name, "keys": [...], "children": [...]}``.
         choices: per op index its choice.
         layouts: per value number its layout.
         copies: per value number the second layout that its readers share.
-        cost: what the judge says.
-        searcher: what found it.
+        cost: the predicted cost.
+        searcher: the searcher that found it.
         lower_bound_seconds: proven lower bound of the objective on this mesh; 0.0 where nothing is proven.
         donate_argnums: which arguments' memory the program may reuse, as in `jax.jit`.
-        assumptions: what tracing and costing had to assume, and what the searcher noted, in words.
-        stats: what the search took: counts and seconds by name.
-        provenance: where it comes from.
-        confirmation: which compiler or devices confirmed it, and what they say; None where none was asked.
-        ahead: per value number the layout in which a scan gathers it one trip ahead.
-        windows: per op index of a windowed product the operand whose blocks go round, or -1 for its result.
+        assumptions: assumptions of tracing and costing, and notes of the searcher, in words.
+        stats: counts and seconds of the search by name.
+        provenance: the command and versions that found it.
+        confirmation: its confirmation by a compiler or devices; None where none was requested.
+        ahead: per value number the layout to which a scan gathers it one trip ahead.
+        windows: per op index of a windowed product the operand whose blocks circulate, or -1 for its result.
     """
 
     name: str
@@ -210,18 +210,18 @@ class Record:
 
     @property
     def assignment(self) -> Assignment:
-        """The layouts and choices; `check_program` says whether they fit a graph."""
+        """The layouts and choices; `check_program` checks them against a graph."""
         return Assignment(self.mesh, self.choices, self.layouts, self.copies, self.ahead, self.windows)
 
     @property
     def gap(self) -> float:
-        """``(objective - lower bound) / objective``: how far from optimal the strategy can be; 0.0 where it is proven optimal."""
+        """``(objective - lower bound) / objective``, the greatest possible distance to the optimum; 0.0 where it is proven optimal."""
         objective = self.cost.objective_seconds
         return max(0.0, (objective - self.lower_bound_seconds) / objective) if objective > 0 else 0.0
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON would give it back: mappings and dataclasses as dicts, sequences as lists, numpy scalars as numbers.
+    """The value in JSON's types: mappings and dataclasses as dicts, sequences as lists, numpy scalars as numbers.
 
     >>> plain({"mesh": (4, np.int64(2))})
     {'mesh': [4, 2]}
@@ -229,7 +229,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if is_dataclass(value) and not isinstance(value, type):
-        name = getattr(value, "name", None)  # of searchers their class's own, no field
+        name = getattr(value, "name", None)  # a class attribute of searchers, no field
         return ({"name": name} if isinstance(name, str) else {}) | {each.name: plain(getattr(value, each.name)) for each in fields(value)}
     if isinstance(value, Mapping):
         return {str(key): plain(child) for key, child in value.items()}

@@ -1,7 +1,7 @@
-"""The file's schema: each part of a record next to how it is written as JSON values and how it is read and checked.
+"""The schema of strategy files: encoding of each part of a record as JSON values, and its checked decoding.
 
 Numbered parts (choices, layouts, copies, ahead, windows) are lists of pairs ``[number, entry]`` with ascending numbers. A choice is an
-object with the mesh axes that split something: ``{"data": 0, "model": [2, 1]}`` splits factor 0 over ``data``, and factor 2 over ``model``
+object with the mesh axes that split a factor: ``{"data": 0, "model": [2, 1]}`` splits factor 0 over ``data``, and factor 2 over ``model``
 with its partial results scattered onto dimension 1.
 """
 
@@ -88,10 +88,10 @@ def encode(record: Record) -> dict[str, Any]:
 
 
 def decode(document: Node) -> Record:
-    """The record of a document, every part checked.
+    """The record of a document, fully checked.
 
     Raises:
-        StrategyError: some part is not what it must be; the message says where it stands.
+        StrategyError: a part is invalid; the message has its position.
     """
     version = dict(document.members()).get("schema", Node(None, "schema"))
     if version.value not in (1, SCHEMA) or isinstance(version.value, bool):
@@ -190,7 +190,7 @@ def _cluster(node: Node, mesh: Mesh) -> dict[str, Any]:
 
 
 def _cost(node: Node, mesh: Mesh, worded: bool) -> Cost:
-    """A cost; worded: as schema 1 has it, whose collectives say in words what they are for."""
+    """A cost; ``worded`` is for schema 1, in which the attribution of collectives is text."""
     names = [field.name for field in fields(Cost) if field.name != "recomputation"]
     part = node.fields(*names, *(() if worded else ("origins", "reasons")), optional=("recomputation",))
     if worded:
@@ -209,30 +209,30 @@ def _recomputation(node: Node) -> Recomputation:
 
 
 def _encode_cost(cost: Cost) -> dict[str, Any]:
-    """A cost, with what is computed again only where something is; collectives share lists of source lines and reasons."""
+    """A cost, without a recomputation that is None; collectives share lists of source lines and reasons."""
     parts = {field.name: getattr(cost, field.name) for field in fields(cost)}
-    again, origins, reasons = parts.pop("recomputation"), dict[Origin, int](), dict[Reason, int]()
+    recomputation, origins, reasons = parts.pop("recomputation"), dict[Origin, int](), dict[Reason, int]()
     collectives = [_encode_collective(each, origins, reasons) for each in parts.pop("collectives")]
     return {
         **{name: float(value) for name, value in parts.items()},
         "origins": [(origin.file, origin.line, origin.function) for origin in origins],
         "reasons": [_encode_reason(reason) for reason in reasons],
         "collectives": collectives,
-        **({} if again is None else {"recomputation": asdict(again)}),
+        **({} if recomputation is None else {"recomputation": asdict(recomputation)}),
     }
 
 
-_MEASURED = ("seconds", "collective_bytes", "flops", "peak_bytes", "needed_bytes")  # of a finalist, as far as they are known
+_MEASURED = ("seconds", "collective_bytes", "flops", "peak_bytes", "needed_bytes")  # optional figures of a finalist
 
 
 def _encode_confirmation(confirmation: Confirmation) -> dict[str, Any]:
-    """A confirmation, its finalists without what is not known of them."""
+    """A confirmation, its finalists without unknown figures."""
     finalists = []
     for each in confirmation.finalists:
         known = {name: float(value) for name in _MEASURED if (value := getattr(each, name)) is not None}
-        words = {name: value for name in ("reason", "measure") if (value := getattr(each, name))}
-        told = {"found_by": each.found_by, "mesh": each.mesh.axes, "predicted_seconds": float(each.predicted_seconds)}
-        finalists.append({**told, "outcome": each.outcome, **words, **known})
+        texts = {name: value for name in ("reason", "measure") if (value := getattr(each, name))}
+        required = {"found_by": each.found_by, "mesh": each.mesh.axes, "predicted_seconds": float(each.predicted_seconds)}
+        finalists.append({**required, "outcome": each.outcome, **texts, **known})
     return {"by": confirmation.by, "name": confirmation.name, "version": confirmation.version, "finalists": finalists}
 
 
@@ -264,11 +264,11 @@ def _one_of(node: Node, words: tuple[str, ...]) -> str:
     return node.value
 
 
-_MADE = ("kind", "mesh_axes", "bytes", "count")  # of what a compiler makes of a collective
+_MADE = ("kind", "mesh_axes", "bytes", "count")  # fields of a compiled collective
 
 
 def _encode_collective(collective: Collective, origins: dict[Origin, int], reasons: dict[Reason, int]) -> dict[str, Any]:
-    """A collective, without its exposed time where that is all of its time, and without what is not known, or is the same as compiled."""
+    """A collective, without unknown fields, and without its exposed time where all of it is exposed."""
     optional = {
         "exposed_seconds": None if collective.exposed_seconds == collective.seconds else collective.exposed_seconds,
         "value": collective.value and _encode_value(collective.value),
@@ -298,13 +298,13 @@ def _collective(node: Node, mesh: Mesh, origins: Sequence[Origin], reasons: Sequ
 
 
 def _worded_collective(node: Node, mesh: Mesh) -> Collective:
-    """A collective of schema 1: of its words those for what it serves are kept, as a name."""
+    """A collective of schema 1; of its texts only the source is kept, as the name of its op."""
     part = node.fields(*_MADE, "seconds", "source", "tensor", "cause", optional=("exposed_seconds", "compiled"))
     return replace(_costed(part, mesh), op=ServedOp(name=part["source"].text(empty=True)))
 
 
 def _costed(part: Mapping[str, Node], mesh: Mesh) -> Collective:
-    """What is sent, its seconds, and what a compiler makes of it."""
+    """A collective without attribution: its transfer, its seconds, and its compiled form."""
     exposed = part["exposed_seconds" if "exposed_seconds" in part else "seconds"].number()
     made = tuple(_planned(each.fields(*_MADE), mesh) for each in part["compiled"].items()) if "compiled" in part else None
     return replace(_planned(part, mesh), seconds=part["seconds"].number(), exposed_seconds=exposed, compiled=made)
@@ -332,7 +332,7 @@ def _value(node: Node) -> MovedValue:
 
 
 def _encode_op(op: ServedOp, origins: dict[Origin, int]) -> str | tuple[int, str, int]:
-    """An op's number, its primitive, and the number of its source line; the name where only that is known."""
+    """An op's number, its primitive, and the number of its source line; only its name where the op is unknown."""
     return (op.index, op.primitive, origins.setdefault(op.origin, len(origins))) if op.primitive else op.name
 
 
@@ -349,7 +349,7 @@ def _origin(node: Node) -> Origin:
 
 
 def _encode_reason(reason: Reason) -> dict[str, Any]:
-    """The kind with what it has; a split is a list of its parts."""
+    """The kind and its attributes; a split is a list of its parts."""
     parts = {name: getattr(reason, name) for name in REASONS[reason.kind]}
     splits = [split and (split.factor, split.size, split.role) for split in reason.splits]
     return {"kind": reason.kind, **parts, **({"splits": splits} if "splits" in parts else {})}
@@ -405,7 +405,7 @@ def _axis(node: Node, mesh: Mesh) -> str:
 
 
 def _structure(node: Node, n_leaves: int) -> Any:
-    """The pytree of a structure in which each leaf stands once."""
+    """The pytree of a structure, in which each leaf occurs once."""
     leaves: set[int] = set()
 
     def walk(tree: Node, depth: int) -> None:
@@ -416,7 +416,7 @@ def _structure(node: Node, n_leaves: int) -> Any:
         if not isinstance(tree.value, dict):
             leaf = tree.integer(0, n_leaves - 1)
             if leaf in leaves:
-                raise tree.error("a leaf that stands nowhere else in the pytree")
+                raise tree.error("a leaf that occurs nowhere else in the pytree")
             leaves.add(leaf)
             return
         for child in _children(tree):
@@ -484,7 +484,7 @@ def _numbered(node: Node, count: int, read: Callable[[Node], T]) -> dict[int, T]
 
 
 def _one(node: Node, known: Sequence[T]) -> T:
-    """What a number stands for."""
+    """The entry that a number refers to."""
     return known[node.integer(0, len(known) - 1)]
 
 
@@ -493,7 +493,7 @@ def _named(node: Node) -> list[tuple[str, Node]]:
 
 
 def _sorted(value: Any) -> Any:
-    """The JSON value with the names of every object in order."""
+    """The JSON value with the names of every object sorted."""
     if isinstance(value, Mapping):
         return {name: _sorted(child) for name, child in sorted(value.items())}
     return [_sorted(child) for child in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Functions to graphs: `trace`, and what the lowering needs to number equations as the graph does."""
+"""Tracing of functions to graphs, and the numbering of equations that the lowering shares."""
 
 from autoshard.trace.constraints import constraint_spec
 from autoshard.trace.modules import SplitModules

@@ -1,8 +1,8 @@
-"""From a closed jaxpr to a `Graph`: calls inlined, dead equations dropped, control flow kept with its bodies.
+"""Conversion of a closed jaxpr to a `Graph`: calls inlined, dead equations dropped, control flow kept with its bodies.
 
-Three passes, each linear in the number of equations. *Flatten* turns equations into steps over numbered arrays;
-*sweep* goes backward and keeps the steps that a result or an effect needs; *emit* gives values and ops their final
-numbers, in program order, so that equal programs get equal graphs.
+Three passes, each linear in the number of equations. *Flatten* turns equations into steps over numbered arrays; *sweep*
+goes backward and keeps the steps that a result or an effect depends on; *emit* numbers values and ops in program order,
+so that equal programs have equal graphs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Program:
     """The parts of a graph that come from the jaxpr alone.
 
     Attributes:
-        written: per literal in ``literals``, its value.
+        written: the value of each literal in ``literals``.
     """
 
     values: tuple[Value, ...]
@@ -42,7 +42,7 @@ class Program:
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """A sub-program: arrays by their number in `_Flat`."""
+    """A sub-program, with arrays as numbers in `_Flat`."""
 
     inputs: list[int]
     outputs: list[int]
@@ -78,7 +78,8 @@ class _Flat:
 
     Attributes:
         avals: per array its abstract value.
-        literals, constants: which arrays are those, and their values.
+        literals, constants: the values of the arrays that are literals or captured constants.
+        assumptions: assumptions of the trace, in words.
     """
 
     def __init__(self):
@@ -90,7 +91,7 @@ class _Flat:
         self._origins = Origins()
 
     def block(self, body: ClosedJaxpr | Jaxpr, path: tuple, trips: int, outer: Origin | None, prefix: str) -> _Block:
-        """A sub-program with inputs of its own."""
+        """A sub-program with new inputs."""
         jaxpr, consts = opened(body)
         inputs = [self._new(v.aval) for v in jaxpr.invars]
         steps: list[_Step] = []
@@ -167,7 +168,7 @@ class _Flat:
 
 
 def _sweep(steps: list[_Step], live: bytearray) -> list[_Step]:
-    """The steps that the live arrays or an effect need; marks what these read in turn. Blocks are swept too."""
+    """The steps, blocks included, on which live arrays or effects depend; marks their operands live."""
     kept = []
     for step in reversed(steps):
         if not step.eqn.effects and not any(live[result] for result in step.results):
@@ -185,7 +186,7 @@ def _sweep(steps: list[_Step], live: bytearray) -> list[_Step]:
 
 
 def _always_live(eqn: JaxprEqn, output: int) -> bool:
-    """Whether a body's output feeds the loop itself: carries and conditions."""
+    """Whether a body's output is a carry or a condition of the loop."""
     return eqn.primitive.name == "while" or (eqn.primitive.name == "scan" and output < eqn.params["num_carry"])
 
 
@@ -267,7 +268,7 @@ class _Emitter:
 
 
 def _holders(name: str, params: Mapping, operands: tuple, results: tuple, bodies: tuple[Body, ...], used: list[bool]) -> list[Holder]:
-    """How layouts flow into and out of the bodies; a stacked or branch result that nobody reads has no holder."""
+    """The holders of a control-flow op; an unread stacked or branch result has none."""
     match name:
         case "scan":
             return _scan_holders(params["num_consts"], params["num_carry"], operands, results, bodies[0], used)
@@ -306,7 +307,7 @@ def _while_holders(n_cond: int, n_body: int, operands: tuple, results: tuple, co
 
 
 def _cond_holders(operands: tuple, results: tuple, branches: tuple[Body, ...], used: list[bool]) -> list[Holder]:
-    """An operand enters the op once, so the branches share its layout; so they do their results'."""
+    """The branches share the layouts of operands and of results."""
     first, *others = branches
     entering = [Holder(first.inputs[i], (Flow(operand),), tuple(b.inputs[i] for b in others)) for i, operand in enumerate(operands)]
     leaving = [Holder(result, tuple(Flow(b.outputs[k]) for b in branches)) for k, result in enumerate(results) if used[k]]
@@ -314,7 +315,7 @@ def _cond_holders(operands: tuple, results: tuple, branches: tuple[Body, ...], u
 
 
 def itemsize(dtype: Any) -> float:
-    """Bytes an element: half a byte for int4, the key data of a typed key.
+    """Bytes per element: half a byte for int4, the bytes of its data for a typed key.
 
     >>> itemsize(np.dtype("float32")), itemsize(jax.numpy.dtype("int4"))
     (4.0, 0.5)

@@ -1,4 +1,4 @@
-"""The user's own `with_sharding_constraint`: traced where no mesh is given, and read back from the graph."""
+"""The user's `with_sharding_constraint`s: traced without a mesh, and read back from the graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from autoshard.ir import Op
 
-# What JAX says of a bare PartitionSpec without a mesh, and of an axis that the mesh lacks (0.10).
+# JAX 0.10's errors for a bare PartitionSpec without a mesh, and for an axis that the mesh lacks.
 _NO_MESH = "requires a non-empty mesh in context"
 _NO_AXIS = re.compile(r"Resource axis: (?P<axis>.+?) of .* is not found in mesh", re.DOTALL)
 
@@ -20,7 +20,7 @@ _NO_AXIS = re.compile(r"Resource axis: (?P<axis>.+?) of .* is not found in mesh"
 def constraint_spec(op: Op) -> tuple[tuple, dict[str, int] | None]:
     """The spec of a ``sharding_constraint`` op, and the mesh shape it fixes; None where it only names axes.
 
-    Entries are None, an axis, a tuple of axes, or ``PartitionSpec.UNCONSTRAINED`` for a dimension that is left open.
+    Entries are None, an axis, a tuple of axes, or ``PartitionSpec.UNCONSTRAINED``.
     """
     sharding = op.params["sharding"]
     if not isinstance(sharding, NamedSharding):
@@ -33,20 +33,20 @@ def constraint_spec(op: Op) -> tuple[tuple, dict[str, int] | None]:
 
 
 def mesh_shape(mesh: Mesh | AbstractMesh) -> dict[str, int] | None:
-    """Axis sizes by name; None for a mesh that stands in for one (see `with_axes`)."""
-    stands_in = isinstance(mesh, AbstractMesh) and mesh.size == 1
-    return None if stands_in else dict(mesh.shape)
+    """Axis sizes by name; None for the placeholder mesh of `with_axes`."""
+    placeholder = isinstance(mesh, AbstractMesh) and mesh.size == 1
+    return None if placeholder else dict(mesh.shape)
 
 
 def with_axes(traced: Callable[[], Any], axis_names: Sequence[str]) -> Any:
-    """What ``traced()`` returns, called with an abstract mesh of one device if it constrains to axes of none.
+    """The result of ``traced()``; where it constrains to axes without a mesh, under a placeholder mesh of one device.
 
-    The axes are ``axis_names`` and whatever else JAX says it misses.
+    The placeholder's axes are ``axis_names`` and those that JAX's errors name.
     """
     axes: list[str] | None = None
     while True:
         try:
-            with nullcontext() if axes is None else jax.sharding.use_abstract_mesh(_stand_in(axes)):
+            with nullcontext() if axes is None else jax.sharding.use_abstract_mesh(_placeholder(axes)):
                 return traced()
         except (RuntimeError, ValueError) as error:
             missing = _NO_AXIS.search(str(error))
@@ -58,5 +58,5 @@ def with_axes(traced: Callable[[], Any], axis_names: Sequence[str]) -> Any:
                 raise
 
 
-def _stand_in(axes: Sequence[str]) -> AbstractMesh:
+def _placeholder(axes: Sequence[str]) -> AbstractMesh:
     return AbstractMesh((1,) * len(axes), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))

@@ -1,4 +1,4 @@
-"""A program's fingerprint: equal for equal programs, whatever the names, the source lines and the process."""
+"""Fingerprints of programs: equal for equal programs, independent of names, source lines and process."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from autoshard.trace.build import Program
 from autoshard.trace.constraints import mesh_shape
 from autoshard.trace.structure import opened, subjaxprs
 
-# Parameters that only name things, or repeat what the mesh of the trace was.
+# Parameters that are names, or the mesh of the trace.
 _NAMES = frozenset({"name", "context_mesh", "name_and_src_info", "debug_info", "debug"})
 
 
 def fingerprint(program: Program, aliases: Sequence[tuple[int, int]]) -> str:
-    """32 hexadecimal digits; linear in the program's size."""
+    """The fingerprint of a program, 32 hexadecimal digits; linear in the program's size."""
     canonical = _Canonical()
     digest = hashlib.sha256()
 
@@ -48,10 +48,10 @@ def fingerprint(program: Program, aliases: Sequence[tuple[int, int]]) -> str:
 
 
 class _Canonical:
-    """Turns parameters into text that is the same in every process; never by way of an address."""
+    """Parameters as text that is equal in every process, without addresses."""
 
     def params(self, params: Any, without_bodies: bool = False) -> str:
-        kept = sorted(name for name in params if name not in _NAMES and not (without_bodies and _holds_jaxpr(params[name])))
+        kept = sorted(name for name in params if name not in _NAMES and not (without_bodies and _is_jaxpr(params[name])))
         return ",".join(f"{name}={self.of(params[name])}" for name in kept)
 
     def of(self, x: Any) -> str:
@@ -93,7 +93,7 @@ class _Canonical:
         return type(x).__qualname__
 
     def _jaxpr(self, x: Jaxpr | ClosedJaxpr) -> str:
-        """A jaxpr by its structure, variables numbered in order of appearance."""
+        """The structure of a jaxpr, variables numbered in order of appearance."""
         jaxpr, consts = opened(x)
         numbers: dict[Any, int] = {}
 
@@ -112,5 +112,6 @@ class _Canonical:
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
-def _holds_jaxpr(x: Any) -> bool:
-    return isinstance(x, Jaxpr | ClosedJaxpr) or (isinstance(x, tuple) and bool(x) and all(map(_holds_jaxpr, x)))
+def _is_jaxpr(x: Any) -> bool:
+    """Whether a parameter is a jaxpr, or a tuple of jaxprs."""
+    return isinstance(x, Jaxpr | ClosedJaxpr) or (isinstance(x, tuple) and bool(x) and all(map(_is_jaxpr, x)))

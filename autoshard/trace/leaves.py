@@ -1,4 +1,4 @@
-"""Argument and result leaves: their paths, and which result replaces which argument."""
+"""Leaves of arguments and results: their paths, and the results that replace arguments."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Leaf:
 
 
 def argument_names(fn: Callable, n_args: int) -> tuple[str, ...]:
-    """The names of ``n_args`` positional arguments as the function's signature has them."""
+    """The names of ``n_args`` positional arguments, from the function's signature."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):  # some built-in callables have none
@@ -55,7 +55,7 @@ def leaf_at(path: Sequence[Any], names: Sequence[str], inside: str = "") -> Leaf
 
 
 def result_path(path: Sequence[Any]) -> str:
-    """How a result leaf is called: ``[0]['loss']``, or ``result`` for a bare one."""
+    """The path of a result leaf: ``[0]['loss']``, or ``result`` for a result that is no container."""
     return keystr(tuple(path)) or "result"
 
 
@@ -65,14 +65,14 @@ def find_aliases(
     donated: Iterable[int],
     fixed: Mapping[int, int],
 ) -> tuple[tuple[int, int], ...]:
-    """Pairs (result, argument) of state that replaces an argument, sorted; each stands in at most one.
+    """Pairs (result, argument) of state that replaces an argument, sorted; each result and argument is in at most one.
 
-    Tried in this order: ``fixed`` pairs; equal paths, shapes and dtypes, where the result is either the state itself or
-    a container of states, whichever matches more; bare arrays in order; donated arguments onto what is left.
+    Matched in this order: ``fixed`` pairs; equal paths, shapes and dtypes, where the result is either the state itself or a
+    container of states, whichever matches more; single arrays in order; the remaining results with donated arguments.
 
     Args:
-        arguments: per leaf its path inside its argument, and its value.
-        results: per leaf its key path, and its value.
+        arguments: per leaf its path inside its argument and its value.
+        results: per leaf its key path and its value.
         donated: positions of donated argument leaves.
         fixed: result position to argument position.
     """
@@ -100,7 +100,7 @@ def find_aliases(
     as_state, as_container = (match({i: key for i, key in keys.items() if key}, everything) for keys in (whole, inner))
     pairs |= as_state if len(as_state) > len(as_container) else as_container
     pairs |= match({i: key for i, key in inner.items() if not key and i not in pairs}, everything)
-    # Any free result will do for a donated argument: their keys are made equal.
+    # A donated argument matches any free result: their keys are made equal.
     arguments = [("", value) for _, value in arguments]
     pairs |= match({i: "" for i in free if i not in pairs}, donated)
     return tuple(sorted(pairs.items()))

@@ -1,7 +1,7 @@
-"""Flax NNX objects among the arguments, handled as `nnx.jit` does.
+"""Flax NNX objects among the arguments, handled as in `nnx.jit`.
 
-Modules, optimizers and other graph nodes are split into their states, jointly, so that what they share stays single;
-a pure function of these states is traced; mutations come back as results and are written into the caller's objects.
+Modules, optimizers and other graph nodes are split into their states jointly, so that shared variables occur once; a pure
+function of these states is traced; updates are further results, which are written into the caller's objects.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from autoshard.trace.leaves import Leaf, leaf_at
 
 
 def has_modules(tree: Any) -> bool:
-    """Whether a pytree holds NNX graph nodes; false without importing Flax if nobody has."""
-    return "flax" in sys.modules and any(_Places.of(tree).is_node)
+    """Whether a pytree has NNX graph nodes; never imports Flax itself."""
+    return "flax" in sys.modules and any(_Positions.of(tree).is_node)
 
 
 def _is_node(x: Any) -> bool:
@@ -30,21 +30,26 @@ def _is_node(x: Any) -> bool:
 
 
 def _ends_here(x: Any) -> bool:
-    """Whether a pytree is not looked into: a graph node, or an `nnx.State`, which is plain although it holds variables."""
+    """Whether flattening stops here: at a graph node, or an `nnx.State`, which is a plain pytree although it contains variables."""
     from flax import nnx
 
     return isinstance(x, nnx.State) or _is_node(x)
 
 
 @dataclass(frozen=True, slots=True)
-class _Places:
-    """Where in a pytree the graph nodes stand, or what stands for them."""
+class _Positions:
+    """The positions of a pytree's graph nodes, or of their states.
 
-    tree: Any  # jax.tree.structure, with graph nodes as leaves
+    Attributes:
+        tree: `jax.tree.structure`, with graph nodes as leaves.
+        is_node: per leaf whether it is a graph node.
+    """
+
+    tree: Any
     is_node: tuple[bool, ...]
 
     @classmethod
-    def of(cls, tree: Any) -> _Places:
+    def of(cls, tree: Any) -> _Positions:
         leaves, structure = jax.tree.flatten(tree, is_leaf=_ends_here)
         return cls(structure, tuple(map(_is_node, leaves)))
 
@@ -58,7 +63,7 @@ class _Places:
 
 
 def _split(nodes: tuple[Any, ...]) -> tuple[Any, list[Any]]:
-    """The joint structure of graph nodes, and the state of each: what an earlier one has is not repeated."""
+    """The joint structure of graph nodes, and the state of each, without variables that an earlier one shares."""
     from flax import nnx
 
     structure, state = nnx.split(nodes)
@@ -72,15 +77,15 @@ def _joined(states: Sequence[Any]) -> Any:
 
 
 class Modules:
-    """A function on graph nodes as a pure function on their states, and the way back.
+    """A function of graph nodes as a pure function of their states, and the conversions of arguments and results.
 
     Attributes:
-        written: positions, among the argument leaves, of the updates that `pure` returns; known once it was traced.
+        written: positions, among the argument leaves, of the updates that `pure` returns; set by tracing it.
     """
 
     def __init__(self, fn: Callable, args: tuple, donated_args: Sequence[int]):
         self._fn = fn
-        self._places = _Places.of(args)
+        self._places = _Positions.of(args)
         self._structure, _ = _split(self._places.get(args))
         self._donated_args = donated_args
         self.written: tuple[int, ...] = ()
@@ -92,7 +97,7 @@ class Modules:
         """The arguments with each graph node replaced by its state.
 
         Raises:
-            TraceError: the nodes are not structured as those that were traced.
+            TraceError: the nodes' structure differs from the traced one.
         """
         structure, states = _split(self._places.get(args))
         if structure != self._structure:
@@ -103,7 +108,7 @@ class Modules:
         return self._places.put(args, states)
 
     def leaves(self, args: tuple, names: Sequence[str]) -> list[Leaf]:
-        """The leaves of the split arguments; those of a module read ``model.layers[0].kernel``."""
+        """The leaves of the split arguments; paths in a module are ``model.layers[0].kernel``."""
         outer = [path for path, _ in jax.tree_util.tree_flatten_with_path(args, is_leaf=_ends_here)[0]]
         found = []
         for path, part, node in zip(outer, self._places.tree.flatten_up_to(self.split(args)), self._places.is_node, strict=True):
@@ -114,11 +119,11 @@ class Modules:
     def pure(self, *states: Any) -> tuple[Any, list[Any]]:
         """The function's result with states for graph nodes, and the updated leaves; to be traced.
 
-        What the function leaves alone is returned only if it is donated: its old memory is gone afterwards.
+        Unchanged leaves are returned only where they are donated, since their old memory is reused.
         """
         from flax import nnx
 
-        # Listed now: the merged nodes hold the same variables as the states, which the function may change.
+        # Listed before the call: the merged nodes share their variables with the states, and the function may change them.
         old = [(i, leaf) for i, argument in enumerate(states) for leaf in jax.tree.leaves(argument)]
         nodes = nnx.merge(self._structure, _joined(self._places.get(states)))
         result = self._fn(*self._places.put(states, nodes))
@@ -137,7 +142,7 @@ class Modules:
         from flax import nnx
 
         known = {id(node): path for path, node in nnx.iter_graph(nodes)}
-        self._result_places = _Places.of(result)
+        self._result_places = _Positions.of(result)
         returned = self._result_places.get(result)
         self._returned = tuple(known.get(id(node)) for node in returned)
         fresh = tuple(node for node, path in zip(returned, self._returned, strict=True) if path is None)
@@ -151,7 +156,7 @@ class Modules:
         return self._result_places.put(result, [next(coming) if path is None else None for path in self._returned])
 
     def merge(self, args: tuple, result: Any, updates: Sequence[Any]) -> Any:
-        """The function's result on the caller's own objects, after the updates were written into them."""
+        """The function's result on the caller's objects, into which the updates are written."""
         from flax import nnx
 
         nodes = self._places.get(args)
@@ -168,7 +173,7 @@ class Modules:
 
 
 def _attributes(path: Sequence[Any]) -> str:
-    """A path inside a module as one writes it: attributes and indices; a variable's value is the variable."""
+    """A path inside a module as Python writes it, in attributes and indices; a variable's value is the variable."""
     text = ""
     for key in path:
         match key:
@@ -184,7 +189,7 @@ def _attributes(path: Sequence[Any]) -> str:
 
 
 class SplitModules:
-    """Pytrees with each NNX graph node replaced by its state, and the two ways back.
+    """Pytrees with each NNX graph node replaced by its state, and two inverses.
 
     Attributes:
         states: the pytrees of arrays.
@@ -194,13 +199,13 @@ class SplitModules:
         self.states = trees
         self._places = None
         if has_modules(trees):
-            self._places = _Places.of(trees)
+            self._places = _Positions.of(trees)
             self._nodes = self._places.get(trees)
             self._structure, states = _split(self._nodes)
             self.states = self._places.put(trees, states)
 
     def update(self, new: tuple) -> tuple:
-        """The trees with new arrays; graph nodes are the ones that were split, updated in place."""
+        """The trees with new arrays; the graph nodes that were split are updated in place."""
         if self._places is None:
             return new
         from flax import nnx

@@ -1,4 +1,4 @@
-"""Where an equation comes from in the user's program."""
+"""Source locations of equations in the user's program."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _JAX = tuple(os.path.join(os.path.dirname(os.path.abspath(jax.__file__)), part) 
 
 @cache
 def is_library(file: str) -> bool:
-    """Whether a source file belongs to Python, an installed package or autoshard rather than to the user.
+    """Whether a source file is of Python, an installed package or autoshard, rather than the user's.
 
     >>> is_library(jax.__file__), is_library("/home/me/train.py"), is_library("<stdin>")
     (True, False, False)
@@ -40,26 +40,26 @@ def is_library(file: str) -> bool:
 
 @cache
 def _shown(file: str) -> str:
-    """The path as it is shown: a package's own, or relative where it lies beneath the working directory."""
+    """The path without its package's folder, or relative to the working directory."""
     roots = {os.path.join(os.getcwd(), ""), os.path.join(os.path.dirname(_PACKAGE), ""), *_LIBRARIES} - {os.path.join(_PACKAGE, "")}
     return file.removeprefix(max((root for root in roots if file.startswith(root)), key=len, default=""))
 
 
 def error_place(error: BaseException) -> str:
-    """``file:line (function)`` of the innermost of the user's frames that an error passed through, or an empty string."""
+    """``file:line (function)`` of the innermost user frame in an error's traceback, or an empty string."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_library(frame.filename)]
     return str(Origin(_shown(frames[-1].filename), frames[-1].lineno or 0, frames[-1].name)) if frames else ""
 
 
 class Origins:
-    """Finds origins of equations; equal tracebacks are looked at once."""
+    """Origins of equations, cached by traceback."""
 
     def __init__(self):
         self._frames: dict[Any, tuple[str, int, str]] = {}
         self._origins: dict[tuple, Origin] = {}
 
     def of(self, eqn: JaxprEqn, outer: Origin | None, prefix: str) -> Origin:
-        """The origin of an equation. ``outer`` is the call's that it was inlined from, where that called a library function:
+        """The origin of an equation: that of the call it was inlined from, ``outer``, if that called a library function.
 
         JAX caches the jaxpr of, say, `jax.nn.relu` with the line of its first caller.
         """
@@ -82,7 +82,7 @@ class Origins:
 
 
 def _innermost(trace: Any) -> tuple[str, int, str]:
-    """The innermost frame of the user's; failing that, the innermost outside JAX."""
+    """The innermost user frame; if there is none, the innermost one outside JAX."""
     codes, instructions = trace.raw_frames()
     frames = [(code, at) for code, at in zip(codes, instructions, strict=True) if not code.co_filename.startswith(_JAX)]
     for code, at in [frame for frame in frames if not is_library(frame[0].co_filename)] or frames:
@@ -91,7 +91,7 @@ def _innermost(trace: Any) -> tuple[str, int, str]:
 
 
 def calls_library(eqn: JaxprEqn) -> bool:
-    """Whether a call equation's function is a library's, so that its equations are best placed at the call."""
+    """Whether a call equation's function is a library's, so that its equations get the call's location."""
     for param in eqn.params.values():
         info = getattr(getattr(param, "jaxpr", param), "debug_info", None)
         if info is not None:

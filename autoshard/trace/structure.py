@@ -1,7 +1,7 @@
-"""How equations nest: which of a jaxpr's equations have sub-programs, and in which order these count as bodies.
+"""Nesting of jaxprs: the sub-programs of an equation and their order, and equations rebuilt around other ones.
 
-The graph and the lowering number equations alike, since both read it here. An equation's *path* is its position in the
-top-level jaxpr; inside sub-program ``b`` of that equation, it is ``(position, b, inner position)``, and so on.
+The graph and the lowering both number equations by it. An equation's *path* is its position in the top-level jaxpr; inside
+sub-program ``b`` of that equation it is ``(position, b, inner position)``, and so on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autoshard.primitives import primitive
 def subjaxprs(eqn: JaxprEqn) -> tuple[ClosedJaxpr | Jaxpr, ...]:
     """The sub-programs of an equation in body order; none for an ordinary or an opaque one.
 
-    Of a linear solve's four it is the solver itself: the others are for its derivatives, which are traced by now.
+    Of a linear solve's four it is the solver: the others serve derivatives, which are traced already.
     """
     if eqn.primitive.name == "custom_linear_solve":
         return (eqn.params["jaxprs"].solve,)
@@ -36,7 +36,7 @@ def opened(jaxpr: ClosedJaxpr | Jaxpr) -> tuple[Jaxpr, tuple]:
 
 
 def called_with(name: str, params: Mapping[str, Any], n_operands: int) -> range | tuple[int, ...]:
-    """Which operands of a call are its body's inputs, by position: all, but for those of a linear solve's other functions."""
+    """The positions of a call's operands that are its body's inputs: all, except those of a linear solve's other functions."""
     if name != "custom_linear_solve":
         return range(n_operands)
     lengths = params["const_lengths"]
@@ -45,10 +45,10 @@ def called_with(name: str, params: Mapping[str, Any], n_operands: int) -> range 
 
 
 def with_bodies(eqn: JaxprEqn, old: Sequence[ClosedJaxpr | Jaxpr], new: Sequence[ClosedJaxpr | Jaxpr]) -> dict[str, Any]:
-    """The equation's parameters that hold sub-programs, with each of ``old`` replaced by its like in ``new``."""
+    """The equation's parameters with sub-programs, each of ``old`` replaced by its counterpart in ``new``."""
     waiting: dict[int, list[ClosedJaxpr | Jaxpr]] = {}
     for before, after in zip(old, new, strict=True):
-        waiting.setdefault(id(before), []).append(after)  # two branches may be one object, and differ from now on
+        waiting.setdefault(id(before), []).append(after)  # two branches may be one object with different replacements
 
     def swap(param: Any) -> Any:
         if isinstance(param, (tuple, list)):
@@ -59,7 +59,7 @@ def with_bodies(eqn: JaxprEqn, old: Sequence[ClosedJaxpr | Jaxpr], new: Sequence
 
 
 def around(eqn: JaxprEqn, new: Sequence[Jaxpr]) -> JaxprEqn:
-    """The equation with other bodies, their constants as they were; the same object where each is the one that it had."""
+    """The equation with other bodies and the same constants; the same object where no body changes."""
     old = subjaxprs(eqn)
     if all(after is opened(before)[0] for after, before in zip(new, old, strict=True)):
         return eqn
@@ -68,7 +68,7 @@ def around(eqn: JaxprEqn, new: Sequence[Jaxpr]) -> JaxprEqn:
 
 
 def as_call(eqn: JaxprEqn, function: Callable, atoms: Sequence[Any]) -> JaxprEqn:
-    """A call of the function on these atoms, with the equation's results."""
+    """A call of a function on these atoms, in place of an equation: with its results, source and names."""
     with user_context(eqn.source_info.traceback, name_stack=eqn.source_info.name_stack):
         (call,) = jax.make_jaxpr(jax.jit(function))(*types_of(atoms)).eqns
     return call.replace(invars=[*atoms], outvars=eqn.outvars)

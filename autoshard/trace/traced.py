@@ -1,4 +1,4 @@
-"""From a function and example arguments to a `Traced` program."""
+"""Tracing of a function with example arguments to a `Traced` program."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from autoshard.trace.fingerprint import fingerprint
 from autoshard.trace.leaves import Leaf, argument_names, find_aliases, plain_leaves, result_path
 from autoshard.trace.modules import Modules, has_modules
 from autoshard.trace.origin import error_place
-from autoshard.trace.written_out import written_out
+from autoshard.trace.simplify import simplified
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Traced:
     """A function traced with example arguments.
 
-    A call goes ``pack(lowered(*jax.tree.leaves(split(args))))`` and then ``merge(args, ...)``; the first part is what one jits.
+    A call is ``merge(args, pack(lowered(*jax.tree.leaves(split(args)))))``, of which all but ``merge`` can be jitted.
 
     Attributes:
         graph: the program; calls inlined, dead ops dropped.
-        jaxpr: as JAX traced it, mapped loops written out, for the lowering; its inputs and outputs are the graph's arguments and results.
+        jaxpr: as JAX traced it, simplified, for the lowering; its inputs and outputs are the graph's arguments and results.
         in_tree: `jax.tree.structure` of the arguments tuple; an NNX object counts as its `nnx.State`; keyword arguments are a last dict.
-        out_tree: structure of the function's result, without what is written back into NNX objects.
-        source: the jaxpr as JAX gave it; it keeps that as long as the function is there.
+        out_tree: structure of the function's result, without updates of NNX objects.
+        modules: the NNX objects among the arguments; None where there are none.
+        source: the jaxpr as JAX traced it, which JAX caches as long as the function exists.
     """
 
     graph: Graph
@@ -47,7 +48,7 @@ class Traced:
         """The arguments as pytrees of arrays, structured as ``in_tree``.
 
         Raises:
-            TraceError: they are structured otherwise.
+            TraceError: their structure differs.
         """
         pure = tuple(args) if self.modules is None else self.modules.split(tuple(args))
         if jax.tree.structure(pure) != self.in_tree:
@@ -68,7 +69,7 @@ class Traced:
         return output if self.modules is None else self.modules.merge(tuple(args), *output)
 
     def flatten_prefix(self, prefix: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
-        """One entry an argument leaf, from a pytree that is structured as the arguments tuple or a prefix of it.
+        """One entry per argument leaf, from a pytree with the structure of the arguments tuple or a prefix of it.
 
         Raises:
             ValueError: it is neither.
@@ -98,8 +99,8 @@ def trace(
         args: pytrees of arrays, `jax.ShapeDtypeStruct`s and Python numbers; Flax NNX objects are handled as `nnx.jit` does.
         donate_argnums: as for `jax.jit`.
         kwargs: keyword arguments; they count as one more argument, a dict.
-        axis_names: mesh axes that `with_sharding_constraint` inside ``fn`` may name; others are found out.
-        before: a program that was traced before, and is returned where JAX has the same jaxpr for this function and these arguments.
+        axis_names: mesh axes that `with_sharding_constraint` inside ``fn`` may name; others are found by tracing.
+        before: a program that was traced before; it is returned where JAX has the same jaxpr for this function and these arguments.
 
     Raises:
         TraceError: JAX cannot trace it, an argument is no array, or a mutation of a module would be lost.
@@ -130,7 +131,7 @@ def trace(
     if before is not None and before.source is not None and before.source() is everything:
         if (before.in_tree, before.graph.donated) == (in_tree, donated):
             return before
-    jaxpr = written_out(everything)
+    jaxpr = simplified(everything)
     output = shapes if modules is None else shapes[0]
     out_tree = jax.tree.structure(output)
     graph = _graph(fn, build(jaxpr), leaves, output, modules.written if modules else (), donated)
@@ -138,7 +139,7 @@ def trace(
 
 
 def _graph(fn: Callable, program: Program, leaves: list[Leaf], output: Any, written: tuple[int, ...], donated: tuple[int, ...]) -> Graph:
-    """The graph of a program with the names, aliases and donations of its leaves. ``written`` are leaves replaced in place."""
+    """The graph of a program, with the names, aliases and donations of its leaves; ``written`` are leaves updated in place."""
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(output)[0]]
     values = program.values
     aliases = find_aliases(
@@ -165,7 +166,7 @@ def _graph(fn: Callable, program: Program, leaves: list[Leaf], output: Any, writ
 
 
 def function_name(fn: Callable) -> str:
-    """What a function is called; of one with some arguments bound, itself."""
+    """The name of a function, without `functools.partial`s around it."""
     while not hasattr(fn, "__name__") and hasattr(fn, "func"):  # functools.partial
         fn = fn.func
     return getattr(fn, "__name__", type(fn).__name__)
@@ -174,7 +175,7 @@ def function_name(fn: Callable) -> str:
 def _check_call(fn: Callable, args: tuple, kwargs: Mapping[str, Any]) -> None:
     try:
         signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # such as some callables written in C
+    except (TypeError, ValueError):  # some callables written in C
         return
     try:
         signature.bind(*args, **kwargs)
@@ -203,7 +204,7 @@ def _positions(donate_argnums: int | Sequence[int], n_args: int) -> tuple[int, .
 
 
 def _abstract(args: tuple, leaves: list[Leaf]) -> tuple:
-    """The arguments as `jax.ShapeDtypeStruct`s, without the shardings they may have."""
+    """The arguments as `jax.ShapeDtypeStruct`s, without their shardings."""
     flat, tree = jax.tree.flatten(args)
     return tree.unflatten([_abstract_leaf(x, leaf) for x, leaf in zip(flat, leaves, strict=True)])
 
@@ -226,17 +227,17 @@ def _failure(fn: Callable, error: Exception) -> TraceError:
             "A function is traced with abstract arrays, so its Python control flow cannot depend on their values",
             "Use jax.lax.cond, jax.numpy.where or jax.lax.while_loop, or bind the value beforehand with functools.partial.",
         )
-    elif "does not match the specs of the input" in str(error):  # shard_map, on an argument whose Explicit sharding is not traced
+    elif "does not match the specs of the input" in str(error):  # a shard_map's argument, traced without its Explicit sharding
         rule, advice = (
             "A function is traced without its arguments' present shardings, so a mesh inside it has Auto axes",
             "Make its mesh with axis_types=(jax.sharding.AxisType.Auto,) for each axis.",
         )
-    elif "static arguments are not supported" in str(error):  # of a jitted function that is passed a number for one of them
+    elif "static arguments are not supported" in str(error):  # a jitted function got a tracer for a static argument
         rule, advice = (
             "Every argument of a function is traced, those included that `jax.jit` was told are static",
             "Bind static arguments beforehand with functools.partial.",
         )
-    elif type(error).__name__ == "TraceContextError" or "trace level" in str(error):  # Flax says either, as to where the mutation is
+    elif type(error).__name__ == "TraceContextError" or "trace level" in str(error):  # Flax's two errors for it
         rule, advice = (
             "A step may mutate only the modules that it is passed; it mutates one that it captures, and that mutation would be lost",
             "Pass the module as an argument.",
@@ -248,7 +249,7 @@ def _failure(fn: Callable, error: Exception) -> TraceError:
 
 
 def _reason(error: Exception) -> str:
-    """The first paragraph of what JAX, or the user's code, says, on one line."""
+    """The first paragraph of an error's message, on one line."""
     text = " ".join(str(error).split("\n\n")[0].split("\nSee http")[0].split()) or "no message"
     text = text if len(text) <= 400 else f"{text[:397]}..."
     return f"{text.rstrip('.!?')}."

@@ -1,4 +1,4 @@
-"""How often loops run."""
+"""Trip counts of loops."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _written(atom: Any) -> int | None:
 
 
 def _limit(eqn: JaxprEqn, condition: Jaxpr, body: Jaxpr, bound: Var | Literal) -> int | None:
-    """The literal that the bound is, or that a constant or an unchanged carry brings into the loop."""
+    """The bound of a loop: a literal, also as a constant or an unchanged carry of the loop; None for any other."""
     if isinstance(bound, Literal):
         return _written(bound)
     n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
@@ -58,7 +58,7 @@ def _limit(eqn: JaxprEqn, condition: Jaxpr, body: Jaxpr, bound: Var | Literal) -
 
 
 def _step(body: Jaxpr, counter: int, output: int) -> int | None:
-    """What the body adds to its counter, or None."""
+    """The integer literal that the body adds to its counter, or None."""
     for eqn in body.eqns:
         if eqn.primitive.name == "add" and body.outvars[output] in eqn.outvars and body.invars[counter] in eqn.invars:
             return next((step for step in map(_written, eqn.invars) if step is not None), None)

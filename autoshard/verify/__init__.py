@@ -1,12 +1,12 @@
-"""What compilers really do, read back: their collectives next to the predicted ones, and Shardy's propagated layouts."""
+"""Verification against compilers: ahead-of-time compilation, collectives, FLOPs and memory of compiled modules, Shardy's propagation."""
 
-from autoshard.verify.ahead import COMPILERS, Ahead, Compilation, Compiler, Options, compile_ahead
+from autoshard.verify.aot import COMPILERS, Ahead, Compilation, Compiler, Options, compile_ahead
 from autoshard.verify.buffers import Buffers, read_buffers
 from autoshard.verify.compare import Row, compare
 from autoshard.verify.flops import Flops, dot_flops, scheduled_cycles
 from autoshard.verify.hlo import collectives_of
 from autoshard.verify.schedule import corrected_seconds, scheduled_seconds, sent_seconds
-from autoshard.verify.shardy import explicit_collectives, propagated
+from autoshard.verify.shardy_passes import explicit_collectives, propagated
 from autoshard.verify.targets import TARGETS, Target, devices_here
 from autoshard.verify.topology import Topology, compiled_topology, host_topology, topology_of
 

@@ -1,7 +1,7 @@
-"""The memory of a compiled program, read from XLA's own buffer assignment as it dumps it (``--xla_dump_to``).
+"""Memory of a compiled program, from XLA's dumped buffer assignment (``--xla_dump_to``).
 
-XLA places every value at an offset of an allocation, and says between which steps of the schedule it lives. Arguments, results and
-constants have allocations of their own; temporaries share one, whose size includes what fragmentation wastes.
+XLA assigns every value an offset in an allocation and a live range of schedule steps. Arguments, results and constants have allocations of
+their own; temporaries share one, whose size includes fragmentation.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _LIVE = re.compile(r"^    (\S+?)(\{[\d,]*\}):(\d+)-(\d+)$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """What a program takes of a device's main memory.
+    """The main memory of a program on one device.
 
     Attributes:
-        peak_bytes: what lives at the fullest moment: ``memory_analysis().peak_memory_in_bytes``, up to a few kilobytes of constants.
-        allocated_bytes: what the allocator takes for that, fragmentation included; without the program itself.
+        peak_bytes: peak live bytes: ``memory_analysis().peak_memory_in_bytes``, up to a few kilobytes of constants.
+        allocated_bytes: bytes allocated, fragmentation included, without the program's code.
     """
 
     peak_bytes: float
@@ -32,7 +32,7 @@ class Buffers:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """A value's place in the temporaries' allocation, and the steps at which it lives, both included."""
+    """A value's place in the temporaries' allocation, and its first and last live step."""
 
     offset: int
     size: int
@@ -41,7 +41,7 @@ class _Slot:
 
 
 def read_buffers(assignment: str, live_ranges: str) -> Buffers:
-    """What a program takes of main memory.
+    """The main memory of a program.
 
     Args:
         assignment: the text of ``*-buffer-assignment.txt``.
@@ -58,7 +58,7 @@ def read_buffers(assignment: str, live_ranges: str) -> Buffers:
             slots += [_Slot(offset, n, *live[name]) for name, n, offset in values if n]
         else:
             fixed += size
-    return Buffers(fixed + _fullest(slots), fixed + temporary)
+    return Buffers(fixed + _peak(slots), fixed + temporary)
 
 
 def _allocations(assignment: str) -> Iterator[tuple[int, str, list[tuple[str, int, int]]]]:
@@ -76,8 +76,8 @@ def _allocations(assignment: str) -> Iterator[tuple[int, str, list[tuple[str, in
         yield size, attributes, values
 
 
-def _fullest(slots: list[_Slot]) -> float:
-    """The most bytes in use at any step. Values that share bytes, as a loop's carry with its init, count once."""
+def _peak(slots: list[_Slot]) -> float:
+    """The most bytes in use at any step; values that share bytes, as a loop's carry with its initial value, count once."""
     if not slots:
         return 0.0
     edges = np.unique([edge for slot in slots for edge in (slot.offset, slot.offset + slot.size)])

@@ -1,4 +1,4 @@
-"""Predicted collectives next to actual ones."""
+"""Comparison of predicted collectives with actual ones."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ _TWINS = {"all_reduce": "reduce_scatter", "reduce_scatter": "all_reduce"}
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """All collectives of one kind over the same axes: executions and bytes a step, on one device.
+    """All collectives of one kind over the same axes: executions and bytes per step on one device.
 
     Attributes:
+        kind, mesh_axes: as those of `Collective`.
+        predicted_count, actual_count: executions.
         predicted_bytes, actual_bytes: bytes of one execution times executions, summed.
     """
 
@@ -32,10 +34,10 @@ class Row:
 
 
 def compare(predicted: Iterable[Collective], actual: Iterable[Collective]) -> tuple[Row, ...]:
-    """A row for each kind and axes that either side has, sorted.
+    """A row for each kind and axes of either side, sorted.
 
-    An all_reduce and a reduce_scatter of the same tensor differ in whether its readers slice it, which compilers show in
-    many ways: an actual one counts as its twin where the prediction has just that one left over.
+    An all_reduce and a reduce_scatter of the same tensor differ in whether readers slice the result, which compilers express
+    in many ways: so an actual one counts as the other kind where the prediction has an unmatched one of that.
 
     >>> compare([Collective("all_gather", ("x",), 64.0, 3)], [Collective("all_gather", ("x",), 64.0, 2)])[0].agrees
     False
@@ -51,7 +53,7 @@ def compare(predicted: Iterable[Collective], actual: Iterable[Collective]) -> tu
 
 
 def matched(predicted: tuple[Collective, ...], actual: tuple[Collective, ...]) -> list[Collective]:
-    """The actual collectives, each under the name its like has in the prediction: an all_reduce may be a reduce_scatter there."""
+    """The actual collectives, an all_reduce as a reduce_scatter, or the reverse, where the prediction has an unmatched one of that kind."""
     left = Counter[tuple]()
     for sign, collectives in ((1, predicted), (-1, actual)):
         for collective in collectives:

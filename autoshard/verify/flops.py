@@ -1,4 +1,4 @@
-"""The arithmetic of a compiled module: what its matrix products and convolutions multiply, and the cycles the TPU compiler gives them."""
+"""Arithmetic of a compiled module: FLOPs of its matrix products and convolutions, and the TPU compiler's estimated cycles."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SLICE = re.compile(r"slice=\{([^}]*)\}")
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _MATRIX_TARGETS = re.compile(r"gemm|matmul|conv(?!ert)|dnn|dot", re.IGNORECASE)
-# Of XLA:GPU: calls of cuBLAS, and of cuDNN with which of their operands, and their result after them, are image, kernel and what they make.
+# XLA:GPU's calls of cuBLAS, and of cuDNN with the positions, among the two operands and the result, of image, kernel and output.
 _LIBRARY_PRODUCTS = frozenset({"__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8"})
 _LIBRARY_CONVOLUTIONS = {
     "__cudnn$convForward": (0, 1, 2),
@@ -29,8 +29,8 @@ _LIBRARY_CONVOLUTIONS = {
 }
 _LIBRARY_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-_UNKNOWN_CYCLES = 2**63 - 1  # what XLA:TPU writes of what it has no estimate for, such as a scatter that a v5p's sparse cores do
-_REMATERIALISED = ".remat"  # XLA's rematerialisation names what it computes again so
+_UNKNOWN_CYCLES = 2**63 - 1  # XLA:TPU's mark for no estimate, as of a scatter on a v5p's sparse cores
+_REMATERIALISED = ".remat"  # in the names of instructions that XLA rematerialises
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Flops:
 
     Attributes:
         total: twice the multiplications of matrix products and convolutions, loop trips counted.
-        rematerialised: what of it XLA itself computes once more to save memory.
+        rematerialised: the part of it that is XLA's rematerialisation.
     """
 
     total: float
@@ -47,13 +47,13 @@ class Flops:
 
 
 def dot_flops(hlo_text: str) -> Flops:
-    """What the matrix products and convolutions of a compiled module take, loop trips counted.
+    """The FLOPs of a compiled module's matrix products and convolutions, loop trips counted.
 
-    Counted is each product of two elements that exist: what a window reads of the padding around an image, or of the holes that dilation
-    leaves, is not. XLA:TPU spells matrix products as convolutions, whose windows are nearly all padding.
+    Products with padding or with the holes of dilation are not counted: XLA:TPU writes matrix products as convolutions whose windows are
+    nearly all padding.
 
     Raises:
-        CompilerError: a library call stands for a matrix product, and does not say of which sizes.
+        CompilerError: a library call is a matrix product of unknown sizes.
     """
     module = Module(hlo_text)
     counted = list(_flops(module, module.entry, 1, False))
@@ -63,15 +63,15 @@ def dot_flops(hlo_text: str) -> Flops:
 def scheduled_cycles(hlo_text: str) -> float:
     """The cycles that the TPU compiler estimates for a module's instructions one after the other, loop trips counted.
 
-    The text is that after code generation. Each fusion counts as a whole; collectives and copies between memories carry no cycles, and what
-    the compiler has no estimate for counts as nothing.
+    The text is that after code generation. Each fusion counts as a whole; collectives, copies between memories and instructions without
+    an estimate count nothing.
     """
     module = Module(hlo_text)
     return float(_cycles(module, module.entry))
 
 
 def cycles_of(instruction: Instruction) -> int | None:
-    """The cycles that the TPU compiler estimates for an instruction, 0 where it cannot say; None where it says nothing."""
+    """The cycles that the TPU compiler estimates for an instruction, 0 where they are marked unknown; None where it has no annotation."""
     found = _CYCLES.search(instruction.rest)
     return int(found[1]) % _UNKNOWN_CYCLES if found else None
 
@@ -87,7 +87,7 @@ def _cycles(module: Module, name: str) -> int:
 
 
 def _flops(module: Module, name: str, count: int, again: bool) -> Iterator[tuple[float, bool]]:
-    """Per matrix product its operations, and whether XLA computes it once more."""
+    """Per matrix product its operations, and whether it is rematerialised."""
     computation = module.computations.get(name, Computation())
     for instruction in computation.values():
         repeated = again or _REMATERIALISED in instruction.name
@@ -117,45 +117,45 @@ def _of_dot(computation: Computation, dot: Instruction) -> float:
 
 
 def _of_library_product(module: Module, computation: Computation, call: Instruction) -> float:
-    """Of a call of cuBLAS, which says in its configuration what it contracts, and returns its workspace too."""
+    """The operations of a call of cuBLAS, whose configuration has the contracted dimensions."""
     found = _LIBRARY_CONTRACTED.search(call.rest)
     if found is None:
         raise CompilerError(f"a call of cuBLAS says which dimensions it contracts, and {call.name!r} does not: {call.rest[:120]}.")
-    left, made = _lying(module, computation, call.operands[0]), _kept(module, computation, call)
+    left, made = _unpadded(module, computation, call.operands[0]), _read(module, computation, call)
     contracted = [left[int(dim)] for dim in re.findall(r"\d+", found[1])]
     return 2.0 * math.prod(count for _, count, _ in (*made, *contracted))
 
 
 def _of_convolution(module: Module, computation: Computation, convolution: Instruction, order: tuple[int, ...] = (0, 1, 2)) -> float:
-    """Of a convolution; ``order`` tells which of its operands, and its result after them, are image, kernel and what they make."""
+    """The operations of a convolution; ``order`` is as in `_LIBRARY_CONVOLUTIONS`."""
     labels = _LABELS.search(convolution.rest)
     if labels is None:
         raise CompilerError(f"a convolution names its dimensions, and {convolution.name!r} does not: {convolution.rest[:120]}.")
     names = convolution.operands[:2]
-    if convolution.opcode == "convolution":  # pads in its own window; what is padded before it the program pads
+    if convolution.opcode == "convolution":  # pads in its window; an explicit pad before it is the program's
         tensors = (*(_whole(computation[name].type) for name in names), _whole(convolution.type))
     else:
-        tensors = (*(_lying(module, computation, name) for name in names), _kept(module, computation, convolution))
+        tensors = (*(_unpadded(module, computation, name) for name in names), _read(module, computation, convolution))
     image, kernel, result = (dict(zip(text, tensors[position], strict=True)) for text, position in zip(labels.groups(), order, strict=True))
     window = _window(convolution.rest)
     products = 2.0 * result["b"][1] * result["f"][1] * kernel["i"][1]
     for position, dim in enumerate(sorted(label for label in result if label.isdigit())):
-        # Without a window every size is one: XLA leaves it out of a convolution without spatial dimensions.
-        products *= _meetings(image[dim], kernel[dim], result[dim], *(part[position] for part in window))
+        # A convolution without spatial dimensions has no window: every size is one.
+        products *= _overlaps(image[dim], kernel[dim], result[dim], *(part[position] for part in window))
     return products
 
 
-Lying = tuple[int, int, int]
-"""Where a dimension's elements lie that exist: how many zeros before the first, how many they are, and how far one is from the next."""
+Elements = tuple[int, int, int]
+"""The elements of a dimension without padding and holes: offset of the first, number, and distance between two."""
 
 
-def _whole(type_text: str) -> tuple[Lying, ...]:
-    """Per dimension all elements of an array's type."""
+def _whole(type_text: str) -> tuple[Elements, ...]:
+    """Per dimension of an array's type, all elements."""
     return tuple((0, size, 1) for size in shape_of(type_text))
 
 
-def _lying(module: Module, computation: Computation, name: str) -> tuple[Lying, ...]:
-    """Per dimension of an operand its elements, without what it was padded with: XLA:GPU does so beforehand, and dilates likewise."""
+def _unpadded(module: Module, computation: Computation, name: str) -> tuple[Elements, ...]:
+    """Per dimension of an operand, its elements before XLA:GPU padded and dilated it for a library call."""
     whole = _whole(computation[name].type)
     computation, made = _within(module, computation, computation[name])
     dims = list(range(len(whole)))  # of ``made``
@@ -175,7 +175,7 @@ def _lying(module: Module, computation: Computation, name: str) -> tuple[Lying, 
 
 
 def _within(module: Module, computation: Computation, made: Instruction) -> tuple[Computation, Instruction | None]:
-    """The instruction that makes what another one says, within a fusion if it is one's."""
+    """The instruction that computes another one's result, inside a fusion where that is its source, and its computation."""
     index = re.search(r"index=(\d+)", made.rest) if made.opcode == "get-tuple-element" else None
     made = computation.get(made.operands[0], made) if index else made
     if made.opcode != "fusion":
@@ -185,8 +185,8 @@ def _within(module: Module, computation: Computation, made: Instruction) -> tupl
     return inner, inner.get(root.operands[int(index[1])]) if root and root.opcode == "tuple" and index else root
 
 
-def _kept(module: Module, computation: Computation, call: Instruction) -> tuple[Lying, ...]:
-    """Per dimension of a result the elements that anybody reads, if all take one and the same slice; else all."""
+def _read(module: Module, computation: Computation, call: Instruction) -> tuple[Elements, ...]:
+    """Per dimension of a library call's result, the elements that are read, where all readers take the same slice; else all."""
     whole = _whole(call.type)
     names = {taken.name for taken in computation.readers.get(call.name, []) if "index=0" in taken.rest}  # the other one is a workspace
     slices: set[str] = set()
@@ -208,23 +208,23 @@ def _kept(module: Module, computation: Computation, call: Instruction) -> tuple[
     return tuple((first, last - first, 1) for first, last, *_ in bounds)
 
 
-def _meetings(image: Lying, kernel: Lying, result: Lying, stride: int, before: int, image_step: int, kernel_step: int) -> int:
-    """How many pairs of a result position and a kernel position read an element of the image: neither padding nor a hole.
+def _overlaps(image: Elements, kernel: Elements, result: Elements, stride: int, before: int, image_step: int, kernel_step: int) -> int:
+    """The number of pairs of a result position and a kernel position that read an element of the image, not padding or a hole.
 
-    >>> _meetings(image=(0, 1, 1), kernel=(0, 3, 1), result=(0, 3, 1), stride=1, before=2, image_step=1, kernel_step=1)
+    >>> _overlaps(image=(0, 1, 1), kernel=(0, 3, 1), result=(0, 3, 1), stride=1, before=2, image_step=1, kernel_step=1)
     3
     """
     first, count, step = image
-    apart, last, each = step * image_step, (count - 1) * step * image_step, kernel[2] * kernel_step
+    spacing, last, each = step * image_step, (count - 1) * step * image_step, kernel[2] * kernel_step
     at = (result[0] + np.arange(result[1]) * result[2]) * stride
-    reached = at + kernel[0] * kernel_step - before - first * image_step  # by the kernel's first, counted from the image's first
-    # Of the kernel's positions k those with reached + k * each in {0, apart, ..., last}: every period-th of some that follow each other.
-    common = math.gcd(each, apart)
-    period = apart // common
-    known = -reached // common * pow(each // common, -1, period) % period
-    low, high = np.maximum(-(reached // each), 0), np.minimum((last - reached) // each, kernel[1] - 1)
-    found = (high - known) // period - (low - 1 - known) // period
-    return int(np.where((reached % common == 0) & (high >= low), found, 0).sum())
+    offset = at + kernel[0] * kernel_step - before - first * image_step  # of the kernel's first element from the image's first
+    # Kernel positions k with offset + k * each in {0, spacing, ..., last}: by modular inverse, one residue class of an interval.
+    common = math.gcd(each, spacing)
+    period = spacing // common
+    residue = -offset // common * pow(each // common, -1, period) % period
+    low, high = np.maximum(-(offset // each), 0), np.minimum((last - offset) // each, kernel[1] - 1)
+    found = (high - residue) // period - (low - 1 - residue) // period
+    return int(np.where((offset % common == 0) & (high >= low), found, 0).sum())
 
 
 def _window(rest: str) -> tuple[list[int], list[int], list[int], list[int]]:

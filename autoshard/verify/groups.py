@@ -1,7 +1,7 @@
-"""Which mesh axes a collective runs over, from its device groups in any of the spellings HLO has.
+"""Mesh axes of a collective, from its device groups in any of HLO's notations.
 
-Devices are numbered as the mesh lays them out, row-major. The spellings are lists ``{{0,1},{2,3}}``, an iota
-``[4,2]<=[2,4]T(1,0)`` (device numbers reshaped, transposed, cut into rows), and a mesh with axes, sub-axes included:
+Devices are numbered row-major over the mesh. The notations are lists ``{{0,1},{2,3}}``, an iota ``[4,2]<=[2,4]T(1,0)``
+(device numbers reshaped, transposed, split into rows), and a mesh with axes, sub-axes included:
 ``mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)) {'x','y':(1)2}``.
 """
 
@@ -26,7 +26,7 @@ _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 
 
 def axes_of(attributes: str, mesh: Mesh) -> tuple[str, ...]:
-    """The mesh axes along which the instruction with these attributes exchanges data; ``("?",)`` where they fit none.
+    """The mesh axes along which the instruction with these attributes communicates; ``("?",)`` where its groups match none.
 
     >>> axes_of("replica_groups=[4,2]<=[2,4]T(1,0)", Mesh.of({"x": 2, "y": 4}))
     ('x',)
@@ -41,7 +41,7 @@ def axes_of(attributes: str, mesh: Mesh) -> tuple[str, ...]:
 
 
 def axes_of_groups(groups: np.ndarray, mesh: Mesh) -> tuple[str, ...]:
-    """The mesh axes that span groups of devices, given as rows; ``("?",)`` where none do."""
+    """The mesh axes that span groups of devices, given as rows; ``("?",)`` where they match none."""
     return _known(mesh).get(_rows(groups), UNKNOWN)
 
 
@@ -54,7 +54,7 @@ def axes_of_pairs(pairs: np.ndarray, mesh: Mesh) -> tuple[str, ...]:
 
 
 def parse_groups(attributes: str, n_devices: int) -> Groups | None:
-    """The groups of devices that exchange data with each other, or None where none are written."""
+    """The device groups of an instruction's attributes; None where there are none."""
     if found := _IOTA.search(attributes):
         shape, ids = found[1].split("<=")
         return _rows(_iota(ids).reshape(_numbers(shape)))
@@ -69,7 +69,7 @@ def parse_groups(attributes: str, n_devices: int) -> Groups | None:
 
 @lru_cache(maxsize=64)
 def _known(mesh: Mesh) -> dict[Groups, tuple[str, ...]]:
-    """The groups of every subset of axes, without axes of size one unless nothing else is left."""
+    """The subset of axes of each set of groups, without axes of size one where that is possible."""
     ids = np.arange(mesh.size).reshape(mesh.sizes)
     found: dict[Groups, tuple[str, ...]] = {}
     for n in range(len(mesh.axes) + 1):
@@ -86,7 +86,7 @@ def _mesh_groups(axes: str, ids: str | None, over: str) -> Groups:
         names.append(name)
         sizes.append(int(size))
     devices = np.arange(math.prod(sizes)) if not ids else _iota(ids) if "[" in ids else np.array(_numbers(ids))
-    # A sub-axis 'x':(m)k is the part of size k of x that has m steps before it; split every axis it names into three.
+    # A sub-axis 'x':(m)k has size k, behind a major part of size m: its axis is split into three.
     shape: list[int] = []
     chosen: list[int] = []
     parts = {

@@ -1,9 +1,9 @@
-"""The collectives of a compiled module, read from its HLO text.
+"""Collectives of a compiled module, from its HLO text.
 
-The text is walked from the entry computation: a loop's body counts its trips, a call or fusion once for each caller. One
-record a tensor: a combined collective moves several. Forms differ by compiler (XLA:CPU's plain instructions, pairs
-``-start`` and ``-done``, ``async-start`` around a computation, custom fusions on TPU); what moves data once counts once.
-XLA:CPU moves narrow floats as wider ones (bfloat16 as float32, jaxlib 0.10.2), and their bytes are what it moves.
+The text is followed from the entry computation: a loop's body counts as often as it runs, a call or fusion once for each
+caller. A combined collective gives one record per tensor. All forms are known (XLA:CPU's plain instructions, pairs of
+``-start`` and ``-done``, ``async-start`` around a computation, custom fusions on TPU), and each transfer counts once.
+XLA:CPU sends narrow floats as wider ones (bfloat16 as float32, jaxlib 0.10.2), and these bytes are counted.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ KINDS = {
     "all-to-all": "all_to_all",
     "collective-permute": "collective_permute",
 }
-# Bits an element; XLA's primitive types.
+# Bits per element of XLA's primitive types.
 BITS = {
     "pred": 8, "s1": 1, "u1": 1, "s2": 2, "u2": 2, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32,
     "s64": 64, "u64": 64, "f4e2m1fn": 4, "f8e3m4": 8, "f8e4m3": 8, "f8e4m3b11fnuz": 8, "f8e4m3fn": 8, "f8e4m3fnuz": 8, "f8e5m2": 8,
     "f8e5m2fnuz": 8, "f8e8m0fnu": 8, "f16": 16, "bf16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128, "token": 0, "opaque": 0,
 }  # fmt: skip
 
-_COLLECTIVE_MARKS = ("AsyncCollectiveStart", "AsyncCollectiveDone")  # around a collective that stands there itself
+_COLLECTIVE_MARKS = ("AsyncCollectiveStart", "AsyncCollectiveDone")  # around a collective that is an instruction itself
 _OTHER_COLLECTIVES = re.compile(
     r"(collective-|ragged-all-to-all|all-to-all|all-gather|all-reduce|reduce-scatter|send|recv)(?!.*-done$|.*-update$)"
 )
@@ -48,7 +48,7 @@ _SOURCE = re.compile(r'op_name="([^"]*)"')
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One line of a computation; ``rest`` is what follows the operands."""
+    """One line of a computation; ``rest`` is the text after the operands."""
 
     name: str
     type: str
@@ -72,9 +72,9 @@ class Computation(dict[str, Instruction]):
 
 
 def collectives_of(hlo_text: str, mesh: Mesh) -> tuple[Collective, ...]:
-    """The collectives of a compiled module: kind, mesh axes, bytes of one execution, executions a step, source.
+    """The collectives of a compiled module: kind, mesh axes, bytes of one execution, executions per step, source.
 
-    An all_reduce of which every reader takes this device's slice is a reduce_scatter that the compiler did not form.
+    An all_reduce whose readers all slice this device's part counts as a reduce_scatter.
     """
     module = Module(hlo_text)
     return tuple(collective for collective in _collectives(module, module.entry, 1, mesh) if collective.bytes)
@@ -100,7 +100,7 @@ class Module:
                 current[instruction.name] = instruction
 
     def called(self, instruction: Instruction) -> list[tuple[str, int]]:
-        """The computations that an instruction runs, and how often; not those it only applies to elements, as a reduction does."""
+        """The computations that an instruction runs, and how often; without those it applies to elements, as a reduction does."""
         if instruction.opcode == "while":
             trips = self.trips(instruction)
             return [(callee, trips) for callee in dict(_CALLEES.findall(instruction.rest)).values()]
@@ -109,7 +109,7 @@ class Module:
         return []
 
     def trips(self, loop: Instruction) -> int:
-        """How often a while loop runs: as the compiler says, else as its counter counts, else the bound in its condition, else once."""
+        """The trip count of a while loop: as annotated by the compiler, else from its condition's bound and its step, else 1."""
         if known := _TRIPS.search(loop.rest):
             return int(known[1])
         callees = dict(_CALLEES.findall(loop.rest))
@@ -130,7 +130,7 @@ def _parse(name: str, line: str, root: bool) -> Instruction:
 
 
 def _closing(text: str, start: int) -> int:
-    """Where the parenthesis at ``start`` closes."""
+    """The position of the parenthesis that closes the one at ``start``."""
     depth = 0
     for position in range(start, len(text)):
         depth += (text[position] == "(") - (text[position] == ")")
@@ -140,16 +140,13 @@ def _closing(text: str, start: int) -> int:
 
 
 def _constant(instruction: Instruction | None) -> int | None:
-    """The value of an integer scalar constant; None of anything else."""
+    """The value of an integer scalar constant; None for anything else."""
     found = re.match(r"\(?(\d+)\)?(?:$|[,)])", instruction.rest) if instruction and instruction.opcode == "constant" else None
     return int(found[1]) if found else None
 
 
 def _step(condition: Computation, body: Computation) -> int:
-    """By how much the counter that a loop's condition compares grows in its body; 1 where that is not written plainly.
-
-    A windowed einsum of two directions counts by two.
-    """
+    """The step of a loop's counter; 1 where it is not an addition of a constant. A bidirectional windowed einsum counts by two."""
     compared = next((instruction for instruction in condition.values() if instruction.root and instruction.opcode == "compare"), None)
     counter = next((condition[name] for name in compared.operands if name in condition), None) if compared else None
     index = re.search(r"index=(\d+)", counter.rest) if counter and counter.opcode == "get-tuple-element" else None
@@ -189,7 +186,7 @@ def _collectives(module: Module, name: str, count: int, mesh: Mesh) -> Iterator[
 
 
 def sent_by(module: Module, computation: Computation, instruction: Instruction, mesh: Mesh, count: int = 1) -> list[Collective]:
-    """The collectives that an instruction is, or starts; not those of computations that it calls."""
+    """The collectives that an instruction is or starts, without those of computations that it calls."""
     base = instruction.opcode.removesuffix("-start")
     if base in KINDS:
         return [] if _carried(computation, instruction) else _records(module, computation, instruction, base, count, mesh)
@@ -202,9 +199,9 @@ def sent_by(module: Module, computation: Computation, instruction: Instruction, 
 
 
 def _carried(computation: Computation, collective: Instruction) -> bool:
-    """Whether a collective's text only stands for one that is under way.
+    """Whether a collective repeats one that was started before.
 
-    XLA:TPU repeats it in the fusions that carry it while they compute, and in the one that ends it; the first feeds "AsyncCollectiveStart".
+    XLA:TPU repeats it in the fusions that carry it, and in the one that ends it; the first is an operand of "AsyncCollectiveStart".
     """
     if '"async_collective_fusion_config"' not in collective.rest:
         return False
@@ -212,7 +209,7 @@ def _carried(computation: Computation, collective: Instruction) -> bool:
 
 
 def _is_collective(instruction: Instruction) -> bool:
-    """Whether an instruction that is none of `KINDS` moves data between devices all the same."""
+    """Whether an instruction that is not one of `KINDS` is a collective of another form."""
     if instruction.opcode == "custom-call":
         target = re.search(r'custom_call_target="([^"]*)"', instruction.rest)
         return target is not None and "ollective" in target[1] and target[1] not in _COLLECTIVE_MARKS
@@ -247,7 +244,7 @@ def _records(module: Module, computation: Computation, instruction: Instruction,
 
 
 def _tensors(computation: Computation, instruction: Instruction, n: int) -> list[list[str]]:
-    """Per tensor of an all_reduce the names under which it is read: its own, or those that take it out of the tuple."""
+    """Per tensor of an all_reduce the names under which it is read: its own, or those of its ``get-tuple-element``s."""
     name = instruction.name
     if instruction.opcode.endswith("-start"):
         (name,) = [reader.name for reader in computation.readers.get(name, ())] or [name]
@@ -262,7 +259,7 @@ def _tensors(computation: Computation, instruction: Instruction, n: int) -> list
 
 
 def _only_sliced(module: Module, computation: Computation, name: str, part_bytes: float) -> bool:
-    """Whether every reader of a tensor takes just a part of this size, as after a reduce_scatter."""
+    """Whether every reader of a tensor slices a part of this size, as after a reduce_scatter."""
     readers = computation.readers.get(name, [])
     if not readers or computation[name].root:
         return False

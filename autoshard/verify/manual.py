@@ -1,4 +1,4 @@
-"""The collectives that a program makes itself, inside the manual computations that `jax.shard_map` lowers to."""
+"""Collectives that a program has itself, inside the manual computations to which `jax.shard_map` is lowered."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KINDS = {
 
 
 def collective(op: Any, count: int, mesh: Mesh) -> Collective:
-    """The record of one of those operations; its types are those of a device's shards."""
+    """The record of an operation of `KINDS`, whose types are those of shards."""
     if op.name == "stablehlo.collective_permute":
         axes = axes_of_pairs(np.array(ir.DenseIntElementsAttr(op.attributes["source_target_pairs"])), mesh)
     else:
@@ -32,8 +32,8 @@ def collective(op: Any, count: int, mesh: Mesh) -> Collective:
     return Collective(KINDS[op.name], axes, local, count, ServedOp(name=named[1]) if named else None)
 
 
-def handed_on(value: Any) -> Any:
-    """The value as it is known outside the manual computation that returns it, and does nothing else with it; else itself."""
+def returned_as(value: Any) -> Any:
+    """The result of the manual computation that returns the value, where that is its only use; else the value."""
     uses = list(value.uses)
     if len(uses) != 1 or uses[0].owner.name != "sdy.return":
         return value
@@ -47,7 +47,7 @@ def type_bytes(kind: Any) -> float:
 
 
 def itemsize(element: str) -> float:
-    """Bytes an element of an MLIR type: ``f32``, ``bf16``, ``ui8``, ``i1``, ``f8E4M3FN``, ``complex<f32>``."""
+    """Bytes per element of an MLIR type: ``f32``, ``bf16``, ``ui8``, ``i1``, ``f8E4M3FN``, ``complex<f32>``."""
     if element == "i1":
         return 1.0
     bits = re.search(r"\d+", element)

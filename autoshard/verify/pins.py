@@ -1,13 +1,13 @@
-"""The fewest constraints with which Shardy's own propagation arrives at a strategy's program.
+"""A minimal set of sharding constraints with which Shardy's propagation gives a strategy's program.
 
-*Given*: the shardings of arguments and results, and every constraint that the lowering writes. *Sought*: a subset of the constraints
-with which Shardy inserts the same collectives, and no device computes more. Constraints of one source line that agree in everything but the
-layer they are in go together: a person writes them once.
+*Given*: the shardings of arguments and results, and all constraints of the lowering. *Sought*: a subset of the constraints with which
+Shardy inserts the same collectives, and no device computes more. Constraints of one source line that differ only in their layer are one
+line of code, and are kept or deleted together.
 
 The program is lowered once, with a number on each constraint. A trial deletes constraints from a copy of the module and runs Shardy's
 passes on it, which takes milliseconds. Chunks are deleted, twice as large after a success and half as large after a failure, until
-no single line can go: k log n trials for the k of n lines that stay. What is kept is minimal in that sense, not the smallest set
-there is. In the end the program is lowered anew with only these constraints, and compared.
+no single line can be deleted: k log n trials where k of n lines stay. The set is minimal in that sense, not necessarily the smallest.
+Finally the program is lowered with only these constraints, and compared.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from autoshard.lower.constrain import ReshardPath, constrained, needs_shard_map
 from autoshard.lower.mesh import lowering_mesh, to_named_sharding
 from autoshard.progress import Progress, silent
 from autoshard.verify.compare import Row, compare
-from autoshard.verify.shardy import collectives_in, explicit, lowered_flat, made_bytes
+from autoshard.verify.shardy_passes import collectives_in, explicit, lowered_flat, made_bytes
 
-SLACK = 0.02  # share of the bytes a device computes that may come on top; propagation leaves a few scalars and iotas whole
+SLACK = 0.02  # allowed growth of the bytes that a device computes: propagation leaves a few scalars and iotas whole
 
 MARK = "autoshard.constraint="
 _MARKED = re.compile(re.escape(MARK) + r"(\d+)")
@@ -45,12 +45,12 @@ class Pin:
 
     Attributes:
         origin: the source line where it belongs.
-        name: what it is put on: ``state['layers'][*]['w']``, ``the result of dot_general``.
-        dtype, shape: what it is an array of.
+        name: the constrained tensor: ``state['layers'][*]['w']``, ``the result of dot_general``.
+        dtype, shape: of the tensor.
         spec: its `PartitionSpec` as a tuple.
-        reader: the op on that line that reads the tensor so; empty where the tensor has this sharding for all its readers.
-        backward: whether the tensor is a gradient: it belongs on the way back through that line.
-        count: how many constraints of the program the line stands for.
+        reader: the op on that line that reads the tensor in this sharding; empty where all its readers do.
+        backward: whether the tensor is a gradient, of the backward pass of that line.
+        count: the number of the program's constraints that the line represents.
     """
 
     origin: Origin
@@ -65,16 +65,16 @@ class Pin:
 
 @dataclass(frozen=True, slots=True)
 class Fewest:
-    """The constraints that are left, and what was seen.
+    """A minimal set of constraints, and how its program differs from the strategy's.
 
     Attributes:
         pins: the lines to add, in program order.
-        differing: collectives that differ between the strategy and the program with only these lines; empty where it is the same.
-        per_shard: operations that the lowering runs inside `jax.shard_map`, by primitive and source line: no constraint does that.
+        differing: collectives that differ between the strategy and the program with only these lines; empty where none does.
+        per_shard: operations that the lowering runs inside `jax.shard_map`, by primitive and source line, which no constraint does.
         extra_compute: the share of bytes that a device computes beyond the strategy's.
-        minimal: whether no line can go; False where the time was up.
+        minimal: whether no line can be deleted; False where time ran out.
         n_constraints: constraints of the whole lowering.
-        trials, seconds: what it took.
+        trials, seconds: the cost of the search.
     """
 
     pins: tuple[Pin, ...]
@@ -96,7 +96,7 @@ def fewest_pins(
     budget_seconds: float = 30.0,
     progress: Progress = silent,
 ) -> Fewest:
-    """The constraints that Shardy's propagation needs to arrive at the assignment's program; arguments and results are as assigned."""
+    """A minimal set of constraints with which Shardy's propagation gives the assignment's program, besides arguments' and results'."""
     started = time.perf_counter()
     mesh = assignment.mesh
     everything = lowering_mesh(mesh, graph)
@@ -127,9 +127,9 @@ def fewest_pins(
         return _Outcome.of(_without(module, numbers), mesh).equals(wanted)
 
     deadline = started + budget_seconds
-    given = [line for line in lines if line.given]
-    asked, minimal = _minimal([line for line in lines if not line.given], lambda kept: suffices([*given, *kept]), deadline, progress)
-    kept = {number for line in (*given, *asked) for number in line.sites}
+    present = [line for line in lines if line.present]
+    added, minimal = _minimal([line for line in lines if not line.present], lambda kept: suffices([*present, *kept]), deadline, progress)
+    kept = {number for line in (*present, *added) for number in line.sites}
     n_constraints = len(sites)
 
     def chosen(x: Any, sharding: NamedSharding, value: int) -> Any:
@@ -138,7 +138,7 @@ def fewest_pins(
 
     alone = _Outcome.of(lower(chosen), mesh)
     return Fewest(
-        pins=tuple(line.pin for line in sorted(asked, key=lambda line: line.sites)),
+        pins=tuple(line.pin for line in sorted(added, key=lambda line: line.sites)),
         differing=alone.differences(wanted),
         per_shard=_per_shard(graph, rules, assignment),
         extra_compute=alone.nbytes / wanted.nbytes - 1 if wanted.nbytes else 0.0,
@@ -161,7 +161,7 @@ def _per_shard(graph: Graph, rules: tuple[Rule | None, ...], assignment: Assignm
 
 @dataclass(frozen=True, eq=False)
 class _Outcome:
-    """What Shardy makes of a program."""
+    """A program after Shardy's passes."""
 
     module: Any
     mesh: Mesh
@@ -174,7 +174,7 @@ class _Outcome:
 
     @cached_property
     def nbytes(self) -> float:
-        """The bytes that a device computes."""
+        """The bytes of all op results on a device."""
         return made_bytes(self.module, self.mesh)
 
     def differences(self, wanted: _Outcome) -> tuple[Row, ...]:
@@ -188,7 +188,7 @@ class _Outcome:
 def _minimal(
     lines: Sequence[_Line], suffices: Callable[[Sequence[_Line]], bool], deadline: float, progress: Progress
 ) -> tuple[list[_Line], bool]:
-    """Lines none of which can go alone, and whether there was the time to find that out. The first ones go first."""
+    """Lines of which none can be deleted alone, and whether there was time to establish that; lines of low worth are tried first."""
     lines = sorted(lines, key=lambda line: (line.worth, line.sites))
     size = len(lines)
     while True:
@@ -206,26 +206,27 @@ def _minimal(
                 size //= 2
         if len(kept) == len(lines):
             return kept, True
-        lines = kept  # what a later line made superfluous goes in another round
+        lines = kept  # a line that a later one made superfluous is deleted in the next round
 
 
-# -- constraints and the lines that stand for them ---------------------------------------------------------------------------
+# -- constraints and the lines that represent them ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """Constraints that one source line stands for.
+    """Constraints that one line of code represents.
 
     Attributes:
         sites: their numbers.
-        worth: how much sooner a person would write this line than another; what is worth least is tried without first.
-        given: whether the program has it already, as a constraint of the user's own.
+        pin: the line.
+        worth: a rank of how natural the line is to write; lines of low worth are deleted first.
+        present: whether the user's program has it already.
     """
 
     sites: tuple[int, ...]
     pin: Pin
     worth: int
-    given: bool
+    present: bool
 
 
 def _lines(sites: Sequence[tuple[int, NamedSharding]], graph: Graph, rules: tuple[Rule | None, ...], assignment: Assignment) -> list[_Line]:
@@ -233,7 +234,7 @@ def _lines(sites: Sequence[tuple[int, NamedSharding]], graph: Graph, rules: tupl
     readers = _readers(graph, rules, assignment)
 
     def next_reader(number: int) -> Op | None:
-        """Whom a step of a reshard leads to: the value's constraints on the way to a reader follow each other."""
+        """The reader at the end of a reshard: the value's constraints along it are consecutive."""
         value = sites[number][0]
         following = itertools.takewhile(lambda site: site[0] == value, sites[number + 1 :])
         return next((readers[value, tuple(sharding.spec)] for _, sharding in following if (value, tuple(sharding.spec)) in readers), None)
@@ -243,8 +244,8 @@ def _lines(sites: Sequence[tuple[int, NamedSharding]], graph: Graph, rules: tupl
         tensor, maker, spec = graph.values[value], _product(names, value), tuple(sharding.spec)
         own = layout_to_spec(assignment.layout(value), assignment.mesh.names, tensor.rank) == spec
         reader = None if own else readers.get((value, spec))
-        turned = maker is not names.maker(value)
-        at = reader or (maker if own or turned else next_reader(number) or maker)
+        transposed = maker is not names.maker(value)
+        at = reader or (maker if own or transposed else next_reader(number) or maker)
         pin = Pin(
             origin=replace(at.origin, name_stack="") if at else Origin(),
             name=pattern(names.name(value)),
@@ -255,16 +256,16 @@ def _lines(sites: Sequence[tuple[int, NamedSharding]], graph: Graph, rules: tupl
             backward=names.is_gradient(value),
             count=0,
         )
-        # What jit knows, what is made of constants, the steps of a reshard; then operands before results, gradients before values.
+        # By rising worth: arguments (which jit shards), free values, steps of a reshard, operands, results; gradients before other values.
         in_jit = own and value in graph.arguments
         worth = 0 if in_jit else 1 if free[value] else 2 if not own and reader is None else 3 + 2 * own + (not pin.backward)
-        given = own and maker is not None and maker.primitive == "sharding_constraint"
-        groups.setdefault((pin, worth, given), []).append(number)
-    return [_Line(tuple(numbers), replace(pin, count=len(numbers)), worth, given) for (pin, worth, given), numbers in groups.items()]
+        present = own and maker is not None and maker.primitive == "sharding_constraint"
+        groups.setdefault((pin, worth, present), []).append(number)
+    return [_Line(tuple(numbers), replace(pin, count=len(numbers)), worth, present) for (pin, worth, present), numbers in groups.items()]
 
 
 def _product(names: Names, value: int) -> Op | None:
-    """The op that makes a value; of a gradient that is transposed the product, whose line a person knows."""
+    """The op that makes a value; for a transposed gradient the product before the transpose, which has a line of the user's program."""
     maker = names.maker(value)
     while maker is not None and maker.primitive == "transpose" and names.is_gradient(value):
         value = maker.operands[0]
@@ -273,7 +274,7 @@ def _product(names: Names, value: int) -> Op | None:
 
 
 def _readers(graph: Graph, rules: tuple[Rule | None, ...], assignment: Assignment) -> dict[tuple[int, Spec], Op]:
-    """Per value and spec the first op that reads it so."""
+    """Per value and spec, the first op that reads the value in that sharding."""
     found: dict[tuple[int, Spec], Op] = {}
     for op in graph.walk():
         rule = rules[op.index]
@@ -289,7 +290,7 @@ def _readers(graph: Graph, rules: tuple[Rule | None, ...], assignment: Assignmen
 
 
 def _without(module: Any, kept: set[int]) -> Any:
-    """A copy of the module with those numbered constraints only that are kept."""
+    """A copy of the module without the numbered constraints that are not kept."""
     copy = module.operation.clone()
     for op in [*_constraints(copy)]:
         mark = _MARKED.search(str(op.location))

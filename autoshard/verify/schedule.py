@@ -1,7 +1,7 @@
-"""The time of a compiled program: of its schedule where the compiler counts cycles, of what it sends where it does not.
+"""Step time of a compiled program: from its schedule where the compiler estimates cycles, otherwise from its collectives and FLOPs.
 
-A schedule's time is the compiler's cycles at the device's clock, in the compiler's order, and each collective's time under the cost model's
-links, with the compiled module's bytes and axes: a synchronous one waits for its end, an asynchronous one where it is waited for.
+A schedule's time is the compiler's cycles at the device's clock, in the compiler's order, plus the exposed time of each collective, which
+takes the cost model's time for the compiled bytes and axes, and is awaited at its ``-done`` if it is asynchronous.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from autoshard.verify.hlo import Computation, Instruction, Module, sent_by
 
 
 def scheduled_seconds(hlo_text: str, mesh: Mesh, communication: Communication, clock_hertz: float) -> float:
-    """The time of a compiled module's schedule: its instructions in order, and collectives that are under way while others run.
+    """The time of a compiled module's schedule: its instructions in order, with asynchronous collectives beside them.
 
     Args:
-        hlo_text: of the TPU compiler, after code generation, so that it has cycles.
-        mesh: whose axes the collectives run over.
-        communication: what a collective costs on that mesh.
+        hlo_text: from the TPU compiler, after code generation, so that it has cycles.
+        mesh: the mesh.
+        communication: the cost of collectives on it.
         clock_hertz: of the device.
     """
     module = Module(hlo_text)
@@ -31,14 +31,14 @@ def scheduled_seconds(hlo_text: str, mesh: Mesh, communication: Communication, c
     def walk(name: str) -> float:
         computation = module.computations.get(name, Computation())
         now = wires = 0.0
-        flying: dict[str, float] = {}
+        in_flight: dict[str, float] = {}
         for instruction in computation.values():
             cycles = cycles_of(instruction)
             started, channel, ends = _sends(module, computation, instruction, mesh)
             if ends:
-                now = max(now, flying.pop(channel, now))
+                now = max(now, in_flight.pop(channel, now))
             elif started and channel:
-                wires = flying[channel] = max(now, wires) + sent_seconds(started, mesh, communication)
+                wires = in_flight[channel] = max(now, wires) + sent_seconds(started, mesh, communication)
             elif started:
                 now = wires = max(now, wires) + sent_seconds(started, mesh, communication)
             if cycles is not None:
@@ -51,7 +51,7 @@ def scheduled_seconds(hlo_text: str, mesh: Mesh, communication: Communication, c
 
 
 def sent_seconds(collectives: Iterable[Collective], mesh: Mesh, communication: Communication) -> float:
-    """What collectives take one after the other, each as often as it runs; one whose devices fit no mesh axes runs over all of them.
+    """The time of collectives one after the other, times their executions; those with unknown axes count as over all axes.
 
     >>> from autoshard.cluster import Cluster
     >>> mesh = Mesh.of({"data": 8})
@@ -67,10 +67,10 @@ def sent_seconds(collectives: Iterable[Collective], mesh: Mesh, communication: C
 
 
 def corrected_seconds(cost: Cost, sent: Iterable[Collective], flops: float, mesh: Mesh, communication: Communication) -> float:
-    """The predicted step time, corrected by what was compiled; where that is as predicted, the prediction.
+    """The predicted step time, corrected by the compiled FLOPs and collectives.
 
-    Computing is scaled by the FLOPs. Of what is not sent, the share goes that was predicted to be exposed; what is sent beyond the
-    prediction finds nothing more to hide behind.
+    Compute is scaled by the FLOPs. Collectives beyond the prediction count as exposed; missing ones are deducted by the predicted share
+    of exposed communication.
 
     Args:
         cost: the prediction.
@@ -86,7 +86,7 @@ def corrected_seconds(cost: Cost, sent: Iterable[Collective], flops: float, mesh
 
 
 def _sends(module: Module, computation: Computation, instruction: Instruction, mesh: Mesh) -> tuple[list[Collective], str, bool]:
-    """What an instruction sends; what names the flight that it starts or ends (nothing: it waits for it); whether it ends one."""
+    """The collectives of an instruction, the channel that it starts or ends (empty if it is synchronous), and whether it ends one."""
     if instruction.opcode.endswith("-start"):
         return sent_by(module, computation, instruction, mesh), instruction.name, False
     if instruction.opcode in ("collective-permute-done", "all-gather-done", "all-reduce-done"):

@@ -1,4 +1,4 @@
-"""What a strategy is held against: the lowered program, or what a compiler makes of it."""
+"""Targets of verification: the lowered program, or a compiler's module."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class Target:
     """A target of `verify`.
 
     Attributes:
-        description: which collectives are held against the predicted ones.
+        description: the program whose collectives are compared with the predicted ones.
         here: whether it compiles for devices of this process, where there are enough.
-        ahead: whether it compiles ahead of time for the strategy's cluster where not.
-        pads: whether its compiler pads what it sends and computes, so that bytes within 3 % and FLOPs within 1 % are as predicted.
+        ahead: whether it compiles ahead of time for the strategy's cluster otherwise.
+        pads: whether its compiler pads operands, so that bytes within 3 % and FLOPs within 1 % count as predicted.
         cycles: whether its compiler estimates a schedule's cycles.
         example: clusters that it compiles for.
-        differs: why what it makes may be far from what is predicted; empty where there is no known reason.
+        differs: a known reason for large differences from the prediction; empty where there is none.
     """
 
     description: str
@@ -32,11 +32,11 @@ class Target:
 
 
 TARGETS = {
-    "shardy": Target("the lowered program, or of the partitioner where constraints leave it a choice; nothing is compiled"),
+    "shardy": Target("the lowered program, after Shardy's propagation where it has constraints; nothing is compiled"),
     "cpu": Target(
         "the program compiled by XLA for as many CPU devices as the mesh has",
         here=True,
-        differs="What is bfloat16 XLA:CPU computes, sends and holds in float32, in twice the bytes.",
+        differs="XLA:CPU computes, sends and stores bfloat16 as float32, in twice the bytes.",
     ),
     "tpu": Target(
         "the program compiled ahead of time by XLA:TPU for the strategy's slice",

@@ -1,4 +1,4 @@
-"""The devices of a cluster as compilers know them, that are not there."""
+"""Descriptions of absent devices for ahead-of-time compilers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autoshard.errors import ClusterError
 
 # CUDA's compute capability of a GPU's architecture, by its name in the catalogue (developer.nvidia.com/cuda-gpus).
 CAPABILITY = {"a100": 8, "a100-40g": 8, "h100": 9, "h200": 9, "b200": 10}
-CHIPS_PER_HOST = 4  # into which XLA:TPU divides a slice where nothing is said (libtpu 0.0.42)
+CHIPS_PER_HOST = 4  # into which XLA:TPU divides a slice by default (libtpu 0.0.42)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +19,10 @@ class Topology:
     """Devices that a program is compiled for.
 
     Attributes:
-        platform: as JAX names it, ``tpu``, ``cuda`` or ``cpu``.
-        name: as the TPU compiler names a slice, ``v5e:2x4``; of CPUs the cluster's; GPUs have none.
-        options: what else `jax.experimental.topologies.get_topology_desc` takes.
-        memory_limit_bytes: what a program may use of a device's memory, where the compiler does not say.
+        platform: JAX's name of it, ``tpu``, ``cuda`` or ``cpu``.
+        name: the TPU compiler's name of the slice, ``v5e:2x4``; for CPUs the cluster's; empty for GPUs.
+        options: further arguments of `jax.experimental.topologies.get_topology_desc`.
+        memory_limit_bytes: the memory that a program may use, where the compiler does not know it.
     """
 
     platform: str
@@ -33,12 +33,12 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class _Capability:
-    """What a streaming multiprocessor has (CUDA programming guide, "Technical specifications per compute capability"), and the L2 cache.
+    """Figures of a multiprocessor (CUDA programming guide, "Technical specifications per compute capability"), and of the L2 cache.
 
     Attributes:
-        lanes: float32 operations a cycle.
-        shared_bytes, shared_bytes_per_block: its shared memory, and what one block may have of that.
-        cache_bytes: the GPU's L2 (architecture whitepapers).
+        lanes: float32 operations per cycle.
+        shared_bytes, shared_bytes_per_block: its shared memory, and the part that one block may use.
+        cache_bytes: the GPU's L2 cache (architecture whitepapers).
     """
 
     lanes: int
@@ -53,7 +53,7 @@ _CAPABILITIES = {
     10: _Capability(128, 228 * 1024, 227 * 1024, 126 * 2**20),
 }
 
-# XLA's stream_executor.GpuTargetConfigProto, as text. What every NVIDIA GPU of these capabilities has alike stands here.
+# XLA's stream_executor.GpuTargetConfigProto, as text, with the figures that all NVIDIA GPUs of these capabilities share.
 _GPU_TARGET = """
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
@@ -71,7 +71,7 @@ device_description_str: "{name}"
 
 
 def topology_of(cluster: Cluster) -> Topology:
-    """A cluster's devices as the compiler for them knows them.
+    """The topology of a cluster's TPUs or GPUs.
 
     Raises:
         ClusterError: they are CPUs, or GPUs that the catalogue does not have.
@@ -81,7 +81,7 @@ def topology_of(cluster: Cluster) -> Topology:
     """
     device = cluster.device
     if device.kind == "tpu":
-        part = math.prod(cluster.topology) < CHIPS_PER_HOST  # of a host; otherwise the compiler divides the slice into whole ones
+        part = math.prod(cluster.topology) < CHIPS_PER_HOST  # of a host; the compiler divides larger slices into whole hosts
         options = {"chips_per_host_bounds": (*cluster.topology, 1)[:3]} if part else {}
         return Topology("tpu", f"{device.name}:{'x'.join(map(str, cluster.topology))}", options)
     if device.kind != "gpu" or device.name not in CAPABILITY:
@@ -103,12 +103,12 @@ def topology_of(cluster: Cluster) -> Topology:
         memory=int(device.memory_bytes),
         clock=device.vector_flops_per_second / (2 * has.lanes * device.processors) / 1e9,  # a product and a sum at once
     )
-    # slices x hosts of a slice x devices of a host: hosts are slices, since NVLink ends with them
+    # slices x hosts of a slice x devices of a host: each host is a slice, the extent of NVLink
     return Topology("cuda", "", {"topology": f"{hosts}x1x{per_host}", "target_config": target}, cluster.memory_limit_bytes)
 
 
 def host_topology(cluster: Cluster) -> Topology:
-    """The virtual CPU devices of a process, as many as the cluster has.
+    """The topology of virtual CPU devices, as many as the cluster has.
 
     >>> host_topology(Cluster.parse("cpu:8")).name
     'cpu:8'
@@ -117,7 +117,7 @@ def host_topology(cluster: Cluster) -> Topology:
 
 
 def compiled_topology(cluster: Cluster) -> Topology:
-    """A cluster's devices as a compiler in another process has them: `topology_of`, and of CPUs `host_topology`.
+    """The topology of any cluster for a compiler process: `topology_of`, for CPUs `host_topology`.
 
     Raises:
         ClusterError: GPUs that the catalogue does not have.

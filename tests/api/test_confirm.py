@@ -21,7 +21,7 @@ from autoshard import Confirm
 from autoshard.api import compiled_finalists
 from autoshard.errors import InfeasibleError, SearcherError
 from autoshard.strategy import to_json
-from autoshard.verify import ahead
+from autoshard.verify import aot
 
 TWO = Confirm("compiler", finalists=2)
 CLOSE, FAR = 1e9, -1.0  # margins by which everybody is close, and nobody
@@ -41,7 +41,7 @@ def processes(monkeypatch):
     """A function that has the compiler's first process run the first of some scripts, and so on; it returns the processes started."""
     monkeypatch.setenv("TPU_LIBRARY_PATH", "there")
     monkeypatch.setattr(compiled_finalists, "_processes", lambda wanted: wanted)
-    run, started = ahead.subprocess.Popen, []
+    run, started = aot.subprocess.Popen, []
 
     def stand_in(*scripts):
         def popen(command, **how):
@@ -49,7 +49,7 @@ def processes(monkeypatch):
             started.append(run([sys.executable, "-c", code, command[-1]], **how))
             return started[-1]
 
-        monkeypatch.setattr(ahead.subprocess, "Popen", popen)
+        monkeypatch.setattr(aot.subprocess, "Popen", popen)
         return started
 
     yield stand_in
@@ -151,7 +151,7 @@ def test_a_compiler_that_fails_on_all_leaves_the_prediction(processes):
 def test_a_missing_compiler_leaves_the_prediction(monkeypatch):
     """The note says what to install."""
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
-    monkeypatch.setattr(ahead, "find_spec", lambda _: None)
+    monkeypatch.setattr(aot, "find_spec", lambda _: None)
     found = searched("compiler")
     assert found.confirmation is None
     assert found.notes[-1].startswith("not confirmed: compiling for TPUs needs libtpu") and "autoshard[tpu]" in found.notes[-1]

@@ -17,7 +17,7 @@ from autoshard.api.verification import expected
 from autoshard.errors import StrategyError
 from autoshard.ir import Collective, Mesh
 from autoshard.verify import Ahead, Row
-from autoshard.verify.ahead import COMPILERS
+from autoshard.verify.aot import COMPILERS
 
 MESH = {"x": 2, "y": 4}
 

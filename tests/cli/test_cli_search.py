@@ -205,7 +205,7 @@ def test_a_time_limit_prints_and_saves_the_best_so_far(search):
 @pytest.fixture
 def impatient(monkeypatch):
     """Progress is drawn at once, and often."""
-    monkeypatch.setattr(render, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(render, "DELAY_SECONDS", 0.0)
     monkeypatch.setattr(render, "FRAME_SECONDS", 0.01)
 
 

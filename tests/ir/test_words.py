@@ -27,8 +27,8 @@ def test_every_kind_of_reason_has_its_own_words():
     }
     assert found["read"] == "kept as P('data', None), read whole: cumsum splits reduced i=8 over 'data'"
     assert found["combined"] == "cumsum splits reduced i=8 over 'data': partial maxima, each device keeps its slice of dim 1"
-    assert found["exchanged"] == "cumsum splits reduced i=8 over 'data', and needs what the other shards have"
-    assert "state['w']" in found["replaced"] and "cumsum" in found["held"] and "no rule" in found["unruled"]
+    assert found["exchanged"] == "cumsum splits reduced i=8 over 'data', and needs data of other shards"
+    assert "state['w']" in found["replaced"] and "cumsum" in found["held"] and "no sharding rule" in found["unruled"]
     assert len(set(found.values())) == len(REASONS) and all(found.values())
 
 

@@ -68,7 +68,7 @@ def test_new_state_is_blamed_on_the_old_ones_place():
     state, result = traced.graph.arguments[0], traced.graph.results[0]
     *_, found = collectives(traced, Assignment(MESH, {0: ((1, -1), NOWHERE)}, {state: (0, -1), result: (1, -1)}))
     assert (found.kind, found.tensor) == ("all_to_all", "the result of mul float32[8,8]")
-    assert found.cause == "kept as P(None, 'data'), read as P('data', None): the new state['w'] lies where the old one does"
+    assert found.cause == "kept as P(None, 'data'), read as P('data', None): the new state['w'] takes the sharding of the old one"
 
 
 def test_what_a_loop_reads_is_named_by_its_argument():
@@ -80,7 +80,7 @@ def test_what_a_loop_reads_is_named_by_its_argument():
     traced = trace(scanned, abstract((4, 16, 16)), abstract((8, 16)))
     found = collectives(traced, Assignment(MESH, {}, {traced.graph.arguments[0]: (1, -1)}))
     assert [(c.tensor, c.count, c.cause) for c in found] == [
-        ("ws float32[4,16,16]", 1, "kept as P(None, 'data', None), read whole: the body of scan has it so")
+        ("ws float32[4,16,16]", 1, "kept as P(None, 'data', None), read whole: the body of scan keeps it in that layout")
     ]
 
 
@@ -90,4 +90,4 @@ def test_an_op_without_a_rule_is_said_to_have_none():
     rules = tuple(None for _ in rules_of(traced.graph))
     assignment = Assignment(MESH, {}, {traced.graph.arguments[0]: (0, -1)})
     found = evaluate(profile(traced.graph, rules, compiler_of(MODEL.cluster)), MODEL, assignment).cost.collectives
-    assert found and "has no rule by which to split it" in found[0].cause
+    assert found and "has no sharding rule" in found[0].cause

@@ -290,7 +290,7 @@ HOSTILE = {
     "a mesh axis twice": (_text('["model", 2]', '["data", 2]'), "distinct"),
     "a leaf twice": (
         _text('[{"dict": {"w": 0}}, 1]', '[{"dict": {"w": 0}}, 0]'),
-        r"argument_structure\.tuple\[1\]: expected a leaf that stands nowhere else",
+        r"argument_structure\.tuple\[1\]: expected a leaf that occurs nowhere else",
     ),
     "a missing leaf": (_text('[{"dict": {"w": 0}}, 1]', '[{"dict": {"w": 0}}]'), "2 leaves, not 1"),
     "another schema": (_text('"schema": 2', '"schema": 3'), "at schema: expected schema 2, or 1, which"),

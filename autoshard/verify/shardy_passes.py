@@ -1,6 +1,6 @@
-"""What Shardy, the partitioner in every jaxlib, makes of a program: its explicit collectives, and the layouts it propagates.
+"""Shardy's passes on a lowered program: explicit collectives, and propagated layouts.
 
-Both run on a copy of the lowered module, in milliseconds and without compiling anything.
+Shardy is the partitioner in jaxlib. The passes run on a copy of the lowered module, in milliseconds and without compilation.
 """
 
 from __future__ import annotations
@@ -44,42 +44,42 @@ Dims = Sequence[Sequence[tuple[str, str]]]
 
 
 def explicit_collectives(lowered: jax.stages.Lowered | ir.Module, mesh: Mesh) -> tuple[Collective, ...]:
-    """The collectives Shardy itself would insert into a lowered program: exact in kind, axes and bytes.
+    """The collectives that Shardy inserts into a lowered program: exact in kind, axes and bytes.
 
-    An all_reduce of which every reader takes this device's slice over the same axes counts as the reduce_scatter it
-    becomes on TPU and GPU. A program that is one manual computation has its own, and is taken as it is.
+    An all_reduce whose readers all slice this device's part over the same axes counts as the reduce_scatter that it becomes
+    on TPU and GPU. A program that is one manual computation has its collectives already, and is read as it is.
     """
     module: Any = lowered.compiler_ir("stablehlo") if isinstance(lowered, jax.stages.Lowered) else lowered
     return collectives_in(module.operation if _is_manual(module) else explicit(module), mesh)
 
 
 def _is_manual(module: Any) -> bool:
-    """Whether all that the module's main function does is one manual computation."""
+    """Whether the module's main function is one manual computation."""
     functions = {_text(op.attributes["sym_name"]): op for op in _operations(module) if op.name == "func.func"}
     done = [op.name for op in _operations(functions["main"])]
     return done.count("sdy.manual_computation") == 1 and {*done} <= {"sdy.manual_computation", "stablehlo.constant", "func.return"}
 
 
 def explicit(lowered: jax.stages.Lowered | ir.Module | ir.Operation) -> Any:
-    """A copy of the module after propagation, with every reshard as explicit collectives."""
+    """A copy of the module after propagation, with all reshards as explicit collectives."""
     return _run(lowered, PROPAGATE, EXPLICIT)
 
 
 def collectives_in(module: Any, mesh: Mesh) -> tuple[Collective, ...]:
-    """The collectives of a module that has them explicit, in the order of the program."""
+    """The collectives of a module with explicit ones, in program order."""
     found = []
     for op, count in _executed(module):
         if op.name in KINDS:
             found.append(_record(op, count, mesh))
         elif op.name in manual.KINDS:
             made = manual.collective(op, count, mesh)
-            scattered = made.kind == "all_reduce" and _is_scattered(manual.handed_on(op.results[0]), made.mesh_axes, mesh)
+            scattered = made.kind == "all_reduce" and _is_scattered(manual.returned_as(op.results[0]), made.mesh_axes, mesh)
             found.append(replace(made, kind="reduce_scatter") if scattered else made)
-    return tuple(collective for collective in found if collective.bytes)  # what is empty is not sent
+    return tuple(collective for collective in found if collective.bytes)  # empty arrays are not sent
 
 
 def made_bytes(module: Any, mesh: Mesh) -> float:
-    """The bytes of all that one device computes in a step, intermediate or not: grows where an op is less sharded."""
+    """The bytes of all op results on one device in a step, a measure of how far ops are sharded."""
     return sum(
         count * _local_bytes(result.type, _dims_of(result), mesh)
         for op, count in _executed(module)
@@ -90,27 +90,27 @@ def made_bytes(module: Any, mesh: Mesh) -> float:
 
 
 def _run(lowered: jax.stages.Lowered | ir.Module | ir.Operation, *pipelines: str) -> ir.Operation:
-    """The module after the passes; they work in place, so on a copy."""
+    """A copy of the module after the passes, which work in place."""
     module: Any = lowered.compiler_ir("stablehlo") if isinstance(lowered, jax.stages.Lowered) else lowered
     copy = module.operation.clone()
-    _spread(copy)
+    _drop_single_device(copy)
     return _passed(copy, *pipelines)
 
 
 def _passed(module: Any, *pipelines: str) -> ir.Operation:
-    """The module itself, after the passes."""
+    """The module, changed by the passes."""
     with module.context:
         for pipeline in pipelines:
             PassManager.parse(pipeline).run(module.operation)
     return module.operation
 
 
-def _spread(op: Any) -> None:
-    """Has what runs on a single device, as callbacks do, run on all of them: Shardy knows no reshard from there."""
+def _drop_single_device(op: Any) -> None:
+    """Removes single-device shardings, as of callbacks, from which Shardy has no reshard."""
     for inner in _operations(op):
         if "@maximal_mesh" in str(inner.attributes.get("sdy.sharding", "")):
             del inner.attributes["sdy.sharding"]
-        _spread(inner)
+        _drop_single_device(inner)
 
 
 def _operations(op: Any) -> Iterator[Any]:
@@ -121,7 +121,7 @@ def _operations(op: Any) -> Iterator[Any]:
 
 
 def _executed(module: Any) -> Iterator[tuple[Any, int]]:
-    """Every operation that the module's main function reaches, with how often it runs."""
+    """Every operation that the module's main function reaches, with its executions."""
     functions = {_text(op.attributes["sym_name"]): op for op in _operations(module) if op.name == "func.func"}
     return _walk(functions["main"], functions, 1)
 
@@ -149,13 +149,13 @@ def _record(op: Any, count: int, mesh: Mesh) -> Collective:
 
 
 def _dims_of(value: Any) -> list[list[tuple[str, str]]]:
-    """The sharding of a value by dimension, from what defines it: an operation, or a function's or a loop's argument."""
+    """The sharding of a value by dimension, from its defining operation, function or loop."""
     owner = value.owner
     if isinstance(owner, ir.Block):
         outer: Any = owner.owner.operation
         position = ir.BlockArgument(value).arg_number
         attributes = outer.attributes
-        if outer.name == "func.func":  # one of whose arguments none has attributes, as a called body's may not, has no list of them
+        if outer.name == "func.func":  # the list is missing where no argument has attributes
             attributes = attributes["arg_attrs"][position] if "arg_attrs" in attributes else {}
     else:
         position, attributes = ir.OpResult(value).result_number, owner.attributes
@@ -169,13 +169,13 @@ def _dims_of(value: Any) -> list[list[tuple[str, str]]]:
 
 
 def _moved(before: Dims, after: Dims, mesh: Mesh) -> tuple[str, ...]:
-    """The mesh axes along which a permute between two shardings sends: those that split another dimension, or another place in it."""
+    """The mesh axes along which a permute between two shardings sends: those with another dimension, or another position in it."""
     places = [_places(dims, mesh) for dims in (before, after)]
     return tuple(name for name in mesh.names if places[0].get(name) != places[1].get(name))
 
 
 def _places(dims: Dims, mesh: Mesh) -> dict[str, set[tuple[int, int, str]]]:
-    """Per axis its dimension, into how many parts the axes before it split that, and which part of the axis is meant."""
+    """Per axis its dimension, the number of parts into which the axes before it split that, and its sub-axis suffix."""
     sizes = dict(mesh.axes)
     places: dict[str, set[tuple[int, int, str]]] = {}
     for dim, axes in enumerate(dims):
@@ -194,13 +194,13 @@ def _is_scattered(value: Any, axes: tuple[str, ...], mesh: Mesh) -> bool:
 
 
 def _trips(loop: Any) -> int:
-    """How often a while loop runs, where it counts by a constant from a constant up to one; else once."""
+    """The trip count of a while loop whose counter has constant start, step and bound; else 1."""
     condition, body = (next(iter(region.blocks)) for region in loop.regions)
     test, entering, leaving = _returned(condition)[0].owner, loop.operands, _returned(body)
     if getattr(test, "name", "") != "stablehlo.compare" or not isinstance(test.operands[0].owner, ir.Block):
         return 1
     bound, position = test.operands[1], ir.BlockArgument(test.operands[0]).arg_number
-    if isinstance(bound.owner, ir.Block):  # a carry, constant where the body hands it on
+    if isinstance(bound.owner, ir.Block):  # a carry, constant if the body returns it unchanged
         carry = ir.BlockArgument(bound).arg_number
         bound = entering[carry] if leaving[carry] == body.arguments[carry] else bound
     addition = leaving[position].owner
@@ -219,7 +219,7 @@ def _returned(block: Any) -> Any:
 
 
 def _integer(value: Any) -> int | None:
-    """The integer that a constant is, or None."""
+    """The value of an integer constant, or None."""
     owner = value.owner
     if getattr(owner, "name", "") not in ("sdy.constant", "stablehlo.constant"):
         return None
@@ -228,7 +228,7 @@ def _integer(value: Any) -> int | None:
 
 
 def _axes(text: str, mesh: Mesh) -> tuple[str, ...]:
-    """The mesh axes a Shardy attribute names, in mesh order, sub-axes as their axis."""
+    """The mesh axes of a Shardy attribute, in mesh order, sub-axes as their axis."""
     named = {name for name, _ in _AXIS.findall(text)}
     return tuple(name for name in mesh.names if name in named)
 
@@ -244,7 +244,7 @@ def _dims(sharding: str) -> list[list[tuple[str, str]]]:
 
 
 def _local_bytes(kind: Any, dims: Dims, mesh: Mesh) -> float:
-    """The bytes one device holds of a tensor, padding included."""
+    """The bytes of one shard of a tensor, padding included."""
     sizes = dict(mesh.axes)
     elements = 1
     for size, axes in zip(ir.RankedTensorType(kind).shape, dims, strict=True):
@@ -273,13 +273,16 @@ def propagated(
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
     out_layouts: Sequence[Layout | None] | None = None,
 ) -> tuple[dict[int, Layout], dict[int, Sides]]:
-    """The layout that Shardy's propagation gives each value, and those in which it then has each op run.
+    """The layout of each value by Shardy's propagation, and the layouts of each op's operands and results.
 
-    Bodies of loops, branches and checkpoints included. Values of rank 0, dead ones and those made of constants alone are absent; so are
-    ops that become several operations. An axis that a layout cannot express, as it stands against mesh order or is split, counts as unused.
+    Bodies of loops, branches and checkpoints are included. Scalars, dead values and values of constants alone are absent; so are ops
+    that are lowered to several operations. An axis that a layout cannot express, because it is split or against mesh order, is dropped.
 
     Args:
-        in_layouts: per argument its layout; None leaves it to the propagation, as it does a result's in ``out_layouts``.
+        jaxpr, graph: the program.
+        in_layouts: per argument its layout, or None for the propagation's.
+        mesh: JAX's mesh.
+        out_layouts: per result its layout, or None for the propagation's.
     """
     ranks = [graph.values[value].rank for value in (*graph.arguments, *graph.results)]
     given = [*in_layouts, *([None] * len(graph.results) if out_layouts is None else out_layouts)]
@@ -304,7 +307,7 @@ def lowered_flat(
     """A function of the flat arguments of ``jaxpr``, lowered for Shardy; no devices are needed."""
     jitted = jax.jit(function, in_shardings=tuple(in_shardings), out_shardings=[*out_shardings], keep_unused=True)
     avals = (jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in jaxpr.in_avals)
-    return jitted.trace(*avals).lower(lowering_platforms=("cpu",))  # any will do: Shardy runs before a platform's passes
+    return jitted.trace(*avals).lower(lowering_platforms=("cpu",))  # any platform: Shardy runs before platform-specific passes
 
 
 def _marked(module: Any, mesh: Mesh) -> dict[int, Layout]:
@@ -318,7 +321,7 @@ def _marked(module: Any, mesh: Mesh) -> dict[int, Layout]:
 
 
 def _sides(module: Any, graph: Graph, mesh: Mesh) -> dict[int, Sides]:
-    """Per op that became one operation, the layouts of its operands, resharded, and of its results."""
+    """Per op that is lowered to one operation, the layouts of its resharded operands and of its results."""
     made: dict[int, list[Any]] = {}
 
     def collect(op: Any) -> None:
@@ -339,7 +342,7 @@ def _sides(module: Any, graph: Graph, mesh: Mesh) -> dict[int, Sides]:
 
 
 def _layout(dims: Dims, mesh: Mesh) -> Layout:
-    """The layout of a Shardy sharding; of a dimension's axes, those up to the first that a layout cannot express."""
+    """The layout of a Shardy sharding, with each dimension's axes up to the first that a layout cannot express."""
     layout = [-1] * len(mesh.axes)
     for dim, axes in enumerate(dims):
         last = -1
@@ -353,7 +356,7 @@ def _layout(dims: Dims, mesh: Mesh) -> Layout:
 
 
 class _Marker(Interpreter):
-    """Writes every value's number on it: as the name of a constraint that constrains nothing, which propagation fills in."""
+    """An interpreter that marks every value with its number: as the name of an open constraint, which propagation fills in."""
 
     def __init__(self, ops: Mapping[tuple[int, ...], Op], mesh: Any, free: tuple[bool, ...]):
         super().__init__(ops)

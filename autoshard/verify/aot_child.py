@@ -1,6 +1,6 @@
-"""The process that compiles for TPUs, GPUs or CPUs: ``python -m autoshard.verify.ahead_child FOLDER``, for `autoshard.verify.ahead` alone.
+"""The compiler process of `autoshard.verify.aot`: ``python -m autoshard.verify.aot_child FOLDER``.
 
-It reads ``module`` and ``request`` from the folder and leaves ``compiled.json`` or ``failure`` there, next to what XLA dumps.
+It reads ``module`` and ``request`` from the folder, and writes ``compiled.json`` or ``failure`` next to XLA's dumps.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from jaxlib.mlir import ir
 
 from autoshard.ir import Mesh
 from autoshard.lower import jax_mesh
-from autoshard.verify.ahead import Options
+from autoshard.verify.aot import Options
 from autoshard.verify.topology import Topology
 
 
 def main(folder: Path) -> None:
-    """Compiles what the folder asks for."""
+    """Compiles the module of the folder for the requested devices."""
     threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     topology, mesh, given = pickle.loads((folder / "request").read_bytes())
     try:
         compiled = _compile(folder / "module", topology, mesh, given)
-    except Exception as error:  # whatever it is, the parent says it
+    except Exception as error:  # the parent reports it
         (folder / "failure").write_text(str(error))
         return
     memory = compiled.get_compiled_memory_stats()
@@ -49,17 +49,17 @@ def _compile(module: Path, topology: Topology, mesh: Mesh, given: Options):
     options.executable_build_options.use_spmd_partitioning = True
     options.executable_build_options.use_shardy_partitioner = True
     options.env_option_overrides = list(given.items())
-    # The context of a module that JAX made knows every dialect that JAX writes.
+    # The context of a module that JAX made has all of JAX's dialects registered.
     with jax.jit(lambda: 0.0).trace().lower(lowering_platforms=(topology.platform,)).compiler_ir("stablehlo").context:  # pyright: ignore
         parsed = ir.Module.parse(module.read_bytes())
         client = devices.flat[0].client
-        # XLA:CPU compiles for devices that are there alone (jaxlib 0.10.2).
+        # XLA:CPU compiles only for devices of this process (jaxlib 0.10.2).
         compile_module = client.compile_and_load if topology.platform == "cpu" else client.compile
         return compile_module(parsed, xla_client.DeviceList(tuple(devices.flat)), options)
 
 
 def _devices(topology: Topology, mesh: Mesh):
-    """The topology's devices; of CPUs as many virtual ones as the mesh has."""
+    """The topology's devices; for CPUs as many virtual ones as the mesh has."""
     if topology.platform == "cpu":
         jax.config.update("jax_num_cpu_devices", mesh.size)
         return jax.devices("cpu")
@@ -67,7 +67,7 @@ def _devices(topology: Topology, mesh: Mesh):
 
 
 def _end_with_parent(folder: Path) -> None:
-    """Waits for the pipe to close: the parent ends this process before it closes it, so the parent is dead, and cannot clean up."""
+    """Ends this process and removes its folder when the pipe closes: a living parent kills this process before it closes the pipe."""
     sys.stdin.read()
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)

@@ -11,7 +11,7 @@ import pytest
 from autoshard.cluster import Cluster
 from autoshard.errors import ClusterError, CompilerError
 from autoshard.ir import Mesh
-from autoshard.verify import ahead, compile_ahead, topology_of
+from autoshard.verify import aot, compile_ahead, topology_of
 
 MESH = Mesh.of({"x": 1})
 SLICE, GPUS = (topology_of(Cluster.parse(name)) for name in ("v5e:2x4", "h100:8x2"))
@@ -26,9 +26,9 @@ def lowered():
 def stand_in(monkeypatch, script: str):
     """Has a script be the compiler's process; it finds its folder in ``folder``."""
     monkeypatch.setenv("TPU_LIBRARY_PATH", "there")
-    run = ahead.subprocess.Popen
+    run = aot.subprocess.Popen
     code = "import pathlib, sys, time; folder = pathlib.Path(sys.argv[1])\n" + script
-    monkeypatch.setattr(ahead.subprocess, "Popen", lambda command, **how: run([sys.executable, "-c", code, command[-1]], **how))
+    monkeypatch.setattr(aot.subprocess, "Popen", lambda command, **how: run([sys.executable, "-c", code, command[-1]], **how))
 
 
 def dumping(before: str, last: str) -> str:
@@ -46,14 +46,14 @@ time.sleep(60)"""
 def test_a_missing_compiler_is_named_with_the_cure(monkeypatch):
     """Without a compiler the error says what to install, for either; a package that is not there has no plugins in it."""
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
-    monkeypatch.setattr(ahead, "find_spec", lambda _: None)
+    monkeypatch.setattr(aot, "find_spec", lambda _: None)
     with pytest.raises(CompilerError, match=r"needs libtpu.*no TPU.*pip install 'autoshard\[tpu\]'"):
         compile_ahead(lowered(), MESH, SLICE)
 
     def nowhere(name):
         raise ModuleNotFoundError(name)
 
-    monkeypatch.setattr(ahead, "find_spec", nowhere)
+    monkeypatch.setattr(aot, "find_spec", nowhere)
     with pytest.raises(CompilerError, match=r"needs JAX's CUDA plugin.*no GPU.*pip install 'autoshard\[gpu-compiler\]'"):
         compile_ahead(lowered(), MESH, GPUS)
 
@@ -81,7 +81,7 @@ def test_slices_of_less_than_a_host():
 @pytest.mark.parametrize(("needed", "fits"), [(6e9, True), (60.1e9, False)])
 def test_what_a_gpu_program_needs_is_held_against_what_it_may_use(monkeypatch, needed, fits):
     """XLA:GPU refuses nothing: what a program takes and what JAX leaves it decide."""
-    monkeypatch.setattr(ahead, "_exists", lambda _: True)
+    monkeypatch.setattr(aot, "_exists", lambda _: True)
     stand_in(
         monkeypatch, f"""(folder / "compiled.json").write_text('{{"hlo": "HloModule m", "peak_bytes": 5, "needed_bytes": {needed}}}')"""
     )
@@ -91,7 +91,7 @@ def test_what_a_gpu_program_needs_is_held_against_what_it_may_use(monkeypatch, n
 
 def test_a_gpu_compiler_is_stopped_too(monkeypatch):
     """It writes other files: the report on memory comes last, and the device's name stands before the others' endings."""
-    monkeypatch.setattr(ahead, "_exists", lambda _: True)
+    monkeypatch.setattr(aot, "_exists", lambda _: True)
     stand_in(monkeypatch, dumping("module_0001.jit_step.sm_9.0a_gpu_", "-memory-usage-report.txt"))
     started = time.perf_counter()
     found = compile_ahead(lowered(), MESH, GPUS)
@@ -130,7 +130,7 @@ def test_other_failures_are_errors(monkeypatch, script):
 
 def test_the_process_is_stopped_once_memory_is_assigned(monkeypatch, tmp_path):
     """Code generation is not waited for; nothing stays behind."""
-    monkeypatch.setattr(ahead.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(aot.tempfile, "tempdir", str(tmp_path))
     stand_in(monkeypatch, dumping(DUMP, "_after_buffer_assignment.txt"))
     started = time.perf_counter()
     found = compile_ahead(lowered(), MESH, SLICE)

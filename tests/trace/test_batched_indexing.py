@@ -16,7 +16,7 @@ from programs import abstract
 import autoshard
 from autoshard.ir import Op
 from autoshard.trace import trace
-from autoshard.trace.batches import with_batches
+from autoshard.trace.batched_indexing import batched
 
 SIZES = st.integers(1, 4)
 
@@ -64,7 +64,7 @@ def test_batched_programs_do_the_same(lookup, how, mode):
         return at.get(mode=mode) if how == "gather" else getattr(at, how)(x[(0,) * len(coordinates)], mode=mode)
 
     closed = jax.make_jaxpr(program)(x, anything)
-    np.testing.assert_allclose(jaxpr_as_fun(with_batches(closed))(x, anything), jaxpr_as_fun(closed)(x, anything), rtol=1e-6)
+    np.testing.assert_allclose(jaxpr_as_fun(batched(closed))(x, anything), jaxpr_as_fun(closed)(x, anything), rtol=1e-6)
 
 
 x, labels = abstract((8, 16)), abstract((8,), "int32")

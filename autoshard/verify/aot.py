@@ -1,8 +1,8 @@
-"""Compiling ahead of time, for TPUs and GPUs without one: the real compiler, in a process of its own; XLA:CPU's too, on virtual devices.
+"""Ahead-of-time compilation by XLA:TPU, XLA:GPU or XLA:CPU in a separate process, without the devices.
 
-Generating code is some nineteen twentieths of a compile, and nothing that is compared here but the schedule's cycles needs it: the process
-is stopped once memory is assigned, which takes a second or two. Then everything is decided: partitioning, fusions, the schedule, memory.
-What XLA:GPU would measure kernels for is not: which of a library's algorithms, and which workspace, a product or a convolution gets.
+Code generation takes about 95 % of a compilation, and only the schedule's cycles need it. So the process is stopped once memory is
+assigned, after a second or two: partitioning, fusions, the schedule and memory are then final. The autotuning of XLA:GPU, which chooses a
+library's algorithm and workspace for each product and convolution, needs a GPU and does not run.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Compiler:
     """A compiler that needs no devices.
 
     Attributes:
-        name, package: what it is, and what has it, as messages say.
-        modules: Python modules; with one of them it is installed.
-        variable: of the environment; with it set it is, too.
-        extra: the extra that installs it.
-        environment: what its process is started with.
-        flags: for it, in ``XLA_FLAGS``.
-        assigned: the ending of a dumped file: where that is, those on the schedule and on memory are whole.
+        name, package: of the compiler and its package, for messages.
+        modules: Python modules, any one of which shows that it is installed.
+        variable: an environment variable that shows it, too.
+        extra: the extra of autoshard that installs it.
+        environment: environment variables of its process.
+        flags: for its process, in ``XLA_FLAGS``.
+        assigned: the ending of the dumped file that is written after those on the schedule and on memory are complete.
         distributions: Python distributions; the version of the first that is installed is the compiler's.
         counts_cycles: whether it estimates its schedule's cycles.
     """
@@ -69,12 +69,12 @@ class Compiler:
 
     @property
     def installed(self) -> bool:
-        """Whether it is."""
+        """Whether the compiler is installed."""
         return any(map(_exists, self.modules)) or self.variable in os.environ
 
     @property
     def version(self) -> str:
-        """The distribution that has it and its version, as in ``libtpu 0.0.42``; empty where none is installed."""
+        """Its distribution and version, such as ``libtpu 0.0.42``; empty where none is installed."""
         for name in self.distributions:
             with suppress(metadata.PackageNotFoundError):
                 return f"{name} {metadata.version(name)}"
@@ -91,7 +91,7 @@ class Compiler:
 
 
 COMPILERS = {
-    # libtpu 0.0.42. Without a TPU it would ask the cloud's metadata server who it is, and one process alone may load it by default.
+    # libtpu 0.0.42. Without a TPU it would query the cloud's metadata server, and by default only one process may load it.
     "tpu": Compiler(
         "XLA:TPU",
         "libtpu",
@@ -104,8 +104,8 @@ COMPILERS = {
         ("libtpu", "libtpu-nightly"),
         counts_cycles=True,
     ),
-    # The plugins of jax 0.10.2; they look for CUDA's libraries, though only running needs them. Products are left to cuBLAS: a GPU would
-    # measure its kernels and Triton's; without one Triton's are taken, even where that fails (a vision transformer's 12,608 rows).
+    # The plugins of jax 0.10.2; they check for CUDA's libraries, though only running needs them. Products are left to cuBLAS: autotuning on
+    # a GPU compares its kernels with Triton's; without one Triton's are taken, even where that fails (a vision transformer's 12,608 rows).
     "cuda": Compiler(
         "XLA:GPU",
         "JAX's CUDA plugin",
@@ -127,15 +127,15 @@ _REFUSED = re.compile(r"([\d.]+)([KMGT]?)\)? (?:of|exceeds available HBM) \(?([\
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """A program as a compiler leaves it, or why it refuses it.
+    """A compiled program, or the memory that a refused one needs.
 
     Attributes:
-        hlo: the scheduled program of one device, as text; with estimated cycles where they were asked for. Empty where it is refused.
-        peak_bytes: what lives at the fullest moment, as ``memory_analysis().peak_memory_in_bytes``; None where it is refused.
-        needed_bytes: what the allocator takes, fragmentation included: what has to fit. Of a refused program as the refusal has it.
-        available_bytes: what there is on a device; None where the TPU's compiler, which refuses what does not fit, did not refuse.
-        fits: whether the program does.
-        seconds: what compiling took.
+        hlo: the scheduled program of one device, as text, with estimated cycles if requested; empty if it is refused.
+        peak_bytes: peak live bytes, as ``memory_analysis().peak_memory_in_bytes``; None if it is refused.
+        needed_bytes: bytes allocated, fragmentation included, which have to fit; if it is refused, from the compiler's message.
+        available_bytes: bytes available on a device; None if XLA:TPU, which refuses programs that do not fit, accepts it.
+        fits: whether the program fits.
+        seconds: time of compiling.
     """
 
     hlo: str
@@ -154,9 +154,9 @@ def compile_ahead(
     Args:
         lowered: as `jax.jit(...).trace(...).lower(lowering_platforms=("tpu",))` gives it; on an abstract mesh it needs no devices.
         mesh: its mesh; the topology has as many devices.
-        topology: of a TPU slice, or of GPUs.
-        cycles: of TPUs, whether code is generated too, which takes most of a minute and puts ``estimated_cycles`` into the text.
-        options: the compiler's own, as `jax.jit` takes them in ``compiler_options``.
+        topology: of a TPU slice, of GPUs, or of virtual CPU devices.
+        cycles: whether XLA:TPU generates code, too, which takes most of a minute and adds ``estimated_cycles`` to the text.
+        options: of the compiler, as `jax.jit` takes them in ``compiler_options``.
 
     Raises:
         CompilerError: the compiler is not installed, does not know the topology or an option, or fails on the program.
@@ -168,7 +168,7 @@ def compile_ahead(
 
 
 class Compilation:
-    """A program that is being compiled for the devices of a topology, in a process that ends with the ``with`` block at the latest.
+    """A running compilation, in a process that ends with the ``with`` block at the latest.
 
     Arguments are those of `compile_ahead`, which waits for one; several may run at once.
     """
@@ -210,10 +210,10 @@ class Compilation:
         return self._child.poll() is not None or (self._stop_early and _dumped(self._folder, self._compiler.assigned) is not None)
 
     def result(self) -> Ahead:
-        """What the compiler made of it; to ask for once it is over.
+        """The compiled program; to be called once `over` is true.
 
         Raises:
-            CompilerError: the compiler failed; that the program does not fit is a result.
+            CompilerError: the compiler failed for another reason than memory.
         """
         self._end_process()
         log = (self._folder / "log").read_text(errors="replace")
@@ -221,7 +221,7 @@ class Compilation:
         return read_ahead(self._compiler, self._folder, self._topology, log, seconds, whole=not self._stop_early)
 
     def stop(self) -> None:
-        """Ends the process and removes what it left."""
+        """Ends the process and removes its files."""
         self._end_process()
         self._directory.cleanup()
 
@@ -236,7 +236,7 @@ class Compilation:
 def _exists(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # the package that it would be in is not there
+    except ModuleNotFoundError:  # its package is missing
         return False
 
 
@@ -245,22 +245,25 @@ def _start(compiler: Compiler, folder: Path) -> subprocess.Popen:
     flags = f"{os.environ.get('XLA_FLAGS', '')} {compiler.flags} --xla_dump_to={folder} --xla_dump_hlo_as_text".strip()
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     environment = {**os.environ, **compiler.environment, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": paths}
-    command = [sys.executable, "-m", "autoshard.verify.ahead_child", str(folder)]
+    command = [sys.executable, "-m", "autoshard.verify.aot_child", str(folder)]
     with open(folder / "log", "wb") as log:
-        # It reads its stdin to the end, and ends itself there: if this process is killed, it ends too, once the compiler lets Python run.
+        # It exits at the end of its stdin: so if this process is killed, it ends, too, once the compiler lets Python run.
         return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log)
 
 
 def _dumped(folder: Path, ending: str) -> Path | None:
-    """The dumped file whose name ends so."""
+    """The dumped file with an ending, or None."""
     return next(folder.glob(f"module_*[._]{ending}"), None)
 
 
 def read_ahead(compiler: Compiler, folder: Path, topology: Topology, log: str, seconds: float, whole: bool = False) -> Ahead:
-    """What a compiler's process left in a folder: what XLA dumped, or ``failure``, the compiler's refusal.
+    """The compiled program from the files of a compiler's process: XLA's dumps, or ``failure``, the compiler's message.
 
     Args:
-        whole: whether it was to generate code; one that ends while it does, as some programs and options make it, has failed.
+        compiler, folder, topology: the compiler, the folder of its files, and the target.
+        log: the output of the process.
+        seconds: time of compiling.
+        whole: whether code was to be generated; a process that ended during code generation has failed then.
 
     Raises:
         CompilerError: the compiler failed on the program.
@@ -283,7 +286,7 @@ def read_ahead(compiler: Compiler, folder: Path, topology: Topology, log: str, s
     dumped = _dumped(folder, GENERATED) or scheduled
     if dumped is not None and (buffers := _buffers(folder)) is not None:
         return accepted(dumped.read_text(), buffers.peak_bytes, buffers.allocated_bytes)
-    compiled = folder / "compiled.json"  # one that dumps nothing, or under other names, compiled to the end
+    compiled = folder / "compiled.json"  # of a complete compilation whose dumps are missing or have other names
     if compiled.exists():
         found = json.loads(compiled.read_text())
         return accepted(found["hlo"], found["peak_bytes"], found["needed_bytes"])
