@@ -33,15 +33,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 
+from autoshard.analysis.demanded_precision import REDUCTION, Demands, is_narrow
 from autoshard.compilers.op_patterns import (
     Minor,
     added_to,
-    default_precision,
     is_call,
     is_grouped,
     is_one_hot,
     minor,
-    narrow,
     recomputes,
     reordered,
     sliced,
@@ -103,10 +102,9 @@ class Fusion:
         stored: per value, whether it is written to memory.
         materialised: per value, whether it lies in memory, as its own or as a view of what does; what is made of constants never counts.
         root: per value, the value whose memory it shares: a view's operand, what a loop carries, the stack that a trip's result goes to.
-        narrow: per value, whether all that read it are matrix products: a TPU keeps it in bfloat16, as its matrix unit reads it.
+        narrow: per value, whether only bfloat16 of it is demanded, and so kept on a TPU: reductions are made along with it, in float32.
         last: per value whether nothing but kernels that make the program's results read it, as gradients are.
         casts: what a loop's products read of float32 stacks, rounded once before it on a TPU: the first and last loop that do, by value.
-        rounds: per value whether some product reads it, and so a copy for it is of bfloat16 on a TPU.
         minor: per value the dimensions that convolutions or batched products want innermost; None where there are none.
         begun: what loops outside of others carry that begins with constants, as sums of gradients do.
         users: per value, the ops that read it, or a view of it.
@@ -121,7 +119,6 @@ class Fusion:
     narrow: tuple[bool, ...]
     last: tuple[bool, ...]
     casts: dict[int, tuple[int, int]]
-    rounds: tuple[bool, ...]
     minor: tuple[Minor | None, ...]
     begun: frozenset[int]
     users: tuple[tuple[int, ...], ...]
@@ -130,18 +127,19 @@ class Fusion:
     kernels: tuple[Kernel, ...]
 
 
-def fuse(graph: Graph, free: Sequence[bool], rules: FusionRules) -> Fusion:
+def fuse(graph: Graph, free: Sequence[bool], demands: Demands, rules: FusionRules) -> Fusion:
     """The fused program.
 
     Args:
         free: per value, whether it is made of constants alone: it is computed where it is read.
+        demands: the precision that is demanded of values.
         rules: the compiler's.
     """
-    return _Fuser(graph, free, rules).fusion()
+    return _Fuser(graph, free, demands, rules).fusion()
 
 
 class _Fuser:
-    def __init__(self, graph: Graph, free: Sequence[bool], rules: FusionRules):
+    def __init__(self, graph: Graph, free: Sequence[bool], demands: Demands, rules: FusionRules):
         self.graph = graph
         self.values = graph.values
         self.free = free
@@ -166,7 +164,7 @@ class _Fuser:
         self._alias()
         self.returned = {self._find(value) for value in graph.results}
         self.padded = tuple(self._find(value) for value in self.trims.values() if value >= 0)
-        self.narrow = narrow(graph, self.root)
+        self.narrow = self._narrow(demands)
         self._store_boundaries()
         self._count_sinks()
         if not calls_libraries:
@@ -184,10 +182,9 @@ class _Fuser:
             stored=stored,
             materialised=materialised,
             root=root,
-            narrow=tuple(self.narrow),
+            narrow=self.narrow,
             last=self._last(),
             casts=self._casts(),
-            rounds=self._rounds(),
             minor=self.minor,
             begun=self._begun(),
             users=users,
@@ -226,6 +223,10 @@ class _Fuser:
         makes_results = {op.index for op in self.graph.ops if any(self._find(value) in self.returned for value in op.results)}
         return tuple(bool(self.sinks[end]) and self.sinks[end] <= makes_results for end in map(self._find, range(len(self.values))))
 
+    def _narrow(self, demands: Demands) -> tuple[bool, ...]:
+        passed = {*self.graph.arguments, *self.graph.constants}  # into the program, as wide as they are
+        return tuple(is_narrow(demand, others=REDUCTION) and value not in passed for value, demand in enumerate(demands.on_values))
+
     def _casts(self) -> dict[int, tuple[int, int]]:
         found: dict[int, tuple[int, int]] = {}
         for op in self.ops:
@@ -235,20 +236,6 @@ class _Fuser:
                         root = self._find(flow.value)
                         found[root] = found.get(root, (op.index, 0))[0], op.index
         return found
-
-    def _rounds(self) -> tuple[bool, ...]:
-        """Per value whether it is float32 and a product reads it at default precision, by itself or through a loop."""
-        found = [False] * len(self.values)
-        for op in reversed(self.ops):
-            if is_matrix(op.primitive) and default_precision(op):
-                for value in op.operands:
-                    found[value] = found[self._find(value)] = self.values[value].dtype == "float32"
-            elif is_view(op.primitive) and op.operands:
-                found[op.operands[0]] = found[op.operands[0]] or found[op.results[0]]
-            for holder in op.holders:
-                for flow in holder.sources:
-                    found[flow.value] = found[flow.value] or found[holder.value]
-        return tuple(found)
 
     def _begun(self) -> frozenset[int]:
         loops = (op for op in self.ops if is_control_flow(op.primitive) and op.trips == 1)
