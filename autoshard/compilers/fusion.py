@@ -34,8 +34,8 @@ from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 
 from autoshard.analysis.demanded_precision import REDUCTION, Demands, is_narrow
+from autoshard.compilers.fused_program import Fusion, Kernel
 from autoshard.compilers.op_patterns import (
-    Minor,
     added_to,
     is_call,
     is_grouped,
@@ -61,70 +61,27 @@ class FusionRules:
 
     Attributes:
         patience: vector operations on an element, for each of its bytes, from which a value is kept that several kernels would compute.
-        calls_libraries: whether products and convolutions are calls of libraries, whose operands and results lie in memory.
-        heavier: vector operations an element, by primitive, where it weighs them otherwise than the table of primitives.
+        heavier: vector operations an element, by primitive, where the compiler weighs them otherwise than the table of primitives.
         hides: what a kernel moves beside the value hides work: this times as much is hidden as is moved.
+        fuses_products: whether products compute their operands as they read them, and have epilogues; else they are calls of libraries.
+        fuses_gathers: whether gathers, strided slices and pads between elements are fused with the ops around them.
+        fuses_scatters: whether scatters compute their updates, and add to the summand that their result would be added to.
+        expands_one_hots: whether scatters of one number a row become comparisons of positions.
+        widens_for_readers: whether the readers of a stored value that only widens another one read that one instead.
+        repeats_sliced: whether values of which several slices are read are computed for each, but for slices of slices.
+        stores_transposed: whether values are stored that a kernel reads next to products in another order of dimensions.
     """
 
     patience: float = math.inf
-    calls_libraries: bool = False
     heavier: Mapping[str, float] = field(default_factory=dict)
     hides: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """What one compiled kernel, or loop, reads and makes.
-
-    Attributes:
-        op: index of the op that ends it.
-        reads, makes: stored values, by their roots.
-        in_place: whether a result takes the place of an operand that dies here: loops, and what updates its operand.
-        inner: a loop's body or a conditional's branches, each the kernels of one run, in program order.
-        main: the op that decides what its devices read: the product whose epilogue ``op`` ends, else ``op`` itself.
-        through: for each of ``reads``, the operand of ``main`` it is read for; the number of operands where it is for the epilogue.
-    """
-
-    op: int
-    reads: tuple[int, ...]
-    makes: tuple[int, ...]
-    in_place: bool
-    inner: tuple[tuple[Kernel, ...], ...] = ()
-    main: int = -1
-    through: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Fusion:
-    """A fused program.
-
-    Attributes:
-        stored: per value, whether it is written to memory.
-        materialised: per value, whether it lies in memory, as its own or as a view of what does; what is made of constants never counts.
-        root: per value, the value whose memory it shares: a view's operand, what a loop carries, the stack that a trip's result goes to.
-        narrow: per value, whether only bfloat16 of it is demanded, and so kept on a TPU: reductions are made along with it, in float32.
-        last: per value whether nothing but kernels that make the program's results read it, as gradients are.
-        casts: what a loop's products read of float32 stacks, rounded once before it on a TPU: the first and last loop that do, by value.
-        minor: per value the dimensions that convolutions or batched products want innermost; None where there are none.
-        begun: what loops outside of others carry that begins with constants, as sums of gradients do.
-        users: per value, the ops that read it, or a view of it.
-        padded: the values that lie in memory because a product reads a pad of them.
-        scattered: the scatters into zeros that XLA:GPU makes scatters into what those are added to, with the ops that add.
-        kernels: the program's kernels, in program order.
-    """
-
-    stored: tuple[bool, ...]
-    materialised: tuple[bool, ...]
-    root: tuple[int, ...]
-    narrow: tuple[bool, ...]
-    last: tuple[bool, ...]
-    casts: dict[int, tuple[int, int]]
-    minor: tuple[Minor | None, ...]
-    begun: frozenset[int]
-    users: tuple[tuple[int, ...], ...]
-    padded: tuple[int, ...]
-    scattered: tuple[tuple[int, int], ...]
-    kernels: tuple[Kernel, ...]
+    fuses_products: bool = True
+    fuses_gathers: bool = False
+    fuses_scatters: bool = False
+    expands_one_hots: bool = True
+    widens_for_readers: bool = True
+    repeats_sliced: bool = False
+    stores_transposed: bool = False
 
 
 def fuse(graph: Graph, free: Sequence[bool], demands: Demands, rules: FusionRules) -> Fusion:
@@ -144,7 +101,6 @@ class _Fuser:
         self.values = graph.values
         self.free = free
         self.rules = rules
-        self.calls_libraries = calls_libraries = rules.calls_libraries
         self.ops = graph.walk()
         n = len(self.values)
         self.root = list(range(n))
@@ -158,8 +114,8 @@ class _Fuser:
         self.sinks: list[frozenset[int]] = [frozenset()] * n
         spread = (op for op in self.ops if op.primitive == "broadcast_in_dim" and not self.values[op.operands[0]].rank)
         self.uniform = {op.results[0] for op in spread if free[op.operands[0]]}
-        self.trims = {} if calls_libraries else trims(graph)
-        self.added_to = added_to(graph, free) if calls_libraries else {}
+        self.trims = trims(graph) if rules.fuses_products else {}
+        self.added_to = added_to(graph, free) if rules.fuses_scatters else {}
         self.in_place = {scatter for _, scatter in self.added_to.values()}
         self._alias()
         self.returned = {self._find(value) for value in graph.results}
@@ -167,7 +123,7 @@ class _Fuser:
         self.narrow = self._narrow(demands)
         self._store_boundaries()
         self._count_sinks()
-        if not calls_libraries:
+        if rules.fuses_products:
             self._find_epilogues()
 
     def fusion(self) -> Fusion:
@@ -256,8 +212,7 @@ class _Fuser:
             elif self._stands_alone(op) and not self._is_one_hot(op):
                 for value in () if op.index in self.in_place else op.results:
                     self._store(value)
-                scatters = self.calls_libraries and is_scatter(op.primitive)  # which computes what it adds
-                for value in op.operands[:1] if scatters else op.operands if self.calls_libraries or not is_matrix(op.primitive) else ():
+                for value in self._stored_operands(op):
                     self._store(value)
             elif is_reduction(op.primitive):
                 for value in op.results:
@@ -269,8 +224,16 @@ class _Fuser:
             self._store(value)
         for op, (position, _) in self.added_to.items():
             self._store(self.ops[op].operands[position])
-        for value in (*sliced(self.graph, again=self.calls_libraries), *(reordered(self.graph) if self.calls_libraries else ())):
+        for value in sliced(self.graph, again=self.rules.repeats_sliced):
             self._store(value)
+        for value in reordered(self.graph) if self.rules.stores_transposed else ():
+            self._store(value)
+
+    def _stored_operands(self, op: Op) -> tuple[int, ...]:
+        """The operands of an op outside fusions that are stored before it runs."""
+        if self.rules.fuses_scatters and is_scatter(op.primitive):
+            return op.operands[:1]
+        return () if self.rules.fuses_products and is_matrix(op.primitive) else op.operands
 
     def _read_by(self, op: Op) -> list[Op]:
         return self.readers[self._find(op.results[0])]
@@ -281,12 +244,10 @@ class _Fuser:
         return is_view(op.primitive) and not op.bodies and len(op.results) == 1 and bool(op.operands)
 
     def _stands_alone(self, op: Op) -> bool:
-        if self.calls_libraries and op.primitive in ("gather", "slice", "pad"):
-            return False
-        return stands_alone(op)
+        return stands_alone(op) and not (self.rules.fuses_gathers and op.primitive in ("gather", "slice", "pad"))
 
     def _is_one_hot(self, op: Op) -> bool:
-        return not self.calls_libraries and is_one_hot(op, self.values)
+        return self.rules.expands_one_hots and is_one_hot(op, self.values)
 
     def _is_elementwise(self, op: Op) -> bool:
         return not (op.bodies or self._stands_alone(op) or is_reduction(op.primitive)) and len(op.results) == 1
@@ -410,7 +371,7 @@ class _Fuser:
                         made.append(root)
                         self.sources[root] = (root,)
                         widened = op.primitive == "convert_element_type" and self.values[root].itemsize > self.values[roots[0]].itemsize
-                        if widened and not self.calls_libraries and reads and root not in self.padded and not long:
+                        if widened and self.rules.widens_for_readers and reads and root not in self.padded and not long:
                             self.fused[root] = reads  # who can compute it reads what it is made of
                     else:
                         self.sources[root] = reads

@@ -11,7 +11,8 @@ from autoshard.analysis.partial_sums import PartialSums, partial_sums
 from autoshard.analysis.values import free_values, readers_of
 from autoshard.compilers.all_reduce_combiner import Sums, sums_of
 from autoshard.compilers.bf16_demotion import single_rows
-from autoshard.compilers.fusion import Fusion, fuse
+from autoshard.compilers.fused_program import Fusion
+from autoshard.compilers.fusion import fuse
 from autoshard.compilers.kernel_order import Lifetimes, Orders
 from autoshard.compilers.op_patterns import Minor, recomputes
 from autoshard.compilers.traffic import Traffic, sent_by_op

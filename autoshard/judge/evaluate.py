@@ -19,7 +19,7 @@ from itertools import pairwise
 from autoshard.analysis.partial_sums import Addition, late_sums
 from autoshard.compilers.bf16_demotion import NARROW_SHARE, is_demoted
 from autoshard.compilers.buffer_assignment import Copy, Peak, peak_memory
-from autoshard.compilers.fusion import Kernel
+from autoshard.compilers.fused_program import Kernel
 from autoshard.compilers.program_facts import Profile
 from autoshard.cost.prefetch import prefetches
 from autoshard.cost.record import Cost, Recomputation
