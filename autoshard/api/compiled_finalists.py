@@ -25,8 +25,8 @@ from autoshard.errors import AutoshardError, CompilerError
 from autoshard.verify import (
     COMPILERS,
     Ahead,
+    AheadCompiler,
     Compilation,
-    Compiler,
     Topology,
     collectives_of,
     compiled_topology,
@@ -57,7 +57,7 @@ class FinalistCompiler:
     clock_hertz: float
 
     @property
-    def compiler(self) -> Compiler:
+    def compiler(self) -> AheadCompiler:
         return COMPILERS[self.topology.platform]
 
     @property

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import permutations
 
-from autoshard.compilers.fusion import Fusion
+from autoshard.compilers.fused_program import Fusion
 from autoshard.compilers.op_patterns import is_call
 from autoshard.cost.reshard import Step
 from autoshard.ir import Graph, Value, local_shape

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from autoshard.cluster import Device
 from autoshard.compilers.buffer_assignment import Buffers, Copy, buffers
-from autoshard.compilers.fusion import Fusion, FusionRules, Kernel
+from autoshard.compilers.fused_program import Fusion, Kernel
+from autoshard.compilers.fusion import FusionRules
 from autoshard.compilers.kernel_order import Orders, program_orders, shortest
 from autoshard.compilers.op_patterns import Minor
 from autoshard.compilers.traffic import Traffic, traffic_by_op

@@ -33,15 +33,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 
+from autoshard.analysis.demanded_precision import REDUCTION, Demands, is_narrow
+from autoshard.compilers.fused_program import Fusion, Kernel
 from autoshard.compilers.op_patterns import (
-    Minor,
     added_to,
-    default_precision,
     is_call,
     is_grouped,
     is_one_hot,
     minor,
-    narrow,
     recomputes,
     reordered,
     sliced,
@@ -62,91 +61,46 @@ class FusionRules:
 
     Attributes:
         patience: vector operations on an element, for each of its bytes, from which a value is kept that several kernels would compute.
-        calls_libraries: whether products and convolutions are calls of libraries, whose operands and results lie in memory.
-        heavier: vector operations an element, by primitive, where it weighs them otherwise than the table of primitives.
+        heavier: vector operations an element, by primitive, where the compiler weighs them otherwise than the table of primitives.
         hides: what a kernel moves beside the value hides work: this times as much is hidden as is moved.
+        fuses_products: whether products compute their operands as they read them, and have epilogues; else they are calls of libraries.
+        fuses_gathers: whether gathers, strided slices and pads between elements are fused with the ops around them.
+        fuses_scatters: whether scatters compute their updates, and add to the summand that their result would be added to.
+        expands_one_hots: whether scatters of one number a row become comparisons of positions.
+        widens_for_readers: whether the readers of a stored value that only widens another one read that one instead.
+        repeats_sliced: whether values of which several slices are read are computed for each, but for slices of slices.
+        stores_transposed: whether values are stored that a kernel reads next to products in another order of dimensions.
     """
 
     patience: float = math.inf
-    calls_libraries: bool = False
     heavier: Mapping[str, float] = field(default_factory=dict)
     hides: float = 0.0
+    fuses_products: bool = True
+    fuses_gathers: bool = False
+    fuses_scatters: bool = False
+    expands_one_hots: bool = True
+    widens_for_readers: bool = True
+    repeats_sliced: bool = False
+    stores_transposed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """What one compiled kernel, or loop, reads and makes.
-
-    Attributes:
-        op: index of the op that ends it.
-        reads, makes: stored values, by their roots.
-        in_place: whether a result takes the place of an operand that dies here: loops, and what updates its operand.
-        inner: a loop's body or a conditional's branches, each the kernels of one run, in program order.
-        main: the op that decides what its devices read: the product whose epilogue ``op`` ends, else ``op`` itself.
-        through: for each of ``reads``, the operand of ``main`` it is read for; the number of operands where it is for the epilogue.
-    """
-
-    op: int
-    reads: tuple[int, ...]
-    makes: tuple[int, ...]
-    in_place: bool
-    inner: tuple[tuple[Kernel, ...], ...] = ()
-    main: int = -1
-    through: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Fusion:
-    """A fused program.
-
-    Attributes:
-        stored: per value, whether it is written to memory.
-        materialised: per value, whether it lies in memory, as its own or as a view of what does; what is made of constants never counts.
-        root: per value, the value whose memory it shares: a view's operand, what a loop carries, the stack that a trip's result goes to.
-        narrow: per value, whether all that read it are matrix products: a TPU keeps it in bfloat16, as its matrix unit reads it.
-        last: per value whether nothing but kernels that make the program's results read it, as gradients are.
-        casts: what a loop's products read of float32 stacks, rounded once before it on a TPU: the first and last loop that do, by value.
-        rounds: per value whether some product reads it, and so a copy for it is of bfloat16 on a TPU.
-        minor: per value the dimensions that convolutions or batched products want innermost; None where there are none.
-        begun: what loops outside of others carry that begins with constants, as sums of gradients do.
-        users: per value, the ops that read it, or a view of it.
-        padded: the values that lie in memory because a product reads a pad of them.
-        scattered: the scatters into zeros that XLA:GPU makes scatters into what those are added to, with the ops that add.
-        kernels: the program's kernels, in program order.
-    """
-
-    stored: tuple[bool, ...]
-    materialised: tuple[bool, ...]
-    root: tuple[int, ...]
-    narrow: tuple[bool, ...]
-    last: tuple[bool, ...]
-    casts: dict[int, tuple[int, int]]
-    rounds: tuple[bool, ...]
-    minor: tuple[Minor | None, ...]
-    begun: frozenset[int]
-    users: tuple[tuple[int, ...], ...]
-    padded: tuple[int, ...]
-    scattered: tuple[tuple[int, int], ...]
-    kernels: tuple[Kernel, ...]
-
-
-def fuse(graph: Graph, free: Sequence[bool], rules: FusionRules) -> Fusion:
+def fuse(graph: Graph, free: Sequence[bool], demands: Demands, rules: FusionRules) -> Fusion:
     """The fused program.
 
     Args:
         free: per value, whether it is made of constants alone: it is computed where it is read.
+        demands: the precision that is demanded of values.
         rules: the compiler's.
     """
-    return _Fuser(graph, free, rules).fusion()
+    return _Fuser(graph, free, demands, rules).fusion()
 
 
 class _Fuser:
-    def __init__(self, graph: Graph, free: Sequence[bool], rules: FusionRules):
+    def __init__(self, graph: Graph, free: Sequence[bool], demands: Demands, rules: FusionRules):
         self.graph = graph
         self.values = graph.values
         self.free = free
         self.rules = rules
-        self.calls_libraries = calls_libraries = rules.calls_libraries
         self.ops = graph.walk()
         n = len(self.values)
         self.root = list(range(n))
@@ -160,16 +114,16 @@ class _Fuser:
         self.sinks: list[frozenset[int]] = [frozenset()] * n
         spread = (op for op in self.ops if op.primitive == "broadcast_in_dim" and not self.values[op.operands[0]].rank)
         self.uniform = {op.results[0] for op in spread if free[op.operands[0]]}
-        self.trims = {} if calls_libraries else trims(graph)
-        self.added_to = added_to(graph, free) if calls_libraries else {}
+        self.trims = trims(graph) if rules.fuses_products else {}
+        self.added_to = added_to(graph, free) if rules.fuses_scatters else {}
         self.in_place = {scatter for _, scatter in self.added_to.values()}
         self._alias()
         self.returned = {self._find(value) for value in graph.results}
         self.padded = tuple(self._find(value) for value in self.trims.values() if value >= 0)
-        self.narrow = narrow(graph, self.root)
+        self.narrow = self._narrow(demands)
         self._store_boundaries()
         self._count_sinks()
-        if not calls_libraries:
+        if rules.fuses_products:
             self._find_epilogues()
 
     def fusion(self) -> Fusion:
@@ -184,10 +138,9 @@ class _Fuser:
             stored=stored,
             materialised=materialised,
             root=root,
-            narrow=tuple(self.narrow),
+            narrow=self.narrow,
             last=self._last(),
             casts=self._casts(),
-            rounds=self._rounds(),
             minor=self.minor,
             begun=self._begun(),
             users=users,
@@ -226,6 +179,10 @@ class _Fuser:
         makes_results = {op.index for op in self.graph.ops if any(self._find(value) in self.returned for value in op.results)}
         return tuple(bool(self.sinks[end]) and self.sinks[end] <= makes_results for end in map(self._find, range(len(self.values))))
 
+    def _narrow(self, demands: Demands) -> tuple[bool, ...]:
+        passed = {*self.graph.arguments, *self.graph.constants}  # into the program, as wide as they are
+        return tuple(is_narrow(demand, others=REDUCTION) and value not in passed for value, demand in enumerate(demands.on_values))
+
     def _casts(self) -> dict[int, tuple[int, int]]:
         found: dict[int, tuple[int, int]] = {}
         for op in self.ops:
@@ -235,20 +192,6 @@ class _Fuser:
                         root = self._find(flow.value)
                         found[root] = found.get(root, (op.index, 0))[0], op.index
         return found
-
-    def _rounds(self) -> tuple[bool, ...]:
-        """Per value whether it is float32 and a product reads it at default precision, by itself or through a loop."""
-        found = [False] * len(self.values)
-        for op in reversed(self.ops):
-            if is_matrix(op.primitive) and default_precision(op):
-                for value in op.operands:
-                    found[value] = found[self._find(value)] = self.values[value].dtype == "float32"
-            elif is_view(op.primitive) and op.operands:
-                found[op.operands[0]] = found[op.operands[0]] or found[op.results[0]]
-            for holder in op.holders:
-                for flow in holder.sources:
-                    found[flow.value] = found[flow.value] or found[holder.value]
-        return tuple(found)
 
     def _begun(self) -> frozenset[int]:
         loops = (op for op in self.ops if is_control_flow(op.primitive) and op.trips == 1)
@@ -269,8 +212,7 @@ class _Fuser:
             elif self._stands_alone(op) and not self._is_one_hot(op):
                 for value in () if op.index in self.in_place else op.results:
                     self._store(value)
-                scatters = self.calls_libraries and is_scatter(op.primitive)  # which computes what it adds
-                for value in op.operands[:1] if scatters else op.operands if self.calls_libraries or not is_matrix(op.primitive) else ():
+                for value in self._stored_operands(op):
                     self._store(value)
             elif is_reduction(op.primitive):
                 for value in op.results:
@@ -282,8 +224,16 @@ class _Fuser:
             self._store(value)
         for op, (position, _) in self.added_to.items():
             self._store(self.ops[op].operands[position])
-        for value in (*sliced(self.graph, again=self.calls_libraries), *(reordered(self.graph) if self.calls_libraries else ())):
+        for value in sliced(self.graph, again=self.rules.repeats_sliced):
             self._store(value)
+        for value in reordered(self.graph) if self.rules.stores_transposed else ():
+            self._store(value)
+
+    def _stored_operands(self, op: Op) -> tuple[int, ...]:
+        """The operands of an op outside fusions that are stored before it runs."""
+        if self.rules.fuses_scatters and is_scatter(op.primitive):
+            return op.operands[:1]
+        return () if self.rules.fuses_products and is_matrix(op.primitive) else op.operands
 
     def _read_by(self, op: Op) -> list[Op]:
         return self.readers[self._find(op.results[0])]
@@ -294,12 +244,10 @@ class _Fuser:
         return is_view(op.primitive) and not op.bodies and len(op.results) == 1 and bool(op.operands)
 
     def _stands_alone(self, op: Op) -> bool:
-        if self.calls_libraries and op.primitive in ("gather", "slice", "pad"):
-            return False
-        return stands_alone(op)
+        return stands_alone(op) and not (self.rules.fuses_gathers and op.primitive in ("gather", "slice", "pad"))
 
     def _is_one_hot(self, op: Op) -> bool:
-        return not self.calls_libraries and is_one_hot(op, self.values)
+        return self.rules.expands_one_hots and is_one_hot(op, self.values)
 
     def _is_elementwise(self, op: Op) -> bool:
         return not (op.bodies or self._stands_alone(op) or is_reduction(op.primitive)) and len(op.results) == 1
@@ -423,7 +371,7 @@ class _Fuser:
                         made.append(root)
                         self.sources[root] = (root,)
                         widened = op.primitive == "convert_element_type" and self.values[root].itemsize > self.values[roots[0]].itemsize
-                        if widened and not self.calls_libraries and reads and root not in self.padded and not long:
+                        if widened and self.rules.widens_for_readers and reads and root not in self.padded and not long:
                             self.fused[root] = reads  # who can compute it reads what it is made of
                     else:
                         self.sources[root] = reads

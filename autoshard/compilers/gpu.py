@@ -8,7 +8,8 @@ from typing import ClassVar
 
 from autoshard.compilers.base import Compiler, Copies, Partials
 from autoshard.compilers.buffer_assignment import Buffers, buffers
-from autoshard.compilers.fusion import Fusion, FusionRules
+from autoshard.compilers.fused_program import Fusion
+from autoshard.compilers.fusion import FusionRules
 from autoshard.compilers.kernel_order import Orders, filled_at_once, gradients_last, program_orders, shortest
 from autoshard.compilers.program_facts import Profile
 from autoshard.ir import Assignment, Graph
@@ -46,7 +47,17 @@ class XlaGpu(Compiler):
         On A100, H100 and B200 from 17 to 22, 22 to 26 and 5 to 16 operations a byte on, by this from 10, 20 and 9 on.
         """
         patience = self.device.vector_flops_per_second / self.device.memory_bandwidth_bytes_per_second
-        return FusionRules(patience, calls_libraries=True, heavier=LIBRARY_OPERATIONS)
+        return FusionRules(
+            patience,
+            heavier=LIBRARY_OPERATIONS,
+            fuses_products=False,
+            fuses_gathers=True,
+            fuses_scatters=True,
+            expands_one_hots=False,
+            widens_for_readers=False,
+            repeats_sliced=True,
+            stores_transposed=True,
+        )
 
     def orders(self, graph: Graph, fusion: Fusion) -> Orders:
         """With an order in which gradients are computed while others are sent, and so after those of activations."""

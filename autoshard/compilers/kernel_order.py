@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from autoshard.compilers.fusion import Fusion, Kernel
+from autoshard.compilers.fused_program import Fusion, Kernel
 from autoshard.ir import Graph
 from autoshard.primitives import is_matrix, is_scatter
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from autoshard.ir import Graph, Op, Value
-from autoshard.primitives import is_addition, is_anchor, is_control_flow, is_matrix, is_reduction, is_scatter, is_view, primitive
+from autoshard.primitives import is_addition, is_anchor, is_control_flow, is_reduction, is_scatter, is_view
 
 MOST_OF = 15 / 16  # of a product's elements, at least: then leaving out the rest, or padding it, is the product's own affair
 
@@ -124,48 +124,6 @@ def is_one_hot(op: Op, values: Sequence) -> bool:
     return not numbers.update_window_dims and len(batch) + len(numbers.inserted_window_dims) == rows and bool(batch) and indexed
 
 
-def narrow(graph: Graph, root: Sequence[int]) -> list[bool]:
-    """Per value, whether only matrix products of float32 at default precision, or conversions to bfloat16, read it."""
-    values = graph.values
-    wide = [False] * len(values)
-    read = [False] * len(values)
-    for value in (*graph.arguments, *graph.results, *graph.constants):
-        wide[value] = True
-    links: list[tuple[Sequence[int], Sequence[int]]] = []
-    for op in graph.walk():
-        if op.bodies:
-            for holder in op.holders:
-                for flow in holder.sources:
-                    links.append(((holder.value, *holder.views), (flow.value,)))
-                    if flow.inside and not flow.shift:
-                        wide[holder.value] = True
-            continue
-        for value in op.operands:
-            read[value] = True
-        if is_matrix(op.primitive) and default_precision(op):
-            continue
-        if is_reduction(op.primitive):
-            continue  # computed with what makes its operand
-        if is_view(op.primitive) or op.primitive == "name" or primitive(op.primitive).kind in ("slice", "reversal"):
-            links.append((op.results, op.operands[:1]))
-        elif op.primitive == "concatenate":
-            links.append((op.results, op.operands))
-        elif op.primitive == "convert_element_type" and values[op.results[0]].dtype == "bfloat16":
-            continue
-        else:
-            for value in op.operands:
-                wide[value] = True
-    changed = True
-    while changed:  # as often as loops stand in each other, and once more
-        changed = False
-        for results, operands in reversed(links):
-            if any(wide[value] for value in results):
-                for value in operands:
-                    changed = changed or not wide[value]
-                    wide[value] = True
-    return [values[value].dtype == "float32" and not wide[value] for value in range(len(values))]
-
-
 def is_grouped(op: Op, values: Sequence[Value]) -> bool:
     """Whether a batched product's operand has several free dimensions: it is not kept wider than it is made then, its readers widen it.
 
@@ -176,12 +134,6 @@ def is_grouped(op: Op, values: Sequence[Value]) -> bool:
         return False
     contracted, batch = op.params["dimension_numbers"]
     return len(batch[0]) > 0 and any(values[v].rank - len(c) - len(b) > 1 for v, c, b in zip(op.operands, contracted, batch, strict=True))
-
-
-def default_precision(op: Op) -> bool:
-    precision = op.params.get("precision")
-    each = precision if isinstance(precision, tuple) else (precision,)
-    return all(one is None or str(getattr(one, "name", one)) == "DEFAULT" for one in each)
 
 
 def sliced(graph: Graph, again: bool) -> tuple[int, ...]:

@@ -6,11 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from autoshard.analysis.demanded_precision import Demands, precision_demands
 from autoshard.analysis.partial_sums import PartialSums, partial_sums
 from autoshard.analysis.values import free_values, readers_of
 from autoshard.compilers.all_reduce_combiner import Sums, sums_of
-from autoshard.compilers.bf16_demotion import rounded_values, single_rows
-from autoshard.compilers.fusion import Fusion, fuse
+from autoshard.compilers.bf16_demotion import single_rows
+from autoshard.compilers.fused_program import Fusion
+from autoshard.compilers.fusion import fuse
 from autoshard.compilers.kernel_order import Lifetimes, Orders
 from autoshard.compilers.op_patterns import Minor, recomputes
 from autoshard.compilers.traffic import Traffic, sent_by_op
@@ -47,7 +49,7 @@ class Profile:
         idle: per op index, whether it has a rule and all its results are free, so that nobody runs it.
         alike: per op index, a number that ops share whose costs are equal under every choice.
         sums: what is only added up.
-        rounded: per value, whether whatever reads it rounds it to bfloat16, where the device's matrix unit does.
+        demands: the precision that is demanded of values.
         single_rows: the values that are exchanged as they are all the same beside gathered ones that are not, with those.
         combined: the sums, in the order in which they are combined.
         table_lookups, lookups: the gathers of arguments' elements, and of what is computed and lies in memory.
@@ -75,7 +77,7 @@ class Profile:
     idle: tuple[bool, ...]
     alike: tuple[int, ...]
     sums: PartialSums
-    rounded: tuple[bool, ...]
+    demands: Demands
     single_rows: dict[int, frozenset[int]]
     combined: Sums
     table_lookups: tuple[Op, ...]
@@ -106,7 +108,8 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...], compiler: Compiler) ->
     readers = readers_of(graph)
     returned = frozenset(graph.results)
     free = tuple(free_values(graph))
-    fusion = fuse(graph, free, compiler.fusion_rules)
+    demands = precision_demands(graph)
+    fusion = fuse(graph, free, demands, compiler.fusion_rules)
     flops = tuple(op_flops(op, rules[op.index], values) for op in graph.walk())
     sums = partial_sums(graph, readers)
     sending = [(op, positions) for op in graph.walk() if (positions := _sent_operands(op, rules[op.index]))]
@@ -136,7 +139,7 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...], compiler: Compiler) ->
         idle=tuple(rules[op.index] is not None and len(op.results) > 0 and all(free[value] for value in op.results) for op in graph.walk()),
         alike=_alike(graph, rules, flops, traffic, fusion.minor, wanted, sums),
         sums=sums,
-        rounded=rounded_values(graph, readers),
+        demands=demands,
         single_rows=single_rows(graph),
         combined=sums_of(graph, fusion),
         table_lookups=tuple(op for op in gathers if op.operands[0] in arguments),

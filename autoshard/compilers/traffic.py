@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autoshard.compilers.fusion import Fusion
+from autoshard.compilers.fused_program import Fusion
 from autoshard.ir import Graph, Op
 from autoshard.primitives import is_matrix
 

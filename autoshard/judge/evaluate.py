@@ -17,9 +17,9 @@ from functools import partial
 from itertools import pairwise
 
 from autoshard.analysis.partial_sums import Addition, late_sums
-from autoshard.compilers.bf16_demotion import NARROW_SHARE, rounds_operands
+from autoshard.compilers.bf16_demotion import NARROW_SHARE, is_demoted
 from autoshard.compilers.buffer_assignment import Copy, Peak, peak_memory
-from autoshard.compilers.fusion import Kernel
+from autoshard.compilers.fused_program import Kernel
 from autoshard.compilers.program_facts import Profile
 from autoshard.cost.prefetch import prefetches
 from autoshard.cost.record import Cost, Recomputation
@@ -273,15 +273,11 @@ class _Judge:
                     continue
                 target = shift_layout(layout, flow.shift)
                 assert target is not None, "a stacked result keeps its leading dimension whole"
-                rounds = self.profile.rounded[holder.value] and not any(map(self._wide, holder.views))
+                rounds = is_demoted(self.profile.demands.by_holder(holder))
                 makers.append(self._read(flow.value, target, op.index, op.flow_trips(flow), op, _HELD, rounds))
             if makers:
                 found |= dict.fromkeys((holder.value, *holder.views), self._join(self._needs(makers)))
         return found
-
-    def _wide(self, value: int) -> bool:
-        """Whether somebody wants every bit of a value."""
-        return self.profile.wanted[value] and not self.profile.rounded[value]
 
     def _op(self, op: Op) -> None:
         profile = self.profile
@@ -300,7 +296,7 @@ class _Judge:
             if settled[value] or layouts.get(value, self.whole) == target:
                 maker = makers.get(value)
             else:
-                rounds = rounds_operands(self.graph, op, profile.rounded)
+                rounds = is_demoted(profile.demands.by_ops[op.index])
                 maker = self._read(value, target, op.index, op.trips, op, partial(_splits, op, choice), rounds)
             if maker is not None:
                 found.add(maker)

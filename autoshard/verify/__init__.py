@@ -1,6 +1,6 @@
 """Verification against compilers: ahead-of-time compilation, collectives, FLOPs and memory of compiled modules, Shardy's propagation."""
 
-from autoshard.verify.aot import COMPILERS, Ahead, Compilation, Compiler, Options, compile_ahead
+from autoshard.verify.aot import COMPILERS, Ahead, AheadCompiler, Compilation, Options, compile_ahead
 from autoshard.verify.buffers import Buffers, read_buffers
 from autoshard.verify.compare import Row, compare
 from autoshard.verify.flops import Flops, dot_flops, scheduled_cycles
@@ -14,9 +14,9 @@ __all__ = [
     "COMPILERS",
     "TARGETS",
     "Ahead",
+    "AheadCompiler",
     "Buffers",
     "Compilation",
-    "Compiler",
     "Flops",
     "Options",
     "Row",

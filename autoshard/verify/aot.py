@@ -41,7 +41,7 @@ POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Compiler:
+class AheadCompiler:
     """A compiler that needs no devices.
 
     Attributes:
@@ -92,7 +92,7 @@ class Compiler:
 
 COMPILERS = {
     # libtpu 0.0.42. Without a TPU it would query the cloud's metadata server, and by default only one process may load it.
-    "tpu": Compiler(
+    "tpu": AheadCompiler(
         "XLA:TPU",
         "libtpu",
         ("libtpu",),
@@ -106,7 +106,7 @@ COMPILERS = {
     ),
     # The plugins of jax 0.10.2; they check for CUDA's libraries, though only running needs them. Products are left to cuBLAS: autotuning on
     # a GPU compares its kernels with Triton's; without one Triton's are taken, even where that fails (a vision transformer's 12,608 rows).
-    "cuda": Compiler(
+    "cuda": AheadCompiler(
         "XLA:GPU",
         "JAX's CUDA plugin",
         ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"),
@@ -118,7 +118,7 @@ COMPILERS = {
         ("jax-cuda13-plugin", "jax-cuda12-plugin"),
     ),
     # jaxlib's own; its process has as many virtual devices as the mesh.
-    "cpu": Compiler("XLA:CPU", "jaxlib", ("jaxlib",), "", "", {}, "", "after_optimizations-memory-usage-report.txt", ("jaxlib",)),
+    "cpu": AheadCompiler("XLA:CPU", "jaxlib", ("jaxlib",), "", "", {}, "", "after_optimizations-memory-usage-report.txt", ("jaxlib",)),
 }
 
 # "Used 22.53G of 15.75G hbm", "the total memory required for HLO temporaries (46.43G) exceeds available HBM (15.75G)"
@@ -240,7 +240,7 @@ def _exists(module: str) -> bool:
         return False
 
 
-def _start(compiler: Compiler, folder: Path) -> subprocess.Popen:
+def _start(compiler: AheadCompiler, folder: Path) -> subprocess.Popen:
     """The compiler's process; it logs into the folder."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} {compiler.flags} --xla_dump_to={folder} --xla_dump_hlo_as_text".strip()
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
@@ -256,7 +256,7 @@ def _dumped(folder: Path, ending: str) -> Path | None:
     return next(folder.glob(f"module_*[._]{ending}"), None)
 
 
-def read_ahead(compiler: Compiler, folder: Path, topology: Topology, log: str, seconds: float, whole: bool = False) -> Ahead:
+def read_ahead(compiler: AheadCompiler, folder: Path, topology: Topology, log: str, seconds: float, whole: bool = False) -> Ahead:
     """The compiled program from the files of a compiler's process: XLA's dumps, or ``failure``, the compiler's message.
 
     Args:

@@ -102,7 +102,7 @@ def test_a_loss_that_is_sent_early_is_made_beside_the_activations():
         return peak_memory(facts, assignment, {}, partials).nbytes - 4 * (w.size + v.size + x.size)
 
     assert held(loss) == rows * width * 4
-    assert held(statistic, loss) - held(loss) == rows * width * 2  # what is kept is rounded, as products read it
+    assert held(statistic, loss) - held(loss) == rows * width * 4
 
 
 @pytest.mark.parametrize(

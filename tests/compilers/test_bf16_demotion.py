@@ -9,8 +9,10 @@ from jax.sharding import PartitionSpec as P
 from problems import eager_cluster
 
 import autoshard
+from autoshard.analysis.demanded_precision import precision_demands
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
+from autoshard.compilers.bf16_demotion import is_demoted
 from autoshard.compilers.buffer_assignment import Copy, peak_memory
 from autoshard.compilers.program_facts import profile
 from autoshard.ir import Assignment, Mesh, as_compiled
@@ -89,8 +91,8 @@ def test_what_others_read_too_keeps_its_bits():
         return x @ w.T, x @ seen, jnp.exp(seen)
 
     graph = trace(program, jax.ShapeDtypeStruct((16, 32), jnp.float32), X).graph
-    rounded = profile(graph, rules_of(graph), compiler_of(Cluster.parse("v5e:2x4"))).rounded
-    assert {op.primitive: rounded[op.results[0]] for op in graph.walk() if op.primitive in ("reshape", "transpose")} == {
+    demands = precision_demands(graph).on_values
+    assert {op.primitive: is_demoted(demands[op.results[0]]) for op in graph.walk() if op.primitive in ("reshape", "transpose")} == {
         "reshape": False,
         "transpose": True,
     }
@@ -183,7 +185,7 @@ def test_gathered_rows_that_are_sent_are_rounded():
         (jnp.tanh, 1.0),
     ],
 )
-def test_what_is_compared_with_bounds_is_rounded_before(done, share):
+def test_what_is_compared_with_bounds_is_demoted(done, share):
     """What an all_to_all brings for a product, by what is done with it in between (each compiled by libtpu 0.0.42)."""
 
     def program(x, w):
@@ -193,3 +195,40 @@ def test_what_is_compared_with_bounds_is_rounded_before(done, share):
     strategy = autoshard.evaluate(program, *args, cluster=eager_cluster(), mesh={"data": 8}, in_specs={"x": P("data"), "w": P("data")})
     (exchange,) = (c for c in strategy.cost.collectives if c.kind == "all_to_all")
     assert sum(c.bytes for c in as_compiled([exchange])) == share * exchange.bytes
+
+
+@pytest.mark.parametrize(
+    ("done", "rounded"),
+    [
+        (lambda x: x, True),
+        (lambda x: jnp.maximum(x, 0.0), True),
+        (lambda x: jnp.where(jnp.eye(64, 32, dtype=bool), x, 0.0), True),
+        (lambda x: x[:16], True),
+        (lambda x: x[jnp.array([3, 1])], True),
+        (lambda x: jnp.broadcast_to(x, (4, 64, 32)), True),
+        (lambda x: jnp.pad(x, ((0, 8), (0, 0))), True),
+        (jax.lax.optimization_barrier, True),
+        (jnp.tanh, False),
+    ],
+)
+def test_what_products_read_is_kept_rounded(done, rounded):
+    """What is stored, by what is done with it before it is multiplied: ``bf16[1024,32,128]`` of sums along rows (libtpu 0.0.42)."""
+    graph = trace(lambda x, w: done(jnp.cumsum(x, 0)) @ w, X, W).graph
+    facts = profile(graph, rules_of(graph), compiler_of(Cluster.parse("v5e:2x4")))
+    (stored,) = next(op for op in graph.walk() if op.primitive == "cumsum").results
+    assert facts.fusion.stored[stored] and facts.fusion.narrow[stored] == rounded
+
+
+@pytest.mark.parametrize(("dtype", "rounded"), [(jnp.bfloat16, True), (jnp.float32, False)])
+def test_sums_that_are_spread_and_rounded_are_kept_rounded(dtype, rounded):
+    """The sums that a mean's gradient is made of: ``bf16[4096] fusion`` (libtpu 0.0.42); of sums that are only summed again every bit."""
+
+    def program(x, y):
+        sums = jnp.sum(x.astype(jnp.float32) * y.astype(jnp.float32), 1)
+        return jnp.broadcast_to(sums[:, None], (64, 32)).astype(dtype) * y
+
+    x = jax.ShapeDtypeStruct((64, 32), jnp.bfloat16)
+    graph = trace(program, x, x).graph
+    facts = profile(graph, rules_of(graph), compiler_of(Cluster.parse("v5e:2x4")))
+    (sums,) = next(op for op in graph.walk() if op.primitive == "reduce_sum").results
+    assert facts.fusion.stored[sums] and facts.fusion.narrow[sums] == rounded

@@ -16,6 +16,7 @@ from profiles import MESH, compiled_for, facts_of, floats, peak, stored
 from random_assignments import random_assignment
 
 import autoshard
+from autoshard.analysis.demanded_precision import precision_demands
 from autoshard.analysis.values import free_values
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
@@ -286,7 +287,7 @@ def test_kernels_read_what_is_stored_before():
         for kernel in facts.fusion.kernels:
             assert all(value in known or facts.free[value] for value in kernel.reads)
             known.update(kernel.makes)
-        assert fuse(facts.graph, facts.free, facts.compiler.fusion_rules) == facts.fusion
+        assert fuse(facts.graph, facts.free, facts.demands, facts.compiler.fusion_rules) == facts.fusion
 
 
 def test_what_others_hold_up_can_wait():
@@ -436,7 +437,7 @@ def _keeping(graph, shape: tuple[int, ...]) -> set[str]:
     """On which TPUs more values of a shape lie in memory in bfloat16 than where computing takes no time."""
 
     def kept(rules: FusionRules) -> int:
-        stored = fuse(graph, free_values(graph), rules).stored
+        stored = fuse(graph, free_values(graph), precision_demands(graph), rules).stored
         return sum(stored[number] and value.shape == shape and value.itemsize == 2 for number, value in enumerate(graph.values))
 
     found = {name: compiler_of(Cluster.parse(cluster)).fusion_rules for name, cluster in SLICES.items()}
@@ -517,7 +518,7 @@ def test_what_is_sliced_twice_is_kept(program, on_tpu, on_gpu):
     whole = {value for op in graph.walk() if op.primitive == "exp" for value in op.results}
     for cluster, kept in (("v5e:2x4", on_tpu), ("h100:8", on_gpu)):
         rules = replace(compiler_of(Cluster.parse(cluster)).fusion_rules, patience=math.inf)
-        fusion = fuse(graph, free_values(graph), rules)
+        fusion = fuse(graph, free_values(graph), precision_demands(graph), rules)
         assert {fusion.stored[value] for value in whole} == {kept}
 
 

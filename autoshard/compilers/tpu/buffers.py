@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from autoshard.analysis.demanded_precision import is_narrow
 from autoshard.compilers.all_reduce_combiner import sent_with
 from autoshard.compilers.buffer_assignment import Buffers, Copy, Draft, scattered_apart, shares, stored_partials
 from autoshard.compilers.kernel_order import Lifetimes, usage
@@ -41,8 +42,9 @@ def tiled_buffers(
         share(value) * (tiles(profile, assignment, value, passed) / (2 if fusion.narrow[value] else 1))
         for value, passed in zip(times.values, times.passed, strict=True)
     ]
+    demands = profile.demands.on_values
     more = [
-        (copy.nbytes / (2 if copy.rounded or fusion.rounds[value] else 1), times.starts[copy.first], times.ends[copy.last])
+        (copy.nbytes / (2 if copy.rounded or is_narrow(demands[value]) else 1), times.starts[copy.first], times.ends[copy.last])
         for (value, _), copy in copies.items()
     ]
     stored = stored_partials(profile, partials, share, mesh)

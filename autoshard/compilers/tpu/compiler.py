@@ -10,7 +10,8 @@ from typing import ClassVar
 from autoshard.cluster.device import LANES
 from autoshard.compilers.base import Compiler, Copies, Partials, Recomputed
 from autoshard.compilers.buffer_assignment import Buffers
-from autoshard.compilers.fusion import Fusion, FusionRules, Kernel
+from autoshard.compilers.fused_program import Fusion, Kernel
+from autoshard.compilers.fusion import FusionRules
 from autoshard.compilers.op_patterns import Minor
 from autoshard.compilers.program_facts import Profile
 from autoshard.compilers.tpu.buffers import tiled_buffers

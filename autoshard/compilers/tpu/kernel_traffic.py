@@ -29,7 +29,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from autoshard.compilers.fusion import Fusion, Kernel
+from autoshard.compilers.fused_program import Fusion, Kernel
 from autoshard.compilers.op_patterns import MOST_OF, stands_alone
 from autoshard.compilers.traffic import Traffic, traffic_by_op, widened_bytes
 from autoshard.ir import Graph, Op

@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator, Mapping, Set
 from itertools import permutations
 
+from autoshard.analysis.demanded_precision import is_narrow
 from autoshard.compilers.buffer_assignment import read_in
 from autoshard.compilers.program_facts import Profile
 from autoshard.compilers.tpu.tiling import LANES, ROWS, by_rows, local_part, padding, tiled, tiles
 from autoshard.cost.reshard import Step
 from autoshard.ir import Assignment, Layout, Op, local_shape, sent_tensors, shards
-from autoshard.primitives import is_matrix
 
 Held = tuple[float, int, int]
 """Bytes of a device, the moment in which they are first held, and the first in which they are not."""
@@ -34,14 +34,13 @@ def for_products(profile: Profile, assignment: Assignment, copied: Set[int]) -> 
     Args:
         copied: the values that are read in other layouts too.
     """
-    fusion, times, ops = profile.fusion, profile.lifetimes, profile.graph.walk()
+    fusion, times = profile.fusion, profile.lifetimes
     for value in profile.graph.arguments:
         minor, users = fusion.minor[value], fusion.users[value]
         local = local_part(profile, assignment, value)
         padded = tiles(profile, assignment, value)
         if minor and users and padded > 1 and all(math.prod(local[dim] for dim in dims) % LANES for dims in minor):
-            narrow = fusion.rounds[value] and all(is_matrix(ops[op].primitive) for op in users)
-            nbytes = _share(profile, assignment, value) * padded / (2 if narrow else 1)
+            nbytes = _share(profile, assignment, value) * padded / (2 if is_narrow(profile.demands.on_values[value]) else 1)
             yield nbytes, min(times.starts[op] for op in users), max(times.ends[op] for op in users)
     for value, loops in profile.looped_weights.items():
         if value not in copied and local_part(profile, assignment, value)[-2] < ROWS:
@@ -65,7 +64,7 @@ def for_lookups(profile: Profile, assignment: Assignment, copied: Set[int], earl
         (rows,), start = op.results, times.starts[op.index]
         if early and profile.makers[op.operands[0]] is None:
             start = first = start if first is None else first
-        yield nbytes / (2 if profile.rounded[rows] and rows not in copied else 1), start, times.ends[op.index]
+        yield nbytes / (2 if is_narrow(profile.demands.on_values[rows]) and rows not in copied else 1), start, times.ends[op.index]
         found = local_part(profile, assignment, rows)
         wide, own = tiled(found[-1], math.prod(found[:-1])), tiles(profile, assignment, rows)
         place = times.places.get(profile.fusion.root[rows])

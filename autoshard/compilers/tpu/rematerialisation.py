@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 
 from autoshard.compilers.base import Recomputed
 from autoshard.compilers.buffer_assignment import Buffers
-from autoshard.compilers.fusion import Kernel
+from autoshard.compilers.fused_program import Kernel
 from autoshard.compilers.op_patterns import stands_alone
 from autoshard.compilers.program_facts import Profile
 from autoshard.primitives import is_matrix
