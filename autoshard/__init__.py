@@ -1,4 +1,4 @@
-"""autoshard finds how to shard any JAX train step over many devices, says what it will cost, and runs it."""
+"""Automatic sharding of JAX programs over many devices: searches strategies, predicts their cost, runs and verifies them."""
 
 from autoshard.api import (
     Confirm,

@@ -104,7 +104,7 @@ class Heading:
 
 @dataclass(frozen=True, slots=True)
 class Paragraph:
-    """Prose, wrapped to the width there is."""
+    """Prose, wrapped to the available width."""
 
     text: str
 

@@ -61,7 +61,7 @@ class Windows:
     """The windowed products of a program under an assignment, assigned and possible.
 
     Args:
-        graph, rules, assignment: the program, its rules, and what is assigned.
+        graph, rules, assignment: the program, its rules and its assignment.
         path: the steps of each reshard.
         readers: per value the indices of the ops that read it.
         late: values that stay partial (`autoshard.analysis.partial_sums`).

@@ -98,7 +98,7 @@ class Rule:
         for tensor in (*self.operands, *self.results):
             seen = [f for dim in tensor for f in dim]
             if len(seen) != len(set(seen)):
-                raise RuleError(f"a factor stands at most once in a tensor, got {tensor} in {self.factors}.")
+                raise RuleError(f"a factor occurs at most once in a tensor, got {tensor} in {self.factors}.")
             if any(not 0 <= f < len(self.factors) for f in seen):
                 raise RuleError(f"a rule has factors 0 to {len(self.factors) - 1}, got {tensor}.")
 

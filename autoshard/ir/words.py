@@ -41,7 +41,7 @@ def reason_words(reason: Reason, op: ServedOp, axes: Sequence[str], rank: int) -
     """``kept as P('data', None), read whole: dot_general splits i=16 over 'data'``.
 
     Args:
-        reason: what is put in words.
+        reason: the reason.
         op: the op that the collective serves.
         axes: the collective's mesh axes.
         rank: of the value that moves.

@@ -154,7 +154,7 @@ def bind_unplaced(eqn: JaxprEqn, operands: Sequence[Any], **replaced: Any) -> li
 
 
 def product(eqn: JaxprEqn, operands: Sequence[Any], swapped: bool) -> Any:
-    """The result of a ``dot_general``, with its operands, and so their dimensions of the result, in swapped order if asked."""
+    """The result of a ``dot_general``; ``swapped``: with its operands, and so their dimensions of the result, in swapped order."""
     if not swapped:
         return bind(eqn, operands)[0]
     (contracted, batch), precision = eqn.params["dimension_numbers"], eqn.params["precision"]

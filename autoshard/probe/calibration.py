@@ -48,7 +48,7 @@ QUICK = Effort(run_seconds=0.002, total_seconds=6.0)
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One measured time, next to what is predicted for it.
+    """One measured time, next to its predictions.
 
     Attributes:
         section: ``matrix product``, ``elementwise`` or ``collective``.

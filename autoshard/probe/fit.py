@@ -41,16 +41,16 @@ def fit_line(nbytes: Sequence[float] | np.ndarray, seconds: Sequence[float] | np
 def fit_cluster(
     cluster: Cluster, constants: Sequence[str], predict: Callable[[Cluster], np.ndarray], seconds: Sequence[float] | np.ndarray
 ) -> Cluster:
-    """The cluster with those constants that predict measured times best.
+    """The cluster with the constants that predict measured times best.
 
     Least squares of ``log(predicted / measured)`` over the logarithms of the constants (Levenberg and Marquardt's trust region), so
-    that all stay positive and a time half as long counts as one twice as long. Times that fit badly pull only linearly.
+    that all stay positive, and times half as long and twice as long have equal errors. Outliers count only linearly.
 
     Args:
-        cluster: where to start from.
-        constants: what may change: names as `constant` takes them.
-        predict: the cost model: seconds of everything that was measured, on a cluster.
-        seconds: measured, in the same order.
+        cluster: the start of the fit.
+        constants: names of the fitted constants, as for `constant`.
+        predict: the cost model: seconds of all measured programs on a cluster.
+        seconds: the measured times, in the same order.
     """
     measured = np.asarray(seconds, float)
     start = np.log([constant(cluster, name) for name in constants])

@@ -181,7 +181,7 @@ def _check_call(fn: Callable, args: tuple, kwargs: Mapping[str, Any]) -> None:
         signature.bind(*args, **kwargs)
     except TypeError as error:
         packed = len(args) == 1 and isinstance(args[0], tuple)
-        advice = "Pass what is in the tuple one by one, as *args." if packed else "Pass all of them, in order."
+        advice = "Pass the tuple's elements one by one, as *args." if packed else "Pass all of them, in order."
         raise TraceError(
             f"A function is traced with the arguments of a call: {function_name(fn)} got {len(args)}, and {error}. {advice}"
         ) from None
@@ -234,7 +234,7 @@ def _failure(fn: Callable, error: Exception) -> TraceError:
         )
     elif "static arguments are not supported" in str(error):  # a jitted function got a tracer for a static argument
         rule, advice = (
-            "Every argument of a function is traced, those included that `jax.jit` was told are static",
+            "Every argument of a function is traced, static arguments of `jax.jit` included",
             "Bind static arguments beforehand with functools.partial.",
         )
     elif type(error).__name__ == "TraceContextError" or "trace level" in str(error):  # Flax's two errors for it

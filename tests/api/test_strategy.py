@@ -367,7 +367,7 @@ def test_arguments_that_do_not_fit_the_function_are_told():
     """A tuple in the place of what is in it, and an argument that is missing, are told as that; the error says what to pass."""
     x = jnp.ones((8, 8))
     for args, advice in (
-        (((x, x),), r"and missing a required argument: 'b'. Pass what is in the tuple one by one, as \*args"),
+        (((x, x),), r"and missing a required argument: 'b'. Pass the tuple's elements one by one, as \*args"),
         ((x,), "Pass all"),
     ):
         with pytest.raises(autoshard.TraceError, match=advice):

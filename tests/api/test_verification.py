@@ -241,4 +241,4 @@ def test_bfloat16_on_the_cpu_is_explained():
             product, *args, cluster="cpu:8", mesh={"data": 8}, in_specs=(jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec())
         )
         found = autoshard.verify(strategy, product, *args, target="cpu")
-        assert ("XLA:CPU computes, sends and holds in float32" in " ".join(str(found).split())) is said
+        assert ("XLA:CPU computes, sends and stores bfloat16 as float32" in " ".join(str(found).split())) is said

@@ -97,5 +97,5 @@ def test_an_unknown_device_starts_from_another_of_its_kind():
     """A GPU that the catalogue does not have gets a name of its own and another one's figures; its allocator says what memory there is."""
     start = start_of([FakeDevice("gpu", "NVIDIA L40S (rev. 2)", {"bytes_limit": 36_000_000_000})] * 4)
     assert (start.name, start.n_devices, start.memory_limit_bytes) == ("nvidia-l40s-rev-2:4", 4, 36_000_000_000)
-    assert start.device.kind == "gpu" and "as of a100" in start.device.source
+    assert start.device.kind == "gpu" and "figures of a100" in start.device.source
     assert start_of([FakeDevice("gpu", "NVIDIA H200")]).device == autoshard.Cluster.parse("h200:1").device
