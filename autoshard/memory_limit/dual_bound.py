@@ -47,7 +47,7 @@ def held_at(problem: Problem, tables: Tables, labels: Sequence[Label], peak: Pea
         peak: theirs, as judged.
     """
     at = tables.positions(labels)
-    memory = problem.remembered(MemoryTables)
+    memory = problem.cached(MemoryTables)
     variables, whole = memory.least_bytes(peak, at)
     pairs: dict[tuple[int, int], np.ndarray] = {}
 
@@ -56,7 +56,7 @@ def held_at(problem: Problem, tables: Tables, labels: Sequence[Label], peak: Pea
         pairs[key] = pairs.get(key, 0.0) + table
 
     for value, nbytes in peak.copies:
-        found = memory.copied_alike(value, at, peak.moment)
+        found = memory.shared_copy(value, at, peak.moment)
         if found is None or not _is_share(nbytes, found.nbytes):
             continue
         variables[found.copy] = variables.get(found.copy, 0.0) - (len(found.reads) - 1) * nbytes * found.same

@@ -17,7 +17,7 @@ from autoshard.budgets import BUDGETS
 from autoshard.judge.evaluate import Judgement
 from autoshard.problem import Label, Problem
 
-Found = tuple[Judgement, list[Label]]
+Answer = tuple[Judgement, list[Label]]
 """An answer: its judgement, and its labels."""
 
 
@@ -33,18 +33,18 @@ class Repair:
         self.limit = limit
         self.left = min(BUDGETS.judged_most, BUDGETS.judged_ops // len(problem.graph.walk()))
 
-    def _judged(self, labels: list[Label]) -> Found:
+    def _judged(self, labels: list[Label]) -> Answer:
         self.left -= 1
         return self.problem.evaluate(self.problem.assignment(labels)), labels
 
-    def _better(self, found: Found, than: Found) -> bool:
+    def _better(self, found: Answer, than: Answer) -> bool:
         """Whether an answer fits and is faster, or, where the other does not fit, has the smaller peak."""
         ours, theirs = (max(judgement.cost.peak_bytes, self.limit) for judgement, _ in (found, than))
         if ours != theirs:
             return ours < theirs
         return ours <= self.limit and found[0].cost.objective_seconds < than[0].cost.objective_seconds * (1 - BUDGETS.rounding)
 
-    def mixed(self, below: Found, above: Found, priced: Iterable[int]) -> Found:
+    def mixed(self, below: Answer, above: Answer, priced: Iterable[int]) -> Answer:
         """The answer within the limit, with as many parts of one above it as fit, most seconds a byte first."""
         parts = self._parts(below[1], above[1], priced)
         sums = list(accumulate((held for _, held in parts), initial=0.0))
@@ -99,7 +99,7 @@ class Repair:
         order = sorted(gains, key=lambda part: -gains[part] / max(held[part], 1.0))
         return [(parts[part], max(held[part], 1.0)) for part in order if gains[part] > 0.0]
 
-    def made_to_fit(self, several: Sequence[Found]) -> Found:
+    def made_to_fit(self, several: Sequence[Answer]) -> Answer:
         """The best answer that changes lead to, from the fastest within the limit first, else from the smallest peak.
 
         Later ones are left out once an answer comes near the least objective of all.
@@ -114,7 +114,7 @@ class Repair:
             best = changed if self._better(changed, best) else best
         return best
 
-    def changed(self, found: Found) -> Found:
+    def changed(self, found: Answer) -> Answer:
         """The answer after changes of single decisions, each time the most promising that the judge confirms."""
         tried: set[tuple[int, Label]] = set()
         while self.left > 0:
@@ -129,7 +129,7 @@ class Repair:
                 break
         return found
 
-    def _changes(self, found: Found) -> list[tuple[int, Label]]:
+    def _changes(self, found: Answer) -> list[tuple[int, Label]]:
         """Other labels of single variables, on one axis each, best first: by time gained where the answer fits, else by bytes saved."""
         judgement, labels = found
         fits = judgement.cost.peak_bytes <= self.limit

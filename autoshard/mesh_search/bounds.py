@@ -70,7 +70,7 @@ def _tabulated(problem: Problem) -> bool:
 def _held_beyond(problem: Problem, tables: Tables, above: Sequence[Label] | None) -> HeldBytes | None:
     """Bytes at the peak of an answer found on another mesh, if it exceeds the limit on this one as well."""
     limit = problem.memory_limit_bytes
-    if limit is None or above is None or (labels := problem.carried(above)) is None:
+    if limit is None or above is None or (labels := problem.transferred(above)) is None:
         return None
     judgement = problem.evaluate(problem.assignment(labels))
     return held_at(problem, tables, labels, judgement.peak, limit) if judgement.cost.peak_bytes > limit else None

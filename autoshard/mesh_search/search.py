@@ -58,7 +58,7 @@ def search_meshes(
     search = _Search(searcher, list(problems), solve, progress, watched=bool(ends), finer=finer, n_finalists=n_finalists)
     try:
         search.run()
-        search.ask_baselines()
+        search.add_baselines()
     except ends:
         search.end_early()
         if search.best is None:
@@ -135,15 +135,15 @@ class _Search:
         progress(f"mesh {self.problems[number].mesh}", 0.0)
         if self.watched:
             self.met[number] = Incumbent(self.problems[number])
-            self.problems[number] = self.problems[number].watched(self.met[number])
+            self.problems[number] = self.problems[number].observed_by(self.met[number])
         problem = self.problems[number]
         try:
             if self._hopeless(number):
                 self.cut += 1
-                if (glanced := self.searcher.glance(problem, self.hints[number])) is not None:
+                if (glanced := self.searcher.solve_cut_mesh(problem, self.hints[number])) is not None:
                     self._keep(number, glanced)
             elif (kin := self._placed_otherwise(number)) is not None:
-                self._keep(number, carried(problem, *kin))
+                self._keep(number, transferred(problem, *kin))
             else:
                 solution = self.solve(self.searcher, problem, progress, self.hints[number])
                 self.hints[number] = solution.hints
@@ -210,9 +210,9 @@ class _Search:
         ranked = solution.judgement.cost.makespan_seconds, number, solution
         self.best = ranked if self.best is None else min(self.best, ranked, key=lambda entry: entry[:2])
 
-    def ask_baselines(self) -> None:
+    def add_baselines(self) -> None:
         """Asks the baselines on the best mesh, if there are to be finalists and the searcher does not ask them by itself."""
-        if self.n_finalists < 2 or self.best is None or not self.searcher.automatic or self.searcher.asks_baselines:
+        if self.n_finalists < 2 or self.best is None or not self.searcher.automatic or self.searcher.includes_baselines:
             return
         number = self.best[1]
         for baseline in BASELINES:
@@ -249,7 +249,7 @@ class _Search:
         )
 
 
-def carried(problem: Problem, other: Problem, solution: Solution) -> Solution:
+def transferred(problem: Problem, other: Problem, solution: Solution) -> Solution:
     """The solution of another problem, which differs in its placement alone, as one of this problem."""
     judgement = problem.evaluate(problem.assignment(other.labels(solution.assignment)))
     bound = min(problem.compute_bound(), judgement.cost.objective_seconds)

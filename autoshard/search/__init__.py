@@ -14,7 +14,7 @@ from autoshard.search.dynamic_programming import DynamicProgramming
 from autoshard.search.integer_programming import IntegerProgramming
 from autoshard.search.manual import Manual
 from autoshard.search.recursive_programming import RecursiveProgramming
-from autoshard.search.searcher import Foreign, Searcher, Solution
+from autoshard.search.searcher import AdaptedSearcher, Searcher, Solution
 from autoshard.search.sharding_propagation import ShardingPropagation
 from autoshard.search.tensor_parallel import TensorParallel
 
@@ -53,7 +53,7 @@ def searcher_of(searcher: str | Searcher) -> Searcher:
             f"a searcher is one of {sorted(SEARCHERS)} or a value with a solve method, got {searcher!r}. Use a name, or a value such as "
             "autoshard.DynamicProgramming()."
         )
-    return searcher if isinstance(searcher, Searcher) else Foreign(searcher)
+    return searcher if isinstance(searcher, Searcher) else AdaptedSearcher(searcher)
 
 
 def solve(searcher: Searcher, problem, progress: Progress = silent, hints: Hints = NO_HINTS) -> Solution:

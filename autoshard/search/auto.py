@@ -60,7 +60,7 @@ class Auto(Searcher):
 
     name: ClassVar[str] = "auto"
     automatic: ClassVar[bool] = True
-    asks_baselines: ClassVar[bool] = True
+    includes_baselines: ClassVar[bool] = True
 
     members: tuple[Searcher, ...] = MEMBERS
 
@@ -127,7 +127,7 @@ class Auto(Searcher):
             hints=replace(hints, near_tensor_parallel=is_near),
         )
 
-    def glance(self, problem: Problem, hints: Hints) -> Solution | None:
+    def solve_cut_mesh(self, problem: Problem, hints: Hints) -> Solution | None:
         """Tensor parallelism's answer on a mesh where bounds say that no objective is worth a search, if elsewhere it came near the best.
 
         Of the baselines it is the one that differs from mesh to mesh, and more of its communication may hide than of the best answer's.
@@ -145,7 +145,7 @@ class Auto(Searcher):
         self, problem: Problem, costs: Iterable[Cost], progress: Progress, hints: Hints
     ) -> Iterator[tuple[Solution, Searcher]]:
         """The answer of a member that takes shares, where collectives cost what is exposed of them, if something hides."""
-        member = next((member for member in self.members if member.takes_shares), None)
+        member = next((member for member in self.members if member.uses_exposed_shares), None)
         shares = exposed_shares(costs, problem.profile.compiler.asynchronous)
         if member is None or all(share > 1 - BUDGETS.settled_gap for share in shares.values()):
             return

@@ -37,7 +37,7 @@ class DataParallel(Searcher):
         """The data-parallel assignment."""
         started = time.perf_counter()
         progress("propagating the batch", 0.0)
-        return _solution(problem, problem.remembered(_split_batch)[1], started, hints)
+        return _solution(problem, problem.cached(_split_batch)[1], started, hints)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def _solution(problem: Problem, judgement: Judgement, started: float, hints: Hin
             "Use searcher='auto', more devices, or a higher memory limit.",
             judgement.cost.peak_bytes,
         )
-    split = judgement.cost.flops <= problem.remembered(_split_batch)[2] or problem.mesh.size == 1
+    split = judgement.cost.flops <= problem.cached(_split_batch)[2] or problem.mesh.size == 1
     return Solution(
         judgement,
         min(problem.compute_bound(), judgement.cost.objective_seconds),
@@ -100,7 +100,7 @@ def _solution(problem: Problem, judgement: Judgement, started: float, hints: Hin
 
 def split_batch(problem: Problem) -> Propagation:
     """The propagation of the batch, sharded on its leading dimension; on the next one where that leaves most work whole, as a scan does."""
-    return problem.remembered(_split_batch)[0].copy()
+    return problem.cached(_split_batch)[0].copy()
 
 
 def _split_batch(problem: Problem) -> tuple[Propagation, Judgement, float]:

@@ -42,7 +42,7 @@ from autoshard.inference.trw_s import MessagePassing
 from autoshard.judge.evaluate import Judgement
 from autoshard.memory_limit.dual_bound import held_at, priced
 from autoshard.memory_limit.lagrangian import Fitted, fitted
-from autoshard.memory_limit.repair import Found
+from autoshard.memory_limit.repair import Answer
 from autoshard.problem import NO_HINTS, Hints, Problem, Tables
 from autoshard.progress import Progress, silent
 from autoshard.reductions import low_degree, symmetry
@@ -153,7 +153,7 @@ class _Run:
         self.bound = 0.0
         self.n_free_variables = 0
 
-    def optimum(self, prices: Mapping[int, float]) -> Found:
+    def optimum(self, prices: Mapping[int, float]) -> Answer:
         """The judgement and the labels, of the whole problem, of the best answer under memory prices."""
         tables = self._tables(self.small or self.problem, prices)
         found, bound, self.messages = self._solved(tables, self.messages, BUDGETS.table_sweeps if prices else None)
@@ -188,7 +188,7 @@ class _Run:
             return Fitted(other, answer), bound
         return found, bound
 
-    def dual_bound(self, found: Fitted, above: Found) -> float:
+    def dual_bound(self, found: Fitted, above: Answer) -> float:
         """The Lagrangian dual bound over all labels within the memory limit: the least cost under a price, less the limit's worth at it."""
         problem, small = self.problem, self.small
         try:
@@ -234,8 +234,8 @@ class _Run:
             found, bound, moved = self.fixing.solve(tables, messages, max_sweeps)
             return found, bound, moved.messages
         known = tables is self.problem.whole_tables()
-        fewer = self.problem.remembered(low_degree.apply_whole) if known else low_degree.apply(tables)
-        layout = self.problem.remembered(low_degree.message_layout) if known else None
+        fewer = self.problem.cached(low_degree.apply_whole) if known else low_degree.apply(tables)
+        layout = self.problem.cached(low_degree.message_layout) if known else None
         found, bound, moved = self.fixing.solve(fewer.model, messages, max_sweeps, layout)
         return fewer.invert(found), bound, moved.messages
 

@@ -239,7 +239,7 @@ def memory_rows(problem: Problem, sizes: Sequence[int], labels: np.ndarray, peak
 
 def _row(problem: Problem, sizes: Sequence[int], labels: np.ndarray, peak: Peak, limit: float, only: Collection[int] | None = None) -> Row:
     """What is alive at a peak, in units of the limit: all of it, or only some values, which fast memory never holds."""
-    holding = problem.remembered(MemoryTables)
+    holding = problem.cached(MemoryTables)
     alive, whole = holding.least_bytes(peak, labels, only)
     coefficients = {variable: nbytes / limit for variable, nbytes in alive.items()}
     room = (limit + (peak.spare_bytes if only is None else 0.0) - whole) / limit
@@ -250,11 +250,11 @@ def _row(problem: Problem, sizes: Sequence[int], labels: np.ndarray, peak: Peak,
     if only is not None:
         return Row(coefficients, room)
     for value, nbytes in peak.copies:  # there as long as nobody who reads the value moves
-        alike = holding.lying_alike(value, labels)
+        alike = holding.same_layout(value, labels)
         room += (len(alike) - 1) * nbytes / limit
         for variable, same in alike.items():
             add(variable, same * nbytes)
-    leaders = {variable.leader: i for i, variable in enumerate(problem.structure.variables) if variable.leader >= 0}
+    leaders = {variable.leader: i for i, variable in enumerate(problem.decisions.variables) if variable.leader >= 0}
     times = problem.profile.lifetimes
     for op, nbytes in peak.partials:
         if op in leaders and times.starts[op] <= peak.moment < times.ends[op]:  # later it waits for others, as their labels have it
@@ -263,7 +263,7 @@ def _row(problem: Problem, sizes: Sequence[int], labels: np.ndarray, peak: Peak,
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Answer:
+class MilpResult:
     """What HiGHS says: labels if it has any, and a bound of the tables' sum, infinite where no labels keep the rows."""
 
     labels: np.ndarray | None
@@ -319,10 +319,10 @@ class Model:
             n_rows += len(own)
         return n_rows
 
-    def solved(self, rows: Sequence[Row], time_limit_seconds: float, gap: float) -> Answer:
+    def solved(self, rows: Sequence[Row], time_limit_seconds: float, gap: float) -> MilpResult:
         """What HiGHS finds under these rows."""
         if not self.kept:
-            return Answer(np.zeros(0, dtype=np.int64), self.bound)
+            return MilpResult(np.zeros(0, dtype=np.int64), self.bound)
         n, n_labels = self.n_variables, int(self.offsets[-1])
         costs = np.concatenate([*self._costs, *self._more]) if n else np.zeros(0)
         unit = SCALE / max(self.bound, float(np.max(costs, initial=0.0)) / SCALE, 1e-300)
@@ -348,12 +348,12 @@ class Model:
             "options": {"time_limit": time_limit_seconds, "mip_rel_gap": gap},
         })  # fmt: skip
         if status == STATUS_INFEASIBLE:
-            return Answer(None, math.inf)
+            return MilpResult(None, math.inf)
         bound = self.bound if dual is None or not math.isfinite(dual) else dual / unit
         if x is None:
-            return Answer(None, bound)
+            return MilpResult(None, bound)
         shares = np.split(x[:n_labels], self.offsets[1:-1])
-        return Answer(np.array([labels[share.argmax()] for labels, share in zip(self.kept, shares, strict=True)]), bound)
+        return MilpResult(np.array([labels[share.argmax()] for labels, share in zip(self.kept, shares, strict=True)]), bound)
 
 
 def _highs(model: dict) -> tuple[int, np.ndarray | None, float | None]:

@@ -27,7 +27,7 @@ from autoshard.problem import NO_HINTS, Hints, Problem
 from autoshard.progress import Progress, silent
 from autoshard.search.pin_report import disagreements
 from autoshard.search.searcher import Searcher, Solution
-from autoshard.search.sharding_propagation import Spread
+from autoshard.search.sharding_propagation import PropagationSearch
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,9 @@ class Manual(Searcher):
         """
         started = time.perf_counter()
         layouts = self._layouts(problem)
-        homes = {problem.structure.home[value][0]: layout for value, layout in layouts.items() if value in problem.structure.home}
+        homes = {problem.decisions.home[value][0]: layout for value, layout in layouts.items() if value in problem.decisions.home}
         held = tuple({variable: layout[axis] for variable, layout in homes.items()} for axis in range(len(problem.mesh.axes)))
-        spreads = [Spread(problem, held, last_first=order, progress=progress) for order in (False, True)]
+        spreads = [PropagationSearch(problem, held, last_first=order, progress=progress) for order in (False, True)]
         found = [(*fastest_within(problem, spread.search, steps=8, hints=hints), spread) for spread in spreads]
         judgement, labels, spread = min(found, key=lambda answer: answer[0].cost.makespan_seconds)
         return Solution(

@@ -22,7 +22,7 @@ def disagreements(problem: Problem, labels: Sequence[Label], sources: Sources) -
     nbytes: defaultdict[tuple[str, ...], float] = defaultdict(float)
     counts: Counter[tuple[str, ...]] = Counter()
     first: dict[tuple[str, ...], str] = {}
-    for edge in problem.structure.edges:
+    for edge in problem.decisions.edges:
         held = problem.layout(edge.source, labels[edge.source], edge.source_slot, edge.value)
         for slot in edge.target_slots:
             wanted = problem.layout(edge.target, labels[edge.target], slot, edge.value)
@@ -53,7 +53,7 @@ def _pin_names(problem: Problem, sources: Sources) -> dict[int, str]:
     alike: dict[tuple, list[str]] = defaultdict(list)
     keys = {}
     for index in {source for reached in sources for source in reached.values()}:
-        variable = problem.structure.variables[index]
+        variable = problem.decisions.variables[index]
         if variable.value in paths:
             keys[index] = (graph.values[variable.value].shape, problem.pins.get(variable.value))
             alike[keys[index]].append(pattern(paths[variable.value]))
@@ -69,7 +69,7 @@ def _places(problem: Problem, names: Names, source: int, target: int) -> str:
     """The source lines of two variables' ops, where they have one."""
     ops, found = problem.graph.walk(), ""
     for word, index in (("made", source), ("read", target)):
-        variable = problem.structure.variables[index]
+        variable = problem.decisions.variables[index]
         op = ops[variable.leader] if variable.leader >= 0 else names.maker(variable.value)
         found += f", {word} at {op.origin}" if op is not None else ""
     return found
@@ -83,13 +83,13 @@ def unreached(problem: Problem, sources: Sources) -> list[str]:
         if not reached and size > 1
     ]
     graph, ops = problem.graph, problem.graph.walk()
-    alone = [variable for index, variable in enumerate(problem.structure.variables) if not any(index in reached for reached in sources)]
+    alone = [variable for index, variable in enumerate(problem.decisions.variables) if not any(index in reached for reached in sources)]
     paths = dict(zip(graph.arguments, graph.argument_paths, strict=True))
     values = [variable.value for variable in alone if variable.value in paths and variable.value not in problem.pins]
     if arguments := list(dict.fromkeys(pattern(paths[value]) for value in values)):
         more = f" and {len(arguments) - TOP} more" if len(arguments) > TOP else ""
         lines.append(f"no pin reaches {', '.join(arguments[:TOP])}{more}: replicated")
-    members = [op for one in alone for op in (*([one.leader] if one.leader >= 0 else []), *(op for op, _, _ in one.members))]
+    members = [op for one in alone for op in (*([one.leader] if one.leader >= 0 else []), *(op for op, _, _ in one.followers))]
     whole = (NOWHERE,) * len(problem.mesh.axes)
     seconds = [op.trips * problem.model.op_seconds(problem.profile, op, whole) for op in ops] if members else []
     if sum(seconds[op] for op in members) > 0.0:

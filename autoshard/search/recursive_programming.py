@@ -34,7 +34,7 @@ from autoshard.inference.elimination import Eliminator
 from autoshard.inference.reduced_cost_fixing import ReducedCostFixing
 from autoshard.judge.model import CostModel
 from autoshard.memory_limit.lagrangian import Fitted, fitted
-from autoshard.memory_limit.repair import Found
+from autoshard.memory_limit.repair import Answer
 from autoshard.problem import NO_HINTS, Hints, Label, Problem, Tables
 from autoshard.progress import Progress, silent
 from autoshard.reductions import symmetry
@@ -54,7 +54,7 @@ class RecursiveProgramming(Searcher):
 
     name: ClassVar[str] = "recursive_programming"
     automatic: ClassVar[bool] = True
-    takes_shares: ClassVar[bool] = True
+    uses_exposed_shares: ClassVar[bool] = True
 
     max_sweeps: int = 8
     max_entries: int = 1 << 20
@@ -118,7 +118,7 @@ class Descent:
         self.start = start
         self.n_free_variables = self.width = self.sweeps = 0
 
-    def descend(self, prices: Mapping[int, float]) -> Found:
+    def descend(self, prices: Mapping[int, float]) -> Answer:
         """Labels of the whole problem that no single axis can improve: the better of descents from all replicated, and from the start."""
         problem = self.problem
         labels = self.settle(problem.start(), prices)

@@ -54,8 +54,8 @@ class Searcher(ABC):
         name: as in the table of searchers.
         automatic: whether the answer must be at least as good as data parallel, by the judge.
         differs_by_mesh: whether a baseline's answers differ from one mesh of as many devices to the next, so that each is worth a look.
-        takes_shares: whether it is worth asking again with each collective charged the share of its seconds that nothing hides.
-        asks_baselines: whether the baselines' answers are among its solution and the others.
+        uses_exposed_shares: whether it is worth asking again with each collective charged the share of its seconds that nothing hides.
+        includes_baselines: whether the baselines' answers are among its solution and the others.
     """
 
     __slots__ = ()
@@ -63,8 +63,8 @@ class Searcher(ABC):
     name: ClassVar[str]
     automatic: ClassVar[bool] = False
     differs_by_mesh: ClassVar[bool] = False
-    takes_shares: ClassVar[bool] = False
-    asks_baselines: ClassVar[bool] = False
+    uses_exposed_shares: ClassVar[bool] = False
+    includes_baselines: ClassVar[bool] = False
 
     @abstractmethod
     def solve(self, problem: Problem, progress: Progress = silent, hints: Hints = NO_HINTS) -> Solution:
@@ -74,12 +74,12 @@ class Searcher(ABC):
         """The searcher with so many seconds at most; itself where its progress callback is called often enough to end it."""
         return self
 
-    def glance(self, problem: Problem, hints: Hints) -> Solution | None:
+    def solve_cut_mesh(self, problem: Problem, hints: Hints) -> Solution | None:
         """What is worth a look on a mesh where bounds say that no objective is worth a search; nothing unless hints speak for it."""
         return None
 
 
-class Foreign(Searcher):
+class AdaptedSearcher(Searcher):
     """A value of the user's own with a ``solve(problem)`` method, which may take progress and hints as well.
 
     Attributes:

@@ -75,7 +75,7 @@ class ShardingPropagation(Searcher):
                 "some weights, or values inside the function by with_sharding_constraint; or use searcher='auto', which needs no pins."
             )
         started = time.perf_counter()
-        spread = Spread(problem, held, self.max_rounds, progress=progress)
+        spread = PropagationSearch(problem, held, self.max_rounds, progress=progress)
         judgement, labels = fastest_within(problem, spread.search, self.price_steps, hints=hints)
         return Solution(
             judgement=judgement,
@@ -87,7 +87,7 @@ class ShardingPropagation(Searcher):
 
 
 @dataclass(slots=True)
-class Spread:
+class PropagationSearch:
     """What follows from pins, and from which.
 
     Attributes:

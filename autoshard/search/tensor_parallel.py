@@ -35,7 +35,7 @@ from autoshard.reductions import symmetry
 from autoshard.search.baselines import split_batch
 from autoshard.search.propagation import Propagation
 from autoshard.search.searcher import Searcher, Solution
-from autoshard.search.sharding_propagation import Part, Spread
+from autoshard.search.sharding_propagation import Part, PropagationSearch
 
 TAKES_APART = frozenset({"split", "slice", "reshape"})
 
@@ -70,7 +70,7 @@ class TensorParallel(Searcher):
         arguments = {value for value in problem.graph.arguments if any(dim >= 0 for dim in batch.layout(value))}
         found = contraction_pairs(problem, set(problem.graph.arguments) - arguments)
         model = len(problem.mesh.axes) - 1 if found.pairs else len(problem.mesh.axes)
-        leaders = {variable.leader: index for index, variable in enumerate(problem.structure.variables) if variable.leader >= 0}
+        leaders = {variable.leader: index for index, variable in enumerate(problem.decisions.variables) if variable.leader >= 0}
         by_batch = [_split_alike(problem, batch, arguments, axis) for axis in range(model)]
         variants = [found.pairs | found.ends, found.pairs] if self.vocabulary and found.ends else [found.pairs]
         small = symmetry.apply(problem)
@@ -79,9 +79,9 @@ class TensorParallel(Searcher):
             last = {leaders[op]: (factor, -1) if op in found.seconds and not self.sequence else factor for op, factor in splits.items()}
             held = tuple([*by_batch, last][: len(problem.mesh.axes)])
             alike = small and small.project_parts(held)
-            spread = Spread(problem, held, last_first=True, progress=progress)
+            spread = PropagationSearch(problem, held, last_first=True, progress=progress)
             if small and alike:
-                spread = Spread(small, alike, last_first=True, progress=progress)
+                spread = PropagationSearch(small, alike, last_first=True, progress=progress)
             try:
                 runs.append(fastest_within(spread.problem, spread.search, steps=8, repairs=False, hints=hints)[0])
             except InfeasibleError as error:
@@ -103,9 +103,9 @@ class TensorParallel(Searcher):
 
 def _split_alike(problem: Problem, batch: Propagation, arguments: Collection[int], axis: int) -> dict[int, Part]:
     """What data parallelism does with a mesh axis: the dimensions of its batch, and the factors of all that follows from it."""
-    home = problem.structure.home
+    home = problem.decisions.home
     held: dict[int, Part] = {home[value][0]: batch.layout(value)[axis] for value in sorted(arguments) if value in home}
-    for index, variable in enumerate(problem.structure.variables):
+    for index, variable in enumerate(problem.decisions.variables):
         if variable.leader >= 0 and (factor := batch.choices.get(variable.leader, (NOWHERE,) * (axis + 1))[axis][0]) >= 0:
             held[index] = factor
     return held

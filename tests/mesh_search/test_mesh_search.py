@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,8 +17,8 @@ from autoshard.ir import Mesh
 from autoshard.judge.model import CostModel
 from autoshard.mesh_search.bounds import message_bound
 from autoshard.mesh_search.candidates import placed
-from autoshard.mesh_search.search import carried, search_meshes
-from autoshard.problem import Problem
+from autoshard.mesh_search.search import search_meshes, transferred
+from autoshard.problem import Problem, cost_tables
 from autoshard.search import DataParallel, DynamicProgramming, RecursiveProgramming, solve
 
 MESHES = ({"data": 8}, {"data": 4, "model": 2}, {"data": 2, "model": 4}, {"a": 2, "b": 2, "c": 2})
@@ -123,7 +121,7 @@ def test_equal_tables_are_one_and_others_are_not(monkeypatch):
     tables = problem_of(fn, *args).whole_tables()
     distinct = {(table.shape, table.tobytes()) for table in tables.pairs.values()}
     assert len({id(table) for table in tables.pairs.values()}) == len(distinct) > 10
-    monkeypatch.setattr(sys.modules[Problem.__module__], "hash", lambda _: 0, raising=False)
+    monkeypatch.setattr(cost_tables, "hash", lambda _: 0, raising=False)
     again = problem_of(fn, *args).whole_tables()
     assert all(np.array_equal(table, again.pairs[pair]) for pair, table in tables.pairs.items())
 
@@ -180,7 +178,7 @@ def test_an_answer_is_carried_to_other_wires():
         for mesh in placed(cluster, [Mesh.of({"data": 4, "model": 2})], renamed=False)[:2]
     )
     solution = RecursiveProgramming().solve(one)
-    there = carried(other, one, solution)
+    there = transferred(other, one, solution)
     assert other.labels(there.assignment) == one.labels(solution.assignment)
     assert there.assignment.mesh is other.mesh is not one.mesh
     assert there.judgement.cost.makespan_seconds == other.evaluate(there.assignment).cost.makespan_seconds

@@ -18,7 +18,7 @@ def make(program="mlp", **options):
     return problem_of(fn, *args, **options)
 
 
-@pytest.mark.parametrize("name", ["memory_limit_bytes", "watcher", "pins", "learned"])
+@pytest.mark.parametrize("name", ["memory_limit_bytes", "observer", "pins", "learned"])
 def test_no_attribute_can_be_set(name):
     """Neither of a problem nor of its quotient, whether it has such an attribute or not; the error says what to use."""
     problem = make("deep")
@@ -60,13 +60,13 @@ def test_what_was_sent_is_where_the_next_search_goes_on():
 
 
 def test_problems_that_differ_in_their_limit_or_watcher_share_what_is_known():
-    """Tables and facts are computed once; each keeps its own limit and watcher."""
+    """Tables and facts are computed once; each keeps its own limit and observer."""
     problem = make()
     met = Incumbent(problem)
-    other = problem.within(1e9).watched(met)
+    other = problem.within(1e9).observed_by(met)
     assert other.whole_tables() is problem.whole_tables()
     assert (problem.memory_limit_bytes, other.memory_limit_bytes) == (None, 1e9)
-    assert problem.watcher is None and other.watcher is met
+    assert problem.observer is None and other.observer is met
     DataParallel().solve(problem)
     assert met.best is None
     RecursiveProgramming().solve(other)

@@ -15,7 +15,7 @@ from autoshard.demo.programs import named
 from autoshard.reductions import symmetry
 from autoshard.search import DataParallel, FullySharded, TensorParallel
 from autoshard.search.baselines import split_batch
-from autoshard.search.sharding_propagation import Spread
+from autoshard.search.sharding_propagation import PropagationSearch
 
 
 def floats(*shape):
@@ -78,8 +78,8 @@ def test_what_is_held_is_folded_where_nodes_that_look_alike_hold_the_same():
 def test_tensor_parallel_layers_do_alike(monkeypatch):
     """A deep program is spread on the quotient problem, and as fast as where every layer is spread on its own."""
     spread = []
-    search = Spread.search
-    monkeypatch.setattr(Spread, "search", lambda self, prices: spread.append(self.problem.n_variables) or search(self, prices))
+    search = PropagationSearch.search
+    monkeypatch.setattr(PropagationSearch, "search", lambda self, prices: spread.append(self.problem.n_variables) or search(self, prices))
     problem = deep()
     found = TensorParallel().solve(problem)
     assert set(spread) == {symmetry.apply(problem).n_variables}

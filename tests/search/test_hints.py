@@ -35,7 +35,7 @@ def test_what_dynamic_programming_moved_is_known_to_whoever_watches():
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Auto().solve(problem.watched(met), impatient)
+        Auto().solve(problem.observed_by(met), impatient)
     assert met.hints is not None and met.hints.messages.keys() == DynamicProgramming().solve(problem).hints.messages.keys()
 
 
