@@ -2,7 +2,8 @@
 
 The bytes on a device at one moment of the program are at most the limit. An assignment that pays a price for them and gets the limit times
 the price back pays no more than its seconds alone, so the least sum under that price bounds all assignments within the limit from below
-(Everett 1963, "Generalized Lagrange multiplier method"). The best price is where the bounds of answers above and below the limit meet.
+(Everett 1963, "Generalized Lagrange multiplier method"). The best price is the one
+at which the answers above and below the limit cost the same.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def held_at(problem: Problem, tables: Tables, labels: Sequence[Label], peak: Pea
     """
     at = tables.positions(labels)
     memory = problem.cached(MemoryTables)
-    variables, whole = memory.least_bytes(peak, at)
+    variables, undecided = memory.least_bytes(peak, at)
     pairs: dict[tuple[int, int], np.ndarray] = {}
 
     def add_pair(i: int, j: int, held: np.ndarray) -> None:
@@ -63,7 +64,7 @@ def held_at(problem: Problem, tables: Tables, labels: Sequence[Label], peak: Pea
         for variable, same in found.reads.items():
             add_pair(found.copy, variable, nbytes * np.outer(found.same, same))
         add_pair(found.copy, found.home, -nbytes * np.outer(found.same, found.like_copy))  # there it is no copy
-    return HeldBytes(variables, pairs, limit + peak.spare_bytes - whole)
+    return HeldBytes(variables, pairs, limit + peak.spare_bytes - undecided)
 
 
 def priced(tables: Tables, held: Tables, price: float) -> Tables:

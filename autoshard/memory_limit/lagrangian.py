@@ -1,7 +1,7 @@
 """Lagrangian search under a memory limit: bytes alive at the peak get a price in seconds.
 
 The price, a Lagrange multiplier, is raised until the judge finds the peak below the limit, then lowered as far as it stays there. That
-reaches the convex part of the time x memory frontier; `autoshard.memory_limit.repair` reaches some of what is between, and
+reaches the convex part of the time x memory frontier; `autoshard.memory_limit.repair` reaches some points between, and
 `autoshard.memory_limit.dual_bound` bounds it all from below.
 """
 
@@ -92,11 +92,11 @@ def least_peak(problem: Problem, found: Answer) -> float:
     problem, labels = problem.original, problem.invert(labels)
     if problem.table_entries(range(len(problem.mesh.axes)), BUDGETS.counted_entries) > BUDGETS.counted_entries:
         return 0.0
-    holding, positions, peak = problem.cached(MemoryTables), problem.positions(labels), judgement.peak
+    memory, positions, peak = problem.cached(MemoryTables), problem.positions(labels), judgement.peak
     least = []
     for only, spare in ((None, peak.spare_bytes), ({*problem.graph.arguments, *problem.graph.results}, 0.0)):
-        held, whole = holding.least_bytes(peak, positions, only)  # arguments and results are never in fast memory
-        least.append(whole + sum(float(nbytes.min()) for nbytes in held.values()) - spare)
+        bytes_of, undecided = memory.least_bytes(peak, positions, only)  # arguments and results are never in fast memory
+        least.append(undecided + sum(float(nbytes.min()) for nbytes in bytes_of.values()) - spare)
     return max(least)
 
 

@@ -97,7 +97,7 @@ class Problem:
         if self._made:
             raise AttributeError(
                 f"a problem stays as it was made, and {name!r} was to be set. Use problem.within(limit) or problem.observed_by(observer), "
-                "which are other problems; what a search finds out goes into the hints of its solution."
+                "which are other problems; facts for the next search go into the hints of a solution."
             )
         super().__setattr__(name, value)
 

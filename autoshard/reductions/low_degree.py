@@ -2,7 +2,7 @@
 
 The least cost of a variable by the labels of its neighbours is a table over these: a unary table of one, a pair table of two (a step of
 bucket elimination, Dechter 1999, "Bucket elimination: a unifying framework for reasoning"). So the minimum is unchanged, and message
-passing over the remaining variables has less to do and a tighter bound, since nothing is relaxed within what was eliminated. A variable
+passing over the remaining variables has less to do and a tighter bound, since the eliminated part is not relaxed. A variable
 stays where its elimination would make more entries than it saves. Equal layers have the very same tables: those are computed once, and
 the results are shared as well.
 

@@ -128,14 +128,14 @@ class DynamicProgramming(Searcher):
 
 
 class _Run:
-    """The searches of one problem under several prices, with counts of what they took.
+    """The searches of one problem under several prices, with counts of their work.
 
     Attributes:
         small: the quotient problem, which is searched where there is one.
         bound: a lower bound of the tables without prices.
         cost: the tables' cost of the answer without prices.
-        hints: the given ones, with all found out since.
-        messages: the last ones: prices change little from one to the next.
+        hints: the given ones, improved.
+        messages: the last ones, which start the search under the next price.
         judged: judgements by labels.
     """
 

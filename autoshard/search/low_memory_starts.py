@@ -1,4 +1,4 @@
-"""Answers of small peaks, from which a search continues where no price of memory leads to one within the limit."""
+"""Starts of small peak memory, from which a search continues where no price of memory leads to an answer within the limit."""
 
 from __future__ import annotations
 

@@ -47,9 +47,9 @@ class RecursiveProgramming(Searcher):
     """The recursive-programming searcher.
 
     Attributes:
-        max_sweeps: how often each axis may be freed again.
+        max_sweeps: the most times that each axis is freed again.
         max_entries: the largest table of an elimination.
-        price_steps: how many memory prices may be tried when the limit binds.
+        price_steps: the most memory prices that may be tried when the limit binds.
     """
 
     name: ClassVar[str] = "recursive_programming"
@@ -61,7 +61,11 @@ class RecursiveProgramming(Searcher):
     price_steps: int = 16
 
     def solve(self, problem: Problem, progress: Progress = silent, hints: Hints = NO_HINTS) -> Solution:
-        """The assignment found by sweeps over the mesh axes; see the module."""
+        """The assignment found by sweeps over the mesh axes; see the module.
+
+        Raises:
+            InfeasibleError: no answer fits the memory limit; names the smallest peak found.
+        """
         started = time.perf_counter()
         run, found = self._found(problem, progress, hints)
         return Solution(
@@ -96,7 +100,7 @@ class RecursiveProgramming(Searcher):
 
 
 class Descent:
-    """Coordinate descents over one problem, with counts of what they took.
+    """Coordinate descents over one problem, with counts of their work.
 
     Attributes:
         start: labels, of the whole problem, from which one more descent begins; None: none does.

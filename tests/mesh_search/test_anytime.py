@@ -1,4 +1,4 @@
-"""A search that ends early returns the best it met, within the memory limit and with its gap."""
+"""A search that ends early returns its incumbent, within the memory limit and with a valid gap."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def test_what_hides_is_searched_for():
     assert found.judgement.cost.makespan_seconds < 0.9 * min(one.judgement.cost.makespan_seconds for one in members)
     assert found.judgement.cost == problem.evaluate(found.assignment).cost
     assert found.lower_bound_seconds <= found.judgement.cost.objective_seconds
-    assert any(note.startswith("searched with what hides behind compute left out: all_gather at") for note in found.notes)
+    assert any(note.startswith("searched with the communication that hides behind compute left out: all_gather at") for note in found.notes)
 
 
 def test_exposed_shares_are_of_all_answers_together():

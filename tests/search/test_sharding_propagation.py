@@ -82,7 +82,7 @@ def test_an_axis_that_no_pin_names_is_noted():
 
 
 def test_pins_that_disagree_are_noted_with_place_and_bytes():
-    """An argument pinned one way and a constraint another way meet in a reshard, which is told with both lines."""
+    """An argument pinned one way and a constraint another way need a reshard, which is reported with both lines."""
 
     def step(x):
         y = jax.lax.with_sharding_constraint(jnp.tanh(x), P(None, "data"))
@@ -91,8 +91,8 @@ def test_pins_that_disagree_are_noted_with_place_and_bytes():
     strategy = autoshard.search(
         step, array(64, 64), cluster=eager_cluster(), mesh={"data": 8}, searcher="sharding_propagation", pins={"x": P("data")}
     )
-    (note,) = [note for note in strategy.notes if "meets in" in note]
-    assert "x and from the constraint at" in note
+    (note,) = [note for note in strategy.notes if " disagree: " in note]
+    assert "x and the constraint at" in note
     assert re.search(r"1 all_\w+ over data, [\d.]+ kB a device", note)
     assert "step)" in note
 
