@@ -47,7 +47,7 @@ class Repair:
     def mixed(self, below: Answer, above: Answer, priced: Iterable[int]) -> Answer:
         """The answer within the limit, with as many parts of one above it as fit, most seconds a byte first."""
         parts = self._parts(below[1], above[1], priced)
-        sums = list(accumulate((held for _, held in parts), initial=0.0))
+        sums = list(accumulate((taken for _, taken in parts), initial=0.0))
         fits, too_many, best = 0, len(parts) + 1, below
         peaks = {0: below[0].cost.peak_bytes, too_many: max(above[0].cost.peak_bytes, self.limit)}
         sums.append(sums[-1])
@@ -85,19 +85,19 @@ class Repair:
             if i in differ and j in differ:
                 differ[first(j)] = first(i)
         gains: dict[int, float] = dict.fromkeys(map(first, differ), 0.0)
-        held = dict(gains)
+        taken = dict(gains)
         for variable in differ:
             gain = float(ours.unary[variable][0] - theirs.unary[variable][0])
             gains[first(variable)] += gain
-            held[first(variable)] += float(refunded.unary[variable][0] - charged.unary[variable][0]) + gain
+            taken[first(variable)] += float(refunded.unary[variable][0] - charged.unary[variable][0]) + gain
         for (i, j), table in ours.pairs.items():
             if (variable := i if i in differ else j) in differ:
                 gains[first(variable)] += float(table[0, 0] - theirs.pairs[i, j][0, 0])
         parts: dict[int, list[int]] = {part: [] for part in gains}
         for variable in differ:
             parts[first(variable)].append(variable)
-        order = sorted(gains, key=lambda part: -gains[part] / max(held[part], 1.0))
-        return [(parts[part], max(held[part], 1.0)) for part in order if gains[part] > 0.0]
+        order = sorted(gains, key=lambda part: -gains[part] / max(taken[part], 1.0))
+        return [(parts[part], max(taken[part], 1.0)) for part in order if gains[part] > 0.0]
 
     def made_to_fit(self, several: Sequence[Answer]) -> Answer:
         """The best answer that changes lead to, from the fastest within the limit first, else from the smallest peak.
@@ -135,11 +135,11 @@ class Repair:
         fits = judgement.cost.peak_bytes <= self.limit
         bytes_of = dict.fromkeys(sorted(judgement.peak.alive), 1.0)
         changes: list[tuple[float, int, int, int]] = []
-        offered = []
+        domains = []
         for axis in range(len(self.problem.mesh.axes)):
             tables = self.problem.tables((axis,), labels)
             charged = self.problem.tables((axis,), labels, bytes_of)
-            offered.append(tables.labels)
+            domains.append(tables.labels)
             now = tables.incumbent
             costs = list(tables.unary)
             for (i, j), table in tables.pairs.items():
@@ -147,9 +147,9 @@ class Repair:
                 costs[j] = costs[j] + table[now[i]]
             for variable, cost in enumerate(costs):
                 lost = cost - cost[now[variable]]
-                held = charged.unary[variable] - tables.unary[variable]
-                saved = held[now[variable]] - held
+                taken = charged.unary[variable] - tables.unary[variable]
+                saved = taken[now[variable]] - taken
                 ranks = lost if fits else np.where(saved > 0, lost, np.inf) / np.maximum(saved, 1.0)
                 worth = np.flatnonzero(lost < -BUDGETS.rounding * abs(cost[now[variable]]) if fits else saved > 0)
                 changes += [(float(ranks[k]), variable, axis, int(k)) for k in worth]
-        return [(variable, offered[axis][variable][k]) for _, variable, axis, k in sorted(changes)]
+        return [(variable, domains[axis][variable][k]) for _, variable, axis, k in sorted(changes)]

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from autoshard.budgets import BUDGETS
 from autoshard.inference.trw_s import MessagePassing
-from autoshard.memory_limit.dual_bound import HeldBytes, held_at, priced
+from autoshard.memory_limit.dual_bound import LiveBytes, live_bytes_at, priced
 from autoshard.problem import NO_HINTS, Hints, Label, Problem, Tables
 from autoshard.reductions import low_degree, symmetry
 from autoshard.search.searcher import Solution
@@ -30,9 +30,9 @@ def message_bound(
     if not _tabulated(problem):
         return problem.compute_bound(), hints
     tables, messages, worth = problem.whole_tables(), hints.messages, 0.0
-    if (held := _held_beyond(problem, tables, hints.above)) is not None:
-        tables = priced(tables, held.tables(tables), hints.worth)
-        messages, worth = hints.priced_messages, hints.worth * held.limit
+    if (live := _live_bytes_beyond(problem, tables, hints.above)) is not None:
+        tables = priced(tables, live.tables(tables), hints.worth)
+        messages, worth = hints.priced_messages, hints.worth * live.limit
     enough += worth - problem.fixed_seconds()
     if (small := symmetry.apply(problem)) is not None:
         passing = MessagePassing(small.project_tables(tables), messages)
@@ -40,7 +40,7 @@ def message_bound(
         passing.run(min(BUDGETS.quotient_sweeps, as_long), enough * (1 + BUDGETS.least_gain))
         messages = passing.messages
         passing = small.message_passing(messages, tables)
-    elif held is None:
+    elif live is None:
         passing = low_degree.message_passing(problem, messages)
     else:
         passing = MessagePassing(low_degree.apply(tables).model, messages)
@@ -48,7 +48,7 @@ def message_bound(
     if small is None:
         messages = passing.messages
     bound = max(problem.fixed_seconds() + passing.bound() * (1 - 1e-9) - worth, problem.compute_bound())
-    return bound, replace(hints, messages=messages) if held is None else replace(hints, priced_messages=messages)
+    return bound, replace(hints, messages=messages) if live is None else replace(hints, priced_messages=messages)
 
 
 def first_bound(problem: Problem) -> float:
@@ -69,13 +69,13 @@ def _tabulated(problem: Problem) -> bool:
     return problem.table_entries(range(len(problem.mesh.axes)), BUDGETS.bound_entries) <= BUDGETS.bound_entries
 
 
-def _held_beyond(problem: Problem, tables: Tables, above: Sequence[Label] | None) -> HeldBytes | None:
+def _live_bytes_beyond(problem: Problem, tables: Tables, above: Sequence[Label] | None) -> LiveBytes | None:
     """The bytes at the peak of an answer from another mesh, if that exceeds the limit on this mesh, too; else None."""
     limit = problem.memory_limit_bytes
     if limit is None or above is None or (labels := problem.transferred(above)) is None:
         return None
     judgement = problem.evaluate(problem.assignment(labels))
-    return held_at(problem, tables, labels, judgement.peak, limit) if judgement.cost.peak_bytes > limit else None
+    return live_bytes_at(problem, tables, labels, judgement.peak, limit) if judgement.cost.peak_bytes > limit else None
 
 
 def bounded(problem: Problem, solution: Solution) -> Solution:

@@ -103,7 +103,7 @@ class Auto(Searcher):
             replace(
                 other,
                 lower_bound_seconds=min(bound, other.judgement.cost.objective_seconds),
-                notes=(f"found by {member.name}, one of {len(found)} answers that auto asked for", *other.notes),
+                notes=(f"found by {member.name}, one of {len(found)} searchers' answers", *other.notes),
                 finder=member.name,
             )
             for other, member in slower
@@ -162,9 +162,9 @@ class Auto(Searcher):
 def _of(found: int, refused: int) -> str:
     """The number of answers among which one is the fastest, in words."""
     if not refused:
-        return f"the fastest of {found} answers that auto asked for" if found > 1 else "the only one that auto asked"
+        return f"the fastest of {found} searchers' answers" if found > 1 else "the only searcher that auto ran"
     fitting = f"the fastest of {found} answers" if found > 1 else "the only answer"
-    return f"{fitting} within the memory limit, of {found + refused} searchers that auto asked"
+    return f"{fitting} within the memory limit, of {found + refused} searchers that auto ran"
 
 
 def exposed_shares(costs: Iterable[Cost], kinds: Iterable[str]) -> dict[str, float]:

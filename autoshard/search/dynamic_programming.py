@@ -40,7 +40,7 @@ from autoshard.inference.reduced_cost_fixing import ReducedCostFixing
 from autoshard.inference.reparametrisation import normalised
 from autoshard.inference.trw_s import MessagePassing
 from autoshard.judge.evaluate import Judgement
-from autoshard.memory_limit.dual_bound import held_at, priced
+from autoshard.memory_limit.dual_bound import live_bytes_at, priced
 from autoshard.memory_limit.lagrangian import Fitted, fitted
 from autoshard.memory_limit.repair import Answer
 from autoshard.problem import NO_HINTS, Hints, Problem, Tables
@@ -195,25 +195,25 @@ class _Run:
             tables = self._tables(problem)
         except SearchLimitError:
             return problem.compute_bound() - problem.fixed_seconds()
-        held = held_at(problem, tables, above[1], above[0].peak, problem.memory_limit_bytes or 0.0)
-        charges = held.tables(tables)
+        live = live_bytes_at(problem, tables, above[1], above[0].peak, problem.memory_limit_bytes or 0.0)
+        charges = live.tables(tables)
         own, own_charges = (tables, charges) if small is None else (small.project_tables(tables), small.project_tables(charges))
         answers = []  # (seconds, bytes beyond the limit): no bound at a price exceeds an answer's cost at it
         for labels in (above[1], found.labels):
             at = tables.positions(labels)
-            answers.append((tables.energy(at), charges.energy(at) - held.limit))
+            answers.append((tables.energy(at), charges.energy(at) - live.limit))
         (fast, excess), (slow, slack) = answers
         best, price, messages = -math.inf, 0.0, self.messages
         for _ in range(BUDGETS.dual_steps if excess > 0.0 else 0):
             tried = max(slow - fast, 0.0) / (excess - slack)
             labels, bound, moved = self._solved(priced(own, own_charges, tried), messages, BUDGETS.table_sweeps)
-            bound -= tried * held.limit
+            bound -= tried * live.limit
             if bound > best:
                 best, price, messages = bound, tried, moved
             if bound >= (fast + tried * excess) * (1 - self.searcher.tolerance):
                 break  # no price does better than the one at which the two answers cost the same
             seconds = own.energy(labels)
-            beyond = own_charges.energy(labels) - held.limit
+            beyond = own_charges.energy(labels) - live.limit
             if beyond > 0.0:
                 fast, excess = seconds, beyond
             else:
@@ -221,9 +221,9 @@ class _Run:
         self.hints = replace(self.hints, above=tuple(above[1]), worth=price, priced_messages=messages)
         if small is None:
             return max(self.bound, best)
-        cost = found.judgement.cost.objective_seconds - problem.fixed_seconds() + price * held.limit
+        cost = found.judgement.cost.objective_seconds - problem.fixed_seconds() + price * live.limit
         bound, _ = self._pass(small.message_passing(messages, priced(tables, charges, price)), cost)
-        return bound - price * held.limit - BUDGETS.rounding * cost
+        return bound - price * live.limit - BUDGETS.rounding * cost
 
     def _solved(self, tables: Tables, messages: Messages, max_sweeps: int | None) -> tuple[np.ndarray, float, Messages]:
         """The best labels of tables, a lower bound, and the messages that show it, from given messages.

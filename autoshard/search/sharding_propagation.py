@@ -69,8 +69,9 @@ class ShardingPropagation(Searcher):
         fixed = tuple({} for _ in problem.mesh.axes)
         if not any(problem.pinned(axis) for axis in range(len(fixed))):
             raise ShardingError(
-                "sharding_propagation starts from pins that shard something, and no pin shards anything. Pin a batch, as in pins={'batch*': P('data')}, "
-                "some weights, or values inside the function by with_sharding_constraint; or use searcher='auto', which needs no pins."
+                "sharding_propagation starts from pins that shard something, and no pin shards anything. Pin a batch, as in "
+                "pins={'batch*': P('data')}, some weights, or values inside the function by with_sharding_constraint; or use "
+                "searcher='auto', which needs no pins."
             )
         started = time.perf_counter()
         run = PropagationSearch(problem, fixed, self.max_rounds, progress=progress)

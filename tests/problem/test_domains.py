@@ -1,4 +1,4 @@
-"""What variables offer, and what problems on other placements of a mesh share of it."""
+"""Domains of variables, and the tables that problems on other placements of a mesh share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autoshard.problem import Problem
 
 @pytest.mark.parametrize("program", ["gpt", "convnet", "moe"])
 def test_slots_are_the_layouts_of_their_labels(program):
-    """Every op variable offers all legal choices that its slots allow, and each slot's number is that of the layout under its label."""
+    """Every op variable has the legal choices that its slots allow, and each slot's number is that of the layout under its label."""
     fn, args = PROGRAMS[program]()
     problem = problem_of(fn, *args)
     for index, variable in enumerate(problem.decisions.variables):
@@ -41,7 +41,7 @@ def test_slots_are_the_layouts_of_their_labels(program):
 
 @pytest.mark.parametrize("program", sorted(SMALL))
 def test_no_legal_choice_is_forgotten(program):
-    """What an op variable offers is all of its legal choices, less those that leave one of its slots without a layout."""
+    """The domain of an op variable is all of its legal choices, less those that leave one of its slots without a layout."""
     fn, args = SMALL[program]()
     problem = problem_of(fn, *args)
     for index, variable in enumerate(problem.decisions.variables):
@@ -61,7 +61,7 @@ def test_no_legal_choice_is_forgotten(program):
 
 
 def test_another_placement_has_the_tables_it_would_have_alone():
-    """What is shared with a problem on another placement of the mesh, or on another mesh, changes no table."""
+    """Sharing with a problem on another placement of the mesh, or on another mesh, changes no table."""
     fn, args = PROGRAMS["gpt"]()
     cluster = Cluster.parse("v5e:2x4")
     first = problem_of(fn, *args, cluster=cluster)
