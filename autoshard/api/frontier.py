@@ -233,7 +233,7 @@ class _Search:
 
     def _ask(self, problem: Problem, searcher: Searcher, limit: float | None, progress: Progress) -> None:
         """Lets a searcher look for an answer within a limit, and puts on the front what it meets on the way."""
-        watched = problem.within(limit).watched(_Watcher(self.front, problem, searcher))
+        watched = problem.within(limit).observed_by(_Observer(self.front, problem, searcher))
         hints = self.hints.setdefault(problem.mesh, NO_HINTS)
         with suppress(InfeasibleError, SearchLimitError):  # what it met counts all the same
             found = searcher.solve(watched, progress, hints)
@@ -271,7 +271,7 @@ class _Point:
 
 
 @dataclass(frozen=True, slots=True)
-class _Watcher:
+class _Observer:
     """Puts on the front what a searcher meets."""
 
     front: list[_Point]

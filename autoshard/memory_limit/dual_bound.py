@@ -2,7 +2,8 @@
 
 The bytes on a device at one moment of the program are at most the limit. An assignment that pays a price for them and gets the limit times
 the price back pays no more than its seconds alone, so the least sum under that price bounds all assignments within the limit from below
-(Everett 1963, "Generalized Lagrange multiplier method"). The best price is where the bounds of answers above and below the limit meet.
+(Everett 1963, "Generalized Lagrange multiplier method"). The best price makes answers
+above and below the limit cost the same.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from autoshard.problem import Label, MemoryTables, Problem, Tables
 
 
 @dataclass(frozen=True, slots=True)
-class HeldBytes:
+class LiveBytes:
     """A lower bound of the bytes on a device at one moment, by the labels of tables with all axes free.
 
     Attributes:
@@ -36,7 +37,7 @@ class HeldBytes:
         return Tables(unary, self.pairs, like.labels, like.incumbent)
 
 
-def held_at(problem: Problem, tables: Tables, labels: Sequence[Label], peak: Peak, limit: float) -> HeldBytes:
+def live_bytes_at(problem: Problem, tables: Tables, labels: Sequence[Label], peak: Peak, limit: float) -> LiveBytes:
     """The bytes of any labels at the moment at which given ones have their peak.
 
     Values alive then are alive under all labels, and padding only adds to them. A copy counts while its layout, and that in which its first
@@ -47,29 +48,29 @@ def held_at(problem: Problem, tables: Tables, labels: Sequence[Label], peak: Pea
         peak: theirs, as judged.
     """
     at = tables.positions(labels)
-    memory = problem.remembered(MemoryTables)
-    variables, whole = memory.least_bytes(peak, at)
+    memory = problem.cached(MemoryTables)
+    variables, undecided = memory.least_bytes(peak, at)
     pairs: dict[tuple[int, int], np.ndarray] = {}
 
-    def add_pair(i: int, j: int, held: np.ndarray) -> None:
-        key, table = ((i, j), held) if (i, j) in tables.pairs else ((j, i), held.T)
+    def add_pair(i: int, j: int, live: np.ndarray) -> None:
+        key, table = ((i, j), live) if (i, j) in tables.pairs else ((j, i), live.T)
         pairs[key] = pairs.get(key, 0.0) + table
 
     for value, nbytes in peak.copies:
-        found = memory.copied_alike(value, at, peak.moment)
+        found = memory.shared_copy(value, at, peak.moment)
         if found is None or not _is_share(nbytes, found.nbytes):
             continue
         variables[found.copy] = variables.get(found.copy, 0.0) - (len(found.reads) - 1) * nbytes * found.same
         for variable, same in found.reads.items():
             add_pair(found.copy, variable, nbytes * np.outer(found.same, same))
         add_pair(found.copy, found.home, -nbytes * np.outer(found.same, found.like_copy))  # there it is no copy
-    return HeldBytes(variables, pairs, limit + peak.spare_bytes - whole)
+    return LiveBytes(variables, pairs, limit + peak.spare_bytes - undecided)
 
 
-def priced(tables: Tables, held: Tables, price: float) -> Tables:
+def priced(tables: Tables, live: Tables, price: float) -> Tables:
     """Tables with a price on bytes."""
-    unary = tuple(cost + price * nbytes for cost, nbytes in zip(tables.unary, held.unary, strict=True))
-    pairs = {pair: cost + price * held.pairs[pair] if pair in held.pairs else cost for pair, cost in tables.pairs.items()}
+    unary = tuple(cost + price * nbytes for cost, nbytes in zip(tables.unary, live.unary, strict=True))
+    pairs = {pair: cost + price * live.pairs[pair] if pair in live.pairs else cost for pair, cost in tables.pairs.items()}
     return Tables(unary, pairs, tables.labels, tables.incumbent)
 
 

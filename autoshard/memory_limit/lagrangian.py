@@ -1,7 +1,7 @@
 """Lagrangian search under a memory limit: bytes alive at the peak get a price in seconds.
 
 The price, a Lagrange multiplier, is raised until the judge finds the peak below the limit, then lowered as far as it stays there. That
-reaches the convex part of the time x memory frontier; `autoshard.memory_limit.repair` reaches some of what is between, and
+reaches the convex part of the time x memory frontier; `autoshard.memory_limit.repair` reaches some points between, and
 `autoshard.memory_limit.dual_bound` bounds it all from below.
 """
 
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from autoshard.budgets import BUDGETS
 from autoshard.errors import InfeasibleError
 from autoshard.judge.evaluate import Judgement
-from autoshard.memory_limit.repair import Found, Repair
+from autoshard.memory_limit.repair import Answer, Repair
 from autoshard.problem import NO_HINTS, Hints, Label, MemoryTables, Problem
 from autoshard.render import format_bytes
 
-Priced = Callable[[Mapping[int, float]], Found]
+Priced = Callable[[Mapping[int, float]], Answer]
 """A search under prices: from seconds a byte on a device, by value, to the answer."""
 
 
@@ -34,11 +34,11 @@ class Fitted:
 
     judgement: Judgement
     labels: list[Label]
-    above: Found | None = None
+    above: Answer | None = None
     price: float = 0.0
 
 
-def fastest_within(problem: Problem, search: Priced, steps: int, repairs: bool = True, hints: Hints = NO_HINTS) -> Found:
+def fastest_within(problem: Problem, search: Priced, steps: int, repairs: bool = True, hints: Hints = NO_HINTS) -> Answer:
     """The answer of `fitted` alone."""
     found = fitted(problem, search, steps, repairs=repairs, hints=hints)
     return found.judgement, found.labels
@@ -48,7 +48,7 @@ def fitted(
     problem: Problem,
     search: Priced,
     steps: int,
-    starts: Callable[[Problem], Sequence[Found]] = lambda _: (),
+    starts: Callable[[Problem], Sequence[Answer]] = lambda _: (),
     repairs: bool = True,
     hints: Hints = NO_HINTS,
 ) -> Fitted:
@@ -86,17 +86,17 @@ def fitted(
     return Fitted(*best, tried.above, tried.price)
 
 
-def least_peak(problem: Problem, found: Found) -> float:
+def least_peak(problem: Problem, found: Answer) -> float:
     """A lower bound of the bytes at an answer's moment of peak, over all strategies; 0.0 where tables would be too large to say."""
     judgement, labels = found
     problem, labels = problem.original, problem.invert(labels)
     if problem.table_entries(range(len(problem.mesh.axes)), BUDGETS.counted_entries) > BUDGETS.counted_entries:
         return 0.0
-    holding, positions, peak = problem.remembered(MemoryTables), problem.positions(labels), judgement.peak
+    memory, positions, peak = problem.cached(MemoryTables), problem.positions(labels), judgement.peak
     least = []
     for only, spare in ((None, peak.spare_bytes), ({*problem.graph.arguments, *problem.graph.results}, 0.0)):
-        held, whole = holding.least_bytes(peak, positions, only)  # arguments and results are never in fast memory
-        least.append(whole + sum(float(nbytes.min()) for nbytes in held.values()) - spare)
+        bytes_of, undecided = memory.least_bytes(peak, positions, only)  # arguments and results are never in fast memory
+        least.append(undecided + sum(float(nbytes.min()) for nbytes in bytes_of.values()) - spare)
     return max(least)
 
 
@@ -122,14 +122,14 @@ class _Tried:
         beyond: all answers found beyond it, the one without prices first.
     """
 
-    best: Found | None
-    above: Found
+    best: Answer | None
+    above: Answer
     priced: set[int]
     price: float
-    beyond: list[Found]
+    beyond: list[Answer]
 
 
-def _by_prices(problem: Problem, search: Priced, free: Found, steps: int, known: float) -> _Tried:
+def _by_prices(problem: Problem, search: Priced, free: Answer, steps: int, known: float) -> _Tried:
     """The answers under prices that rise until the limit is kept, then fall as far as it stays so; a known price (not 0.0) comes first."""
     limit = problem.memory_limit_bytes or 0.0
     above, best, before = free, None, free[1]
@@ -163,7 +163,7 @@ def _by_prices(problem: Problem, search: Priced, free: Found, steps: int, known:
     return _Tried(best, above, priced, enough or too_low, beyond)
 
 
-def _even_price(found: Found) -> float:
+def _even_price(found: Answer) -> float:
     """The price at which the bytes of an answer's peak cost as much as its seconds."""
     return found[0].cost.objective_seconds / found[0].cost.peak_bytes
 

@@ -17,7 +17,7 @@ from autoshard.budgets import BUDGETS
 from autoshard.judge.evaluate import Judgement
 from autoshard.problem import Label, Problem
 
-Found = tuple[Judgement, list[Label]]
+Answer = tuple[Judgement, list[Label]]
 """An answer: its judgement, and its labels."""
 
 
@@ -33,21 +33,21 @@ class Repair:
         self.limit = limit
         self.left = min(BUDGETS.judged_most, BUDGETS.judged_ops // len(problem.graph.walk()))
 
-    def _judged(self, labels: list[Label]) -> Found:
+    def _judged(self, labels: list[Label]) -> Answer:
         self.left -= 1
         return self.problem.evaluate(self.problem.assignment(labels)), labels
 
-    def _better(self, found: Found, than: Found) -> bool:
+    def _better(self, found: Answer, than: Answer) -> bool:
         """Whether an answer fits and is faster, or, where the other does not fit, has the smaller peak."""
         ours, theirs = (max(judgement.cost.peak_bytes, self.limit) for judgement, _ in (found, than))
         if ours != theirs:
             return ours < theirs
         return ours <= self.limit and found[0].cost.objective_seconds < than[0].cost.objective_seconds * (1 - BUDGETS.rounding)
 
-    def mixed(self, below: Found, above: Found, priced: Iterable[int]) -> Found:
+    def mixed(self, below: Answer, above: Answer, priced: Iterable[int]) -> Answer:
         """The answer within the limit, with as many parts of one above it as fit, most seconds a byte first."""
         parts = self._parts(below[1], above[1], priced)
-        sums = list(accumulate((held for _, held in parts), initial=0.0))
+        sums = list(accumulate((taken for _, taken in parts), initial=0.0))
         fits, too_many, best = 0, len(parts) + 1, below
         peaks = {0: below[0].cost.peak_bytes, too_many: max(above[0].cost.peak_bytes, self.limit)}
         sums.append(sums[-1])
@@ -85,21 +85,21 @@ class Repair:
             if i in differ and j in differ:
                 differ[first(j)] = first(i)
         gains: dict[int, float] = dict.fromkeys(map(first, differ), 0.0)
-        held = dict(gains)
+        taken = dict(gains)
         for variable in differ:
             gain = float(ours.unary[variable][0] - theirs.unary[variable][0])
             gains[first(variable)] += gain
-            held[first(variable)] += float(refunded.unary[variable][0] - charged.unary[variable][0]) + gain
+            taken[first(variable)] += float(refunded.unary[variable][0] - charged.unary[variable][0]) + gain
         for (i, j), table in ours.pairs.items():
             if (variable := i if i in differ else j) in differ:
                 gains[first(variable)] += float(table[0, 0] - theirs.pairs[i, j][0, 0])
         parts: dict[int, list[int]] = {part: [] for part in gains}
         for variable in differ:
             parts[first(variable)].append(variable)
-        order = sorted(gains, key=lambda part: -gains[part] / max(held[part], 1.0))
-        return [(parts[part], max(held[part], 1.0)) for part in order if gains[part] > 0.0]
+        order = sorted(gains, key=lambda part: -gains[part] / max(taken[part], 1.0))
+        return [(parts[part], max(taken[part], 1.0)) for part in order if gains[part] > 0.0]
 
-    def made_to_fit(self, several: Sequence[Found]) -> Found:
+    def made_to_fit(self, several: Sequence[Answer]) -> Answer:
         """The best answer that changes lead to, from the fastest within the limit first, else from the smallest peak.
 
         Later ones are left out once an answer comes near the least objective of all.
@@ -114,7 +114,7 @@ class Repair:
             best = changed if self._better(changed, best) else best
         return best
 
-    def changed(self, found: Found) -> Found:
+    def changed(self, found: Answer) -> Answer:
         """The answer after changes of single decisions, each time the most promising that the judge confirms."""
         tried: set[tuple[int, Label]] = set()
         while self.left > 0:
@@ -129,17 +129,17 @@ class Repair:
                 break
         return found
 
-    def _changes(self, found: Found) -> list[tuple[int, Label]]:
+    def _changes(self, found: Answer) -> list[tuple[int, Label]]:
         """Other labels of single variables, on one axis each, best first: by time gained where the answer fits, else by bytes saved."""
         judgement, labels = found
         fits = judgement.cost.peak_bytes <= self.limit
         bytes_of = dict.fromkeys(sorted(judgement.peak.alive), 1.0)
         changes: list[tuple[float, int, int, int]] = []
-        offered = []
+        domains = []
         for axis in range(len(self.problem.mesh.axes)):
             tables = self.problem.tables((axis,), labels)
             charged = self.problem.tables((axis,), labels, bytes_of)
-            offered.append(tables.labels)
+            domains.append(tables.labels)
             now = tables.incumbent
             costs = list(tables.unary)
             for (i, j), table in tables.pairs.items():
@@ -147,9 +147,9 @@ class Repair:
                 costs[j] = costs[j] + table[now[i]]
             for variable, cost in enumerate(costs):
                 lost = cost - cost[now[variable]]
-                held = charged.unary[variable] - tables.unary[variable]
-                saved = held[now[variable]] - held
+                taken = charged.unary[variable] - tables.unary[variable]
+                saved = taken[now[variable]] - taken
                 ranks = lost if fits else np.where(saved > 0, lost, np.inf) / np.maximum(saved, 1.0)
                 worth = np.flatnonzero(lost < -BUDGETS.rounding * abs(cost[now[variable]]) if fits else saved > 0)
                 changes += [(float(ranks[k]), variable, axis, int(k)) for k in worth]
-        return [(variable, offered[axis][variable][k]) for _, variable, axis, k in sorted(changes)]
+        return [(variable, domains[axis][variable][k]) for _, variable, axis, k in sorted(changes)]

@@ -1,1 +1,1 @@
-"""The search over meshes: candidate meshes and placements, bounds that cut hopeless ones, refinement, and answers of early ends."""
+"""The search over meshes: candidates and their placements, lower bounds that cut some of them, refinement, and early ends."""

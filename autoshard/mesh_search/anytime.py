@@ -1,7 +1,7 @@
-"""Searches that end early: what they met by then is an answer, within the memory limit and with an honest gap.
+"""Anytime search: the answer of a search that ends early, within the memory limit and with a valid gap.
 
-A search ends early where its time is over, as its progress callback finds, or where the user interrupts it. Everything that was judged on
-the way counts, and so does what a searcher noted as its answer so far; whichever is fastest, by the judge, of what fits.
+A search ends early when its time is over, which its progress callback checks, or when the user interrupts it. Its answer is the fastest
+within the memory limit, by the judge, of all assignments judged by then and of the one that the searcher noted last.
 """
 
 from __future__ import annotations
@@ -19,18 +19,22 @@ from autoshard.search.searcher import Solution
 
 
 class OutOfTime(SearchLimitError):
-    """The time that a search was given is over."""
+    """The time limit of a search is over."""
 
 
 def checked_seconds(seconds: float | None) -> float | None:
-    """The seconds that a search is given, if they are any."""
+    """The time limit of a search, checked.
+
+    Raises:
+        SearcherError: it is not a positive number.
+    """
     if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0):
         raise SearcherError(f"time_limit_seconds is a positive number of seconds, or None for no limit; got {seconds!r}.")
     return seconds
 
 
 def timed(progress: Progress, seconds: float | None) -> Progress:
-    """The progress callback, which raises `OutOfTime` when so many seconds from now are over; None: never."""
+    """The progress callback, which also raises `OutOfTime` once so many seconds from now are over; None: it never does."""
     seconds = checked_seconds(seconds)
     if seconds is None:
         return progress
@@ -39,7 +43,7 @@ def timed(progress: Progress, seconds: float | None) -> Progress:
     def limited(what: str, fraction: float) -> None:
         if time.perf_counter() > until:
             raise OutOfTime(
-                f"the search was given {seconds:g} s, and by then no strategy was met that fits the memory limit. "
+                f"the search was given {seconds:g} s, and found no strategy within the memory limit by then. "
                 "Use a longer time_limit_seconds, or searcher='recursive_programming'."
             )
         progress(what, fraction)
@@ -48,19 +52,19 @@ def timed(progress: Progress, seconds: float | None) -> Progress:
 
 
 def endings(seconds: float | None, interruptible: bool) -> tuple[type[BaseException], ...]:
-    """What may end a search early that has a time limit, or that Ctrl-C may end."""
+    """The exceptions that end a search early: of a time limit, and of Ctrl-C if that may."""
     return *((OutOfTime,) if seconds is not None else ()), *((KeyboardInterrupt,) if interruptible else ())
 
 
 @dataclass(slots=True)
 class Incumbent:
-    """The fastest of what a search met that fits the problem's memory limit.
+    """The fastest answer within the memory limit that a search has found by now; an observer of its problem.
 
     Attributes:
-        problem: whose search is watched.
-        best: what the judge says of it.
-        hints: what the search found out by then; None where that is nothing.
-        waiting: what was noted last, and is not judged yet.
+        problem: the problem that is searched.
+        best: the judgement of the fastest answer; None: none fits yet.
+        hints: of the search by now; None: there are none.
+        waiting: makes the assignment that was noted last and is not judged yet.
     """
 
     problem: Problem
@@ -82,7 +86,7 @@ class Incumbent:
         self.hints = hints
 
     def solution(self) -> Solution | None:
-        """The answer so far; None where nothing that fits was met."""
+        """The answer so far; None where none fits."""
         if self.waiting is not None:
             waiting, self.waiting = self.waiting, None
             self.judged(self.problem.evaluate(waiting()))

@@ -1,4 +1,4 @@
-"""Lower bounds that tell which meshes are worth a search, and tighten the gap of an answer."""
+"""Lower bounds of meshes, which show whether a search is worthwhile, and which tighten the gap of an answer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from autoshard.budgets import BUDGETS
 from autoshard.inference.trw_s import MessagePassing
-from autoshard.memory_limit.dual_bound import HeldBytes, held_at, priced
+from autoshard.memory_limit.dual_bound import LiveBytes, live_bytes_at, priced
 from autoshard.problem import NO_HINTS, Hints, Label, Problem, Tables
 from autoshard.reductions import low_degree, symmetry
 from autoshard.search.searcher import Solution
@@ -16,29 +16,31 @@ from autoshard.search.searcher import Solution
 def message_bound(
     problem: Problem, max_sweeps: int, enough: float = float("inf"), hints: Hints = NO_HINTS
 ) -> tuple[float, Hints]:
-    """A lower bound of the objective over all assignments of the mesh, by message passing where the tables are small enough.
+    """A lower bound of the objective over all assignments of the mesh, and hints with the messages that prove it.
 
-    With a price of memory in the hints it bounds the assignments within the memory limit.
+    By message passing where the tables are small enough, else compute alone. With a multiplier of memory in the hints it bounds the
+    assignments within the memory limit only.
 
     Args:
+        problem: the program on the mesh.
         max_sweeps: the most sweeps.
-        enough: a bound at which to stop.
-        hints: with messages to begin from; they come back with the last ones, for a search of the mesh to begin from.
+        enough: the bound, in seconds, at which to stop.
+        hints: with the messages to start from.
     """
     if not _tabulated(problem):
         return problem.compute_bound(), hints
     tables, messages, worth = problem.whole_tables(), hints.messages, 0.0
-    if (held := _held_beyond(problem, tables, hints.above)) is not None:
-        tables = priced(tables, held.tables(tables), hints.worth)
-        messages, worth = hints.priced_messages, hints.worth * held.limit
+    if (live := _live_bytes_beyond(problem, tables, hints.above)) is not None:
+        tables = priced(tables, live.tables(tables), hints.worth)
+        messages, worth = hints.priced_messages, hints.worth * live.limit
     enough += worth - problem.fixed_seconds()
     if (small := symmetry.apply(problem)) is not None:
         passing = MessagePassing(small.project_tables(tables), messages)
-        as_long = max_sweeps * problem.n_variables // small.n_variables  # as the whole's sweeps take
+        as_long = max_sweeps * problem.n_variables // small.n_variables  # as the sweeps of the whole
         passing.run(min(BUDGETS.quotient_sweeps, as_long), enough * (1 + BUDGETS.least_gain))
         messages = passing.messages
         passing = small.message_passing(messages, tables)
-    elif held is None:
+    elif live is None:
         passing = low_degree.message_passing(problem, messages)
     else:
         passing = MessagePassing(low_degree.apply(tables).model, messages)
@@ -46,11 +48,11 @@ def message_bound(
     if small is None:
         messages = passing.messages
     bound = max(problem.fixed_seconds() + passing.bound() * (1 - 1e-9) - worth, problem.compute_bound())
-    return bound, replace(hints, messages=messages) if held is None else replace(hints, priced_messages=messages)
+    return bound, replace(hints, messages=messages) if live is None else replace(hints, priced_messages=messages)
 
 
 def first_bound(problem: Problem) -> float:
-    """The lower bound after `Budgets.first_sweeps` sweeps, of the quotient problem if there is one; infinity where tables are too large."""
+    """The lower bound after `Budgets.first_sweeps` sweeps, of the quotient problem if there is one; infinity for too large tables."""
     if not _tabulated(problem):
         return float("inf")
     small = symmetry.apply(problem)
@@ -63,21 +65,21 @@ def first_bound(problem: Problem) -> float:
 
 
 def _tabulated(problem: Problem) -> bool:
-    """Whether all axes' tables are small enough to be made for a bound alone."""
+    """Whether the tables with all axes free are small enough to be made for a bound alone."""
     return problem.table_entries(range(len(problem.mesh.axes)), BUDGETS.bound_entries) <= BUDGETS.bound_entries
 
 
-def _held_beyond(problem: Problem, tables: Tables, above: Sequence[Label] | None) -> HeldBytes | None:
-    """Bytes at the peak of an answer found on another mesh, if it exceeds the limit on this one as well."""
+def _live_bytes_beyond(problem: Problem, tables: Tables, above: Sequence[Label] | None) -> LiveBytes | None:
+    """The bytes at the peak of an answer from another mesh, if that exceeds the limit on this mesh, too; else None."""
     limit = problem.memory_limit_bytes
-    if limit is None or above is None or (labels := problem.carried(above)) is None:
+    if limit is None or above is None or (labels := problem.transferred(above)) is None:
         return None
     judgement = problem.evaluate(problem.assignment(labels))
-    return held_at(problem, tables, labels, judgement.peak, limit) if judgement.cost.peak_bytes > limit else None
+    return live_bytes_at(problem, tables, labels, judgement.peak, limit) if judgement.cost.peak_bytes > limit else None
 
 
 def bounded(problem: Problem, solution: Solution) -> Solution:
-    """The solution with a tighter lower bound, where one comes cheap with its hints."""
+    """The solution with a tighter lower bound, if it has only that of compute and a few sweeps from its hints are cheap."""
     objective = solution.judgement.cost.objective_seconds
     if solution.lower_bound_seconds > min(problem.compute_bound(), objective * (1 - 1e-6)):
         return solution

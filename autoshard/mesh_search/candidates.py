@@ -1,4 +1,4 @@
-"""The meshes worth trying on a cluster: its devices, split over one or two named axes, and these placed on its wires."""
+"""Candidate meshes of a cluster: factorisations of its devices into named axes, and placements of these on its links."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from autoshard.cost.collectives import COLLECTIVES, Communication
 from autoshard.ir import Mesh, Placement
 
 AXIS_NAMES = ("data", "model", "third", "fourth")
-ENOUGH = 10  # meshes, from where on no mesh is tried that differs from another in the order of its axes alone
-SIZES = np.array([1.0, 1e5, 1e7, 1e9])  # bytes; two placements that no collective of these sizes tells apart are one
+ENOUGH = 10  # meshes; beyond it none is added that differs from another in the order of its axes alone
+SIZES = np.array([1.0, 1e5, 1e7, 1e9])  # bytes; placements on which collectives of these sizes take the same seconds are one
 
 
 def candidate_meshes(n_devices: int, names: Sequence[str] = (), max_axes: int = 2) -> tuple[Mesh, ...]:
@@ -48,12 +48,14 @@ def _factorisations(n: int, n_axes: int, smallest: int) -> list[tuple[int, ...]]
 
 
 def placed(cluster: Cluster, meshes: Iterable[Mesh], renamed: bool, most: int = 6) -> tuple[Mesh, ...]:
-    """The meshes row-major, then their other placements that are faster somewhere than every one before, the most promising first.
+    """The meshes row-major, then their other placements, fastest collectives first.
+
+    A placement is left out if an earlier mesh is nowhere slower.
 
     Args:
-        renamed: whether nobody named the axes. Then a placement that an earlier mesh has but for the order of its axes comes last, if there
-            is room: what splits one dimension over both axes can be gathered over the later one alone.
-        most: how many placements of one mesh there may be, row-major included.
+        renamed: whether the axes have default names. Then a placement that equals an earlier mesh but for the order of its axes comes last,
+            if there is room. It is of use since a dimension sharded over both axes can be gathered over the later one alone.
+        most: the most placements of one mesh, row-major included.
 
     >>> [mesh.placement.dims for mesh in placed(Cluster.parse("v5e:2x4"), [Mesh.of({"data": 4, "model": 2})], renamed=False)]
     [(0, 1), (1, 0)]
@@ -63,17 +65,17 @@ def placed(cluster: Cluster, meshes: Iterable[Mesh], renamed: bool, most: int = 
     others = [sorted(_distinct(cluster, mesh), key=lambda pair: np.log1p(1e6 * pair[1]).sum()) for mesh in given]
     for renaming in (True, False) if renamed else (False,):
         for mesh, placings in zip(given, others, strict=True):
-            found = sum(one.axes == mesh.axes for one, _ in kept)
+            count = sum(one.axes == mesh.axes for one, _ in kept)
             for other, seconds in placings:
-                room = found < most and (renaming or not renamed or len(kept) < ENOUGH)
+                room = count < most and (renaming or not renamed or len(kept) < ENOUGH)
                 if room and not any(_as_fast(known, one, mesh, seconds, renaming) for known, one in kept):
                     kept.append((other, seconds))
-                    found += 1
+                    count += 1
     return tuple(mesh for mesh, _ in kept)
 
 
 def _row_major(cluster: Cluster, mesh: Mesh) -> Mesh:
-    """The mesh as it stands; on a torus it says so, since JAX would place it otherwise."""
+    """The mesh row-major; on a torus its placement says so, since JAX would place it otherwise."""
     if cluster.interconnect.kind != "torus":
         return mesh
     topology = cluster.dimensions
@@ -81,7 +83,7 @@ def _row_major(cluster: Cluster, mesh: Mesh) -> Mesh:
 
 
 def _distinct(cluster: Cluster, mesh: Mesh) -> Iterator[tuple[Mesh, np.ndarray]]:
-    """The mesh in every placement whose links no earlier one has, and what collectives take on them."""
+    """The mesh in every placement with new links, and the seconds of collectives there, as `_seconds`."""
     seen: set[tuple[Link, ...]] = set()
     topology = cluster.dimensions
     for axes in permutations(range(len(mesh.axes))):
@@ -94,7 +96,7 @@ def _distinct(cluster: Cluster, mesh: Mesh) -> Iterator[tuple[Mesh, np.ndarray]]
 
 
 def _seconds(links: tuple[Link, ...]) -> np.ndarray:
-    """What each collective takes over each set of axes, ``(2 ** n_axes, n)`` by the bits of the set."""
+    """The seconds of each collective and size over each set of axes, ``(2 ** n_axes, n)`` by the bits of the set."""
     model = Communication(links)
     rows = np.zeros((2 ** len(links), len(COLLECTIVES), len(SIZES)))
     for n in range(1, len(links) + 1):
@@ -104,7 +106,7 @@ def _seconds(links: tuple[Link, ...]) -> np.ndarray:
 
 
 def _as_fast(known: Mesh, ours: np.ndarray, mesh: Mesh, theirs: np.ndarray, renamed: bool) -> bool:
-    """Whether a known mesh is nowhere slower than another one, under its own names or any."""
+    """Whether a known mesh is nowhere slower than another one, with its axes in their own order or in any."""
     n = len(mesh.axes)
     if len(known.axes) != n:
         return False

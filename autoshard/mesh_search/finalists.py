@@ -1,11 +1,11 @@
-"""The few best distinct answers of a search, from which something better than a prediction is to choose.
+"""Finalists: the few best distinct answers of a search, among which compilers or devices decide.
 
-Two answers are distinct if their meshes differ in their axes, or if they differ in two digits of what is predicted: the step time, the peak
-memory, or the bytes sent by each kind of collective over each set of mesh axes. A compiler makes the same of two that differ in less, such
-as in the placement of the mesh, or in how small arguments are sharded.
+Two answers are distinct if their meshes differ in their axes, or if they differ in two digits of a prediction: the step time, the peak
+memory, or the bytes sent by each kind of collective over each set of mesh axes. Smaller differences, such as the placement of
+the mesh or the sharding of small arguments, hardly change the compiled program.
 
-Finalists are the fastest distinct answers, the last place kept for the fastest baseline if none of the others is one: programs like it are
-those that compilers are tuned for.
+Finalists are the fastest distinct answers, the last place kept for the fastest baseline if none of the others is one: compilers are
+tuned for such programs.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _NAMES = frozenset(baseline.name for baseline in BASELINES)
 
 
 def finalists(solutions: Iterable[Solution], most: int) -> tuple[Solution, ...]:
-    """At most so many distinct solutions, fastest first; what is equally fast stays in its order.
+    """At most so many distinct solutions, fastest first, equally fast ones in the given order.
 
-    Finalists of finalists and of more solutions are finalists of all.
+    The finalists of finalists and further solutions are the finalists of all.
     """
     distinct: dict[tuple, Solution] = {}
     for solution in sorted(solutions, key=lambda one: one.judgement.cost.makespan_seconds):
@@ -39,12 +39,12 @@ def finalists(solutions: Iterable[Solution], most: int) -> tuple[Solution, ...]:
 
 
 def is_baseline(solution: Solution) -> bool:
-    """Whether it is what people write by hand."""
+    """Whether a solution is a baseline's."""
     return solution.finder in _NAMES
 
 
 def _identity(solution: Solution) -> tuple:
-    """What distinct solutions differ in."""
+    """The facts in which distinct solutions differ."""
     cost = solution.judgement.cost
     sent = defaultdict[tuple, float](float)
     for one in cost.collectives:

@@ -1,9 +1,9 @@
-"""Refinement: from the best mesh of few axes to one of more, by recursive programming over the prime factors of its axes.
+"""Mesh refinement: from the best mesh of few axes to one of more, by recursive programming over the prime factors of its axes.
 
 Every axis is split into prime factors (`autoshard.reductions.axis_split`). From the answer's labels each factor is freed in turn, slowest
-links first, given all others, and solved exactly for the whole program; then sweeps, to a fixpoint
-(`autoshard.search.recursive_programming`). That takes tables of one small axis at a time, near-linear in operations and in the number of
-factors, however many meshes there are. The labels found are merged back onto few axes, and where they gain enough, that mesh is searched.
+links first, and solved exactly for the whole program given all others, in sweeps to a fixpoint (`autoshard.search.recursive_programming`).
+That takes tables of one small axis at a time, near-linear in operations and in the number of factors, however many meshes there are. The
+labels found are merged back onto few axes; a mesh on which they gain enough is searched.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ def refined(
     placed: Callable[[Mesh], Sequence[Problem]],
     progress: Progress = silent,
 ) -> tuple[Problem, Hints] | None:
-    """A problem of more axes that promises a faster answer, with hints that begin there; None where none does.
+    """A problem of more axes on which a descent finds a smaller objective, with hints that start there; None: there is none.
 
     Args:
-        labels: the answer, on the problem's mesh; None: recursive programming's, whatever memory it takes.
-        most_axes: the most axes that there may be.
+        problem: on the best mesh.
+        labels: the answer there; None: that of recursive programming, whatever memory it takes.
+        most_axes: the most axes of a mesh.
         least_gain: the relative gain in the objective that is worth a search.
-        placed: the problems of a mesh in its placements.
+        placed: from a mesh to its problems, one a placement.
+        progress: a callback.
     """
     if labels is None:
         labels, _ = _descended(problem, problem.start(), progress)
@@ -52,7 +54,7 @@ def refined(
 def _refined_mesh(
     problem: Problem, labels: Sequence[Label], most_axes: int, least_gain: float, progress: Progress
 ) -> tuple[Mesh, list[Label]] | None:
-    """The mesh that promises the gain, and labels on it to begin from."""
+    """The merged mesh whose prime axes gain enough, and labels on it; None: there is none."""
     if (split := axis_split.apply(problem)) is None:
         return None
     start = split.project(labels)
@@ -63,7 +65,7 @@ def _refined_mesh(
 
 
 def _descended(problem: Problem, labels: Sequence[Label], progress: Progress) -> tuple[list[Label], float]:
-    """Labels that no single axis can improve, equal layers alike, and their cost."""
+    """Labels that no single axis can improve, equal in equal layers, and their cost."""
     small = symmetry.apply(problem) or problem
     fixing = ReducedCostFixing(BUDGETS.axis_split_entries, BUDGETS.table_sweeps, BUDGETS.axis_tolerance, progress)
     descent = Descent(RecursiveProgramming(max_sweeps=BUDGETS.axis_split_sweeps), small, progress, fixing)

@@ -1,15 +1,15 @@
-"""The search over meshes: one problem a mesh, hopeless ones cut by their lower bounds.
+"""Branch and bound over meshes: one problem a mesh, of which those with too great a lower bound are cut.
 
-Model. The answer is the one of least judged makespan, on ties that of the earlier mesh. Meshes of fewest axes are searched first, since
-their tables are small and simple meshes worth having; of as many axes, what two sweeps of message passing promise most; of what promises
-the same, the most balanced one. A mesh is searched only where a few sweeps more leave it possible that its objective is lower than the
-least one met by the least gain that is worth a search. Where nobody named the axes, those of the best mesh are split at last
-(`autoshard.mesh_search.refinement`), and the finer mesh that this leads to is searched as any other.
+*Objective.* The least judged makespan. *Ties.* The earlier mesh. *Order.* Meshes of fewest axes first, since their tables are small and
+simple meshes are preferable; of equally many axes, those of the least lower bound after two sweeps of message passing; of equal bounds, the
+most balanced mesh. *Cuts.* A mesh is searched only if its lower bound, after a few more sweeps, is below the least objective found by the
+least gain that is worth a search (`Budgets.least_gain`). *Refinement.* Unless the user named the axes, those of the best mesh are split at
+last (`autoshard.mesh_search.refinement`), and the finer mesh is searched like any other.
 
-*What that proves.* On a mesh that was cut, every assignment costs at least the least objective met less that gain. Its makespan may still
-be less where more of its communication hides behind compute than of the best answer's: the cut is exact in the objective that searchers
-minimise and bound, and a heuristic in the makespan that picks among their answers. `auto` still looks at tensor parallelism there if that
-came near the best elsewhere.
+*Guarantee.* On a cut mesh every assignment costs at least the least objective found, less that gain. Its makespan may still be less, where
+more of its communication hides behind compute than of the best answer's: cuts are exact in the objective, which searchers minimise and
+bound, and a heuristic in the makespan, which decides among answers. So `auto` tries tensor parallelism on a cut mesh, if that was near the
+best elsewhere.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from autoshard.search.baselines import DataParallel
 from autoshard.search.searcher import Searcher, Solution
 
 Finer = Callable[[Problem, Solution | None, Progress], tuple[Problem, Hints] | None]
-"""The best problem, its solution if there is one, and progress, to the problem of more axes that promises more, and where it begins."""
+"""From the best problem, its solution if there is one, and progress to a problem of more axes with hints; None: there is none."""
 
 
 def search_meshes(
@@ -41,24 +41,27 @@ def search_meshes(
     finer: Finer | None = None,
     n_finalists: int = 1,
 ) -> tuple[Solution, Problem]:
-    """The best solution over some problems that differ in their mesh, and its problem; statistics say how many meshes were cut.
+    """The best solution over problems that differ in their mesh, and its problem; its statistics count the cut meshes.
 
     Args:
-        solve: called with searcher, problem, progress and hints: what was found out on the best mesh so far.
-        ends: what may end the search early; the best that was met by then is then the solution.
-        finer: called with the best problem, its solution and progress where more axes may be of use: a problem that promises more,
-            and hints of where it begins. Where nothing fits, with the problem of the smallest peak and no solution.
-        n_finalists: how many of the best distinct solutions are wanted, the best one and its ``others``; baselines are among them if the
-            searcher is automatic.
+        searcher: the searcher.
+        problems: one a mesh and placement.
+        solve: called with searcher, problem, progress and hints, those of the best mesh so far.
+        progress: a callback.
+        ends: exceptions that end the search early; the solution is then the best answer found.
+        finer: called at last with the best problem, its solution and progress; where nothing fits, with the problem of the smallest
+            peak and no solution. None: no mesh of more axes is searched.
+        n_finalists: the number of distinct solutions to return: the best one and its ``others``. Baselines are among them if the searcher
+            is automatic.
 
     Raises:
         InfeasibleError: no mesh has a solution within the memory limit; names the smallest peak found.
         ShardingError: the pins leave no mesh a legal sharding.
     """
-    search = _Search(searcher, list(problems), solve, progress, watched=bool(ends), finer=finer, n_finalists=n_finalists)
+    search = _Search(searcher, list(problems), solve, progress, observed=bool(ends), finer=finer, n_finalists=n_finalists)
     try:
         search.run()
-        search.ask_baselines()
+        search.add_baselines()
     except ends:
         search.end_early()
         if search.best is None:
@@ -78,25 +81,28 @@ class _Search:
     """The problems of one program, searched one after the other, and the best solution so far.
 
     Attributes:
+        searcher, solve, progress, finer: as in `search_meshes`.
+        problems: those given, then that of more axes, if there is one. Below, a problem is given by its number here.
+        observed: whether incumbents are kept, since the search may end early.
         n_finalists, finalists: how many of the best distinct solutions are kept, and which.
-        best: makespan, number of the problem, and the solution of least makespan.
-        failure: the error to report if nothing has a solution.
-        least: the least objective met.
-        cut: how many meshes bounds cut.
-        met: by number what a watched search met.
-        hints: by number what is known that helps a search of the problem, and after it what it found out.
+        best: least makespan, its problem and its solution.
+        failure: the error to report if there is no solution.
+        least: the least objective found.
+        cut: the number of meshes that were cut.
+        incumbents: by problem.
+        hints: by problem, of a search of it; after the search, the improved ones.
         notes: on a search that ended early.
-        solutions: by number the solution that was found.
-        refused: the mesh sizes that had none.
-        nearest: the number of the refused problem of the smallest peak.
-        given: how many problems there were before one of more axes came.
+        solutions: by problem.
+        infeasible: the mesh sizes without a solution.
+        nearest: of the problems without a solution, the one of the smallest peak.
+        n_given: the number of given problems.
     """
 
     searcher: Searcher
     problems: list[Problem]
     solve: Callable[[Searcher, Problem, Progress, Hints], Solution]
     progress: Progress
-    watched: bool
+    observed: bool
     finer: Finer | None
     n_finalists: int = 1
     finalists: tuple[Solution, ...] = ()
@@ -104,16 +110,16 @@ class _Search:
     failure: AutoshardError | None = None
     least: float = float("inf")
     cut: int = 0
-    met: dict[int, Incumbent] = field(default_factory=dict)
+    incumbents: dict[int, Incumbent] = field(default_factory=dict)
     hints: dict[int, Hints] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     solutions: dict[int, Solution] = field(default_factory=dict)
-    refused: set[tuple[int, ...]] = field(default_factory=set)
+    infeasible: set[tuple[int, ...]] = field(default_factory=set)
     nearest: int | None = None
-    given: int = field(init=False)
+    n_given: int = field(init=False)
 
     def __post_init__(self):
-        self.given = len(self.problems)
+        self.n_given = len(self.problems)
 
     def run(self) -> None:
         n = len(self.problems) + (self.finer is not None)
@@ -128,42 +134,42 @@ class _Search:
                 self._try(n - 1, part(self.progress, (n - 0.5) / n, 0.5 / n))
 
     def _try(self, number: int, progress: Progress) -> None:
-        """Searches a problem unless that is hopeless."""
+        """Searches a problem, unless it is cut or another placement's answer serves."""
         hints = self.hints.setdefault(number, NO_HINTS)
         if self.best is not None:
             self.hints[number] = replace(self.hints[self.best[1]], least=self.least, start=hints.start)
         progress(f"mesh {self.problems[number].mesh}", 0.0)
-        if self.watched:
-            self.met[number] = Incumbent(self.problems[number])
-            self.problems[number] = self.problems[number].watched(self.met[number])
+        if self.observed:
+            self.incumbents[number] = Incumbent(self.problems[number])
+            self.problems[number] = self.problems[number].observed_by(self.incumbents[number])
         problem = self.problems[number]
         try:
-            if self._hopeless(number):
+            if self._is_cut(number):
                 self.cut += 1
-                if (glanced := self.searcher.glance(problem, self.hints[number])) is not None:
-                    self._keep(number, glanced)
-            elif (kin := self._placed_otherwise(number)) is not None:
-                self._keep(number, carried(problem, *kin))
+                if (quick := self.searcher.solve_cut_mesh(problem, self.hints[number])) is not None:
+                    self._keep(number, quick)
+            elif (other := self._placed_otherwise(number)) is not None:
+                self._keep(number, transferred(problem, *other))
             else:
                 solution = self.solve(self.searcher, problem, progress, self.hints[number])
                 self.hints[number] = solution.hints
                 self._keep(number, solution)
         except (InfeasibleError, ShardingError) as error:
             before, self.failure = self.failure, worse(self.failure, error)
-            self.refused.add(problem.mesh.sizes)
+            self.infeasible.add(problem.mesh.sizes)
             if isinstance(error, InfeasibleError) and self.failure is not before:
                 self.nearest = number
 
     def _placed_otherwise(self, number: int) -> tuple[Problem, Solution] | None:
-        """The problem with the same mesh in another placement, and its solution, where memory binds: what fits there fits here.
+        """The problem of the mesh in another placement, and its solution, where the limit binds: peaks do not depend on placements.
 
         Raises:
-            InfeasibleError: nothing fitted there.
+            InfeasibleError: nothing fits there.
         """
         if not self.searcher.automatic or self.problems[number].memory_limit_bytes is None:
             return None
         sizes = self.problems[number].mesh.sizes
-        if sizes in self.refused and self.failure is not None:
+        if sizes in self.infeasible and self.failure is not None:
             raise self.failure
         for other, solution in self.solutions.items():
             problem = self.problems[other]
@@ -180,20 +186,20 @@ class _Search:
         for problem in self.problems:
             self.progress(f"mesh {problem.mesh}, first bound", 0.0)
             firsts.append(float("inf"))
-            with suppress(ShardingError):  # what pins leave no legal sharding is refused where it is searched
+            with suppress(ShardingError):  # pins that leave no legal sharding are reported when the mesh is searched
                 firsts[-1] = first_bound(problem)
         least = min(firsts)
 
         def rank(number: int) -> tuple[float, ...]:
             first, mesh = firsts[number], self.problems[number].mesh
             known = least > 0.0 and first < float("inf")
-            steps = (first / least - 1) // BUDGETS.least_gain if known else first  # less than a gain above the least is as good as that
+            steps = (first / least - 1) // BUDGETS.least_gain if known else first  # bounds less than a gain apart count as equal
             return len(mesh.axes), steps, max(mesh.sizes), number
 
         return sorted(numbers, key=rank)
 
-    def _hopeless(self, number: int) -> bool:
-        """Whether no assignment of the mesh gains what is worth a search."""
+    def _is_cut(self, number: int) -> bool:
+        """Whether no assignment of the mesh has a gain that is worth a search."""
         if self.best is None or not self.searcher.automatic:
             return False
         enough = self.least * (1 - BUDGETS.least_gain)
@@ -205,59 +211,59 @@ class _Search:
         if self.n_finalists > 1:
             found = *self.finalists, solution, *solution.others
             self.finalists = finalists(found, self.n_finalists)
-        solution = replace(solution, others=(), hints=self.hints[number])  # what is not kept need not be held
+        solution = replace(solution, others=(), hints=self.hints[number])  # finalists keep the others
         self.solutions[number] = solution
         ranked = solution.judgement.cost.makespan_seconds, number, solution
         self.best = ranked if self.best is None else min(self.best, ranked, key=lambda entry: entry[:2])
 
-    def ask_baselines(self) -> None:
-        """Asks the baselines on the best mesh, if there are to be finalists and the searcher does not ask them by itself."""
-        if self.n_finalists < 2 or self.best is None or not self.searcher.automatic or self.searcher.asks_baselines:
+    def add_baselines(self) -> None:
+        """Adds the baselines' answers on the best mesh to the finalists, unless the searcher does so."""
+        if self.n_finalists < 2 or self.best is None or not self.searcher.automatic or self.searcher.includes_baselines:
             return
         number = self.best[1]
         for baseline in BASELINES:
             self.progress(f"{baseline.name} to compare with", 1.0)
             with suppress(InfeasibleError, SearchLimitError, ShardingError):
                 solution = baseline.solve(self.problems[number])
-                bound = min(self.best[2].lower_bound_seconds, solution.judgement.cost.objective_seconds)  # holds for all on this mesh
+                bound = min(self.best[2].lower_bound_seconds, solution.judgement.cost.objective_seconds)  # the bound is of the mesh
                 self._keep(number, replace(solution, lower_bound_seconds=bound, finder=baseline.name))
 
     def others(self) -> tuple[Solution, ...]:
-        """The finalists but the best solution."""
+        """The finalists without the best solution."""
         assert self.best is not None
         best = self.best[-1]
         ranked = finalists((best, *self.finalists), self.n_finalists)
         return tuple(replace(solution, notes=(*solution.notes, *self.notes)) for solution in ranked[1:] if solution is not best)
 
     def end_early(self) -> None:
-        """Takes what was met for what was found; for an automatic searcher that met nothing, data parallelism."""
-        for number, met in self.met.items():
-            if met.hints is not None and number not in self.solutions:
-                self.hints[number] = met.hints
-            if (solution := met.solution()) is not None:
+        """Makes incumbents solutions; where an automatic searcher has none, data parallelism's."""
+        for number, incumbent in self.incumbents.items():
+            if incumbent.hints is not None and number not in self.solutions:
+                self.hints[number] = incumbent.hints
+            if (solution := incumbent.solution()) is not None:
                 self._keep(number, solution)
         if self.best is None and self.searcher.automatic:
             with suppress(InfeasibleError, ShardingError):
                 self.hints.setdefault(0, NO_HINTS)
                 self._keep(0, DataParallel().solve(self.problems[0]))
         several = len({problem.mesh.sizes for problem in self.problems}) > 1
-        reached = max(len(self.met), 1)
-        rest = ", before any of more axes" if self.finer is not None and reached <= self.given else ""
+        reached = max(len(self.incumbents), 1)
+        rest = ", before any of more axes" if self.finer is not None and reached <= self.n_given else ""
         self.notes = (
             f"the search ended early, on {'mesh' if several else 'placement'} {reached} of {len(self.problems)}{rest}: "
-            "this is the best strategy that it had met",
+            "this is the best strategy that it had found",
         )
 
 
-def carried(problem: Problem, other: Problem, solution: Solution) -> Solution:
-    """The solution of another problem, which differs in its placement alone, as one of this problem."""
+def transferred(problem: Problem, other: Problem, solution: Solution) -> Solution:
+    """The solution of a problem that differs in its placement alone, judged on this problem's links."""
     judgement = problem.evaluate(problem.assignment(other.labels(solution.assignment)))
     bound = min(problem.compute_bound(), judgement.cost.objective_seconds)
     return replace(solution, judgement=judgement, lower_bound_seconds=bound, least_seconds=float("inf"))
 
 
 def worse(old: AutoshardError | None, new: AutoshardError) -> AutoshardError:
-    """The error to report when no mesh has a solution: of memory errors the one with the smallest peak."""
+    """The error to report when no mesh has a solution: of memory errors that with the smallest peak."""
     if isinstance(old, InfeasibleError) and isinstance(new, InfeasibleError):
         return min(old, new, key=lambda error: error.smallest_peak_bytes or float("inf"))
     return old if isinstance(old, InfeasibleError) else new

@@ -1,6 +1,6 @@
-"""What variables offer on a mesh: labels, and the layouts that these give to their slots.
+"""Domains of variables on a mesh: their labels, and the layout of each slot under each label.
 
-Costs are none of it, so that it is the same wherever the mesh's axes are placed, and equal rules share it.
+Domains do not depend on costs: problems on all placements of a mesh share them, and so do variables of equal rules.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Label = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Domain:
-    """Labels of a variable.
+    """The labels of a variable.
 
     Attributes:
-        labels: ``n`` of them; none where pins leave none.
-        positions: where each stands.
+        labels: ``n`` legal labels; pins may leave none.
+        positions: the position of each label.
         slots: per slot the layout numbers ``(n,)``.
     """
 
@@ -35,7 +35,12 @@ class Domain:
 
 
 class Domains:
-    """The offers of a program's variables on meshes of some sizes."""
+    """The domains of a program's variables on meshes of equal sizes, each made once.
+
+    Attributes:
+        signatures: of the program's ops.
+        sizes: of the mesh axes.
+    """
 
     def __init__(self, signatures: Sequence[Signature], sizes: tuple[int, ...]):
         self.signatures = signatures
@@ -48,25 +53,28 @@ class Domains:
         """The labels that differ from a given one on the free axes only.
 
         Args:
-            kind: a number that variables of equal keys share.
+            variable: whose labels they are.
+            kind: a number that variables of equal tables share.
+            label: the given one.
+            free: the free mesh axes.
         """
         key = kind, label, free
-        if (found := self._domains.get(key)) is None:
-            found = self._domains[key] = self._offer(variable, label, free)
-        return found
+        if (domain := self._domains.get(key)) is None:
+            domain = self._domains[key] = self._domain(variable, label, free)
+        return domain
 
     def most_labels(self, variable: Variable, n_free: int) -> int:
-        """How many labels a variable has with so many axes free, before those that are not legal go."""
-        return (len(_atoms(self._rule(variable))) if variable.leader >= 0 else len(variable.head[1]) + 1) ** n_free
+        """The number of labels of a variable with so many axes free, legal or not."""
+        return (len(_atoms(self._rule(variable))) if variable.leader >= 0 else len(variable.label_type[1]) + 1) ** n_free
 
     def _rule(self, variable: Variable) -> Rule:
-        return self.signatures[variable.head[1]].rule
+        return self.signatures[variable.label_type[1]].rule
 
-    def _offer(self, variable: Variable, label: Label, free: tuple[int, ...]) -> Domain:
+    def _domain(self, variable: Variable, label: Label, free: tuple[int, ...]) -> Domain:
         if variable.leader >= 0:
             labels, array = self._legal(self._rule(variable), label, free)
         else:
-            shape = variable.head[1]
+            shape = variable.label_type[1]
             labels = [option for option in _vary(label, free, range(-1, len(shape))) if divides(option, shape, self.sizes)]
             array = np.array(labels, dtype=np.int64).reshape(len(labels), len(self.sizes))
         slots: list[np.ndarray] = []
@@ -85,7 +93,7 @@ class Domains:
         return Domain(tuple(labels), {label: i for i, label in enumerate(labels)}, tuple(slots))
 
     def _legal(self, rule: Rule, label: Label, free: tuple[int, ...]) -> tuple[list[Label], np.ndarray]:
-        """The legal choices of a rule, also as an array ``(n, n_axes, 2)``."""
+        """The legal choices of a rule that differ from a label on the free axes only, also as an array ``(n, n_axes, 2)``."""
         key = rule, label, free
         if key not in self._choices:
             labels = legal_choices(rule, _vary(label, free, _atoms(rule)), self.sizes)
@@ -95,21 +103,21 @@ class Domains:
     def _slot(
         self, variable: Variable, derivation: tuple, label: Label, free: tuple[int, ...], labels: np.ndarray, slots: list[np.ndarray]
     ) -> np.ndarray:
-        """The layout number of a slot by label; -1 where it has none."""
+        """The layout numbers ``(n,)`` of a slot; -1 for labels under which it has no layout."""
         match derivation:
             case ("layout",):
-                return layout_numbers(labels, len(variable.head[1]))
+                return layout_numbers(labels, len(variable.label_type[1]))
             case ("operand" | "result" as side, position):
                 rule = self._rule(variable)
                 key = rule, side, position, label, free
                 if key not in self._numbers:
                     dims = (rule.operands if side == "operand" else rule.results)[position]
-                    where = np.full(len(rule.factors) + 1, -1)  # by factor; the last is none
+                    dim_of = np.full(len(rule.factors) + 1, -1)  # by factor; the last entry is for no factor
                     for dim, factors in enumerate(dims):
-                        where[list(factors)] = dim
-                    layout, scattered = where[labels[..., 0]], labels[..., 1]
-                    lies = layout if side == "operand" else np.where(scattered >= 0, scattered, layout)
-                    self._numbers[key] = layout_numbers(lies, len(dims))
+                        dim_of[list(factors)] = dim
+                    layout, scattered = dim_of[labels[..., 0]], labels[..., 1]
+                    layout = layout if side == "operand" else np.where(scattered >= 0, scattered, layout)
+                    self._numbers[key] = layout_numbers(layout, len(dims))
                 return self._numbers[key]
             case ("via", slot, source, target):
                 return _via(slots[slot], source, target, len(self.sizes))
@@ -119,7 +127,7 @@ class Domains:
 
 
 def _atoms(rule: Rule) -> list[tuple[int, int]]:
-    """What one mesh axis may do to an op: nothing, split a factor, or split a reduced factor and scatter the sum."""
+    """The ways in which one mesh axis may shard an op: not at all, by a factor, or by a reduced factor with its sum scattered."""
     atoms = [NOWHERE]
     for factor, entry in enumerate(rule.factors):
         if entry.shardable and entry.size > 1:
@@ -136,18 +144,18 @@ def _vary(label: Label, free: tuple[int, ...], atoms: Iterable) -> list[Label]:
 
 
 def _via(numbers: np.ndarray, source: Dims, target: Dims, n_axes: int) -> np.ndarray:
-    """Layout numbers of a follower's result by those of its operand; -1 where a dimension has nowhere to go."""
-    where = {factors[0]: dim for dim, factors in enumerate(target) if factors}
-    goes = np.array([where.get(factors[0], -2) if factors else -2 for factors in source] + [-1])  # by dimension; the last is none
-    return _numbers_or_none(goes[layout_dims(numbers, len(source), n_axes)], len(target), numbers)
+    """Layout numbers of a follower's result by those of its operand; -1 where the result lacks a sharded dimension."""
+    dim_of = {factors[0]: dim for dim, factors in enumerate(target) if factors}
+    dims = np.array([dim_of.get(factors[0], -2) if factors else -2 for factors in source] + [-1])  # the last entry is for no dimension
+    return _numbers_or_none(dims[layout_dims(numbers, len(source), n_axes)], len(target), numbers)
 
 
 def _shifted(numbers: np.ndarray, rank: int, by: int, n_axes: int) -> np.ndarray:
-    """Layout numbers with so many more leading dimensions, unsharded; -1 where one that is removed was sharded."""
+    """Layout numbers with so many more unsharded leading dimensions, or fewer; -1 where a removed one was sharded."""
     dims = layout_dims(numbers, rank, n_axes)
     return _numbers_or_none(np.where(dims < 0, -1, np.where(dims + by < 0, -2, dims + by)), rank + by, numbers)
 
 
 def _numbers_or_none(dims: np.ndarray, rank: int, numbers: np.ndarray) -> np.ndarray:
-    """The numbers of layouts; -1 where a dimension is -2, or there was none before."""
+    """The numbers of layouts; -1 where a dimension is -2, or where the given number is -1."""
     return np.where((dims == -2).any(axis=-1) | (numbers < 0), -1, layout_numbers(dims, rank))

@@ -1,4 +1,4 @@
-"""Hints: what one search found out that helps the next, of the same program on another mesh or under another memory limit."""
+"""Hints: the warm start that one search of a program leaves for the next, on another mesh or under another memory limit."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from autoshard.problem.domains import Label
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hints:
-    """What is known before a search. No answer depends on hints for being legal, nor a bound for being one: they save time.
+    """Knowledge from earlier searches, which saves time: any hints leave answers legal and bounds valid.
 
     Attributes:
-        messages: what message passing moved between the tables of all axes, of the folded problem where there is one.
-        price: seconds a byte at which answers kept the memory limit; 0.0: it does not bind, as far as is known.
-        above: labels of a fast answer beyond the limit; None where there is none.
-        worth: seconds a byte of what is alive at that one's peak, in the best bound found of answers within the limit.
-        priced_messages: as `messages`, under that price.
-        least: the least objective met on other meshes; what is no better is of little interest.
-        near_tensor_parallel: whether tensor parallelism came near the best answer.
-        start: labels, of the whole problem, from where a descent may begin; None where there are none.
+        messages: of message passing over the tables with all axes free, of the quotient problem where there is one.
+        price: seconds a byte at which answers kept the memory limit; 0.0: it is not known to bind.
+        above: labels of a fast answer beyond the limit; None: none is known.
+        worth: the multiplier, in seconds a byte live at the peak of `above`, of the best Lagrangian dual bound.
+        priced_messages: as `messages`, with bytes charged at `worth`.
+        least: the least objective found on other meshes, in seconds; answers that are no better need no tight bound.
+        near_tensor_parallel: whether the makespan of tensor parallelism was near the best one.
+        start: labels of the whole problem at which a descent may start; None: there are none.
     """
 
     messages: Messages = field(default_factory=dict)

@@ -1,22 +1,23 @@
-"""What a program leaves to decide: variables, the layouts their labels determine, and who reads whom.
+"""Decision variables of a program, the layouts that their labels determine, and the reads between them.
 
-A *variable* is an op that leads a group (its label is a choice) or a layout that a value is held in (its label is a layout):
-an argument, a loop carry, a slice of a scanned array, a shared copy. An op whose operands all lie alike and carry every
-factor (elementwise ops, transposes) *follows*: it joins its operand's variable and its choice is read off that operand's
-layout. What a label determines are the variable's *slots*: one layout each, for values that lie in the variable and for operands
-it reads. Slots are hash-consed, so two values lie alike exactly when they share variable and slot.
+A *variable* is an op that leads a group (its label is a choice) or a layout in which a value is stored (its label is the layout): an
+argument, a loop carry, a slice of a scanned array, a shared copy. An op whose operands all have one layout and carry every factor
+(elementwise ops, transposes) *follows*: it joins its operand's variable, and its choice is derived from that operand's layout. A label
+determines the layouts of its variable's *slots*: one each for the values that the variable places and for the operands that it reads.
+Equal derivations are one slot, so two values have equal layouts under all labels exactly when they share variable and slot.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from autoshard.compilers.program_facts import Profile
 from autoshard.ir import Op, Rule
 
 Pin = tuple[frozenset[int], ...]
-"""Per mesh axis, the dimensions it may shard; -1 means that it may leave the tensor unsharded."""
+"""Per mesh axis, the dimensions of a value that the user lets it shard; -1: it may shard none."""
 
 
 @dataclass(slots=True)
@@ -24,38 +25,43 @@ class Variable:
     """One decision.
 
     Attributes:
-        head: what its labels are: ``("op", signature number)`` or ``("layout", shape, itemsize, held)``; held are arguments and what a
-            loop holds, but no copies.
-        leader: the op index of an op variable, else -1.
-        value: the value of a layout variable, else -1.
-        slots: how each slot follows from the label: ``("operand", j)``, ``("result", k)``, ``("layout",)``, or from another slot:
-            ``("via", slot, from_dims, to_dims)`` for a follower's result, ``("shift", slot, rank, by)`` for scans.
-        members: followers as ``(op index, slot of the deciding operand, its position)``.
-        costs: ``(slot, signature number, position)`` of each follower.
-        pins: ``(slot, rank, pin)``.
-        gathers: ``(slot, shape, itemsize, portable, trips)`` of values that must be read whole.
+        label_type: ``("op", signature number)`` or ``("layout", shape, itemsize, stored)``; stored are arguments and the values that a loop
+            keeps from trip to trip, but no copies.
+        leader: the index of the leading op, -1 for a layout.
+        value: the value of a layout, -1 for an op.
+        slots: how each slot follows from the label, in the order of slots: ``("operand", j)``, ``("result", k)``, ``("layout",)``, or from
+            another slot: ``("via", slot, from_dims, to_dims)`` for a follower's result, ``("shift", slot, rank, by)`` for scans.
+        followers: ``(op index, slot of the operand that decides, its position)``.
+        follower_signatures: per follower ``(slot, signature number, position)``.
+        pins: ``(slot, rank, pin)`` of the values that the user pinned.
+        whole_reads: ``(slot, shape, itemsize, portable, trips)`` of reads that need the value replicated.
     """
 
-    head: tuple
+    label_type: tuple
     leader: int = -1
     value: int = -1
     slots: dict[tuple, int] = field(default_factory=dict)
-    members: list[tuple[int, int, int]] = field(default_factory=list)
-    costs: list[tuple] = field(default_factory=list)
+    followers: list[tuple[int, int, int]] = field(default_factory=list)
+    follower_signatures: list[tuple] = field(default_factory=list)
     pins: list[tuple] = field(default_factory=list)
-    gathers: list[tuple] = field(default_factory=list)
+    whole_reads: list[tuple] = field(default_factory=list)
 
     def slot(self, derivation: tuple) -> int:
+        """The slot of a derivation, a new one if there is none."""
         return self.slots.setdefault(derivation, len(self.slots))
 
     def key(self) -> tuple:
         """Equal for variables with equal tables."""
-        return self.head, tuple(self.slots), tuple(self.costs), tuple(self.pins), tuple(self.gathers)
+        return self.label_type, tuple(self.slots), tuple(self.follower_signatures), tuple(self.pins), tuple(self.whole_reads)
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A value read from one variable's slot by slots of another (or of the same) variable, ``trips`` times a step."""
+    """Reads of a value: from a slot of the source variable into slots of the target (or the same) variable, ``trips`` times a step.
+
+    Attributes:
+        late_sum: whether the value is a partial sum of the source's leader that a loop adds up before it is combined.
+    """
 
     value: int
     source: int
@@ -63,11 +69,27 @@ class Edge:
     target: int
     target_slots: tuple[int, ...]
     trips: int
+    late_sum: bool
+
+
+class Coupling(NamedTuple):
+    """All reads between two variables, or within one.
+
+    Attributes:
+        first, last: the variables, ``first <= last``.
+        number: equal for couplings whose tables are equal if their variables' domains are.
+        edges: the reads.
+    """
+
+    first: int
+    last: int
+    number: int
+    edges: tuple[Edge, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """All that an op's cost depends on, besides its choice."""
+    """The facts that, with a choice, determine an op's cost."""
 
     op: int  # one op of this signature
     rule: Rule
@@ -75,15 +97,17 @@ class Signature:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Structure:
-    """The decisions of a program.
+class Decisions:
+    """The decision variables of a program and the reads between them.
 
     Attributes:
-        signatures: what variables refer to by number.
+        signatures: of ops; variables have their numbers.
         variables: in program order.
         edges: reads between variables.
-        home: value number -> (variable, slot) it lies in; absent: always replicated.
-        copies: value number -> its copy variable.
+        home: by value, the ``(variable, slot)`` that determines its layout; values that are always replicated are absent.
+        copies: by value, the variable of the copy that its readers share.
+        kinds: per variable a number, equal for variables of equal domains and unary tables.
+        couplings: the edges, grouped by their two variables.
     """
 
     signatures: tuple[Signature, ...]
@@ -91,13 +115,15 @@ class Structure:
     edges: tuple[Edge, ...]
     home: Mapping[int, tuple[int, int]]
     copies: Mapping[int, int]
+    kinds: tuple[int, ...]
+    couplings: tuple[Coupling, ...]
 
 
-def build_structure(profile: Profile, pins: Mapping[int, Pin]) -> Structure:
-    """The decisions of a program; linear in its size."""
+def decisions_of(profile: Profile, pins: Mapping[int, Pin]) -> Decisions:
+    """The decision variables of a program, in time linear in its size."""
     builder = _Builder(profile, pins)
     for value in profile.graph.arguments:
-        builder.hold(value)
+        builder.store(value)
     builder.build(profile.graph.ops)
     for result, argument in profile.graph.aliases:
         builder.read(profile.graph.results[result], profile.graph.arguments[argument], 1)
@@ -115,8 +141,8 @@ class _Builder:
         self.home: dict[int, tuple[int, int]] = {}
         self.reads: dict[int, dict[tuple[int, int], dict[int, None]]] = {}
 
-    def hold(self, value: int, views: Iterable[int] = ()) -> None:
-        """Puts a value, and the views of it, into a layout variable of their own."""
+    def store(self, value: int, views: Iterable[int] = ()) -> None:
+        """Adds a layout variable for a value and its views."""
         if self.values[value].rank == 0 or value in self.home:
             return
         variable = self._layout_variable(value, True)
@@ -124,24 +150,24 @@ class _Builder:
         for view in views:
             self.home[view] = self.home[value]
 
-    def _layout_variable(self, value: int, held: bool) -> Variable:
-        return Variable(("layout", self.values[value].shape, self.values[value].itemsize, held), value=value)
+    def _layout_variable(self, value: int, stored: bool) -> Variable:
+        return Variable(("layout", self.values[value].shape, self.values[value].itemsize, stored), value=value)
 
     def _add(self, variable: Variable, value: int, slot: int) -> None:
         self.variables.append(variable)
-        self._settle(value, len(self.variables) - 1, slot)
+        self._place(value, len(self.variables) - 1, slot)
 
-    def _settle(self, value: int, variable: int, slot: int) -> None:
+    def _place(self, value: int, variable: int, slot: int) -> None:
         if self.values[value].rank == 0:
             return
         self.home[value] = (variable, slot)
         if (pin := self.pins.get(value)) is not None:
             self.variables[variable].pins.append((slot, self.values[value].rank, pin))
 
-    def read(self, value: int, holder: int, trips: int) -> None:
-        """A value read in the layout another value lies in."""
-        if holder in self.home:
-            self._read(value, *self.home[holder], trips)
+    def read(self, value: int, like: int, trips: int) -> None:
+        """Adds a read of a value in the layout of another one."""
+        if like in self.home:
+            self._read(value, *self.home[like], trips)
 
     def _read(self, value: int, variable: int, slot: int, trips: int) -> None:
         if value in self.home and self.home[value] != (variable, slot):
@@ -158,27 +184,27 @@ class _Builder:
                 self._op(op, rule)
 
     def _whole(self, op: Op) -> None:
-        """An op that cannot be sharded reads its operands whole."""
+        """Adds the reads of an op that cannot be sharded: all operands replicated."""
         for value in op.operands:
             self._read_whole(value, op.trips)
 
     def _read_whole(self, value: int, trips: int) -> None:
         if value in self.home:
             variable, slot = self.home[value]
-            found = self.values[value]
-            self.variables[variable].gathers.append((slot, found.shape, found.itemsize, self.profile.portable[value], trips))
+            read = self.values[value]
+            self.variables[variable].whole_reads.append((slot, read.shape, read.itemsize, self.profile.portable[value], trips))
 
     def _control_flow(self, op: Op) -> None:
-        """Holders are layout variables; what flows into them is read in their layout."""
+        """Adds a layout variable per holder; values that flow into it are read in its layout."""
         inputs = {value for body in op.bodies for value in body.inputs}
         for holder in op.holders:
             if holder.value in inputs:
-                self.hold(holder.value, holder.views)
+                self.store(holder.value, holder.views)
         for body in op.bodies:
             self.build(body.ops)
         for holder in op.holders:
-            self.hold(holder.value, holder.views)
-            if self.values[holder.value].rank == 0:  # of a scanned vector every trip takes one element
+            self.store(holder.value, holder.views)
+            if self.values[holder.value].rank == 0:  # a trip reads one element of a scanned vector
                 for flow in holder.sources:
                     self._read_whole(flow.value, op.flow_trips(flow))
                 continue
@@ -205,22 +231,23 @@ class _Builder:
             if value in self.home:
                 self._read(value, index, variable.slot(("operand", position)), op.trips)
         for k, value in enumerate(op.results):
-            self._settle(value, index, variable.slot(("result", k)))
+            self._place(value, index, variable.slot(("result", k)))
 
     def _follow(self, op: Op, rule: Rule, position: int) -> None:
         index, base = self.home[op.operands[position]]
         variable = self.variables[index]
-        variable.members.append((op.index, base, position))
-        variable.costs.append((base, self._signature(op, rule), position))
+        variable.followers.append((op.index, base, position))
+        variable.follower_signatures.append((base, self._signature(op, rule), position))
         dims, made = rule.operands[position], rule.results[0]
         slot = base if made == dims else variable.slot(("via", base, dims, made))
-        self._settle(op.results[0], index, slot)
+        self._place(op.results[0], index, slot)
 
     def _leading_operand(self, op: Op, rule: Rule) -> int | None:
-        """The operand the op may follow, or None: every operand that has a variable lies alike and carries all factors.
+        """The position of the operand that the op follows; None where it leads.
 
-        A constraint of the user's own decides alone: its operand may have to lie elsewhere, and is then resharded into it. So does a cast
-        of bytes to numbers, as of quantised weights: what is gathered is better gathered before it.
+        An op follows where all operands that have variables share their variable, slot and factors, and these are all of its factors. A
+        sharding constraint of the user leads, since its operand may have another layout and is then resharded. So does a cast from one byte
+        to more, as of quantised weights: a gather before it sends fewer bytes.
         """
         if len(op.results) != 1 or op.results[0] in self.pins or self._dequantises(op):
             return None
@@ -254,8 +281,8 @@ class _Builder:
             self.signatures.append(Signature(op.index, rule, op.trips))
         return number
 
-    def finish(self) -> Structure:
-        """Edges, with a copy variable between a value and its readers where several variables read it."""
+    def finish(self) -> Decisions:
+        """The decisions, with a copy variable between a value and its readers where several other variables read it."""
         edges: list[Edge] = []
         copies: dict[int, int] = {}
         for value, readers in self.reads.items():
@@ -268,8 +295,32 @@ class _Builder:
                 self.variables.append(variable)
                 copies[value] = len(self.variables) - 1
                 shared = (copies[value], slot)
-                edges.append(Edge(value, source, source_slot, shared[0], (slot,), min(trips for _, trips in outside)))
+                edges.append(self._edge(value, (source, source_slot), shared[0], (slot,), min(trips for _, trips in outside)))
             for (variable, trips), slots in readers.items():
                 origin = (source, source_slot) if variable == source else shared
-                edges.append(Edge(value, *origin, variable, tuple(slots), trips))
-        return Structure(tuple(self.signatures), tuple(self.variables), tuple(edges), self.home, copies)
+                edges.append(self._edge(value, origin, variable, tuple(slots), trips))
+        numbers: dict[tuple, int] = {}
+        kinds = tuple(numbers.setdefault(variable.key(), len(numbers)) for variable in self.variables)
+        variables, couplings = tuple(self.variables), self._couplings(edges)
+        return Decisions(tuple(self.signatures), variables, tuple(edges), self.home, copies, kinds, couplings)
+
+    def _edge(self, value: int, source: tuple[int, int], target: int, target_slots: tuple[int, ...], trips: int) -> Edge:
+        late_sum = self.profile.sums.made_by.get(value, -1) == self.variables[source[0]].leader >= 0
+        return Edge(value, *source, target, target_slots, trips, late_sum)
+
+    def _couplings(self, edges: Iterable[Edge]) -> tuple[Coupling, ...]:
+        between: dict[tuple[int, int], list[Edge]] = {}
+        for edge in edges:
+            between.setdefault((min(edge.source, edge.target), max(edge.source, edge.target)), []).append(edge)
+        numbers: dict[tuple, int] = {}
+        values, portable = self.values, self.profile.portable
+
+        def facts(edge: Edge) -> tuple:
+            value = values[edge.value]
+            return value.shape, value.itemsize, portable[edge.value], edge.late_sum, edge.trips, edge.source_slot, edge.target_slots
+
+        couplings: list[Coupling] = []
+        for (i, j), reads in between.items():
+            key = i == j, tuple((edge.source == i, *facts(edge)) for edge in reads)
+            couplings.append(Coupling(i, j, numbers.setdefault(key, len(numbers)), tuple(reads)))
+        return tuple(couplings)

@@ -2,7 +2,7 @@
 
 The least cost of a variable by the labels of its neighbours is a table over these: a unary table of one, a pair table of two (a step of
 bucket elimination, Dechter 1999, "Bucket elimination: a unifying framework for reasoning"). So the minimum is unchanged, and message
-passing over the remaining variables has less to do and a tighter bound, since nothing is relaxed within what was eliminated. A variable
+passing over the remaining variables has less to do and a tighter bound, since the eliminated part is not relaxed. A variable
 stays where its elimination would make more entries than it saves. Equal layers have the very same tables: those are computed once, and
 the results are shared as well.
 
@@ -66,19 +66,19 @@ def apply(model: PairwiseModel) -> LowDegree:
 
 
 def apply_whole(problem: Problem) -> LowDegree:
-    """The reduction of a problem's tables with all mesh axes free; `Problem.remembered` keeps it."""
+    """The reduction of a problem's tables with all mesh axes free; `Problem.cached` keeps it."""
     return apply(problem.whole_tables())
 
 
 def message_layout(problem: Problem) -> MessageLayout:
-    """The message layout of the reduced tables; `Problem.remembered` keeps it."""
-    model = problem.remembered(apply_whole).model
+    """The message layout of the reduced tables; `Problem.cached` keeps it."""
+    model = problem.cached(apply_whole).model
     return MessageLayout(model.sizes, model.pairs)
 
 
 def message_passing(problem: Problem, messages: Messages | None = None) -> MessagePassing:
     """Message passing over a problem's reduced tables."""
-    return MessagePassing(problem.remembered(apply_whole).model, messages, layout=problem.remembered(message_layout))
+    return MessagePassing(problem.cached(apply_whole).model, messages, layout=problem.cached(message_layout))
 
 
 class _Elimination:

@@ -1,10 +1,10 @@
-"""Symmetry reduction: one variable for all that look alike, such as the same operation in equal layers.
+"""Symmetry reduction: one variable for each class of equivalent variables, such as the same operation in equal layers.
 
-Two variables look alike when they have the same tables and, as far as a few reads away, so do the variables around them: colour refinement
+Two variables are equivalent when they have the same tables and, as far as a few reads away, so do their neighbours: colour refinement
 (Weisfeiler and Lehman 1968), stopped early, so that all layers but those next to something else have the same colours. The quotient problem
-has one variable a colour; its tables are the sums over those it stands for (lifted inference: Mladenov, Ahmadi and Kersting 2012, "Lifted
-linear programming"). Any labels of it are labels of the whole problem, of the same cost: its optimum is an answer, at the cost of a layer
-or two however deep the program is. That no answer is much better is for the whole problem's lower bound to show.
+has one variable a colour, whose tables are the sums over its class (lifted inference: Mladenov, Ahmadi and Kersting 2012, "Lifted linear
+programming"). Its labellings are labellings of the whole problem, of the same cost. So its optimum is an answer, which takes the time of a
+layer or two however deep the program is; the whole problem's lower bound shows how good that answer is.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ from autoshard.budgets import BUDGETS
 from autoshard.inference.model import Messages, Pair
 from autoshard.inference.trw_s import MessagePassing
 from autoshard.ir import Assignment
-from autoshard.problem.problem import Fact, Label, Problem, Tables
-from autoshard.problem.variables import Edge
+from autoshard.problem import Label, Problem, Tables
+from autoshard.problem.problem import Fact
+from autoshard.problem.variables import Coupling
 
 Part = TypeVar("Part")
 
 
 def apply(problem: Problem) -> Quotient | None:
-    """The quotient problem, or None where too little repeats itself."""
-    classes = problem.shared(_classes)
+    """The quotient problem; None where it would have nearly as many variables."""
+    classes = problem.cached_for_all_meshes(_classes)
     return Quotient(problem, classes) if classes.max(initial=0) + 1 <= BUDGETS.symmetry_share * problem.n_variables else None
 
 
 def _classes(problem: Problem) -> np.ndarray:
-    """Per variable the number of its colour, in the order in which colours first occur."""
-    kinds, joints = problem.equal_tables()
-    within = {i: number for i, j, number in joints if i == j}
+    """Per variable ``(n_variables,)`` the number of its colour, in the order in which colours first occur."""
+    kinds, couplings = problem.decisions.kinds, problem.decisions.couplings
+    within = {one.first: one.number for one in couplings if one.first == one.last}
     keys = [(kind, within.get(variable, -1)) for variable, kind in enumerate(kinds)]
     colours = np.unique(np.array(keys, dtype=np.int64).reshape(-1, 2), axis=0, return_inverse=True)[1].reshape(-1)
-    first, last, number = np.array([joint for joint in joints if joint[0] != joint[1]], dtype=np.int64).reshape(-1, 3).T
+    first, last, number = np.array([one[:3] for one in couplings if one.first != one.last], dtype=np.int64).reshape(-1, 3).T
     for _ in range(BUDGETS.symmetry_rounds):
         seen = np.zeros(len(kinds), dtype=np.uint64)
         np.add.at(seen, first, _mixed(_mixed(colours)[last] + 2 * number.astype(np.uint64)))
@@ -51,18 +52,17 @@ def _classes(problem: Problem) -> np.ndarray:
     return np.argsort(np.argsort(firsts))[inverse.reshape(-1)]
 
 
-def _counted_joints(problem: Problem) -> dict[tuple[int, int, int], tuple[int, int, int, tuple[Edge, ...]]]:
-    """By the colours of two variables and their tables' number: the count of such reads, and the variables and edges of one."""
-    classes, found = problem.shared(_classes).tolist(), {}
-    for i, j, number, edges in problem._joints:
-        key = classes[i], classes[j], number
-        count = found[key][0] if key in found else 0
-        found[key] = count + 1, i, j, edges
-    return found
+def _counted_couplings(problem: Problem) -> dict[tuple[int, int, int], tuple[int, Coupling]]:
+    """By the colours of two variables and the number of their coupling: the count of such couplings, and one of them."""
+    classes, counted = problem.cached_for_all_meshes(_classes).tolist(), {}
+    for one in problem.decisions.couplings:
+        key = classes[one.first], classes[one.last], one.number
+        counted[key] = (counted[key][0] if key in counted else 0) + 1, one
+    return counted
 
 
 def _mixed(numbers: np.ndarray) -> np.ndarray:
-    """Numbers that hardly ever add up alike (the finaliser of SplitMix64); where they do, a colour is not split."""
+    """Hashes of numbers whose sums hardly ever collide (the finaliser of SplitMix64); a collision leaves a colour unsplit."""
     z = numbers.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -70,18 +70,18 @@ def _mixed(numbers: np.ndarray) -> np.ndarray:
 
 
 class Quotient(Problem):
-    """A problem in which variables that look alike have one label.
+    """A problem with one variable for each class of another one's variables.
 
     Attributes:
         whole: the problem that was reduced.
-        classes: ``(whole.n_variables,)``, the variable here that each variable there is one of.
+        classes: ``(whole.n_variables,)``, the class of each variable: its number here.
     """
 
     def __init__(self, whole: Problem, classes: np.ndarray):
         self.whole = whole
         self.classes = classes
         _, self._firsts = np.unique(classes, return_index=True)
-        super().__init__(whole.profile, whole.model, whole.pins, whole.memory_limit_bytes, whole, whole.watcher)
+        super().__init__(whole.profile, whole.model, whole.pins, whole.memory_limit_bytes, whole, whole.observer)
 
     @property
     def n_variables(self) -> int:
@@ -91,22 +91,22 @@ class Quotient(Problem):
     def original(self) -> Problem:
         return self.whole
 
-    def remembered(self, fact: Callable[[Problem], Fact]) -> Fact:
+    def cached(self, fact: Callable[[Problem], Fact]) -> Fact:
         """The result of a function of the whole problem."""
-        return self.whole.remembered(fact)
+        return self.whole.cached(fact)
 
-    # -- from here to the whole and back ---------------------------------------------------------------------------
+    # -- to the whole and back -------------------------------------------------------------------------------------
 
     def invert(self, labels: Sequence[Label]) -> list[Label]:
         """The labels of the whole problem."""
         return [labels[int(number)] for number in self.classes]
 
     def project(self, labels: Sequence[Label]) -> list[Label]:
-        """The labels here: of each class its first variable's."""
+        """The labels here, from those of the whole problem: of each class its first variable's."""
         return [labels[int(variable)] for variable in self._firsts]
 
     def project_parts(self, parts: Sequence[Mapping[int, Part]]) -> tuple[dict[int, Part], ...] | None:
-        """Per mesh axis, values by variable of the whole as values by variable here; None where they differ within a class."""
+        """Parts of labels, per mesh axis by variable here, from those by variable of the whole; None where they differ within a class."""
         numbers = self.classes.tolist()
         found: list[dict[int, Part]] = []
         for part_of in parts:
@@ -116,7 +116,7 @@ class Quotient(Problem):
         return tuple(found)
 
     def project_tables(self, tables: Tables) -> Tables:
-        """The sums of tables of the whole problem, in which variables of a class have equal labels."""
+        """The sums over classes of tables of the whole problem."""
         classes = self.classes.tolist()
         unary = [np.zeros(len(tables.labels[variable])) for variable in self._firsts]
         for number, table in zip(classes, tables.unary, strict=True):
@@ -136,7 +136,7 @@ class Quotient(Problem):
         return Tables(tuple(unary), pairs, options, tables.incumbent[self._firsts])
 
     def lift(self, messages: Messages, whole: Tables) -> Messages:
-        """Messages between the whole problem's tables from those here: the pairs that a pair stands for share its message evenly."""
+        """Messages of the whole problem from those here: each pair's message, divided evenly among the pairs that it stands for."""
         classes = self.classes.tolist()
         between = {(i, j): (classes[i], classes[j]) for i, j in whole.pairs}
         counts = Counter((min(pair), max(pair)) for pair in between.values())
@@ -147,7 +147,7 @@ class Quotient(Problem):
         return {pair: shares[ends] for pair, ends in between.items() if ends in shares}
 
     def message_passing(self, messages: Messages, whole: Tables) -> MessagePassing:
-        """Message passing over the whole problem's tables, from messages here; a class's variables are processed together."""
+        """Message passing over the whole problem's tables, from messages here; the variables of a class are processed together."""
         return MessagePassing(whole, self.lift(messages, whole), self.classes.tolist())
 
     # -- as any problem --------------------------------------------------------------------------------------------
@@ -162,14 +162,14 @@ class Quotient(Problem):
         return list(dict.fromkeys(int(self.classes[variable]) for variable in self.whole.pinned(axis)))
 
     def tables(self, free: Sequence[int], labels: Sequence[Label], prices: Mapping[int, float] | None = None) -> Tables:
-        """The same as `project_tables` of the whole's; equal tables are made once and counted."""
+        """The tables that `project_tables` makes of the whole's; each of equal ones is made once and multiplied by its count."""
         whole, free = self.whole, tuple(free)
-        columns = [whole._column(int(variable), label, free) for variable, label in zip(self._firsts, labels, strict=True)]
-        unary = [float(count) * column.unary for count, column in zip(np.bincount(self.classes), columns, strict=True)]
+        domains = [whole.costs.domain(int(variable), label, free) for variable, label in zip(self._firsts, labels, strict=True)]
+        unary = [float(count) * domain.unary for count, domain in zip(np.bincount(self.classes), domains, strict=True)]
         pairs: dict[tuple[int, int], np.ndarray] = {}
-        for (a, b, number), (count, i, j, edges) in whole.shared(_counted_joints).items():
-            one = whole._joint_table(i, j, number, edges, {i: columns[a], j: columns[b]})
-            if i == j:
+        for (a, b, _), (count, coupling) in whole.cached_for_all_meshes(_counted_couplings).items():
+            one = whole.costs.table(coupling, {coupling.first: domains[a], coupling.last: domains[b]})
+            if coupling.first == coupling.last:
                 unary[a] = count * one
             elif a == b:
                 unary[a] = unary[a] + count * np.diagonal(one)
@@ -177,21 +177,21 @@ class Quotient(Problem):
                 pair, table = ((a, b), one) if a < b else ((b, a), one.T)
                 pairs[pair] = pairs[pair] + count * table if pair in pairs else count * table
         if prices:
-            numbers, free_of_charge = self.classes.tolist(), [np.zeros(len(column.labels)) for column in columns]
+            numbers, free_of_charge = self.classes.tolist(), [np.zeros(len(domain.labels)) for domain in domains]
             charges = [free_of_charge[number] for number in numbers]
-            whole._charge(charges, [columns[number] for number in numbers], prices)
+            whole.charge(charges, [domains[number] for number in numbers], prices)
             for number, charge in zip(numbers, charges, strict=True):
                 if charge is not free_of_charge[number]:
                     unary[number] = unary[number] + charge
-        incumbent = np.array([column.position(label) for column, label in zip(columns, labels, strict=True)], dtype=np.int64)
-        return Tables(tuple(unary), pairs, tuple(column.labels for column in columns), incumbent)
+        incumbent = np.array([domain.position(label) for domain, label in zip(domains, labels, strict=True)], dtype=np.int64)
+        return Tables(tuple(unary), pairs, tuple(domain.labels for domain in domains), incumbent)
 
     def whole_tables(self) -> Tables:
         return self.tables(range(len(self.mesh.axes)), self.start())
 
-    def _read_pairs(self) -> Iterable[tuple[int, int]]:
+    def pairs(self) -> Iterable[tuple[int, int]]:
         classes = self.classes.tolist()
-        pairs = {(min(a, b), max(a, b)) for a, b in ((classes[i], classes[j]) for i, j in self.whole._read_pairs()) if a != b}
+        pairs = {(min(a, b), max(a, b)) for a, b in ((classes[i], classes[j]) for i, j in self.whole.pairs()) if a != b}
         return ((int(self._firsts[a]), int(self._firsts[b])) for a, b in pairs)
 
     def assignment(self, labels: Sequence[Label]) -> Assignment:

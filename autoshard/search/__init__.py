@@ -14,7 +14,7 @@ from autoshard.search.dynamic_programming import DynamicProgramming
 from autoshard.search.integer_programming import IntegerProgramming
 from autoshard.search.manual import Manual
 from autoshard.search.recursive_programming import RecursiveProgramming
-from autoshard.search.searcher import Foreign, Searcher, Solution
+from autoshard.search.searcher import AdaptedSearcher, Searcher, Solution
 from autoshard.search.sharding_propagation import ShardingPropagation
 from autoshard.search.tensor_parallel import TensorParallel
 
@@ -30,7 +30,8 @@ SEARCHERS = {
     "manual": Manual,
     "brute_force": BruteForce,
 }
-ELSEWHERE = {"ddp": "data_parallel", "fsdp": "fully_sharded", "zero": "fully_sharded", "megatron": "tensor_parallel"}  # what others say
+# Names in other libraries.
+ELSEWHERE = {"ddp": "data_parallel", "fsdp": "fully_sharded", "zero": "fully_sharded", "megatron": "tensor_parallel"}
 
 
 def searcher_of(searcher: str | Searcher) -> Searcher:
@@ -53,13 +54,17 @@ def searcher_of(searcher: str | Searcher) -> Searcher:
             f"a searcher is one of {sorted(SEARCHERS)} or a value with a solve method, got {searcher!r}. Use a name, or a value such as "
             "autoshard.DynamicProgramming()."
         )
-    return searcher if isinstance(searcher, Searcher) else Foreign(searcher)
+    return searcher if isinstance(searcher, Searcher) else AdaptedSearcher(searcher)
 
 
 def solve(searcher: Searcher, problem, progress: Progress = silent, hints: Hints = NO_HINTS) -> Solution:
-    """What the searcher finds; for an automatic one never worse, by the judge, than data parallelism if that fits the memory limit.
+    """The searcher's solution; of an automatic one, a baseline's where that is better.
 
-    Where the searcher finds nothing that fits, fully sharded data parallelism may.
+    An automatic searcher's solution is never slower, by the judge, than data parallelism within the memory limit. Where it finds none, that
+    of fully sharded data parallelism is returned, if it fits.
+
+    Raises:
+        InfeasibleError: no answer fits the memory limit.
     """
     if not searcher.automatic:
         return searcher.solve(problem, progress, hints)

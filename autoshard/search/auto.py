@@ -1,17 +1,17 @@
-"""The portfolio: every searcher that fits the problem's size, and every baseline; the judge picks.
+"""The portfolio: every searcher that fits the problem's size, and every baseline; the judge decides.
 
-Model. Each member minimises its own objective; what is returned has the least judged makespan of all that fit the memory limit, on ties
-the member that comes first. So it is never worse than any that was asked. Its lower bound is the best that any member proves: bounds hold
-for all assignments of the mesh.
+*Objective.* Each member minimises its own; the portfolio returns the answer of least judged makespan within the memory limit. *Ties.* The
+member that comes first. So no member's answer is better. The lower bound is the greatest that any member proves, since bounds are over all
+assignments of the mesh.
 
-Baselines are always asked. Automatic searchers, which all minimise the judge's objective, are asked until one's answer is *settled*: on a
-cluster that waits for all collectives but permutes it is within `Budgets.settled_gap` of the lower bound, and its makespan of its
-objective. No other's objective can be less by more than that, and its makespan only by permutes that it hides and by what compilers
-combine or narrow.
+*Members.* All baselines are run. Automatic searchers, which all minimise the judge's objective, are run until an answer is *settled*: the
+cluster waits for all collectives but permutes, the objective is within `Budgets.settled_gap` of the lower bound, and so is the makespan of
+the objective. No other objective can be less by more than that, and no other makespan by more than its hidden permutes and the collectives
+that compilers combine or narrow.
 
-*What hides.* The objective charges all communication, the makespan what no compute hides of it. So where no answer is settled and some
-of the answers' communication hides, recursive programming is asked once more, with each kind of collective charged the share of its
-seconds that all answers together expose: one more answer for the judge, whose bound is not one of the objective.
+*Hidden communication.* The objective charges all communication, the makespan only its exposed part. So where no answer is settled and some
+communication is hidden, recursive programming runs once more, with each kind of collective charged the share of its seconds that is exposed
+in all answers together. Its answer is one more for the judge; its bound is not one of the objective.
 """
 
 from __future__ import annotations
@@ -48,24 +48,22 @@ MEMBERS: tuple[Searcher, ...] = (
 )
 
 
-
-
 @dataclass(frozen=True, slots=True)
 class Auto(Searcher):
     """The best of several searchers.
 
     Attributes:
-        members: who is asked.
+        members: the searchers to run, in order.
     """
 
     name: ClassVar[str] = "auto"
     automatic: ClassVar[bool] = True
-    asks_baselines: ClassVar[bool] = True
+    includes_baselines: ClassVar[bool] = True
 
     members: tuple[Searcher, ...] = MEMBERS
 
     def solve(self, problem: Problem, progress: Progress = silent, hints: Hints = NO_HINTS) -> Solution:
-        """The member's answer of least makespan; its notes say whose it is, and which members met their limits.
+        """The answer of least makespan; its notes name the member that found it, and the members that were beyond their limits.
 
         Raises:
             InfeasibleError: no member's answer fits the memory limit; names the smallest peak found.
@@ -74,7 +72,7 @@ class Auto(Searcher):
         found: list[tuple[Solution, Searcher]] = []
         refused: list[InfeasibleError] = []
         too_large: list[SearchLimitError] = []
-        share = 1 / (1 + len(self.members))  # of the progress: each member's, and that of what hides
+        share = 1 / (1 + len(self.members))  # of the progress, a member's; the last is for hidden communication
         for number, member in enumerate(self.members):
             if member.automatic and any(_settled(problem, solution) for solution, _ in found):
                 continue
@@ -91,7 +89,7 @@ class Auto(Searcher):
                 refused.append(error)
         if not any(_settled(problem, solution) for solution, _ in found):
             last = part(progress, len(self.members) * share, share)
-            found += self._hiding(problem, [solution.judgement.cost for solution, _ in found], last, hints)
+            found += self._with_exposed_shares(problem, [solution.judgement.cost for solution, _ in found], last, hints)
         if not found:
             if not refused:
                 raise too_large[0]
@@ -105,7 +103,7 @@ class Auto(Searcher):
             replace(
                 other,
                 lower_bound_seconds=min(bound, other.judgement.cost.objective_seconds),
-                notes=(f"found by {member.name}, one of {len(found)} answers that auto asked for", *other.notes),
+                notes=(f"found by {member.name}, one of {len(found)} searchers' answers", *other.notes),
                 finder=member.name,
             )
             for other, member in slower
@@ -117,7 +115,7 @@ class Auto(Searcher):
             least_seconds=least.judgement.cost.objective_seconds,
             notes=(
                 f"found by {finder.name}, {_of(len(found), len(refused))}",
-                *_hides(best.judgement.cost, least.judgement.cost, owner),
+                *_gap_reason(best.judgement.cost, least.judgement.cost, owner),
                 *best.notes,
                 *map(str, too_large),
             ),
@@ -127,50 +125,50 @@ class Auto(Searcher):
             hints=replace(hints, near_tensor_parallel=is_near),
         )
 
-    def glance(self, problem: Problem, hints: Hints) -> Solution | None:
-        """Tensor parallelism's answer on a mesh where bounds say that no objective is worth a search, if elsewhere it came near the best.
+    def solve_cut_mesh(self, problem: Problem, hints: Hints) -> Solution | None:
+        """Tensor parallelism's answer, if its makespan was near the best on other meshes.
 
-        Of the baselines it is the one that differs from mesh to mesh, and more of its communication may hide than of the best answer's.
+        Of the baselines only its answers differ from mesh to mesh, and more of its communication may be hidden than of the best answer's.
         """
         member = next((member for member in self.members if member.differs_by_mesh), None)
         if member is None or not hints.near_tensor_parallel:
             return None
         with suppress(InfeasibleError, SearchLimitError):
             solution = member.solve(problem, hints=hints)
-            note = f"found by {member.name}, asked by auto on a mesh that bounds had cut"
+            note = f"found by {member.name}, which auto ran on a mesh that bounds had cut"
             return replace(solution, notes=(note, *solution.notes), finder=member.name)
         return None
 
-    def _hiding(
+    def _with_exposed_shares(
         self, problem: Problem, costs: Iterable[Cost], progress: Progress, hints: Hints
     ) -> Iterator[tuple[Solution, Searcher]]:
-        """The answer of a member that takes shares, where collectives cost what is exposed of them, if something hides."""
-        member = next((member for member in self.members if member.takes_shares), None)
+        """The answer of a member with collectives charged their exposed shares, if some communication is hidden, and the member."""
+        member = next((member for member in self.members if member.uses_exposed_shares), None)
         shares = exposed_shares(costs, problem.profile.compiler.asynchronous)
         if member is None or all(share > 1 - BUDGETS.settled_gap for share in shares.values()):
             return
         model = CostModel(problem.model.cluster, problem.mesh, shares)
         other = Problem(problem.profile, model, problem.pins, problem.memory_limit_bytes, like=problem)
-        progress(f"{member.name}, what hides left out", 0.0)
+        progress(f"{member.name}, hidden communication left out", 0.0)
         with suppress(InfeasibleError, SearchLimitError):
             solution = member.solve(other, progress, hints)
             judgement = problem.evaluate(solution.assignment)
             bound = min(problem.compute_bound(), judgement.cost.objective_seconds)
             charged = ", ".join(f"{kind} at {format_percent(share)}" for kind, share in sorted(shares.items()))
-            note = f"searched with what hides behind compute left out: {charged} of its seconds"
+            note = f"searched with the communication that hides behind compute left out: {charged} of its seconds"
             yield replace(solution, judgement=judgement, lower_bound_seconds=bound, notes=(*solution.notes, note)), member
 
 
 def _of(found: int, refused: int) -> str:
-    """Among how many answers one is the fastest."""
+    """The number of answers among which one is the fastest, in words."""
     if not refused:
-        return f"the fastest of {found} answers that auto asked for" if found > 1 else "the only one that auto asked"
+        return f"the fastest of {found} searchers' answers" if found > 1 else "the only searcher that auto ran"
     fitting = f"the fastest of {found} answers" if found > 1 else "the only answer"
-    return f"{fitting} within the memory limit, of {found + refused} searchers that auto asked"
+    return f"{fitting} within the memory limit, of {found + refused} searchers that auto ran"
 
 
 def exposed_shares(costs: Iterable[Cost], kinds: Iterable[str]) -> dict[str, float]:
-    """Per kind of collective, if some costs have any of it, the share of its seconds that nothing hides in all of them."""
+    """Per kind of collective that occurs in some costs, the exposed share of its seconds in all of them together."""
     whole, exposed = defaultdict[str, float](float), defaultdict[str, float](float)
     for cost in costs:
         for sent in cost.collectives:
@@ -179,8 +177,8 @@ def exposed_shares(costs: Iterable[Cost], kinds: Iterable[str]) -> dict[str, flo
     return {kind: min(exposed[kind] / whole[kind], 1.0) for kind in kinds if whole[kind] > 0}
 
 
-def _hides(best: Cost, least: Cost, owner: Searcher) -> Iterator[str]:
-    """Why the fastest has a gap where another's objective is less: bounds are of objectives, which hide nothing."""
+def _gap_reason(best: Cost, least: Cost, owner: Searcher) -> Iterator[str]:
+    """The reason why the fastest answer has a gap, where another one has a smaller objective: bounds are of objectives."""
     more = best.objective_seconds / least.objective_seconds - 1 if least.objective_seconds else 0.0
     if more > BUDGETS.settled_gap:
         yield (
@@ -190,7 +188,7 @@ def _hides(best: Cost, least: Cost, owner: Searcher) -> Iterator[str]:
 
 
 def _settled(problem: Problem, solution: Solution) -> bool:
-    """Whether no other objective is much less, and makespans are objectives."""
+    """Whether no other objective is much less than the solution's, and makespans are nearly objectives."""
     cost = solution.judgement.cost
     waits = set(problem.profile.compiler.asynchronous) <= {"collective_permute"}
     return waits and min(solution.lower_bound_seconds, cost.makespan_seconds) >= (1 - BUDGETS.settled_gap) * cost.objective_seconds

@@ -1,7 +1,7 @@
-"""The baselines that everybody writes by hand: data parallel and fully sharded (ZeRO).
+"""Data parallelism and fully sharded data parallelism (ZeRO): the baselines that people write by hand.
 
-Both find the batch by themselves: among the arguments that the step does not replace, the one whose leading dimension, or the one after
-it, sharded, makes the step fastest. Everything else follows by propagation.
+Both detect the batch: of the arguments that the step does not replace, the one whose leading dimension, or the one after it, makes the step
+fastest when it is sharded. All other layouts follow by propagation (`autoshard.search.propagation`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class DataParallel(Searcher):
         """The data-parallel assignment."""
         started = time.perf_counter()
         progress("propagating the batch", 0.0)
-        return _solution(problem, problem.remembered(_split_batch)[1], started, hints)
+        return _solution(problem, problem.cached(_split_batch)[1], started, hints)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,23 +61,23 @@ class FullySharded(Searcher):
         started = time.perf_counter()
         progress("propagating the batch", 0.0)
         graph = problem.graph
-        spread = split_batch(problem)
-        spread.frozen = {op for op, choice in spread.choices.items() if any(factor >= 0 for factor, _ in choice)}
+        run = split_batch(problem)
+        run.frozen = {op for op, choice in run.choices.items() if any(factor >= 0 for factor, _ in choice)}
         state = _state(problem)
-        parameters = state & _used_with_the_batch(problem, spread)
+        parameters = state & _used_with_the_batch(problem, run)
         sharded = state if self.stage == 3 else state - parameters
-        spread.seed({
-            value: _pinned(problem, value, _spread_out(problem, value)) for value in graph.arguments if value in sharded
+        run.seed({
+            value: _pinned(problem, value, _most_sharded(problem, value)) for value in graph.arguments if value in sharded
         })  # fmt: skip
-        # What a loop reads in every trip is gathered once, before it.
-        spread.kept = {holder.value: spread.layout(holder.value) for holder in graph.loop_constants()}
-        spread.forward()
-        spread.backward()
+        # Values that a loop reads in every trip are gathered once, before it.
+        run.kept = {holder.value: run.layout(holder.value) for holder in graph.loop_constants()}
+        run.forward()
+        run.backward()
         if self.stage >= 2:
-            spread.scatter()
-        spread.forward()
-        spread.narrow()
-        return _solution(problem, problem.evaluate(spread.assignment()), started, hints)
+            run.scatter()
+        run.forward()
+        run.gather_before_casts()
+        return _solution(problem, problem.evaluate(run.assignment()), started, hints)
 
 
 def _solution(problem: Problem, judgement: Judgement, started: float, hints: Hints) -> Solution:
@@ -88,7 +88,7 @@ def _solution(problem: Problem, judgement: Judgement, started: float, hints: Hin
             "Use searcher='auto', more devices, or a higher memory limit.",
             judgement.cost.peak_bytes,
         )
-    split = judgement.cost.flops <= problem.remembered(_split_batch)[2] or problem.mesh.size == 1
+    split = judgement.cost.flops <= problem.cached(_split_batch)[2] or problem.mesh.size == 1
     return Solution(
         judgement,
         min(problem.compute_bound(), judgement.cost.objective_seconds),
@@ -99,39 +99,39 @@ def _solution(problem: Problem, judgement: Judgement, started: float, hints: Hin
 
 
 def split_batch(problem: Problem) -> Propagation:
-    """The propagation of the batch, sharded on its leading dimension; on the next one where that leaves most work whole, as a scan does."""
-    return problem.remembered(_split_batch)[0].copy()
+    """The propagation of the batch, sharded on its leading dimension, or on the next where that splits too little work, as under a scan."""
+    return problem.cached(_split_batch)[0].copy()
 
 
 def _split_batch(problem: Problem) -> tuple[Propagation, Judgement, float]:
-    """The fastest spread of a batch, what it costs, and the flops of one that splits half of what could be split."""
+    """The fastest propagation of a batch, its judgement, and the FLOPs of one that splits half of the work that can be split."""
     profile = problem.profile
     flops = sum(op.trips * profile.flops[op.index] for op in problem.graph.walk() if is_matrix(op.primitive))
     enough = flops * (1 + 1 / problem.mesh.size) / 2
     best: tuple[Propagation, Judgement] | None = None
     for dim in (0, 1):
-        spreads = [_spread(problem, batch) for batch in _batches(problem, dim)]
-        found = [(spread, problem.evaluate(spread.assignment())) for spread in spreads]
-        best = min([*([best] if best else []), *found], key=lambda judged: judged[1].cost.objective_seconds, default=None)
+        runs = [_propagated(problem, batch) for batch in _batches(problem, dim)]
+        judged = [(run, problem.evaluate(run.assignment())) for run in runs]
+        best = min([*([best] if best else []), *judged], key=lambda one: one[1].cost.objective_seconds, default=None)
         if best is not None and best[1].cost.flops <= enough:
             break
     if best is None:
-        whole = _spread(problem, {})
+        whole = _propagated(problem, {})
         best = whole, problem.evaluate(whole.assignment())
     return best[0], best[1], enough
 
 
-def _spread(problem: Problem, batch: dict[int, Layout]) -> Propagation:
-    spread = Propagation(problem)
-    pinned = {value: spread.layout(value) for value in problem.graph.arguments if value in problem.pins}
-    spread.seed({value: _pinned(problem, value, layout) for value, layout in (pinned | batch).items()})
-    spread.forward()
-    spread.backward()
-    return spread
+def _propagated(problem: Problem, batch: dict[int, Layout]) -> Propagation:
+    run = Propagation(problem)
+    pinned = {value: run.layout(value) for value in problem.graph.arguments if value in problem.pins}
+    run.seed({value: _pinned(problem, value, layout) for value, layout in (pinned | batch).items()})
+    run.forward()
+    run.backward()
+    return run
 
 
 def _batches(problem: Problem, dim: int) -> list[dict[int, Layout]]:
-    """What may be the batch: the arrays of all arguments, or of one, that share the commonest size of a dimension, sharded on it."""
+    """The candidates for the batch: the arrays of all arguments, or of one, that share the commonest size of a dimension, sharded on it."""
     graph = problem.graph
     replaced = {graph.arguments[argument] for _, argument in graph.aliases}
     groups: dict[str, list[int]] = {}
@@ -140,18 +140,18 @@ def _batches(problem: Problem, dim: int) -> list[dict[int, Layout]]:
             root = re.split(r"\W", path, maxsplit=1)[0]
             groups.setdefault(root, []).append(value)
     together = [value for group in groups.values() for value in group]
-    found = []
+    candidates = []
     for group in [*([together] if len(groups) > 1 else []), *groups.values()]:
         sizes = [graph.values[value].shape[dim] for value in group]
         commonest = max(dict.fromkeys(sizes), key=sizes.count)
         batch = {value: _split(problem, value, dim) for value, size in zip(group, sizes, strict=True) if size == commonest}
         if any(axis_dim >= 0 for layout in batch.values() for axis_dim in layout):
-            found.append(batch)
-    return found
+            candidates.append(batch)
+    return candidates
 
 
 def _split(problem: Problem, value: int, dim: int) -> Layout:
-    """One dimension sharded over as many mesh axes as divide it."""
+    """The layout that shards one dimension over as many mesh axes as divide it."""
     shape, sizes = problem.graph.values[value].shape, problem.mesh.sizes
     layout = (-1,) * len(sizes)
     for axis in range(len(sizes)):
@@ -161,10 +161,11 @@ def _split(problem: Problem, value: int, dim: int) -> Layout:
     return layout
 
 
-def _spread_out(problem: Problem, value: int) -> Layout:
-    """All mesh axes on one dimension, the largest of those that most devices divide; what does not divide it on others, largest first.
+def _most_sharded(problem: Problem, value: int) -> Layout:
+    """The layout over as many devices as possible: of the dimensions that most devices divide the largest; other axes on others.
 
-    Along one dimension a parameter is gathered at once, and its gradient scattered at once (`compilers.all_reduce_combiner.is_formed`).
+    A parameter sharded along one dimension is gathered by one collective, and its gradient scattered by one
+    (`compilers.all_reduce_combiner.is_formed`).
     """
     shape, sizes = problem.graph.values[value].shape, problem.mesh.sizes
     layouts = [_split(problem, value, dim) for dim in range(len(shape))]
@@ -177,7 +178,7 @@ def _spread_out(problem: Problem, value: int) -> Layout:
 
 
 def _pinned(problem: Problem, value: int, layout: Layout) -> Layout:
-    """The layout, with the user's pins where it would break them."""
+    """The layout, changed where the user's pins forbid it."""
     pin = problem.pins.get(value)
     if pin is None:
         return layout
@@ -185,14 +186,14 @@ def _pinned(problem: Problem, value: int, layout: Layout) -> Layout:
 
 
 def _state(problem: Problem) -> set[int]:
-    """Arguments that the step replaces; where it replaces none, those outside the batch."""
+    """The arguments that the step replaces, without scalars."""
     graph = problem.graph
     replaced = {graph.arguments[argument] for _, argument in graph.aliases}
     return {value for value in replaced if graph.values[value].rank}
 
 
-def _used_with_the_batch(problem: Problem, spread: Propagation) -> set[int]:
-    """Values that an op reads together with a sharded batch, directly or through ops that are not sharded themselves."""
+def _used_with_the_batch(problem: Problem, run: Propagation) -> set[int]:
+    """The values that a sharded op reads, directly or through ops that are not sharded."""
     used: set[int] = set()
     for op in reversed(problem.graph.walk()):
         for holder in op.holders:
@@ -201,7 +202,7 @@ def _used_with_the_batch(problem: Problem, spread: Propagation) -> set[int]:
         rule = problem.rules[op.index]
         if rule is None:
             continue
-        sharded = op.index in spread.frozen
+        sharded = op.index in run.frozen
         if sharded or any(value in used for value in op.results):
-            used.update(value for value in op.operands if all(dim < 0 for dim in spread.layout(value)))
+            used.update(value for value in op.operands if all(dim < 0 for dim in run.layout(value)))
     return used

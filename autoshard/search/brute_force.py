@@ -1,4 +1,4 @@
-"""Brute force: every assignment of a small problem, one by one. The referee of the other searchers' tests."""
+"""Brute force: enumeration of all assignments of a small problem, the reference of the other searchers' tests."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from autoshard.search.searcher import Searcher, Solution
 
 @dataclass(frozen=True, slots=True)
 class BruteForce(Searcher):
-    """The assignment of least table cost, and the smallest labels on ties.
+    """The searcher that enumerates; on ties the smallest labels, first variable first.
 
     Attributes:
-        max_assignments: more than this many raise `SearchLimitError`.
+        max_assignments: the most that are enumerated.
     """
 
     name: ClassVar[str] = "brute_force"
@@ -30,7 +30,12 @@ class BruteForce(Searcher):
     max_assignments: int = 1_000_000
 
     def solve(self, problem: Problem, progress: Progress = silent, hints: Hints = NO_HINTS) -> Solution:
-        """The optimum over all mesh axes at once."""
+        """The optimum over all mesh axes at once.
+
+        Raises:
+            SearchLimitError: there are too many assignments.
+            InfeasibleError: none fits the memory limit.
+        """
         started = time.perf_counter()
         tables = problem.tables(range(len(problem.mesh.axes)), problem.start())
         n = math.prod(len(options) for options in tables.labels)
@@ -57,7 +62,7 @@ class BruteForce(Searcher):
 
 
 def _costs(tables: Tables, strides: Sequence[int]) -> np.ndarray:
-    """The sum of the tables at all labels, numbered with those of the last variable varying fastest."""
+    """The energies of all labellings, numbered with the last variable's label varying fastest."""
     numbers = np.arange(math.prod(map(len, tables.unary)))
 
     def position(variable: int) -> np.ndarray:

@@ -40,9 +40,9 @@ from autoshard.inference.reduced_cost_fixing import ReducedCostFixing
 from autoshard.inference.reparametrisation import normalised
 from autoshard.inference.trw_s import MessagePassing
 from autoshard.judge.evaluate import Judgement
-from autoshard.memory_limit.dual_bound import held_at, priced
+from autoshard.memory_limit.dual_bound import live_bytes_at, priced
 from autoshard.memory_limit.lagrangian import Fitted, fitted
-from autoshard.memory_limit.repair import Found
+from autoshard.memory_limit.repair import Answer
 from autoshard.problem import NO_HINTS, Hints, Problem, Tables
 from autoshard.progress import Progress, silent
 from autoshard.reductions import low_degree, symmetry
@@ -128,14 +128,14 @@ class DynamicProgramming(Searcher):
 
 
 class _Run:
-    """The searches of one problem under several prices, with counts of what they took.
+    """The searches of one problem under several prices, with counts of their work.
 
     Attributes:
         small: the quotient problem, which is searched where there is one.
         bound: a lower bound of the tables without prices.
         cost: the tables' cost of the answer without prices.
-        hints: the given ones, with all found out since.
-        messages: the last ones: prices change little from one to the next.
+        hints: the given ones, improved.
+        messages: the last ones, which start the search under the next price.
         judged: judgements by labels.
     """
 
@@ -153,7 +153,7 @@ class _Run:
         self.bound = 0.0
         self.n_free_variables = 0
 
-    def optimum(self, prices: Mapping[int, float]) -> Found:
+    def optimum(self, prices: Mapping[int, float]) -> Answer:
         """The judgement and the labels, of the whole problem, of the best answer under memory prices."""
         tables = self._tables(self.small or self.problem, prices)
         found, bound, self.messages = self._solved(tables, self.messages, BUDGETS.table_sweeps if prices else None)
@@ -188,32 +188,32 @@ class _Run:
             return Fitted(other, answer), bound
         return found, bound
 
-    def dual_bound(self, found: Fitted, above: Found) -> float:
+    def dual_bound(self, found: Fitted, above: Answer) -> float:
         """The Lagrangian dual bound over all labels within the memory limit: the least cost under a price, less the limit's worth at it."""
         problem, small = self.problem, self.small
         try:
             tables = self._tables(problem)
         except SearchLimitError:
             return problem.compute_bound() - problem.fixed_seconds()
-        held = held_at(problem, tables, above[1], above[0].peak, problem.memory_limit_bytes or 0.0)
-        charges = held.tables(tables)
+        live = live_bytes_at(problem, tables, above[1], above[0].peak, problem.memory_limit_bytes or 0.0)
+        charges = live.tables(tables)
         own, own_charges = (tables, charges) if small is None else (small.project_tables(tables), small.project_tables(charges))
         answers = []  # (seconds, bytes beyond the limit): no bound at a price exceeds an answer's cost at it
         for labels in (above[1], found.labels):
             at = tables.positions(labels)
-            answers.append((tables.energy(at), charges.energy(at) - held.limit))
+            answers.append((tables.energy(at), charges.energy(at) - live.limit))
         (fast, excess), (slow, slack) = answers
         best, price, messages = -math.inf, 0.0, self.messages
         for _ in range(BUDGETS.dual_steps if excess > 0.0 else 0):
             tried = max(slow - fast, 0.0) / (excess - slack)
             labels, bound, moved = self._solved(priced(own, own_charges, tried), messages, BUDGETS.table_sweeps)
-            bound -= tried * held.limit
+            bound -= tried * live.limit
             if bound > best:
                 best, price, messages = bound, tried, moved
             if bound >= (fast + tried * excess) * (1 - self.searcher.tolerance):
                 break  # no price does better than the one at which the two answers cost the same
             seconds = own.energy(labels)
-            beyond = own_charges.energy(labels) - held.limit
+            beyond = own_charges.energy(labels) - live.limit
             if beyond > 0.0:
                 fast, excess = seconds, beyond
             else:
@@ -221,9 +221,9 @@ class _Run:
         self.hints = replace(self.hints, above=tuple(above[1]), worth=price, priced_messages=messages)
         if small is None:
             return max(self.bound, best)
-        cost = found.judgement.cost.objective_seconds - problem.fixed_seconds() + price * held.limit
+        cost = found.judgement.cost.objective_seconds - problem.fixed_seconds() + price * live.limit
         bound, _ = self._pass(small.message_passing(messages, priced(tables, charges, price)), cost)
-        return bound - price * held.limit - BUDGETS.rounding * cost
+        return bound - price * live.limit - BUDGETS.rounding * cost
 
     def _solved(self, tables: Tables, messages: Messages, max_sweeps: int | None) -> tuple[np.ndarray, float, Messages]:
         """The best labels of tables, a lower bound, and the messages that show it, from given messages.
@@ -234,8 +234,8 @@ class _Run:
             found, bound, moved = self.fixing.solve(tables, messages, max_sweeps)
             return found, bound, moved.messages
         known = tables is self.problem.whole_tables()
-        fewer = self.problem.remembered(low_degree.apply_whole) if known else low_degree.apply(tables)
-        layout = self.problem.remembered(low_degree.message_layout) if known else None
+        fewer = self.problem.cached(low_degree.apply_whole) if known else low_degree.apply(tables)
+        layout = self.problem.cached(low_degree.message_layout) if known else None
         found, bound, moved = self.fixing.solve(fewer.model, messages, max_sweeps, layout)
         return fewer.invert(found), bound, moved.messages
 

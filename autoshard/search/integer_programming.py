@@ -1,20 +1,20 @@
-"""Integer programming: the optimum as HiGHS proves it, the memory limit as a constraint of its own.
+"""Integer programming: the optimum as proven by HiGHS, with the memory limit as constraints.
 
 *Variables.* One indicator (0 or 1) a variable of the problem and label; one continuous number a pair of variables and of their labels.
 *Constraints.* Each variable has one label; the numbers of a pair add up to the indicators of its variables, from either side (the local
 marginal polytope: Wainwright and Jordan 2008, "Graphical models, exponential families, and variational inference", section 4.1).
-*Memory.* A peak is a maximum over program points. The
-model starts without any; where the judge finds the answer's peak above the limit, the values alive there become a row, bytes by label at
-most the limit, and the model is solved again (Kelley 1960, "The cutting-plane method"). Copies that readers want elsewhere count as long as
-the value and all its readers keep their labels, partial sums while their op runs if it keeps its own. *Objective.* The sum of
-unary and pair tables: the judge's ``objective_seconds``. *Ties.* As HiGHS breaks them: of equal models it returns equal answers.
+*Memory.* A peak is a maximum over moments of the program. The model starts without memory rows; where the judge finds the answer's peak
+above the limit, a row is added: the bytes, by label, of the values live there are at most the limit. Then the model is solved again
+(Kelley 1960, "The cutting-plane method"). A copy in another layout counts while the value and all its readers keep their labels, a partial
+sum while its op runs and keeps its label. *Objective.* The sum of unary and pair tables: the judge's ``objective_seconds``. *Ties.* As
+HiGHS breaks them: equal models get equal answers.
 
-*Warm start.* Message passing (`autoshard.inference.reparametrisation`) gives every label and every pair of labels a reduced cost: what any
-labelling with it costs at least beyond the bound. The model has those up to a slack, which is widened until the answer is within it: no
-label outside could then be part of a better one. The answer of recursive programming is there from the start.
+*Warm start.* Message passing (`autoshard.inference.reparametrisation`) gives every label and every pair of labels a reduced cost: a lower
+bound of the cost beyond the bound of any labelling with it. The model has the labels and pairs up to a slack, which is widened until the
+answer is within it: no label outside is then part of a better one. The first incumbent is the answer of recursive programming.
 
-*The certificate.* Every row follows from the limit: which values are alive at a point of the program does not depend on the assignment,
-and a row never counts more than the judge does for the labels it speaks of. So the dual bound of the model with rows bounds every
+*The certificate.* Every row follows from the limit: the values live at a moment of the program do not depend on the assignment, and a row
+never counts more bytes than the judge does. So the dual bound of the model with rows bounds every
 assignment within the limit, and the gap is honest where the limit binds; assignments above the limit may cost less.
 
 Complexity: exponential in the worst case; on tables that message passing has made tight the relaxation is nearly integral.
@@ -46,7 +46,7 @@ from autoshard.render import format_bytes
 from autoshard.search.recursive_programming import RecursiveProgramming
 from autoshard.search.searcher import Searcher, Solution
 
-SCALE = 1e4  # an answer's cost in the model: HiGHS's tolerances are absolute, 1e-6 and 1e-7
+SCALE = 1e4  # of an answer's cost in the model, since HiGHS's tolerances are absolute: 1e-6 and 1e-7
 STATUS_INFEASIBLE = 2  # of scipy.optimize.milp
 IN_PROCESS = 2000  # variables; HiGHS was seen to take less than a second for models of so many
 CHILD = """
@@ -62,11 +62,11 @@ class IntegerProgramming(Searcher):
     """The integer-programming searcher.
 
     Attributes:
-        time_limit_seconds: how long HiGHS may take in all; beyond it the best answer is returned with the gap that is left.
-        gap: the gap at which an answer is good enough, relative to its objective.
-        max_problem_entries: how many entries all pair tables together may have.
-        max_variables: how many variables the model may have after the warm start.
-        max_sweeps: how often message passing goes over the variables.
+        time_limit_seconds: of all HiGHS runs together; after it the best answer is returned with its gap.
+        gap: the relative gap at which the search stops.
+        max_problem_entries: the most entries of all pair tables together.
+        max_variables: the most variables of a model.
+        max_sweeps: the most sweeps of message passing.
     """
 
     name: ClassVar[str] = "integer_programming"
@@ -79,7 +79,7 @@ class IntegerProgramming(Searcher):
     max_sweeps: int = 60
 
     def solve(self, problem: Problem, progress: Progress = silent, hints: Hints = NO_HINTS) -> Solution:
-        """The optimum within the memory limit, or the best that was found in time; see the module.
+        """The optimum within the memory limit, or the best found in time; see the module.
 
         Raises:
             SearchLimitError: the tables or the model would be too large, or no answer within the limit was found in time.
@@ -88,12 +88,20 @@ class IntegerProgramming(Searcher):
         return _Run(self, problem, progress, hints).solution()
 
     def limited(self, seconds: float) -> IntegerProgramming:
-        """The searcher with a limit of its own: HiGHS runs without a word until then."""
+        """The searcher with a time limit of its own, since HiGHS calls no progress callback."""
         return replace(self, time_limit_seconds=min(seconds, self.time_limit_seconds))
 
 
 class _Run:
-    """One problem's models, with what they took."""
+    """The models of one problem, and the best answer.
+
+    Attributes:
+        best: the incumbent; None: none is within the memory limit.
+        smallest_peak: the smallest peak found, in bytes.
+        rows: of memory.
+        rounds, n_variables: the models solved, and the variables of the last one.
+        until: the end of the time limit.
+    """
 
     def __init__(self, searcher: IntegerProgramming, problem: Problem, progress: Progress, hints: Hints):
         self.searcher = searcher
@@ -112,16 +120,16 @@ class _Run:
         self._first_answer()
         tables = self._tables()
         moved = reparametrise(tables, max_sweeps=self.searcher.max_sweeps, progress=self.progress)
-        bound = self._widened(tables, moved, problem.fixed_seconds())
+        bound = self._bound_by_widening(tables, moved, problem.fixed_seconds())
         if self.best is None:
             raise InfeasibleError(
                 f"a strategy must fit {format_bytes(problem.memory_limit_bytes or 0.0)} a device, and on mesh {problem.mesh} none does: "
-                f"the smallest peak met is {format_bytes(self.smallest_peak)}. "
+                f"the smallest peak found is {format_bytes(self.smallest_peak)}. "
                 "Use more devices, a smaller batch, rematerialisation, or a higher memory limit.",
                 self.smallest_peak,
             )
         given = f"{self.searcher.time_limit_seconds:g} s"
-        late = f"integer programming's {given} were over before its bound met its answer: a longer time_limit_seconds may close the gap"
+        late = f"integer programming's {given} were over before its bound reached its answer: a longer time_limit_seconds may close the gap"
         is_open = bound < self.best.cost.objective_seconds * (1 - self.searcher.gap) / (1 + BUDGETS.rounding)
         return Solution(
             judgement=self.best,
@@ -139,11 +147,11 @@ class _Run:
 
     def _first_answer(self) -> None:
         try:
-            found = RecursiveProgramming().solve(self.problem, self.progress, self.hints)
+            first = RecursiveProgramming().solve(self.problem, self.progress, self.hints)
         except InfeasibleError as error:
             self.smallest_peak = error.smallest_peak_bytes or math.inf
         else:
-            self.best, self.hints = found.judgement, found.hints
+            self.best, self.hints = first.judgement, first.hints
 
     def _tables(self) -> Tables:
         problem, limit = self.problem, self.searcher.max_problem_entries
@@ -155,24 +163,24 @@ class _Run:
             )
         return problem.whole_tables()
 
-    def _widened(self, tables: Tables, moved: Reparametrisation, fixed: float) -> float:
-        """The bound that is proven once no label outside the model can be part of a better answer, or the time has run out."""
+    def _bound_by_widening(self, tables: Tables, moved: Reparametrisation, fixed: float) -> float:
+        """The lower bound from models of ever more labels, until none outside can be part of a better answer, or the time is over."""
         self.until = time.perf_counter() + self.searcher.time_limit_seconds
         least = bound = fixed + moved.bound
-        most = sum(float(table.max()) for table in (*moved.unary, *moved.pairs.values()))  # beyond it nothing is left out
+        most = sum(float(table.max()) for table in (*moved.unary, *moved.pairs.values()))  # a slack with which the model has all labels
         slack = 0.0
         while True:
             enough = most if self.best is None else self.best.cost.objective_seconds - least
             slack = min(max(8 * slack, enough / 64 if self.best else least / 64), max(enough, 0.0)) + BUDGETS.rounding * least
             model = Model(moved, slack, self.searcher.max_variables)
             self.n_variables = model.n_variables
-            bound = max(bound, min(self._cut(tables, model, fixed), least + slack))
+            bound = max(bound, min(self._bound_by_rows(tables, model, fixed), least + slack))
             objective = math.inf if self.best is None else self.best.cost.objective_seconds
             if objective <= bound / (1 - self.searcher.gap) * (1 + BUDGETS.rounding) or slack >= most or self._late():
                 return bound
 
-    def _cut(self, tables: Tables, model: Model, fixed: float) -> float:
-        """The bound of the model once its answer is within the limit, or the time has run out; keeps the best answer met."""
+    def _bound_by_rows(self, tables: Tables, model: Model, fixed: float) -> float:
+        """The lower bound of a model with ever more memory rows, until its answer is within the limit, or the time is over."""
         problem = self.problem
         bound = 0.0
         while True:
@@ -196,16 +204,16 @@ class _Run:
                 return bound
 
     def _late(self) -> bool:
-        """Whether the time has run out.
+        """Whether the time is over.
 
         Raises:
-            SearchLimitError: it has, and there is no answer.
+            SearchLimitError: it is, and there is no answer.
         """
         if time.perf_counter() <= self.until:
             return False
         if self.best is None:
             raise SearchLimitError(
-                f"integer programming had {self.searcher.time_limit_seconds:g} s and met no strategy within the memory limit. "
+                f"integer programming had {self.searcher.time_limit_seconds:g} s and found no strategy within the memory limit. "
                 "Use a longer time_limit_seconds, or searcher='recursive_programming'."
             )
         return True
@@ -213,58 +221,64 @@ class _Run:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """A constraint: per variable a coefficient a label, whose sum is at most a limit."""
+    """A linear constraint: the sum of the chosen labels' coefficients, per variable ``(n,)``, is at most the limit."""
 
     coefficients: dict[int, np.ndarray]
     limit: float
 
 
 def memory_rows(problem: Problem, sizes: Sequence[int], labels: np.ndarray, peak: Peak, limit: float) -> list[Row]:
-    """Rows that these labels, whose peak is beyond the limit, violate and all labels within the limit keep.
+    """Rows that these labels, whose peak is beyond the limit, violate, and that all labels within the limit satisfy.
 
-    One counts all that is alive at the peak, less what fast memory could hold of it under other labels; one only what is passed into the
-    program or out of it, which fast memory never holds. Where neither says that these labels do not fit, they alone are excluded.
+    One row counts all values live at the peak, less the bytes that could be in fast memory under other labels. Another counts only the
+    program's arguments and results, which are never in fast memory. Where these labels satisfy both, a row excludes them alone.
+
+    Args:
+        sizes: per variable the number of its labels.
+        labels: the position of each variable's label.
+        peak: theirs, as judged.
+        limit: of memory, in bytes.
     """
     times = problem.profile.lifetimes
     passed = {value for value, is_passed in zip(times.values, times.passed, strict=True) if is_passed}
     rows = [_row(problem, sizes, labels, peak, limit)]
     if peak.spare_bytes:
         rows.append(_row(problem, sizes, labels, peak, limit, passed))
-    held = [sum(shares[labels[variable]] for variable, shares in row.coefficients.items()) for row in rows]
-    if violated := [row for row, units in zip(rows, held, strict=True) if units > row.limit + BUDGETS.rounding]:
+    used = [sum(shares[labels[variable]] for variable, shares in row.coefficients.items()) for row in rows]
+    if violated := [row for row, units in zip(rows, used, strict=True) if units > row.limit + BUDGETS.rounding]:
         return violated
     others = {variable: np.arange(n) != labels[variable] for variable, n in enumerate(sizes) if n > 1}
     return [Row({variable: -other.astype(float) for variable, other in others.items()}, -1.0)]
 
 
 def _row(problem: Problem, sizes: Sequence[int], labels: np.ndarray, peak: Peak, limit: float, only: Collection[int] | None = None) -> Row:
-    """What is alive at a peak, in units of the limit: all of it, or only some values, which fast memory never holds."""
-    holding = problem.remembered(MemoryTables)
-    alive, whole = holding.least_bytes(peak, labels, only)
-    coefficients = {variable: nbytes / limit for variable, nbytes in alive.items()}
-    room = (limit + (peak.spare_bytes if only is None else 0.0) - whole) / limit
+    """The row of the values live at a peak, or of some that are never in fast memory, in units of the limit."""
+    memory = problem.cached(MemoryTables)
+    bytes_of, undecided = memory.least_bytes(peak, labels, only)
+    coefficients = {variable: nbytes / limit for variable, nbytes in bytes_of.items()}
+    room = (limit + (peak.spare_bytes if only is None else 0.0) - undecided) / limit
 
     def add(variable: int, nbytes: np.ndarray) -> None:
         coefficients[variable] = coefficients.get(variable, 0.0) + nbytes / limit
 
     if only is not None:
         return Row(coefficients, room)
-    for value, nbytes in peak.copies:  # there as long as nobody who reads the value moves
-        alike = holding.lying_alike(value, labels)
-        room += (len(alike) - 1) * nbytes / limit
-        for variable, same in alike.items():
+    for value, nbytes in peak.copies:  # a copy stays while the value and its readers keep their layouts
+        masks = memory.same_layout(value, labels)
+        room += (len(masks) - 1) * nbytes / limit
+        for variable, same in masks.items():
             add(variable, same * nbytes)
-    leaders = {variable.leader: i for i, variable in enumerate(problem.structure.variables) if variable.leader >= 0}
+    leaders = {variable.leader: i for i, variable in enumerate(problem.decisions.variables) if variable.leader >= 0}
     times = problem.profile.lifetimes
     for op, nbytes in peak.partials:
-        if op in leaders and times.starts[op] <= peak.moment < times.ends[op]:  # later it waits for others, as their labels have it
+        if op in leaders and times.starts[op] <= peak.moment < times.ends[op]:  # later it is kept for other sums, as their labels decide
             add(leaders[op], (np.arange(sizes[leaders[op]]) == labels[leaders[op]]) * nbytes)
     return Row(coefficients, room)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Answer:
-    """What HiGHS says: labels if it has any, and a bound of the tables' sum, infinite where no labels keep the rows."""
+class MilpResult:
+    """The result of HiGHS: labels, None if it found none, and a lower bound of their cost, infinite where no labels satisfy the rows."""
 
     labels: np.ndarray | None
     bound: float
@@ -274,8 +288,8 @@ class Model:
     """The local marginal polytope of the labels and pairs whose reduced cost is at most the slack.
 
     Attributes:
-        kept: per variable the labels that are left.
-        n_variables: how many there are.
+        kept: per variable the positions of the labels that are left.
+        n_variables: of the model: indicators, and numbers of pairs.
     """
 
     def __init__(self, moved: Reparametrisation, slack: float, max_variables: int):
@@ -297,7 +311,7 @@ class Model:
             least = moved.reduced[i] - table.min(axis=1), moved.reduced[j] - table.min(axis=0)
             beyond = part + least[0][self.kept[i]][:, None] + least[1][self.kept[j]]
             a, b = np.nonzero(beyond <= slack)
-            if not part.any():  # costs nothing, and forbids nothing that could be better
+            if not part.any():  # it neither costs anything nor excludes a better answer
                 continue
             n_rows = self._pair(i, j, a, b, part[a, b], n_rows)
             if self.n_variables > max_variables:
@@ -308,7 +322,7 @@ class Model:
         self._n_pair_rows = n_rows
 
     def _pair(self, i: int, j: int, a: np.ndarray, b: np.ndarray, costs: np.ndarray, n_rows: int) -> int:
-        """Adds the variables of a pair and the rows that tie them to the variables', and returns how many rows there are."""
+        """Adds a pair's numbers and the rows that tie them to its variables' indicators; returns the number of rows."""
         columns = self.n_variables + np.arange(len(costs))
         self._more.append(costs)
         self.n_variables += len(costs)
@@ -319,10 +333,10 @@ class Model:
             n_rows += len(own)
         return n_rows
 
-    def solved(self, rows: Sequence[Row], time_limit_seconds: float, gap: float) -> Answer:
-        """What HiGHS finds under these rows."""
+    def solved(self, rows: Sequence[Row], time_limit_seconds: float, gap: float) -> MilpResult:
+        """The result of HiGHS under memory rows."""
         if not self.kept:
-            return Answer(np.zeros(0, dtype=np.int64), self.bound)
+            return MilpResult(np.zeros(0, dtype=np.int64), self.bound)
         n, n_labels = self.n_variables, int(self.offsets[-1])
         costs = np.concatenate([*self._costs, *self._more]) if n else np.zeros(0)
         unit = SCALE / max(self.bound, float(np.max(costs, initial=0.0)) / SCALE, 1e-300)
@@ -348,26 +362,26 @@ class Model:
             "options": {"time_limit": time_limit_seconds, "mip_rel_gap": gap},
         })  # fmt: skip
         if status == STATUS_INFEASIBLE:
-            return Answer(None, math.inf)
+            return MilpResult(None, math.inf)
         bound = self.bound if dual is None or not math.isfinite(dual) else dual / unit
         if x is None:
-            return Answer(None, bound)
+            return MilpResult(None, bound)
         shares = np.split(x[:n_labels], self.offsets[1:-1])
-        return Answer(np.array([labels[share.argmax()] for labels, share in zip(self.kept, shares, strict=True)]), bound)
+        return MilpResult(np.array([labels[share.argmax()] for labels, share in zip(self.kept, shares, strict=True)]), bound)
 
 
 def _highs(model: dict) -> tuple[int, np.ndarray | None, float | None]:
     """Status, variables and dual bound, as `scipy.optimize.milp` gives them.
 
-    It never lets go of the interpreter, so that nothing would answer Ctrl-C: what may take long is solved by a child, which then stops.
+    HiGHS keeps the interpreter's lock, so that Ctrl-C would have no effect: large models are solved in a child process, which it ends.
     """
     if len(model["c"]) <= IN_PROCESS:
-        found = milp(**model)
-        return found.status, found.x, found.mip_dual_bound
+        result = milp(**model)
+        return result.status, result.x, result.mip_dual_bound
     command = [sys.executable, "-c", CHILD]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as child:
         try:
-            said, _ = child.communicate(pickle.dumps(model))
+            reply, _ = child.communicate(pickle.dumps(model))
         except BaseException:
             child.kill()
             raise
@@ -376,4 +390,4 @@ def _highs(model: dict) -> tuple[int, np.ndarray | None, float | None]:
             f"integer programming solves in a child process, which ended with status {child.returncode} (out of memory?). "
             "Use searcher='dynamic_programming' or 'recursive_programming'."
         )
-    return pickle.loads(said)
+    return pickle.loads(reply)

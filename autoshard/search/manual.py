@@ -1,13 +1,12 @@
-"""Manual: the user's specs, completed and checked; nothing is searched but what they leave open.
+"""Manual sharding: the user's specs of arguments, checked, and completed by sharding propagation.
 
-*Constraints.* Every argument lies as its spec or its pin says, and one that neither mentions is replicated; state that the program returns
-keeps its argument's. *Objective, variables, ties.* Those of sharding propagation (`autoshard.search.sharding_propagation`), which completes
-the specs: operations and intermediates follow with least redistribution, and a mesh axis is used only where some spec's use of it reaches.
-Twice: the first axis decided first, and the last; the judge picks.
+*Constraints.* Every argument has the layout of its spec or its pin; one that neither mentions is replicated. State that the program returns
+keeps its argument's layout. *Objective, variables, ties.* Those of sharding propagation (`autoshard.search.sharding_propagation`), which
+completes the specs: operations and intermediates follow with least redistribution, and a mesh axis is used only where some spec's use of it
+reaches. It runs twice, with the first mesh axis decided first and with the last; the judge decides.
 
-`autoshard.evaluate` costs the same specs as Shardy's own propagation completes them, as plain `jax.jit` does: it follows
-what operands are sharded on without asking what that costs, so that the two differ where other collectives are cheaper, a reduce_scatter
-than an all_reduce, say.
+`autoshard.evaluate` costs the same specs as Shardy's own propagation completes them, as plain `jax.jit` does. That follows the shardings of
+operands whatever they cost, so the two differ where other collectives are cheaper, such as a reduce_scatter than an all_reduce.
 
 Complexity: that of sharding propagation.
 """
@@ -27,15 +26,15 @@ from autoshard.problem import NO_HINTS, Hints, Problem
 from autoshard.progress import Progress, silent
 from autoshard.search.pin_report import disagreements
 from autoshard.search.searcher import Searcher, Solution
-from autoshard.search.sharding_propagation import Spread
+from autoshard.search.sharding_propagation import PropagationSearch
 
 
 @dataclass(frozen=True, slots=True)
 class Manual(Searcher):
-    """The specs of arguments, by path or pattern, as `search` takes pins; those of the pins count as well.
+    """The searcher that completes specs of arguments; the user's pins are kept as well.
 
     Attributes:
-        in_specs: per argument path or shell-style pattern, a `PartitionSpec` or a tuple like one; the last that matches counts.
+        in_specs: per argument path or shell-style pattern, a `PartitionSpec` or a tuple like one; the last match counts.
     """
 
     name: ClassVar[str] = "manual"
@@ -51,7 +50,7 @@ class Manual(Searcher):
         object.__setattr__(self, "in_specs", {path: tuple(spec) for path, spec in self.in_specs.items()})
 
     def solve(self, problem: Problem, progress: Progress = silent, hints: Hints = NO_HINTS) -> Solution:
-        """The completed specs.
+        """The assignment that completes the specs.
 
         Raises:
             ShardingError: a spec is illegal, or contradicts a pin.
@@ -59,21 +58,21 @@ class Manual(Searcher):
         """
         started = time.perf_counter()
         layouts = self._layouts(problem)
-        homes = {problem.structure.home[value][0]: layout for value, layout in layouts.items() if value in problem.structure.home}
-        held = tuple({variable: layout[axis] for variable, layout in homes.items()} for axis in range(len(problem.mesh.axes)))
-        spreads = [Spread(problem, held, last_first=order, progress=progress) for order in (False, True)]
-        found = [(*fastest_within(problem, spread.search, steps=8, hints=hints), spread) for spread in spreads]
-        judgement, labels, spread = min(found, key=lambda answer: answer[0].cost.makespan_seconds)
+        homes = {problem.decisions.home[value][0]: layout for value, layout in layouts.items() if value in problem.decisions.home}
+        fixed = tuple({variable: layout[axis] for variable, layout in homes.items()} for axis in range(len(problem.mesh.axes)))
+        runs = [PropagationSearch(problem, fixed, last_first=order, progress=progress) for order in (False, True)]
+        answers = [(*fastest_within(problem, run.search, steps=8, hints=hints), run) for run in runs]
+        judgement, labels, run = min(answers, key=lambda answer: answer[0].cost.makespan_seconds)
         return Solution(
             judgement=judgement,
             lower_bound_seconds=min(problem.compute_bound(), judgement.cost.objective_seconds),
-            stats={"n_variables": problem.n_variables, "rounds": spread.rounds, "search_seconds": time.perf_counter() - started},
-            notes=tuple(disagreements(problem, labels, spread.sources)),
+            stats={"n_variables": problem.n_variables, "rounds": run.rounds, "search_seconds": time.perf_counter() - started},
+            notes=tuple(disagreements(problem, labels, run.sources)),
             hints=hints,
         )
 
     def _layouts(self, problem: Problem) -> dict[int, Layout]:
-        """The layouts of all arguments that no pin decides."""
+        """The layouts of the arguments that specs mention or no pin does."""
         graph, mesh = problem.graph, problem.mesh
         layouts: dict[int, Layout] = {value: (-1,) * len(mesh.axes) for value in graph.arguments if value not in problem.pins}
         for path, spec in self.in_specs.items():
@@ -82,6 +81,6 @@ class Manual(Searcher):
                 layout = spec_to_layout(spec, mesh, graph.values[value].rank, what)
                 check_divides(layout, graph.values[value].shape, mesh, what)
                 if any(dim not in allowed for dim, allowed in zip(layout, problem.pins.get(value, ()), strict=False)):
-                    raise ShardingError(f"a spec keeps what pins say, and {spec} contradicts the pin of {what}. Drop one of the two.")
+                    raise ShardingError(f"a spec must agree with the pins, and {spec} contradicts the pin of {what}. Drop one of the two.")
                 layouts[value] = layout
         return layouts

@@ -1,7 +1,7 @@
-"""Overlap that is chosen after the search: loops that gather one trip ahead, and windowed matrix products.
+"""Overlap of communication, decided after the search: loops that gather one trip ahead, and windowed matrix products.
 
-Both change when data is sent and not how anything is sharded, so no table has them. Each is tried on the answer, alike ones together, and
-kept where the judge predicts a shorter step that fits.
+Both change when data is sent and not how anything is sharded, so no table has them. Each is tried on the answer, equal ones together, and
+kept where the judge predicts a shorter step within the memory limit.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from autoshard.judge.evaluate import Judgement, evaluate
 from autoshard.judge.model import CostModel
 
 LEAST_HIDDEN = 0.5  # of a block's permute that its product takes; below it a ring of small kernels hides little of what it sends
-MOST_WINDOWS = 24  # groups of alike products that are tried: those that send longest
+MOST_WINDOWS = 24  # groups of equal products that are tried: those with the most seconds of permutes
 LEAST_GAIN = 1e-3  # of the makespan; below it is rounding
 
 
 def overlapped(facts: Profile, model: CostModel, judgement: Judgement, limit: float) -> Judgement:
-    """The assignment with whatever overlaps more of its communication, judged again.
+    """The judgement of the assignment with more of its communication overlapped, where that is faster.
 
     Args:
-        limit: bytes that a device may hold; what holds more already may hold as much.
+        limit: the most bytes at the peak of a device; an assignment above it may keep its own peak.
     """
     return _windowed(facts, model, _gathering_ahead(facts, model, judgement, limit), limit)
 
 
 def _gathering_ahead(facts: Profile, model: CostModel, judgement: Judgement, limit: float) -> Judgement:
-    """With each scan gathering one trip ahead that is predicted to be faster so."""
+    """The judgement with those scans gathering one trip ahead that are then predicted to be faster."""
     paths = model.reshard_paths(facts.graph.values)
     for scan in scans(facts.graph) if facts.compiler.gathers_ahead else ():
         now = judgement.assignment
@@ -42,7 +42,7 @@ def _gathering_ahead(facts: Profile, model: CostModel, judgement: Judgement, lim
 
 
 def _windowed(facts: Profile, model: CostModel, judgement: Judgement, limit: float) -> Judgement:
-    """With the products windowed that are predicted to be faster so, alike ones together, those that send longest first."""
+    """The judgement with those products windowed that are then predicted to be faster: equal ones together, longest permutes first."""
     if not facts.compiler.windows:
         return judgement
     for group in sorted(_windows(facts, model, judgement.assignment), key=lambda group: -_sending(facts, model, group))[:MOST_WINDOWS]:
@@ -54,25 +54,25 @@ def _windowed(facts: Profile, model: CostModel, judgement: Judgement, limit: flo
 
 
 def _windows(facts: Profile, model: CostModel, assignment: Assignment) -> list[list[Window]]:
-    """Windows that could hide what is waited for, in groups of alike ones."""
+    """The windows that could hide permutes which the compiler waits for, in groups of equal ones."""
     late = late_sums(facts.graph, facts.rules, assignment, facts.sums).values
     groups: dict[tuple, list[Window]] = {}
     for window in Windows(facts.graph, facts.rules, assignment, model.reshard_paths(facts.graph.values), facts.readers, late).all():
         step, choice = model.window_step(facts.graph.values[window.value], window), assignment.choice(window.op.index)
         hides = model.window_seconds(facts, window.op, choice, window) > LEAST_HIDDEN * step.seconds
-        if hides and window.step.kind not in facts.compiler.asynchronous:  # else the compiler hides it behind whatever else there is
+        if hides and window.step.kind not in facts.compiler.asynchronous:  # else the compiler hides it by itself
             groups.setdefault((facts.alike[window.op.index], choice, window.operand, window.step), []).append(window)
     return list(groups.values())
 
 
 def _sending(facts: Profile, model: CostModel, group: list[Window]) -> float:
-    """Seconds of a step that the permutes of a group take."""
+    """The seconds that the permutes of a group take in a step."""
     each = model.window_step(facts.graph.values[group[0].value], group[0])
     return each.seconds * (group[0].blocks - 1) * sum(window.op.trips for window in group)
 
 
 def _better(facts: Profile, model: CostModel, now: Judgement, limit: float, assignment: Assignment) -> Judgement:
-    """What the judge says of another assignment, if that is predicted to be faster and to fit; else of the one there is."""
+    """The judgement of another assignment, if that is predicted to be faster and to fit; else the present one."""
     tried = evaluate(facts, model, assignment)
     faster = tried.cost.makespan_seconds < now.cost.makespan_seconds * (1 - LEAST_GAIN)
     return tried if faster and tried.cost.peak_bytes <= max(limit, now.cost.peak_bytes) else now

@@ -1,4 +1,4 @@
-"""What pins reach, in words: where two of them force a reshard, and what none of them reaches."""
+"""Reports on pins: the reshards that two of them force, and the axes, arguments and ops that none of them reaches."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from autoshard.render import format_bytes, format_percent
 TOP = 4  # lines, paths and places that are shown of each; the rest is counted
 
 Sources = Sequence[Mapping[int, int]]
-"""Per mesh axis, by variable that a pin reaches: the pinned variable that it was reached from."""
+"""Per mesh axis, by variable that a pin reaches: the pinned variable that it follows."""
 
 
 def disagreements(problem: Problem, labels: Sequence[Label], sources: Sources) -> list[str]:
-    """A line for every two pins between whose followers data is resharded, the most bytes first: how much, of what, and where."""
+    """A line for every two pins whose followers need reshards between them, most bytes first: bytes, tensors and source lines."""
     names, pins = problem.profile.names, _pin_names(problem, sources)
     nbytes: defaultdict[tuple[str, ...], float] = defaultdict(float)
     counts: Counter[tuple[str, ...]] = Counter()
     first: dict[tuple[str, ...], str] = {}
-    for edge in problem.structure.edges:
-        held = problem.layout(edge.source, labels[edge.source], edge.source_slot, edge.value)
+    for edge in problem.decisions.edges:
+        stored = problem.layout(edge.source, labels[edge.source], edge.source_slot, edge.value)
         for slot in edge.target_slots:
             wanted = problem.layout(edge.target, labels[edge.target], slot, edge.value)
-            for step in problem.model.reshard_path(problem.graph.values[edge.value], held, wanted):
+            for step in problem.model.reshard_path(problem.graph.values[edge.value], stored, wanted):
                 made, read = (
                     " with ".join(dict.fromkeys(pins[sources[axis][end]] for axis in step.axes if end in sources[axis]))
                     for end in (edge.source, edge.target)
@@ -37,23 +37,23 @@ def disagreements(problem: Problem, labels: Sequence[Label], sources: Sources) -
                     counts[key] += edge.trips
                     first.setdefault(key, f"{names.tensor(edge.value)}{_places(problem, names, edge.source, edge.target)}")
     lines = [
-        f"what follows from {made} and from {read} meets in {counts[key]} {kind} over {axes}, {format_bytes(nbytes[key])} a device in a "
-        f"step; the first is of {first[key]}"
+        f"{made} and {read} disagree: between their followers there are {counts[key]} {kind} over {axes}, {format_bytes(nbytes[key])} a "
+        f"device in a step; the first is of {first[key]}"
         for key in sorted(nbytes, key=lambda key: (-nbytes[key], key))
         for made, read, kind, axes in [key]
     ]
-    rest = [f"so do {len(lines) - TOP} more pairs of pins, with fewer bytes each"] if len(lines) > TOP else []
+    rest = [f"{len(lines) - TOP} more pairs of pins disagree, with fewer bytes each"] if len(lines) > TOP else []
     return [*lines[:TOP], *rest]
 
 
 def _pin_names(problem: Problem, sources: Sources) -> dict[int, str]:
-    """What each pinned variable is called: equal shapes pinned alike, such as those of a weight and its moments, are one pin."""
+    """The name of each pinned variable; equal shapes with equal pins, such as a weight and its moments, count as one pin."""
     graph, names = problem.graph, {}
     paths = dict(zip(graph.arguments, graph.argument_paths, strict=True))
     alike: dict[tuple, list[str]] = defaultdict(list)
     keys = {}
     for index in {source for reached in sources for source in reached.values()}:
-        variable = problem.structure.variables[index]
+        variable = problem.decisions.variables[index]
         if variable.value in paths:
             keys[index] = (graph.values[variable.value].shape, problem.pins.get(variable.value))
             alike[keys[index]].append(pattern(paths[variable.value]))
@@ -66,30 +66,30 @@ def _pin_names(problem: Problem, sources: Sources) -> dict[int, str]:
 
 
 def _places(problem: Problem, names: Names, source: int, target: int) -> str:
-    """The source lines of two variables' ops, where they have one."""
-    ops, found = problem.graph.walk(), ""
+    """The source lines of two variables' ops, where they have any, in words."""
+    ops, text = problem.graph.walk(), ""
     for word, index in (("made", source), ("read", target)):
-        variable = problem.structure.variables[index]
+        variable = problem.decisions.variables[index]
         op = ops[variable.leader] if variable.leader >= 0 else names.maker(variable.value)
-        found += f", {word} at {op.origin}" if op is not None else ""
-    return found
+        text += f", {word} at {op.origin}" if op is not None else ""
+    return text
 
 
 def unreached(problem: Problem, sources: Sources) -> list[str]:
-    """What no pin reaches: mesh axes, arguments, and ops with their share of the work, the heaviest source lines first."""
+    """Lines on the mesh axes, the arguments and the ops that no pin reaches, with the ops' share of the work, heaviest first."""
     lines = [
         f"no pin shards anything over mesh axis {name!r} of size {size}: everything is replicated over it"
         for (name, size), reached in zip(problem.mesh.axes, sources, strict=True)
         if not reached and size > 1
     ]
     graph, ops = problem.graph, problem.graph.walk()
-    alone = [variable for index, variable in enumerate(problem.structure.variables) if not any(index in reached for reached in sources)]
+    alone = [variable for index, variable in enumerate(problem.decisions.variables) if not any(index in reached for reached in sources)]
     paths = dict(zip(graph.arguments, graph.argument_paths, strict=True))
     values = [variable.value for variable in alone if variable.value in paths and variable.value not in problem.pins]
     if arguments := list(dict.fromkeys(pattern(paths[value]) for value in values)):
         more = f" and {len(arguments) - TOP} more" if len(arguments) > TOP else ""
         lines.append(f"no pin reaches {', '.join(arguments[:TOP])}{more}: replicated")
-    members = [op for one in alone for op in (*([one.leader] if one.leader >= 0 else []), *(op for op, _, _ in one.members))]
+    members = [op for one in alone for op in (*([one.leader] if one.leader >= 0 else []), *(op for op, _, _ in one.followers))]
     whole = (NOWHERE,) * len(problem.mesh.axes)
     seconds = [op.trips * problem.model.op_seconds(problem.profile, op, whole) for op in ops] if members else []
     if sum(seconds[op] for op in members) > 0.0:

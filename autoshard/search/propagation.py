@@ -1,7 +1,7 @@
-"""Propagation of given layouts through a program: each op takes the factors its operands are sharded on.
+"""Propagation of given layouts through a program, without costs: each op splits the factors on which its operands are sharded.
 
-Forward in program order; where operands disagree about an axis the larger one wins, partial sums are reduced at once. This
-is what a plain sharding-propagation pass does with annotated arguments, and what the hand-written baselines are made of.
+Layouts go forward in program order; where operands disagree about an axis the larger one decides, and partial sums are reduced at once.
+That is a plain sharding-propagation pass from annotated arguments, and the hand-written baselines use it.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from autoshard.problem import Pin, Problem
 
 @dataclass(slots=True)
 class Propagation:
-    """Layouts and choices as they spread.
+    """The layouts and choices of a propagation; they change as it proceeds.
 
     Attributes:
         problem: the program and its mesh.
-        layouts: per value; a value that is absent is replicated.
+        layouts: per value; absent values are replicated.
         choices: per op.
-        frozen: ops whose choice may not change any more.
-        kept: layouts that holders keep, whatever flows into them.
-        along: per value that is whole since its op cannot split the dimension along which it joins or cuts its operand, the layout that
-            the operand has; readers split it so, which is a slice.
-        chosen: the choices of equal ops whose operands lie alike.
+        frozen: ops whose choices may not change any more.
+        kept: per holder that keeps its layout, whatever flows into it, the layout.
+        along: per replicated result of a concatenation or a slice along a sharded dimension, which the op cannot split, the layout of its
+            operand; readers take the result in that layout, which is a local slice.
+        chosen: the choices by op signature and operand layouts.
     """
 
     problem: Problem
@@ -56,7 +56,7 @@ class Propagation:
     chosen: dict[tuple, Choice] = field(default_factory=dict)
 
     def copy(self) -> Propagation:
-        """The same, to be changed apart; what equal ops choose stays shared."""
+        """A copy that changes independently; only the choices of equal ops are shared."""
         copies = {name: getattr(self, name).copy() for name in ("layouts", "choices", "frozen", "kept", "along")}
         return replace(self, **copies)
 
@@ -64,16 +64,16 @@ class Propagation:
         return Assignment(self.problem.mesh, dict(self.choices), dict(self.layouts))
 
     def seed(self, layouts: Mapping[int, Layout]) -> None:
-        """Gives values their layout, before anything spreads from them."""
+        """Sets the layouts from which others follow."""
         self.layouts.update(layouts)
 
     def layout(self, value: int) -> Layout:
         return self.layouts.get(value, (-1,) * len(self.problem.mesh.axes))
 
     def forward(self) -> None:
-        """Spreads layouts from operands to results over the whole program, and to the constants that loops read."""
+        """Propagates layouts from operands to results over the whole program, and to the constants that loops read."""
         self._forward(self.problem.graph.ops)
-        self._hold_constants()
+        self._place_constants()
 
     def _forward(self, ops: Iterable[Op]) -> None:
         for op in ops:
@@ -88,15 +88,15 @@ class Propagation:
             self.settle(op, rule)
 
     def settle(self, op: Op, rule: Rule) -> None:
-        """Gives an op's results the layouts that its choice leaves them in."""
+        """Sets the layouts of an op's results by its choice."""
         choice = self.choices[op.index]
         for k, value in enumerate(op.results):
             self.layouts[value] = result_layout(rule, choice, k)
         if primitive(op.primitive).kind in ("concatenation", "slice") and op.operands:
-            self._go_on(op)
+            self._split_along(op)
 
-    def _go_on(self, op: Op) -> None:
-        """Has readers split what an op joins or cuts along a sharded dimension as its operand is: two batches that are made one."""
+    def _split_along(self, op: Op) -> None:
+        """Lets readers split the result of a concatenation or slice like its operand, such as two batches that are made one."""
         operand, value = op.operands[0], op.results[0]
         before, after, shape = self.split(operand), self.layout(value), self.problem.graph.values[value].shape
         if len(shape) != self.problem.graph.values[operand].rank:
@@ -108,18 +108,18 @@ class Propagation:
             self.along.pop(value, None)
 
     def split(self, value: int) -> Layout:
-        """The layout in which readers take a value."""
+        """The layout in which readers use a value."""
         return self.along.get(value) or self.layout(value)
 
     def _choose(self, op: Op, rule: Rule) -> Choice:
-        """Per axis the factor that the most operand bytes are sharded on, as far as that is legal."""
+        """The choice that splits, per axis, the factor on which most operand bytes are sharded, as far as that is legal."""
         graph, profile = self.problem.graph, self.problem.profile
         pin = self.problem.pins.get(op.results[0]) if op.results else None
         if pin is not None:
             return _pinned_choice(rule, pin)
         key = profile.alike[op.index], *(None if profile.free[value] else self.split(value) for value in op.operands)
-        if (found := self.chosen.get(key)) is not None:
-            return found
+        if (choice := self.chosen.get(key)) is not None:
+            return choice
 
         def voted(axis: int) -> list[int]:
             votes: dict[int, float] = {}
@@ -130,15 +130,15 @@ class Propagation:
                     votes[factor] = votes.get(factor, 0.0) + graph.values[value].nbytes
             return sorted(votes, key=lambda f: (-votes[f], f))
 
-        found = self.chosen[key] = _first_legal(rule, self.problem.mesh.sizes, voted)
-        return found
+        choice = self.chosen[key] = _first_legal(rule, self.problem.mesh.sizes, voted)
+        return choice
 
     def _control_flow(self, op: Op) -> None:
-        """Holders start in the layout of what flows in; a carry that comes out sharded is held sharded from the start."""
+        """Sets holders to the layouts of the values that flow in; a carry that comes out sharded is sharded from the start."""
         inputs = {value for body in op.bodies for value in body.inputs}
         for holder in op.holders:
             if holder.value in inputs and holder.sources and not holder.sources[0].inside:
-                self._hold(holder, self.kept.get(holder.value) or self._flowed(holder, holder.sources[0]))
+                self._place(holder, self.kept.get(holder.value) or self._flowed(holder, holder.sources[0]))
         for _ in range(3):
             for body in op.bodies:
                 self._forward(body.ops)
@@ -148,14 +148,14 @@ class Propagation:
                     if holder.value in inputs and not flow.inside:
                         continue
                     layout = self._flowed(holder, flow)
-                    if self._plainer(self.layout(holder.value), layout) and self._fits(holder.value, layout):
-                        self._hold(holder, layout)
+                    if self._less_sharded(self.layout(holder.value), layout) and self._fits(holder.value, layout):
+                        self._place(holder, layout)
                         changed = changed or holder.value in inputs
             if not changed:
                 break
 
-    def _hold_constants(self) -> None:
-        """What a loop reads that is made of constants is held as its readers want it, where they all agree: nobody has to send it."""
+    def _place_constants(self) -> None:
+        """Sets arrays of constants that a loop reads to the layout in which all its readers use them: that needs no communication."""
         graph, profile = self.problem.graph, self.problem.profile
         for holder in (holder for holder in graph.loop_constants() if profile.free[holder.sources[0].value]):
             wanted: set[Layout | None] = set()
@@ -163,9 +163,9 @@ class Propagation:
                 wanted |= self._read_in(value)
             (layout, *others) = wanted or {None}
             if layout is not None and not others:
-                self._hold(holder, layout)
+                self._place(holder, layout)
 
-    def _hold(self, holder, layout: Layout) -> None:
+    def _place(self, holder, layout: Layout) -> None:
         if self.problem.graph.values[holder.value].rank and self._fits(holder.value, layout):
             for value in (holder.value, *holder.views):
                 self.layouts[value] = layout
@@ -174,19 +174,19 @@ class Propagation:
         return all(dim < self.problem.graph.values[value].rank for dim in layout)
 
     def _flowed(self, holder, flow) -> Layout:
-        """The layout a flow brings to its holder; a scanned dimension cannot stay sharded."""
+        """The layout in which a flow reaches its holder; a scanned dimension cannot stay sharded."""
         layout = self.layout(flow.value)
         if not flow.shift:
             return layout
         return shift_layout(layout, -flow.shift) or tuple(dim - flow.shift if dim >= flow.shift else -1 for dim in layout)
 
-    def _plainer(self, old: Layout, new: Layout) -> bool:
+    def _less_sharded(self, old: Layout, new: Layout) -> bool:
         return sum(dim >= 0 for dim in old) < sum(dim >= 0 for dim in new)
 
     def backward(self) -> None:
-        """Ops without a sharding whose sharded readers all want one layout of the result take it, so that they are sliced early.
+        """Shards each unsharded op whose sharded readers all use one layout of its result in that layout, so that it is sliced early.
 
-        So does what is made of scalars, such as random bits: no operand tells it to. Constants lie wherever they are read.
+        That reaches ops on scalars, too, such as random bits, which have no sharded operand. Constants have the layouts of their readers.
         """
         self._backward(self.problem.graph.ops, self._wanted())
 
@@ -217,7 +217,7 @@ class Propagation:
                     wanted.setdefault(value, {})[operand_layout(rule, choice, position)] = None
 
     def _stack(self, op: Op, wanted: dict[int, dict[Layout, None]]) -> None:
-        """Has a loop stack what is not sharded yet in the one layout that its readers want: each trip makes its slice so."""
+        """Shards what a loop stacks in the one layout that its readers use; each trip then makes its slice in it."""
         for holder in op.holders:
             layouts = wanted.get(holder.value, {})
             if holder.value not in op.results or len(layouts) != 1 or any(dim >= 0 for dim in self.layout(holder.value)):
@@ -225,12 +225,12 @@ class Propagation:
             (layout,) = layouts
             slices = [(flow.value, shift_layout(layout, flow.shift)) for flow in holder.sources if flow.inside and flow.shift]
             if len(slices) == len(holder.sources) and all(each is not None for _, each in slices):
-                self._hold(holder, layout)
+                self._place(holder, layout)
                 for value, each in slices:
                     wanted.setdefault(value, {})[each or layout] = None
 
     def scatter(self) -> None:
-        """Partial sums whose sharded readers all want one layout are scattered onto it instead of reduced whole."""
+        """Scatters partial sums whose sharded readers all use one layout onto it, instead of reducing them whole."""
         wanted = self._wanted()
         for op in self.problem.graph.walk():
             rule = self.problem.rules[op.index]
@@ -244,8 +244,8 @@ class Propagation:
             self.choices[op.index] = _scattered(rule, choice, layout, self.problem.mesh.sizes)
             self.settle(op, rule)
 
-    def narrow(self) -> None:
-        """What is cast to more bytes, and gathered then, is gathered before: quantised weights are sent as they are kept."""
+    def gather_before_casts(self) -> None:
+        """Moves gathers after a cast to more bytes before it: quantised weights are sent quantised."""
         graph, sizes = self.problem.graph, self.problem.mesh.sizes
         for op in reversed(graph.walk()):
             rule = self.problem.rules[op.index]
@@ -262,7 +262,7 @@ class Propagation:
                 self.settle(op, rule)
 
     def _read_in(self, value: int) -> set[Layout | None]:
-        """The layouts in which ops read a value; None for a reader that has no choice."""
+        """The layouts in which ops read a value; None stands for a reader without a choice."""
         ops, found = self.problem.graph.walk(), set[Layout | None]()
         for reader in self.problem.profile.readers[value]:
             rule, choice = self.problem.rules[reader], self.choices.get(reader)
@@ -272,7 +272,7 @@ class Propagation:
         return found
 
     def _wanted(self) -> dict[int, dict[Layout, None]]:
-        """Per value the sharded layouts its readers read it in; the alias of an argument reads its result."""
+        """Per value the sharded layouts in which its readers use it; an argument reads the result that it aliases."""
         graph = self.problem.graph
         wanted: dict[int, dict[Layout, None]] = {}
         for op in graph.walk():
@@ -291,7 +291,7 @@ class Propagation:
 
 
 def _pinned_choice(rule: Rule, pin: Pin) -> Choice:
-    """The choice that leaves an op's result as its pin wants it; what the pin leaves open stays replicated."""
+    """The choice whose result has the pinned layout; axes that the pin leaves open shard nothing."""
     dims = [min(allowed) for allowed in pin]
     return tuple((rule.results[0][dim][0], -1) if dim >= 0 and rule.results[0][dim] else NOWHERE for dim in dims)
 
@@ -299,32 +299,32 @@ def _pinned_choice(rule: Rule, pin: Pin) -> Choice:
 def follow_layouts(
     problem: Problem, layouts: Mapping[int, Layout], sides: Mapping[int, tuple[Sequence[Layout], Sequence[Layout]]] | None = None
 ) -> Assignment:
-    """The assignment whose ops take the factors that given layouts shard, the result's first.
+    """The assignment whose ops split the factors that given layouts shard, those of results first.
 
     Args:
-        layouts: per value, as some other propagation left it; arguments keep theirs exactly.
-        sides: per op, where known, the layouts of its operands and of its results as it is to run.
+        layouts: per value, such as another propagation's; arguments keep theirs exactly.
+        sides: per op, where known, the layouts of its operands and of its results while it runs.
     """
-    spread = Propagation(problem)
-    spread.seed(layouts)
+    run = Propagation(problem)
+    run.seed(layouts)
     for op in problem.graph.walk():
         for holder in op.holders:
-            layout = _holdable(problem, holder, spread.layout(holder.value))
-            spread.seed(dict.fromkeys((holder.value, *holder.views), layout))
+            layout = _storable(problem, holder, run.layout(holder.value))
+            run.seed(dict.fromkeys((holder.value, *holder.views), layout))
         rule = problem.rules[op.index]
         if rule is not None:
             side = (sides or {}).get(op.index)
-            ranked = partial(_factors_on, spread, op, rule) if side is None else partial(_factors_in, rule, *side)
+            ranked = partial(_factors_on, run, op, rule) if side is None else partial(_factors_in, rule, *side)
             choice = _first_legal(rule, problem.mesh.sizes, ranked)
             if side is not None:
-                choice = _scattered(rule, choice, spread.layout(op.results[0]), problem.mesh.sizes)
-            spread.choices[op.index] = choice
-            spread.settle(op, rule)
-    return spread.assignment()
+                choice = _scattered(rule, choice, run.layout(op.results[0]), problem.mesh.sizes)
+            run.choices[op.index] = choice
+            run.settle(op, rule)
+    return run.assignment()
 
 
 def _scattered(rule: Rule, choice: Choice, layout: Layout, sizes: tuple[int, ...]) -> Choice:
-    """The choice whose partial sums are scattered onto the layout in which their value lies, where that is legal."""
+    """The choice with its partial sums scattered onto the layout of their value, where that is legal."""
     option = list(choice)
     for axis, operator, _ in reductions(rule, choice):
         if operator == "sum" and layout[axis] >= 0:
@@ -332,25 +332,25 @@ def _scattered(rule: Rule, choice: Choice, layout: Layout, sizes: tuple[int, ...
     return tuple(option) if legal(rule, tuple(option), sizes) else choice
 
 
-def _holdable(problem: Problem, holder: Holder, layout: Layout) -> Layout:
-    """The part of a layout in which a holder can be held: it divides the value, and a dimension that is stacked stays whole."""
+def _storable(problem: Problem, holder: Holder, layout: Layout) -> Layout:
+    """The part of a layout that a holder can have: it divides the value, and stacked dimensions are not sharded."""
     stacked = max((-flow.shift for flow in holder.sources), default=0)
-    held = (-1,) * len(layout)
+    legal_part = (-1,) * len(layout)
     for axis, dim in enumerate(layout):
-        option = (*held[:axis], dim, *held[axis + 1 :])
+        option = (*legal_part[:axis], dim, *legal_part[axis + 1 :])
         if dim >= stacked and divides(option, problem.graph.values[holder.value].shape, problem.mesh.sizes):
-            held = option
-    return held
+            legal_part = option
+    return legal_part
 
 
-def _factors_on(spread: Propagation, op: Op, rule: Rule, axis: int) -> list[int]:
+def _factors_on(run: Propagation, op: Op, rule: Rule, axis: int) -> list[int]:
     """The factors that the axis shards in the op's results, then those in its operands, larger operands first."""
-    values, profile = spread.problem.graph.values, spread.problem.profile
+    values, profile = run.problem.graph.values, run.problem.profile
     tensors = [(rule.results[k], value) for k, value in enumerate(op.results)]
     operands = [(rule.operands[j], value) for j, value in enumerate(op.operands) if not profile.free[value]]
     found: dict[int, None] = {}
     for dims, value in (*tensors, *sorted(operands, key=lambda entry: -values[entry[1]].nbytes)):
-        factor = _major_factor(rule, dims, spread.layout(value)[axis])
+        factor = _major_factor(rule, dims, run.layout(value)[axis])
         if factor >= 0:
             found[factor] = None
     return list(found)

@@ -34,7 +34,7 @@ from autoshard.inference.elimination import Eliminator
 from autoshard.inference.reduced_cost_fixing import ReducedCostFixing
 from autoshard.judge.model import CostModel
 from autoshard.memory_limit.lagrangian import Fitted, fitted
-from autoshard.memory_limit.repair import Found
+from autoshard.memory_limit.repair import Answer
 from autoshard.problem import NO_HINTS, Hints, Label, Problem, Tables
 from autoshard.progress import Progress, silent
 from autoshard.reductions import symmetry
@@ -47,21 +47,25 @@ class RecursiveProgramming(Searcher):
     """The recursive-programming searcher.
 
     Attributes:
-        max_sweeps: how often each axis may be freed again.
+        max_sweeps: the most times that each axis is freed again.
         max_entries: the largest table of an elimination.
-        price_steps: how many memory prices may be tried when the limit binds.
+        price_steps: the most memory prices that may be tried when the limit binds.
     """
 
     name: ClassVar[str] = "recursive_programming"
     automatic: ClassVar[bool] = True
-    takes_shares: ClassVar[bool] = True
+    uses_exposed_shares: ClassVar[bool] = True
 
     max_sweeps: int = 8
     max_entries: int = 1 << 20
     price_steps: int = 16
 
     def solve(self, problem: Problem, progress: Progress = silent, hints: Hints = NO_HINTS) -> Solution:
-        """The assignment found by sweeps over the mesh axes; see the module."""
+        """The assignment found by sweeps over the mesh axes; see the module.
+
+        Raises:
+            InfeasibleError: no answer fits the memory limit; names the smallest peak found.
+        """
         started = time.perf_counter()
         run, found = self._found(problem, progress, hints)
         return Solution(
@@ -96,7 +100,7 @@ class RecursiveProgramming(Searcher):
 
 
 class Descent:
-    """Coordinate descents over one problem, with counts of what they took.
+    """Coordinate descents over one problem, with counts of their work.
 
     Attributes:
         start: labels, of the whole problem, from which one more descent begins; None: none does.
@@ -118,7 +122,7 @@ class Descent:
         self.start = start
         self.n_free_variables = self.width = self.sweeps = 0
 
-    def descend(self, prices: Mapping[int, float]) -> Found:
+    def descend(self, prices: Mapping[int, float]) -> Answer:
         """Labels of the whole problem that no single axis can improve: the better of descents from all replicated, and from the start."""
         problem = self.problem
         labels = self.settle(problem.start(), prices)

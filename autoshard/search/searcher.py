@@ -1,4 +1,4 @@
-"""What every searcher is: a frozen value with one method to call, and what others have to know of it."""
+"""The interface of searchers: a frozen value with a `solve` method, and the facts about it that portfolios and mesh searches read."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from autoshard.progress import Progress, silent
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Solution:
-    """What a searcher found.
+    """The answer of a search.
 
     Attributes:
-        judgement: the layouts and choices, and what the judge says of them.
-        lower_bound_seconds: proven lower bound of the objective over all assignments of the mesh; 0.0 where nothing is proven.
-        stats: what the search took: counts and seconds by name.
-        notes: what the user should know of it, in words.
-        least_seconds: the least objective met of what fits the memory limit, where the answer is another since its makespan is less.
-        finder: the name of the searcher whose answer it is, where that is not the one that was asked.
-        others: what else was found on the way and fits the memory limit, on this mesh or on others, fastest first.
-        hints: what the next search of the program may begin with: what this one was given, and what it found out.
+        judgement: the assignment with the judge's figures of it.
+        lower_bound_seconds: proven lower bound of the objective over all assignments of the mesh; 0.0: nothing is proven.
+        stats: counts and seconds of the search, by name.
+        notes: remarks for the user.
+        least_seconds: the least objective found within the memory limit, where the answer has a greater one and a smaller makespan.
+        finder: the name of the searcher whose answer it is, where a portfolio or a baseline's comparison chose it.
+        others: other answers within the memory limit, on this mesh or on others, fastest first.
+        hints: the warm start of the next search of the program: the given hints, improved.
     """
 
     judgement: Judgement
@@ -44,18 +44,18 @@ class Solution:
 
 
 class Searcher(ABC):
-    """An algorithm that assigns a problem.
+    """An algorithm that finds an assignment of a problem.
 
     Laws, for every searcher and problem: the assignment is legal and honours the pins; its judged peak is within the memory limit, or
     `InfeasibleError` names the smallest peak found; the lower bound is at most the objective; equal problems with equal hints get equal
-    answers; the problem stays as it was, and the solution's hints hold what the given ones held where nothing better was found out.
+    answers; the problem stays as it was; the solution's hints are the given ones, but for those that the search improved.
 
     Attributes:
         name: as in the table of searchers.
-        automatic: whether the answer must be at least as good as data parallel, by the judge.
-        differs_by_mesh: whether a baseline's answers differ from one mesh of as many devices to the next, so that each is worth a look.
-        takes_shares: whether it is worth asking again with each collective charged the share of its seconds that nothing hides.
-        asks_baselines: whether the baselines' answers are among its solution and the others.
+        automatic: whether the answer must be at least as good as data parallelism, by the judge.
+        differs_by_mesh: whether a baseline's answers differ between meshes of equally many devices, so that each mesh is worth a look.
+        uses_exposed_shares: whether a second search is worthwhile that charges each kind of collective the exposed share of its seconds.
+        includes_baselines: whether the baselines' answers are among the solution and its others.
     """
 
     __slots__ = ()
@@ -63,24 +63,24 @@ class Searcher(ABC):
     name: ClassVar[str]
     automatic: ClassVar[bool] = False
     differs_by_mesh: ClassVar[bool] = False
-    takes_shares: ClassVar[bool] = False
-    asks_baselines: ClassVar[bool] = False
+    uses_exposed_shares: ClassVar[bool] = False
+    includes_baselines: ClassVar[bool] = False
 
     @abstractmethod
     def solve(self, problem: Problem, progress: Progress = silent, hints: Hints = NO_HINTS) -> Solution:
-        """The assignment that is found."""
+        """The best assignment that the algorithm finds."""
 
     def limited(self, seconds: float) -> Searcher:
-        """The searcher with so many seconds at most; itself where its progress callback is called often enough to end it."""
+        """The searcher with a time limit of its own; itself where its progress callback is called often enough to end it."""
         return self
 
-    def glance(self, problem: Problem, hints: Hints) -> Solution | None:
-        """What is worth a look on a mesh where bounds say that no objective is worth a search; nothing unless hints speak for it."""
+    def solve_cut_mesh(self, problem: Problem, hints: Hints) -> Solution | None:
+        """A quick answer on a mesh whose lower bound rules out a search, if its makespan may still be the least; None: there is none."""
         return None
 
 
-class Foreign(Searcher):
-    """A value of the user's own with a ``solve(problem)`` method, which may take progress and hints as well.
+class AdaptedSearcher(Searcher):
+    """A searcher from any value with a ``solve(problem)`` method, which may take progress and hints as well.
 
     Attributes:
         searcher: the value.

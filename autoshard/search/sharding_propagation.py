@@ -1,16 +1,15 @@
-"""Sharding propagation: a few tensors or ops are pinned, and everything else follows with least redistribution.
+"""Sharding propagation by least cost: a few tensors or ops are pinned, and all others follow with least redistribution.
 
 *Variables.* Those of the problem (`autoshard.problem`). *Constraints.* Pins are honoured, whatever they cost; a mesh axis is used only
-where a pin's use of it reaches: by reads that lead, sharded all the way, from a pinned tensor or op. *Objective.* The judge's:
-resharding, reduction, and work that is not split. *Ties.* The label that splits, then the smallest.
+where a chain of reads, all sharded over it, leads back to a pinned tensor or op. *Objective.* The judge's: resharding,
+reduction, and work that is not split. *Ties.* The label that splits, then the smallest.
 
-*Steps*, for one mesh axis after another, in mesh order: (1) Breadth first from the pinned variables outward, each variable takes the label
-of least cost given the neighbours that are decided by then; one that leaves the axis unused ends the spread there. (2) All variables
-reached are revised together, by elimination (`autoshard.inference.elimination`), so that no choice of the first visit has to stay. (3)
-Rounds over the axes, until none changes anything. Steps 2 and 3 only lower the objective, and are exact in their axis; the whole is a
-heuristic.
+*Steps*, for one mesh axis after another, in mesh order: (1) Breadth first from the pinned variables, each variable takes the label of least
+cost given the neighbours that are decided by then; the search does not continue from one that leaves the axis unused. (2) The labels of all
+reached variables are optimised together, by elimination (`autoshard.inference.elimination`). (3) Rounds over the axes, until none changes
+anything. Steps 2 and 3 never raise the objective, and are exact in their axis; the whole is a heuristic.
 
-Variables that no pin reaches stay replicated, and are noted; so are two pins that force a reshard between their followers.
+Variables that no pin reaches stay replicated, and are reported; so are two pins that force reshards between their followers.
 
 After the sharding propagation of MindSpore's auto parallel, which visits operators breadth first from the configured ones and minimises
 redistribution alone; here costs are seconds on the links of the cluster, backward pass and optimizer included, and choices are revised.
@@ -40,11 +39,10 @@ from autoshard.search.pin_report import disagreements, unreached
 from autoshard.search.searcher import Searcher, Solution
 
 Part = tuple[int, int] | int
-"""What a label does with one mesh axis: the factor it splits and where it scatters, or the dimension it shards; -1 for nothing."""
+"""The entry of a label for one mesh axis: the factor it splits and where it scatters, or the dimension it shards; -1 for none."""
 
-Held = tuple[Mapping[int, Part], ...]
-"""Per mesh axis, by variable: what its label does with it, or the factor alone, whatever else follows. What is not legal is not held."""
-
+Fixed = tuple[Mapping[int, Part], ...]
+"""Per mesh axis, by variable: its label's part, or the factor alone, wherever that scatters. Parts that are not legal are ignored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +50,8 @@ class ShardingPropagation(Searcher):
     """The searcher that spreads pins.
 
     Attributes:
-        max_rounds: how often each mesh axis may be revised.
-        price_steps: how many memory prices may be tried when the limit binds.
+        max_rounds: the most rounds over the mesh axes.
+        price_steps: the most memory prices that may be tried when the limit binds.
     """
 
     name: ClassVar[str] = "sharding_propagation"
@@ -62,46 +60,47 @@ class ShardingPropagation(Searcher):
     price_steps: int = 8
 
     def solve(self, problem: Problem, progress: Progress = silent, hints: Hints = NO_HINTS) -> Solution:
-        """What follows from the problem's pins; see the module.
+        """The assignment that follows from the problem's pins; see the module.
 
         Raises:
             ShardingError: no pin shards anything.
             InfeasibleError: nothing that keeps the pins fits the memory limit.
         """
-        held = tuple({} for _ in problem.mesh.axes)
-        if not any(problem.pinned(axis) for axis in range(len(held))):
+        fixed = tuple({} for _ in problem.mesh.axes)
+        if not any(problem.pinned(axis) for axis in range(len(fixed))):
             raise ShardingError(
-                "sharding_propagation spreads what pins shard, and no pin shards anything. Pin a batch, as in pins={'batch*': P('data')}, "
-                "some weights, or values inside the function by with_sharding_constraint; or use searcher='auto', which needs no pins."
+                "sharding_propagation starts from pins that shard something, and no pin shards anything. Pin a batch, as in "
+                "pins={'batch*': P('data')}, some weights, or values inside the function by with_sharding_constraint; or use "
+                "searcher='auto', which needs no pins."
             )
         started = time.perf_counter()
-        spread = Spread(problem, held, self.max_rounds, progress=progress)
-        judgement, labels = fastest_within(problem, spread.search, self.price_steps, hints=hints)
+        run = PropagationSearch(problem, fixed, self.max_rounds, progress=progress)
+        judgement, labels = fastest_within(problem, run.search, self.price_steps, hints=hints)
         return Solution(
             judgement=judgement,
             lower_bound_seconds=min(problem.compute_bound(), judgement.cost.objective_seconds),
-            stats={"n_variables": problem.n_variables, "rounds": spread.rounds, "search_seconds": time.perf_counter() - started},
-            notes=(*disagreements(problem, labels, spread.sources), *unreached(problem, spread.sources)),
+            stats={"n_variables": problem.n_variables, "rounds": run.rounds, "search_seconds": time.perf_counter() - started},
+            notes=(*disagreements(problem, labels, run.sources), *unreached(problem, run.sources)),
             hints=hints,
         )
 
 
 @dataclass(slots=True)
-class Spread:
-    """What follows from pins, and from which.
+class PropagationSearch:
+    """The search for labels that follow from pins, and from fixed parts of labels.
 
     Attributes:
-        problem: the program and its mesh; its pins hold.
-        held: what ops and layouts take besides.
-        max_rounds: how often each axis may be revised.
+        problem: the program, its mesh and its pins.
+        fixed: the fixed parts besides.
+        max_rounds: the most rounds over the mesh axes.
         last_first: whether the last mesh axis is decided first, rather than the first one.
-        sources: per mesh axis, by variable that was reached: the pinned variable it was reached from.
-        rounds: how many rounds there were, all searches together.
-        eliminate: what remembers the eliminations of all axes and prices.
+        sources: per mesh axis, by reached variable: the pinned variable that it follows.
+        rounds: of all searches together.
+        eliminate: keeps the eliminations of all axes and prices.
     """
 
     problem: Problem
-    held: Held
+    fixed: Fixed
     max_rounds: int = BUDGETS.propagation_rounds
     last_first: bool = False
     progress: Progress = silent
@@ -110,12 +109,12 @@ class Spread:
     eliminate: Eliminator = field(default_factory=lambda: Eliminator(BUDGETS.propagation_entries))
 
     def search(self, prices: Mapping[int, float]) -> tuple[Judgement, list[Label]]:
-        """The labels that follow under memory prices, and what the judge says of them."""
+        """The labels that follow under memory prices, and their judgement."""
         problem, n_axes = self.problem, len(self.problem.mesh.axes)
         labels = problem.start()
         self.sources = tuple(
-            {variable: variable for variable in (*problem.pinned(axis), *(variable for variable, part in held.items() if _use(part) >= 0))}
-            for axis, held in enumerate(self.held)
+            {variable: variable for variable in (*problem.pinned(axis), *(variable for variable, part in fixed.items() if _use(part) >= 0))}
+            for axis, fixed in enumerate(self.fixed)
         )
         settled = [0] * n_axes  # per axis, how many changes there had been when it was settled
         changes = 1
@@ -125,8 +124,8 @@ class Spread:
                 if settled[axis] == changes:
                     continue
                 self.progress(f"propagating {problem.mesh.names[axis]}", (number + axis / n_axes) / self.max_rounds)
-                one = _OneAxis(problem.tables((axis,), labels, prices), axis, self.held[axis], self.sources[axis], self.eliminate)
-                (one.spread if number == 0 else one.revise)()
+                one = _OneAxis(problem.tables((axis,), labels, prices), axis, self.fixed[axis], self.sources[axis], self.eliminate)
+                (one.decide if number == 0 else one.revise)()
                 before, labels = labels, one.labels()
                 changes += labels != before
                 settled[axis] = changes
@@ -137,9 +136,16 @@ class Spread:
 
 
 class _OneAxis:
-    """The tables of one free mesh axis, and the label that each variable has by now."""
+    """The tables with one mesh axis free, and the present labels of the variables.
 
-    def __init__(self, tables: Tables, axis: int, held: Mapping[int, Part], sources: dict[int, int], eliminate: Eliminator):
+    Attributes:
+        now: the position of each variable's label.
+        near: per variable its neighbours, with the pair tables ``(n_neighbour, n)``.
+        uses: per variable, whether each label uses the axis.
+        kept: by variable with a fixed part, the positions of its labels that have it.
+    """
+
+    def __init__(self, tables: Tables, axis: int, fixed: Mapping[int, Part], sources: dict[int, int], eliminate: Eliminator):
         self.tables = tables
         self.eliminate = eliminate
         self.sources = sources
@@ -148,20 +154,20 @@ class _OneAxis:
         for (i, j), table in tables.pairs.items():
             self.near[i].append((j, table.T))
             self.near[j].append((i, table))
-        users = {id(options): [_use(label[axis]) >= 0 for label in options] for options in {id(o): o for o in tables.labels}.values()}
-        self.uses = [users[id(options)] for options in tables.labels]
+        uses = {id(options): [_use(label[axis]) >= 0 for label in options] for options in {id(o): o for o in tables.labels}.values()}
+        self.uses = [uses[id(options)] for options in tables.labels]
         self.kept: dict[int, np.ndarray] = {}
-        for variable, part in held.items():
+        for variable, part in fixed.items():
             allowed = np.flatnonzero([part in (label[axis], _use(label[axis])) for label in tables.labels[variable]])
             if len(allowed):
                 self.kept[variable] = allowed
-                if self.now[variable] not in allowed:  # other axes left no room for it until now
+                if self.now[variable] not in allowed:  # before, other axes had made it illegal
                     self.now[variable] = int(allowed[tables.unary[variable][allowed].argmin()])
 
     def labels(self) -> list[Label]:
         return [options[k] for options, k in zip(self.tables.labels, self.now, strict=True)]
 
-    def spread(self) -> None:
+    def decide(self) -> None:
         """Decides breadth first from the sources, then revises."""
         decided = [len(options) == 1 for options in self.tables.labels]
         for variable, kept in self.kept.items():
@@ -176,7 +182,7 @@ class _OneAxis:
         self.revise()
 
     def revise(self) -> None:
-        """Gives all that is reached its best labels, together, as often as more is reached thereby."""
+        """Optimises the labels of all reached variables together, until no more variables are reached."""
         n_reached = 0
         while n_reached < len(self.sources):
             n_reached = len(self.sources)
@@ -185,17 +191,17 @@ class _OneAxis:
                 self._reach(variable)
 
     def _solve(self) -> None:
-        """Gives the reached variables their best labels, all others keeping theirs; exact while its tables stay small."""
+        """Sets the best labels of the reached variables, given those of all others; exact while the tables stay small."""
         alone = {label: np.array([label]) for label in set(self.now)}
         kept = [self.kept.get(variable) if variable in self.sources else alone[label] for variable, label in enumerate(self.now)]
-        slices: dict[tuple, np.ndarray] = {}  # equal ones once: steps on the same tables are not repeated
+        slices: dict[tuple, np.ndarray] = {}  # by identities: equal slices are one array, whose eliminations are not repeated
 
         def sliced(table: np.ndarray, *rows: np.ndarray | None) -> np.ndarray:
             key = id(table), *map(id, rows)
-            if (found := slices.get(key)) is None:
+            if (part := slices.get(key)) is None:
                 every = [range(n) if labels is None else labels for n, labels in zip(table.shape, rows, strict=True)]
-                found = slices[key] = table[np.ix_(*every)]
-            return found
+                part = slices[key] = table[np.ix_(*every)]
+            return part
 
         unary = [table if labels is None else sliced(table, labels) for table, labels in zip(self.tables.unary, kept, strict=True)]
         pairs = {}
@@ -209,13 +215,13 @@ class _OneAxis:
             self.now = [k if labels is None else int(labels[k]) for k, labels in zip(found.labels.tolist(), kept, strict=True)]
 
     def _reach(self, variable: int) -> list[int]:
-        """The neighbours that nothing had reached, which are reached by now."""
-        found = [other for other, _ in self.near[variable] if other not in self.sources]
-        self.sources.update(dict.fromkeys(found, self.sources[variable]))
-        return found
+        """Marks a variable's neighbours as reached; returns those that were not."""
+        new = [other for other, _ in self.near[variable] if other not in self.sources]
+        self.sources.update(dict.fromkeys(new, self.sources[variable]))
+        return new
 
     def _best(self, variable: int, decided: Sequence[bool]) -> int:
-        """The label of least cost given the neighbours that are decided; of equals one that uses the axis."""
+        """The position of the label of least cost given the decided neighbours; of equal ones one that uses the axis."""
         cost = self.tables.unary[variable]
         if len(cost) == 1:
             return 0

@@ -162,9 +162,9 @@ def _spread(problem: Problem, axis: int, tensor: Mapping[str, int]) -> Assignmen
 def _changed(problem: Problem, assignment: Assignment, seed: int, changes: int, sweeps: int) -> Assignment:
     """Some decisions changed at random, half of them layouts of arguments; the others then take what is cheapest beside them."""
     rng = random.Random(seed)
-    variables = problem.structure.variables
+    variables = problem.decisions.variables
     labels = [assignment.choice(variable.leader) if variable.leader >= 0 else assignment.layout(variable.value) for variable in variables]
-    for value, variable in problem.structure.copies.items():
+    for value, variable in problem.decisions.copies.items():
         labels[variable] = assignment.copies.get(value, assignment.layout(value))
     tables = problem.tables(tuple(range(len(problem.mesh.axes))), labels)
     at = [int(position) for position in tables.incumbent]

@@ -63,9 +63,9 @@ def binding_limit(seed):
 
 
 def check(seeds):
-    """How many of the seeds have a limit that binds; the searchers are held to brute force on each, dynamic programming to recursive.
+    """The number of seeds whose limit binds; on each the searchers are compared to brute force, dynamic programming to recursive.
 
-    Near the least that any assignment holds, few are left, and no single change leads from one to another: there recursive programming
+    Near the least peak of any assignment, few are left, and no single change leads from one to another: there recursive programming
     may be far from the optimum, on one program of five.
     """
     bound = far = 0
@@ -98,10 +98,10 @@ def test_the_limit_is_a_true_constraint_on_many():
     assert check(range(60, 500)) >= 50
 
 
-def test_what_cannot_fit_is_refused_at_once(monkeypatch):
-    """Where all values at the fullest moment take more than the limit however they lie, one more answer is asked for, and none fits.
+def test_an_infeasible_limit_is_refused_at_once(monkeypatch):
+    """Where the values at the peak take more than the limit in any layouts, at most one more answer is judged.
 
-    What one searcher has proven nobody else is asked.
+    After one searcher's proof no other one runs.
     """
     refused = 0
     for seed in range(40):
@@ -112,12 +112,12 @@ def test_what_cannot_fit_is_refused_at_once(monkeypatch):
         least = least_peak(limited(seed), (free.judgement, limited(seed).labels(free.assignment)))
         for limit in (limit for limit in (0.9 * smallest, 0.5 * smallest) if limit < least):
             for searcher in (RecursiveProgramming(), DynamicProgramming(), Auto()):
-                problem, asked = limited(seed, limit), []
-                monkeypatch.setattr(Problem, "evaluate", lambda *args, judged=EVALUATE, asked=asked: asked.append(args) or judged(*args))
+                problem, calls = limited(seed, limit), []
+                monkeypatch.setattr(Problem, "evaluate", lambda *args, judged=EVALUATE, calls=calls: calls.append(args) or judged(*args))
                 with pytest.raises(InfeasibleError, match="none takes less than"):
                     searcher.solve(problem)
                 monkeypatch.undo()
-                assert len(asked) <= 2
+                assert len(calls) <= 2
                 refused += 1
             with suppress(SearchLimitError), pytest.raises(InfeasibleError):
                 BruteForce(MOST_ASSIGNMENTS // 10).solve(limited(seed, limit))  # which judges them all
@@ -145,23 +145,23 @@ def test_repair_finds_what_prices_alone_do_not(monkeypatch):
     assert all(ours < theirs for ours, theirs in zip(repaired, by_prices, strict=True))
 
 
-def test_where_prices_lead_to_nothing_answers_that_hold_little_are_the_start():
-    """A search that is blind to prices, and whose answer no change makes fit, returns what the baselines hold; without them it refuses."""
+def test_where_no_price_fits_low_memory_answers_are_the_start():
+    """A search that ignores prices, and whose answer no change makes fit, returns a baseline's answer; without starts it refuses."""
     fn, args = gpt()
     free = problem_of(fn, *args, mesh=MESHES[1], cluster=eager_cluster("v5e:2x2"))
     whole = free.start()
     found = free.evaluate(free.assignment(whole)), whole
-    held = [judgement.cost.peak_bytes for judgement, _ in low_memory_starts(free)]
-    assert held == [searcher.solve(free).judgement.cost.peak_bytes for searcher in (FullySharded(stage=3), TensorParallel())]
+    peaks = [judgement.cost.peak_bytes for judgement, _ in low_memory_starts(free)]
+    assert peaks == [searcher.solve(free).judgement.cost.peak_bytes for searcher in (FullySharded(stage=3), TensorParallel())]
     assert all(free.evaluate(free.assignment(labels)).cost == judgement.cost for judgement, labels in low_memory_starts(free))
-    limited = problem_of(fn, *args, mesh=MESHES[1], cluster=eager_cluster("v5e:2x2"), memory_limit_bytes=min(held))
-    assert fitted(limited, lambda _: found, 4, low_memory_starts).judgement.cost.peak_bytes <= min(held) < found[0].cost.peak_bytes / 1.5
+    limited = problem_of(fn, *args, mesh=MESHES[1], cluster=eager_cluster("v5e:2x2"), memory_limit_bytes=min(peaks))
+    assert fitted(limited, lambda _: found, 4, low_memory_starts).judgement.cost.peak_bytes <= min(peaks) < found[0].cost.peak_bytes / 1.5
     with pytest.raises(InfeasibleError):
         fitted(limited, lambda _: found, 4)
 
 
 def test_a_looser_limit_gives_no_slower_answer():
-    """Changes may lead further from another answer that prices met than from the best of them: all are starts, under every limit."""
+    """Changes may lead further from another answer under prices than from the best of them: all are starts, under every limit."""
     optimizer = optax.adamw(1e-3)
 
     def step(params, state, x, y):
@@ -190,7 +190,7 @@ def large(limit=None, mesh=None):
     return problem_of(fn, *args, mesh=mesh or {"data": 64}, cluster=Cluster.parse("v5p:4x4x4"), memory_limit_bytes=limit)
 
 
-def test_layers_are_mixed_and_the_bound_knows_what_memory_costs(monkeypatch):
+def test_layers_are_mixed_and_the_dual_bound_is_tight(monkeypatch):
     """Where some layers fit and all do not, some have the faster layouts, and the dual bound leaves a fifth of the gap at most."""
     limit = 31e9
     free, found = large(), large(limit)
@@ -204,8 +204,8 @@ def test_layers_are_mixed_and_the_bound_knows_what_memory_costs(monkeypatch):
     assert DynamicProgramming().solve(large(limit)).judgement.cost.objective_seconds > cost.objective_seconds
 
 
-def test_other_meshes_are_bounded_by_what_memory_costs():
-    """What was learned of the limit on one mesh bounds another: a mesh that cannot be better is seen not to be."""
+def test_other_meshes_have_the_dual_bound():
+    """The multiplier found on one mesh bounds another: a mesh that cannot be better is cut."""
     limit = 31e9
     one, other = large(limit), large(limit, {"data": 16, "model": 4})
     found = DynamicProgramming().solve(one)
@@ -215,8 +215,8 @@ def test_other_meshes_are_bounded_by_what_memory_costs():
     assert bound > found.judgement.cost.objective_seconds * 0.99
 
 
-def test_partial_sums_that_wait_for_others_are_in_no_row():
-    """A sum waits for those it is combined with, which other labels do not leave to wait: rows never exclude an assignment that fits."""
+def test_partial_sums_kept_for_others_are_in_no_row():
+    """A partial sum is kept for those it is combined with, but not under other labels: rows exclude no assignment that fits."""
     limit = 5058.0
     problem = limited(414, limit)
     fits = problem.labels(BruteForce(MOST_ASSIGNMENTS).solve(problem).assignment)
@@ -226,5 +226,5 @@ def test_partial_sums_that_wait_for_others_are_in_no_row():
     tables = problem.whole_tables()
     at, there = ([options.index(label) for options, label in zip(tables.labels, labels, strict=True)] for labels in (refused, fits))
     for row in memory_rows(problem, [len(options) for options in tables.labels], np.array(at), judgement.peak, limit):
-        held, kept = (sum(shares[labels[variable]] for variable, shares in row.coefficients.items()) for labels in (at, there))
-        assert kept <= row.limit < held
+        violating, kept = (sum(shares[labels[variable]] for variable, shares in row.coefficients.items()) for labels in (at, there))
+        assert kept <= row.limit < violating

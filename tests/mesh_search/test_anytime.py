@@ -1,4 +1,4 @@
-"""A search that ends early returns the best it met, within the memory limit and with its gap."""
+"""A search that ends early returns its incumbent, within the memory limit and with a valid gap."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def interrupting(after, calls=None):
 
 @pytest.mark.parametrize("after", [2, 20, 60])
 @pytest.mark.parametrize("searcher", ["recursive_programming", "dynamic_programming", "auto"])
-def test_ctrl_c_returns_the_best_met_so_far(searcher, after):
+def test_ctrl_c_returns_the_incumbent(searcher, after):
     """It is bounded as always, no slower than data parallelism, and says what it is."""
     fn, args = PROGRAMS["mlp"]()
     baseline = autoshard.search(fn, *args, cluster="v5e:2x4", searcher="data_parallel", mesh={"data": 8})
@@ -55,7 +55,7 @@ def test_the_time_limit_ends_a_search():
 
 
 def test_a_frontier_ends_early_too():
-    """What was met by then makes the front."""
+    """The answers found by then make the front."""
     fn, args = PROGRAMS["mlp"]()
     found = autoshard.frontier(fn, *args, cluster="v5e:2x4", interruptible=True, progress=interrupting(12))
     assert len(found) >= 1

@@ -1,4 +1,4 @@
-"""Placements of meshes: what each axis gets of the wires, and which of them are worth searching."""
+"""Placements of meshes: the links of each axis, and the placements that are worth a search."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_an_axis_may_have_a_dimension_whole():
 
 @settings(deadline=None, max_examples=80)
 @given(placements())
-def test_devices_stand_where_links_say(case):
+def test_devices_are_where_links_say(case):
     """Along an axis exactly the coordinates of its spans change, and all axes together reach every device once."""
     cluster, mesh = case
     links = cluster.links(mesh)
@@ -127,7 +127,7 @@ def _everything(cluster, mesh):
     return np.array([model.seconds(kind, nbytes, axes) for kind in kinds for nbytes in (1e5, 1e7, 1e9) for axes in subsets])
 
 
-def test_where_nobody_named_the_axes_what_differs_in_their_order_alone_comes_last():
+def test_unnamed_axes_in_another_order_come_last():
     """Placed with whole dimensions, 4 x 2 is 2 x 4 with its axes in another order: tried where few meshes are, and not on large slices."""
     for text, reordered in (("cpu:8", False), ("v5e:2x4", True), ("v5p:4x4x4", True), ("v5e:16x16", True), ("v4:4x4x8", True)):
         cluster = Cluster.parse(text)

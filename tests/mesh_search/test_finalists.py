@@ -24,7 +24,7 @@ def answer(seconds, finder="dynamic_programming", sent=0.0, peak=1e9, sizes=(8,)
     return SimpleNamespace(judgement=SimpleNamespace(cost=cost), assignment=assignment, finder=finder)
 
 
-def test_what_compiles_alike_is_one():
+def test_answers_that_compile_to_the_same_are_one():
     """Of answers on one mesh that are alike in two digits of time, memory and bytes sent, the fastest stays; a difference makes another."""
     one, alike, *others = answer(1.0), answer(1.01), answer(2.0), answer(1.02, sent=8.0), answer(1.03, peak=2e9), answer(1.04, sizes=(4, 2))
     assert set(map(id, finalists([*others, alike, one], 9))) == set(map(id, (one, *others)))

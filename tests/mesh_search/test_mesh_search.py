@@ -1,8 +1,6 @@
-"""The search over meshes: what is cut could not have gained, and the cut is seen."""
+"""The search over meshes: cut meshes could not have gained, and the cuts are counted."""
 
 from __future__ import annotations
-
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +17,8 @@ from autoshard.ir import Mesh
 from autoshard.judge.model import CostModel
 from autoshard.mesh_search.bounds import message_bound
 from autoshard.mesh_search.candidates import placed
-from autoshard.mesh_search.search import carried, search_meshes
-from autoshard.problem import Problem
+from autoshard.mesh_search.search import search_meshes, transferred
+from autoshard.problem import Problem, cost_tables
 from autoshard.search import DataParallel, DynamicProgramming, RecursiveProgramming, solve
 
 MESHES = ({"data": 8}, {"data": 4, "model": 2}, {"data": 2, "model": 4}, {"a": 2, "b": 2, "c": 2})
@@ -34,18 +32,18 @@ def problems(program, **options):
 @pytest.mark.parametrize("program", ["mlp", "lstm", "convnet"])
 def test_cut_meshes_could_not_have_gained(program):
     """No mesh's optimum is lower than the answer's by more than the gain that is worth a search; every mesh is solved or cut."""
-    asked = []
+    searched = []
 
     def counted(searcher, problem, progress, hints):
-        asked.append(problem)
+        searched.append(problem)
         return solve(searcher, problem, progress, hints)
 
     every = problems(program)
     found, problem = search_meshes(DynamicProgramming(), every, counted)
     optima = [DynamicProgramming().solve(one).judgement.cost.objective_seconds for one in every]
     assert found.judgement.cost.objective_seconds * (1 - BUDGETS.least_gain) <= min(optima) * (1 + 1e-9)
-    assert len(asked) + found.stats["meshes_cut"] == len(every)
-    assert problem in asked
+    assert len(searched) + found.stats["meshes_cut"] == len(every)
+    assert problem in searched
 
 
 @pytest.mark.parametrize("program", ["mlp", "gpt"])
@@ -93,19 +91,19 @@ def placements(name, sizes, **options):
     return [Problem(first.profile, CostModel(cluster, mesh), like=first) for mesh in meshes]
 
 
-def test_what_promises_most_is_searched_first():
-    """Of three placements of a mesh the one of least optimum is asked for before the others, which then need no search."""
-    every, asked = placements("gpt", {"data": 2, "model": 4}, **SMALL), []
+def test_the_least_bound_is_searched_first():
+    """Of three placements of a mesh the one of least optimum is searched before the others, which are then cut."""
+    every, searched = placements("gpt", {"data": 2, "model": 4}, **SMALL), []
     optima = [DynamicProgramming().solve(problem).judgement.cost.objective_seconds for problem in every]
     assert len(every) == 3 and min(optima) < (1 - BUDGETS.least_gain) * optima[0]
 
     def counted(searcher, problem, progress, hints):
-        asked.append(every.index(problem))
+        searched.append(every.index(problem))
         return solve(searcher, problem, progress, hints)
 
     found, _ = search_meshes(DynamicProgramming(), every, counted)
-    assert asked[0] == optima.index(min(optima)) and found.judgement.cost.objective_seconds == min(optima)
-    assert found.stats["meshes_cut"] == len(every) - len(asked) > 0
+    assert searched[0] == optima.index(min(optima)) and found.judgement.cost.objective_seconds == min(optima)
+    assert found.stats["meshes_cut"] == len(every) - len(searched) > 0
 
 
 @pytest.mark.parametrize("mesh", [{"data": 4, "model": 2}, {"data": 2, "model": 4}])
@@ -123,13 +121,13 @@ def test_equal_tables_are_one_and_others_are_not(monkeypatch):
     tables = problem_of(fn, *args).whole_tables()
     distinct = {(table.shape, table.tobytes()) for table in tables.pairs.values()}
     assert len({id(table) for table in tables.pairs.values()}) == len(distinct) > 10
-    monkeypatch.setattr(sys.modules[Problem.__module__], "hash", lambda _: 0, raising=False)
+    monkeypatch.setattr(cost_tables, "hash", lambda _: 0, raising=False)
     again = problem_of(fn, *args).whole_tables()
     assert all(np.array_equal(table, again.pairs[pair]) for pair, table in tables.pairs.items())
 
 
 def test_a_mesh_without_a_legal_sharding_does_not_end_the_search(monkeypatch):
-    """What pins leave no sharding has no first bound either, and the others are searched."""
+    """A mesh on which pins leave no sharding has no first bound either, and the others are searched."""
     every = problems("mlp")
     refused, tables = every[1], Problem.tables
 
@@ -146,18 +144,18 @@ def test_a_mesh_without_a_legal_sharding_does_not_end_the_search(monkeypatch):
 
 
 @pytest.mark.parametrize("share", [0.995, 0.05])
-def test_what_memory_decides_is_searched_once_for_all_placements(share):
-    """Where the limit binds one placement of each mesh is searched; the others have its answer, judged on their wires, or its refusal."""
+def test_where_memory_binds_one_placement_is_searched(share):
+    """Where the limit binds one placement of each mesh is searched; the others have its answer, judged on their links, or its refusal."""
     fn, args = PROGRAMS["gpt_scan"]()
     cluster = eager_cluster("v5e:4x4")
     free = problem_of(fn, *args, cluster=cluster, mesh={"data": 4, "model": 4})
     limit = share * RecursiveProgramming().solve(free).judgement.cost.peak_bytes
     meshes = placed(cluster, [Mesh.of({"data": 8, "model": 2}), Mesh.of({"data": 4, "model": 4})], renamed=False)
     every = [Problem(free.profile, CostModel(cluster, mesh), None, limit, free) for mesh in meshes]
-    asked = []
+    searched = []
 
     def counted(searcher, problem, progress, hints):
-        asked.append(problem.mesh.sizes)
+        searched.append(problem.mesh.sizes)
         return solve(searcher, problem, progress, hints)
 
     if share < 0.1:
@@ -168,11 +166,11 @@ def test_what_memory_decides_is_searched_once_for_all_placements(share):
         assert found.judgement.cost.peak_bytes <= limit
         assert found.judgement.assignment.mesh is problem.mesh
         assert found.lower_bound_seconds <= found.judgement.cost.objective_seconds
-    assert len(every) > len(set(asked)) == len(asked)
+    assert len(every) > len(set(searched)) == len(searched)
 
 
-def test_an_answer_is_carried_to_other_wires():
-    """The same labels, judged by the other placement's costs: what nothing but the wires changes stays."""
+def test_an_answer_is_transferred_to_other_links():
+    """The same labels, judged by the other placement's costs."""
     fn, args = PROGRAMS["mlp"]()
     cluster = Cluster.parse("v5e:2x4")
     one, other = (
@@ -180,7 +178,7 @@ def test_an_answer_is_carried_to_other_wires():
         for mesh in placed(cluster, [Mesh.of({"data": 4, "model": 2})], renamed=False)[:2]
     )
     solution = RecursiveProgramming().solve(one)
-    there = carried(other, one, solution)
+    there = transferred(other, one, solution)
     assert other.labels(there.assignment) == one.labels(solution.assignment)
     assert there.assignment.mesh is other.mesh is not one.mesh
     assert there.judgement.cost.makespan_seconds == other.evaluate(there.assignment).cost.makespan_seconds

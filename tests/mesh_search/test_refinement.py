@@ -1,4 +1,4 @@
-"""Recursive programming over prime factors: what it leads to is faster, on any number of devices, and never where nobody wants it."""
+"""Recursive programming over prime factors: it leads to faster meshes, of any number of devices, and leaves named axes alone."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _pair(source, target):
 
 
 @pytest.mark.parametrize("name,mesh", [("v5e:4x4", {"data": 8, "model": 2}), ("h100:8x3", {"data": 24}), ("cpu:12", {"data": 12})])
-def test_split_axes_are_prime_and_lie_where_their_axis_does(name, mesh):
+def test_split_axes_are_prime_and_have_the_links_of_their_axis(name, mesh):
     """Each axis's prime factors together have its links, and costs of labels that are alike on them are the answer's own."""
     cluster = Cluster.parse(name)
     for placing in placed(cluster, [Mesh.of(mesh)], renamed=False):
@@ -128,7 +128,7 @@ def test_axes_that_are_named_stay():
     assert given.record.mesh.axes == (("a", 4), ("b", 4))
 
 
-def test_merged_labels_are_legal_and_alike():
+def test_merged_labels_are_legal_and_equal():
     """Whatever axes are merged, every variable has a label of its domain, the same on all axes of a group, and on the merged mesh."""
     cluster = eager_cluster("v5e:4x4")
     problem = wide_problem(cluster, {"data": 4, "model": 4})
@@ -145,8 +145,8 @@ def test_merged_labels_are_legal_and_alike():
             assert split.problem.allows(variable, label)
 
 
-def test_what_is_promised_is_kept():
-    """A finer problem begins with labels that cost less than the answer does by the gain that was asked for; else there is none."""
+def test_the_finer_problem_has_the_gain():
+    """A finer problem starts with labels that cost less than the answer by the required gain; else there is none."""
     cluster = Cluster.parse("v5e:4x4")
     problem = problem_of(tall, *TALL, cluster=cluster, mesh={"data": 4, "model": 4})
     labels = problem.labels(RecursiveProgramming().solve(problem).assignment)
@@ -196,7 +196,7 @@ def test_the_slowest_links_are_first():
 
 @pytest.mark.parametrize("searcher", ["recursive_programming", "auto"])
 def test_more_axes_where_nothing_else_fits(searcher):
-    """What fits no mesh of two axes is found on one of three; what fits none is refused with the advice to try all of three."""
+    """A limit that no mesh of two axes keeps is kept on one of three; else the error has the advice to try all of three."""
     two = autoshard.search(tall, *TALL, cluster="v5e:4x4", mesh=2, searcher=searcher)
     limit = 0.75 * two.cost.peak_bytes
     with pytest.raises(InfeasibleError):

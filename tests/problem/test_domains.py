@@ -1,4 +1,4 @@
-"""What variables offer, and what problems on other placements of a mesh share of it."""
+"""Domains of variables, and the tables that problems on other placements of a mesh share."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from autoshard.problem import Problem
 
 @pytest.mark.parametrize("program", ["gpt", "convnet", "moe"])
 def test_slots_are_the_layouts_of_their_labels(program):
-    """Every op variable offers all legal choices that its slots allow, and each slot's number is that of the layout under its label."""
+    """Every op variable has the legal choices that its slots allow, and each slot's number is that of the layout under its label."""
     fn, args = PROGRAMS[program]()
     problem = problem_of(fn, *args)
-    for index, variable in enumerate(problem.structure.variables):
+    for index, variable in enumerate(problem.decisions.variables):
         if variable.leader < 0:
             continue
-        rule = problem.structure.signatures[variable.head[1]].rule
-        offer = problem._joint(index)
-        assert all(legal(rule, label, problem.mesh.sizes) for label in offer.labels)
+        rule = problem.decisions.signatures[variable.label_type[1]].rule
+        domain = problem.costs.whole_domain(index)
+        assert all(legal(rule, label, problem.mesh.sizes) for label in domain.labels)
         for derivation, slot in variable.slots.items():
             if derivation[0] not in ("operand", "result"):
                 continue
             layout_of = operand_layout if derivation[0] == "operand" else result_layout
             dims = (rule.operands if derivation[0] == "operand" else rule.results)[derivation[1]]
-            numbers = dict(zip(offer.labels, offer.slots[slot].tolist(), strict=True))
+            numbers = dict(zip(domain.labels, domain.slots[slot].tolist(), strict=True))
             for label, number in numbers.items():
                 layout = layout_of(rule, label, derivation[1])
                 assert number == sum((dim + 1) * (len(dims) + 1) ** axis for axis, dim in enumerate(layout))
@@ -41,12 +41,12 @@ def test_slots_are_the_layouts_of_their_labels(program):
 
 @pytest.mark.parametrize("program", sorted(SMALL))
 def test_no_legal_choice_is_forgotten(program):
-    """What an op variable offers is all of its legal choices, less those that leave one of its slots without a layout."""
+    """The domain of an op variable is all of its legal choices, less those that leave one of its slots without a layout."""
     fn, args = SMALL[program]()
     problem = problem_of(fn, *args)
-    for index, variable in enumerate(problem.structure.variables):
+    for index, variable in enumerate(problem.decisions.variables):
         if variable.leader >= 0 and all(derivation[0] in ("operand", "result") for derivation in variable.slots):
-            rule = problem.structure.signatures[variable.head[1]].rule
+            rule = problem.decisions.signatures[variable.label_type[1]].rule
             scatters = range(-1, len(rule.results[0]))
             atoms = [(factor, scatter) for factor in range(-1, len(rule.factors)) for scatter in scatters]
             sizes = problem.mesh.sizes
@@ -57,11 +57,11 @@ def test_no_legal_choice_is_forgotten(program):
                 and all(scatter < 0 or (factor >= 0 and rule.factors[factor].operator == "sum") for factor, scatter in choice)
                 and legal(rule, choice, sizes)
             }
-            assert set(problem._joint(index).labels) == every
+            assert set(problem.costs.whole_domain(index).labels) == every
 
 
 def test_another_placement_has_the_tables_it_would_have_alone():
-    """What is shared with a problem on another placement of the mesh, or on another mesh, changes no table."""
+    """Sharing with a problem on another placement of the mesh, or on another mesh, changes no table."""
     fn, args = PROGRAMS["gpt"]()
     cluster = Cluster.parse("v5e:2x4")
     first = problem_of(fn, *args, cluster=cluster)

@@ -18,7 +18,7 @@ def make(program="mlp", **options):
     return problem_of(fn, *args, **options)
 
 
-@pytest.mark.parametrize("name", ["memory_limit_bytes", "watcher", "pins", "learned"])
+@pytest.mark.parametrize("name", ["memory_limit_bytes", "observer", "pins", "anything"])
 def test_no_attribute_can_be_set(name):
     """Neither of a problem nor of its quotient, whether it has such an attribute or not; the error says what to use."""
     problem = make("deep")
@@ -28,8 +28,8 @@ def test_no_attribute_can_be_set(name):
 
 
 @pytest.mark.parametrize("program", ["mlp", "deep"])
-def test_a_bound_that_is_asked_for_twice_is_the_same(program):
-    """Message passing keeps no state between calls but what hints hold, whatever was searched in between."""
+def test_a_bound_computed_twice_is_the_same(program):
+    """Message passing keeps no state between calls but the hints, whatever was searched in between."""
     problem = make(program)
     first, bound = first_bound(problem), message_bound(problem, 4)[0]
     DynamicProgramming().solve(problem)
@@ -40,7 +40,7 @@ def test_a_bound_that_is_asked_for_twice_is_the_same(program):
 @pytest.mark.parametrize("searcher", [DynamicProgramming(), RecursiveProgramming()], ids=lambda one: one.name)
 @pytest.mark.parametrize("share", [None, 0.9])
 def test_a_search_leaves_nothing_behind(searcher, share):
-    """The second search of a problem finds what the first did, in as many sweeps and with the same bound; so with a limit that binds."""
+    """The second search of a problem has the first one's answer, bound and number of sweeps; so with a limit that binds."""
     problem = make()
     if share is not None:
         problem = problem.within(share * searcher.solve(problem).judgement.cost.peak_bytes)
@@ -50,7 +50,7 @@ def test_a_search_leaves_nothing_behind(searcher, share):
     assert {**second.stats, "search_seconds": 0.0} == {**first.stats, "search_seconds": 0.0}
 
 
-def test_what_was_sent_is_where_the_next_search_goes_on():
+def test_messages_start_the_next_search():
     """With the hints of the first search the second needs fewer sweeps."""
     problem = make("moe")
     first = DynamicProgramming(tolerance=0.0).solve(problem)
@@ -59,15 +59,15 @@ def test_what_was_sent_is_where_the_next_search_goes_on():
     assert first.hints.messages and not Hints().messages
 
 
-def test_problems_that_differ_in_their_limit_or_watcher_share_what_is_known():
-    """Tables and facts are computed once; each keeps its own limit and watcher."""
+def test_problems_that_differ_in_their_limit_or_observer_share_their_tables():
+    """Tables and facts are computed once; each has its own limit and observer."""
     problem = make()
-    met = Incumbent(problem)
-    other = problem.within(1e9).watched(met)
+    incumbent = Incumbent(problem)
+    other = problem.within(1e9).observed_by(incumbent)
     assert other.whole_tables() is problem.whole_tables()
     assert (problem.memory_limit_bytes, other.memory_limit_bytes) == (None, 1e9)
-    assert problem.watcher is None and other.watcher is met
+    assert problem.observer is None and other.observer is incumbent
     DataParallel().solve(problem)
-    assert met.best is None
+    assert incumbent.best is None
     RecursiveProgramming().solve(other)
-    assert met.best is not None
+    assert incumbent.best is not None

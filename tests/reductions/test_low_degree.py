@@ -38,7 +38,7 @@ def test_tables_never_grow(model):
     assert not ends or min(ends.count(variable) for variable in set(ends)) > 1
 
 
-def test_a_ring_goes_but_not_what_is_knitted_closer():
+def test_a_ring_is_eliminated_but_not_a_clique():
     """Of a ring nothing is left but its minimum; four variables that are all in pairs with each other stay."""
     generator = np.random.default_rng(0)
     unary = [generator.random(3) for _ in range(12)]
@@ -51,7 +51,7 @@ def test_a_ring_goes_but_not_what_is_knitted_closer():
     assert not low_degree.apply(PairwiseModel(unary[:4], close)).eliminated
 
 
-def test_a_node_of_few_labels_between_two_of_many_stays():
+def test_a_variable_of_few_labels_between_two_of_many_stays():
     """Without it there would be a pair of more entries than its two have; beside such a pair it goes."""
     generator = np.random.default_rng(0)
     unary = [generator.random(n) for n in (2, 5, 5, 3, 3, 3)]
@@ -62,7 +62,7 @@ def test_a_node_of_few_labels_between_two_of_many_stays():
     assert [one.variable for one in low_degree.apply(PairwiseModel(unary, pairs)).eliminated] == [0]
 
 
-def test_equal_layers_share_what_comes_of_them():
+def test_equal_layers_share_their_results():
     """Layers of the very same tables are eliminated once, and their new tables are the same again."""
     generator = np.random.default_rng(0)
     variable, inside, between = generator.random(5), generator.random((5, 5)), generator.random((5, 5))

@@ -1,4 +1,4 @@
-"""Symmetry: repeated layers decide alike, at the same cost, and nothing better is lost."""
+"""Symmetry: repeated layers have equal labels, at the same cost, and no better answer is lost."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def test_layers_beyond_a_few_add_nothing():
 
 
 @pytest.mark.parametrize("program", ["mlp", "convnet", "lstm"])
-def test_what_hardly_repeats_itself_is_not_folded(program):
+def test_programs_that_hardly_repeat_have_no_quotient(program):
     """Programs of a layer or two are searched as they are."""
     fn, args = PROGRAMS[program]()
     assert symmetry.apply(problem_of(fn, *args)) is None
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_labels_of_the_folded_problem_cost_the_same_unfolded(seed):
+def test_quotient_labels_cost_the_same_in_the_whole(seed):
     """The quotient tables are the whole's, summed: any labels cost the same in both, and the judge agrees."""
     whole = deep()
     small = symmetry.apply(whole)
@@ -66,7 +66,7 @@ def chain():
 
 @pytest.mark.parametrize("make", [deep, chain])
 @pytest.mark.parametrize("free", [(0, 1), (0,), (1,)], ids=str)
-def test_folded_tables_are_the_sums_of_the_wholes(free, make):
+def test_quotient_tables_are_the_sums_of_the_wholes(free, make):
     """Counting equal tables gives what adding them up does, whatever axes are free and whatever bytes cost."""
     whole = make()
     small = symmetry.apply(whole)
@@ -80,8 +80,8 @@ def test_folded_tables_are_the_sums_of_the_wholes(free, make):
         np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-15)
 
 
-def test_moved_costs_are_moved_in_the_whole_as_well():
-    """Tables moved as those of the quotient problem are equivalent to the whole's own, and bound it better than nothing moved."""
+def test_lifted_messages_bound_the_whole():
+    """Reparametrised by lifted messages the whole's tables are equivalent, and bound it better than without messages."""
     whole = deep()
     small = symmetry.apply(whole)
     own = small.tables(range(2), small.start())
@@ -100,7 +100,7 @@ def test_moved_costs_are_moved_in_the_whole_as_well():
 
 @pytest.mark.parametrize("mesh", [{"data": 4, "model": 2}, {"data": 8}], ids=str)
 def test_nothing_better_is_lost(mesh):
-    """The answer by way of the quotient problem is as near to the whole's optimum as is asked for, and its bound below that."""
+    """The answer by way of the quotient problem is within the tolerance of the whole's optimum, and its bound below that."""
     problem = deep(mesh=mesh)
     assert symmetry.apply(problem) is not None
     quick, exact = DynamicProgramming().solve(problem), DynamicProgramming(tolerance=0.0).solve(problem)
@@ -111,7 +111,7 @@ def test_nothing_better_is_lost(mesh):
     assert gap <= 1.01 * DynamicProgramming().tolerance * -(-quick.stats["sweeps"] // BUDGETS.attempt_sweeps)
 
 
-def test_memory_limits_bind_folded_problems_too():
+def test_memory_limits_bind_problems_with_symmetry_too():
     """Under a limit that the fastest answer exceeds, the answer fits."""
     cluster = Cluster.parse("v5e:2x4")
     free = DynamicProgramming().solve(deep(cluster=cluster))

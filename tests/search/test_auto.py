@@ -36,8 +36,8 @@ def test_no_member_is_better(program):
     assert found.lower_bound_seconds == min(bound, found.judgement.cost.objective_seconds)
 
 
-def test_a_baseline_is_no_better_on_a_mesh_that_is_cut():
-    """Mesh free, on GPUs, where tensor parallelism's collectives hide: it is looked at where bounds of objectives cut the mesh."""
+def test_a_baseline_is_no_better_on_a_cut_mesh():
+    """With a free mesh, on GPUs, where tensor parallelism's collectives hide: it also runs on meshes that bounds have cut."""
 
     def loss(params, x, y):
         up, b1, down, b2 = params
@@ -51,16 +51,16 @@ def test_a_baseline_is_no_better_on_a_mesh_that_is_cut():
     assert any("that bounds had cut" in note for note in by["auto"].notes)
 
 
-def test_no_member_is_asked_twice(monkeypatch):
-    """Where memory binds, dynamic programming leaves the second opinion to the portfolio; what it proves not to fit needs none."""
+def test_no_member_runs_twice(monkeypatch):
+    """Where memory binds, dynamic programming leaves the second opinion to the portfolio; a limit proven infeasible needs none."""
     fn, args = PROGRAMS["mlp"]()
     free = DynamicProgramming().solve(problem_of(fn, *args)).judgement.cost.peak_bytes
-    asked, solve = [], RecursiveProgramming.solve
-    monkeypatch.setattr(RecursiveProgramming, "solve", lambda *of: asked.append(of) or solve(*of))
+    solved, solve = [], RecursiveProgramming.solve
+    monkeypatch.setattr(RecursiveProgramming, "solve", lambda *of: solved.append(of) or solve(*of))
     for limit in (0.999 * free, 1000.0):
         with suppress(InfeasibleError):
             Auto().solve(problem_of(fn, *args, cluster=WAITING, memory_limit_bytes=limit))
-        assert len(asked) == 1
+        assert len(solved) == 1
 
 
 class Refusing(DataParallel):
@@ -99,11 +99,11 @@ def test_a_gap_beside_a_smaller_makespan_is_explained():
 
 
 def test_members_may_refuse():
-    """What one member cannot do another does; where none can, the smallest peak is named."""
+    """Where one member refuses another one answers; where all do, the smallest peak is named."""
     fn, args = PROGRAMS["mlp"]()
     alone = Auto(members=(Refusing(), RecursiveProgramming())).solve(problem_of(fn, *args, cluster=WAITING))
     assert alone.stats["members"] == 1
-    assert alone.notes == ("found by recursive_programming, the only one that auto asked", "too large")
+    assert alone.notes == ("found by recursive_programming, the only searcher that auto ran", "too large")
     with pytest.raises(InfeasibleError, match=r"smallest peak that 2 searchers found.* is 2.05 kB.*Use more devices"):
         Auto(members=(Filling(), Filling())).solve(problem_of(fn, *args, memory_limit_bytes=1000.0))
     with pytest.raises(InfeasibleError, match=r"none takes less than.*smallest peak of two answers.*Use more devices"):
@@ -111,14 +111,14 @@ def test_members_may_refuse():
 
 
 def test_a_portfolio_of_one_that_refuses_passes_its_reason_on():
-    """Where every member met its limit, the first one's error comes out."""
+    """Where every member is beyond its limits, the first one's error is raised."""
     fn, args = PROGRAMS["mlp"]()
     with pytest.raises(SearchLimitError, match="too large"):
         Auto(members=(Refusing(),)).solve(problem_of(fn, *args))
 
 
-def test_a_mesh_of_many_axes_is_searched_without_being_asked():
-    """What dynamic programming's error would have the user do, auto does: another searcher answers, and a note has the error."""
+def test_a_mesh_of_many_axes_is_searched_by_another_member():
+    """Where dynamic programming's tables would be too large another searcher answers, and a note has the error."""
     fn, args = PROGRAMS["mlp"]()
     problem = problem_of(fn, *args, mesh={"a": 2, "b": 2, "c": 2})
     small = DynamicProgramming(max_problem_entries=1000)
@@ -131,29 +131,29 @@ def test_a_mesh_of_many_axes_is_searched_without_being_asked():
 
 
 class Counting(RecursiveProgramming):
-    """A searcher that counts how often it is asked."""
+    """A searcher that counts its runs."""
 
-    asked: ClassVar[list] = []
+    solved: ClassVar[list] = []
 
     def solve(self, problem, progress=None, hints=NO_HINTS):
-        self.asked.append(problem)
+        self.solved.append(problem)
         return super().solve(problem, hints=hints)
 
 
-@pytest.mark.parametrize(("cluster", "overlap", "asked"), [("v5e:2x4", True, 2), ("v5e:2x4", False, 0), ("v5p:2x2x2", True, 0)])
-def test_nobody_else_is_asked_once_an_answer_is_settled(cluster, overlap, asked, monkeypatch):
-    """A proven answer is the end of it where nothing can hide, and no member's is faster; else all are asked, the recursive one twice."""
-    monkeypatch.setattr(Counting, "asked", [])
+@pytest.mark.parametrize(("cluster", "overlap", "solved"), [("v5e:2x4", True, 2), ("v5e:2x4", False, 0), ("v5p:2x2x2", True, 0)])
+def test_no_other_member_runs_once_an_answer_is_settled(cluster, overlap, solved, monkeypatch):
+    """A proven answer ends the portfolio where nothing can hide, and no member is faster; else all run, recursive programming twice."""
+    monkeypatch.setattr(Counting, "solved", [])
     fn, args = PROGRAMS["moe"]()
     problem = problem_of(fn, *args, cluster=replace(eager_cluster(cluster), overlap=overlap))
     others = tuple(member for member in MEMBERS if not isinstance(member, RecursiveProgramming))
     found = Auto((others[0], Counting(), *others[1:])).solve(problem)
-    assert len(Counting.asked) == asked
+    assert len(Counting.solved) == solved
     least = min(member.solve(problem).judgement.cost.makespan_seconds for member in MEMBERS)
     assert found.judgement.cost.makespan_seconds <= least / (1 - 2 * BUDGETS.settled_gap)
 
 
-def test_what_hides_is_searched_for():
+def test_hidden_communication_is_searched_for():
     """Where compute hides all_gathers, an answer of more objective and less makespan than any member's is found, and says how."""
     fn, args = mlp(layers=4, width=2048, batch=512)
     problem = problem_of(fn, *args, cluster=Cluster.parse("v5e:2x4"))
@@ -161,11 +161,11 @@ def test_what_hides_is_searched_for():
     assert found.judgement.cost.makespan_seconds < 0.9 * min(one.judgement.cost.makespan_seconds for one in members)
     assert found.judgement.cost == problem.evaluate(found.assignment).cost
     assert found.lower_bound_seconds <= found.judgement.cost.objective_seconds
-    assert any(note.startswith("searched with what hides behind compute left out: all_gather at") for note in found.notes)
+    assert any(note.startswith("searched with the communication that hides behind compute left out: all_gather at") for note in found.notes)
 
 
 def test_exposed_shares_are_of_all_answers_together():
-    """Of a kind's seconds in all costs the share that nothing hides; kinds that hide nothing, or that nobody has, are left out."""
+    """Of a kind's seconds in all costs the exposed share; kinds that are never hidden, or do not occur, are left out."""
     one, two = (
         Collective("all_gather", ("data",), 8.0, count, seconds=seconds, exposed_seconds=exposed)
         for count, seconds, exposed in ((3, 2.0, 1.0), (1, 4.0, 0.0))

@@ -1,4 +1,4 @@
-"""Baselines: what they share, and what repeated layers share in them."""
+"""Baselines: the propagation that they share, and equal labels of repeated layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autoshard.demo.programs import named
 from autoshard.reductions import symmetry
 from autoshard.search import DataParallel, FullySharded, TensorParallel
 from autoshard.search.baselines import split_batch
-from autoshard.search.sharding_propagation import Spread
+from autoshard.search.sharding_propagation import PropagationSearch
 
 
 def floats(*shape):
@@ -27,8 +27,8 @@ def deep(layers=6):
     return problem_of(fn, *args)
 
 
-def test_the_batch_is_split_once_and_by_nobody_changed():
-    """Every baseline of a problem starts from the same split, whoever was asked before."""
+def test_the_batch_is_split_once_and_never_changed():
+    """Every baseline of a problem starts from the same split, whichever ran before."""
     problem = deep(2)
     first = DataParallel().solve(problem).assignment.choices
     sharded = FullySharded().solve(problem).assignment.choices
@@ -37,7 +37,7 @@ def test_the_batch_is_split_once_and_by_nobody_changed():
 
 
 @pytest.mark.parametrize("searcher", [DataParallel(), FullySharded(), FullySharded(stage=1)], ids=str)
-def test_random_bits_are_split_as_who_reads_them(searcher):
+def test_random_bits_are_split_like_their_readers(searcher):
     """Dropout of a split batch draws each device's own bits: no operand says so, their readers do."""
 
     def loss(weight, key, batch):
@@ -61,8 +61,8 @@ def test_labels_are_split_with_what_they_label():
     assert images[0] == labels[0] == "data"
 
 
-def test_what_is_held_is_folded_where_nodes_that_look_alike_hold_the_same():
-    """One part for each variable of the quotient problem; None where one layer is to do something else, or only one anything."""
+def test_fixed_parts_are_projected_where_classes_agree():
+    """One part for each variable of the quotient problem; None where the layers of a class have different parts, or only one has any."""
     problem = deep()
     small = symmetry.apply(problem)
     classes = small.classes.tolist()
@@ -75,17 +75,17 @@ def test_what_is_held_is_folded_where_nodes_that_look_alike_hold_the_same():
     assert small.project_parts(({twin: 1}, {})) is None
 
 
-def test_tensor_parallel_layers_do_alike(monkeypatch):
-    """A deep program is spread on the quotient problem, and as fast as where every layer is spread on its own."""
-    spread = []
-    search = Spread.search
-    monkeypatch.setattr(Spread, "search", lambda self, prices: spread.append(self.problem.n_variables) or search(self, prices))
+def test_tensor_parallel_layers_have_equal_labels(monkeypatch):
+    """A deep program is propagated on the quotient problem, and as fast as where every layer is propagated on its own."""
+    sizes = []
+    search = PropagationSearch.search
+    monkeypatch.setattr(PropagationSearch, "search", lambda self, prices: sizes.append(self.problem.n_variables) or search(self, prices))
     problem = deep()
     found = TensorParallel().solve(problem)
-    assert set(spread) == {symmetry.apply(problem).n_variables}
+    assert set(sizes) == {symmetry.apply(problem).n_variables}
     monkeypatch.setattr(symmetry, "apply", lambda problem: None)
     alone = TensorParallel().solve(problem)
-    assert max(spread) == problem.n_variables
+    assert max(sizes) == problem.n_variables
     assert found.judgement.cost.makespan_seconds == pytest.approx(alone.judgement.cost.makespan_seconds, rel=0.05)
 
 

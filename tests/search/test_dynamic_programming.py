@@ -1,4 +1,4 @@
-"""The exact searcher: its optimum, its proof, and what it does where either is out of reach."""
+"""The exact searcher: its optimum, its proof, and its answer where either is out of reach."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_dynamic_programming_finds_what_brute_force_finds(program):
 @pytest.mark.parametrize("mesh", [{"data": 4, "model": 2}, {"a": 2, "b": 2, "c": 2}], ids=str)
 @pytest.mark.parametrize("program", ["mlp", "lstm", "convnet", "gpt_scan"])
 def test_the_optimum_over_all_axes_is_proven(program, mesh):
-    """Asked for the optimum, train steps have no gap on two axes and next to none on three, and sweeps of single axes are never better."""
+    """With no tolerance, train steps have no gap on two axes and next to none on three, and sweeps of single axes are never better."""
     fn, args = PROGRAMS[program]()
     problem = problem_of(fn, *args, mesh=mesh)
     found = DynamicProgramming(tolerance=0.0).solve(problem)
@@ -34,7 +34,7 @@ def test_the_optimum_over_all_axes_is_proven(program, mesh):
 
 
 def test_small_tables_leave_a_gap_and_say_so():
-    """Where elimination may not hold the shell, the answer comes with a bound below it."""
+    """Where elimination may not have large enough tables, the answer comes with a bound below it."""
     fn, args = PROGRAMS["gpt"]()
     problem = problem_of(fn, *args)
     exact = DynamicProgramming().solve(problem)
@@ -45,7 +45,7 @@ def test_small_tables_leave_a_gap_and_say_so():
 
 
 def test_too_many_axes_name_the_searcher_to_use():
-    """Before anything large is made, the limit is named with the way out."""
+    """Before any large table is made, the error names the limit and the way out."""
     fn, args = PROGRAMS["gpt"]()
     mesh = dict.fromkeys("abcdef", 2)
     with pytest.raises(SearchLimitError, match=r"up to 67,108,864 entries.*recursive_programming"):

@@ -93,7 +93,7 @@ def test_rows_exclude_nothing_that_fits(program, cluster):
         if peak.nbytes > limit:
             for row in memory_rows(problem, sizes, labels, peak, limit):
                 assert not kept(row, labels)
-                assert all(kept(row, other) for other, held in zip(drawn, peaks, strict=True) if held.nbytes <= limit)
+                assert all(kept(row, other) for other, peak in zip(drawn, peaks, strict=True) if peak.nbytes <= limit)
 
 
 def test_the_dual_bound_is_reported_where_the_time_runs_out():

@@ -1,4 +1,4 @@
-"""Quantised weights: what is kept in bytes is sent in bytes."""
+"""Quantised weights are sent quantised."""
 
 from __future__ import annotations
 

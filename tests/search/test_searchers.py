@@ -56,7 +56,7 @@ def batch_of(problem):
     return {value: tuple(frozenset((dim,)) for dim in layout) for value, layout in layouts.items() if any(dim >= 0 for dim in layout)}
 
 
-def test_every_searcher_is_held_to_the_laws():
+def test_every_searcher_is_tested_by_the_laws():
     """A new row of the table joins the list here; brute force and the portfolio, which is made of others, have tests of their own."""
     assert {searcher.name for searcher in SEARCHED} >= set(SEARCHERS) - {"auto", "brute_force", "integer_programming"}
 
@@ -65,7 +65,7 @@ def test_every_searcher_is_held_to_the_laws():
 @pytest.mark.parametrize("searcher", SEARCHED, ids=label)
 @pytest.mark.parametrize("program", [*SMALL, "gpt", "convnet", "gpt_scan", "moe_remat", "control_flow", "lstm"])
 def test_solutions_are_legal_and_costed_honestly(program, searcher, mesh):
-    """Every choice is legal, results lie as their ops leave them, the judge agrees with the reported cost, and the bound holds."""
+    """Every choice is legal, results have the layouts of their ops' choices, the judge agrees with the cost, and the bound is valid."""
     fn, args = (SMALL.get(program) or PROGRAMS[program])()
     problem = problem_of(fn, *args, mesh=mesh)
     if isinstance(searcher, Manual | ShardingPropagation):
@@ -157,20 +157,20 @@ def test_fully_sharded_stages_shard_ever_more_state():
     fn, args = PROGRAMS["gpt"]()
     problem = problem_of(fn, *args, mesh={"data": 8})
 
-    def held(searcher):
+    def argument_bytes(searcher):
         assignment = searcher.solve(problem).assignment
         return sum(
             problem.graph.values[v].nbytes / (8 if any(d >= 0 for d in assignment.layout(v)) else 1) for v in problem.graph.arguments
         )
 
-    assert held(FullySharded(3)) < held(FullySharded(1)) < held(DataParallel())
+    assert argument_bytes(FullySharded(3)) < argument_bytes(FullySharded(1)) < argument_bytes(DataParallel())
     kinds = {stage: {c.kind for c in FullySharded(stage).solve(problem).judgement.cost.collectives} for stage in (1, 2)}
     assert "reduce_scatter" in kinds[2]
     assert "reduce_scatter" not in kinds[1]
 
 
 def test_a_memory_limit_is_kept_or_refused():
-    """A limit between the least peak and the unlimited one is met; below the least, the error names it."""
+    """A limit between the least peak and the unlimited one is kept; below the least, the error names it."""
     fn, args = PROGRAMS["gpt"]()
     cluster = eager_cluster(speed=1e-2)
     cluster_problem = problem_of(fn, *args, cluster=cluster, pins=None)

@@ -95,7 +95,7 @@ def test_fused_gates_are_taken_apart_too():
     assert pairs_of(gated, array(64, 512), array(256, 64), array(512, 64))[:2] == ([], [((256, 64), 256)])
 
 
-def test_what_is_reduced_between_is_no_pair():
+def test_a_feature_that_is_reduced_between_is_no_pair():
     """A norm over the feature that the next product contracts keeps both whole."""
 
     def normed(p, q, x):
@@ -162,13 +162,13 @@ def test_other_programs_have_an_answer_too(program):
     assert TensorParallel(vocabulary=False).solve(problem).judgement.cost.objective_seconds <= baseline * (1 + 1e-9)
 
 
-def test_the_portfolio_asks_it():
+def test_it_is_in_the_portfolio():
     """Tensor parallelism is a member of auto."""
     assert any(isinstance(member, TensorParallel) for member in Auto().members)
 
 
 def test_a_batch_as_large_as_its_mesh_axis_is_split_once():
-    """Where other axes take all of a dimension at first, what this one was to split there comes free in a later round, and is taken."""
+    """Where other axes take all of a dimension at first, the fixed part of this one becomes legal in a later round, and is taken."""
     fn, args = gpt(1, 64, 4, 256, 4, 32)
     found = TensorParallel().solve(problem_of(fn, *args, mesh={"data": 4, "model": 2}))
     assert found.judgement.cost.makespan_seconds > 0.0

@@ -29,13 +29,13 @@ def sharded_dims(strategy, fn, args, shape):
     """The dimensions that mesh axis x shards in the program's values of a shape."""
     graph = trace(fn, *args).graph
     layouts = [strategy.record.assignment.layout(value) for value, found in enumerate(graph.values) if found.shape == shape]
-    return {layout[0] for layout in layouts} - {-1}  # constants lie whole
+    return {layout[0] for layout in layouts} - {-1}  # constants are replicated
 
 
 @EXACT
 @pytest.mark.parametrize("sorts", [False, True], ids=["dispatched", "sorted"])
 def test_experts_are_split(searcher, sorts):
-    """The weights of a mixture of experts lie split by expert, and its products run so: tokens travel, by all_to_all or otherwise."""
+    """The weights of a mixture of experts are split by expert, and its products run so: tokens travel, by all_to_all or otherwise."""
     fn, args = moe(1, 1024, 16, 8, 4096, 16, 1024, sorts=sorts)
     strategy = autoshard.search(fn, *args, searcher=searcher, **OPTIONS)
     specs = {tensor.path: tensor.spec for tensor in strategy.record.arguments}
@@ -49,7 +49,7 @@ def test_experts_are_split(searcher, sorts):
 
 @EXACT
 def test_projections_are_split_and_the_stream_between_them_by_positions(searcher):
-    """Where the batch is small, heads and hidden units are split, and what lies between them by positions, as in sequence parallelism."""
+    """Where the batch is small, heads and hidden units are split, and the values between them by positions, as in sequence parallelism."""
     batch, length, width = 2, 2048, 2048
     fn, args = gpt(1, width, 16, 4096, batch, length)
     strategy = autoshard.search(fn, *args, searcher=searcher, **OPTIONS)

@@ -1,0 +1,268 @@
+"""Cost tables of a problem: unary tables of variables and pair tables of the reads between them, each computed once.
+
+A table is cached by all that it depends on and not by its variables' numbers. So equal layers share their tables, and the tables of a
+whole program take a few dictionary look-ups a variable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+import numpy as np
+
+from autoshard.compilers.program_facts import Profile
+from autoshard.cost.reshard import Step
+from autoshard.errors import ShardingError
+from autoshard.inference.model import PairwiseModel
+from autoshard.ir import NOWHERE, Choice, Layout, Op, Rule, Value, layout_of, shards
+from autoshard.judge.model import CostModel
+from autoshard.problem.domains import Domain, Domains, Label
+from autoshard.problem.variables import Coupling, Decisions, Edge, Variable
+
+# Of equally fast layouts an argument takes the one of fewest bytes a device, and so does a value that a loop keeps, such as a mask made of
+# constants before the loop: no layout of it has to be sent, but each device makes its part. Below any rounding of the objective.
+TIE_SECONDS_PER_BYTE = 1e-20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tables(PairwiseModel):
+    """The costs of a problem, with some mesh axes free, as a pairwise model in seconds.
+
+    Attributes:
+        labels: per variable its domain, ``n_i`` labels.
+        incumbent: ``(n_variables,)``, the position of each variable's present label.
+    """
+
+    labels: tuple[tuple[Label, ...], ...]
+    incumbent: np.ndarray
+
+    def at(self, positions: Sequence[int] | np.ndarray) -> list[Label]:
+        """The labels at some positions ``(n_variables,)``."""
+        return [options[position] for options, position in zip(self.labels, positions, strict=True)]
+
+    def positions(self, labels: Sequence[Label]) -> list[int]:
+        """The positions of some labels; the inverse of `at`."""
+        return [options.index(label) for options, label in zip(self.labels, labels, strict=True)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CostedDomain:
+    """The domain of a variable and its unary table.
+
+    Attributes:
+        labels: ``n`` of them.
+        positions: the position of each label.
+        unary: seconds ``(n,)``.
+        slots: per slot the layout numbers ``(n,)``.
+    """
+
+    labels: tuple[Label, ...]
+    positions: Mapping[Label, int]
+    unary: np.ndarray
+    slots: tuple[np.ndarray, ...]
+
+    def position(self, label: Label) -> int:
+        """The position of a label; of the cheapest one where the domain lacks it."""
+        position = self.positions.get(label)
+        return int(self.unary.argmin()) if position is None else position
+
+
+_OpCosts = tuple[np.ndarray, tuple[tuple[Step, ...], ...], np.ndarray]
+"""Seconds of compute by label ``(n,)``; the distinct lists of an op's own collectives; and by label ``(n,)`` the number of its list."""
+
+
+class CostTables:
+    """The tables of a program's variables under a cost model.
+
+    Attributes:
+        profile: the program.
+        model: the costs on a mesh.
+        decisions: the variables and the reads between them.
+        domains: of the variables, on meshes of these sizes.
+    """
+
+    def __init__(self, profile: Profile, model: CostModel, decisions: Decisions, domains: Domains, like: CostTables | None = None):
+        """Tables to be computed on demand.
+
+        Args:
+            like: tables of the same domains. On the same cluster, seconds of compute and lists of collectives are shared, since these do
+                not depend on the placement of mesh axes.
+        """
+        self.profile = profile
+        self.model = model
+        self.decisions = decisions
+        self.domains = domains
+        like = like if like is not None and like.model.cluster == model.cluster else None
+        # By op and the factors that it splits; by signature and position, then by layout number; by op and domain.
+        self._op_seconds: dict[tuple[int, tuple[int, ...]], float] = {} if like is None else like._op_seconds
+        self._follower_seconds: dict[tuple[int, int], dict[int, float]] = {} if like is None else like._follower_seconds
+        self._op_costs: dict[tuple[int, Domain], _OpCosts] = {} if like is None else like._op_costs
+        self._steps_seconds: dict[tuple[Step, ...], float] = {}
+        self._domains: dict[tuple[int, Label, tuple[int, ...]], CostedDomain] = {}  # by kind, label and free axes
+        self._followers: dict[tuple[int, Label], tuple[Choice, ...]] = {}  # by kind and label
+        self._layouts: dict[tuple[int, Label, int], Layout] = {}  # by kind, label and slot
+        self._coupling_tables: dict[tuple[int, CostedDomain, CostedDomain], np.ndarray] = {}  # by number and domains
+        self._distinct: dict[tuple[tuple[int, ...], int], np.ndarray] = {}  # the first of equal tables, by shape and hash
+
+    # -- domains ---------------------------------------------------------------------------------------------------
+
+    def domain(self, variable: int, label: Label, free: tuple[int, ...]) -> CostedDomain:
+        """The labels that differ from a given one on the free axes only, with their costs.
+
+        Raises:
+            ShardingError: pins leave the variable no label.
+        """
+        key = self.decisions.kinds[variable], label, free
+        if (domain := self._domains.get(key)) is None:
+            one = self.decisions.variables[variable]
+            domain = self._domains[key] = self._costed(one, self.domains.domain(one, key[0], label, free))
+        return domain
+
+    def domains_of(self, labels: Sequence[Label], free: tuple[int, ...]) -> list[CostedDomain]:
+        """The domains of all variables around given labels."""
+        known, kinds = self._domains.get, self.decisions.kinds
+        return [known((kinds[i], label, free)) or self.domain(i, label, free) for i, label in enumerate(labels)]
+
+    def whole_domain(self, variable: int) -> CostedDomain:
+        """The domain of a variable with all mesh axes free."""
+        return self.domain(variable, self.replicated(variable), tuple(range(len(self.model.mesh.axes))))
+
+    def replicated(self, variable: int) -> Label:
+        """The label of a variable that shards nothing."""
+        return (NOWHERE if self.decisions.variables[variable].leader >= 0 else -1,) * len(self.model.mesh.axes)
+
+    def layout(self, variable: int, label: Label, slot: int, rank: int) -> Layout:
+        """The layout of a slot under a label."""
+        kind, n_axes = self.decisions.kinds[variable], len(self.model.mesh.axes)
+        if (layout := self._layouts.get((kind, label, slot))) is None:
+            whole = self._domains.get((kind, self.replicated(variable), tuple(range(n_axes))))
+            if whole is not None and label in whole.positions:
+                number = whole.slots[slot][whole.positions[label]]
+            else:
+                number = self.domain(variable, label, ()).slots[slot][0]
+            layout = self._layouts[kind, label, slot] = layout_of(int(number), rank, n_axes)
+        return layout
+
+    def follower_choices(self, variable: int, label: Label) -> tuple[Choice, ...]:
+        """The choices of a variable's followers under a label."""
+        key = self.decisions.kinds[variable], label
+        if (choices := self._followers.get(key)) is None:
+            choices = self._followers[key] = tuple(
+                _followed(rule, position, self.layout(variable, label, slot, len(rule.operands[position])))
+                for slot, signature, position in self.decisions.variables[variable].follower_signatures
+                for rule in (self.decisions.signatures[signature].rule,)
+            )
+        return choices
+
+    # -- unary tables ----------------------------------------------------------------------------------------------
+
+    def _costed(self, variable: Variable, domain: Domain) -> CostedDomain:
+        """A domain with its unary table."""
+        if not domain.labels:
+            raise ShardingError(
+                f"a pin must leave some legal sharding on mesh {self.model.mesh}, and the one on {self._describe(variable)} leaves none. "
+                "Loosen the pin, or pick a mesh whose axes divide the tensor."
+            )
+        unary = self._leader_cost(variable, domain)
+        for slot, signature, position in variable.follower_signatures:
+            unary = unary + self._follower_cost(signature, position, domain.slots[slot])
+        for slot, shape, itemsize, portable, trips in variable.whole_reads:
+            unary = unary + trips * self.model.reshard_seconds(shape, itemsize, portable, domain.slots[slot], np.zeros(1, dtype=np.int64))
+        return CostedDomain(domain.labels, domain.positions, self._first_equal(unary), domain.slots)
+
+    def _leader_cost(self, variable: Variable, domain: Domain) -> np.ndarray:
+        """The seconds ``(n,)`` of a variable's leader, or the tie-break of its layout."""
+        if variable.leader < 0:
+            _, shape, itemsize, stored = variable.label_type
+            nbytes = np.array([Value(shape, "", itemsize).nbytes / shards(label, self.model.mesh.sizes) for label in domain.labels])
+            return TIE_SECONDS_PER_BYTE * nbytes if stored else np.zeros(len(domain.labels))
+        signature = self.decisions.signatures[variable.label_type[1]]
+        op = self.profile.graph.walk()[signature.op]
+        if (costs := self._op_costs.get((op.index, domain))) is None:
+            costs = self._op_costs[op.index, domain] = self._compute_and_collectives(op, signature.rule, domain.labels)
+        computed, steps, which = costs
+        return signature.trips * (computed + np.array([self._own_seconds(some) for some in steps])[which])
+
+    def _compute_and_collectives(self, op: Op, rule: Rule, labels: Sequence[Label]) -> _OpCosts:
+        """The seconds that an op computes, and its own collectives; neither depends on the placement of mesh axes."""
+        known, model = self._op_seconds, self.model
+        communicating = {number for number, factor in enumerate(rule.factors) if factor.kind == "reduction" or factor.sends}
+        seconds, which = [], []
+        distinct: dict[tuple[Step, ...], int] = {}
+        for label in labels:
+            factors = tuple(factor for factor, _ in label)  # compute does not depend on the dimension that sums are scattered to
+            if (computed := known.get((op.index, factors))) is None:
+                computed = known[op.index, factors] = model.op_seconds(self.profile, op, label)
+            seconds.append(computed)
+            steps = () if communicating.isdisjoint(factors) else model.own_steps(self.profile, op, label)
+            which.append(distinct.setdefault(steps, len(distinct)))
+        return np.array(seconds), tuple(distinct), np.array(which, dtype=np.int64)
+
+    def _own_seconds(self, steps: tuple[Step, ...]) -> float:
+        """The seconds of an op's own collectives."""
+        if (seconds := self._steps_seconds.get(steps)) is None:
+            seconds = self._steps_seconds[steps] = sum(map(self.model.own_seconds, steps), 0.0)
+        return seconds
+
+    def _follower_cost(self, signature: int, position: int, numbers: np.ndarray) -> np.ndarray:
+        """The seconds ``(n,)`` of a follower by the layout numbers ``(n,)`` of the operand that decides its choice."""
+        known, wanted = self._follower_seconds.setdefault((signature, position), {}), numbers.tolist()
+        if new := set(wanted).difference(known):
+            entry = self.decisions.signatures[signature]
+            rule, op = entry.rule, self.profile.graph.walk()[entry.op]
+            for number in new:
+                choice = _followed(rule, position, layout_of(number, len(rule.operands[position]), len(self.model.mesh.axes)))
+                known[number] = entry.trips * self.model.op_seconds(self.profile, op, choice)
+        return np.array([known[number] for number in wanted])
+
+    def _describe(self, variable: Variable) -> str:
+        graph = self.profile.graph
+        if variable.leader >= 0:
+            op = graph.walk()[variable.leader]
+            return f"{op.primitive} at {op.origin}"
+        if variable.value in graph.arguments:
+            return f"{graph.argument_paths[graph.arguments.index(variable.value)]} {graph.values[variable.value].shape}"
+        return f"a value of shape {graph.values[variable.value].shape}"
+
+    # -- pair tables -----------------------------------------------------------------------------------------------
+
+    def table(self, coupling: Coupling, domains: Mapping[int, CostedDomain] | Sequence[CostedDomain]) -> np.ndarray:
+        """The seconds ``(n_i, n_j)`` of a coupling's reads; of reads within a variable ``(n_i,)``, its unary table included."""
+        i, j, number, edges = coupling
+        key = number, domains[i], domains[j]
+        if (table := self._coupling_tables.get(key)) is None:
+            tables = [self._edge_table(edge, domains) for edge in edges]
+            if i == j:
+                table = reduce(np.add, tables, domains[i].unary)
+            else:
+                table = reduce(np.add, [one if edge.source == i else one.T for edge, one in zip(edges, tables, strict=True)])
+            self._coupling_tables[key] = table = self._first_equal(table)
+        return table
+
+    def _first_equal(self, table: np.ndarray) -> np.ndarray:
+        """The first of equal tables, so that results computed from a table and kept by its identity serve all equal ones."""
+        first = self._distinct.setdefault((table.shape, hash(table.tobytes())), table)
+        return first if np.array_equal(first, table) else table
+
+    def _edge_table(self, edge: Edge, domains: Mapping[int, CostedDomain] | Sequence[CostedDomain]) -> np.ndarray:
+        value = self.profile.graph.values[edge.value]
+        source = domains[edge.source].slots[edge.source_slot]
+        distinct = {target.tobytes(): target for target in (domains[edge.target].slots[slot] for slot in edge.target_slots)}.values()
+        sources = source if edge.source == edge.target else source[:, None]
+        facts = value.shape, value.itemsize, self.profile.portable[edge.value]
+        table = edge.trips * reduce(np.add, [self.model.reshard_seconds(*facts, sources, target) for target in distinct])
+        if edge.source == edge.target:
+            return table
+        if edge.late_sum:
+            op, labels = self.profile.graph.walk()[self.decisions.variables[edge.source].leader], domains[edge.source].labels
+            again = np.array([op.trips * self.model.recombining_seconds(self.profile, op, label) for label in labels])
+            table += again[:, None] * np.any([source[:, None] != target for target in distinct], axis=0)
+        return table
+
+
+def _followed(rule: Rule, position: int, layout: Layout) -> Choice:
+    """The choice of a follower by the layout of the operand that decides it."""
+    dims = rule.operands[position]
+    return tuple((dims[dim][0], -1) if dim >= 0 and dims[dim] else NOWHERE for dim in layout)
