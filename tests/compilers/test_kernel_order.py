@@ -68,6 +68,14 @@ def test_what_is_made_early_moves_to_its_reader():
     assert [kernel.op for kernel in shifted(kernels, [64, 4, 64, 4, 4, 4].__getitem__, frozenset())] == [0, 1, 2, 3]
 
 
+def test_what_frees_more_than_it_makes_comes_as_soon_as_it_can():
+    """The one reader of a large value runs right after that is made, however late it was written; one that frees less stays."""
+    made, other, reader = Kernel(0, (0,), (2,), False), Kernel(1, (1,), (3,), False), Kernel(2, (2,), (4,), False)
+    kernels = made, other, reader, Kernel(3, (3, 4), (5,), False)
+    assert [kernel.op for kernel in shifted(kernels, [64, 4, 64, 4, 4, 4].__getitem__, frozenset())] == [0, 2, 1, 3]
+    assert [kernel.op for kernel in shifted(kernels, [4, 4, 4, 4, 64, 4].__getitem__, frozenset())] == [0, 1, 2, 3]
+
+
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5), st.integers(1, 64)), max_size=6))
 def test_usage_counts_what_is_alive(lives):
     """At each moment the sizes of all buffers that were born and have not died."""
