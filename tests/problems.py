@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache, lru_cache
 
 import jax
 import jax.numpy as jnp
@@ -33,36 +34,49 @@ def eager_cluster(name: str = "v5e:2x4", speed: float = 1e-3) -> Cluster:
 
 def problem_of(fn, *args, mesh=None, cluster=None, pins=None, memory_limit_bytes=None) -> Problem:
     """The problem of a function on a mesh, by default four and two devices of an eager cluster."""
-    graph = trace(fn, *args).graph
     cluster = cluster or eager_cluster()
-    model = CostModel(cluster, Mesh.of(mesh or {"data": 4, "model": 2}))
-    return Problem(profile(graph, rules_of(graph), compiler_of(cluster)), model, pins, memory_limit_bytes)
+    leaves, structure = jax.tree.flatten(args)
+    found = _profile(fn, structure, tuple(leaves), compiler_of(cluster))
+    return Problem(found, CostModel(cluster, Mesh.of(mesh or {"data": 4, "model": 2})), pins, memory_limit_bytes)
+
+
+@lru_cache(64)
+def _profile(fn, structure, leaves, compiler):
+    """The facts of a program, which no problem changes."""
+    graph = trace(fn, *jax.tree.unflatten(structure, leaves)).graph
+    return profile(graph, rules_of(graph), compiler)
 
 
 def _array(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
+@cache
 def matmul():
     return (lambda w, x: x @ w), (_array(16, 32), _array(64, 16))
 
 
+@cache
 def two_matmuls():
     return (lambda v, w, x: jnp.tanh(x @ v) @ w), (_array(16, 64), _array(64, 16), _array(8, 16))
 
 
+@cache
 def shared_weight():
     return (lambda w, x: (x @ w + 1) @ w.T), (_array(8, 32), _array(16, 8))
 
 
+@cache
 def reshaped():
     return (lambda w, x: (x.reshape(8, 4, 8) @ w).transpose(1, 0, 2).sum(0)), (_array(8, 16), _array(32, 8))
 
 
+@cache
 def gathered():
     return (lambda table, tokens: table[tokens].mean(1)), (_array(64, 16), jax.ShapeDtypeStruct((16, 8), jnp.int32))
 
 
+@cache
 def descent():
     def step(w, x):
         return w - 0.1 * jax.grad(lambda w: ((x @ w) ** 2).sum())(w)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 import jax
 import jax.numpy as jnp
+import pytest
 
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
@@ -42,6 +45,11 @@ def stored(fn, *args):
     facts = facts_of(fn, *args)
     values = facts.graph.values
     return [(values[value].shape, values[value].dtype) for kernel in facts.fusion.kernels for value in kernel.makes]
+
+
+def recorded(cases: Sequence[tuple], quick: Collection[int]) -> list:
+    """Figures that a compiler reported, as parameters of a test: those at some places in any run, the others with the slow tests."""
+    return [pytest.param(*case, marks=() if place in quick else pytest.mark.slow) for place, case in enumerate(cases)]
 
 
 def floats(*shape):

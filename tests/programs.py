@@ -2,11 +2,13 @@
 
 `concrete` turns the arguments into real arrays: floats are small normal numbers, integers lie below the bound given.
 Parameters are plain dictionaries, optimizers are optax's, so a program's argument paths read ``state['params']['embed']``.
+A program that is made twice is one function, which JAX traces and compiles once.
 """
 
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -99,6 +101,7 @@ def _cross_entropy(logits, targets):
     return -picked.mean()
 
 
+@cache
 def gpt(n_layers=2, d_model=32, heads=4, ffn=64, vocab=64, batch=8, seq=16, remat=False):
     """An unrolled decoder-only transformer's AdamW step; with ``remat`` each block is a `jax.checkpoint`."""
     block = jax.checkpoint(_block) if remat else _block
@@ -113,6 +116,7 @@ def gpt(n_layers=2, d_model=32, heads=4, ffn=64, vocab=64, batch=8, seq=16, rema
     return train_step_of(loss, _gpt_params(n_layers, d_model, heads, ffn, vocab, seq), tokens, tokens)
 
 
+@cache
 def gpt_scan(n_layers=4, d_model=32, heads=4, ffn=64, vocab=64, batch=8, seq=16, remat=True):
     """The same transformer with its layers stacked and scanned."""
     block = jax.checkpoint(_block) if remat else _block
@@ -128,6 +132,7 @@ def gpt_scan(n_layers=4, d_model=32, heads=4, ffn=64, vocab=64, batch=8, seq=16,
     return train_step_of(loss, params, tokens, tokens)
 
 
+@cache
 def gpt_forward(n_layers=2, d_model=32, heads=4, ffn=64, vocab=64, batch=8, seq=16):
     """Inference: logits of a batch of tokens."""
 
@@ -140,6 +145,7 @@ def gpt_forward(n_layers=2, d_model=32, heads=4, ffn=64, vocab=64, batch=8, seq=
     return logits, (_gpt_params(n_layers, d_model, heads, ffn, vocab, seq), abstract((batch, seq), jnp.int32))
 
 
+@cache
 def moe(d_model=32, ffn=64, experts=8, capacity=8, batch=32, remat=False):
     """A top-1 mixture of experts with one-hot dispatch (GShard), trained with AdamW."""
 
@@ -170,6 +176,7 @@ def moe(d_model=32, ffn=64, experts=8, capacity=8, batch=32, remat=False):
 # --- other families --------------------------------------------------------------------------------------------------
 
 
+@cache
 def mlp(layers=3, width=64, batch=32, remat=False, optimizer=None):
     """A relu network's regression step, AdamW unless told otherwise; with ``remat`` each layer is a `jax.checkpoint`."""
 
@@ -188,6 +195,7 @@ def mlp(layers=3, width=64, batch=32, remat=False, optimizer=None):
     return train_step_of(loss, params, x, x, optimizer=optimizer)
 
 
+@cache
 def convnet(channels=8, classes=16, batch=16, side=16):
     """A LeNet-like network's classification step with momentum: two convolutions, max pooling, two dense layers."""
 
@@ -209,6 +217,7 @@ def convnet(channels=8, classes=16, batch=16, side=16):
     return train_step_of(loss, params, abstract((batch, side, side, 1)), labels, optimizer=optax.sgd(1e-2, momentum=0.9))
 
 
+@cache
 def lstm(width=32, batch=16, steps=12):
     """A recurrent network scanned over time, with its gradient and plain descent."""
 
@@ -229,6 +238,7 @@ def lstm(width=32, batch=16, steps=12):
     return train_step_of(loss, params, x, x, optimizer=optax.sgd(1e-2))
 
 
+@cache
 def control_flow(width=16, batch=8):
     """A `while`, a `cond` and a `fori_loop` with an argument as its bound, forward only."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 SIZES = (4, 8, 12, 16, 32)  # 12: not every axis divides every dimension
 
 
+@cache
 def random_small(seed: int):
     """A random program of products, sums and elementwise operations over two to four matrices, and its arguments; some are gradients."""
     rng = random.Random(seed)

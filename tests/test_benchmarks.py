@@ -67,6 +67,7 @@ def test_cost_model_benchmark_says_what_it_lacks():
     assert "pip install 'autoshard[tpu]'" in json.loads(done.stdout)["flops"]["failed"]
 
 
+@pytest.mark.slow
 def test_quality_benchmark_compares_what_is_predicted():
     """Without a TPU compiler the judge compares one program's plans: those of auto, with and without a mesh, and several of experts."""
     command = [sys.executable, "-m", "benchmarks.quality", "--predicted", "--models", "mlp", "--clusters", "v5e:2x4", "--json"]
@@ -108,9 +109,10 @@ def test_sharding_experts_state_takes_the_largest_dimension_that_is_left(monkeyp
     assert found == {"batch*": P("data"), "state['up']": P("data", "model"), "state['norm']": P(None), "state['odd']": P(None, "data")}
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt", "gpt_untied", "gpt_scan_remat", "llama", "moe_scan", "t5", "vit", "dlrm", "resnet", "unet", "lstm"]
-)
+LARGE = ("gpt_untied", "gpt_scan_remat", "llama", "t5", "vit", "resnet", "unet")
+
+
+@pytest.mark.parametrize("name", ["gpt", "moe_scan", "dlrm", "lstm", *[pytest.param(name, marks=pytest.mark.slow) for name in LARGE]])
 def test_benchmark_models_and_their_tensor_parallelism_fit(name, monkeypatch):
     """Every model traces abstractly, and its hand-written specs name leaves it has, in sizes that divide."""
     monkeypatch.syspath_prepend(ROOT)

@@ -23,6 +23,19 @@ from autoshard.cluster import Cluster
 from autoshard.verify import collectives_of
 
 SEARCHERS = ("data_parallel", "fully_sharded", "recursive_programming")
+QUICK = {  # of three plans for each program those that share least: the searched one, and the baselines where control flow differs
+    *((program, "recursive_programming") for program in PROGRAMS),
+    *((program, searcher) for program in ("mlp", "lstm", "control_flow") for searcher in SEARCHERS),
+    ("gpt_scan", "fully_sharded"),
+    ("convnet", "fully_sharded"),
+    ("moe", "data_parallel"),
+}
+
+
+def pairs_of(programs):
+    """Each program with each searcher; those that are not `QUICK` run with the slow tests."""
+    pairs = ((program, searcher) for program in programs for searcher in SEARCHERS)
+    return [pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.slow, id="-".join(pair)) for pair in pairs]
 
 
 def is_spec(x):
@@ -36,8 +49,7 @@ def assert_close(got, wanted, tolerance=1e-5):
         np.testing.assert_allclose(a, b, atol=tolerance * max(1e-3, np.abs(b).max(initial=0)), rtol=0)
 
 
-@pytest.mark.parametrize("searcher", SEARCHERS)
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(("program", "searcher"), pairs_of(PROGRAMS))
 def test_applied_steps_compute_the_same(program, searcher):
     """On eight devices, heavily sharded, every program gives the unsharded numbers, twice in a row where it steps."""
     fn, args = PROGRAMS[program]()
@@ -53,8 +65,7 @@ def test_applied_steps_compute_the_same(program, searcher):
         assert_close(step(got[0], *real[1:]), jax.jit(fn)(wanted[0], *real[1:]), 1e-4)
 
 
-@pytest.mark.parametrize("searcher", SEARCHERS)
-@pytest.mark.parametrize("program", ["mlp", "convnet", "gpt", "gpt_scan", "control_flow"])
+@pytest.mark.parametrize(("program", "searcher"), pairs_of(["mlp", "convnet", "gpt", "gpt_scan", "control_flow"]))
 def test_collectives_are_those_predicted(program, searcher):
     """The compiled module sends what the strategy says, within a fiftieth of its bytes, on one mesh axis."""
     fn, args = PROGRAMS[program]()

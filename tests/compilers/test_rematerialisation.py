@@ -8,6 +8,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
+from profiles import recorded
 
 import autoshard
 from autoshard.cluster import Cluster
@@ -124,13 +125,16 @@ def searched(make, how, cluster, **options):
 
 @pytest.mark.parametrize(
     ("make", "how", "cluster", "batch", "kernels", "peak_bytes"),
-    [
-        (partial(gpt, 6, width=2048, length=512), "data_parallel", "v5e:2x4", 416, 2, 15.87e9),
-        (partial(moe, 2), "data_parallel", "v5e:2x4", 384, 1, 15.24e9),
-        (partial(moe, 4), "fully_sharded", "v5e:2x4", 272, 1, 15.19e9),
-        (partial(llama, 3, 1024, 8, 2, 4096, 32_768, length=1024, remat=False), "data_parallel", "v5e:2x4", 376, 1, 15.53e9),
-        (partial(gpt, 4, width=2048), "fully_sharded", "v5p:2x2x2", 1664, pytest.approx(2, abs=1), 92.60e9),
-    ],
+    recorded(
+        (
+            (partial(gpt, 6, width=2048, length=512), "data_parallel", "v5e:2x4", 416, 2, 15.87e9),
+            (partial(moe, 2), "data_parallel", "v5e:2x4", 384, 1, 15.24e9),
+            (partial(moe, 4), "fully_sharded", "v5e:2x4", 272, 1, 15.19e9),
+            (partial(llama, 3, 1024, 8, 2, 4096, 32_768, length=1024, remat=False), "data_parallel", "v5e:2x4", 376, 1, 15.53e9),
+            (partial(gpt, 4, width=2048), "fully_sharded", "v5p:2x2x2", 1664, pytest.approx(2, abs=1), 92.60e9),
+        ),
+        quick=(1, 3),
+    ),
 )
 def test_the_compiler_runs_as_many_kernels_twice(make, how, cluster, batch, kernels, peak_bytes):
     """As libtpu 0.0.42 logs it, on v5p to one: "Rematerialized 2 instructions", "Peak memory usage of module now ..."."""

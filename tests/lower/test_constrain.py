@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -92,16 +93,22 @@ PROGRAMS = {
 }
 
 
+@cache
+def unsharded(name):
+    """A program's trace, the shapes of its arguments, and its plain form, which is compiled once for all assignments."""
+    fn, shapes = PROGRAMS[name]
+    traced = trace(fn, *shapes)
+    return traced, shapes, jax.jit(lowering(traced, replicated(traced)))
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_any_assignment_computes_the_unsharded_numbers(name, seed):
     """However ops and values are sharded, the results are those of the plain program."""
-    fn, shapes = PROGRAMS[name]
-    traced = trace(fn, *shapes)
+    traced, shapes, plain = unsharded(name)
     args = jax.tree.leaves(concrete(shapes, seed))
-    plain = jax.jit(lowering(traced, replicated(traced)))(*args)
-    sharded = jax.jit(lowering(traced, random_assignment(traced.graph, rules_of(traced.graph), MESH, seed)))(*args)
-    for got, wanted in zip(sharded, plain, strict=True):
+    sharded = jax.jit(lowering(traced, random_assignment(traced.graph, rules_of(traced.graph), MESH, seed)))
+    for got, wanted in zip(sharded(*args), plain(*args), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=2e-4, atol=1e-5)
 
 

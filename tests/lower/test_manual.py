@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -45,16 +45,22 @@ def searched(fn, *args, mesh):
     return autoshard.search(fn, *args, cluster=eager_cluster("cpu:8"), searcher="recursive_programming", mesh=mesh)
 
 
+@cache
+def unsharded(name):
+    """A program's trace, the shapes of its arguments, and its plain form, which is compiled once for all assignments."""
+    fn, shapes = EVERYTHING[name]
+    traced = trace(fn, *shapes)
+    return traced, shapes, jax.jit(lowering(traced, replicated(traced)))
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_any_assignment_computes_the_unsharded_numbers(name, seed):
     """However ops and values are sharded, each device computing on its shards gives the results of the plain program."""
-    fn, shapes = EVERYTHING[name]
-    traced = trace(fn, *shapes)
+    traced, shapes, plain = unsharded(name)
     args = jax.tree.leaves(concrete(shapes, seed))
-    plain = jax.jit(lowering(traced, replicated(traced)))(*args)
-    sharded = jax.jit(manual(traced, random_assignment(traced.graph, rules_of(traced.graph), MESH, seed)))(*args)
-    for got, wanted in zip(sharded, plain, strict=True):
+    sharded = jax.jit(manual(traced, random_assignment(traced.graph, rules_of(traced.graph), MESH, seed)))
+    for got, wanted in zip(sharded(*args), plain(*args), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=2e-4, atol=1e-5)
 
 
@@ -62,8 +68,7 @@ def test_any_assignment_computes_the_unsharded_numbers(name, seed):
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_its_collectives_are_those_of_the_judge(name, seed):
     """Whatever is assigned, the program has the collectives that the judge charges: kind, axes, count and bytes."""
-    fn, shapes = EVERYTHING[name]
-    traced = trace(fn, *shapes)
+    traced, shapes, _ = unsharded(name)
     rules = rules_of(traced.graph)
     assignment = random_assignment(traced.graph, rules, MESH, seed)
     predicted = Problem(profile(traced.graph, rules, compiler_of(MODEL.cluster)), MODEL).evaluate(assignment).cost.collectives

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import reduce
+from functools import cache, reduce
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,12 @@ from autoshard.search import DynamicProgramming
 def deep(layers=6, **options):
     fn, args = gpt(n_layers=layers)
     return problem_of(fn, *args, **options)
+
+
+@cache
+def whole_problem():
+    """The problem of six layers, one for all tests: problems are immutable."""
+    return deep()
 
 
 def random_labels(small: Quotient, seed: int):
@@ -48,7 +54,7 @@ def test_programs_that_hardly_repeat_have_no_quotient(program):
 @pytest.mark.parametrize("seed", range(5))
 def test_quotient_labels_cost_the_same_in_the_whole(seed):
     """The quotient tables are the whole's, summed: any labels cost the same in both, and the judge agrees."""
-    whole = deep()
+    whole = whole_problem()
     small = symmetry.apply(whole)
     tables, chosen = random_labels(small, seed)
     labels = tables.at(chosen)
@@ -58,13 +64,14 @@ def test_quotient_labels_cost_the_same_in_the_whole(seed):
     assert small.project(small.invert(labels)) == labels == small.labels(small.assignment(labels))
 
 
+@cache
 def chain():
     """Forty products in a row, all but the outer ones of one class: its variables read each other."""
     weight = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     return problem_of(lambda weights, x: reduce(lambda x, w: jnp.tanh(x @ w), weights, x), [weight] * 40, weight)
 
 
-@pytest.mark.parametrize("make", [deep, chain])
+@pytest.mark.parametrize("make", [whole_problem, chain])
 @pytest.mark.parametrize("free", [(0, 1), (0,), (1,)], ids=str)
 def test_quotient_tables_are_the_sums_of_the_wholes(free, make):
     """Counting equal tables gives what adding them up does, whatever axes are free and whatever bytes cost."""
@@ -82,7 +89,7 @@ def test_quotient_tables_are_the_sums_of_the_wholes(free, make):
 
 def test_lifted_messages_bound_the_whole():
     """Reparametrised by lifted messages the whole's tables are equivalent, and bound it better than without messages."""
-    whole = deep()
+    whole = whole_problem()
     small = symmetry.apply(whole)
     own = small.tables(range(2), small.start())
     every = whole.tables(range(2), whole.start())

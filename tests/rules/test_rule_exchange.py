@@ -103,9 +103,9 @@ def test_ties_over_shards_go_to_the_lowest_index():
     for x, first in ((flat, 0), (spoilt, 9)):
         for function in (lax.argmax, lax.argmin):
             op = operation(lambda x, function=function: function(x, 0, np.int32), x)
-            (found,) = run_sharded(op, op.rule, ((0, -1),), (8,))
+            ((found,),) = run_sharded(op, op.rule, [((0, -1),)], (8,))
             assert jax.numpy.unique(found).tolist() == [first]
     op = operation(lambda x: lax.top_k(x, 2), flat)
     (searched,) = (f for f, factor in enumerate(op.rule.factors) if factor.sends)
-    _, places = run_sharded(op, op.rule, ((searched, -1),), (8,))
+    ((_, places),) = run_sharded(op, op.rule, [((searched, -1),)], (8,))
     assert np.unique(places, axis=0).tolist() == [[0, 1]]

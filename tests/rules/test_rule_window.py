@@ -76,7 +76,7 @@ def test_a_convolution_of_shards_is_the_shard_of_the_convolution(case, dilation)
     offered = choices(op.rule, (SHARDS,))
     shared = {f for f in op.rule.operands[0][1] if f in op.rule.results[0][1]}
     assert shared and all(any(f == choice[0][0] for choice in offered) for f in shared if op.rule.factors[f].size % SHARDS == 0)
-    check_law(op, op.rule, [((SHARDS,), choice) for choice in offered])
+    check_law(op, op.rule, {(SHARDS,): offered})
 
 
 @given(windows(lowest=0))
@@ -95,4 +95,4 @@ def test_a_pooling_of_shards_is_the_shard_of_the_pooling(case):
     op = operation(pool, normal(size))
     offered = choices(op.rule, (SHARDS,))
     assert offered and all(legal(op.rule, choice, (SHARDS,)) for choice in offered)
-    check_law(op, op.rule, [((SHARDS,), choice) for choice in offered])
+    check_law(op, op.rule, {(SHARDS,): offered})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +57,13 @@ def batch_of(problem):
     return {value: tuple(frozenset((dim,)) for dim in layout) for value, layout in layouts.items() if any(dim >= 0 for dim in layout)}
 
 
+@cache
+def shared(program, mesh, pinned):
+    """One problem for all searchers, as in the portfolio: problems are immutable."""
+    fn, args = (SMALL.get(program) or PROGRAMS[program])()
+    return problem_of(fn, *args, mesh=dict(mesh), pins=batch_of(shared(program, mesh, False)) if pinned else None)
+
+
 def test_every_searcher_is_tested_by_the_laws():
     """A new row of the table joins the list here; brute force and the portfolio, which is made of others, have tests of their own."""
     assert {searcher.name for searcher in SEARCHED} >= set(SEARCHERS) - {"auto", "brute_force", "integer_programming"}
@@ -66,10 +74,7 @@ def test_every_searcher_is_tested_by_the_laws():
 @pytest.mark.parametrize("program", [*SMALL, "gpt", "convnet", "gpt_scan", "moe_remat", "control_flow", "lstm"])
 def test_solutions_are_legal_and_costed_honestly(program, searcher, mesh):
     """Every choice is legal, results have the layouts of their ops' choices, the judge agrees with the cost, and the bound is valid."""
-    fn, args = (SMALL.get(program) or PROGRAMS[program])()
-    problem = problem_of(fn, *args, mesh=mesh)
-    if isinstance(searcher, Manual | ShardingPropagation):
-        problem = problem_of(fn, *args, mesh=mesh, pins=batch_of(problem))
+    problem = shared(program, tuple(mesh.items()), isinstance(searcher, Manual | ShardingPropagation))
     solution = searcher.solve(problem)
     assignment = solution.assignment
     assert all(assignment.layout(value)[axis] in dims for value, pin in problem.pins.items() for axis, dims in enumerate(pin))

@@ -225,7 +225,7 @@ def test_while_holders():
     assert (of_w.value, of_w.sources) == (body.inputs[0], (Flow(w),))
     assert carry.value == body.inputs[1] and carry.views == (condition.inputs[1], graph.results[0])
     assert carry.sources == (Flow(x), Flow(body.outputs[0], inside=True))
-    assert len(graph.assumptions) == 1 and "test_graph.py" in graph.assumptions[0] and "one trip" in graph.assumptions[0]
+    assert len(graph.assumptions) == 1 and "test_build.py" in graph.assumptions[0] and "one trip" in graph.assumptions[0]
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def test_ops_name_the_users_line():
     graph = trace(fn, x8).graph
     start = fn.__code__.co_firstlineno
     sine, first, second = (op.origin for op in graph.walk() if op.primitive in ("sin", "max"))
-    assert sine.file.endswith("tests/trace/test_graph.py") and sine.function.endswith("fn")
+    assert sine.file.endswith("tests/trace/test_build.py") and sine.function.endswith("fn")
     assert [sine.line, first.line, second.line] == [start + 2, start + 3, start + 4]
     assert "outer" in sine.name_stack
 

@@ -1,0 +1,169 @@
+"""Patterns of ops, each on the smallest program that has it and on one that nearly has it."""
+
+from __future__ import annotations
+
+import doctest
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from profiles import floats
+
+from autoshard.analysis.values import free_values
+from autoshard.compilers import op_patterns
+from autoshard.compilers.op_patterns import (
+    added_to,
+    is_call,
+    is_grouped,
+    is_one_hot,
+    minor,
+    recomputes,
+    sliced,
+    stands_alone,
+    trims,
+)
+from autoshard.ir import Graph
+from autoshard.trace import trace
+
+IMAGES = floats(8, 16, 16, 4)
+INDICES = jax.ShapeDtypeStruct((8,), jnp.int32)
+
+
+def graph_of(fn, *args) -> Graph:
+    return trace(fn, *args).graph
+
+
+def found(graph: Graph, pattern) -> list[str]:
+    """The primitives of the ops that a pattern is true of."""
+    return [op.primitive for op in graph.walk() if pattern(op)]
+
+
+def test_only_checkpoints_recompute():
+    """The body that a checkpoint's gradient runs again, not the first run, and nothing of a step without one."""
+
+    def loss(w, x):
+        return jnp.sin(jnp.sin(x @ w) @ w).sum()
+
+    args = floats(8, 8), floats(4, 8)
+    assert found(graph_of(jax.grad(jax.checkpoint(loss)), *args), recomputes)
+    assert not found(graph_of(jax.checkpoint(loss), *args), recomputes) and not found(graph_of(jax.grad(loss), *args), recomputes)
+
+
+@pytest.mark.parametrize(
+    ("program", "alone"),
+    [
+        (lambda x: x @ x, ["dot_general"]),
+        (lambda x: jnp.sort(x), ["sort"]),
+        (lambda x: jnp.tanh(x).sum(), []),
+        (lambda x: x[2:6], []),
+        (lambda x: lax.slice_in_dim(x, 0, None, 2, 1), ["slice"]),
+        (lambda x: lax.pad(x, 0.0, [(1, 1, 0), (0, 0, 0)]), []),
+        (lambda x: lax.pad(x, 0.0, [(0, 0, 1), (0, 0, 0)]), ["pad"]),
+    ],
+)
+def test_products_sorts_and_strides_stand_alone(program, alone):
+    """Elementwise ops and reductions are fused, and so are slices and pads whose elements stay next to each other."""
+    assert found(graph_of(program, floats(8, 8)), stands_alone) == alone
+
+
+def test_checkpoints_are_calls_and_loops_are_none():
+    """A call's results are its body's own; what a loop or a branch makes is held for it."""
+    args = floats(8), jax.ShapeDtypeStruct((), jnp.bool_)
+
+    def program(x, flag):
+        x = jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)))(x)
+        x, _ = lax.scan(lambda x, _: (jnp.tanh(x), None), x, None, length=3)
+        return lax.cond(flag, jnp.exp, jnp.cos, x)
+
+    graph = graph_of(program, *args)
+    assert [is_call(op) for op in graph.ops if op.bodies] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("program", "position"),
+    [
+        (lambda x, y, at: jnp.sin(x) + jnp.zeros_like(x).at[at].add(y), 0),
+        (lambda x, y, at: jnp.zeros_like(x).at[at].add(y) + jnp.sin(x), 1),
+        (lambda x, y, at: jnp.sin(x) + jnp.sin(x).at[at].add(y), None),  # not into zeros
+        (lambda x, y, at: (s := jnp.sin(x)) * (s + jnp.zeros_like(x).at[at].add(y)), None),  # the summand has another reader
+    ],
+)
+def test_a_scatter_into_zeros_that_is_only_added_is_a_scatter_into_the_summand(program, position):
+    """Which of the two summands it goes into, and by which scatter; nothing where either is read by anyone else."""
+    graph = graph_of(program, floats(8, 4), floats(8, 4), INDICES)
+    made = added_to(graph, free_values(graph))
+    ops = graph.walk()
+    assert [(ops[op].primitive, place, ops[scatter].primitive) for op, (place, scatter) in made.items()] == (
+        [] if position is None else [("add", position, "scatter-add")]
+    )
+
+
+@pytest.mark.parametrize(("kept", "narrower"), [(1024, True), (1000, True), (512, False)])
+def test_a_slice_that_leaves_little_out_of_a_product_is_its_own_affair(kept, narrower):
+    """At least fifteen sixteenths of a product's result are kept, and nothing else reads it."""
+    args = floats(128, 64), floats(64, 1024)
+    assert bool(trims(graph_of(lambda x, w: lax.slice_in_dim(x @ w, 0, kept - 1, axis=1), *args))) == narrower
+    assert not trims(graph_of(lambda x, w: ((y := x @ w) * 2, lax.slice_in_dim(y, 0, kept - 1, axis=1)), *args))
+
+
+def test_one_number_a_row_is_compared_not_scattered():
+    """The gradient of picking one logit a row is one-hot; looking rows up in a table, and counting, are scatters."""
+    logits, table = floats(8, 32), floats(32, 16)
+    picked = graph_of(jax.grad(lambda x, at: jnp.take_along_axis(x, at[:, None], 1).sum()), logits, INDICES)
+    looked_up = graph_of(jax.grad(lambda x, at: x[at].sum()), table, INDICES)
+    counted = graph_of(lambda x, at: x.at[at].add(1.0), floats(32), INDICES)
+    assert found(picked, lambda op: is_one_hot(op, picked.values)) == ["scatter-add"]
+    for graph in (looked_up, counted):
+        assert not found(graph, lambda op, values=graph.values: is_one_hot(op, values))
+
+
+@pytest.mark.parametrize(("expression", "grouped"), [("bqhgk,bshk->bhgqs", True), ("bqhk,bshk->bhqs", False), ("qgk,sk->qgs", False)])
+def test_grouped_products_are_batched_ones_with_several_free_dimensions(expression, grouped):
+    """Queries of several heads that share keys, not those with keys of their own, nor a product without a batch."""
+    left, right = (floats(*[4] * len(part)) for part in expression.split("->")[0].split(","))
+    graph = graph_of(lambda q, k: jnp.einsum(expression, q, k), left, right)
+    (product,) = (op for op in graph.walk() if op.primitive == "dot_general")
+    assert is_grouped(product, graph.values) is grouped
+
+
+@pytest.mark.parametrize(
+    ("program", "kept", "again"),
+    [
+        (lambda y: jnp.tanh(y[:4]) * y[4:], True, False),
+        (lambda y: jnp.tanh(y[:4]), False, False),
+        (lambda y: jnp.tanh(y[::2]), True, False),
+    ],
+)
+def test_what_is_sliced_twice_or_with_strides(program, kept, again):
+    """A computed value of which two slices, or one with strides, are read; compilers that compute it twice keep none of these."""
+    graph = graph_of(lambda x: program(jnp.exp(x)), floats(8, 8))
+    (made,) = (value for op in graph.walk() if op.primitive == "exp" for value in op.results)
+    assert (made in sliced(graph, False), made in sliced(graph, True)) == (kept, again)
+
+
+def test_images_have_batch_and_features_innermost():
+    """What a convolution reads and makes, and what is computed of that; a kernel has its features, and a plain product wants nothing."""
+
+    def program(x, kernel, w):
+        y = lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return jnp.tanh(y), jnp.sin(w) @ w
+
+    graph = graph_of(program, IMAGES, floats(3, 3, 4, 4), floats(8, 8))
+    wanted, (images, kernel, weight) = minor(graph), graph.arguments
+    assert wanted[images] == wanted[graph.results[0]] == ((0,), (3,))
+    assert wanted[kernel] == ((3,), (2,)) and wanted[weight] is None and wanted[graph.results[1]] is None
+
+
+def test_batched_products_have_their_own_dimensions_innermost():
+    """Rows and columns of the matrices, on operands, result and what is computed of that; not the batch, wherever it stands."""
+    graph = graph_of(lambda q, k: jnp.tanh(jnp.einsum("qbd,kbd->bqk", q, k)), floats(16, 4, 8), floats(32, 4, 8))
+    wanted, (left, right) = minor(graph), graph.arguments
+    (product,) = (op for op in graph.walk() if op.primitive == "dot_general")
+    assert set(wanted[left]) == {(0,), (2,)} == set(wanted[right])
+    assert set(wanted[product.results[0]]) == {(1,), (2,)} == set(wanted[graph.results[0]])
+
+
+def test_examples_in_the_docstrings_hold():
+    """The examples hold."""
+    assert not doctest.testmod(op_patterns).failed
