@@ -1,0 +1,41 @@
+"""Readers of values, and expansions of constants."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from programs import PROGRAMS, abstract
+
+from autoshard.analysis.values import free_values, readers_of
+from autoshard.trace import trace
+
+
+@pytest.mark.parametrize("program", ["mlp", "gpt_scan", "control_flow"])
+def test_readers_are_the_ops_that_read(program):
+    """Each reader is listed once and in program order; control flow reads what flows into its bodies."""
+    fn, args = PROGRAMS[program]()
+    graph = trace(fn, *args).graph
+    found = readers_of(graph)
+    assert all(readers == sorted(set(readers)) for readers in found)
+    for op in graph.walk():
+        flows = {flow.value for holder in op.holders for flow in holder.sources}
+        assert {value for value, readers in enumerate(found) if op.index in readers} == {*op.operands, *flows}
+
+
+@pytest.mark.parametrize(
+    ("program", "free"),
+    [
+        (lambda x: jnp.arange(8.0) * 2 + 1, True),
+        (lambda x: jnp.broadcast_to(jnp.arange(8.0)[:, None], (8, 8)).T, True),
+        (lambda x: x * 2, False),
+        (lambda x: x + jnp.arange(8.0), False),
+        (lambda x: jnp.sort(jnp.arange(8.0)), False),  # which nobody computes again
+        (lambda x: jax.lax.fori_loop(0, 3, lambda _, y: y + 1, jnp.arange(8.0)), False),
+    ],
+)
+def test_expansions_of_constants_are_free(program, free):
+    """What is elementwise, or moved, of constants alone; not what arguments are in, what is computed once, or what a loop makes."""
+    graph = trace(program, abstract((8,))).graph
+    assert free_values(graph)[graph.results[0]] is free
+    assert not any(free_values(graph)[value] for value in graph.arguments)
