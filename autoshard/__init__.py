@@ -1,5 +1,6 @@
 """autoshard finds how to shard any JAX train step over many devices, says what it will cost, and runs it."""
 
+from autoshard import distributed
 from autoshard.api import (
     Confirm,
     Frontier,
@@ -76,6 +77,7 @@ __all__ = [
     "Verification",
     "calibrate",
     "collective_seconds",
+    "distributed",
     "evaluate",
     "frontier",
     "load",
