@@ -37,7 +37,7 @@ LAYERS = (
     ("mesh_search",),
     ("strategy",),
     ("lower", "library"),
-    ("verify", "probe"),  # hands Shardy the program as `lower` rebuilds it; measures on meshes as `lower` makes them
+    ("verify", "probe", "distributed"),  # hands Shardy the program as `lower` rebuilds it; measures on meshes as `lower` makes them
     ("api",),
     ("__init__",),  # the public names
     ("demo",),
@@ -47,7 +47,7 @@ LAYERS = (
 
 # The only folders in which JAX and what stands on it may be imported.
 JAX = ("jax", "jaxlib", "flax", "optax")
-KNOWS_JAX = ("rules", "trace", "lower", "verify", "probe", "api", "demo", "cli")
+KNOWS_JAX = ("rules", "trace", "lower", "verify", "probe", "distributed", "api", "demo", "cli")
 
 # The only rooms that know one compiler or device from another.
 KNOWS_TARGETS = ("compilers/", "verify/", "cluster/catalogue.py")

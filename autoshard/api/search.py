@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from autoshard.api.agreement import agreed
 from autoshard.api.collecting import rarely_collecting
 from autoshard.api.confirm import Confirm, confirm_of, confirmed, noted
 from autoshard.api.finalists import Board
@@ -54,6 +55,7 @@ RESERVE = 0.02
 SEARCHING = 0.5  # of the progress of a search that is confirmed
 
 
+@agreed
 def search(
     fn: Callable,
     *args: Any,

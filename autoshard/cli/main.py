@@ -9,10 +9,10 @@ import traceback
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from autoshard.cli import calibrate, clusters, compare, demo, evaluate, explain, pins, search, strategies, verify
+from autoshard.cli import calibrate, clusters, compare, demo, evaluate, explain, launch, pins, search, strategies, verify
 from autoshard.cli.failure import describe
 
-COMMANDS = (search, evaluate, explain, verify, pins, compare, calibrate, clusters, strategies, demo)
+COMMANDS = (search, evaluate, explain, verify, pins, compare, calibrate, clusters, strategies, launch, demo)
 
 USAGE_ERROR = 2  # as argparse exits
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it
@@ -53,6 +53,8 @@ def _with_defaults(arguments: Sequence[str]) -> list[str]:
     ['search', '--confirm=compiler', 'train:step']
     """
     found = list(arguments)
+    if arguments[:1] == ["launch"]:  # the script's options are its own
+        return found
     for at, argument in enumerate(arguments):
         default = search.MAY_STAND_ALONE.get(argument)
         if default is not None and ":" in "".join(arguments[at + 1 : at + 2]):

@@ -18,8 +18,8 @@ SPEC_HELP = (
 )
 
 
-def command(commands, name: str, run, what: str, example: str) -> argparse.ArgumentParser:
-    """A subcommand's parser, with the options that all have."""
+def command(commands, name: str, run, what: str, example: str, reports: bool = True) -> argparse.ArgumentParser:
+    """A subcommand's parser, with the options that all have; ``--json`` only where there is a report."""
     parser = commands.add_parser(
         name,
         help=what,
@@ -28,7 +28,8 @@ def command(commands, name: str, run, what: str, example: str) -> argparse.Argum
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a report")
+    if reports:
+        parser.add_argument("--json", action="store_true", help="print JSON instead of a report")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.set_defaults(run=run)
     return parser

@@ -1,0 +1,232 @@
+"""``autoshard launch``: one script in several processes of this machine, which `autoshard.distributed.initialize` joins."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from autoshard.cli import rank
+from autoshard.cli.options import command, positive
+from autoshard.errors import AutoshardError
+
+GRACE_SECONDS = 5.0  # until a process that does not end by itself is killed; JAX takes SIGTERM for a preemption and goes on
+LAST_LINES = 20
+CHUNK = 2**16
+
+ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+
+
+class Stopped(BaseException):
+    """The launcher was sent a signal to end."""
+
+    def __init__(self, number: int, *_: Any):
+        super().__init__(f"signal {number}")
+        self.number = number
+
+
+def add(commands) -> None:
+    """Adds the subcommand's options."""
+    what = "run a script in several processes of this machine"
+    example = "autoshard launch -n 4 --devices-per-process 2 train.py --steps 100"
+    parser = command(commands, "launch", run, what, example, reports=False)
+    parser.usage = "autoshard launch -n N [--devices-per-process K] [--log-dir DIR] (SCRIPT | -m MODULE) [ARGUMENT ...]"
+    parser.add_argument("-n", "--processes", metavar="N", type=positive, required=True, help="how many processes")
+    parser.add_argument(
+        "--devices-per-process", metavar="K", type=positive, default=1, help="devices of each: GPUs in their order, or virtual CPU devices"
+    )
+    parser.add_argument(
+        "--log-dir", metavar="DIR", type=Path, default=Path("logs"), help="where each process has its rank-0.log, ... (default: logs)"
+    )
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module, as python -m does")
+    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="calls autoshard.distributed.initialize() first")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the processes to their end; the exit code of the first that fails, 128 and more where a signal ended it, or 0."""
+    program = _program(options.script, options.module)
+    logs = _logs(options.log_dir, options.processes)
+    address = f"127.0.0.1:{_free_port()}"
+    with _stopping(), Job() as job:
+        try:
+            for index, log in enumerate(logs):
+                job.start(index, program, _environment(address, options.processes, index, options.devices_per_process), log)
+            index, code = job.first_failure()
+            job.end(signal.SIGTERM)
+        except Stopped as stop:
+            with suppress(Stopped):  # a second one kills
+                job.end(stop.number)
+            print(f"\nautoshard launch: ended by {signal.Signals(stop.number).name}, and all processes with it.", file=sys.stderr)
+            return 128 + stop.number
+    if code:
+        print(_failure(index, code, logs[index]), file=sys.stderr)
+    return code if code >= 0 else 128 - code
+
+
+def _program(script: Sequence[str], module: Sequence[str] | None) -> list[str]:
+    """What runs in every process, as `rank` takes it: ``["script", path, *arguments]`` or ``["module", name, *arguments]``."""
+    found = module if module is not None else script
+    if not found:
+        raise AutoshardError("a script or -m and a module are run in the processes, got neither. Name one after the options.")
+    if module is None and not os.path.isfile(found[0]):
+        raise AutoshardError(f"what is run in the processes is a Python file, and {found[0]!r} is none. Check its path.")
+    return ["script" if module is None else "module", *found]
+
+
+def _logs(folder: Path, n: int) -> list[Path]:
+    """One file a process; those of an earlier run go."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.glob("rank-*.log"):
+            old.unlink()
+    except OSError as error:
+        raise AutoshardError(
+            f"processes write to files in a folder, and '{folder}' cannot be used: {error.strerror}. Name another."
+        ) from None
+    return [folder / f"rank-{index}.log" for index in range(n)]
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def _environment(address: str, n: int, index: int, n_devices: int) -> dict[str, str]:
+    """A process's environment: ours with what JAX, and `autoshard.distributed.initialize`, read of it."""
+    from autoshard.distributed import COORDINATOR, COUNT, INDEX
+
+    return {
+        **os.environ,
+        COORDINATOR: address,
+        "JAX_COORDINATOR_BIND_ADDRESS": address,  # by default JAX would let the whole network in
+        COUNT: str(n),
+        INDEX: str(index),
+        "JAX_NUM_CPU_DEVICES": str(n_devices),
+        "JAX_LOCAL_DEVICE_IDS": ",".join(str(index * n_devices + device) for device in range(n_devices)),  # of GPUs
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def _failure(index: int, code: int, log: Path) -> str:
+    """What is said of a process that failed: how, and its last lines."""
+    how = f"failed with exit code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
+    shown = "".join(f"\n  {line}" for line in lines)
+    return f"autoshard launch: rank {index} {how}, and so all processes were ended. The last lines of {log}:{shown}"
+
+
+@contextmanager
+def _stopping() -> Iterator[None]:
+    """A context in which a signal to end raises `Stopped`."""
+
+    def stop(number: int, _: Any) -> None:
+        raise Stopped(number)
+
+    heeded = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores that of a terminal closed
+    before = {number: signal.signal(number, stop) for number in heeded}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Job:
+    """Processes, each the leader of a group with those that it starts; none outlives the context, or this process."""
+
+    def __init__(self):
+        self._running: set[int] = set()  # their process numbers
+        self._ended: queue.Queue[tuple[int, int, int]] = queue.Queue()
+        self._read, self._write = os.pipe()  # closed at this end, whoever does it, it ends all that watch the other
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end(signal.SIGKILL)
+        os.close(self._write)
+        os.close(self._read)
+
+    def start(self, index: int, program: Sequence[str], environment: dict[str, str], log: Path) -> None:
+        """Starts a process, which writes to its log, and the first to our own output as well."""
+        with log.open("wb", buffering=0) as file:
+            process = subprocess.Popen(
+                [sys.executable, rank.__file__, str(self._read), *program],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if index == 0 else file,
+                stderr=subprocess.STDOUT,
+                pass_fds=(self._read,),
+                start_new_session=True,
+            )
+        self._running.add(process.pid)
+        copy = None if process.stdout is None else _thread(_copy, process.stdout, log, sys.stdout)
+        _thread(self._wait, index, process, copy)
+
+    def first_failure(self) -> tuple[int, int]:
+        """Index and exit code of the first process that fails, minus the signal where one ended it; ``(0, 0)`` if none does."""
+        while self._running:
+            index, code = self._next()
+            if code:
+                return index, code
+        return 0, 0
+
+    def end(self, number: int) -> None:
+        """Sends a signal to all that run, and kills those that go on; returns when none is left."""
+        try:
+            self._signal(number)
+            deadline = time.monotonic() + GRACE_SECONDS
+            with suppress(queue.Empty):
+                while self._running:
+                    self._next(max(0.0, deadline - time.monotonic()))
+        finally:
+            self._signal(signal.SIGKILL)
+            while self._running:
+                self._next()
+
+    def _next(self, seconds: float | None = None) -> tuple[int, int]:
+        index, number, code = self._ended.get(timeout=seconds)
+        self._running.remove(number)
+        return index, code
+
+    def _signal(self, number: int) -> None:
+        for process in self._running:
+            with suppress(ProcessLookupError):
+                os.killpg(process, number)
+
+    def _wait(self, index: int, process: subprocess.Popen[bytes], copy: threading.Thread | None) -> None:
+        """Reports a process's end, once what it had started has ended and what it wrote is shown."""
+        code = process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        if copy is not None:
+            copy.join(GRACE_SECONDS)
+        self._ended.put((index, process.pid, code))
+
+
+def _thread(function: Any, *arguments: Any) -> threading.Thread:
+    thread = threading.Thread(target=function, args=arguments, daemon=True)
+    thread.start()
+    return thread
+
+
+def _copy(source: IO[bytes], log: Path, screen: Any) -> None:
+    """Copies a process's output, as it comes, to its log and to a stream of ours, as long as somebody reads that."""
+    with log.open("ab", buffering=0) as file:
+        for chunk in iter(partial(os.read, source.fileno(), CHUNK), b""):
+            file.write(chunk)
+            with suppress(BrokenPipeError):
+                screen.buffer.write(chunk)
+                screen.flush()
