@@ -18,7 +18,7 @@ import jax
 import jax.extend.core
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.tree_util import default_registry, treedef_is_leaf
 
 from autoshard.api.collecting import rarely_collecting
@@ -66,9 +66,15 @@ def placed(x: Any, sharding: NamedSharding) -> Any:
     """The array committed to where its sharding wants it, so that every call finds the same compiled program."""
     if isinstance(x, Tracer) or not isinstance(x, jax.Array | np.ndarray):
         return x
-    if isinstance(x, jax.Array) and x.committed and (x.sharding == sharding or x.sharding.is_equivalent_to(sharding, x.ndim)):
+    if isinstance(x, jax.Array) and x.committed and (x.sharding == sharding or _is_alike(x, sharding)):
         return x
     return jax.device_put(x, sharding)
+
+
+def _is_alike(x: jax.Array, sharding: NamedSharding) -> bool:
+    """Whether an array is where its sharding wants it, and is not typed by a mesh of Explicit axes."""
+    explicit = isinstance(x.sharding, NamedSharding) and AxisType.Explicit in x.sharding.mesh.axis_types
+    return not explicit and x.sharding.is_equivalent_to(sharding, x.ndim)
 
 
 with jax.ensure_compile_time_eval():

@@ -41,7 +41,7 @@ from autoshard.search.overlap import overlapped
 from autoshard.search.propagation import follow_layouts
 from autoshard.search.searcher import Progress, part
 from autoshard.search.splitting import finer
-from autoshard.trace import Traced, constraint_spec, trace
+from autoshard.trace import Traced, constraint_spec, outside_mesh, trace
 from autoshard.verify import propagated
 
 Pins = Mapping[str, PartitionSpec]
@@ -111,7 +111,7 @@ def search(
     given = limit_seconds if how is None or limit_seconds is None else limit_seconds / 2
     if given is not None:
         chosen = chosen.limited(given)
-    with shown(progress) as callback, rarely_collecting():
+    with shown(progress) as callback, rarely_collecting(), outside_mesh(keep_auto=True):
         prepared = prepare(fn, args, cluster, chosen, mesh, pins, memory_limit_bytes, donate_argnums)
         started = time.perf_counter()
         ends, own = endings(given, interruptible), part(callback, 0.0, 1.0 if how is None else SEARCHING)
@@ -245,6 +245,7 @@ def prepare(fn, args, cluster, searcher, mesh, pins, memory_limit_bytes, donate_
     return Prepared(traced, facts, cluster, meshes, finest, pins, limit, _positions(donate_argnums), seconds)
 
 
+@outside_mesh(keep_auto=True)
 def evaluate(
     fn: Callable,
     *args: Any,

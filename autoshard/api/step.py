@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, get_abstract_mesh
 
 from autoshard.api.calls import UNLIKE, Repeat, anew, guarded, is_traced, placed
 from autoshard.api.collecting import rarely_collecting
@@ -23,13 +23,15 @@ from autoshard.judge.model import CostModel
 from autoshard.lower import ReshardPath, constrained, derived_from, lowering_mesh, manual_program, obstacle, to_named_sharding
 from autoshard.rules import rules_of
 from autoshard.strategy import Record, check_program
-from autoshard.trace import Traced, trace
+from autoshard.trace import Traced, outside_mesh, trace
 from autoshard.verify import Options
 
 LOWERINGS = {
     "manual": "one program over the whole mesh in which every collective is the planned one",
     "constraints": "sharding constraints, from which XLA's partitioner makes the collectives",
 }
+
+_AS_IT_IS = nullcontext()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,6 +97,7 @@ class Step(Sharded):
         self._programs: dict[Any, _Program] = {}
         self._latest: _Program | None = None  # of the latest call that was looked through
         self._repeat: Repeat | None = None
+        self._around: AbstractMesh | None = None  # the mesh that was in force in that call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = self.again(args, kwargs)
@@ -103,12 +106,14 @@ class Step(Sharded):
     def again(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """The result for arguments like those of the call before; `UNLIKE` where they are not, or where there was none."""
         repeat = self._repeat
-        if repeat is None or is_traced():
+        around = get_abstract_mesh()
+        if repeat is None or around is not self._around or is_traced():
             return UNLIKE
         if kwargs:
             args = positional(self._fn, args, kwargs)
         try:
-            return repeat(args)
+            with outside_mesh() if around.axis_names else _AS_IT_IS:
+                return repeat(args)
         except Repeat.FAILURES:
             return UNLIKE
 
@@ -120,13 +125,14 @@ class Step(Sharded):
         if self._record.donate_argnums:
             _check_alive(leaves, program.traced.graph.argument_paths)
         there = [placed(x, sharding) for x, sharding in zip(leaves, program.in_shardings, strict=True)]
-        result = program.traced.merge(args, anew(program.jitted, program.known, tree.unflatten(there)))
+        with outside_mesh():
+            result = program.traced.merge(args, anew(program.jitted, program.known, tree.unflatten(there)))
         self._remember(program, leaves, there)
         return result
 
     def forget(self) -> None:
         """The next call is looked through, whatever it is."""
-        self._latest = self._repeat = None
+        self._latest = self._repeat = self._around = None
 
     def _remember(self, program: _Program, leaves: Sequence[Any], there: Sequence[Any]) -> None:
         """Takes the next call to be like this one: the first of a program, or the second of one in a row; not where two alternate."""
@@ -134,7 +140,7 @@ class Step(Sharded):
             return
         is_first = program.repeat.learn(leaves, there)
         self._repeat = program.repeat if is_first or program is self._latest else None
-        self._latest = program
+        self._latest, self._around = program, get_abstract_mesh()
 
     def lower(self, *args: Any, platform: str = "cpu") -> jax.stages.Lowered:
         """The lowered program, as `jax.jit(fn).lower` gives it; NNX objects stand there as their states.
@@ -145,8 +151,9 @@ class Step(Sharded):
         leaves, tree = jax.tree.flatten(pure)
         shardings = [None] * len(leaves) if self._mesh is None else program.in_shardings
         described = tree.unflatten([_described(x, sharding) for x, sharding in zip(leaves, shardings, strict=True)])
-        traced = anew(program.jitted.trace, program.known, described)
-        return traced.lower(lowering_platforms=(platform,)) if self._mesh is None else traced.lower()
+        with outside_mesh():
+            traced = anew(program.jitted.trace, program.known, described)
+            return traced.lower(lowering_platforms=(platform,)) if self._mesh is None else traced.lower()
 
     def runs(self, args: tuple) -> bool:
         """Whether the function is its strategy's program for these arguments too, such as modules that were made again."""
@@ -159,13 +166,14 @@ class Step(Sharded):
     def _program(self, args: tuple) -> tuple[_Program, tuple]:
         """The program for arguments like these, and the arguments as pytrees of arrays."""
         traced_further = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
-        key = call_type(args), traced_further
+        key = call_type(args), traced_further, _explicit_mesh()
         if (found := self._programs.get(key)) is None:
-            found = self._programs[key] = self._lowered(args, traced_further)
+            found = self._programs[key] = self._lowered(args, *key[1:])
         return found, found.traced.split(args)
 
     @rarely_collecting()
-    def _lowered(self, args: tuple, differentiable: bool) -> _Program:
+    @outside_mesh(keep_auto=True)
+    def _lowered(self, args: tuple, differentiable: bool, around: Mesh | None) -> _Program:
         record = self._record
         traced, rules, path = program_of(self._fn, args, record, self._weak_before(args), self._traced)
         graph, assignment = traced.graph, record.assignment
@@ -179,6 +187,8 @@ class Step(Sharded):
 
         in_shardings = tuple(sharding(assignment.layout(value), value) for value in graph.arguments)
         out_shardings = [sharding(layout, value) for layout, value in zip(result_layouts(graph, assignment), graph.results, strict=True)]
+        if around is not None and isinstance(mesh, Mesh) and [*around.devices.flat] == [*mesh.devices.flat]:
+            out_shardings = _for_users(out_shardings, traced, around)
 
         def step(*pure: Any) -> Any:
             return traced.pack(flat(*jax.tree.leaves(pure)))
@@ -212,7 +222,7 @@ class Step(Sharded):
         """Which leaves were weakly typed in the first call with arguments that are like these but for that; None: there was none."""
         structure, leaves = call_type(args)
         strong = [leaf[:2] for leaf in leaves]
-        before = (types for (other, types), _ in self._programs if other == structure and [leaf[:2] for leaf in types] == strong)
+        before = (types for (other, types), *_ in self._programs if other == structure and [leaf[:2] for leaf in types] == strong)
         return next((tuple(leaf[2] for leaf in types) for types in before), None)
 
 
@@ -253,6 +263,20 @@ def program_of(
 def _typed(x: Any, weak: bool) -> Any:
     """An array as its shape and type, weak or not; anything else as it is."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=weak) if isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct) else x
+
+
+def _explicit_mesh() -> Mesh | None:
+    """The mesh of `jax.set_mesh` with Explicit axes, under which operations on arrays of other meshes are errors; None inside `jax.jit`."""
+    mesh = None if is_traced() else jax.sharding.get_mesh()
+    return mesh if mesh is not None and AxisType.Explicit in mesh.axis_types else None
+
+
+def _for_users(shardings: Sequence[NamedSharding], traced: Traced, around: Mesh) -> list[NamedSharding]:
+    """The results' shardings, of whole ones on the mesh around the call, such as a loss that is added up there; state stays as it is."""
+    state = {result for result, _ in traced.graph.aliases}
+    metrics = (number < traced.out_tree.num_leaves and number not in state for number in range(len(shardings)))
+    whole = NamedSharding(around, PartitionSpec())
+    return [whole if found.is_fully_replicated and free else found for found, free in zip(shardings, metrics, strict=True)]
 
 
 def _check_effects(graph: Graph, n_devices: int) -> None:

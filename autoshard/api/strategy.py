@@ -36,7 +36,7 @@ from autoshard.strategy import (
     load_record,
     save_record,
 )
-from autoshard.trace import SplitModules, Traced
+from autoshard.trace import SplitModules, Traced, outside_mesh
 from autoshard.trace.leaves import argument_names
 from autoshard.verify import Options
 from autoshard.verify.pins import fewest_pins
@@ -130,6 +130,7 @@ class Strategy:
         """A report that prints in a terminal and shows in a notebook."""
         return explain(self.record)
 
+    @outside_mesh(keep_auto=True)
     def pins(self, fn: Callable, *args: Any, budget_seconds: float = 30.0, progress: Progress = silent) -> Pins:
         """The fewest argument specs and ``with_sharding_constraint`` lines that make JAX's own propagation arrive at this strategy.
 
@@ -209,6 +210,7 @@ class Strategy:
             placed.append(tree.unflatten(jax.device_put(leaves, [sharding for _, sharding in shardings])))
         return split.update(tuple(placed))
 
+    @outside_mesh(keep_auto=True)
     def init(self, init_fn: Callable, *args: Any, devices: Sequence[Any] | None = None) -> Any:
         """What ``init_fn(*args)`` makes, made already sharded: no device ever holds it whole.
 

@@ -1,8 +1,8 @@
 """Functions to graphs: `trace`, and what the lowering needs to number equations as the graph does."""
 
-from autoshard.trace.constraints import constraint_spec
+from autoshard.trace.constraints import constraint_spec, outside_mesh
 from autoshard.trace.modules import SplitModules
 from autoshard.trace.structure import subjaxprs
 from autoshard.trace.traced import Traced, function_name, trace
 
-__all__ = ["SplitModules", "Traced", "constraint_spec", "function_name", "subjaxprs", "trace"]
+__all__ = ["SplitModules", "Traced", "constraint_spec", "function_name", "outside_mesh", "subjaxprs", "trace"]

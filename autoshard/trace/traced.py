@@ -231,6 +231,11 @@ def _failure(fn: Callable, error: Exception) -> TraceError:
             "A function is traced without its arguments' present shardings, so a mesh inside it has Auto axes",
             "Make its mesh with axis_types=(jax.sharding.AxisType.Auto,) for each axis.",
         )
+    elif "names that are of type Auto" in str(error) or "PartitionSpec when you are not under a mesh" in str(error):
+        rule, advice = (
+            "A function is traced without Explicit axes, since how its values are sharded is searched",
+            "Use jax.lax.with_sharding_constraint in place of jax.reshard and out_sharding=.",
+        )
     elif "static arguments are not supported" in str(error):  # of a jitted function that is passed a number for one of them
         rule, advice = (
             "Every argument of a function is traced, those included that `jax.jit` was told are static",
