@@ -33,6 +33,8 @@ class Parallelized(Sharded):
         functools.update_wrapper(self, fn, updated=())
         self._fn = fn
         self._options = options
+        donated = options["donate_argnums"]
+        self.donate_argnums = (donated,) if isinstance(donated, int) else tuple(donated)
         self._devices = devices
         self._found: dict[Any, _Found] = {}
         self._latest: Strategy | None = None

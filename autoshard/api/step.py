@@ -54,9 +54,10 @@ class Sharded:
     """A function that runs sharded; the function that it was made of is its ``__wrapped__``."""
 
     __wrapped__: Callable
+    donate_argnums: tuple[int, ...]
 
 
-def plain(fn: Callable) -> Callable:
+def plain(fn: Callable | Sharded) -> Callable:
     """The function without any sharding of ours: what a search, or another strategy, starts from."""
     return plain(fn.__wrapped__) if isinstance(fn, Sharded) else fn
 
@@ -92,6 +93,7 @@ class Step(Sharded):
         self._compiler_options = dict(compiler_options or {})
         self._fn = fn
         self._record = record
+        self.donate_argnums = record.donate_argnums
         self._mesh = mesh
         self._traced = traced
         self._programs: dict[Any, _Program] = {}

@@ -284,7 +284,6 @@ def record_of(
     mesh: Mesh,
     solution: Solution,
     searcher: Any,
-    donate_argnums: tuple[int, ...],
     notes: Sequence[str] = (),
 ) -> Record:
     """The record of a solution for a traced program."""
@@ -313,7 +312,7 @@ def record_of(
         cost=solution.judgement.cost,
         searcher=SearcherRecord(searcher.name, _options(searcher)),
         lower_bound_seconds=solution.lower_bound_seconds,
-        donate_argnums=donate_argnums,
+        donate_argnums=traced.donate_argnums,
         assumptions=(*graph.assumptions, *notes, *solution.notes),
         stats=solution.stats,
         provenance=Provenance(autoshard=metadata.version("autoshard"), jax=jax.__version__),

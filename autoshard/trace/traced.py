@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from autoshard.errors import TraceError
 from autoshard.ir import Graph
@@ -33,6 +33,7 @@ class Traced:
         jaxpr: as JAX traced it, mapped loops written out, for the lowering; its inputs and outputs are the graph's arguments and results.
         in_tree: `jax.tree.structure` of the arguments tuple; an NNX object counts as its `nnx.State`; keyword arguments are a last dict.
         out_tree: structure of the function's result, without what is written back into NNX objects.
+        donate_argnums: positions of the arguments whose memory may be reused.
         source: the jaxpr as JAX gave it; it keeps that as long as the function is there.
     """
 
@@ -40,6 +41,7 @@ class Traced:
     jaxpr: ClosedJaxpr
     in_tree: Any
     out_tree: Any
+    donate_argnums: tuple[int, ...] = ()
     modules: Modules | None = None
     source: weakref.ref[ClosedJaxpr] | None = None
 
@@ -86,6 +88,7 @@ def trace(
     kwargs: Mapping[str, Any] | None = None,
     axis_names: Sequence[str] = (),
     before: Traced | None = None,
+    own_donation: bool = False,
 ) -> Traced:
     """The program of ``fn`` on arguments like these.
 
@@ -100,6 +103,7 @@ def trace(
         kwargs: keyword arguments; they count as one more argument, a dict.
         axis_names: mesh axes that `with_sharding_constraint` inside ``fn`` may name; others are found out.
         before: a program that was traced before, and is returned where JAX has the same jaxpr for this function and these arguments.
+        own_donation: whether arguments are donated, too, that a function does which was jitted so.
 
     Raises:
         TraceError: JAX cannot trace it, an argument is no array, or a mutation of a module would be lost.
@@ -126,6 +130,10 @@ def trace(
     except Exception as error:  # whatever the function raises while it is traced
         raise _failure(fn, error) from error
     in_tree = jax.tree.structure(tuple(pure_args))
+    if own_donation and not (own := _donated_inside(everything.jaxpr, leaves)).issubset(donated_args):
+        donated_args = tuple(sorted(own.union(donated_args)))
+        if modules is not None:  # what is donated is written back
+            return trace(fn, *args, donate_argnums=donated_args, axis_names=axis_names)
     donated = tuple(i for i, leaf in enumerate(leaves) if leaf.argument in donated_args)
     if before is not None and before.source is not None and before.source() is everything:
         if (before.in_tree, before.graph.donated) == (in_tree, donated):
@@ -134,7 +142,15 @@ def trace(
     output = shapes if modules is None else shapes[0]
     out_tree = jax.tree.structure(output)
     graph = _graph(fn, build(jaxpr), leaves, output, modules.written if modules else (), donated)
-    return Traced(graph, jaxpr, in_tree, out_tree, modules, None if modules else weakref.ref(everything))
+    return Traced(graph, jaxpr, in_tree, out_tree, donated_args, modules, None if modules else weakref.ref(everything))
+
+
+def _donated_inside(jaxpr: Jaxpr, leaves: Sequence[Leaf]) -> set[int]:
+    """The positions of the arguments that the program donates itself: a function does that was jitted so, whatever is wrapped around it."""
+    flags = jaxpr.eqns[0].params.get("donated_invars", ()) if len(jaxpr.eqns) == 1 else ()
+    given = {x for x, donated in zip(jaxpr.eqns[0].invars, flags, strict=True) if donated} if any(flags) else set()
+    kept = {leaf.argument for leaf, variable in zip(leaves, jaxpr.invars, strict=True) if variable not in given}
+    return {leaf.argument for leaf in leaves} - kept
 
 
 def _graph(fn: Callable, program: Program, leaves: list[Leaf], output: Any, written: tuple[int, ...], donated: tuple[int, ...]) -> Graph:
