@@ -22,6 +22,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.tree_util import default_registry, treedef_is_leaf
 
 from autoshard.api.collecting import rarely_collecting
+from autoshard.errors import TraceError
 
 UNLIKE: Any = object()  # what comes back of arguments that are unlike those of the call before
 OFTEN = 3  # an argument that had to be moved so often after calls in which it did not is looked through in every call
@@ -62,9 +63,12 @@ def anew(function: Callable, known: set[tuple], args: tuple) -> Any:
         return function(*args)
 
 
-def placed(x: Any, sharding: NamedSharding) -> Any:
-    """The array committed to where its sharding wants it, so that every call finds the same compiled program."""
-    if isinstance(x, Tracer) or not isinstance(x, jax.Array | np.ndarray):
+def placed(x: Any, sharding: NamedSharding, is_state: bool = False) -> Any:
+    """The array committed to where its sharding wants it, so that every call finds the same compiled program.
+
+    A Python number is one if it is state, such as a counter that starts at 0: what replaces it is an array.
+    """
+    if isinstance(x, Tracer) or not (isinstance(x, jax.Array | np.ndarray) or (is_state and isinstance(x, bool | int | float | complex))):
         return x
     if isinstance(x, jax.Array) and x.committed and (x.sharding == sharding or _is_alike(x, sharding)):
         return x
@@ -89,16 +93,25 @@ def is_traced() -> bool:
 class Repeat:
     """A guarded and jitted function on arguments like those before, which are where they should be, but for some that are moved.
 
-    Which arguments hold arrays that have to be moved, such as a batch that comes from the host, is learned from the calls.
+    Which arguments hold arrays that have to be moved, such as a batch that comes from the host, is learned from the calls. Where some are
+    static, there are two ``ways``: from the arguments to those of arrays alone, and from both and what the function returns to the result.
     """
 
     # What a call like the one before raises where it is unlike it; any of them leads to the long way, which says what is wrong.
-    FAILURES = (UnlikeError, AttributeError, LookupError, TypeError, ValueError)
+    FAILURES = (UnlikeError, TraceError, AttributeError, LookupError, TypeError, ValueError)
 
-    def __init__(self, jitted: Callable, in_tree: Any, in_shardings: Sequence[NamedSharding], donates: bool):
+    def __init__(
+        self,
+        jitted: Callable,
+        in_tree: Any,
+        in_shardings: Sequence[NamedSharding],
+        donates: bool,
+        ways: tuple[Callable, Callable] | None = None,
+    ):
         arguments = in_tree.children()
         flat = iter(in_shardings)
         self._jitted = jitted
+        self._ways = ways
         self._shardings = [list(islice(flat, argument.num_leaves)) for argument in arguments]
         shared: dict[Any, Callable] = {}
         holding = [position for position, argument in enumerate(arguments) if argument.num_leaves]
@@ -123,10 +136,12 @@ class Repeat:
         Raises:
             FAILURES: the arguments are unlike those before.
         """
+        given = args if self._ways is None else self._ways[0](args)
         for position, leaves in self._readers:
-            if _used_up(leaves, args[position]):
+            if _used_up(leaves, given[position]):
                 return UNLIKE
-        return self._jitted(*(self._with_moved(args) if self._moved else args))
+        result = self._jitted(*(self._with_moved(given) if self._moved else given))
+        return result if self._ways is None else self._ways[1](args, result)
 
     def _with_moved(self, args: tuple) -> list[Any]:
         """The arguments, each of those that are looked through where it should be; one of which nothing is moved is forgotten."""

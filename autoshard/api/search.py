@@ -19,7 +19,7 @@ from autoshard.api.collecting import rarely_collecting
 from autoshard.api.confirm import Confirm, confirm_of, confirmed, noted
 from autoshard.api.finalists import Board
 from autoshard.api.notes import lowered_otherwise, whole, without_rules
-from autoshard.api.step import Sharded, plain
+from autoshard.api.step import Sharded, plain, several
 from autoshard.api.strategy import Strategy, record_of
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
@@ -330,8 +330,7 @@ def _limit(cluster: Cluster, memory_limit_bytes: float | None) -> float:
 def _traced(fn, args, donate_argnums, axis_names, cluster: Cluster) -> tuple[Traced, Profile, dict[str, float]]:
     """The traced function, its profile for the cluster's compiler, and what tracing took."""
     started = time.perf_counter()
-    given = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
-    donated = (*given, *(fn.donate_argnums if isinstance(fn, Sharded) else ()))
+    donated = (*several(donate_argnums), *(fn.donate_argnums if isinstance(fn, Sharded) else ()))
     traced = trace(plain(fn), *args, donate_argnums=donated, axis_names=tuple(dict.fromkeys(axis_names)), own_donation=True)
     facts = profile(traced.graph, rules_of(traced.graph), compiler_of(cluster))
     return traced, facts, {"trace_seconds": time.perf_counter() - started, "n_ops": len(traced.graph.walk())}

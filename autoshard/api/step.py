@@ -23,7 +23,7 @@ from autoshard.judge.model import CostModel
 from autoshard.lower import ReshardPath, constrained, derived_from, lowering_mesh, manual_program, obstacle, to_named_sharding
 from autoshard.rules import rules_of
 from autoshard.strategy import Record, check_program
-from autoshard.trace import Traced, outside_mesh, trace
+from autoshard.trace import Held, Traced, held, is_static, outside_mesh, trace
 from autoshard.verify import Options
 
 LOWERINGS = {
@@ -39,6 +39,7 @@ class _Program:
     """One traced and jitted form of the function, for arguments of one structure and one set of types.
 
     Attributes:
+        is_state: per argument leaf, whether a result replaces it.
         known: the types that it was traced with, placed arguments' and abstract ones'.
         repeat: its calls with arguments like those before; None with NNX objects among them.
     """
@@ -46,6 +47,7 @@ class _Program:
     traced: Traced
     jitted: Callable
     in_shardings: tuple[NamedSharding, ...]
+    is_state: tuple[bool, ...]
     known: set[tuple]
     repeat: Repeat | None
 
@@ -55,6 +57,11 @@ class Sharded:
 
     __wrapped__: Callable
     donate_argnums: tuple[int, ...]
+
+
+def several(positions: int | Sequence[int]) -> tuple:
+    """Positions of arguments, one or several, as a tuple of what was given."""
+    return tuple(positions) if isinstance(positions, Sequence) else (positions,)
 
 
 def plain(fn: Callable | Sharded) -> Callable:
@@ -91,7 +98,7 @@ class Step(Sharded):
         functools.update_wrapper(self, fn, updated=())
         self._lowering = lowering
         self._compiler_options = dict(compiler_options or {})
-        self._fn = fn
+        self._fn, self._plain = fn, plain(fn)
         self._record = record
         self.donate_argnums = record.donate_argnums
         self._mesh = mesh
@@ -121,12 +128,12 @@ class Step(Sharded):
 
     def anew(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """The result for any arguments, each of which is looked at."""
-        args = positional(self._fn, args, kwargs)
+        args = held(self._plain, positional(self._fn, args, kwargs))
         program, pure = self._program(args)
         leaves, tree = jax.tree.flatten(pure)
         if self._record.donate_argnums:
             _check_alive(leaves, program.traced.graph.argument_paths)
-        there = [placed(x, sharding) for x, sharding in zip(leaves, program.in_shardings, strict=True)]
+        there = [placed(*found) for found in zip(leaves, program.in_shardings, program.is_state, strict=True)]
         with outside_mesh():
             result = program.traced.merge(args, anew(program.jitted, program.known, tree.unflatten(there)))
         self._remember(program, leaves, there)
@@ -149,7 +156,7 @@ class Step(Sharded):
 
         Without devices it is lowered for the platform that is named: any will do for what does not compile it.
         """
-        program, pure = self._program(args)
+        program, pure = self._program(held(self._plain, args))
         leaves, tree = jax.tree.flatten(pure)
         shardings = [None] * len(leaves) if self._mesh is None else program.in_shardings
         described = tree.unflatten([_described(x, sharding) for x, sharding in zip(leaves, shardings, strict=True)])
@@ -160,13 +167,13 @@ class Step(Sharded):
     def runs(self, args: tuple) -> bool:
         """Whether the function is its strategy's program for these arguments too, such as modules that were made again."""
         try:
-            self._program(args)
+            self._program(held(self._plain, args))
         except StrategyError:
             return False
         return True
 
     def _program(self, args: tuple) -> tuple[_Program, tuple]:
-        """The program for arguments like these, and the arguments as pytrees of arrays."""
+        """The program for arguments like these, in which what is static is held, and the arguments as pytrees of arrays."""
         traced_further = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
         key = call_type(args), traced_further, _explicit_mesh()
         if (found := self._programs.get(key)) is None:
@@ -205,8 +212,11 @@ class Step(Sharded):
             compiler_options=(None if differentiable else self._compiler_options) or None,
         )
         once = traced.modules is not None or differentiable  # modules are taken apart in every call, and tracers are never called on again
-        repeat = None if once else Repeat(jitted, traced.in_tree, in_shardings, bool(record.donate_argnums))
-        return _Program(traced, jitted, in_shardings, known, repeat)
+        ways = None if traced.statics is None else (lambda args: traced.split(held(self._plain, args)), traced.merge)
+        repeat = None if once else Repeat(jitted, traced.in_tree, in_shardings, bool(record.donate_argnums), ways)
+        state = {argument for _, argument in graph.aliases}
+        is_state = tuple(argument in state for argument in range(len(in_shardings)))
+        return _Program(traced, jitted, in_shardings, is_state, known, repeat)
 
     def _flat(
         self, traced: Traced, rules: tuple[Rule | None, ...], path: ReshardPath, mesh: Mesh | AbstractMesh, differentiable: bool
@@ -294,7 +304,20 @@ def _check_effects(graph: Graph, n_devices: int) -> None:
 def call_type(args: tuple) -> tuple:
     """What tells programs apart: the arguments' structure, and the leaves' shapes and dtypes."""
     leaves, tree = jax.tree.flatten(args)
-    return tree, tuple((getattr(x, "shape", ()), getattr(x, "dtype", type(x)), getattr(x, "weak_type", False)) for x in leaves)
+    return tree, tuple(map(_leaf_type, leaves))
+
+
+def _leaf_type(x: Any) -> tuple:
+    """Shape, dtype and whether it is weakly typed, of a Python number as of the array that JAX makes of it; the value of what is static."""
+    if is_static(x):
+        with suppress(TypeError):
+            hash(x)
+            return (), Held.of(x), False
+        return (), object(), False  # is found nowhere, and refused where it is traced
+    if isinstance(x, bool | int | float | complex):
+        with suppress(OverflowError):
+            x = jax.typeof(x)
+    return getattr(x, "shape", ()), getattr(x, "dtype", type(x)), getattr(x, "weak_type", False)
 
 
 def positional(fn: Callable, args: tuple, kwargs: Mapping[str, Any]) -> tuple:

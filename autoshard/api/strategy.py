@@ -206,6 +206,9 @@ class Strategy:
         placed = []
         for position, (argument, shardings) in enumerate(zip(split.states, per_argument, strict=False)):
             leaves, tree = jax.tree.flatten(argument)
+            if self.record.argument_structure["tuple"][position] is None:  # static
+                placed.append(argument)
+                continue
             self._check_leaves(position, tree, leaves, shardings)
             placed.append(tree.unflatten(jax.device_put(leaves, [sharding for _, sharding in shardings])))
         return split.update(tuple(placed))

@@ -16,6 +16,7 @@ from jax.tree_util import DictKey, GetAttrKey, SequenceKey, keystr
 
 from autoshard.errors import TraceError
 from autoshard.trace.leaves import Leaf, leaf_at
+from autoshard.trace.statics import Statics, held_modules, is_static, released
 
 
 def has_modules(tree: Any) -> bool:
@@ -119,7 +120,7 @@ class Modules:
         from flax import nnx
 
         # Listed now: the merged nodes hold the same variables as the states, which the function may change.
-        old = [(i, leaf) for i, argument in enumerate(states) for leaf in jax.tree.leaves(argument)]
+        old = [(i, leaf) for i, argument in enumerate(states) for leaf in jax.tree.leaves(argument) if not is_static(leaf)]
         nodes = nnx.merge(self._structure, _joined(self._places.get(states)))
         result = self._fn(*self._places.put(states, nodes))
         structure, after = _split(nodes)
@@ -129,7 +130,7 @@ class Modules:
                 "variable or changed a static attribute (train() and eval() do), and that mutation would be lost. "
                 "Build the module and set its mode before the step, or use nnx.view."
             )
-        new = jax.tree.leaves(self._places.put(states, after))
+        new = [leaf for leaf in jax.tree.leaves(self._places.put(states, after)) if not is_static(leaf)]
         self.written = tuple(k for k, (i, leaf) in enumerate(old) if new[k] is not leaf or i in self._donated_args)
         return self._split_result(result, nodes), [new[k] for k in self.written]
 
@@ -156,8 +157,9 @@ class Modules:
 
         nodes = self._places.get(args)
         leaves, tree = jax.tree.flatten(self.split(args))
+        arrays = [place for place, leaf in enumerate(leaves) if not is_static(leaf)]
         for position, leaf in zip(self.written, updates, strict=True):
-            leaves[position] = leaf
+            leaves[arrays[position]] = leaf
         nnx.update(nodes, _joined(self._places.get(tree.unflatten(leaves))))
         if not self._returned:
             return result
@@ -184,7 +186,7 @@ def _attributes(path: Sequence[Any]) -> str:
 
 
 class SplitModules:
-    """Pytrees with each NNX graph node replaced by its state, and the two ways back.
+    """Pytrees with each NNX graph node replaced by its state and what is static by None, and the two ways back.
 
     Attributes:
         states: the pytrees of arrays.
@@ -198,9 +200,13 @@ class SplitModules:
             self._nodes = self._places.get(trees)
             self._structure, states = _split(self._nodes)
             self.states = self._places.put(trees, states)
+        self._statics = Statics.of(held_modules(self.states))
+        if self._statics is not None:
+            self.states = self._statics.split(held_modules(self.states))
 
     def update(self, new: tuple) -> tuple:
         """The trees with new arrays; graph nodes are the ones that were split, updated in place."""
+        new = self._whole(new)
         if self._places is None:
             return new
         from flax import nnx
@@ -208,8 +214,12 @@ class SplitModules:
         nnx.update(self._nodes, _joined(self._places.get(new)))
         return self._places.put(new, self._nodes)
 
+    def _whole(self, new: tuple) -> tuple:
+        return new if self._statics is None else released(self._statics.merge(new))
+
     def rebuild(self, new: tuple) -> tuple:
         """The trees with new arrays and new graph nodes."""
+        new = self._whole(new)
         if self._places is None:
             return new
         from flax import nnx

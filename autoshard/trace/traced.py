@@ -19,6 +19,7 @@ from autoshard.trace.fingerprint import fingerprint
 from autoshard.trace.leaves import Leaf, argument_names, find_aliases, plain_leaves, result_path
 from autoshard.trace.modules import Modules, has_modules
 from autoshard.trace.origin import error_place
+from autoshard.trace.statics import Held, Statics, held, held_modules, released
 from autoshard.trace.written_out import written_out
 
 
@@ -31,9 +32,11 @@ class Traced:
     Attributes:
         graph: the program; calls inlined, dead ops dropped.
         jaxpr: as JAX traced it, mapped loops written out, for the lowering; its inputs and outputs are the graph's arguments and results.
-        in_tree: `jax.tree.structure` of the arguments tuple; an NNX object counts as its `nnx.State`; keyword arguments are a last dict.
+        in_tree: `jax.tree.structure` of the arguments tuple; an NNX object counts as its `nnx.State`, what is static as None; keyword
+            arguments are a last dict.
         out_tree: structure of the function's result, without what is written back into NNX objects.
         donate_argnums: positions of the arguments whose memory may be reused.
+        statics, made: the static leaves of the arguments and of the result; None where all are arrays.
         source: the jaxpr as JAX gave it; it keeps that as long as the function is there.
     """
 
@@ -43,6 +46,8 @@ class Traced:
     out_tree: Any
     donate_argnums: tuple[int, ...] = ()
     modules: Modules | None = None
+    statics: Statics | None = None
+    made: Statics | None = None
     source: weakref.ref[ClosedJaxpr] | None = None
 
     def split(self, args: tuple) -> tuple:
@@ -52,6 +57,7 @@ class Traced:
             TraceError: they are structured otherwise.
         """
         pure = tuple(args) if self.modules is None else self.modules.split(tuple(args))
+        pure = pure if self.statics is None else self.statics.split(pure)
         if jax.tree.structure(pure) != self.in_tree:
             raise TraceError(
                 f"A traced function takes arguments of one structure, {self.in_tree}; got {jax.tree.structure(pure)}. "
@@ -67,7 +73,8 @@ class Traced:
 
     def merge(self, args: tuple, output: Any) -> Any:
         """The function's result from a packed output; updates are written into the NNX objects in ``args``."""
-        return output if self.modules is None else self.modules.merge(tuple(args), *output)
+        whole = output if self.made is None else released(self.made.merge(output))
+        return whole if self.modules is None else self.modules.merge(tuple(args), *whole)
 
     def flatten_prefix(self, prefix: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
         """One entry an argument leaf, from a pytree that is structured as the arguments tuple or a prefix of it.
@@ -98,7 +105,8 @@ def trace(
 
     Args:
         fn: any function JAX can trace.
-        args: pytrees of arrays, `jax.ShapeDtypeStruct`s and Python numbers; Flax NNX objects are handled as `nnx.jit` does.
+        args: pytrees of arrays, `jax.ShapeDtypeStruct`s and Python numbers; Flax NNX objects are handled as `nnx.jit` does. What is
+            static (`held`) is bound by its value.
         donate_argnums: as for `jax.jit`.
         kwargs: keyword arguments; they count as one more argument, a dict.
         axis_names: mesh axes that `with_sharding_constraint` inside ``fn`` may name; others are found out.
@@ -106,7 +114,7 @@ def trace(
         own_donation: whether arguments are donated, too, that a function does which was jitted so.
 
     Raises:
-        TraceError: JAX cannot trace it, an argument is no array, or a mutation of a module would be lost.
+        TraceError: JAX cannot trace it, a static value has no hash, or a mutation of a module would be lost.
     """
     if not callable(fn):
         raise TraceError(f"The first argument is the function to trace, got {type(fn).__name__} {fn!r:.80}. Pass a function of arrays.")
@@ -115,14 +123,22 @@ def trace(
     donated_args = _positions(donate_argnums, len(args))
     if kwargs:
         fn, args, names = _with_keywords(fn, len(args)), (*args, dict(kwargs)), (*names, "kwargs")
+    args = held(fn, args)
+    if any(isinstance(x, Held) for x in jax.tree.leaves(args)):
+        fn = _with_released(fn)
     try:
         modules = Modules(fn, args, donated_args) if has_modules(args) else None
         leaves = plain_leaves(args, names) if modules is None else modules.leaves(args, names)
     except ValueError as error:
         raise TraceError(f"Arguments are pytrees, and these cannot be flattened: {_reason(error)} Make their keys comparable.") from error
     pure_args = args if modules is None else modules.split(args)
-    avals = _abstract(pure_args, leaves)
     function = fn if modules is None else modules.pure
+    statics, made = Statics.of(pure_args), []
+    if statics is not None:
+        statics.check(leaf.path for leaf in leaves)
+        leaves, pure_args = statics.arrays(leaves), statics.split(pure_args)
+        function = _of_arrays(function, statics, made)
+    avals = _abstract(pure_args, leaves)
     try:
         everything, shapes = with_axes(lambda: jax.make_jaxpr(function, return_shape=True)(*avals), axis_names)
     except TraceError:
@@ -142,7 +158,28 @@ def trace(
     output = shapes if modules is None else shapes[0]
     out_tree = jax.tree.structure(output)
     graph = _graph(fn, build(jaxpr), leaves, output, modules.written if modules else (), donated)
-    return Traced(graph, jaxpr, in_tree, out_tree, donated_args, modules, None if modules else weakref.ref(everything))
+    again = modules is None and statics is None
+    results = made[0] if made else None
+    return Traced(graph, jaxpr, in_tree, out_tree, donated_args, modules, statics, results, weakref.ref(everything) if again else None)
+
+
+def _with_released(fn: Callable) -> Callable:
+    def call(*args: Any) -> Any:
+        return fn(*map(released, args))
+
+    call.__name__ = function_name(fn)
+    return call
+
+
+def _of_arrays(function: Callable, statics: Statics, made: list[Statics | None]) -> Callable:
+    """The function of arguments without their static leaves, to a result without its own, which are put into ``made``."""
+
+    def called(*arrays: Any) -> Any:
+        result = held_modules(function(*statics.merge(arrays)))
+        made[:] = [Statics.of(result)]
+        return result if made[0] is None else made[0].split(result)
+
+    return called
 
 
 def _donated_inside(jaxpr: Jaxpr, leaves: Sequence[Leaf]) -> set[int]:
@@ -254,8 +291,8 @@ def _failure(fn: Callable, error: Exception) -> TraceError:
         )
     elif "static arguments are not supported" in str(error):  # of a jitted function that is passed a number for one of them
         rule, advice = (
-            "Every argument of a function is traced, those included that `jax.jit` was told are static",
-            "Bind static arguments beforehand with functools.partial.",
+            "Arguments are static that the function was jitted with so, and this one hands a traced one to a function that takes it static",
+            "Bind it beforehand with functools.partial, or pass `jax.jit` of the whole with static_argnums.",
         )
     elif type(error).__name__ == "TraceContextError" or "trace level" in str(error):  # Flax says either, as to where the mutation is
         rule, advice = (
