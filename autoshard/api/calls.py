@@ -16,12 +16,11 @@ from typing import Any
 
 import jax
 import jax.extend.core
-import numpy as np
-from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.tree_util import default_registry, treedef_is_leaf
 
 from autoshard.api.collecting import rarely_collecting
+from autoshard.api.placing import put
 from autoshard.errors import TraceError
 
 UNLIKE: Any = object()  # what comes back of arguments that are unlike those of the call before
@@ -63,24 +62,6 @@ def anew(function: Callable, known: set[tuple], args: tuple) -> Any:
         return function(*args)
 
 
-def placed(x: Any, sharding: NamedSharding, is_state: bool = False) -> Any:
-    """The array committed to where its sharding wants it, so that every call finds the same compiled program.
-
-    A Python number is one if it is state, such as a counter that starts at 0: what replaces it is an array.
-    """
-    if isinstance(x, Tracer) or not (isinstance(x, jax.Array | np.ndarray) or (is_state and isinstance(x, bool | int | float | complex))):
-        return x
-    if isinstance(x, jax.Array) and x.committed and (x.sharding == sharding or _is_alike(x, sharding)):
-        return x
-    return jax.device_put(x, sharding)
-
-
-def _is_alike(x: jax.Array, sharding: NamedSharding) -> bool:
-    """Whether an array is where its sharding wants it, and is not typed by a mesh of Explicit axes."""
-    explicit = isinstance(x.sharding, NamedSharding) and AxisType.Explicit in x.sharding.mesh.axis_types
-    return not explicit and x.sharding.is_equivalent_to(sharding, x.ndim)
-
-
 with jax.ensure_compile_time_eval():
     _EVALUATING = jax.extend.core.get_opaque_trace_state(convention="autoshard")
 
@@ -105,14 +86,16 @@ class Repeat:
         jitted: Callable,
         in_tree: Any,
         in_shardings: Sequence[NamedSharding],
+        paths: Sequence[str],
         donates: bool,
         ways: tuple[Callable, Callable] | None = None,
     ):
         arguments = in_tree.children()
-        flat = iter(in_shardings)
+        flat, named = iter(in_shardings), iter(paths)
         self._jitted = jitted
         self._ways = ways
         self._shardings = [list(islice(flat, argument.num_leaves)) for argument in arguments]
+        self._paths = [list(islice(named, argument.num_leaves)) for argument in arguments]
         shared: dict[Any, Callable] = {}
         holding = [position for position, argument in enumerate(arguments) if argument.num_leaves]
         self._readers = [(position, reader(arguments[position], shared)) for position in holding] if donates else []
@@ -148,7 +131,7 @@ class Repeat:
         found = list(args)
         for position in self._moved:
             leaves, tree = jax.tree.flatten(args[position])
-            there = [placed(x, sharding) for x, sharding in zip(leaves, self._shardings[position], strict=True)]
+            there = put(leaves, self._shardings[position], self._paths[position])
             if any(a is not b for a, b in zip(leaves, there, strict=True)):
                 found[position] = tree.unflatten(there)
             elif self._times[position] < OFTEN:

@@ -14,8 +14,9 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, get_abstract_mesh
 
-from autoshard.api.calls import UNLIKE, Repeat, anew, guarded, is_traced, placed
+from autoshard.api.calls import UNLIKE, Repeat, anew, guarded, is_traced
 from autoshard.api.collecting import rarely_collecting
+from autoshard.api.placing import put
 from autoshard.cluster import Cluster
 from autoshard.errors import StrategyError, TraceError
 from autoshard.ir import Graph, Layout, Rule, replicated, result_layouts
@@ -133,7 +134,7 @@ class Step(Sharded):
         leaves, tree = jax.tree.flatten(pure)
         if self._record.donate_argnums:
             _check_alive(leaves, program.traced.graph.argument_paths)
-        there = [placed(*found) for found in zip(leaves, program.in_shardings, program.is_state, strict=True)]
+        there = put(leaves, program.in_shardings, program.traced.graph.argument_paths, program.is_state)
         with outside_mesh():
             result = program.traced.merge(args, anew(program.jitted, program.known, tree.unflatten(there)))
         self._remember(program, leaves, there)
@@ -213,7 +214,7 @@ class Step(Sharded):
         )
         once = traced.modules is not None or differentiable  # modules are taken apart in every call, and tracers are never called on again
         ways = None if traced.statics is None else (lambda args: traced.split(held(self._plain, args)), traced.merge)
-        repeat = None if once else Repeat(jitted, traced.in_tree, in_shardings, bool(record.donate_argnums), ways)
+        repeat = None if once else Repeat(jitted, traced.in_tree, in_shardings, graph.argument_paths, bool(record.donate_argnums), ways)
         state = {argument for _, argument in graph.aliases}
         is_state = tuple(argument in state for argument in range(len(in_shardings)))
         return _Program(traced, jitted, in_shardings, is_state, known, repeat)

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.api.explain import explain
 from autoshard.api.pins import Pins
+from autoshard.api.placing import check_equal, put
 from autoshard.api.step import Step, program_of
 from autoshard.api.structure import alike, describe, dtype_of, per_argument, rebuild
 from autoshard.cluster import Cluster
@@ -256,7 +257,8 @@ class Strategy:
                 placed.append(argument)
                 continue
             self._check_leaves(position, tree, leaves, shardings)
-            placed.append(tree.unflatten(jax.device_put(leaves, [sharding for _, sharding in shardings])))
+            paths, wanted = [tensor.path for tensor, _ in shardings], [sharding for _, sharding in shardings]
+            placed.append(tree.unflatten(put(leaves, wanted, paths, (True,) * len(leaves))))
         return split.update(tuple(placed))
 
     @outside_mesh(keep_auto=True)
@@ -274,6 +276,7 @@ class Strategy:
             made[:] = [SplitModules((init_fn(*args),))]
             return made[0].states[0]
 
+        check_equal(jax.tree.leaves(args), [f"args{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(args)])
         shape = jax.eval_shape(pure_init, *args)
         shardings = self._matching(shape, devices)
         state = jax.jit(pure_init, out_shardings=jax.tree.structure(shape).unflatten(shardings))(*args)

@@ -151,13 +151,13 @@ def test_a_state_that_was_moved_once_is_not_looked_through_again(monkeypatch):
     """The first call brings a state to its devices, and later ones only the batch that comes from the host."""
     step, (state, x) = made("apply"), example()
     looked: list[int] = []
-    real = calls.placed
+    real = calls.put
 
-    def counted(leaf, sharding):
-        looked.append(1)
-        return real(leaf, sharding)
+    def counted(leaves, *where):
+        looked.extend(leaves)
+        return real(leaves, *where)
 
-    monkeypatch.setattr(calls, "placed", counted)
+    monkeypatch.setattr(calls, "put", counted)
     for _ in range(4):
         looked.clear()
         state, _ = step(state, np.asarray(x))
