@@ -286,7 +286,8 @@ def evaluate(
     judgement, placing = min(solutions, key=lambda found: found[0].cost.makespan_seconds)
     solution = Solution(judgement, 0.0, {**seconds, "search_seconds": time.perf_counter() - started})
     solution = _recomputing(facts, CostModel(cluster, placing), solution)
-    return Strategy(record_of(traced, cluster, placing, solution, _Given(), without_rules(facts)), traced)
+    notes = [*without_rules(facts), *whole(facts, solution.assignment)]
+    return Strategy(record_of(traced, cluster, placing, solution, _Given(), notes), traced)
 
 
 def _recomputing(facts: Profile, model: CostModel, solution: Solution) -> Solution:
