@@ -51,12 +51,17 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where in the user's program an op comes from."""
+    """Where in the user's program an op comes from.
+
+    Attributes:
+        columns: where the expression starts in its first line, its last line, and where it ends there; empty where that is not known.
+    """
 
     file: str = ""
     line: int = 0
     function: str = ""
     name_stack: str = ""
+    columns: tuple[int, ...] = field(default=(), compare=False)
 
     def __str__(self) -> str:
         place = f"{self.file}:{self.line}" if self.file else "unknown source"
