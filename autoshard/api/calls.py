@@ -16,12 +16,12 @@ from typing import Any
 
 import jax
 import jax.extend.core
-import numpy as np
-from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.tree_util import default_registry, treedef_is_leaf
 
 from autoshard.api.collecting import rarely_collecting
+from autoshard.api.placing import put
+from autoshard.errors import TraceError
 
 UNLIKE: Any = object()  # what comes back of arguments that are unlike those of the call before
 OFTEN = 3  # an argument that had to be moved so often after calls in which it did not is looked through in every call
@@ -62,15 +62,6 @@ def anew(function: Callable, known: set[tuple], args: tuple) -> Any:
         return function(*args)
 
 
-def placed(x: Any, sharding: NamedSharding) -> Any:
-    """The array committed to where its sharding wants it, so that every call finds the same compiled program."""
-    if isinstance(x, Tracer) or not isinstance(x, jax.Array | np.ndarray):
-        return x
-    if isinstance(x, jax.Array) and x.committed and (x.sharding == sharding or x.sharding.is_equivalent_to(sharding, x.ndim)):
-        return x
-    return jax.device_put(x, sharding)
-
-
 with jax.ensure_compile_time_eval():
     _EVALUATING = jax.extend.core.get_opaque_trace_state(convention="autoshard")
 
@@ -83,17 +74,28 @@ def is_traced() -> bool:
 class Repeat:
     """A guarded and jitted function on arguments like those before, which are where they should be, but for some that are moved.
 
-    Which arguments hold arrays that have to be moved, such as a batch that comes from the host, is learned from the calls.
+    Which arguments hold arrays that have to be moved, such as a batch that comes from the host, is learned from the calls. Where some are
+    static, there are two ``ways``: from the arguments to those of arrays alone, and from both and what the function returns to the result.
     """
 
     # What a call like the one before raises where it is unlike it; any of them leads to the long way, which says what is wrong.
-    FAILURES = (UnlikeError, AttributeError, LookupError, TypeError, ValueError)
+    FAILURES = (UnlikeError, TraceError, AttributeError, LookupError, TypeError, ValueError)
 
-    def __init__(self, jitted: Callable, in_tree: Any, in_shardings: Sequence[NamedSharding], donates: bool):
+    def __init__(
+        self,
+        jitted: Callable,
+        in_tree: Any,
+        in_shardings: Sequence[NamedSharding],
+        paths: Sequence[str],
+        donates: bool,
+        ways: tuple[Callable, Callable] | None = None,
+    ):
         arguments = in_tree.children()
-        flat = iter(in_shardings)
+        flat, named = iter(in_shardings), iter(paths)
         self._jitted = jitted
+        self._ways = ways
         self._shardings = [list(islice(flat, argument.num_leaves)) for argument in arguments]
+        self._paths = [list(islice(named, argument.num_leaves)) for argument in arguments]
         shared: dict[Any, Callable] = {}
         holding = [position for position, argument in enumerate(arguments) if argument.num_leaves]
         self._readers = [(position, reader(arguments[position], shared)) for position in holding] if donates else []
@@ -117,17 +119,19 @@ class Repeat:
         Raises:
             FAILURES: the arguments are unlike those before.
         """
+        given = args if self._ways is None else self._ways[0](args)
         for position, leaves in self._readers:
-            if _used_up(leaves, args[position]):
+            if _used_up(leaves, given[position]):
                 return UNLIKE
-        return self._jitted(*(self._with_moved(args) if self._moved else args))
+        result = self._jitted(*(self._with_moved(given) if self._moved else given))
+        return result if self._ways is None else self._ways[1](args, result)
 
     def _with_moved(self, args: tuple) -> list[Any]:
         """The arguments, each of those that are looked through where it should be; one of which nothing is moved is forgotten."""
         found = list(args)
         for position in self._moved:
             leaves, tree = jax.tree.flatten(args[position])
-            there = [placed(x, sharding) for x, sharding in zip(leaves, self._shardings[position], strict=True)]
+            there = put(leaves, self._shardings[position], self._paths[position])
             if any(a is not b for a, b in zip(leaves, there, strict=True)):
                 found[position] = tree.unflatten(there)
             elif self._times[position] < OFTEN:

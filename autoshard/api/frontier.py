@@ -26,6 +26,7 @@ from autoshard.problem import NO_HINTS, Hints, Problem
 from autoshard.progress import Progress, part, silent
 from autoshard.render import Paragraph, Report, Table, format_bytes, format_percent, format_seconds
 from autoshard.search import DataParallel, FullySharded, Searcher, Solution, TensorParallel, searcher_of
+from autoshard.trace import outside_mesh
 
 BASELINES: tuple[Searcher, ...] = (DataParallel(), FullySharded(stage=1), FullySharded(stage=2), FullySharded(stage=3), TensorParallel())
 
@@ -147,7 +148,7 @@ def frontier(
     if isinstance(points, bool) or not isinstance(points, int) or points < 1:
         raise ShardingError(f"a frontier has a whole number of points, 1 or more, got {points!r}.")
     chosen = searcher_of(searcher)
-    with shown(progress) as callback, rarely_collecting():
+    with shown(progress) as callback, rarely_collecting(), outside_mesh(keep_auto=True):
         prepared = prepare(fn, args, cluster, chosen, mesh, pins, memory_limit_bytes, donate_argnums)
         limited, ends = timed(callback, time_limit_seconds), endings(time_limit_seconds, interruptible)
         search = _Search(prepared, chosen, limited)

@@ -11,6 +11,7 @@ from autoshard.primitives import is_matrix, is_self_partitioned
 from autoshard.render import format_percent
 
 TOP = 3  # places in the program that are named for a mesh axis
+MUCH = 0.1  # of all work: an axis that repeats no more of it may be worth what it shards
 WORTH = 0.01  # of all products' work: what does less is not worth a note
 
 
@@ -38,10 +39,15 @@ def lowered_otherwise(graph: Graph, mesh: Mesh) -> list[str]:
     return [] if reason is None else [reason]
 
 
+def _used(assignment: Assignment) -> set[int]:
+    """The mesh axes that shard anything."""
+    used = {axis for layout in assignment.layouts.values() for axis, dim in enumerate(layout) if dim >= 0}
+    return used | {axis for choice in assignment.choices.values() for axis, (factor, _) in enumerate(choice) if factor >= 0}
+
+
 def _idle(graph: Graph, assignment: Assignment) -> list[str]:
     """Which mesh axes shard nothing, and why, where no dimension of the arguments divides by them."""
-    used = {axis for layout in assignment.layouts.values() for axis, dim in enumerate(layout) if dim >= 0}
-    used |= {axis for choice in assignment.choices.values() for axis, (factor, _) in enumerate(choice) if factor >= 0}
+    used = _used(assignment)
     sizes = sorted({size for value in graph.arguments for size in graph.values[value].shape if size > 1}, reverse=True)
     found = []
     for axis, (name, n) in enumerate(assignment.mesh.axes):
@@ -57,8 +63,22 @@ def _idle(graph: Graph, assignment: Assignment) -> list[str]:
 
 
 def whole(facts: Profile, assignment: Assignment) -> list[str]:
-    """The mesh axes that shard nothing, the matrix products whose work some axis repeats, and why."""
-    return [*_idle(facts.graph, assignment), *_repeated(facts, assignment)]
+    """The mesh axes that shard nothing, those that repeat much of the work, the matrix products whose work some axis repeats, and why."""
+    return [*_idle(facts.graph, assignment), *_repeating(facts, assignment), *_repeated(facts, assignment)]
+
+
+def _repeating(facts: Profile, assignment: Assignment) -> list[str]:
+    """The mesh axes whose devices repeat each other's work in more than a tenth of all products; without products, of all operations."""
+    ops = [op for op in facts.graph.walk() if not op.bodies]
+    products = [op for op in ops if is_matrix(op.primitive)]
+    what = "products" if products else "operations"
+    work = {op: op.trips * facts.flops[op.index] for op in products or ops}
+    total, found = sum(work.values()), []
+    for axis, (name, n) in enumerate(assignment.mesh.axes):
+        share = sum(flops for op, flops in work.items() if assignment.choice(op.index)[axis][0] < 0) / (total or 1.0)
+        if n > 1 and axis in _used(assignment) and share > MUCH:
+            found.append(f"mesh axis {name} of size {n} repeats {format_percent(share)} of the work of all {what}: {n} devices do the same")
+    return found
 
 
 def _repeated(facts: Profile, assignment: Assignment) -> list[str]:

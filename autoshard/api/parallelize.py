@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import jax
@@ -14,13 +15,13 @@ import jax
 from autoshard.api.calls import UNLIKE
 from autoshard.api.confirm import Confirm, confirm_of
 from autoshard.api.search import Pins, search
-from autoshard.api.step import Sharded, Step, call_type, positional
+from autoshard.api.step import Sharded, Step, call_type, plain, positional, several
 from autoshard.api.strategy import Strategy
 from autoshard.cluster import Cluster
 from autoshard.errors import StrategyError, TraceError
 from autoshard.progress import Progress
 from autoshard.search import Searcher, searcher_of
-from autoshard.trace import function_name
+from autoshard.trace import Held, Static, function_name, held
 
 
 class Parallelized(Sharded):
@@ -34,10 +35,12 @@ class Parallelized(Sharded):
         functools.update_wrapper(self, fn, updated=())
         self._fn = fn
         self._options = options
+        self.donate_argnums = several(options["donate_argnums"])
         self._devices = devices
         self._found: dict[Any, _Found] = {}
         self._latest: Strategy | None = None
         self._step: Step | None = None  # of the latest call
+        self._by_names: dict[Any, Parallelized] = {}
 
     @property
     def strategy(self) -> Strategy:
@@ -52,24 +55,49 @@ class Parallelized(Sharded):
             )
         return self._latest
 
-    def search(self, *args: Any) -> Strategy:
+    def search(self, *args: Any, **kwargs: Any) -> Strategy:
         """The strategy for arguments like these, arrays or abstract, without running anything: devices are not needed."""
-        return self._lookup(args).strategy
+        if (named := self._named(kwargs)) is not self:
+            self._latest = named.search(*args, **kwargs)
+            return self._latest
+        return self._lookup(held(self._fn, positional(self._fn, args, kwargs))).strategy
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else Bound(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if (named := self._named(kwargs)) is not self:
+            result = named(*args, **kwargs)
+            self._latest = named.strategy
+            return result
         result = UNLIKE if self._step is None else self._step.again(args, kwargs)
         if result is not UNLIKE:
             return result
-        args = positional(self._fn, args, kwargs)
+        args = held(self._fn, positional(self._fn, args, kwargs))
         step = self._applied(self._lookup(args))
         if self._step is not None and step is not self._step:
             self._step.forget()
         self._step = step
         return step.anew(args, {})
 
-    def lower(self, *args: Any) -> jax.stages.Lowered:
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The lowered program, as `jax.jit(fn).lower` gives it."""
+        if (named := self._named(kwargs)) is not self:
+            return named.lower(*args, **kwargs)
+        args = held(self._fn, positional(self._fn, args, kwargs))
         return self._applied(self._lookup(args)).lower(*args)
+
+    def _named(self, kwargs: dict[str, Any]) -> Parallelized:
+        """The function with what is static and has no position bound, taken out of the keywords; itself where there is nothing."""
+        if not kwargs or not isinstance(self._fn, Static) or not (names := self._fn.by_name_alone & kwargs.keys()):
+            return self
+        given = {name: kwargs.pop(name) for name in sorted(names)}
+        key = tuple(map(Held.of, given.values())), tuple(given)
+        if key not in self._by_names:
+            fn = functools.update_wrapper(functools.partial(self._fn.__wrapped__, **given), self._fn.__wrapped__, updated=())
+            names = [name for name in self._fn.static_argnames if name not in given]
+            self._by_names[key] = Parallelized(Static(fn, self._fn.static_argnums, names), self._options, self._devices)
+        return self._by_names[key]
 
     def _applied(self, found: _Found) -> Step:
         if found.step is None:
@@ -79,7 +107,7 @@ class Parallelized(Sharded):
     def _lookup(self, args: tuple) -> _Found:
         key = call_type(args)
         if key not in self._found:
-            alike = (found for (_, types), found in self._found.items() if types == key[1])
+            alike = (found for (_, types), found in self._found.items() if _arrays(types) == _arrays(key[1]))
             self._found[key] = next((found for found in alike if found.runs(self._fn, args)), None) or self._searched(args)
         return self._found[key]
 
@@ -88,6 +116,37 @@ class Parallelized(Sharded):
             warnings.warn(f"{function_name(self._fn)} {_searched_again(args, next(reversed(self._found)))}", stacklevel=4)
         self._latest = search(self._fn, *args, **self._options)
         return _Found(self._latest)
+
+
+class Bound(Sharded):
+    """A method of an instance: its first argument is the instance, static where that is no pytree."""
+
+    def __init__(self, method: Parallelized, instance: Any):
+        functools.update_wrapper(self, method, updated=())
+        self.__wrapped__ = MethodType(plain(method), instance)
+        self.donate_argnums = tuple(position - 1 for position in method.donate_argnums if position > 0)
+        self._method = method
+        self._instance = instance
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy of the latest search, for whichever instance.
+
+        Raises:
+            StrategyError: nothing has been searched yet.
+        """
+        return self._method.strategy
+
+    def search(self, *args: Any, **kwargs: Any) -> Strategy:
+        """The strategy for arguments like these, without running anything."""
+        return self._method.search(self._instance, *args, **kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """The lowered program, as `jax.jit(fn).lower` gives it."""
+        return self._method.lower(self._instance, *args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._method(self._instance, *args, **kwargs)
 
 
 @dataclass(slots=True, eq=False)
@@ -110,13 +169,22 @@ def _searched_again(args: tuple, before: tuple) -> str:
         paths = [f"args{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(args)]
         path, now, was = next(found for found in zip(paths, types, was_types, strict=True) if found[1] != found[2])
         what = f"{path} of {_described(now)}, after {_described(was)}"
+        if isinstance(now[1], Held):
+            return f"is searched again for {what}. Pass the same static values in every step to search only once."
         if now[0] == was[0]:
             return f"is searched again for {what}. Pass the same dtypes in every step to search only once."
     return f"is searched again for {what}. Pass the same shapes in every step, a padded last batch for instance, to search only once."
 
 
+def _arrays(types: Sequence[tuple]) -> list[tuple | None]:
+    """Types of leaves, but for those that are static."""
+    return [None if isinstance(leaf[1], Held) else leaf for leaf in types]
+
+
 def _described(leaf: tuple) -> str:
     shape, dtype, weak = leaf
+    if isinstance(dtype, Held):
+        return f"static {dtype.value!r:.60}"
     return f"{'weak ' if weak else ''}{getattr(dtype, '__name__', dtype)}[{','.join(map(str, shape))}]"
 
 
@@ -129,6 +197,8 @@ def parallelize(
     pins: Pins | None = None,
     memory_limit_bytes: float | None = None,
     donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
     progress: Progress | bool = True,
     time_limit_seconds: float | None = None,
     interruptible: bool = False,
@@ -137,8 +207,10 @@ def parallelize(
 ) -> Any:
     """The function, sharded as `search` finds best for the arguments of its first call; a decorator with or without options.
 
-    Options are those of `search`, whose progress shows in a terminal; ``devices`` those of `Strategy.apply`. Arguments of other shapes or
-    types are searched for as well, with a warning.
+    Options are those of `search`, whose progress shows in a terminal; ``devices`` those of `Strategy.apply`; ``donate_argnums``,
+    ``static_argnums`` and ``static_argnames`` those of `jax.jit`, where ``self`` is argument 0 of a method. Leaves that are no arrays are
+    static by themselves. Arguments of other shapes or types are searched for as well, with a warning, and so are static values that make
+    another program.
 
     >>> import jax.numpy as jnp
     >>> @parallelize(cluster="cpu:1")
@@ -164,6 +236,9 @@ def parallelize(
     searcher_of(searcher)  # what is misspelt is said here, not at the first call
     if cluster is not None:
         options["cluster"] = Cluster.of(cluster)
-    if fn is None:
-        return lambda function: Parallelized(function, options, devices)
-    return Parallelized(fn, options, devices)
+
+    def made(function: Callable) -> Parallelized:
+        is_static = static_argnums not in ((), None) or static_argnames not in ((), None)
+        return Parallelized(Static(function, static_argnums, static_argnames) if is_static else function, options, devices)
+
+    return made if fn is None else made(fn)

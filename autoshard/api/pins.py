@@ -164,7 +164,7 @@ class Pins:
 
 def _verdict(pins: Pins) -> list[str]:
     found, record = pins.found, pins.record
-    n = sum(1 for line in _constraints(pins).splitlines() if line and not line.startswith("#"))
+    n = len(re.findall(r"^(?!#).|^# \d+\. ", _constraints(pins), re.MULTILINE))
     constraints = f"{sum(p.count for p in found.pins)} of the {found.n_constraints} constraints of autoshard's own lowering"
     lines = [
         f"{record.program.name} on mesh {record.mesh}: the specs of its arguments and results,",
@@ -316,18 +316,59 @@ def _at(origin: Origin, pins: Sequence[Pin], differentiated: bool) -> Iterator[s
     tensors: dict[tuple, list[tuple[str, Pin]]] = defaultdict(list)
     for call, pin in _calls(pins, differentiated):
         tensors[pin.name, pin.dtype, pin.shape, pin.backward].append((call, pin))
-    for members in tensors.values():
+    names = [_name(source, members[-1][1]) for members in tensors.values()]
+    for number, (members, written) in enumerate(zip(tensors.values(), names, strict=True), 1):
         _, last = members[-1]
-        written = None if last.backward else _written(source, last.name)
-        text = written or "x"
+        text = written or "..."
         for call, pin in reversed(members) if last.backward else members:  # a gradient meets the outermost call first
             text = f"{call}({text}, {_spec(pin.spec)})"
         what = f"its gradient is {last.name}" if last.backward else last.name
         read = f", as {last.reader} reads it" if last.reader else ""
         times = f"; {last.count} times" if last.count > 1 else ""
-        instead = written is not None and not written.isidentifier()
-        assigned, note = ("", f"in place of {written}: ") if instead else (f"{written or 'x'} = ", "")
-        yield f"{assigned}{text}  # {note}{what} {array_type(last.dtype, last.shape)}{read}{times}"
+        described = f"{what} {array_type(last.dtype, last.shape)}{read}{times}"
+        if written is None or names.count(written) > 1:
+            where = "where that is" if written else "of what this line has no name for:"
+            yield f"# {number}. {text}, {where} {described}"
+        elif written.isidentifier():
+            yield f"{written} = {text}  # {described}"
+        else:
+            yield f"{text}  # in place of {written}: {described}"
+
+
+def _name(source: str, pin: Pin) -> str | None:
+    """What a constraint on the tensor takes its place of; None where the source has no name for it."""
+    if pin.backward:
+        return _expression(pin)
+    return (_written(source, pin.name) if pin.origin.file else pin.name if pin.name.isidentifier() else None) or _expression(pin)
+
+
+def _expression(pin: Pin) -> str | None:
+    """What the source writes for the tensor where it stands in the pin's expression, on one line; None where that cannot be told."""
+    origin = pin.origin
+    if pin.operand is None or not origin.columns or not (lines := linecache.getlines(origin.file)[origin.line - 1 : origin.columns[1]]):
+        return None
+    start, _, end = origin.columns
+    encoded = [line.encode() for line in lines]
+    encoded[-1] = encoded[-1][:end]
+    encoded[0] = encoded[0][start:]
+    text = f"({b''.join(encoded).decode(errors='replace')})"
+    try:
+        whole = ast.parse(text, mode="eval").body
+    except SyntaxError:
+        return None
+    match whole:
+        case _ if pin.operand < 0:
+            found = whole
+        case ast.BinOp() if pin.operand < 2:
+            found = (whole.left, whole.right)[pin.operand]
+        case ast.Call(args=[only]) | ast.Call(func=ast.Attribute(value=only), args=[]) if pin.operand == 0:
+            found = only
+        case ast.UnaryOp() if pin.operand == 0:
+            found = whole.operand
+        case _:
+            return None
+    written = ast.get_source_segment(text, found) if found.lineno == found.end_lineno else ast.unparse(found)
+    return None if isinstance(found, ast.Constant) else written
 
 
 def _written(source: str, name: str) -> str | None:

@@ -20,7 +20,7 @@ from autoshard.api.collecting import rarely_collecting
 from autoshard.api.confirm import Confirm, confirm_of, confirmed, noted
 from autoshard.api.finalists import Board
 from autoshard.api.notes import lowered_otherwise, whole, without_rules
-from autoshard.api.step import plain
+from autoshard.api.step import Sharded, plain, several
 from autoshard.api.strategy import Strategy, record_of
 from autoshard.budgets import BUDGETS
 from autoshard.cluster import Cluster
@@ -43,7 +43,7 @@ from autoshard.rules import rules_of
 from autoshard.search import Searcher, Solution, searcher_of, solve
 from autoshard.search.overlap import overlapped
 from autoshard.search.propagation import follow_layouts
-from autoshard.trace import Traced, constraint_spec, trace
+from autoshard.trace import Traced, constraint_spec, outside_mesh, trace
 from autoshard.verify import propagated
 
 Pins = Mapping[str, PartitionSpec]
@@ -84,7 +84,7 @@ def search(
         pins: `PartitionSpec` by argument path or shell-style pattern (``"state.params*"``), kept as given.
         memory_limit_bytes: what a device may hold at its peak; by default what the compiler leaves a program, and 2 % less
             if anything fits that.
-        donate_argnums: as in `jax.jit`.
+        donate_argnums: as in `jax.jit`; what ``fn`` donates itself, jitted or decorated, is donated too.
         progress: called with what is being done and the fraction that is done; True draws a line that says how long it still takes, where
             stderr is a terminal or a notebook's.
         time_limit_seconds: how long to search, tracing not included; then the best strategy met so far is returned, with its gap. Of a
@@ -114,7 +114,7 @@ def search(
     given = limit_seconds if how is None or limit_seconds is None else limit_seconds / 2
     if given is not None:
         chosen = chosen.limited(given)
-    with shown(progress) as callback, rarely_collecting():
+    with shown(progress) as callback, rarely_collecting(), outside_mesh(keep_auto=True):
         prepared = prepare(fn, args, cluster, chosen, mesh, pins, memory_limit_bytes, donate_argnums)
         started = time.perf_counter()
         ends, own = endings(given, interruptible), part(callback, 0.0, 1.0 if how is None else SEARCHING)
@@ -188,7 +188,6 @@ class Prepared:
         most_axes: how many axes a mesh may have that their search leads to; 0 where they are all there are.
         pins: the user's.
         limit: bytes that a device may hold.
-        donated: positions of the arguments whose memory may be reused.
         seconds: what tracing took, and the number of ops.
     """
 
@@ -199,7 +198,6 @@ class Prepared:
     most_axes: int
     pins: Pins
     limit: float
-    donated: tuple[int, ...]
     seconds: Mapping[str, float]
 
     def problem(self, mesh: Mesh, limit: float | None, others: Collection[Problem]) -> Problem:
@@ -230,7 +228,7 @@ class Prepared:
         pins = {"pins": len(pinned)} if (pinned := _resolve(self.pins, self.traced.graph, mesh)) else {}
         solution = replace(solution, stats={**self.seconds, "meshes": len(self.meshes), **solution.stats, **pins})
         notes = [*without_rules(self.facts), *lowered_otherwise(self.facts.graph, mesh), *whole(self.facts, solution.assignment)]
-        return Strategy(record_of(self.traced, self.cluster, mesh, solution, searcher, self.donated, notes), self.traced)
+        return Strategy(record_of(self.traced, self.cluster, mesh, solution, searcher, notes), self.traced)
 
 
 def prepare(fn, args, cluster, searcher, mesh, pins, memory_limit_bytes, donate_argnums) -> Prepared:
@@ -245,9 +243,10 @@ def prepare(fn, args, cluster, searcher, mesh, pins, memory_limit_bytes, donate_
     traced, facts, seconds = _traced(fn, args, donate_argnums, (*_pinned_axes(pins), *(given.names if given else ())), cluster)
     meshes, is_free = _meshes(cluster, traced.graph, pins, given, most)
     finest = (mesh or MOST_AXES) if is_free and searcher.automatic else 0
-    return Prepared(traced, facts, cluster, meshes, finest, pins, limit, _positions(donate_argnums), seconds)
+    return Prepared(traced, facts, cluster, meshes, finest, pins, limit, seconds)
 
 
+@outside_mesh(keep_auto=True)
 def evaluate(
     fn: Callable,
     *args: Any,
@@ -290,7 +289,8 @@ def evaluate(
     judgement, placing = min(solutions, key=lambda found: found[0].cost.makespan_seconds)
     solution = Solution(judgement, 0.0, {**seconds, "search_seconds": time.perf_counter() - started})
     solution = _recomputing(facts, CostModel(cluster, placing), solution)
-    return Strategy(record_of(traced, cluster, placing, solution, _Given(), _positions(donate_argnums), without_rules(facts)), traced)
+    notes = [*without_rules(facts), *whole(facts, solution.assignment)]
+    return Strategy(record_of(traced, cluster, placing, solution, _Given(), notes), traced)
 
 
 def _recomputing(facts: Profile, model: CostModel, solution: Solution) -> Solution:
@@ -298,10 +298,6 @@ def _recomputing(facts: Profile, model: CostModel, solution: Solution) -> Soluti
     judgement = solution.judgement
     again = recomputation(facts, model, judgement)
     return solution if again is None else replace(solution, judgement=replace(judgement, cost=replace(judgement.cost, recomputation=again)))
-
-
-def _positions(donate_argnums: int | Sequence[int]) -> tuple[int, ...]:
-    return (donate_argnums,) if isinstance(donate_argnums, int) else tuple(dict.fromkeys(donate_argnums))
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +334,8 @@ def _limit(cluster: Cluster, memory_limit_bytes: float | None) -> float:
 def _traced(fn, args, donate_argnums, axis_names, cluster: Cluster) -> tuple[Traced, Profile, dict[str, float]]:
     """The traced function, its profile for the cluster's compiler, and what tracing took."""
     started = time.perf_counter()
-    traced = trace(plain(fn), *args, donate_argnums=donate_argnums, axis_names=tuple(dict.fromkeys(axis_names)))
+    donated = (*several(donate_argnums), *(fn.donate_argnums if isinstance(fn, Sharded) else ()))
+    traced = trace(plain(fn), *args, donate_argnums=donated, axis_names=tuple(dict.fromkeys(axis_names)), own_donation=True)
     facts = profile(traced.graph, rules_of(traced.graph), compiler_of(cluster))
     return traced, facts, {"trace_seconds": time.perf_counter() - started, "n_ops": len(traced.graph.walk())}
 

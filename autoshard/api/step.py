@@ -5,17 +5,18 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, get_abstract_mesh
 
-from autoshard.api.calls import UNLIKE, Repeat, anew, guarded, is_traced, placed
+from autoshard.api.calls import UNLIKE, Repeat, anew, guarded, is_traced
 from autoshard.api.collecting import rarely_collecting
+from autoshard.api.placing import put
 from autoshard.cluster import Cluster
 from autoshard.errors import StrategyError, TraceError
 from autoshard.ir import Graph, Layout, Rule, replicated, result_layouts
@@ -23,7 +24,7 @@ from autoshard.judge.model import CostModel
 from autoshard.lower import ReshardPath, constrained, derived_from, lowering_mesh, manual_program, obstacle, to_named_sharding
 from autoshard.rules import rules_of
 from autoshard.strategy import Record, check_program
-from autoshard.trace import Traced, trace
+from autoshard.trace import Held, Traced, held, is_static, outside_mesh, trace
 from autoshard.verify import Options
 
 LOWERINGS = {
@@ -31,12 +32,15 @@ LOWERINGS = {
     "constraints": "sharding constraints, from which XLA's partitioner makes the collectives",
 }
 
+_AS_IT_IS = nullcontext()
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Program:
     """One traced and jitted form of the function, for arguments of one structure and one set of types.
 
     Attributes:
+        is_state: per argument leaf, whether a result replaces it.
         known: the types that it was traced with, placed arguments' and abstract ones'.
         repeat: its calls with arguments like those before; None with NNX objects among them.
     """
@@ -44,6 +48,7 @@ class _Program:
     traced: Traced
     jitted: Callable
     in_shardings: tuple[NamedSharding, ...]
+    is_state: tuple[bool, ...]
     known: set[tuple]
     repeat: Repeat | None
 
@@ -52,9 +57,15 @@ class Sharded:
     """A function that runs sharded; the function that it was made of is its ``__wrapped__``."""
 
     __wrapped__: Callable
+    donate_argnums: tuple[int, ...]
 
 
-def plain(fn: Callable) -> Callable:
+def several(positions: int | Sequence[int]) -> tuple:
+    """Positions of arguments, one or several, as a tuple of what was given."""
+    return tuple(positions) if isinstance(positions, Sequence) else (positions,)
+
+
+def plain(fn: Callable | Sharded) -> Callable:
     """The function without any sharding of ours: what a search, or another strategy, starts from."""
     return plain(fn.__wrapped__) if isinstance(fn, Sharded) else fn
 
@@ -88,13 +99,15 @@ class Step(Sharded):
         functools.update_wrapper(self, fn, updated=())
         self._lowering = lowering
         self._compiler_options = dict(compiler_options or {})
-        self._fn = fn
+        self._fn, self._plain = fn, plain(fn)
         self._record = record
+        self.donate_argnums = record.donate_argnums
         self._mesh = mesh
         self._traced = traced
         self._programs: dict[Any, _Program] = {}
         self._latest: _Program | None = None  # of the latest call that was looked through
         self._repeat: Repeat | None = None
+        self._around: AbstractMesh | None = None  # the mesh that was in force in that call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = self.again(args, kwargs)
@@ -103,30 +116,33 @@ class Step(Sharded):
     def again(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """The result for arguments like those of the call before; `UNLIKE` where they are not, or where there was none."""
         repeat = self._repeat
-        if repeat is None or is_traced():
+        around = get_abstract_mesh()
+        if repeat is None or around is not self._around or is_traced():
             return UNLIKE
         if kwargs:
             args = positional(self._fn, args, kwargs)
         try:
-            return repeat(args)
+            with outside_mesh() if around.axis_names else _AS_IT_IS:
+                return repeat(args)
         except Repeat.FAILURES:
             return UNLIKE
 
     def anew(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """The result for any arguments, each of which is looked at."""
-        args = positional(self._fn, args, kwargs)
+        args = held(self._plain, positional(self._fn, args, kwargs))
         program, pure = self._program(args)
         leaves, tree = jax.tree.flatten(pure)
         if self._record.donate_argnums:
             _check_alive(leaves, program.traced.graph.argument_paths)
-        there = [placed(x, sharding) for x, sharding in zip(leaves, program.in_shardings, strict=True)]
-        result = program.traced.merge(args, anew(program.jitted, program.known, tree.unflatten(there)))
+        there = put(leaves, program.in_shardings, program.traced.graph.argument_paths, program.is_state)
+        with outside_mesh():
+            result = program.traced.merge(args, anew(program.jitted, program.known, tree.unflatten(there)))
         self._remember(program, leaves, there)
         return result
 
     def forget(self) -> None:
         """The next call is looked through, whatever it is."""
-        self._latest = self._repeat = None
+        self._latest = self._repeat = self._around = None
 
     def _remember(self, program: _Program, leaves: Sequence[Any], there: Sequence[Any]) -> None:
         """Takes the next call to be like this one: the first of a program, or the second of one in a row; not where two alternate."""
@@ -134,38 +150,40 @@ class Step(Sharded):
             return
         is_first = program.repeat.learn(leaves, there)
         self._repeat = program.repeat if is_first or program is self._latest else None
-        self._latest = program
+        self._latest, self._around = program, get_abstract_mesh()
 
     def lower(self, *args: Any, platform: str = "cpu") -> jax.stages.Lowered:
         """The lowered program, as `jax.jit(fn).lower` gives it; NNX objects stand there as their states.
 
         Without devices it is lowered for the platform that is named: any will do for what does not compile it.
         """
-        program, pure = self._program(args)
+        program, pure = self._program(held(self._plain, args))
         leaves, tree = jax.tree.flatten(pure)
         shardings = [None] * len(leaves) if self._mesh is None else program.in_shardings
         described = tree.unflatten([_described(x, sharding) for x, sharding in zip(leaves, shardings, strict=True)])
-        traced = anew(program.jitted.trace, program.known, described)
-        return traced.lower(lowering_platforms=(platform,)) if self._mesh is None else traced.lower()
+        with outside_mesh():
+            traced = anew(program.jitted.trace, program.known, described)
+            return traced.lower(lowering_platforms=(platform,)) if self._mesh is None else traced.lower()
 
     def runs(self, args: tuple) -> bool:
         """Whether the function is its strategy's program for these arguments too, such as modules that were made again."""
         try:
-            self._program(args)
+            self._program(held(self._plain, args))
         except StrategyError:
             return False
         return True
 
     def _program(self, args: tuple) -> tuple[_Program, tuple]:
-        """The program for arguments like these, and the arguments as pytrees of arrays."""
+        """The program for arguments like these, in which what is static is held, and the arguments as pytrees of arrays."""
         traced_further = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
-        key = call_type(args), traced_further
+        key = call_type(args), traced_further, _explicit_mesh()
         if (found := self._programs.get(key)) is None:
-            found = self._programs[key] = self._lowered(args, traced_further)
+            found = self._programs[key] = self._lowered(args, *key[1:])
         return found, found.traced.split(args)
 
     @rarely_collecting()
-    def _lowered(self, args: tuple, differentiable: bool) -> _Program:
+    @outside_mesh(keep_auto=True)
+    def _lowered(self, args: tuple, differentiable: bool, around: Mesh | None) -> _Program:
         record = self._record
         traced, rules, path = program_of(self._fn, args, record, self._weak_before(args), self._traced)
         graph, assignment = traced.graph, record.assignment
@@ -179,6 +197,8 @@ class Step(Sharded):
 
         in_shardings = tuple(sharding(assignment.layout(value), value) for value in graph.arguments)
         out_shardings = [sharding(layout, value) for layout, value in zip(result_layouts(graph, assignment), graph.results, strict=True)]
+        if around is not None and isinstance(mesh, Mesh) and [*around.devices.flat] == [*mesh.devices.flat]:
+            out_shardings = _for_users(out_shardings, traced, around)
 
         def step(*pure: Any) -> Any:
             return traced.pack(flat(*jax.tree.leaves(pure)))
@@ -193,8 +213,11 @@ class Step(Sharded):
             compiler_options=(None if differentiable else self._compiler_options) or None,
         )
         once = traced.modules is not None or differentiable  # modules are taken apart in every call, and tracers are never called on again
-        repeat = None if once else Repeat(jitted, traced.in_tree, in_shardings, bool(record.donate_argnums))
-        return _Program(traced, jitted, in_shardings, known, repeat)
+        ways = None if traced.statics is None else (lambda args: traced.split(held(self._plain, args)), traced.merge)
+        repeat = None if once else Repeat(jitted, traced.in_tree, in_shardings, graph.argument_paths, bool(record.donate_argnums), ways)
+        state = {argument for _, argument in graph.aliases}
+        is_state = tuple(argument in state for argument in range(len(in_shardings)))
+        return _Program(traced, jitted, in_shardings, is_state, known, repeat)
 
     def _flat(
         self, traced: Traced, rules: tuple[Rule | None, ...], path: ReshardPath, mesh: Mesh | AbstractMesh, differentiable: bool
@@ -212,7 +235,7 @@ class Step(Sharded):
         """Which leaves were weakly typed in the first call with arguments that are like these but for that; None: there was none."""
         structure, leaves = call_type(args)
         strong = [leaf[:2] for leaf in leaves]
-        before = (types for (other, types), _ in self._programs if other == structure and [leaf[:2] for leaf in types] == strong)
+        before = (types for (other, types), *_ in self._programs if other == structure and [leaf[:2] for leaf in types] == strong)
         return next((tuple(leaf[2] for leaf in types) for types in before), None)
 
 
@@ -255,6 +278,20 @@ def _typed(x: Any, weak: bool) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=weak) if isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct) else x
 
 
+def _explicit_mesh() -> Mesh | None:
+    """The mesh of `jax.set_mesh` with Explicit axes, under which operations on arrays of other meshes are errors; None inside `jax.jit`."""
+    mesh = None if is_traced() else jax.sharding.get_mesh()
+    return mesh if mesh is not None and AxisType.Explicit in mesh.axis_types else None
+
+
+def _for_users(shardings: Sequence[NamedSharding], traced: Traced, around: Mesh) -> list[NamedSharding]:
+    """The results' shardings, of whole ones on the mesh around the call, such as a loss that is added up there; state stays as it is."""
+    state = {result for result, _ in traced.graph.aliases}
+    metrics = (number < traced.out_tree.num_leaves and number not in state for number in range(len(shardings)))
+    whole = NamedSharding(around, PartitionSpec())
+    return [whole if found.is_fully_replicated and free else found for found, free in zip(shardings, metrics, strict=True)]
+
+
 def _check_effects(graph: Graph, n_devices: int) -> None:
     """Raises `StrategyError` for effects in an order, which JAX has on a single device only."""
     ordered = next((op for op in graph.walk() if op.params.get("ordered") is True), None)
@@ -268,7 +305,20 @@ def _check_effects(graph: Graph, n_devices: int) -> None:
 def call_type(args: tuple) -> tuple:
     """What tells programs apart: the arguments' structure, and the leaves' shapes and dtypes."""
     leaves, tree = jax.tree.flatten(args)
-    return tree, tuple((getattr(x, "shape", ()), getattr(x, "dtype", type(x)), getattr(x, "weak_type", False)) for x in leaves)
+    return tree, tuple(map(_leaf_type, leaves))
+
+
+def _leaf_type(x: Any) -> tuple:
+    """Shape, dtype and whether it is weakly typed, of a Python number as of the array that JAX makes of it; the value of what is static."""
+    if is_static(x):
+        with suppress(TypeError):
+            hash(x)
+            return (), Held.of(x), False
+        return (), object(), False  # is found nowhere, and refused where it is traced
+    if isinstance(x, bool | int | float | complex):
+        with suppress(OverflowError):
+            x = jax.typeof(x)
+    return getattr(x, "shape", ()), getattr(x, "dtype", type(x)), getattr(x, "weak_type", False)
 
 
 def positional(fn: Callable, args: tuple, kwargs: Mapping[str, Any]) -> tuple:

@@ -14,8 +14,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.api.explain import explain
 from autoshard.api.pins import Pins
+from autoshard.api.placing import check_equal, put
 from autoshard.api.step import Step, program_of
-from autoshard.api.structure import alike, describe, per_argument, rebuild
+from autoshard.api.structure import alike, describe, dtype_of, per_argument, rebuild
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
 from autoshard.cost.record import Cost
@@ -36,7 +37,7 @@ from autoshard.strategy import (
     load_record,
     save_record,
 )
-from autoshard.trace import SplitModules, Traced
+from autoshard.trace import SplitModules, Traced, outside_mesh
 from autoshard.trace.leaves import argument_names
 from autoshard.verify import Options
 from autoshard.verify.pins import fewest_pins
@@ -130,6 +131,7 @@ class Strategy:
         """A report that prints in a terminal and shows in a notebook."""
         return explain(self.record)
 
+    @outside_mesh(keep_auto=True)
     def pins(self, fn: Callable, *args: Any, budget_seconds: float = 30.0, progress: Progress = silent) -> Pins:
         """The fewest argument specs and ``with_sharding_constraint`` lines that make JAX's own propagation arrive at this strategy.
 
@@ -169,6 +171,52 @@ class Strategy:
         """
         return compiler_of(Cluster.from_dict(self.record.cluster)).overlap_options
 
+    @property
+    def mesh(self) -> jax.sharding.Mesh:
+        """The mesh over ``jax.devices()``, each axis on the links that it was predicted to have.
+
+        Raises:
+            ClusterError: there are too few devices.
+        """
+        return jax_mesh(self.record.mesh)
+
+    def shardings(self, tree: Any, devices: Sequence[Any] | None = None) -> Any:
+        """A `NamedSharding` for each array of an argument, structured as it is; NNX objects come as their `nnx.State`.
+
+        Args:
+            tree: an argument, concrete or abstract, or a tuple of the first few, as `init` makes them; or the argument's position.
+            devices: as for `apply`.
+
+        Raises:
+            ClusterError: there are too few devices.
+            StrategyError: no argument is structured so.
+        """
+        tree = self._argument(tree)
+        return jax.tree.unflatten(jax.tree.structure(tree), self._matching(tree, devices))
+
+    def abstract(self, tree: Any, devices: Sequence[Any] | None = None) -> Any:
+        """A `jax.ShapeDtypeStruct` with its sharding for each array of an argument, as checkpoint libraries such as Orbax take them.
+
+        Args:
+            tree, devices: as for `shardings`.
+        """
+        tree = self._argument(tree)
+        leaves, structure = jax.tree.flatten(tree)
+        found = zip(leaves, self._matching(tree, devices), strict=True)
+        return structure.unflatten([jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x, sharding in found])
+
+    def _argument(self, tree: Any) -> Any:
+        """An argument, or the first few, as a pytree of shapes and types: those of the record where it is named by its position."""
+        if not isinstance(tree, int) or isinstance(tree, bool):
+            (tree,) = SplitModules((tree,)).states
+            return jax.tree.map(jax.typeof, tree)
+        n = len(self.record.argument_structure["tuple"])
+        if not 0 <= tree < n:
+            raise StrategyError(f"{self.record.program.name!r} has {n} arguments, got {tree}. Use 0 to {n - 1}, or pass the argument.")
+        types = [jax.ShapeDtypeStruct(tensor.shape, dtype_of(tensor.dtype)) for tensor in self.record.arguments]
+        whole = rebuild(self.record.argument_structure, types) if self._traced is None else self._traced.in_tree.unflatten(types)
+        return whole[tree]
+
     def apply(
         self,
         fn: Callable,
@@ -205,10 +253,15 @@ class Strategy:
         placed = []
         for position, (argument, shardings) in enumerate(zip(split.states, per_argument, strict=False)):
             leaves, tree = jax.tree.flatten(argument)
+            if self.record.argument_structure["tuple"][position] is None:  # static
+                placed.append(argument)
+                continue
             self._check_leaves(position, tree, leaves, shardings)
-            placed.append(tree.unflatten(jax.device_put(leaves, [sharding for _, sharding in shardings])))
+            paths, wanted = [tensor.path for tensor, _ in shardings], [sharding for _, sharding in shardings]
+            placed.append(tree.unflatten(put(leaves, wanted, paths, (True,) * len(leaves))))
         return split.update(tuple(placed))
 
+    @outside_mesh(keep_auto=True)
     def init(self, init_fn: Callable, *args: Any, devices: Sequence[Any] | None = None) -> Any:
         """What ``init_fn(*args)`` makes, made already sharded: no device ever holds it whole.
 
@@ -223,8 +276,9 @@ class Strategy:
             made[:] = [SplitModules((init_fn(*args),))]
             return made[0].states[0]
 
+        check_equal(jax.tree.leaves(args), [f"args{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(args)])
         shape = jax.eval_shape(pure_init, *args)
-        shardings = self._matching(jax.tree.leaves(shape), devices)
+        shardings = self._matching(shape, devices)
         state = jax.jit(pure_init, out_shardings=jax.tree.structure(shape).unflatten(shardings))(*args)
         return made[0].rebuild((state,))[0]
 
@@ -251,17 +305,21 @@ class Strategy:
                     "Search again for these shapes."
                 )
 
-    def _matching(self, leaves: Sequence[Any], devices: Sequence[Any] | None) -> list[NamedSharding]:
-        """The shardings of the argument, or the first few arguments, whose leaves have these shapes."""
-        per_argument = self._shardings(devices)
-        shapes = [tuple(leaf.shape) for leaf in leaves]
-        first_few = [[*chain(*per_argument[:n])] for n in range(2, len(per_argument) + 1)]
-        for candidate in (*per_argument, *first_few):
-            if [tensor.shape for tensor, _ in candidate] == shapes:
-                return [sharding for _, sharding in candidate]
+    def _matching(self, tree: Any, devices: Sequence[Any] | None) -> list[NamedSharding]:
+        """The shardings of the leaves of the argument that the tree is: by its structure and shapes, else by its shapes alone."""
+        arguments, structures = self._shardings(devices), self.record.argument_structure["tuple"]
+        candidates = [([structure], leaves) for structure, leaves in zip(structures, arguments, strict=True)]
+        candidates += [(structures[:n], [*chain(*arguments[:n])]) for n in range(2, len(arguments) + 1)]
+        shapes = [tuple(leaf.shape) for leaf in jax.tree.leaves(tree)]
+        found = [(structure, leaves) for structure, leaves in candidates if [tensor.shape for tensor, _ in leaves] == shapes]
+        kind = jax.tree.structure(tree)
+        exact = (leaves for structure, leaves in found if alike(structure[0] if len(structure) == 1 else {"tuple": structure}, kind))
+        for leaves in (*exact, *(leaves for _, leaves in found)):
+            return [sharding for _, sharding in leaves]
         raise StrategyError(
-            f"init makes an argument of {self.record.program.name!r}, or a tuple of its first ones, and the {len(leaves)} leaves of the "
-            "result have the shapes of none. Return the state as the step takes it."
+            f"the arguments of {self.record.program.name!r} have {', '.join(str(len(leaves)) for leaves in arguments)} arrays, and the "
+            f"{len(shapes)} arrays that were made or given have the shapes of none of them, nor of the first few. "
+            "Pass or return the state as the step takes it."
         )
 
 
@@ -282,7 +340,6 @@ def record_of(
     mesh: Mesh,
     solution: Solution,
     searcher: Any,
-    donate_argnums: tuple[int, ...],
     notes: Sequence[str] = (),
 ) -> Record:
     """The record of a solution for a traced program."""
@@ -311,7 +368,7 @@ def record_of(
         cost=solution.judgement.cost,
         searcher=SearcherRecord(searcher.name, _options(searcher)),
         lower_bound_seconds=solution.lower_bound_seconds,
-        donate_argnums=donate_argnums,
+        donate_argnums=traced.donate_argnums,
         assumptions=(*graph.assumptions, *notes, *solution.notes),
         stats=solution.stats,
         provenance=Provenance(autoshard=metadata.version("autoshard"), jax=jax.__version__),

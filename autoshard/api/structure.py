@@ -5,6 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
+# JAX's own kinds of typed keys, as dtypes name them.
+KEYS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
+
+
+def dtype_of(name: str) -> Any:
+    """The dtype of this name, typed keys' included.
+
+    >>> dtype_of("bfloat16"), dtype_of("key<fry>")
+    (dtype(bfloat16), key<fry>)
+    """
+    return jax.eval_shape(lambda: jax.random.key(0, impl=KEYS[name])).dtype if name in KEYS else jax.numpy.dtype(name)
+
 
 def describe(tree: Any) -> Any:
     """A `PyTreeDef` as JSON: a leaf's index, None, or its container with children.

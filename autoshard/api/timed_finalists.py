@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.api.finalists import Board
+from autoshard.api.structure import KEYS
 from autoshard.cluster import CATALOGUE, Cluster
 from autoshard.errors import ClusterError, CompilerError
 from autoshard.lower import jax_mesh
@@ -23,7 +24,6 @@ from autoshard.strategy import Record
 from autoshard.verify import collectives_of, devices_here, dot_flops
 
 RUNS = 5  # after one that warms up; the median counts
-KEYS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}  # JAX's own kinds of typed keys, as dtypes name them
 
 
 @dataclass(frozen=True, slots=True)

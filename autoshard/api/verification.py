@@ -17,6 +17,7 @@ from autoshard.ir import Collective, Mesh, as_compiled
 from autoshard.lower import jax_mesh
 from autoshard.render import Paragraph, Part, Report, Table, format_bytes, format_count, format_flops, format_percent, format_seconds
 from autoshard.strategy import Record
+from autoshard.trace import outside_mesh
 from autoshard.verify import (
     TARGETS,
     Ahead,
@@ -176,6 +177,7 @@ class Verification:
         return self.report()._repr_html_()
 
 
+@outside_mesh(keep_auto=True)
 def verify(
     strategy: Strategy,
     fn: Callable,

@@ -51,12 +51,17 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The source location of an op in the user's program."""
+    """The source location of an op in the user's program.
+
+    Attributes:
+        columns: the first line's start column of the expression, its last line, and its end column there; empty where they are not known.
+    """
 
     file: str = ""
     line: int = 0
     function: str = ""
     name_stack: str = ""
+    columns: tuple[int, ...] = field(default=(), compare=False)
 
     def __str__(self) -> str:
         place = f"{self.file}:{self.line}" if self.file else "unknown source"

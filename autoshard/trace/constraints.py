@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autoshard.ir import Op
 
-# JAX 0.10's errors for a bare PartitionSpec without a mesh, and for an axis that the mesh lacks.
-_NO_MESH = "requires a non-empty mesh in context"
+# JAX 0.10's errors for a bare PartitionSpec or a shard_map without a mesh, and for an axis that the mesh lacks.
+_NO_MESH = ("requires a non-empty mesh in context", "context mesh cannot be empty")
 _NO_AXIS = re.compile(r"Resource axis: (?P<axis>.+?) of .* is not found in mesh", re.DOTALL)
+
+_EMPTY = AbstractMesh((), ())
 
 
 def constraint_spec(op: Op) -> tuple[tuple, dict[str, int] | None]:
@@ -38,24 +41,59 @@ def mesh_shape(mesh: Mesh | AbstractMesh) -> dict[str, int] | None:
     return None if placeholder else dict(mesh.shape)
 
 
-def with_axes(traced: Callable[[], Any], axis_names: Sequence[str]) -> Any:
-    """The result of ``traced()``; where it constrains to axes without a mesh, under a placeholder mesh of one device.
+@contextmanager
+def outside_mesh(keep_auto: bool = False) -> Iterator[None]:
+    """A context without the mesh of `jax.set_mesh`, under which operations on any other mesh are errors.
 
-    The placeholder's axes are ``axis_names`` and those that JAX's errors name.
+    The mesh stays in force where it has Manual axes, inside `jax.shard_map`; with ``keep_auto`` also where no axis is Explicit, since
+    constraints of the program may name its axes.
     """
+    with _outside(jax.sharding.get_abstract_mesh().axis_types, keep_auto):
+        yield
+
+
+def _outside(types: Sequence[AxisType], keep_auto: bool) -> AbstractContextManager[Any]:
+    if AxisType.Manual in types or (keep_auto and AxisType.Explicit not in types):
+        return nullcontext()
+    if not keep_auto:
+        with suppress(ValueError):  # JAX has no mesh of devices inside `jax.jit`
+            return nullcontext() if jax.sharding.get_mesh().empty else jax.set_mesh(Mesh(np.empty((), object), ()))
+    return jax.sharding.use_abstract_mesh(_EMPTY)
+
+
+def with_axes(traced: Callable[[], Any], axis_names: Sequence[str]) -> Any:
+    """The result of ``traced()``, under an abstract mesh where it constrains to axes without one.
+
+    That is the mesh of `jax.set_mesh`, with Auto axes for Explicit ones; without such a mesh, a placeholder of one device, whose axes are
+    ``axis_names`` and those that JAX's errors name.
+    """
+    users = _in_force()
     axes: list[str] | None = None
+    mesh: AbstractMesh | None = None
     while True:
         try:
-            with nullcontext() if axes is None else jax.sharding.use_abstract_mesh(_placeholder(axes)):
+            with outside_mesh(keep_auto=True) if mesh is None else jax.sharding.use_abstract_mesh(mesh):
                 return traced()
         except (RuntimeError, ValueError) as error:
             missing = _NO_AXIS.search(str(error))
-            if axes is None and _NO_MESH in str(error):
+            if mesh is None and any(text in str(error) for text in _NO_MESH):
+                if users.axis_names:
+                    mesh = users.update(axis_types=(AxisType.Auto,) * len(users.axis_names))
+                    continue
                 axes = list(dict.fromkeys(axis_names)) or ["unnamed"]
             elif axes is not None and missing and missing["axis"] not in axes:
                 axes.append(missing["axis"])
             else:
                 raise
+            mesh = _placeholder(axes)
+
+
+def _in_force() -> AbstractMesh:
+    """The mesh of `jax.set_mesh`, also within `outside_mesh`; the empty mesh where there is none."""
+    abstract = jax.sharding.get_abstract_mesh()
+    with suppress(ValueError):  # which JAX raises inside `jax.jit`
+        return abstract if abstract.axis_names else jax.sharding.get_mesh().abstract_mesh
+    return abstract
 
 
 def _placeholder(axes: Sequence[str]) -> AbstractMesh:

@@ -16,6 +16,7 @@ from jax.tree_util import DictKey, GetAttrKey, SequenceKey, keystr
 
 from autoshard.errors import TraceError
 from autoshard.trace.leaves import Leaf, leaf_at
+from autoshard.trace.statics import Statics, held_modules, is_static, released
 
 
 def has_modules(tree: Any) -> bool:
@@ -124,7 +125,7 @@ class Modules:
         from flax import nnx
 
         # Listed before the call: the merged nodes share their variables with the states, and the function may change them.
-        old = [(i, leaf) for i, argument in enumerate(states) for leaf in jax.tree.leaves(argument)]
+        old = [(i, leaf) for i, argument in enumerate(states) for leaf in jax.tree.leaves(argument) if not is_static(leaf)]
         nodes = nnx.merge(self._structure, _joined(self._places.get(states)))
         result = self._fn(*self._places.put(states, nodes))
         structure, after = _split(nodes)
@@ -134,7 +135,7 @@ class Modules:
                 "variable or changed a static attribute (train() and eval() do), and that mutation would be lost. "
                 "Build the module and set its mode before the step, or use nnx.view."
             )
-        new = jax.tree.leaves(self._places.put(states, after))
+        new = [leaf for leaf in jax.tree.leaves(self._places.put(states, after)) if not is_static(leaf)]
         self.written = tuple(k for k, (i, leaf) in enumerate(old) if new[k] is not leaf or i in self._donated_args)
         return self._split_result(result, nodes), [new[k] for k in self.written]
 
@@ -161,8 +162,9 @@ class Modules:
 
         nodes = self._places.get(args)
         leaves, tree = jax.tree.flatten(self.split(args))
+        arrays = [place for place, leaf in enumerate(leaves) if not is_static(leaf)]
         for position, leaf in zip(self.written, updates, strict=True):
-            leaves[position] = leaf
+            leaves[arrays[position]] = leaf
         nnx.update(nodes, _joined(self._places.get(tree.unflatten(leaves))))
         if not self._returned:
             return result
@@ -189,7 +191,7 @@ def _attributes(path: Sequence[Any]) -> str:
 
 
 class SplitModules:
-    """Pytrees with each NNX graph node replaced by its state, and two inverses.
+    """Pytrees with each NNX graph node replaced by its state and each static leaf by None, and two inverses.
 
     Attributes:
         states: the pytrees of arrays.
@@ -203,9 +205,13 @@ class SplitModules:
             self._nodes = self._places.get(trees)
             self._structure, states = _split(self._nodes)
             self.states = self._places.put(trees, states)
+        self._statics = Statics.of(held_modules(self.states))
+        if self._statics is not None:
+            self.states = self._statics.split(held_modules(self.states))
 
     def update(self, new: tuple) -> tuple:
         """The trees with new arrays; the graph nodes that were split are updated in place."""
+        new = self._whole(new)
         if self._places is None:
             return new
         from flax import nnx
@@ -213,8 +219,12 @@ class SplitModules:
         nnx.update(self._nodes, _joined(self._places.get(new)))
         return self._places.put(new, self._nodes)
 
+    def _whole(self, new: tuple) -> tuple:
+        return new if self._statics is None else released(self._statics.merge(new))
+
     def rebuild(self, new: tuple) -> tuple:
         """The trees with new arrays and new graph nodes."""
+        new = self._whole(new)
         if self._places is None:
             return new
         from flax import nnx

@@ -7,6 +7,8 @@ import site
 import sysconfig
 import traceback
 from functools import cache
+from itertools import islice
+from types import CodeType
 from typing import Any
 
 import jax
@@ -55,7 +57,7 @@ class Origins:
     """Origins of equations, cached by traceback."""
 
     def __init__(self):
-        self._frames: dict[Any, tuple[str, int, str]] = {}
+        self._frames: dict[Any, tuple[str, int, str, tuple[int, ...]]] = {}
         self._origins: dict[tuple, Origin] = {}
 
     def of(self, eqn: JaxprEqn, outer: Origin | None, prefix: str) -> Origin:
@@ -64,30 +66,36 @@ class Origins:
         JAX caches the jaxpr of, say, `jax.nn.relu` with the line of its first caller.
         """
         source = eqn.source_info
-        place = (outer.file, outer.line, outer.function) if outer is not None else self._place(source.traceback)
+        place = (outer.file, outer.line, outer.function, outer.columns) if outer is not None else self._place(source.traceback)
         names = str(source.name_stack)
-        key = (*place, f"{prefix}/{names}" if prefix and names else prefix or names)
+        key = (*place[:3], f"{prefix}/{names}" if prefix and names else prefix or names, place[3])
         found = self._origins.get(key)
         if found is None:
             found = self._origins[key] = Origin(*key)
         return found
 
-    def _place(self, trace: Any) -> tuple[str, int, str]:
+    def _place(self, trace: Any) -> tuple[str, int, str, tuple[int, ...]]:
         if trace is None:
-            return "", 0, ""
+            return "", 0, "", ()
         found = self._frames.get(trace)
         if found is None:
             found = self._frames[trace] = _innermost(trace)
         return found
 
 
-def _innermost(trace: Any) -> tuple[str, int, str]:
+def _innermost(trace: Any) -> tuple[str, int, str, tuple[int, ...]]:
     """The innermost user frame; if there is none, the innermost one outside JAX."""
     codes, instructions = trace.raw_frames()
     frames = [(code, at) for code, at in zip(codes, instructions, strict=True) if not code.co_filename.startswith(_JAX)]
     for code, at in [frame for frame in frames if not is_library(frame[0].co_filename)] or frames:
-        return _shown(code.co_filename), trace.code_addr2line(code, at), code.co_qualname
-    return "", 0, ""
+        return _shown(code.co_filename), trace.code_addr2line(code, at), code.co_qualname, _columns(code, at)
+    return "", 0, "", ()
+
+
+def _columns(code: CodeType, at: int) -> tuple[int, ...]:
+    """Where an instruction's expression starts in its first line, its last line, and where it ends there."""
+    _, last, start, end = next(islice(code.co_positions(), at // 2, None), (None,) * 4)
+    return () if last is None or start is None or end is None else (start, last, end)
 
 
 def calls_library(eqn: JaxprEqn) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from autoshard.errors import TraceError
 from autoshard.ir import Graph
@@ -20,6 +20,7 @@ from autoshard.trace.leaves import Leaf, argument_names, find_aliases, plain_lea
 from autoshard.trace.modules import Modules, has_modules
 from autoshard.trace.origin import error_place
 from autoshard.trace.simplify import simplified
+from autoshard.trace.statics import Held, Statics, held, held_modules, released
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,9 +32,12 @@ class Traced:
     Attributes:
         graph: the program; calls inlined, dead ops dropped.
         jaxpr: as JAX traced it, simplified, for the lowering; its inputs and outputs are the graph's arguments and results.
-        in_tree: `jax.tree.structure` of the arguments tuple; an NNX object counts as its `nnx.State`; keyword arguments are a last dict.
+        in_tree: `jax.tree.structure` of the arguments tuple; an NNX object counts as its `nnx.State`, a static leaf as None; keyword
+            arguments are a last dict.
         out_tree: structure of the function's result, without updates of NNX objects.
         modules: the NNX objects among the arguments; None where there are none.
+        donate_argnums: positions of the arguments whose memory may be reused.
+        statics, made: the static leaves of the arguments and of the result; None where all are arrays.
         source: the jaxpr as JAX traced it, which JAX caches as long as the function exists.
     """
 
@@ -41,7 +45,10 @@ class Traced:
     jaxpr: ClosedJaxpr
     in_tree: Any
     out_tree: Any
+    donate_argnums: tuple[int, ...] = ()
     modules: Modules | None = None
+    statics: Statics | None = None
+    made: Statics | None = None
     source: weakref.ref[ClosedJaxpr] | None = None
 
     def split(self, args: tuple) -> tuple:
@@ -51,6 +58,7 @@ class Traced:
             TraceError: their structure differs.
         """
         pure = tuple(args) if self.modules is None else self.modules.split(tuple(args))
+        pure = pure if self.statics is None else self.statics.split(pure)
         if jax.tree.structure(pure) != self.in_tree:
             raise TraceError(
                 f"A traced function takes arguments of one structure, {self.in_tree}; got {jax.tree.structure(pure)}. "
@@ -66,7 +74,8 @@ class Traced:
 
     def merge(self, args: tuple, output: Any) -> Any:
         """The function's result from a packed output; updates are written into the NNX objects in ``args``."""
-        return output if self.modules is None else self.modules.merge(tuple(args), *output)
+        whole = output if self.made is None else released(self.made.merge(output))
+        return whole if self.modules is None else self.modules.merge(tuple(args), *whole)
 
     def flatten_prefix(self, prefix: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
         """One entry per argument leaf, from a pytree with the structure of the arguments tuple or a prefix of it.
@@ -87,6 +96,7 @@ def trace(
     kwargs: Mapping[str, Any] | None = None,
     axis_names: Sequence[str] = (),
     before: Traced | None = None,
+    own_donation: bool = False,
 ) -> Traced:
     """The program of ``fn`` on arguments like these.
 
@@ -96,14 +106,16 @@ def trace(
 
     Args:
         fn: any function JAX can trace.
-        args: pytrees of arrays, `jax.ShapeDtypeStruct`s and Python numbers; Flax NNX objects are handled as `nnx.jit` does.
+        args: pytrees of arrays, `jax.ShapeDtypeStruct`s and Python numbers; Flax NNX objects are handled as `nnx.jit` does. What is
+            static (`held`) is bound by its value.
         donate_argnums: as for `jax.jit`.
         kwargs: keyword arguments; they count as one more argument, a dict.
         axis_names: mesh axes that `with_sharding_constraint` inside ``fn`` may name; others are found by tracing.
         before: a program that was traced before; it is returned where JAX has the same jaxpr for this function and these arguments.
+        own_donation: whether the arguments count as donated, too, that a jitted ``fn`` donates.
 
     Raises:
-        TraceError: JAX cannot trace it, an argument is no array, or a mutation of a module would be lost.
+        TraceError: JAX cannot trace it, a static value has no hash, or a mutation of a module would be lost.
     """
     if not callable(fn):
         raise TraceError(f"The first argument is the function to trace, got {type(fn).__name__} {fn!r:.80}. Pass a function of arrays.")
@@ -112,14 +124,22 @@ def trace(
     donated_args = _positions(donate_argnums, len(args))
     if kwargs:
         fn, args, names = _with_keywords(fn, len(args)), (*args, dict(kwargs)), (*names, "kwargs")
+    args = held(fn, args)
+    if any(isinstance(x, Held) for x in jax.tree.leaves(args)):
+        fn = _with_released(fn)
     try:
         modules = Modules(fn, args, donated_args) if has_modules(args) else None
         leaves = plain_leaves(args, names) if modules is None else modules.leaves(args, names)
     except ValueError as error:
         raise TraceError(f"Arguments are pytrees, and these cannot be flattened: {_reason(error)} Make their keys comparable.") from error
     pure_args = args if modules is None else modules.split(args)
-    avals = _abstract(pure_args, leaves)
     function = fn if modules is None else modules.pure
+    statics, made = Statics.of(pure_args), []
+    if statics is not None:
+        statics.check(leaf.path for leaf in leaves)
+        leaves, pure_args = statics.arrays(leaves), statics.split(pure_args)
+        function = _of_arrays(function, statics, made)
+    avals = _abstract(pure_args, leaves)
     try:
         everything, shapes = with_axes(lambda: jax.make_jaxpr(function, return_shape=True)(*avals), axis_names)
     except TraceError:
@@ -127,6 +147,10 @@ def trace(
     except Exception as error:  # whatever the function raises while it is traced
         raise _failure(fn, error) from error
     in_tree = jax.tree.structure(tuple(pure_args))
+    if own_donation and not (own := _donated_inside(everything.jaxpr, leaves)).issubset(donated_args):
+        donated_args = tuple(sorted(own.union(donated_args)))
+        if modules is not None:  # what is donated is written back
+            return trace(fn, *args, donate_argnums=donated_args, axis_names=axis_names)
     donated = tuple(i for i, leaf in enumerate(leaves) if leaf.argument in donated_args)
     if before is not None and before.source is not None and before.source() is everything:
         if (before.in_tree, before.graph.donated) == (in_tree, donated):
@@ -135,7 +159,36 @@ def trace(
     output = shapes if modules is None else shapes[0]
     out_tree = jax.tree.structure(output)
     graph = _graph(fn, build(jaxpr), leaves, output, modules.written if modules else (), donated)
-    return Traced(graph, jaxpr, in_tree, out_tree, modules, None if modules else weakref.ref(everything))
+    again = modules is None and statics is None
+    results = made[0] if made else None
+    return Traced(graph, jaxpr, in_tree, out_tree, donated_args, modules, statics, results, weakref.ref(everything) if again else None)
+
+
+def _with_released(fn: Callable) -> Callable:
+    def call(*args: Any) -> Any:
+        return fn(*map(released, args))
+
+    call.__name__ = function_name(fn)
+    return call
+
+
+def _of_arrays(function: Callable, statics: Statics, made: list[Statics | None]) -> Callable:
+    """The function of arguments without their static leaves, to a result without its own, which are put into ``made``."""
+
+    def called(*arrays: Any) -> Any:
+        result = held_modules(function(*statics.merge(arrays)))
+        made[:] = [Statics.of(result)]
+        return result if made[0] is None else made[0].split(result)
+
+    return called
+
+
+def _donated_inside(jaxpr: Jaxpr, leaves: Sequence[Leaf]) -> set[int]:
+    """The positions of the arguments that the program donates itself: a function does that was jitted so, whatever is wrapped around it."""
+    flags = jaxpr.eqns[0].params.get("donated_invars", ()) if len(jaxpr.eqns) == 1 else ()
+    given = {x for x, donated in zip(jaxpr.eqns[0].invars, flags, strict=True) if donated} if any(flags) else set()
+    kept = {leaf.argument for leaf, variable in zip(leaves, jaxpr.invars, strict=True) if variable not in given}
+    return {leaf.argument for leaf in leaves} - kept
 
 
 def _graph(fn: Callable, program: Program, leaves: list[Leaf], output: Any, written: tuple[int, ...], donated: tuple[int, ...]) -> Graph:
@@ -232,10 +285,15 @@ def _failure(fn: Callable, error: Exception) -> TraceError:
             "A function is traced without its arguments' present shardings, so a mesh inside it has Auto axes",
             "Make its mesh with axis_types=(jax.sharding.AxisType.Auto,) for each axis.",
         )
+    elif "names that are of type Auto" in str(error) or "PartitionSpec when you are not under a mesh" in str(error):
+        rule, advice = (
+            "A function is traced without Explicit axes, since the sharding of its values is searched",
+            "Use jax.lax.with_sharding_constraint in place of jax.reshard and out_sharding=.",
+        )
     elif "static arguments are not supported" in str(error):  # a jitted function got a tracer for a static argument
         rule, advice = (
-            "Every argument of a function is traced, static arguments of `jax.jit` included",
-            "Bind static arguments beforehand with functools.partial.",
+            "Only arguments that the outermost function declares static are static, and a function that it calls needs another one to be",
+            "Bind static arguments beforehand with functools.partial, or pass `jax.jit` of the whole with static_argnums.",
         )
     elif type(error).__name__ == "TraceContextError" or "trace level" in str(error):  # Flax's two errors for it
         rule, advice = (

@@ -51,6 +51,7 @@ class Pin:
         reader: the op on that line that reads the tensor in this sharding; empty where all its readers do.
         backward: whether the tensor is a gradient, of the backward pass of that line.
         count: the number of the program's constraints that the line represents.
+        operand: the tensor's operand position in the expression at ``origin.columns``, -1 for the expression itself; None for neither.
     """
 
     origin: Origin
@@ -61,6 +62,7 @@ class Pin:
     reader: str
     backward: bool
     count: int
+    operand: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +233,7 @@ class _Line:
 
 def _lines(sites: Sequence[tuple[int, NamedSharding]], graph: Graph, rules: tuple[Rule | None, ...], assignment: Assignment) -> list[_Line]:
     names, free = Names(graph), free_values(graph)
-    readers = _readers(graph, rules, assignment)
+    readers, expressions = _readers(graph, rules, assignment), _Expressions(graph, names)
 
     def next_reader(number: int) -> Op | None:
         """The reader at the end of a reshard: the value's constraints along it are consecutive."""
@@ -255,6 +257,7 @@ def _lines(sites: Sequence[tuple[int, NamedSharding]], graph: Graph, rules: tupl
             reader=reader.primitive if reader else "",
             backward=names.is_gradient(value),
             count=0,
+            operand=None if at is None or transposed else expressions.place(value, at, at is reader),
         )
         # By rising worth: arguments (which jit shards), free values, steps of a reshard, operands, results; gradients before other values.
         in_jit = own and value in graph.arguments
@@ -262,6 +265,48 @@ def _lines(sites: Sequence[tuple[int, NamedSharding]], graph: Graph, rules: tupl
         present = own and maker is not None and maker.primitive == "sharding_constraint"
         groups.setdefault((pin, worth, present), []).append(number)
     return [_Line(tuple(numbers), replace(pin, count=len(numbers)), worth, present) for (pin, worth, present), numbers in groups.items()]
+
+
+class _Expressions:
+    """Where values stand in the expressions of the source: what enters one is an operand of it, what leaves it is its result."""
+
+    def __init__(self, graph: Graph, names: Names):
+        self._graph, self._names = graph, names
+        self._readers: dict[int, list[Op]] = {}
+        self._forward: dict[tuple, list[Op]] = {}
+        for op in graph.walk():
+            for value in op.operands:
+                self._readers.setdefault(value, []).append(op)
+            if not any(map(names.is_gradient, op.results)):
+                self._forward.setdefault(_expression(op), []).append(op)
+
+    def place(self, value: int, at: Op, is_reader: bool) -> int | None:
+        """As `Pin.operand` has it, of a value that an op makes or reads; of a gradient that of the value it is the gradient of."""
+        here, maker = _expression(at), self._names.maker(value)
+        backward = self._names.is_gradient(value)
+        if not here[-1] or at.bodies or (is_reader and maker is not None and _expression(maker) == here):
+            return None
+        if is_reader:
+            return -1 if backward else at.operands.index(value)
+        if len(at.results) > 1 or any(_expression(reader) == here for reader in self._readers.get(value, ())):
+            return None
+        if not backward:
+            return -1
+        entering = [
+            position
+            for op in self._forward.get(here, ())
+            for position, operand in enumerate(op.operands)
+            if self._graph.values[operand].shape == self._graph.values[value].shape and self._enters(operand, here)
+        ]
+        return entering[0] if len(entering) == 1 else None
+
+    def _enters(self, value: int, here: tuple) -> bool:
+        maker = self._names.maker(value)
+        return maker is None or _expression(maker) != here
+
+
+def _expression(op: Op) -> tuple:
+    return op.origin.file, op.origin.line, op.origin.columns
 
 
 def _product(names: Names, value: int) -> Op | None:

@@ -117,7 +117,7 @@ def _strategies(name: str, program: Program, changed: int) -> Iterator[tuple[str
             if key not in seen:
                 seen.add(key)
                 solution = Solution(problem.evaluate(assignment))
-                strategy = Strategy(record_of(traced, cluster, mesh, solution, _Here(label), (0,)), traced)
+                strategy = Strategy(record_of(traced, cluster, mesh, solution, _Here(label)), traced)
                 yield f"{'x'.join(map(str, mesh.sizes))} {label}", Case(name, label, CLUSTER, function, args, strategy)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import gc
+import warnings
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -59,9 +60,9 @@ def train_step(state, x):
 COMPILED: list[str] = []
 
 
-def note(event: str, duration_secs: float, **_: Any) -> None:
+def note(event: str, duration_secs: float, fun_name: str = "", **_: Any) -> None:
     if "backend_compile" in event:
-        COMPILED.append(event)
+        COMPILED.append(fun_name)
 
 
 jax.monitoring.register_event_duration_secs_listener(note)
@@ -150,13 +151,13 @@ def test_a_state_that_was_moved_once_is_not_looked_through_again(monkeypatch):
     """The first call brings a state to its devices, and later ones only the batch that comes from the host."""
     step, (state, x) = made("apply"), example()
     looked: list[int] = []
-    real = calls.placed
+    real = calls.put
 
-    def counted(leaf, sharding):
-        looked.append(1)
-        return real(leaf, sharding)
+    def counted(leaves, *where):
+        looked.extend(leaves)
+        return real(leaves, *where)
 
-    monkeypatch.setattr(calls, "placed", counted)
+    monkeypatch.setattr(calls, "put", counted)
     for _ in range(4):
         looked.clear()
         state, _ = step(state, np.asarray(x))
@@ -182,6 +183,20 @@ def test_numbers_and_keywords_are_arguments_too(how, counts):
 
 
 @pytest.mark.filterwarnings("ignore:.*searched again")
+def test_a_counter_that_starts_as_a_number_is_searched_and_compiled_once():
+    """What replaces it is a weakly typed array, as `jax.jit` traces the number: it is the same program."""
+
+    def counted(state, x):
+        return {"step": state["step"] + 1, "w": state["w"] - jnp.mean(x)}
+
+    step, state, x = autoshard.parallelize(counted, progress=False, **OPTIONS), {"step": 0, "w": jnp.ones((16, 8))}, jnp.ones((16, 8))
+    COMPILED.clear()
+    with warnings.catch_warnings(action="error"):
+        for _ in range(3):
+            state = step(state, x)
+    assert COMPILED == ["jit(counted)"] and state["step"] == 3
+
+
 def test_other_types_find_their_own_programs(counts):
     """Other shapes, types and structures after calls that went straight through compute what the plain function does."""
     step = made("decorate", fn=lambda x, y: (jax.tree.map(lambda a: a * 2, x), jnp.sum(y)))

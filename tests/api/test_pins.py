@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from dataclasses import replace
 
 import jax
@@ -116,6 +118,31 @@ def test_endings_tell_leaves_apart():
 def test_a_tensor_is_called_what_its_line_calls_it(source, name, written):
     """A line that mentions one tensor of an argument's name calls it so; where several could be meant, none is."""
     assert _written(source, name) == written
+
+
+def test_lines_name_the_expression_among_several():
+    """What is pinned on a line of many operations is what stands there, or is told in a numbered comment; no other name is made up."""
+
+    def step(w1, w2, x, y):
+        def loss(w1, w2):
+            hidden = jax.nn.relu(x @ w1) @ w2; return jnp.mean((jnp.tanh(hidden) * 2 - y) ** 2)  # fmt: skip # noqa: E702
+
+        return jax.tree.map(lambda w, g: w - g, (w1, w2), jax.grad(loss, (0, 1))(w1, w2))
+
+    strategy = autoshard.search(step, *ARGS, cluster="cpu:8", searcher="tensor_parallel", mesh={"data": 2, "model": 4})
+    found = strategy.pins(step, *ARGS, budget_seconds=0.0)  # many lines
+    source = inspect.getsource(step)
+    seen = set()
+    for line in str(found).split(INSIDE)[1].splitlines():
+        if line.startswith("constrain"):
+            written = re.search(r"# in place of (.+): (its|the|[wxy])", line)[1]
+            assert written in source
+            seen.add(written)
+        elif line and not line.startswith("#"):
+            assert line.split(" = ")[0] in ("w1", "w2", "x", "y", "hidden", "w", "g")
+    assert seen == {"jax.nn.relu(x @ w1) @ w2"} and "w1 = constrain" in str(found)
+    told = re.findall(r"^# (\d)\. constrain_\w+\((.*?), P\(", str(found), re.MULTILINE)
+    assert found.exact and told == [("2", "..."), ("3", "..."), ("1", "w - g"), ("2", "w - g")]
 
 
 def test_a_program_without_gradients_has_plain_constraints():

@@ -448,6 +448,20 @@ def test_axes_that_shard_nothing_are_told():
     assert any("shards nothing: its devices repeat each other's work, and 1 device would be as fast" in note for note in strategy.notes)
 
 
+def test_repeated_work_is_told_whatever_else_is_sharded():
+    """A vector that is sharded hides no axis whose devices repeat the products; nothing is told of a tenth or less."""
+
+    def product_and_vector(w, x, b):
+        return x @ w, b * 2
+
+    w, x, b = jnp.ones((15, 15)), jnp.ones((7, 15)), jnp.ones(1600)
+    options = {"cluster": "v5e:4x4", "mesh": {"data": 16}}
+    strategy = autoshard.evaluate(product_and_vector, w, x, b, in_specs={"b": P("data")}, **options)
+    assert "mesh axis data of size 16 repeats 100 % of the work of all products: 16 devices do the same" in strategy.notes
+    split = autoshard.evaluate(product_and_vector, w, jnp.ones((16, 15)), b, in_specs={"x": P("data")}, **options)
+    assert not any("repeats" in note for note in split.notes)
+
+
 def test_products_that_an_axis_repeats_say_which_size_does_not_divide():
     """Twelve heads of 63 positions on eight devices: notes name the products, their share of the work and the sizes; on four none do."""
 

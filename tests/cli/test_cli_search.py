@@ -32,6 +32,12 @@ def test_json_alone_is_on_stdout(search, run):
     assert run("explain", "s.json", "--json")[1].splitlines() == out.splitlines()
 
 
+def test_what_a_jitted_program_donates_is_donated(search):
+    """Without --donate a jitted function's own donation counts."""
+    code, out, _ = search("--json", "--searcher", "data_parallel", program="donating_step")
+    assert code == 0 and json.loads(out)["donate_argnums"] == [0]
+
+
 def test_args_may_be_a_tuple_or_real_arrays(search):
     """A module's tuple serves as arguments, and so do real arrays."""
     assert search("--json", args="ARGS")[0] == 0
