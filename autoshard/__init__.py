@@ -1,6 +1,6 @@
 """Automatic sharding of JAX programs over many devices: searches strategies, predicts their cost, runs and verifies them."""
 
-from autoshard import distributed
+from autoshard import collectives, distributed
 from autoshard.api import (
     Confirm,
     Frontier,
@@ -77,6 +77,7 @@ __all__ = [
     "Verification",
     "calibrate",
     "collective_seconds",
+    "collectives",
     "distributed",
     "evaluate",
     "frontier",

@@ -18,7 +18,7 @@ class ClusterError(AutoshardError):
 
 
 class ShardingError(AutoshardError):
-    """A sharding is illegal for its tensor or mesh."""
+    """A sharding, or a collective, is illegal for its tensor or mesh."""
 
 
 class InfeasibleError(AutoshardError):

@@ -38,7 +38,7 @@ LAYERS = (
     ("strategy",),
     ("lower", "library"),
     ("verify", "probe", "distributed"),  # hands Shardy the program as `lower` rebuilds it; measures on meshes as `lower` makes them
-    ("api",),
+    ("collectives", "api"),
     ("__init__",),  # the public names
     ("demo",),
     ("cli",),
@@ -47,7 +47,7 @@ LAYERS = (
 
 # The only folders in which JAX and what stands on it may be imported.
 JAX = ("jax", "jaxlib", "flax", "optax")
-KNOWS_JAX = ("rules", "trace", "lower", "verify", "probe", "distributed", "api", "demo", "cli")
+KNOWS_JAX = ("rules", "trace", "lower", "verify", "probe", "distributed", "collectives", "api", "demo", "cli")
 
 # The only rooms that know one compiler or device from another.
 KNOWS_TARGETS = ("compilers/", "verify/", "cluster/catalogue.py")

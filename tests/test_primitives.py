@@ -35,6 +35,7 @@ UNCLASSIFIED = {
 ALLOWED = {
     ("ir/words.py", "_PARTIAL"): "operators of reductions",
     ("cost/collectives.py", "COLLECTIVES"): "collectives by their HLO names",
+    ("collectives.py", "REDUCTIONS"): "operators of reductions",
     ("compilers/gpu.py", "LIBRARY_OPERATIONS"): "what XLA:GPU weighs otherwise",
     ("ir/collective.py", "KINDS"): "collectives by their HLO names",
     ("ir/rule.py", "OPERATORS"): "operators of reductions",
