@@ -70,7 +70,7 @@ def search(
     interruptible: bool = False,
     confirm: str | Confirm | None = None,
 ) -> Strategy:
-    """The best strategy that the searcher finds for a function on a cluster.
+    """The best strategy that the searcher finds for a function on a cluster; in several processes the one that process 0 finds.
 
     Args:
         fn: any JAX function, a train step or other; Flax NNX modules and optimizers may be among its arguments.

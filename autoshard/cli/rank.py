@@ -24,7 +24,8 @@ def main(launcher: str, kind: str, name: str, *arguments: str) -> None:
     threading.Thread(target=_end_with, args=(int(launcher),), daemon=True).start()
     is_script = kind == "script"
     sys.argv = [name, *arguments]
-    sys.path[0] = os.path.dirname(os.path.realpath(name)) if is_script else os.getcwd()
+    if not sys.flags.safe_path:  # else Python has put no folder in front
+        sys.path[0] = os.path.dirname(os.path.realpath(name)) if is_script else os.getcwd()
     try:
         runpy.run_path(name, run_name="__main__") if is_script else runpy.run_module(name, run_name="__main__", alter_sys=True)
         return
