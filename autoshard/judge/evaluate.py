@@ -24,15 +24,13 @@ from autoshard.compilers.program_facts import Profile
 from autoshard.cost.prefetch import prefetches
 from autoshard.cost.record import Cost, Recomputation
 from autoshard.cost.reshard import Step, path_seconds
-from autoshard.cost.schedule import BOTH, CARRIED, COMPUTE, PRODUCT, WIRES, Tasks, schedule
+from autoshard.cost.schedule import CARRIED, COMPUTE, PRODUCT, WIRES
 from autoshard.cost.windows import RESULT, Window, Windows
 from autoshard.ir import Assignment, Choice, Collective, Flow, Layout, Op, Reason, served_from, shards, shift_layout, view_of
 from autoshard.judge.attribution import Blame
 from autoshard.judge.model import CostModel, OpCost
+from autoshard.judge.task_graph import Cause, Maker, Region, Sent, TaskGraph
 from autoshard.primitives import is_loop, is_matrix
-
-Cause = Callable[[Blame, Step], Reason]
-"""Why a step is there."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,50 +72,8 @@ def recomputation(profile: Profile, model: CostModel, judgement: Judgement) -> R
     return Recomputation(len(chosen.kernels), chosen.peak_bytes, sum(cost.seconds for kernel in chosen.kernels for cost in costs(kernel)))
 
 
-@dataclass(slots=True, eq=False)
-class _Region:
-    """What is scheduled together: the program, or one trip of a loop.
-
-    Attributes:
-        runs: how often in a step.
-        outside: the region that the loop stands in.
-        needs: what of that region must be done before the loop.
-        sent: its collectives' tasks, with their positions in `_Judge.sent`.
-        fused: its tasks that are part of their readers' kernels.
-    """
-
-    runs: int
-    outside: _Region | None = None
-    needs: set[int] = field(default_factory=set)
-    tasks: Tasks = field(default_factory=Tasks)
-    sent: dict[int, int] = field(default_factory=dict)
-    fused: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class _Sent:
-    """A collective, before its reason is found.
-
-    Attributes:
-        source: the op that it serves, or the path of the result.
-        nbytes: what is made of its bytes, if that is not the same.
-        added: whether what it combines is added to what another one combines first.
-    """
-
-    step: Step
-    trips: int
-    source: Op | str
-    moved: int
-    cause: Cause
-    nbytes: float = 0.0
-    added: bool = False
-
-
 _Made = int | tuple[int, Layout]
 """A value, or its copy in a layout."""
-
-_Maker = tuple[_Region, int]
-"""The task that makes something, and where it stands; None: it is there from the start."""
 
 
 class _Judge:
@@ -128,25 +84,23 @@ class _Judge:
         self.assignment = assignment
         self.sizes = model.mesh.sizes
         self.whole = (-1,) * len(self.sizes)
-        self.streams = dict.fromkeys(profile.compiler.asynchronous, WIRES) | dict.fromkeys(profile.compiler.carried, CARRIED)
-        self.fuses = bool(self.streams) and not profile.compiler.kernel_by_kernel  # kernels that are known have one task each as it is
+        streams = dict.fromkeys(profile.compiler.asynchronous, WIRES) | dict.fromkeys(profile.compiler.carried, CARRIED)
+        self.tasks = TaskGraph(model, streams)
+        self.fuses = bool(streams) and not profile.compiler.kernel_by_kernel  # kernels that are known have one task each as it is
         self.late = late_sums(profile.graph, profile.rules, assignment, profile.sums)
         paths = model.reshard_paths(profile.graph.values)
         self.windows: dict[int, Window] = {}
         if assignment.windows:
             self.windows = Windows(profile.graph, profile.rules, assignment, paths, profile.readers, self.late.values).assigned()
         self.additions = {each.op: each for each in profile.sums.additions if each.op in self.late.additions}
-        self.compute = self.communication = self.saved = self.exposed = self.flops = 0.0
-        self.region = _Region(1)
-        self.makers: dict[_Made, _Maker | None] = {}
+        self.flops = 0.0
+        self.makers: dict[_Made, Maker | None] = {}
         self.copies: dict[tuple[int, Layout], Copy] = {}
         self.partials: dict[int, Step] = {}
-        self.sent: list[_Sent] = []
-        self.combined: dict[int, tuple[_Region, int]] = {}  # per op the task that combines its partial results
+        self.combined: dict[int, tuple[Region, int]] = {}  # per op the task that combines its partial results
         self.copied: dict[int, tuple[int, Layout]] = {}  # per collective the copy that it is for
         self.wide: set[tuple[int, Layout]] = set()  # copies of which a reader wants every bit
-        self.exposures: dict[int, float] = {}
-        self.exchanged: dict[tuple, tuple[_Region, set[int]]] = {}  # where halos were sent, and what is to be waited for then
+        self.exchanged: dict[tuple, tuple[Region, set[int]]] = {}  # where halos were sent, and the tasks that bring them
 
     def judgement(self) -> Judgement:
         self._run(self.graph.ops)
@@ -158,34 +112,31 @@ class _Judge:
             target = self.assignment.layout(self.graph.arguments[argument])
             replaced = partial(_as_is, Reason("replaced", argument=self.graph.argument_paths[argument]))
             self._read(value, target, end, 1, self.graph.result_paths[result], replaced)
-        makespan = self._scheduled(self.region)
+        makespan = self._scheduled()
         rounded = {made for made in self.copied.values() if made in self.copies and self._rounded(made)}
         self.copies |= {made: replace(self.copies[made], rounded=True) for made in rounded}
         peak = peak_memory(self.profile, self.assignment, self.copies, self.partials)
+        tasks = self.tasks
         cost = Cost(
-            objective_seconds=self.compute + self.communication + self.saved,
-            makespan_seconds=min(makespan, self.compute + self.communication),  # which it exceeds by rounding at most
-            compute_seconds=self.compute,
-            communication_seconds=self.communication,
-            exposed_communication_seconds=self.exposed,
+            objective_seconds=tasks.compute_seconds + tasks.communication_seconds + tasks.saved_seconds,
+            makespan_seconds=min(makespan, tasks.compute_seconds + tasks.communication_seconds),  # which it exceeds by rounding at most
+            compute_seconds=tasks.compute_seconds,
+            communication_seconds=tasks.communication_seconds,
+            exposed_communication_seconds=tasks.exposed_seconds,
             peak_bytes=peak.nbytes,
             flops=self.flops,
             collectives=self._collectives(),
         )
         return Judgement(self.assignment, cost, peak, self.copies, self.partials)
 
-    def _scheduled(self, region: _Region) -> float:
-        """How long one run of a region takes."""
-        if self.profile.compiler.demotes_operands:
-            for task, position in region.sent.items():
-                self._narrow(region, task, position)
-        _with_readers(region.tasks, region.fused)
-        found = schedule(region.tasks)
-        for task, position in region.sent.items():
-            seconds = found.exposed_seconds.get(task, 0.0) * region.runs
-            self.exposures[position] = seconds
-            self.exposed += seconds
-        return found.makespan_seconds
+    def _scheduled(self) -> float:
+        """The seconds of one run of the region that all tasks of have been added."""
+        region = self.tasks.region
+        for task, position in region.sent.items() if self.profile.compiler.demotes_operands else ():
+            copy = self.copied.get(position)
+            if copy is not None and self._rounded(copy):
+                self.tasks.resize(region, task, self.tasks.sent[position].step.nbytes * NARROW_SHARE)
+        return self.tasks.scheduled_seconds()
 
     def _collectives(self) -> tuple[Collective, ...]:
         blame = Blame(self.profile, self.assignment)
@@ -200,14 +151,14 @@ class _Judge:
                 value=blame.moved(sent.moved),
                 reason=sent.cause(blame, sent.step),
                 seconds=sent.step.seconds * max(sent.step.trips, 1),
-                exposed_seconds=self.exposures[position] * max(sent.step.trips, 1) / sent.trips if sent.trips else 0.0,
+                exposed_seconds=self.tasks.exposures[position] * max(sent.step.trips, 1) / sent.trips if sent.trips else 0.0,
                 compiled=self._compiled(sent),
             )
-            for position, sent in enumerate(self.sent)
+            for position, sent in enumerate(self.tasks.sent)
             if any(self.sizes[axis] > 1 for axis in sent.step.axes) and not sent.added  # one device sends nothing
         )
 
-    def _compiled(self, sent: _Sent) -> tuple[Collective, ...] | None:
+    def _compiled(self, sent: Sent) -> tuple[Collective, ...] | None:
         """What the compiler makes of a collective; None: just that."""
         step, nbytes = sent.step, sent.nbytes or sent.step.nbytes
         if step.trips > 1 or (step.trips and nbytes == step.nbytes):
@@ -230,7 +181,7 @@ class _Judge:
         made_inside = {value for body in op.bodies for value in body.outputs}
         before = self._flows(op, lambda flow: not (flow.inside or flow.value in made_inside))
         if loop:
-            self.region = _Region(op.trips * max(body.trips for body in op.bodies), self.region, self._needs(before.values()))
+            self.tasks.enter(op.trips * max(body.trips for body in op.bodies), before.values())
         else:
             self.makers.update(before)
         self._prefetch(op)
@@ -240,30 +191,26 @@ class _Judge:
         if not loop:
             self.makers.update((value, maker) for value, maker in after.items() if value in op.results)
             return
-        body, outside = self.region, self.region.outside
-        assert outside is not None
-        self.region = outside
-        seconds = self._scheduled(body) * body.runs / (outside.runs or 1)
-        maker = outside, outside.tasks.add(seconds, COMPUTE, tuple(body.needs))
-        self.makers.update(dict.fromkeys(op.results, maker))
+        self.makers.update(dict.fromkeys(op.results, self.tasks.leave(self._scheduled())))
 
     def _prefetch(self, op: Op) -> None:
         """Gathers for the next trip: nothing in this one waits for it. The first trip's is gathered before the loop, beyond the plan."""
-        paths, outer = self.model.reshard_paths(self.graph.values), self.region.runs // (op.bodies[0].trips or 1)
+        tasks, paths = self.tasks, self.model.reshard_paths(self.graph.values)
+        trips, outer = tasks.region.runs, tasks.region.runs // (op.bodies[0].trips or 1)
         for each in prefetches(self.graph, self.profile.rules, self.assignment, op, paths):
             own, key = self.assignment.layout(each.value), (each.value, each.target)
             path = paths(each.value, own, each.target)
-            self._communicate(path, set(), self.region.runs + outer, op, each.value, partial(_ahead, each.value, own, each.target))
+            tasks.communicate(path, set(), trips + outer, op, each.value, partial(_ahead, each.value, own, each.target))
             carrying = self.model.storing_seconds(self.graph.values[each.value], own, each.target)  # to the next trip: a copy
-            self._compute(carrying, self.region.runs, set())
-            self.saved -= path_seconds(path) * outer + carrying * self.region.runs
+            tasks.compute(carrying, trips, set())
+            tasks.saved_seconds -= path_seconds(path) * outer + carrying * trips
             self.makers[key] = None
             nbytes = self.graph.values[each.value].nbytes / shards(each.target, self.sizes)
             self.copies[key] = Copy(2 * nbytes, op.index, _last(op))
 
-    def _flows(self, op: Op, chosen: Callable[[Flow], bool]) -> dict[_Made, _Maker | None]:
+    def _flows(self, op: Op, chosen: Callable[[Flow], bool]) -> dict[_Made, Maker | None]:
         """Reads some of what flows into an op's holders; gives what makes each holder's value, and the views of it."""
-        found: dict[_Made, _Maker | None] = {}
+        found: dict[_Made, Maker | None] = {}
         for holder in op.holders:
             layout = self.assignment.layout(holder.value)
             makers = []
@@ -276,11 +223,11 @@ class _Judge:
                 rounds = is_demoted(self.profile.demands.by_holder(holder))
                 makers.append(self._read(flow.value, target, op.index, op.flow_trips(flow), op, _HELD, rounds))
             if makers:
-                found |= dict.fromkeys((holder.value, *holder.views), self._join(self._needs(makers)))
+                found |= dict.fromkeys((holder.value, *holder.views), self.tasks.join(self.tasks.needs(makers)))
         return found
 
     def _op(self, op: Op) -> None:
-        profile = self.profile
+        profile, tasks = self.profile, self.tasks
         if profile.idle[op.index]:
             return
         choice = self.assignment.choice(op.index)
@@ -306,52 +253,52 @@ class _Judge:
             for maker in found:
                 self._made(op, maker)
             return
-        needs, first = self._needs(found), len(self.region.tasks.seconds)
+        region = tasks.region
+        needs, first = tasks.needs(found), len(region.tasks.seconds)
         if window is not None:
             self.flops += op.trips * cost.flops
             done = self._windowed(op, cost, window, needs)
             if window.operand == RESULT or not cost.combines:
-                self._made(op, self._join(done))
+                self._made(op, tasks.join(done))
                 return
             needs = done
         if cost.exchange:
             needs = self._exchange(op, cost, needs, partial(_exchanged, op, choice))
         if cost.seconds and window is None:
             self.flops += op.trips * cost.flops
-            needs = self._compute(cost.seconds, op.trips, needs, PRODUCT if is_matrix(op.primitive) else COMPUTE)
+            needs = tasks.compute(cost.seconds, op.trips, needs, PRODUCT if is_matrix(op.primitive) else COMPUTE)
         if not cost.combines:
-            maker = self._join(needs)
+            maker = tasks.join(needs)
             self._made(op, maker)
             if self.fuses and maker is not None and maker[1] >= first and not any(profile.materialised[value] for value in op.results):
-                self.region.fused.append(maker[1])
+                region.fused.append(maker[1])
             return
         for value, combination in zip(op.results, cost.combinations, strict=True):
             done = needs
             if combination:
                 self.partials[op.index] = combination[0]
-                done = self._communicate(combination, needs, op.trips, op, value, partial(_combined, op, choice))
-                if len(done) == 1 and (task := next(iter(done))) in self.region.sent:
-                    self.combined[op.index] = self.region, task
-                    trips, once = self.sent[self.region.sent[task]].step.trips, op.index in self.late.once
+                done = tasks.communicate(combination, needs, op.trips, op, value, partial(_combined, op, choice))
+                if len(done) == 1 and (task := next(iter(done))) in region.sent:
+                    self.combined[op.index] = region, task
+                    trips, once = tasks.sent[region.sent[task]].step.trips, op.index in self.late.once
                     if trips > 1 and not once:
-                        self._combine_each_trip(self.region, task)
+                        tasks.combine_each_trip(region, task)
                     elif trips == 1 and once:
-                        self._combine_once(self.region, task, profile.sums.over[op.index], profile.sums.widened[op.index])
-            makers[value] = self._join(done)
+                        tasks.combine_once(region, task, profile.sums.over[op.index], profile.sums.widened[op.index])
+            makers[value] = tasks.join(done)
 
     def _windowed(self, op: Op, cost: OpCost, window: Window, needs: set[int]) -> set[int]:
         """A product's blocks, and the permutes between them; the objective keeps what the product and its collective cost apart."""
         value, choice = self.graph.values[window.value], self.assignment.choice(op.index)
-        before = self.compute + self.communication
+        tasks, turning = self.tasks, _ACCUMULATED if window.operand == RESULT else _CIRCULATED
+        before = tasks.compute_seconds + tasks.communication_seconds
         step, seconds = self.model.window_step(value, window), self.model.window_seconds(self.profile, op, choice, window)
 
-        turning = _ACCUMULATED if window.operand == RESULT else _CIRCULATED
-
         def product(waits: set[int]) -> set[int]:
-            return self._compute(seconds, op.trips, waits, PRODUCT)
+            return tasks.compute(seconds, op.trips, waits, PRODUCT)
 
         def sent(waits: set[int]) -> set[int]:
-            return self._communicate((step,), waits, op.trips, op, window.value, turning)
+            return tasks.communicate((step,), waits, op.trips, op, window.value, turning)
 
         if window.operand == RESULT:
             ways = [needs] * window.halves
@@ -370,11 +317,12 @@ class _Judge:
             nbytes = step.nbytes * min(window.blocks, 3)  # the next one on either side
             self.copies[window.value, window.step.target] = Copy(nbytes, op.index, op.index)
         apart = self.model.unfused_seconds(self.profile, op, choice, window)
-        done = self._compute(apart, op.trips, done) if apart else done
-        self.saved += (replaced + cost.seconds) * op.trips - (self.compute + self.communication - before)
+        done = tasks.compute(apart, op.trips, done) if apart else done
+        taken = tasks.compute_seconds + tasks.communication_seconds - before
+        tasks.saved_seconds += (replaced + cost.seconds) * op.trips - taken
         return done
 
-    def _made(self, op: Op, maker: _Maker | None) -> None:
+    def _made(self, op: Op, maker: Maker | None) -> None:
         """All results of an op are there when one task is done."""
         for value in op.results:
             self.makers[value] = maker
@@ -384,73 +332,27 @@ class _Judge:
         once = op.primitive == "conv_general_dilated"
         key = op.operands[0], cost.operands[0], tuple((step.kind, step.axes, step.nbytes) for step in cost.exchange)
         region, sent = self.exchanged.get(key, (None, set())) if once else (None, set())
-        if region is not self.region:
-            sent = self._communicate(cost.exchange, needs, op.trips, op, op.operands[0], cause)
+        if region is not self.tasks.region:
+            sent = self.tasks.communicate(cost.exchange, needs, op.trips, op, op.operands[0], cause)
             if once:
-                self.exchanged[key] = self.region, sent
+                self.exchanged[key] = self.tasks.region, sent
             return sent
         for step in (step for step in cost.exchange if step.nbytes):
-            self.exposures[len(self.sent)] = 0.0
-            self.sent.append(_Sent(replace(step, seconds=0.0, trips=0), op.trips, op, op.operands[0], cause))
-            self.saved += (step.seconds + step.copying_seconds) * op.trips
+            self.tasks.note_merged(step, op.trips, op, op.operands[0], cause)
         return needs | sent
 
     def _add_first(self, addition: Addition) -> None:
         """Of two collectives whose results are only added keeps the second, which combines the sum."""
-        (region, first), second = (self.combined[side] for side in addition.sides)
-        position = region.sent[first]
-        dropped = self.sent[position]
-        self.combined[addition.op] = second
-        self.sent[position] = replace(dropped, step=replace(dropped.step, seconds=0.0), added=True)
-        region.tasks.seconds[first] = 0.0
-        self.communication -= dropped.step.seconds * dropped.trips
-        self.saved += dropped.step.seconds * dropped.trips
-
-    def _combine_each_trip(self, region: _Region, task: int) -> None:
-        """What is not added up over trips is combined in every one."""
-        sent = self.sent[region.sent[task]]
-        each = self.model.each_trip(sent.step)
-        self.sent[region.sent[task]] = replace(sent, step=each, nbytes=0.0)
-        more = (each.seconds - sent.step.seconds) * sent.trips
-        region.tasks.seconds[task] += more / (region.runs or 1)
-        self.communication += more
-
-    def _combine_once(self, region: _Region, task: int, trips: int, widened: float) -> None:
-        """What is added up over trips is combined after them, though searches do not count on it."""
-        sent = self.sent[region.sent[task]]
-        nbytes = sent.step.nbytes * widened
-        seconds = float(self.model.communication.seconds(sent.step.kind, nbytes, sent.step.axes)) / trips
-        self.sent[region.sent[task]] = replace(sent, step=replace(sent.step, seconds=seconds, trips=trips), nbytes=nbytes)
-        less = (sent.step.seconds - seconds) * sent.trips
-        region.tasks.seconds[task] -= less / (region.runs or 1)
-        self.communication -= less
-        self.saved += less
+        first, self.combined[addition.op] = (self.combined[side] for side in addition.sides)
+        self.tasks.drop(*first)
 
     def _rounded(self, copy: tuple[int, Layout]) -> bool:
         """Whether the compiler rounds what a copy is made of, since all its readers do."""
         return self.profile.compiler.demotes_operands and copy not in self.wide and self.graph.values[copy[0]].dtype == "float32"
 
-    def _narrow(self, region: _Region, task: int, position: int) -> None:
-        """Halves what is sent for a copy all of whose readers round it."""
-        copy = self.copied.get(position)
-        if copy is None or not self._rounded(copy):
-            return
-        self._send(region, task, self.sent[position].step.nbytes * NARROW_SHARE)
-
-    def _send(self, region: _Region, task: int, nbytes: float) -> None:
-        """Sends other bytes than were planned."""
-        position = region.sent[task]
-        sent = self.sent[position]
-        seconds = float(self.model.communication.seconds(sent.step.kind, nbytes, sent.step.axes))
-        saved = (sent.step.seconds - seconds) * sent.trips
-        self.sent[position] = replace(sent, step=replace(sent.step, seconds=seconds), nbytes=nbytes)
-        region.tasks.seconds[task] -= saved / (region.runs or 1)
-        self.communication -= saved
-        self.saved += saved
-
     def _read(
         self, value: int, target: Layout, op: int, trips: int, source: Op | str, reason: Cause, rounds: bool = False
-    ) -> _Maker | None:
+    ) -> Maker | None:
         """What makes the value in the target layout for a reader that may round it; reshards it if nobody has yet."""
         own = self.assignment.layout(value)
         maker = self.makers.get(value)
@@ -461,22 +363,22 @@ class _Judge:
         served = served_from(own, copy, target, lambda a, b: path_seconds(path_of(values[value], a, b)))
         for previous, layout in pairwise(dict.fromkeys((own, served, target))):
             if (value, layout) not in self.makers and (seen := self._seen(value, layout)) is not None:
-                self.saved += path_seconds(path_of(values[value], previous, layout)) * trips
+                self.tasks.saved_seconds += path_seconds(path_of(values[value], previous, layout)) * trips
                 self.makers[value, layout] = self.makers[seen]
                 if seen in self.copies:
                     self.copies[seen] = replace(self.copies[seen], last=op)
             if (value, layout) not in self.makers:
                 path = path_of(values[value], previous, layout)
-                needs = self._needs((maker,))
-                start = len(self.sent)
-                done = self._communicate(path, needs, trips, source, value, partial(_resharded, value, previous, layout, reason))
-                self.copied.update(dict.fromkeys(range(start, len(self.sent)), (value, layout)))
+                needs = self.tasks.needs((maker,))
+                start = len(self.tasks.sent)
+                done = self.tasks.communicate(path, needs, trips, source, value, partial(_resharded, value, previous, layout, reason))
+                self.copied.update(dict.fromkeys(range(start, len(self.tasks.sent)), (value, layout)))
                 beside = any(self.assignment.layout(other) == target for other in self.profile.single_rows.get(value, ()))
                 if beside and any(step.kind == "all_to_all" for step in path):
                     self.wide.add((value, layout))
                 if not self.profile.portable[value]:
-                    done = self._compute(self.model.storing_seconds(values[value], previous, layout), trips, done)
-                self.makers[value, layout] = self._join(done)
+                    done = self.tasks.compute(self.model.storing_seconds(values[value], previous, layout), trips, done)
+                self.makers[value, layout] = self.tasks.join(done)
                 apart = any(a != b and size > 1 for a, b, size in zip(previous, layout, self.sizes, strict=True))
                 sends = apart and any(step.kind != "slice" for step in path)
                 sliced = not sends and isinstance(source, Op) and is_matrix(source.primitive) and not self.profile.free[value]
@@ -500,62 +402,6 @@ class _Judge:
         before = view_of(op.primitive, rule, layout, self.sizes)
         seen = None if before is None else (op.operands[0], before)
         return seen if seen in self.makers else None
-
-    def _communicate(self, path: Iterable[Step], needs: set[int], trips: int, source: Op | str, moved: int, cause: Cause) -> set[int]:
-        """Sends one collective after another; gives what is to be waited for then."""
-        for step in path:
-            if step.kind == "slice" or not step.nbytes:
-                continue
-            region = self.region
-            self.communication += step.seconds * trips
-            stream = self.streams.get(step.kind, BOTH)
-            task = region.tasks.add(step.seconds * trips / (region.runs or 1), stream, tuple(needs))
-            region.sent[task] = len(self.sent)
-            self.sent.append(_Sent(step, trips, source, moved, cause, step.compiled_nbytes))
-            needs = self._compute(step.copying_seconds, trips, {task}) if step.copying_seconds else {task}
-        return needs
-
-    def _compute(self, seconds: float, trips: int, needs: set[int], stream: int = COMPUTE) -> set[int]:
-        """Keeps the device busy; gives what is to be waited for then."""
-        self.compute += seconds * trips
-        return {self.region.tasks.add(seconds * trips / (self.region.runs or 1), stream, tuple(needs))}
-
-    def _needs(self, makers: Iterable[_Maker | None]) -> set[int]:
-        """The tasks of this region among some makers; a loop waits for what its body needs of the regions around it."""
-        found, here = set(), self.region
-        for maker in makers:
-            if maker is None:
-                continue
-            region, task = maker
-            if region is here:
-                found.add(task)
-                continue
-            inner = here
-            while inner.outside is not None and inner.outside is not region:
-                inner = inner.outside
-            if inner.outside is region:  # else it was made in a loop that is done, which is waited for itself
-                inner.needs.add(task)
-        return found
-
-    def _join(self, needs: set[int]) -> _Maker | None:
-        """One task that ends when all of some do."""
-        if len(needs) > 1:
-            return self.region, self.region.tasks.add(0.0, COMPUTE, tuple(needs))
-        return (self.region, next(iter(needs))) if needs else None
-
-
-def _with_readers(tasks: Tasks, fused: Iterable[int]) -> None:
-    """Gives the time of what is fused to the first kernel that reads it: that is when it is computed, and not in a gap before."""
-    readers: dict[int, int] = dict.fromkeys(fused, -1)
-    for reader, needs in enumerate(tasks.needs if readers else ()):
-        for task in needs:
-            if readers.get(task) == -1:
-                readers[task] = reader
-    for task, reader in readers.items():
-        if reader >= 0 and tasks.streams[reader] in (COMPUTE, PRODUCT):
-            tasks.seconds[reader] += tasks.seconds[task]
-            tasks.seconds[task] = 0.0
-
 
 def _as_is(reason: Reason, blame: Blame, step: Step) -> Reason:
     return reason
