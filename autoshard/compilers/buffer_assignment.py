@@ -1,11 +1,11 @@
-"""Peak memory of one device: what is alive when, of the values that a fused program stores.
+"""Peak memory of one device by the liveness of the values that a fused program stores.
 
-*Order.* Kernels run in program order, or in that of a list scheduler, whichever holds less: compilers try both and keep the better one.
-A list scheduler makes what is small before what is large; others make it where it is needed.
-*Buffers.* A value lives from the kernel that makes it to the last one that reads it, an argument throughout. A result that replaces a
-donated argument takes its place; so does an elementwise result that of an operand that dies with it. What a loop carries or stacks lives
-as long as the loop, its body's own values within. Copies in other layouts live from their first to their last reader. Partial gradients
-wait for those that they are combined with.
+*Order.* Kernels run in program order, or in that of a list scheduler, whichever peak is lower: compilers try both.
+A list scheduler computes small values before large ones; others compute each where it is needed.
+*Buffers.* A value is live from the kernel that makes it to the last one that reads it, an argument throughout. A result that replaces a
+donated argument takes its place; so does an elementwise result that of an operand that dies with it. A loop's carries and stacks are live
+as long as the loop, its body's own values within. Copies in other layouts are live from their first to their last reader, partial gradients
+until they are combined with others.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The largest number of bytes alive at once on a device, and what it is made of.
+    """The largest number of bytes live at once on a device, and the buffers that it consists of.
 
     Attributes:
-        nbytes: the sum of what is alive then.
+        nbytes: the sum of live buffers.
         moment: when it is, as in `Lifetimes`.
         alive: the values that are.
         held: the bytes of each.
         copies: the values that are alive in other layouts too, each with the bytes of such a copy.
         partials: the ops whose results are not scattered yet, each with the bytes of those.
-        spare_bytes: what another assignment's short-lived values may hold beyond these, since fast memory has room for them.
+        spare_bytes: by how much another assignment's short-lived values may exceed these, since fast memory has room for them.
     """
 
     nbytes: float
@@ -50,7 +50,7 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A value's copy in another layout: what a device holds of it, the ops that read it first and last, and whether it is rounded first."""
+    """A value's copy in another layout: its bytes on a device, the ops that read it first and last, and whether it is rounded first."""
 
     nbytes: float
     first: int
@@ -60,12 +60,12 @@ class Copy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Buffers:
-    """What a device holds in one order of a program's kernels, and when.
+    """The buffers of a device in one order of a program's kernels, and their lives.
 
     Attributes:
         times: the order, and the lives of the buffers of values in it; those come first.
         copies: the values that are alive in other layouts too; their copies come next.
-        partials: the ops whose results are not scattered yet; those come then, and last what has no name.
+        partials: the ops whose results are not scattered yet; those come then, and last buffers without a name.
         held, born, dies: per buffer its bytes, the first moment of its life and the first after it.
         usage: per moment the bytes of all that is alive.
     """
@@ -103,7 +103,7 @@ class Draft:
         copies: the values with copies in other layouts.
         partials: the ops whose partial results are stored.
         sizes: bytes of a device's part of each value that has a buffer, in the order of `Lifetimes.values`.
-        more: bytes, birth and death of what comes after those: copies, partial results, and then what has no name.
+        more: bytes, birth and death of the buffers after those: copies, partial results, and then those without a name.
     """
 
     profile: Profile
@@ -140,7 +140,7 @@ def peak_memory(
 def buffers(
     profile: Profile, assignment: Assignment, copies: Mapping[tuple[int, Layout], Copy], partials: Mapping[int, Step]
 ) -> Buffers:
-    """What a device holds in the profile's best order.
+    """The buffers of a device in the best order.
 
     Args:
         assignment: where each value is.
@@ -157,7 +157,7 @@ def buffers(
 
 
 def shares(profile: Profile, assignment: Assignment) -> Callable[[int], float]:
-    """The bytes that a device holds of a value, by its number."""
+    """The bytes of a device's part of a value, by its number."""
     constant, values, mesh = _loop_constants(profile, assignment), profile.graph.values, assignment.mesh.sizes
 
     def share(value: int) -> float:
@@ -176,10 +176,10 @@ def read_in(profile: Profile, assignment: Assignment, op: Op, value: int) -> lis
 
 
 def _loop_constants(profile: Profile, assignment: Assignment) -> dict[int, float]:
-    """Per value that is made of constants and read by loops the bytes that a device holds of it.
+    """Per value that is made of constants and read by loops the bytes of a device's part.
 
-    A loop that reads it as it lies makes it again in each trip (``while-loop-constant-sinking``, openxla/xla, xla/service; modules of
-    libtpu 0.0.42 carry ``pred[1024,1024]`` for masks of 64 x 16 such). One that reads a slice is handed what it is a slice of.
+    A loop that reads it in its own layout computes it again in each trip (``while-loop-constant-sinking``, openxla/xla, xla/service;
+    modules of libtpu 0.0.42 carry ``pred[1024,1024]`` for masks of 64 x 16 such). One that reads a slice is handed the whole.
     """
     graph, root, mesh = profile.graph, profile.fusion.root, assignment.mesh.sizes
     ops, found = graph.walk(), {}
@@ -198,11 +198,11 @@ def _loop_constants(profile: Profile, assignment: Assignment) -> dict[int, float
 
 
 def stored_partials(profile: Profile, partials: Mapping[int, Step], share: Callable[[int], float], mesh: tuple[int, ...]) -> dict[int, int]:
-    """Per op whose partial result is stored the op that it waits for until it is combined.
+    """Per op whose partial result is stored the last op before it is combined.
 
-    Gradients wait for those that they are combined with: XLA puts each into the first collective that has room. What is all_reduced
-    though only slices of it are wanted lies whole until the last of those is made. Others are combined at once, and stored if their
-    readers do not find them in registers.
+    Gradients are stored until those that they are combined with are there: XLA puts each into the first collective that has room. A result
+    that is all_reduced though only slices of it are read is stored whole until the last of those is made. Others are combined at once, and
+    stored if their readers are other kernels.
     """
     fusion, ops, values, ends = profile.fusion, profile.graph.walk(), profile.graph.values, profile.lifetimes.ends
     groups: list[tuple[float, list[int]]] = []
@@ -224,7 +224,7 @@ def stored_partials(profile: Profile, partials: Mapping[int, Step], share: Calla
 
 
 def scattered_apart(profile: Profile, assignment: Assignment, share: Callable[[int], float]) -> Iterator[tuple[float, int, int]]:
-    """Bytes, birth and death of what is scattered into zeros, beyond what those are added to: it lies apart if it is sharded otherwise.
+    """Bytes, birth and death of scatters into zeros, beyond the sums that they are added to: stored apart where sharded otherwise.
 
     So of a loss that looks up logits of a sharded vocabulary: XLA:GPU scatters into ``f32[4,1024,32768]`` and takes the half of that then.
     """

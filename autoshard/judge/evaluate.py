@@ -1,12 +1,12 @@
-"""The judge: what an assignment costs, walked op by op in program order, without any search table.
+"""The judge: the cost of an assignment, in a walk over the program's ops, without any search table.
 
-*Objective.* The sum of all compute and all collectives of a step, one after the other: additive, which is what searchers
-minimise and bound. *Makespan.* The end of a schedule that hides asynchronous collectives behind independent compute; see
-`autoshard.cost.schedule`. A value is resharded once for each distinct layout it is read in. What is fused into its reader is computed
-when that is: it fills no gap before.
+*Objective.* The sum of all compute and all collectives of a step, one after the other: additive, so that searchers can
+minimise and bound it. *Makespan.* The end of a schedule that hides asynchronous collectives behind independent compute; see
+`autoshard.cost.schedule`. A value is resharded once for each distinct layout it is read in. An op that is fused into its reader runs with
+that one: it fills no gap before.
 
-*Compiled.* Where partial results are added before they are combined, or the compiler narrows what it sends, the makespan has what is made
-of the planned collectives (`Collective.compiled`); the objective charges each, since it adds up what ops cost one by one.
+*Compiled.* Where partial results are added before they are combined, or the compiler sends bfloat16, the makespan has the collectives as
+compiled (`Collective.compiled`); the objective charges the planned ones, since it adds up the costs of ops one by one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from autoshard.primitives import is_loop, is_matrix
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Judgement:
-    """An assignment, what it costs, and its memory: the peak's values, the copies in other layouts, the partial results."""
+    """An assignment, its cost, and its memory: the peak's values, the copies in other layouts, the partial results."""
 
     assignment: Assignment
     cost: Cost
@@ -159,7 +159,7 @@ class _Judge:
         )
 
     def _compiled(self, sent: Sent) -> tuple[Collective, ...] | None:
-        """What the compiler makes of a collective; None: just that."""
+        """The collectives that the compiler makes of one; None where it is compiled as planned."""
         step, nbytes = sent.step, sent.nbytes or sent.step.nbytes
         if step.trips > 1 or (step.trips and nbytes == step.nbytes):
             return None
@@ -176,7 +176,7 @@ class _Judge:
                 self._op(op)
 
     def _control_flow(self, op: Op) -> None:
-        """Sources are read in their holders' layouts: once before the bodies, or once a trip inside them."""
+        """Reads sources in their holders' layouts: once before the bodies, or once a trip inside them."""
         loop = is_loop(op.primitive)
         made_inside = {value for body in op.bodies for value in body.outputs}
         before = self._flows(op, lambda flow: not (flow.inside or flow.value in made_inside))
@@ -194,7 +194,7 @@ class _Judge:
         self.makers.update(dict.fromkeys(op.results, self.tasks.leave(self._scheduled())))
 
     def _prefetch(self, op: Op) -> None:
-        """Gathers for the next trip: nothing in this one waits for it. The first trip's is gathered before the loop, beyond the plan."""
+        """Gathers for the next trip, for which no op of this one waits. The first trip's are gathered before the loop, beyond the plan."""
         tasks, paths = self.tasks, self.model.reshard_paths(self.graph.values)
         trips, outer = tasks.region.runs, tasks.region.runs // (op.bodies[0].trips or 1)
         for each in prefetches(self.graph, self.profile.rules, self.assignment, op, paths):
@@ -209,7 +209,7 @@ class _Judge:
             self.copies[key] = Copy(2 * nbytes, op.index, _last(op))
 
     def _flows(self, op: Op, chosen: Callable[[Flow], bool]) -> dict[_Made, Maker | None]:
-        """Reads some of what flows into an op's holders; gives what makes each holder's value, and the views of it."""
+        """Reads some of the flows into an op's holders; gives the makers of each holder's value and its views."""
         found: dict[_Made, Maker | None] = {}
         for holder in op.holders:
             layout = self.assignment.layout(holder.value)
@@ -288,7 +288,7 @@ class _Judge:
             makers[value] = tasks.join(done)
 
     def _windowed(self, op: Op, cost: OpCost, window: Window, needs: set[int]) -> set[int]:
-        """A product's blocks, and the permutes between them; the objective keeps what the product and its collective cost apart."""
+        """A product's blocks, and the permutes between them; the objective keeps the cost of a plain product and its collective."""
         value, choice = self.graph.values[window.value], self.assignment.choice(op.index)
         tasks, turning = self.tasks, _ACCUMULATED if window.operand == RESULT else _CIRCULATED
         before = tasks.compute_seconds + tasks.communication_seconds
@@ -328,7 +328,7 @@ class _Judge:
             self.makers[value] = maker
 
     def _exchange(self, op: Op, cost: OpCost, needs: set[int], cause: Cause) -> set[int]:
-        """What an op's shards need of each other; compilers send the halos of a value once for a convolution and its kernel's gradient."""
+        """The exchange of an op's shards; compilers send the halos of a value once for a convolution and its kernel's gradient."""
         once = op.primitive == "conv_general_dilated"
         key = op.operands[0], cost.operands[0], tuple((step.kind, step.axes, step.nbytes) for step in cost.exchange)
         region, sent = self.exchanged.get(key, (None, set())) if once else (None, set())
@@ -347,13 +347,13 @@ class _Judge:
         self.tasks.drop(*first)
 
     def _rounded(self, copy: tuple[int, Layout]) -> bool:
-        """Whether the compiler rounds what a copy is made of, since all its readers do."""
+        """Whether the compiler rounds before it sends a copy, since all readers of the copy round."""
         return self.profile.compiler.demotes_operands and copy not in self.wide and self.graph.values[copy[0]].dtype == "float32"
 
     def _read(
         self, value: int, target: Layout, op: int, trips: int, source: Op | str, reason: Cause, rounds: bool = False
     ) -> Maker | None:
-        """What makes the value in the target layout for a reader that may round it; reshards it if nobody has yet."""
+        """The maker of the value in the target layout for a reader that may round it; reshards it if no reader has before."""
         own = self.assignment.layout(value)
         maker = self.makers.get(value)
         if own == target:
@@ -382,7 +382,7 @@ class _Judge:
                 apart = any(a != b and size > 1 for a, b, size in zip(previous, layout, self.sizes, strict=True))
                 sends = apart and any(step.kind != "slice" for step in path)
                 sliced = not sends and isinstance(source, Op) and is_matrix(source.primitive) and not self.profile.free[value]
-                if apart and (sliced or not self.profile.portable[value]):  # whole where a product reads a slice of it; stored to be sent
+                if apart and (sliced or not self.profile.portable[value]):  # stored whole to be sliced by a product, or sent
                     self.copies.setdefault((value, own), Copy(values[value].nbytes / shards(own, self.sizes), op, op))
                 if sends:
                     self.copies[value, layout] = Copy(values[value].nbytes / shards(layout, self.sizes), op, op)
@@ -394,7 +394,7 @@ class _Judge:
         return maker
 
     def _seen(self, value: int, layout: Layout) -> tuple[int, Layout] | None:
-        """The copy that is there already of what a value is a view of, in the layout that is this one before the view."""
+        """The copy that is there already of the operand of a view, in the layout that the view turns into this one."""
         maker = self.profile.makers[value]
         if maker is None:
             return None

@@ -1,6 +1,6 @@
-"""What things cost on a mesh of a cluster: one op under a choice, what its shards exchange, the reduction it leaves, one reshard.
+"""The cost model of a mesh on a cluster: seconds of one op under a choice, of its exchange and its reduction, and of one reshard.
 
-The searchers' tables and the judge both ask this model, and neither knows how it answers.
+The searchers' tables and the judge both use this model.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ NEAR_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class OpCost:
-    """What an op costs under a choice.
+    """The cost of an op under a choice.
 
     Attributes:
         seconds: computing, once.
-        flops: what the matrix unit does of that.
+        flops: of the matrix unit.
         operands: the layouts it reads its operands in.
-        exchange: the collectives in which its shards send each other what it needs.
+        exchange: the collectives in which its shards send each other parts of operands.
         combinations: per result, the collectives that combine partial results.
         combines, is_nothing: whether there are any, and whether it takes no time at all.
     """
@@ -78,7 +78,7 @@ class CostModel:
     """The costs of one mesh on one cluster.
 
     Attributes:
-        cluster, mesh: what is modelled.
+        cluster, mesh: those that are modelled.
         communication: seconds of a collective on mesh axes, or the share of them that is charged for its kind.
     """
 
@@ -95,10 +95,10 @@ class CostModel:
         self._reductions: dict[tuple, tuple[Step, ...]] = {}
 
     def reshard_matrix(self, shape: tuple[int, ...], itemsize: float, portable: bool) -> np.ndarray:
-        """Seconds from each layout (row number) to each other (column number) of a tensor, what the device is busy for it included.
+        """Seconds from each layout (row number) to each other (column number) of a tensor, the device's own work for it included.
 
         Args:
-            portable: as in `Profile`; what is not costs `storing_seconds` too.
+            portable: as in `Profile`; other values cost `storing_seconds` too.
         """
         key = shape, itemsize, portable
         if (found := self._matrices.get(key)) is None:
@@ -120,7 +120,7 @@ class CostModel:
     def storing_seconds(self, value: Value, source: Layout, target: Layout) -> float:
         """The seconds of writing and reading a value between fused ops, because it is read elsewhere or otherwise than where it is made.
 
-        What is sliced is made whole and read in part: XLA:TPU fuses a slice into what reads it, never into what makes its operand
+        A sliced value is made whole and read in part: XLA:TPU fuses a slice into its reader, never into the kernel that makes its operand
         (exponentials and gradients of logits in modules that libtpu 0.0.42 compiled).
         """
         before, after = (value.nbytes * self._byte_seconds / shards(layout, self.mesh.sizes) for layout in (source, target))
@@ -142,7 +142,7 @@ class CostModel:
         return lambda value, source, target: self.reshard_path(values[value], source, target)
 
     def op_cost(self, profile: Profile, op: Op, choice: Choice) -> OpCost:
-        """All that an op costs; equal ops are asked for once."""
+        """The cost of an op; computed once for equal ops."""
         key = profile, profile.alike[op.index], choice
         if (found := self._op_costs.get(key)) is None:
             rule = profile.rules[op.index]
@@ -210,7 +210,7 @@ class CostModel:
         return self.op_seconds(profile, op, choice, (window.factor, blocks)) + added * self._byte_seconds
 
     def unfused_seconds(self, profile: Profile, op: Op, choice: Choice, window: Window) -> float:
-        """The seconds of kernels that do what a plain product's own kernel would have done as it reads an operand, and makes its result.
+        """The seconds of kernels for the ops that a plain product's own kernel would have computed with its operands and its result.
 
         Each block's kernel would read the other operand so; the result is not there before the last block is.
         """
@@ -235,7 +235,7 @@ class CostModel:
         return self._byte_seconds * sum(nbytes / self._parts(profile, op, choice, tensor) for tensor, nbytes in moved)
 
     def _moved(self, profile: Profile, op: Op, parts: Mapping[int, float]) -> float:
-        """Bytes to and from a device's memory, by the number of parts of each tensor; products find what is small on the chip."""
+        """Bytes to and from a device's memory, by the number of parts of each tensor; products find small operands on the chip."""
         traffic = profile.traffic[op.index]
         passed = sum(moved / parts[tensor] for tensor, moved in traffic.passes)
         each = (moved / parts[tensor] for tensor, moved in traffic.tensors)
@@ -243,7 +243,7 @@ class CostModel:
         return passed + sum(moved for moved in each if moved > near)
 
     def _parts(self, profile: Profile, op: Op, choice: Choice, tensor: int, block: tuple[int, int] = (-1, 1)) -> float:
-        """Into how many parts an op's tensor is split, operands counted first; fewer by what tiles pad in a program with convolutions."""
+        """Into how many parts an op's tensor is split, operands counted first; fewer by the padding of tiles."""
         rule = profile.rules[op.index]
         result = tensor - len(op.operands)
         if rule is None:
@@ -271,7 +271,7 @@ class CostModel:
     def reduction_path(self, profile: Profile, op: Op, choice: Choice, result: int) -> tuple[Step, ...]:
         """The collectives that combine an op's partial results.
 
-        What a loop only adds up is all_reduced once for all its trips (`autoshard.analysis.partial_sums`).
+        A sum that a loop only adds to is all_reduced once for all its trips (`autoshard.analysis.partial_sums`).
         """
         rule = profile.rules[op.index]
         if rule is None or not (left := reductions(rule, choice)):
@@ -290,18 +290,18 @@ class CostModel:
         return (replace(step, seconds=step.seconds / trips, trips=trips),)
 
     def recombining_seconds(self, profile: Profile, op: Op, choice: Choice) -> float:
-        """What one execution of an op takes longer if its partial results are not added up over a loop's trips before they are combined."""
+        """How much longer one execution of an op takes if its partial results are combined in each trip of a loop, not once after it."""
         return sum(self.each_trip(step).seconds - step.seconds for step in self.reduction_path(profile, op, choice, 0))
 
     def each_trip(self, step: Step) -> Step:
-        """A step of many trips as it is where it is made in every one."""
+        """A step that was combined after a loop as it is in each of its trips."""
         if not step.compiled_nbytes:
             return replace(step, seconds=step.seconds * step.trips, trips=1)
         seconds = float(self.communication.seconds(step.kind, step.nbytes, step.axes))
         return replace(step, seconds=seconds, trips=1, compiled_nbytes=0.0)
 
     def exchange_path(self, profile: Profile, op: Op, choice: Choice) -> tuple[Step, ...]:
-        """The collectives in which an op's shards send each other what it needs."""
+        """The collectives in which an op's shards send each other parts of operands."""
         rule = profile.rules[op.index]
         if rule is None or not exchanges(rule, choice, self.mesh.sizes):
             return ()
@@ -316,7 +316,7 @@ class CostModel:
         return tuple(chain(exchange, *combinations)) if exchange or len(combinations) > 1 else combinations[0]
 
     def own_seconds(self, step: Step) -> float:
-        """What a step of an op takes, which was made on a mesh of the same sizes but, maybe, other wires."""
+        """The seconds of an op's step that was found on a mesh of the same sizes, perhaps on other links."""
         nbytes = step.compiled_nbytes or step.nbytes
         return 0.0 if step.kind == "slice" else float(self.communication.seconds(step.kind, nbytes, step.axes)) / step.trips
 
@@ -332,7 +332,7 @@ def _matrix_sizes(
     """The local matrix product of a contraction: batch, rows, columns, depth.
 
     A factor in both operands and the result is a batch, in the left operand and the result a row, in the right one a column, and
-    what is in no result is depth. A convolution's window counts as depth and its output positions as rows, so the sizes are
+    one that is not in the result is depth. A convolution's window counts as depth and its output positions as rows, so the sizes are
     scaled to the op's flops.
 
     Args:

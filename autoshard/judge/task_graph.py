@@ -139,7 +139,7 @@ class TaskGraph:
     # -- loops ---------------------------------------------------------------------------------------------------------
 
     def enter(self, runs: int, makers: Iterable[Maker | None]) -> None:
-        """Begins a loop's region; what its carries and constants begin with has to be made before it."""
+        """Begins a loop's region; the given makers, of values that flow into it, have to end before."""
         self.region = Region(runs, self.region, self.needs(makers))
 
     def leave(self, seconds: float) -> Maker:

@@ -28,7 +28,7 @@ def tiled_buffers(
     fast_memory_bytes: float,
     early: bool,
 ) -> Buffers:
-    """What a device holds in the profile's best order.
+    """The buffers of a device in the best order.
 
     Args:
         assignment, copies, partials: as for `buffers`.
@@ -83,7 +83,7 @@ def tiled_buffers(
 
 
 def _at_once(times: Lifetimes, born: np.ndarray, begun: frozenset[int]) -> np.ndarray:
-    """When buffers are born if those of what loops begin with constants are taken as the program begins.
+    """When buffers are born if carries that begin with constants are allocated as the program begins.
 
     They need nothing (``custom_call_target="AllocateBuffer"``), and XLA's latency-hiding scheduler puts that first: sums of gradients over
     time were alive from step 120 to 180 on in four recurrent networks whose backward loops began at 700 to 1,250 (libtpu 0.0.42).
@@ -92,9 +92,10 @@ def _at_once(times: Lifetimes, born: np.ndarray, begun: frozenset[int]) -> np.nd
 
 
 def _beside_gradients(profile: Profile) -> tuple[np.ndarray, np.ndarray]:
-    """When buffers are born and die if what a loss looks up is made along with a gradient as large that lies in memory, being padded.
+    """When buffers are born and die if the values that a loss looks up are made along with a gradient as large that is stored to be padded.
 
-    One kernel makes both of the logits, and the lookup, which nothing waits for, comes later (a loss over shifted labels, libtpu 0.0.42).
+    One kernel makes both from the logits, and the lookup, which no kernel waits for, comes later (a loss over shifted labels,
+    libtpu 0.0.42).
     """
     times, fusion, values = profile.lifetimes, profile.fusion, profile.graph.values
     born, dies = times.born.copy(), times.dies.copy()
@@ -110,8 +111,8 @@ def _beside_gradients(profile: Profile) -> tuple[np.ndarray, np.ndarray]:
 def _one_later(times: Lifetimes, dies: np.ndarray, scattered: set[int]) -> np.ndarray:
     """When buffers die if each gradient that is scattered asynchronously is made one later than in the order of the kernels.
 
-    XLA's latency-hiding scheduler puts products that nothing waits for beside the collectives of others; in the schedules of convolutional
-    networks (libtpu 0.0.42) each was one behind, mostly.
+    XLA's latency-hiding scheduler puts products that no kernel waits for beside the collectives of others; in the schedules of
+    convolutional networks (libtpu 0.0.42) each was one behind, mostly.
     """
     dies = dies.copy()
     ends = {times.starts[op]: times.ends[op] for op in scattered}
@@ -122,10 +123,10 @@ def _one_later(times: Lifetimes, dies: np.ndarray, scattered: set[int]) -> np.nd
 
 
 def _beside_gathers(profile: Profile, partials: Set[int], gathered: Set[int], dies: np.ndarray) -> np.ndarray:
-    """When buffers die if sums that nothing waits for are made beside the all_gathers of later products' operands.
+    """When buffers die if sums that no kernel waits for are made beside the all_gathers of later products' operands.
 
     XLA's latency-hiding scheduler goes backward: beside each all_gather it puts one sum that only the last collective reads, and of those
-    that could stand there the latest. So sums over the pixels of a U-Net's first layers on the way back wait for its middle, and so do the
+    that could be there the latest. So sums over the pixels of a U-Net's first layers on the way back wait for its middle, and so do the
     activations and gradients that they are made of (of 14 sums 12 stood where this has them; libtpu 0.0.42).
     """
     times, dies = profile.lifetimes, dies.copy()
@@ -141,10 +142,10 @@ def _beside_gathers(profile: Profile, partials: Set[int], gathered: Set[int], di
 
 
 def _after_scatters(profile: Profile, partials: Set[int], dies: np.ndarray) -> np.ndarray:
-    """When buffers die if results are made of what is scattered when all of it is.
+    """When buffers die if results of scatters are made once all scatters have run.
 
-    XLA's latency-hiding scheduler goes backward, and leaves such kernels where they stand, behind all scatters: gradients of tables whose
-    columns are split lay side by side, of 4 and of 6 tables, but where all_reduces alone were sent, one at a time (libtpu 0.0.42).
+    XLA's latency-hiding scheduler goes backward, and leaves such kernels where they are, behind all scatters: gradients of tables whose
+    columns are split were live at once, of 4 and of 6 tables, but where all_reduces alone were sent, one at a time (libtpu 0.0.42).
     """
     fusion, times, dies = profile.fusion, profile.lifetimes, dies.copy()
     scatters = [op for op in profile.added_to if op.index not in partials and fusion.last[op.results[0]]]
@@ -157,10 +158,10 @@ def _after_scatters(profile: Profile, partials: Set[int], dies: np.ndarray) -> n
 def _early(
     profile: Profile, partials: Mapping[int, Step], sizes: Sequence[float], mesh: tuple[int, ...]
 ) -> Iterator[tuple[float, int, int]]:
-    """Bytes, birth and death of what the sums of scalars are made of, where they are sent with what is wanted earlier.
+    """Bytes, birth and death of the operands of sums to scalars that are sent with sums that are read earlier.
 
-    A loss that nothing reads is computed last otherwise, when activations are gone. Of what is sent with it gradients are not waited for
-    before the last of them is made, and nothing is before what reads it with something else could run.
+    A loss that no op reads is computed last otherwise, when activations are gone. Of the sums that are sent with it gradients are needed
+    when the last of them is made, others when their readers' other operands are there.
     """
     times, first, graph = profile.lifetimes, profile.combined.first, profile.graph
     late: dict[int, dict[int, None]] = {}  # per moment the buffers of all that is due then: sums of one value are made of it together
@@ -201,11 +202,11 @@ def _made_after(profile: Profile, op: int, moment: int) -> list[int]:
 def _waiting(
     profile: Profile, waits: Sequence[tuple[int, int, float]], whole: Sequence[tuple[int, int]], born: np.ndarray, dies: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """When buffers are born and die if some wait, and what is sliced lies whole from the first kernel on that computes its elements.
+    """When buffers are born and die if some wait, and sliced values are stored whole from the first kernel on that computes their elements.
 
     Args:
-        waits: buffers, until when each waits, and what is made of it then.
-        whole: the buffers of what slices are read of, with its values.
+        waits: buffers, until when each waits, and the bytes of the slice that is made then.
+        whole: the buffers of values of which slices are read, with those values.
     """
     born, dies = born.copy(), dies.copy()
     for place, moment, _ in waits:
@@ -232,7 +233,7 @@ def _first_computed(profile: Profile, value: int) -> int:
 
 
 def _keep_fast(sizes: np.ndarray, born: np.ndarray, dies: np.ndarray, passed: tuple[bool, ...], room: float) -> None:
-    """Takes from the sizes what fits in fast memory, shortest lives first; not what is passed into the program or out of it."""
+    """Sets the sizes of buffers that fit in fast memory to 0, shortest lives first; not of arguments and results of the program."""
     used = np.zeros(int(dies.max(initial=0)) + 1)
     for k in np.argsort(dies - born, kind="stable"):
         if sizes[k] > room or (k < len(passed) and passed[k]):

@@ -1,4 +1,4 @@
-"""What lies in a TPU's memory besides its values: the same in another order of dimensions, or for what shards send of it."""
+"""Copies of values in a TPU's memory: in another order of dimensions, or of parts that shards send each other."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from autoshard.cost.reshard import Step
 from autoshard.ir import Assignment, Layout, Op, local_shape, sent_tensors, shards
 
 Held = tuple[float, int, int]
-"""Bytes of a device, the moment in which they are first held, and the first in which they are not."""
+"""Bytes of a device, the first moment in which they are live, and the first after that."""
 
 
 def _first_read_in(profile: Profile, assignment: Assignment, op: Op, value: int) -> Layout:
-    """The first of those; where the value lies if there is none."""
+    """The first layout in which an op reads a value; the value's own if there is none."""
     return next(iter(read_in(profile, assignment, op, value)), assignment.layout(value))
 
 
 def for_products(profile: Profile, assignment: Assignment, copied: Set[int]) -> Iterator[Held]:
-    """Arguments that products want in another order than they are handed in.
+    """Copies of arguments in the order of dimensions in which products read them.
 
-    - Images are not in a convolution's tiles, nor matrices in a batched product's, and rounded if only products read them. They are read as
-      they lie where a batch of whole lanes is innermost anyway (``copy`` in the convolutions' own kernels for 128 and 512 images, before
-      them for 32, 48 and 96: libtpu 0.0.42).
+    - Images are not in a convolution's tiles, nor matrices in a batched product's; their copies are rounded if only products read them.
+    There is none where a batch of whole lanes is innermost anyway (``copy`` in the convolutions' own kernels for 128 and 512
+      images, before them for 32, 48 and 96: libtpu 0.0.42).
     - Weights that loops multiply by are copied for all of them where their last two dimensions fill no tile: of four gates between the two
       that are multiplied (``bf16[1280,4,1280]{2,0,1}``, spilled between a recurrent network's loops forward and back, libtpu 0.0.42).
 
@@ -48,11 +48,11 @@ def for_products(profile: Profile, assignment: Assignment, copied: Set[int]) -> 
 
 
 def for_lookups(profile: Profile, assignment: Assignment, copied: Set[int], early: bool) -> Iterator[Held]:
-    """What is looked up row by row, and what is found.
+    """Copies of tables of which rows are looked up, and of the rows that are found.
 
     Tables whose rows fill no tiles are handed in, and computed, column by column, and copied to rows before they are looked up, rounded
-    where all that is read is: one by one, or those that are handed in as early as can be (five of six at once in a recommender that libtpu
-    0.0.42 compiled). What is found lies row by row too, and is copied to what pads less unless it is added to others so.
+    where all rows that are read are: one by one, or arguments as early as can be (five of six at once in a recommender that libtpu
+    0.0.42 compiled). Found rows are stored one by one, too, and are copied to an order that pads less unless they are added to a table.
 
     Args:
         copied: the values that are read in other layouts too.
@@ -75,7 +75,7 @@ def for_lookups(profile: Profile, assignment: Assignment, copied: Set[int], earl
 
 
 def _short_rows(profile: Profile, assignment: Assignment) -> Iterator[tuple[Op, float]]:
-    """The lookups of rows that fill no tiles and that lie one by one for it, with the bytes of a device's parts of the tables then."""
+    """The lookups of rows that fill no tiles but are stored one by one, with the bytes of a device's part of the table."""
     for op in (*profile.table_lookups, *profile.lookups):
         table = op.operands[0]
         value, own = profile.graph.values[table], assignment.layout(table)
@@ -88,10 +88,11 @@ def _short_rows(profile: Profile, assignment: Assignment) -> Iterator[tuple[Op, 
 
 
 def for_scatters(profile: Profile, assignment: Assignment, partials: Mapping[int, Step]) -> Iterator[Held]:
-    """What rows are added to, and those rows.
+    """Copies of tables that rows are added to, and of those rows.
 
-    It lies row by row meanwhile where such tables do, and is moved then; what is added is copied so before, unless it was looked up. So of
-    gradients of tables: ``f32[400000,64]{1,0:T(8,128)}`` of 204.8 MB, and a copy ``{0,1:T(8,128)}`` of 102.4 (libtpu 0.0.42).
+    The table is stored row by row meanwhile where such tables are, and moved then; added rows are copied to that order before, unless they
+    were looked up. So with gradients of tables: ``f32[400000,64]{1,0:T(8,128)}`` of 204.8 MB, and a copy ``{0,1:T(8,128)}`` of 102.4
+    (libtpu 0.0.42).
 
     Args:
         partials: per op index how its result is combined with other devices'.
@@ -115,9 +116,9 @@ def for_scatters(profile: Profile, assignment: Assignment, partials: Mapping[int
 
 
 def for_sending(profile: Profile, assignment: Assignment) -> Iterator[Held]:
-    """What is computed as it is read, where shards send parts of it: it lies there until the last reads it.
+    """Operands that are computed as they are read, but stored until their last reader where shards send parts of them.
 
-    So of activations that convolutions with sharded pixels read, and their gradients again (a U-Net compiled by libtpu 0.0.42).
+    So with activations that convolutions with sharded pixels read, and their gradients again (a U-Net compiled by libtpu 0.0.42).
     """
     fusion, times, mesh = profile.fusion, profile.lifetimes, assignment.mesh.sizes
     spans: dict[int, tuple[int, int]] = {}
@@ -133,12 +134,12 @@ def for_sending(profile: Profile, assignment: Assignment) -> Iterator[Held]:
 
 
 def sliced_last(profile: Profile, assignment: Assignment) -> Iterator[tuple[int, int, float]]:
-    """The buffers of what is looked up in a slice of it, each with the moment until which it waits for its other readers to have begun.
+    """The buffers of values of which elements of a slice are looked up, each with the moment in which its other readers have begun.
 
-    And the bytes of the slice, which lies as the whole does: ``f32[16,160,10000]{0,2,1:T(8,128)}`` of 128 takes as much as that.
-    Nothing waits for what a loss looks up, and so XLA makes that slice when the sums of exponentials are there: ``f32[160,256,12000]`` of
-    logits, and as many exponentials of which slices are wanted too, lie side by side (recurrent networks whose batch is not the first
-    dimension; libtpu 0.0.42). Near the limit of memory it makes the slice first.
+    And the bytes of the slice, stored in the order of the whole: ``f32[16,160,10000]{0,2,1:T(8,128)}`` of 128 takes as much as that.
+    Nothing waits for the elements that a loss looks up, and so XLA makes that slice when the sums of exponentials are there:
+    ``f32[160,256,12000]`` of logits, and as many exponentials of which slices are read too, are live at once (recurrent networks whose
+    batch is not the first dimension; libtpu 0.0.42). Near the limit of memory it makes the slice first.
     """
     times, mesh = profile.lifetimes, assignment.mesh.sizes
     for op in profile.lookups:

@@ -1,17 +1,17 @@
-"""What a TPU's compiler computes again where a program would not fit, and what a device holds then.
+"""Rematerialisation on TPUs: the kernels that run again where a program would not fit, and the peak memory then.
 
 *Mechanism* (``HloRematerialization`` of openxla/xla, xla/hlo/transforms/simplifiers, as libtpu 0.0.42 runs it). The scheduled kernels are
-walked in order. Where more than the goal is held, what lies there for later is made twice, as long as that is so: of all kernels that have
-run, the one whose results hold most, less what it reads that is dead already and has to stay. It runs again before the next kernel that
-reads its results, or anything else that it reads: of layers that share a mask, all before the first that is differentiated. What that
-keeps alive may exceed the goal in turn.
+walked in order. As long as more bytes are live than the goal, values that are live for later readers are freed and made twice: of all
+kernels that have run, those of the one whose results have most bytes, less its operands that are dead already and have to be kept. It runs
+again before the next kernel that reads its results, or its operands: of layers that share a mask, all before the first that is
+differentiated. The operands that this keeps live may exceed the goal in turn.
 
-*What cannot be made twice*: what a loop reads, carries or computes, the program's results, and what other devices have a part in; nor what
-the kernel at hand reads. Scanned layers' stacks stay where they are.
+*Values that cannot be made twice* are those that a loop reads, carries or computes, the program's results, those that other devices have a
+part in, and the operands of the kernel at hand. Scanned layers' stacks stay where they are.
 
 *On the safe side.* Only products, sums and elementwise kernels count, each of them once, and one at a time, not with those that it reads;
-the goal must be reached, though the compiler takes what is up to a twentieth above it; and as scheduled a program holds a fifth more than
-there is at most: what runs twice leaves holes between what stays.
+the goal must be reached, though the compiler takes programs up to a twentieth above it; and as scheduled a program exceeds the memory by
+a fifth at most: buffers that are made twice leave holes between the others.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ MOST = 1.2
 
 
 def recomputed(profile: Profile, buffers: Buffers, alone: Callable[[Kernel], bool], memory_bytes: float) -> Recomputed | None:
-    """What is computed again until no more than the goal is held; None where that is not to be had.
+    """The kernels that run again until no more bytes are live than the goal; None where it is not reached.
 
     Args:
-        buffers: what is held as scheduled.
-        alone: whether a kernel computes what it makes without other devices.
-        memory_bytes: what a device offers.
+        buffers: as scheduled.
+        alone: whether a kernel needs no other devices.
+        memory_bytes: the memory of a device.
     """
     if buffers.usage.max() > MOST * memory_bytes:
         return None
@@ -123,7 +123,7 @@ class _Walk:
         return best
 
     def _needed(self, k: int) -> list[int]:
-        """The buffers that a kernel's operands lie in, which have to stay for it; arguments stay anyway."""
+        """The buffers of a kernel's operands, which have to be kept for it; arguments are anyway."""
         copies = (copy for buffer in self.reads[k] for copy in self.copies.get(self.times.values[buffer], ()))
         return [*(buffer for buffer in self.reads[k] if buffer not in self.fixed), *copies]
 
@@ -132,7 +132,7 @@ class _Walk:
         return [read for read in self.read_at.get(buffer, ()) if read > moment] if self.born[buffer] < moment else []
 
     def _repeat(self, k: int, moment: int) -> None:
-        """Frees what a kernel made until it runs again, and keeps what it reads until then."""
+        """Frees a kernel's results until it runs again, and keeps its operands until then."""
         others = [self._later(buffer, moment) for buffer in (*self.makes[k], *self.reads[k])]
         if self.masked[k]:
             others.append([start for start in self.masks_at if start > moment])
