@@ -26,8 +26,8 @@ def for_products(profile: Profile, assignment: Assignment, copied: Set[int]) -> 
     """Copies of arguments in the order of dimensions in which products read them.
 
     - Images are not in a convolution's tiles, nor matrices in a batched product's; their copies are rounded if only products read them.
-    There is none where a batch of whole lanes is innermost anyway (``copy`` in the convolutions' own kernels for 128 and 512
-      images, before them for 32, 48 and 96: libtpu 0.0.42).
+      There is none where a batch of whole lanes is innermost anyway (``copy`` in the convolutions' own kernels for 128 and 512 images,
+      before them for 32, 48 and 96: libtpu 0.0.42).
     - Weights that loops multiply by are copied for all of them where their last two dimensions fill no tile: of four gates between the two
       that are multiplied (``bf16[1280,4,1280]{2,0,1}``, spilled between a recurrent network's loops forward and back, libtpu 0.0.42).
 
