@@ -22,7 +22,7 @@ from autoshard.cost.reshard import Step
 from autoshard.ir import Assignment, Graph, Layout
 
 if TYPE_CHECKING:
-    from autoshard.compilers.program_facts import Profile
+    from autoshard.compilers.program_facts import ProgramFacts
 
 Options = Mapping[str, bool | int | float | str]
 Copies = Mapping[tuple[int, Layout], Copy]
@@ -120,11 +120,11 @@ class Compiler:
 
     # -- memory --
 
-    def buffers(self, profile: Profile, assignment: Assignment, copies: Copies, partials: Partials) -> tuple[Buffers, ...]:
+    def buffers(self, facts: ProgramFacts, assignment: Assignment, copies: Copies, partials: Partials) -> tuple[Buffers, ...]:
         """The buffers of a device in the order whose unsharded peak is least, and in other orders that the compiler may take."""
-        return (buffers(profile, assignment, copies, partials),)
+        return (buffers(facts, assignment, copies, partials),)
 
-    def recomputed(self, profile: Profile, held: Buffers, alone: Callable[[Kernel], bool], memory_bytes: float) -> Recomputed | None:
+    def recomputed(self, facts: ProgramFacts, held: Buffers, alone: Callable[[Kernel], bool], memory_bytes: float) -> Recomputed | None:
         """The kernels that it runs again until the peak is within its goal; None where it does not get there.
 
         Args:

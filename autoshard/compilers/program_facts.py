@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Profile:
+class ProgramFacts:
     """Facts of a program that no assignment changes.
 
     Attributes:
@@ -97,13 +97,13 @@ class Profile:
         """The lives of buffers in the order of kernels whose unsharded peak is lowest."""
         return self.orders.best
 
-    def in_order(self, times: Lifetimes) -> Profile:
+    def in_order(self, times: Lifetimes) -> ProgramFacts:
         """The same program with its kernels in another order."""
         return replace(self, orders=replace(self.orders, best=times))
 
 
-def profile(graph: Graph, rules: tuple[Rule | None, ...], compiler: Compiler) -> Profile:
-    """The profile of a program; O(n log n) in its size."""
+def program_facts(graph: Graph, rules: tuple[Rule | None, ...], compiler: Compiler) -> ProgramFacts:
+    """The facts of a program; O(n log n) in its size."""
     values = graph.values
     readers = readers_of(graph)
     returned = frozenset(graph.results)
@@ -119,7 +119,7 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...], compiler: Compiler) ->
     makers = {value: op.index for op in graph.walk() for value in op.results}
     arguments, gathers = frozenset(graph.arguments), [op for op in graph.walk() if op.primitive == "gather"]
     wanted = tuple(bool(found) or value in returned for value, found in enumerate(readers))
-    return Profile(
+    return ProgramFacts(
         graph=graph,
         rules=rules,
         compiler=compiler,
@@ -156,7 +156,7 @@ def _sent_operands(op: Op, rule: Rule | None) -> list[int]:
 
 
 def _looped_weights(graph: Graph, fusion: Fusion, readers: Sequence[Sequence[int]]) -> dict[int, tuple[int, ...]]:
-    """See `Profile.looped_weights`."""
+    """See `ProgramFacts.looped_weights`."""
     ops, arguments, found = graph.walk(), frozenset(graph.arguments), {}
     for op in ops:
         for holder in op.holders if is_loop(op.primitive) else ():
@@ -169,7 +169,7 @@ def _looped_weights(graph: Graph, fusion: Fusion, readers: Sequence[Sequence[int
 def _unawaited(
     graph: Graph, rules: tuple[Rule | None, ...], readers: Sequence[Sequence[int]]
 ) -> tuple[tuple[tuple[Op, ...], tuple[Op, ...]], ...]:
-    """See `Profile.unawaited`."""
+    """See `ProgramFacts.unawaited`."""
     ops = graph.walk()
     awaited = [False] * len(ops)
     for op in reversed(ops):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autoshard.compilers.program_facts import Profile
+from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.cost.reshard import Step
 from autoshard.ir import (
     Assignment,
@@ -27,11 +27,11 @@ from autoshard.primitives import is_matrix
 class Blame:
     """The reasons of one assignment's collectives; `autoshard.ir.words` puts them in words."""
 
-    def __init__(self, profile: Profile, assignment: Assignment):
-        self._rules = profile.rules
-        self._values = profile.graph.values
+    def __init__(self, facts: ProgramFacts, assignment: Assignment):
+        self._rules = facts.rules
+        self._values = facts.graph.values
         self._axes = assignment.mesh.names
-        self._names = profile.names
+        self._names = facts.names
         self._specs: dict[tuple[Layout, int], Spec] = {}
 
     def moved(self, value: int) -> MovedValue:

@@ -20,7 +20,7 @@ from autoshard.analysis.partial_sums import Addition, late_sums
 from autoshard.compilers.bf16_demotion import NARROW_SHARE, is_demoted
 from autoshard.compilers.buffer_assignment import Copy, Peak, peak_memory
 from autoshard.compilers.fused_program import Kernel
-from autoshard.compilers.program_facts import Profile
+from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.cost.prefetch import prefetches
 from autoshard.cost.record import Cost, Recomputation
 from autoshard.cost.reshard import Step, path_seconds
@@ -44,28 +44,28 @@ class Judgement:
     partials: Mapping[int, Step] = field(default_factory=dict, repr=False)
 
 
-def evaluate(profile: Profile, model: CostModel, assignment: Assignment) -> Judgement:
+def evaluate(facts: ProgramFacts, model: CostModel, assignment: Assignment) -> Judgement:
     """The cost of an assignment; O(n log n) in the program's size."""
-    return _Judge(profile, model, assignment).judgement()
+    return _Judge(facts, model, assignment).judgement()
 
 
-def recomputation(profile: Profile, model: CostModel, judgement: Judgement) -> Recomputation | None:
+def recomputation(facts: ProgramFacts, model: CostModel, judgement: Judgement) -> Recomputation | None:
     """Values that the compiler computes again so that the program fits; None where it need not, and where that would not reach its goal."""
-    compiler, limit = profile.compiler, model.cluster.memory_limit_bytes
+    compiler, limit = facts.compiler, model.cluster.memory_limit_bytes
     if not compiler.memory_goal or judgement.cost.peak_bytes <= compiler.memory_goal * limit:
         return None
-    orders = compiler.buffers(profile, judgement.assignment, judgement.copies, judgement.partials)
-    ops, roots = profile.graph.walk(), profile.fusion.root
+    orders = compiler.buffers(facts, judgement.assignment, judgement.copies, judgement.partials)
+    ops, roots = facts.graph.walk(), facts.fusion.root
     combined = {roots[value] for op in judgement.partials for value in ops[op].results}
 
     def costs(kernel: Kernel) -> list[OpCost]:
-        return [model.op_cost(profile, ops[op], judgement.assignment.choice(op)) for op in dict.fromkeys((kernel.main, kernel.op))]
+        return [model.op_cost(facts, ops[op], judgement.assignment.choice(op)) for op in dict.fromkeys((kernel.main, kernel.op))]
 
     def alone(kernel: Kernel) -> bool:
         sent = kernel.main in judgement.partials or not combined.isdisjoint(kernel.makes)
         return not (sent or any(cost.exchange for cost in costs(kernel)))
 
-    found = {held: compiler.recomputed(profile, held, alone, limit) for held in orders}
+    found = {held: compiler.recomputed(facts, held, alone, limit) for held in orders}
     chosen = found[max(orders, key=lambda held: held.usage.max())]
     if chosen is None or None in found.values():
         return None
@@ -77,22 +77,22 @@ _Made = int | tuple[int, Layout]
 
 
 class _Judge:
-    def __init__(self, profile: Profile, model: CostModel, assignment: Assignment):
-        self.profile = profile
-        self.graph = profile.graph
+    def __init__(self, facts: ProgramFacts, model: CostModel, assignment: Assignment):
+        self.facts = facts
+        self.graph = facts.graph
         self.model = model
         self.assignment = assignment
         self.sizes = model.mesh.sizes
         self.whole = (-1,) * len(self.sizes)
-        streams = dict.fromkeys(profile.compiler.asynchronous, WIRES) | dict.fromkeys(profile.compiler.carried, CARRIED)
+        streams = dict.fromkeys(facts.compiler.asynchronous, WIRES) | dict.fromkeys(facts.compiler.carried, CARRIED)
         self.tasks = TaskGraph(model, streams)
-        self.fuses = bool(streams) and not profile.compiler.kernel_by_kernel  # kernels that are known have one task each as it is
-        self.late = late_sums(profile.graph, profile.rules, assignment, profile.sums)
-        paths = model.reshard_paths(profile.graph.values)
+        self.fuses = bool(streams) and not facts.compiler.kernel_by_kernel  # kernels that are known have one task each as it is
+        self.late = late_sums(facts.graph, facts.rules, assignment, facts.sums)
+        paths = model.reshard_paths(facts.graph.values)
         self.windows: dict[int, Window] = {}
         if assignment.windows:
-            self.windows = Windows(profile.graph, profile.rules, assignment, paths, profile.readers, self.late.values).assigned()
-        self.additions = {each.op: each for each in profile.sums.additions if each.op in self.late.additions}
+            self.windows = Windows(facts.graph, facts.rules, assignment, paths, facts.readers, self.late.values).assigned()
+        self.additions = {each.op: each for each in facts.sums.additions if each.op in self.late.additions}
         self.flops = 0.0
         self.makers: dict[_Made, Maker | None] = {}
         self.copies: dict[tuple[int, Layout], Copy] = {}
@@ -107,7 +107,7 @@ class _Judge:
         end = len(self.graph.walk())
         for result, argument in self.graph.aliases:
             value = self.graph.results[result]
-            if self.profile.free[value]:
+            if self.facts.free[value]:
                 continue
             target = self.assignment.layout(self.graph.arguments[argument])
             replaced = partial(_as_is, Reason("replaced", argument=self.graph.argument_paths[argument]))
@@ -115,7 +115,7 @@ class _Judge:
         makespan = self._scheduled()
         rounded = {made for made in self.copied.values() if made in self.copies and self._rounded(made)}
         self.copies |= {made: replace(self.copies[made], rounded=True) for made in rounded}
-        peak = peak_memory(self.profile, self.assignment, self.copies, self.partials)
+        peak = peak_memory(self.facts, self.assignment, self.copies, self.partials)
         tasks = self.tasks
         cost = Cost(
             objective_seconds=tasks.compute_seconds + tasks.communication_seconds + tasks.saved_seconds,
@@ -132,14 +132,14 @@ class _Judge:
     def _scheduled(self) -> float:
         """The seconds of one run of the region that all tasks of have been added."""
         region = self.tasks.region
-        for task, position in region.sent.items() if self.profile.compiler.demotes_operands else ():
+        for task, position in region.sent.items() if self.facts.compiler.demotes_operands else ():
             copy = self.copied.get(position)
             if copy is not None and self._rounded(copy):
                 self.tasks.resize(region, task, self.tasks.sent[position].step.nbytes * NARROW_SHARE)
         return self.tasks.scheduled_seconds()
 
     def _collectives(self) -> tuple[Collective, ...]:
-        blame = Blame(self.profile, self.assignment)
+        blame = Blame(self.facts, self.assignment)
         names = self.model.mesh.names
         return tuple(
             Collective(
@@ -197,7 +197,7 @@ class _Judge:
         """Gathers for the next trip, for which no op of this one waits. The first trip's are gathered before the loop, beyond the plan."""
         tasks, paths = self.tasks, self.model.reshard_paths(self.graph.values)
         trips, outer = tasks.region.runs, tasks.region.runs // (op.bodies[0].trips or 1)
-        for each in prefetches(self.graph, self.profile.rules, self.assignment, op, paths):
+        for each in prefetches(self.graph, self.facts.rules, self.assignment, op, paths):
             own, key = self.assignment.layout(each.value), (each.value, each.target)
             path = paths(each.value, own, each.target)
             tasks.communicate(path, set(), trips + outer, op, each.value, partial(_ahead, each.value, own, each.target))
@@ -215,24 +215,24 @@ class _Judge:
             layout = self.assignment.layout(holder.value)
             makers = []
             for flow in filter(chosen, holder.sources):
-                if self.profile.settled[flow.value]:
+                if self.facts.settled[flow.value]:
                     makers.append(self.makers.get(flow.value))
                     continue
                 target = shift_layout(layout, flow.shift)
                 assert target is not None, "a stacked result keeps its leading dimension whole"
-                rounds = is_demoted(self.profile.demands.by_holder(holder))
+                rounds = is_demoted(self.facts.demands.by_holder(holder))
                 makers.append(self._read(flow.value, target, op.index, op.flow_trips(flow), op, _HELD, rounds))
             if makers:
                 found |= dict.fromkeys((holder.value, *holder.views), self.tasks.join(self.tasks.needs(makers)))
         return found
 
     def _op(self, op: Op) -> None:
-        profile, tasks = self.profile, self.tasks
-        if profile.idle[op.index]:
+        facts, tasks = self.facts, self.tasks
+        if facts.idle[op.index]:
             return
         choice = self.assignment.choice(op.index)
-        cost = self.model.op_cost(profile, op, choice)
-        makers, settled, layouts = self.makers, profile.settled, self.assignment.layouts
+        cost = self.model.op_cost(facts, op, choice)
+        makers, settled, layouts = self.makers, facts.settled, self.assignment.layouts
         window = self.windows.get(op.index)
         found = set()
         for value, target in zip(op.operands, cost.operands, strict=True):
@@ -243,7 +243,7 @@ class _Judge:
             if settled[value] or layouts.get(value, self.whole) == target:
                 maker = makers.get(value)
             else:
-                rounds = is_demoted(profile.demands.by_ops[op.index])
+                rounds = is_demoted(facts.demands.by_ops[op.index])
                 maker = self._read(value, target, op.index, op.trips, op, partial(_splits, op, choice), rounds)
             if maker is not None:
                 found.add(maker)
@@ -270,7 +270,7 @@ class _Judge:
         if not cost.combines:
             maker = tasks.join(needs)
             self._made(op, maker)
-            if self.fuses and maker is not None and maker[1] >= first and not any(profile.materialised[value] for value in op.results):
+            if self.fuses and maker is not None and maker[1] >= first and not any(facts.materialised[value] for value in op.results):
                 region.fused.append(maker[1])
             return
         for value, combination in zip(op.results, cost.combinations, strict=True):
@@ -284,7 +284,7 @@ class _Judge:
                     if trips > 1 and not once:
                         tasks.combine_each_trip(region, task)
                     elif trips == 1 and once:
-                        tasks.combine_once(region, task, profile.sums.over[op.index], profile.sums.widened[op.index])
+                        tasks.combine_once(region, task, facts.sums.over[op.index], facts.sums.widened[op.index])
             makers[value] = tasks.join(done)
 
     def _windowed(self, op: Op, cost: OpCost, window: Window, needs: set[int]) -> set[int]:
@@ -292,7 +292,7 @@ class _Judge:
         value, choice = self.graph.values[window.value], self.assignment.choice(op.index)
         tasks, turning = self.tasks, _ACCUMULATED if window.operand == RESULT else _CIRCULATED
         before = tasks.compute_seconds + tasks.communication_seconds
-        step, seconds = self.model.window_step(value, window), self.model.window_seconds(self.profile, op, choice, window)
+        step, seconds = self.model.window_step(value, window), self.model.window_seconds(self.facts, op, choice, window)
 
         def product(waits: set[int]) -> set[int]:
             return tasks.compute(seconds, op.trips, waits, PRODUCT)
@@ -312,11 +312,11 @@ class _Judge:
                 arriving[number % 2] = sent(arriving[number % 2])
                 done = product(done | arriving[number % 2])
             path = self.model.reshard_path(value, window.step.source, window.step.target)
-            stored = 0.0 if self.profile.portable[window.value] else self.model.storing_seconds(value, path[0].source, path[0].target)
+            stored = 0.0 if self.facts.portable[window.value] else self.model.storing_seconds(value, path[0].source, path[0].target)
             replaced = path_seconds(path) + stored
             nbytes = step.nbytes * min(window.blocks, 3)  # the next one on either side
             self.copies[window.value, window.step.target] = Copy(nbytes, op.index, op.index)
-        apart = self.model.unfused_seconds(self.profile, op, choice, window)
+        apart = self.model.unfused_seconds(self.facts, op, choice, window)
         done = tasks.compute(apart, op.trips, done) if apart else done
         taken = tasks.compute_seconds + tasks.communication_seconds - before
         tasks.saved_seconds += (replaced + cost.seconds) * op.trips - taken
@@ -348,7 +348,7 @@ class _Judge:
 
     def _rounded(self, copy: tuple[int, Layout]) -> bool:
         """Whether the compiler rounds before it sends a copy, since all readers of the copy round."""
-        return self.profile.compiler.demotes_operands and copy not in self.wide and self.graph.values[copy[0]].dtype == "float32"
+        return self.facts.compiler.demotes_operands and copy not in self.wide and self.graph.values[copy[0]].dtype == "float32"
 
     def _read(
         self, value: int, target: Layout, op: int, trips: int, source: Op | str, reason: Cause, rounds: bool = False
@@ -373,16 +373,16 @@ class _Judge:
                 start = len(self.tasks.sent)
                 done = self.tasks.communicate(path, needs, trips, source, value, partial(_resharded, value, previous, layout, reason))
                 self.copied.update(dict.fromkeys(range(start, len(self.tasks.sent)), (value, layout)))
-                beside = any(self.assignment.layout(other) == target for other in self.profile.single_rows.get(value, ()))
+                beside = any(self.assignment.layout(other) == target for other in self.facts.single_rows.get(value, ()))
                 if beside and any(step.kind == "all_to_all" for step in path):
                     self.wide.add((value, layout))
-                if not self.profile.portable[value]:
+                if not self.facts.portable[value]:
                     done = self.tasks.compute(self.model.storing_seconds(values[value], previous, layout), trips, done)
                 self.makers[value, layout] = self.tasks.join(done)
                 apart = any(a != b and size > 1 for a, b, size in zip(previous, layout, self.sizes, strict=True))
                 sends = apart and any(step.kind != "slice" for step in path)
-                sliced = not sends and isinstance(source, Op) and is_matrix(source.primitive) and not self.profile.free[value]
-                if apart and (sliced or not self.profile.portable[value]):  # stored whole to be sliced by a product, or sent
+                sliced = not sends and isinstance(source, Op) and is_matrix(source.primitive) and not self.facts.free[value]
+                if apart and (sliced or not self.facts.portable[value]):  # stored whole to be sliced by a product, or sent
                     self.copies.setdefault((value, own), Copy(values[value].nbytes / shards(own, self.sizes), op, op))
                 if sends:
                     self.copies[value, layout] = Copy(values[value].nbytes / shards(layout, self.sizes), op, op)
@@ -395,10 +395,10 @@ class _Judge:
 
     def _seen(self, value: int, layout: Layout) -> tuple[int, Layout] | None:
         """The copy that is there already of the operand of a view, in the layout that the view turns into this one."""
-        maker = self.profile.makers[value]
+        maker = self.facts.makers[value]
         if maker is None:
             return None
-        op, rule = self.graph.walk()[maker], self.profile.rules[maker]
+        op, rule = self.graph.walk()[maker], self.facts.rules[maker]
         before = view_of(op.primitive, rule, layout, self.sizes)
         seen = None if before is None else (op.operands[0], before)
         return seen if seen in self.makers else None

@@ -22,7 +22,7 @@ from autoshard.compilers.base import Recomputed
 from autoshard.compilers.buffer_assignment import Buffers
 from autoshard.compilers.fused_program import Kernel
 from autoshard.compilers.op_patterns import stands_alone
-from autoshard.compilers.program_facts import Profile
+from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.primitives import is_matrix
 
 # Of a device's memory what the compiler aims at: "rematerialization limit 14.89G = 95% hbm (14.96G) - (arguments (2.07G) -
@@ -35,7 +35,7 @@ GOAL = 0.95
 MOST = 1.2
 
 
-def recomputed(profile: Profile, buffers: Buffers, alone: Callable[[Kernel], bool], memory_bytes: float) -> Recomputed | None:
+def recomputed(facts: ProgramFacts, buffers: Buffers, alone: Callable[[Kernel], bool], memory_bytes: float) -> Recomputed | None:
     """The kernels that run again until no more bytes are live than the goal; None where it is not reached.
 
     Args:
@@ -45,38 +45,38 @@ def recomputed(profile: Profile, buffers: Buffers, alone: Callable[[Kernel], boo
     """
     if buffers.usage.max() > MOST * memory_bytes:
         return None
-    return _Walk(profile, buffers, alone).down_to(GOAL * memory_bytes)
+    return _Walk(facts, buffers, alone).down_to(GOAL * memory_bytes)
 
 
 class _Walk:
     """The walk; kernels are numbered in their order, buffers as in `Buffers`."""
 
-    def __init__(self, profile: Profile, buffers: Buffers, alone: Callable[[Kernel], bool]):
+    def __init__(self, facts: ProgramFacts, buffers: Buffers, alone: Callable[[Kernel], bool]):
         times = buffers.times
         self.times, self.held, self.usage = times, buffers.held.tolist(), buffers.usage.copy()
         self.born, self.dies = buffers.born.tolist(), buffers.dies.tolist()
-        self.kernels = sorted(profile.fusion.kernels, key=lambda kernel: times.starts[kernel.op])
+        self.kernels = sorted(facts.fusion.kernels, key=lambda kernel: times.starts[kernel.op])
         self.reads = [self._places(kernel.reads) for kernel in self.kernels]
         self.makes = [self._places(kernel.makes) for kernel in self.kernels]
         self.read_at: dict[int, list[int]] = {}  # per buffer the moments in which kernels start that read it
         for kernel, read in zip(self.kernels, self.reads, strict=True):
             for buffer in read:
                 self.read_at.setdefault(buffer, []).append(times.starts[kernel.op])
-        self.fixed = set(self._places((*profile.graph.arguments, *profile.graph.constants)))
+        self.fixed = set(self._places((*facts.graph.arguments, *facts.graph.constants)))
         self.copies: dict[int, list[int]] = {}  # per value that is read in other layouts the buffers of its copies
         for position, value in enumerate(buffers.copies, len(times.values)):
-            self.copies.setdefault(profile.fusion.root[value], []).append(position)
-        self.masked = _masked(profile, self.kernels)
+            self.copies.setdefault(facts.fusion.root[value], []).append(position)
+        self.masked = _masked(facts, self.kernels)
         self.masks_at = [times.starts[kernel.op] for kernel, masked in zip(self.kernels, self.masked, strict=True) if masked]
         largest_first = sorted(range(len(self.kernels)), key=lambda k: -sum(self.held[buffer] for buffer in self.makes[k]))
-        repeatable = self._repeatable(profile, alone)
+        repeatable = self._repeatable(facts, alone)
         self.left = [k for k in largest_first if k in repeatable]
 
     def _places(self, values: Iterable[int]) -> list[int]:
         return [self.times.places[value] for value in values if value in self.times.places]
 
-    def _repeatable(self, profile: Profile, alone: Callable[[Kernel], bool]) -> set[int]:
-        ops, passed = profile.graph.walk(), self.times.passed
+    def _repeatable(self, facts: ProgramFacts, alone: Callable[[Kernel], bool]) -> set[int]:
+        ops, passed = facts.graph.walk(), self.times.passed
         in_loops = {
             buffer
             for kernel, read, made in zip(self.kernels, self.reads, self.makes, strict=True)
@@ -151,16 +151,16 @@ class _Walk:
             self.read_at.setdefault(buffer, []).append(again)
 
 
-def _masked(profile: Profile, kernels: list[Kernel]) -> list[bool]:
+def _masked(facts: ProgramFacts, kernels: list[Kernel]) -> list[bool]:
     """Per kernel whether it reads what is made of constants and is not one number everywhere: equal masks are one value to a compiler."""
-    graph, fusion = profile.graph, profile.fusion
+    graph, fusion = facts.graph, facts.fusion
     uniform, reads = set(graph.literals), [False] * len(graph.values)
     for op in graph.walk():
         if op.operands and all(value in uniform for value in op.operands):
             uniform.update(op.results)
         elif not op.bodies:
             found = any(
-                value not in uniform if profile.free[value] else reads[value] and not fusion.materialised[value] for value in op.operands
+                value not in uniform if facts.free[value] else reads[value] and not fusion.materialised[value] for value in op.operands
             )
             for value in op.results:
                 reads[value] = found

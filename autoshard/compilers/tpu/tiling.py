@@ -7,7 +7,7 @@ from functools import cache
 from itertools import permutations
 
 from autoshard.compilers.op_patterns import Minor
-from autoshard.compilers.program_facts import Profile
+from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.ir import Assignment, local_shape
 
 LANES, ROWS = 128, 8  # of a tile
@@ -16,14 +16,14 @@ LANES, ROWS = 128, 8  # of a tile
 MOST_WASTED_BYTES = 128 * 2**20
 
 
-def local_part(profile: Profile, assignment: Assignment, value: int) -> tuple[float, ...]:
+def local_part(facts: ProgramFacts, assignment: Assignment, value: int) -> tuple[float, ...]:
     """The shape of a device's part of a value."""
-    return local_shape(profile.graph.values[value].shape, assignment.layout(value), assignment.mesh.sizes)
+    return local_shape(facts.graph.values[value].shape, assignment.layout(value), assignment.mesh.sizes)
 
 
-def tiles(profile: Profile, assignment: Assignment, value: int, passed: bool = False) -> float:
+def tiles(facts: ProgramFacts, assignment: Assignment, value: int, passed: bool = False) -> float:
     """How many times its size a device's part of a value takes in tiles; arguments and results of the program pad least."""
-    return padding(local_part(profile, assignment, value), None if passed else profile.fusion.minor[value])
+    return padding(local_part(facts, assignment, value), None if passed else facts.fusion.minor[value])
 
 
 @cache
