@@ -25,7 +25,7 @@ import numpy as np
 from autoshard import Cluster
 from autoshard.cli.terminal import show
 from autoshard.compilers import compiler_of
-from autoshard.compilers.program_facts import profile
+from autoshard.compilers.program_facts import program_facts
 from autoshard.inference.elimination import eliminate
 from autoshard.inference.model import PairwiseModel, load
 from autoshard.inference.reduced_cost_fixing import ReducedCostFixing
@@ -131,7 +131,7 @@ def search_tables(name: str) -> tuple[PairwiseModel, str]:
     """The tables of a program's search in microseconds, rounded, and their source in words."""
     function, args = PROGRAMS[name]()
     graph, cluster = trace(function, *args).graph, Cluster.parse(CLUSTER)
-    tables = Problem(profile(graph, rules_of(graph), compiler_of(cluster)), CostModel(cluster, Mesh.of(AXIS))).whole_tables()
+    tables = Problem(program_facts(graph, rules_of(graph), compiler_of(cluster)), CostModel(cluster, Mesh.of(AXIS))).whole_tables()
     rounded: dict[int, np.ndarray] = {}
 
     def one(table: np.ndarray) -> np.ndarray:

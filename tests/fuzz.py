@@ -30,7 +30,7 @@ from random_assignments import random_assignment
 
 import autoshard
 from autoshard.compilers import compiler_of
-from autoshard.compilers.program_facts import profile
+from autoshard.compilers.program_facts import program_facts
 from autoshard.ir import Assignment, Collective, Mesh, divides, layout_to_spec, layouts, replicated, result_layouts
 from autoshard.judge.model import CostModel
 from autoshard.lower import jax_mesh, manual_program, to_named_sharding
@@ -162,7 +162,7 @@ def check(
         found["evaluate"] = strategy.apply(fn).lower(*args), strategy.cost.collectives
     traced = trace(fn, *args, axis_names=MESH.names)
     rules, model = rules_of(traced.graph), CostModel(cluster, MESH)
-    problem = Problem(profile(traced.graph, rules, compiler_of(model.cluster)), model)
+    problem = Problem(program_facts(traced.graph, rules, compiler_of(model.cluster)), model)
     for seed in seeds:
         assignment = random_assignment(traced.graph, rules, MESH, seed)
         predicted = problem.evaluate(assignment).cost.collectives

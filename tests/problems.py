@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from autoshard import Cluster
 from autoshard.compilers import compiler_of
-from autoshard.compilers.program_facts import profile
+from autoshard.compilers.program_facts import program_facts
 from autoshard.ir import Mesh
 from autoshard.judge.model import CostModel
 from autoshard.problem import Problem
@@ -44,7 +44,7 @@ def problem_of(fn, *args, mesh=None, cluster=None, pins=None, memory_limit_bytes
 def _profile(fn, structure, leaves, compiler):
     """The facts of a program, which no problem changes."""
     graph = trace(fn, *jax.tree.unflatten(structure, leaves)).graph
-    return profile(graph, rules_of(graph), compiler)
+    return program_facts(graph, rules_of(graph), compiler)
 
 
 def _array(*shape):

@@ -10,7 +10,7 @@ import pytest
 
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
-from autoshard.compilers.program_facts import profile
+from autoshard.compilers.program_facts import program_facts
 from autoshard.ir import Assignment, Mesh
 from autoshard.judge.evaluate import evaluate
 from autoshard.judge.model import CostModel
@@ -24,14 +24,14 @@ COMPILER = compiler_of(Cluster.parse("cpu:8"))
 
 
 def facts_of(fn, *args, compiler=COMPILER, **options):
-    """A program's profile."""
+    """A program's facts."""
     graph = trace(fn, *args, **options).graph
-    return profile(graph, rules_of(graph), compiler)
+    return program_facts(graph, rules_of(graph), compiler)
 
 
 def compiled_for(facts, cluster):
-    """The profile of the same program with a cluster's compiler."""
-    return profile(facts.graph, facts.rules, compiler_of(Cluster.parse(cluster)))
+    """The facts of the same program with a cluster's compiler."""
+    return program_facts(facts.graph, facts.rules, compiler_of(Cluster.parse(cluster)))
 
 
 def peak(facts, cluster="cpu:8", mesh=MESH, choices=None, layouts=None):

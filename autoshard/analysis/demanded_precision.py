@@ -35,14 +35,14 @@ class Demands:
 
     Attributes:
         on_values: per value the union over its readers.
-        by_ops: per op index what it demands of its operands; nothing where it has bodies, whose holders do.
+        by_ops: per op index the demand on its operands; none where it has bodies, which have holders instead.
     """
 
     on_values: tuple[Demand, ...]
     by_ops: tuple[Demand, ...]
 
     def by_holder(self, holder: Holder) -> Demand:
-        """What control flow demands of whatever flows into a holder."""
+        """The demand of control flow on the values that flow into a holder."""
         return _union(self.on_values[value] for value in (holder.value, *holder.views))
 
 
@@ -95,7 +95,7 @@ def _demand(graph: Graph, op: Op) -> Demand:
 
 
 def _passed(graph: Graph, op: Op) -> Iterator[tuple[int, int]]:
-    """Pairs of values: what is demanded of the first is demanded of the second."""
+    """Pairs of values: the demand on the first is also one on the second."""
     for holder in op.holders:
         for value in (holder.value, *holder.views):
             yield from ((value, flow.value) for flow in holder.sources)
@@ -109,7 +109,7 @@ def _passed(graph: Graph, op: Op) -> Iterator[tuple[int, int]]:
 
 
 def _passes(op: Op) -> bool:
-    """Whether an op demands of its operands what is demanded of its results."""
+    """Whether an op passes the demand on its results on to its operands."""
     return not op.bodies and (is_view(op.primitive) or commutes_with_casts(op.primitive))
 
 

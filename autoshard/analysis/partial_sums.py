@@ -1,15 +1,15 @@
-"""Partial sums that are added up before they are combined, so that one collective combines what would have taken several.
+"""Partial sums that are added up before they are combined, so that one collective is enough for several.
 
-*Added.* A parameter that is used twice, as tied embeddings are, has two gradients, and all that happens to them is that they are added:
-their sum is combined instead of each, by an all_reduce or a reduce_scatter.
+*Added.* A parameter that is used twice, as tied embeddings are, has two gradients that are only added: their sum is combined instead of
+each, by an all_reduce or a reduce_scatter.
 
-*Accumulated.* What a scan adds to a value that it only carries along, as a backward scan does with the gradient of a weight, is added up
-partial, and all_reduced once, after the loop, as wide as it is carried. What is reduce_scattered stays inside: a trip's part is all that a
-device then has to carry.
+*Accumulated.* Partial sums that a scan adds to a value that it only carries, as a backward scan does with the gradient of a weight, are
+added up partial, and all_reduced once, after the loop, as wide as they are carried. A reduce_scatter stays inside the loop: a device then
+has to carry its own part alone.
 
-Both reach through what only rearranges, scales or widens elements, where nobody reads it in another layout than it is made in. XLA does
-the like where it sees fit (``all-reduce-reassociate``, ``reduce-scatter-reassociate``, ``while-loop-all-reduce-code-motion``: openxla/xla,
-xla/hlo/transforms/collectives), but not with what `autoshard.lower.manual` combines: a barrier stands behind each combination.
+Both reach through ops that only rearrange, scale or widen elements, where their results are read in no other layout than they are made in.
+XLA does the like where it sees fit (``all-reduce-reassociate``, ``reduce-scatter-reassociate``, ``while-loop-all-reduce-code-motion``:
+openxla/xla, xla/hlo/transforms/collectives), but not with what `autoshard.lower.manual` combines: a barrier stands behind each combination.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Accumulation:
     Attributes:
         holder: the value that is carried.
         op: the index of the addition.
-        side: the op that makes what is added.
+        side: the op that makes the summand.
         between: the values on the way from the addition to that op.
         carrying: those from the carried value to the addition, and from there to the next trip.
         widened: how many times a number of the side's bytes one of the carried value has.
@@ -66,13 +66,13 @@ class PartialSums:
     Attributes:
         additions: in program order.
         accumulations: innermost loops' too.
-        accumulated: per op index, over how many trips of its innermost loop its result is added up unread, if what is on the way lies as it
-            does; else 1. So much cheaper searches take its combination to be.
+        accumulated: per op index, over how many trips of its innermost loop its result is added up unread, if the layouts on the way are
+            its own; else 1. Searches divide the cost of its combination by that.
         over: the same, whatever is on the way.
-        widened: per op index, how many times a number of such a result's bytes one of what the loop carries has, or 1.
-        made_by: of such results, and what only carries them, the op.
+        widened: per op index, how many times as wide as such a result the loop's carry is, or 1.
+        made_by: per such result, and per value that it only passes through, the op that makes it.
         ways: the values on the way to additions, and those that are carried.
-        makers: per such value the op that makes it; what enters a loop has none.
+        makers: per such value the op that makes it; a loop's carry has none.
     """
 
     additions: tuple[Addition, ...]
@@ -86,7 +86,7 @@ class PartialSums:
 
 
 def partial_sums(graph: Graph, readers: Sequence[Sequence[int]]) -> PartialSums:
-    """What a program only adds up; linear in its size.
+    """The partial sums that a program only adds up; linear in its size.
 
     Args:
         readers: per value, the op indices that read it.
@@ -123,7 +123,7 @@ def partial_sums(graph: Graph, readers: Sequence[Sequence[int]]) -> PartialSums:
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """What of a program's partial sums an assignment adds before it combines them.
+    """The partial sums of a program that an assignment adds before it combines them.
 
     Attributes:
         values: those that stay partial.
@@ -139,12 +139,12 @@ class Late:
 
 
 def late_sums(graph: Graph, rules: Sequence[Rule | None], assignment: Assignment, sums: PartialSums) -> Late:
-    """What stays partial until it is added up: what one collective combines, and is read in no other layout on its way."""
+    """The values that stay partial until they are added up: one collective combines each, and none is read in another layout on its way."""
     return _Late(graph, rules, assignment, sums).found()
 
 
 def carried_move(move: Combination, op: Op, layout: tuple[int, ...]) -> Combination:
-    """The move that combines what an op carries on, of the one that combines its operand; ``layout`` is the result's."""
+    """The move that combines an op's result, of the one that combines its operand; ``layout`` is the result's."""
     kind, operator, axes, before, after = move
     if op.primitive == "transpose":
         where = {dim: new for new, dim in enumerate(op.params["permutation"])} | {-1: -1}
@@ -181,11 +181,11 @@ class _Late:
         return Late(frozenset(values), frozenset(self.pending), loops, frozenset(once))
 
     def _move(self, side: int, way: tuple[int, ...]) -> Combination | None:
-        """The one move that combines what an addition reads of an op, at the end of the way; None where there is no such one."""
+        """The one move that combines an op's result at the end of the way, where an addition reads it; None where there is no such one."""
         move = self.pending.get(side) or self._combined(self.ops[side])
         for value in reversed(way[:-1]):
             op = self.ops[self.sums.makers[value]]
-            of_parts = linear(op.primitive) == "carries"  # the other operand of what scales is split as the sum will be
+            of_parts = linear(op.primitive) == "carries"  # the other operand of a scaling is split as the sum will be
             if move is None or not self._as_it_is(op) or not (of_parts or move[0] == "all_reduce"):
                 return None
             move = carried_move(move, op, self.assignment.layout(value))
@@ -201,7 +201,7 @@ class _Late:
         return moves[0] if len(moves) == 1 and moves[0][1] == "sum" else None
 
     def _as_it_is(self, op: Op) -> bool:
-        """Whether an op reads and makes what is added in the layouts in which it lies."""
+        """Whether an op reads and makes summands in their own layouts."""
         rule, choice, layout = self.rules[op.index], self.assignment.choice(op.index), self.assignment.layout
         if rule is None or reductions(rule, choice):
             return False
@@ -228,7 +228,7 @@ class _Finder:
     def _keeps(self, way: tuple[int, ...], widened: bool) -> bool:
         """Whether a way's values, the last one first, have as many elements, which are widened at most, if they may be.
 
-        What is rounded would be rounded once, not for each part; of one number that is added to many there would be many partial sums.
+        Parts would be rounded each, not once their sum; and one number that is added to many elements would become many partial sums.
         """
         values = [self._values[value] for value in reversed(way)]
         widths = [value.itemsize for value in values]
@@ -236,7 +236,7 @@ class _Finder:
         return keep and len({value.size for value in values}) == 1
 
     def accumulation(self, loop: Op, holder: Holder) -> Accumulation | None:
-        """What a loop does nothing with but add it to a value that it carries along."""
+        """The partial sum that a loop only adds to a carry; None where there is none."""
         body = loop.bodies[0]
         kept = [flow.value for flow in holder.sources if flow.inside]
         if len(kept) != 1 or body.outputs.count(kept[0]) != 1 or not set(holder.views) <= set(loop.results):
@@ -253,18 +253,18 @@ class _Finder:
         return Accumulation(holder.value, addition, side, way, (*entering, *after), widened)
 
     def follows(self, way: tuple[int, ...]) -> bool:
-        """Whether all that is on a way lies as what it begins with does."""
+        """Whether all values on a way have the layout of the first."""
         return all(linear(self._makers[value].primitive) in ("carries", "scales") for value in way[:-1])
 
     def carried(self, value: int) -> list[int]:
-        """A value of one reader, and what only carries it to where it is added."""
+        """A value of one reader, and the values that it passes through until it is added."""
         found = [value]
         while self._carried(op := self._ops[self._readers[found[-1]][0]]) == found[-1] and linear(op.primitive) in ("carries", "scales"):
             found.append(op.results[0])
         return found
 
     def made(self, value: int) -> tuple[int | None, tuple[int, ...]]:
-        """The op that computes a value for one reader, seen through what carries it on, and the values on the way."""
+        """The op that computes a value for one reader, seen through ops that pass partial sums on, and the values on the way."""
         between = []
         while len(self._readers[value]) == 1 and value not in self._returned:
             between.append(value)
@@ -278,7 +278,7 @@ class _Finder:
         return None, ()
 
     def _onwards(self, value: int) -> tuple[list[int], int | None]:
-        """A value and what carries it on, with the only reader of the last."""
+        """A value and those that it passes through, with the only reader of the last."""
         way = [value]
         while len(self._readers[way[-1]]) == 1:
             op = self._ops[self._readers[way[-1]][0]]
@@ -300,7 +300,7 @@ class _Finder:
         return op.operands[0] if linear(op.primitive) in ("carries", "regroups") or sums_nothing else None
 
     def _rounds(self, op: Op) -> bool:
-        """Whether an op makes whole numbers of what is none: of parts these would add up to another sum."""
+        """Whether an op rounds to whole numbers: those of parts would add up to another sum."""
         whole = [self._values[value].dtype.lstrip("u").startswith("int") for value in (op.operands[:1] + op.results[:1])]
         return (op.primitive == "convert_element_type" and whole == [False, True]) or (op.primitive == "div" and any(whole))
 

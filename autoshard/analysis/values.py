@@ -7,7 +7,7 @@ from autoshard.primitives import is_computed_once
 
 
 def readers_of(graph: Graph) -> list[list[int]]:
-    """Per value the indices of the ops that read it; control flow reads what it hands to its bodies."""
+    """Per value the indices of the ops that read it; control flow reads the values that it hands to its bodies."""
     found: list[list[int]] = [[] for _ in graph.values]
     for op in graph.walk():
         for value in dict.fromkeys((*op.operands, *(flow.value for holder in op.holders for flow in holder.sources))):
@@ -16,7 +16,7 @@ def readers_of(graph: Graph) -> list[list[int]]:
 
 
 def free_values(graph: Graph) -> list[bool]:
-    """Per value whether it is an expansion of constants: literals, iota, and what the partitioner computes again from those."""
+    """Per value whether it is an expansion of constants: literals, iota, and values that the partitioner computes again from those."""
     free = [False] * len(graph.values)
     for literal in graph.literals:
         free[literal] = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
-from autoshard.compilers.program_facts import Profile
+from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.ir import Assignment, Graph, Mesh
 from autoshard.lower import abstract_mesh, obstacle
 from autoshard.primitives import is_matrix, is_self_partitioned
@@ -15,7 +15,7 @@ MUCH = 0.1  # of all work: an axis that repeats no more of it may be worth what 
 WORTH = 0.01  # of all products' work: what does less is not worth a note
 
 
-def without_rules(facts: Profile) -> list[str]:
+def without_rules(facts: ProgramFacts) -> list[str]:
     """What stays replicated for want of a rule, and what stays as its author partitioned it."""
     values = facts.graph.values
     without = Counter(
@@ -62,12 +62,12 @@ def _idle(graph: Graph, assignment: Assignment) -> list[str]:
     return found
 
 
-def whole(facts: Profile, assignment: Assignment) -> list[str]:
+def whole(facts: ProgramFacts, assignment: Assignment) -> list[str]:
     """The mesh axes that shard nothing, those that repeat much of the work, the matrix products whose work some axis repeats, and why."""
     return [*_idle(facts.graph, assignment), *_repeating(facts, assignment), *_repeated(facts, assignment)]
 
 
-def _repeating(facts: Profile, assignment: Assignment) -> list[str]:
+def _repeating(facts: ProgramFacts, assignment: Assignment) -> list[str]:
     """The mesh axes whose devices repeat each other's work in more than a tenth of all products; without products, of all operations."""
     ops = [op for op in facts.graph.walk() if not op.bodies]
     products = [op for op in ops if is_matrix(op.primitive)]
@@ -81,7 +81,7 @@ def _repeating(facts: Profile, assignment: Assignment) -> list[str]:
     return found
 
 
-def _repeated(facts: Profile, assignment: Assignment) -> list[str]:
+def _repeated(facts: ProgramFacts, assignment: Assignment) -> list[str]:
     """By mesh axis the largest products that it does not split, where no size of theirs divides by it."""
     products = [op for op in facts.graph.walk() if is_matrix(op.primitive)]
     total, found = sum(op.trips * facts.flops[op.index] for op in products), []

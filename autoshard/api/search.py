@@ -25,7 +25,7 @@ from autoshard.api.strategy import Strategy, record_of
 from autoshard.budgets import BUDGETS
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
-from autoshard.compilers.program_facts import Profile, profile
+from autoshard.compilers.program_facts import ProgramFacts, program_facts
 from autoshard.errors import InfeasibleError, ShardingError
 from autoshard.ir import Graph, Mesh, check_divides, spec_to_layout
 from autoshard.ir.naming import matching
@@ -192,7 +192,7 @@ class Prepared:
     """
 
     traced: Traced
-    facts: Profile
+    facts: ProgramFacts
     cluster: Cluster
     meshes: tuple[Mesh, ...]
     most_axes: int
@@ -293,7 +293,7 @@ def evaluate(
     return Strategy(record_of(traced, cluster, placing, solution, _Given(), notes), traced)
 
 
-def _recomputing(facts: Profile, model: CostModel, solution: Solution) -> Solution:
+def _recomputing(facts: ProgramFacts, model: CostModel, solution: Solution) -> Solution:
     """A solution with what the compiler computes again, where it holds about as much as the device has."""
     judgement = solution.judgement
     again = recomputation(facts, model, judgement)
@@ -331,12 +331,12 @@ def _limit(cluster: Cluster, memory_limit_bytes: float | None) -> float:
     return memory_limit_bytes
 
 
-def _traced(fn, args, donate_argnums, axis_names, cluster: Cluster) -> tuple[Traced, Profile, dict[str, float]]:
-    """The traced function, its profile for the cluster's compiler, and what tracing took."""
+def _traced(fn, args, donate_argnums, axis_names, cluster: Cluster) -> tuple[Traced, ProgramFacts, dict[str, float]]:
+    """The traced function, its facts for the cluster's compiler, and what tracing took."""
     started = time.perf_counter()
     donated = (*several(donate_argnums), *(fn.donate_argnums if isinstance(fn, Sharded) else ()))
     traced = trace(plain(fn), *args, donate_argnums=donated, axis_names=tuple(dict.fromkeys(axis_names)), own_donation=True)
-    facts = profile(traced.graph, rules_of(traced.graph), compiler_of(cluster))
+    facts = program_facts(traced.graph, rules_of(traced.graph), compiler_of(cluster))
     return traced, facts, {"trace_seconds": time.perf_counter() - started, "n_ops": len(traced.graph.walk())}
 
 

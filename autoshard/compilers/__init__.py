@@ -1,4 +1,4 @@
-"""What compilers do with a planned program: one class a target, and the engine of fusion, orders and buffers that they share."""
+"""Models of compilers: one class a target, and the engine of fusion, kernel orders and buffer assignment that they share."""
 
 from autoshard.cluster import Cluster
 from autoshard.compilers.base import Compiler

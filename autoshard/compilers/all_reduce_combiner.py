@@ -1,4 +1,4 @@
-"""Which partial sums XLA combines by one all_reduce, so that what waits for one of them waits for all.
+"""The partial sums that XLA combines by one all_reduce: an op that needs one of them waits for all.
 
 Its combiner (``CombineInstructionsByKey``, openxla/xla, xla/service/collective_combiner_utils.h) goes through a program result by result,
 what the first one needs first, and takes all_reduces of one data type and one group of devices as long as none needs what another one
@@ -67,10 +67,10 @@ def sums_of(graph: Graph, fusion: Fusion) -> Sums:
 
 
 def _make_together(graph: Graph, fusion: Fusion, place: Mapping[int, int], needs: dict[int, int]) -> None:
-    """Adds what reductions wait for since one kernel makes them along with others of as many elements that read the same.
+    """Adds the sums that reductions need since one kernel computes them along with others of as many elements that read the same value.
 
     So the shares of a mixture's experts are summed with their softmax's gradient, ``(f32[4], f32[16384])`` in libtpu 0.0.42. Reductions of
-    what lies in memory are made by the kernel that writes it there.
+    values in memory are computed by the kernel that stores those.
     """
     ops, values = graph.walk(), graph.values
     reduced = {op: ops[op].operands[0] for op in place if not is_matrix(ops[op].primitive)}
@@ -135,7 +135,7 @@ def sent_with(graph: Graph, sums: Sums, partials: Mapping[int, Step], op: int, m
 
 
 def is_formed(value: Value, step: Step, mesh: tuple[int, ...]) -> bool:
-    """Whether compilers make one reduce_scatter of what is scattered: along one dimension, and in whole tiles of 128 lanes and 8 rows.
+    """Whether compilers form a reduce_scatter: along one dimension, and in whole tiles of 128 lanes and 8 rows.
 
     Otherwise XLA:TPU makes an all_reduce and slices of it, mostly: 812 of 824 ``all-reduce-scatter`` in 390 programs have such parts,
     whichever dimensions are innermost; ``f32[5120,1280]`` was all_reduced where 4 x 2 devices wanted 1280 x 640 each.

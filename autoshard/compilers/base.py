@@ -1,8 +1,8 @@
-"""What a compiler does with a planned program, as far as its time and memory depend on it: one class a target.
+"""The model of a compiler, as far as a planned program's time and memory depend on it: one class a target.
 
-A plan says which collectives run and how every value is sharded. The rest is the compiler's: what it fuses, which values it writes to
-memory, in which order kernels run, what it sends while they do, what it computes again. `Compiler` is XLA as far as all targets share it,
-and what is assumed of one that nobody has studied; a target overrides what was seen to differ.
+A plan says which collectives run and how every value is sharded. The rest is the compiler's: fusion, the values that it
+stores, the order of kernels, collectives that run beside them, rematerialisation. `Compiler` is XLA as far as all targets share it, and the
+assumption for one that has not been studied; a target overrides the methods in which it was seen to differ.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autoshard.cost.reshard import Step
 from autoshard.ir import Assignment, Graph, Layout
 
 if TYPE_CHECKING:
-    from autoshard.compilers.program_facts import Profile
+    from autoshard.compilers.program_facts import ProgramFacts
 
 Options = Mapping[str, bool | int | float | str]
 Copies = Mapping[tuple[int, Layout], Copy]
@@ -33,7 +33,7 @@ Partials = Mapping[int, Step]
 
 @dataclass(frozen=True, slots=True)
 class Recomputed:
-    """What a device holds at most once some kernels run twice, and those, in the order in which they are chosen."""
+    """The peak memory of a device once some kernels run twice, and those, in the order in which they are chosen."""
 
     peak_bytes: float
     kernels: tuple[Kernel, ...]
@@ -44,14 +44,14 @@ class Compiler:
     """The compiler of one device.
 
     Attributes:
-        device: what it compiles for.
+        device: the device that it compiles for.
         overlap: whether collectives may run while the device computes.
         demotes_operands: whether float32 operands of products at default precision are sent as bfloat16.
-        gathers_ahead: whether loops may gain where each trip gathers what the next one reads.
+        gathers_ahead: whether loops may gain where each trip gathers weights for the next one.
         kernel_by_kernel: whether each kernel's traffic is known, with the ends and buffers of its own.
         product_per_window: whether a convolution is one matrix product for each position of its window.
         wide_bytes: of the buffers through which kernels pass results that are narrower; 0 where there are none.
-        unfused_bytes: an element, that an op costs which is fused with nothing, beyond what it moves.
+        unfused_bytes: an element, beyond those that it moves, that an op costs which is fused with nothing.
         reduces_in_place: whether an all_reduce in a loop writes where it reads.
         memory_goal: the share of a device's memory from which on it computes values again; 0 where it never does.
     """
@@ -93,7 +93,7 @@ class Compiler:
 
     @property
     def fusion_rules(self) -> FusionRules:
-        """What ends a fusion, and what is computed again for each reader."""
+        """How it fuses, and when it computes values again for each reader."""
         return FusionRules()
 
     @property
@@ -107,7 +107,7 @@ class Compiler:
         return Orders(found, best := shortest(graph, found), best, frozenset())
 
     def traffic(self, graph: Graph, fusion: Fusion) -> tuple[Traffic, ...]:
-        """Per op, what it moves to and from memory."""
+        """Per op, the bytes that it moves to and from memory."""
         return traffic_by_op(graph, fusion)
 
     def padding(self, shape: tuple[float, ...], minor: Minor | None) -> float:
@@ -120,15 +120,15 @@ class Compiler:
 
     # -- memory --
 
-    def buffers(self, profile: Profile, assignment: Assignment, copies: Copies, partials: Partials) -> tuple[Buffers, ...]:
-        """What a device holds in the order that holds least unsharded, and in others where the compiler may hold more than that."""
-        return (buffers(profile, assignment, copies, partials),)
+    def buffers(self, facts: ProgramFacts, assignment: Assignment, copies: Copies, partials: Partials) -> tuple[Buffers, ...]:
+        """The buffers of a device in the order whose unsharded peak is least, and in other orders that the compiler may take."""
+        return (buffers(facts, assignment, copies, partials),)
 
-    def recomputed(self, profile: Profile, held: Buffers, alone: Callable[[Kernel], bool], memory_bytes: float) -> Recomputed | None:
-        """What it computes again until no more than its goal is held; None where that is not to be had.
+    def recomputed(self, facts: ProgramFacts, held: Buffers, alone: Callable[[Kernel], bool], memory_bytes: float) -> Recomputed | None:
+        """The kernels that it runs again until the peak is within its goal; None where it does not get there.
 
         Args:
-            alone: whether a kernel computes what it makes without other devices.
-            memory_bytes: what a device offers.
+            alone: whether a kernel needs no other devices.
+            memory_bytes: the memory of a device.
         """
         return None

@@ -1,6 +1,6 @@
 """Demotion to bfloat16 before collectives: of values of which only bfloat16 is demanded.
 
-XLA:TPU rounds operands of float32 products beforehand, and where nothing else reads what a collective brings, before the collective: half
+XLA:TPU rounds operands of float32 products beforehand, and where nothing else reads a collective's result, before the collective: half
 the bytes (modules compiled by libtpu 0.0.42: gathered float32 weights of fully sharded steps). Results of products keep their width, and so
 do values that are also reduced.
 """
@@ -22,9 +22,9 @@ def is_demoted(demand: Demand) -> bool:
 def single_rows(graph: Graph) -> dict[int, frozenset[int]]:
     """The values that become one row of each matrix of a batched product, each with the gathered values that others are computed from.
 
-    Where such a value stands beside one that is gathered and not sent, XLA:TPU rounds the rows when they lie beside each other, and what an
-    all_to_all brings is float32: ``f32[2048,8,16] all-to-all`` before ``bf16[16384,7,16] concatenate`` in a recommender. It rounds two rows
-    first, those of a plain product, and those beside arguments, products, sums, or what is sent itself (21 programs, libtpu 0.0.42).
+    Where such a value is put beside one that is gathered and not sent, XLA:TPU rounds the rows once they are together, and an all_to_all
+    before that moves float32: ``f32[2048,8,16] all-to-all`` before ``bf16[16384,7,16] concatenate`` in a recommender. It rounds two rows
+    first, those of a plain product, and those beside arguments, products, sums, or rows that are sent, too (21 programs, libtpu 0.0.42).
     """
     values = graph.values
     rows: set[tuple[int, int]] = set()  # values, with the dimension that numbers the rows

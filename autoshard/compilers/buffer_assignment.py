@@ -1,11 +1,11 @@
-"""Peak memory of one device: what is alive when, of the values that a fused program stores.
+"""Peak memory of one device by the liveness of the values that a fused program stores.
 
-*Order.* Kernels run in program order, or in that of a list scheduler, whichever holds less: compilers try both and keep the better one.
-A list scheduler makes what is small before what is large; others make it where it is needed.
-*Buffers.* A value lives from the kernel that makes it to the last one that reads it, an argument throughout. A result that replaces a
-donated argument takes its place; so does an elementwise result that of an operand that dies with it. What a loop carries or stacks lives
-as long as the loop, its body's own values within. Copies in other layouts live from their first to their last reader. Partial gradients
-wait for those that they are combined with.
+*Order.* Kernels run in program order, or in that of a list scheduler, whichever peak is lower: compilers try both.
+A list scheduler computes small values before large ones; others compute each where it is needed.
+*Buffers.* A value is live from the kernel that makes it to the last one that reads it, an argument throughout. A result that replaces a
+donated argument takes its place; so does an elementwise result that of an operand that dies with it. A loop's carries and stacks are live
+as long as the loop, its body's own values within. Copies in other layouts are live from their first to their last reader, partial gradients
+until they are combined with others.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from autoshard.cost.reshard import Step
 from autoshard.ir import Assignment, Layout, Op, operand_layout, shards
 
 if TYPE_CHECKING:
-    from autoshard.compilers.program_facts import Profile
+    from autoshard.compilers.program_facts import ProgramFacts
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The largest number of bytes alive at once on a device, and what it is made of.
+    """The largest number of bytes live at once on a device, and the buffers that it consists of.
 
     Attributes:
-        nbytes: the sum of what is alive then.
+        nbytes: the sum of live buffers.
         moment: when it is, as in `Lifetimes`.
         alive: the values that are.
         held: the bytes of each.
         copies: the values that are alive in other layouts too, each with the bytes of such a copy.
         partials: the ops whose results are not scattered yet, each with the bytes of those.
-        spare_bytes: what another assignment's short-lived values may hold beyond these, since fast memory has room for them.
+        spare_bytes: by how much another assignment's short-lived values may exceed these, since fast memory has room for them.
     """
 
     nbytes: float
@@ -50,7 +50,7 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A value's copy in another layout: what a device holds of it, the ops that read it first and last, and whether it is rounded first."""
+    """A value's copy in another layout: its bytes on a device, the ops that read it first and last, and whether it is rounded first."""
 
     nbytes: float
     first: int
@@ -60,12 +60,12 @@ class Copy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Buffers:
-    """What a device holds in one order of a program's kernels, and when.
+    """The buffers of a device in one order of a program's kernels, and their lives.
 
     Attributes:
         times: the order, and the lives of the buffers of values in it; those come first.
         copies: the values that are alive in other layouts too; their copies come next.
-        partials: the ops whose results are not scattered yet; those come then, and last what has no name.
+        partials: the ops whose results are not scattered yet; those come then, and last buffers without a name.
         held, born, dies: per buffer its bytes, the first moment of its life and the first after it.
         usage: per moment the bytes of all that is alive.
     """
@@ -99,14 +99,14 @@ class Draft:
     """Buffers before it is known which of them are in a device's memory.
 
     Attributes:
-        profile, assignment: the program, and where each value is.
+        facts, assignment: the program, and where each value is.
         copies: the values with copies in other layouts.
         partials: the ops whose partial results are stored.
         sizes: bytes of a device's part of each value that has a buffer, in the order of `Lifetimes.values`.
-        more: bytes, birth and death of what comes after those: copies, partial results, and then what has no name.
+        more: bytes, birth and death of the buffers after those: copies, partial results, and then those without a name.
     """
 
-    profile: Profile
+    facts: ProgramFacts
     assignment: Assignment
     copies: tuple[int, ...]
     partials: tuple[int, ...]
@@ -124,41 +124,41 @@ class Draft:
 
     def placed(self, held: np.ndarray, born: np.ndarray, dies: np.ndarray) -> Buffers:
         """The buffers."""
-        times = self.profile.lifetimes
+        times = self.facts.lifetimes
         return Buffers(times, self.copies, self.partials, held, born, dies, usage(times.moments, held, born, dies))
 
 
 def peak_memory(
-    profile: Profile, assignment: Assignment, copies: Mapping[tuple[int, Layout], Copy], partials: Mapping[int, Step]
+    facts: ProgramFacts, assignment: Assignment, copies: Mapping[tuple[int, Layout], Copy], partials: Mapping[int, Step]
 ) -> Peak:
     """The peak of a program; arguments are those of `buffers`."""
-    first, *others = profile.compiler.buffers(profile, assignment, copies, partials)
-    peak = first.peak(profile.compiler.fast_memory_bytes)
+    first, *others = facts.compiler.buffers(facts, assignment, copies, partials)
+    peak = first.peak(facts.compiler.fast_memory_bytes)
     return replace(peak, nbytes=max((peak.nbytes, *(float(other.usage.max()) for other in others))))
 
 
 def buffers(
-    profile: Profile, assignment: Assignment, copies: Mapping[tuple[int, Layout], Copy], partials: Mapping[int, Step]
+    facts: ProgramFacts, assignment: Assignment, copies: Mapping[tuple[int, Layout], Copy], partials: Mapping[int, Step]
 ) -> Buffers:
-    """What a device holds in the profile's best order.
+    """The buffers of a device in the best order.
 
     Args:
         assignment: where each value is.
         copies: by value number and layout.
         partials: per op index how its result is combined with other devices'.
     """
-    times, share = profile.lifetimes, shares(profile, assignment)
+    times, share = facts.lifetimes, shares(facts, assignment)
     moved = [(copy.nbytes, times.starts[copy.first], times.ends[copy.last]) for copy in copies.values()]
-    stored = stored_partials(profile, partials, share, assignment.mesh.sizes)
+    stored = stored_partials(facts, partials, share, assignment.mesh.sizes)
     moved += [(partials[op].nbytes, times.starts[op], times.ends[last]) for op, last in stored.items()]
-    moved += scattered_apart(profile, assignment, share)
-    draft = Draft(profile, assignment, tuple(value for value, _ in copies), tuple(stored), [share(value) for value in times.values], moved)
+    moved += scattered_apart(facts, assignment, share)
+    draft = Draft(facts, assignment, tuple(value for value, _ in copies), tuple(stored), [share(value) for value in times.values], moved)
     return draft.placed(draft.held(), *draft.lives(times.born, times.dies))
 
 
-def shares(profile: Profile, assignment: Assignment) -> Callable[[int], float]:
-    """The bytes that a device holds of a value, by its number."""
-    constant, values, mesh = _loop_constants(profile, assignment), profile.graph.values, assignment.mesh.sizes
+def shares(facts: ProgramFacts, assignment: Assignment) -> Callable[[int], float]:
+    """The bytes of a device's part of a value, by its number."""
+    constant, values, mesh = _loop_constants(facts, assignment), facts.graph.values, assignment.mesh.sizes
 
     def share(value: int) -> float:
         return constant[value] if value in constant else values[value].nbytes / shards(assignment.layout(value), mesh)
@@ -166,45 +166,47 @@ def shares(profile: Profile, assignment: Assignment) -> Callable[[int], float]:
     return share
 
 
-def read_in(profile: Profile, assignment: Assignment, op: Op, value: int) -> list[Layout]:
+def read_in(facts: ProgramFacts, assignment: Assignment, op: Op, value: int) -> list[Layout]:
     """The layouts in which an op reads a value; none of one with bodies, and of one without a rule the whole."""
-    rule, choice = profile.rules[op.index], assignment.choice(op.index)
+    rule, choice = facts.rules[op.index], assignment.choice(op.index)
     whole = (-1,) * len(choice)
     return [
         operand_layout(rule, choice, k) if rule else whole for k, operand in enumerate(op.operands) if operand == value and not op.bodies
     ]
 
 
-def _loop_constants(profile: Profile, assignment: Assignment) -> dict[int, float]:
-    """Per value that is made of constants and read by loops the bytes that a device holds of it.
+def _loop_constants(facts: ProgramFacts, assignment: Assignment) -> dict[int, float]:
+    """Per value that is made of constants and read by loops the bytes of a device's part.
 
-    A loop that reads it as it lies makes it again in each trip (``while-loop-constant-sinking``, openxla/xla, xla/service; modules of
-    libtpu 0.0.42 carry ``pred[1024,1024]`` for masks of 64 x 16 such). One that reads a slice is handed what it is a slice of.
+    A loop that reads it in its own layout computes it again in each trip (``while-loop-constant-sinking``, openxla/xla, xla/service;
+    modules of libtpu 0.0.42 carry ``pred[1024,1024]`` for masks of 64 x 16 such). One that reads a slice is handed the whole.
     """
-    graph, root, mesh = profile.graph, profile.fusion.root, assignment.mesh.sizes
+    graph, root, mesh = facts.graph, facts.fusion.root, assignment.mesh.sizes
     ops, found = graph.walk(), {}
     for op in ops:
         for holder in op.holders if op.bodies else ():
             value, whole = root[holder.value], assignment.layout(holder.value)
-            if profile.free[value]:
+            if facts.free[value]:
                 sliced = any(
                     layout != whole
-                    for reader in profile.readers[holder.value]
-                    for layout in read_in(profile, assignment, ops[reader], holder.value)
+                    for reader in facts.readers[holder.value]
+                    for layout in read_in(facts, assignment, ops[reader], holder.value)
                 )
                 held = graph.values[value].nbytes / shards(whole, mesh) if sliced else 0.0
                 found[value] = max(found.get(value, 0.0), held)
     return found
 
 
-def stored_partials(profile: Profile, partials: Mapping[int, Step], share: Callable[[int], float], mesh: tuple[int, ...]) -> dict[int, int]:
-    """Per op whose partial result is stored the op that it waits for until it is combined.
+def stored_partials(
+    facts: ProgramFacts, partials: Mapping[int, Step], share: Callable[[int], float], mesh: tuple[int, ...]
+) -> dict[int, int]:
+    """Per op whose partial result is stored the last op before it is combined.
 
-    Gradients wait for those that they are combined with: XLA puts each into the first collective that has room. What is all_reduced
-    though only slices of it are wanted lies whole until the last of those is made. Others are combined at once, and stored if their
-    readers do not find them in registers.
+    Gradients are stored until those that they are combined with are there: XLA puts each into the first collective that has room. A result
+    that is all_reduced though only slices of it are read is stored whole until the last of those is made. Others are combined at once, and
+    stored if their readers are other kernels.
     """
-    fusion, ops, values, ends = profile.fusion, profile.graph.walk(), profile.graph.values, profile.lifetimes.ends
+    fusion, ops, values, ends = facts.fusion, facts.graph.walk(), facts.graph.values, facts.lifetimes.ends
     groups: list[tuple[float, list[int]]] = []
     found: dict[int, int] = {}
     whole: list[int] = []
@@ -223,16 +225,16 @@ def stored_partials(profile: Profile, partials: Mapping[int, Step], share: Calla
     return found | {op: max(members, key=ends.__getitem__) for members in (whole, *(members for _, members in groups)) for op in members}
 
 
-def scattered_apart(profile: Profile, assignment: Assignment, share: Callable[[int], float]) -> Iterator[tuple[float, int, int]]:
-    """Bytes, birth and death of what is scattered into zeros, beyond what those are added to: it lies apart if it is sharded otherwise.
+def scattered_apart(facts: ProgramFacts, assignment: Assignment, share: Callable[[int], float]) -> Iterator[tuple[float, int, int]]:
+    """Bytes, birth and death of scatters into zeros, beyond the sums that they are added to: stored apart where sharded otherwise.
 
     So of a loss that looks up logits of a sharded vocabulary: XLA:GPU scatters into ``f32[4,1024,32768]`` and takes the half of that then.
     """
-    ops, fusion, times = profile.graph.walk(), profile.fusion, profile.lifetimes
+    ops, fusion, times = facts.graph.walk(), facts.fusion, facts.lifetimes
     for scatter, op in fusion.scattered:
         (value,), (total,) = ops[scatter].results, ops[op].results
         place = times.places.get(fusion.root[total])
-        if place is not None and set(read_in(profile, assignment, ops[op], value)) != {assignment.layout(value)}:
+        if place is not None and set(read_in(facts, assignment, ops[op], value)) != {assignment.layout(value)}:
             yield max(share(value) - share(fusion.root[total]), 0.0), int(times.born[place]), int(times.dies[place])
 
 

@@ -1,27 +1,29 @@
-"""Which values of a program lie in memory once a compiler has fused it, and the kernels that make them.
+"""Fusion: which values of a program a compiler stores in memory, and the kernels that compute them.
 
 Between two values in memory everything is arithmetic in registers. What ends a fusion:
 
-- *Anchors*: matrix products and convolutions, gathers, scatters, sorts, loops, interleaving. Their results lie in memory, and so do the
-  operands of all but products, which compute what they read.
-- *Pieces*: what is put together for a convolution lies in memory; the convolution puts it together as it reads it.
-- *Epilogues*: what is done to a product's every element before anything else reads it is done by the product's own kernel; the value
-  where its readers part lies in memory instead (a bias is added, a residual too; scores in float32 before a softmax). Where all that
-  is done is to widen it, its readers do. What a reduction alone reads is reduced there, and lies nowhere.
-- *Recomputation*: any other elementwise value is computed by each of its readers again where that moves less memory than keeping it:
-  of ``s`` times its bytes and ``r`` reading kernels, ``s * r < s + 1 + r``. So a softmax is computed again from its scores, and a
-  normalised activation from the activation; a sum of three is kept, and bfloat16 made of float32 scores and their gradient.
-- *Work*: whatever several readers would compute is kept, once computing it takes a core longer than writing and reading it takes the
-  chip: the probabilities of float32 scores on v5p, whose memory is fast, but not on v5e.
-- *Slices*: a value of which several slices are read, or one with strides, lies in memory; what reads them computes no part of it.
-- *Reductions* lie in memory: they are small.
+- *Anchors*: matrix products and convolutions, gathers, scatters, sorts, loops, interleaving. Their results are stored, and so are the
+  operands of all but products, which compute their operands as they read them.
+- *Pieces*: operands of a concatenation for a convolution are stored; the convolution reads it from its pieces.
+- *Epilogues*: elementwise ops on a product's result, up to the first value with several readers, are part of the product's kernel, and
+  that value is stored instead (a bias is added, a residual too; scores in float32 before a softmax). Where they only widen, the readers do
+  so. A result that one reduction alone reads is reduced in the product's kernel, and not stored.
+- *Recomputation*: any other elementwise value is computed by each of its readers again where that moves less memory than storing it:
+  where its sources have ``s`` times its bytes and ``r`` kernels read it, ``s * r < s + 1 + r``. So a softmax is computed again from its
+  scores, and a normalised activation from the activation; a sum of three is stored, and so is bfloat16 made of float32 scores and their
+  gradient.
+- *Work*: a value that several readers would compute is stored where computing it takes a core longer than writing and reading it takes
+  the chip: the probabilities of float32 scores on v5p, whose memory is fast, but not on v5e.
+- *Slices*: a value of which several slices are read, or one with strides, is stored; their readers compute no part of it.
+- *Reductions* are stored: they are small.
 
 Seen in the schedules that XLA:TPU (libtpu 0.0.42) makes of train steps. XLA:GPU (jaxlib 0.10.2, compiled for H100) differs in this:
 
-- *Libraries*: products and convolutions are calls of cuBLAS and cuDNN: what they read and make lies in memory as it is, without epilogue.
-- *Gathers* are fused, and compute what they take: a loss that looks up float32 logits reads those in bfloat16 that a product made.
-- *Scatters* compute what they add, one-hot ones too, and write where their operand lies; where they add to zeros, what is added to
-  those comes first: the gradient of logits is made in float32, the targets' share is scattered into it, and it is rounded then.
+- *Libraries*: products and convolutions are calls of cuBLAS and cuDNN: their operands and results are stored, without epilogue.
+- *Gathers* are fused, and compute the elements that they take: a loss that looks up float32 logits reads those in bfloat16 that a product
+  made.
+- *Scatters* compute their updates, one-hot ones too, and write in place of their operand; where that is zeros, and another summand is added
+  later, in place of that one: the gradient of logits is made in float32, the targets' share is scattered into it, and it is rounded then.
 
 Linear in the program's size.
 """
@@ -57,12 +59,12 @@ MOST = 6  # sources, or readers, that are told apart; more than this many are as
 
 @dataclass(frozen=True, slots=True)
 class FusionRules:
-    """What differs from compiler to compiler.
+    """How one compiler fuses.
 
     Attributes:
         patience: vector operations on an element, for each of its bytes, from which a value is kept that several kernels would compute.
         heavier: vector operations an element, by primitive, where the compiler weighs them otherwise than the table of primitives.
-        hides: what a kernel moves beside the value hides work: this times as much is hidden as is moved.
+        hides: a kernel's memory traffic beside the value hides work: this times as much work as traffic.
         fuses_products: whether products compute their operands as they read them, and have epilogues; else they are calls of libraries.
         fuses_gathers: whether gathers, strided slices and pads between elements are fused with the ops around them.
         fuses_scatters: whether scatters compute their updates, and add to the summand that their result would be added to.
@@ -108,7 +110,7 @@ class _Fuser:
         self.absorbed = [False] * n
         self.readers: list[list[Op]] = [[] for _ in range(n)]
         self.sources: list[tuple[int, ...]] = [()] * n
-        self.computed: dict[int, Op] = {}  # what makes a value that lies in registers
+        self.computed: dict[int, Op] = {}  # the op of a value in registers
         self.minor = minor(graph)
         self.fused: dict[int, tuple[int, ...]] = {}
         self.sinks: list[frozenset[int]] = [frozenset()] * n
@@ -149,7 +151,7 @@ class _Fuser:
             kernels=kernels,
         )
 
-    # -- who shares memory with whom, who reads what ------------------------------------------------------------------------
+    # -- shared memory, and readers ------------------------------------------------------------------------------------------
 
     def _find(self, value: int) -> int:
         while self.root[value] != value:
@@ -166,7 +168,7 @@ class _Fuser:
                 first = next((flow for flow in holder.sources if not flow.inside and not flow.shift), None)
                 alone = len(holder.sources) == 1 and not holder.views and holder.value not in op.results
                 if first is not None and alone and op.primitive != "cond":
-                    root[holder.value] = self._find(first.value)  # what a call or a loop reads in each trip
+                    root[holder.value] = self._find(first.value)  # read in each trip of a loop, or by a call
                 for view in holder.views:
                     root[view] = holder.value
         for op in self.ops:
@@ -203,7 +205,7 @@ class _Fuser:
             self._store(value)
         for op in self.ops:
             if recomputes(op):
-                for value in op.operands:  # what a rematerialised region reads is kept for it
+                for value in op.operands:  # a rematerialised region reads them from memory
                     self._store(value)
             if op.bodies and not is_call(op):
                 for holder in op.holders:
@@ -268,7 +270,7 @@ class _Fuser:
                     if len(found) >= MOST:
                         break
                     if is_reduction(reader.primitive):
-                        continue  # computed along with what else reads its operand
+                        continue  # computed along with the operand's other readers
                     if reader.bodies or self._stands_alone(reader):
                         found.add(reader.index)
                     for result in () if reader.bodies else reader.results:
@@ -287,7 +289,7 @@ class _Fuser:
                 self._epilogue(op)
 
     def _epilogue(self, op: Op) -> None:
-        """Moves what a product stores on to where its readers part."""
+        """Stores the last value of a product's epilogue instead of its result."""
         start = self._find(op.results[0])
         if self.values[start].size == 0 or not self.stored[start] or start in self.returned:
             return
@@ -332,7 +334,7 @@ class _Fuser:
             self.absorbed[value] = True
 
     def _is_reduced_only(self, value: int) -> bool:
-        """Whether one reduction alone reads a value, widened perhaps: it reduces what a product makes as it is made."""
+        """Whether one reduction alone reads a value, widened perhaps: then the product's kernel reduces it."""
         shape = self.values[value].shape
         while len(only := self.readers[value]) == 1 and only[0].primitive == "convert_element_type":
             value = self._find(only[0].results[0])
@@ -345,7 +347,7 @@ class _Fuser:
         kernels: list[Kernel] = []
         products: dict[int, int] = {}  # the product in whose kernel a value is made
         makers: dict[tuple[int, ...], int] = {}  # the number of the kernel that does
-        through: dict[int, tuple[tuple[int, ...], ...]] = {}  # what an op reads for each of its operands
+        through: dict[int, tuple[tuple[int, ...], ...]] = {}  # the stored values that an op reads for each of its operands
         for op in ops:
             if is_call(op):
                 kernels.extend(self._kernels(op.bodies[0].ops))
@@ -372,7 +374,7 @@ class _Fuser:
                         self.sources[root] = (root,)
                         widened = op.primitive == "convert_element_type" and self.values[root].itemsize > self.values[roots[0]].itemsize
                         if widened and self.rules.widens_for_readers and reads and root not in self.padded and not long:
-                            self.fused[root] = reads  # who can compute it reads what it is made of
+                            self.fused[root] = reads  # kernels that can compute it read its sources
                     else:
                         self.sources[root] = reads
                         self.computed[root] = op
@@ -389,7 +391,7 @@ class _Fuser:
         return tuple(kernels)
 
     def _keep(self, value: int, reads: tuple[int, ...]) -> bool:
-        """Whether keeping a value moves no more memory than computing it for each of its readers."""
+        """Whether storing a value moves no more memory than computing it for each of its readers."""
         if self.absorbed[value] or len(reads) < 2:
             return False
         size, itemsize = self.values[value].size, self.values[value].itemsize
@@ -418,13 +420,13 @@ class _Fuser:
         return work >= most
 
     def _work(self, op: Op) -> float:
-        """Vector operations that an op takes for each element it makes; what divides by a constant multiplies."""
+        """Vector operations that an op takes for each element it makes; division by a constant is multiplication."""
         name = "mul" if op.primitive == "div" and self.free[self._find(op.operands[1])] else op.primitive
         operations = self.rules.heavier.get(name) or primitive(name).vector_operations
         return operations * (NARROW_WORK if self.values[op.results[0]].itemsize < 4 else 1.0)
 
     def _beside(self, sink: int, made: Value) -> float:
-        """What a kernel reads and makes beside a value, in that one's bytes: work is hidden behind it."""
+        """The bytes that a kernel reads and writes beside a value, in multiples of that one's."""
         op = self.ops[sink]
         return max(sum(self.values[value].nbytes for value in (*op.operands, *op.results)) / max(made.nbytes, 1) - 1.0, 0.0)
 

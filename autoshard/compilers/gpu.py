@@ -11,7 +11,7 @@ from autoshard.compilers.buffer_assignment import Buffers, buffers
 from autoshard.compilers.fused_program import Fusion
 from autoshard.compilers.fusion import FusionRules
 from autoshard.compilers.kernel_order import Orders, filled_at_once, gradients_last, program_orders, shortest
-from autoshard.compilers.program_facts import Profile
+from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.ir import Assignment, Graph
 from autoshard.ir.collective import KINDS
 
@@ -65,10 +65,10 @@ class XlaGpu(Compiler):
         overlapped, last_products = gradients_last(graph, fusion)
         return Orders(found, shortest(graph, found), filled_at_once(graph, fusion, overlapped), last_products)
 
-    def buffers(self, profile: Profile, assignment: Assignment, copies: Copies, partials: Partials) -> tuple[Buffers, ...]:
-        found = buffers(profile, assignment, copies, partials)
+    def buffers(self, facts: ProgramFacts, assignment: Assignment, copies: Copies, partials: Partials) -> tuple[Buffers, ...]:
+        found = buffers(facts, assignment, copies, partials)
         sizes = assignment.mesh.sizes
         sent = (op for op, step in partials.items() if math.prod(sizes[axis] for axis in step.axes) > 1)
-        if self.device.name in IN_ORDER or profile.orders.last_products.isdisjoint(sent):
+        if self.device.name in IN_ORDER or facts.orders.last_products.isdisjoint(sent):
             return (found,)
-        return found, buffers(profile.in_order(profile.orders.overlapped), assignment, copies, partials)
+        return found, buffers(facts.in_order(facts.orders.overlapped), assignment, copies, partials)

@@ -22,11 +22,11 @@ class Lifetimes:
         born, dies: per buffer the first moment of its life, and the first after it; two moments a kernel: it reads, it writes.
         passed: per buffer whether it is an argument, a constant or a result.
         moments: how many there are.
-        starts, ends: per op index the moment in which what it is part of starts to read, and the one after it has written; one past
+        starts, ends: per op index the moment in which its kernel starts to read, and the one after that has written; one past
             the last for the program's results.
         reads: per moment in which a kernel starts, the buffers that it reads, by their positions.
         places: per value that has a buffer its position.
-        put_off: per moment in which a kernel starts, until when it can wait: what reads its results waits for others until then.
+        put_off: per moment in which a kernel starts, the latest in which it could: its readers wait for other kernels until then.
     """
 
     values: tuple[int, ...]
@@ -46,7 +46,7 @@ class Orders:
     """The orders in which a compiler may run a program's kernels, each with the lifetimes of buffers in it.
 
     Attributes:
-        tried: those among which it takes the one that holds least.
+        tried: those among which it takes the one of the lowest peak.
         best: of those the one that does, unsharded.
         overlapped: the order if products that no other product waits for come last, while others' results are sent; `best` where the
             compiler leaves them in place.
@@ -62,7 +62,7 @@ class Orders:
 def program_orders(graph: Graph, fusion: Fusion) -> tuple[Lifetimes, ...]:
     """The lifetimes of a fused program's buffers in program order, that order shifted, and a list scheduler's; O(n log n).
 
-    The last one of programs without loops only: a loop's kernel would count for what its body holds.
+    The last one of programs without loops only: a loop would have to count with the buffers of its body.
     """
     kept = frozenset(fusion.root[value] for value in (*graph.arguments, *graph.constants, *graph.results))
 
@@ -82,7 +82,7 @@ def program_orders(graph: Graph, fusion: Fusion) -> tuple[Lifetimes, ...]:
 def gradients_last(graph: Graph, fusion: Fusion) -> tuple[Lifetimes, frozenset[int]]:
     """The lifetimes of a fused program's buffers if products that no other product or loop waits for, as gradients of weights, come last.
 
-    What depends on them comes after them: norms of gradients, updates. So it is in loops' bodies, too. And the products, by their ops.
+    Kernels that depend on them come after them: norms of gradients, updates. So do those in loops' bodies. And the products, by their ops.
     """
     ops, last = graph.walk(), set[int]()
 
@@ -108,9 +108,9 @@ def gradients_last(graph: Graph, fusion: Fusion) -> tuple[Lifetimes, frozenset[i
 
 
 def filled_at_once(graph: Graph, fusion: Fusion, times: Lifetimes) -> Lifetimes:
-    """The lifetimes if all that loops outside of others begin with zeros, stacks too, is made with the first that looks the same.
+    """The lifetimes if all zeros of one shape and dtype are made at once: carries and stacks of outermost loops, operands of scatters.
 
-    And what is scattered into zeros. XLA:GPU fills them by one kernel for each shape and dtype (three recurrent layers' 42 stacks, a graph
+    XLA:GPU fills them by one kernel for each shape and dtype (three recurrent layers' 42 stacks, a graph
     network's 8 sums over edges, jaxlib 0.10.2).
     """
     born, ops, in_place = times.born.copy(), graph.walk(), {scatter for scatter, _ in fusion.scattered}
@@ -127,7 +127,7 @@ def filled_at_once(graph: Graph, fusion: Fusion, times: Lifetimes) -> Lifetimes:
 
 
 def shortest(graph: Graph, found: Iterable[Lifetimes]) -> Lifetimes:
-    """The lifetimes that hold least at once, by unsharded sizes."""
+    """The lifetimes of the lowest peak, by unsharded sizes."""
 
     def peak(times: Lifetimes) -> float:
         sizes = np.array([graph.values[value].nbytes for value in times.values])
@@ -171,7 +171,7 @@ def _lifetimes(graph: Graph, fusion: Fusion, kernels: tuple[Kernel, ...]) -> Lif
     returned = {fusion.root[value] for value in graph.results}
     dies.update(dict.fromkeys(returned, moment))
     starts[-1], ends[-1] = moment, moment + 2
-    for op in reversed(graph.walk()):  # what is fused into other kernels runs with them
+    for op in reversed(graph.walk()):  # fused ops run with the kernels that they are part of
         if starts[op.index] < 0:
             users = [user for value in op.results for user in fusion.users[value]]
             starts[op.index] = min((starts[user] for user in users), default=moment)
@@ -193,10 +193,10 @@ def _lifetimes(graph: Graph, fusion: Fusion, kernels: tuple[Kernel, ...]) -> Lif
 
 
 def _put_off(kernels: tuple[Kernel, ...], starts: list[int], ends: list[int]) -> dict[int, int]:
-    """Per moment in which a kernel outside of loops starts, until when it can wait for nobody to wait for it alone; O(n).
+    """Per moment in which a kernel outside of loops starts, the latest in which it delays no other kernel by itself; O(n).
 
-    A kernel waits for the last of what it reads. One whose readers wait for others, themselves or through what they make, is as good then.
-    What only makes results holds nobody up; where all readers do, a kernel is not put off.
+    A kernel waits for the last value that it reads. One whose readers wait for other values, themselves or through their own readers, may
+    run as late as those. Kernels that only make the program's results delay none; where all readers do, a kernel is not put off.
     """
     ready: dict[int, int] = {value: ends[kernel.op] for kernel in kernels for value in kernel.makes}
     readers: dict[int, list[Kernel]] = {}
@@ -231,9 +231,9 @@ def usage(moments: int, sizes: np.ndarray, born: np.ndarray, dies: np.ndarray) -
 
 
 def shifted(kernels: tuple[Kernel, ...], nbytes: Callable[[int], float], kept: frozenset[int]) -> tuple[Kernel, ...]:
-    """The kernels in program order, but for those that hold less elsewhere: made just before its first reader, or read when it is there.
+    """The kernels in program order, but for those that free memory elsewhere: just before their first reader, or just after their operands.
 
-    What only a result at the end depends on moves there, an optimizer's update to its gradient. O(n log n).
+    Kernels that only a result depends on move to the end, an optimizer's update to its gradient. O(n log n).
 
     Args:
         nbytes: per stored value its size.
@@ -256,7 +256,7 @@ def shifted(kernels: tuple[Kernel, ...], nbytes: Callable[[int], float], kept: f
         first = min((places[reader] for value in kernels[k].makes for reader in readers.get(value, ())), default=float(len(kernels)))
         lasts = {v: max((places[other] for other in readers[v] if other != k), default=0.0) for v in kernels[k].reads if v not in kept}
         after = max(lasts.values(), default=first) + (k + 1) * aside
-        for place in (first - (len(kernels) - k) * aside, after):  # before who reads it, or after all others that read what it reads
+        for place in (first - (len(kernels) - k) * aside, after):  # before its readers, or after all others that read its operands
             held = sum(nbytes(value) for value, last in lasts.items() if last < place - 0.5)
             if places[k] < place < first and held < made(k):
                 places[k] = place
@@ -270,7 +270,7 @@ def shifted(kernels: tuple[Kernel, ...], nbytes: Callable[[int], float], kept: f
 
 
 def listed(kernels: tuple[Kernel, ...], nbytes: Callable[[int], float], kept: frozenset[int]) -> tuple[Kernel, ...]:
-    """The kernels in the order of a list scheduler: of those that are ready, the one that frees most less what it makes.
+    """The kernels in the order of a list scheduler: of those that are ready, the one that frees most, less its results.
 
     As XLA's does (``ListMemoryScheduler`` in hlo_memory_scheduler.cc); ties go by program order. O(n log n).
 

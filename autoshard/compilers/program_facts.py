@@ -1,4 +1,4 @@
-"""What a program's ops cost before anybody shards it: work, what lies in memory after fusion, and for how long."""
+"""Facts of a program on a compiler that no assignment changes: work, fusion, kernel orders, memory traffic."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Profile:
+class ProgramFacts:
     """Facts of a program that no assignment changes.
 
     Attributes:
@@ -35,27 +35,27 @@ class Profile:
         names: what its values are called.
         flops: per op index, the floating point operations of one execution, unsharded.
         free: per value, whether it is made of constants alone (the partitioner recomputes those wherever they are read).
-        fusion: which values lie in memory, and the kernels that make them.
-        orders: when they do, in each of the orders that the compiler may take.
+        fusion: which values are stored, and the kernels that make them.
+        orders: the lives of their buffers, in each of the orders that the compiler may take.
         recomputes: whether something is computed again between barriers (``jax.checkpoint``).
-        traffic: per op index, what it moves to and from memory.
-        readers: per value, the op indices that read it (control flow reads what it hands to its bodies).
+        traffic: per op index, the bytes that it moves to and from memory.
+        readers: per value, the op indices that read it (control flow reads the values that it hands to its bodies).
         unawaited: per body that has any, the reductions that no product or loop waits for, itself or through others; and its products.
         makers: per value, the index of the op that makes it; None where none does.
         wanted: per value, whether an op reads it or the program returns it.
-        portable: per value, whether reading it in another layout writes nothing to memory that would not lie there: it does anyway, or is
-            computed from smaller values wherever it is read.
-        settled: per value, whether no layout is ever asked of it: it is free, or a scalar.
-        idle: per op index, whether it has a rule and all its results are free, so that nobody runs it.
+        portable: per value, whether reading it in another layout stores nothing more: it is stored anyway, or computed from smaller values
+            wherever it is read.
+        settled: per value, whether its layout does not matter: it is free, or a scalar.
+        idle: per op index, whether it has a rule and all its results are free, so that it does not run.
         alike: per op index, a number that ops share whose costs are equal under every choice.
-        sums: what is only added up.
+        sums: the partial sums that are only added up.
         demands: the precision that is demanded of values.
-        single_rows: the values that are exchanged as they are all the same beside gathered ones that are not, with those.
+        single_rows: the values that are exchanged in float32 beside gathered ones that are not sent, with those.
         combined: the sums, in the order in which they are combined.
-        table_lookups, lookups: the gathers of arguments' elements, and of what is computed and lies in memory.
-        looped_weights: the arguments of three dimensions or more that products in loops read as they are, each with the loops.
-        added_to: the scatters that add to what lies in memory.
-        sending: the ops whose shards may send each other parts of what they read.
+        table_lookups, lookups: the gathers of arguments' elements, and of those of computed values in memory.
+        looped_weights: the arguments of three dimensions or more that products in loops read as they are handed in, each with the loops.
+        added_to: the scatters that add to values in memory.
+        sending: the ops whose shards may send each other parts of their operands.
     """
 
     graph: Graph
@@ -88,22 +88,22 @@ class Profile:
 
     @property
     def materialised(self) -> tuple[bool, ...]:
-        """Per value, whether it lies in memory, as its own or as a view."""
+        """Per value, whether it is in memory, stored or as a view of a stored one."""
         return self.fusion.materialised
 
 
     @property
     def lifetimes(self) -> Lifetimes:
-        """When buffers are alive in the order of kernels that holds least, unsharded."""
+        """The lives of buffers in the order of kernels whose unsharded peak is lowest."""
         return self.orders.best
 
-    def in_order(self, times: Lifetimes) -> Profile:
+    def in_order(self, times: Lifetimes) -> ProgramFacts:
         """The same program with its kernels in another order."""
         return replace(self, orders=replace(self.orders, best=times))
 
 
-def profile(graph: Graph, rules: tuple[Rule | None, ...], compiler: Compiler) -> Profile:
-    """The profile of a program; O(n log n) in its size."""
+def program_facts(graph: Graph, rules: tuple[Rule | None, ...], compiler: Compiler) -> ProgramFacts:
+    """The facts of a program; O(n log n) in its size."""
     values = graph.values
     readers = readers_of(graph)
     returned = frozenset(graph.results)
@@ -119,7 +119,7 @@ def profile(graph: Graph, rules: tuple[Rule | None, ...], compiler: Compiler) ->
     makers = {value: op.index for op in graph.walk() for value in op.results}
     arguments, gathers = frozenset(graph.arguments), [op for op in graph.walk() if op.primitive == "gather"]
     wanted = tuple(bool(found) or value in returned for value, found in enumerate(readers))
-    return Profile(
+    return ProgramFacts(
         graph=graph,
         rules=rules,
         compiler=compiler,
@@ -156,7 +156,7 @@ def _sent_operands(op: Op, rule: Rule | None) -> list[int]:
 
 
 def _looped_weights(graph: Graph, fusion: Fusion, readers: Sequence[Sequence[int]]) -> dict[int, tuple[int, ...]]:
-    """See `Profile.looped_weights`."""
+    """See `ProgramFacts.looped_weights`."""
     ops, arguments, found = graph.walk(), frozenset(graph.arguments), {}
     for op in ops:
         for holder in op.holders if is_loop(op.primitive) else ():
@@ -169,7 +169,7 @@ def _looped_weights(graph: Graph, fusion: Fusion, readers: Sequence[Sequence[int
 def _unawaited(
     graph: Graph, rules: tuple[Rule | None, ...], readers: Sequence[Sequence[int]]
 ) -> tuple[tuple[tuple[Op, ...], tuple[Op, ...]], ...]:
-    """See `Profile.unawaited`."""
+    """See `ProgramFacts.unawaited`."""
     ops = graph.walk()
     awaited = [False] * len(ops)
     for op in reversed(ops):
@@ -194,9 +194,9 @@ def _reduces(rule: Rule | None) -> bool:
 
 
 def _portable(graph: Graph, free: tuple[bool, ...], materialised: tuple[bool, ...]) -> tuple[bool, ...]:
-    """Per value whether it lies in memory, or is made of what is at most half its size, directly or through values like itself."""
+    """Per value whether it is in memory, or computed from values of at most half its size, directly or through others like itself."""
     made = {value for op in graph.walk() for value in op.results}
-    found = [held or value not in made for value, held in enumerate(materialised)]  # what a loop hands in is made outside
+    found = [held or value not in made for value, held in enumerate(materialised)]  # a loop's inputs are made outside
     for op in graph.walk():
         if op.bodies:
             continue

@@ -1,4 +1,4 @@
-"""What ops move between a device's memory and its units.
+"""Traffic of ops between a device's memory and its units.
 
 Without more knowledge of a compiler an op moves those of its operands and results that are in memory.
 """
@@ -15,14 +15,14 @@ from autoshard.primitives import is_matrix
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What one op moves.
+    """The memory traffic of one op.
 
     Attributes:
         tensors: pairs of a tensor, operands first, then results, and bytes of a value that is split as it is.
-        passes: the same of what never stays on the chip: what goes through buffers of float32, and slices of stacks.
-        starts: how often it costs what starting a kernel does; 0 where it is part of another op's.
+        passes: the same of tensors that never stay on the chip: results that go through buffers of float32, and slices of stacks.
+        starts: how many kernels' starts it costs; 0 where it is part of another op's kernel.
         sent: the same of operands that are computed as they are read, but for where shards send parts of them: a kernel stores them then.
-        before: the same of what another kernel makes of an operand, before the op reads it.
+        before: the same of operands that another kernel makes ready, before the op reads them.
     """
 
     tensors: tuple[tuple[int, float], ...] = ()
@@ -38,9 +38,9 @@ def widened_bytes(itemsize: float, wide_bytes: int) -> int:
 
 
 def traffic_by_op(graph: Graph, fusion: Fusion) -> tuple[Traffic, ...]:
-    """Per op, what it moves where every op is a kernel that touches memory.
+    """Per op its traffic where every op that touches memory is a kernel.
 
-    A scatter that is to write into what its zeros are added to writes all of them: it does where the two are not sharded alike.
+    A scatter that could write in place of the summand of its zeros writes all of them: it does where the two are not sharded alike.
     """
     written = {graph.walk()[scatter].results[0] for scatter, _ in fusion.scattered}
     added = {op for _, op in fusion.scattered}
@@ -52,7 +52,7 @@ def traffic_by_op(graph: Graph, fusion: Fusion) -> tuple[Traffic, ...]:
         moved = tuple(
             (position, graph.values[value].nbytes) for position, value in tensors if fusion.materialised[value] or value in written
         )
-        if op.primitive == "gather":  # reads what it takes, not what it takes it from
+        if op.primitive == "gather":  # reads the elements that it takes, not the whole operand
             taken = graph.values[op.results[0]].size * graph.values[op.operands[0]].itemsize
             moved = tuple((position or len(op.operands), min(nbytes, taken) if not position else nbytes) for position, nbytes in moved)
         return Traffic(moved, starts=int(bool(moved) or is_matrix(op.primitive)))
@@ -63,11 +63,11 @@ def traffic_by_op(graph: Graph, fusion: Fusion) -> tuple[Traffic, ...]:
 def sent_by_op(
     graph: Graph, fusion: Fusion, sending: Sequence[tuple[Op, Sequence[int]]], wide_bytes: int
 ) -> dict[int, tuple[tuple[int, float], ...]]:
-    """Per op that sends parts of its operands, if it is sharded so, what storing those costs: written once, for the first that sends them.
+    """Per op that sends parts of its operands, if it is sharded so, the bytes of storing those: once, for the first op that sends them.
 
     Args:
         sending: ops, and the positions of the operands that they may send parts of.
-        wide_bytes: of the buffers through which the compiler passes what is narrower.
+        wide_bytes: of the buffers through which the compiler passes narrower values.
     """
     stored: set[int] = set()
     found: dict[int, tuple[tuple[int, float], ...]] = {}

@@ -18,7 +18,7 @@ from autoshard.judge.model import ALL_TO_ALL_PASSES, CostModel
 
 
 class ManyAxesModel(CostModel):
-    """The costs of a mesh of many axes: all but its reshards are a `CostModel`'s, and what those cost is asked for by `reshard_seconds`."""
+    """The costs of a mesh of many axes: a `CostModel` but for reshards, which `reshard_seconds` computes one by one."""
 
     def reshard_seconds(
         self, shape: tuple[int, ...], itemsize: float, portable: bool, sources: np.ndarray, targets: np.ndarray

@@ -1,10 +1,10 @@
-"""Why a collective is there, as data: which value moves, and which choice asks for it."""
+"""The reasons for collectives, as data: which value moves, and for which choice."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autoshard.compilers.program_facts import Profile
+from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.cost.reshard import Step
 from autoshard.ir import (
     Assignment,
@@ -27,11 +27,11 @@ from autoshard.primitives import is_matrix
 class Blame:
     """The reasons of one assignment's collectives; `autoshard.ir.words` puts them in words."""
 
-    def __init__(self, profile: Profile, assignment: Assignment):
-        self._rules = profile.rules
-        self._values = profile.graph.values
+    def __init__(self, facts: ProgramFacts, assignment: Assignment):
+        self._rules = facts.rules
+        self._values = facts.graph.values
         self._axes = assignment.mesh.names
-        self._names = profile.names
+        self._names = facts.names
         self._specs: dict[tuple[Layout, int], Spec] = {}
 
     def moved(self, value: int) -> MovedValue:
@@ -55,7 +55,7 @@ class Blame:
         return Reason("unruled") if rule is None else Reason("read", splits=_splits(rule, op, choice, step.axes))
 
     def combined(self, op: Op, choice: Choice, step: Step) -> Reason:
-        """An op splits what it reduces over: each device has partial results, and keeps all of them combined or a slice."""
+        """An op splits a dimension that it reduces: each device has partial results, and keeps all of them combined or a slice."""
         rule = self._rules[op.index]
         assert rule is not None
         operator = next((rule.factors[choice[axis][0]].operator for axis in step.axes if choice[axis][0] >= 0), None) or "sum"
@@ -64,7 +64,7 @@ class Blame:
         return Reason("combined", splits=_splits(rule, op, choice, step.axes), operator=operator, dims=tuple(dims))
 
     def exchanged(self, op: Op, choice: Choice, step: Step) -> Reason:
-        """An op splits a dimension along which its shards need what the other shards have."""
+        """An op splits a dimension along which its shards need elements of other shards."""
         rule = self._rules[op.index]
         assert rule is not None
         return Reason("exchanged", splits=_splits(rule, op, choice, step.axes))
@@ -78,7 +78,7 @@ class Blame:
 
 
 def _splits(rule: Rule, op: Op, choice: Choice, axes: Iterable[int]) -> tuple[Split | None, ...]:
-    """What an op splits over each of some axes."""
+    """The dimension that an op splits over each of some axes."""
     return tuple([None if (number := choice[axis][0]) < 0 else _split(rule, op, number) for axis in axes])
 
 

@@ -1,12 +1,12 @@
-"""The judge: what an assignment costs, walked op by op in program order, without any search table.
+"""The judge: the cost of an assignment, in a walk over the program's ops, without any search table.
 
-*Objective.* The sum of all compute and all collectives of a step, one after the other: additive, which is what searchers
-minimise and bound. *Makespan.* The end of a schedule that hides asynchronous collectives behind independent compute; see
-`autoshard.cost.schedule`. A value is resharded once for each distinct layout it is read in. What is fused into its reader is computed
-when that is: it fills no gap before.
+*Objective.* The sum of all compute and all collectives of a step, one after the other: additive, so that searchers can
+minimise and bound it. *Makespan.* The end of a schedule that hides asynchronous collectives behind independent compute; see
+`autoshard.cost.schedule`. A value is resharded once for each distinct layout it is read in. An op that is fused into its reader runs with
+that one: it fills no gap before.
 
-*Compiled.* Where partial results are added before they are combined, or the compiler narrows what it sends, the makespan has what is made
-of the planned collectives (`Collective.compiled`); the objective charges each, since it adds up what ops cost one by one.
+*Compiled.* Where partial results are added before they are combined, or the compiler sends bfloat16, the makespan has the collectives as
+compiled (`Collective.compiled`); the objective charges the planned ones, since it adds up the costs of ops one by one.
 """
 
 from __future__ import annotations
@@ -20,24 +20,22 @@ from autoshard.analysis.partial_sums import Addition, late_sums
 from autoshard.compilers.bf16_demotion import NARROW_SHARE, is_demoted
 from autoshard.compilers.buffer_assignment import Copy, Peak, peak_memory
 from autoshard.compilers.fused_program import Kernel
-from autoshard.compilers.program_facts import Profile
+from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.cost.prefetch import prefetches
 from autoshard.cost.record import Cost, Recomputation
 from autoshard.cost.reshard import Step, path_seconds
-from autoshard.cost.schedule import BOTH, CARRIED, COMPUTE, PRODUCT, WIRES, Tasks, schedule
+from autoshard.cost.schedule import CARRIED, COMPUTE, PRODUCT, WIRES
 from autoshard.cost.windows import RESULT, Window, Windows
 from autoshard.ir import Assignment, Choice, Collective, Flow, Layout, Op, Reason, served_from, shards, shift_layout, view_of
 from autoshard.judge.attribution import Blame
 from autoshard.judge.model import CostModel, OpCost
+from autoshard.judge.task_graph import Cause, Maker, Region, Sent, TaskGraph
 from autoshard.primitives import is_loop, is_matrix
-
-Cause = Callable[[Blame, Step], Reason]
-"""Why a step is there."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Judgement:
-    """An assignment, what it costs, and its memory: the peak's values, the copies in other layouts, the partial results."""
+    """An assignment, its cost, and its memory: the peak's values, the copies in other layouts, the partial results."""
 
     assignment: Assignment
     cost: Cost
@@ -46,149 +44,102 @@ class Judgement:
     partials: Mapping[int, Step] = field(default_factory=dict, repr=False)
 
 
-def evaluate(profile: Profile, model: CostModel, assignment: Assignment) -> Judgement:
+def evaluate(facts: ProgramFacts, model: CostModel, assignment: Assignment) -> Judgement:
     """The cost of an assignment; O(n log n) in the program's size."""
-    return _Judge(profile, model, assignment).judgement()
+    return _Judge(facts, model, assignment).judgement()
 
 
-def recomputation(profile: Profile, model: CostModel, judgement: Judgement) -> Recomputation | None:
+def recomputation(facts: ProgramFacts, model: CostModel, judgement: Judgement) -> Recomputation | None:
     """Values that the compiler computes again so that the program fits; None where it need not, and where that would not reach its goal."""
-    compiler, limit = profile.compiler, model.cluster.memory_limit_bytes
+    compiler, limit = facts.compiler, model.cluster.memory_limit_bytes
     if not compiler.memory_goal or judgement.cost.peak_bytes <= compiler.memory_goal * limit:
         return None
-    orders = compiler.buffers(profile, judgement.assignment, judgement.copies, judgement.partials)
-    ops, roots = profile.graph.walk(), profile.fusion.root
+    orders = compiler.buffers(facts, judgement.assignment, judgement.copies, judgement.partials)
+    ops, roots = facts.graph.walk(), facts.fusion.root
     combined = {roots[value] for op in judgement.partials for value in ops[op].results}
 
     def costs(kernel: Kernel) -> list[OpCost]:
-        return [model.op_cost(profile, ops[op], judgement.assignment.choice(op)) for op in dict.fromkeys((kernel.main, kernel.op))]
+        return [model.op_cost(facts, ops[op], judgement.assignment.choice(op)) for op in dict.fromkeys((kernel.main, kernel.op))]
 
     def alone(kernel: Kernel) -> bool:
         sent = kernel.main in judgement.partials or not combined.isdisjoint(kernel.makes)
         return not (sent or any(cost.exchange for cost in costs(kernel)))
 
-    found = {held: compiler.recomputed(profile, held, alone, limit) for held in orders}
+    found = {held: compiler.recomputed(facts, held, alone, limit) for held in orders}
     chosen = found[max(orders, key=lambda held: held.usage.max())]
     if chosen is None or None in found.values():
         return None
     return Recomputation(len(chosen.kernels), chosen.peak_bytes, sum(cost.seconds for kernel in chosen.kernels for cost in costs(kernel)))
 
 
-@dataclass(slots=True, eq=False)
-class _Region:
-    """What is scheduled together: the program, or one trip of a loop.
-
-    Attributes:
-        runs: how often in a step.
-        outside: the region that the loop stands in.
-        needs: what of that region must be done before the loop.
-        sent: its collectives' tasks, with their positions in `_Judge.sent`.
-        fused: its tasks that are part of their readers' kernels.
-    """
-
-    runs: int
-    outside: _Region | None = None
-    needs: set[int] = field(default_factory=set)
-    tasks: Tasks = field(default_factory=Tasks)
-    sent: dict[int, int] = field(default_factory=dict)
-    fused: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class _Sent:
-    """A collective, before its reason is found.
-
-    Attributes:
-        source: the op that it serves, or the path of the result.
-        nbytes: what is made of its bytes, if that is not the same.
-        added: whether what it combines is added to what another one combines first.
-    """
-
-    step: Step
-    trips: int
-    source: Op | str
-    moved: int
-    cause: Cause
-    nbytes: float = 0.0
-    added: bool = False
-
-
 _Made = int | tuple[int, Layout]
 """A value, or its copy in a layout."""
 
-_Maker = tuple[_Region, int]
-"""The task that makes something, and where it stands; None: it is there from the start."""
-
 
 class _Judge:
-    def __init__(self, profile: Profile, model: CostModel, assignment: Assignment):
-        self.profile = profile
-        self.graph = profile.graph
+    def __init__(self, facts: ProgramFacts, model: CostModel, assignment: Assignment):
+        self.facts = facts
+        self.graph = facts.graph
         self.model = model
         self.assignment = assignment
         self.sizes = model.mesh.sizes
         self.whole = (-1,) * len(self.sizes)
-        self.streams = dict.fromkeys(profile.compiler.asynchronous, WIRES) | dict.fromkeys(profile.compiler.carried, CARRIED)
-        self.fuses = bool(self.streams) and not profile.compiler.kernel_by_kernel  # kernels that are known have one task each as it is
-        self.late = late_sums(profile.graph, profile.rules, assignment, profile.sums)
-        paths = model.reshard_paths(profile.graph.values)
+        streams = dict.fromkeys(facts.compiler.asynchronous, WIRES) | dict.fromkeys(facts.compiler.carried, CARRIED)
+        self.tasks = TaskGraph(model, streams)
+        self.fuses = bool(streams) and not facts.compiler.kernel_by_kernel  # kernels that are known have one task each as it is
+        self.late = late_sums(facts.graph, facts.rules, assignment, facts.sums)
+        paths = model.reshard_paths(facts.graph.values)
         self.windows: dict[int, Window] = {}
         if assignment.windows:
-            self.windows = Windows(profile.graph, profile.rules, assignment, paths, profile.readers, self.late.values).assigned()
-        self.additions = {each.op: each for each in profile.sums.additions if each.op in self.late.additions}
-        self.compute = self.communication = self.saved = self.exposed = self.flops = 0.0
-        self.region = _Region(1)
-        self.makers: dict[_Made, _Maker | None] = {}
+            self.windows = Windows(facts.graph, facts.rules, assignment, paths, facts.readers, self.late.values).assigned()
+        self.additions = {each.op: each for each in facts.sums.additions if each.op in self.late.additions}
+        self.flops = 0.0
+        self.makers: dict[_Made, Maker | None] = {}
         self.copies: dict[tuple[int, Layout], Copy] = {}
         self.partials: dict[int, Step] = {}
-        self.sent: list[_Sent] = []
-        self.combined: dict[int, tuple[_Region, int]] = {}  # per op the task that combines its partial results
+        self.combined: dict[int, tuple[Region, int]] = {}  # per op the task that combines its partial results
         self.copied: dict[int, tuple[int, Layout]] = {}  # per collective the copy that it is for
         self.wide: set[tuple[int, Layout]] = set()  # copies of which a reader wants every bit
-        self.exposures: dict[int, float] = {}
-        self.exchanged: dict[tuple, tuple[_Region, set[int]]] = {}  # where halos were sent, and what is to be waited for then
+        self.exchanged: dict[tuple, tuple[Region, set[int]]] = {}  # where halos were sent, and the tasks that bring them
 
     def judgement(self) -> Judgement:
         self._run(self.graph.ops)
         end = len(self.graph.walk())
         for result, argument in self.graph.aliases:
             value = self.graph.results[result]
-            if self.profile.free[value]:
+            if self.facts.free[value]:
                 continue
             target = self.assignment.layout(self.graph.arguments[argument])
             replaced = partial(_as_is, Reason("replaced", argument=self.graph.argument_paths[argument]))
             self._read(value, target, end, 1, self.graph.result_paths[result], replaced)
-        makespan = self._scheduled(self.region)
+        makespan = self._scheduled()
         rounded = {made for made in self.copied.values() if made in self.copies and self._rounded(made)}
         self.copies |= {made: replace(self.copies[made], rounded=True) for made in rounded}
-        peak = peak_memory(self.profile, self.assignment, self.copies, self.partials)
+        peak = peak_memory(self.facts, self.assignment, self.copies, self.partials)
+        tasks = self.tasks
         cost = Cost(
-            objective_seconds=self.compute + self.communication + self.saved,
-            makespan_seconds=min(makespan, self.compute + self.communication),  # which it exceeds by rounding at most
-            compute_seconds=self.compute,
-            communication_seconds=self.communication,
-            exposed_communication_seconds=self.exposed,
+            objective_seconds=tasks.compute_seconds + tasks.communication_seconds + tasks.saved_seconds,
+            makespan_seconds=min(makespan, tasks.compute_seconds + tasks.communication_seconds),  # which it exceeds by rounding at most
+            compute_seconds=tasks.compute_seconds,
+            communication_seconds=tasks.communication_seconds,
+            exposed_communication_seconds=tasks.exposed_seconds,
             peak_bytes=peak.nbytes,
             flops=self.flops,
             collectives=self._collectives(),
         )
         return Judgement(self.assignment, cost, peak, self.copies, self.partials)
 
-    def _scheduled(self, region: _Region) -> float:
-        """How long one run of a region takes."""
-        if self.profile.compiler.demotes_operands:
-            for task, position in region.sent.items():
-                self._narrow(region, task, position)
-        _with_readers(region.tasks, region.fused)
-        found = schedule(region.tasks)
-        for task, position in region.sent.items():
-            seconds = found.exposed_seconds.get(task, 0.0) * region.runs
-            self.exposures[position] = seconds
-            self.exposed += seconds
-        return found.makespan_seconds
+    def _scheduled(self) -> float:
+        """The seconds of one run of the region that all tasks of have been added."""
+        region = self.tasks.region
+        for task, position in region.sent.items() if self.facts.compiler.demotes_operands else ():
+            copy = self.copied.get(position)
+            if copy is not None and self._rounded(copy):
+                self.tasks.resize(region, task, self.tasks.sent[position].step.nbytes * NARROW_SHARE)
+        return self.tasks.scheduled_seconds()
 
     def _collectives(self) -> tuple[Collective, ...]:
-        blame = Blame(self.profile, self.assignment)
+        blame = Blame(self.facts, self.assignment)
         names = self.model.mesh.names
         return tuple(
             Collective(
@@ -200,15 +151,15 @@ class _Judge:
                 value=blame.moved(sent.moved),
                 reason=sent.cause(blame, sent.step),
                 seconds=sent.step.seconds * max(sent.step.trips, 1),
-                exposed_seconds=self.exposures[position] * max(sent.step.trips, 1) / sent.trips if sent.trips else 0.0,
+                exposed_seconds=self.tasks.exposures[position] * max(sent.step.trips, 1) / sent.trips if sent.trips else 0.0,
                 compiled=self._compiled(sent),
             )
-            for position, sent in enumerate(self.sent)
+            for position, sent in enumerate(self.tasks.sent)
             if any(self.sizes[axis] > 1 for axis in sent.step.axes) and not sent.added  # one device sends nothing
         )
 
-    def _compiled(self, sent: _Sent) -> tuple[Collective, ...] | None:
-        """What the compiler makes of a collective; None: just that."""
+    def _compiled(self, sent: Sent) -> tuple[Collective, ...] | None:
+        """The collectives that the compiler makes of one; None where it is compiled as planned."""
         step, nbytes = sent.step, sent.nbytes or sent.step.nbytes
         if step.trips > 1 or (step.trips and nbytes == step.nbytes):
             return None
@@ -225,12 +176,12 @@ class _Judge:
                 self._op(op)
 
     def _control_flow(self, op: Op) -> None:
-        """Sources are read in their holders' layouts: once before the bodies, or once a trip inside them."""
+        """Reads sources in their holders' layouts: once before the bodies, or once a trip inside them."""
         loop = is_loop(op.primitive)
         made_inside = {value for body in op.bodies for value in body.outputs}
         before = self._flows(op, lambda flow: not (flow.inside or flow.value in made_inside))
         if loop:
-            self.region = _Region(op.trips * max(body.trips for body in op.bodies), self.region, self._needs(before.values()))
+            self.tasks.enter(op.trips * max(body.trips for body in op.bodies), before.values())
         else:
             self.makers.update(before)
         self._prefetch(op)
@@ -240,52 +191,48 @@ class _Judge:
         if not loop:
             self.makers.update((value, maker) for value, maker in after.items() if value in op.results)
             return
-        body, outside = self.region, self.region.outside
-        assert outside is not None
-        self.region = outside
-        seconds = self._scheduled(body) * body.runs / (outside.runs or 1)
-        maker = outside, outside.tasks.add(seconds, COMPUTE, tuple(body.needs))
-        self.makers.update(dict.fromkeys(op.results, maker))
+        self.makers.update(dict.fromkeys(op.results, self.tasks.leave(self._scheduled())))
 
     def _prefetch(self, op: Op) -> None:
-        """Gathers for the next trip: nothing in this one waits for it. The first trip's is gathered before the loop, beyond the plan."""
-        paths, outer = self.model.reshard_paths(self.graph.values), self.region.runs // (op.bodies[0].trips or 1)
-        for each in prefetches(self.graph, self.profile.rules, self.assignment, op, paths):
+        """Gathers for the next trip, for which no op of this one waits. The first trip's are gathered before the loop, beyond the plan."""
+        tasks, paths = self.tasks, self.model.reshard_paths(self.graph.values)
+        trips, outer = tasks.region.runs, tasks.region.runs // (op.bodies[0].trips or 1)
+        for each in prefetches(self.graph, self.facts.rules, self.assignment, op, paths):
             own, key = self.assignment.layout(each.value), (each.value, each.target)
             path = paths(each.value, own, each.target)
-            self._communicate(path, set(), self.region.runs + outer, op, each.value, partial(_ahead, each.value, own, each.target))
+            tasks.communicate(path, set(), trips + outer, op, each.value, partial(_ahead, each.value, own, each.target))
             carrying = self.model.storing_seconds(self.graph.values[each.value], own, each.target)  # to the next trip: a copy
-            self._compute(carrying, self.region.runs, set())
-            self.saved -= path_seconds(path) * outer + carrying * self.region.runs
+            tasks.compute(carrying, trips, set())
+            tasks.saved_seconds -= path_seconds(path) * outer + carrying * trips
             self.makers[key] = None
             nbytes = self.graph.values[each.value].nbytes / shards(each.target, self.sizes)
             self.copies[key] = Copy(2 * nbytes, op.index, _last(op))
 
-    def _flows(self, op: Op, chosen: Callable[[Flow], bool]) -> dict[_Made, _Maker | None]:
-        """Reads some of what flows into an op's holders; gives what makes each holder's value, and the views of it."""
-        found: dict[_Made, _Maker | None] = {}
+    def _flows(self, op: Op, chosen: Callable[[Flow], bool]) -> dict[_Made, Maker | None]:
+        """Reads some of the flows into an op's holders; gives the makers of each holder's value and its views."""
+        found: dict[_Made, Maker | None] = {}
         for holder in op.holders:
             layout = self.assignment.layout(holder.value)
             makers = []
             for flow in filter(chosen, holder.sources):
-                if self.profile.settled[flow.value]:
+                if self.facts.settled[flow.value]:
                     makers.append(self.makers.get(flow.value))
                     continue
                 target = shift_layout(layout, flow.shift)
                 assert target is not None, "a stacked result keeps its leading dimension whole"
-                rounds = is_demoted(self.profile.demands.by_holder(holder))
+                rounds = is_demoted(self.facts.demands.by_holder(holder))
                 makers.append(self._read(flow.value, target, op.index, op.flow_trips(flow), op, _HELD, rounds))
             if makers:
-                found |= dict.fromkeys((holder.value, *holder.views), self._join(self._needs(makers)))
+                found |= dict.fromkeys((holder.value, *holder.views), self.tasks.join(self.tasks.needs(makers)))
         return found
 
     def _op(self, op: Op) -> None:
-        profile = self.profile
-        if profile.idle[op.index]:
+        facts, tasks = self.facts, self.tasks
+        if facts.idle[op.index]:
             return
         choice = self.assignment.choice(op.index)
-        cost = self.model.op_cost(profile, op, choice)
-        makers, settled, layouts = self.makers, profile.settled, self.assignment.layouts
+        cost = self.model.op_cost(facts, op, choice)
+        makers, settled, layouts = self.makers, facts.settled, self.assignment.layouts
         window = self.windows.get(op.index)
         found = set()
         for value, target in zip(op.operands, cost.operands, strict=True):
@@ -296,7 +243,7 @@ class _Judge:
             if settled[value] or layouts.get(value, self.whole) == target:
                 maker = makers.get(value)
             else:
-                rounds = is_demoted(profile.demands.by_ops[op.index])
+                rounds = is_demoted(facts.demands.by_ops[op.index])
                 maker = self._read(value, target, op.index, op.trips, op, partial(_splits, op, choice), rounds)
             if maker is not None:
                 found.add(maker)
@@ -306,52 +253,52 @@ class _Judge:
             for maker in found:
                 self._made(op, maker)
             return
-        needs, first = self._needs(found), len(self.region.tasks.seconds)
+        region = tasks.region
+        needs, first = tasks.needs(found), len(region.tasks.seconds)
         if window is not None:
             self.flops += op.trips * cost.flops
             done = self._windowed(op, cost, window, needs)
             if window.operand == RESULT or not cost.combines:
-                self._made(op, self._join(done))
+                self._made(op, tasks.join(done))
                 return
             needs = done
         if cost.exchange:
             needs = self._exchange(op, cost, needs, partial(_exchanged, op, choice))
         if cost.seconds and window is None:
             self.flops += op.trips * cost.flops
-            needs = self._compute(cost.seconds, op.trips, needs, PRODUCT if is_matrix(op.primitive) else COMPUTE)
+            needs = tasks.compute(cost.seconds, op.trips, needs, PRODUCT if is_matrix(op.primitive) else COMPUTE)
         if not cost.combines:
-            maker = self._join(needs)
+            maker = tasks.join(needs)
             self._made(op, maker)
-            if self.fuses and maker is not None and maker[1] >= first and not any(profile.materialised[value] for value in op.results):
-                self.region.fused.append(maker[1])
+            if self.fuses and maker is not None and maker[1] >= first and not any(facts.materialised[value] for value in op.results):
+                region.fused.append(maker[1])
             return
         for value, combination in zip(op.results, cost.combinations, strict=True):
             done = needs
             if combination:
                 self.partials[op.index] = combination[0]
-                done = self._communicate(combination, needs, op.trips, op, value, partial(_combined, op, choice))
-                if len(done) == 1 and (task := next(iter(done))) in self.region.sent:
-                    self.combined[op.index] = self.region, task
-                    trips, once = self.sent[self.region.sent[task]].step.trips, op.index in self.late.once
+                done = tasks.communicate(combination, needs, op.trips, op, value, partial(_combined, op, choice))
+                if len(done) == 1 and (task := next(iter(done))) in region.sent:
+                    self.combined[op.index] = region, task
+                    trips, once = tasks.sent[region.sent[task]].step.trips, op.index in self.late.once
                     if trips > 1 and not once:
-                        self._combine_each_trip(self.region, task)
+                        tasks.combine_each_trip(region, task)
                     elif trips == 1 and once:
-                        self._combine_once(self.region, task, profile.sums.over[op.index], profile.sums.widened[op.index])
-            makers[value] = self._join(done)
+                        tasks.combine_once(region, task, facts.sums.over[op.index], facts.sums.widened[op.index])
+            makers[value] = tasks.join(done)
 
     def _windowed(self, op: Op, cost: OpCost, window: Window, needs: set[int]) -> set[int]:
-        """A product's blocks, and the permutes between them; the objective keeps what the product and its collective cost apart."""
+        """A product's blocks, and the permutes between them; the objective keeps the cost of a plain product and its collective."""
         value, choice = self.graph.values[window.value], self.assignment.choice(op.index)
-        before = self.compute + self.communication
-        step, seconds = self.model.window_step(value, window), self.model.window_seconds(self.profile, op, choice, window)
-
-        turning = _ACCUMULATED if window.operand == RESULT else _CIRCULATED
+        tasks, turning = self.tasks, _ACCUMULATED if window.operand == RESULT else _CIRCULATED
+        before = tasks.compute_seconds + tasks.communication_seconds
+        step, seconds = self.model.window_step(value, window), self.model.window_seconds(self.facts, op, choice, window)
 
         def product(waits: set[int]) -> set[int]:
-            return self._compute(seconds, op.trips, waits, PRODUCT)
+            return tasks.compute(seconds, op.trips, waits, PRODUCT)
 
         def sent(waits: set[int]) -> set[int]:
-            return self._communicate((step,), waits, op.trips, op, window.value, turning)
+            return tasks.communicate((step,), waits, op.trips, op, window.value, turning)
 
         if window.operand == RESULT:
             ways = [needs] * window.halves
@@ -365,93 +312,48 @@ class _Judge:
                 arriving[number % 2] = sent(arriving[number % 2])
                 done = product(done | arriving[number % 2])
             path = self.model.reshard_path(value, window.step.source, window.step.target)
-            stored = 0.0 if self.profile.portable[window.value] else self.model.storing_seconds(value, path[0].source, path[0].target)
+            stored = 0.0 if self.facts.portable[window.value] else self.model.storing_seconds(value, path[0].source, path[0].target)
             replaced = path_seconds(path) + stored
             nbytes = step.nbytes * min(window.blocks, 3)  # the next one on either side
             self.copies[window.value, window.step.target] = Copy(nbytes, op.index, op.index)
-        apart = self.model.unfused_seconds(self.profile, op, choice, window)
-        done = self._compute(apart, op.trips, done) if apart else done
-        self.saved += (replaced + cost.seconds) * op.trips - (self.compute + self.communication - before)
+        apart = self.model.unfused_seconds(self.facts, op, choice, window)
+        done = tasks.compute(apart, op.trips, done) if apart else done
+        taken = tasks.compute_seconds + tasks.communication_seconds - before
+        tasks.saved_seconds += (replaced + cost.seconds) * op.trips - taken
         return done
 
-    def _made(self, op: Op, maker: _Maker | None) -> None:
+    def _made(self, op: Op, maker: Maker | None) -> None:
         """All results of an op are there when one task is done."""
         for value in op.results:
             self.makers[value] = maker
 
     def _exchange(self, op: Op, cost: OpCost, needs: set[int], cause: Cause) -> set[int]:
-        """What an op's shards need of each other; compilers send the halos of a value once for a convolution and its kernel's gradient."""
+        """The exchange of an op's shards; compilers send the halos of a value once for a convolution and its kernel's gradient."""
         once = op.primitive == "conv_general_dilated"
         key = op.operands[0], cost.operands[0], tuple((step.kind, step.axes, step.nbytes) for step in cost.exchange)
         region, sent = self.exchanged.get(key, (None, set())) if once else (None, set())
-        if region is not self.region:
-            sent = self._communicate(cost.exchange, needs, op.trips, op, op.operands[0], cause)
+        if region is not self.tasks.region:
+            sent = self.tasks.communicate(cost.exchange, needs, op.trips, op, op.operands[0], cause)
             if once:
-                self.exchanged[key] = self.region, sent
+                self.exchanged[key] = self.tasks.region, sent
             return sent
         for step in (step for step in cost.exchange if step.nbytes):
-            self.exposures[len(self.sent)] = 0.0
-            self.sent.append(_Sent(replace(step, seconds=0.0, trips=0), op.trips, op, op.operands[0], cause))
-            self.saved += (step.seconds + step.copying_seconds) * op.trips
+            self.tasks.note_merged(step, op.trips, op, op.operands[0], cause)
         return needs | sent
 
     def _add_first(self, addition: Addition) -> None:
         """Of two collectives whose results are only added keeps the second, which combines the sum."""
-        (region, first), second = (self.combined[side] for side in addition.sides)
-        position = region.sent[first]
-        dropped = self.sent[position]
-        self.combined[addition.op] = second
-        self.sent[position] = replace(dropped, step=replace(dropped.step, seconds=0.0), added=True)
-        region.tasks.seconds[first] = 0.0
-        self.communication -= dropped.step.seconds * dropped.trips
-        self.saved += dropped.step.seconds * dropped.trips
-
-    def _combine_each_trip(self, region: _Region, task: int) -> None:
-        """What is not added up over trips is combined in every one."""
-        sent = self.sent[region.sent[task]]
-        each = self.model.each_trip(sent.step)
-        self.sent[region.sent[task]] = replace(sent, step=each, nbytes=0.0)
-        more = (each.seconds - sent.step.seconds) * sent.trips
-        region.tasks.seconds[task] += more / (region.runs or 1)
-        self.communication += more
-
-    def _combine_once(self, region: _Region, task: int, trips: int, widened: float) -> None:
-        """What is added up over trips is combined after them, though searches do not count on it."""
-        sent = self.sent[region.sent[task]]
-        nbytes = sent.step.nbytes * widened
-        seconds = float(self.model.communication.seconds(sent.step.kind, nbytes, sent.step.axes)) / trips
-        self.sent[region.sent[task]] = replace(sent, step=replace(sent.step, seconds=seconds, trips=trips), nbytes=nbytes)
-        less = (sent.step.seconds - seconds) * sent.trips
-        region.tasks.seconds[task] -= less / (region.runs or 1)
-        self.communication -= less
-        self.saved += less
+        first, self.combined[addition.op] = (self.combined[side] for side in addition.sides)
+        self.tasks.drop(*first)
 
     def _rounded(self, copy: tuple[int, Layout]) -> bool:
-        """Whether the compiler rounds what a copy is made of, since all its readers do."""
-        return self.profile.compiler.demotes_operands and copy not in self.wide and self.graph.values[copy[0]].dtype == "float32"
-
-    def _narrow(self, region: _Region, task: int, position: int) -> None:
-        """Halves what is sent for a copy all of whose readers round it."""
-        copy = self.copied.get(position)
-        if copy is None or not self._rounded(copy):
-            return
-        self._send(region, task, self.sent[position].step.nbytes * NARROW_SHARE)
-
-    def _send(self, region: _Region, task: int, nbytes: float) -> None:
-        """Sends other bytes than were planned."""
-        position = region.sent[task]
-        sent = self.sent[position]
-        seconds = float(self.model.communication.seconds(sent.step.kind, nbytes, sent.step.axes))
-        saved = (sent.step.seconds - seconds) * sent.trips
-        self.sent[position] = replace(sent, step=replace(sent.step, seconds=seconds), nbytes=nbytes)
-        region.tasks.seconds[task] -= saved / (region.runs or 1)
-        self.communication -= saved
-        self.saved += saved
+        """Whether the compiler rounds before it sends a copy, since all readers of the copy round."""
+        return self.facts.compiler.demotes_operands and copy not in self.wide and self.graph.values[copy[0]].dtype == "float32"
 
     def _read(
         self, value: int, target: Layout, op: int, trips: int, source: Op | str, reason: Cause, rounds: bool = False
-    ) -> _Maker | None:
-        """What makes the value in the target layout for a reader that may round it; reshards it if nobody has yet."""
+    ) -> Maker | None:
+        """The maker of the value in the target layout for a reader that may round it; reshards it if no reader has before."""
         own = self.assignment.layout(value)
         maker = self.makers.get(value)
         if own == target:
@@ -461,26 +363,26 @@ class _Judge:
         served = served_from(own, copy, target, lambda a, b: path_seconds(path_of(values[value], a, b)))
         for previous, layout in pairwise(dict.fromkeys((own, served, target))):
             if (value, layout) not in self.makers and (seen := self._seen(value, layout)) is not None:
-                self.saved += path_seconds(path_of(values[value], previous, layout)) * trips
+                self.tasks.saved_seconds += path_seconds(path_of(values[value], previous, layout)) * trips
                 self.makers[value, layout] = self.makers[seen]
                 if seen in self.copies:
                     self.copies[seen] = replace(self.copies[seen], last=op)
             if (value, layout) not in self.makers:
                 path = path_of(values[value], previous, layout)
-                needs = self._needs((maker,))
-                start = len(self.sent)
-                done = self._communicate(path, needs, trips, source, value, partial(_resharded, value, previous, layout, reason))
-                self.copied.update(dict.fromkeys(range(start, len(self.sent)), (value, layout)))
-                beside = any(self.assignment.layout(other) == target for other in self.profile.single_rows.get(value, ()))
+                needs = self.tasks.needs((maker,))
+                start = len(self.tasks.sent)
+                done = self.tasks.communicate(path, needs, trips, source, value, partial(_resharded, value, previous, layout, reason))
+                self.copied.update(dict.fromkeys(range(start, len(self.tasks.sent)), (value, layout)))
+                beside = any(self.assignment.layout(other) == target for other in self.facts.single_rows.get(value, ()))
                 if beside and any(step.kind == "all_to_all" for step in path):
                     self.wide.add((value, layout))
-                if not self.profile.portable[value]:
-                    done = self._compute(self.model.storing_seconds(values[value], previous, layout), trips, done)
-                self.makers[value, layout] = self._join(done)
+                if not self.facts.portable[value]:
+                    done = self.tasks.compute(self.model.storing_seconds(values[value], previous, layout), trips, done)
+                self.makers[value, layout] = self.tasks.join(done)
                 apart = any(a != b and size > 1 for a, b, size in zip(previous, layout, self.sizes, strict=True))
                 sends = apart and any(step.kind != "slice" for step in path)
-                sliced = not sends and isinstance(source, Op) and is_matrix(source.primitive) and not self.profile.free[value]
-                if apart and (sliced or not self.profile.portable[value]):  # whole where a product reads a slice of it; stored to be sent
+                sliced = not sends and isinstance(source, Op) and is_matrix(source.primitive) and not self.facts.free[value]
+                if apart and (sliced or not self.facts.portable[value]):  # stored whole to be sliced by a product, or sent
                     self.copies.setdefault((value, own), Copy(values[value].nbytes / shards(own, self.sizes), op, op))
                 if sends:
                     self.copies[value, layout] = Copy(values[value].nbytes / shards(layout, self.sizes), op, op)
@@ -492,70 +394,14 @@ class _Judge:
         return maker
 
     def _seen(self, value: int, layout: Layout) -> tuple[int, Layout] | None:
-        """The copy that is there already of what a value is a view of, in the layout that is this one before the view."""
-        maker = self.profile.makers[value]
+        """The copy that is there already of the operand of a view, in the layout that the view turns into this one."""
+        maker = self.facts.makers[value]
         if maker is None:
             return None
-        op, rule = self.graph.walk()[maker], self.profile.rules[maker]
+        op, rule = self.graph.walk()[maker], self.facts.rules[maker]
         before = view_of(op.primitive, rule, layout, self.sizes)
         seen = None if before is None else (op.operands[0], before)
         return seen if seen in self.makers else None
-
-    def _communicate(self, path: Iterable[Step], needs: set[int], trips: int, source: Op | str, moved: int, cause: Cause) -> set[int]:
-        """Sends one collective after another; gives what is to be waited for then."""
-        for step in path:
-            if step.kind == "slice" or not step.nbytes:
-                continue
-            region = self.region
-            self.communication += step.seconds * trips
-            stream = self.streams.get(step.kind, BOTH)
-            task = region.tasks.add(step.seconds * trips / (region.runs or 1), stream, tuple(needs))
-            region.sent[task] = len(self.sent)
-            self.sent.append(_Sent(step, trips, source, moved, cause, step.compiled_nbytes))
-            needs = self._compute(step.copying_seconds, trips, {task}) if step.copying_seconds else {task}
-        return needs
-
-    def _compute(self, seconds: float, trips: int, needs: set[int], stream: int = COMPUTE) -> set[int]:
-        """Keeps the device busy; gives what is to be waited for then."""
-        self.compute += seconds * trips
-        return {self.region.tasks.add(seconds * trips / (self.region.runs or 1), stream, tuple(needs))}
-
-    def _needs(self, makers: Iterable[_Maker | None]) -> set[int]:
-        """The tasks of this region among some makers; a loop waits for what its body needs of the regions around it."""
-        found, here = set(), self.region
-        for maker in makers:
-            if maker is None:
-                continue
-            region, task = maker
-            if region is here:
-                found.add(task)
-                continue
-            inner = here
-            while inner.outside is not None and inner.outside is not region:
-                inner = inner.outside
-            if inner.outside is region:  # else it was made in a loop that is done, which is waited for itself
-                inner.needs.add(task)
-        return found
-
-    def _join(self, needs: set[int]) -> _Maker | None:
-        """One task that ends when all of some do."""
-        if len(needs) > 1:
-            return self.region, self.region.tasks.add(0.0, COMPUTE, tuple(needs))
-        return (self.region, next(iter(needs))) if needs else None
-
-
-def _with_readers(tasks: Tasks, fused: Iterable[int]) -> None:
-    """Gives the time of what is fused to the first kernel that reads it: that is when it is computed, and not in a gap before."""
-    readers: dict[int, int] = dict.fromkeys(fused, -1)
-    for reader, needs in enumerate(tasks.needs if readers else ()):
-        for task in needs:
-            if readers.get(task) == -1:
-                readers[task] = reader
-    for task, reader in readers.items():
-        if reader >= 0 and tasks.streams[reader] in (COMPUTE, PRODUCT):
-            tasks.seconds[reader] += tasks.seconds[task]
-            tasks.seconds[task] = 0.0
-
 
 def _as_is(reason: Reason, blame: Blame, step: Step) -> Reason:
     return reason

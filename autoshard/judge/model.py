@@ -1,6 +1,6 @@
-"""What things cost on a mesh of a cluster: one op under a choice, what its shards exchange, the reduction it leaves, one reshard.
+"""The cost model of a mesh on a cluster: seconds of one op under a choice, of its exchange and its reduction, and of one reshard.
 
-The searchers' tables and the judge both ask this model, and neither knows how it answers.
+The searchers' tables and the judge both use this model.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import chain
 import numpy as np
 
 from autoshard.cluster import Cluster
-from autoshard.compilers.program_facts import Profile
+from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.compilers.traffic import Traffic, widened_bytes
 from autoshard.cost.collectives import Communication
 from autoshard.cost.compute import ROWS, Roofline, padding_met
@@ -50,13 +50,13 @@ NEAR_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class OpCost:
-    """What an op costs under a choice.
+    """The cost of an op under a choice.
 
     Attributes:
         seconds: computing, once.
-        flops: what the matrix unit does of that.
+        flops: of the matrix unit.
         operands: the layouts it reads its operands in.
-        exchange: the collectives in which its shards send each other what it needs.
+        exchange: the collectives in which its shards send each other parts of operands.
         combinations: per result, the collectives that combine partial results.
         combines, is_nothing: whether there are any, and whether it takes no time at all.
     """
@@ -78,7 +78,7 @@ class CostModel:
     """The costs of one mesh on one cluster.
 
     Attributes:
-        cluster, mesh: what is modelled.
+        cluster, mesh: those that are modelled.
         communication: seconds of a collective on mesh axes, or the share of them that is charged for its kind.
     """
 
@@ -90,15 +90,15 @@ class CostModel:
         self._byte_seconds = 1 / cluster.device.memory_rate
         self._reshards = Reshards(mesh, self.communication, ALL_TO_ALL_PASSES * self._byte_seconds)
         self._matrices: dict[tuple, np.ndarray] = {}
-        self._op_costs: dict[tuple[Profile, int, Choice], OpCost] = {}
+        self._op_costs: dict[tuple[ProgramFacts, int, Choice], OpCost] = {}
         self._paths: dict[tuple, tuple[Step, ...]] = {}
         self._reductions: dict[tuple, tuple[Step, ...]] = {}
 
     def reshard_matrix(self, shape: tuple[int, ...], itemsize: float, portable: bool) -> np.ndarray:
-        """Seconds from each layout (row number) to each other (column number) of a tensor, what the device is busy for it included.
+        """Seconds from each layout (row number) to each other (column number) of a tensor, the device's own work for it included.
 
         Args:
-            portable: as in `Profile`; what is not costs `storing_seconds` too.
+            portable: as in `ProgramFacts`; other values cost `storing_seconds` too.
         """
         key = shape, itemsize, portable
         if (found := self._matrices.get(key)) is None:
@@ -120,7 +120,7 @@ class CostModel:
     def storing_seconds(self, value: Value, source: Layout, target: Layout) -> float:
         """The seconds of writing and reading a value between fused ops, because it is read elsewhere or otherwise than where it is made.
 
-        What is sliced is made whole and read in part: XLA:TPU fuses a slice into what reads it, never into what makes its operand
+        A sliced value is made whole and read in part: XLA:TPU fuses a slice into its reader, never into the kernel that makes its operand
         (exponentials and gradients of logits in modules that libtpu 0.0.42 compiled).
         """
         before, after = (value.nbytes * self._byte_seconds / shards(layout, self.mesh.sizes) for layout in (source, target))
@@ -141,55 +141,55 @@ class CostModel:
         """`reshard_path` of a program's values by their numbers."""
         return lambda value, source, target: self.reshard_path(values[value], source, target)
 
-    def op_cost(self, profile: Profile, op: Op, choice: Choice) -> OpCost:
-        """All that an op costs; equal ops are asked for once."""
-        key = profile, profile.alike[op.index], choice
+    def op_cost(self, facts: ProgramFacts, op: Op, choice: Choice) -> OpCost:
+        """The cost of an op; computed once for equal ops."""
+        key = facts, facts.alike[op.index], choice
         if (found := self._op_costs.get(key)) is None:
-            rule = profile.rules[op.index]
+            rule = facts.rules[op.index]
             whole = (-1,) * len(self.mesh.axes)
             found = self._op_costs[key] = OpCost(
-                seconds=self.op_seconds(profile, op, choice),
-                flops=self.op_flops(profile, op, choice) if is_matrix(op.primitive) else 0.0,
+                seconds=self.op_seconds(facts, op, choice),
+                flops=self.op_flops(facts, op, choice) if is_matrix(op.primitive) else 0.0,
                 operands=tuple(whole if rule is None else operand_layout(rule, choice, position) for position in range(len(op.operands))),
-                exchange=self.exchange_path(profile, op, choice),
-                combinations=tuple(self.reduction_path(profile, op, choice, k) for k in range(len(op.results))),
+                exchange=self.exchange_path(facts, op, choice),
+                combinations=tuple(self.reduction_path(facts, op, choice, k) for k in range(len(op.results))),
             )
         return found
 
-    def op_flops(self, profile: Profile, op: Op, choice: Choice) -> float:
+    def op_flops(self, facts: ProgramFacts, op: Op, choice: Choice) -> float:
         """The floating point operations a device executes, once."""
-        flops, rule = profile.flops[op.index] / self._split(choice), profile.rules[op.index]
+        flops, rule = facts.flops[op.index] / self._split(choice), facts.rules[op.index]
         if op.primitive != "conv_general_dilated" or rule is None:
             return flops
         split = {factor for factor, _ in choice}
-        values = profile.graph.values
+        values = facts.graph.values
         met = padding_met(op, *(tuple(values[value] for value in some) for some in (op.operands, op.results)))
         return flops * math.prod(times for dim, times in met.items() if not split.isdisjoint(rule.operands[0][dim]))
 
     def _split(self, choice: Choice) -> int:
         return math.prod(size for (factor, _), size in zip(choice, self.mesh.sizes, strict=True) if factor >= 0)
 
-    def op_seconds(self, profile: Profile, op: Op, choice: Choice, block: tuple[int, int] = (-1, 1)) -> float:
+    def op_seconds(self, facts: ProgramFacts, op: Op, choice: Choice, block: tuple[int, int] = (-1, 1)) -> float:
         """The seconds a device computes for one execution of an op, communication excluded.
 
         Args:
             block: a factor, and into how many blocks a device splits that: one of them is computed (a windowed product's).
         """
-        traffic = profile.traffic[op.index]
+        traffic = facts.traffic[op.index]
         if op.bodies or (is_view(op.primitive) and not traffic.starts):
             return 0.0
-        rule = profile.rules[op.index]
-        values = profile.graph.values
+        rule = facts.rules[op.index]
+        values = facts.graph.values
         touched = dict.fromkeys(tensor for tensor, _ in (*traffic.tensors, *traffic.passes))
-        nbytes = self._moved(profile, op, {tensor: self._parts(profile, op, choice, tensor, block) for tensor in touched})
-        flops = self.op_flops(profile, op, choice) / block[1]
+        nbytes = self._moved(facts, op, {tensor: self._parts(facts, op, choice, tensor, block) for tensor in touched})
+        flops = self.op_flops(facts, op, choice) / block[1]
         dtype = _dtype(op, values)
         if is_matrix(op.primitive) and rule is not None:
-            batch, m, n, k = _matrix_sizes(rule, choice, self.mesh.sizes, flops, profile.compiler.product_per_window, block)
+            batch, m, n, k = _matrix_sizes(rule, choice, self.mesh.sizes, flops, facts.compiler.product_per_window, block)
             seconds = self._roofline.dot_seconds(batch, m, n, k, dtype, nbytes, traffic.starts)
         else:
             seconds = self._roofline.seconds(False, flops, dtype, nbytes, traffic.starts)
-        return float(seconds) + (self._seconds_before(profile, op, choice, traffic) if traffic.sent or traffic.before else 0.0)
+        return float(seconds) + (self._seconds_before(facts, op, choice, traffic) if traffic.sent or traffic.before else 0.0)
 
     def window_step(self, value: Value, window: Window) -> Step:
         """One of the permutes of a windowed product."""
@@ -199,52 +199,52 @@ class CostModel:
         seconds = float(self.communication.seconds("collective_permute", nbytes, step.axes))
         return Step("collective_permute", step.axes, layout, layout, nbytes, seconds)
 
-    def window_seconds(self, profile: Profile, op: Op, choice: Choice, window: Window) -> float:
+    def window_seconds(self, facts: ProgramFacts, op: Op, choice: Choice, window: Window) -> float:
         """The seconds of one of a windowed product's kernels; where blocks are added up, of the kernel that adds one, too."""
-        rule, blocks = profile.rules[op.index], window.blocks * window.halves
+        rule, blocks = facts.rules[op.index], window.blocks * window.halves
         assert rule is not None, "a window's product has a rule"
-        made = profile.graph.values[op.results[0]]
+        made = facts.graph.values[op.results[0]]
         adds = window.operand == RESULT or not any(window.factor in dim for dim in rule.results[0])
-        passed = widened_bytes(made.itemsize, profile.compiler.wide_bytes) + profile.compiler.unfused_bytes
+        passed = widened_bytes(made.itemsize, facts.compiler.wide_bytes) + facts.compiler.unfused_bytes
         added = made.size / shards(window.made, self.mesh.sizes) / window.halves * (3 * made.itemsize + passed) if adds else 0.0
-        return self.op_seconds(profile, op, choice, (window.factor, blocks)) + added * self._byte_seconds
+        return self.op_seconds(facts, op, choice, (window.factor, blocks)) + added * self._byte_seconds
 
-    def unfused_seconds(self, profile: Profile, op: Op, choice: Choice, window: Window) -> float:
-        """The seconds of kernels that do what a plain product's own kernel would have done as it reads an operand, and makes its result.
+    def unfused_seconds(self, facts: ProgramFacts, op: Op, choice: Choice, window: Window) -> float:
+        """The seconds of kernels for the ops that a plain product's own kernel would have computed with its operands and its result.
 
         Each block's kernel would read the other operand so; the result is not there before the last block is.
         """
-        rule = profile.rules[op.index]
+        rule = facts.rules[op.index]
         assert rule is not None, "a window's product has a rule"
         read = {value: operand_layout(rule, choice, k) for k, value in enumerate(op.operands) if k != window.operand}
         seconds = 0.0
         for value, layout in (read | {op.results[0]: window.made}).items():
-            if not (profile.fusion.materialised[value] or profile.free[value]):
-                tensor = profile.graph.values[value]
-                moved = 2 * tensor.itemsize + widened_bytes(tensor.itemsize, profile.compiler.wide_bytes)
+            if not (facts.fusion.materialised[value] or facts.free[value]):
+                tensor = facts.graph.values[value]
+                moved = 2 * tensor.itemsize + widened_bytes(tensor.itemsize, facts.compiler.wide_bytes)
                 seconds += moved * tensor.size / shards(layout, self.mesh.sizes) * self._byte_seconds
                 seconds += self.cluster.device.kernel_overhead_seconds
         return seconds
 
-    def _seconds_before(self, profile: Profile, op: Op, choice: Choice, traffic: Traffic) -> float:
+    def _seconds_before(self, facts: ProgramFacts, op: Op, choice: Choice, traffic: Traffic) -> float:
         """The seconds of other kernels that make the op's operands ready, of those whose parts shards send because they do."""
-        rule, moved = profile.rules[op.index], list(traffic.before)
+        rule, moved = facts.rules[op.index], list(traffic.before)
         if traffic.sent and rule is not None:
             sent = sent_tensors(rule, choice, self.mesh.sizes)
             moved += ((tensor, nbytes) for tensor, nbytes in traffic.sent if tensor in sent)
-        return self._byte_seconds * sum(nbytes / self._parts(profile, op, choice, tensor) for tensor, nbytes in moved)
+        return self._byte_seconds * sum(nbytes / self._parts(facts, op, choice, tensor) for tensor, nbytes in moved)
 
-    def _moved(self, profile: Profile, op: Op, parts: Mapping[int, float]) -> float:
-        """Bytes to and from a device's memory, by the number of parts of each tensor; products find what is small on the chip."""
-        traffic = profile.traffic[op.index]
+    def _moved(self, facts: ProgramFacts, op: Op, parts: Mapping[int, float]) -> float:
+        """Bytes to and from a device's memory, by the number of parts of each tensor; products find small operands on the chip."""
+        traffic = facts.traffic[op.index]
         passed = sum(moved / parts[tensor] for tensor, moved in traffic.passes)
         each = (moved / parts[tensor] for tensor, moved in traffic.tensors)
-        near = NEAR_SHARE * profile.compiler.fast_memory_bytes if is_matrix(op.primitive) else 0.0
+        near = NEAR_SHARE * facts.compiler.fast_memory_bytes if is_matrix(op.primitive) else 0.0
         return passed + sum(moved for moved in each if moved > near)
 
-    def _parts(self, profile: Profile, op: Op, choice: Choice, tensor: int, block: tuple[int, int] = (-1, 1)) -> float:
-        """Into how many parts an op's tensor is split, operands counted first; fewer by what tiles pad in a program with convolutions."""
-        rule = profile.rules[op.index]
+    def _parts(self, facts: ProgramFacts, op: Op, choice: Choice, tensor: int, block: tuple[int, int] = (-1, 1)) -> float:
+        """Into how many parts an op's tensor is split, operands counted first; fewer by the padding of tiles."""
+        rule = facts.rules[op.index]
         result = tensor - len(op.operands)
         if rule is None:
             layout = (-1,) * len(self.mesh.axes)
@@ -254,69 +254,69 @@ class CostModel:
         if rule is not None and any(block[0] in dim for dim in (*rule.operands, *rule.results)[tensor]):
             count *= block[1]
         value = op.operands[tensor] if result < 0 else op.results[result]
-        minor = profile.fusion.minor[value]
+        minor = facts.fusion.minor[value]
         if minor is None:
             return count
-        return count / profile.compiler.padding(local_shape(profile.graph.values[value].shape, layout, self.mesh.sizes), minor)
+        return count / facts.compiler.padding(local_shape(facts.graph.values[value].shape, layout, self.mesh.sizes), minor)
 
-    def least_op_seconds(self, profile: Profile, op: Op) -> float:
+    def least_op_seconds(self, facts: ProgramFacts, op: Op) -> float:
         """The seconds of an op if all devices shared its work and its memory traffic evenly: no choice takes less."""
-        n, traffic = self.mesh.size, profile.traffic[op.index]
+        n, traffic = self.mesh.size, facts.traffic[op.index]
         if op.bodies or (is_view(op.primitive) and not traffic.starts):
             return 0.0
-        nbytes = self._moved(profile, op, dict.fromkeys(range(len(op.operands) + len(op.results)), n))
-        matrix, flops, dtype = is_matrix(op.primitive), profile.flops[op.index] / n, _dtype(op, profile.graph.values)
+        nbytes = self._moved(facts, op, dict.fromkeys(range(len(op.operands) + len(op.results)), n))
+        matrix, flops, dtype = is_matrix(op.primitive), facts.flops[op.index] / n, _dtype(op, facts.graph.values)
         return float(self._roofline.seconds(matrix, flops, dtype, nbytes, traffic.starts))
 
-    def reduction_path(self, profile: Profile, op: Op, choice: Choice, result: int) -> tuple[Step, ...]:
+    def reduction_path(self, facts: ProgramFacts, op: Op, choice: Choice, result: int) -> tuple[Step, ...]:
         """The collectives that combine an op's partial results.
 
-        What a loop only adds up is all_reduced once for all its trips (`autoshard.analysis.partial_sums`).
+        A sum that a loop only adds to is all_reduced once for all its trips (`autoshard.analysis.partial_sums`).
         """
-        rule = profile.rules[op.index]
+        rule = facts.rules[op.index]
         if rule is None or not (left := reductions(rule, choice)):
             return ()
-        value = profile.graph.values[op.results[result]]
+        value = facts.graph.values[op.results[result]]
         key = value.shape, value.itemsize, computed_layout(rule, choice, result), left
         if (steps := self._reductions.get(key)) is None:
             steps = self._reductions[key] = reduction_steps(self.mesh, self.communication, *key)
-        trips = profile.sums.accumulated[op.index]
+        trips = facts.sums.accumulated[op.index]
         if trips == 1 or len(steps) != 1 or steps[0].kind != "all_reduce":
             return steps
-        step, widened = steps[0], profile.sums.widened[op.index]
+        step, widened = steps[0], facts.sums.widened[op.index]
         if widened > 1:
             nbytes = step.nbytes * widened
             step = replace(step, seconds=float(self.communication.seconds(step.kind, nbytes, step.axes)), compiled_nbytes=nbytes)
         return (replace(step, seconds=step.seconds / trips, trips=trips),)
 
-    def recombining_seconds(self, profile: Profile, op: Op, choice: Choice) -> float:
-        """What one execution of an op takes longer if its partial results are not added up over a loop's trips before they are combined."""
-        return sum(self.each_trip(step).seconds - step.seconds for step in self.reduction_path(profile, op, choice, 0))
+    def recombining_seconds(self, facts: ProgramFacts, op: Op, choice: Choice) -> float:
+        """How much longer one execution of an op takes if its partial results are combined in each trip of a loop, not once after it."""
+        return sum(self.each_trip(step).seconds - step.seconds for step in self.reduction_path(facts, op, choice, 0))
 
     def each_trip(self, step: Step) -> Step:
-        """A step of many trips as it is where it is made in every one."""
+        """A step that was combined after a loop as it is in each of its trips."""
         if not step.compiled_nbytes:
             return replace(step, seconds=step.seconds * step.trips, trips=1)
         seconds = float(self.communication.seconds(step.kind, step.nbytes, step.axes))
         return replace(step, seconds=seconds, trips=1, compiled_nbytes=0.0)
 
-    def exchange_path(self, profile: Profile, op: Op, choice: Choice) -> tuple[Step, ...]:
-        """The collectives in which an op's shards send each other what it needs."""
-        rule = profile.rules[op.index]
+    def exchange_path(self, facts: ProgramFacts, op: Op, choice: Choice) -> tuple[Step, ...]:
+        """The collectives in which an op's shards send each other parts of operands."""
+        rule = facts.rules[op.index]
         if rule is None or not exchanges(rule, choice, self.mesh.sizes):
             return ()
-        tensors = [profile.graph.values[value] for value in (*op.operands, *op.results)]
-        wanted = [*(True for _ in op.operands), *(profile.wanted[value] for value in op.results)]
+        tensors = [facts.graph.values[value] for value in (*op.operands, *op.results)]
+        wanted = [*(True for _ in op.operands), *(facts.wanted[value] for value in op.results)]
         return exchange_steps(self.mesh, self.communication, rule, choice, tensors, wanted)
 
-    def own_steps(self, profile: Profile, op: Op, choice: Choice) -> tuple[Step, ...]:
+    def own_steps(self, facts: ProgramFacts, op: Op, choice: Choice) -> tuple[Step, ...]:
         """All collectives that are the op's own: its exchange, and the combination of its results."""
-        exchange = self.exchange_path(profile, op, choice)
-        combinations = [self.reduction_path(profile, op, choice, k) for k in range(len(op.results))]
+        exchange = self.exchange_path(facts, op, choice)
+        combinations = [self.reduction_path(facts, op, choice, k) for k in range(len(op.results))]
         return tuple(chain(exchange, *combinations)) if exchange or len(combinations) > 1 else combinations[0]
 
     def own_seconds(self, step: Step) -> float:
-        """What a step of an op takes, which was made on a mesh of the same sizes but, maybe, other wires."""
+        """The seconds of an op's step that was found on a mesh of the same sizes, perhaps on other links."""
         nbytes = step.compiled_nbytes or step.nbytes
         return 0.0 if step.kind == "slice" else float(self.communication.seconds(step.kind, nbytes, step.axes)) / step.trips
 
@@ -332,7 +332,7 @@ def _matrix_sizes(
     """The local matrix product of a contraction: batch, rows, columns, depth.
 
     A factor in both operands and the result is a batch, in the left operand and the result a row, in the right one a column, and
-    what is in no result is depth. A convolution's window counts as depth and its output positions as rows, so the sizes are
+    one that is not in the result is depth. A convolution's window counts as depth and its output positions as rows, so the sizes are
     scaled to the op's flops.
 
     Args:

@@ -173,6 +173,6 @@ def _shares(problem: Problem) -> dict[int, float]:
 
     Without any weight, values of no peak so far would grow wherever that saves bytes of others.
     """
-    lives = problem.profile.lifetimes
+    lives = problem.facts.lifetimes
     shares = (lives.dies - lives.born) / max(lives.moments, 1)
     return dict(sorted(zip(lives.values, shares.tolist(), strict=True)))

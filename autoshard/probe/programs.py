@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.cluster import Cluster
 from autoshard.compilers import TARGETS, compiler_of
-from autoshard.compilers.program_facts import Profile, profile
+from autoshard.compilers.program_facts import ProgramFacts, program_facts
 from autoshard.ir import Assignment, Mesh
 from autoshard.judge.evaluate import evaluate
 from autoshard.judge.model import CostModel
@@ -51,9 +51,9 @@ class Kernel:
     chained: int = 1
 
     @cached_property
-    def _profile(self) -> Profile:
+    def _facts(self) -> ProgramFacts:
         graph = trace(self.fn, *(jax.ShapeDtypeStruct(shape, self.dtype) for shape in self.shapes)).graph
-        return profile(graph, rules_of(graph), compiler_of(Cluster.parse("cpu:1")))
+        return program_facts(graph, rules_of(graph), compiler_of(Cluster.parse("cpu:1")))
 
     @property
     def nbytes(self) -> int:
@@ -63,7 +63,7 @@ class Kernel:
     def predicted_seconds(self, cluster: Cluster) -> float:
         """The cost model's prediction, on one device of the cluster."""
         one = replace(cluster, topology=(1,) * len(cluster.topology))
-        return evaluate(self._profile, CostModel(one, ALONE), Assignment(ALONE, {}, {})).cost.compute_seconds
+        return evaluate(self._facts, CostModel(one, ALONE), Assignment(ALONE, {}, {})).cost.compute_seconds
 
     def compiled(self, devices: Sequence[Any]) -> Callable[[int], Run]:
         """A function from a number of trips to a loop that runs it ``trips * chained`` times."""

@@ -12,7 +12,7 @@ from functools import reduce
 
 import numpy as np
 
-from autoshard.compilers.program_facts import Profile
+from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.cost.reshard import Step
 from autoshard.errors import ShardingError
 from autoshard.inference.model import PairwiseModel
@@ -77,20 +77,20 @@ class CostTables:
     """The tables of a program's variables under a cost model.
 
     Attributes:
-        profile: the program.
+        facts: the program.
         model: the costs on a mesh.
         decisions: the variables and the reads between them.
         domains: of the variables, on meshes of these sizes.
     """
 
-    def __init__(self, profile: Profile, model: CostModel, decisions: Decisions, domains: Domains, like: CostTables | None = None):
+    def __init__(self, facts: ProgramFacts, model: CostModel, decisions: Decisions, domains: Domains, like: CostTables | None = None):
         """Tables to be computed on demand.
 
         Args:
             like: tables of the same domains. On the same cluster, seconds of compute and lists of collectives are shared, since these do
                 not depend on the placement of mesh axes.
         """
-        self.profile = profile
+        self.facts = facts
         self.model = model
         self.decisions = decisions
         self.domains = domains
@@ -179,7 +179,7 @@ class CostTables:
             nbytes = np.array([Value(shape, "", itemsize).nbytes / shards(label, self.model.mesh.sizes) for label in domain.labels])
             return TIE_SECONDS_PER_BYTE * nbytes if stored else np.zeros(len(domain.labels))
         signature = self.decisions.signatures[variable.label_type[1]]
-        op = self.profile.graph.walk()[signature.op]
+        op = self.facts.graph.walk()[signature.op]
         if (costs := self._op_costs.get((op.index, domain))) is None:
             costs = self._op_costs[op.index, domain] = self._compute_and_collectives(op, signature.rule, domain.labels)
         computed, steps, which = costs
@@ -194,9 +194,9 @@ class CostTables:
         for label in labels:
             factors = tuple(factor for factor, _ in label)  # compute does not depend on the dimension that sums are scattered to
             if (computed := known.get((op.index, factors))) is None:
-                computed = known[op.index, factors] = model.op_seconds(self.profile, op, label)
+                computed = known[op.index, factors] = model.op_seconds(self.facts, op, label)
             seconds.append(computed)
-            steps = () if communicating.isdisjoint(factors) else model.own_steps(self.profile, op, label)
+            steps = () if communicating.isdisjoint(factors) else model.own_steps(self.facts, op, label)
             which.append(distinct.setdefault(steps, len(distinct)))
         return np.array(seconds), tuple(distinct), np.array(which, dtype=np.int64)
 
@@ -211,14 +211,14 @@ class CostTables:
         known, wanted = self._follower_seconds.setdefault((signature, position), {}), numbers.tolist()
         if new := set(wanted).difference(known):
             entry = self.decisions.signatures[signature]
-            rule, op = entry.rule, self.profile.graph.walk()[entry.op]
+            rule, op = entry.rule, self.facts.graph.walk()[entry.op]
             for number in new:
                 choice = _followed(rule, position, layout_of(number, len(rule.operands[position]), len(self.model.mesh.axes)))
-                known[number] = entry.trips * self.model.op_seconds(self.profile, op, choice)
+                known[number] = entry.trips * self.model.op_seconds(self.facts, op, choice)
         return np.array([known[number] for number in wanted])
 
     def _describe(self, variable: Variable) -> str:
-        graph = self.profile.graph
+        graph = self.facts.graph
         if variable.leader >= 0:
             op = graph.walk()[variable.leader]
             return f"{op.primitive} at {op.origin}"
@@ -247,17 +247,17 @@ class CostTables:
         return first if np.array_equal(first, table) else table
 
     def _edge_table(self, edge: Edge, domains: Mapping[int, CostedDomain] | Sequence[CostedDomain]) -> np.ndarray:
-        value = self.profile.graph.values[edge.value]
+        value = self.facts.graph.values[edge.value]
         source = domains[edge.source].slots[edge.source_slot]
         distinct = {target.tobytes(): target for target in (domains[edge.target].slots[slot] for slot in edge.target_slots)}.values()
         sources = source if edge.source == edge.target else source[:, None]
-        facts = value.shape, value.itemsize, self.profile.portable[edge.value]
+        facts = value.shape, value.itemsize, self.facts.portable[edge.value]
         table = edge.trips * reduce(np.add, [self.model.reshard_seconds(*facts, sources, target) for target in distinct])
         if edge.source == edge.target:
             return table
         if edge.late_sum:
-            op, labels = self.profile.graph.walk()[self.decisions.variables[edge.source].leader], domains[edge.source].labels
-            again = np.array([op.trips * self.model.recombining_seconds(self.profile, op, label) for label in labels])
+            op, labels = self.facts.graph.walk()[self.decisions.variables[edge.source].leader], domains[edge.source].labels
+            again = np.array([op.trips * self.model.recombining_seconds(self.facts, op, label) for label in labels])
             table += again[:, None] * np.any([source[:, None] != target for target in distinct], axis=0)
         return table
 

@@ -52,7 +52,7 @@ class MemoryTables:
 
     def alive(self, moment: int) -> set[int]:
         """The values that are live at a moment of the program, which labels do not change."""
-        times = self.problem.profile.lifetimes
+        times = self.problem.facts.lifetimes
         return {value for value, born, dies in zip(times.values, times.born, times.dies, strict=True) if born <= moment < dies}
 
     def least_bytes(self, peak: Peak, labels: Positions, only: Collection[int] | None = None) -> tuple[dict[int, np.ndarray], float]:
@@ -67,7 +67,7 @@ class MemoryTables:
             only: the values that count; all unless given.
         """
         problem, always = self.problem, self.alive(peak.moment)
-        narrow, home = problem.profile.fusion.narrow, problem.decisions.home
+        narrow, home = problem.facts.fusion.narrow, problem.decisions.home
         bytes_of: dict[int, np.ndarray] = {}
         undecided = 0.0
         for value, nbytes in zip(peak.alive, peak.held, strict=True):
@@ -118,7 +118,7 @@ class MemoryTables:
 
     def _span(self, variable: int, value: int) -> tuple[int, int]:
         """The first moment at which ops of a variable read a value, and the one after the last."""
-        one, ops, times = self.problem.decisions.variables[variable], self.problem.graph.walk(), self.problem.profile.lifetimes
+        one, ops, times = self.problem.decisions.variables[variable], self.problem.graph.walk(), self.problem.facts.lifetimes
         first = one.leader if one.leader >= 0 else self._owners.get(variable, -1)
         readers = [op for op in (first, *(op for op, _, _ in one.followers)) if op >= 0 and value in ops[op].operands]
         return min((times.starts[op] for op in readers), default=times.moments), max((times.ends[op] for op in readers), default=0)

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from autoshard.compilers.program_facts import Profile
+from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.ir import NOWHERE, Assignment, Choice, Layout, layouts, shards
 from autoshard.judge.evaluate import Judgement, evaluate
 from autoshard.judge.model import CostModel
@@ -42,7 +42,7 @@ class Problem:
     """A program on a mesh, to be searched; it is immutable.
 
     Attributes:
-        profile: the program and the facts about it that no assignment changes.
+        facts: the program and the facts about it that no assignment changes.
         graph, rules: of the program.
         model: the costs on the mesh.
         mesh: the mesh.
@@ -57,7 +57,7 @@ class Problem:
 
     def __init__(
         self,
-        profile: Profile,
+        facts: ProgramFacts,
         model: CostModel,
         pins: Mapping[int, Pin] | None = None,
         memory_limit_bytes: float | None = None,
@@ -70,26 +70,26 @@ class Problem:
             like: the other problem. Variables are shared where program and pins are the same; then domains and compute seconds, too, where
                 mesh sizes and cluster are the same, and all tables where the cost model is the same.
         """
-        self.profile = profile
-        self.graph = profile.graph
-        self.rules = profile.rules
+        self.facts = facts
+        self.graph = facts.graph
+        self.rules = facts.rules
         self.model = model
         self.mesh = model.mesh
         self.pins: Mapping[int, Pin] = dict(pins or {})
         self.memory_limit_bytes = memory_limit_bytes
         self.observer = observer
-        if like is not None and like.profile is profile and like.pins == self.pins:
+        if like is not None and like.facts is facts and like.pins == self.pins:
             self.decisions, self._facts_of_decisions = like.decisions, like._facts_of_decisions
         else:
-            self.decisions = decisions_of(profile, self.pins)
+            self.decisions = decisions_of(facts, self.pins)
             self._facts_of_decisions: dict[Callable, Any] = {}
         if like is None or like.decisions is not self.decisions or like.mesh.sizes != self.mesh.sizes:
             domains = Domains(self.decisions.signatures, self.mesh.sizes)
-            self.costs, self._facts = CostTables(profile, model, self.decisions, domains), {}
+            self.costs, self._facts = CostTables(facts, model, self.decisions, domains), {}
         elif like.model is model:
             self.costs, self._facts = like.costs, like._facts
         else:
-            self.costs = CostTables(profile, model, self.decisions, like.costs.domains, like.costs)
+            self.costs = CostTables(facts, model, self.decisions, like.costs.domains, like.costs)
             self._facts: dict[Callable, Any] = {}
         self._made = True
 
@@ -103,11 +103,11 @@ class Problem:
 
     def within(self, memory_limit_bytes: float | None) -> Problem:
         """The same problem under another memory limit; the two share all tables."""
-        return Problem(self.profile, self.model, self.pins, memory_limit_bytes, self, self.observer)
+        return Problem(self.facts, self.model, self.pins, memory_limit_bytes, self, self.observer)
 
     def observed_by(self, observer: Observer) -> Problem:
         """The same problem with an observer of its searches; the two share all tables."""
-        return Problem(self.profile, self.model, self.pins, self.memory_limit_bytes, self, observer)
+        return Problem(self.facts, self.model, self.pins, self.memory_limit_bytes, self, observer)
 
     @property
     def n_variables(self) -> int:
@@ -283,7 +283,7 @@ class Problem:
 
     def evaluate(self, assignment: Assignment) -> Judgement:
         """The judge's figures of an assignment."""
-        judgement = evaluate(self.profile, self.model, assignment)
+        judgement = evaluate(self.facts, self.model, assignment)
         if self.observer is not None:
             self.observer.judged(judgement)
         return judgement
@@ -319,9 +319,9 @@ class Problem:
         decided = {variable.leader for variable in variables} | {op for variable in variables for op, _, _ in variable.followers}
         whole = (NOWHERE,) * len(self.mesh.axes)
         return sum(
-            op.trips * self.model.op_seconds(self.profile, op, whole)
+            op.trips * self.model.op_seconds(self.facts, op, whole)
             for op in self.graph.walk()
-            if op.index not in decided and not (op.results and self.rules[op.index] and all(self.profile.free[v] for v in op.results))
+            if op.index not in decided and not (op.results and self.rules[op.index] and all(self.facts.free[v] for v in op.results))
         )
 
     def compute_bound(self) -> float:
@@ -337,17 +337,17 @@ def _split_evenly(problem: Problem) -> float:
     least: dict[int, float] = {}
     total = 0.0
     for op in problem.graph.walk():
-        if not all(problem.profile.free[value] for value in op.results):
-            alike = problem.profile.alike[op.index]
+        if not all(problem.facts.free[value] for value in op.results):
+            alike = problem.facts.alike[op.index]
             if alike not in least:
-                least[alike] = problem.model.least_op_seconds(problem.profile, op)
+                least[alike] = problem.model.least_op_seconds(problem.facts, op)
             total += op.trips * least[alike]
     return total
 
 
 def _other_places(problem: Problem) -> dict[int, list[tuple[int, int]]]:
     """By value, the variables and slots of its copies, and of the names under which bodies read it."""
-    root, places = problem.profile.fusion.root, {}
+    root, places = problem.facts.fusion.root, {}
     copied = {variable: value for value, variable in problem.decisions.copies.items()}
     for number, variable in enumerate(problem.decisions.variables):
         if variable.leader < 0 and (number in copied or root[variable.value] != variable.value):

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from autoshard.compilers.program_facts import Profile
+from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.ir import Op, Rule
 
 Pin = tuple[frozenset[int], ...]
@@ -119,21 +119,21 @@ class Decisions:
     couplings: tuple[Coupling, ...]
 
 
-def decisions_of(profile: Profile, pins: Mapping[int, Pin]) -> Decisions:
+def decisions_of(facts: ProgramFacts, pins: Mapping[int, Pin]) -> Decisions:
     """The decision variables of a program, in time linear in its size."""
-    builder = _Builder(profile, pins)
-    for value in profile.graph.arguments:
+    builder = _Builder(facts, pins)
+    for value in facts.graph.arguments:
         builder.store(value)
-    builder.build(profile.graph.ops)
-    for result, argument in profile.graph.aliases:
-        builder.read(profile.graph.results[result], profile.graph.arguments[argument], 1)
+    builder.build(facts.graph.ops)
+    for result, argument in facts.graph.aliases:
+        builder.read(facts.graph.results[result], facts.graph.arguments[argument], 1)
     return builder.finish()
 
 
 class _Builder:
-    def __init__(self, profile: Profile, pins: Mapping[int, Pin]):
-        self.profile = profile
-        self.values = profile.graph.values
+    def __init__(self, facts: ProgramFacts, pins: Mapping[int, Pin]):
+        self.facts = facts
+        self.values = facts.graph.values
         self.pins = pins
         self.variables: list[Variable] = []
         self.signatures: list[Signature] = []
@@ -175,12 +175,12 @@ class _Builder:
 
     def build(self, ops: Iterable[Op]) -> None:
         for op in ops:
-            rule = self.profile.rules[op.index]
+            rule = self.facts.rules[op.index]
             if op.bodies:
                 self._control_flow(op)
             elif rule is None or not any(factor.shardable for factor in rule.factors):
                 self._whole(op)
-            elif not all(self.profile.free[value] for value in op.results):
+            elif not all(self.facts.free[value] for value in op.results):
                 self._op(op, rule)
 
     def _whole(self, op: Op) -> None:
@@ -192,7 +192,7 @@ class _Builder:
         if value in self.home:
             variable, slot = self.home[value]
             read = self.values[value]
-            self.variables[variable].whole_reads.append((slot, read.shape, read.itemsize, self.profile.portable[value], trips))
+            self.variables[variable].whole_reads.append((slot, read.shape, read.itemsize, self.facts.portable[value], trips))
 
     def _control_flow(self, op: Op) -> None:
         """Adds a layout variable per holder; values that flow into it are read in its layout."""
@@ -275,7 +275,7 @@ class _Builder:
 
     def _signature(self, op: Op, rule: Rule) -> int:
         """The number of the op's signature."""
-        key = self.profile.alike[op.index], op.trips
+        key = self.facts.alike[op.index], op.trips
         number = self._signatures.setdefault(key, len(self.signatures))
         if number == len(self.signatures):
             self.signatures.append(Signature(op.index, rule, op.trips))
@@ -305,7 +305,7 @@ class _Builder:
         return Decisions(tuple(self.signatures), variables, tuple(edges), self.home, copies, kinds, couplings)
 
     def _edge(self, value: int, source: tuple[int, int], target: int, target_slots: tuple[int, ...], trips: int) -> Edge:
-        late_sum = self.profile.sums.made_by.get(value, -1) == self.variables[source[0]].leader >= 0
+        late_sum = self.facts.sums.made_by.get(value, -1) == self.variables[source[0]].leader >= 0
         return Edge(value, *source, target, target_slots, trips, late_sum)
 
     def _couplings(self, edges: Iterable[Edge]) -> tuple[Coupling, ...]:
@@ -313,14 +313,14 @@ class _Builder:
         for edge in edges:
             between.setdefault((min(edge.source, edge.target), max(edge.source, edge.target)), []).append(edge)
         numbers: dict[tuple, int] = {}
-        values, portable = self.values, self.profile.portable
+        values, portable = self.values, self.facts.portable
 
-        def facts(edge: Edge) -> tuple:
+        def properties(edge: Edge) -> tuple:
             value = values[edge.value]
             return value.shape, value.itemsize, portable[edge.value], edge.late_sum, edge.trips, edge.source_slot, edge.target_slots
 
         couplings: list[Coupling] = []
         for (i, j), reads in between.items():
-            key = i == j, tuple((edge.source == i, *facts(edge)) for edge in reads)
+            key = i == j, tuple((edge.source == i, *properties(edge)) for edge in reads)
             couplings.append(Coupling(i, j, numbers.setdefault(key, len(numbers)), tuple(reads)))
         return tuple(couplings)

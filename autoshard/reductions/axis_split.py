@@ -59,7 +59,7 @@ def apply(problem: Problem) -> AxisSplit | None:
     if len(parents) <= len(problem.mesh.axes):
         return None
     pins = {value: tuple(pin[parent] for parent in parents) for value, pin in problem.pins.items()}
-    return AxisSplit(Problem(problem.profile, ManyAxesModel(problem.model.cluster, mesh), pins, like=problem), tuple(parents))
+    return AxisSplit(Problem(problem.facts, ManyAxesModel(problem.model.cluster, mesh), pins, like=problem), tuple(parents))
 
 
 def _split(problem: Problem) -> tuple[Mesh, list[int]]:

@@ -81,7 +81,7 @@ class Quotient(Problem):
         self.whole = whole
         self.classes = classes
         _, self._firsts = np.unique(classes, return_index=True)
-        super().__init__(whole.profile, whole.model, whole.pins, whole.memory_limit_bytes, whole, whole.observer)
+        super().__init__(whole.facts, whole.model, whole.pins, whole.memory_limit_bytes, whole, whole.observer)
 
     @property
     def n_variables(self) -> int:

@@ -144,11 +144,11 @@ class Auto(Searcher):
     ) -> Iterator[tuple[Solution, Searcher]]:
         """The answer of a member with collectives charged their exposed shares, if some communication is hidden, and the member."""
         member = next((member for member in self.members if member.uses_exposed_shares), None)
-        shares = exposed_shares(costs, problem.profile.compiler.asynchronous)
+        shares = exposed_shares(costs, problem.facts.compiler.asynchronous)
         if member is None or all(share > 1 - BUDGETS.settled_gap for share in shares.values()):
             return
         model = CostModel(problem.model.cluster, problem.mesh, shares)
-        other = Problem(problem.profile, model, problem.pins, problem.memory_limit_bytes, like=problem)
+        other = Problem(problem.facts, model, problem.pins, problem.memory_limit_bytes, like=problem)
         progress(f"{member.name}, hidden communication left out", 0.0)
         with suppress(InfeasibleError, SearchLimitError):
             solution = member.solve(other, progress, hints)
@@ -190,5 +190,5 @@ def _gap_reason(best: Cost, least: Cost, owner: Searcher) -> Iterator[str]:
 def _settled(problem: Problem, solution: Solution) -> bool:
     """Whether no other objective is much less than the solution's, and makespans are nearly objectives."""
     cost = solution.judgement.cost
-    waits = set(problem.profile.compiler.asynchronous) <= {"collective_permute"}
+    waits = set(problem.facts.compiler.asynchronous) <= {"collective_permute"}
     return waits and min(solution.lower_bound_seconds, cost.makespan_seconds) >= (1 - BUDGETS.settled_gap) * cost.objective_seconds

@@ -105,8 +105,8 @@ def split_batch(problem: Problem) -> Propagation:
 
 def _split_batch(problem: Problem) -> tuple[Propagation, Judgement, float]:
     """The fastest propagation of a batch, its judgement, and the FLOPs of one that splits half of the work that can be split."""
-    profile = problem.profile
-    flops = sum(op.trips * profile.flops[op.index] for op in problem.graph.walk() if is_matrix(op.primitive))
+    facts = problem.facts
+    flops = sum(op.trips * facts.flops[op.index] for op in problem.graph.walk() if is_matrix(op.primitive))
     enough = flops * (1 + 1 / problem.mesh.size) / 2
     best: tuple[Propagation, Judgement] | None = None
     for dim in (0, 1):

@@ -239,7 +239,7 @@ def memory_rows(problem: Problem, sizes: Sequence[int], labels: np.ndarray, peak
         peak: theirs, as judged.
         limit: of memory, in bytes.
     """
-    times = problem.profile.lifetimes
+    times = problem.facts.lifetimes
     passed = {value for value, is_passed in zip(times.values, times.passed, strict=True) if is_passed}
     rows = [_row(problem, sizes, labels, peak, limit)]
     if peak.spare_bytes:
@@ -269,7 +269,7 @@ def _row(problem: Problem, sizes: Sequence[int], labels: np.ndarray, peak: Peak,
         for variable, same in masks.items():
             add(variable, same * nbytes)
     leaders = {variable.leader: i for i, variable in enumerate(problem.decisions.variables) if variable.leader >= 0}
-    times = problem.profile.lifetimes
+    times = problem.facts.lifetimes
     for op, nbytes in peak.partials:
         if op in leaders and times.starts[op] <= peak.moment < times.ends[op]:  # later it is kept for other sums, as their labels decide
             add(leaders[op], (np.arange(sizes[leaders[op]]) == labels[leaders[op]]) * nbytes)

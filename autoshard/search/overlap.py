@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autoshard.analysis.partial_sums import late_sums
-from autoshard.compilers.program_facts import Profile
+from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.cost.prefetch import candidates, scans
 from autoshard.cost.windows import Window, Windows
 from autoshard.ir import Assignment
@@ -21,7 +21,7 @@ MOST_WINDOWS = 24  # groups of equal products that are tried: those with the mos
 LEAST_GAIN = 1e-3  # of the makespan; below it is rounding
 
 
-def overlapped(facts: Profile, model: CostModel, judgement: Judgement, limit: float) -> Judgement:
+def overlapped(facts: ProgramFacts, model: CostModel, judgement: Judgement, limit: float) -> Judgement:
     """The judgement of the assignment with more of its communication overlapped, where that is faster.
 
     Args:
@@ -30,7 +30,7 @@ def overlapped(facts: Profile, model: CostModel, judgement: Judgement, limit: fl
     return _windowed(facts, model, _gathering_ahead(facts, model, judgement, limit), limit)
 
 
-def _gathering_ahead(facts: Profile, model: CostModel, judgement: Judgement, limit: float) -> Judgement:
+def _gathering_ahead(facts: ProgramFacts, model: CostModel, judgement: Judgement, limit: float) -> Judgement:
     """The judgement with those scans gathering one trip ahead that are then predicted to be faster."""
     paths = model.reshard_paths(facts.graph.values)
     for scan in scans(facts.graph) if facts.compiler.gathers_ahead else ():
@@ -41,7 +41,7 @@ def _gathering_ahead(facts: Profile, model: CostModel, judgement: Judgement, lim
     return judgement
 
 
-def _windowed(facts: Profile, model: CostModel, judgement: Judgement, limit: float) -> Judgement:
+def _windowed(facts: ProgramFacts, model: CostModel, judgement: Judgement, limit: float) -> Judgement:
     """The judgement with those products windowed that are then predicted to be faster: equal ones together, longest permutes first."""
     if not facts.compiler.windows:
         return judgement
@@ -53,7 +53,7 @@ def _windowed(facts: Profile, model: CostModel, judgement: Judgement, limit: flo
     return judgement
 
 
-def _windows(facts: Profile, model: CostModel, assignment: Assignment) -> list[list[Window]]:
+def _windows(facts: ProgramFacts, model: CostModel, assignment: Assignment) -> list[list[Window]]:
     """The windows that could hide permutes which the compiler waits for, in groups of equal ones."""
     late = late_sums(facts.graph, facts.rules, assignment, facts.sums).values
     groups: dict[tuple, list[Window]] = {}
@@ -65,13 +65,13 @@ def _windows(facts: Profile, model: CostModel, assignment: Assignment) -> list[l
     return list(groups.values())
 
 
-def _sending(facts: Profile, model: CostModel, group: list[Window]) -> float:
+def _sending(facts: ProgramFacts, model: CostModel, group: list[Window]) -> float:
     """The seconds that the permutes of a group take in a step."""
     each = model.window_step(facts.graph.values[group[0].value], group[0])
     return each.seconds * (group[0].blocks - 1) * sum(window.op.trips for window in group)
 
 
-def _better(facts: Profile, model: CostModel, now: Judgement, limit: float, assignment: Assignment) -> Judgement:
+def _better(facts: ProgramFacts, model: CostModel, now: Judgement, limit: float, assignment: Assignment) -> Judgement:
     """The judgement of another assignment, if that is predicted to be faster and to fit; else the present one."""
     tried = evaluate(facts, model, assignment)
     faster = tried.cost.makespan_seconds < now.cost.makespan_seconds * (1 - LEAST_GAIN)

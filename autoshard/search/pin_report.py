@@ -18,7 +18,7 @@ Sources = Sequence[Mapping[int, int]]
 
 def disagreements(problem: Problem, labels: Sequence[Label], sources: Sources) -> list[str]:
     """A line for every two pins whose followers need reshards between them, most bytes first: bytes, tensors and source lines."""
-    names, pins = problem.profile.names, _pin_names(problem, sources)
+    names, pins = problem.facts.names, _pin_names(problem, sources)
     nbytes: defaultdict[tuple[str, ...], float] = defaultdict(float)
     counts: Counter[tuple[str, ...]] = Counter()
     first: dict[tuple[str, ...], str] = {}
@@ -91,7 +91,7 @@ def unreached(problem: Problem, sources: Sources) -> list[str]:
         lines.append(f"no pin reaches {', '.join(arguments[:TOP])}{more}: replicated")
     members = [op for one in alone for op in (*([one.leader] if one.leader >= 0 else []), *(op for op, _, _ in one.followers))]
     whole = (NOWHERE,) * len(problem.mesh.axes)
-    seconds = [op.trips * problem.model.op_seconds(problem.profile, op, whole) for op in ops] if members else []
+    seconds = [op.trips * problem.model.op_seconds(problem.facts, op, whole) for op in ops] if members else []
     if sum(seconds[op] for op in members) > 0.0:
         places: defaultdict[str, float] = defaultdict(float)
         for op in members:

@@ -113,11 +113,11 @@ class Propagation:
 
     def _choose(self, op: Op, rule: Rule) -> Choice:
         """The choice that splits, per axis, the factor on which most operand bytes are sharded, as far as that is legal."""
-        graph, profile = self.problem.graph, self.problem.profile
+        graph, facts = self.problem.graph, self.problem.facts
         pin = self.problem.pins.get(op.results[0]) if op.results else None
         if pin is not None:
             return _pinned_choice(rule, pin)
-        key = profile.alike[op.index], *(None if profile.free[value] else self.split(value) for value in op.operands)
+        key = facts.alike[op.index], *(None if facts.free[value] else self.split(value) for value in op.operands)
         if (choice := self.chosen.get(key)) is not None:
             return choice
 
@@ -125,7 +125,7 @@ class Propagation:
             votes: dict[int, float] = {}
             for position, value in enumerate(op.operands):
                 dim = self.split(value)[axis]
-                factor = -1 if profile.free[value] else _major_factor(rule, rule.operands[position], dim)
+                factor = -1 if facts.free[value] else _major_factor(rule, rule.operands[position], dim)
                 if factor >= 0:
                     votes[factor] = votes.get(factor, 0.0) + graph.values[value].nbytes
             return sorted(votes, key=lambda f: (-votes[f], f))
@@ -156,8 +156,8 @@ class Propagation:
 
     def _place_constants(self) -> None:
         """Sets arrays of constants that a loop reads to the layout in which all its readers use them: that needs no communication."""
-        graph, profile = self.problem.graph, self.problem.profile
-        for holder in (holder for holder in graph.loop_constants() if profile.free[holder.sources[0].value]):
+        graph, facts = self.problem.graph, self.problem.facts
+        for holder in (holder for holder in graph.loop_constants() if facts.free[holder.sources[0].value]):
             wanted: set[Layout | None] = set()
             for value in (holder.value, *holder.views):
                 wanted |= self._read_in(value)
@@ -191,7 +191,7 @@ class Propagation:
         self._backward(self.problem.graph.ops, self._wanted())
 
     def _backward(self, ops: Sequence[Op], wanted: dict[int, dict[Layout, None]]) -> None:
-        free = self.problem.profile.free
+        free = self.problem.facts.free
         for op in reversed(ops):
             if op.bodies:
                 self._stack(op, wanted)
@@ -264,7 +264,7 @@ class Propagation:
     def _read_in(self, value: int) -> set[Layout | None]:
         """The layouts in which ops read a value; None stands for a reader without a choice."""
         ops, found = self.problem.graph.walk(), set[Layout | None]()
-        for reader in self.problem.profile.readers[value]:
+        for reader in self.problem.facts.readers[value]:
             rule, choice = self.problem.rules[reader], self.choices.get(reader)
             positions = (k for k, operand in enumerate(ops[reader].operands) if operand == value)
             found.update(operand_layout(rule, choice, k) if rule and choice else None for k in positions)
@@ -345,9 +345,9 @@ def _storable(problem: Problem, holder: Holder, layout: Layout) -> Layout:
 
 def _factors_on(run: Propagation, op: Op, rule: Rule, axis: int) -> list[int]:
     """The factors that the axis shards in the op's results, then those in its operands, larger operands first."""
-    values, profile = run.problem.graph.values, run.problem.profile
+    values, facts = run.problem.graph.values, run.problem.facts
     tensors = [(rule.results[k], value) for k, value in enumerate(op.results)]
-    operands = [(rule.operands[j], value) for j, value in enumerate(op.operands) if not profile.free[value]]
+    operands = [(rule.operands[j], value) for j, value in enumerate(op.operands) if not facts.free[value]]
     found: dict[int, None] = {}
     for dims, value in (*tensors, *sorted(operands, key=lambda entry: -values[entry[1]].nbytes)):
         factor = _major_factor(rule, dims, run.layout(value)[axis])

@@ -19,7 +19,7 @@ from scipy.stats import rankdata
 from autoshard.api.strategy import Strategy, record_of
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
-from autoshard.compilers.program_facts import profile
+from autoshard.compilers.program_facts import program_facts
 from autoshard.cost.collectives import Communication
 from autoshard.ir import Assignment, Mesh
 from autoshard.judge.model import CostModel
@@ -107,7 +107,7 @@ def _strategies(name: str, program: Program, changed: int) -> Iterator[tuple[str
     function, args = program
     traced = trace(function, *args, donate_argnums=0, axis_names=("data", "model"))
     cluster = Cluster.parse(CLUSTER)
-    facts = profile(traced.graph, rules_of(traced.graph), compiler_of(cluster))
+    facts = program_facts(traced.graph, rules_of(traced.graph), compiler_of(cluster))
     seen = set()
     for sizes in MESHES:
         mesh = Mesh.of(sizes)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
-from autoshard.compilers.program_facts import profile
+from autoshard.compilers.program_facts import program_facts
 from autoshard.ir import Mesh
 from autoshard.judge.evaluate import evaluate
 from autoshard.judge.model import CostModel
@@ -31,7 +31,7 @@ def run(quick: bool, progress: Callable[[str, float], None]) -> Findings:
     program = single_dtype.gpt(layers)
     graph = trace(program[0], *program[1], donate_argnums=0).graph
     cluster, mesh = Cluster.parse("v5e:8x8"), Mesh.of({"data": 8, "model": 8})
-    facts = profile(graph, rules_of(graph), compiler_of(cluster))
+    facts = program_facts(graph, rules_of(graph), compiler_of(cluster))
     problem = Problem(facts, CostModel(cluster, mesh))
     rows, numbers = [], {}
     for searcher in (DataParallel(), FullySharded()):

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
-from autoshard.compilers.program_facts import profile
+from autoshard.compilers.program_facts import program_facts
 from autoshard.ir import as_compiled
 from autoshard.rules import rules_of
 from autoshard.trace import trace
@@ -52,7 +52,7 @@ SLICES = W, jax.ShapeDtypeStruct((TRIPS, *X.shape), jnp.float32)
 
 def sums_of(fn, args):
     graph = trace(fn, *args).graph
-    return graph, profile(graph, rules_of(graph), compiler_of(Cluster.parse("v5e:2x4"))).sums
+    return graph, program_facts(graph, rules_of(graph), compiler_of(Cluster.parse("v5e:2x4"))).sums
 
 
 def strategy_of(fn, args, cluster, batch):

@@ -10,7 +10,7 @@ from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
 from autoshard.compilers.all_reduce_combiner import COMBINED_BYTES, is_formed, sent_with
 from autoshard.compilers.buffer_assignment import peak_memory
-from autoshard.compilers.program_facts import profile
+from autoshard.compilers.program_facts import program_facts
 from autoshard.compilers.tpu.buffers import _early
 from autoshard.cost.reshard import Step
 from autoshard.ir import Assignment, Mesh, Value
@@ -30,7 +30,7 @@ def sums_with_loss(kinds=("all_reduce",) * 3, nbytes=256.0, devices=8):
     """What is combined with the loss of the three sums: the statistic, what the update makes of it, and the loss."""
     w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((WIDTH, WIDTH), (ROWS, WIDTH, WIDTH)))
     graph = trace(step, w, x).graph
-    facts = profile(graph, rules_of(graph), compiler_of(Cluster.parse("v5e:2x4")))
+    facts = program_facts(graph, rules_of(graph), compiler_of(Cluster.parse("v5e:2x4")))
     whole = ROWS, WIDTH, WIDTH
     over_rows = [op.index for op in graph.walk() if op.primitive == "reduce_sum" and graph.values[op.operands[0]].shape == whole]
     partials = {
@@ -72,7 +72,7 @@ def test_losses_of_one_value_wait_for_it_together(n_losses):
         return updated, sum((weight * made).sum() for weight in range(1, 1 + n_losses))
 
     graph = trace(several, w, v, x).graph
-    facts = profile(graph, rules_of(graph), compiler_of(Cluster.parse("v5e:2x4")))
+    facts = program_facts(graph, rules_of(graph), compiler_of(Cluster.parse("v5e:2x4")))
     sums = [op for op in graph.walk() if op.primitive == "reduce_sum"]
     partials = {op.index: Step("all_reduce", (0,), (-1,), (-1,), float(graph.values[op.results[0]].nbytes), 0.0) for op in sums}
     sizes = [float(graph.values[value].nbytes) for value in facts.lifetimes.values]
@@ -93,7 +93,7 @@ def test_a_loss_that_is_sent_early_is_made_beside_the_activations():
         return updated, (3.0 * (jnp.cos(x) @ v)).sum()
 
     graph = trace(trained, w, v, x, donate_argnums=0).graph
-    facts = profile(graph, rules_of(graph), compiler_of(Cluster.parse("v5e:2x4")))
+    facts = program_facts(graph, rules_of(graph), compiler_of(Cluster.parse("v5e:2x4")))
     statistic, loss = [op for op in graph.walk() if op.primitive == "reduce_sum"]
     assignment = Assignment(Mesh.of({"data": 8}), {}, {}, {})
 

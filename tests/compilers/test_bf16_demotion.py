@@ -14,7 +14,7 @@ from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
 from autoshard.compilers.bf16_demotion import is_demoted
 from autoshard.compilers.buffer_assignment import Copy, peak_memory
-from autoshard.compilers.program_facts import profile
+from autoshard.compilers.program_facts import program_facts
 from autoshard.ir import Assignment, Mesh, as_compiled
 from autoshard.judge.evaluate import evaluate
 from autoshard.judge.model import CostModel
@@ -74,7 +74,7 @@ def test_rounded_copies_take_half_the_memory(rounded, share):
     graph = trace(lambda w: jnp.tanh(w), jax.ShapeDtypeStruct((1 << 14, 1 << 14), jnp.float32)).graph
     (value,), nbytes = graph.arguments, 2.0**30
     facts, assignment = (
-        profile(graph, rules_of(graph), compiler_of(cluster)),
+        program_facts(graph, rules_of(graph), compiler_of(cluster)),
         Assignment(Mesh.of({"data": 8}), {0: ((0, 0),)}, {value: split, graph.results[0]: split}),
     )
     peaks = [
@@ -121,7 +121,7 @@ def test_what_a_loop_carries_for_its_products_is_rounded(looks, share):
         return last if looks else last @ w[0]
 
     graph = trace(program, jax.ShapeDtypeStruct((64, 32), jnp.float32), jax.ShapeDtypeStruct((4, 32, 32), jnp.float32)).graph
-    facts = profile(graph, rules_of(graph), compiler_of(eager_cluster()))
+    facts = program_facts(graph, rules_of(graph), compiler_of(eager_cluster()))
     product, tanh = (next(op for op in graph.walk() if op.primitive == name) for name in ("dot_general", "tanh"))
     split = {value: (1,) for value in (*product.results, *tanh.results)}
     choices = {product.index: ((2, -1),), tanh.index: ((1, -1),)}
@@ -214,7 +214,7 @@ def test_what_is_compared_with_bounds_is_demoted(done, share):
 def test_what_products_read_is_kept_rounded(done, rounded):
     """What is stored, by what is done with it before it is multiplied: ``bf16[1024,32,128]`` of sums along rows (libtpu 0.0.42)."""
     graph = trace(lambda x, w: done(jnp.cumsum(x, 0)) @ w, X, W).graph
-    facts = profile(graph, rules_of(graph), compiler_of(Cluster.parse("v5e:2x4")))
+    facts = program_facts(graph, rules_of(graph), compiler_of(Cluster.parse("v5e:2x4")))
     (stored,) = next(op for op in graph.walk() if op.primitive == "cumsum").results
     assert facts.fusion.stored[stored] and facts.fusion.narrow[stored] == rounded
 
@@ -229,6 +229,6 @@ def test_sums_that_are_spread_and_rounded_are_kept_rounded(dtype, rounded):
 
     x = jax.ShapeDtypeStruct((64, 32), jnp.bfloat16)
     graph = trace(program, x, x).graph
-    facts = profile(graph, rules_of(graph), compiler_of(Cluster.parse("v5e:2x4")))
+    facts = program_facts(graph, rules_of(graph), compiler_of(Cluster.parse("v5e:2x4")))
     (sums,) = next(op for op in graph.walk() if op.primitive == "reduce_sum").results
     assert facts.fusion.stored[sums] and facts.fusion.narrow[sums] == rounded

@@ -15,7 +15,7 @@ from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
 from autoshard.compilers.buffer_assignment import peak_memory
 from autoshard.compilers.kernel_order import gradients_last
-from autoshard.compilers.program_facts import Profile, profile
+from autoshard.compilers.program_facts import ProgramFacts, program_facts
 from autoshard.ir import Assignment, Mesh
 from autoshard.rules import rules_of
 from autoshard.trace import trace
@@ -27,10 +27,10 @@ MESH = Mesh.of({"data": 8})
 BF16 = jnp.bfloat16
 
 
-def facts_of(fn, *args, cluster=H100) -> Profile:
-    """A program's profile for the cluster's compiler."""
+def facts_of(fn, *args, cluster=H100) -> ProgramFacts:
+    """A program's facts for the cluster's compiler."""
     graph = trace(fn, *args).graph
-    return profile(graph, rules_of(graph), compiler_of(cluster))
+    return program_facts(graph, rules_of(graph), compiler_of(cluster))
 
 
 def stored(fn, *args, cluster=H100):

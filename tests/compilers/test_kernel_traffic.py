@@ -10,7 +10,7 @@ import pytest
 import autoshard
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
-from autoshard.compilers.program_facts import profile
+from autoshard.compilers.program_facts import program_facts
 from autoshard.ir import Assignment, Mesh
 from autoshard.judge.evaluate import evaluate
 from autoshard.judge.model import CostModel
@@ -23,7 +23,7 @@ LARGE = (64, 1024, 1024)
 
 def facts_of(fn, *args, cluster="v5e:2x4"):
     graph = trace(fn, *args).graph
-    return profile(graph, rules_of(graph), compiler_of(Cluster.parse(cluster)))
+    return program_facts(graph, rules_of(graph), compiler_of(Cluster.parse(cluster)))
 
 
 def seconds_of(fn, *args, cluster="v5e:1x1"):
@@ -169,7 +169,7 @@ def test_state_is_replaced_by_a_kernel_of_its_own():
 
     args = leaf(4096, 4096), leaf(64, 4096), leaf(64, 4096)
     graph = trace(step, *args, donate_argnums=0).graph
-    facts = profile(graph, rules_of(graph), compiler_of(Cluster.parse("v5e:2x4")))
+    facts = program_facts(graph, rules_of(graph), compiler_of(Cluster.parse("v5e:2x4")))
     charged = {op.primitive: facts.traffic[op.index] for op in graph.walk()}
     assert (charged["dot_general"].starts, charged["sub"].starts) == (2, 1)
     assert charged["sub"].passes == ((2, (2 + 4 + 2 * 2) * 4096.0 * 4096.0),)  # the gradient by way of float32, the state there and back

@@ -13,7 +13,7 @@ from profiles import recorded
 import autoshard
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
-from autoshard.compilers.program_facts import profile
+from autoshard.compilers.program_facts import program_facts
 from autoshard.compilers.tpu.rematerialisation import GOAL
 from autoshard.errors import InfeasibleError
 from autoshard.ir import Assignment, Mesh
@@ -59,7 +59,7 @@ def judged(fn, *args, of_peak, kind="v5e"):
     """The peak of a replicated program, and what is computed again where the memory is such a part of that."""
     graph = trace(fn, *args).graph
     cluster = Cluster.parse(f"{kind}:2x4" if kind != "h100" else "h100:8")
-    facts = profile(graph, rules_of(graph), compiler_of(cluster))
+    facts = program_facts(graph, rules_of(graph), compiler_of(cluster))
     nowhere = Assignment(MESH, {}, {}, {})
     judgement = evaluate(facts, CostModel(cluster, MESH), nowhere)
     peak = judgement.cost.peak_bytes

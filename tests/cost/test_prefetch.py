@@ -13,7 +13,7 @@ from programs import abstract, concrete
 import autoshard
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
-from autoshard.compilers.program_facts import profile
+from autoshard.compilers.program_facts import program_facts
 from autoshard.cost.prefetch import candidates, scans
 from autoshard.ir import Mesh
 from autoshard.judge.evaluate import evaluate
@@ -52,7 +52,7 @@ def planned(remat: bool, cluster: str = "v5e:2x4"):
     step, args = layers(remat)
     traced = trace(step, *args)
     model = CostModel(Cluster.parse(cluster), MESH)
-    facts = profile(traced.graph, rules_of(traced.graph), compiler_of(model.cluster))
+    facts = program_facts(traced.graph, rules_of(traced.graph), compiler_of(model.cluster))
     plain = FullySharded().solve(Problem(facts, model)).assignment
     paths = model.reshard_paths(traced.graph.values)
     found = [each for scan in scans(traced.graph) for each in candidates(traced.graph, facts.rules, plain, scan, paths)]
@@ -109,7 +109,7 @@ def test_a_search_gathers_ahead_where_that_hides_the_wait():
     found = autoshard.search(step, *args, cluster="h100:8", searcher="fully_sharded", mesh={"data": 8})
     assert found.record.ahead
     graph, model = trace(step, *args).graph, CostModel(Cluster.parse("h100:8"), MESH)
-    facts = profile(graph, rules_of(graph), compiler_of(model.cluster))
+    facts = program_facts(graph, rules_of(graph), compiler_of(model.cluster))
     ahead, plain = (evaluate(facts, model, each).cost for each in (found.record.assignment, replace(found.record.assignment, ahead={})))
     assert ahead.exposed_communication_seconds < plain.exposed_communication_seconds
     for cluster in ("cpu:8", "v5e:2x4"):

@@ -10,7 +10,7 @@ from random_assignments import random_assignment
 
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
-from autoshard.compilers.program_facts import profile
+from autoshard.compilers.program_facts import program_facts
 from autoshard.ir import Assignment, Mesh
 from autoshard.judge.evaluate import evaluate
 from autoshard.judge.model import CostModel
@@ -23,7 +23,7 @@ NOWHERE = (-1, -1)
 
 
 def collectives(traced, assignment):
-    return evaluate(profile(traced.graph, rules_of(traced.graph), compiler_of(MODEL.cluster)), MODEL, assignment).cost.collectives
+    return evaluate(program_facts(traced.graph, rules_of(traced.graph), compiler_of(MODEL.cluster)), MODEL, assignment).cost.collectives
 
 
 @pytest.mark.parametrize("name", ["mlp", "moe", "lstm", "gpt_scan", "control_flow"])
@@ -32,7 +32,8 @@ def test_no_collective_is_unexplained(name):
     fn, args = PROGRAMS[name]()
     traced = trace(fn, *args)
     rules = rules_of(traced.graph)
-    judged = evaluate(profile(traced.graph, rules, compiler_of(MODEL.cluster)), MODEL, random_assignment(traced.graph, rules, MESH, 1)).cost
+    facts, assignment = program_facts(traced.graph, rules, compiler_of(MODEL.cluster)), random_assignment(traced.graph, rules, MESH, 1)
+    judged = evaluate(facts, MODEL, assignment).cost
     assert judged.collectives and all(c.tensor and c.cause and c.source and c.seconds > 0 for c in judged.collectives)
     assert sum(c.seconds * c.count for c in judged.collectives) == pytest.approx(judged.communication_seconds)
 
@@ -89,5 +90,5 @@ def test_an_op_without_a_rule_is_said_to_have_none():
     traced = trace(lambda x: jnp.linalg.qr(x)[0], abstract((16, 16)))
     rules = tuple(None for _ in rules_of(traced.graph))
     assignment = Assignment(MESH, {}, {traced.graph.arguments[0]: (0, -1)})
-    found = evaluate(profile(traced.graph, rules, compiler_of(MODEL.cluster)), MODEL, assignment).cost.collectives
+    found = evaluate(program_facts(traced.graph, rules, compiler_of(MODEL.cluster)), MODEL, assignment).cost.collectives
     assert found and "has no sharding rule" in found[0].cause

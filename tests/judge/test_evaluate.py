@@ -14,7 +14,7 @@ from random_assignments import random_assignment
 
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
-from autoshard.compilers.program_facts import profile
+from autoshard.compilers.program_facts import program_facts
 from autoshard.ir import Assignment, Mesh, legal
 from autoshard.judge.evaluate import evaluate
 from autoshard.judge.model import CostModel
@@ -30,7 +30,7 @@ def judged(fn, *args, choices=None, layouts=None, copies=None, cluster=None, mes
     graph = trace(fn, *args, **options).graph
     mesh = Mesh.of(mesh or {"data": 8})
     cluster = cluster or eager_cluster()
-    facts = profile(graph, rules_of(graph), compiler_of(cluster))
+    facts = program_facts(graph, rules_of(graph), compiler_of(cluster))
     assignment = Assignment(mesh, choices or {}, layouts or {}, copies or {})
     return evaluate(facts, CostModel(cluster, mesh), assignment), graph
 
@@ -155,7 +155,7 @@ def test_other_layouts_cost_what_is_stored_and_copied_for_them():
 def test_judging_again_gives_the_same():
     """What the model keeps of one evaluation changes nothing in the next."""
     graph = trace(lambda x, w: jnp.tanh(x @ w).sum(0), X, W).graph
-    facts, mesh = profile(graph, rules_of(graph), compiler_of(eager_cluster())), Mesh.of({"data": 4, "model": 2})
+    facts, mesh = program_facts(graph, rules_of(graph), compiler_of(eager_cluster())), Mesh.of({"data": 4, "model": 2})
     model = CostModel(eager_cluster(), mesh)
     for seed in range(10):
         assignment = random_assignment(graph, facts.rules, mesh, seed)
@@ -168,9 +168,9 @@ def test_no_choice_costs_less_than_an_even_share(program, cluster):
     """`least_op_seconds` bounds an op from below whatever its choice, so that meshes may be cut by it."""
     fn, args = PROGRAMS[program]()
     problem = problem_of(fn, *args)
-    model, profiled = problem.model, problem.profile
+    model, profiled = problem.model, problem.facts
     if cluster:
-        model, profiled = CostModel(Cluster.parse(cluster), problem.mesh), compiled_for(problem.profile, cluster)
+        model, profiled = CostModel(Cluster.parse(cluster), problem.mesh), compiled_for(problem.facts, cluster)
     for op in problem.graph.walk():
         least = model.least_op_seconds(profiled, op)
         rule = problem.rules[op.index]
@@ -183,7 +183,7 @@ def test_no_choice_costs_less_than_an_even_share(program, cluster):
 def test_what_is_sliced_between_fused_ops_is_stored():
     """A fused value that one reader takes a slice of is written whole and read in part, by the judge and in the tables."""
     graph = trace(lambda x: jnp.exp(x + 1.0).sum(), X).graph
-    facts = profile(graph, rules_of(graph), compiler_of(Cluster.parse("v5e:2x4")))
+    facts = program_facts(graph, rules_of(graph), compiler_of(Cluster.parse("v5e:2x4")))
     value = next(op.results[0] for op in graph.walk() if op.primitive == "exp")
     assert not facts.portable[value]
     model = CostModel(Cluster.parse("v5e:2x4"), Mesh.of({"data": 8}))

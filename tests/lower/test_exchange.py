@@ -14,7 +14,7 @@ from random_assignments import random_assignment
 
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
-from autoshard.compilers.program_facts import profile
+from autoshard.compilers.program_facts import program_facts
 from autoshard.ir import Assignment, Collective, Mesh, exchanges
 from autoshard.judge.evaluate import evaluate
 from autoshard.judge.model import CostModel
@@ -95,10 +95,10 @@ def test_exchanges_compute_the_unsharded_numbers_with_the_predicted_collectives(
     compiled = step.compile()
     for got, wanted in zip(compiled(*args), jax.tree.leaves(jax.jit(fn)(*args)), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=2e-4, atol=1e-5)
-    predicted = evaluate(profile(traced.graph, rules, COMPILER), MODEL, assignment).cost.collectives
+    predicted = evaluate(program_facts(traced.graph, rules, COMPILER), MODEL, assignment).cost.collectives
     assert [row for row in compare(predicted, explicit_collectives(step, MESH)) if not row.agrees] == []
     ours = [found for found in collectives_of(compiled.as_text(), MESH) if OURS.search(found.source)]
-    assert [row for row in compare(exchanged(profile(traced.graph, rules, COMPILER), assignment), ours) if not row.agrees] == []
+    assert [row for row in compare(exchanged(program_facts(traced.graph, rules, COMPILER), assignment), ours) if not row.agrees] == []
 
 
 def test_the_random_assignments_do_exchange():
@@ -169,7 +169,7 @@ def test_what_must_be_whole_is_gathered_as_predicted(fn, shapes, operand):
     argument = traced.graph.arguments[operand]
     assignment = Assignment(MESH, {}, {argument: (0, 0)})
     args = jax.tree.leaves(concrete(shapes))
-    predicted = evaluate(profile(traced.graph, rules, COMPILER), MODEL, assignment).cost.collectives
+    predicted = evaluate(program_facts(traced.graph, rules, COMPILER), MODEL, assignment).cost.collectives
     assert [c.kind for c in predicted] == ["all_gather"] and predicted[0].bytes == traced.graph.values[argument].nbytes
     step = lowered(traced, rules, assignment, args)
     for actual in (explicit_collectives(step, MESH), collectives_of(step.compile().as_text(), MESH)):

@@ -21,7 +21,7 @@ from test_exchange import PROGRAMS as EXCHANGING
 
 import autoshard
 from autoshard.compilers import compiler_of
-from autoshard.compilers.program_facts import profile
+from autoshard.compilers.program_facts import program_facts
 from autoshard.cost.reshard import Step, _moves, _permute_axes, _permutes
 from autoshard.errors import StrategyError
 from autoshard.ir import Mesh, layout_to_spec, layouts
@@ -71,7 +71,7 @@ def test_its_collectives_are_those_of_the_judge(name, seed):
     traced, shapes, _ = unsharded(name)
     rules = rules_of(traced.graph)
     assignment = random_assignment(traced.graph, rules, MESH, seed)
-    predicted = Problem(profile(traced.graph, rules, compiler_of(MODEL.cluster)), MODEL).evaluate(assignment).cost.collectives
+    predicted = Problem(program_facts(traced.graph, rules, compiler_of(MODEL.cluster)), MODEL).evaluate(assignment).cost.collectives
     lowered = jax.jit(manual(traced, assignment)).lower(*jax.tree.leaves(concrete(shapes, seed)))
     rows = compare(predicted, explicit_collectives(lowered, MESH))
     assert [row for row in rows if not row.agrees or row.predicted_count != row.actual_count] == []

@@ -19,7 +19,7 @@ import autoshard
 from autoshard.analysis.partial_sums import late_sums
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
-from autoshard.compilers.program_facts import profile
+from autoshard.compilers.program_facts import program_facts
 from autoshard.cost.windows import RESULT, Windows
 from autoshard.errors import StrategyError
 from autoshard.ir import Mesh
@@ -66,7 +66,7 @@ PROGRAMS = {
 def facts_of(name):
     fn, shapes = PROGRAMS[name]
     traced = trace(fn, *shapes)
-    return traced, profile(traced.graph, rules_of(traced.graph), compiler_of(Cluster.parse("v5e:2x4")))
+    return traced, program_facts(traced.graph, rules_of(traced.graph), compiler_of(Cluster.parse("v5e:2x4")))
 
 
 def windowed(name, seed, mesh=MESH, model=MODEL):
@@ -130,7 +130,7 @@ def searched(cluster):
 def evaluated_without(strategy):
     """What the same plan costs without windows."""
     traced, cluster = trace(megatron, *LAYER, donate_argnums=0), Cluster.parse("v5p:2x2x2")
-    facts = profile(traced.graph, rules_of(traced.graph), compiler_of(cluster))
+    facts = program_facts(traced.graph, rules_of(traced.graph), compiler_of(cluster))
     model = CostModel(cluster, strategy.record.mesh)
     return Problem(facts, model).evaluate(replace(strategy.record.assignment, windows={})).cost
 

@@ -88,7 +88,7 @@ def placements(name, sizes, **options):
     fn, args = PROGRAMS[name](**options)
     cluster, first = Cluster.parse("v5e:2x4"), problem_of(fn, *args, mesh=sizes)
     meshes = placed(cluster, [Mesh.of(sizes)], renamed=False)
-    return [Problem(first.profile, CostModel(cluster, mesh), like=first) for mesh in meshes]
+    return [Problem(first.facts, CostModel(cluster, mesh), like=first) for mesh in meshes]
 
 
 def test_the_least_bound_is_searched_first():
@@ -151,7 +151,7 @@ def test_where_memory_binds_one_placement_is_searched(share):
     free = problem_of(fn, *args, cluster=cluster, mesh={"data": 4, "model": 4})
     limit = share * RecursiveProgramming().solve(free).judgement.cost.peak_bytes
     meshes = placed(cluster, [Mesh.of({"data": 8, "model": 2}), Mesh.of({"data": 4, "model": 4})], renamed=False)
-    every = [Problem(free.profile, CostModel(cluster, mesh), None, limit, free) for mesh in meshes]
+    every = [Problem(free.facts, CostModel(cluster, mesh), None, limit, free) for mesh in meshes]
     searched = []
 
     def counted(searcher, problem, progress, hints):
@@ -174,7 +174,7 @@ def test_an_answer_is_transferred_to_other_links():
     fn, args = PROGRAMS["mlp"]()
     cluster = Cluster.parse("v5e:2x4")
     one, other = (
-        Problem(problem_of(fn, *args, cluster=cluster, mesh={"data": 4, "model": 2}).profile, CostModel(cluster, mesh))
+        Problem(problem_of(fn, *args, cluster=cluster, mesh={"data": 4, "model": 2}).facts, CostModel(cluster, mesh))
         for mesh in placed(cluster, [Mesh.of({"data": 4, "model": 2})], renamed=False)[:2]
     )
     solution = RecursiveProgramming().solve(one)

@@ -87,7 +87,7 @@ def test_split_axes_are_prime_and_have_the_links_of_their_axis(name, mesh):
     cluster = Cluster.parse(name)
     for placing in placed(cluster, [Mesh.of(mesh)], renamed=False):
         fn, args = PROGRAMS["gpt"]()
-        problem = Problem(problem_of(fn, *args, mesh=mesh, cluster=cluster).profile, CostModel(cluster, placing))
+        problem = Problem(problem_of(fn, *args, mesh=mesh, cluster=cluster).facts, CostModel(cluster, placing))
         split = axis_split.apply(problem)
         sizes, quick = split.problem.mesh.sizes, split.problem.model
         assert all(all(size % k for k in range(2, size)) for size in sizes)
@@ -137,7 +137,7 @@ def test_merged_labels_are_legal_and_equal():
     for most in (1, 2, 3):
         mesh, merged = split.invert(started, ("a", "b", "c")[:most])
         assert len(mesh.axes) == most and mesh.size == 16
-        coarse = Problem(problem.profile, CostModel(cluster, mesh), like=problem)
+        coarse = Problem(problem.facts, CostModel(cluster, mesh), like=problem)
         assert all(coarse.allows(variable, label) for variable, label in enumerate(merged))
     for one, other in ((0, 2), (2, 0), (1, 3)):
         for variable, label in enumerate(axis_split._equal_on(split.problem, started, [one], [other])):
@@ -152,7 +152,7 @@ def test_the_finer_problem_has_the_gain():
     labels = problem.labels(RecursiveProgramming().solve(problem).assignment)
 
     def on(mesh):
-        return [Problem(problem.profile, CostModel(cluster, placing)) for placing in placed(cluster, [mesh], renamed=False)]
+        return [Problem(problem.facts, CostModel(cluster, placing)) for placing in placed(cluster, [mesh], renamed=False)]
 
     found = refined(problem, labels, 3, 0.01, on)
     assert found is not None
@@ -179,7 +179,7 @@ def test_the_slowest_links_are_first():
     """Whatever the order of a mesh's axes, the one whose gathers take longest is freed first, and then the next."""
     fn, args = PROGRAMS["mlp"]()
     cluster = Cluster.parse("v5e:4x4")
-    graph = problem_of(fn, *args, cluster=cluster, mesh={"data": 2, "model": 2, "third": 4}).profile
+    graph = problem_of(fn, *args, cluster=cluster, mesh={"data": 2, "model": 2, "third": 4}).facts
     orders = set()
     for mesh in placed(
         cluster, [Mesh.of({"data": 2, "model": 2, "third": 4}), Mesh.of({"data": 4, "model": 2, "third": 2})], renamed=False

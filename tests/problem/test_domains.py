@@ -69,7 +69,7 @@ def test_another_placement_has_the_tables_it_would_have_alone():
     assert len({mesh.placement for mesh in meshes}) > 1 and len({mesh.sizes for mesh in meshes}) > 1
     for mesh in meshes:
         model = CostModel(cluster, mesh)
-        shared, alone = Problem(first.profile, model, like=first), Problem(first.profile, model)
+        shared, alone = Problem(first.facts, model, like=first), Problem(first.facts, model)
         ours, theirs = (problem.tables((0, 1), problem.start()) for problem in (shared, alone))
         assert ours.labels == theirs.labels and ours.pairs.keys() == theirs.pairs.keys()
         assert all(np.array_equal(one, other) for one, other in zip(ours.unary, theirs.unary, strict=True))

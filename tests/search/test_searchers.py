@@ -84,11 +84,11 @@ def test_solutions_are_legal_and_costed_honestly(program, searcher, mesh):
             continue
         assert legal(rule, choice, problem.mesh.sizes), f"{op.primitive} {rule} {choice}"
         for k, value in enumerate(op.results):
-            if problem.graph.values[value].rank and not problem.profile.free[value]:
+            if problem.graph.values[value].rank and not problem.facts.free[value]:
                 assert assignment.layout(value) == result_layout(rule, choice, k)
         for position in range(len(op.operands)):
             operand_layout(rule, choice, position)
-    again = evaluate(problem.profile, problem.model, assignment)
+    again = evaluate(problem.facts, problem.model, assignment)
     assert again.cost == solution.judgement.cost
     cost = again.cost
     assert 0 <= solution.lower_bound_seconds <= cost.objective_seconds

@@ -9,7 +9,7 @@ from programs import abstract, control_flow, gpt, lstm, mlp, moe
 
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
-from autoshard.compilers.program_facts import profile
+from autoshard.compilers.program_facts import program_facts
 from autoshard.ir import Mesh
 from autoshard.judge.model import CostModel
 from autoshard.problem import Problem
@@ -28,7 +28,7 @@ def found(fn, args, searcher, mesh=MESH, **options):
     traced = trace(fn, *args)
     graph, rules = traced.graph, rules_of(traced.graph)
     model = CostModel(Cluster.parse(f"cpu:{mesh.size}"), mesh)
-    assignment = solve(searcher, Problem(profile(graph, rules, compiler_of(model.cluster)), model)).assignment
+    assignment = solve(searcher, Problem(program_facts(graph, rules, compiler_of(model.cluster)), model)).assignment
     return fewest_pins(traced.jaxpr, graph, rules, assignment, model.reshard_paths(graph.values), **options)
 
 

@@ -9,7 +9,7 @@ from random_assignments import random_assignment
 
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
-from autoshard.compilers.program_facts import profile
+from autoshard.compilers.program_facts import program_facts
 from autoshard.ir import Mesh
 from autoshard.judge.evaluate import evaluate
 from autoshard.judge.model import CostModel
@@ -57,7 +57,7 @@ def test_shardy_inserts_what_the_judge_predicts(name, seed):
     traced = trace(fn, *args)
     rules = rules_of(traced.graph)
     assignment = random_assignment(traced.graph, rules, MESH, seed)
-    predicted = evaluate(profile(traced.graph, rules, compiler_of(MODEL.cluster)), MODEL, assignment).cost.collectives
+    predicted = evaluate(program_facts(traced.graph, rules, compiler_of(MODEL.cluster)), MODEL, assignment).cost.collectives
     actual = explicit_collectives(lowered(traced, rules, assignment, args), MESH)
     assert actual
     assert [row for row in compare(predicted, actual) if not row.agrees] == []
@@ -69,7 +69,7 @@ def test_a_data_parallel_transformer_is_partitioned_as_predicted(program):
     fn, args = program(n_layers=1)
     traced = trace(fn, *args)
     rules = rules_of(traced.graph)
-    judged = DataParallel().solve(Problem(profile(traced.graph, rules, compiler_of(MODEL.cluster)), MODEL))
+    judged = DataParallel().solve(Problem(program_facts(traced.graph, rules, compiler_of(MODEL.cluster)), MODEL))
     manual = manual_program(traced.jaxpr, traced.graph, rules, judged.assignment, jax_mesh(MESH), MODEL.reshard_paths(traced.graph.values))
     step = jax.jit(manual).lower(*jax.tree.leaves(args))
     predicted = judged.judgement.cost.collectives

@@ -13,7 +13,7 @@ from autoshard.compilers.all_reduce_combiner import sent_with
 from autoshard.compilers.buffer_assignment import Buffers, Copy, Draft, scattered_apart, shares, stored_partials
 from autoshard.compilers.kernel_order import Lifetimes, usage
 from autoshard.compilers.op_patterns import MOST_OF
-from autoshard.compilers.program_facts import Profile
+from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.compilers.tpu.layout_copies import for_lookups, for_products, for_scatters, for_sending, sliced_last
 from autoshard.compilers.tpu.tiling import tiles
 from autoshard.cost.reshard import Step
@@ -21,51 +21,51 @@ from autoshard.ir import Assignment, Layout
 
 
 def tiled_buffers(
-    profile: Profile,
+    facts: ProgramFacts,
     assignment: Assignment,
     copies: Mapping[tuple[int, Layout], Copy],
     partials: Mapping[int, Step],
     fast_memory_bytes: float,
     early: bool,
 ) -> Buffers:
-    """What a device holds in the profile's best order.
+    """The buffers of a device in the best order.
 
     Args:
         assignment, copies, partials: as for `buffers`.
         fast_memory_bytes: of the core's own memory.
         early: whether tables of short rows are copied as early as can be.
     """
-    times, fusion, ops = profile.lifetimes, profile.fusion, profile.graph.walk()
-    mesh, share = assignment.mesh.sizes, shares(profile, assignment)
+    times, fusion, ops = facts.lifetimes, facts.fusion, facts.graph.walk()
+    mesh, share = assignment.mesh.sizes, shares(facts, assignment)
     copied = {value for value, _ in copies}
     sizes = [
-        share(value) * (tiles(profile, assignment, value, passed) / (2 if fusion.narrow[value] else 1))
+        share(value) * (tiles(facts, assignment, value, passed) / (2 if fusion.narrow[value] else 1))
         for value, passed in zip(times.values, times.passed, strict=True)
     ]
-    demands = profile.demands.on_values
+    demands = facts.demands.on_values
     more = [
         (copy.nbytes / (2 if copy.rounded or is_narrow(demands[value]) else 1), times.starts[copy.first], times.ends[copy.last])
         for (value, _), copy in copies.items()
     ]
-    stored = stored_partials(profile, partials, share, mesh)
+    stored = stored_partials(facts, partials, share, mesh)
     more += [(partials[op].nbytes, times.starts[op], times.ends[last]) for op, last in stored.items()]
-    more += for_products(profile, assignment, copied)
-    more += for_lookups(profile, assignment, copied, early)
-    more += for_scatters(profile, assignment, partials)
-    more += for_sending(profile, assignment)
-    more += _early(profile, partials, sizes, mesh)
+    more += for_products(facts, assignment, copied)
+    more += for_lookups(facts, assignment, copied, early)
+    more += for_scatters(facts, assignment, partials)
+    more += for_sending(facts, assignment)
+    more += _early(facts, partials, sizes, mesh)
     casts = ((value, lives) for value, lives in fusion.casts.items() if value not in copied)
     more += [(share(value) / 2, times.starts[first], times.ends[last]) for value, (first, last) in casts]
-    more += scattered_apart(profile, assignment, share)
-    waits = list(sliced_last(profile, assignment))
+    more += scattered_apart(facts, assignment, share)
+    waits = list(sliced_last(facts, assignment))
     more += [(nbytes, until - 2, until) for _, until, nbytes in waits]
-    born, dies = _beside_gradients(profile)
+    born, dies = _beside_gradients(facts)
     if copies:  # (without any, everything that is sent is synchronous)
         born = _at_once(times, born, fusion.begun)
         dies = _one_later(times, dies, {op for op, step in partials.items() if step.nbytes > share(ops[op].results[0])})
-        dies = _beside_gathers(profile, partials.keys(), copied, dies)
-        dies = _after_scatters(profile, partials.keys(), dies)
-    draft = Draft(profile, assignment, tuple(value for value, _ in copies), tuple(stored), sizes, more)
+        dies = _beside_gathers(facts, partials.keys(), copied, dies)
+        dies = _after_scatters(facts, partials.keys(), dies)
+    draft = Draft(facts, assignment, tuple(value for value, _ in copies), tuple(stored), sizes, more)
     sent = (True,) * (len(copies) + len(stored))  # collectives read and write the device's own memory
 
     def placed(born: np.ndarray, dies: np.ndarray) -> Buffers:
@@ -76,14 +76,14 @@ def tiled_buffers(
     born, dies = draft.lives(born, dies)
     if waits:
         whole = [(len(sizes) + k, value) for k, (value, layout) in enumerate(copies) if layout == assignment.layout(value)]
-        found = placed(*_waiting(profile, waits, whole, born, dies))
-        if found.usage.max() <= profile.compiler.device.memory_bytes:
+        found = placed(*_waiting(facts, waits, whole, born, dies))
+        if found.usage.max() <= facts.compiler.device.memory_bytes:
             return found
     return placed(born, dies)
 
 
 def _at_once(times: Lifetimes, born: np.ndarray, begun: frozenset[int]) -> np.ndarray:
-    """When buffers are born if those of what loops begin with constants are taken as the program begins.
+    """When buffers are born if carries that begin with constants are allocated as the program begins.
 
     They need nothing (``custom_call_target="AllocateBuffer"``), and XLA's latency-hiding scheduler puts that first: sums of gradients over
     time were alive from step 120 to 180 on in four recurrent networks whose backward loops began at 700 to 1,250 (libtpu 0.0.42).
@@ -91,17 +91,18 @@ def _at_once(times: Lifetimes, born: np.ndarray, begun: frozenset[int]) -> np.nd
     return np.where([value in begun for value in times.values], 0, born)
 
 
-def _beside_gradients(profile: Profile) -> tuple[np.ndarray, np.ndarray]:
-    """When buffers are born and die if what a loss looks up is made along with a gradient as large that lies in memory, being padded.
+def _beside_gradients(facts: ProgramFacts) -> tuple[np.ndarray, np.ndarray]:
+    """When buffers are born and die if the values that a loss looks up are made along with a gradient as large that is stored to be padded.
 
-    One kernel makes both of the logits, and the lookup, which nothing waits for, comes later (a loss over shifted labels, libtpu 0.0.42).
+    One kernel makes both from the logits, and the lookup, which no kernel waits for, comes later (a loss over shifted labels,
+    libtpu 0.0.42).
     """
-    times, fusion, values = profile.lifetimes, profile.fusion, profile.graph.values
+    times, fusion, values = facts.lifetimes, facts.fusion, facts.graph.values
     born, dies = times.born.copy(), times.dies.copy()
-    for op in profile.lookups:
+    for op in facts.lookups:
         place = times.places.get(looked_up := fusion.root[op.operands[0]])
         for value in fusion.padded:
-            maker = profile.makers[value]
+            maker = facts.makers[value]
             if place is not None and maker is not None and values[looked_up].size >= MOST_OF * values[value].size:
                 born[place], dies[place] = min(born[place], times.starts[maker]), max(dies[place], times.ends[maker])
     return born, dies
@@ -110,8 +111,8 @@ def _beside_gradients(profile: Profile) -> tuple[np.ndarray, np.ndarray]:
 def _one_later(times: Lifetimes, dies: np.ndarray, scattered: set[int]) -> np.ndarray:
     """When buffers die if each gradient that is scattered asynchronously is made one later than in the order of the kernels.
 
-    XLA's latency-hiding scheduler puts products that nothing waits for beside the collectives of others; in the schedules of convolutional
-    networks (libtpu 0.0.42) each was one behind, mostly.
+    XLA's latency-hiding scheduler puts products that no kernel waits for beside the collectives of others; in the schedules of
+    convolutional networks (libtpu 0.0.42) each was one behind, mostly.
     """
     dies = dies.copy()
     ends = {times.starts[op]: times.ends[op] for op in scattered}
@@ -121,15 +122,15 @@ def _one_later(times: Lifetimes, dies: np.ndarray, scattered: set[int]) -> np.nd
     return dies
 
 
-def _beside_gathers(profile: Profile, partials: Set[int], gathered: Set[int], dies: np.ndarray) -> np.ndarray:
-    """When buffers die if sums that nothing waits for are made beside the all_gathers of later products' operands.
+def _beside_gathers(facts: ProgramFacts, partials: Set[int], gathered: Set[int], dies: np.ndarray) -> np.ndarray:
+    """When buffers die if sums that no kernel waits for are made beside the all_gathers of later products' operands.
 
     XLA's latency-hiding scheduler goes backward: beside each all_gather it puts one sum that only the last collective reads, and of those
-    that could stand there the latest. So sums over the pixels of a U-Net's first layers on the way back wait for its middle, and so do the
+    that could be there the latest. So sums over the pixels of a U-Net's first layers on the way back wait for its middle, and so do the
     activations and gradients that they are made of (of 14 sums 12 stood where this has them; libtpu 0.0.42).
     """
-    times, dies = profile.lifetimes, dies.copy()
-    for sums, products in profile.unawaited:
+    times, dies = facts.lifetimes, dies.copy()
+    for sums, products in facts.unawaited:
         waiting = sorted({times.starts[op.index] for op in sums if op.index in partials})
         gathers = {times.starts[op.index]: op for op in products if not gathered.isdisjoint(op.operands)}
         for start in sorted(gathers, reverse=True):
@@ -140,14 +141,14 @@ def _beside_gathers(profile: Profile, partials: Set[int], gathered: Set[int], di
     return dies
 
 
-def _after_scatters(profile: Profile, partials: Set[int], dies: np.ndarray) -> np.ndarray:
-    """When buffers die if results are made of what is scattered when all of it is.
+def _after_scatters(facts: ProgramFacts, partials: Set[int], dies: np.ndarray) -> np.ndarray:
+    """When buffers die if results of scatters are made once all scatters have run.
 
-    XLA's latency-hiding scheduler goes backward, and leaves such kernels where they stand, behind all scatters: gradients of tables whose
-    columns are split lay side by side, of 4 and of 6 tables, but where all_reduces alone were sent, one at a time (libtpu 0.0.42).
+    XLA's latency-hiding scheduler goes backward, and leaves such kernels where they are, behind all scatters: gradients of tables whose
+    columns are split were live at once, of 4 and of 6 tables, but where all_reduces alone were sent, one at a time (libtpu 0.0.42).
     """
-    fusion, times, dies = profile.fusion, profile.lifetimes, dies.copy()
-    scatters = [op for op in profile.added_to if op.index not in partials and fusion.last[op.results[0]]]
+    fusion, times, dies = facts.fusion, facts.lifetimes, dies.copy()
+    scatters = [op for op in facts.added_to if op.index not in partials and fusion.last[op.results[0]]]
     for op in (op for op in scatters if fusion.root[op.results[0]] in times.places):
         place = times.places[fusion.root[op.results[0]]]
         dies[place] = max(dies[place], *(times.ends[other.index] for other in scatters))
@@ -155,39 +156,39 @@ def _after_scatters(profile: Profile, partials: Set[int], dies: np.ndarray) -> n
 
 
 def _early(
-    profile: Profile, partials: Mapping[int, Step], sizes: Sequence[float], mesh: tuple[int, ...]
+    facts: ProgramFacts, partials: Mapping[int, Step], sizes: Sequence[float], mesh: tuple[int, ...]
 ) -> Iterator[tuple[float, int, int]]:
-    """Bytes, birth and death of what the sums of scalars are made of, where they are sent with what is wanted earlier.
+    """Bytes, birth and death of the operands of sums to scalars that are sent with sums that are read earlier.
 
-    A loss that nothing reads is computed last otherwise, when activations are gone. Of what is sent with it gradients are not waited for
-    before the last of them is made, and nothing is before what reads it with something else could run.
+    A loss that no op reads is computed last otherwise, when activations are gone. Of the sums that are sent with it gradients are needed
+    when the last of them is made, others when their readers' other operands are there.
     """
-    times, first, graph = profile.lifetimes, profile.combined.first, profile.graph
+    times, first, graph = facts.lifetimes, facts.combined.first, facts.graph
     late: dict[int, dict[int, None]] = {}  # per moment the buffers of all that is due then: sums of one value are made of it together
     for loss in partials:
         if graph.values[graph.walk()[loss].results[0]].rank:
             continue
-        others = sent_with(graph, profile.combined, partials, loss, mesh)
-        readers = (reader for op in others for reader in profile.readers[graph.walk()[op].results[0]])
+        others = sent_with(graph, facts.combined, partials, loss, mesh)
+        readers = (reader for op in others for reader in facts.readers[graph.walk()[op].results[0]])
         wanted = [times.put_off.get(times.starts[reader], times.starts[reader]) for reader in readers]
         made = [times.starts[op] for op in others if first[op] != first[loss]]
         due = max(min(wanted, default=times.moments), max(made, default=0))
         if due < times.starts[loss]:
-            late.setdefault(due, {}).update(dict.fromkeys(_made_after(profile, loss, due)))
+            late.setdefault(due, {}).update(dict.fromkeys(_made_after(facts, loss, due)))
     for due, buffers in late.items():
         held = usage(times.moments, np.array([sizes[k] for k in buffers]), times.born[list(buffers)], times.dies[list(buffers)])
         yield float(held.max()), due, due + 1
 
 
-def _made_after(profile: Profile, op: int, moment: int) -> list[int]:
+def _made_after(facts: ProgramFacts, op: int, moment: int) -> list[int]:
     """The buffers that an op needs and that are made after a moment, by their positions."""
-    born, places, root, ops = profile.lifetimes.born, profile.lifetimes.places, profile.fusion.root, profile.graph.walk()
+    born, places, root, ops = facts.lifetimes.born, facts.lifetimes.places, facts.fusion.root, facts.graph.walk()
     late: dict[int, None] = {}
     reached, queue = {op}, [op]
     while queue:
         reader = ops[queue.pop()]
         for value in (*reader.operands, *(flow.value for holder in reader.holders for flow in holder.sources)):
-            place, maker = places.get(root[value]), profile.makers[value]
+            place, maker = places.get(root[value]), facts.makers[value]
             if place is not None and born[place] <= moment:
                 continue
             if place is not None:
@@ -199,29 +200,29 @@ def _made_after(profile: Profile, op: int, moment: int) -> list[int]:
 
 
 def _waiting(
-    profile: Profile, waits: Sequence[tuple[int, int, float]], whole: Sequence[tuple[int, int]], born: np.ndarray, dies: np.ndarray
+    facts: ProgramFacts, waits: Sequence[tuple[int, int, float]], whole: Sequence[tuple[int, int]], born: np.ndarray, dies: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """When buffers are born and die if some wait, and what is sliced lies whole from the first kernel on that computes its elements.
+    """When buffers are born and die if some wait, and sliced values are stored whole from the first kernel on that computes their elements.
 
     Args:
-        waits: buffers, until when each waits, and what is made of it then.
-        whole: the buffers of what slices are read of, with its values.
+        waits: buffers, until when each waits, and the bytes of the slice that is made then.
+        whole: the buffers of values of which slices are read, with those values.
     """
     born, dies = born.copy(), dies.copy()
     for place, moment, _ in waits:
         dies[place] = max(dies[place], moment)
     for place, value in whole:
-        born[place] = min(born[place], _first_computed(profile, value))
+        born[place] = min(born[place], _first_computed(facts, value))
     return born, dies
 
 
-def _first_computed(profile: Profile, value: int) -> int:
+def _first_computed(facts: ProgramFacts, value: int) -> int:
     """The moment in which a kernel starts that computes a value's elements, or those that each of them is made of, before all others."""
-    graph, fusion, times = profile.graph, profile.fusion, profile.lifetimes
+    graph, fusion, times = facts.graph, facts.fusion, facts.lifetimes
     size, first, reached, queue = graph.values[value].size, times.moments, {value}, [value]
     while queue:
         found = queue.pop()
-        maker = profile.makers[found]
+        maker = facts.makers[found]
         if maker is None or fusion.stored[fusion.root[found]] or graph.values[found].size < size:
             continue
         first = min(first, times.starts[maker])
@@ -232,7 +233,7 @@ def _first_computed(profile: Profile, value: int) -> int:
 
 
 def _keep_fast(sizes: np.ndarray, born: np.ndarray, dies: np.ndarray, passed: tuple[bool, ...], room: float) -> None:
-    """Takes from the sizes what fits in fast memory, shortest lives first; not what is passed into the program or out of it."""
+    """Sets the sizes of buffers that fit in fast memory to 0, shortest lives first; not of arguments and results of the program."""
     used = np.zeros(int(dies.max(initial=0)) + 1)
     for k in np.argsort(dies - born, kind="stable"):
         if sizes[k] > room or (k < len(passed) and passed[k]):

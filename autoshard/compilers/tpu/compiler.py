@@ -13,7 +13,7 @@ from autoshard.compilers.buffer_assignment import Buffers
 from autoshard.compilers.fused_program import Fusion, Kernel
 from autoshard.compilers.fusion import FusionRules
 from autoshard.compilers.op_patterns import Minor
-from autoshard.compilers.program_facts import Profile
+from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.compilers.tpu.buffers import tiled_buffers
 from autoshard.compilers.tpu.kernel_traffic import UNFUSED_BYTES, WIDE_BYTES, traffic_by_kernel
 from autoshard.compilers.tpu.rematerialisation import GOAL, recomputed
@@ -55,7 +55,7 @@ HIDES = 1.75  # what a kernel moves beside the value hides work: where it moves 
 class XlaTpu(Compiler):
     """XLA:TPU, as libtpu 0.0.42 has it.
 
-    Loops gain nothing by gathering a trip ahead: it gathers asynchronously then, but copies what is carried in every trip (61 us for 8 MiB
+    Loops gain nothing by gathering a trip ahead: it gathers asynchronously then, but copies the weights in every trip (61 us for 8 MiB
     on v5e, whose gather takes 87) and computes slower beside it: the schedule of a scanned MLP took 11.3 to 11.8 ms for 10.8.
     """
 
@@ -85,7 +85,7 @@ class XlaTpu(Compiler):
 
     @property
     def fusion_rules(self) -> FusionRules:
-        """Values are kept that take a core longer to compute than the chip to write and read.
+        """Values are stored that take a core longer to compute than the chip to write and read.
 
         Chains of products and sums that make bfloat16 are computed again up to 24 to 26 operations on v5e, 9 on v5p, 13 on v4 and 15 on
         v6e, and kept from 35, 12, 18 and 18 on: by this they are kept from 30, 10, 14 and 17 on.
@@ -104,23 +104,23 @@ class XlaTpu(Compiler):
     def padding(self, shape: tuple[float, ...], minor: Minor | None) -> float:
         return padding(shape, minor)
 
-    def buffers(self, profile: Profile, assignment: Assignment, copies: Copies, partials: Partials) -> tuple[Buffers, ...]:
-        """Where collectives are synchronous, more orders count.
+    def buffers(self, facts: ProgramFacts, assignment: Assignment, copies: Copies, partials: Partials) -> tuple[Buffers, ...]:
+        """Where collectives are synchronous, the compiler may take more orders.
 
         Of 12 transformers whose layers are computed again the shifted order was 0 to 12 % below the compiler, of 50 other programs the best
         of these at most 9 %; bounds count on the first order alone.
         """
 
-        def of(facts: Profile, early: bool) -> Buffers:
+        def of(facts: ProgramFacts, early: bool) -> Buffers:
             return tiled_buffers(facts, assignment, copies, partials, self.fast_memory_bytes, early)
 
-        found = of(profile, bool(copies))
-        program, shifted, *listed = profile.orders.tried
-        tried = ((program, False), (shifted, not profile.recomputes), *((times, True) for times in listed))
-        if copies or (profile.lifetimes, False) in tried:
+        found = of(facts, bool(copies))
+        program, shifted, *listed = facts.orders.tried
+        tried = ((program, False), (shifted, not facts.recomputes), *((times, True) for times in listed))
+        if copies or (facts.lifetimes, False) in tried:
             return (found,)
-        others = (of(profile.in_order(times), early) for times, early in tried)
+        others = (of(facts.in_order(times), early) for times, early in tried)
         return found, min(others, key=lambda other: other.usage.max())
 
-    def recomputed(self, profile: Profile, held: Buffers, alone: Callable[[Kernel], bool], memory_bytes: float) -> Recomputed | None:
-        return recomputed(profile, held, alone, memory_bytes)
+    def recomputed(self, facts: ProgramFacts, held: Buffers, alone: Callable[[Kernel], bool], memory_bytes: float) -> Recomputed | None:
+        return recomputed(facts, held, alone, memory_bytes)

@@ -1,26 +1,26 @@
-"""What XLA:TPU's kernels move between memory and units, each kernel's bytes once, at the op that decides how they are split.
+"""Memory traffic of XLA:TPU's kernels: each kernel's bytes are counted once, at the op whose choice decides how they are split.
 
 Kernels as its schedules count them (libtpu 0.0.42, v5e, 36 kernels and 51 products and convolutions
 compiled one by one, and a residual network's 204):
 
-- What a kernel reads is read once, however many fused ops want it, and again by every other kernel that computes with it: the statistics
-  of a batch norm and of its gradient are a pass over the activations each.
-- A kernel works on float32. Where its result is narrower, or a sum, what it computes passes through a buffer of float32 and costs as much
-  as float32 that is moved: a kernel that reads and writes bfloat16 takes 2.5 times its bytes' time, one of float32 just its bytes'.
+- A kernel reads each operand once, however many fused ops need it, and every other kernel that computes with it reads it again: the
+  statistics of a batch norm and of its gradient are a pass over the activations each.
+- A kernel works on float32. Where its result is narrower, or a sum, it passes through a buffer of float32 and costs as much as float32
+  that is moved: a kernel that reads and writes bfloat16 takes 2.5 times its bytes' time, one of float32 just its bytes'.
   Products pay it for their results alone.
-- What a loop stacks from the last trip to the first, as gradients, is filled with zeros before it, by an op that is fused with nothing and
-  so works in windows of 128 tiles, each of which costs a kernel's start (64 Mi bfloat16: 1,748,544 cycles); what a product makes for it is
-  copied there by a kernel of its own. Stacked the other way round it is a buffer that nobody fills, and products write into it; but equal
-  zeros are one value to a compiler, and where some stack is filled, all of its shape are, as those of an LSTM over embeddings.
+- A stack that a loop writes from the last trip to the first, as of gradients, is filled with zeros before it, by an op that is fused with
+  nothing and so works in windows of 128 tiles, each of which costs a kernel's start (64 Mi bfloat16: 1,748,544 cycles); a product's result
+  is copied there by a kernel of its own. A stack written the other way round is not filled, and products write into it; but equal zeros
+  are one value to a compiler, and where some stack is filled, all of its shape are, as those of an LSTM over embeddings.
 - Zeros that a scatter adds to, as to the gradient of an embedding, are filled in likewise (32,768 x 1024 bfloat16: 0.49 ms).
-- A convolution whose kernel is larger than its image, as the gradient of a transposed one by its kernel is, has them change places: the
+- A convolution whose kernel is larger than its image, as the gradient of a transposed one by its kernel is, exchanges the two: the
   larger is reversed by an op that is fused with nothing (32 x 128 x 128 x 64 bfloat16: 2,021,472 cycles, features padded to 128).
-- In programs with convolutions kernels move what tiles pad too.
-- What replaces state is made by a kernel that no product is part of: its gradient is written, and read with the state.
-- What shards send each other parts of is computed by a kernel of its own that writes it, and not by the product that reads it: activations
+- In programs with convolutions kernels move the padding of tiles, too.
+- New state is computed by a kernel without products: its gradient is written, and read with the old state.
+- An operand of which shards send each other parts is computed by a kernel of its own, and not by the product that reads it: activations
   that convolutions with sharded pixels read, and their gradients (a U-Net's 17 such kernels, 8 to 10 bytes an element of bfloat16).
-- A kernel takes along what else is computed of what it reads or makes, if all that it takes was there when it began: the moments of an
-  optimizer, one sum of what a product makes, or several of one dtype.
+- A kernel takes along other ops on its operands and results, if all their operands were there when it began: the moments of an optimizer,
+  one sum of a product's result, or several of one dtype.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ PRODUCT_STARTS = 2  # the smallest product takes 4,153, 4,593 and 4,496 cycles o
 
 
 def traffic_by_kernel(graph: Graph, fusion: Fusion) -> tuple[Traffic, ...]:
-    """Per op, what its kernels move if it is their main op, else nothing."""
+    """Per op the traffic of the kernels whose main op it is."""
     return _Kernels(graph, fusion).traffic()
 
 
 @dataclass(slots=True)
 class _Group:
-    """What one compiled kernel computes.
+    """The work of one compiled kernel.
 
     Attributes:
         at: its place in the program.
-        touched: what it reads and makes.
+        touched: the values that it reads and makes.
         size: how many elements it computes.
         product: whether it is a product's.
         sums: results of its reductions, and their dtypes.
@@ -76,7 +76,7 @@ class _Kernels:
         self.replaced = {graph.arguments[argument] for _, argument in graph.aliases}
         self.made_at: dict[int, int] = {}
         self.made_by: dict[int, Op] = {}  # the main op of the kernel that makes a value
-        self.stacked: list[tuple[Op, int, Op]] = []  # what makes a stack's slices, their value, and the loop
+        self.stacked: list[tuple[Op, int, Op]] = []  # the op that makes a stack's slices, their value, and the loop
         self.count = 0
 
     def traffic(self) -> tuple[Traffic, ...]:
@@ -92,7 +92,7 @@ class _Kernels:
         return tuple(plain if one else own for plain, own, one in zip(apart, found, alone, strict=True))
 
     def _zeros(self, op: Op) -> tuple[tuple[int, float], ...]:
-        """What filling an array with zeros costs that a scatter adds to."""
+        """The bytes of filling an array with zeros that a scatter adds to."""
         if not is_scatter(op.primitive) or self.fusion.materialised[op.operands[0]] or not self.fusion.materialised[op.results[0]]:
             return ()
         return ((len(op.operands), self._filled(op.results[0])),)
@@ -120,7 +120,7 @@ class _Kernels:
         product, sums = is_matrix(main.primitive), is_reduction(main.primitive)
         size = values[main.operands[0] if sums else main.results[0]].size
         if sums and size >= MOST_OF * (whole := values[self.fusion.root[main.operands[0]]].size):
-            size = whole  # of what a product makes without its ends
+            size = whole  # of a product that is made without its ends
         near = [groups[value] for value in kernel.reads if value in groups and 2 * values[value].size > size]
         group = next((one for one in near if not product and self._takes(one, kernel, size, sums)), None)
         moved, passes = self.moved[main.index], self.passes[main.index]
@@ -147,7 +147,7 @@ class _Kernels:
         return group
 
     def _update(self, update: Op, product: Op, state: list[int]) -> None:
-        """Charges the kernel that replaces state by what a product's gradient makes of it: it reads both, and writes as much state.
+        """Charges the kernel that updates state by a product's gradient: it reads both, and writes as much state.
 
         At the update's own op: where the gradient is scattered, less of it is updated than was made.
         """
@@ -157,14 +157,14 @@ class _Kernels:
         self.starts[update.index] += 1
 
     def _stack(self, loop: Op) -> None:
-        """Notes what a loop stacks, by the ops that make the slices."""
+        """Notes a loop's stacks, by the ops that make the slices."""
         for flow in (flow for holder in loop.holders for flow in holder.sources if flow.inside and flow.shift < 0):
             main = self.made_by.get(self.fusion.root[flow.value])
             if main is not None:
                 self.stacked.append((main, flow.value, loop))
 
     def _fill(self) -> None:
-        """Charges what filling stacks costs to the ops that make their slices, a slice at a time."""
+        """Charges the bytes of filling stacks to the ops that make their slices, a slice at a time."""
 
         def zeros(slices: int, loop: Op) -> tuple[int, tuple[int, ...], str]:
             return loop.params["length"], self.graph.values[slices].shape, self.graph.values[slices].dtype
@@ -180,7 +180,7 @@ class _Kernels:
                 self.starts[main.index] += 1
 
     def _reversed(self, op: Op) -> tuple[tuple[int, float], ...]:
-        """What reversing the kernel of a convolution costs that changes places with its image."""
+        """The bytes of reversing the kernel of a convolution that is exchanged with its image."""
         if op.primitive != "conv_general_dilated":
             return ()
         numbers, (image, kernel) = op.params["dimension_numbers"], (self.graph.values[value].shape for value in op.operands)
@@ -206,7 +206,7 @@ class _Kernels:
         return all(value in group.touched or self.made_at.get(value, 0) < group.at for value in kernel.reads)
 
     def _part(self, value: int, main: Op, tensor: int) -> float:
-        """The bytes of a value that an op moves for one of its tensors: all, or what that takes of a stack."""
+        """The bytes of a value that an op moves for one of its tensors: all, or a slice of a stack."""
         values = self.graph.values
         return min(values[value].size, values[(*main.operands, main.results[0])[tensor]].size) * self._itemsize(value)
 

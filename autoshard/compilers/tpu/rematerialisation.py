@@ -1,17 +1,17 @@
-"""What a TPU's compiler computes again where a program would not fit, and what a device holds then.
+"""Rematerialisation on TPUs: the kernels that run again where a program would not fit, and the peak memory then.
 
 *Mechanism* (``HloRematerialization`` of openxla/xla, xla/hlo/transforms/simplifiers, as libtpu 0.0.42 runs it). The scheduled kernels are
-walked in order. Where more than the goal is held, what lies there for later is made twice, as long as that is so: of all kernels that have
-run, the one whose results hold most, less what it reads that is dead already and has to stay. It runs again before the next kernel that
-reads its results, or anything else that it reads: of layers that share a mask, all before the first that is differentiated. What that
-keeps alive may exceed the goal in turn.
+walked in order. As long as more bytes are live than the goal, values that are live for later readers are freed and made twice: of all
+kernels that have run, those of the one whose results have most bytes, less its operands that are dead already and have to be kept. It runs
+again before the next kernel that reads its results, or its operands: of layers that share a mask, all before the first that is
+differentiated. The operands that this keeps live may exceed the goal in turn.
 
-*What cannot be made twice*: what a loop reads, carries or computes, the program's results, and what other devices have a part in; nor what
-the kernel at hand reads. Scanned layers' stacks stay where they are.
+*Values that cannot be made twice* are those that a loop reads, carries or computes, the program's results, those that other devices have a
+part in, and the operands of the kernel at hand. Scanned layers' stacks stay where they are.
 
 *On the safe side.* Only products, sums and elementwise kernels count, each of them once, and one at a time, not with those that it reads;
-the goal must be reached, though the compiler takes what is up to a twentieth above it; and as scheduled a program holds a fifth more than
-there is at most: what runs twice leaves holes between what stays.
+the goal must be reached, though the compiler takes programs up to a twentieth above it; and as scheduled a program exceeds the memory by
+a fifth at most: buffers that are made twice leave holes between the others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autoshard.compilers.base import Recomputed
 from autoshard.compilers.buffer_assignment import Buffers
 from autoshard.compilers.fused_program import Kernel
 from autoshard.compilers.op_patterns import stands_alone
-from autoshard.compilers.program_facts import Profile
+from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.primitives import is_matrix
 
 # Of a device's memory what the compiler aims at: "rematerialization limit 14.89G = 95% hbm (14.96G) - (arguments (2.07G) -
@@ -35,48 +35,48 @@ GOAL = 0.95
 MOST = 1.2
 
 
-def recomputed(profile: Profile, buffers: Buffers, alone: Callable[[Kernel], bool], memory_bytes: float) -> Recomputed | None:
-    """What is computed again until no more than the goal is held; None where that is not to be had.
+def recomputed(facts: ProgramFacts, buffers: Buffers, alone: Callable[[Kernel], bool], memory_bytes: float) -> Recomputed | None:
+    """The kernels that run again until no more bytes are live than the goal; None where it is not reached.
 
     Args:
-        buffers: what is held as scheduled.
-        alone: whether a kernel computes what it makes without other devices.
-        memory_bytes: what a device offers.
+        buffers: as scheduled.
+        alone: whether a kernel needs no other devices.
+        memory_bytes: the memory of a device.
     """
     if buffers.usage.max() > MOST * memory_bytes:
         return None
-    return _Walk(profile, buffers, alone).down_to(GOAL * memory_bytes)
+    return _Walk(facts, buffers, alone).down_to(GOAL * memory_bytes)
 
 
 class _Walk:
     """The walk; kernels are numbered in their order, buffers as in `Buffers`."""
 
-    def __init__(self, profile: Profile, buffers: Buffers, alone: Callable[[Kernel], bool]):
+    def __init__(self, facts: ProgramFacts, buffers: Buffers, alone: Callable[[Kernel], bool]):
         times = buffers.times
         self.times, self.held, self.usage = times, buffers.held.tolist(), buffers.usage.copy()
         self.born, self.dies = buffers.born.tolist(), buffers.dies.tolist()
-        self.kernels = sorted(profile.fusion.kernels, key=lambda kernel: times.starts[kernel.op])
+        self.kernels = sorted(facts.fusion.kernels, key=lambda kernel: times.starts[kernel.op])
         self.reads = [self._places(kernel.reads) for kernel in self.kernels]
         self.makes = [self._places(kernel.makes) for kernel in self.kernels]
         self.read_at: dict[int, list[int]] = {}  # per buffer the moments in which kernels start that read it
         for kernel, read in zip(self.kernels, self.reads, strict=True):
             for buffer in read:
                 self.read_at.setdefault(buffer, []).append(times.starts[kernel.op])
-        self.fixed = set(self._places((*profile.graph.arguments, *profile.graph.constants)))
+        self.fixed = set(self._places((*facts.graph.arguments, *facts.graph.constants)))
         self.copies: dict[int, list[int]] = {}  # per value that is read in other layouts the buffers of its copies
         for position, value in enumerate(buffers.copies, len(times.values)):
-            self.copies.setdefault(profile.fusion.root[value], []).append(position)
-        self.masked = _masked(profile, self.kernels)
+            self.copies.setdefault(facts.fusion.root[value], []).append(position)
+        self.masked = _masked(facts, self.kernels)
         self.masks_at = [times.starts[kernel.op] for kernel, masked in zip(self.kernels, self.masked, strict=True) if masked]
         largest_first = sorted(range(len(self.kernels)), key=lambda k: -sum(self.held[buffer] for buffer in self.makes[k]))
-        repeatable = self._repeatable(profile, alone)
+        repeatable = self._repeatable(facts, alone)
         self.left = [k for k in largest_first if k in repeatable]
 
     def _places(self, values: Iterable[int]) -> list[int]:
         return [self.times.places[value] for value in values if value in self.times.places]
 
-    def _repeatable(self, profile: Profile, alone: Callable[[Kernel], bool]) -> set[int]:
-        ops, passed = profile.graph.walk(), self.times.passed
+    def _repeatable(self, facts: ProgramFacts, alone: Callable[[Kernel], bool]) -> set[int]:
+        ops, passed = facts.graph.walk(), self.times.passed
         in_loops = {
             buffer
             for kernel, read, made in zip(self.kernels, self.reads, self.makes, strict=True)
@@ -123,7 +123,7 @@ class _Walk:
         return best
 
     def _needed(self, k: int) -> list[int]:
-        """The buffers that a kernel's operands lie in, which have to stay for it; arguments stay anyway."""
+        """The buffers of a kernel's operands, which have to be kept for it; arguments are anyway."""
         copies = (copy for buffer in self.reads[k] for copy in self.copies.get(self.times.values[buffer], ()))
         return [*(buffer for buffer in self.reads[k] if buffer not in self.fixed), *copies]
 
@@ -132,7 +132,7 @@ class _Walk:
         return [read for read in self.read_at.get(buffer, ()) if read > moment] if self.born[buffer] < moment else []
 
     def _repeat(self, k: int, moment: int) -> None:
-        """Frees what a kernel made until it runs again, and keeps what it reads until then."""
+        """Frees a kernel's results until it runs again, and keeps its operands until then."""
         others = [self._later(buffer, moment) for buffer in (*self.makes[k], *self.reads[k])]
         if self.masked[k]:
             others.append([start for start in self.masks_at if start > moment])
@@ -151,16 +151,16 @@ class _Walk:
             self.read_at.setdefault(buffer, []).append(again)
 
 
-def _masked(profile: Profile, kernels: list[Kernel]) -> list[bool]:
+def _masked(facts: ProgramFacts, kernels: list[Kernel]) -> list[bool]:
     """Per kernel whether it reads what is made of constants and is not one number everywhere: equal masks are one value to a compiler."""
-    graph, fusion = profile.graph, profile.fusion
+    graph, fusion = facts.graph, facts.fusion
     uniform, reads = set(graph.literals), [False] * len(graph.values)
     for op in graph.walk():
         if op.operands and all(value in uniform for value in op.operands):
             uniform.update(op.results)
         elif not op.bodies:
             found = any(
-                value not in uniform if profile.free[value] else reads[value] and not fusion.materialised[value] for value in op.operands
+                value not in uniform if facts.free[value] else reads[value] and not fusion.materialised[value] for value in op.operands
             )
             for value in op.results:
                 reads[value] = found

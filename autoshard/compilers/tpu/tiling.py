@@ -1,4 +1,4 @@
-"""How arrays lie in a TPU's memory: in tiles of 128 lanes and 8 rows of two of their dimensions, of which XLA:TPU chooses which."""
+"""How arrays are stored in a TPU's memory: in tiles of 128 lanes and 8 rows along two of their dimensions, which XLA:TPU chooses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import cache
 from itertools import permutations
 
 from autoshard.compilers.op_patterns import Minor
-from autoshard.compilers.program_facts import Profile
+from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.ir import Assignment, local_shape
 
 LANES, ROWS = 128, 8  # of a tile
@@ -16,21 +16,21 @@ LANES, ROWS = 128, 8  # of a tile
 MOST_WASTED_BYTES = 128 * 2**20
 
 
-def local_part(profile: Profile, assignment: Assignment, value: int) -> tuple[float, ...]:
+def local_part(facts: ProgramFacts, assignment: Assignment, value: int) -> tuple[float, ...]:
     """The shape of a device's part of a value."""
-    return local_shape(profile.graph.values[value].shape, assignment.layout(value), assignment.mesh.sizes)
+    return local_shape(facts.graph.values[value].shape, assignment.layout(value), assignment.mesh.sizes)
 
 
-def tiles(profile: Profile, assignment: Assignment, value: int, passed: bool = False) -> float:
-    """How many times its size a device's part of a value takes in tiles; what is passed into or out of a program pads least."""
-    return padding(local_part(profile, assignment, value), None if passed else profile.fusion.minor[value])
+def tiles(facts: ProgramFacts, assignment: Assignment, value: int, passed: bool = False) -> float:
+    """How many times its size a device's part of a value takes in tiles; arguments and results of the program pad least."""
+    return padding(local_part(facts, assignment, value), None if passed else facts.fusion.minor[value])
 
 
 @cache
 def padding(local: tuple[float, ...], minor: Minor | None = None) -> float:
     """How many times its size a device's array takes in tiles of 128 lanes and 8 rows; once if it has less than two dimensions.
 
-    Those two dimensions are innermost that pad least, of those that products want there if any do. Of few rows a tile has 1, 2 or 4
+    The two innermost dimensions are those that pad least, among those that products want there if any do. Of few rows a tile has 1, 2 or 4
     (layouts ``{3,0,2,1:T(8,128)}`` and ``{0,3,2,1:T(4,128)}`` in XLA:TPU's HLO).
     """
     sizes = local if minor is None else [math.prod(local[dim] for dim in dims) for dims in minor]
@@ -38,9 +38,9 @@ def padding(local: tuple[float, ...], minor: Minor | None = None) -> float:
 
 
 def by_rows(local: tuple[float, ...], itemsize: float) -> float:
-    """How many times its size an array takes that is looked up row by row, or added to, as its last dimension has them.
+    """How many times its size an array takes of which rows, along its last dimension, are looked up or added to.
 
-    Its rows lie one by one, unless they are so short that too much would be wasted; then it lies as others do.
+    Its rows are stored one by one, unless they are so short that too much would be wasted; then it is stored as others are.
     """
     *rows, width = local
     found = tiled(width, math.prod(rows))
