@@ -292,7 +292,7 @@ def _failure(fn: Callable, error: Exception) -> TraceError:
         )
     elif "static arguments are not supported" in str(error):  # a jitted function got a tracer for a static argument
         rule, advice = (
-            "Only static arguments can be handed on as static, and here a traced argument is handed to a jitted function that takes it static",
+            "Only a static argument can be handed on as one; here a jitted function takes it static, and is handed a traced one",
             "Bind static arguments beforehand with functools.partial, or pass `jax.jit` of the whole with static_argnums.",
         )
     elif type(error).__name__ == "TraceContextError" or "trace level" in str(error):  # Flax's two errors for it
