@@ -12,6 +12,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -96,7 +97,7 @@ class Repeat:
         self._ways = ways
         self._shardings = [list(islice(flat, argument.num_leaves)) for argument in arguments]
         self._paths = [list(islice(named, argument.num_leaves)) for argument in arguments]
-        shared: dict[Any, Callable] = {}
+        shared: dict[Any, Reader] = {}
         holding = [position for position, argument in enumerate(arguments) if argument.num_leaves]
         self._readers = [(position, reader(arguments[position], shared)) for position in holding] if donates else []
         self._moved: tuple[int, ...] = ()
@@ -153,50 +154,53 @@ def _array_type() -> Any:
     return type(jax.numpy.zeros(()))
 
 
-def reader(tree: Any, shared: dict[Any, Callable]) -> Callable[[Any], Iterable[Any]]:
+Reader = Callable[[Iterable[Any]], Iterable[Any]]
+
+
+def reader(tree: Any, shared: dict[Any, Reader]) -> Callable[[Any], Iterable[Any]]:
     """What gives the leaves of a pytree of this structure, in any order; several times as fast as flattening, which sorts keys.
 
-    Parts of equal structure share one, so that most of the work is done by `map`. Of another structure, it raises or gives what it finds.
+    All parts of equal structure are read at once, by functions of C. Of another structure, it raises or gives what it finds.
 
     >>> sorted(reader(jax.tree.structure({"a": 0, "b": [0, 0]}), {})({"a": 1, "b": [2, 3]}))
     [1, 2, 3]
     """
+    read = _reader(tree, shared)
+    return lambda node: read((node,))
+
+
+def _reader(tree: Any, shared: dict[Any, Reader]) -> Reader:
+    """From nodes of one structure to their leaves."""
     if tree not in shared:
-        shared[tree] = _reader(tree, shared)
+        shared[tree] = _nothing if not tree.num_leaves else iter if treedef_is_leaf(tree) else _inner(tree, shared)
     return shared[tree]
 
 
-def _reader(tree: Any, shared: dict[Any, Callable]) -> Callable[[Any], Iterable[Any]]:
-    if not tree.num_leaves:
-        return _nothing
-    if treedef_is_leaf(tree):
-        return _itself
+def _inner(tree: Any, shared: dict[Any, Reader]) -> Reader:
+    """From nodes with children to leaves; children of equal structure are read together."""
     kind, keys = tree.node_data()
-    readers = [reader(child, shared) for child in tree.children()]
-    only = readers[0] if len(set(readers)) == 1 else None
-    if kind is dict:
-        if only is _itself:
-            return dict.values
-        if only is not None:
-            return lambda node: chain.from_iterable(map(only, node.values()))
-        pairs = list(zip(keys, readers, strict=True))
-        return lambda node: chain.from_iterable([read(node[key]) for key, read in pairs])
-    children = iter if issubclass(kind, tuple | list) else _children
-    if only is _itself:
-        return children
-    if only is not None:
-        return lambda node: chain.from_iterable(map(only, children(node)))
-    return lambda node: chain.from_iterable([read(child) for read, child in zip(readers, children(node), strict=True)])
+    children = tree.children()
+    places: dict[Any, list[Any]] = {}
+    for place, child in zip(keys if kind is dict else range(len(children)), children, strict=True):
+        places.setdefault(child, []).append(place)
+    opened = _children if kind is not dict and not issubclass(kind, tuple | list) else None
+    if len(places) == 1:
+        (read,), every = (_reader(child, shared) for child in places), dict.values if kind is dict else opened or iter
+        return lambda nodes: read(chain.from_iterable(map(every, nodes)))
+    parts = [(_reader(child, shared), itemgetter(*found), len(found) > 1) for child, found in places.items() if child.num_leaves]
+
+    def leaves(nodes: Iterable[Any]) -> Iterable[Any]:
+        nodes = list(nodes if opened is None else map(opened, nodes))
+        found = [(read, map(get, nodes), several) for read, get, several in parts]
+        return chain.from_iterable([read(chain.from_iterable(got) if several else got) for read, got, several in found])
+
+    return leaves
 
 
 def _nothing(_: Any) -> Iterable[Any]:
     return ()
 
 
-def _itself(x: Any) -> Iterable[Any]:
-    return (x,)
-
-
-def _children(node: Any) -> Iterable[Any]:
+def _children(node: Any) -> Sequence[Any]:
     """The children of a node of a registered type."""
-    return default_registry.flatten_one_level(node)[0]
+    return tuple(default_registry.flatten_one_level(node)[0])
