@@ -116,8 +116,10 @@ def test_nothing_outlives_the_launcher(run, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_launcher_ends_all(run, number):
+def test_a_signal_to_the_launcher_ends_all(run, number, request):
     """Ctrl-C, and a scheduler's signal, end every process, and the exit code is the shell's."""
+    before = signal.signal(number, lambda *_: None)  # a shell's background jobs ignore Ctrl-C, and so would the launcher
+    request.addfinalizer(lambda: signal.signal(number, before))
     threading.Thread(target=lambda: eventually(_all_started) and os.kill(os.getpid(), number), daemon=True).start()
     started = time.monotonic()
     code, _, err = run(f"{WAITS}time.sleep(1000)")

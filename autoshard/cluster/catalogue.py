@@ -418,6 +418,9 @@ CPU = Entry(
 
 CATALOGUE: dict[str, Entry] = {entry.device.name: entry for entry in (V4, V5E, V5P, V6E, A100, A100_40G, H100, H200, B200, CPU)}
 
+COMPUTE_CAPABILITY = {"a100": 8, "a100-40g": 8, "h100": 9, "h200": 9, "b200": 10}
+"""CUDA's compute capability of each GPU's architecture (developer.nvidia.com/cuda-gpus)."""
+
 OTHER_NAMES = {"v5litepod": "v5e"}
 """Names of devices in other tools."""
 

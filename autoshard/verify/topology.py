@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autoshard.cluster import Cluster
+from autoshard.cluster.catalogue import COMPUTE_CAPABILITY
 from autoshard.errors import ClusterError
 
-# CUDA's compute capability of a GPU's architecture, by its name in the catalogue (developer.nvidia.com/cuda-gpus).
-CAPABILITY = {"a100": 8, "a100-40g": 8, "h100": 9, "h200": 9, "b200": 10}
 CHIPS_PER_HOST = 4  # into which XLA:TPU divides a slice by default (libtpu 0.0.42)
 
 
@@ -84,16 +83,17 @@ def topology_of(cluster: Cluster) -> Topology:
         part = math.prod(cluster.topology) < CHIPS_PER_HOST  # of a host; the compiler divides larger slices into whole hosts
         options = {"chips_per_host_bounds": (*cluster.topology, 1)[:3]} if part else {}
         return Topology("tpu", f"{device.name}:{'x'.join(map(str, cluster.topology))}", options)
-    if device.kind != "gpu" or device.name not in CAPABILITY:
+    if device.kind != "gpu" or device.name not in COMPUTE_CAPABILITY:
         raise ClusterError(
-            f"programs are compiled ahead of time for TPU slices and for the GPUs {', '.join(CAPABILITY)}, and {cluster.name!r} has "
+            "programs are compiled ahead of time for TPU slices and for the GPUs "
+            f"{', '.join(COMPUTE_CAPABILITY)}, and {cluster.name!r} has "
             f"{device.name!r}. Search with cluster='v5e:2x4' or 'h100:8x1', or use another target."
         )
     per_host, hosts = (*cluster.topology, 1)[:2]
-    has = _CAPABILITIES[CAPABILITY[device.name]]
+    has = _CAPABILITIES[COMPUTE_CAPABILITY[device.name]]
     target = _GPU_TARGET.format(
         name=device.name,
-        capability=CAPABILITY[device.name],
+        capability=COMPUTE_CAPABILITY[device.name],
         lanes=has.lanes,
         shared=has.shared_bytes,
         shared_per_block=has.shared_bytes_per_block,

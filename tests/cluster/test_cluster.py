@@ -12,6 +12,7 @@ from autoshard.ir import Mesh
 CLUSTERS = (
     *("v4:2x2x1", "v5e:4x4", "v5e:16x16", "v5p:4x4x8", "v6e:2x4"),
     *("a100:8", "a100-40g:4", "h100:8x4", "h200:8x2", "b200:8x16", "cpu:8"),
+    *(f"{name}:{'x'.join(map(str, entry.topologies[-1]))}" if entry.topologies else f"{name}:6" for name, entry in CATALOGUE.items()),
 )
 
 
@@ -60,7 +61,7 @@ def test_memory_limit_leaves_a_reserve():
         ("h100:16", ("at most 8", "'h100:8x4'")),
         ("cpu:2x4", ("'cpu:8'",)),
         ("cpu:0", ("at least 1",)),
-        ("x100:8", ("v5e", "h100", "Cluster.load")),
+        ("nosuch:8", ("v5e", "h100", "Cluster.load")),
         ("h100", ("'cpu:8'", "h200")),
         ("cpu:" + "9" * 50, ("'cpu:8'",)),
         (None, ("None",)),
