@@ -51,9 +51,9 @@ from autoshard.compilers.op_patterns import (
 from autoshard.ir import Body, Graph, Op, Value
 from autoshard.primitives import is_control_flow, is_matrix, is_reduction, is_scatter, is_view, primitive, updates
 
-NARROW_WORK = 2 / 3  # in bfloat16: 0.69 of float32's cycles
-LONGEST = 64  # ops of an epilogue that are looked at: gelu's derivative is 15
-MOST = 6  # sources, or readers, that are told apart; more than this many are as good as this many
+NARROW_WORK = 2 / 3  # of float32's cycles, in bfloat16; evidence: vector work in bfloat16
+LONGEST = 64  # ops of an epilogue that are looked at: the compiler sets no limit; evidence: long epilogues
+MOST = 6  # sources, or readers, that are told apart: more are as good as this many; evidence: values of several readers
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,7 +447,8 @@ class _Fuser:
         size, itemsize = self.values[value].size, self.values[value].itemsize
         large = [self.values[source].itemsize / itemsize for source in reads if 2 * self.values[source].size > size]
         sources, readers = sum(large), len(self.sinks[value])
-        return sources + 1 + readers <= sources * readers or len(large) >= MOST
+        many = self.calls_libraries and len(large) >= MOST  # evidence: values of many sources
+        return many or sources + 1 + readers <= sources * readers
 
     def _is_long(self, op: Op, value: int) -> bool:
         """Whether to compute a value, which several kernels would, takes longer than to write and read it."""

@@ -97,6 +97,7 @@ def for_scatters(profile: Profile, assignment: Assignment, partials: Mapping[int
     Args:
         partials: per op index how its result is combined with other devices'.
     """
+    # evidence: tables that rows are added to
     values, times, ops, mesh = profile.graph.values, profile.lifetimes, profile.graph.walk(), assignment.mesh.sizes
     for op in profile.added_to:
         (total,), added = op.results, op.operands[2]
