@@ -52,9 +52,9 @@ from autoshard.compilers.op_patterns import (
 from autoshard.ir import Body, Graph, Op, Value
 from autoshard.primitives import is_control_flow, is_matrix, is_reduction, is_scatter, is_view, primitive, updates
 
-NARROW_WORK = 2 / 3  # in bfloat16: 0.69 of float32's cycles
-LONGEST = 64  # ops of an epilogue that are looked at: gelu's derivative is 15
-MOST = 6  # sources, or readers, that are told apart; more than this many are as good as this many
+NARROW_WORK = 2 / 3  # of float32's cycles, in bfloat16; evidence: vector work in bfloat16
+LONGEST = 64  # ops of an epilogue that are looked at: the compiler sets no limit; evidence: long epilogues
+MOST = 6  # sources, or readers, that are told apart: more are as good as this many; evidence: values of several readers
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,7 @@ class FusionRules:
         expands_one_hots: whether scatters of one number a row become comparisons of positions.
         widens_for_readers: whether the readers of a stored value that only widens another one read that one instead.
         repeats_sliced: whether values of which several slices are read are computed for each, but for slices of slices.
+        stores_values_of_many: whether values that are computed from `MOST` large ones or more are stored.
         stores_transposed: whether values are stored that a kernel reads next to products in another order of dimensions.
     """
 
@@ -83,6 +84,7 @@ class FusionRules:
     expands_one_hots: bool = True
     widens_for_readers: bool = True
     repeats_sliced: bool = False
+    stores_values_of_many: bool = False
     stores_transposed: bool = False
 
 
@@ -397,7 +399,8 @@ class _Fuser:
         size, itemsize = self.values[value].size, self.values[value].itemsize
         large = [self.values[source].itemsize / itemsize for source in reads if 2 * self.values[source].size > size]
         sources, readers = sum(large), len(self.sinks[value])
-        return sources + 1 + readers <= sources * readers or len(large) >= MOST
+        many = self.rules.stores_values_of_many and len(large) >= MOST  # evidence: values of many sources
+        return many or sources + 1 + readers <= sources * readers
 
     def _is_long(self, op: Op, value: int) -> bool:
         """Whether to compute a value, which several kernels would, takes longer than to write and read it."""

@@ -17,11 +17,12 @@ from autoshard.ir.collective import KINDS
 
 # Vector operations an element, where XLA:GPU (jaxlib 0.10.2, compiled for H100) weighs them otherwise. Of what a product and another kernel
 # read, in bfloat16 and float32, hyperbolic tangents, sines, cosines and powers are kept, logarithms of 1 + x in bfloat16 alone;
-# exponentials, logistics, error functions, roots and quotients are computed again, as are chains of 32 products and sums, and no longer
-# from 36 (bfloat16) or 44 (float32) on.
-LIBRARY_OPERATIONS = dict.fromkeys(("tanh", "sin", "cos", "tan", "pow"), 150.0) | {"log1p": 80.0}
+# exponentials, logistics, tangents, error functions, roots and quotients are computed again, as are chains of 32 products and sums, and no
+# longer from 36 (bfloat16) or 44 (float32) on. evidence: functions of libraries
+LIBRARY_OPERATIONS = dict.fromkeys(("tanh", "sin", "cos", "pow"), 150.0) | {"log1p": 80.0}
 # On GPUs before Hopper XLA's scheduler leaves products where they are: its analytical estimates of latency, with which it puts gradients of
 # weights last, are not for those (a rematerialised transformer compiled for A100, H100 and B200 by jaxlib 0.10.2: 2.5, 3.6 and 3.4 GB).
+# evidence: products stay in order
 IN_ORDER = frozenset({"a100", "a100-40g"})
 
 
@@ -56,6 +57,7 @@ class XlaGpu(Compiler):
             expands_one_hots=False,
             widens_for_readers=False,
             repeats_sliced=True,
+            stores_values_of_many=True,
             stores_transposed=True,
         )
 

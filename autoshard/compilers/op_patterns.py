@@ -9,7 +9,9 @@ from collections.abc import Iterator, Sequence
 from autoshard.ir import Graph, Op, Value
 from autoshard.primitives import is_addition, is_anchor, is_control_flow, is_reduction, is_scatter, is_view
 
-MOST_OF = 15 / 16  # of a product's elements, at least: then leaving out the rest, or padding it, is the product's own affair
+# Of a product's elements, at least: then leaving out the rest, or padding it, hardly changes the product's work. The compiler makes any
+# product so. evidence: products without their ends
+MOST_OF = 15 / 16
 
 Minor = tuple[tuple[int, ...], ...]
 """Groups of dimensions, of which two are innermost: an image's batch and its features, or those that a batched product multiplies by."""
@@ -26,6 +28,7 @@ def stands_alone(op: Op) -> bool:
     So do strided slices of the two innermost dimensions, which tiles are of, and pads between elements: ``slice.1`` and ``pad.1`` between
     two fusions each in single kernels compiled by libtpu 0.0.42; a slice of rows of images is fused.
     """
+    # evidence: strided slices stand alone
     if op.primitive == "slice":
         return any(stride > 1 for stride in (op.params.get("strides") or ())[-2:])
     if op.primitive == "pad":
@@ -43,6 +46,7 @@ def added_to(graph: Graph, free: Sequence[bool]) -> dict[int, tuple[int, int]]:
 
     XLA:GPU scatters into that summand instead.
     """
+    # evidence: scatters write in place
     ops = graph.walk()
     readers = Counter(value for op in ops for value in dict.fromkeys(op.operands))
     scattered = {op.results[0]: op.index for op in ops if op.primitive == "scatter-add" and free[op.operands[0]]}
@@ -61,6 +65,7 @@ def reordered(graph: Graph) -> set[int]:
     Either order of a product's free dimensions is as good, but not those of one operand among each other: scores of queries that share keys
     lie as ``[keys, (queries, groups)]``, and the gradient of their softmax as ``[(groups, queries), keys]``. XLA:GPU moves that, widened.
     """
+    # evidence: reordered scores are written wide
     ops, values = graph.walk(), graph.values
     found: set[int] = set()
     lies: dict[int, tuple[frozenset[tuple[int, ...]], int, int]] = {}  # groups of dimensions, the product, and what it was widened to
@@ -91,6 +96,7 @@ def trims(graph: Graph) -> dict[int, int]:
     XLA:TPU makes such a product without the ends at once, and reads no pad: what is padded lies in memory, rounded as the product reads it
     (logits and their gradient in a loss over shifted labels, libtpu 0.0.42).
     """
+    # evidence: products without their ends
     ops, values = graph.walk(), graph.values
     readers: dict[int, list[Op]] = {}
     for op in ops:
@@ -130,6 +136,7 @@ def is_grouped(op: Op, values: Sequence[Value]) -> bool:
     So scores of queries that share keys are kept as ``bf16[8,4,4,1024,1024]``, and those of attention without groups in float32
     (libtpu 0.0.42, with masks and without).
     """
+    # evidence: grouped scores stay narrow
     if op.primitive != "dot_general":
         return False
     contracted, batch = op.params["dimension_numbers"]
@@ -146,6 +153,7 @@ def sliced(graph: Graph, again: bool) -> tuple[int, ...]:
     Args:
         again: whether only those count that are computed from slices of what is itself computed.
     """
+    # evidence: sliced values are stored
     slices: Counter[int] = Counter()
     computed, nested = set[int](), set[int]()
     read = {value for op in graph.walk() for value in op.operands} | set(graph.results)

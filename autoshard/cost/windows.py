@@ -20,7 +20,7 @@ from autoshard.cost.reshard import ReshardPath, Step, combinations
 from autoshard.ir import Assignment, Graph, Layout, Op, Rule, computed_layout, operand_layout, reductions, result_layout
 from autoshard.primitives import is_rearrangement
 
-MOST_BLOCKS = 16  # each is a kernel of its own in the compiled program
+MOST_BLOCKS = 16  # each is a kernel of its own in the compiled program; evidence: blocks of a ring are kernels
 RESULT = -1
 
 

@@ -23,16 +23,17 @@ from autoshard.ir import Assignment, Graph
 
 # Collectives that start before, and end after, other work. XLA:TPU (libtpu 0.0.42): permutes have a start and an end; all_gathers run
 # within fusions (AsyncCollectiveStart) on v5e, and on v4, v5p and v6e do not (a fully sharded transformer compiled for slices of each, of 4
-# to 64 chips); all_reduces, reduce_scatters and all_to_alls nowhere do.
+# to 64 chips); all_reduces, reduce_scatters and all_to_alls nowhere do. evidence: all_gathers beside compute
 ASYNCHRONOUS = {"v5e": ("all_gather", "collective_permute")}
-ELSEWHERE_ASYNCHRONOUS = ("collective_permute",)
+ELSEWHERE_ASYNCHRONOUS = ("collective_permute",)  # evidence: permutes beside compute
 # Those of them whose data the kernels of matrix products move on: they start with one. Of 101 fusions that all_gathers passed through in
 # modules compiled for v5e (two transformers and a perceptron) all but four had a product at their top level.
+# evidence: products carry all_gathers
 CARRIED = {"v5e": ("all_gather",)}
 
 # Options with which collectives run beside compute that are waited for otherwise. XLA:TPU for v5e (libtpu 0.0.42): gradients are
 # reduce_scattered within fusions; without the larger limit of scoped memory programs are refused. A fully sharded GPT of 12 scanned layers
-# was scheduled in 84.9 ms for 88.0, a scanned MLP in 9.9 for 10.8.
+# was scheduled in 84.9 ms for 88.0, a scanned MLP in 9.9 for 10.8. evidence: scatters beside compute
 OVERLAP_OPTIONS: dict[str, dict[str, bool | int | float | str]] = {
     "v5e": {
         "xla_enable_async_reduce_scatter_fusion": True,
@@ -46,9 +47,12 @@ OVERLAP_OPTIONS: dict[str, dict[str, bool | int | float | str]] = {
 
 # The core's own memory that a program's buffers may have: the largest preallocated-temp of memory space 1 in XLA:TPU's buffer assignments
 # (libtpu 0.0.42), which large programs nearly fill: 112.0 MiB on a v5e, 95.6 on a v6e (6 programs), 47.9 on a v5p (4 programs).
+# evidence: fast memory
 FAST_MEMORY_BYTES = {"v5e": 112 * 2**20, "v6e": 96 * 2**20, "v5p": 48 * 2**20}
 
-HIDES = 1.75  # what a kernel moves beside the value hides work: where it moves as much, limits are 1.5 to 2.3 times as far off
+# What a kernel moves beside the value hides work: where it moves as much, limits are 1.5 to 2.3 times as far off.
+# evidence: memory traffic hides work
+HIDES = 1.75
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,6 +97,7 @@ def for_scatters(facts: ProgramFacts, assignment: Assignment, partials: Mapping[
     Args:
         partials: per op index how its result is combined with other devices'.
     """
+    # evidence: tables that rows are added to
     values, times, ops, mesh = facts.graph.values, facts.lifetimes, facts.graph.walk(), assignment.mesh.sizes
     for op in facts.added_to:
         (total,), added = op.results, op.operands[2]

@@ -27,11 +27,12 @@ from autoshard.primitives import is_matrix
 
 # Of a device's memory what the compiler aims at: "rematerialization limit 14.89G = 95% hbm (14.96G) - (arguments (2.07G) -
 # aliased_output(2.07G)) - overlays (74.83M)" in the log of libtpu 0.0.42 (TPU_MIN_LOG_LEVEL=0). Overlays are the program's code.
+# evidence: rematerialisation goal
 GOAL = 0.95
 
 # Times a device's memory that a program may hold as scheduled. An estimate: of 117 programs for v5e, v5p and v6e that hold up to 1.25 times
 # the memory and reach the goal here the compiler (libtpu 0.0.42) refused none, of 55 that hold more 13: a transformer whose scores are
-# a quarter of the memory took 36.3 GB where 29.5 were held at once, holes included.
+# a quarter of the memory took 36.3 GB where 29.5 were held at once, holes included. evidence: rematerialisation limit
 MOST = 1.2
 
 

@@ -1,0 +1,162 @@
+"""Programs that show what XLA:GPU keeps, combines and puts in which order."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from benchmarks.evidence.measures import after_the_last, largest, stored
+from benchmarks.evidence.program import F32, SPLIT, WHOLE, Program, leaf, named, program
+from benchmarks.evidence.programs.kernels import GROUPED, KEPT, KEYS, QUERIES, gradients
+
+LAST = after_the_last("bf16[2048,2048]", "bf16[8192,2048]")
+ONE, HOST = "h100:1", "h100:8"
+
+# -- functions that are kept -----------------------------------------------------------------------------------------------
+
+
+def read_by_two_products(function):
+    """A function of a product's result that another product and another kernel read."""
+
+    def program(x, w):
+        h = x @ w
+        a = function(h)
+        return (a + 1) * ((a * h) @ w)
+
+    return program
+
+
+FUNCTIONS = {
+    "tanh": jnp.tanh,
+    "sine": jnp.sin,
+    "cosine": jnp.cos,
+    "tangent": jnp.tan,
+    "power": lambda x: x**1.7,
+    "logarithm of 1 + x": jnp.log1p,
+    "natural exponential": jnp.exp,
+    "logistic": jax.nn.sigmoid,
+    "square root": jnp.sqrt,
+    "Gauss error function": lax.erf,
+}
+for title, function in FUNCTIONS.items():
+    args = leaf(4096, 4096), leaf(4096, 4096)
+    named(f"a {title} that two read", Program(read_by_two_products(function), args, stored("bf16[4096,4096]"), ONE))
+
+# -- values of many sources --------------------------------------------------------------------------------------------------
+
+
+def sine_of_a_sum(n):
+    """Sums of rows of the sine of a sum of so many products."""
+
+    def program(*args):
+        return jnp.sin(sum(x @ w for x, w in zip(args[:n], args[n:], strict=True))).astype(F32).sum(-1)
+
+    return program
+
+
+for n in (4, 6, 12):
+    args = (*[leaf(8192, 512)] * n, *[leaf(512, 1024)] * n)
+    named(f"the sine of a sum of {n} products on GPUs", Program(sine_of_a_sum(n), args, KEPT, ONE))
+
+# -- all_reduces that are combined -----------------------------------------------------------------------------------------
+
+
+def products(x, *ys):
+    return tuple(lax.psum(jnp.dot(y.T, x, preferred_element_type=x.dtype), "x") for y in ys)
+
+
+def sums(*ys):
+    return tuple(lax.psum(y.sum(0), "x") for y in ys)
+
+
+for title, function, args in (
+    ("gradients of 2 MiB in bfloat16", products, (leaf(64, 1024), *[leaf(64, 1024)] * 40)),
+    ("gradients of 4 MiB in float32", products, (leaf(64, 1024, dtype=F32), *[leaf(64, 1024, dtype=F32)] * 20)),
+    ("sums of 5 MiB", sums, tuple([leaf(64, 5 * 2**18, dtype=F32)] * 16)),
+):
+    named(f"{title} on GPUs", Program(function, args, largest("all-reduce"), HOST, (SPLIT, WHOLE)))
+
+# -- orders ----------------------------------------------------------------------------------------------------------------
+
+
+def trained(layer):
+    """Gradients that all devices add up."""
+
+    def program(x, *weights):
+        def loss(weights):
+            y = x
+            for weight in weights:
+                y = layer(y, weight)
+            return y.astype(F32).sum()
+
+        return [lax.psum(gradient, "x") for gradient in jax.grad(loss)(weights)]
+
+    return program
+
+
+def gated(y, weight):
+    return jax.checkpoint(lambda y: jax.nn.silu(y @ weight) * y)(y)
+
+
+def checkpointed(y, weight):
+    return jax.checkpoint(lambda y: jnp.tanh(jnp.sin(y @ weight) @ weight))(y)
+
+
+def residual(y, weight):
+    return y + jax.checkpoint(lambda y: jax.nn.gelu((y / (1 + abs(y))) @ weight))(y)
+
+
+for device in ("a100:8", "h100:8", "b200:8"):
+    for layer in (gated, checkpointed, residual):
+        named(
+            f"8 {layer.__name__} layers on {device[:4]}",
+            Program(trained(layer), (leaf(8 * 8192, 2048), *[leaf(2048, 2048)] * 8), LAST, device, ((SPLIT, *[WHOLE] * 8), WHOLE)),
+        )
+
+# -- scatters and lookups ----------------------------------------------------------------------------------------------------
+
+
+def head(weight, x, labels):
+    """The gradient of a loss that looks logits up in float32."""
+
+    def loss(weight):
+        logits = (x @ weight).astype(F32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    return jax.grad(loss)(weight)
+
+
+LABELS = leaf(512, dtype=jnp.int32)
+named("a head's logits in float32", Program(head, (leaf(128, 4096), leaf(512, 128), LABELS), stored("f32[512,4096]"), ONE))
+
+
+@program(stored("f32[512,4096]"), leaf(512, 4096, dtype=F32), LABELS, on=ONE)
+def the_gradient_of_looked_up_numbers_and_sines(x, labels):
+    return jax.grad(lambda x: (jnp.take_along_axis(x, labels[:, None], 1)[:, 0] * 2 - jnp.sin(x).sum(-1)).sum())(x)
+
+
+@program(stored("f32[4096,128]"), leaf(4096, 128, dtype=F32), LABELS, on=ONE)
+def the_gradient_of_an_embedding_and_its_decay(table, places):
+    return jax.grad(lambda table: jnp.sin(table[places]).sum() + (table**2).sum())(table)
+
+
+# -- scores of queries that share keys ----------------------------------------------------------------------------------------
+
+
+def plain(scores):
+    return scores
+
+
+def capped(scores):
+    return 30 * jnp.tanh(scores / 30)
+
+
+def shifted(scores):
+    return scores + jnp.arange(512, dtype=F32) / 64
+
+
+for how in (plain, capped, shifted):
+    named(f"{how.__name__} scores of grouped queries", Program(gradients(how), (GROUPED, KEYS, KEYS), stored("f32[8,4,4,512,512]"), ONE))
+    named(f"{how.__name__} scores of queries", Program(gradients(how), (QUERIES, KEYS, KEYS), stored("f32[8,4,512,512]"), ONE))

@@ -1,0 +1,279 @@
+"""Programs that show what XLA:TPU fuses and keeps, and what a kernel takes."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from benchmarks.evidence.measures import COPYING, CYCLES, FILLING, near, stored
+from benchmarks.evidence.program import BF16, F32, Program, leaf, named, program
+
+LARGE = leaf(64, 1024, 1024)
+LARGE_F32 = leaf(64, 1024, 1024, dtype=F32)
+ACTIVATIONS = leaf(8192, 1024)
+
+
+def polynomial(x, terms):
+    """A chain of as many products, and sums."""
+    y = x
+    for _ in range(terms):
+        y = y * x + 1.5
+    return y
+
+
+def maxima(x, terms):
+    """A chain of products, differences and maxima, as many of each."""
+    y = x
+    for _ in range(terms):
+        y = jnp.maximum(y * x, x - y)
+    return y
+
+
+def selections(x, terms):
+    """A chain of comparisons, sums and choices, as many of each."""
+    y = x
+    for _ in range(terms):
+        y = jnp.where(y > x, y + 1.5, x * y)
+    return y
+
+
+# -- cycles ----------------------------------------------------------------------------------------------------------------
+
+for chain, terms in ((polynomial, 60), (maxima, 40), (selections, 40)):
+    wide = Program(lambda x, chain=chain, terms=terms: chain(x, terms), (LARGE_F32,), CYCLES)
+    named(f"{chain.__name__} in bfloat16 over float32", Program(wide.function, (LARGE,), CYCLES, over=wide))
+
+for title, function, n in (
+    ("a scaled rectifier", lambda x: jax.nn.relu(x) * 2, 1),
+    ("a sum of three", lambda x, y, z: x + y + z, 3),
+    ("a gated product", lambda x, y: jax.nn.sigmoid(x) * y, 2),
+):
+    named(f"{title} in bfloat16 over float32", Program(function, (LARGE,) * n, CYCLES, over=Program(function, (LARGE_F32,) * n, CYCLES)))
+
+for kind in ("v5e:1x1", "v5p:1x1x1", "v6e:1x1"):
+    smallest = Program(jax.nn.relu, (leaf(8, 1024, dtype=F32),), CYCLES, kind)
+    product = Program(jnp.matmul, (leaf(128, 128), leaf(128, 128)), CYCLES, kind, over=smallest)
+    named(f"the smallest product over the smallest kernel on {kind[:3]}", product)
+
+
+@program(FILLING, leaf(1 << 20))
+def zeros_of_a_stack_that_is_filled_backward(x):
+    return lax.scan(lambda x, _: (x * 2, x * 3), x, None, length=64, reverse=True)
+
+
+@program(FILLING, leaf(128, 1024), leaf(128, dtype=jnp.int32))
+def zeros_that_rows_are_added_to(rows, places):
+    return jnp.zeros((65536, 1024), BF16).at[places].add(rows)
+
+
+@program(COPYING, leaf(8192, 8192))
+def a_transposition(x):
+    return x.T
+
+
+@program(COPYING, leaf(64, 1024, 1024))
+def a_transposition_of_each_matrix(x):
+    return x.swapaxes(1, 2)
+
+
+@program(FILLING, leaf(1 << 20, dtype=F32))
+def float32_zeros_of_a_stack_that_is_filled_backward(x):
+    return lax.scan(lambda x, _: (x * 2, x * 3), x, None, length=64, reverse=True)
+
+
+# -- what is kept, and what is computed again --------------------------------------------------------------------------------
+
+KEPT = stored("bf16[8192,1024]")
+
+
+def for_two_products(chain, terms):
+    """A chain that two products read."""
+
+    def function(x, w, v):
+        a = chain(x, terms)
+        return a @ w, a @ v
+
+    return function
+
+
+for chain, few, some, many in ((polynomial, 14, 20, 40), (maxima, 8, 14, 28), (selections, 8, 14, 28)):
+    for beside, columns, lengths in (("little", 128, (few, some)), ("as much", 1152, (some, many))):
+        weights = leaf(1024, columns), leaf(1024, columns + 128)
+        for terms in lengths:
+            named(
+                f"{terms} terms of {chain.__name__} and {beside} beside",
+                Program(for_two_products(chain, terms), (ACTIVATIONS, *weights), KEPT),
+            )
+
+
+# -- epilogues -------------------------------------------------------------------------------------------------------------
+
+
+def after_a_product(chain, terms):
+    return lambda x, w: chain(x @ w, terms)
+
+
+for chain, terms in ((polynomial, 15), (polynomial, 30), (polynomial, 60), (maxima, 20), (selections, 20)):
+    named(
+        f"a product and {terms} terms of {chain.__name__}",
+        Program(after_a_product(chain, terms), (leaf(8192, 512), leaf(512, 1024)), KEPT),
+    )
+
+
+@program(KEPT, leaf(8192, 512), leaf(512, 1024), ACTIVATIONS)
+def a_product_and_the_derivative_of_gelu(x, w, y):
+    return jax.vjp(jax.nn.gelu, y)[1](x @ w)[0]
+
+
+def sum_of(n):
+    """A product of a sum of so many."""
+
+    def function(w, *xs):
+        return sum(xs[1:], xs[0]) @ w
+
+    return function
+
+
+for n in (2, 8, 24, 48):
+    named(f"a product of a sum of {n}", Program(sum_of(n), (leaf(1024, 256), *[ACTIVATIONS] * n), KEPT))
+    named(f"a product of {n} factors", Program(lambda w, *xs: math.prod(xs) @ w, (leaf(1024, 256), *[ACTIVATIONS] * n), KEPT))
+    named(
+        f"a sum of rows of the largest of {n}",
+        Program(lambda w, *xs: jax.tree.reduce(jnp.maximum, xs).astype(F32).sum(-1), (leaf(8, 8), *[ACTIVATIONS] * n), KEPT),
+    )
+
+
+
+def for_products(x, y, *weights):
+    """A sum that every product reads."""
+    return [(x + y) @ weight for weight in weights]
+
+
+for n in (2, 3, 6, 12):
+    weights = [leaf(1024, 128 * (k + 1)) for k in range(n)]
+    named(f"a sum that {n} products read", Program(for_products, (ACTIVATIONS, ACTIVATIONS, *weights), KEPT))
+
+# -- products without their ends -------------------------------------------------------------------------------------------
+
+
+
+def padded(rows):
+    """A product of an exponential with as many rows of zeros below it."""
+    return lambda x, w: jnp.pad(jnp.exp(x), ((0, rows), (0, 0))) @ w
+
+
+for cut in (1, 64, 128):
+    named(
+        f"{1024 - cut} of 1024 rows of a product",
+        Program(lambda x, w, cut=cut: jnp.exp((x @ w)[:-cut]), (leaf(1024, 512), leaf(512, 2048)), stored("bf16[1024,2048]")),
+    )
+    named(
+        f"{1024 - cut} of 1024 positions of a batch's products",
+        Program(lambda x, w, cut=cut: jnp.exp((x @ w)[:, :-cut]), (leaf(8, 1024, 512), leaf(512, 2048)), stored("bf16[8,1024,2048]")),
+    )
+    named(
+        f"a product of {1024 - cut} rows padded to 1024",
+        Program(padded(cut), (leaf(1024 - cut, 512), leaf(512, 2048)), stored("bf16[1024,512]")),
+    )
+
+
+# -- slices ----------------------------------------------------------------------------------------------------------------
+
+
+@program(KEPT, ACTIVATIONS)
+def one_half_of_exponentials(x):
+    return jnp.exp(x)[:, :512] * 2
+
+
+@program(KEPT, ACTIVATIONS)
+def two_halves_of_exponentials(x):
+    y = jnp.exp(x)
+    return y[:, :512] * y[:, 512:]
+
+
+@program(KEPT, ACTIVATIONS)
+def three_windows_of_sines(x):
+    y = jnp.sin(x)
+    return y[:-2] + y[1:-1] * y[2:]
+
+
+@program(KEPT, ACTIVATIONS)
+def every_second_column_of_logistics(x):
+    return jax.nn.sigmoid(x)[:, ::2] + 1
+
+
+# -- strided slices and pads between elements ---------------------------------------------------------------------------------
+
+@program(stored("bf16[8192,512]"), ACTIVATIONS)
+def every_second_column_scaled(x):
+    return x[:, ::2] * 2
+
+
+@program(stored("bf16[4096,1024]"), ACTIVATIONS)
+def every_second_row_scaled(x):
+    return x[::2] * 2
+
+
+@program(stored("bf16[8,1024,1024]"), leaf(16, 1024, 1024))
+def every_second_matrix_scaled(x):
+    return x[::2] * 2
+
+
+@program(stored("bf16[8192,2047]"), ACTIVATIONS)
+def zeros_between_columns(x):
+    return lax.pad(x, jnp.asarray(0, x.dtype), ((0, 0, 0), (0, 0, 1))) * 2 + 1
+
+
+# -- scores of queries that share keys --------------------------------------------------------------------------------------
+
+QUERIES, GROUPED, KEYS = leaf(8, 512, 4, 64), leaf(8, 512, 4, 4, 64), leaf(8, 512, 4, 64)
+
+
+def masked(scores):
+    positions = jnp.arange(512)
+    return jnp.where(positions[:, None] >= positions, scores, -1e9)
+
+
+def attention(queries, keys, values, mask):
+    """Of queries in groups where they have five dimensions."""
+    if queries.ndim == 5:
+        scores = jnp.einsum("bqhgd,bkhd->bhgqk", queries, keys).astype(F32) * 0.125
+        return jnp.einsum("bhgqk,bkhd->bqhgd", jax.nn.softmax(mask(scores)).astype(BF16), values)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", queries, keys).astype(F32) * 0.125
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(mask(scores)).astype(BF16), values)
+
+
+def gradients(mask):
+    return jax.grad(lambda queries, keys, values: attention(queries, keys, values, mask).astype(F32).sum(), (0, 1, 2))
+
+
+def capped(scores):
+    return 30 * jnp.tanh(scores / 30)
+
+
+for how in (lambda scores: scores, masked, capped):
+    kind = {"masked": "masked ", "capped": "capped "}.get(how.__name__, "")
+    named(f"gradients of {kind}attention", Program(gradients(how), (QUERIES, KEYS, KEYS), stored("f32[8,4,512,512]")))
+    named(f"gradients of {kind}grouped attention", Program(gradients(how), (GROUPED, KEYS, KEYS), stored("bf16[8,4,512,512,4]")))
+
+# -- operands in the core's own memory --------------------------------------------------------------------------------------
+
+
+def trained(depth):
+    def loss(weights, x):
+        y = x
+        for weight in weights:
+            y = jax.nn.gelu(y @ weight)
+        return y.astype(F32).sum()
+
+    return jax.grad(loss)
+
+
+for rows, width, depth in ((8192, 1024, 6), (8192, 2048, 6), (16384, 2048, 6), (32768, 1024, 12), (24576, 2048, 4)):
+    named(
+        f"a perceptron of {depth} layers of {rows} x {width}",
+        Program(trained(depth), ([leaf(width, width)] * depth, leaf(rows, width)), near()),
+    )

@@ -1,0 +1,118 @@
+"""Programs that show how XLA:TPU lays arrays out, what it keeps in the core's own memory, and what it computes again."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.evidence.measures import PEAK, copies, in_fast_memory
+from benchmarks.evidence.program import BF16, F32, Program, leaf, named, program
+
+MIB = 2**20
+
+# -- the core's own memory -------------------------------------------------------------------------------------------------
+
+for kind, fits in (("v5e:1x1", 112), ("v6e:1x1", 95), ("v5p:1x1x1", 47)):
+    for size in (fits, fits + 1):
+        rows = size * MIB // 4 // 2048
+        measure = in_fast_memory(f"f32[{rows},4,512]")
+        named(
+            f"{size} MiB that are sorted on {kind[:3]}",
+            Program(lambda x: jnp.sort(x * 2, axis=0).sum(0), (leaf(rows, 4, 512, dtype=F32),), measure, kind),
+        )
+
+# -- tiles -----------------------------------------------------------------------------------------------------------------
+
+for shape in ((65536, 5), (65536, 3), (65536, 2), (1001, 1025)):
+    named(f"tiles of {shape[0]} x {shape[1]} numbers", Program(jnp.sin, (leaf(*shape, dtype=F32),), PEAK))
+
+
+@program(PEAK, leaf(512, 4, 49, 32), leaf(512, 4, 49, 32))
+def tiles_of_attention_to_49_positions(x, y):
+    return jnp.einsum("bhqd,bhkd->bhqk", x, y)
+
+
+@program(PEAK, leaf(4, 128, 128, 96), leaf(3, 3, 96, 160))
+def tiles_of_a_convolution_to_160_features(x, kernel):
+    return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+# -- tables of short rows --------------------------------------------------------------------------------------------------
+
+
+def looked_up(table, places):
+    return table[places]
+
+
+for width, dtype in ((8, F32), (16, F32), (32, F32), (32, BF16)):
+    itemsize = jnp.dtype(dtype).itemsize
+    wasted = (128 - width) * itemsize
+    for share in (0.98, 1.02):
+        rows = int(share * 128 * MIB / wasted)
+        kind = {2: "bf16", 4: "f32"}[itemsize]
+        named(
+            f"{rows} rows of {width} looked up in {kind}",
+            Program(looked_up, (leaf(rows, width, dtype=dtype), leaf(1024, dtype=jnp.int32)), copies(f"{kind}[{rows},{width}]")),
+        )
+
+def added_to(table, places, rows):
+    return table.at[places].add(rows)
+
+
+def embedded(table, places, y):
+    """The gradient of an embedding that is read twice."""
+    return jax.grad(lambda table: (jnp.sin(table[places]) * y).sum())(table)
+
+
+def summed_by_kind(places, rows):
+    return jax.ops.segment_sum(rows, places, 400_000)
+
+
+TABLE, PLACES, FOUND = leaf(400_000, 64, dtype=F32), leaf(4096, dtype=jnp.int32), leaf(4096, 64, dtype=F32)
+for title, function, args in (
+    ("rows of 64 that are added to a table", added_to, (TABLE, PLACES, FOUND)),
+    ("the gradient of rows of 64", embedded, (TABLE, PLACES, FOUND)),
+    ("sums of rows of 64 by kind", summed_by_kind, (PLACES, FOUND)),
+):
+    named(title, Program(function, args, PEAK))
+
+# -- what is computed again ------------------------------------------------------------------------------------------------
+
+
+def gradients_of(layer):
+    """The gradients of a stack of layers, beside an argument that takes most of the memory."""
+
+    def program(weights, x, large):
+        def loss(weights):
+            y = x
+            for weight in weights:
+                y = layer(y, weight)
+            return y.astype(F32).sum()
+
+        return jax.grad(loss)(weights), large[0, 0]
+
+    return program
+
+
+def product(y, weight):
+    return jnp.tanh(y @ weight)
+
+
+def gated(y, weight):
+    return jax.nn.silu(y @ weight) * y
+
+
+def added(y, weight):
+    return y + jnp.tanh(jnp.sin(y) @ weight)
+
+
+LAYERS, ROWS, WIDTH = 48, 2**16, 1024  # 128 MiB a layer
+TOTAL = 16128  # MiB of a v5e's memory that programs may have
+for layer in (product, gated, added):
+    values = (1 if layer is product else 2) * LAYERS * 128  # MiB
+    for percent in (93, 98, 105, 115):
+        large = (TOTAL * percent // 100 - values - LAYERS * 4 - 128) * MIB // 2048
+        named(
+            f"{LAYERS} {layer.__name__} layers that take {percent} % of the memory",
+            Program(gradients_of(layer), ([leaf(WIDTH, WIDTH)] * LAYERS, leaf(ROWS, WIDTH), leaf(large // 8 * 8, 1024)), PEAK),
+        )
