@@ -41,9 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def listed(rows: Iterable[Row]) -> Report:
     """Every row with its observation."""
-    body = tuple((row.name, row.observation, row.constant.removeprefix("autoshard."), row.compiler, str(len(row.expected))) for row in rows)
+    body = tuple((row.name, row.observation, row.constant.rpartition(".")[2], str(len(row.expected))) for row in rows)
     how = Paragraph("python -m benchmarks.evidence NAME compiles a row's programs and compares their figures.")
-    return Report(SUMMARY, (Table(("name", "observation", "supports", "compiler", ">programs"), body), how))
+    return Report(SUMMARY, (Table(("name", "observation", "supports", ">programs"), body), how))
 
 
 def compared(row: Row, keep: bool) -> int:
