@@ -51,7 +51,7 @@ EXAMPLE = Record(
     provenance=Provenance("autoshard search step:train_step --cluster cpu:8", "0.1.0", "0.10.2"),
 )
 
-seconds = st.floats(0, 1e300, allow_subnormal=True)
+seconds = st.floats(0, 1e30, allow_subnormal=True)
 names = st.text(st.characters(min_codepoint=32, exclude_categories=("Cc", "Cs")), min_size=1, max_size=12)
 scalars = st.none() | st.booleans() | st.integers(-(2**63) + 1, 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False) | names
 options = st.dictionaries(

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -49,6 +50,7 @@ from autoshard.verify import propagated
 Pins = Mapping[str, PartitionSpec]
 
 MOST_AXES = 3  # of meshes that are searched
+ALIKE = 0.75  # of two names of mesh axes, as `difflib` has it: 'dta' is 'data' misspelt, 'batch' is not
 # Of the memory that a compiler leaves a program, what is kept for predictions that are too low, where something fits without it. Of 18
 # programs on v5e and v5p as large as this allows, or XLA:TPU, one needs more than 2 % above its predicted peak (libtpu 0.0.42).
 RESERVE = 0.02
@@ -351,6 +353,7 @@ def _meshes(cluster: Cluster, graph: Graph, pins: Pins, given: Mesh | None, max_
     if given is not None:
         return placed(cluster, [given], renamed=False), False
     names = list(_pinned_axes(pins))
+    _check_spelling(names)
     for op in graph.walk():
         fixed = dict(op.params["mesh"].shape) if op.primitive == "shard_map" else None
         if op.primitive == "sharding_constraint":
@@ -362,6 +365,18 @@ def _meshes(cluster: Cluster, graph: Graph, pins: Pins, given: Mesh | None, max_
             return (mesh,), False
     found = candidate_meshes(cluster.n_devices, tuple(dict.fromkeys(names)), max_axes)
     return placed(cluster, found, renamed=not names), not names
+
+
+def _check_spelling(names: Sequence[str]) -> None:
+    """Raises `ShardingError` for an axis that looks like a usual or another pinned one misspelt: it would be one of its own."""
+    for name in names:
+        others = [other for other in ("data", "model", *names) if other != name and not name.startswith(other)]
+        near = get_close_matches(name, others, n=1, cutoff=ALIKE) if name.isalpha() and name not in ("data", "model") else []
+        if near:
+            raise ShardingError(
+                f"pins name the axes of a mesh that is searched, and {name!r} looks like {near[0]!r} misspelt. Write {near[0]!r}, or "
+                f"give the mesh if it is an axis of its own: mesh={{{name!r}: ...}}, or --mesh {name}=..."
+            )
 
 
 def _most_axes(mesh: Any, searcher: Searcher) -> int:

@@ -34,5 +34,7 @@ def run(options: argparse.Namespace) -> int:
         show_json(found.to_json())
         return 0
     show(found.report())
+    if found.cluster.n_devices == 1:
+        print("\nTo measure collectives between virtual CPU devices as well: autoshard calibrate --devices 8")
     print(f"\nWritten to {options.out}: autoshard search ... --cluster {options.out}")
     return 0

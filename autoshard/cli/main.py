@@ -7,12 +7,16 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from glob import glob
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
 from autoshard.cli import calibrate, clusters, compare, demo, evaluate, explain, launch, pins, search, strategies, verify
 from autoshard.cli.failure import describe
 
 COMMANDS = (search, evaluate, explain, verify, pins, compare, calibrate, clusters, strategies, launch, demo)
+
+ACCELERATORS = ("/dev/accel*", "/dev/vfio/*", "/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd", "/dev/dri/*")  # as Linux shows them
 
 USAGE_ERROR = 2  # as argparse exits
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it
@@ -29,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser().print_help(sys.stderr)
         return USAGE_ERROR
     options.command_line = ("autoshard", *arguments)
+    if sys.platform == "linux" and find_spec("libtpu") and not any(map(glob, ACCELERATORS)):
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # else libtpu looks for a TPU all the same, and reports at length that there is none
     try:
         code = options.run(options)
         sys.stdout.flush()

@@ -8,6 +8,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
+from difflib import get_close_matches
 from typing import Any
 
 from autoshard.errors import AutoshardError
@@ -89,13 +90,14 @@ def _named(name: str, what: str) -> Any:
         try:
             found = getattr(found, part)
         except AttributeError:
-            offered = (
-                sorted(key for key, value in vars(found).items() if callable(value) and not key.startswith("_"))
-                if hasattr(found, "__dict__")
-                else []
-            )
+            own = vars(found).items() if hasattr(found, "__dict__") else ()
+            fits = (key for key, value in own if callable(value) or (what == "--args" and isinstance(value, tuple)))
+            offered = sorted(key for key in fits if not key.startswith("_"))
+            near = get_close_matches(attribute, offered, n=1)
+            meant = f" Did you mean {module_name}:{near[0]}?" if near else ""
             raise ProgramError(
-                f"module {module_name!r} has no {attribute!r}. It has: {', '.join(offered[:20]) or 'no functions'}."
+                f"{what} names {name!r}, and module {module_name!r} has no {attribute!r}.{meant} "
+                f"It has: {', '.join(offered[:20]) or 'no functions'}."
             ) from None
     return found
 

@@ -20,7 +20,8 @@ from autoshard.errors import ClusterError
 from autoshard.ir import Mesh
 
 EXAMPLES = "'v5e:4x4' (a TPU slice), 'h100:8x4' (8 GPUs on each of 4 hosts) or 'cpu:8'"
-_TEXT = re.compile(r"([a-z0-9-]+):(\d{1,6}(?:x\d{1,6})*)")
+_TEXT = re.compile(r"([a-z0-9-]+):(\d{1,18}(?:x\d{1,18})*)")
+MOST_DEVICES = 2**20  # ten times the largest machine there is
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,8 @@ class Cluster:
     def __post_init__(self):
         if not self.topology or any(size < 1 for size in self.topology):
             raise ClusterError(f"a cluster's topology is a list of positive sizes, got {self.topology} for {self.name!r}.")
+        if math.prod(self.topology) > MOST_DEVICES:
+            raise ClusterError(f"a cluster has at most {MOST_DEVICES:,} devices, got {math.prod(self.topology):,} for {self.name!r}.")
         if self.memory_limit_bytes <= 0:
             raise ClusterError(f"memory_limit_bytes of cluster {self.name!r} is positive, got {self.memory_limit_bytes}.")
         wires = self.interconnect

@@ -59,7 +59,7 @@ class Device:
                 f"got {self.flops_per_second}."
             )
         rates = (*(rate for _, rate in self.flops_per_second), self.vector_flops_per_second, self.memory_bandwidth_bytes_per_second)
-        least = min(self.kernel_overhead_seconds, self.clock_hertz)
+        least = min(self.kernel_overhead_seconds, self.clock_hertz, self.processors)
         if any(rate <= 0 for rate in rates) or self.memory_bytes <= 0 or least < 0 or self.matrix_tile < 1:
             raise ClusterError(f"rates, memory and tile of device {self.name!r} are positive, got {self}.")
         if not (0 < self.matrix_efficiency <= 1 and 0 < self.memory_efficiency <= 1):

@@ -92,8 +92,8 @@ class Interconnect:
             raise ClusterError(f"an interconnect's kind is one of {WIRINGS}, got {self.kind!r}.")
         if self.bandwidth_bytes_per_second <= 0 or min(self.latency_seconds, self.launch_seconds, self.network_latency_seconds) < 0:
             raise ClusterError(f"an interconnect's bandwidth is positive and its latencies are not negative, got {self}.")
-        if self.network_bandwidth_bytes_per_second < 0 or self.wrap_multiple < 0:
-            raise ClusterError(f"an interconnect's network bandwidth and wrap multiple are not negative, got {self}.")
+        if min(self.network_bandwidth_bytes_per_second, self.copy_bandwidth_bytes_per_second, self.wrap_multiple) < 0:
+            raise ClusterError(f"an interconnect's bandwidths and wrap multiple are not negative, got {self}.")
 
     def rings(self, topology: Sequence[int]) -> tuple[bool, ...]:
         """Whether each physical dimension closes to a ring."""

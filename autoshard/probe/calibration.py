@@ -126,6 +126,8 @@ class Calibration:
                 f"without the fit. Starting a program takes {format_seconds(self.start_seconds)} more, which no prediction counts."
             ),
         ]
+        if self.cluster.n_devices == 1:
+            parts.append(Paragraph("One device was measured, and no collective: those keep the figures that calibration started from."))
         if self.disturbance > DISTURBED:
             parts.append(
                 Paragraph(
@@ -133,7 +135,8 @@ class Calibration:
                     "machine. Calibrate again when it is quiet."
                 )
             )
-        return Report(f"Calibration of {self.cluster.n_devices} {self.cluster.device.name} devices", tuple(parts))
+        n = self.cluster.n_devices
+        return Report(f"Calibration of {n} {self.cluster.device.name} device{'s' * (n > 1)}", tuple(parts))
 
     def to_json(self) -> dict[str, Any]:
         """The calibration as plain JSON values."""

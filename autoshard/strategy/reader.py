@@ -14,6 +14,7 @@ MAX_DEPTH = 100
 """The greatest nesting of values; pytrees of real programs stay below 20."""
 
 MAX_INTEGER = 2**63 - 1
+MAX_NUMBER = 1e30
 MAX_SHOWN = 80
 
 
@@ -71,9 +72,9 @@ class Node:
         return self.value
 
     def number(self) -> float:
-        """A finite number, zero or more."""
-        if isinstance(self.value, bool) or not isinstance(self.value, int | float) or not 0 <= self.value < math.inf:
-            raise self.error("a number, zero or more")
+        """A number, zero or more, of a size that seconds, bytes and operations may have: sums of it stay finite."""
+        if isinstance(self.value, bool) or not isinstance(self.value, int | float) or not 0 <= self.value <= MAX_NUMBER:
+            raise self.error(f"a number from 0 to {MAX_NUMBER:g}")
         if self.value > MAX_INTEGER and isinstance(self.value, int):
             raise self.error(f"a whole number up to {MAX_INTEGER}, or a float")
         return float(self.value)

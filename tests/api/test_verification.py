@@ -242,3 +242,11 @@ def test_bfloat16_on_the_cpu_is_explained():
         )
         found = autoshard.verify(strategy, product, *args, target="cpu")
         assert ("XLA:CPU computes, sends and stores bfloat16 as float32" in " ".join(str(found).split())) is said
+
+
+@pytest.mark.parametrize("ratio, words", [(1.1, "As predicted: "), (1.7, "Collectives as predicted, memory not: ")])
+def test_a_peak_that_is_far_off_is_in_the_verdict(program, ratio, words):
+    """Exact collectives do not make a far peak as predicted; it fits, and the exit code stays that of the collectives."""
+    fn, args, strategy = program
+    found = replace(autoshard.verify(strategy, fn, *args), target="cpu", actual_peak_bytes=ratio * strategy.cost.peak_bytes)
+    assert found.as_predicted and words in str(found) and ("differs" in str(found)) == (ratio == 1.7)

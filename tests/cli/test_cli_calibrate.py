@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import pytest
 
 from autoshard.cluster import Cluster
@@ -41,3 +42,12 @@ def test_an_interrupted_calibration_leaves_nothing(run, monkeypatch, tmp_path):
     monkeypatch.setattr(calibration, "measure", interrupted)
     code, _, err = run("calibrate", "--quick", "--out", tmp_path / "cluster.toml")
     assert code == 130 and "interrupted" in err and not (tmp_path / "cluster.toml").exists()
+
+
+def test_a_single_device_says_what_was_not_measured(run, monkeypatch):
+    """Of one device the report says that there is no collective, and the command how to measure some."""
+    one = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda *_: one)
+    code, out, _ = run("calibrate", "--quick")
+    out = " ".join(out.split())
+    assert code == 0 and "Calibration of 1 cpu device" in out and "no collective" in out and "calibrate --devices 8" in out

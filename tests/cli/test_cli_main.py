@@ -2,10 +2,13 @@
 
 import argparse
 import doctest
+import importlib
 import json
+import os
 import shlex
 import subprocess
 import sys
+from fnmatch import fnmatch
 
 import pytest
 
@@ -106,3 +109,15 @@ def test_malformed_values_are_refused(read, bad):
 def test_examples_of_the_text_forms():
     """The examples in the options' docstrings hold."""
     assert doctest.testmod(options).failed == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="accelerators are files on Linux")
+@pytest.mark.parametrize("accelerators, platforms", [((), "cpu"), (("/dev/nvidia0",), None), (("/dev/vfio/0",), None)])
+def test_no_tpu_is_looked_for_where_there_is_no_accelerator(run, monkeypatch, accelerators, platforms):
+    """An installed libtpu would report at length that there is none; with a device of any kind JAX decides."""
+    main_module = importlib.import_module("autoshard.cli.main")
+    monkeypatch.delenv("JAX_PLATFORMS")
+    monkeypatch.setattr(main_module, "glob", lambda pattern: [name for name in accelerators if fnmatch(name, pattern)])
+    monkeypatch.setattr(main_module, "find_spec", lambda name: name == "libtpu")
+    run("clusters", "--json")
+    assert os.environ.get("JAX_PLATFORMS") == platforms

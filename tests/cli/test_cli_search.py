@@ -132,6 +132,21 @@ def test_programs_that_are_not_found(run, program, piece):
     assert code == 2 and piece in err
 
 
+def test_a_misspelt_name_has_a_suggestion(run):
+    """Of a function, and of arguments, which may be a tuple."""
+    for program, args, meant in (("train_stp", "ARGS", "train_step"), ("train_step", "user_program:ARG", "user_program:ARGS")):
+        code, _, err = run("search", f"user_program:{program}", "--args", args, "--cluster", "cpu:8")
+        assert code == 2 and f"Did you mean user_program:{meant.removeprefix('user_program:')}?" in err
+
+
+def test_a_misspelt_axis_is_no_new_one(search):
+    """A pin's axis that looks like a usual one is refused, unless the mesh has it."""
+    code, _, err = search("--pin", "batch*=dta")
+    assert code == 2 and "'dta' looks like 'data' misspelt" in err and "--mesh dta=" in err
+    code, out, _ = search("--pin", "batch*=dta", "--mesh", "dta=8", "--json")
+    assert code == 0 and json.loads(out)["mesh"] == [["dta", 8]]
+
+
 def test_an_import_that_fails_inside_the_module_is_the_modules(run, tmp_path):
     """A module that is there but imports what is not says so, with its line; one that exits is explained."""
     (tmp_path / "broken_program.py").write_text("import does_not_exist\n")

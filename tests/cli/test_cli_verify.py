@@ -1,6 +1,7 @@
 """``autoshard verify`` on a saved strategy of a program in the current folder."""
 
 import json
+import re
 
 import pytest
 
@@ -11,7 +12,8 @@ def test_verify_reports_what_was_found(search, run, target):
     assert search("--save", "s.json", "--searcher", "data_parallel")[0] == 0
     command = ("verify", "user_program:train_step", "--args", "user_program:example_args", "--strategy", "s.json", "--target", target)
     code, out, _ = run(*command)
-    assert code == 0 and "\nAs predicted: collectives the predicted ones, exactly" in out and "all_reduce" in out
+    assert code == 0 and re.search(r"\n(As|Collectives as) predicted(, memory not)?: collectives the predicted ones, exactly", out)
+    assert "all_reduce" in out
     code, out, _ = run(*command, "--json")
     assert code == 0 and json.loads(out)["exact"] is True
 

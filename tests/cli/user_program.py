@@ -16,9 +16,6 @@ def train_step(state, batch):
     return {"params": jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], gradients)}, value
 
 
-donating_step = jax.jit(train_step, donate_argnums=0)
-
-
 def example_args():
     x = jax.ShapeDtypeStruct((64, 32), jnp.float32)
     params = {"up": jax.ShapeDtypeStruct((32, 128), jnp.float32), "down": jax.ShapeDtypeStruct((128, 32), jnp.float32)}
@@ -46,3 +43,6 @@ def args_that_raise():
 
 def branches_on_values(state, batch):
     return 1 if state["params"]["up"][0, 0] > 0 else 2
+
+
+donating_step = jax.jit(train_step, donate_argnums=0)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -224,3 +225,19 @@ def test_meshes_that_cut_across_hosts_are_slower():
     assert across[1].kind == "network"
     assert across[1].bandwidth_bytes_per_second < straight[1].bandwidth_bytes_per_second
     assert math.prod(link.size for link in across) == 24
+
+
+@pytest.mark.parametrize(
+    ("made", "pieces"),
+    [
+        (lambda: Cluster.parse("cpu:99999999"), ["at most 1,048,576 devices", "99,999,999"]),
+        (lambda: Cluster.parse("h100:8x99999999999"), ["at most 1,048,576 devices"]),
+        (lambda: replace(Cluster.parse("h100:8").device, processors=-1), ["positive", "processors=-1"]),
+        (lambda: replace(Cluster.parse("h100:8").interconnect, copy_bandwidth_bytes_per_second=-1.0), ["not negative"]),
+    ],
+)
+def test_sizes_and_rates_that_nothing_has_are_refused(made, pieces):
+    """At once, however large they are."""
+    with pytest.raises(ClusterError) as caught:
+        made()
+    assert all(piece in str(caught.value) for piece in pieces)
