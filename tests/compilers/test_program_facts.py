@@ -103,15 +103,15 @@ def test_what_a_scatter_adds_to_is_known_where_it_lies_in_memory():
 
 
 def test_weights_of_loops_are_those_that_products_inside_read():
-    """A stack of matrices that each trip reads a slice of is none, one that every trip multiplies by as it is is one."""
+    """A stack of matrices by which every trip multiplies as it is; not one of which each trip reads a slice, nor a single matrix."""
 
-    def program(stack, kept, x):
+    def program(stack, kept, single, x):
         def trip(x, w):
-            return jnp.tanh(jnp.einsum("bcd,cde->bce", x @ w, kept)), None
+            return jnp.tanh(jnp.einsum("bcd,cde->bce", x @ w @ single, kept)), None
 
         return lax.scan(trip, x, stack)[0]
 
-    facts = facts_of(program, floats(3, 16, 16), floats(4, 16, 16), floats(8, 4, 16))
+    facts = facts_of(program, floats(3, 16, 16), floats(4, 16, 16), floats(16, 16), floats(8, 4, 16))
     scan = next(op for op in facts.graph.walk() if op.primitive == "scan")
     assert facts.looped_weights == {facts.graph.arguments[1]: (scan.index,)}
 
