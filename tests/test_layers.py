@@ -53,6 +53,7 @@ KNOWS_JAX = ("rules", "trace", "lower", "verify", "probe", "distributed", "colle
 KNOWS_TARGETS = ("compilers/", "verify/", "cluster/catalogue.py")
 NAMES_A_TARGET = {
     "cluster/device.py": "the kinds of devices there are",
+    "cli/main.py": "JAX's platform where Linux shows no accelerator",
     "cli/verify.py": "choices of an option, before anything is loaded",
     "demo/devices.py": "virtual devices are of JAX's CPU platform",
     "demo/run.py": "the demo's own cluster",
