@@ -22,6 +22,7 @@ from autoshard.errors import StrategyError, TraceError
 from autoshard.progress import Progress
 from autoshard.search import Searcher, searcher_of
 from autoshard.trace import Held, Static, function_name, held
+from autoshard.verify import Options
 
 
 class Parallelized(Sharded):
@@ -31,12 +32,13 @@ class Parallelized(Sharded):
         strategy: the strategy of the latest search.
     """
 
-    def __init__(self, fn: Callable, options: Mapping[str, Any], devices: Sequence[Any] | None):
+    def __init__(self, fn: Callable, options: Mapping[str, Any], running: Mapping[str, Any]):
+        """``options`` are those of `search`, ``running`` those of `Strategy.apply`."""
         functools.update_wrapper(self, fn, updated=())
         self._fn = fn
         self._options = options
         self.donate_argnums = several(options["donate_argnums"])
-        self._devices = devices
+        self._running = running
         self._found: dict[Any, _Found] = {}
         self._latest: Strategy | None = None
         self._step: Step | None = None  # of the latest call
@@ -96,12 +98,12 @@ class Parallelized(Sharded):
         if key not in self._by_names:
             fn = functools.update_wrapper(functools.partial(self._fn.__wrapped__, **given), self._fn.__wrapped__, updated=())
             names = [name for name in self._fn.static_argnames if name not in given]
-            self._by_names[key] = Parallelized(Static(fn, self._fn.static_argnums, names), self._options, self._devices)
+            self._by_names[key] = Parallelized(Static(fn, self._fn.static_argnums, names), self._options, self._running)
         return self._by_names[key]
 
     def _applied(self, found: _Found) -> Step:
         if found.step is None:
-            found.step = found.strategy.apply(self._fn, self._devices)
+            found.step = found.strategy.apply(self._fn, **self._running)
         return found.step
 
     def _lookup(self, args: tuple) -> _Found:
@@ -204,13 +206,15 @@ def parallelize(
     interruptible: bool = False,
     confirm: str | Confirm | None = None,
     devices: Sequence[Any] | None = None,
+    compiler_options: Options | None = None,
+    bucket_bytes: int | None = None,
 ) -> Any:
     """The function, sharded as `search` finds best for the arguments of its first call; a decorator with or without options.
 
-    Options are those of `search`, whose progress shows in a terminal; ``devices`` those of `Strategy.apply`; ``donate_argnums``,
-    ``static_argnums`` and ``static_argnames`` those of `jax.jit`, where ``self`` is argument 0 of a method. Leaves that are no arrays are
-    static by themselves. Arguments of other shapes or types are searched for as well, with a warning, and so are static values that make
-    another program.
+    Options are those of `search`, whose progress shows in a terminal; ``devices``, ``compiler_options`` and ``bucket_bytes`` those of
+    `Strategy.apply`; ``donate_argnums``, ``static_argnums`` and ``static_argnames`` those of `jax.jit`, where ``self`` is argument 0 of a
+    method. Leaves that are no arrays are static by themselves. Arguments of other shapes or types are searched for as well, with a warning,
+    and so are static values that make another program.
 
     >>> import jax.numpy as jnp
     >>> @parallelize(cluster="cpu:1")
@@ -237,8 +241,10 @@ def parallelize(
     if cluster is not None:
         options["cluster"] = Cluster.of(cluster)
 
+    running = {"devices": devices, "compiler_options": compiler_options, "bucket_bytes": bucket_bytes}
+
     def made(function: Callable) -> Parallelized:
         is_static = static_argnums not in ((), None) or static_argnames not in ((), None)
-        return Parallelized(Static(function, static_argnums, static_argnames) if is_static else function, options, devices)
+        return Parallelized(Static(function, static_argnums, static_argnames) if is_static else function, options, running)
 
     return made if fn is None else made(fn)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from autoshard.api.calls import UNLIKE, Repeat, anew, guarded, is_traced
 from autoshard.api.collecting import rarely_collecting
 from autoshard.api.placing import put
 from autoshard.cluster import Cluster
+from autoshard.compilers import TARGETS
 from autoshard.errors import StrategyError, TraceError
 from autoshard.ir import Graph, Layout, Rule, replicated, result_layouts
 from autoshard.judge.model import CostModel
@@ -68,6 +70,26 @@ def several(positions: int | Sequence[int]) -> tuple:
 def plain(fn: Callable | Sharded) -> Callable:
     """The function without any sharding of ours: what a search, or another strategy, starts from."""
     return plain(fn.__wrapped__) if isinstance(fn, Sharded) else fn
+
+
+def bucket_options(platform: str, bucket_bytes: int | None) -> Options:
+    """A compiler's options with which one collective combines at most so many bytes; none where it decides.
+
+    Raises:
+        StrategyError: the bytes are no whole number, or negative.
+
+    >>> bucket_options("tpu", 2**20)
+    {'xla_jf_crs_combiner_threshold_in_bytes': 1048576}
+    """
+    if bucket_bytes is None:
+        return {}
+    if not isinstance(bucket_bytes, int) or isinstance(bucket_bytes, bool) or bucket_bytes < 0:
+        raise StrategyError(f"bucket_bytes is a whole number of bytes, 0 or more, got {bucket_bytes!r}. Use 32 * 2**20, for instance.")
+    compiler = TARGETS.get(platform)
+    if compiler is None or not compiler.bucket_limits:
+        warnings.warn(f"bucket_bytes limits what compilers for TPUs and GPUs combine, and has no effect on {platform!r}.", stacklevel=3)
+        return {}
+    return dict.fromkeys(compiler.bucket_limits, bucket_bytes)
 
 
 class Step(Sharded):

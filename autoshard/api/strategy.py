@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autoshard.api.explain import explain
 from autoshard.api.pins import Pins
 from autoshard.api.placing import check_equal, put
-from autoshard.api.step import Step, program_of
+from autoshard.api.step import Step, bucket_options, program_of
 from autoshard.api.structure import alike, describe, dtype_of, per_argument, rebuild
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
@@ -223,6 +223,7 @@ class Strategy:
         devices: Sequence[Any] | None = None,
         lowering: str = "manual",
         compiler_options: Options | None = None,
+        bucket_bytes: int | None = None,
     ) -> Step:
         """``fn``, jitted as the strategy says, on ``jax.devices()`` or the given ones (those of an ahead-of-time topology too).
 
@@ -231,12 +232,17 @@ class Strategy:
                 left to the partitioner; derivatives of the step, if any are asked for, are lowered by constraints. ``"constraints"``:
                 sharding constraints, from which XLA's partitioner makes the collectives.
             compiler_options: as for `jax.jit`, such as the strategy's own `compiler_options`.
+            bucket_bytes: how many bytes of gradients are combined by one collective at most; 0: each by its own. None leaves it to the
+                compiler: XLA:TPU combines up to 120 MiB, XLA:GPU up to 30. XLA:CPU has no such limit: a warning says so.
 
         Raises:
             ClusterError: there are too few devices.
-            StrategyError: the lowering is unknown; at the first call, where ``fn`` is not the program the strategy is for.
+            StrategyError: the lowering is unknown, or the bytes are negative; at the first call, where ``fn`` is not the program the
+                strategy is for.
         """
-        return Step(fn, self.record, jax_mesh(self.record.mesh, devices), lowering, self._traced, compiler_options)
+        mesh = jax_mesh(self.record.mesh, devices)
+        options = {**bucket_options(mesh.devices.flat[0].platform, bucket_bytes), **(compiler_options or {})}
+        return Step(fn, self.record, mesh, lowering, self._traced, options)
 
     def shard(self, *args: Any, devices: Sequence[Any] | None = None) -> tuple:
         """The arguments, all or the first few, put where the strategy wants them; a tuple. NNX objects are moved in place.

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from autoshard.api.step import Step
+from autoshard.api.step import Step, bucket_options
 from autoshard.api.strategy import Strategy
 from autoshard.cluster import Cluster
 from autoshard.errors import ClusterError, StrategyError
@@ -191,6 +191,7 @@ def verify(
     cycles: bool = False,
     lowering: str = "manual",
     compiler_options: Options | None = None,
+    bucket_bytes: int | None = None,
 ) -> Verification:
     """What a strategy predicts next to what the target makes of its program.
 
@@ -202,7 +203,7 @@ def verify(
             in seconds and without one, and need the compiler installed. Where this process has as many GPUs as the mesh, ``"gpu"`` compiles
             for those.
         cycles: of ``"tpu"``, whether to ask for the compiler's schedule too, which takes up to minutes.
-        compiler_options: of a target that compiles, as for `Strategy.apply`.
+        compiler_options, bucket_bytes: of a target that compiles, as for `Strategy.apply`.
         lowering: as for `Strategy.apply`; of ``"constraints"`` the target ``"shardy"`` asks the partitioner for its explicit collectives.
 
     Raises:
@@ -227,12 +228,13 @@ def verify(
     devices = devices_here(target) if against.here else []
     topology = _topology(record, target) if against.ahead and len(devices) < record.mesh.size else None
     mesh = jax_mesh(record.mesh, devices) if against.here and topology is None else None
-    step = Step(fn, record, mesh, lowering, strategy._traced, compiler_options)
+    options = {**bucket_options(target, bucket_bytes), **(compiler_options or {})}
+    step = Step(fn, record, mesh, lowering, strategy._traced, options)
     lowered = step.lower(*args, platform=topology.platform) if topology else step.lower(*args)
     if not (against.here or against.ahead):
         found = _Actual(explicit_collectives(lowered, record.mesh))
     elif topology:
-        found = _ahead(compile_ahead(lowered, record.mesh, topology, cycles, compiler_options), record, cycles)
+        found = _ahead(compile_ahead(lowered, record.mesh, topology, cycles, options), record, cycles)
     else:
         found = _compiled(lowered.compile(), record.mesh)
     return Verification(

@@ -30,6 +30,9 @@ def add(commands) -> None:
         "tpu, gpu: compiled ahead of time for the strategy's cluster, without one (gpu: for the GPUs of this machine, if there are enough)",
     )
     parser.add_argument("--cycles", action="store_true", help="of tpu, also the compiler's schedule against the predicted compute: minutes")
+    parser.add_argument(
+        "--bucket-bytes", metavar="BYTES", type=int, help="of tpu and gpu, how many bytes of gradients one collective combines at most"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -40,6 +43,7 @@ def run(options: argparse.Namespace) -> int:
     import autoshard
 
     with redirect_stdout(sys.stderr):  # stdout is for our output, not the program's
-        found = autoshard.verify(autoshard.Strategy(record), function, *arguments, target=options.target, cycles=options.cycles)
+        asked = {"target": options.target, "cycles": options.cycles, "bucket_bytes": options.bucket_bytes}
+        found = autoshard.verify(autoshard.Strategy(record), function, *arguments, **asked)
     show_json(found.to_json()) if options.json else show(found.report())
     return 0 if found.as_predicted else 1

@@ -54,6 +54,7 @@ class Compiler:
         unfused_bytes: an element, beyond those that it moves, that an op costs which is fused with nothing.
         reduces_in_place: whether an all_reduce in a loop writes where it reads.
         memory_goal: the share of a device's memory from which on it computes values again; 0 where it never does.
+        bucket_limits: its options that limit the bytes of several collectives in one; none where it has no such option.
     """
 
     device: Device
@@ -66,6 +67,7 @@ class Compiler:
     unfused_bytes: ClassVar[int] = 0
     reduces_in_place: ClassVar[bool] = False
     memory_goal: ClassVar[float] = 0.0
+    bucket_limits: ClassVar[tuple[str, ...]] = ()
 
     # -- collectives --
 

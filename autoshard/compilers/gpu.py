@@ -25,6 +25,9 @@ LIBRARY_OPERATIONS = dict.fromkeys(("tanh", "sin", "cos", "pow"), 150.0) | {"log
 # evidence: products stay in order
 IN_ORDER = frozenset({"a100", "a100-40g"})
 
+# Each kind is combined up to so many bytes of its results. evidence: buckets of collectives on GPUs
+BUCKET_LIMITS = tuple(f"xla_gpu_{kind}_combine_threshold_bytes" for kind in ("all_reduce", "all_gather", "reduce_scatter"))
+
 
 @dataclass(frozen=True, slots=True)
 class XlaGpu(Compiler):
@@ -35,6 +38,7 @@ class XlaGpu(Compiler):
 
     gathers_ahead: ClassVar[bool] = True
     reduces_in_place: ClassVar[bool] = True
+    bucket_limits: ClassVar[tuple[str, ...]] = BUCKET_LIMITS
 
     @property
     def asynchronous(self) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from programs import PROGRAMS, concrete, mlp
 
 import autoshard
 from autoshard.api.search import RESERVE
+from autoshard.api.step import bucket_options
 from autoshard.cluster import Cluster
 from autoshard.verify import collectives_of
 
@@ -553,3 +554,23 @@ def test_compiler_options_reach_the_compiler():
         strategy.apply(step, compiler_options={"no_such_option": "1"})(*args)
     given = strategy.apply(step, compiler_options={"xla_cpu_enable_fast_math": False})
     np.testing.assert_allclose(given(*args), step(*args), rtol=1e-5)
+    with pytest.raises(Exception, match="no_such_option"):
+        autoshard.parallelize(step, cluster="cpu:8", compiler_options={"no_such_option": "1"})(*args)
+
+
+def test_buckets_are_the_compilers():
+    """The limit of what one collective combines is an option of the compiler; where there is none, a warning says so."""
+
+    def step(w, x):
+        return w - 0.1 * jax.grad(lambda w: jnp.square(x @ w).mean())(w)
+
+    args = jnp.ones((16, 8)), jnp.ones((32, 16))
+    strategy = autoshard.search(step, *args, cluster="cpu:8", searcher="data_parallel")
+    with pytest.warns(UserWarning, match="no effect on 'cpu'"):
+        np.testing.assert_allclose(strategy.apply(step, bucket_bytes=2**20)(*args), step(*args), rtol=1e-5)
+    with pytest.warns(UserWarning, match="no effect on 'cpu'"):
+        autoshard.parallelize(step, cluster="cpu:8", bucket_bytes=0)(*args)
+    for wrong in (-1, 2.5e7, True):
+        with pytest.raises(autoshard.StrategyError, match=r"bucket_bytes is a whole number of bytes.*got"):
+            strategy.apply(step, bucket_bytes=wrong)
+    assert bucket_options("gpu", 5)["xla_gpu_all_reduce_combine_threshold_bytes"] == 5

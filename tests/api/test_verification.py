@@ -13,6 +13,7 @@ from programs import concrete, mlp
 from strategy_records import EXAMPLE
 
 import autoshard
+from autoshard.api.step import bucket_options
 from autoshard.api.verification import expected
 from autoshard.errors import StrategyError
 from autoshard.ir import Collective, Mesh
@@ -167,8 +168,10 @@ def test_gpus_need_not_be_there(program, monkeypatch):
         return Ahead(hlo, 61e9, 61e9, topology.memory_limit_bytes, False, 1.0)
 
     monkeypatch.setattr("autoshard.api.verification.compile_ahead", compiled)
-    found = autoshard.verify(strategy, fn, *args, target="gpu", compiler_options={"xla_an_option": True})
-    assert asked == [(strategy.record.mesh, "cuda", "2x1x4", {"xla_an_option": True})]
+    buckets = "xla_gpu_reduce_scatter_combine_threshold_bytes"
+    found = autoshard.verify(strategy, fn, *args, target="gpu", compiler_options={"xla_an_option": True, buckets: 3}, bucket_bytes=2)
+    options = {"xla_an_option": True, **bucket_options("gpu", 2), buckets: 3}
+    assert asked == [(strategy.record.mesh, "cuda", "2x1x4", options)] and 2 in options.values()
     assert found.fits is False and not found.near and found.actual_flops == 2 * 64**3
     assert "Does not fit: the compiler needs 61.0 GB of memory, of the 60.0 GB a program may use" in str(found) and "FLOPs" in str(found)
 

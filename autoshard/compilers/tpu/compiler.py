@@ -45,6 +45,9 @@ OVERLAP_OPTIONS: dict[str, dict[str, bool | int | float | str]] = {
     }
 }
 
+# All_reduces are combined up to so many bytes; reduce_scatters never are. evidence: buckets of gradients
+BUCKET_LIMITS = ("xla_jf_crs_combiner_threshold_in_bytes",)
+
 # The core's own memory that a program's buffers may have: the largest preallocated-temp of memory space 1 in XLA:TPU's buffer assignments
 # (libtpu 0.0.42), which large programs nearly fill: 112.0 MiB on a v5e, 95.6 on a v6e (6 programs), 47.9 on a v5p (4 programs).
 # evidence: fast memory
@@ -69,6 +72,7 @@ class XlaTpu(Compiler):
     wide_bytes: ClassVar[int] = WIDE_BYTES
     unfused_bytes: ClassVar[int] = UNFUSED_BYTES
     memory_goal: ClassVar[float] = GOAL
+    bucket_limits: ClassVar[tuple[str, ...]] = BUCKET_LIMITS
 
     @property
     def asynchronous(self) -> tuple[str, ...]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from autoshard.compilers.tpu.compiler import OVERLAP_OPTIONS
+from autoshard.compilers.tpu.compiler import BUCKET_LIMITS, OVERLAP_OPTIONS
 from benchmarks.evidence.measures import COPYING, CYCLES, carried, counted, formed, largest, sent
-from benchmarks.evidence.program import BF16, F32, SPLIT, WHOLE, Program, leaf, named, program
+from benchmarks.evidence.program import BF16, F32, PROGRAMS, SPLIT, WHOLE, Program, leaf, named, program
 
 SLICE = "v5e:2x4"
 OTHERS = ("v6e:2x4", "v5p:2x2x2")
@@ -54,6 +56,10 @@ def a_perceptron_of_24_layers(x, *weights):
 
     return [lax.psum(gradient, "x") for gradient in jax.grad(loss)(weights)]
 
+
+BUCKET = dict.fromkeys(BUCKET_LIMITS, 50 * 2**20)
+for title in ("gradients of 10 MiB in bfloat16", "gradients of 40 MiB in float32", "sums of 10 MiB"):
+    named(f"{title}, in buckets of 50 MiB", replace(PROGRAMS[title], options=BUCKET))
 
 # -- what is rounded before it is sent -------------------------------------------------------------------------------------
 
@@ -158,6 +164,10 @@ def scattered_gradients(x, *weights):
 
     return jax.grad(loss)(weights)
 
+
+LAYERS = leaf(512, 1024), *[leaf(1024, 1024)] * 6
+SCATTERED = Program(scattered_gradients, LAYERS, largest("reduce-scatter"), SLICE, (SPLIT, SPLIT), BUCKET)
+named("scattered gradients, in buckets of 50 MiB", SCATTERED)
 
 for title, extra in (("", {}), (" with options", OVERLAP_OPTIONS["v5e"])):
     for depth, width in ((2, 4096), (4, 2048), (6, 1024)):

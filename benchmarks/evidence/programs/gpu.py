@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
+from autoshard.compilers.gpu import BUCKET_LIMITS
 from benchmarks.evidence.measures import after_the_last, largest, stored
 from benchmarks.evidence.program import F32, SPLIT, WHOLE, Program, leaf, named, program
 from benchmarks.evidence.programs.kernels import GROUPED, KEPT, KEYS, QUERIES, gradients
 
 LAST = after_the_last("bf16[2048,2048]", "bf16[8192,2048]")
 ONE, HOST = "h100:1", "h100:8"
+BUCKET = dict.fromkeys(BUCKET_LIMITS, 12 * 2**20)
 
 # -- functions that are kept -----------------------------------------------------------------------------------------------
 
@@ -76,7 +80,22 @@ for title, function, args in (
     ("gradients of 4 MiB in float32", products, (leaf(64, 1024, dtype=F32), *[leaf(64, 1024, dtype=F32)] * 20)),
     ("sums of 5 MiB", sums, tuple([leaf(64, 5 * 2**18, dtype=F32)] * 16)),
 ):
-    named(f"{title} on GPUs", Program(function, args, largest("all-reduce"), HOST, (SPLIT, WHOLE)))
+    combined = Program(function, args, largest("all-reduce"), HOST, (SPLIT, WHOLE))
+    named(f"{title} on GPUs", combined)
+    named(f"{title} on GPUs, in buckets of 12 MiB", replace(combined, options=BUCKET))
+
+
+def gathered_and_scattered(x, *weights):
+    def loss(weights):
+        return sum((jnp.tanh(x @ lax.all_gather(weight, "x", tiled=True)) ** 2).sum() for weight in weights)
+
+    return jax.grad(loss)(weights)
+
+
+for kind in ("all-gather", "reduce-scatter"):
+    for title, extra in (("", {}), (", in buckets of 12 MiB", BUCKET)):
+        args = leaf(64, 1024, dtype=F32), *[leaf(1024, 1024, dtype=F32)] * 12
+        named(f"{kind}s of 4 MiB on GPUs{title}", Program(gathered_and_scattered, args, largest(kind), HOST, (SPLIT, SPLIT), extra))
 
 # -- orders ----------------------------------------------------------------------------------------------------------------
 
