@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -208,13 +209,14 @@ def parallelize(
     devices: Sequence[Any] | None = None,
     compiler_options: Options | None = None,
     bucket_bytes: int | None = None,
+    save_graphs: str | os.PathLike[str] | None = None,
 ) -> Any:
     """The function, sharded as `search` finds best for the arguments of its first call; a decorator with or without options.
 
-    Options are those of `search`, whose progress shows in a terminal; ``devices``, ``compiler_options`` and ``bucket_bytes`` those of
-    `Strategy.apply`; ``donate_argnums``, ``static_argnums`` and ``static_argnames`` those of `jax.jit`, where ``self`` is argument 0 of a
-    method. Leaves that are no arrays are static by themselves. Arguments of other shapes or types are searched for as well, with a warning,
-    and so are static values that make another program.
+    Options are those of `search`, whose progress shows in a terminal; ``devices``, ``compiler_options``, ``bucket_bytes`` and
+    ``save_graphs`` those of `Strategy.apply`; ``donate_argnums``, ``static_argnums`` and ``static_argnames`` those of `jax.jit`, where
+    ``self`` is argument 0 of a method. Leaves that are no arrays are static by themselves. Arguments of other shapes or types are searched
+    for as well, with a warning, and so are static values that make another program.
 
     >>> import jax.numpy as jnp
     >>> @parallelize(cluster="cpu:1")
@@ -241,7 +243,7 @@ def parallelize(
     if cluster is not None:
         options["cluster"] = Cluster.of(cluster)
 
-    running = {"devices": devices, "compiler_options": compiler_options, "bucket_bytes": bucket_bytes}
+    running = {"devices": devices, "compiler_options": compiler_options, "bucket_bytes": bucket_bytes, "save_graphs": save_graphs}
 
     def made(function: Callable) -> Parallelized:
         is_static = static_argnums not in ((), None) or static_argnames not in ((), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -18,6 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from autoshard.api.calls import UNLIKE, Repeat, anew, guarded, is_traced
 from autoshard.api.collecting import rarely_collecting
 from autoshard.api.placing import put
+from autoshard.api.saved_graphs import save_plan, save_text
 from autoshard.cluster import Cluster
 from autoshard.compilers import TARGETS
 from autoshard.errors import StrategyError, TraceError
@@ -106,12 +108,14 @@ class Step(Sharded):
         lowering: str = "manual",
         traced: Traced | None = None,
         compiler_options: Options | None = None,
+        save_graphs: str | os.PathLike[str] | None = None,
     ):
         """``mesh`` is the record's, of devices; None where the program is lowered and never run. ``lowering`` is one of `LOWERINGS`.
 
         Args:
             traced: what the search traced.
             compiler_options: as for `jax.jit`; inside another jitted function that one's count.
+            save_graphs: the folder of `autoshard.api.saved_graphs`.
 
         Raises:
             StrategyError: the lowering is unknown.
@@ -121,6 +125,7 @@ class Step(Sharded):
         functools.update_wrapper(self, fn, updated=())
         self._lowering = lowering
         self._compiler_options = dict(compiler_options or {})
+        self._graphs = save_graphs
         self._fn, self._plain = fn, plain(fn)
         self._record = record
         self.donate_argnums = record.donate_argnums
@@ -157,6 +162,8 @@ class Step(Sharded):
         if self._record.donate_argnums:
             _check_alive(leaves, program.traced.graph.argument_paths)
         there = put(leaves, program.in_shardings, program.traced.graph.argument_paths, program.is_state)
+        if self._graphs is not None and not (program.known or is_traced()):  # compiled once: the call takes it from JAX's cache
+            save_text(self._graphs, self._record.program, "compiled.txt", self.lower(*args).compile().as_text() or "")
         with outside_mesh():
             result = program.traced.merge(args, anew(program.jitted, program.known, tree.unflatten(there)))
         self._remember(program, leaves, there)
@@ -185,7 +192,10 @@ class Step(Sharded):
         described = tree.unflatten([_described(x, sharding) for x, sharding in zip(leaves, shardings, strict=True)])
         with outside_mesh():
             traced = anew(program.jitted.trace, program.known, described)
-            return traced.lower(lowering_platforms=(platform,)) if self._mesh is None else traced.lower()
+            lowered = traced.lower(lowering_platforms=(platform,)) if self._mesh is None else traced.lower()
+        if self._graphs is not None:
+            save_text(self._graphs, self._record.program, "lowered.mlir", lowered.as_text())
+        return lowered
 
     def runs(self, args: tuple) -> bool:
         """Whether the function is its strategy's program for these arguments too, such as modules that were made again."""
@@ -209,6 +219,8 @@ class Step(Sharded):
         record = self._record
         traced, rules, path = program_of(self._fn, args, record, self._weak_before(args), self._traced)
         graph, assignment = traced.graph, record.assignment
+        if self._graphs is not None:
+            save_plan(self._graphs, record, graph, rules)
         _check_effects(graph, record.mesh.size)
         mesh = lowering_mesh(record.mesh, graph) if self._mesh is None else self._mesh
         flat = self._flat(traced, rules, path, mesh, differentiable)

@@ -224,6 +224,7 @@ class Strategy:
         lowering: str = "manual",
         compiler_options: Options | None = None,
         bucket_bytes: int | None = None,
+        save_graphs: str | os.PathLike[str] | None = None,
     ) -> Step:
         """``fn``, jitted as the strategy says, on ``jax.devices()`` or the given ones (those of an ahead-of-time topology too).
 
@@ -234,6 +235,8 @@ class Strategy:
             compiler_options: as for `jax.jit`, such as the strategy's own `compiler_options`.
             bucket_bytes: how many bytes of gradients are combined by one collective at most; 0: each by its own. None leaves it to the
                 compiler: XLA:TPU combines up to 120 MiB, XLA:GPU up to 30. XLA:CPU has no such limit: a warning says so.
+            save_graphs: a folder that gets a folder for each program: ``graph.graphml``, which tools for graphs open, ``plan.txt``,
+                ``lowered.mlir``, and ``compiled.txt`` once the step is called.
 
         Raises:
             ClusterError: there are too few devices.
@@ -242,7 +245,7 @@ class Strategy:
         """
         mesh = jax_mesh(self.record.mesh, devices)
         options = {**bucket_options(mesh.devices.flat[0].platform, bucket_bytes), **(compiler_options or {})}
-        return Step(fn, self.record, mesh, lowering, self._traced, options)
+        return Step(fn, self.record, mesh, lowering, self._traced, options, save_graphs)
 
     def shard(self, *args: Any, devices: Sequence[Any] | None = None) -> tuple:
         """The arguments, all or the first few, put where the strategy wants them; a tuple. NNX objects are moved in place.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
 
+from autoshard.api.saved_graphs import save_text
 from autoshard.api.step import Step, bucket_options
 from autoshard.api.strategy import Strategy
 from autoshard.cluster import Cluster
@@ -192,6 +194,7 @@ def verify(
     lowering: str = "manual",
     compiler_options: Options | None = None,
     bucket_bytes: int | None = None,
+    save_graphs: str | os.PathLike[str] | None = None,
 ) -> Verification:
     """What a strategy predicts next to what the target makes of its program.
 
@@ -204,6 +207,7 @@ def verify(
             for those.
         cycles: of ``"tpu"``, whether to ask for the compiler's schedule too, which takes up to minutes.
         compiler_options, bucket_bytes: of a target that compiles, as for `Strategy.apply`.
+        save_graphs: as for `Strategy.apply`; a target that compiles writes what it compiled.
         lowering: as for `Strategy.apply`; of ``"constraints"`` the target ``"shardy"`` asks the partitioner for its explicit collectives.
 
     Raises:
@@ -229,7 +233,7 @@ def verify(
     topology = _topology(record, target) if against.ahead and len(devices) < record.mesh.size else None
     mesh = jax_mesh(record.mesh, devices) if against.here and topology is None else None
     options = {**bucket_options(target, bucket_bytes), **(compiler_options or {})}
-    step = Step(fn, record, mesh, lowering, strategy._traced, options)
+    step = Step(fn, record, mesh, lowering, strategy._traced, options, save_graphs)
     lowered = step.lower(*args, platform=topology.platform) if topology else step.lower(*args)
     if not (against.here or against.ahead):
         found = _Actual(explicit_collectives(lowered, record.mesh))
@@ -237,6 +241,8 @@ def verify(
         found = _ahead(compile_ahead(lowered, record.mesh, topology, cycles, options), record, cycles)
     else:
         found = _compiled(lowered.compile(), record.mesh)
+    if save_graphs is not None and found.text:
+        save_text(save_graphs, record.program, "compiled.txt", found.text)
     return Verification(
         program=record.program.name,
         mesh=record.mesh,
@@ -274,13 +280,14 @@ class _Actual:
     needed_bytes: float | None = None
     available_bytes: float | None = None
     fits: bool | None = None
+    text: str = ""
 
 
 def _compiled(compiled: jax.stages.Compiled, mesh: Mesh) -> _Actual:
     """What XLA made for devices of this process."""
     text, memory = compiled.as_text() or "", compiled.memory_analysis()
     peak = None if memory is None else float(peak_bytes_of(memory))
-    return _Actual(collectives_of(text, mesh), dot_flops(text), peak_bytes=peak)
+    return _Actual(collectives_of(text, mesh), dot_flops(text), peak_bytes=peak, text=text)
 
 
 def _ahead(ahead: Ahead, record: Record, cycles: bool) -> _Actual:
@@ -296,6 +303,7 @@ def _ahead(ahead: Ahead, record: Record, cycles: bool) -> _Actual:
         needed_bytes=ahead.needed_bytes,
         available_bytes=ahead.available_bytes,
         fits=ahead.fits,
+        text=ahead.hlo,
     )
 
 

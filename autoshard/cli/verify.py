@@ -33,6 +33,9 @@ def add(commands) -> None:
     parser.add_argument(
         "--bucket-bytes", metavar="BYTES", type=int, help="of tpu and gpu, how many bytes of gradients one collective combines at most"
     )
+    parser.add_argument(
+        "--save-graphs", metavar="FOLDER", help="write the program's graph (GraphML), its plan, and its lowered and compiled text there"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -43,7 +46,14 @@ def run(options: argparse.Namespace) -> int:
     import autoshard
 
     with redirect_stdout(sys.stderr):  # stdout is for our output, not the program's
-        asked = {"target": options.target, "cycles": options.cycles, "bucket_bytes": options.bucket_bytes}
-        found = autoshard.verify(autoshard.Strategy(record), function, *arguments, **asked)
+        found = autoshard.verify(
+            autoshard.Strategy(record),
+            function,
+            *arguments,
+            target=options.target,
+            cycles=options.cycles,
+            bucket_bytes=options.bucket_bytes,
+            save_graphs=options.save_graphs,
+        )
     show_json(found.to_json()) if options.json else show(found.report())
     return 0 if found.as_predicted else 1

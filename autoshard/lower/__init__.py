@@ -4,12 +4,14 @@ from autoshard.cost.reshard import ReshardPath
 from autoshard.lower.constrain import constrained
 from autoshard.lower.manual import derived_from, manual_program, obstacle
 from autoshard.lower.mesh import abstract_mesh, jax_mesh, lowering_mesh, to_named_sharding
+from autoshard.lower.plan import holder_values
 
 __all__ = [
     "ReshardPath",
     "abstract_mesh",
     "constrained",
     "derived_from",
+    "holder_values",
     "jax_mesh",
     "lowering_mesh",
     "manual_program",
