@@ -2,13 +2,20 @@
 
 from autoshard.cost.reshard import ReshardPath
 from autoshard.lower.constrain import constrained
+from autoshard.lower.interpret import Interpreter, Path, bind, bind_unplaced, ops_by_path, retraced
 from autoshard.lower.manual import derived_from, manual_program, obstacle
 from autoshard.lower.mesh import abstract_mesh, jax_mesh, lowering_mesh, to_named_sharding
 from autoshard.lower.plan import holder_values
+from autoshard.lower.shards import Sharded
 
 __all__ = [
+    "Interpreter",
+    "Path",
     "ReshardPath",
+    "Sharded",
     "abstract_mesh",
+    "bind",
+    "bind_unplaced",
     "constrained",
     "derived_from",
     "holder_values",
@@ -16,5 +23,7 @@ __all__ = [
     "lowering_mesh",
     "manual_program",
     "obstacle",
+    "ops_by_path",
+    "retraced",
     "to_named_sharding",
 ]

@@ -73,6 +73,21 @@ class Sharded:
         """The offset of this device's shard along a dimension; ``size`` is the shard's size."""
         return start_of(layout, dim, size, self.mesh)
 
+    def positions(self, layout: Layout, shape: Shape, dim: int, counted: int, dtype: Any) -> Any:
+        """The positions in the whole array, along a dimension, of the elements of an array of this device's.
+
+        Args:
+            layout: that of the whole array.
+            shape, dim: of the positions.
+            counted: the whole array's dimension.
+        """
+        start = jnp.asarray(self.start(layout, counted, shape[dim]))
+        return lax.broadcasted_iota(dtype, shape, dim) + start.astype(dtype)
+
+    def part(self, x: Any, layout: Layout, dim: int, size: int) -> Any:
+        """This device's part of a whole array, along a dimension."""
+        return lax.dynamic_slice_in_dim(x, self.start(layout, dim, size), size, dim)
+
     @property
     def splits(self) -> list[Split]:
         """The split factors whose shards exchange data."""
@@ -149,7 +164,7 @@ RESIZED: Mapping[str, Callable[[Sharded], dict[str, Any]]] = {
 def _iota(op: Sharded) -> list[Any]:
     """The positions of this shard's elements in the whole, converted after the shard's offset is added."""
     dim, shape = op.params["dimension"], op.local(op.results[0], op.leaving[0])
-    positions = lax.broadcasted_iota(np.int32, shape, dim) + op.start(op.leaving[0], dim, shape[dim])
+    positions = op.positions(op.leaving[0], shape, dim, dim, np.int32)
     return [lax.convert_element_type(positions, op.params["dtype"])]
 
 
@@ -157,9 +172,9 @@ def _counts(op: Sharded, first: int) -> tuple[Any, Any]:
     """High and low words of the row-major positions of this shard's elements, counted over the dimensions from ``first`` on."""
     whole, shard = op.results[0][first:], op.local(op.results[0], op.leaving[0])[first:]
     high, low = jnp.zeros(shard, np.uint32), jnp.zeros(shard, np.uint32)
-    for dim, size in enumerate(shard):
+    for dim in range(len(shard)):
         stride = math.prod(whole[dim + 1 :])
-        index = lax.broadcasted_iota(np.uint32, shard, dim) + jnp.asarray(op.start(op.leaving[0], first + dim, size)).astype(np.uint32)
+        index = op.positions(op.leaving[0], shard, dim, first + dim, np.uint32)
         added = index * np.uint32(stride & 0xFFFFFFFF)
         low = low + added
         if math.prod(whole) > 1 << 32:
@@ -208,7 +223,7 @@ def _drawn_whole(op: Sharded, keys: Any) -> list[Any]:
     (x,) = op.bind(keys)
     for dim, size in enumerate(op.local(op.results[0], op.leaving[0])[keys.ndim :], keys.ndim):
         if size != x.shape[dim]:
-            x = lax.dynamic_slice_in_dim(x, op.start(op.leaving[0], dim, size), size, dim)
+            x = op.part(x, op.leaving[0], dim, size)
     return [x]
 
 

@@ -3,8 +3,8 @@
 from autoshard.trace.constraints import constraint_spec, outside_mesh
 from autoshard.trace.modules import SplitModules
 from autoshard.trace.statics import Held, Static, held, is_static
-from autoshard.trace.structure import subjaxprs
-from autoshard.trace.traced import Traced, function_name, trace
+from autoshard.trace.structure import subjaxprs, types_of
+from autoshard.trace.traced import Traced, function_name, rebuilt, trace
 
 __all__ = [
     "Held",
@@ -16,6 +16,8 @@ __all__ = [
     "held",
     "is_static",
     "outside_mesh",
+    "rebuilt",
     "subjaxprs",
     "trace",
+    "types_of",
 ]

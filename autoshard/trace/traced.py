@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -162,6 +162,24 @@ def trace(
     again = modules is None and statics is None
     results = made[0] if made else None
     return Traced(graph, jaxpr, in_tree, out_tree, donated_args, modules, statics, results, weakref.ref(everything) if again else None)
+
+
+def rebuilt(traced: Traced, jaxpr: ClosedJaxpr) -> Traced:
+    """A traced function with another program for it, of the same arguments and results."""
+    jaxpr = simplified(jaxpr)
+    program, graph = build(jaxpr), traced.graph
+    graph = replace(
+        graph,
+        values=program.values,
+        ops=program.ops,
+        arguments=program.arguments,
+        results=program.results,
+        constants=program.constants,
+        literals=program.literals,
+        fingerprint=fingerprint(program, graph.aliases),
+        assumptions=program.assumptions,
+    )
+    return replace(traced, graph=graph, jaxpr=jaxpr, source=None)
 
 
 def _with_released(fn: Callable) -> Callable:

@@ -1,0 +1,90 @@
+"""The batch of a program, found among its arguments, and the program in microbatches of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import jax
+
+from autoshard.errors import TraceError
+from autoshard.ir import Graph, Rule
+from autoshard.microbatch.plan import Loop, plan_loop, product_flops
+from autoshard.microbatch.rewrite import in_microbatches
+from autoshard.rules import rules_of
+from autoshard.trace import Traced, rebuilt, types_of
+
+LEAST_SHARE = 1e-3  # of a program's matrix FLOPs: what fewer of them wait for is done after the loop
+
+
+def microbatched(traced: Traced, n: int) -> Traced:
+    """The program as a loop over ``n`` microbatches; itself for one.
+
+    Results are those of the whole batch, up to the order in which sums are added.
+
+    Raises:
+        TraceError: ``n`` is no positive number, nothing in the arguments is a batch that it divides, or products need all examples at once.
+    """
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise TraceError(f"microbatches are a whole number, 1 or more, got {n!r}. Use 2, for instance.")
+    if n == 1:
+        return traced
+    graph, rules = traced.graph, rules_of(traced.graph)
+    loop = _loop(graph, rules, n)
+    function = in_microbatches(traced.jaxpr, graph, rules, loop)
+    split = ", ".join(f"{_path(graph, value)} along dimension {dim}" for value, dim in loop.batch.items())
+    made = rebuilt(traced, jax.make_jaxpr(function)(*types_of(traced.jaxpr.jaxpr.invars)))
+    note = f"the step runs in {n} microbatches, of every {n}th example each, and combines their gradients over devices once; split: {split}"
+    return replace(made, graph=replace(made.graph, assumptions=(*made.graph.assumptions, note)))
+
+
+def _loop(graph: Graph, rules: Sequence[Rule | None], n: int) -> Loop:
+    """The plan of the batch that has most of the products in the loop."""
+    total = product_flops(graph.ops, rules, graph)
+    best: tuple[float, Loop] | None = None
+    indivisible: list[str] = []
+    for batch in _batches(graph):
+        sizes = {value: graph.values[value].shape[dim] for value, dim in batch.items()}
+        wrong = [f"{_path(graph, value)} has {size}" for value, size in sizes.items() if size % n]
+        if wrong:
+            indivisible += wrong
+            continue
+        loop = plan_loop(graph, rules, batch, n)
+        inside = product_flops([op for op in graph.ops if loop.phases[op.index] == "inside"], rules, graph)
+        if best is None or inside > best[0]:
+            best = inside, loop
+        if inside >= total * (1 - LEAST_SHARE):
+            break
+    if best is None or not best[0]:
+        why = f"of what could be one, {', '.join(dict.fromkeys(indivisible))} examples" if indivisible else "no argument has examples"
+        if best is not None and best[1].coupled:
+            why = str(best[1].coupled[0][0])
+        raise TraceError(f"the number of microbatches divides a batch among the arguments, got {n}: {why}. Use another number.")
+    held_up = max(best[1].coupled, key=lambda each: each[1], default=None)
+    if held_up is not None and held_up[1] > LEAST_SHARE * total:
+        raise TraceError(
+            f"microbatches are computed one after the other, and {held_up[0]}; {held_up[1] / total:.0%} of the products wait for it. "
+            "Compute it for each example by itself, as group or layer normalisation does, or leave microbatches out."
+        )
+    return best[1]
+
+
+def _batches(graph: Graph) -> Iterator[dict[int, int]]:
+    """What may be the batch, as `search.baselines` has it: arrays that the step does not replace, of one size along dimension 0, or 1."""
+    replaced = {graph.arguments[argument] for _, argument in graph.aliases}
+    for dim in (0, 1):
+        groups: dict[str, list[int]] = {}
+        for value, path in zip(graph.arguments, graph.argument_paths, strict=True):
+            if value not in replaced and graph.values[value].rank > dim:
+                groups.setdefault(re.split(r"\W", path, maxsplit=1)[0], []).append(value)
+        together = [value for group in groups.values() for value in group]
+        for group in [*([together] if len(groups) > 1 else []), *groups.values()]:
+            sizes = [graph.values[value].shape[dim] for value in group]
+            commonest = max(dict.fromkeys(sizes), key=sizes.count)
+            if commonest > 1:
+                yield {value: dim for value, size in zip(group, sizes, strict=True) if size == commonest}
+
+
+def _path(graph: Graph, value: int) -> str:
+    return graph.argument_paths[graph.arguments.index(value)]

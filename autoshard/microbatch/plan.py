@@ -1,0 +1,316 @@
+"""The plan of a loop over microbatches: which operations run before it, in it and after it, and what it accumulates.
+
+- *Before*: what depends on no example, once and whole.
+- *Inside*: what an example's values flow through, on the slices of one microbatch.
+- *After*: what reads sums over all examples, such as an optimizer, once.
+
+Small values that a microbatch needs of all examples, such as the number of tokens that a loss divides by, are computed before the loop as
+well. Values of no example of which each microbatch reads a slice, such as the random bits of a dropout mask, are drawn inside, a slice at a
+time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from autoshard.cost.compute import op_flops
+from autoshard.ir import Graph, Op, Rule
+from autoshard.microbatch.status import WHOLE, Coupled, Move, Status, joined, literal_status, moved, operand_statuses, slice_along
+from autoshard.primitives import is_addition, is_matrix
+from autoshard.trace import subjaxprs
+
+Phase = Literal["before", "inside", "after"]
+
+SMALL_BYTES = 2**20  # of a value that may be computed twice
+SMALL_BATCHES = 4  # or so many times the batch's bytes
+MOST_PASSES = 16  # until the statuses of a loop's carries no longer change; each pass changes one at least
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """How a program runs in microbatches.
+
+    Attributes:
+        n: how many there are.
+        batch: per argument value that is split, its dimension.
+        phases: per op index of the top level.
+        twice: the ops that run inside and, whole, before the loop.
+        moves: per op index, of the ops inside.
+        statuses: per value, those in bodies included; absent where it is whole.
+        accumulated, stacked: the values that are combined over microbatches, and those that are put together, for what runs after.
+        coupled: the operations that need all examples and are not small, each with the FLOPs of products that they hold up.
+    """
+
+    n: int
+    batch: Mapping[int, int]
+    phases: Mapping[int, Phase]
+    twice: frozenset[int]
+    moves: Mapping[int, Move]
+    statuses: Mapping[int, Status]
+    accumulated: tuple[int, ...]
+    stacked: tuple[int, ...]
+    coupled: tuple[tuple[Coupled, float], ...]
+
+    def status(self, value: int) -> Status:
+        """The status of a value."""
+        return self.statuses.get(value, WHOLE)
+
+
+def plan_loop(graph: Graph, rules: Sequence[Rule | None], batch: Mapping[int, int], n: int) -> Loop:
+    """The loop over ``n`` microbatches of a program whose arguments are split as ``batch`` says; linear in its operations.
+
+    Args:
+        batch: per argument value the dimension that is split; ``n`` divides its size.
+    """
+    return _Planner(graph, rules, batch, n).loop()
+
+
+class _Planner:
+    def __init__(self, graph: Graph, rules: Sequence[Rule | None], batch: Mapping[int, int], n: int):
+        self.graph, self.rules, self.batch, self.n = graph, rules, dict(batch), n
+        self.statuses: dict[int, Status] = {value: slice_along(dim) for value, dim in batch.items()}
+        self.moves: dict[int, Move] = {}
+        self.phases: dict[int, Phase] = {}
+        self.twice: set[int] = set()
+        self.makers: dict[int, Op] = {}
+        self.light = {value: True for value in (*graph.arguments, *graph.constants)}
+        self.small_bytes = max(SMALL_BYTES, SMALL_BATCHES * sum(graph.values[value].nbytes for value in batch))
+        self.coupled: dict[int, Coupled] = {}
+
+    def loop(self) -> Loop:
+        for op in self.graph.ops:
+            self._place(op)
+            self.makers.update(dict.fromkeys(op.results, op))
+        self._draw_inside()
+        needed = {value for op in self.graph.ops if self.phases[op.index] == "after" for value in op.operands} | set(self.graph.results)
+        made = [value for op in self.graph.ops if self.phases[op.index] == "inside" for value in op.results if value in needed]
+        whole = {value for value in made if self.status(value).is_whole}
+        assert not whole, "what is whole is made before the loop"
+        return Loop(
+            self.n,
+            self.batch,
+            self.phases,
+            frozenset(self.twice),
+            self.moves,
+            self.statuses,
+            tuple(value for value in made if self.status(value).kind == "partial"),
+            tuple(value for value in made if self.status(value).kind == "slice"),
+            tuple((error, flops) for error, flops in self._held_up()),
+        )
+
+    def status(self, value: int) -> Status:
+        return self.statuses.get(value, WHOLE)
+
+    # -- phases ------------------------------------------------------------------------------------------------------------
+
+    def _place(self, op: Op) -> None:
+        """Decides the phase of an op of the top level."""
+        reads = operand_statuses(op, self.status)
+        makers = [self.makers.get(value) for value in op.operands]
+        light = self._is_light(op)
+        self.light.update(dict.fromkeys(op.results, light))
+        if any(maker is not None and self.phases[maker.index] == "after" for maker in makers):
+            self.phases[op.index] = "after"
+            if any(status.kind == "slice" for status in reads):
+                self.coupled[op.index] = Coupled(op, "reads each example together with what comes of all of them")
+            return
+        if all(status.is_whole for status in reads):
+            self.phases[op.index] = "before"
+            self._set(op, self._moved(op, reads))
+            return
+        try:
+            phase, move = self._inside(op, reads)
+        except Coupled as error:
+            if light:
+                self._whole_before(op.operands)
+                self.phases[op.index] = "before"
+                return
+            if any(status.kind == "slice" for status in reads):
+                self.coupled[op.index] = error
+            phase, move = "after", None
+        self.phases[op.index] = phase
+        if move is not None:
+            self._set(op, move)
+
+    def _inside(self, op: Op, reads: tuple[Status, ...]) -> tuple[Phase, Move | None]:
+        """The move of an op in the loop; sums over the examples that it reads beside them are computed before, where they are small."""
+        if not any(status.kind == "slice" for status in reads):
+            move = self._moved(op, reads)
+            adds = is_addition(op.primitive) or op.primitive == "convert_element_type"  # one accumulator in place of two
+            return ("inside", move) if adds else ("after", None)
+        summed = [value for value, status in zip(op.operands, reads, strict=True) if status.kind == "partial"]
+        if summed and not op.bodies and all(self.light.get(value, False) for value in summed):
+            reads = tuple(WHOLE if status.kind == "partial" else status for status in reads)
+            move = self._moved(op, reads)
+            self._whole_before(summed)
+            return "inside", move
+        return "inside", self._moved(op, reads)
+
+    def _set(self, op: Op, move: Move) -> None:
+        self.moves[op.index] = move
+        self.statuses.update(zip(op.results, move.makes, strict=True))
+
+    def _is_light(self, op: Op) -> bool:
+        """Whether an op's results cost little to compute whole: of arguments alone, without products or bodies, and small."""
+        if op.bodies or is_matrix(op.primitive) or getattr(op.equation, "effects", ()):
+            return False
+        values = self.graph.values
+        return all(self.light.get(value, True) for value in op.operands) and sum(values[v].nbytes for v in op.results) <= self.small_bytes
+
+    def _whole_before(self, values: Collection[int]) -> None:
+        """Has the ops that make light values run before the loop, too."""
+        waiting = list(values)
+        while waiting:
+            maker = self.makers.get(waiting.pop())
+            if maker is not None and self.phases[maker.index] == "inside" and maker.index not in self.twice:
+                self.twice.add(maker.index)
+                waiting.extend(maker.operands)
+
+    # -- operations with bodies ----------------------------------------------------------------------------------------------
+
+    def _moved(self, op: Op, reads: tuple[Status, ...]) -> Move:
+        if not op.bodies:
+            return moved(op, self.rules[op.index], reads, self.n)
+        if all(status.is_whole for status in reads):
+            return Move(reads, (WHOLE,) * len(op.results))
+        match op.primitive:
+            case "scan":
+                makes = self._scanned(op, reads)
+            case "while":
+                makes = self._repeated(op, reads)
+            case "cond":
+                makes = self._chosen(op, reads)
+            case "checkpoint" | "remat" | "remat2":
+                makes = self._run(op, 0, reads)
+            case _:
+                raise Coupled(op, "is opaque, and reads the examples")
+        return Move(reads, makes)
+
+    def _run(self, op: Op, number: int, entering: Sequence[Status]) -> tuple[Status, ...]:
+        """The statuses of a body's outputs; all its ops run inside."""
+        body = op.bodies[number]
+        self.statuses.update(zip(body.inputs, entering, strict=True))
+        for inner in body.ops:
+            self._set(inner, self._moved(inner, operand_statuses(inner, self.status)))
+        written = [None] * len(body.outputs)
+        if op.equation is not None and (jaxpr := subjaxprs(op.equation)[number]) is not None:
+            written = list(getattr(jaxpr, "jaxpr", jaxpr).outvars)
+        return tuple(_of_output(atom, self.status(value)) for atom, value in zip(written, body.outputs, strict=True))
+
+    def _settled(self, op: Op, carry: Sequence[Status], trip) -> tuple[list[Status], tuple[Status, ...]]:
+        """The statuses of a loop's carry, once they are those that it begins a trip with, and of the rest of what a trip makes."""
+        carried = list(carry)
+        for _ in range(MOST_PASSES):
+            made = trip(carried)
+            new = [joined(op, before, after) for before, after in zip(carried, made, strict=False)]
+            if new == carried:
+                return carried, made[len(carried) :]
+            carried = new
+        raise Coupled(op, "carries values whose parts in microbatches change from trip to trip")
+
+    def _scanned(self, op: Op, reads: tuple[Status, ...]) -> tuple[Status, ...]:
+        n_consts, n_carry = op.params["num_consts"], op.params["num_carry"]
+        consts, carry, scanned = reads[:n_consts], reads[n_consts : n_consts + n_carry], reads[n_consts + n_carry :]
+        if any(status == slice_along(0) for status in scanned):
+            raise Coupled(op, "goes through the examples one after the other")
+        slices = [slice_along(status.dim - 1) if status.kind == "slice" else status for status in scanned]
+        carried, stacked = self._settled(op, carry, lambda carried: self._run(op, 0, (*consts, *carried, *slices)))
+        return (*carried, *(slice_along(status.dim + 1) if status.kind == "slice" else status for status in stacked))
+
+    def _repeated(self, op: Op, reads: tuple[Status, ...]) -> tuple[Status, ...]:
+        n_cond, n_body = op.params["cond_nconsts"], op.params["body_nconsts"]
+        of_cond, of_body, carry = reads[:n_cond], reads[n_cond : n_cond + n_body], reads[n_cond + n_body :]
+        carried, _ = self._settled(op, carry, lambda carried: self._run(op, 1, (*of_body, *carried)))
+        if not all(status.is_whole for status in self._run(op, 0, (*of_cond, *carried))):
+            raise Coupled(op, "ends when all examples say so")
+        return tuple(carried)
+
+    def _chosen(self, op: Op, reads: tuple[Status, ...]) -> tuple[Status, ...]:
+        if not reads[0].is_whole:
+            raise Coupled(op, "chooses a branch by the examples")
+        branches = [self._run(op, number, reads[1:]) for number in range(len(op.bodies))]
+        made = branches[0]
+        for other in branches[1:]:
+            made = tuple(joined(op, one, two) for one, two in zip(made, other, strict=True))
+        return made
+
+    # -- values of no example ------------------------------------------------------------------------------------------------
+
+    def _draw_inside(self) -> None:
+        """Moves ops into the loop of whose results each microbatch reads a slice: random bits, and what is computed of them."""
+        readers = self._readers()
+        results = set(self.graph.results)
+        for op in reversed(self.graph.ops):
+            if self.phases[op.index] != "before" or op.bodies or len(op.results) != 1 or op.results[0] in results:
+                continue
+            if not self.graph.values[op.results[0]].rank or getattr(op.equation, "effects", ()):
+                continue
+            dims = {self._sliced_at(reader, op.results[0]) for reader in readers.get(op.results[0], ())}
+            if len(dims) == 1 and (dim := dims.pop()) is not None and (factor := self._factor_at(op, dim)) is not None:
+                self.phases[op.index] = "inside"
+                self._set(op, Move(operand_statuses(op, self.status), (slice_along(dim),), factor))
+
+    def _readers(self) -> dict[int, list[Op]]:
+        found: dict[int, list[Op]] = {}
+        for op in self.graph.ops:
+            for value in set(op.operands):
+                found.setdefault(value, []).append(op)
+        return found
+
+    def _sliced_at(self, op: Op, value: int) -> int | None:
+        """The dimension of a value along which an op inside reads a slice of it; None where it reads it otherwise."""
+        move, rule = self.moves.get(op.index), self.rules[op.index]
+        if self.phases[op.index] != "inside" or op.bodies or op.index in self.twice or move is None or rule is None or move.factor < 0:
+            return None
+        dims = {_dim_of(rule.operands[place], move.factor) for place, read in enumerate(op.operands) if read == value}
+        return dims.pop() if len(dims) == 1 else None
+
+    def _factor_at(self, op: Op, dim: int) -> int | None:
+        """The factor by which an op makes slices along a dimension of its result; None where it cannot, or where that is no gain."""
+        rule = self.rules[op.index]
+        if rule is None or not rule.results[0][dim]:
+            return None
+        factor = rule.results[0][dim][0]
+        found = rule.factors[factor]
+        minor = any(factor in factors[1:] for dims in (*rule.operands, *rule.results) for factors in dims)
+        if found.kind != "pass_through" or found.sends or found.size % self.n or minor:
+            return None
+        return factor
+
+    # -- what holds products up ------------------------------------------------------------------------------------------------
+
+    def _held_up(self) -> Iterator[tuple[Coupled, float]]:
+        """The operations that need all examples and that products depend on, with those products' FLOPs; the first one gets them."""
+        cause: dict[int, int] = {}  # per value the coupled op that it comes from
+        flops: dict[int, float] = {}
+        for op in self.graph.ops:
+            if self.phases[op.index] != "after":
+                continue
+            first = op.index if op.index in self.coupled else next((cause[value] for value in op.operands if value in cause), None)
+            if first is None:
+                continue
+            cause.update(dict.fromkeys(op.results, first))
+            flops[first] = flops.get(first, 0.0) + product_flops([op], self.rules, self.graph)
+        return ((self.coupled[op], found) for op, found in flops.items())
+
+
+def product_flops(ops: Sequence[Op], rules: Sequence[Rule | None], graph: Graph) -> float:
+    """The FLOPs of the matrix products and convolutions of ops, their bodies included, in one step."""
+    total = 0.0
+    for op in ops:
+        if is_matrix(op.primitive):
+            total += op.trips * op_flops(op, rules[op.index], graph.values)
+        total += sum(product_flops(body.ops, rules, graph) for body in op.bodies)
+    return total
+
+
+def _of_output(atom: object, status: Status) -> Status:
+    from_literal = literal_status(atom)
+    return status if from_literal is None else from_literal
+
+
+def _dim_of(dims: Sequence[Sequence[int]], factor: int) -> int | None:
+    return next((dim for dim, factors in enumerate(dims) if factors and factors[0] == factor), None)
+

@@ -1,0 +1,347 @@
+"""The program of a plan: a scan over microbatches between what runs before and after it.
+
+Microbatch ``i`` has every ``n``-th example, ``i``, ``i + n``, ...: a batch that is split over devices then stays where it is, since each
+device has as many examples of each microbatch. Sums are accumulated in float32 at least, and rounded to their type once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from autoshard.errors import TraceError
+from autoshard.ir import Choice, Graph, Layout, Mesh, Op, Rule
+from autoshard.lower import Interpreter, Path, Sharded, bind, bind_unplaced, ops_by_path, retraced
+from autoshard.microbatch.plan import Loop
+from autoshard.microbatch.status import Move, Status
+from autoshard.trace import subjaxprs
+from autoshard.trace.structure import opened, with_bodies
+
+WIDE = jnp.float32  # at least so wide are sums of floating point numbers
+
+
+def in_microbatches(jaxpr: ClosedJaxpr, graph: Graph, rules: Sequence[Rule | None], loop: Loop) -> Callable[..., list[Any]]:
+    """The function of ``jaxpr``, from flat arguments to flat results, in the microbatches of a plan for it."""
+    program = _Program(ops_by_path(graph), rules, loop, {value: _shape(graph, value) for value in range(len(graph.values))})
+
+    def function(*arguments: Any) -> list[Any]:
+        whole: dict[int, Any] = dict(zip(graph.arguments, arguments, strict=True))
+
+        def run(interpreter: Interpreter) -> list[Any]:
+            return interpreter.run(jaxpr.jaxpr, jaxpr.consts, arguments)
+
+        run(_Around(program, "before", whole))
+
+        def microbatch(totals: tuple, index: Any) -> tuple[tuple, tuple]:
+            inside = _Inside(program, whole, index)
+            run(inside)
+            added = (
+                COMBINED[loop.status(value).operator](total, inside.made[value].astype(total.dtype))
+                for value, total in zip(loop.accumulated, totals, strict=True)
+            )
+            return tuple(added), tuple(inside.made[value] for value in loop.stacked)
+
+        start = tuple(_neutral(graph, value, loop.status(value).operator) for value in loop.accumulated)
+        totals, stacked = lax.scan(microbatch, start, jnp.arange(loop.n))
+        for value, total in zip(loop.accumulated, totals, strict=True):
+            whole[value] = total.astype(graph.values[value].dtype)
+        for value, parts in zip(loop.stacked, stacked, strict=True):
+            whole[value] = put_together(parts, loop.status(value).dim)
+        return run(_Around(program, "after", whole))
+
+    return function
+
+
+def taken(x: Any, dim: int, index: Any, n: int) -> Any:
+    """Every ``n``-th of an array's parts along a dimension, from the ``index``-th on."""
+    apart = x.reshape(*x.shape[:dim], x.shape[dim] // n, n, *x.shape[dim + 1 :])
+    return lax.dynamic_index_in_dim(apart, index, dim + 1, keepdims=False)
+
+
+def put_together(parts: Any, dim: int) -> Any:
+    """The array of which `taken` takes ``parts[index]``."""
+    n, shape = parts.shape[0], parts.shape[1:]
+    return jnp.moveaxis(parts, 0, dim + 1).reshape(*shape[:dim], shape[dim] * n, *shape[dim + 1 :])
+
+
+COMBINED: Mapping[str, Callable[[Any, Any], Any]] = {
+    "sum": jnp.add,
+    "prod": jnp.multiply,
+    "max": jnp.maximum,
+    "min": jnp.minimum,
+    "and": jnp.bitwise_and,
+    "or": jnp.bitwise_or,
+    "xor": jnp.bitwise_xor,
+}
+
+
+def _neutral(graph: Graph, value: int, operator: str) -> Any:
+    """The total before the first microbatch."""
+    found = graph.values[value]
+    dtype = jnp.dtype(found.dtype)
+    if operator in ("sum", "prod"):
+        is_narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < jnp.dtype(WIDE).itemsize
+        return jnp.full(found.shape, operator == "prod", WIDE if is_narrow else dtype)
+    if operator in ("max", "min"):
+        info = None if dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype)
+        least, most = (False, True) if dtype == jnp.bool_ else (-np.inf, np.inf) if info is None else (info.min, info.max)
+        return jnp.full(found.shape, least if operator == "max" else most, dtype)
+    ones = True if dtype == jnp.bool_ else jnp.iinfo(dtype).max if jnp.issubdtype(dtype, jnp.unsignedinteger) else -1
+    return jnp.full(found.shape, ones if operator == "and" else 0, dtype)
+
+
+def _shape(graph: Graph, value: int) -> tuple[int, ...]:
+    return graph.values[value].shape
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Program:
+    """What all interpreters of a program share; ``shapes`` are those of whole arrays, by value."""
+
+    ops: Mapping[Path, Op]
+    rules: Sequence[Rule | None]
+    loop: Loop
+    shapes: Mapping[int, tuple[int, ...]]
+
+
+class _AsItIs(Interpreter):
+    """Evaluates a program unchanged, the user's sharding constraints included."""
+
+    def op(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+        return bind(eqn, operands)
+
+
+class _Around(_AsItIs):
+    """Evaluates what runs before or after the loop.
+
+    Attributes:
+        whole: per value the array, as far as it is made.
+    """
+
+    def __init__(self, program: _Program, phase: str, whole: dict[int, Any]):
+        super().__init__(program.ops, differentiable=False)
+        self._loop, self._phase, self.whole = program.loop, phase, whole
+
+    def region(self) -> Interpreter:
+        return _AsItIs(self.ops, differentiable=False)
+
+    def op(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+        return self._evaluated(op, partial(bind, eqn, operands))
+
+    def control_flow(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+        return self._evaluated(op, partial(self.rebound, op, eqn, operands))
+
+    def _evaluated(self, op: Op, evaluate: Callable[[], list[Any]]) -> list[Any]:
+        phase = self._loop.phases[op.index]
+        runs = phase == self._phase or (self._phase == "before" and op.index in self._loop.twice)
+        if runs:
+            results = evaluate()
+            self.whole.update(zip(op.results, results, strict=True))
+            return results
+        return [self.whole.get(value) for value in op.results]
+
+
+@dataclass(frozen=True)
+class _Strided(Sharded):
+    """An op on every ``n``-th part of what is split.
+
+    Attributes:
+        index: of the microbatch.
+    """
+
+    index: Any = 0
+
+    def positions(self, layout: Layout, shape: tuple[int, ...], dim: int, counted: int, dtype: Any) -> Any:
+        steps = lax.broadcasted_iota(dtype, shape, dim)
+        return steps if layout[0] != counted else steps * self.mesh.size + self.index.astype(dtype)
+
+    def part(self, x: Any, layout: Layout, dim: int, size: int) -> Any:
+        return taken(x, dim, self.index, self.mesh.size)
+
+    def start(self, layout: Layout, dim: int, size: int) -> Any:
+        """0: what is split nowhere starts there.
+
+        Raises:
+            TraceError: the op looks its examples up by position.
+        """
+        if layout[0] == dim:
+            raise TraceError(
+                f"microbatches have every n-th example each, and {self.primitive} looks examples up by position. Leave microbatches out."
+            )
+        return 0
+
+    def partial(self) -> dict[str, tuple[str, ...]]:
+        """Nothing: partial results are accumulated by the loop."""
+        return {}
+
+
+class _Inside(Interpreter):
+    """Evaluates what runs in the loop, for one microbatch.
+
+    Attributes:
+        made: per value of the top level what this microbatch made of it.
+    """
+
+    def __init__(self, program: _Program, whole: Mapping[int, Any], index: Any, is_body: bool = False):
+        super().__init__(program.ops, differentiable=False)
+        self._program, self._loop, self._whole, self._index, self._is_body = program, program.loop, whole, index, is_body
+        self.made: dict[int, Any] = {}
+
+    def region(self) -> _Inside:
+        return _Inside(self._program, self._whole, self._index, is_body=True)
+
+    def op(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+        if self._runs(op):
+            operands = self._operands(op, operands)
+            return self._keep(op, self._split(op, eqn, operands) if self._loop.moves[op.index].factor >= 0 else bind(eqn, operands))
+        return [None] * len(op.results)
+
+    def control_flow(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+        if self._runs(op):
+            is_whole = all(status.is_whole for status in self._loop.moves[op.index].reads)
+            evaluate = _unchanged if is_whole else BODIES[eqn.primitive.name]
+            return self._keep(op, evaluate(self, op, eqn, self._operands(op, operands)))
+        return [None] * len(op.results)
+
+    def _runs(self, op: Op) -> bool:
+        return self._is_body or self._loop.phases[op.index] == "inside"
+
+    def _keep(self, op: Op, results: Sequence[Any]) -> list[Any]:
+        self.made.update(zip(op.results, results, strict=True))
+        return list(results)
+
+    def _split(self, op: Op, eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+        """The results of an op on what it reads of the microbatch."""
+        shapes, n, rule = self._program.shapes, self._loop.n, self._program.rules[op.index]
+        assert rule is not None, "a factor is one of a rule's"
+        choice: Choice = ((self._loop.moves[op.index].factor, -1),)
+
+        def bound(*operands: Any, **replaced: Any) -> list[Any]:
+            return bind_unplaced(eqn, operands, **replaced)
+
+        whole = [tuple(shapes[value] for value in side) for side in (op.operands, op.results)]
+        return _Strided(op.primitive, op.params, bound, rule, choice, Mesh.of({"microbatch": n}), *whole, self._index).computed(operands)
+
+    def _operands(self, op: Op, given: Sequence[Any]) -> list[Any]:
+        """The operands as this microbatch reads them; ``given`` are those made in it, constants, and arguments whole."""
+        move = self._loop.moves[op.index]
+        return [self._operand(op, move, place, x) for place, x in enumerate(given)]
+
+    def _operand(self, op: Op, move: Move, place: int, x: Any) -> Any:
+        value, read = op.operands[place], move.reads[place]
+        if self._is_body:
+            return self._part(op, move, place, x) if read.is_whole else x
+        if read.is_whole and value in self._whole:
+            return self._part(op, move, place, self._whole[value])
+        if value in self.made:
+            return x
+        if read.kind == "slice":  # an argument's
+            return taken(self._whole[value], read.dim, self._index, self._loop.n)
+        return self._part(op, move, place, x)
+
+    def _part(self, op: Op, move: Move, place: int, x: Any) -> Any:
+        """The part of a whole operand that a microbatch reads: all, or a slice along the factor that is split."""
+        rule = self._program.rules[op.index]
+        if move.factor < 0 or rule is None:
+            return x
+        dim = next((dim for dim, factors in enumerate(rule.operands[place]) if factors and factors[0] == move.factor), None)
+        return x if dim is None else taken(jnp.asarray(x), dim, self._index, self._loop.n)
+
+    # -- bodies --------------------------------------------------------------------------------------------------------------
+
+    def body(self, op: Op, number: int, jaxpr: ClosedJaxpr | Jaxpr) -> Callable[..., list[Any]]:
+        """A body of an op as a function of what a microbatch has of its arguments."""
+        return lambda *arguments: self.region().run(*opened(jaxpr), arguments, (*op.path, number))
+
+    def converted(self, values: Sequence[Any], have: Sequence[Status], want: Sequence[Status]) -> list[Any]:
+        """Values, of those that are whole the slices where these are wanted."""
+        return [
+            taken(jnp.asarray(x), wanted.dim, self._index, self._loop.n) if wanted.kind == "slice" and had.is_whole else x
+            for x, had, wanted in zip(values, have, want, strict=True)
+        ]
+
+    def statuses(self, values: Sequence[int]) -> list[Status]:
+        """The statuses of values in bodies."""
+        return [self._loop.status(value) for value in values]
+
+    def reads(self, op: Op) -> tuple[Status, ...]:
+        """The statuses in which an op reads its operands."""
+        return self._loop.moves[op.index].reads
+
+
+# -- control flow ------------------------------------------------------------------------------------------------------------
+
+
+def _unchanged(inside: _Inside, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    return _AsItIs(inside.ops, differentiable=False).rebound(op, eqn, operands)
+
+
+def _scan(inside: _Inside, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    n_consts, n_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    (jaxpr,), body = subjaxprs(eqn), op.bodies[0]
+    consts, carry, scanned = operands[:n_consts], operands[n_consts : n_consts + n_carry], operands[n_consts + n_carry :]
+    carried, made = inside.statuses(body.inputs[n_consts : n_consts + n_carry]), inside.statuses(body.outputs[:n_carry])
+    run = inside.body(op, 0, jaxpr)
+    types = [value.aval.dtype for value in opened(jaxpr)[0].invars[n_consts : n_consts + n_carry]]
+
+    def trip(carry: tuple, slices: tuple) -> tuple[tuple, tuple]:
+        results = run(*consts, *carry, *slices)
+        return tuple(inside.converted(results[:n_carry], made, carried)), tuple(results[n_carry:])
+
+    start = inside.converted(carry, inside.reads(op)[n_consts : n_consts + n_carry], carried)
+    start = tuple(jnp.asarray(x, dtype) for x, dtype in zip(start, types, strict=True))
+    last, stacked = lax.scan(trip, start, tuple(scanned), eqn.params["length"], eqn.params["reverse"], eqn.params["unroll"])
+    return [*last, *stacked]
+
+
+def _while(inside: _Inside, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    condition, jaxpr = subjaxprs(eqn)
+    of_condition, of_body, carry = operands[:n_cond], operands[n_cond : n_cond + n_body], operands[n_cond + n_body :]
+    carried, made = inside.statuses(op.bodies[1].inputs[n_body:]), inside.statuses(op.bodies[1].outputs)
+    goes_on, run = inside.body(op, 0, condition), inside.body(op, 1, jaxpr)
+    start = inside.converted(carry, inside.reads(op)[n_cond + n_body :], carried)
+    start = tuple(jnp.asarray(x, var.aval.dtype) for x, var in zip(start, opened(jaxpr)[0].invars[n_body:], strict=True))
+    return list(
+        lax.while_loop(
+            lambda carry: goes_on(*of_condition, *carry)[0],
+            lambda carry: tuple(inside.converted(run(*of_body, *carry), made, carried)),
+            start,
+        )
+    )
+
+
+def _cond(inside: _Inside, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    wanted = inside.statuses(op.results)
+
+    def branch(number: int, jaxpr: ClosedJaxpr | Jaxpr) -> Callable[..., tuple]:
+        run, have = inside.body(op, number, jaxpr), inside.statuses(op.bodies[number].outputs)
+        return lambda *arguments: tuple(jnp.asarray(x) for x in inside.converted(run(*arguments), have, wanted))
+
+    branches = [branch(number, jaxpr) for number, jaxpr in enumerate(subjaxprs(eqn))]
+    return list(lax.switch(jnp.asarray(operands[0], jnp.int32), branches, *operands[1:]))
+
+
+def _checkpoint(inside: _Inside, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    (old,) = subjaxprs(eqn)
+    types = [jax.typeof(x) for x in operands]
+    new, constants = retraced(old, inside.body(op, 0, old), [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in types])
+    return bind(eqn, [*constants, *operands], **with_bodies(eqn, [old], [new]))
+
+
+BODIES: Mapping[str, Callable[[_Inside, Op, JaxprEqn, list[Any]], list[Any]]] = {
+    "checkpoint": _checkpoint,
+    "cond": _cond,
+    "remat": _checkpoint,
+    "remat2": _checkpoint,
+    "scan": _scan,
+    "while": _while,
+}

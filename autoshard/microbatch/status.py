@@ -1,0 +1,244 @@
+"""The status of a value in a loop over microbatches, and how operations carry it on: sharding rules, applied to time.
+
+A loop over ``n`` microbatches is like one more mesh axis of size ``n``, whose devices run one after the other. A value that each
+microbatch has in full is *whole*; one that is split along a dimension is a *slice*; one that is the sum (or maximum, ...) over all
+microbatches of the values in each is *partial*. What an all_reduce would combine on a mesh axis is accumulated over trips; what would
+need any other collective couples the microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jax.extend.core import Literal
+
+from autoshard.ir import Op, Rule
+from autoshard.primitives import is_rearrangement, is_scatter, linear
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How the values of one array in all microbatches make up the array.
+
+    Attributes:
+        kind: ``"whole"``; ``"zero"``: whole, and all elements are 0; ``"slice"``; or ``"partial"``.
+        dim: of a slice, the dimension that is split.
+        operator: of a partial value, how those of the microbatches are combined.
+    """
+
+    kind: str
+    dim: int = -1
+    operator: str = ""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each microbatch has the array."""
+        return self.kind in ("whole", "zero")
+
+
+WHOLE, ZERO = Status("whole"), Status("zero")
+
+
+def slice_along(dim: int) -> Status:
+    """The status of an array that is split along a dimension."""
+    return Status("slice", dim)
+
+
+def partial(operator: str) -> Status:
+    """The status of an array that is combined over all microbatches."""
+    return Status("partial", operator=operator)
+
+
+class Coupled(Exception):
+    """An operation needs more than one microbatch at a time.
+
+    Attributes:
+        op: the operation.
+        reason: why, in words that follow the operation's name.
+    """
+
+    def __init__(self, op: Op, reason: str):
+        super().__init__(f"{op.primitive} at {op.origin} {reason}")
+        self.op = op
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """How an operation runs in a microbatch.
+
+    Attributes:
+        reads, makes: the statuses of its operands and results.
+        factor: the factor of its rule that is split; -1: none, and it runs as it is.
+    """
+
+    reads: tuple[Status, ...]
+    makes: tuple[Status, ...]
+    factor: int = -1
+
+
+def moved(op: Op, rule: Rule | None, reads: Sequence[Status], n: int) -> Move:
+    """How an operation without bodies carries the statuses of its operands on.
+
+    Raises:
+        Coupled: it needs more than one of the ``n`` microbatches at a time.
+    """
+    statuses = tuple(reads)
+    if all(status.is_whole for status in statuses):
+        return Move(statuses, (ZERO if _is_zero(op, statuses) else WHOLE,) * len(op.results))
+    if any(effect for effect in getattr(op.equation, "effects", ())):
+        raise Coupled(op, "has an effect, which would happen once a microbatch")
+    if not any(status.kind == "slice" for status in statuses):
+        return Move(statuses, (_carried(op, statuses),) * len(op.results))
+    return _split(op, rule, statuses, n)
+
+
+def joined(op: Op, one: Status, other: Status) -> Status:
+    """The status of a value that is one of two, such as a loop's carry.
+
+    Raises:
+        Coupled: there is no such status.
+    """
+    if one == other:
+        return one
+    if one.is_whole and other.is_whole:
+        return WHOLE
+    for this, that in ((one, other), (other, one)):
+        if this == ZERO or (this == WHOLE and that.kind == "slice"):
+            return that
+    raise Coupled(op, f"carries what is {_words(one)} and then {_words(other)}")
+
+
+def _words(status: Status) -> str:
+    kinds = {"whole": "the same for all examples", "zero": "zero", "slice": "split over examples"}
+    return kinds.get(status.kind, f"a {status.operator} over examples")
+
+
+# -- slices ----------------------------------------------------------------------------------------------------------------
+
+
+def _split(op: Op, rule: Rule | None, statuses: tuple[Status, ...], n: int) -> Move:
+    """The move along the one factor to which all slices belong."""
+    if rule is None:
+        raise Coupled(op, "has no sharding rule, and reads the examples")
+    factor = _split_factor(op, rule, statuses)
+    found = rule.factors[factor]
+    if found.kind not in ("pass_through", "reduction") or found.sends:
+        raise Coupled(op, "needs all examples at once")
+    if found.size % n:
+        raise Coupled(op, f"has {found.size} examples, which {n} does not divide")
+    _check_places(op, rule, factor, statuses)
+    if found.kind == "reduction":
+        if is_scatter(op.primitive) and statuses[0] != ZERO:
+            raise Coupled(op, "adds rows of the examples to an array that is not zero")
+        return Move(statuses, (partial(found.operator or "sum"),) * len(op.results), factor)
+    makes = []
+    for dims in rule.results:
+        at = next((place for place, factors in enumerate(dims) if factor in factors), None)
+        if at is None:
+            raise Coupled(op, "has a result that depends on all examples")
+        makes.append(slice_along(at))
+    return Move(statuses, tuple(makes), factor)
+
+
+def _split_factor(op: Op, rule: Rule, statuses: Sequence[Status]) -> int:
+    """The factor that slices are split along: the major one of their dimension."""
+    factors = set()
+    for dims, status in zip(rule.operands, statuses, strict=True):
+        if status.kind == "partial":
+            raise Coupled(op, f"reads a {status.operator} over the examples")
+        if status.kind == "slice":
+            factors.update(dims[status.dim][:1] or (-1,))
+    if len(factors) != 1 or -1 in factors:
+        raise Coupled(op, "pairs each example with others")
+    return factors.pop()
+
+
+def _check_places(op: Op, rule: Rule, factor: int, statuses: Sequence[Status]) -> None:
+    """Raises `Coupled` where the factor is not the major one of a dimension, or a rule of positions would be needed."""
+    for dims in (*rule.operands, *rule.results):
+        if any(factor in factors[1:] for factors in dims):
+            raise Coupled(op, "has the examples as the inner part of a dimension")
+    if is_scatter(op.primitive) and any(factor in factors for factors in rule.operands[0]) and statuses[0].is_whole and statuses[0] != ZERO:
+        raise Coupled(op, "writes rows of the examples into an array that all share")
+
+
+# -- partial values --------------------------------------------------------------------------------------------------------
+
+_OF_ONE = frozenset({"broadcast_in_dim", "cumsum", "expand_dims", "name", "reduce_precision", "reduce_sum", "rev", "slice", "split"})
+"""Linear in their only operand, beside those that the table of primitives says."""
+_OF_FIRST = frozenset({"div", "dynamic_slice"})
+"""Linear in their first operand."""
+_OF_EITHER = frozenset({"conv_general_dilated", "dot_general", "mul"})
+"""Linear in each operand, the others given."""
+_OF_ALL = frozenset({"add", "add_any", "concatenate", "sub"})
+"""Linear in all operands together."""
+
+
+def _carried(op: Op, statuses: tuple[Status, ...]) -> Status:
+    """The status of the results of an op that reads partial values and no slices."""
+    operators = {status.operator for status in statuses if status.kind == "partial"}
+    if len(operators) == 1:
+        (operator,) = operators
+        if operator == "sum" and _is_linear(op, statuses):
+            return partial(operator)
+        if operator in ("max", "min") and (is_rearrangement(op.primitive) or op.primitive == "broadcast_in_dim"):
+            return partial(operator)
+    raise Coupled(op, f"reads a {' and a '.join(sorted(operators))} over the examples")
+
+
+def _is_linear(op: Op, statuses: tuple[Status, ...]) -> bool:
+    """Whether a sum of operands becomes the sum of results, where the statuses say which operands are sums."""
+    name, sums = op.primitive, [status.kind == "partial" for status in statuses]
+    rest = [status == ZERO for status, is_sum in zip(statuses, sums, strict=True) if not is_sum]
+    if name in _OF_ONE or linear(name) in ("carries", "regroups"):
+        return sums == [True] and not _makes_integers(op)
+    if name in _OF_ALL:
+        return all(rest)
+    if name in _OF_FIRST:
+        return sums[0] and not any(sums[1:]) and not (name == "div" and _makes_integers(op))
+    if name in _OF_EITHER:
+        return sum(sums) == 1
+    if name == "select_n":
+        return not sums[0] and all(rest[1:])
+    if name == "dynamic_update_slice":
+        return not any(sums[2:]) and all(status == ZERO or is_sum for status, is_sum in zip(statuses[:2], sums[:2], strict=True))
+    return name == "pad" and sums == [True, False] and rest == [True]
+
+
+def _makes_integers(op: Op) -> bool:
+    """Whether a cast or a quotient rounds to whole numbers: those of parts would add up to another sum."""
+    if op.primitive not in ("convert_element_type", "div") or op.equation is None:
+        return False
+    read, made = op.equation.invars[0].aval.dtype, op.equation.outvars[0].aval.dtype
+    return made.kind in "iub" and (op.primitive == "div" or read.kind not in "iub")
+
+
+# -- zeros -----------------------------------------------------------------------------------------------------------------
+
+
+def _is_zero(op: Op, statuses: tuple[Status, ...]) -> bool:
+    """Whether all results are zero where some operands are known to be."""
+    name = op.primitive
+    if name == "broadcast_in_dim" or linear(name) in ("carries", "regroups"):
+        return statuses[0] == ZERO
+    return linear(name) == "adds" and all(status == ZERO for status in statuses)
+
+
+def operand_statuses(op: Op, status: Callable[[int], Status]) -> tuple[Status, ...]:
+    """The statuses of an op's operands; of a literal, whether it is zero.
+
+    Args:
+        status: of a value by its number.
+    """
+    atoms = [None] * len(op.operands) if op.equation is None else op.equation.invars
+    return tuple(literal_status(atom) or status(value) for atom, value in zip(atoms, op.operands, strict=True))
+
+
+def literal_status(atom: object) -> Status | None:
+    """Zero or whole for a literal; None for a variable."""
+    if not isinstance(atom, Literal):
+        return None
+    return ZERO if isinstance(atom.val, int | float | np.ndarray | np.generic) and not np.any(atom.val) else WHOLE
