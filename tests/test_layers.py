@@ -37,6 +37,7 @@ LAYERS = (
     ("mesh_search",),
     ("strategy",),
     ("lower", "library"),
+    ("microbatch",),  # runs ops on parts of their operands as `lower` does on shards
     ("verify", "probe", "distributed"),  # hands Shardy the program as `lower` rebuilds it; measures on meshes as `lower` makes them
     ("collectives", "api"),
     ("__init__",),  # the public names
@@ -47,7 +48,7 @@ LAYERS = (
 
 # The only folders in which JAX and what stands on it may be imported.
 JAX = ("jax", "jaxlib", "flax", "optax")
-KNOWS_JAX = ("rules", "trace", "lower", "verify", "probe", "distributed", "collectives", "api", "demo", "cli")
+KNOWS_JAX = ("rules", "trace", "lower", "microbatch", "verify", "probe", "distributed", "collectives", "api", "demo", "cli")
 
 # The only rooms that know one compiler or device from another.
 KNOWS_TARGETS = ("compilers/", "verify/", "cluster/catalogue.py")

@@ -28,13 +28,13 @@ def microbatched(traced: Traced, n: int) -> Traced:
     """
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise TraceError(f"microbatches are a whole number, 1 or more, got {n!r}. Use 2, for instance.")
-    if n == 1:
+    if n == traced.microbatches:
         return traced
     graph, rules = traced.graph, rules_of(traced.graph)
     loop = _loop(graph, rules, n)
     function = in_microbatches(traced.jaxpr, graph, rules, loop)
     split = ", ".join(f"{_path(graph, value)} along dimension {dim}" for value, dim in loop.batch.items())
-    made = rebuilt(traced, jax.make_jaxpr(function)(*types_of(traced.jaxpr.jaxpr.invars)))
+    made = rebuilt(traced, jax.make_jaxpr(function)(*types_of(traced.jaxpr.jaxpr.invars)), n)
     note = f"the step runs in {n} microbatches, of every {n}th example each, and combines their gradients over devices once; split: {split}"
     return replace(made, graph=replace(made.graph, assumptions=(*made.graph.assumptions, note)))
 

@@ -121,11 +121,12 @@ class _Planner:
             self._set(op, self._moved(op, reads))
             return
         try:
-            phase, move = self._inside(op, reads)
+            phase, move = self._inside(op, reads, light)
         except Coupled as error:
             if light:
                 self._whole_before(op.operands)
                 self.phases[op.index] = "before"
+                self.statuses.update(self._sliced_results(op, reads))
                 return
             if any(status.kind == "slice" for status in reads):
                 self.coupled[op.index] = error
@@ -134,12 +135,15 @@ class _Planner:
         if move is not None:
             self._set(op, move)
 
-    def _inside(self, op: Op, reads: tuple[Status, ...]) -> tuple[Phase, Move | None]:
+    def _inside(self, op: Op, reads: tuple[Status, ...], light: bool) -> tuple[Phase, Move | None]:
         """The move of an op in the loop; sums over the examples that it reads beside them are computed before, where they are small."""
         if not any(status.kind == "slice" for status in reads):
             move = self._moved(op, reads)
-            adds = is_addition(op.primitive) or op.primitive == "convert_element_type"  # one accumulator in place of two
-            return ("inside", move) if adds else ("after", None)
+            if is_addition(op.primitive) or op.primitive == "convert_element_type":  # one accumulator in place of two
+                return "inside", move
+            if not light:
+                return "after", None
+            raise Coupled(op, "is computed of whole sums")
         summed = [value for value, status in zip(op.operands, reads, strict=True) if status.kind == "partial"]
         if summed and not op.bodies and all(self.light.get(value, False) for value in summed):
             reads = tuple(WHOLE if status.kind == "partial" else status for status in reads)
@@ -147,6 +151,18 @@ class _Planner:
             self._whole_before(summed)
             return "inside", move
         return "inside", self._moved(op, reads)
+
+    def _sliced_results(self, op: Op, reads: tuple[Status, ...]) -> dict[int, Status]:
+        """The statuses, inside, of the results of an op that is computed whole before: slices where they have the examples' dimension."""
+        rule = self.rules[op.index]
+        if rule is None:
+            return {}
+        at = (dims[status.dim][:1] for dims, status in zip(rule.operands, reads, strict=True) if status.kind == "slice")
+        factors = {factor for major in at for factor in major}
+        if len(factors) != 1:
+            return {}
+        found = [_dim_of(dims, next(iter(factors))) for dims in rule.results]
+        return {value: slice_along(dim) for value, dim in zip(op.results, found, strict=True) if dim is not None}
 
     def _set(self, op: Op, move: Move) -> None:
         self.moves[op.index] = move

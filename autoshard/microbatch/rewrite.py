@@ -22,7 +22,7 @@ from autoshard.ir import Choice, Graph, Layout, Mesh, Op, Rule
 from autoshard.lower import Interpreter, Path, Sharded, bind, bind_unplaced, ops_by_path, retraced
 from autoshard.microbatch.plan import Loop
 from autoshard.microbatch.status import Move, Status
-from autoshard.trace import subjaxprs
+from autoshard.trace import subjaxprs, types_of
 from autoshard.trace.structure import opened, with_bodies
 
 WIDE = jnp.float32  # at least so wide are sums of floating point numbers
@@ -227,8 +227,9 @@ class _Inside(Interpreter):
         def bound(*operands: Any, **replaced: Any) -> list[Any]:
             return bind_unplaced(eqn, operands, **replaced)
 
-        whole = [tuple(shapes[value] for value in side) for side in (op.operands, op.results)]
-        return _Strided(op.primitive, op.params, bound, rule, choice, Mesh.of({"microbatch": n}), *whole, self._index).computed(operands)
+        whole, made = (tuple(shapes[value] for value in side) for side in (op.operands, op.results))
+        mesh = Mesh.of({"microbatch": n})
+        return _Strided(op.primitive, op.params, bound, rule, choice, mesh, whole, made, self._index).computed(operands)
 
     def _operands(self, op: Op, given: Sequence[Any]) -> list[Any]:
         """The operands as this microbatch reads them; ``given`` are those made in it, constants, and arguments whole."""
@@ -290,14 +291,14 @@ def _scan(inside: _Inside, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[A
     consts, carry, scanned = operands[:n_consts], operands[n_consts : n_consts + n_carry], operands[n_consts + n_carry :]
     carried, made = inside.statuses(body.inputs[n_consts : n_consts + n_carry]), inside.statuses(body.outputs[:n_carry])
     run = inside.body(op, 0, jaxpr)
-    types = [value.aval.dtype for value in opened(jaxpr)[0].invars[n_consts : n_consts + n_carry]]
+    types = types_of(opened(jaxpr)[0].invars[n_consts : n_consts + n_carry])
 
     def trip(carry: tuple, slices: tuple) -> tuple[tuple, tuple]:
         results = run(*consts, *carry, *slices)
         return tuple(inside.converted(results[:n_carry], made, carried)), tuple(results[n_carry:])
 
     start = inside.converted(carry, inside.reads(op)[n_consts : n_consts + n_carry], carried)
-    start = tuple(jnp.asarray(x, dtype) for x, dtype in zip(start, types, strict=True))
+    start = tuple(jnp.asarray(x, type.dtype) for x, type in zip(start, types, strict=True))
     last, stacked = lax.scan(trip, start, tuple(scanned), eqn.params["length"], eqn.params["reverse"], eqn.params["unroll"])
     return [*last, *stacked]
 
@@ -309,7 +310,7 @@ def _while(inside: _Inside, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[
     carried, made = inside.statuses(op.bodies[1].inputs[n_body:]), inside.statuses(op.bodies[1].outputs)
     goes_on, run = inside.body(op, 0, condition), inside.body(op, 1, jaxpr)
     start = inside.converted(carry, inside.reads(op)[n_cond + n_body :], carried)
-    start = tuple(jnp.asarray(x, var.aval.dtype) for x, var in zip(start, opened(jaxpr)[0].invars[n_body:], strict=True))
+    start = tuple(jnp.asarray(x, type.dtype) for x, type in zip(start, types_of(opened(jaxpr)[0].invars[n_body:]), strict=True))
     return list(
         lax.while_loop(
             lambda carry: goes_on(*of_condition, *carry)[0],

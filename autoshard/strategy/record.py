@@ -26,12 +26,14 @@ class Program:
         name: the function's name.
         fingerprint: the graph's fingerprint: equal for equal programs.
         n_ops, n_values: sizes of the graph; choices and layouts are numbered within them.
+        microbatches: in how many a step computes its batch.
     """
 
     name: str
     fingerprint: str
     n_ops: int
     n_values: int
+    microbatches: int = 1
 
 
 @dataclass(frozen=True, slots=True)

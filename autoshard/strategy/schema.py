@@ -62,7 +62,7 @@ def encode(record: Record) -> dict[str, Any]:
         {
             "schema": SCHEMA,
             "name": record.name,
-            "program": asdict(record.program),
+            "program": {name: value for name, value in asdict(record.program).items() if name != "microbatches" or value != 1},
             "mesh": record.mesh.axes,
             **({} if record.mesh.placement is None else {"placement": asdict(record.mesh.placement)}),
             "searcher": {"name": record.searcher.name, "options": _sorted(record.searcher.options)},
@@ -140,8 +140,10 @@ def _stat(node: Node) -> int | float:
 
 
 def _program(node: Node) -> Program:
-    part = node.fields("name", "fingerprint", "n_ops", "n_values")
-    return Program(part["name"].text(), part["fingerprint"].text(), part["n_ops"].integer(0), part["n_values"].integer(0))
+    part = node.fields("name", "fingerprint", "n_ops", "n_values", optional=("microbatches",))
+    sizes = part["n_ops"].integer(0), part["n_values"].integer(0)
+    microbatches = part["microbatches"].integer(1) if "microbatches" in part else 1
+    return Program(part["name"].text(), part["fingerprint"].text(), *sizes, microbatches)
 
 
 def _mesh(node: Node, placement: Node | None) -> Mesh:

@@ -39,6 +39,7 @@ class Traced:
         donate_argnums: positions of the arguments whose memory may be reused.
         statics, made: the static leaves of the arguments and of the result; None where all are arrays.
         source: the jaxpr as JAX traced it, which JAX caches as long as the function exists.
+        microbatches: into how many the program was rewritten; 1: it is as JAX traced it.
     """
 
     graph: Graph
@@ -50,6 +51,7 @@ class Traced:
     statics: Statics | None = None
     made: Statics | None = None
     source: weakref.ref[ClosedJaxpr] | None = None
+    microbatches: int = 1
 
     def split(self, args: tuple) -> tuple:
         """The arguments as pytrees of arrays, structured as ``in_tree``.
@@ -164,8 +166,8 @@ def trace(
     return Traced(graph, jaxpr, in_tree, out_tree, donated_args, modules, statics, results, weakref.ref(everything) if again else None)
 
 
-def rebuilt(traced: Traced, jaxpr: ClosedJaxpr) -> Traced:
-    """A traced function with another program for it, of the same arguments and results."""
+def rebuilt(traced: Traced, jaxpr: ClosedJaxpr, microbatches: int) -> Traced:
+    """A traced function with another program for it, of the same arguments and results, in so many microbatches."""
     jaxpr = simplified(jaxpr)
     program, graph = build(jaxpr), traced.graph
     graph = replace(
@@ -179,7 +181,7 @@ def rebuilt(traced: Traced, jaxpr: ClosedJaxpr) -> Traced:
         fingerprint=fingerprint(program, graph.aliases),
         assumptions=program.assumptions,
     )
-    return replace(traced, graph=graph, jaxpr=jaxpr, source=None)
+    return replace(traced, graph=graph, jaxpr=jaxpr, microbatches=microbatches)
 
 
 def _with_released(fn: Callable) -> Callable:

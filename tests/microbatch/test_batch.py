@@ -1,0 +1,98 @@
+"""The batch is found, and programs whose examples depend on each other are refused by operation and line."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autoshard.errors import TraceError
+from autoshard.microbatch import microbatched
+from autoshard.trace import trace
+
+W, X = jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.ShapeDtypeStruct((12, 8), jnp.float32)
+
+
+def split(traced, n=2):
+    """What the note on microbatches says is split."""
+    (note,) = [note for note in microbatched(traced, n).graph.assumptions if "microbatches" in note]
+    return note.split("split: ")[1]
+
+
+def test_the_batch_is_what_is_not_state():
+    """State that is replaced is no batch, whatever its size; arrays of the batch's size are split together."""
+
+    def step(weights, batch):
+        return weights - jax.grad(lambda w: jnp.sum((batch["x"] @ w) ** 2 * batch["scale"][:, None]))(weights), batch["x"].sum()
+
+    batch = {"scale": jax.ShapeDtypeStruct((12,), jnp.float32), "x": X}
+    assert split(trace(step, W, batch)) == "batch['scale'] along dimension 0, batch['x'] along dimension 0"
+
+
+def test_a_batch_behind_other_dimensions():
+    """Where a step goes through dimension 0 in order, the batch is dimension 1."""
+
+    def step(weights, xs):
+        return jax.lax.scan(lambda state, x: (jnp.tanh(state @ weights + x), None), jnp.zeros((12, 8)), xs)[0].sum()
+
+    assert split(trace(step, W, jax.ShapeDtypeStruct((5, 12, 8), jnp.float32)), 3) == "xs along dimension 1"
+
+
+def normalised(weights, x):
+    x = x @ weights
+    x = (x - x.mean(0)) / x.std(0)
+    return ((x @ weights) ** 2).sum()
+
+
+def contrasted(weights, x):
+    scores = x @ weights
+    return jax.nn.log_softmax(scores @ scores.T).trace()
+
+
+def sorted_first(weights, x):
+    return ((jnp.sort(x @ weights, 0) @ weights) ** 2).sum()
+
+
+def printed(weights, x):
+    y = x @ weights
+    jax.debug.print("{}", y.sum(-1))
+    return (y**2).sum()
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (normalised, r"sub at .*test_batch.py:\d+ \(normalised\) reads each example together with what comes of all of them"),
+        (contrasted, r"dot_general at .*test_batch.py:\d+ \(contrasted\) pairs each example with others"),
+        (sorted_first, r"sort at .*test_batch.py:\d+ \(sorted_first\) needs all examples at once"),
+    ],
+)
+def test_coupled_examples_are_refused(function, reason):
+    """The message has the operation, its line, why, and how much waits for it."""
+    with pytest.raises(TraceError, match=f"(?s)microbatches are computed one after the other, and {reason}; [0-9]+% of the products wait"):
+        microbatched(trace(jax.grad(function), W, X), 2)
+
+
+def test_effects_happen_once():
+    """A print of all examples happens after the loop, where products do not wait for it."""
+    many = microbatched(trace(printed, W, X), 2)
+    assert [op.primitive for op in many.graph.ops].index("debug_print" if "debug_print" in str(many.jaxpr) else "debug_callback") > 0
+
+
+@pytest.mark.parametrize("n", [0, -2, True, 2.0, "2"])
+def test_numbers_that_are_none(n):
+    """Microbatches are counted."""
+    with pytest.raises(TraceError, match=r"microbatches are a whole number, 1 or more, got"):
+        microbatched(trace(normalised, W, X), n)
+
+
+def test_numbers_that_do_not_divide():
+    """The message has the sizes that there are."""
+    with pytest.raises(TraceError, match=r"divides a batch among the arguments, got 5: .*x has 12"):
+        microbatched(trace(jax.grad(lambda w, x: ((x @ w) ** 2).sum()), W, X), 5)
+
+
+def test_one_microbatch_is_the_program():
+    """Nothing is rewritten for one."""
+    traced = trace(normalised, W, X)
+    assert microbatched(traced, 1) is traced

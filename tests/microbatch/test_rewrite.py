@@ -1,0 +1,243 @@
+"""A program in microbatches computes what it computes of the whole batch."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+
+from autoshard.microbatch import microbatched
+from autoshard.trace import trace
+from benchmarks import models, other_models
+
+B, D = 16, 12
+F32 = jnp.float32
+
+
+def filled(leaf, key, path):
+    """An array of a leaf's type; second moments are not negative."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.key(3)
+    if jnp.issubdtype(leaf.dtype, jnp.integer):
+        return jax.random.randint(key, leaf.shape, 0, 8).astype(leaf.dtype) if leaf.ndim else jnp.zeros((), leaf.dtype)
+    if leaf.dtype == jnp.bool_:
+        return jax.random.bernoulli(key, 0.7, leaf.shape)
+    found = (jax.random.normal(key, leaf.shape) * 0.3).astype(leaf.dtype)
+    return jnp.abs(found) if "nu" in path else found
+
+
+def compared(fn, args, n, tolerance=2e-6):
+    """Runs a function on the whole batch and in microbatches, and compares all results; gives the trace in microbatches."""
+    traced = trace(fn, *args)
+    many = microbatched(traced, n)
+    assert many.microbatches == n and many.graph.argument_paths == traced.graph.argument_paths
+    leaves = jax.tree.leaves(args)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    inputs = [filled(*each) for each in zip(leaves, keys, traced.graph.argument_paths, strict=True)]
+    expected = jax.jit(jaxpr_as_fun(traced.jaxpr))(*inputs)
+    found = jax.jit(jaxpr_as_fun(many.jaxpr))(*inputs)
+    for path, one, other in zip(traced.graph.result_paths, expected, found, strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape
+        one, other = (np.asarray(x, np.float64) for x in (one, other))
+        assert np.abs(one - other).max(initial=0.0) <= tolerance * (np.abs(one).max(initial=0.0) + 1e-8), path
+    return many
+
+
+def in_the_loop(many):
+    """How many products run in the loop over microbatches, and how many around it."""
+    loops = [op for op in many.graph.ops if op.primitive == "scan" and op.bodies[0].trips == many.microbatches]
+    inside = {op.index for loop in loops for body in loop.bodies for op in walk(body.ops)}
+    products = [op.index for op in many.graph.walk() if op.primitive in ("dot_general", "conv_general_dilated")]
+    return sum(op in inside for op in products), sum(op not in inside for op in products)
+
+
+def walk(ops):
+    """All ops, bodies included."""
+    for op in ops:
+        yield op
+        for body in op.bodies:
+            yield from walk(body.ops)
+
+
+def trained(loss, weights, optimizer=None):
+    """A train step of a loss of weights and a batch."""
+    optimizer = optimizer or optax.adam(1e-2)
+    state = weights, jax.eval_shape(optimizer.init, weights)
+
+    def step(state, *batch):
+        weights, memory = state
+        value, gradients = jax.value_and_grad(loss)(weights, *batch)
+        updates, memory = optimizer.update(gradients, memory, weights)
+        return (optax.apply_updates(weights, updates), memory), value
+
+    return step, state
+
+
+def leaf(*shape, dtype=F32):
+    """An abstract array."""
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+WEIGHTS = {"up": leaf(D, 32), "down": leaf(32, D)}
+
+
+def layers(weights, x):
+    """Two layers."""
+    return jnp.tanh(x @ weights["up"]) @ weights["down"]
+
+
+def squared(weights, x, y):
+    return jnp.mean((layers(weights, x) - y) ** 2)
+
+
+def summed(weights, x, y):
+    return jnp.sum((layers(weights, x) - y) ** 2)
+
+
+def masked(weights, x, y, mask):
+    """Divides by how many examples count: of all of them, in each microbatch."""
+    return jnp.sum(jnp.where(mask[:, None], (layers(weights, x) - y) ** 2, 0.0)) / jnp.maximum(mask.sum(), 1)
+
+
+def dropped(weights, x, y, key):
+    """Drops what it would drop of the whole batch."""
+    hidden = jnp.tanh(x @ weights["up"])
+    kept = jax.random.bernoulli(key, 0.8, hidden.shape)
+    return jnp.mean((jnp.where(kept, hidden / 0.8, 0.0) @ weights["down"] - y) ** 2)
+
+
+def placed(weights, x, y):
+    """Weighs each example by its position in the batch."""
+    return jnp.mean(jnp.arange(B, dtype=F32)[:, None] * (layers(weights, x) - y) ** 2)
+
+
+def standardised(weights, x, y):
+    """Normalises its inputs over the batch, and pairs them with sorted ones: cheap, and done before the loop."""
+    x = (x - x.mean(0)) / (x.std(0) + 1e-3)
+    return jnp.mean((layers(weights, x + jnp.sort(y, 0)) - y) ** 2)
+
+
+def checkpointed(weights, x, y):
+    return jnp.mean((jax.checkpoint(layers)(weights, x) - y) ** 2)
+
+
+def scanned(weights, x, y):
+    """Goes through layers, and adds up a penalty on the way."""
+
+    def layer(carry, scale):
+        x, penalty = carry
+        return (x + layers(weights, x) * scale, penalty + jnp.mean(x**2)), jnp.max(jnp.abs(x))
+
+    (x, penalty), largest = lax.scan(jax.checkpoint(layer), (x, 0.0), jnp.linspace(0.1, 0.3, 3))
+    return jnp.mean((x - y) ** 2) + 0.1 * penalty + 0.0 * lax.stop_gradient(largest.sum())
+
+
+def branched(weights, x, y):
+    """Takes a branch by the weights alone, and repeats a layer."""
+    x = lax.cond(weights["up"][0, 0] > 0, lambda x: layers(weights, x), lambda x: x * 2, x)
+    return jnp.mean((lax.fori_loop(0, 3, lambda _, x: x + 0.1 * layers(weights, x), x) - y) ** 2)
+
+
+def looked_up(weights, tokens, y):
+    """Reads rows of a table, to which gradients are scattered."""
+    return jnp.mean((layers(weights, weights["table"][tokens]) - y) ** 2)
+
+
+def accumulated(weights, xs, ys):
+    """Is a loop over microbatches already."""
+    return lax.scan(lambda total, both: (total + squared(weights, *both), None), 0.0, (xs, ys))[0] / 4
+
+
+def half(weights, x, y):
+    """Computes in bfloat16."""
+    narrow = jax.tree.map(lambda w: w.astype(jnp.bfloat16), weights)
+    return jnp.mean((layers(narrow, x.astype(jnp.bfloat16)) - y).astype(F32) ** 2)
+
+
+X, Y = leaf(B, D), leaf(B, D)
+LOSSES = {
+    "squared": (squared, WEIGHTS, (X, Y)),
+    "summed": (summed, WEIGHTS, (X, Y)),
+    "masked": (masked, WEIGHTS, (X, Y, leaf(B, dtype=jnp.bool_))),
+    "dropped": (dropped, WEIGHTS, (X, Y, jax.eval_shape(lambda: jax.random.key(0)))),
+    "placed": (placed, WEIGHTS, (X, Y)),
+    "standardised": (standardised, WEIGHTS, (X, Y)),
+    "checkpointed": (checkpointed, WEIGHTS, (X, Y)),
+    "scanned": (scanned, WEIGHTS, (X, Y)),
+    "branched": (branched, WEIGHTS, (X, Y)),
+    "looked_up": (looked_up, {**WEIGHTS, "table": leaf(8, D)}, (leaf(B, dtype=jnp.int32), Y)),
+    "accumulated": (accumulated, WEIGHTS, (leaf(4, B, D), leaf(4, B, D))),
+}
+
+
+@pytest.mark.parametrize("n", [2, 8])
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_and_updates_are_those_of_the_whole_batch(name, n):
+    """All products run in the loop, and results are equal."""
+    loss, weights, batch = LOSSES[name]
+    step, state = trained(loss, weights, optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9)))
+    inside, around = in_the_loop(compared(step, (state, *batch), n))
+    assert inside > 3 and around == 0
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama scanned", "moe", "resnet", "unet", "state space"])
+def test_models(name):
+    """Train steps of whole models, with Adam."""
+    small = {"dtype": F32}
+    programs = {
+        "gpt": lambda: models.gpt(1, 32, 4, 64, batch=8, length=8, **small),
+        "llama scanned": lambda: models.llama(2, 32, 4, 2, 64, 64, batch=8, length=8, scan=True, **small),
+        "moe": lambda: models.moe(1, 32, 4, 4, 64, batch=8, length=8, **small),
+        "resnet": lambda: models.resnet((1,), 8, 16, 8, 32, groups=4, **small),
+        "unet": lambda: models.unet(1, 8, 8, 16, 4, **small),
+        "state space": lambda: other_models.state_space(1, 16, 4, 8, 16, **small),
+    }
+    fn, args = programs[name]()
+    inside, around = in_the_loop(compared(fn, args, 4))
+    assert inside > 3 and around == 0
+
+
+def test_sums_of_narrow_numbers_are_accumulated_wide():
+    """In bfloat16 the gradients of 16 microbatches are as near to those in float32 as the whole batch's."""
+    exact, state = trained(lambda weights, x, y: squared(weights, x, y), WEIGHTS, optax.sgd(1.0))
+    narrow, _ = trained(half, WEIGHTS, optax.sgd(1.0))
+    many = microbatched(trace(narrow, state, X, Y), 16)
+    key = jax.random.key(0)
+    args = jax.tree.map(lambda leaf: jax.random.normal(key, leaf.shape), (state, X, Y))
+    wanted, whole = jax.tree.leaves(jax.jit(exact)(*args)), jax.tree.leaves(jax.jit(narrow)(*args))
+    found = jax.jit(jaxpr_as_fun(many.jaxpr))(*jax.tree.leaves(args))
+    for one, other, each in zip(wanted, whole, found, strict=True):
+        assert np.abs(each - one).max() <= 1.5 * np.abs(other - one).max() + 1e-5
+
+
+def test_what_is_returned_of_each_example_is_in_its_order():
+    """Predictions are put together as the batch has them; a statistic of them is computed after the loop."""
+
+    def evaluated(weights, x):
+        scores = layers(weights, x)
+        best = jnp.argmax(scores, -1)
+        return scores, best, jnp.sort(scores[:, 0]), jnp.max(scores), (scores > 0).all()
+
+    inside, around = in_the_loop(compared(evaluated, (WEIGHTS, X), 4))
+    assert (inside, around) == (2, 0)
+
+
+def test_random_masks_are_drawn_inside():
+    """No array of the whole batch's size is drawn before the loop: bits of a microbatch are, and they are the same ones."""
+    step, state = trained(dropped, WEIGHTS)
+    many = compared(step, (state, *LOSSES["dropped"][2]), 4)
+    drawn = [many.graph.values[op.results[0]].shape for op in many.graph.walk() if op.primitive in ("random_bits", "threefry2x32")]
+    assert drawn and all(shape[:1] == (B // 4,) for shape in drawn)
+
+
+def test_gradients_are_rounded_and_combined_once():
+    """One accumulator a weight and the loss; what is done with whole gradients is done after the loop."""
+    step, state = trained(squared, WEIGHTS)
+    many = microbatched(trace(step, state, X, Y), 4)
+    (loop,) = [op for op in many.graph.ops if op.primitive == "scan"]
+    totals = [many.graph.values[value].shape for value in loop.results if many.graph.values[value].dtype == "float32"]
+    assert sorted(totals) == [(), (D, 32), (32, D)]
