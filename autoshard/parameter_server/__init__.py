@@ -3,6 +3,6 @@
 from autoshard.parameter_server.checkpoints import rows
 from autoshard.parameter_server.scheduler import Result
 from autoshard.parameter_server.sparse import CacheUse, Table
-from autoshard.parameter_server.training import train
+from autoshard.parameter_server.training import MODES, train
 
-__all__ = ["CacheUse", "Result", "Table", "rows", "train"]
+__all__ = ["MODES", "CacheUse", "Result", "Table", "rows", "train"]

@@ -40,7 +40,6 @@ class Settings:
 
     steps: int
     mode: str
-    max_staleness: int
     folder: Path | None
     checkpoint_every: int
     max_restarts: int
@@ -101,7 +100,7 @@ class Scheduler:
         while min(self.clocks) < self.settings.steps:
             busy = {worker for worker, _ in running.values()}
             for worker, clock in enumerate(self.clocks):
-                if worker not in busy and clock < self.settings.steps and clock - min(self.clocks) <= self.settings.max_staleness:
+                if worker not in busy and clock < self.settings.steps and clock - min(self.clocks) <= self.program.max_staleness:
                     found = self._gradients(worker, None, [*self._pull(), *done[worker]])
                     running[found[0]] = (worker, found)
             first = self._wait(list(running), 1)[0]
@@ -203,8 +202,8 @@ class Scheduler:
             except self.ray.exceptions.RayActorError as error:
                 raise AutoshardError(
                     f"a server or worker that is lost is started again up to max_restarts={self.settings.max_restarts} times, and {role} "
-                    f"is lost for good: {' '.join(str(error).split())} Look for the reason there or in Ray's logs, and pass more "
-                    "restarts if it is one that goes away."
+                    f"is lost for good: {str(error).splitlines()[-1].strip()} Look for the reason above or in Ray's logs; pass "
+                    "more restarts if it is one that goes away."
                 ) from error
 
     def _restore(self) -> None:

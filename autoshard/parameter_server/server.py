@@ -28,6 +28,7 @@ class Program:
         params: the parameters' shapes and types.
         init: a function that makes the parameters, or None where servers are given theirs.
         parts: what each server holds.
+        max_staleness: steps for which a worker reads a row from its cache without asking whether it has changed.
     """
 
     gradients_fn: Callable
@@ -38,6 +39,7 @@ class Program:
     tables: Mapping[str, Table]
     parts: tuple[Part, ...]
     workers: int
+    max_staleness: int
 
 
 @dataclass(frozen=True, slots=True)

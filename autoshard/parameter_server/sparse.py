@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -139,8 +139,8 @@ def summed(ids: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True, slots=True)
 class CacheUse:
-    """How often a row that a step reads was in the cache and current (a hit) or had to be pulled (a miss), the rows that were evicted
-    to make room, and the most rows that were in the cache after a step."""
+    """How often a row that a step reads was in the cache and still good (a hit) or had to be sent (a miss), the rows that were evicted to
+    make room, and the most rows that were in the cache after a step."""
 
     hits: int = 0
     misses: int = 0
@@ -148,34 +148,59 @@ class CacheUse:
     most_rows: int = 0
 
 
+class Cached(NamedTuple):
+    """A row, the version that it is of, and the step in which its server last said so."""
+
+    row: np.ndarray
+    version: int
+    step: int
+
+
 class Cache:
-    """The rows that a worker read last, at most ``capacity`` from one step to the next; the least recently read are evicted."""
+    """The rows that a worker read last, at most ``capacity`` from one step to the next; the least recently read are evicted.
 
-    def __init__(self, capacity: int):
-        self.capacity, self.use = capacity, CacheUse()
-        self._rows: OrderedDict[int, tuple[int, np.ndarray]] = OrderedDict()  # by id: version and row; the least recently read first
+    A row is good for ``max_age`` steps; after that its server is asked whether it has changed.
+    """
 
-    def read(self, ids: np.ndarray, pull: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray]]) -> np.ndarray:
-        """Current rows ``(n, width)`` of different ids.
+    def __init__(self, capacity: int, width: int, max_age: int):
+        self.capacity, self.width, self.max_age, self.use = capacity, width, max_age, CacheUse()
+        self._rows: OrderedDict[int, Cached] = OrderedDict()  # by id, the least recently read first
+
+    def read(
+        self, step: int, ids: np.ndarray, pull: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray]]
+    ) -> np.ndarray:
+        """Rows ``(n, width)`` of different ids.
 
         Args:
-            pull: ids and the versions that the cache has, -1 for none, to ``(positions, versions, rows)`` of those that are not current.
+            pull: ids and the versions that the cache has, -1 for none, to ``(positions, versions, rows)`` of those that have changed.
         """
-        had = [self._rows.get(i) for i in ids.tolist()]
-        positions, versions, rows = pull(ids, np.array([-1 if each is None else each[0] for each in had], np.int64))
-        for position, version, row in zip(positions.tolist(), versions.tolist(), rows, strict=True):
-            had[position] = (version, row.copy())
-        for i, entry in zip(ids.tolist(), had, strict=True):
-            self._rows[i] = entry  # pyright: ignore[reportArgumentType]  # each was pulled where there was none
-            self._rows.move_to_end(i)
+        keys = ids.tolist()
+        found = {key: self._rows[key] for key in keys if key in self._rows}
+        asked = [key for key in keys if key not in found or step - found[key].step > self.max_age]
+        misses = 0
+        if asked:
+            known = np.array([found[key].version if key in found else -1 for key in asked], np.int64)
+            positions, versions, rows = pull(np.array(asked, np.int64), known)
+            found |= {key: found[key]._replace(step=step) for key in asked if key in found}
+            for position, version, row in zip(positions.tolist(), versions.tolist(), rows, strict=True):
+                found[asked[position]] = Cached(row.copy(), version, step)
+            misses = len(positions)
+        evicted = self._keep({key: found[key] for key in keys})
+        use = self.use
+        self.use = CacheUse(
+            use.hits + len(keys) - misses, use.misses + misses, use.evictions + evicted, max(use.most_rows, len(self._rows))
+        )
+        return np.stack([found[key].row for key in keys]) if keys else np.empty((0, self.width), np.float32)
+
+    def _keep(self, entries: dict[int, Cached]) -> int:
+        """Keeps entries as those read last; how many others, or of them, there is no room for."""
+        for key, entry in entries.items():
+            self._rows[key] = entry
+            self._rows.move_to_end(key)
         evicted = max(0, len(self._rows) - self.capacity)
         for _ in range(evicted):
             self._rows.popitem(last=False)
-        use = self.use
-        self.use = CacheUse(
-            use.hits + len(ids) - len(positions), use.misses + len(positions), use.evictions + evicted, max(use.most_rows, len(self._rows))
-        )
-        return np.stack([row for _, row in had]) if had else np.empty((0, rows.shape[-1]), rows.dtype)  # pyright: ignore
+        return evicted
 
     def clear(self) -> None:
         """Forgets all rows: after servers went back to a checkpoint, a version may be that of another row."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,7 +22,7 @@ from autoshard.parameter_server.sparse import Table
 if TYPE_CHECKING:
     import optax  # loaded only for programs that use it
 
-MODES = ("synchronous", "asynchronous")
+MODES: tuple[Literal["synchronous"], Literal["asynchronous"]] = ("synchronous", "asynchronous")
 
 
 def train(
@@ -62,7 +63,8 @@ def train(
         optimizer: of the parameters. One whose update of an array reads others keeps all parameters on one server, with a warning.
         batches: ``(worker, workers, step) -> batch``, called in the worker; the same batch for the same step whenever it is called.
         steps: of each worker.
-        max_staleness: asynchronous only: how many steps the slowest worker may be behind when another one starts a step; default 1.
+        max_staleness: asynchronous only: how many steps the slowest worker may be behind when another one starts a step, and for how many
+            steps a row of a table is read from the cache without asking whether it has changed; default 1.
         tables: by name, for embeddings larger than a worker's memory; they need a `checkpoint_folder`, in which they end.
         checkpoint_folder: one that all servers' machines share.
         checkpoint_every: in steps of all workers; the last step is saved in any case.
@@ -82,15 +84,14 @@ def train(
     params = jax.eval_shape(init_params if is_function else lambda: init_params)
     parts = partition(optimizer, params, servers)
     make = init_params if is_function else None
-    program = Program(gradients_fn, params, make, optimizer, batches, dict(tables or {}), parts, workers)
+    staleness = 0 if mode == "synchronous" else 1 if max_staleness is None else max_staleness
+    program = Program(gradients_fn, params, make, optimizer, batches, dict(tables or {}), parts, workers, staleness)
     folder = None if checkpoint_folder is None else Path(checkpoint_folder).absolute()
-    staleness = 1 if max_staleness is None else max_staleness
-    settings = Settings(steps, mode, staleness, folder, checkpoint_every, max_restarts, timeout_seconds, on_step)
+    settings = Settings(steps, mode, folder, checkpoint_every, max_restarts, timeout_seconds, on_step)
     leaves = None if is_function else [np.asarray(leaf) for leaf in jax.tree.leaves(init_params)]
     started = not ray.is_initialized()
     if started:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray sends none unless it is asked to
-        ray.init(include_dashboard=False)
+        _start(ray)
     actors = Actors(ray, name or f"parameter_server-{uuid.uuid4().hex[:8]}", max_restarts)
     try:
         actors.start(program, server_options or {}, worker_options or {})
@@ -117,6 +118,13 @@ def _check(
         )
     if tables and folder is None:
         raise AutoshardError("tables end in checkpoints, since they may be larger than memory; got no checkpoint_folder. Pass one.")
+
+
+def _start(ray: Any) -> None:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # none are sent unless the user says so
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)  # JAX's; what Ray forks runs another program at once
+        ray.init(include_dashboard=False)
 
 
 def _ray() -> Any:

@@ -20,7 +20,7 @@ class Worker:
         self.program, self.index = program, index
         self.servers = [_actor(name) for name in servers] if program.tables else []
         self.gradients_fn = jax.jit(program.gradients_fn)
-        self.caches = {name: Cache(table.cache_rows) for name, table in program.tables.items()}
+        self.caches = {name: Cache(table.cache_rows, table.width, program.max_staleness) for name, table in program.tables.items()}
 
     def process(self) -> int:
         """The id of the worker's process."""
@@ -44,7 +44,7 @@ class Worker:
         """
         batch = self.program.batches(self.index, self.program.workers, step)
         ids = {name: self._ids(name, batch) for name in self.program.tables}
-        rows = {name: self._rows(name, each, updates) for name, each in ids.items()}
+        rows = {name: self._rows(name, each, step, updates) for name, each in ids.items()}
         params = self._assembled(pulled)
         loss, found = self.gradients_fn(params, rows, batch) if rows else self.gradients_fn(params, batch)
         gradients, row_gradients = found if rows else (found, {})
@@ -71,8 +71,8 @@ class Worker:
             )
         return ids
 
-    def _rows(self, name: str, ids: np.ndarray, updates: int | None) -> np.ndarray:
-        """Rows ``(*ids.shape, width)``, from the cache where they are current."""
+    def _rows(self, name: str, ids: np.ndarray, step: int, updates: int | None) -> np.ndarray:
+        """Rows ``(*ids.shape, width)``, from the cache where they are good."""
         import ray
 
         def pull(unique: np.ndarray, versions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -83,20 +83,24 @@ class Worker:
             return positions, np.concatenate([answer[1] for answer in answers]), np.concatenate([answer[2] for answer in answers])
 
         unique, inverse = np.unique(ids, return_inverse=True)
-        return self.caches[name].read(unique, pull)[inverse.reshape(ids.shape)]
+        return self.caches[name].read(step, unique, pull)[inverse.reshape(ids.shape)]
 
     def _pushed(self, gradients: Any, ids: dict[str, np.ndarray], row_gradients: dict[str, Any]) -> list[Pushed]:
-        leaves = jax.tree.leaves(gradients)
-        sums = {
-            name: summed(each.reshape(-1), np.asarray(row_gradients[name]).reshape(each.size, self.program.tables[name].width))
-            for name, each in ids.items()
-        }
+        leaves, parts = jax.tree.leaves(gradients), self.program.parts
+        sums = {name: self._row_sums(name, each, np.asarray(row_gradients[name])) for name, each in ids.items()}
         pushed = []
-        for server, part in enumerate(self.program.parts):
-            own = {name: unique % len(self.program.parts) == server for name, (unique, _) in sums.items()}
+        for server, part in enumerate(parts):
+            own = {name: unique % len(parts) == server for name, (unique, _) in sums.items()}
             rows = {name: (unique[own[name]], total[own[name]]) for name, (unique, total) in sums.items()}
             pushed.append(Pushed([np.asarray(leaves[i]) for i in part.leaves], rows))
         return pushed
+
+    def _row_sums(self, name: str, ids: np.ndarray, gradients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Different ids and their gradients, without those that change nothing."""
+        table = self.program.tables[name]
+        unique, total = summed(ids.reshape(-1), gradients.reshape(ids.size, table.width))
+        changing = np.any(total != 0, axis=1) | table.lazy
+        return unique[changing], total[changing]
 
 
 def _actor(name: str) -> Any:
