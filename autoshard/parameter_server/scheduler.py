@@ -72,10 +72,10 @@ class Scheduler:
                 return self._result()
             except _Lost as lost:
                 self.rollbacks += 1
-                if self.rollbacks > self.settings.max_restarts * (len(self.actors.servers) + len(self.actors.workers)):
+                if self.rollbacks > (self.settings.max_restarts + 1) * (len(self.actors.servers) + len(self.actors.workers)):
                     raise AutoshardError(
-                        f"a training goes back to a checkpoint at most max_restarts={self.settings.max_restarts} times for each server and "
-                        f"worker, and did so {self.rollbacks - 1} times; the last reason: {lost}. Look for its cause in Ray's logs."
+                        f"each loss of a server takes all back to a checkpoint once, and this was the loss number {self.rollbacks} with "
+                        f"max_restarts={self.settings.max_restarts}: {lost} Look for the cause in Ray's logs."
                     ) from lost
                 self._settle()
 
@@ -173,7 +173,7 @@ class Scheduler:
         while getattr(cause, "cause", None) is not None and not isinstance(cause, losses):
             cause = cause.cause
         if isinstance(cause, losses):
-            raise _Lost(str(cause).splitlines()[0]) from error
+            raise _Lost(_last_line(cause)) from error
         if isinstance(cause, AutoshardError):
             raise AutoshardError(str(cause)) from error
         raise AutoshardError(
@@ -202,7 +202,7 @@ class Scheduler:
             except self.ray.exceptions.RayActorError as error:
                 raise AutoshardError(
                     f"a server or worker that is lost is started again up to max_restarts={self.settings.max_restarts} times, and {role} "
-                    f"is lost for good: {str(error).splitlines()[-1].strip()} Look for the reason above or in Ray's logs; pass "
+                    f"is lost for good: {_last_line(error)} Look for the reason above or in Ray's logs; pass "
                     "more restarts if it is one that goes away."
                 ) from error
 
@@ -257,3 +257,8 @@ class Scheduler:
                 leaves[position] = np.array(value)  # Ray's own are read-only, and keep its memory
         uses = self._get(self._ask("the use of caches", [worker.cache_use.remote() for worker in self.actors.workers]))
         return Result(structure.unflatten(leaves), self.losses, self.rollbacks, tuple(uses))
+
+
+def _last_line(error: BaseException) -> str:
+    """Where Ray says in its errors of many lines what happened."""
+    return str(error).strip().splitlines()[-1].strip()

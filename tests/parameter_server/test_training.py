@@ -228,7 +228,7 @@ def test_a_table_when_a_server_and_a_worker_are_killed(ray, tmp_path):
 def test_asynchronous_caches_answer_within_the_bound(ray, tmp_path):
     """Rows that come again are read from the cache for `max_staleness` steps."""
     result = train_table(tmp_path, tmp_path / "peaks", mode="asynchronous", max_staleness=3)
-    assert all(use["words"].hits > 20 * STEPS for use in result.caches)
+    assert all(use["words"].hits > 8 * STEPS for use in result.caches)
     assert result.losses[-3:].mean() < result.losses[:3].mean() / 2
 
 
