@@ -55,8 +55,9 @@ def _started(actor: Any, *arguments: Any) -> Any:
         return actor.remote(*arguments)
     except (TypeError, ValueError, pickle.PicklingError) as error:
         raise AutoshardError(
-            "gradients_fn, batches, the optimizer and functions that make parameters or rows are sent to other processes with all that "
-            f"they refer to, and Ray says: {error.__cause__ or error}. Make or load inside the functions what cannot be sent."
+            "servers and workers are sent gradients_fn, batches, the optimizer and other functions with all that they refer to, and are "
+            f"started under names that are free; Ray says: {error.__cause__ or error}. Make or load inside the functions what cannot be "
+            "sent, or pass another name."
         ) from error
 
 

@@ -226,6 +226,11 @@ class Scheduler:
                 f"a checkpoint is continued by as many workers and servers, and {str(checkpoint)!r} is of {len(clocks)} and {servers}; "
                 f"got {self.program.workers} and {len(self.actors.servers)}. Pass these numbers, or another folder."
             )
+        if max(clocks) > self.settings.steps:
+            raise AutoshardError(
+                f"a training continues up to steps={self.settings.steps}, and {str(checkpoint)!r} is after {max(clocks)}. Pass more steps, "
+                "or another folder."
+            )
         if self.settings.mode == "synchronous" and len(set(clocks)) > 1:
             raise AutoshardError(
                 f"synchronous workers continue from one step, and in {str(checkpoint)!r} they are at {clocks}. Pass mode='asynchronous', "
