@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -26,15 +26,15 @@ def write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     os.replace(partial, path)
 
 
-def read(path: Path) -> dict[str, np.ndarray]:
+def read(path: Path, names: Iterable[str] = ()) -> dict[str, np.ndarray]:
     """The arrays of a file by name; no file can make it run code.
 
     Raises:
-        AutoshardError: the file is missing or damaged.
+        AutoshardError: the file is missing or damaged, or lacks one of the names.
     """
     try:
         with np.load(path, allow_pickle=False) as file:
-            return dict(file)
+            return {name: file[name] for name in dict.fromkeys([*file.files, *names])}
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
         raise AutoshardError(
             f"training continues from the files of a checkpoint, and {str(path)!r} cannot be read: {error}. Remove {path.parent.name!r}, "
@@ -76,7 +76,7 @@ def rows(checkpoint_folder: str | os.PathLike[str], table: str, ids: np.ndarray)
     found = complete(Path(checkpoint_folder))
     if not found:
         raise AutoshardError(f"rows are read from a complete checkpoint, and {str(checkpoint_folder)!r} has none. Pass train's folder.")
-    servers = int(read(scheduler_file(found[-1]))["servers"])
+    servers = int(read(scheduler_file(found[-1]), ("servers",))["servers"])
     flat = np.asarray(ids).reshape(-1)
     parts = []
     for server in range(servers):

@@ -147,11 +147,13 @@ class Scheduler:
     def _get(self, references: list[Any]) -> list[Any]:
         """The values of references, in time."""
         self._wait(references, len(references))
+        return [self._value(each) for each in references]
+
+    def _value(self, reference: Any) -> Any:
         try:
-            return self.ray.get(references)
+            return self.ray.get(reference)
         except self.ray.exceptions.RayError as error:
-            self._raise(error, ", ".join(sorted({self.pending[each] for each in references if each in self.pending})))
-            raise
+            raise self._explained(error, self.pending.get(reference, "a call")) from error
 
     def _wait(self, references: list[Any], count: int) -> list[Any]:
         if not references:
@@ -161,25 +163,25 @@ class Scheduler:
         if len(ready) < count:
             names = ", ".join(sorted({self.pending.get(each, "a call") for each in waiting}))
             raise AutoshardError(
-                f"a step ends within timeout_seconds={seconds:g}, compilation included, and these have not: {names}. Pass a longer "
-                "time, or look for what they wait for in Ray's logs of the workers."
+                f"a step, or whatever else servers and workers are asked, ends within timeout_seconds={seconds:g}, compilation included, "
+                f"and these have not: {names}. Pass a longer time, or look for what they wait for in Ray's logs."
             )
         return ready
 
-    def _raise(self, error: Exception, what: str) -> None:
-        """Raises `_Lost` where an error is due to a process that was lost, else AutoshardError with what failed."""
+    def _explained(self, error: Exception, what: str) -> Exception:
+        """`_Lost` where an error is due to a process that was lost, else an AutoshardError with what failed."""
         losses = (self.ray.exceptions.RayActorError, self.ray.exceptions.ObjectLostError, self.ray.exceptions.NodeDiedError, ServerLost)
         cause: Any = error
         while getattr(cause, "cause", None) is not None and not isinstance(cause, losses):
             cause = cause.cause
         if isinstance(cause, losses):
-            raise _Lost(_last_line(cause)) from error
+            return _Lost(_last_line(cause))
         if isinstance(cause, AutoshardError):
-            raise AutoshardError(str(cause)) from error
-        raise AutoshardError(
+            return AutoshardError(str(cause))
+        return AutoshardError(
             f"gradients_fn, batches and the other functions of a training run without errors in its processes, and {what} ended with "
             f"{type(cause).__name__}: {cause} Its traceback is above; correct it."
-        ) from error
+        )
 
     # -- losses, and checkpoints -------------------------------------------------------------------------------------------
 
@@ -219,7 +221,7 @@ class Scheduler:
         self._get(self._ask("the start of a worker", [each.forget.remote() for each in self.actors.workers]))
 
     def _take(self, checkpoint: Path) -> None:
-        saved = checkpoints.read(checkpoints.scheduler_file(checkpoint))
+        saved = checkpoints.read(checkpoints.scheduler_file(checkpoint), ("clocks", "updates", "servers", "losses"))
         clocks, servers = saved["clocks"].tolist(), int(saved["servers"])
         if (len(clocks), servers) != (self.program.workers, len(self.actors.servers)):
             raise AutoshardError(

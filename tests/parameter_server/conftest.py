@@ -1,6 +1,7 @@
 """One Ray for all tests of the parameter server that need it, with few resources, sending no statistics, and gone after them."""
 
 import os
+import warnings
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,9 @@ def descendants() -> dict[int, str]:
 def ray():
     import ray
 
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 2**20)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)  # as in training.py
+        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 2**20)
     started = descendants()
     yield ray
     ray.shutdown()

@@ -135,6 +135,9 @@ def test_complete_checkpoints_are_those_whose_last_file_is_there(tmp_path):
     for wrong in (10, -1):
         with pytest.raises(AutoshardError, match="ids count the rows"):
             checkpoints.rows(tmp_path, "t", np.array([0, wrong]))
+    checkpoints.write(checkpoints.scheduler_file(checkpoints.folder_of(tmp_path, 20)), {"other": np.array(1)})
+    with pytest.raises(AutoshardError, match=r"cannot be read: .*servers"):
+        checkpoints.rows(tmp_path, "t", np.array([0]))
     with pytest.raises(AutoshardError, match="has none"):
         checkpoints.rows(tmp_path / "nowhere", "t", np.array([0]))
 
