@@ -260,9 +260,7 @@ def dies(worker, workers, step):
     ("change", "match"),
     [
         ({"batches": raises}, r"and step 3 of worker 1 ended with ValueError: no such file"),
-        pytest.param(
-            {"batches": hangs, "timeout_seconds": 20}, r"timeout_seconds=20.*not: .*step 2 of worker 1", marks=pytest.mark.slow
-        ),
+        pytest.param({"batches": hangs, "timeout_seconds": 20}, r"timeout_seconds=20.*not: .*step 2 of worker 1", marks=pytest.mark.slow),
         pytest.param({"batches": dies, "max_restarts": 0}, r"max_restarts=0 times, and worker \d is lost for good", marks=pytest.mark.slow),
         pytest.param({"gradients_fn": lambda p, b: (loss(p, b), p["a"])}, r"structured as what they are for", marks=pytest.mark.slow),
     ],
