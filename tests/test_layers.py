@@ -67,6 +67,7 @@ DELAYED = (
     ("cluster/cluster.py", "jax", "Cluster.local is its only use; describing a cluster must not need or start JAX"),
     ("trace/modules.py", "flax", "functions without NNX modules must not pay for loading Flax"),
     ("data/sources.py", "grain", "the `data` extra"),
+    ("data/sources.py", "absl", "comes with Grain"),
     ("demo/gpt.py", "pydoc_data.topics", "takes a while to load, and only training reads it"),
     ("demo/lenet.py", "sklearn.datasets", "scikit-learn is the `demo` extra"),
     ("cli/*.py", "*", "virtual devices are asked for, and bad options are refused, before a subcommand loads what it works with"),

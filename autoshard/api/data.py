@@ -28,6 +28,7 @@ from autoshard.data import (
     State,
     Told,
     grain_kind,
+    has_gaps,
     is_random_access,
     through_grain,
     tuned,
@@ -71,10 +72,13 @@ def source_of(loader: Any, matching: Matching, wraps: bool, autotune: bool, pref
     if by_position:
         if not len(loader):
             raise StrategyError("a loader has batches or examples, and this one is empty. Pass what has some.")
-        if (fed := matching.example(loader[0])) is not None:
+        example = loader[0]
+        if example is None:
+            raise has_gaps()
+        if (fed := matching.example(example)) is not None:
             return Examples(loader, fed.shard, wraps, through)
     if not hasattr(loader, "__iter__"):
-        matching.batch(loader[0])  # says what is wrong with it
+        matching.batch(example)  # says what is wrong with it
     return Batched(through(loader) if autotune and through else loader)
 
 

@@ -136,6 +136,8 @@ class Matching:
         runs = [tuple(range(stop - length, stop)) for length in range(2, n + 1) for stop in range(n, length - 1, -1)]
         self._candidates = (ones, *([run] for run in runs)) if argnums is None else ([self._positions(argnums)],)
         self._fed: dict[tuple[int, ...], Fed] = {}
+        if argnums is not None:
+            self.fed(argnums)
         self._trees: dict[int, Any] = {}  # how the loader's batches are structured, by argument
 
     @property
@@ -254,6 +256,6 @@ class Matching:
         )
         return StrategyError(
             f"a batch is an argument of {self._record.program.name!r}, or a tuple of several that follow each other, with any number of "
-            f"rows; got {jax.tree.structure(tree)!s:.200} of shapes {got}. The arguments are {arguments}. Yield batches so, or examples "
-            "from what has a length."
+            f"rows; got {jax.tree.structure(tree)!s:.200} of shapes {got}. The arguments are {arguments}. Yield batches so, or pass "
+            "examples, as list(zip(xs, ys)) has them."
         )

@@ -3,7 +3,7 @@
 from autoshard.data.exchange import ENDED, FAILED, HAS, WRAPS, Exchange, Told
 from autoshard.data.prefetch import Ahead
 from autoshard.data.shard import DataShard, local_index, shard_of
-from autoshard.data.sources import Batched, Examples, Source, State, grain_kind, is_random_access, through_grain, tuned
+from autoshard.data.sources import Batched, Examples, Source, State, grain_kind, has_gaps, is_random_access, through_grain, tuned
 
 __all__ = [
     "ENDED",
@@ -19,6 +19,7 @@ __all__ = [
     "State",
     "Told",
     "grain_kind",
+    "has_gaps",
     "is_random_access",
     "local_index",
     "shard_of",

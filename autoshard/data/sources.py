@@ -41,8 +41,8 @@ class Source(Protocol):
 
 
 def is_random_access(loader: Any) -> bool:
-    """Whether the elements are found by position: an array is one thing, and a mapping is one batch."""
-    return hasattr(loader, "__len__") and hasattr(loader, "__getitem__") and not hasattr(loader, "keys") and not hasattr(loader, "shape")
+    """Whether elements are found by position; a mapping's are by key."""
+    return hasattr(loader, "__len__") and hasattr(loader, "__getitem__") and not hasattr(loader, "keys")
 
 
 def grain_kind(loader: Any) -> str:
@@ -95,13 +95,13 @@ class Batched:
 
     def first(self) -> Any:
         """The first batch, read once more; None where that cannot be."""
-        again = iter(self._loader) if self._first is None else self._loader
-        if again is self._loader:
-            return self._first
-        try:
-            return next(again, None)
-        finally:
-            self._close(again)
+        if self._first is None and self._iterator is not self._loader:
+            again = iter(self._loader)
+            try:
+                self._first = next(again, None)
+            finally:
+                self._close(again)
+        return self._first
 
     def _close(self, iterator: Any) -> None:
         """Ends what an iterator that was made here has running, as Grain's has processes."""
@@ -193,12 +193,17 @@ def stacked(examples: Sequence[Any]) -> Any:
     {'x': [array([1, 3]), array([2, 4])], 'y': array([0, 1])}
     """
     if any(example is None for example in examples):
-        raise AutoshardError(
-            "examples are read by position, and some are None, as in a filtered Grain dataset, whose positions have gaps. Filter before "
-            "the source, or pass batches: dataset[shard.shard_id :: shard.num_shards].filter(...).to_iter_dataset().batch(shard.n_rows)."
-        )
+        raise has_gaps()
     leaves, trees = zip(*map(jax.tree.flatten, examples), strict=True)
     return trees[0].unflatten([np.stack([np.asarray(x) for x in column]) for column in zip(*leaves, strict=True)])
+
+
+def has_gaps() -> AutoshardError:
+    """That positions are not those of examples."""
+    return AutoshardError(
+        "examples are read by position, and some are None, as in a filtered Grain dataset, whose positions have gaps. Pass batches, as in "
+        "dataset[shard.shard_id :: shard.num_shards].filter(...).to_iter_dataset().batch(shard.n_rows)."
+    )
 
 
 # -- Grain --------------------------------------------------------------------------------------------------------------------
@@ -222,6 +227,7 @@ def tuned(n_processes_here: int) -> Callable[[Any], Iterable[Any]]:
         n_processes_here: processes of the program on this machine, which share it.
     """
     grain = _grain()
+    from absl import flags
 
     def read(batches: Any) -> Iterable[Any]:
         is_iterable = grain_kind(batches) == "IterDataset"
@@ -229,6 +235,8 @@ def tuned(n_processes_here: int) -> Callable[[Any], Iterable[Any]]:
         plain = source if is_iterable else source.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=1))
         workers = max((os.cpu_count() or 1) // n_processes_here, 1)
         memory_mb = int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * MEMORY_SHARE / n_processes_here / 2**20)
+        if not flags.FLAGS.is_parsed():  # Grain 0.2.18's workers read one, absl program or not: google/grain#1355
+            flags.FLAGS.mark_as_parsed()
         found = grain.experimental.pick_performance_config(
             plain, ram_budget_mb=memory_mb // workers, max_workers=workers, max_buffer_size=MOST_BUFFERED, samples_to_check=SAMPLES
         )

@@ -124,7 +124,8 @@ def test_every_source_gives_the_same_batches(strategy, source, prefetch):
 def test_several_arguments_in_a_tuple_or_list(of_two):
     """As the loader yields them, told by structure and shapes, or by position; also where another dimension than rows is split."""
     pairs = [(ROWS[:16], LABELS[:16]), [ROWS[16:32], LABELS[16:32]]]
-    for found in (of_two.data(pairs), of_two.data(list(zip(ROWS, LABELS, strict=True)), at_end="drop"), of_two.data(pairs, argnums=(1, -1))):
+    examples = list(zip(ROWS, LABELS, strict=True))
+    for found in (of_two.data(pairs), of_two.data(examples, at_end="drop"), of_two.data(pairs, argnums=(1, -1))):
         for (x, y), expected in zip(found, pairs, strict=True):
             np.testing.assert_array_equal(x, expected[0])
             assert y.sharding == of_two.shardings(2) and x.sharding.spec == P("a", "b")
@@ -171,7 +172,7 @@ def test_a_state_may_be_set_at_any_time_but_for_iterators(strategy):
     once = strategy.data(batches())
     next(once)
     once.set_state(state)
-    with pytest.raises(AutoshardError, match="read once.*Pass what makes it"):
+    with pytest.raises(AutoshardError, match=r"read once.*Pass what makes it"):
         next(once)
     with pytest.raises(AutoshardError, match="neither"):
         other = strategy.data(batches())
@@ -220,10 +221,9 @@ def test_no_thread_is_left(strategy):
         break
     gc.collect()
     assert wait_until(lambda: not readers())
-    with pytest.raises(KeyboardInterrupt):
-        with strategy.data(endless([])) as found:
-            for _ in found:
-                raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt), strategy.data(endless([])) as found:
+        for _ in found:
+            raise KeyboardInterrupt
     assert wait_until(lambda: not readers())
 
     def failing():
