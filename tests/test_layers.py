@@ -37,7 +37,7 @@ LAYERS = (
     ("mesh_search",),
     ("strategy",),
     ("lower", "library"),
-    ("verify", "probe", "distributed"),  # hands Shardy the program as `lower` rebuilds it; measures on meshes as `lower` makes them
+    ("verify", "probe", "distributed", "data"),  # hands Shardy the program as `lower` rebuilds it; measures on meshes as `lower` makes them
     ("collectives", "api", "parameter_server"),
     ("__init__",),  # the public names
     ("demo",),
@@ -47,7 +47,7 @@ LAYERS = (
 
 # The only folders in which JAX and what stands on it may be imported.
 JAX = ("jax", "jaxlib", "flax", "optax")
-KNOWS_JAX = ("rules", "trace", "lower", "verify", "probe", "distributed", "collectives", "api", "parameter_server", "demo", "cli")
+KNOWS_JAX = ("rules", "trace", "lower", "verify", "probe", "distributed", "data", "collectives", "api", "parameter_server", "demo", "cli")
 
 # The only rooms that know one compiler or device from another.
 KNOWS_TARGETS = ("compilers/", "verify/", "cluster/catalogue.py")
@@ -67,6 +67,8 @@ NAMES_A_TARGET = {
 DELAYED = (
     ("cluster/cluster.py", "jax", "Cluster.local is its only use; describing a cluster must not need or start JAX"),
     ("trace/modules.py", "flax", "functions without NNX modules must not pay for loading Flax"),
+    ("data/sources.py", "grain", "the `data` extra"),
+    ("data/sources.py", "absl", "comes with Grain"),
     ("demo/gpt.py", "pydoc_data.topics", "takes a while to load, and only training reads it"),
     ("demo/lenet.py", "sklearn.datasets", "scikit-learn is the `demo` extra"),
     ("parameter_server/*.py", "ray", "Ray is the `ray` extra"),

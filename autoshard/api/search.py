@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autoshard.api.agreement import agreed
+from autoshard.api.agreement import agreed, finalists_of_process_0
 from autoshard.api.collecting import rarely_collecting
 from autoshard.api.confirm import Confirm, confirm_of, confirmed, noted
 from autoshard.api.finalists import Board
@@ -95,8 +95,9 @@ def search(
             finalists are confirmed it always does.
         confirm: ``"compiler"`` compiles the best distinct strategies, three unless a `Confirm` says otherwise, for the cluster, ahead of
             time and without devices, and takes the fastest of those that fit: by the TPU compiler's schedule where they are close (a minute
-            each), else by the prediction corrected by compiled collectives and FLOPs. ``"devices"`` runs them on this process's devices,
-            on zeros. What was found is in ``strategy.confirmation``; where nothing could be confirmed, ``strategy.notes`` say why.
+            each), else by the prediction corrected by compiled collectives and FLOPs. ``"devices"`` runs them on the program's devices,
+            on zeros; several processes do so together. What was found is in ``strategy.confirmation``; where nothing could be confirmed,
+            ``strategy.notes`` say why.
             None: the prediction decides.
 
     Raises:
@@ -134,18 +135,23 @@ def search(
         strategies = [prepared.strategy(problem.mesh, replace(solution, stats=stats), chosen)]
         if how is None:
             return strategies[0]
-        if solution.stats.get("ended_early") and (given is None or searching < given):
-            return noted(strategies[0], "not confirmed: the search was interrupted")
         for other in solution.others:
             strategies.append(prepared.strategy(other.assignment.mesh, replace(other, stats=stats), chosen))
+        finders = [each.finder or chosen.name for each in (solution, *solution.others)]
+        is_over = bool(solution.stats.get("ended_early")) and (given is None or searching < given)
+        if how.by == "devices":
+            strategies, finders, is_over = finalists_of_process_0(strategies, finders, is_over)
+        if is_over:
+            return noted(strategies[0], "not confirmed: the search was interrupted")
         board = Board(
             strategies,
-            finders=[each.finder or chosen.name for each in (solution, *solution.others)],
+            finders=finders,
             fn=fn,
             args=args,
             memory_limit_bytes=memory_limit_bytes,
             until=None if limit_seconds is None else started + limit_seconds,
             progress=part(callback, SEARCHING, 1 - SEARCHING),
+            together=how.by == "devices",
         )
         return confirmed(board, how)
 
