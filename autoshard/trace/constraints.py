@@ -13,8 +13,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from autoshard.ir import Op
 
-# JAX 0.10's errors for a bare PartitionSpec or a shard_map without a mesh, and for an axis that the mesh lacks.
-_NO_MESH = ("requires a non-empty mesh in context", "context mesh cannot be empty")
+# JAX 0.10's errors for a bare PartitionSpec or a shard_map without a mesh, and Flax 0.12's for a variable that is made with metadata;
+# JAX's for an axis that the mesh lacks.
+_NO_MESH = ("requires a non-empty mesh in context", "context mesh cannot be empty", "auto mesh context or metadata is required")
 _NO_AXIS = re.compile(r"Resource axis: (?P<axis>.+?) of .* is not found in mesh", re.DOTALL)
 
 _EMPTY = AbstractMesh((), ())
@@ -61,15 +62,18 @@ def _outside(types: Sequence[AxisType], keep_auto: bool) -> AbstractContextManag
     return jax.sharding.use_abstract_mesh(_EMPTY)
 
 
-def with_axes(traced: Callable[[], Any], axis_names: Sequence[str]) -> Any:
-    """The result of ``traced()``, under an abstract mesh where it constrains to axes without one.
+def with_axes(traced: Callable[[], Any], axis_names: Sequence[str], always: bool = False) -> Any:
+    """The result of ``traced()``, under an abstract mesh where it constrains to axes without one, or ``always``.
 
     That is the mesh of `jax.set_mesh`, with Auto axes for Explicit ones; without such a mesh, a placeholder of one device, whose axes are
     ``axis_names`` and those that JAX's errors name.
     """
-    users = _in_force()
+    users = mesh_in_force()
     axes: list[str] | None = None
     mesh: AbstractMesh | None = None
+    if always and AxisType.Manual not in users.axis_types:
+        axes = None if users.axis_names else list(dict.fromkeys(axis_names)) or ["unnamed"]
+        mesh = _with_auto(users) if axes is None else _placeholder(axes)
     while True:
         try:
             with outside_mesh(keep_auto=True) if mesh is None else jax.sharding.use_abstract_mesh(mesh):
@@ -78,7 +82,7 @@ def with_axes(traced: Callable[[], Any], axis_names: Sequence[str]) -> Any:
             missing = _NO_AXIS.search(str(error))
             if mesh is None and any(text in str(error) for text in _NO_MESH):
                 if users.axis_names:
-                    mesh = users.update(axis_types=(AxisType.Auto,) * len(users.axis_names))
+                    mesh = _with_auto(users)
                     continue
                 axes = list(dict.fromkeys(axis_names)) or ["unnamed"]
             elif axes is not None and missing and missing["axis"] not in axes:
@@ -88,12 +92,16 @@ def with_axes(traced: Callable[[], Any], axis_names: Sequence[str]) -> Any:
             mesh = _placeholder(axes)
 
 
-def _in_force() -> AbstractMesh:
+def mesh_in_force() -> AbstractMesh:
     """The mesh of `jax.set_mesh`, also within `outside_mesh`; the empty mesh where there is none."""
     abstract = jax.sharding.get_abstract_mesh()
     with suppress(ValueError):  # which JAX raises inside `jax.jit`
         return abstract if abstract.axis_names else jax.sharding.get_mesh().abstract_mesh
     return abstract
+
+
+def _with_auto(mesh: AbstractMesh) -> AbstractMesh:
+    return mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
 def _placeholder(axes: Sequence[str]) -> AbstractMesh:
