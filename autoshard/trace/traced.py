@@ -24,11 +24,6 @@ from autoshard.trace.origin import error_place
 from autoshard.trace.simplify import simplified
 from autoshard.trace.statics import Held, Statics, held, held_modules, released
 
-UNAPPLIED = (
-    "Flax's sharding constraints inside the function are left out, as by jax.jit without a mesh, since a shard_map inside has its own: "
-    "search under jax.set_mesh of that mesh to keep them."
-)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Traced:
@@ -181,15 +176,18 @@ def trace(
 
 
 def _with_flax(traced: Callable[[], Any], axis_names: Sequence[str], of_flax: Sequence[str] | None) -> tuple[Any, tuple[str, ...]]:
-    """The result of ``traced()`` with constraints applied, those of Flax to the axes ``of_flax`` too; and what could not be, in words."""
+    """The result of ``traced()`` with constraints applied, those of Flax to the axes ``of_flax`` too; and why these are not, in words.
+
+    Some programs can be traced only without a mesh, where Flax leaves its constraints out: a `shard_map` inside has its own, and
+    `nn.DenseGeneral` (Flax 0.12) applies the names of its kernel to one of another rank.
+    """
     if of_flax is None:
         return with_axes(traced, axis_names), ()
     try:
         return with_axes(traced, (*axis_names, *of_flax), always=True), ()
-    except ValueError as error:
-        if "should match the mesh passed to shard_map" not in str(error):
-            raise
-    return with_axes(traced, axis_names), (UNAPPLIED,)
+    except Exception as error:
+        found = with_axes(traced, axis_names)
+        return found, (f"Flax's sharding constraints inside the function are left out, as by jax.jit without a mesh: {_reason(error)}",)
 
 
 def _with_released(fn: Callable) -> Callable:
