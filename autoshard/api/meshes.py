@@ -39,26 +39,37 @@ def meshes_of(cluster: Cluster, pins: UserPins, given: Mesh | None, max_axes: in
         ShardingError: an axis of a pin is misspelt, or two of the pins, the program and ``given`` are on different meshes.
         ClusterError: a mesh does not cover the cluster.
     """
-    of_arguments, of_program = list(_of_arguments(pins)), list(_of_program(pins.graph))
-    _check_alike([*of_arguments, *of_program], given)
+    check_meshes(pins, given)
     if given is not None:
         return placed(cluster, [given], renamed=False), False
-    if of_arguments:
-        fixed = Mesh(of_arguments[0].mesh)
-        if fixed.size != cluster.n_devices:
-            raise ShardingError(
-                f"pins='arguments' keeps shardings on the arguments' own mesh, which covers the cluster: {of_arguments[0].what} is on "
-                f"{fixed}, of {fixed.size} devices, and {cluster} has {cluster.n_devices}. Search for a cluster of {fixed.size}."
-            )
-        return placed(cluster, [fixed], renamed=False), False
-    if of_program:
-        mesh = Mesh(of_program[0].mesh)
+    if next(_of_arguments(pins), None) is not None:
+        return placed(cluster, [fixed_mesh(cluster, pins)], renamed=False), False
+    if (fixed := next(_of_program(pins.graph), None)) is not None:
+        mesh = Mesh(fixed.mesh)
         cluster.check(mesh)
         return (mesh,), False
     names = pins.axes
     _check_spelling(names)
     found = candidate_meshes(cluster.n_devices, names, max_axes)
     return placed(cluster, found, renamed=not names), not names
+
+
+def fixed_mesh(cluster: Cluster, pins: UserPins) -> Mesh:
+    """The mesh on which arguments are that keep their shardings.
+
+    Raises:
+        ShardingError: none is, or it does not cover the cluster.
+    """
+    first = next(_of_arguments(pins), None)
+    if first is None:
+        raise ShardingError("shardings are on a mesh, and no argument that is sharded has one. Give the sizes of its axes: mesh=.")
+    mesh = Mesh(first.mesh)
+    if mesh.size != cluster.n_devices:
+        raise ShardingError(
+            f"the mesh on which arguments are covers the cluster: {first.what} is on {mesh}, of {mesh.size} devices, and {cluster} has "
+            f"{cluster.n_devices}. Search for a cluster of {mesh.size}."
+        )
+    return mesh
 
 
 def _of_arguments(pins: UserPins) -> Iterator[_Fixed]:
@@ -76,9 +87,10 @@ def _of_program(graph: Graph) -> Iterator[_Fixed]:
             yield _Fixed(tuple(mesh.items()), frozenset(axes_of(spec)), place.what)
 
 
-def _check_alike(fixed: Sequence[_Fixed], given: Mesh | None) -> None:
+def check_meshes(pins: UserPins, given: Mesh | None) -> None:
     """Raises `ShardingError` where two specs name axes of different meshes; of the mesh in force they only name axes, if one is given."""
     in_force = tuple(mesh_in_force().shape.items())
+    fixed = [*_of_arguments(pins), *_of_program(pins.graph)]
     named = [one for one in fixed if one.axes and (given is None or one.mesh != in_force)]
     if given is not None:
         sizes = dict(given.axes)

@@ -19,11 +19,11 @@ from autoshard.api.agreement import agreed
 from autoshard.api.collecting import rarely_collecting
 from autoshard.api.confirm import Confirm, confirm_of, confirmed, noted
 from autoshard.api.finalists import Board
-from autoshard.api.meshes import MOST_AXES, given_mesh, meshes_of, most_axes
+from autoshard.api.meshes import MOST_AXES, check_meshes, fixed_mesh, given_mesh, meshes_of, most_axes
 from autoshard.api.notes import lowered_otherwise, whole, without_rules
 from autoshard.api.step import Sharded, plain, several
 from autoshard.api.strategy import Strategy, record_of
-from autoshard.api.user_pins import Asked, Pins, UserPins, user_pins, with_batch
+from autoshard.api.user_pins import ARGUMENTS, Asked, Pins, UserPins, user_pins, with_batch
 from autoshard.budgets import BUDGETS
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
@@ -268,7 +268,7 @@ def evaluate(
     fn: Callable,
     *args: Any,
     cluster: Cluster | str | Path | None = None,
-    mesh: Mapping[str, int] | jax.sharding.Mesh,
+    mesh: Mapping[str, int] | jax.sharding.Mesh | None = None,
     in_specs: Any,
     donate_argnums: int | Sequence[int] = (),
 ) -> Strategy:
@@ -276,20 +276,27 @@ def evaluate(
 
     Args:
         fn, args, cluster, donate_argnums: as for `search`.
-        mesh: axis sizes by name, outermost first.
+        mesh: axis sizes by name, outermost first; None: that of the arguments, where ``in_specs`` are theirs.
         in_specs: a tuple with one entry an argument: a pytree of `PartitionSpec` like the argument, or one for all its leaves. Or a mapping
-            of argument paths and patterns to specs, as pins are; what it does not mention is replicated.
+            of argument paths and patterns to specs, as pins are, or ``"arguments"`` for those that the arguments have; what these do not
+            mention is replicated.
 
     Raises:
         ShardingError: a spec does not fit its argument or the mesh.
     """
     cluster = _cluster(cluster)
-    given = given_mesh(mesh)
-    cluster.check(given)
-    traced, facts, seconds = _traced(fn, args, donate_argnums, given.names, cluster)
+    of_arguments = isinstance(in_specs, str) and in_specs == ARGUMENTS
+    given = None if mesh is None and of_arguments else given_mesh(mesh)
+    if given is not None:
+        cluster.check(given)
+    traced, facts, seconds = _traced(fn, args, donate_argnums, given.names if given else (), cluster)
     graph = traced.graph
+    pins = user_pins(Asked(arguments=of_arguments), graph, _annotations(fn, args, traced) if of_arguments else [])
+    check_meshes(pins, given)
+    given = given or fixed_mesh(cluster, pins)
     layouts = {}
-    for value, path, spec in zip(graph.arguments, graph.argument_paths, _flat_specs(traced, args, in_specs), strict=True):
+    specs = pins.specs if of_arguments else _flat_specs(traced, args, in_specs)
+    for value, path, spec in zip(graph.arguments, graph.argument_paths, specs, strict=True):
         layout = spec_to_layout(tuple(spec), given, graph.values[value].rank, path)
         check_divides(layout, graph.values[value].shape, given, path)
         layouts[value] = layout
@@ -306,7 +313,7 @@ def evaluate(
     judgement, placing = min(solutions, key=lambda found: found[0].cost.makespan_seconds)
     solution = Solution(judgement, 0.0, {**seconds, "search_seconds": time.perf_counter() - started})
     solution = _recomputing(facts, CostModel(cluster, placing), solution)
-    notes = [*without_rules(facts), *whole(facts, solution.assignment)]
+    notes = [*without_rules(facts), *whole(facts, solution.assignment), *pins.notes]
     return Strategy(record_of(traced, cluster, placing, solution, _Given(), notes), traced)
 
 

@@ -20,6 +20,7 @@ from autoshard.problem import Pin
 from autoshard.trace import Annotation, axes_of, constraint_spec
 
 ARGUMENTS = "arguments"
+_OPEN = PartitionSpec.UNCONSTRAINED
 
 Specs = Mapping[str, PartitionSpec]
 Pins = Specs | str | Sequence[Specs | str]
@@ -128,6 +129,12 @@ class UserPins:
         of_arguments = (axis for found in self.kept.values() for axis in found.axes)
         of_constraints = (axis for _, spec, mesh in constraints(self.graph) if mesh is None for axis in axes_of(spec))
         return tuple(dict.fromkeys((*self.asked.axes, *of_arguments, *of_constraints)))
+
+    @property
+    def specs(self) -> list[PartitionSpec]:
+        """The spec of each argument that is given or kept; of others one that shards nothing."""
+        kept = {at: PartitionSpec(*(None if entry is _OPEN else entry for entry in found.spec or ())) for at, found in self.kept.items()}
+        return [self.given.get(at, kept.get(at, PartitionSpec())) for at in range(len(self.graph.arguments))]
 
     def on(self, mesh: Mesh) -> dict[int, Pin]:
         """The pins by value number on a mesh.
@@ -280,7 +287,7 @@ def _check_logical(kept: Annotation, mesh: Mesh, path: str) -> None:
 
 
 def _pin(spec: tuple, mesh: Mesh, shape: tuple[int, ...], what: str) -> Pin:
-    open_dims = frozenset(dim for dim, entry in enumerate(spec) if entry is PartitionSpec.UNCONSTRAINED)
+    open_dims = frozenset(dim for dim, entry in enumerate(spec) if entry is _OPEN)
     layout = spec_to_layout([None if dim in open_dims else entry for dim, entry in enumerate(spec)], mesh, len(shape), what)
     check_divides(layout, shape, mesh, what)
     return tuple(frozenset((dim,)) if dim >= 0 or not open_dims else open_dims | {-1} for dim in layout)

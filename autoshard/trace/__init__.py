@@ -1,7 +1,7 @@
 """Tracing of functions to graphs, and the numbering of equations that the lowering shares."""
 
 from autoshard.trace.annotations import Annotation, annotations_of, axes_of
-from autoshard.trace.constraints import constraint_spec, mesh_in_force, outside_mesh
+from autoshard.trace.constraints import constraint_spec, mesh_in_force, outside_mesh, with_axes
 from autoshard.trace.modules import SplitModules
 from autoshard.trace.statics import Held, Static, held, is_static
 from autoshard.trace.structure import subjaxprs
@@ -23,4 +23,5 @@ __all__ = [
     "outside_mesh",
     "subjaxprs",
     "trace",
+    "with_axes",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -62,18 +62,18 @@ def _outside(types: Sequence[AxisType], keep_auto: bool) -> AbstractContextManag
     return jax.sharding.use_abstract_mesh(_EMPTY)
 
 
-def with_axes(traced: Callable[[], Any], axis_names: Sequence[str], always: bool = False) -> Any:
+def with_axes(traced: Callable[[], Any], axes: Mapping[str, int], always: bool = False) -> Any:
     """The result of ``traced()``, under an abstract mesh where it constrains to axes without one, or ``always``.
 
-    That is the mesh of `jax.set_mesh`, with Auto axes for Explicit ones; without such a mesh, a placeholder of one device, whose axes are
-    ``axis_names`` and those that JAX's errors name.
+    That is the mesh of `jax.set_mesh`, with Auto axes for Explicit ones; without such a mesh, one of ``axes`` and those that JAX's errors name,
+    of size one. A mesh of one device is a placeholder.
     """
     users = mesh_in_force()
-    axes: list[str] | None = None
+    found: dict[str, int] | None = None
     mesh: AbstractMesh | None = None
     if always and AxisType.Manual not in users.axis_types:
-        axes = None if users.axis_names else list(dict.fromkeys(axis_names)) or ["unnamed"]
-        mesh = _with_auto(users) if axes is None else _placeholder(axes)
+        found = None if users.axis_names else dict(axes) or {"unnamed": 1}
+        mesh = _with_auto(users) if found is None else _auto_mesh(found)
     while True:
         try:
             with outside_mesh(keep_auto=True) if mesh is None else jax.sharding.use_abstract_mesh(mesh):
@@ -84,12 +84,12 @@ def with_axes(traced: Callable[[], Any], axis_names: Sequence[str], always: bool
                 if users.axis_names:
                     mesh = _with_auto(users)
                     continue
-                axes = list(dict.fromkeys(axis_names)) or ["unnamed"]
-            elif axes is not None and missing and missing["axis"] not in axes:
-                axes.append(missing["axis"])
+                found = dict(axes) or {"unnamed": 1}
+            elif found is not None and missing and missing["axis"] not in found:
+                found[missing["axis"]] = 1
             else:
                 raise
-            mesh = _placeholder(axes)
+            mesh = _auto_mesh(found)
 
 
 def mesh_in_force() -> AbstractMesh:
@@ -104,5 +104,5 @@ def _with_auto(mesh: AbstractMesh) -> AbstractMesh:
     return mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
-def _placeholder(axes: Sequence[str]) -> AbstractMesh:
-    return AbstractMesh((1,) * len(axes), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+def _auto_mesh(axes: Mapping[str, int]) -> AbstractMesh:
+    return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))

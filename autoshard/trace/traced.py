@@ -182,11 +182,11 @@ def _with_flax(traced: Callable[[], Any], axis_names: Sequence[str], of_flax: Se
     `nn.DenseGeneral` (Flax 0.12) applies the names of its kernel to one of another rank.
     """
     if of_flax is None:
-        return with_axes(traced, axis_names), ()
+        return with_axes(traced, dict.fromkeys(axis_names, 1)), ()
     try:
-        return with_axes(traced, (*axis_names, *of_flax), always=True), ()
+        return with_axes(traced, dict.fromkeys((*axis_names, *of_flax), 1), always=True), ()
     except Exception as error:
-        found = with_axes(traced, axis_names)
+        found = with_axes(traced, dict.fromkeys(axis_names, 1))
         return found, (f"Flax's sharding constraints inside the function are left out, as by jax.jit without a mesh: {_reason(error)}",)
 
 

@@ -263,13 +263,12 @@ def test_metadata_against_an_array_is_refused():
     assert specs(settled)["state.params['up']['kernel'].value"] == P("data", None)
 
 
-def test_linen_logical_axes_follow_their_rules(tmp_path):
+def test_linen_logical_axes_follow_their_rules():
     """Of parameters, optimizer state and activations; also once the rules are not in force any more."""
     state, x = linen_state(Block(), jnp.ones((8, 4, 32))), array(8, 4, 32)
     wanted = jax.jit(linen_step)(state, x, x)
     with nn.logical_axis_rules(RULES):
         strategy = search(linen_step, state, x, x, pins="arguments", batch_axes="data", mesh=MESH)
-        assert set(search(linen_step, state, x, x, searcher="fully_sharded").mesh_shape) == {"data", "model"}
     layouts = {"q": P(None, "model"), "out": P("model"), "up": P(None, "model"), "down": P("model")}
     layouts = {
         f"state.{tree}['{name}']['kernel'].value": spec for tree in ("params", "opt_state[0].trace") for name, spec in layouts.items()
@@ -279,9 +278,6 @@ def test_linen_logical_axes_follow_their_rules(tmp_path):
     assert P("data", None, "model") in inside and P(None, "model") in inside
     check(strategy, linen_step, (state, x, x), wanted, layouts)
     assert specs(strategy)["x"][0] == "data"
-    strategy.save(tmp_path / "s.json")
-    with nn.logical_axis_rules(RULES):
-        check(autoshard.load(tmp_path / "s.json"), linen_step, (state, x, x), wanted, layouts)
 
 
 def test_logical_axes_without_rules_are_named():
@@ -334,6 +330,56 @@ def test_inherited_metadata_of_another_shape_is_left():
     strategy = search(linen_step, state, array(32, 16), array(32, 16), pins="arguments", mesh=MESH)
     assert specs(strategy)["state.params['up']['kernel'].value"] == P(None, "model")
     assert any("metadata of another shape is not kept" in note and "v_row" in note for note in strategy.notes)
+
+
+def test_constraints_that_flax_cannot_apply_are_named():
+    """As of `nn.DenseGeneral`, which names the axes of its kernel before that has them; the parameter is kept all the same."""
+    layer = nn.DenseGeneral((4, 8), kernel_init=nn.with_logical_partitioning(INIT, ("embed", "heads", "kv")))
+    x = array(32, 16)
+    params = layer.init(jax.random.key(0), x)
+    with nn.logical_axis_rules((*RULES, ("kv", None))):
+        strategy = search(layer.apply, params, x, pins="arguments", mesh=MESH)
+    assert any("Flax's sharding constraints inside the function are left out" in note for note in strategy.notes)
+    check(strategy, layer.apply, (params, x), layer.apply(params, x), {"variables['params']['kernel'].value": P(None, "model")})
+
+
+def test_a_strategy_found_under_a_mesh_runs_without_it(tmp_path):
+    """And the other way round: the axes of constraints count, not the mesh in force; NNX state is made on the strategy's mesh."""
+    args = mlp_args()
+    wanted = jax.jit(linen_step)(*args)
+    with jax.set_mesh(mesh_of()):
+        strategy = search(linen_step, *args, pins="arguments")
+    strategy.save(tmp_path / "s.json")
+    check(autoshard.load(tmp_path / "s.json"), linen_step, args, wanted, kernels())
+    images, labels = array(16, 8, 8, 3), np.arange(16) % 8
+    with nnx.use_eager_sharding(False):
+        abstract = nnx.eval_shape(conv_state)
+    found = search(nnx_step, *abstract, images, labels, pins="arguments", mesh=MESH)
+    assert found.init(conv_state)[0].head.kernel.get_value().sharding.spec == P("model", None)
+    found = search(nnx_step, *abstract, images, labels, searcher="data_parallel", mesh={"batch": 8})
+    model, optimizer = found.init(conv_state)
+    assert model.head.kernel.get_value().sharding.spec == P(None, None)
+    assert any("4 arguments with Flax metadata are sharded otherwise" in note for note in found.notes)
+    with jax.set_mesh(mesh_of()):
+        np.testing.assert_allclose(
+            found.apply(nnx_step)(model, optimizer, images, labels), nnx_step(*conv_state(), images, labels), rtol=1e-4
+        )
+
+
+def test_what_arguments_have_is_evaluated():
+    """As specs that are given, on the arguments' mesh or, of metadata alone, on one that is given."""
+    params, x, y = plain_args()
+    placed = jax.device_put(params, NamedSharding(mesh_of(), P("model")))
+    found = autoshard.evaluate(plain_step, placed, x, y, cluster="cpu:8", in_specs="arguments")
+    given = autoshard.evaluate(plain_step, params, x, y, cluster="cpu:8", mesh=MESH, in_specs={"params*": P("model")})
+    assert found == given
+    args = mlp_args()
+    of_metadata = autoshard.evaluate(linen_step, *args, cluster="cpu:8", mesh=MESH, in_specs="arguments")
+    assert {path: specs(of_metadata)[path] for path in kernels()} == kernels()
+    with pytest.raises(ShardingError, match="Give the sizes of its axes: mesh="):
+        autoshard.evaluate(linen_step, *args, cluster="cpu:8", in_specs="arguments")
+    with pytest.raises(ShardingError, match=r"mesh= has data=4 x model=2, while params\['down'\]"):
+        autoshard.evaluate(plain_step, placed, x, y, cluster="cpu:8", mesh={"data": 4, "model": 2}, in_specs="arguments")
 
 
 # -- constraints, patterns, the batch ----------------------------------------------------------------------------------------
