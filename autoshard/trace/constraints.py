@@ -65,8 +65,8 @@ def _outside(types: Sequence[AxisType], keep_auto: bool) -> AbstractContextManag
 def with_axes(traced: Callable[[], Any], axes: Mapping[str, int], always: bool = False) -> Any:
     """The result of ``traced()``, under an abstract mesh where it constrains to axes without one, or ``always``.
 
-    That is the mesh of `jax.set_mesh`, with Auto axes for Explicit ones; without such a mesh, one of ``axes`` and those that JAX's errors name,
-    of size one. A mesh of one device is a placeholder.
+    That is the mesh of `jax.set_mesh`, with Auto axes for Explicit ones; without such a mesh, one of ``axes`` and, of size one, of all that
+    JAX's errors name. A mesh of one device is a placeholder.
     """
     users = mesh_in_force()
     found: dict[str, int] | None = None

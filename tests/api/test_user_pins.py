@@ -294,7 +294,7 @@ def test_logical_axes_without_rules_are_named():
 
 def test_nnx_partitioning_is_kept(tmp_path):
     """Of a model's variables and of its optimizer's, with rules of a variable's own, and where variables were made on a mesh."""
-    images, labels = array(16, 8, 8, 3), np.arange(16) % 8
+    images, labels = array(16, 4, 4, 3), np.arange(16) % 8
     with nnx.use_eager_sharding(False):
         wanted = nnx.jit(nnx_step)(*conv_state(), images, labels)
         strategy = search(nnx_step, *conv_state(), images, labels, pins="arguments", mesh=MESH, batch_axes="data")
@@ -351,7 +351,7 @@ def test_a_strategy_found_under_a_mesh_runs_without_it(tmp_path):
         strategy = search(linen_step, *args, pins="arguments")
     strategy.save(tmp_path / "s.json")
     check(autoshard.load(tmp_path / "s.json"), linen_step, args, wanted, kernels())
-    images, labels = array(16, 8, 8, 3), np.arange(16) % 8
+    images, labels = array(16, 4, 4, 3), np.arange(16) % 8
     with nnx.use_eager_sharding(False):
         abstract = nnx.eval_shape(conv_state)
     found = search(nnx_step, *abstract, images, labels, pins="arguments", mesh=MESH)
