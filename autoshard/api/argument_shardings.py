@@ -35,9 +35,7 @@ def kept_shardings(graph: Graph, annotations: Annotations) -> tuple[dict[int, An
         for each in found:
             if reason := _reason(each, chosen, shape):
                 notes.setdefault(reason, []).append(path)
-    if not kept and not notes:
-        notes["pins='arguments' keeps nothing: no argument is an array that was put on a mesh, or has Flax metadata"] = []
-    return kept, [f"{reason}: {some(paths)}" if paths else reason for reason, paths in notes.items()]
+    return kept, [f"{reason}: {some(paths)}" for reason, paths in notes.items()]
 
 
 def _chosen(found: Sequence[Annotation], path: str) -> Annotation | None:

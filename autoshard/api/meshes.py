@@ -49,7 +49,7 @@ def meshes_of(cluster: Cluster, pins: UserPins, given: Mesh | None, max_axes: in
         cluster.check(mesh)
         return (mesh,), False
     names = pins.axes
-    _check_spelling(names)
+    _check_spelling(pins.asked.axes)
     found = candidate_meshes(cluster.n_devices, names, max_axes)
     return placed(cluster, found, renamed=not names), not names
 

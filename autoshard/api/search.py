@@ -245,7 +245,7 @@ def prepare(fn, args, cluster, searcher, mesh, asked: Asked, memory_limit_bytes,
     if given is not None:
         cluster.check(given)
     traced, facts, seconds = _traced(fn, args, donate_argnums, (*asked.axes, *(given.names if given else ())), cluster)
-    pins = user_pins(asked, traced.graph, _annotations(fn, args, traced))
+    pins = user_pins(asked, traced.graph, _annotations(fn, args, traced), given is None)
     meshes, is_free = meshes_of(cluster, pins, given, most)
     finest = (mesh or MOST_AXES) if is_free and searcher.automatic else 0
     prepared = Prepared(traced, facts, cluster, meshes, finest, pins, limit, seconds)
@@ -291,7 +291,7 @@ def evaluate(
         cluster.check(given)
     traced, facts, seconds = _traced(fn, args, donate_argnums, given.names if given else (), cluster)
     graph = traced.graph
-    pins = user_pins(Asked(arguments=of_arguments), graph, _annotations(fn, args, traced) if of_arguments else [])
+    pins = user_pins(Asked(arguments=of_arguments), graph, _annotations(fn, args, traced) if of_arguments else [], False)
     check_meshes(pins, given)
     given = given or fixed_mesh(cluster, pins)
     layouts = {}

@@ -6,7 +6,7 @@ What a call gives, by path or as ``batch_axes``, comes before what the arguments
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -111,7 +111,7 @@ class UserPins:
         given: by argument position the spec that the call gives.
         kept: by argument position the sharding that it has and keeps.
         left: by argument position one that it has and that the call does not keep.
-        batch: by value number the dimension of the batch; empty where no axes for it are given, or before it was looked for.
+        batch: by argument position the dimension of the batch; empty where no axes for it are given, or before it was looked for.
         notes: on shardings that are not kept, in words.
     """
 
@@ -144,13 +144,13 @@ class UserPins:
         """
         found = self._of_arguments(mesh)
         self._check_batch(mesh)
-        for value in self.batch:
-            split = self._split(value, mesh)
+        for position, dim in self.batch.items():
+            value, split = self.graph.arguments[position], self._split(position, mesh)
             pin = [both & one for both, one in zip(found.get(value, split), split, strict=True)]
-            if not all(pin) and self._position(value) in self.given:
+            if not all(pin) and position in self.given:
                 raise ShardingError(
-                    f"pins and batch_axes agree on the batch: batch_axes={self.asked.batch_axes} splits dimension {self.batch[value]} of "
-                    f"{self._path(value)} over these axes alone, and its spec in pins does not. Leave out one of the two."
+                    f"pins and batch_axes agree on the batch: batch_axes={self.asked.batch_axes} splits dimension {dim} of "
+                    f"{self.graph.argument_paths[position]} over these axes alone, and its spec in pins does not. Leave out one of the two."
                 )
             found[value] = tuple(both or one for both, one in zip(pin, split, strict=True))
         for place, spec, _ in constraints(self.graph):
@@ -169,9 +169,9 @@ class UserPins:
             found[value] = _pin(tuple(spec), mesh, graph.values[value].shape, graph.argument_paths[position])
         return found
 
-    def _split(self, value: int, mesh: Mesh) -> Pin:
+    def _split(self, position: int, mesh: Mesh) -> Pin:
         """The pin of an array of the batch: its dimension is split over the batch's axes, and over no others."""
-        dim, everywhere = self.batch[value], frozenset(range(-1, self.graph.values[value].rank))
+        dim, everywhere = self.batch[position], frozenset(range(-1, self.graph.values[self.graph.arguments[position]].rank))
         return tuple(frozenset((dim,)) if name in self.asked.batch_axes else everywhere - {dim} for name in mesh.names)
 
     def _check_batch(self, mesh: Mesh) -> None:
@@ -183,18 +183,12 @@ class UserPins:
                     "a mesh that has it."
                 )
         count = math.prod(size for name, size in mesh.axes if name in axes)
-        for value, dim in self.batch.items():
-            if (n := self.graph.values[value].shape[dim]) % count:
+        for position, dim in self.batch.items():
+            if (n := self.graph.values[self.graph.arguments[position]].shape[dim]) % count:
                 raise ShardingError(
                     f"batch_axes divide the batch: {quoted(axes)} of the mesh {mesh} split it into {count}, and dimension {dim} of "
-                    f"{self._path(value)} has size {n}. Use axes whose sizes divide {n}, or another batch size."
+                    f"{self.graph.argument_paths[position]} has size {n}. Use axes whose sizes divide {n}, or another batch size."
                 )
-
-    def _position(self, value: int) -> int:
-        return self.graph.arguments.index(value)
-
-    def _path(self, value: int) -> str:
-        return self.graph.argument_paths[self._position(value)]
 
     # -- notes -------------------------------------------------------------------------------------------------------
 
@@ -204,20 +198,20 @@ class UserPins:
 
     def _of_batch(self, mesh: Mesh) -> Iterator[str]:
         """What was taken for the batch, and the shardings of arguments that gave way."""
-        for dim in sorted({*self.batch.values()}):
-            members = some([self._path(value) for value in self.batch if self.batch[value] == dim])
+        paths, pins = self.graph.argument_paths, self._of_arguments(mesh)
+        if self.batch:
+            members, dim = some([paths[position] for position in self.batch]), next(iter(self.batch.values()))
             yield f"batch_axes: the batch is dimension {dim} of {members}, and is split over {' and '.join(self.asked.batch_axes)}"
-        pins = self._of_arguments(mesh)
-        for value in self.batch:
-            kept = self.kept.get(self._position(value))
-            if kept and not all(both & one for both, one in zip(pins[value], self._split(value, mesh), strict=True)):
-                yield f"{self._path(value)} is split as batch_axes say, not {spec_words(kept.spec)} by {kept.source}"
+        for position in self.batch:
+            kept, pin = self.kept.get(position), pins.get(self.graph.arguments[position])
+            if kept and pin and not all(both & one for both, one in zip(pin, self._split(position, mesh), strict=True)):
+                yield f"{paths[position]} is split as batch_axes say, not {spec_words(kept.spec)} by {kept.source}"
 
     def _whole(self) -> Iterator[str]:
         """The arguments without state that stay whole, as their arrays are."""
         replaced = {argument for _, argument in self.graph.aliases}
         free = [at for at, kept in self.kept.items() if kept.is_array and not kept.axes and at not in replaced]
-        whole = [self.graph.argument_paths[at] for at in free if self.graph.arguments[at] not in self.batch]
+        whole = [self.graph.argument_paths[at] for at in free if at not in self.batch]
         if whole:
             yield (
                 f"{some(whole)} stay{'s' * (len(whole) == 1)} whole on every device of the mesh, where the arrays are: to split them pass "
@@ -226,11 +220,11 @@ class UserPins:
 
     def _constrained(self, mesh: Mesh) -> Iterator[str]:
         """The constraints right on pinned arguments that say otherwise: both are kept."""
-        pins, arguments = self.on(mesh), {*self.graph.arguments}
+        pins, paths = self.on(mesh), dict(zip(self.graph.arguments, self.graph.argument_paths, strict=True))
         for place, _, _ in constraints(self.graph):
-            pin = pins.get(place.operand) if place.operand in arguments else None
+            pin = pins.get(place.operand) if place.operand in paths else None
             if pin is not None and not all(a & b for a, b in zip(pin, pins[place.value], strict=True)):
-                yield f"{self._path(place.operand)} is pinned otherwise than {place.what}: it is resharded there in every step"
+                yield f"{paths[place.operand]} is pinned otherwise than {place.what}: it is resharded there in every step"
 
     def _not_asked(self, mesh: Mesh, assignment: Assignment) -> Iterator[str]:
         """The shardings that arguments have, and get another: pins say so, or nobody asked to keep them."""
@@ -240,16 +234,20 @@ class UserPins:
             here = layout_to_spec(assignment.layout(value), mesh.names, graph.values[value].rank)
             if found.spec is None or not _same(found, here, mesh):
                 had = f"logical axes {quoted(found.unruled)}" if found.spec is None else spec_words(found.spec)
-                asked = self.asked.arguments and position in self.given
-                differ.setdefault((found.is_array, asked), []).append(f"{path}, which has {had} and gets {spec_words(here)}")
-        for (is_array, asked), members in differ.items():
+                differ.setdefault((found.is_array, position in self.given), []).append(
+                    f"{path}, which has {had} and gets {spec_words(here)}"
+                )
+        for (is_array, given), members in differ.items():
             n, what = len(members), "shardings on a mesh" if is_array else "Flax metadata"
-            why = "pins say so" if asked else "nobody asked to keep it; pass pins='arguments' for that"
+            why = "pins say so" if given else "nobody asked to keep it; pass pins='arguments' for that"
             yield f"{n} argument{'s' * (n > 1)} with {what} {'are' if n > 1 else 'is'} sharded otherwise, such as {members[0]}: {why}"
 
 
-def user_pins(asked: Asked, graph: Graph, annotations: Sequence[tuple[Annotation, ...]]) -> UserPins:
+def user_pins(asked: Asked, graph: Graph, annotations: Sequence[tuple[Annotation, ...]], is_searched: bool) -> UserPins:
     """The pins of a program, given the annotations of each argument; the batch is not looked for yet.
+
+    Args:
+        is_searched: whether the mesh is, so that pins name its axes.
 
     Raises:
         ShardingError: a pattern matches nothing, an argument has two shardings that contradict each other, or logical axes without rules.
@@ -260,11 +258,22 @@ def user_pins(asked: Asked, graph: Graph, annotations: Sequence[tuple[Annotation
     if not asked.arguments:
         return UserPins(asked, graph, given, left=left)
     kept, notes = kept_shardings(graph, {at: each for at, each in found.items() if at not in given})
+    if not found:
+        notes.append("pins='arguments' keeps nothing: no argument is an array that was put on a mesh, or has Flax metadata")
+    if names := _named_alone(kept.values()) if is_searched else ():
+        notes.append(
+            f"metadata without rules names {quoted(names)}, taken for axes of the mesh: of logical axes give rules, as for jax.jit"
+        )
     return UserPins(asked, graph, given, kept, {at: each for at, each in left.items() if at in given}, notes=tuple(notes))
 
 
+def _named_alone(kept: Iterable[Annotation]) -> list[str]:
+    """The axes that metadata names that could have rules, on no mesh; the usual ones are axes of a mesh for sure."""
+    return sorted({name for each in kept if each.mesh is None for name in {*each.unruled} & {*each.axes}} - {"data", "model"})
+
+
 def with_batch(pins: UserPins, batch: Mapping[int, int]) -> UserPins:
-    """The pins with the batch that was found.
+    """The pins with the batch that was found, by value numbers.
 
     Raises:
         ShardingError: there is none.
@@ -274,7 +283,7 @@ def with_batch(pins: UserPins, batch: Mapping[int, int]) -> UserPins:
             f"batch_axes split the batch, an argument that no result replaces, and {pins.graph.name!r} has none that can be split. Pin "
             "arguments by path instead: pins={'batch*': P('data')}."
         )
-    return replace(pins, batch=batch)
+    return replace(pins, batch={at: batch[value] for at, value in enumerate(pins.graph.arguments) if value in batch})
 
 
 def _check_logical(kept: Annotation, mesh: Mesh, path: str) -> None:

@@ -32,7 +32,7 @@ class Annotation:
             there are no rules for its logical axes, or its array's sharding names no axes.
         mesh: names and sizes of the axes of its mesh, in order; None where the spec only names axes.
         source: what says so, in words.
-        unruled: its logical axis names without a rule, where others have one; those of NNX stay in the spec, as axes of the mesh.
+        unruled: its logical axis names without a rule; those of NNX, which may be axes of the mesh, stay in the spec.
     """
 
     spec: tuple | None
@@ -155,7 +155,7 @@ def _of_variable(metadata: Mapping[str, Any]) -> Annotation | None:
     names = tuple(sharding.spec if isinstance(sharding, NamedSharding) else sharding)
     rules = dict((*rules_in_force(), *(metadata.get("sharding_rules") or ())))
     known = {*rules, *axes_of(tuple(rules.values()))}
-    unruled = tuple(name for name in axes_of(names) if name not in known) if rules else ()
+    unruled = tuple(name for name in axes_of(names) if name not in known)
     spec = [rules.get(name, name) if isinstance(name, str) else name for name in names]
     return _named(spec, mesh, "its nnx.Variable metadata", unruled)
 

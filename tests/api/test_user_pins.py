@@ -185,6 +185,8 @@ def test_arrays_nobody_asked_to_keep_are_named():
     assert any("2 arguments with shardings on a mesh are" in note and "pins='arguments'" in note for note in noted.notes)
     agreed = search(plain_step, placed, x, y, pins={"params*": P("x")}, mesh={"x": 8})
     assert not any("shardings on a mesh" in note for note in agreed.notes)
+    pinned = search(plain_step, placed, x, y, pins={"params*": P(None, "x")}, mesh={"x": 8})
+    assert any("which has P('x') and gets P(None, 'x'): pins say so" in note for note in pinned.notes)
 
 
 def test_arrays_on_two_meshes_are_refused():
@@ -321,6 +323,10 @@ def test_nnx_names_without_a_rule_are_axes():
             search(lambda layer, x: layer(x), layer, array(32, 16), pins="arguments", mesh=MESH)
         found = search(lambda layer, x: layer(x), layer, array(32, 16), pins="arguments", mesh={"inner": 2, "model": 4})
     assert specs(found)["layer.kernel"] == P("inner", "model")
+    with nnx.use_eager_sharding(False):
+        found = search(lambda layer, x: layer(x), layer, array(32, 16), pins="arguments")
+    assert specs(found)["layer.kernel"] == P("inner", "out")
+    assert any("names 'inner', 'out', taken for axes of the mesh" in note for note in found.notes)
 
 
 def test_inherited_metadata_of_another_shape_is_left():
