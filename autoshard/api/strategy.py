@@ -40,7 +40,7 @@ from autoshard.strategy import (
     load_record,
     save_record,
 )
-from autoshard.trace import SplitModules, Traced, outside_mesh
+from autoshard.trace import SplitModules, Traced, outside_mesh, with_axes
 from autoshard.trace.leaves import argument_names
 from autoshard.verify import Options
 from autoshard.verify.pins import fewest_pins
@@ -289,9 +289,10 @@ class Strategy:
             return made[0].states[0]
 
         check_equal(jax.tree.leaves(args), [f"args{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(args)])
-        shape = jax.eval_shape(pure_init, *args)
+        shape = with_axes(lambda: jax.eval_shape(pure_init, *args), self.mesh_shape)
         shardings = self._matching(shape, devices)
-        state = jax.jit(pure_init, out_shardings=jax.tree.structure(shape).unflatten(shardings))(*args)
+        made_of = jax.jit(pure_init, out_shardings=jax.tree.structure(shape).unflatten(shardings))
+        state = with_axes(lambda: made_of(*args), self.mesh_shape)
         return made[0].rebuild((state,))[0]
 
     def data_shard(self, argnums: int | Sequence[int], devices: Sequence[Any] | None = None) -> DataShard:
