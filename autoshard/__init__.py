@@ -1,6 +1,6 @@
 """Automatic sharding of JAX programs over many devices: searches strategies, predicts their cost, runs and verifies them."""
 
-from autoshard import collectives, distributed
+from autoshard import collectives, distributed, parameter_server
 from autoshard.api import (
     Confirm,
     Frontier,
@@ -84,6 +84,7 @@ __all__ = [
     "load",
     "matmul_seconds",
     "parallelize",
+    "parameter_server",
     "search",
     "verify",
 ]

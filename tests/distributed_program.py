@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +52,27 @@ def refusal(fn, args, **options) -> str:
     return ""
 
 
+def verified(n_devices: int) -> list[dict]:
+    """What each target says of a strategy with collectives."""
+    args, mesh = arguments(), {"data": n_devices // 2, "model": 2}
+    strategy = autoshard.search(train_step, *args, cluster=f"cpu:{n_devices}", mesh=mesh, searcher="tensor_parallel")
+    return [autoshard.verify(strategy, train_step, *args, target=target).to_json() for target in ("shardy", "cpu")]
+
+
+def timed(n_devices: int, is_slow: bool) -> list:
+    """What confirms a search whose finalists are timed; one process has less time than that takes it."""
+
+    def progress(doing: str, _: float) -> None:
+        if is_slow and "devices run" in doing:
+            time.sleep(limit)
+
+    limit, options = 2.0, {"confirm": "devices", "time_limit_seconds": 60.0, "progress": progress}
+    if is_slow:
+        options["time_limit_seconds"] = limit
+    found = autoshard.search(train_step, *arguments(), cluster=f"cpu:{n_devices}", **options)
+    return [found.mesh_shape, found.confirmation is None, found.notes[-1]]
+
+
 def main(n_devices: int, code: int) -> None:
     """Prints what this process finds as a line of JSON; the last process then exits with the code."""
     processes = autoshard.distributed.initialize()
@@ -63,6 +85,9 @@ def main(n_devices: int, code: int) -> None:
         "losses": losses(n_devices),
         "agreed": [agreed.mesh_shape, str(agreed.in_specs), float(agreed.apply(train_step)(*args)[1])],
         "another program": refusal(train_step if is_first else lambda *args: train_step(*args)[1], args, cluster=cluster),
+        "verified": verified(n_devices),
+        "timed": timed(n_devices, False),
+        "out of time": timed(n_devices, processes.index == 1),
         "failed in one": refusal(train_step, args, cluster=cluster if is_first else "cpu:none"),
     }
     print(f"found {json.dumps(found)}")

@@ -246,10 +246,13 @@ def check(found, n_devices):
     """Each process has the losses of one process, process 0's strategy, and errors in place of waiting for another."""
     n = len(found)
     assert [each["processes"] for each in found] == [[index, n] for index in range(n)] and all(each["again"] for each in found)
-    expected = distributed_program.losses(n_devices)
+    expected, verified = distributed_program.losses(n_devices), json.loads(json.dumps(distributed_program.verified(n_devices)))
     for each in found:
         np.testing.assert_allclose(each["losses"], expected, rtol=1e-6)
         assert each["agreed"] == found[0]["agreed"] and each["agreed"][0] == {"data": n_devices}
+        assert each["verified"] == verified and verified[0]["rows"]
+        assert each["timed"] == found[0]["timed"] and not each["timed"][1]
+        assert each["out of time"] == found[0]["out of time"] and "the time was over" in each["out of time"][2]
         assert "process 1 traced another than process 0" in each["another program"]
     assert "process 1 failed to" in found[0]["failed in one"] and "cpu:none" in found[1]["failed in one"]
 

@@ -38,8 +38,8 @@ LAYERS = (
     ("strategy",),
     ("lower", "library"),
     ("microbatch",),  # runs ops on parts of their operands as `lower` does on shards
-    ("verify", "probe", "distributed"),  # hands Shardy the program as `lower` rebuilds it; measures on meshes as `lower` makes them
-    ("collectives", "api"),
+    ("verify", "probe", "distributed", "data"),  # hands Shardy the program as `lower` rebuilds it; measures on meshes as `lower` makes them
+    ("collectives", "api", "parameter_server"),
     ("__init__",),  # the public names
     ("demo",),
     ("cli",),
@@ -48,7 +48,7 @@ LAYERS = (
 
 # The only folders in which JAX and what stands on it may be imported.
 JAX = ("jax", "jaxlib", "flax", "optax")
-KNOWS_JAX = ("rules", "trace", "lower", "microbatch", "verify", "probe", "distributed", "collectives", "api", "demo", "cli")
+KNOWS_JAX = ("rules", "trace", "lower", "microbatch", "verify", "probe", "distributed", "data", "collectives", "api", "parameter_server", "demo", "cli")
 
 # The only rooms that know one compiler or device from another.
 KNOWS_TARGETS = ("compilers/", "verify/", "cluster/catalogue.py")
@@ -58,6 +58,7 @@ NAMES_A_TARGET = {
     "cli/verify.py": "choices of an option, before anything is loaded",
     "demo/devices.py": "virtual devices are of JAX's CPU platform",
     "demo/run.py": "the demo's own cluster",
+    "parameter_server/actors.py": "JAX's platform of servers, and of workers without accelerators",
     "probe/programs.py": "a program's work and traffic before it is known what measures it",
     "api/step.py": "a platform to lower for where none is asked for",
     "rules/shardy.py": "a platform to lower for: any will do",
@@ -67,8 +68,11 @@ NAMES_A_TARGET = {
 DELAYED = (
     ("cluster/cluster.py", "jax", "Cluster.local is its only use; describing a cluster must not need or start JAX"),
     ("trace/modules.py", "flax", "functions without NNX modules must not pay for loading Flax"),
+    ("data/sources.py", "grain", "the `data` extra"),
+    ("data/sources.py", "absl", "comes with Grain"),
     ("demo/gpt.py", "pydoc_data.topics", "takes a while to load, and only training reads it"),
     ("demo/lenet.py", "sklearn.datasets", "scikit-learn is the `demo` extra"),
+    ("parameter_server/*.py", "ray", "Ray is the `ray` extra"),
     ("cli/*.py", "*", "virtual devices are asked for, and bad options are refused, before a subcommand loads what it works with"),
 )
 

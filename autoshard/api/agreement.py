@@ -1,9 +1,10 @@
-"""One strategy for all processes of a program, which are to run the same collectives: that of process 0."""
+"""One strategy for all processes of a program, which are to run the same collectives: that of process 0, and of what it is chosen from."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from typing import ParamSpec
 
 import jax
@@ -19,6 +20,10 @@ P = ParamSpec("P")
 FINGERPRINT = 32  # bytes
 
 
+class FailedElsewhere(StrategyError):
+    """Another process failed, or runs another program, which all processes know."""
+
+
 def agreed(search: Callable[P, Strategy]) -> Callable[P, Strategy]:
     """The search; in several processes, all of which call it as they call a jitted step, it returns what process 0 finds.
 
@@ -27,34 +32,67 @@ def agreed(search: Callable[P, Strategy]) -> Callable[P, Strategy]:
 
     @functools.wraps(search)
     def everywhere(*args: P.args, **options: P.kwargs) -> Strategy:
-        if not jax.distributed.is_initialized() or jax.process_count() == 1:
+        if not _several():
             return search(*args, **options)
         try:
             found = search(*args, **options)
-            text = to_json(found.record).encode() if jax.process_index() == 0 else b""
+            text = to_json(found.record) if jax.process_index() == 0 else ""
+        except FailedElsewhere:
+            raise
         except Exception:
             _exchanged("", 0)
             raise
-        return _of_process_0(found, text)
+        sent = _of_process_0(found.record.program.fingerprint, text)
+        return found if sent is None else Strategy(from_json(sent), found._traced)
 
     return everywhere
 
 
-def _of_process_0(found: Strategy, text: bytes) -> Strategy:
-    """The strategy of process 0, for the program as this process traced it; ``text`` is its JSON, in that process."""
-    programs, n_bytes = _exchanged(found.record.program.fingerprint, len(text))
+def finalists_of_process_0(found: Sequence[Strategy], finders: Sequence[str], is_over: bool) -> tuple[list[Strategy], list[str], bool]:
+    """The finalists that process 0 met, which all processes time together, with their finders and whether its search was interrupted."""
+    if not _several():
+        return list(found), list(finders), is_over
+    is_first = jax.process_index() == 0
+    text = json.dumps([[to_json(each.record) for each in found], list(finders), is_over]) if is_first else ""
+    sent = _of_process_0(found[0].record.program.fingerprint, text)
+    if sent is None:
+        return list(found), list(finders), is_over
+    records, names, is_over = json.loads(sent)
+    return [Strategy(from_json(record), found[0]._traced) for record in records], names, is_over
+
+
+def everyones(value: int) -> list[int]:
+    """A small number of each process, which all call alike; of one process alone its own."""
+    if not _several():
+        return [value]
+    with jax.ensure_compile_time_eval():
+        return np.asarray(multihost_utils.process_allgather(np.int32(value))).tolist()
+
+
+def _several() -> bool:
+    return jax.distributed.is_initialized() and jax.process_count() > 1
+
+
+def _of_process_0(fingerprint: str, text: str) -> str | None:
+    """The text of process 0, in the others, which have none.
+
+    Raises:
+        FailedElsewhere: a process failed, or runs a program of another fingerprint.
+    """
+    data = text.encode()
+    programs, n_bytes = _exchanged(fingerprint, len(data))
     failed = [index for index, program in enumerate(programs) if not program]
     if failed:
-        raise StrategyError(f"all processes search before one runs, and process {failed[0]} failed to. Its output says why.")
+        raise FailedElsewhere(f"all processes search before one runs, and process {failed[0]} failed to. Its output says why.")
     others = [index for index, program in enumerate(programs) if program != programs[0]]
     if others:
-        raise StrategyError(
+        raise FailedElsewhere(
             f"all processes run one program, and process {others[0]} traced another than process 0. Pass every process the same function, "
             "and arguments of the same structure, shapes and dtypes."
         )
     with jax.ensure_compile_time_eval():
-        sent = multihost_utils.broadcast_one_to_all(np.frombuffer(text.ljust(n_bytes, b"\0"), np.uint8))
-    return found if text else Strategy(from_json(np.asarray(sent).tobytes().decode()), found._traced)
+        sent = multihost_utils.broadcast_one_to_all(np.frombuffer(data.ljust(n_bytes, b"\0"), np.uint8))
+    return None if data else np.asarray(sent).tobytes().decode()
 
 
 def _exchanged(fingerprint: str, n_bytes: int) -> tuple[list[str], int]:

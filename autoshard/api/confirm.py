@@ -6,6 +6,8 @@ import math
 import time
 from dataclasses import dataclass, replace
 
+import jax
+
 from autoshard.api.compiled_finalists import FinalistCompiler, finalist_compiler_of
 from autoshard.api.finalists import Board, in_words
 from autoshard.api.strategy import Strategy
@@ -55,7 +57,8 @@ def confirmed(board: Board, how: Confirm) -> Strategy:
     """The finalist of least time among those that fit, as compiled or timed, with the record of it.
 
     Where there is no such compiler or no such devices, where they fail on all finalists, or where the time is over before any is accepted,
-    it is the first that was not refused, and its notes say why. Ctrl-C ends confirming alone: the search before it is not lost.
+    it is the first that was not refused, and its notes say why. Ctrl-C ends confirming alone: the search before it is not lost, but where
+    processes time together.
 
     Raises:
         InfeasibleError: none fits; names the least that one needs.
@@ -70,6 +73,8 @@ def confirmed(board: Board, how: Confirm) -> Strategy:
     except OutOfTime:
         ended = "the time was over"
     except KeyboardInterrupt:
+        if board.together and jax.process_count() > 1:
+            raise
         ended = "it was interrupted"
     found = _taken(board, how, judge, ended) if board.accepted else _unconfirmed(board, judge, ended)
     stats = {**found.record.stats, "confirm_seconds": time.perf_counter() - started}

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from autoshard.api.agreement import everyones
 from autoshard.api.step import Step
 from autoshard.api.strategy import Strategy
 from autoshard.cluster import Cluster
@@ -29,6 +30,7 @@ class Board:
         fn, args: their program.
         memory_limit_bytes: the user's limit of a device's memory; None where it is the device's own.
         until: on `time.perf_counter`'s clock, when the time is over; None: never.
+        together: whether all processes decide on the finalists together, and so end together.
         progress: called with what is being done and the fraction that is done.
         found: per finalist what there is to record of it; one that was accepted is "slower" until it is taken.
     """
@@ -40,6 +42,7 @@ class Board:
     memory_limit_bytes: float | None
     until: float | None
     progress: Progress
+    together: bool = False
     found: list[Finalist] = field(init=False)
 
     def __post_init__(self):
@@ -84,8 +87,9 @@ class Board:
         self.progress(f"{doing} {each.found_by} on mesh {each.mesh}", done / len(self.found))
 
     def check_time(self) -> None:
-        """Raises `OutOfTime` where the time is over."""
-        if self.until is not None and time.perf_counter() > self.until:
+        """Raises `OutOfTime` where the time is over, of any process of those that decide together."""
+        is_over = self.until is not None and time.perf_counter() > self.until
+        if any(everyones(is_over)) if self.together else is_over:
             raise OutOfTime("the time that confirming was given is over.")
 
 

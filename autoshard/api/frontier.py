@@ -14,8 +14,9 @@ from typing import Any, overload
 import jax
 
 from autoshard.api.collecting import rarely_collecting
-from autoshard.api.search import Pins, Prepared, prepare, shown
+from autoshard.api.search import Prepared, prepare, shown
 from autoshard.api.strategy import Strategy
+from autoshard.api.user_pins import Asked, Pins
 from autoshard.cluster import Cluster
 from autoshard.errors import InfeasibleError, SearchLimitError, ShardingError
 from autoshard.ir import Assignment, Mesh
@@ -117,6 +118,7 @@ def frontier(
     searcher: str | Searcher = "recursive_programming",
     mesh: Mapping[str, int] | jax.sharding.Mesh | int | None = None,
     pins: Pins | None = None,
+    batch_axes: str | Sequence[str] | None = None,
     points: int = 8,
     memory_limit_bytes: float | None = None,
     donate_argnums: int | Sequence[int] = (),
@@ -132,7 +134,7 @@ def frontier(
     that is judged on the way counts; the program is traced once, and each mesh's tables are made once. Heuristic.
 
     Args:
-        fn, args, cluster, searcher, mesh, pins, donate_argnums, progress: as for `search`.
+        fn, args, cluster, searcher, mesh, pins, batch_axes, donate_argnums, progress: as for `search`.
         time_limit_seconds, interruptible: as for `search`; what was met by then makes the front.
         points: how many strategies there may be.
         memory_limit_bytes: what a device may hold at its peak; by default the cluster's memory less a reserve.
@@ -149,7 +151,7 @@ def frontier(
         raise ShardingError(f"a frontier has a whole number of points, 1 or more, got {points!r}.")
     chosen = searcher_of(searcher)
     with shown(progress) as callback, rarely_collecting(), outside_mesh(keep_auto=True):
-        prepared = prepare(fn, args, cluster, chosen, mesh, pins, memory_limit_bytes, donate_argnums)
+        prepared = prepare(fn, args, cluster, chosen, mesh, Asked.of(pins, batch_axes), memory_limit_bytes, donate_argnums)
         limited, ends = timed(callback, time_limit_seconds), endings(time_limit_seconds, interruptible)
         search = _Search(prepared, chosen, limited)
         notes = ()

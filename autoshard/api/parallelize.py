@@ -15,9 +15,10 @@ import jax
 
 from autoshard.api.calls import UNLIKE
 from autoshard.api.confirm import Confirm, confirm_of
-from autoshard.api.search import Pins, search
+from autoshard.api.search import search
 from autoshard.api.step import Sharded, Step, call_type, plain, positional, several
 from autoshard.api.strategy import Strategy
+from autoshard.api.user_pins import Asked, Pins
 from autoshard.cluster import Cluster
 from autoshard.errors import StrategyError, TraceError
 from autoshard.progress import Progress
@@ -198,6 +199,7 @@ def parallelize(
     searcher: str | Searcher = "auto",
     mesh: Mapping[str, int] | int | None = None,
     pins: Pins | None = None,
+    batch_axes: str | Sequence[str] | None = None,
     memory_limit_bytes: float | None = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
@@ -230,6 +232,7 @@ def parallelize(
         "searcher": searcher,
         "mesh": mesh,
         "pins": pins,
+        "batch_axes": batch_axes,
         "memory_limit_bytes": memory_limit_bytes,
         "donate_argnums": donate_argnums,
         "progress": progress,
@@ -240,6 +243,7 @@ def parallelize(
     if fn is not None and not callable(fn):
         raise TraceError(f"parallelize takes a function, and options by name, got {fn!r:.80}. Write @parallelize(cluster='cpu:8').")
     searcher_of(searcher)  # what is misspelt is said here, not at the first call
+    Asked.of(pins, batch_axes)
     if cluster is not None:
         options["cluster"] = Cluster.of(cluster)
 

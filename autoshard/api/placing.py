@@ -72,8 +72,9 @@ def check_equal(leaves: Sequence[Any], paths: Sequence[str]) -> None:
         if differing:
             raise StrategyError(
                 f"in several processes an array of the host is the same whole array in each, and {path} differs between process 0 and "
-                f"process{'es' * (len(differing) > 1)} {', '.join(map(str, differing))}. Pass the same in all, or make a global array "
-                "of their parts: jax.make_array_from_process_local_data(strategy.shardings(argument), part, global_shape)."
+                f"process{'es' * (len(differing) > 1)} {', '.join(map(str, differing))}. Pass the same in all; of batches' parts "
+                "strategy.data(loader) makes global arrays, or jax.make_array_from_process_local_data(strategy.shardings(argument), part, "
+                "global_shape)."
             )
 
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -16,41 +15,39 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autoshard.api.agreement import agreed
+from autoshard.api.agreement import agreed, finalists_of_process_0
 from autoshard.api.collecting import rarely_collecting
 from autoshard.api.confirm import Confirm, confirm_of, confirmed, noted
 from autoshard.api.finalists import Board
+from autoshard.api.meshes import MOST_AXES, check_meshes, fixed_mesh, given_mesh, meshes_of, most_axes
 from autoshard.api.notes import lowered_otherwise, whole, without_rules
 from autoshard.api.step import Sharded, plain, several
 from autoshard.api.strategy import Strategy, record_of
+from autoshard.api.user_pins import ARGUMENTS, Asked, Pins, UserPins, user_pins, with_batch
 from autoshard.budgets import BUDGETS
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
 from autoshard.compilers.program_facts import ProgramFacts, program_facts
 from autoshard.errors import InfeasibleError, ShardingError
-from autoshard.ir import Graph, Mesh, check_divides, spec_to_layout
+from autoshard.ir import Mesh, check_divides, spec_to_layout
 from autoshard.ir.naming import matching
 from autoshard.judge.evaluate import recomputation
 from autoshard.judge.model import CostModel
 from autoshard.lower import lowering_mesh
 from autoshard.mesh_search.anytime import checked_seconds, endings, timed
-from autoshard.mesh_search.candidates import candidate_meshes, placed
+from autoshard.mesh_search.candidates import placed
 from autoshard.mesh_search.refinement import refined
 from autoshard.mesh_search.search import search_meshes
-from autoshard.problem import Hints, Pin, Problem
+from autoshard.problem import Hints, Problem
 from autoshard.progress import Progress, part, silent
 from autoshard.render import format_bytes, format_percent, progress_line
 from autoshard.rules import rules_of
-from autoshard.search import Searcher, Solution, searcher_of, solve
+from autoshard.search import Searcher, Solution, batch_dims, searcher_of, solve
 from autoshard.search.overlap import overlapped
 from autoshard.search.propagation import follow_layouts
-from autoshard.trace import Traced, constraint_spec, outside_mesh, trace
+from autoshard.trace import Annotation, Traced, annotations_of, held, outside_mesh, trace
 from autoshard.verify import propagated
 
-Pins = Mapping[str, PartitionSpec]
-
-MOST_AXES = 3  # of meshes that are searched
-ALIKE = 0.75  # of two names of mesh axes, as `difflib` has it: 'dta' is 'data' misspelt, 'batch' is not
 # Of the memory that a compiler leaves a program, what is kept for predictions that are too low, where something fits without it. Of 18
 # programs on v5e and v5p as large as this allows, or XLA:TPU, one needs more than 2 % above its predicted peak (libtpu 0.0.42).
 RESERVE = 0.02
@@ -65,6 +62,7 @@ def search(
     searcher: str | Searcher = "auto",
     mesh: Mapping[str, int] | jax.sharding.Mesh | int | None = None,
     pins: Pins | None = None,
+    batch_axes: str | Sequence[str] | None = None,
     memory_limit_bytes: float | None = None,
     donate_argnums: int | Sequence[int] = (),
     progress: Progress | bool = silent,
@@ -83,7 +81,11 @@ def search(
         mesh: axis sizes by name, outermost first; None searches the mesh shape too, with one or two axes and a third where that promises
             a gain, and a number with so many at most, 1 to 3. How the mesh is placed on the cluster's wires is always searched: which axis
             gets which dimension of a slice, or the links inside hosts.
-        pins: `PartitionSpec` by argument path or shell-style pattern (``"state.params*"``), kept as given.
+        pins: `PartitionSpec` by argument path or shell-style pattern (``"state.params*"``), kept as given, of several that match the last;
+            or ``"arguments"`` for the shardings that the arguments have, as arrays on a mesh or by Flax's metadata; or a tuple of both,
+            of which the specs come first. Axes that are named are those of the mesh.
+        batch_axes: the mesh axes, one or several, that split the batch, and no others do: the dimension of the arguments without state that
+            `data_parallel` would split, which ``strategy.notes`` name.
         memory_limit_bytes: what a device may hold at its peak; by default what the compiler leaves a program, and 2 % less
             if anything fits that.
         donate_argnums: as in `jax.jit`; what ``fn`` donates itself, jitted or decorated, is donated too.
@@ -95,14 +97,15 @@ def search(
             finalists are confirmed it always does.
         confirm: ``"compiler"`` compiles the best distinct strategies, three unless a `Confirm` says otherwise, for the cluster, ahead of
             time and without devices, and takes the fastest of those that fit: by the TPU compiler's schedule where they are close (a minute
-            each), else by the prediction corrected by compiled collectives and FLOPs. ``"devices"`` runs them on this process's devices,
-            on zeros. What was found is in ``strategy.confirmation``; where nothing could be confirmed, ``strategy.notes`` say why.
+            each), else by the prediction corrected by compiled collectives and FLOPs. ``"devices"`` runs them on the program's devices,
+            on zeros; several processes do so together. What was found is in ``strategy.confirmation``; where nothing could be confirmed,
+            ``strategy.notes`` say why.
             None: the prediction decides.
 
     Raises:
         TraceError: the function cannot be traced with these arguments.
         ClusterError: the cluster is unknown, or the mesh does not cover it.
-        ShardingError: a pin is illegal.
+        ShardingError: a pin is illegal, or two contradict each other.
         InfeasibleError: nothing fits the memory limit; names the smallest peak found. Or the compiler that was to confirm refuses all.
         SearchLimitError: the searcher cannot hold the program, or the time was over before any strategy was met.
 
@@ -117,7 +120,7 @@ def search(
     if given is not None:
         chosen = chosen.limited(given)
     with shown(progress) as callback, rarely_collecting(), outside_mesh(keep_auto=True):
-        prepared = prepare(fn, args, cluster, chosen, mesh, pins, memory_limit_bytes, donate_argnums)
+        prepared = prepare(fn, args, cluster, chosen, mesh, Asked.of(pins, batch_axes), memory_limit_bytes, donate_argnums)
         started = time.perf_counter()
         ends, own = endings(given, interruptible), part(callback, 0.0, 1.0 if how is None else SEARCHING)
         searched = partial(_searched, prepared, chosen, timed(own, given), ends, 1 if how is None else how.finalists)
@@ -134,18 +137,23 @@ def search(
         strategies = [prepared.strategy(problem.mesh, replace(solution, stats=stats), chosen)]
         if how is None:
             return strategies[0]
-        if solution.stats.get("ended_early") and (given is None or searching < given):
-            return noted(strategies[0], "not confirmed: the search was interrupted")
         for other in solution.others:
             strategies.append(prepared.strategy(other.assignment.mesh, replace(other, stats=stats), chosen))
+        finders = [each.finder or chosen.name for each in (solution, *solution.others)]
+        is_over = bool(solution.stats.get("ended_early")) and (given is None or searching < given)
+        if how.by == "devices":
+            strategies, finders, is_over = finalists_of_process_0(strategies, finders, is_over)
+        if is_over:
+            return noted(strategies[0], "not confirmed: the search was interrupted")
         board = Board(
             strategies,
-            finders=[each.finder or chosen.name for each in (solution, *solution.others)],
+            finders=finders,
             fn=fn,
             args=args,
             memory_limit_bytes=memory_limit_bytes,
             until=None if limit_seconds is None else started + limit_seconds,
             progress=part(callback, SEARCHING, 1 - SEARCHING),
+            together=how.by == "devices",
         )
         return confirmed(board, how)
 
@@ -198,7 +206,7 @@ class Prepared:
     cluster: Cluster
     meshes: tuple[Mesh, ...]
     most_axes: int
-    pins: Pins
+    pins: UserPins
     limit: float
     seconds: Mapping[str, float]
 
@@ -206,7 +214,7 @@ class Prepared:
         """The search problem on a mesh; of others of the same program one, of the same sizes if there is such, shares what it can."""
         alike = (other for other in others if other.mesh.sizes == mesh.sizes)
         like = next(chain(alike, others), None)
-        return Problem(self.facts, CostModel(self.cluster, mesh), _resolve(self.pins, self.traced.graph, mesh), limit, like)
+        return Problem(self.facts, CostModel(self.cluster, mesh), self.pins.on(mesh), limit, like)
 
     def finer(self, problem: Problem, solution: Solution | None, progress: Progress) -> tuple[Problem, Hints] | None:
         """The problem of more axes that promises more than the best solution, memory aside where that binds, and where it begins."""
@@ -227,25 +235,38 @@ class Prepared:
         model = CostModel(self.cluster, mesh)
         solution = replace(solution, judgement=overlapped(self.facts, model, solution.judgement, self.limit))
         solution = _recomputing(self.facts, model, solution)
-        pins = {"pins": len(pinned)} if (pinned := _resolve(self.pins, self.traced.graph, mesh)) else {}
+        pins = {"pins": len(pinned)} if (pinned := self.pins.on(mesh)) else {}
         solution = replace(solution, stats={**self.seconds, "meshes": len(self.meshes), **solution.stats, **pins})
         notes = [*without_rules(self.facts), *lowered_otherwise(self.facts.graph, mesh), *whole(self.facts, solution.assignment)]
+        notes += self.pins.remarks(mesh, solution.assignment)
         return Strategy(record_of(self.traced, self.cluster, mesh, solution, searcher, notes), self.traced)
 
 
-def prepare(fn, args, cluster, searcher, mesh, pins, memory_limit_bytes, donate_argnums) -> Prepared:
+def prepare(fn, args, cluster, searcher, mesh, asked: Asked, memory_limit_bytes, donate_argnums) -> Prepared:
     """What `search` is given, checked, traced and with the meshes that are worth trying; arguments are `search`'s."""
     cluster = _cluster(cluster)
     limit = _limit(cluster, memory_limit_bytes)
-    pins = _checked(pins)
-    most = _most_axes(mesh, searcher)
-    given = None if mesh is None or isinstance(mesh, int) else _mesh(mesh)
+    most = most_axes(mesh, searcher)
+    given = None if mesh is None or isinstance(mesh, int) else given_mesh(mesh)
     if given is not None:
         cluster.check(given)
-    traced, facts, seconds = _traced(fn, args, donate_argnums, (*_pinned_axes(pins), *(given.names if given else ())), cluster)
-    meshes, is_free = _meshes(cluster, traced.graph, pins, given, most)
+    traced, facts, seconds = _traced(fn, args, donate_argnums, (*asked.axes, *(given.names if given else ())), cluster)
+    pins = user_pins(asked, traced.graph, _annotations(fn, args, traced), given is None)
+    meshes, is_free = meshes_of(cluster, pins, given, most)
     finest = (mesh or MOST_AXES) if is_free and searcher.automatic else 0
-    return Prepared(traced, facts, cluster, meshes, finest, pins, limit, seconds)
+    prepared = Prepared(traced, facts, cluster, meshes, finest, pins, limit, seconds)
+    return prepared if not asked.batch_axes else _with_batch(prepared)
+
+
+def _with_batch(prepared: Prepared) -> Prepared:
+    """The same with the batch found, on the mesh whose axes are the smallest, since most batches divide by these."""
+    mesh = min(prepared.meshes, key=lambda mesh: max(mesh.sizes))
+    return replace(prepared, pins=with_batch(prepared.pins, batch_dims(prepared.problem(mesh, None, ()))))
+
+
+def _annotations(fn: Callable, args: tuple, traced: Traced) -> list[tuple[Annotation, ...]]:
+    """The shardings that each array of the arguments has."""
+    return annotations_of(traced.split(held(plain(fn), args)))
 
 
 @outside_mesh(keep_auto=True)
@@ -253,7 +274,7 @@ def evaluate(
     fn: Callable,
     *args: Any,
     cluster: Cluster | str | Path | None = None,
-    mesh: Mapping[str, int] | jax.sharding.Mesh,
+    mesh: Mapping[str, int] | jax.sharding.Mesh | None = None,
     in_specs: Any,
     donate_argnums: int | Sequence[int] = (),
 ) -> Strategy:
@@ -261,20 +282,27 @@ def evaluate(
 
     Args:
         fn, args, cluster, donate_argnums: as for `search`.
-        mesh: axis sizes by name, outermost first.
+        mesh: axis sizes by name, outermost first; None: that of the arguments, where ``in_specs`` are theirs.
         in_specs: a tuple with one entry an argument: a pytree of `PartitionSpec` like the argument, or one for all its leaves. Or a mapping
-            of argument paths and patterns to specs, as pins are; what it does not mention is replicated.
+            of argument paths and patterns to specs, as pins are, or ``"arguments"`` for those that the arguments have; what these do not
+            mention is replicated.
 
     Raises:
         ShardingError: a spec does not fit its argument or the mesh.
     """
     cluster = _cluster(cluster)
-    given = _mesh(mesh)
-    cluster.check(given)
-    traced, facts, seconds = _traced(fn, args, donate_argnums, given.names, cluster)
+    of_arguments = isinstance(in_specs, str) and in_specs == ARGUMENTS
+    given = None if mesh is None and of_arguments else given_mesh(mesh)
+    if given is not None:
+        cluster.check(given)
+    traced, facts, seconds = _traced(fn, args, donate_argnums, given.names if given else (), cluster)
     graph = traced.graph
+    pins = user_pins(Asked(arguments=of_arguments), graph, _annotations(fn, args, traced) if of_arguments else [], False)
+    check_meshes(pins, given)
+    given = given or fixed_mesh(cluster, pins)
     layouts = {}
-    for value, path, spec in zip(graph.arguments, graph.argument_paths, _flat_specs(traced, args, in_specs), strict=True):
+    specs = pins.specs if of_arguments else _flat_specs(traced, args, in_specs)
+    for value, path, spec in zip(graph.arguments, graph.argument_paths, specs, strict=True):
         layout = spec_to_layout(tuple(spec), given, graph.values[value].rank, path)
         check_divides(layout, graph.values[value].shape, given, path)
         layouts[value] = layout
@@ -291,7 +319,7 @@ def evaluate(
     judgement, placing = min(solutions, key=lambda found: found[0].cost.makespan_seconds)
     solution = Solution(judgement, 0.0, {**seconds, "search_seconds": time.perf_counter() - started})
     solution = _recomputing(facts, CostModel(cluster, placing), solution)
-    notes = [*without_rules(facts), *whole(facts, solution.assignment)]
+    notes = [*without_rules(facts), *whole(facts, solution.assignment), *pins.notes]
     return Strategy(record_of(traced, cluster, placing, solution, _Given(), notes), traced)
 
 
@@ -340,107 +368,6 @@ def _traced(fn, args, donate_argnums, axis_names, cluster: Cluster) -> tuple[Tra
     traced = trace(plain(fn), *args, donate_argnums=donated, axis_names=tuple(dict.fromkeys(axis_names)), own_donation=True)
     facts = program_facts(traced.graph, rules_of(traced.graph), compiler_of(cluster))
     return traced, facts, {"trace_seconds": time.perf_counter() - started, "n_ops": len(traced.graph.walk())}
-
-
-# -- meshes and pins -----------------------------------------------------------------------------------------------------
-
-
-def _meshes(cluster: Cluster, graph: Graph, pins: Pins, given: Mesh | None, max_axes: int) -> tuple[tuple[Mesh, ...], bool]:
-    """The meshes to try, and whether nobody named their axes.
-
-    They are the given one in its best placements, the one that the program fixes, or all that have the axes of pins.
-    """
-    if given is not None:
-        return placed(cluster, [given], renamed=False), False
-    names = list(_pinned_axes(pins))
-    _check_spelling(names)
-    for op in graph.walk():
-        fixed = dict(op.params["mesh"].shape) if op.primitive == "shard_map" else None
-        if op.primitive == "sharding_constraint":
-            spec, fixed = constraint_spec(op)
-            names.extend(_axes_of(spec) if fixed is None else ())
-        if fixed is not None:
-            mesh = Mesh.of(fixed)
-            cluster.check(mesh)
-            return (mesh,), False
-    found = candidate_meshes(cluster.n_devices, tuple(dict.fromkeys(names)), max_axes)
-    return placed(cluster, found, renamed=not names), not names
-
-
-def _check_spelling(names: Sequence[str]) -> None:
-    """Raises `ShardingError` for an axis that looks like a usual or another pinned one misspelt: it would be one of its own."""
-    for name in names:
-        others = [other for other in ("data", "model", *names) if other != name and not name.startswith(other)]
-        near = get_close_matches(name, others, n=1, cutoff=ALIKE) if name.isalpha() and name not in ("data", "model") else []
-        if near:
-            raise ShardingError(
-                f"pins name the axes of a mesh that is searched, and {name!r} looks like {near[0]!r} misspelt. Write {near[0]!r}, or "
-                f"give the mesh if it is an axis of its own: mesh={{{name!r}: ...}}, or --mesh {name}=..."
-            )
-
-
-def _most_axes(mesh: Any, searcher: Searcher) -> int:
-    """How many axes a mesh may have that is searched."""
-    if not isinstance(mesh, int):
-        return 2 if searcher.automatic or searcher.differs_by_mesh else 1
-    if isinstance(mesh, bool) or not 1 <= mesh <= MOST_AXES:
-        raise ShardingError(f"a number as the mesh is how many axes it may have, 1 to {MOST_AXES}; got {mesh!r}. Name the axes for more.")
-    return mesh
-
-
-def _mesh(mesh: Any) -> Mesh:
-    """The mesh a user gives: axis sizes by name, or a JAX mesh."""
-    shape = mesh.shape if isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh) else mesh
-    if not isinstance(shape, Mapping) or not shape:
-        raise ShardingError(f"a mesh is axis sizes by name, as in {{'data': 4, 'model': 2}}, or a jax.sharding.Mesh; got {mesh!r}.")
-    return Mesh.of(shape)
-
-
-def _checked(pins: Pins | None) -> dict[str, PartitionSpec]:
-    """The user's pins, if they are any."""
-    if pins is None:
-        return {}
-    if not isinstance(pins, Mapping) or not all(isinstance(path, str) for path in pins):
-        raise ShardingError(f"pins map argument paths or patterns to PartitionSpecs, as in {{'state.params*': P('data')}}; got {pins!r}.")
-    for path, spec in pins.items():
-        if not isinstance(spec, PartitionSpec):
-            raise ShardingError(f"a pin is a PartitionSpec, got {spec!r} for {path!r}. Write P('data', None), or P() for a replicated one.")
-    return dict(pins)
-
-
-def _axes_of(spec) -> list[str]:
-    axes = []
-    for entry in spec:
-        if isinstance(entry, str):
-            axes.append(entry)
-        elif isinstance(entry, tuple | list):
-            axes.extend(entry)
-    return axes
-
-
-def _pinned_axes(pins: Pins) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(axis for spec in pins.values() for axis in _axes_of(spec)))
-
-
-def _resolve(pins: Pins, graph: Graph, mesh: Mesh) -> dict[int, Pin]:
-    """The pins by value number: the user's and those of constraints inside the function."""
-    found: dict[int, Pin] = {}
-    for pattern, spec in pins.items():
-        for position in matching(pattern, graph.argument_paths):
-            value = graph.arguments[position]
-            found[value] = _pin(tuple(spec), mesh, graph.values[value].shape, graph.argument_paths[position])
-    for op in graph.walk():
-        if op.primitive == "sharding_constraint":
-            spec, _ = constraint_spec(op)
-            found[op.results[0]] = _pin(tuple(spec), mesh, graph.values[op.results[0]].shape, f"the value constrained at {op.origin}")
-    return found
-
-
-def _pin(spec: tuple, mesh: Mesh, shape: tuple[int, ...], what: str) -> Pin:
-    open_dims = frozenset(dim for dim, entry in enumerate(spec) if entry is PartitionSpec.UNCONSTRAINED)
-    layout = spec_to_layout([None if dim in open_dims else entry for dim, entry in enumerate(spec)], mesh, len(shape), what)
-    check_divides(layout, shape, mesh, what)
-    return tuple(frozenset((dim,)) if dim >= 0 or not open_dims else open_dims | {-1} for dim in layout)
 
 
 def _flat_specs(traced: Traced, args: tuple, in_specs: Any) -> list[PartitionSpec]:

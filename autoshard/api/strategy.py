@@ -12,7 +12,9 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from autoshard.api.data import DataIterator, data_iterator
 from autoshard.api.explain import explain
+from autoshard.api.feeding import Matching
 from autoshard.api.pins import Pins
 from autoshard.api.placing import check_equal, put
 from autoshard.api.step import Step, bucket_options, program_of
@@ -20,6 +22,7 @@ from autoshard.api.structure import alike, describe, dtype_of, per_argument, reb
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
 from autoshard.cost.record import Cost
+from autoshard.data import DataShard
 from autoshard.errors import StrategyError
 from autoshard.ir import Layout, Mesh, layout_to_spec, result_layouts
 from autoshard.ir.naming import is_backward
@@ -37,7 +40,7 @@ from autoshard.strategy import (
     load_record,
     save_record,
 )
-from autoshard.trace import SplitModules, Traced, outside_mesh
+from autoshard.trace import SplitModules, Traced, outside_mesh, with_axes
 from autoshard.trace.leaves import argument_names
 from autoshard.verify import Options
 from autoshard.verify.pins import fewest_pins
@@ -286,10 +289,63 @@ class Strategy:
             return made[0].states[0]
 
         check_equal(jax.tree.leaves(args), [f"args{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(args)])
-        shape = jax.eval_shape(pure_init, *args)
+        shape = with_axes(lambda: jax.eval_shape(pure_init, *args), self.mesh_shape)
         shardings = self._matching(shape, devices)
-        state = jax.jit(pure_init, out_shardings=jax.tree.structure(shape).unflatten(shardings))(*args)
+        made_of = jax.jit(pure_init, out_shardings=jax.tree.structure(shape).unflatten(shardings))
+        state = with_axes(lambda: made_of(*args), self.mesh_shape)
         return made[0].rebuild((state,))[0]
+
+    def data_shard(self, argnums: int | Sequence[int], devices: Sequence[Any] | None = None) -> DataShard:
+        """Which rows of every global batch this process reads, as ``num_shards`` and ``shard_id`` of data and as positions in the batch.
+
+        Args:
+            argnums: the position of the argument that is the batch, or of several.
+            devices: as for `apply`.
+
+        Raises:
+            StrategyError: there is no such argument, or it has no rows.
+        """
+        return Matching(self.record, self._shardings(devices)).fed(argnums).shard
+
+    def data(
+        self,
+        loader: Any,
+        autotune: bool = False,
+        *,
+        argnums: int | Sequence[int] | None = None,
+        at_end: str = "wrap",
+        prefetch: int = 2,
+        devices: Sequence[Any] | None = None,
+    ) -> DataIterator:
+        """An iterator over global batches, placed as the step takes them, of what a loader reads in each process.
+
+        A loader yields the batches of this process, which are the rows of its `data_shard`, or the whole batch in every process. Or it has
+        ``len(loader)`` examples without the batch's dimension: batch i then has those from ``i * batch_size`` on, of which each process
+        reads its own. Which arguments a batch is shows by its structure and shapes: one, or a tuple of several that follow each other.
+        In several processes all take each batch, and what they read is compared by checksums before it is handed out.
+
+        Args:
+            loader: an iterable of batches, such as a ``grain.DataLoader``, ``grain.IterDataset`` or generator; or examples, such as a
+                ``grain.MapDataset`` or list.
+            autotune: whether Grain picks worker processes and buffers, for its datasets and for examples.
+            argnums: the position of the argument that a batch is, or of several, where structure and shapes do not tell.
+            at_end: where rows are left that fill no batch, ``"wrap"`` fills it with the first ones, and ``"drop"`` leaves them out.
+            prefetch: how many batches a thread reads and places ahead; 0 reads each when it is taken, without a thread.
+            devices: as for `apply`.
+
+        Raises:
+            AutoshardError: Grain cannot tune this loader, or is not installed.
+            StrategyError: an option is none of these; with the first batch, where no argument is like it.
+
+        >>> import jax.numpy as jnp
+        >>> import autoshard
+        >>> step = lambda w, batch: batch["x"] @ w
+        >>> args = jnp.ones((4, 4)), {"x": jnp.ones((8, 4))}
+        >>> strategy = autoshard.search(step, *args, cluster="cpu:8", mesh={"data": 8})
+        >>> [batch["x"].shape for batch in strategy.data([{"x": jnp.ones(4)}] * 12)]
+        [(8, 4), (8, 4)]
+        """
+        return data_iterator(Matching(self.record, self._shardings(devices), argnums), loader, autotune, at_end, prefetch)
 
     def _shardings(self, devices: Sequence[Any] | None) -> list[list[tuple[TensorRecord, NamedSharding]]]:
         """Per argument, its leaves and where they lie."""

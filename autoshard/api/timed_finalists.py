@@ -1,12 +1,13 @@
-"""Finalists in the order of what they take on this process's own devices, with arguments of zeros."""
+"""Finalists in the order of what they take on the program's own devices, with arguments of zeros; several processes time them together."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from autoshard.api.agreement import everyones
 from autoshard.api.finalists import Board
 from autoshard.api.structure import KEYS
 from autoshard.cluster import CATALOGUE, Cluster
@@ -50,17 +52,20 @@ class FinalistDevices:
         """
         for number in range(len(board.found)):
             board.tell(f"{len(self.devices)} devices run", number, number)
-            try:
-                self._time(board, number)
-            except OutOfTime:
-                raise
-            except Exception as error:  # whatever lowering, compiling or a run meets, the others may do
-                if "RESOURCE_EXHAUSTED" in str(error):
-                    board.note(number, outcome="does not fit")
-                else:
-                    board.failed(number, error)
+            run, figures = None, {}
+            with _noting_failure(board, number):
+                run, figures = self._compiled(board, number)
+            unable = [process for process, able in enumerate(everyones(run is not None)) if not able]
+            if run is None:
+                continue
+            if unable:
+                board.note(number, outcome="failed", reason=f"process {unable[0]} cannot run it")
+                continue
+            with _noting_failure(board, number):
+                board.note(number, outcome="slower", measure="timed", seconds=run(board.check_time), **figures)
 
-    def _time(self, board: Board, number: int) -> None:
+    def _compiled(self, board: Board, number: int) -> tuple[Callable[[Callable[[], None]], float] | None, dict[str, Any]]:
+        """What times a finalist, None where it does not fit, and what is known of it before it runs."""
         record = board.strategies[number].record
         mesh = jax_mesh(record.mesh, self.devices)
         lowered = board.lowered(number, record.cluster["device"]["kind"], mesh)
@@ -73,9 +78,22 @@ class FinalistDevices:
             figures |= {"collective_bytes": float(sum(one.bytes * one.count for one in sent)), "flops": dot_flops(text).total}
         if board.exceeds(peak):
             board.note(number, outcome="does not fit", **figures)
-            return
-        seconds = _median_seconds(compiled, _zeros(lowered, record, mesh), bool(record.donate_argnums), board.check_time)
-        board.note(number, outcome="slower", measure="timed", seconds=seconds, **figures)
+            return None, figures
+        return partial(_median_seconds, compiled, _zeros(lowered, record, mesh), bool(record.donate_argnums)), figures
+
+
+@contextmanager
+def _noting_failure(board: Board, number: int) -> Iterator[None]:
+    """Records whatever lowering, compiling or a run meets: the other finalists may do."""
+    try:
+        yield
+    except OutOfTime:
+        raise
+    except Exception as error:
+        if "RESOURCE_EXHAUSTED" in str(error):
+            board.note(number, outcome="does not fit")
+        else:
+            board.failed(number, error)
 
 
 def devices_of(cluster: Cluster) -> FinalistDevices:

@@ -164,6 +164,18 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
+def names(text: str) -> tuple[str, ...]:
+    """The mesh axes of ``data,fsdp``.
+
+    >>> names("data, fsdp")
+    ('data', 'fsdp')
+    """
+    found = tuple(part.strip() for part in text.split(","))
+    if not all(name.isidentifier() for name in found) or len({*found}) < len(found):
+        raise argparse.ArgumentTypeError(f"mesh axes read data or data,fsdp, got {text!r}")
+    return found
+
+
 def positive(text: str) -> int:
     """A whole number from one up."""
     if not text.isdecimal() or int(text) < 1:

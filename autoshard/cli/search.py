@@ -7,7 +7,7 @@ import sys
 from contextlib import redirect_stdout
 
 from autoshard.cli.found import finish, finish_frontier
-from autoshard.cli.options import SPEC_HELP, add_program, cluster_of, command, mesh_or_axes, path_spec, positive, seconds, size
+from autoshard.cli.options import SPEC_HELP, add_program, cluster_of, command, mesh_or_axes, names, path_spec, positive, seconds, size
 from autoshard.cli.program import load
 from autoshard.cli.terminal import progress
 
@@ -39,6 +39,14 @@ def add(commands) -> None:
         action="append",
         default=[],
         help=f"keep an argument's sharding; repeatable. {SPEC_HELP}",
+    )
+    parser.add_argument(
+        "--pins-from",
+        choices=("arguments",),
+        help="keep the shardings that the arguments have, as arrays on a mesh or by Flax's metadata; what --pin says comes first",
+    )
+    parser.add_argument(
+        "--batch-axes", metavar="NAME,...", type=names, help="split the batch over these mesh axes and no others, such as data or data,fsdp"
     )
     parser.add_argument(
         "--memory-limit", metavar="SIZE", type=size, help="memory a device may use, such as 12GB; the cluster's unless given"
@@ -87,7 +95,8 @@ def run(options: argparse.Namespace) -> int:
             "cluster": cluster_of(options.cluster),
             "searcher": options.searcher,
             "mesh": options.mesh,
-            "pins": {path: PartitionSpec(*spec) for path, spec in options.pin},
+            "pins": (*filter(None, [options.pins_from]), {path: PartitionSpec(*spec) for path, spec in options.pin}),
+            "batch_axes": options.batch_axes,
             "memory_limit_bytes": options.memory_limit,
             "donate_argnums": options.donate,
             "progress": callback,

@@ -22,6 +22,7 @@ from autoshard.ir import Choice, Graph, Layout, Mesh, Op, Rule
 from autoshard.lower import Interpreter, Path, Sharded, bind, bind_unplaced, ops_by_path, retraced
 from autoshard.microbatch.plan import Loop
 from autoshard.microbatch.status import Move, Status
+from autoshard.primitives import is_placement
 from autoshard.trace import subjaxprs, types_of
 from autoshard.trace.structure import opened, with_bodies
 
@@ -225,7 +226,7 @@ class _Inside(Interpreter):
         choice: Choice = ((self._loop.moves[op.index].factor, -1),)
 
         def bound(*operands: Any, **replaced: Any) -> list[Any]:
-            return bind_unplaced(eqn, operands, **replaced)
+            return (bind if is_placement(op.primitive) else bind_unplaced)(eqn, operands, **replaced)
 
         whole, made = (tuple(shapes[value] for value in side) for side in (op.operands, op.results))
         mesh = Mesh.of({"microbatch": n})

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from autoshard.cluster import CATALOGUE, Cluster
 from autoshard.cluster.catalogue import LIKE
@@ -183,6 +184,7 @@ def calibrate(devices: Sequence[Any] | None = None, *, quick: bool = False, prog
         progress: called with the current activity and the fraction done.
     """
     devices = list(jax.devices() if devices is None else devices)
+    settled = _of_process_0 if len({device.process_index for device in devices}) > 1 else float
     progress(f"starting {len(devices)} devices", 0.0)
     start = start_of(devices)
     start_seconds = _start_seconds(devices)
@@ -193,8 +195,9 @@ def calibrate(devices: Sequence[Any] | None = None, *, quick: bool = False, prog
         start_seconds,
         QUICK if quick else THOROUGH,
         lambda fraction: progress(f"measuring {len(programs)} programs on {len(devices)} devices", 0.95 * fraction),
+        settled,
     )
-    seconds = np.array([time / program.chained for time, program in zip(measured, programs, strict=True)])
+    seconds = np.array([settled(time) / program.chained for time, program in zip(measured, programs, strict=True)])
     progress("fitting", 0.95)
     cluster, constants = fit(start, programs, seconds)
     samples = tuple(
@@ -262,7 +265,7 @@ def start_of(devices: Sequence[Any]) -> Cluster:
             memory_limit_bytes=int(like.device.memory_bytes),
             overlap=True,
         )
-    stats = devices[0].memory_stats()
+    stats = next((device for device in devices if device.process_index == jax.process_index()), devices[0]).memory_stats()
     if stats and stats.get("bytes_limit"):  # the allocator's memory, whose share is set by the environment
         known = replace(known, memory_limit_bytes=int(stats["bytes_limit"]))
     return known
@@ -271,6 +274,11 @@ def start_of(devices: Sequence[Any]) -> Cluster:
 def _plain(kind: str) -> str:
     """A device's kind as a name: ``nvidia-l4`` of ``NVIDIA L4``."""
     return re.sub(r"[^a-z0-9]+", "-", kind.lower()).strip("-")
+
+
+def _of_process_0(seconds: float) -> float:
+    """The number that process 0 has, in all processes."""
+    return float(multihost_utils.broadcast_one_to_all(np.float32(seconds)))
 
 
 def _start_seconds(devices: Sequence[Any]) -> float:

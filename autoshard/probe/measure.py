@@ -39,6 +39,7 @@ def measure(
     start_seconds: float,
     effort: Effort,
     progress: Callable[[float], None],
+    settled: Callable[[float], float] = float,
 ) -> tuple[list[float], float]:
     """Seconds of one trip of each loop, and the disturbance: the ratio of a typical run to the fastest.
 
@@ -48,11 +49,12 @@ def measure(
         start_seconds: the time of a run without trips.
         effort: how long to measure.
         progress: called with the fraction done.
+        settled: of a number that decides what runs next the one that counts, where several processes run together.
     """
     begun = time.perf_counter()
     runs, trips = [], []
     for number, (loop, guess) in enumerate(zip(loops, guesses, strict=True)):
-        run, n = _prepared(loop, guess, start_seconds, effort.run_seconds)
+        run, n = _prepared(loop, guess, start_seconds, effort.run_seconds, settled)
         runs.append(run)
         trips.append(n)
         progress(0.5 * (number + 1) / len(loops))
@@ -60,7 +62,7 @@ def measure(
     prepared = time.perf_counter()
     for number in range(effort.most_rounds):
         now = time.perf_counter()
-        if number >= effort.least_rounds and now - begun > effort.total_seconds:
+        if number >= effort.least_rounds and settled(now - begun) > effort.total_seconds:
             break
         for k, run in enumerate(runs):
             times[k].append(seconds_of(run))
@@ -73,7 +75,11 @@ def measure(
 
 
 def _prepared(
-    loop: Callable[[int], Callable[[], object]], guess: float, start_seconds: float, run_seconds: float
+    loop: Callable[[int], Callable[[], object]],
+    guess: float,
+    start_seconds: float,
+    run_seconds: float,
+    settled: Callable[[float], float],
 ) -> tuple[Callable[[], object], int]:
     """A compiled run of about the intended duration, and its trips; after at most three adjustments."""
     n = _trips(guess, run_seconds)
@@ -81,7 +87,7 @@ def _prepared(
         run = loop(n)
         run()
         single = max(seconds_of(run) - start_seconds, 1e-7 * n) / n
-        better = _trips(single, run_seconds)
+        better = _trips(settled(single), run_seconds)
         if n / 4 <= better <= n * 4:
             break
         n = better

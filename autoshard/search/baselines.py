@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar
 
 from autoshard.errors import InfeasibleError, ShardingError
-from autoshard.ir import Layout, divides, local_shape, shards
+from autoshard.ir import Graph, Layout, divides, local_shape, shards
 from autoshard.judge.evaluate import Judgement
 from autoshard.primitives import is_matrix
 from autoshard.problem import NO_HINTS, Hints, Problem
@@ -105,12 +106,11 @@ def split_batch(problem: Problem) -> Propagation:
 
 def _split_batch(problem: Problem) -> tuple[Propagation, Judgement, float]:
     """The fastest propagation of a batch, its judgement, and the FLOPs of one that splits half of the work that can be split."""
-    facts = problem.facts
-    flops = sum(op.trips * facts.flops[op.index] for op in problem.graph.walk() if is_matrix(op.primitive))
-    enough = flops * (1 + 1 / problem.mesh.size) / 2
+    enough = _enough_flops(problem)
+    replaced = {problem.graph.arguments[argument] for _, argument in problem.graph.aliases}
     best: tuple[Propagation, Judgement] | None = None
     for dim in (0, 1):
-        runs = [_propagated(problem, batch) for batch in _batches(problem, dim)]
+        runs = [_propagated(problem, batch) for batch in _batches(problem, dim, replaced)]
         judged = [(run, problem.evaluate(run.assignment())) for run in runs]
         best = min([*([best] if best else []), *judged], key=lambda one: one[1].cost.objective_seconds, default=None)
         if best is not None and best[1].cost.flops <= enough:
@@ -119,6 +119,56 @@ def _split_batch(problem: Problem) -> tuple[Propagation, Judgement, float]:
         whole = _propagated(problem, {})
         best = whole, problem.evaluate(whole.assignment())
     return best[0], best[1], enough
+
+
+def _enough_flops(problem: Problem) -> float:
+    """The FLOPs of a device where half of the work is split that can be."""
+    facts = problem.facts
+    flops = sum(op.trips * facts.flops[op.index] for op in problem.graph.walk() if is_matrix(op.primitive))
+    return flops * (1 + 1 / problem.mesh.size) / 2
+
+
+def batch_dims(problem: Problem) -> dict[int, int]:
+    """By value number the dimension of the batch of each array that has it; empty where no argument without state can be split.
+
+    Size and dimension are those of the arrays that, split over the mesh, split the work with least communication.
+    """
+    graph, state = problem.graph, _arguments_with_state(problem.graph)
+    enough = _enough_flops(problem)
+    found: list[tuple[bool, float, float, int, int]] = []
+    for dim in (0, 1):
+        for batch in _batches(problem, dim, state):
+            cost = problem.evaluate(_propagated(problem, batch).assignment()).cost
+            size = graph.values[next(iter(batch))].shape[dim]
+            found.append((cost.flops > enough, cost.communication_seconds, cost.objective_seconds, dim, size))
+        if not all(is_whole for is_whole, *_ in found):
+            break
+    if not found:
+        return {}
+    *_, dim, size = min(found)
+    free = (value for value in graph.arguments if value not in state)
+    return {value: dim for value in free if graph.values[value].shape[dim : dim + 1] == (size,)}
+
+
+def _arguments_with_state(graph: Graph) -> set[int]:
+    """The values of the arguments that hold state: those that are donated; else those that are replaced, if that is no coincidence.
+
+    A single array may be replaced by a result of the same shape by coincidence, as in a forward pass; then the first argument, if there are
+    several, holds weights.
+    """
+    roots = [_root(path) for path in graph.argument_paths]
+    state = {roots[position] for position in graph.donated}
+    if not state:
+        replaced = {position for _, position in graph.aliases}
+        state = {root for root in roots if root == roots[0] or roots.count(root) > 1} & {roots[position] for position in replaced}
+    if not state and len({*roots}) > 1:
+        state = {roots[0]}
+    return {value for value, root in zip(graph.arguments, roots, strict=True) if root in state}
+
+
+def _root(path: str) -> str:
+    """The name of the argument that a path starts with."""
+    return re.split(r"\W", path, maxsplit=1)[0]
 
 
 def _propagated(problem: Problem, batch: dict[int, Layout]) -> Propagation:
@@ -130,15 +180,13 @@ def _propagated(problem: Problem, batch: dict[int, Layout]) -> Propagation:
     return run
 
 
-def _batches(problem: Problem, dim: int) -> list[dict[int, Layout]]:
+def _batches(problem: Problem, dim: int, state: Collection[int]) -> list[dict[int, Layout]]:
     """The candidates for the batch: the arrays of all arguments, or of one, that share the commonest size of a dimension, sharded on it."""
     graph = problem.graph
-    replaced = {graph.arguments[argument] for _, argument in graph.aliases}
     groups: dict[str, list[int]] = {}
     for value, path in zip(graph.arguments, graph.argument_paths, strict=True):
-        if value not in replaced and graph.values[value].rank > dim:
-            root = re.split(r"\W", path, maxsplit=1)[0]
-            groups.setdefault(root, []).append(value)
+        if value not in state and graph.values[value].rank > dim:
+            groups.setdefault(_root(path), []).append(value)
     together = [value for group in groups.values() for value in group]
     candidates = []
     for group in [*([together] if len(groups) > 1 else []), *groups.values()]:

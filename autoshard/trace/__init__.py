@@ -1,23 +1,29 @@
 """Tracing of functions to graphs, and the numbering of equations that the lowering shares."""
 
-from autoshard.trace.constraints import constraint_spec, outside_mesh
+from autoshard.trace.annotations import Annotation, annotations_of, axes_of
+from autoshard.trace.constraints import constraint_spec, mesh_in_force, outside_mesh, with_axes
 from autoshard.trace.modules import SplitModules
 from autoshard.trace.statics import Held, Static, held, is_static
 from autoshard.trace.structure import subjaxprs, types_of
 from autoshard.trace.traced import Traced, function_name, rebuilt, trace
 
 __all__ = [
+    "Annotation",
     "Held",
     "SplitModules",
     "Static",
     "Traced",
+    "annotations_of",
+    "axes_of",
     "constraint_spec",
     "function_name",
     "held",
     "is_static",
+    "mesh_in_force",
     "outside_mesh",
     "rebuilt",
     "subjaxprs",
     "trace",
     "types_of",
+    "with_axes",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -13,8 +13,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from autoshard.ir import Op
 
-# JAX 0.10's errors for a bare PartitionSpec or a shard_map without a mesh, and for an axis that the mesh lacks.
-_NO_MESH = ("requires a non-empty mesh in context", "context mesh cannot be empty")
+# JAX 0.10's errors for a bare PartitionSpec or a shard_map without a mesh, and Flax 0.12's for a variable that is made with metadata;
+# JAX's for an axis that the mesh lacks.
+_NO_MESH = ("requires a non-empty mesh in context", "context mesh cannot be empty", "auto mesh context or metadata is required")
 _NO_AXIS = re.compile(r"Resource axis: (?P<axis>.+?) of .* is not found in mesh", re.DOTALL)
 
 _EMPTY = AbstractMesh((), ())
@@ -61,15 +62,18 @@ def _outside(types: Sequence[AxisType], keep_auto: bool) -> AbstractContextManag
     return jax.sharding.use_abstract_mesh(_EMPTY)
 
 
-def with_axes(traced: Callable[[], Any], axis_names: Sequence[str]) -> Any:
-    """The result of ``traced()``, under an abstract mesh where it constrains to axes without one.
+def with_axes(traced: Callable[[], Any], axes: Mapping[str, int], always: bool = False) -> Any:
+    """The result of ``traced()``, under an abstract mesh where it constrains to axes without one, or ``always``.
 
-    That is the mesh of `jax.set_mesh`, with Auto axes for Explicit ones; without such a mesh, a placeholder of one device, whose axes are
-    ``axis_names`` and those that JAX's errors name.
+    That is the mesh of `jax.set_mesh`, with Auto axes for Explicit ones; without such a mesh, one of ``axes`` and, of size one, of all that
+    JAX's errors name. A mesh of one device is a placeholder.
     """
-    users = _in_force()
-    axes: list[str] | None = None
+    users = mesh_in_force()
+    found: dict[str, int] | None = None
     mesh: AbstractMesh | None = None
+    if always and AxisType.Manual not in users.axis_types:
+        found = None if users.axis_names else dict(axes) or {"unnamed": 1}
+        mesh = _with_auto(users) if found is None else _auto_mesh(found)
     while True:
         try:
             with outside_mesh(keep_auto=True) if mesh is None else jax.sharding.use_abstract_mesh(mesh):
@@ -78,17 +82,17 @@ def with_axes(traced: Callable[[], Any], axis_names: Sequence[str]) -> Any:
             missing = _NO_AXIS.search(str(error))
             if mesh is None and any(text in str(error) for text in _NO_MESH):
                 if users.axis_names:
-                    mesh = users.update(axis_types=(AxisType.Auto,) * len(users.axis_names))
+                    mesh = _with_auto(users)
                     continue
-                axes = list(dict.fromkeys(axis_names)) or ["unnamed"]
-            elif axes is not None and missing and missing["axis"] not in axes:
-                axes.append(missing["axis"])
+                found = dict(axes) or {"unnamed": 1}
+            elif found is not None and missing and missing["axis"] not in found:
+                found[missing["axis"]] = 1
             else:
                 raise
-            mesh = _placeholder(axes)
+            mesh = _auto_mesh(found)
 
 
-def _in_force() -> AbstractMesh:
+def mesh_in_force() -> AbstractMesh:
     """The mesh of `jax.set_mesh`, also within `outside_mesh`; the empty mesh where there is none."""
     abstract = jax.sharding.get_abstract_mesh()
     with suppress(ValueError):  # which JAX raises inside `jax.jit`
@@ -96,5 +100,9 @@ def _in_force() -> AbstractMesh:
     return abstract
 
 
-def _placeholder(axes: Sequence[str]) -> AbstractMesh:
-    return AbstractMesh((1,) * len(axes), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+def _with_auto(mesh: AbstractMesh) -> AbstractMesh:
+    return mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def _auto_mesh(axes: Mapping[str, int]) -> AbstractMesh:
+    return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))

@@ -20,6 +20,8 @@ from autoshard.trace.structure import opened, subjaxprs
 
 # Parameters that are names, or the mesh of the trace.
 _NAMES = frozenset({"name", "context_mesh", "name_and_src_info", "debug_info", "debug"})
+# Parameters that only Explicit axes give a meaning, and that JAX 0.10 sets under Auto axes, too; those of a user's constraint aside.
+_OF_EXPLICIT_AXES = ("sharding", "out_sharding")
 
 
 def fingerprint(program: Program, aliases: Sequence[tuple[int, int]]) -> str:
@@ -52,7 +54,8 @@ class _Canonical:
 
     def params(self, params: Any, without_bodies: bool = False) -> str:
         kept = sorted(name for name in params if name not in _NAMES and not (without_bodies and _is_jaxpr(params[name])))
-        return ",".join(f"{name}={self.of(params[name])}" for name in kept)
+        unused = () if "unconstrained_dims" in params else _OF_EXPLICIT_AXES
+        return ",".join(f"{name}={self.of(None if name in unused else params[name])}" for name in kept)
 
     def of(self, x: Any) -> str:
         if x is None or (isinstance(x, bool | int | float | complex | str | bytes) and not isinstance(x, enum.Enum)):
@@ -60,7 +63,8 @@ class _Canonical:
         if isinstance(x, PartitionSpec):
             return str(tuple(str(entry) if entry is PartitionSpec.UNCONSTRAINED else entry for entry in x))
         if isinstance(x, NamedSharding):
-            return f"sharding({self.of(x.spec)} on {self.of(x.mesh)})"
+            mesh = x.mesh if isinstance(x.mesh, Mesh) else None  # an abstract one is that in force, or a placeholder
+            return f"sharding({self.of(x.spec)} on {self.of(mesh)})"
         if isinstance(x, Mesh | AbstractMesh):
             return str(mesh_shape(x))
         if isinstance(x, tuple | list):

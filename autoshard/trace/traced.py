@@ -6,6 +6,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from autoshard.errors import TraceError
 from autoshard.ir import Graph
+from autoshard.trace.annotations import Rules, flax_axes, rules_in_force, under_rules
 from autoshard.trace.build import Program, build
 from autoshard.trace.constraints import with_axes
 from autoshard.trace.fingerprint import fingerprint
@@ -40,6 +42,7 @@ class Traced:
         statics, made: the static leaves of the arguments and of the result; None where all are arrays.
         source: the jaxpr as JAX traced it, which JAX caches as long as the function exists.
         microbatches: into how many the program was rewritten; 1: it is as JAX traced it.
+        axis_rules: Flax's logical axis rules under which it was traced.
     """
 
     graph: Graph
@@ -52,6 +55,7 @@ class Traced:
     made: Statics | None = None
     source: weakref.ref[ClosedJaxpr] | None = None
     microbatches: int = 1
+    axis_rules: Rules = ()
 
     def split(self, args: tuple) -> tuple:
         """The arguments as pytrees of arrays, structured as ``in_tree``.
@@ -113,7 +117,8 @@ def trace(
         donate_argnums: as for `jax.jit`.
         kwargs: keyword arguments; they count as one more argument, a dict.
         axis_names: mesh axes that `with_sharding_constraint` inside ``fn`` may name; others are found by tracing.
-        before: a program that was traced before; it is returned where JAX has the same jaxpr for this function and these arguments.
+        before: a program that was traced before; it is returned where JAX has the same jaxpr for this function and these arguments. Its
+            logical axis rules hold where none are in force.
         own_donation: whether the arguments count as donated, too, that a jitted ``fn`` donates.
 
     Raises:
@@ -142,8 +147,11 @@ def trace(
         leaves, pure_args = statics.arrays(leaves), statics.split(pure_args)
         function = _of_arrays(function, statics, made)
     avals = _abstract(pure_args, leaves)
+    rules = rules_in_force() or (() if before is None else before.axis_rules)
     try:
-        everything, shapes = with_axes(lambda: jax.make_jaxpr(function, return_shape=True)(*avals), axis_names)
+        with under_rules(rules):
+            made_of = partial(jax.make_jaxpr(function, return_shape=True), *avals)
+            (everything, shapes), assumptions = _with_flax(made_of, axis_names, flax_axes(tuple(pure_args), rules))
     except TraceError:
         raise
     except Exception as error:  # whatever the function raises while it is traced
@@ -160,10 +168,28 @@ def trace(
     jaxpr = simplified(everything)
     output = shapes if modules is None else shapes[0]
     out_tree = jax.tree.structure(output)
-    graph = _graph(fn, build(jaxpr), leaves, output, modules.written if modules else (), donated)
+    program = build(jaxpr)
+    program = replace(program, assumptions=(*program.assumptions, *assumptions))
+    graph = _graph(fn, program, leaves, output, modules.written if modules else (), donated)
     again = modules is None and statics is None
     results = made[0] if made else None
-    return Traced(graph, jaxpr, in_tree, out_tree, donated_args, modules, statics, results, weakref.ref(everything) if again else None)
+    source = weakref.ref(everything) if again else None
+    return Traced(graph, jaxpr, in_tree, out_tree, donated_args, modules, statics, results, source, axis_rules=rules)
+
+
+def _with_flax(traced: Callable[[], Any], axis_names: Sequence[str], of_flax: Sequence[str] | None) -> tuple[Any, tuple[str, ...]]:
+    """The result of ``traced()`` with constraints applied, those of Flax to the axes ``of_flax`` too; and why these are not, in words.
+
+    Some programs can be traced only without a mesh, where Flax leaves its constraints out: a `shard_map` inside has its own, and
+    `nn.DenseGeneral` (Flax 0.12) applies the names of its kernel to one of another rank.
+    """
+    if of_flax is None:
+        return with_axes(traced, dict.fromkeys(axis_names, 1)), ()
+    try:
+        return with_axes(traced, dict.fromkeys((*axis_names, *of_flax), 1), always=True), ()
+    except Exception as error:
+        found = with_axes(traced, dict.fromkeys(axis_names, 1))
+        return found, (f"Flax's sharding constraints inside the function are left out, as by jax.jit without a mesh: {_reason(error)}",)
 
 
 def rebuilt(traced: Traced, jaxpr: ClosedJaxpr, microbatches: int) -> Traced:
@@ -179,7 +205,7 @@ def rebuilt(traced: Traced, jaxpr: ClosedJaxpr, microbatches: int) -> Traced:
         constants=program.constants,
         literals=program.literals,
         fingerprint=fingerprint(program, graph.aliases),
-        assumptions=program.assumptions,
+        assumptions=tuple(dict.fromkeys((*graph.assumptions, *program.assumptions))),
     )
     return replace(traced, graph=graph, jaxpr=jaxpr, microbatches=microbatches)
 

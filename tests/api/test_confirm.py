@@ -295,12 +295,11 @@ def test_a_device_without_a_compiler_leaves_the_prediction(monkeypatch):
 
 def test_a_step_that_runs_out_of_memory_does_not_fit(monkeypatch):
     """On devices the allocator says so when it runs."""
-    from autoshard.api.timed_finalists import FinalistDevices
 
     def exhausted(*_):
         raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
-    monkeypatch.setattr(FinalistDevices, "_time", exhausted)
+    monkeypatch.setattr("autoshard.api.timed_finalists._median_seconds", exhausted)
     with pytest.raises(InfeasibleError, match="refuses all 2 finalists"):
         searched(Confirm("devices", 2), cluster="cpu:8")
 

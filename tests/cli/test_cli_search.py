@@ -56,6 +56,19 @@ def test_mesh_pins_and_searcher_are_obeyed(search):
     assert specs["state['params']['up']"] == [None, "model"] and specs["batch['x']"] == [["data", "model"], None]
 
 
+def test_arguments_keep_their_shardings_and_the_batch_its_axes(search):
+    """What a pin says comes first; axes that the mesh lacks are refused."""
+    options = ("--pins-from", "arguments", "--batch-axes", "data", "--searcher", "recursive_programming", "--json")
+    code, out, _ = search(*options, "--pin", "state*down*=replicated", args="placed_args")
+    specs = {argument["path"]: argument["spec"] for argument in json.loads(out)["arguments"]}
+    assert code == 0 and json.loads(out)["mesh"] == [["data", 2], ["model", 4]]
+    assert specs["state['params']['up']"] == [None, "model"] and specs["state['params']['down']"] == [None, None]
+    assert specs["batch['x']"][0] == specs["batch['y']"][0] == "data"
+    code, _, err = search("--mesh", "data=8", "--batch-axes", "data,fsdp")
+    assert code == 2 and "got 'fsdp', and the mesh has data=8" in err
+    assert search("--batch-axes", "data,data")[0] == 2
+
+
 def test_evaluate_costs_the_given_sharding(run):
     """Evaluate keeps the given specs, replicates what is not mentioned, and costs it; compare puts it next to a search."""
     program = ("user_program:train_step", "--args", "user_program:example_args", "--cluster", "cpu:8")

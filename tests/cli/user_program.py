@@ -46,3 +46,12 @@ def branches_on_values(state, batch):
 
 
 donating_step = jax.jit(train_step, donate_argnums=0)
+
+
+def placed_args():
+    mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
+    specs = {"up": jax.P(None, "model"), "down": jax.P("model")}
+    (state, batch), placed = example_args(), {}
+    for name, shape in state["params"].items():
+        placed[name] = jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=jax.NamedSharding(mesh, specs[name]))
+    return {"params": placed}, batch

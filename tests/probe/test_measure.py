@@ -85,3 +85,18 @@ def test_rounds_end_when_the_time_is_up(machine):
         measure([made.loop(1e-4)], [1e-4], 0.0, Effort(0.01, total, least_rounds=2, most_rounds=1000), lambda fraction: None)
         spent.append(made.now - before)
     assert spent[0] < 0.1 and 1.0 <= spent[1] < 1.1
+
+
+def test_what_is_settled_decides_how_often(machine):
+    """Several processes run as many trips and rounds as one of them says, whatever they measured themselves."""
+    made = machine(0.0)
+    times = iter([1e-3] * 4)
+    effort = Effort(run_seconds=0.016, total_seconds=1.0, least_rounds=0)
+
+    def settled(seconds: float) -> float:
+        return next(times, 2.0)
+
+    runs: list[float] = []
+    measure([made.loop(1e-5)], [1e-5], 0.0, effort, runs.append, settled)
+    assert made.trips[-1] == 16
+    assert len(list(times)) == 0 and made.trips[0] > 1000
