@@ -20,6 +20,7 @@ from autoshard.api.collecting import rarely_collecting
 from autoshard.api.confirm import Confirm, confirm_of, confirmed, noted
 from autoshard.api.finalists import Board
 from autoshard.api.meshes import MOST_AXES, check_meshes, fixed_mesh, given_mesh, meshes_of, most_axes
+from autoshard.api.microbatching import Microbatches, best, checked
 from autoshard.api.notes import lowered_otherwise, whole, without_rules
 from autoshard.api.step import Sharded, plain, several
 from autoshard.api.strategy import Strategy, record_of
@@ -38,6 +39,7 @@ from autoshard.mesh_search.anytime import checked_seconds, endings, timed
 from autoshard.mesh_search.candidates import placed
 from autoshard.mesh_search.refinement import refined
 from autoshard.mesh_search.search import search_meshes
+from autoshard.microbatch import microbatched
 from autoshard.problem import Hints, Problem
 from autoshard.progress import Progress, part, silent
 from autoshard.render import format_bytes, format_percent, progress_line
@@ -69,6 +71,7 @@ def search(
     time_limit_seconds: float | None = None,
     interruptible: bool = False,
     confirm: str | Confirm | None = None,
+    microbatches: Microbatches = "fit",
 ) -> Strategy:
     """The best strategy that the searcher finds for a function on a cluster; in several processes the one that process 0 finds.
 
@@ -101,9 +104,12 @@ def search(
             on zeros; several processes do so together. What was found is in ``strategy.confirmation``; where nothing could be confirmed,
             ``strategy.notes`` say why.
             None: the prediction decides.
+        microbatches: in how many parts of its batch a step computes its gradients, one after the other; they are added up and combined
+            over devices once (`autoshard.microbatch`). A number; ``"fit"``: a few with which it fits, tried only where nothing does in one;
+            ``"auto"``: the fastest of 1, 2, 4 and 8, each searched; None: one. Results are those of the whole batch.
 
     Raises:
-        TraceError: the function cannot be traced with these arguments.
+        TraceError: the batch cannot be computed in that many microbatches; or the function cannot be traced with these arguments.
         ClusterError: the cluster is unknown, or the mesh does not cover it.
         ShardingError: a pin is illegal, or two contradict each other.
         InfeasibleError: nothing fits the memory limit; names the smallest peak found. Or the compiler that was to confirm refuses all.
@@ -114,24 +120,24 @@ def search(
     >>> strategy.in_specs
     (P(None, None), P('data', None))
     """
-    chosen, how = searcher_of(searcher), confirm_of(confirm)
+    chosen, how, asked = searcher_of(searcher), confirm_of(confirm), checked(microbatches)
     limit_seconds = checked_seconds(time_limit_seconds)
     given = limit_seconds if how is None or limit_seconds is None else limit_seconds / 2
     if given is not None:
         chosen = chosen.limited(given)
     with shown(progress) as callback, rarely_collecting(), outside_mesh(keep_auto=True):
-        prepared = prepare(fn, args, cluster, chosen, mesh, Asked.of(pins, batch_axes), memory_limit_bytes, donate_argnums)
+        ask = partial(prepare, fn, args, cluster, chosen, mesh, Asked.of(pins, batch_axes), memory_limit_bytes, donate_argnums)
         started = time.perf_counter()
         ends, own = endings(given, interruptible), part(callback, 0.0, 1.0 if how is None else SEARCHING)
-        searched = partial(_searched, prepared, chosen, timed(own, given), ends, 1 if how is None else how.finalists)
-        try:
-            solution, problem = searched(prepared.limit * (1 - RESERVE) if memory_limit_bytes is None else prepared.limit)
-        except InfeasibleError as error:
-            if memory_limit_bytes is not None or (error.smallest_peak_bytes or math.inf) > prepared.limit:
-                raise error if error.proven or not prepared.most_axes or mesh == MOST_AXES else _with_axes(error) from None
-            solution, problem = searched(prepared.limit)
-            others = tuple(replace(other, notes=(*other.notes, _barely(prepared.limit))) for other in solution.others)
-            solution = replace(solution, notes=(*solution.notes, _barely(prepared.limit)), others=others)
+
+        def attempt(n: int) -> tuple[Prepared, Solution, Problem]:
+            prepared = ask(n)
+            left = given if given is None or n == 1 else max(0.0, given - (time.perf_counter() - started))
+            searched = partial(_searched, prepared, chosen, timed(own, left), ends, 1 if how is None else how.finalists)
+            return prepared, *_within(prepared, searched, memory_limit_bytes is None, mesh)
+
+        limit = partial(_limit, _cluster(cluster), memory_limit_bytes)
+        prepared, solution, problem = best(attempt, asked, lambda found: found[1].judgement.cost.makespan_seconds, limit)
         solving, searching = solution.stats.get("search_seconds", 0.0), time.perf_counter() - started
         stats = {**solution.stats, "solve_seconds": solving, "search_seconds": searching}
         strategies = [prepared.strategy(problem.mesh, replace(solution, stats=stats), chosen)]
@@ -156,6 +162,20 @@ def search(
             together=how.by == "devices",
         )
         return confirmed(board, how)
+
+
+def _within(
+    prepared: Prepared, searched: Callable[[float], tuple[Solution, Problem]], reserves: bool, mesh: Any
+) -> tuple[Solution, Problem]:
+    """The best solution within the memory limit; within the reserve of it too, if it has one and nothing fits otherwise."""
+    try:
+        return searched(prepared.limit * (1 - RESERVE) if reserves else prepared.limit)
+    except InfeasibleError as error:
+        if not reserves or (error.smallest_peak_bytes or math.inf) > prepared.limit:
+            raise error if error.proven or not prepared.most_axes or mesh == MOST_AXES else _with_axes(error) from None
+    solution, problem = searched(prepared.limit)
+    others = tuple(replace(other, notes=(*other.notes, _barely(prepared.limit))) for other in solution.others)
+    return replace(solution, notes=(*solution.notes, _barely(prepared.limit)), others=others), problem
 
 
 def _searched(
@@ -242,7 +262,7 @@ class Prepared:
         return Strategy(record_of(self.traced, self.cluster, mesh, solution, searcher, notes), self.traced)
 
 
-def prepare(fn, args, cluster, searcher, mesh, asked: Asked, memory_limit_bytes, donate_argnums) -> Prepared:
+def prepare(fn, args, cluster, searcher, mesh, asked: Asked, memory_limit_bytes, donate_argnums, microbatches: int = 1) -> Prepared:
     """What `search` is given, checked, traced and with the meshes that are worth trying; arguments are `search`'s."""
     cluster = _cluster(cluster)
     limit = _limit(cluster, memory_limit_bytes)
@@ -250,7 +270,7 @@ def prepare(fn, args, cluster, searcher, mesh, asked: Asked, memory_limit_bytes,
     given = None if mesh is None or isinstance(mesh, int) else given_mesh(mesh)
     if given is not None:
         cluster.check(given)
-    traced, facts, seconds = _traced(fn, args, donate_argnums, (*asked.axes, *(given.names if given else ())), cluster)
+    traced, facts, seconds = _traced(fn, args, donate_argnums, (*asked.axes, *(given.names if given else ())), cluster, microbatches)
     pins = user_pins(asked, traced.graph, _annotations(fn, args, traced), given is None)
     meshes, is_free = meshes_of(cluster, pins, given, most)
     finest = (mesh or MOST_AXES) if is_free and searcher.automatic else 0
@@ -361,11 +381,12 @@ def _limit(cluster: Cluster, memory_limit_bytes: float | None) -> float:
     return memory_limit_bytes
 
 
-def _traced(fn, args, donate_argnums, axis_names, cluster: Cluster) -> tuple[Traced, ProgramFacts, dict[str, float]]:
+def _traced(fn, args, donate_argnums, axis_names, cluster: Cluster, microbatches: int = 1) -> tuple[Traced, ProgramFacts, dict[str, float]]:
     """The traced function, its facts for the cluster's compiler, and what tracing took."""
     started = time.perf_counter()
     donated = (*several(donate_argnums), *(fn.donate_argnums if isinstance(fn, Sharded) else ()))
     traced = trace(plain(fn), *args, donate_argnums=donated, axis_names=tuple(dict.fromkeys(axis_names)), own_donation=True)
+    traced = microbatched(traced, microbatches)
     facts = program_facts(traced.graph, rules_of(traced.graph), compiler_of(cluster))
     return traced, facts, {"trace_seconds": time.perf_counter() - started, "n_ops": len(traced.graph.walk())}
 

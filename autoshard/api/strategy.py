@@ -101,6 +101,11 @@ class Strategy:
         return self._traced.out_tree.unflatten(specs[: self._traced.out_tree.num_leaves])
 
     @property
+    def microbatches(self) -> int:
+        """In how many parts of its batch a step computes its gradients, one after the other."""
+        return self.record.program.microbatches
+
+    @property
     def cost(self) -> Cost:
         """What the judge predicts."""
         return self.record.cost
@@ -149,6 +154,11 @@ class Strategy:
         Raises:
             StrategyError: ``fn`` is not the program the strategy is for.
         """
+        if self.microbatches > 1:
+            raise StrategyError(
+                f"pins shard a program as it is, and this strategy runs it in {self.microbatches} microbatches. "
+                "Search with microbatches=None."
+            )
         traced, rules, path = program_of(fn, args, self.record, before=self._traced)
         graph = traced.graph
         found = fewest_pins(traced.jaxpr, graph, rules, self.record.assignment, path, budget_seconds, progress)

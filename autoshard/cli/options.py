@@ -176,6 +176,19 @@ def names(text: str) -> tuple[str, ...]:
     return found
 
 
+def microbatches(text: str) -> int | str:
+    """The number of microbatches, or how it is found.
+
+    >>> microbatches("4"), microbatches("auto")
+    (4, 'auto')
+    """
+    if text in ("fit", "auto"):
+        return text
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a number from 1 up, fit or auto is expected, got {text!r}")
+    return int(text)
+
+
 def positive(text: str) -> int:
     """A whole number from one up."""
     if not text.isdecimal() or int(text) < 1:

@@ -7,7 +7,19 @@ import sys
 from contextlib import redirect_stdout
 
 from autoshard.cli.found import finish, finish_frontier
-from autoshard.cli.options import SPEC_HELP, add_program, cluster_of, command, mesh_or_axes, names, path_spec, positive, seconds, size
+from autoshard.cli.options import (
+    SPEC_HELP,
+    add_program,
+    cluster_of,
+    command,
+    mesh_or_axes,
+    microbatches,
+    names,
+    path_spec,
+    positive,
+    seconds,
+    size,
+)
 from autoshard.cli.program import load
 from autoshard.cli.terminal import progress
 
@@ -69,6 +81,14 @@ def add(commands) -> None:
         "devices: run them on this machine's devices instead",
     )
     parser.add_argument(
+        "--microbatches",
+        metavar="N",
+        type=microbatches,
+        default="fit",
+        help="compute gradients of so many parts of the batch, one after the other; fit (default): of more than one where nothing fits "
+        "otherwise; auto: of 1, 2, 4 or 8, whichever is fastest",
+    )
+    parser.add_argument(
         "--frontier",
         metavar="POINTS",
         type=positive,
@@ -104,7 +124,7 @@ def run(options: argparse.Namespace) -> int:
             "interruptible": options.interruptible,
         }
         if options.frontier is None:
-            strategy = autoshard.search(function, *arguments, confirm=options.confirm, **asked)
+            strategy = autoshard.search(function, *arguments, confirm=options.confirm, microbatches=options.microbatches, **asked)
         else:
             frontier = autoshard.frontier(function, *arguments, points=options.frontier, **asked)
     return finish(strategy, options) if options.frontier is None else finish_frontier(frontier, options)
