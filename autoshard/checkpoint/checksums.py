@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-_FIRST, _SECOND, _THIRD = map(np.uint32, (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D))  # odd, as in xxHash
+_SPREAD = np.uint32(0x9E3779B1)  # odd
+_MIXERS = (np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35))  # of MurmurHash3's finalizer
 _WORD = 0xFFFFFFFF
 
 
@@ -37,9 +38,10 @@ def _totals(arrays: tuple[jax.Array, ...]) -> list[jax.Array]:
 def _hashed(words: jax.Array) -> jax.Array:
     strides = [np.uint32(prod(words.shape[dim + 1 :]) & _WORD) for dim in range(words.ndim)]
     places = [lax.broadcasted_iota(jnp.uint32, words.shape, dim) * stride for dim, stride in enumerate(strides)]
-    place = sum(places, jnp.zeros(words.shape, jnp.uint32)) * _FIRST
-    mixed = (words ^ place ^ (place >> 15)) * _SECOND
-    return (mixed ^ (mixed >> 16)) * _THIRD
+    mixed = words ^ sum(places, jnp.zeros(words.shape, jnp.uint32)) * _SPREAD
+    for shift, mixer in zip((16, 13), _MIXERS, strict=True):
+        mixed = (mixed ^ (mixed >> shift)) * mixer
+    return mixed ^ (mixed >> 16)
 
 
 def _words(x: jax.Array) -> jax.Array:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
+import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -16,6 +20,9 @@ from autoshard.errors import AutoshardError, CheckpointError, StrategyError
 
 STATE, DOCUMENT = "state", "autoshard"
 FILE = "metadata"  # as Orbax names the file of a JSON item
+
+MOST_WORDS = 300  # characters of what a library says
+SETTLING_SECONDS = 0.1  # of reads that are under way where another fails
 
 RESTORE_OTHER = "Restore another checkpoint."
 
@@ -97,16 +104,42 @@ def read_arrays(path: str, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[s
     }
     try:
         # The handler itself, since a checkpointer waits for all processes, also where one of them has failed.
-        restored = library.PyTreeCheckpointHandler().restore(
-            _folder(path) / STATE, args=library.args.PyTreeRestore(item=dict(wanted), restore_args=args)
-        )
+        with _quiet():
+            restored = library.PyTreeCheckpointHandler().restore(
+                _folder(path) / STATE, args=library.args.PyTreeRestore(item=dict(wanted), restore_args=args)
+            )
         found = {name: restored[name] for name in wanted}
     except Exception as error:  # whatever a damaged file leads to
-        raise damaged(path, _first_line(error)) from None
+        raise damaged(path, f"its arrays cannot be read ({_first_line(error)})") from None
     for name, x in wanted.items():
         if not isinstance(found[name], jax.Array) or (found[name].shape, found[name].dtype) != (x.shape, x.dtype):
             raise damaged(path, f"{name} is not the {x.dtype}{list(x.shape)} that its document says")
     return found
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """A context in which the first error is the only one that shows.
+
+    Where a read fails, Orbax 0.12 closes its event loop under all others, and each of these prints a traceback as it ends.
+    """
+
+    def ignored(*_: Any) -> None:
+        pass
+
+    before = sys.unraisablehook, sys.excepthook
+    sys.unraisablehook = sys.excepthook = ignored
+    try:
+        yield
+    except Exception as error:
+        error.__traceback__ = None  # and with it what the failed reads hold
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # of coroutines that were never awaited
+            gc.collect()
+        time.sleep(SETTLING_SECONDS)
+        raise
+    finally:
+        sys.unraisablehook, sys.excepthook = before
 
 
 def _folder(path: str) -> Any:
@@ -122,9 +155,10 @@ def damaged(path: str, what: str) -> CheckpointError:
 
 def _first_line(error: Exception) -> str:
     """What an error says, as one line of a moderate length."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    said = str(error).split(" [")[0]  # TensorStore adds where in its own source
+    text = " ".join(f"{type(error).__name__}: {said}".split())
     text = "".join(character for character in text if character.isprintable())
-    return text if len(text) <= 300 else f"{text[:300]}..."
+    return text if len(text) <= MOST_WORDS else f"{text[:MOST_WORDS]}..."
 
 
 # -- several processes -----------------------------------------------------------------------------------------------------
