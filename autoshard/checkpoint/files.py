@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
+import asyncio
 import os
-import sys
-import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -15,14 +12,12 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from autoshard.api.finalists import in_words
 from autoshard.checkpoint.contents import MAX_BYTES, Contents, contents_of
 from autoshard.errors import AutoshardError, CheckpointError, StrategyError
 
 STATE, DOCUMENT = "state", "autoshard"
 FILE = "metadata"  # as Orbax names the file of a JSON item
-
-MOST_WORDS = 300  # characters of what a library says
-SETTLING_SECONDS = 0.1  # of reads that are under way where another fails
 
 RESTORE_OTHER = "Restore another checkpoint."
 
@@ -66,7 +61,7 @@ def writing(path: str) -> Iterator[None]:
     except AutoshardError:
         raise
     except Exception as error:
-        raise CheckpointError(f"checkpoint '{path}' was not written: {_first_line(error)}. Check the folder and the space that is left.") from error
+        raise CheckpointError(f"checkpoint '{path}' was not written: {in_words(error)}. Check the folder and the space that is left.") from error
 
 
 def read_contents(path: str) -> Contents:
@@ -99,47 +94,43 @@ def read_arrays(path: str, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[s
         CheckpointError: a file is damaged, or has arrays of other names or shapes.
     """
     library = orbax()
-    args = {
-        name: library.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype, strict=True) for name, x in wanted.items()
-    }
+    places = {name: library.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype, strict=True) for name, x in wanted.items()}
+    args = library.args.PyTreeRestore(item=dict(wanted), restore_args=places)
+    # The handler itself, since a checkpointer waits for all processes, also where one of them has failed.
     try:
-        # The handler itself, since a checkpointer waits for all processes, also where one of them has failed.
-        with _quiet():
-            restored = library.PyTreeCheckpointHandler().restore(
-                _folder(path) / STATE, args=library.args.PyTreeRestore(item=dict(wanted), restore_args=args)
-            )
-        found = {name: restored[name] for name in wanted}
+        with _ending_reads():
+            found = library.PyTreeCheckpointHandler().restore(_folder(path) / STATE, args=args)
     except Exception as error:  # whatever a damaged file leads to
-        raise damaged(path, f"its arrays cannot be read ({_first_line(error)})") from None
+        raise damaged(path, f"its arrays cannot be read ({in_words(error)})") from None
     for name, x in wanted.items():
-        if not isinstance(found[name], jax.Array) or (found[name].shape, found[name].dtype) != (x.shape, x.dtype):
+        array = found.get(name)
+        if not isinstance(array, jax.Array) or (array.shape, array.dtype) != (x.shape, x.dtype):
             raise damaged(path, f"{name} is not the {x.dtype}{list(x.shape)} that its document says")
     return found
 
 
+class _Ending(asyncio.SelectorEventLoop):
+    """An event loop that ends what runs in it before it closes."""
+
+    def close(self) -> None:
+        tasks = asyncio.all_tasks(self) if not self.is_closed() else ()
+        if tasks:
+            self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        super().close()
+
+
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """A context in which the first error is the only one that shows.
+def _ending_reads() -> Iterator[None]:
+    """A context in which all reads end before one that failed is reported.
 
-    Where a read fails, Orbax 0.12 closes its event loop under all others, and each of these prints a traceback as it ends.
+    Orbax 0.12 closes its event loop under the others, and each of these would print a traceback as it ends.
     """
-
-    def ignored(*_: Any) -> None:
-        pass
-
-    before = sys.unraisablehook, sys.excepthook
-    sys.unraisablehook = sys.excepthook = ignored
+    before = asyncio.new_event_loop
+    asyncio.new_event_loop = _Ending
     try:
         yield
-    except Exception as error:
-        error.__traceback__ = None  # and with it what the failed reads hold
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # of coroutines that were never awaited
-            gc.collect()
-        time.sleep(SETTLING_SECONDS)
-        raise
     finally:
-        sys.unraisablehook, sys.excepthook = before
+        asyncio.new_event_loop = before
 
 
 def _folder(path: str) -> Any:
@@ -151,14 +142,6 @@ def _folder(path: str) -> Any:
 def damaged(path: str, what: str) -> CheckpointError:
     """The error for a checkpoint that cannot be used."""
     return CheckpointError(f"checkpoint '{path}' is damaged: {what.rstrip('.')}. {RESTORE_OTHER}")
-
-
-def _first_line(error: Exception) -> str:
-    """What an error says, as one line of a moderate length."""
-    said = str(error).split(" [")[0]  # TensorStore adds where in its own source
-    text = " ".join(f"{type(error).__name__}: {said}".split())
-    text = "".join(character for character in text if character.isprintable())
-    return text if len(text) <= MOST_WORDS else f"{text[:MOST_WORDS]}..."
 
 
 # -- several processes -----------------------------------------------------------------------------------------------------
