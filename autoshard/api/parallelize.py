@@ -203,6 +203,7 @@ def parallelize(
     time_limit_seconds: float | None = None,
     interruptible: bool = False,
     confirm: str | Confirm | None = None,
+    start: Strategy | None = None,
     devices: Sequence[Any] | None = None,
 ) -> Any:
     """The function, sharded as `search` finds best for the arguments of its first call; a decorator with or without options.
@@ -230,6 +231,7 @@ def parallelize(
         "time_limit_seconds": time_limit_seconds,
         "interruptible": interruptible,
         "confirm": confirm_of(confirm),
+        "start": start,
     }
     if fn is not None and not callable(fn):
         raise TraceError(f"parallelize takes a function, and options by name, got {fn!r:.80}. Write @parallelize(cluster='cpu:8').")

@@ -62,8 +62,8 @@ def placed_leaves(leaves: Sequence, places: Sequence[Place]) -> list[jax.Array]:
     found = list(leaves)
     local = [at for at, x in enumerate(leaves) if not isinstance(x, jax.Array) or (several and x.is_fully_addressable)]
     if local:
-        wanted = [places[at] for at in local]
-        there = put([leaves[at] for at in local], [place.sharding for place in wanted], [place.name for place in wanted], (True,) * len(local))
+        shardings, names = [places[at].sharding for at in local], [places[at].name for at in local]
+        there = put([leaves[at] for at in local], shardings, names, (True,) * len(local))
         for at, x in zip(local, there, strict=True):
             found[at] = x
     for x, place in zip(found, places, strict=True):
@@ -103,7 +103,7 @@ def check_memory(places: Sequence[Place]) -> None:
     """Raises `CheckpointError` where the shapes alone say that the devices of this process cannot hold the arrays."""
     if not places:
         return
-    devices = [device for device in places[0].sharding.mesh.devices.flat if device.process_index == jax.process_index()]
+    devices = list(places[0].sharding.addressable_devices)
     limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
     limit = sum(limits) if limits and all(limits) else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # pyright: ignore
     needed = 0

@@ -1,8 +1,8 @@
 """Checksums of arrays where they are: of the values alone, however they are sharded.
 
-An array's checksum is the sum modulo 2**32 of a hash of each of its 32-bit words with its place. A hash is one-to-one in the word, so that a
-change of one word always shows; any other change escapes with a probability of 2**-32. Sums do not depend on their order: every sharding, mesh
-and number of processes gives the same, and one word an array leaves the devices.
+An array's checksum is the sum modulo 2**32 of a hash of each of its 32-bit words with its place. A hash is one-to-one in the word, so that
+a change of one word always shows; any other change escapes with a probability of 2**-32. Sums do not depend on their order: every sharding,
+mesh and number of processes gives the same, and one word an array leaves the devices.
 """
 
 from __future__ import annotations

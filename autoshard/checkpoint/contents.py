@@ -120,5 +120,3 @@ def _range(node: Node, n: int) -> tuple[int, int]:
 def _digest(document: Mapping[str, Any]) -> str:
     canonical = json.dumps(document, sort_keys=True, allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
-
-

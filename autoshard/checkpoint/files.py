@@ -61,7 +61,9 @@ def writing(path: str) -> Iterator[None]:
     except AutoshardError:
         raise
     except Exception as error:
-        raise CheckpointError(f"checkpoint '{path}' was not written: {in_words(error)}. Check the folder and the space that is left.") from error
+        raise CheckpointError(
+            f"checkpoint '{path}' was not written: {in_words(error)}. Check the folder, and the space that is left."
+        ) from error
 
 
 def read_contents(path: str) -> Contents:
@@ -76,7 +78,10 @@ def read_contents(path: str) -> Contents:
     file = epath.Path(path) / DOCUMENT / FILE
     try:
         if not file.exists():
-            raise CheckpointError(f"'{path}' is no checkpoint that autoshard.checkpoint saved, or an incomplete one: it has no {DOCUMENT}/{FILE}. {RESTORE_OTHER}")
+            raise CheckpointError(
+                f"'{path}' is no checkpoint that autoshard.checkpoint saved, or an incomplete one: it has no {DOCUMENT}/{FILE}. "
+                f"{RESTORE_OTHER}"
+            )
         n_bytes = file.stat().length
         if n_bytes > MAX_BYTES:
             raise damaged(path, f"{DOCUMENT}/{FILE} has {n_bytes} bytes, and may have {MAX_BYTES}")
@@ -94,7 +99,8 @@ def read_arrays(path: str, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[s
         CheckpointError: a file is damaged, or has arrays of other names or shapes.
     """
     library = orbax()
-    places = {name: library.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype, strict=True) for name, x in wanted.items()}
+    kind = library.ArrayRestoreArgs
+    places = {name: kind(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype, strict=True) for name, x in wanted.items()}
     args = library.args.PyTreeRestore(item=dict(wanted), restore_args=places)
     # The handler itself, since a checkpointer waits for all processes, also where one of them has failed.
     try:
@@ -160,7 +166,9 @@ def together(read: Callable[[], T]) -> T:
     if failure is not None:
         raise failure
     if failed:
-        raise CheckpointError(f"all processes read a checkpoint before one goes on, and process {failed[0]} failed to. Its output says why.")
+        raise CheckpointError(
+            f"all processes read a checkpoint before one goes on, and process {failed[0]} could not. Its output says why."
+        )
     return result  # pyright: ignore[reportReturnType]
 
 

@@ -18,8 +18,8 @@ from autoshard.strategy import to_json
 class Checkpoints:
     """The checkpoints in a folder, one a step; a context that ends when all is written.
 
-    Opening it writes and removes nothing, so another program may read them meanwhile. What a killed process left half-written is ignored, and
-    removed at the first save. In several processes all make the same calls.
+    Opening it writes and removes nothing, so another program may read them meanwhile. What a killed process left half-written is ignored,
+    and removed at the first save. In several processes all make the same calls.
 
     Args:
         folder: of the checkpoints; made at the first save.
@@ -76,8 +76,8 @@ class Checkpoints:
             last = manager.latest_step()
             if last is not None and step <= last:
                 raise CheckpointError(
-                    f"steps of checkpoints ascend, and '{self.folder}' has step {last} already, got {step}. Restore that one before training "
-                    "goes on, or use another folder."
+                    f"steps of checkpoints ascend, and '{self.folder}' has step {last} already, got {step}. Restore that one before "
+                    "training goes on, or use another folder."
                 )
             if self._text is None or self._text[0] is not strategy:
                 self._text = strategy, to_json(strategy.record)

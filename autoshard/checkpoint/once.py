@@ -106,7 +106,8 @@ def restore(path: Path, strategy: Strategy | None = None, *, like: Any = None, d
     whole = [arrays[place.name] if place.name in arrays else empty(place) for place in wanted]
     differing = [place.name for place, old, new in zip(wanted, contents.checksums, checksums(whole), strict=True) if old != new]
     if differing:
-        raise damaged(folder, f"{differing[0]} is not the array that was saved" + f", nor are {len(differing) - 1} more" * (len(differing) > 1))
+        more = f", nor are {len(differing) - 1} more" * (len(differing) > 1)
+        raise damaged(folder, f"{differing[0]} is not the array that was saved{more}")
     leaves = [leaf(x, place) for x, place in zip(whole, wanted, strict=True)]
     if like is not None:
         split = SplitModules((like,))

@@ -1,4 +1,4 @@
-"""A program that trains and saves as fast as it can, from its newest checkpoint on, until it is killed: a child for each folder on stdin."""
+"""A program that trains and saves as fast as it can, from its newest checkpoint on, until it is killed: a child for each line of stdin."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint  # noqa: F401
 
 import autoshard
-import orbax.checkpoint  # noqa: F401
 from autoshard.checkpoint import Checkpoints
 
 

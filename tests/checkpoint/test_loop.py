@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import jax
@@ -49,7 +48,8 @@ def test_the_newest_are_kept(tmp_path, strategy):
         assert checkpoints.strategy() is None and checkpoints.extra() is None and not folder.exists()
         written = [checkpoints.save(step, state_at(step, strategy), strategy, extra={"rows": 8 * step}) for step in range(0, 35, 5)]
         assert written == [True, False] * 3 + [True]
-        assert not checkpoints.save(31, state_at(31, strategy), strategy) and checkpoints.save(32, state_at(32, strategy), strategy, always=True)
+        assert not checkpoints.save(31, state_at(31, strategy), strategy)
+        assert checkpoints.save(32, state_at(32, strategy), strategy, always=True)
         assert checkpoints.latest() == 32 and checkpoints.extra() is None and checkpoints.extra(30) == {"rows": 240}
         assert sorted(os.listdir(folder)) == ["30", "32"]
     reader = Checkpoints(folder)
@@ -97,8 +97,8 @@ def test_what_fails_while_it_is_written_is_said(tmp_path, strategy):
             with pytest.raises(autoshard.CheckpointError, match=words):
                 checkpoints.save(step, state_at(5, strategy), strategy)
     (tmp_path / "file").write_text("")
-    with pytest.raises(autoshard.CheckpointError, match=r"was not written: .*Check the folder and the space"), Checkpoints(tmp_path / "file") as bad:
-        bad.save(1, state_at(1, strategy), strategy)
+    with pytest.raises(autoshard.CheckpointError, match=r"was not written: .*Check the folder, and the space"):
+        Checkpoints(tmp_path / "file").save(1, state_at(1, strategy), strategy)
     for options in ({"keep": 0}, {"every": True}):
         with pytest.raises(autoshard.CheckpointError, match="is a whole number from 1 up"):
             Checkpoints(tmp_path, **options)

@@ -132,7 +132,7 @@ def test_donated_arrays_may_be_saved_before(tmp_path):
         assert old.params["up"].is_deleted()
         for number, wanted in enumerate(before):
             check_equal(checkpoints.restore(strategy, step=number)[1], wanted)
-        with pytest.raises(autoshard.CheckpointError, match="was donated to a step. Save what the step returned"):
+        with pytest.raises(autoshard.CheckpointError, match=r"was donated to a step. Save what the step returned"):
             checkpoints.save(4, old, strategy)
 
 
@@ -234,7 +234,9 @@ def test_a_strategy_for_another_state_is_refused(trained, fields, words):
 def test_a_state_to_be_like_has_the_same_arrays_in_the_same_places(trained):
     """One of other shapes is refused by its first, and one that only orders them otherwise as well."""
     _, _, path = trained
-    with pytest.raises(autoshard.CheckpointError, match=r"has state.step int32\[\] where the state that is passed as like= has an array \[3\]"):
+    with pytest.raises(
+        autoshard.CheckpointError, match=r"has state.step int32\[\] where the state that is passed as like= has an array \[3"
+    ):
         checkpoint.restore(path, like=make_state()._replace(step=np.ones(3)))
     with pytest.raises(autoshard.CheckpointError, match=r"structured as the argument of 'train_step'.*structured otherwise"):
         checkpoint.restore(path, like=(*make_state()[:2], tuple(make_state().optimizer), *make_state()[3:]))
