@@ -1,7 +1,7 @@
 """An earlier strategy as a candidate of a new search: itself on its own mesh, else its arguments' specs carried over to another.
 
 Where the program and the mesh's axes are the same, all of its choices are judged again. Else the specs of its arguments are, as the
-searcher `manual` completes them: arguments are known by their paths, mesh axes by their names, or by their order where none is the same, and
+searcher `manual` completes them: arguments are known by their paths, mesh axes by their names, or by their order where none is the same;
 a dimension keeps the axes that divide it.
 """
 
