@@ -125,7 +125,8 @@ def test_a_place_that_fails_twice_in_a_row_is_left_out(launch):
     code, _ = launch("if place == '1': sys.exit(7)\ntime.sleep(3)", "-n", "3", "--resume", "--min-processes", "2")
     assert code == 0 and Path("runs-1").read_text().split("\n")[:3] == ["3 1", "3 1", "2 2"]
     Path("runs-0").unlink(), Path("runs-1").unlink()
-    lines = "if rank == str((n - 1) % 2): sys.exit(7)\ntime.sleep(0.5 * (n < 4))"
+    lines = "while not all(os.path.exists(f'runs-{k}') and len(open(f'runs-{k}').readlines()) >= n for k in '01'): time.sleep(0.01)\n"
+    lines += "if rank == str(n % 2): sys.exit(7)\ntime.sleep(9)"
     assert launch(lines, "-n", "2", "--resume", "2", "--min-processes", "1")[0] == 7
     assert Path("runs-1").read_text().split("\n")[:3] == ["2 1"] * 3
 
