@@ -69,6 +69,7 @@ class Checkpoints:
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise CheckpointError(f"a checkpoint is numbered by the steps that were done, got {step!r}. Pass a whole number from 0 up.")
+        once.check_strategy(strategy)
         if not always and step % self.every:
             return False
         with writing(self.path(step)):

@@ -49,6 +49,7 @@ def save(path: Path, state: Any, strategy: Strategy, *, extra: Any = None) -> No
     (Array([0., 1., 2., 3.], dtype=float32), {'epoch': 3})
     """
     folder = absolute(path)
+    check_strategy(strategy)
     with writing(folder):
         library = orbax()
         if together(lambda: _exists(folder)):
@@ -101,6 +102,8 @@ def restore(path: Path, strategy: Strategy | None = None, *, like: Any = None, d
         ClusterError: there are too few devices.
     """
     folder = absolute(path)
+    if strategy is not None:
+        check_strategy(strategy)
     contents, found = together(lambda: _read(folder, strategy, like, devices))
     target, first, last, wanted, arrays = found
     whole = [arrays[place.name] if place.name in arrays else empty(place) for place in wanted]
@@ -134,6 +137,15 @@ def extra(path: Path) -> Any:
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------------
+
+
+def check_strategy(strategy: Any) -> None:
+    """Raises `CheckpointError` where what is passed as a strategy is none."""
+    if not isinstance(strategy, Strategy):
+        raise CheckpointError(
+            f"a checkpoint is saved and restored with a strategy, got {type(strategy).__name__}. Call save(path, state, strategy), "
+            "restore(path, strategy)."
+        )
 
 
 def _exists(folder: str) -> bool:

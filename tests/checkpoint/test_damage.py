@@ -147,6 +147,13 @@ def test_a_document_of_the_wrong_form_is_refused(copied, change, words):
     assert words in copied(rewritten(change))
 
 
+def test_a_changed_number_is_seen(copied):
+    """One that would pass for another, in the strategy or in what was saved beside it."""
+    for old, new in (('"epoch": 3', '"epoch": 4'), ("train_step", "train_stop")):
+        file = "autoshard/metadata"
+        assert "something was changed" in copied(lambda path: (path / file).write_text((path / file).read_text().replace(old, new)))  # noqa: B023
+
+
 def limited(call):
     """What a function returns that may use little more memory than is in use."""
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -53,7 +53,7 @@ def test_the_newest_are_kept(tmp_path, strategy):
         assert checkpoints.latest() == 32 and checkpoints.extra() is None and checkpoints.extra(30) == {"rows": 240}
         assert sorted(os.listdir(folder)) == ["30", "32"]
     reader = Checkpoints(folder)
-    (folder / "33.orbax-checkpoint-tmp").mkdir()
+    (folder / "31.orbax-checkpoint-tmp").mkdir()
     (folder / "notes").mkdir()
     step, state = reader.restore(strategy)
     assert step == 32 == reader.latest() and reader.strategy() == strategy
@@ -61,7 +61,7 @@ def test_the_newest_are_kept(tmp_path, strategy):
     check(reader.restore(step=30)[1], 30)
     with pytest.raises(autoshard.CheckpointError, match="is no checkpoint"):
         reader.restore(step=31)
-    assert sorted(os.listdir(folder)) == ["30", "32", "33.orbax-checkpoint-tmp", "notes"]
+    assert sorted(os.listdir(folder)) == ["30", "31.orbax-checkpoint-tmp", "32", "notes"]
     with Checkpoints(folder, keep=2) as checkpoints:
         checkpoints.save(33, state_at(33, strategy), strategy)
     assert sorted(os.listdir(folder)) == ["32", "33", "notes"]

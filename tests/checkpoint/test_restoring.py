@@ -257,6 +257,9 @@ def test_what_cannot_be_saved_is_refused(trained, tmp_path):
             checkpoint.save(tmp_path / "c", state, strategy, extra=extra)
     with pytest.raises(autoshard.CheckpointError, match=r"exists. Choose another path"):
         checkpoint.save(trained[2], state, strategy)
+    for call in (lambda: checkpoint.save(tmp_path / "c", strategy, state), lambda: checkpoint.restore(trained[2], state)):
+        with pytest.raises(autoshard.CheckpointError, match=r"with a strategy, got State\. Call save\(path, state, strategy\)"):
+            call()
     empty = autoshard.search(lambda a, x: (a, x.sum()), jnp.zeros((0, 2)), BATCH, cluster="cpu:1")
     with pytest.raises(autoshard.CheckpointError, match="at least one array with elements"):
         checkpoint.save(tmp_path / "c", jnp.zeros((0, 2)), empty)
