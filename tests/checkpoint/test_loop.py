@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -115,15 +116,14 @@ def killed():
             program.stdin.write(f"{folder}\n")
             program.stdin.flush()
             number = step = 0
-            for line in program.stdout:
-                word, *rest = line.split()
-                if word == "child":
-                    number = int(*rest)
-                elif word == "saving":
+            for line in program.stdout:  # what was being printed is cut short
+                if found := re.match(r"child (\d+)\n", line):
+                    number = int(found[1])
+                elif found := re.match(r"saving (\d+)\n", line):
                     if not step:
                         threading.Timer(seconds, os.kill, (number, signal.SIGKILL)).start()
-                    step = int(*rest)
-                elif word == "ended":
+                    step = int(found[1])
+                if line.endswith("ended\n"):
                     break
             return step
 
