@@ -39,6 +39,7 @@ LAYERS = (
     ("lower", "library"),
     ("verify", "probe", "distributed", "data"),  # hands Shardy the program as `lower` rebuilds it; measures on meshes as `lower` makes them
     ("collectives", "api", "parameter_server"),
+    ("checkpoint",),
     ("__init__",),  # the public names
     ("demo",),
     ("cli",),
@@ -47,7 +48,10 @@ LAYERS = (
 
 # The only folders in which JAX and what stands on it may be imported.
 JAX = ("jax", "jaxlib", "flax", "optax")
-KNOWS_JAX = ("rules", "trace", "lower", "verify", "probe", "distributed", "data", "collectives", "api", "parameter_server", "demo", "cli")
+KNOWS_JAX = (
+    *("rules", "trace", "lower", "verify", "probe", "distributed", "data"),
+    *("collectives", "api", "parameter_server", "checkpoint", "demo", "cli"),
+)
 
 # The only rooms that know one compiler or device from another.
 KNOWS_TARGETS = ("compilers/", "verify/", "cluster/catalogue.py")
@@ -72,6 +76,8 @@ DELAYED = (
     ("demo/gpt.py", "pydoc_data.topics", "takes a while to load, and only training reads it"),
     ("demo/lenet.py", "sklearn.datasets", "scikit-learn is the `demo` extra"),
     ("parameter_server/*.py", "ray", "Ray is the `ray` extra"),
+    ("checkpoint/files.py", "orbax.checkpoint", "Orbax is the `checkpoint` extra"),
+    ("checkpoint/*.py", "etils", "comes with Orbax: paths as it takes them"),
     ("cli/*.py", "*", "virtual devices are asked for, and bad options are refused, before a subcommand loads what it works with"),
 )
 

@@ -208,6 +208,7 @@ def parallelize(
     time_limit_seconds: float | None = None,
     interruptible: bool = False,
     confirm: str | Confirm | None = None,
+    start: Strategy | None = None,
     devices: Sequence[Any] | None = None,
     compiler_options: Options | None = None,
     bucket_bytes: int | None = None,
@@ -239,6 +240,7 @@ def parallelize(
         "time_limit_seconds": time_limit_seconds,
         "interruptible": interruptible,
         "confirm": confirm_of(confirm),
+        "start": start,
     }
     if fn is not None and not callable(fn):
         raise TraceError(f"parallelize takes a function, and options by name, got {fn!r:.80}. Write @parallelize(cluster='cpu:8').")

@@ -21,6 +21,7 @@ from autoshard.api.confirm import Confirm, confirm_of, confirmed, noted
 from autoshard.api.finalists import Board
 from autoshard.api.meshes import MOST_AXES, check_meshes, fixed_mesh, given_mesh, meshes_of, most_axes
 from autoshard.api.notes import lowered_otherwise, whole, without_rules
+from autoshard.api.start import better, carried, checked
 from autoshard.api.step import Sharded, plain, several
 from autoshard.api.strategy import Strategy, record_of
 from autoshard.api.user_pins import ARGUMENTS, Asked, Pins, UserPins, user_pins, with_batch
@@ -69,6 +70,7 @@ def search(
     time_limit_seconds: float | None = None,
     interruptible: bool = False,
     confirm: str | Confirm | None = None,
+    start: Strategy | None = None,
 ) -> Strategy:
     """The best strategy that the searcher finds for a function on a cluster; in several processes the one that process 0 finds.
 
@@ -101,6 +103,8 @@ def search(
             on zeros; several processes do so together. What was found is in ``strategy.confirmation``; where nothing could be confirmed,
             ``strategy.notes`` say why.
             None: the prediction decides.
+        start: an earlier strategy, of other devices or of these, for an automatic searcher: carried over to this mesh (`api.start`) it is
+            one of the candidates, so that the answer is predicted to be no slower, and the answer where the time is over before another.
 
     Raises:
         TraceError: the function cannot be traced with these arguments.
@@ -115,6 +119,7 @@ def search(
     (P(None, None), P('data', None))
     """
     chosen, how = searcher_of(searcher), confirm_of(confirm)
+    start = checked(start, chosen)
     limit_seconds = checked_seconds(time_limit_seconds)
     given = limit_seconds if how is None or limit_seconds is None else limit_seconds / 2
     if given is not None:
@@ -123,7 +128,7 @@ def search(
         prepared = prepare(fn, args, cluster, chosen, mesh, Asked.of(pins, batch_axes), memory_limit_bytes, donate_argnums)
         started = time.perf_counter()
         ends, own = endings(given, interruptible), part(callback, 0.0, 1.0 if how is None else SEARCHING)
-        searched = partial(_searched, prepared, chosen, timed(own, given), ends, 1 if how is None else how.finalists)
+        searched = partial(_searched, prepared, chosen, timed(own, given), ends, 1 if how is None else how.finalists, start)
         try:
             solution, problem = searched(prepared.limit * (1 - RESERVE) if memory_limit_bytes is None else prepared.limit)
         except InfeasibleError as error:
@@ -159,7 +164,13 @@ def search(
 
 
 def _searched(
-    prepared: Prepared, searcher: Searcher, progress: Progress, ends: tuple[type[BaseException], ...], n_finalists: int, limit: float
+    prepared: Prepared,
+    searcher: Searcher,
+    progress: Progress,
+    ends: tuple[type[BaseException], ...],
+    n_finalists: int,
+    start: Strategy | None,
+    limit: float,
 ) -> tuple[Solution, Problem]:
     """The best solution on any mesh within a memory limit, and its problem."""
     problems: list[Problem] = []
@@ -171,7 +182,14 @@ def _searched(
             failure = error
     if failure is not None and not problems:
         raise failure
-    return search_meshes(searcher, problems, solve, progress, ends, prepared.finer if prepared.most_axes > 1 else None, n_finalists)
+    spare = None if start is None else carried(start, problems)
+    try:
+        found = search_meshes(searcher, problems, solve, progress, ends, prepared.finer if prepared.most_axes > 1 else None, n_finalists)
+    except (InfeasibleError, *ends):
+        if spare is None:
+            raise
+        return spare
+    return found if spare is None else better(found, spare, n_finalists)
 
 
 def _with_axes(error: InfeasibleError) -> InfeasibleError:
