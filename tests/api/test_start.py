@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 from autoshard.api.search import prepare
 from autoshard.api.start import carried_specs
+from autoshard.api.user_pins import Asked
 from autoshard.search import searcher_of
 
 PARAMS = {"up": jnp.ones((96, 192)), "down": jnp.ones((192, 96))}
@@ -33,7 +34,7 @@ def old(n=8, pinned=True):
 
 
 def problems(n, mesh=None):
-    prepared = prepare(train_step, (PARAMS, X), f"cpu:{n}", searcher_of("auto"), mesh, None, None, ())
+    prepared = prepare(train_step, (PARAMS, X), f"cpu:{n}", searcher_of("auto"), mesh, Asked(), None, ())
     return {str(each): prepared.problem(each, None, []) for each in prepared.meshes}
 
 
