@@ -1,6 +1,6 @@
 """Automatic sharding of JAX programs over many devices: searches strategies, predicts their cost, runs and verifies them."""
 
-from autoshard import collectives, distributed, parameter_server
+from autoshard import checkpoint, collectives, distributed, parameter_server
 from autoshard.api import (
     Confirm,
     Frontier,
@@ -19,6 +19,7 @@ from autoshard.cluster import Cluster
 from autoshard.cost.record import Cost
 from autoshard.errors import (
     AutoshardError,
+    CheckpointError,
     ClusterError,
     CompilerError,
     InfeasibleError,
@@ -50,6 +51,7 @@ __all__ = [
     "AutoshardError",
     "BruteForce",
     "Calibration",
+    "CheckpointError",
     "Cluster",
     "ClusterError",
     "Collective",
@@ -76,6 +78,7 @@ __all__ = [
     "TraceError",
     "Verification",
     "calibrate",
+    "checkpoint",
     "collective_seconds",
     "collectives",
     "distributed",

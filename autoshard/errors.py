@@ -47,5 +47,9 @@ class StrategyError(AutoshardError):
     """A strategy file is damaged, or belongs to another program or schema."""
 
 
+class CheckpointError(AutoshardError):
+    """A checkpoint is missing, incomplete or damaged, has another state than is asked for, or could not be written."""
+
+
 class CompilerError(AutoshardError):
     """A compiler that a check needs is not installed, or fails on the program."""

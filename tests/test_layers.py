@@ -40,6 +40,7 @@ LAYERS = (
     ("microbatch",),  # runs ops on parts of their operands as `lower` does on shards
     ("verify", "probe", "distributed", "data"),  # hands Shardy the program as `lower` rebuilds it; measures on meshes as `lower` makes them
     ("collectives", "api", "parameter_server"),
+    ("checkpoint",),
     ("__init__",),  # the public names
     ("demo",),
     ("cli",),
@@ -50,7 +51,7 @@ LAYERS = (
 JAX = ("jax", "jaxlib", "flax", "optax")
 KNOWS_JAX = (
     *("rules", "trace", "lower", "microbatch", "verify", "probe", "distributed", "data"),
-    *("collectives", "api", "parameter_server", "demo", "cli"),
+    *("collectives", "api", "parameter_server", "checkpoint", "demo", "cli"),
 )
 
 # The only rooms that know one compiler or device from another.
@@ -76,6 +77,8 @@ DELAYED = (
     ("demo/gpt.py", "pydoc_data.topics", "takes a while to load, and only training reads it"),
     ("demo/lenet.py", "sklearn.datasets", "scikit-learn is the `demo` extra"),
     ("parameter_server/*.py", "ray", "Ray is the `ray` extra"),
+    ("checkpoint/files.py", "orbax.checkpoint", "Orbax is the `checkpoint` extra"),
+    ("checkpoint/*.py", "etils", "comes with Orbax: paths as it takes them"),
     ("cli/*.py", "*", "virtual devices are asked for, and bad options are refused, before a subcommand loads what it works with"),
 )
 

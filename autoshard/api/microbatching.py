@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from autoshard.errors import InfeasibleError, SearchLimitError, ShardingError, TraceError
+from autoshard.search import Solution
 
 Microbatches = int | str | None
 """A number; ``"fit"``: more than one where nothing fits otherwise; ``"auto"``: the fastest of a few; None: one."""
@@ -15,10 +16,10 @@ WORDS = ("fit", "auto")
 TRIES = 3  # of numbers of microbatches, where the first does not fit
 AUTO = (2, 4, 8)  # beside one
 
-T = TypeVar("T")
+Found = TypeVar("Found", bound=tuple[Any, Solution, Any])
 
 
-def checked(microbatches: Microbatches) -> Microbatches:
+def checked_number(microbatches: Microbatches) -> Microbatches:
     """What the user asks for, if it is a number or a word that there is.
 
     Raises:
@@ -30,25 +31,24 @@ def checked(microbatches: Microbatches) -> Microbatches:
     return microbatches
 
 
-def best(attempt: Callable[[int], T], microbatches: Microbatches, seconds: Callable[[T], float], limit: Callable[[], float]) -> T:
+def best(attempt: Callable[[int], Found], microbatches: Microbatches, limit: float) -> Found:
     """What is found with as many microbatches as asked for.
 
     Args:
-        attempt: searches with a number of microbatches.
-        seconds: the step time of what it finds.
-        limit: the memory limit of the first attempt.
+        attempt: searches with a number of microbatches; the second of what it gives is the solution.
+        limit: bytes that a device may hold.
 
     Raises:
         InfeasibleError: nothing fits with any number that was tried.
     """
     if microbatches == "auto":
-        return _fastest(attempt, seconds)
+        return _fastest(attempt)
     if microbatches != "fit":
         return attempt(1 if microbatches is None else int(microbatches))
     try:
         return attempt(1)
     except InfeasibleError as error:
-        for n in _numbers(error, limit()):
+        for n in _numbers(error, limit):
             try:
                 return attempt(n)
             except InfeasibleError:
@@ -68,10 +68,10 @@ def _numbers(error: InfeasibleError, limit: float) -> Iterator[int]:
     return (2 ** (first + k) for k in range(TRIES))
 
 
-def _fastest(attempt: Callable[[int], T], seconds: Callable[[T], float]) -> T:
+def _fastest(attempt: Callable[[int], Found]) -> Found:
     """The fastest of what is found in one and in several microbatches; a number that the batch cannot be divided by is left out."""
     failure: InfeasibleError | None = None
-    found: list[T] = []
+    found: list[Found] = []
     try:
         found.append(attempt(1))
     except InfeasibleError as error:
@@ -85,4 +85,4 @@ def _fastest(attempt: Callable[[int], T], seconds: Callable[[T], float]) -> T:
             break
     if failure is not None and not found:
         raise failure
-    return min(found, key=seconds)
+    return min(found, key=lambda each: each[1].judgement.cost.makespan_seconds)

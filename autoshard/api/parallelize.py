@@ -15,7 +15,7 @@ import jax
 
 from autoshard.api.calls import UNLIKE
 from autoshard.api.confirm import Confirm, confirm_of
-from autoshard.api.microbatching import Microbatches, checked
+from autoshard.api.microbatching import Microbatches, checked_number
 from autoshard.api.search import search
 from autoshard.api.step import Sharded, Step, call_type, plain, positional, several
 from autoshard.api.strategy import Strategy
@@ -210,6 +210,7 @@ def parallelize(
     interruptible: bool = False,
     confirm: str | Confirm | None = None,
     microbatches: Microbatches = "fit",
+    start: Strategy | None = None,
     devices: Sequence[Any] | None = None,
     compiler_options: Options | None = None,
     bucket_bytes: int | None = None,
@@ -241,7 +242,8 @@ def parallelize(
         "time_limit_seconds": time_limit_seconds,
         "interruptible": interruptible,
         "confirm": confirm_of(confirm),
-        "microbatches": checked(microbatches),
+        "microbatches": checked_number(microbatches),
+        "start": start,
     }
     if fn is not None and not callable(fn):
         raise TraceError(f"parallelize takes a function, and options by name, got {fn!r:.80}. Write @parallelize(cluster='cpu:8').")

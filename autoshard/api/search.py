@@ -20,8 +20,9 @@ from autoshard.api.collecting import rarely_collecting
 from autoshard.api.confirm import Confirm, confirm_of, confirmed, noted
 from autoshard.api.finalists import Board
 from autoshard.api.meshes import MOST_AXES, check_meshes, fixed_mesh, given_mesh, meshes_of, most_axes
-from autoshard.api.microbatching import Microbatches, best, checked
+from autoshard.api.microbatching import Microbatches, best, checked_number
 from autoshard.api.notes import lowered_otherwise, whole, without_rules
+from autoshard.api.start import better, carried, checked
 from autoshard.api.step import Sharded, plain, several
 from autoshard.api.strategy import Strategy, record_of
 from autoshard.api.user_pins import ARGUMENTS, Asked, Pins, UserPins, user_pins, with_batch
@@ -72,6 +73,7 @@ def search(
     interruptible: bool = False,
     confirm: str | Confirm | None = None,
     microbatches: Microbatches = "fit",
+    start: Strategy | None = None,
 ) -> Strategy:
     """The best strategy that the searcher finds for a function on a cluster; in several processes the one that process 0 finds.
 
@@ -107,6 +109,8 @@ def search(
         microbatches: in how many parts of its batch a step computes its gradients, one after the other; they are added up and combined
             over devices once (`autoshard.microbatch`). A number; ``"fit"``: a few with which it fits, tried only where nothing does in one;
             ``"auto"``: the fastest of 1, 2, 4 and 8, each searched; None: one. Results are those of the whole batch.
+        start: an earlier strategy, of other devices or of these, for an automatic searcher: carried over to this mesh (`api.start`) it is
+            one of the candidates, so that the answer is predicted to be no slower, and the answer where the time is over before another.
 
     Raises:
         TraceError: the batch cannot be computed in that many microbatches; or the function cannot be traced with these arguments.
@@ -120,24 +124,26 @@ def search(
     >>> strategy.in_specs
     (P(None, None), P('data', None))
     """
-    chosen, how, asked = searcher_of(searcher), confirm_of(confirm), checked(microbatches)
+    chosen, how = searcher_of(searcher), confirm_of(confirm)
+    microbatches, start = checked_number(microbatches), checked(start, chosen)
     limit_seconds = checked_seconds(time_limit_seconds)
     given = limit_seconds if how is None or limit_seconds is None else limit_seconds / 2
     if given is not None:
         chosen = chosen.limited(given)
     with shown(progress) as callback, rarely_collecting(), outside_mesh(keep_auto=True):
         ask = partial(prepare, fn, args, cluster, chosen, mesh, Asked.of(pins, batch_axes), memory_limit_bytes, donate_argnums)
+        first = microbatches if isinstance(microbatches, int) else 1
+        asked = ask(first)
         started = time.perf_counter()
         ends, own = endings(given, interruptible), part(callback, 0.0, 1.0 if how is None else SEARCHING)
 
         def attempt(n: int) -> tuple[Prepared, Solution, Problem]:
-            prepared = ask(n)
-            left = given if given is None or n == 1 else max(0.0, given - (time.perf_counter() - started))
-            searched = partial(_searched, prepared, chosen, timed(own, left), ends, 1 if how is None else how.finalists)
+            prepared = asked if n == first else ask(n)
+            left = None if given is None else max(0.0, given - (time.perf_counter() - started))
+            searched = partial(_searched, prepared, chosen, timed(own, left), ends, 1 if how is None else how.finalists, start)
             return prepared, *_within(prepared, searched, memory_limit_bytes is None, mesh)
 
-        limit = partial(_limit, _cluster(cluster), memory_limit_bytes)
-        prepared, solution, problem = best(attempt, asked, lambda found: found[1].judgement.cost.makespan_seconds, limit)
+        prepared, solution, problem = best(attempt, microbatches, asked.limit)
         solving, searching = solution.stats.get("search_seconds", 0.0), time.perf_counter() - started
         stats = {**solution.stats, "solve_seconds": solving, "search_seconds": searching}
         strategies = [prepared.strategy(problem.mesh, replace(solution, stats=stats), chosen)]
@@ -179,7 +185,13 @@ def _within(
 
 
 def _searched(
-    prepared: Prepared, searcher: Searcher, progress: Progress, ends: tuple[type[BaseException], ...], n_finalists: int, limit: float
+    prepared: Prepared,
+    searcher: Searcher,
+    progress: Progress,
+    ends: tuple[type[BaseException], ...],
+    n_finalists: int,
+    start: Strategy | None,
+    limit: float,
 ) -> tuple[Solution, Problem]:
     """The best solution on any mesh within a memory limit, and its problem."""
     problems: list[Problem] = []
@@ -191,7 +203,14 @@ def _searched(
             failure = error
     if failure is not None and not problems:
         raise failure
-    return search_meshes(searcher, problems, solve, progress, ends, prepared.finer if prepared.most_axes > 1 else None, n_finalists)
+    spare = None if start is None else carried(start, problems)
+    try:
+        found = search_meshes(searcher, problems, solve, progress, ends, prepared.finer if prepared.most_axes > 1 else None, n_finalists)
+    except (InfeasibleError, *ends):
+        if spare is None:
+            raise
+        return spare
+    return found if spare is None else better(found, spare, n_finalists)
 
 
 def _with_axes(error: InfeasibleError) -> InfeasibleError:

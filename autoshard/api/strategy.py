@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from importlib import metadata
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from autoshard.api.feeding import Matching
 from autoshard.api.pins import Pins
 from autoshard.api.placing import check_equal, put
 from autoshard.api.step import Step, bucket_options, program_of
-from autoshard.api.structure import alike, describe, dtype_of, per_argument, rebuild
+from autoshard.api.structure import alike, describe, dtype_of, per_argument, position_of, rebuild
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
 from autoshard.cost.record import Cost
@@ -382,20 +382,27 @@ class Strategy:
 
     def _matching(self, tree: Any, devices: Sequence[Any] | None) -> list[NamedSharding]:
         """The shardings of the leaves of the argument that the tree is: by its structure and shapes, else by its shapes alone."""
-        arguments, structures = self._shardings(devices), self.record.argument_structure["tuple"]
-        candidates = [([structure], leaves) for structure, leaves in zip(structures, arguments, strict=True)]
-        candidates += [(structures[:n], [*chain(*arguments[:n])]) for n in range(2, len(arguments) + 1)]
-        shapes = [tuple(leaf.shape) for leaf in jax.tree.leaves(tree)]
-        found = [(structure, leaves) for structure, leaves in candidates if [tensor.shape for tensor, _ in leaves] == shapes]
-        kind = jax.tree.structure(tree)
-        exact = (leaves for structure, leaves in found if alike(structure[0] if len(structure) == 1 else {"tuple": structure}, kind))
-        for leaves in (*exact, *(leaves for _, leaves in found)):
-            return [sharding for _, sharding in leaves]
-        raise StrategyError(
-            f"the arguments of {self.record.program.name!r} have {', '.join(str(len(leaves)) for leaves in arguments)} arrays, and the "
-            f"{len(shapes)} arrays that were made or given have the shapes of none of them, nor of the first few. "
-            "Pass or return the state as the step takes it."
-        )
+        first, last = self.positions(tree)
+        return [sharding for leaves in self._shardings(devices)[first:last] for _, sharding in leaves]
+
+    def positions(self, tree: Any) -> tuple[int, int]:
+        """The positions of the arguments that a pytree of arrays is, from the first up to, and without, the last.
+
+        It is one argument or a tuple of the first few, with each NNX object as its `nnx.State` and None for what is static.
+
+        Raises:
+            StrategyError: no argument is structured so.
+        """
+        flat = iter(self.record.arguments)
+        shapes = [[tensor.shape for tensor in islice(flat, n)] for n in per_argument(self.record.argument_structure)]
+        found = position_of(self.record.argument_structure, shapes, tree)
+        if found is None:
+            raise StrategyError(
+                f"the arguments of {self.record.program.name!r} have {', '.join(str(len(leaves)) for leaves in shapes)} arrays, and the "
+                f"{len(jax.tree.leaves(tree))} arrays that were made or given have the shapes of none of them, nor of the first few. "
+                "Pass or return the state as the step takes it."
+            )
+        return found
 
 
 def load(path: str | os.PathLike[str]) -> Strategy:

@@ -62,6 +62,30 @@ def alike(structure: Any, tree: Any) -> bool:
     return _unnumbered(structure) == _unnumbered(describe(tree))
 
 
+def position_of(structure: Any, shapes: Sequence[Sequence[tuple[int, ...]]], tree: Any) -> tuple[int, int] | None:
+    """The position of the argument that a tree is, or the range of the first few that it is a tuple of; None if it is neither.
+
+    One of its structure and shapes comes before one of its shapes alone.
+
+    Args:
+        structure: a described arguments tuple.
+        shapes: per argument the shapes of its leaves.
+        tree: a pytree of arrays, concrete or abstract.
+
+    >>> position_of({"tuple": [0, {"dict": {"w": 1}}]}, [[()], [(4, 2)]], {"w": jax.numpy.ones((4, 2))})
+    (1, 2)
+    """
+    described, kind = structure["tuple"], jax.tree.structure(tree)
+    given = [tuple(jax.numpy.shape(leaf)) for leaf in jax.tree.leaves(tree)]
+    ranges = [(at, at + 1) for at in range(len(described))] + [(0, n) for n in range(2, len(described) + 1)]
+    fitting = [(first, last) for first, last in ranges if [shape for leaves in shapes[first:last] for shape in leaves] == given]
+
+    def is_exact(first: int, last: int) -> bool:
+        return alike(described[first] if last - first == 1 else {"tuple": described[:last]}, kind)
+
+    return next((found for found in fitting if is_exact(*found)), fitting[0] if fitting else None)
+
+
 def _children(structure: Any) -> list[Any]:
     if not isinstance(structure, dict):
         return []

@@ -23,6 +23,8 @@ from autoshard.errors import AutoshardError
 
 GRACE_SECONDS = 5.0  # until a process that does not end by itself is killed; JAX takes SIGTERM for a preemption and goes on
 LAST_LINES = 20
+RESUMED = 3  # times, where --resume stands alone
+VALUED = ("-n", "--processes", "--devices-per-process", "--log-dir", "--min-processes")
 CHUNK = 2**16
 
 ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
@@ -41,7 +43,10 @@ def add(commands) -> None:
     what = "run a script in several processes of this machine"
     example = "autoshard launch -n 4 --devices-per-process 2 train.py --steps 100"
     parser = command(commands, "launch", run, what, example, reports=False)
-    parser.usage = "autoshard launch -n N [--devices-per-process K] [--log-dir DIR] (SCRIPT | -m MODULE) [ARGUMENT ...]"
+    parser.usage = (
+        "autoshard launch -n N [--devices-per-process K] [--log-dir DIR] [--resume [TIMES] [--min-processes M]] "
+        "(SCRIPT | -m MODULE) [ARGUMENT ...]"
+    )
     parser.add_argument("-n", "--processes", metavar="N", type=positive, required=True, help="how many processes")
     parser.add_argument(
         "--devices-per-process", metavar="K", type=positive, default=1, help="devices of each: GPUs in their order, or virtual CPU devices"
@@ -49,29 +54,91 @@ def add(commands) -> None:
     parser.add_argument(
         "--log-dir", metavar="DIR", type=Path, default=Path("logs"), help="where each process has its rank-0.log, ... (default: logs)"
     )
+    parser.add_argument(
+        "--resume",
+        metavar="TIMES",
+        type=positive,
+        default=0,
+        help=f"start all again when one fails, at most so many times ({RESUMED}); the script goes on from its newest checkpoint",
+    )
+    parser.add_argument(
+        "--min-processes",
+        metavar="M",
+        type=positive,
+        help="with --resume: go on without a process, and its devices, that failed twice in a row, as long as M are left",
+    )
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module, as python -m does")
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="calls autoshard.distributed.initialize() first")
+
+
+def with_defaults(arguments: Sequence[str]) -> list[str]:
+    """The arguments after ``launch``, with the number of ``--resume`` spelt out; the script's own options are left alone.
+
+    >>> with_defaults(["-n", "2", "--resume", "train.py", "--resume"])
+    ['-n', '2', '--resume=3', 'train.py', '--resume']
+    """
+    found, at = list(arguments), 0
+    while at < len(found) and found[at].startswith("-") and found[at] != "-m":
+        if found[at] == "--resume" and not "".join(found[at + 1 : at + 2]).isdecimal():
+            found[at] = f"--resume={RESUMED}"
+        at += 2 if found[at] in (*VALUED, "--resume") else 1
+    return found
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs the processes to their end; the exit code of the first that fails, 128 and more where a signal ended it, or 0."""
     program = _program(options.script, options.module)
+    if options.min_processes is not None and (not options.resume or options.min_processes > options.processes):
+        raise AutoshardError(
+            f"--min-processes is how many processes --resume may go on with, 1 to {options.processes}; got {options.min_processes}"
+            f"{'' if options.resume else ' without --resume'}. Add --resume, or leave it out."
+        )
     logs = _logs(options.log_dir, options.processes)
+    places = list(range(options.processes))  # of the processes that run, among all devices
+    before = None  # the place that failed last
+    with _stopping():
+        for restart in range(options.resume + 1):
+            try:
+                index, code = _attempt(program, places, options, logs)
+            except Stopped as stop:
+                print(f"\nautoshard launch: ended by {signal.Signals(stop.number).name}, and all processes with it.", file=sys.stderr)
+                return 128 + stop.number
+            if code:
+                print(_failure(index, code, logs[index]), file=sys.stderr)
+            if not code or restart == options.resume:
+                break
+            again = before == places[index] and len(places) > (options.min_processes or options.processes)
+            before = places.pop(index) if again else places[index]
+            left_out = f" without the last rank {index}, which failed twice in a row" if again else ""
+            _announce(restart + 1, options.resume, left_out, logs[: len(places)])
+    return code if code >= 0 else 128 - code
+
+
+def _attempt(program: Sequence[str], places: Sequence[int], options: argparse.Namespace, logs: Sequence[Path]) -> tuple[int, int]:
+    """Index and exit code of the first process that fails, after which all are ended; ``(0, 0)`` if none does."""
     address = f"127.0.0.1:{_free_port()}"
-    with _stopping(), Job() as job:
+    with Job() as job:
         try:
-            for index, log in enumerate(logs):
-                job.start(index, program, _environment(address, options.processes, index, options.devices_per_process), log)
-            index, code = job.first_failure()
+            for index, place in enumerate(places):
+                environment = _environment(address, len(places), index, place, options.devices_per_process)
+                job.start(index, program, environment, logs[index])
+            failure = job.first_failure()
             job.end(signal.SIGTERM)
+            return failure
         except Stopped as stop:
             with suppress(Stopped):  # a second one kills
                 job.end(stop.number)
-            print(f"\nautoshard launch: ended by {signal.Signals(stop.number).name}, and all processes with it.", file=sys.stderr)
-            return 128 + stop.number
-    if code:
-        print(_failure(index, code, logs[index]), file=sys.stderr)
-    return code if code >= 0 else 128 - code
+            raise
+
+
+def _announce(restart: int, times: int, left_out: str, logs: Sequence[Path]) -> None:
+    """Says on stderr and in the logs that the processes are started again."""
+    n = f"{len(logs)} process{'es' * (len(logs) > 1)}"
+    line = f"autoshard launch: starting {n} again{left_out}, {restart} of at most {times} times."
+    print(line, file=sys.stderr, flush=True)
+    for log in logs:
+        with log.open("a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
 
 
 def _program(script: Sequence[str], module: Sequence[str] | None) -> list[str]:
@@ -103,8 +170,8 @@ def _free_port() -> int:
         return found.getsockname()[1]
 
 
-def _environment(address: str, n: int, index: int, n_devices: int) -> dict[str, str]:
-    """A process's environment: ours with what JAX, and `autoshard.distributed.initialize`, read of it."""
+def _environment(address: str, n: int, index: int, place: int, n_devices: int) -> dict[str, str]:
+    """A process's environment: ours with what JAX, and `autoshard.distributed.initialize`, read of it; its devices are by its place."""
     from autoshard.distributed import COORDINATOR, COUNT, INDEX
 
     return {
@@ -114,7 +181,7 @@ def _environment(address: str, n: int, index: int, n_devices: int) -> dict[str, 
         COUNT: str(n),
         INDEX: str(index),
         "JAX_NUM_CPU_DEVICES": str(n_devices),
-        "JAX_LOCAL_DEVICE_IDS": ",".join(str(index * n_devices + device) for device in range(n_devices)),  # of GPUs
+        "JAX_LOCAL_DEVICE_IDS": ",".join(str(place * n_devices + device) for device in range(n_devices)),  # of GPUs
         "PYTHONUNBUFFERED": "1",
     }
 
@@ -161,7 +228,7 @@ class Job:
 
     def start(self, index: int, program: Sequence[str], environment: dict[str, str], log: Path) -> None:
         """Starts a process, which writes to its log, and the first to our own output as well."""
-        with log.open("wb", buffering=0) as file:
+        with log.open("ab", buffering=0) as file:
             process = subprocess.Popen(
                 [sys.executable, rank.__file__, str(self._read), *program],
                 env=environment,

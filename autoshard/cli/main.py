@@ -60,7 +60,7 @@ def _with_defaults(arguments: Sequence[str]) -> list[str]:
     """
     found = list(arguments)
     if arguments[:1] == ["launch"]:  # the script's options are its own
-        return found
+        return ["launch", *launch.with_defaults(arguments[1:])]
     for at, argument in enumerate(arguments):
         default = search.MAY_STAND_ALONE.get(argument)
         if default is not None and ":" in "".join(arguments[at + 1 : at + 2]):

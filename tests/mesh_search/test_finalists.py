@@ -10,6 +10,7 @@ from programs import PROGRAMS
 
 import autoshard
 from autoshard.api.search import prepare
+from autoshard.api.user_pins import Asked
 from autoshard.ir import Collective, Mesh
 from autoshard.mesh_search.finalists import finalists, is_baseline
 from autoshard.mesh_search.search import search_meshes
@@ -57,7 +58,7 @@ def test_a_search_keeps_its_finalists_where_asked(searcher):
     chosen = searcher_of(searcher)
     found = {}
     for n in (1, 3):
-        prepared = prepare(fn, args, "v5e:2x4", chosen, None, None, None, ())
+        prepared = prepare(fn, args, "v5e:2x4", chosen, None, Asked(), None, ())
         problems = [prepared.problem(mesh, prepared.limit, ()) for mesh in prepared.meshes]
         found[n] = search_meshes(chosen, problems, solve, n_finalists=n)[0]
     assert not found[1].others and len(found[3].others) == 2
@@ -74,6 +75,6 @@ def test_a_searcher_that_is_no_automatic_one_has_no_rivals():
     """Who asks for fully sharded data parallelism gets it, confirmed or not."""
     fn, args = PROGRAMS["mlp"]()
     chosen = autoshard.FullySharded()
-    prepared = prepare(fn, args, "cpu:8", chosen, {"data": 8}, None, None, ())
+    prepared = prepare(fn, args, "cpu:8", chosen, {"data": 8}, Asked(), None, ())
     found, _ = search_meshes(chosen, [prepared.problem(mesh, None, ()) for mesh in prepared.meshes], solve, n_finalists=3)
     assert not found.others
