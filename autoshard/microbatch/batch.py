@@ -35,7 +35,7 @@ def microbatched(traced: Traced, n: int) -> Traced:
     function = in_microbatches(traced.jaxpr, graph, rules, loop)
     split = ", ".join(f"{_path(graph, value)} along dimension {dim}" for value, dim in loop.batch.items())
     made = rebuilt(traced, jax.make_jaxpr(function)(*types_of(traced.jaxpr.jaxpr.invars)), n)
-    note = f"the step runs in {n} microbatches, of every {n}th example each, and combines their gradients over devices once; split: {split}"
+    note = f"the step computes {n} microbatches one after the other, each of every {n}th example, and adds gradients up; split: {split}"
     return replace(made, graph=replace(made.graph, assumptions=(*made.graph.assumptions, note)))
 
 
