@@ -139,7 +139,7 @@ def search(
 
         def attempt(n: int) -> tuple[Prepared, Solution, Problem]:
             prepared = asked if n == first else ask(n)
-            left = None if given is None else max(0.0, given - (time.perf_counter() - started))
+            left = given if given is None or n == first else max(0.0, given - (time.perf_counter() - started))
             searched = partial(_searched, prepared, chosen, timed(own, left), ends, 1 if how is None else how.finalists, start)
             return prepared, *_within(prepared, searched, memory_limit_bytes is None, mesh)
 
