@@ -166,7 +166,7 @@ def test_a_search_counts_on_what_fits_as_scheduled(tmp_path):
     free = autoshard.search(fn, *args, cluster="v5e:2x4", **common).cost
     cluster = replace(Cluster.parse("v5e:2x4"), memory_limit_bytes=int(free.peak_bytes - 0.5 * VALUE))
     with pytest.raises(InfeasibleError):
-        autoshard.search(fn, *args, cluster=cluster, **common)
+        autoshard.search(fn, *args, cluster=cluster, microbatches=None, **common)
     found = autoshard.search(fn, *args, cluster=cluster, memory_limit_bytes=1e15, **common)
     assert found.cost.peak_bytes == free.peak_bytes > cluster.memory_limit_bytes
     assert found.cost.recomputation is not None
