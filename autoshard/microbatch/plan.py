@@ -17,7 +17,19 @@ from typing import Literal
 
 from autoshard.cost.compute import op_flops
 from autoshard.ir import Graph, Op, Rule
-from autoshard.microbatch.status import WHOLE, Coupled, Move, Status, joined, literal_status, moved, operand_statuses, slice_along
+from autoshard.microbatch.status import (
+    WHOLE,
+    Coupled,
+    Move,
+    Status,
+    factor_of,
+    joined,
+    literal_status,
+    moved,
+    operand_statuses,
+    place_of,
+    slice_along,
+)
 from autoshard.primitives import is_addition, is_matrix
 from autoshard.trace import subjaxprs
 
@@ -157,12 +169,12 @@ class _Planner:
         rule = self.rules[op.index]
         if rule is None:
             return {}
-        at = (dims[status.dim][:1] for dims, status in zip(rule.operands, reads, strict=True) if status.kind == "slice")
-        factors = {factor for major in at for factor in major}
-        if len(factors) != 1:
+        sliced = [(dims[status.dim], status.inner) for dims, status in zip(rule.operands, reads, strict=True) if status.kind == "slice"]
+        split = {factor_of(rule, factors, inner, self.n) for factors, inner in sliced}
+        if len(split) != 1 or (one := split.pop()) is None:
             return {}
-        found = [_dim_of(dims, next(iter(factors))) for dims in rule.results]
-        return {value: slice_along(dim) for value, dim in zip(op.results, found, strict=True) if dim is not None}
+        places = [place_of(rule, dims, one[0]) for dims in rule.results]
+        return {value: slice_along(at[0], one[1] * at[1]) for value, at in zip(op.results, places, strict=True) if at is not None}
 
     def _set(self, op: Op, move: Move) -> None:
         self.moves[op.index] = move
@@ -229,11 +241,11 @@ class _Planner:
     def _scanned(self, op: Op, reads: tuple[Status, ...]) -> tuple[Status, ...]:
         n_consts, n_carry = op.params["num_consts"], op.params["num_carry"]
         consts, carry, scanned = reads[:n_consts], reads[n_consts : n_consts + n_carry], reads[n_consts + n_carry :]
-        if any(status == slice_along(0) for status in scanned):
+        if any(status.kind == "slice" and status.dim == 0 for status in scanned):
             raise Coupled(op, "goes through the examples one after the other")
-        slices = [slice_along(status.dim - 1) if status.kind == "slice" else status for status in scanned]
+        slices = [slice_along(status.dim - 1, status.inner) if status.kind == "slice" else status for status in scanned]
         carried, stacked = self._settled(op, carry, lambda carried: self._run(op, 0, (*consts, *carried, *slices)))
-        return (*carried, *(slice_along(status.dim + 1) if status.kind == "slice" else status for status in stacked))
+        return (*carried, *(slice_along(status.dim + 1, status.inner) if status.kind == "slice" else status for status in stacked))
 
     def _repeated(self, op: Op, reads: tuple[Status, ...]) -> tuple[Status, ...]:
         n_cond, n_body = op.params["cond_nconsts"], op.params["body_nconsts"]
@@ -263,10 +275,10 @@ class _Planner:
                 continue
             if not self.graph.values[op.results[0]].rank or getattr(op.equation, "effects", ()):
                 continue
-            dims = {self._sliced_at(reader, op.results[0]) for reader in readers.get(op.results[0], ())}
-            if len(dims) == 1 and (dim := dims.pop()) is not None and (factor := self._factor_at(op, dim)) is not None:
+            read = {self._sliced_at(reader, op.results[0]) for reader in readers.get(op.results[0], ())}
+            if len(read) == 1 and (sliced := read.pop()) is not None and (split := self._factor_at(op, sliced)) is not None:
                 self.phases[op.index] = "inside"
-                self._set(op, Move(operand_statuses(op, self.status), (slice_along(dim),), factor))
+                self._set(op, Move(operand_statuses(op, self.status), (sliced,), *split))
 
     def _readers(self) -> dict[int, list[Op]]:
         found: dict[int, list[Op]] = {}
@@ -275,25 +287,22 @@ class _Planner:
                 found.setdefault(value, []).append(op)
         return found
 
-    def _sliced_at(self, op: Op, value: int) -> int | None:
-        """The dimension of a value along which an op inside reads a slice of it; None where it reads it otherwise."""
+    def _sliced_at(self, op: Op, value: int) -> Status | None:
+        """The slice of a value that an op inside reads; None where it reads it otherwise."""
         move, rule = self.moves.get(op.index), self.rules[op.index]
         if self.phases[op.index] != "inside" or op.bodies or op.index in self.twice or move is None or rule is None or move.factor < 0:
             return None
-        dims = {_dim_of(rule.operands[place], move.factor) for place, read in enumerate(op.operands) if read == value}
-        return dims.pop() if len(dims) == 1 else None
+        places = {place_of(rule, rule.operands[place], move.factor) for place, read in enumerate(op.operands) if read == value}
+        at = places.pop() if len(places) == 1 else None
+        return None if at is None else slice_along(at[0], move.inner * at[1])
 
-    def _factor_at(self, op: Op, dim: int) -> int | None:
-        """The factor by which an op makes slices along a dimension of its result; None where it cannot, or where that is no gain."""
+    def _factor_at(self, op: Op, sliced: Status) -> tuple[int, int] | None:
+        """The factor by which an op makes slices of its result, and how many of its indices an example has; None where it cannot."""
         rule = self.rules[op.index]
-        if rule is None or not rule.results[0][dim]:
+        split = None if rule is None else factor_of(rule, rule.results[0][sliced.dim], sliced.inner, self.n)
+        if rule is None or split is None or rule.factors[split[0]].kind != "pass_through" or rule.factors[split[0]].sends:
             return None
-        factor = rule.results[0][dim][0]
-        found = rule.factors[factor]
-        minor = any(factor in factors[1:] for dims in (*rule.operands, *rule.results) for factors in dims)
-        if found.kind != "pass_through" or found.sends or found.size % self.n or minor:
-            return None
-        return factor
+        return split
 
     # -- what holds products up ------------------------------------------------------------------------------------------------
 
@@ -325,8 +334,4 @@ def product_flops(ops: Sequence[Op], rules: Sequence[Rule | None], graph: Graph)
 def _of_output(atom: object, status: Status) -> Status:
     from_literal = literal_status(atom)
     return status if from_literal is None else from_literal
-
-
-def _dim_of(dims: Sequence[Sequence[int]], factor: int) -> int | None:
-    return next((dim for dim, factors in enumerate(dims) if factors and factors[0] == factor), None)
 

@@ -21,7 +21,7 @@ from autoshard.errors import TraceError
 from autoshard.ir import Choice, Graph, Layout, Mesh, Op, Rule
 from autoshard.lower import Interpreter, Path, Sharded, bind, bind_unplaced, ops_by_path, retraced
 from autoshard.microbatch.plan import Loop
-from autoshard.microbatch.status import Move, Status
+from autoshard.microbatch.status import Move, Status, place_of, slice_along
 from autoshard.primitives import is_placement
 from autoshard.trace import subjaxprs, types_of
 from autoshard.trace.structure import opened, with_bodies
@@ -55,22 +55,25 @@ def in_microbatches(jaxpr: ClosedJaxpr, graph: Graph, rules: Sequence[Rule | Non
         for value, total in zip(loop.accumulated, totals, strict=True):
             whole[value] = total.astype(graph.values[value].dtype)
         for value, parts in zip(loop.stacked, stacked, strict=True):
-            whole[value] = put_together(parts, loop.status(value).dim)
+            whole[value] = put_together(parts, loop.status(value))
         return run(_Around(program, "after", whole))
 
     return function
 
 
-def taken(x: Any, dim: int, index: Any, n: int) -> Any:
-    """Every ``n``-th of an array's parts along a dimension, from the ``index``-th on."""
-    apart = x.reshape(*x.shape[:dim], x.shape[dim] // n, n, *x.shape[dim + 1 :])
-    return lax.dynamic_index_in_dim(apart, index, dim + 1, keepdims=False)
+def taken(x: Any, sliced: Status, index: Any, n: int) -> Any:
+    """The ``index``-th slice of an array: along a dimension every ``n``-th example."""
+    dim, inner = sliced.dim, sliced.inner
+    apart = x.reshape(*x.shape[:dim], x.shape[dim] // (n * inner), n, inner, *x.shape[dim + 1 :])
+    part = lax.dynamic_index_in_dim(apart, index, dim + 1, keepdims=False)
+    return part.reshape(*x.shape[:dim], x.shape[dim] // n, *x.shape[dim + 1 :])
 
 
-def put_together(parts: Any, dim: int) -> Any:
+def put_together(parts: Any, sliced: Status) -> Any:
     """The array of which `taken` takes ``parts[index]``."""
-    n, shape = parts.shape[0], parts.shape[1:]
-    return jnp.moveaxis(parts, 0, dim + 1).reshape(*shape[:dim], shape[dim] * n, *shape[dim + 1 :])
+    n, shape, dim, inner = parts.shape[0], parts.shape[1:], sliced.dim, sliced.inner
+    apart = parts.reshape(n, *shape[:dim], shape[dim] // inner, inner, *shape[dim + 1 :])
+    return jnp.moveaxis(apart, 0, dim + 1).reshape(*shape[:dim], shape[dim] * n, *shape[dim + 1 :])
 
 
 COMBINED: Mapping[str, Callable[[Any, Any], Any]] = {
@@ -156,16 +159,20 @@ class _Strided(Sharded):
 
     Attributes:
         index: of the microbatch.
+        inner: how many indices in a row of the factor that is split an example has.
     """
 
     index: Any = 0
+    inner: int = 1
 
     def positions(self, layout: Layout, shape: tuple[int, ...], dim: int, counted: int, dtype: Any) -> Any:
-        steps = lax.broadcasted_iota(dtype, shape, dim)
-        return steps if layout[0] != counted else steps * self.mesh.size + self.index.astype(dtype)
+        steps, inner = lax.broadcasted_iota(dtype, shape, dim), jnp.asarray(self.inner, dtype)
+        if layout[0] != counted:
+            return steps
+        return (steps // inner * self.mesh.size + self.index.astype(dtype)) * inner + steps % inner
 
     def part(self, x: Any, layout: Layout, dim: int, size: int) -> Any:
-        return taken(x, dim, self.index, self.mesh.size)
+        return taken(x, slice_along(dim, self.inner), self.index, self.mesh.size)
 
     def start(self, layout: Layout, dim: int, size: int) -> Any:
         """0: what is split nowhere starts there.
@@ -223,14 +230,15 @@ class _Inside(Interpreter):
         """The results of an op on what it reads of the microbatch."""
         shapes, n, rule = self._program.shapes, self._loop.n, self._program.rules[op.index]
         assert rule is not None, "a factor is one of a rule's"
-        choice: Choice = ((self._loop.moves[op.index].factor, -1),)
+        move = self._loop.moves[op.index]
+        choice: Choice = ((move.factor, -1),)
 
         def bound(*operands: Any, **replaced: Any) -> list[Any]:
             return (bind if is_placement(op.primitive) else bind_unplaced)(eqn, operands, **replaced)
 
         whole, made = (tuple(shapes[value] for value in side) for side in (op.operands, op.results))
         mesh = Mesh.of({"microbatch": n})
-        return _Strided(op.primitive, op.params, bound, rule, choice, mesh, whole, made, self._index).computed(operands)
+        return _Strided(op.primitive, op.params, bound, rule, choice, mesh, whole, made, self._index, move.inner).computed(operands)
 
     def _operands(self, op: Op, given: Sequence[Any]) -> list[Any]:
         """The operands as this microbatch reads them; ``given`` are those made in it, constants, and arguments whole."""
@@ -246,7 +254,7 @@ class _Inside(Interpreter):
         if value in self.made:
             return x
         if read.kind == "slice":  # an argument's
-            return taken(self._whole[value], read.dim, self._index, self._loop.n)
+            return taken(self._whole[value], read, self._index, self._loop.n)
         return self._part(op, move, place, x)
 
     def _part(self, op: Op, move: Move, place: int, x: Any) -> Any:
@@ -254,8 +262,8 @@ class _Inside(Interpreter):
         rule = self._program.rules[op.index]
         if move.factor < 0 or rule is None:
             return x
-        dim = next((dim for dim, factors in enumerate(rule.operands[place]) if factors and factors[0] == move.factor), None)
-        return x if dim is None else taken(jnp.asarray(x), dim, self._index, self._loop.n)
+        at = place_of(rule, rule.operands[place], move.factor)
+        return x if at is None else taken(jnp.asarray(x), slice_along(at[0], move.inner * at[1]), self._index, self._loop.n)
 
     # -- bodies --------------------------------------------------------------------------------------------------------------
 
@@ -266,7 +274,7 @@ class _Inside(Interpreter):
     def converted(self, values: Sequence[Any], have: Sequence[Status], want: Sequence[Status]) -> list[Any]:
         """Values, of those that are whole the slices where these are wanted."""
         return [
-            taken(jnp.asarray(x), wanted.dim, self._index, self._loop.n) if wanted.kind == "slice" and had.is_whole else x
+            taken(jnp.asarray(x), wanted, self._index, self._loop.n) if wanted.kind == "slice" and had.is_whole else x
             for x, had, wanted in zip(values, have, want, strict=True)
         ]
 

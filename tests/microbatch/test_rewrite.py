@@ -184,7 +184,10 @@ def test_losses_and_updates_are_those_of_the_whole_batch(name, n):
     assert inside > 3 and around == 0
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama scanned", "moe", "resnet", "unet", "state space"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("gpt", "resnet", "state space")]
+
+
+@pytest.mark.parametrize("name", ["llama scanned", "moe", "unet", *SLOW])
 def test_models(name):
     """Train steps of whole models, with Adam."""
     small = {"dtype": F32}
