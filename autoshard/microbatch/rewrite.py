@@ -42,13 +42,9 @@ def in_microbatches(jaxpr: ClosedJaxpr, graph: Graph, rules: Sequence[Rule | Non
         run(_Around(program, "before", whole))
 
         def microbatch(totals: tuple, index: Any) -> tuple[tuple, tuple]:
-            inside = _Inside(program, whole, index)
+            inside = _Inside(program, whole, index, dict(zip(loop.accumulated, totals, strict=True)))
             run(inside)
-            added = (
-                COMBINED[loop.status(value).operator](total, inside.made[value].astype(total.dtype))
-                for value, total in zip(loop.accumulated, totals, strict=True)
-            )
-            return tuple(added), tuple(inside.made[value] for value in loop.stacked)
+            return tuple(inside.totals.values()), tuple(inside.made[value] for value in loop.stacked)
 
         start = tuple(_neutral(graph, value, loop.status(value).operator) for value in loop.accumulated)
         totals, stacked = lax.scan(microbatch, start, jnp.arange(loop.n))
@@ -196,15 +192,18 @@ class _Inside(Interpreter):
 
     Attributes:
         made: per value of the top level what this microbatch made of it.
+        totals: per value that is accumulated its total, to which this microbatch's is added where it is made: a compiler may fuse the two,
+            and what the product reads is not held until the end.
     """
 
-    def __init__(self, program: _Program, whole: Mapping[int, Any], index: Any, is_body: bool = False):
+    def __init__(self, program: _Program, whole: Mapping[int, Any], index: Any, totals: dict[int, Any], is_body: bool = False):
         super().__init__(program.ops, differentiable=False)
         self._program, self._loop, self._whole, self._index, self._is_body = program, program.loop, whole, index, is_body
         self.made: dict[int, Any] = {}
+        self.totals = totals
 
     def region(self) -> _Inside:
-        return _Inside(self._program, self._whole, self._index, is_body=True)
+        return _Inside(self._program, self._whole, self._index, {}, is_body=True)
 
     def op(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         if self._runs(op):
@@ -224,6 +223,9 @@ class _Inside(Interpreter):
 
     def _keep(self, op: Op, results: Sequence[Any]) -> list[Any]:
         self.made.update(zip(op.results, results, strict=True))
+        for value, x in zip(op.results, results, strict=True):
+            if (total := self.totals.get(value)) is not None:
+                self.totals[value] = COMBINED[self._loop.status(value).operator](total, x.astype(total.dtype))
         return list(results)
 
     def _split(self, op: Op, eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
