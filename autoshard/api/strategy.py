@@ -243,8 +243,8 @@ class Strategy:
 
         Raises:
             ClusterError: there are too few devices.
-            StrategyError: the lowering is unknown, or the bytes are negative; at the first call, where ``fn`` is not the program the
-                strategy is for.
+            StrategyError: the lowering is unknown, ``fn`` is no function, ``save_graphs`` no path, or the bytes are negative; at the first
+                call, where ``fn`` is not the program the strategy is for.
         """
         mesh = jax_mesh(self.record.mesh, devices)
         options = {**bucket_options(mesh.devices.flat[0].platform, bucket_bytes), **(compiler_options or {})}
@@ -280,8 +280,13 @@ class Strategy:
         The result is one of the step's arguments (the state, say), or a tuple of its first ones; NNX objects are fine.
 
         Raises:
-            StrategyError: the result is structured as no argument.
+            StrategyError: the result is structured as no argument, or ``init_fn`` is no function.
         """
+        if not callable(init_fn):
+            raise StrategyError(
+                f"init takes a function that makes the state, and its arguments; got {init_fn!r:.60}. Pass the function, or place a state "
+                "that is there by shard."
+            )
         made: list[SplitModules] = []
 
         def pure_init(*args: Any) -> Any:
