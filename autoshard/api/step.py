@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from autoshard.api.calls import UNLIKE, Repeat, anew, guarded, is_traced
 from autoshard.api.collecting import rarely_collecting
-from autoshard.api.placing import put
+from autoshard.api.placing import apart, put
 from autoshard.api.saved_graphs import check_root, save_plan, save_text
 from autoshard.cluster import Cluster
 from autoshard.compilers import TARGETS
@@ -166,6 +166,8 @@ class Step(Sharded):
         if self._record.donate_argnums:
             _check_alive(leaves, program.traced.graph.argument_paths)
         there = put(leaves, program.in_shardings, program.traced.graph.argument_paths, program.is_state)
+        if self._record.donate_argnums:
+            there = apart(leaves, there, set())
         if self._graphs is not None and not (program.known or is_traced()):  # compiled once: the call takes it from JAX's cache
             save_text(self._graphs, self._record.program, "compiled.txt", self.lower(*args).compile().as_text() or "")
         with outside_mesh():

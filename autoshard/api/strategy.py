@@ -16,7 +16,7 @@ from autoshard.api.data import DataIterator, data_iterator
 from autoshard.api.explain import explain
 from autoshard.api.feeding import Matching
 from autoshard.api.pins import Pins
-from autoshard.api.placing import check_equal, put
+from autoshard.api.placing import apart, check_equal, put
 from autoshard.api.step import Step, bucket_options, program_of
 from autoshard.api.structure import alike, describe, dtype_of, per_argument, position_of, rebuild
 from autoshard.cluster import Cluster
@@ -262,7 +262,7 @@ class Strategy:
             raise StrategyError(
                 f"shard takes the {len(per_argument)} arguments of {self.record.program.name!r} or the first few, got {len(args)}."
             )
-        placed = []
+        placed, seen = [], set()
         for position, (argument, shardings) in enumerate(zip(split.states, per_argument, strict=False)):
             leaves, tree = jax.tree.flatten(argument)
             if self.record.argument_structure["tuple"][position] is None:  # static
@@ -270,7 +270,8 @@ class Strategy:
                 continue
             self._check_leaves(position, tree, leaves, shardings)
             paths, wanted = [tensor.path for tensor, _ in shardings], [sharding for _, sharding in shardings]
-            placed.append(tree.unflatten(put(leaves, wanted, paths, (True,) * len(leaves))))
+            there = put(leaves, wanted, paths, (True,) * len(leaves))
+            placed.append(tree.unflatten(apart(leaves, there, seen) if self.record.donate_argnums else there))
         return split.update(tuple(placed))
 
     @outside_mesh(keep_auto=True)
