@@ -82,6 +82,7 @@ def read_everywhere(split) -> dict:
     resumed, before = strategy.data(Examples(), devices=devices), strategy.data(Examples(), devices=devices)
     next(before)
     resumed.set_state(json.loads(json.dumps(before.get_state())))
+    found["state"] = before.get_state()
     found["resumed"] = [is_right(batch, number) for number, batch in enumerate(resumed, 1)]
     return {"shard": [shard.num_shards, shard.shard_id, shard.n_rows], **found}
 

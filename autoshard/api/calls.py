@@ -115,15 +115,17 @@ class Repeat:
         return is_first
 
     def __call__(self, args: tuple) -> Any:
-        """The result, or `UNLIKE` where an array is used up.
+        """The result, or `UNLIKE` where an array is used up, or given twice, of those that may be donated.
 
         Raises:
             FAILURES: the arguments are unlike those before.
         """
         given = args if self._ways is None else self._ways[0](args)
+        found: list[Any] = []
         for position, leaves in self._readers:
-            if _used_up(leaves, given[position]):
-                return UNLIKE
+            found += leaves(given[position])
+        if self._readers and (_used_up(found) or len({*map(id, found)}) < len(found)):
+            return UNLIKE
         result = self._jitted(*(self._with_moved(given) if self._moved else given))
         return result if self._ways is None else self._ways[1](args, result)
 
@@ -140,12 +142,12 @@ class Repeat:
         return found
 
 
-def _used_up(leaves: Callable[[Any], Iterable[Any]], argument: Any) -> bool:
-    """Whether an array of an argument was donated or deleted."""
+def _used_up(leaves: Sequence[Any]) -> bool:
+    """Whether an array was donated or deleted."""
     try:
-        return any(map(_array_type().is_deleted, leaves(argument)))
+        return any(map(_array_type().is_deleted, leaves))
     except TypeError:  # there are numbers, keys or arrays of the host among them
-        return any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves(argument))
+        return any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves)
 
 
 @functools.cache

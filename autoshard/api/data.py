@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import zlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -77,8 +77,13 @@ def source_of(loader: Any, matching: Matching, wraps: bool, autotune: bool, pref
             raise has_gaps()
         if (fed := matching.example(example)) is not None:
             return Examples(loader, fed.shard, wraps, through)
-    if not hasattr(loader, "__iter__"):
-        matching.batch(example)  # says what is wrong with it
+        if not hasattr(loader, "__iter__"):
+            matching.batch(example)  # says what is wrong with it
+    elif not hasattr(loader, "__iter__"):
+        raise StrategyError(
+            f"a loader has examples by position, or batches one after the other; got {type(loader).__name__}, which has neither. Pass a "
+            "dataset, a list or an iterable."
+        )
     return Batched(through(loader) if autotune and through else loader)
 
 
@@ -174,9 +179,12 @@ class DataIterator(Iterator[Any]):
 
         A loader whose iterator has ``get_state`` and ``set_state``, as Grain's, is set so; examples are read from their position on; any
         other loader is read from its beginning, and the batches up to there are left out.
+
+        Raises:
+            StrategyError: this is no state that `get_state` returned.
         """
         self.close()
-        self._state, self._is_over = dict(state), False
+        self._state, self._is_over = _checked(state), False
 
     def close(self) -> None:
         """Ends reading ahead; there are no more batches."""
@@ -189,6 +197,15 @@ class DataIterator(Iterator[Any]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _checked(state: Any) -> State:
+    n = state.get("batches") if isinstance(state, Mapping) else None
+    if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+        raise StrategyError(
+            f"a state of batches is what their get_state() returned, a dict with 'batches'; got {state!r:.80}. Pass that one."
+        )
+    return dict(state)
 
 
 # -- what processes tell each other ----------------------------------------------------------------------------------------
@@ -249,6 +266,11 @@ def _placed(source: Source, matching: Matching, wraps: bool, several: bool, stat
     if wraps and (feeding is None or feeding.first is None) and (tree := source.first()) is not None:
         feeding = feeding or _Feeding(matching, tree, state, wraps)
         feeding.first = feeding.first or matching.again(feeding.fed, tree)
+    if not state["batches"] and (feeding is None or not (wraps or feeding.n_placed)):
+        fewer = "" if wraps else " or fewer rows than a batch, which at_end='drop' leaves out"
+        raise StrategyError(
+            f"a loader has batches, and this one has none{fewer}. Pass what has some; an iterator is read once, and then empty."
+        )
     if wraps and feeding is not None:
         yield from feeding.wrapped(several)
 
@@ -259,14 +281,27 @@ class _Feeding:
     Attributes:
         fed: the arguments that they are.
         n_rows: how many rows each has but for the last: those of this process, or of the whole batch.
+        n_placed: how many had as many.
         first: the first batch, where the last may need it.
         lacking: the last batch and the state after it, if it has fewer rows.
     """
 
     def __init__(self, matching: Matching, tree: Any, state: State, wraps: bool):
+        """The batches of which one is given, read from where a state says.
+
+        Raises:
+            StrategyError: they are not as the step takes them, or others than the state's.
+        """
         self.fed, leaves = matching.batch(tree)
         rows = self.fed.n_rows(leaves)
+        size = state.get("batch_size", self.fed.batch_size)
+        if size != self.fed.batch_size:
+            raise StrategyError(
+                f"data go on with batches as large as before, and this state is of batches of {size} rows, where the strategy's have "
+                f"{self.fed.batch_size}. Search with batches of {size}, or begin the data anew."
+            )
         self.n_rows = state.get("rows") or (rows if rows == self.fed.batch_size else self.fed.shard.n_rows)
+        self.n_placed = 0
         self.first: list[Any] | None = None
         self.lacking: tuple[list[Any], State] | None = None
         self._matching = matching
@@ -287,10 +322,13 @@ class _Feeding:
                 f"{rows if lacked is None else lacked}. Batch by strategy.data_shard({name}).n_rows, with drop_remainder=True where "
                 "workers batch on their own, or search for another batch size."
             )
-        after["rows"] = self.n_rows
+        after["batch_size"] = self.fed.batch_size
+        if "loader" in after:  # else examples by position, of which each process has its own rows
+            after["rows"] = self.n_rows
         if rows < self.n_rows:
             self.lacking = leaves, after
             return None
+        self.n_placed += 1
         if self._keeps:
             self.first, self._keeps = [x if np.isscalar(x) else np.array(x) for x in leaves], False
         return self._placed(HAS, leaves, after)

@@ -43,6 +43,22 @@ def put(leaves: Sequence[Any], shardings: Sequence[NamedSharding], paths: Sequen
     return there
 
 
+def apart(leaves: Sequence[Any], there: Sequence[Any], seen: set[int]) -> list[Any]:
+    """The arrays that leaves were put in, with a copy where a leaf is the array of one before, such as an average that starts as the
+    parameters: jaxlib 0.10.2 crashes where one buffer is donated twice on several devices.
+
+    Args:
+        seen: the ids of the arrays before, to which these are added.
+    """
+    found = list(there)
+    for place, x in enumerate(leaves):
+        if isinstance(x, jax.Array) and not isinstance(x, Tracer):
+            if id(x) in seen:
+                found[place] = jnp.copy(found[place])
+            seen.add(id(x))
+    return found
+
+
 def _moves(x: Any, sharding: NamedSharding, is_state: bool) -> bool:
     """Whether a leaf has to be put elsewhere than it is."""
     if isinstance(x, Tracer) or not (is_state or isinstance(x, jax.Array | np.ndarray)):

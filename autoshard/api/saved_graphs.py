@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import networkx as nx
@@ -28,6 +29,12 @@ from autoshard.render import format_bytes, format_seconds
 from autoshard.strategy import Program, Record
 
 FINGERPRINT = 8  # characters of it that name a folder
+
+
+def check_root(root: Any) -> None:
+    """Raises `StrategyError` where what is passed as ``save_graphs`` is no path."""
+    if not isinstance(root, str | os.PathLike) or not os.fspath(root):
+        raise StrategyError(f"save_graphs is the path of a folder to write to, got {root!r}. Name one, such as 'graphs'.")
 
 
 def save_plan(root: str | os.PathLike[str], record: Record, graph: Graph, rules: Sequence[Rule | None]) -> None:

@@ -18,8 +18,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from autoshard.api.calls import UNLIKE, Repeat, anew, guarded, is_traced
 from autoshard.api.collecting import rarely_collecting
-from autoshard.api.placing import put
-from autoshard.api.saved_graphs import save_plan, save_text
+from autoshard.api.placing import apart, put
+from autoshard.api.saved_graphs import check_root, save_plan, save_text
 from autoshard.cluster import Cluster
 from autoshard.compilers import TARGETS
 from autoshard.errors import StrategyError, TraceError
@@ -119,10 +119,14 @@ class Step(Sharded):
             save_graphs: the folder of `autoshard.api.saved_graphs`.
 
         Raises:
-            StrategyError: the lowering is unknown.
+            StrategyError: the lowering is unknown, ``fn`` is no function, or ``save_graphs`` no path.
         """
         if lowering not in LOWERINGS:
             raise StrategyError(f"a lowering is one of {sorted(LOWERINGS)}, got {lowering!r}. Use one of those.")
+        if not callable(fn):
+            raise StrategyError(f"a step is a function, the one that was searched; got {fn!r:.60}. Pass it first, and its arguments to it.")
+        if save_graphs is not None:
+            check_root(save_graphs)
         functools.update_wrapper(self, fn, updated=())
         self._lowering = lowering
         self._compiler_options = dict(compiler_options or {})
@@ -163,6 +167,8 @@ class Step(Sharded):
         if self._record.donate_argnums:
             _check_alive(leaves, program.traced.graph.argument_paths)
         there = put(leaves, program.in_shardings, program.traced.graph.argument_paths, program.is_state)
+        if self._record.donate_argnums:
+            there = apart(leaves, there, set())
         if self._graphs is not None and not (program.known or is_traced()):  # compiled once: the call takes it from JAX's cache
             save_text(self._graphs, self._record.program, "compiled.txt", self.lower(*args).compile().as_text() or "")
         with outside_mesh():

@@ -16,7 +16,7 @@ from autoshard.api.data import DataIterator, data_iterator
 from autoshard.api.explain import explain
 from autoshard.api.feeding import Matching
 from autoshard.api.pins import Pins
-from autoshard.api.placing import check_equal, put
+from autoshard.api.placing import apart, check_equal, put
 from autoshard.api.step import Step, bucket_options, program_of
 from autoshard.api.structure import alike, describe, dtype_of, per_argument, position_of, rebuild
 from autoshard.cluster import Cluster
@@ -253,8 +253,8 @@ class Strategy:
 
         Raises:
             ClusterError: there are too few devices.
-            StrategyError: the lowering is unknown, or the bytes are negative; at the first call, where ``fn`` is not the program the
-                strategy is for.
+            StrategyError: the lowering is unknown, ``fn`` is no function, ``save_graphs`` no path, or the bytes are negative; at the first
+                call, where ``fn`` is not the program the strategy is for.
         """
         mesh = jax_mesh(self.record.mesh, devices)
         options = {**bucket_options(mesh.devices.flat[0].platform, bucket_bytes), **(compiler_options or {})}
@@ -272,7 +272,7 @@ class Strategy:
             raise StrategyError(
                 f"shard takes the {len(per_argument)} arguments of {self.record.program.name!r} or the first few, got {len(args)}."
             )
-        placed = []
+        placed, seen = [], set()
         for position, (argument, shardings) in enumerate(zip(split.states, per_argument, strict=False)):
             leaves, tree = jax.tree.flatten(argument)
             if self.record.argument_structure["tuple"][position] is None:  # static
@@ -280,7 +280,8 @@ class Strategy:
                 continue
             self._check_leaves(position, tree, leaves, shardings)
             paths, wanted = [tensor.path for tensor, _ in shardings], [sharding for _, sharding in shardings]
-            placed.append(tree.unflatten(put(leaves, wanted, paths, (True,) * len(leaves))))
+            there = put(leaves, wanted, paths, (True,) * len(leaves))
+            placed.append(tree.unflatten(apart(leaves, there, seen) if self.record.donate_argnums else there))
         return split.update(tuple(placed))
 
     @outside_mesh(keep_auto=True)
@@ -290,8 +291,13 @@ class Strategy:
         The result is one of the step's arguments (the state, say), or a tuple of its first ones; NNX objects are fine.
 
         Raises:
-            StrategyError: the result is structured as no argument.
+            StrategyError: the result is structured as no argument, or ``init_fn`` is no function.
         """
+        if not callable(init_fn):
+            raise StrategyError(
+                f"init takes a function that makes the state, and its arguments; got {init_fn!r:.60}. Pass the function, or place a state "
+                "that is there by shard."
+            )
         made: list[SplitModules] = []
 
         def pure_init(*args: Any) -> Any:

@@ -223,6 +223,10 @@ def verify(
     >>> verify(strategy, program, *arguments).exact
     True
     """
+    if not isinstance(strategy, Strategy):
+        raise StrategyError(
+            f"verify takes a strategy, then its function and the arguments; got {strategy!r:.60} first. Call verify(strategy, fn, *args)."
+        )
     if target not in TARGETS:
         raise StrategyError(f"a target of verify is one of {sorted(TARGETS)}, got {target!r}. Use one of those.")
     if cycles and not TARGETS[target].cycles:

@@ -42,9 +42,20 @@ def orbax() -> Any:
 def absolute(path: str | os.PathLike[str]) -> str:
     """The path as Orbax takes it; one such as ``gs://bucket/folder`` stays as it is."""
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
-        raise CheckpointError(f"a checkpoint is a folder, given by its path; got {path!r}. Pass a string or a pathlib.Path.")
+        raise CheckpointError(f"a checkpoint is a folder, given by its path; got {path!r:.60}. Pass a string or a pathlib.Path.")
     text = os.fspath(path)
     return text if "://" in text else os.path.abspath(text)
+
+
+def check_folder(path: str) -> None:
+    """Raises `CheckpointError` where an absolute path is no folder and cannot become one, since a file is in its place or above it."""
+    if "://" in path:
+        return
+    there = path
+    while not os.path.lexists(there):
+        there = os.path.dirname(there)
+    if not os.path.isdir(there):
+        raise CheckpointError(f"checkpoints are in a folder of their own, got '{path}', and '{there}' is a file. Name another folder.")
 
 
 def items(arrays: Mapping[str, jax.Array], document: Mapping[str, Any]) -> Any:

@@ -10,7 +10,7 @@ import jax
 
 from autoshard.api import Strategy
 from autoshard.checkpoint import once
-from autoshard.checkpoint.files import absolute, everyones, orbax, together, writing
+from autoshard.checkpoint.files import absolute, check_folder, everyones, orbax, together, writing
 from autoshard.errors import CheckpointError
 from autoshard.strategy import to_json
 
@@ -25,6 +25,9 @@ class Checkpoints:
         folder: of the checkpoints; made at the first save.
         keep: how many of the newest are kept.
         every: `save` writes at steps that this divides.
+
+    Raises:
+        CheckpointError: the folder is a file, or in one; ``keep`` or ``every`` is no whole number from 1 up.
 
     >>> import tempfile, autoshard, jax.numpy as jnp
     >>> strategy = autoshard.search(lambda w, x: w - x.sum(), jnp.ones(4), jnp.ones(8), cluster="cpu:1")
@@ -41,15 +44,19 @@ class Checkpoints:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise CheckpointError(f"{name}= of checkpoints is a whole number from 1 up, got {value!r}. Write {name}=3, for instance.")
         self.folder = absolute(folder)
+        check_folder(self.folder)
         self.keep = keep
         self.every = every
         self._manager: Any = None  # Orbax's, from the first save on
         self._text: tuple[Strategy, str] | None = None  # the latest strategy and its JSON
+        self._is_entered = False
 
     def __enter__(self) -> Checkpoints:
+        self._is_entered = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        self._is_entered = False
         if kind is None or jax.process_count() == 1:  # else other processes, which may have ended, would be waited for
             self.close()
 
@@ -57,7 +64,8 @@ class Checkpoints:
         """Whether a step's state is written: where `every` divides the step, or ``always``.
 
         Returns as soon as the state is copied from the devices, so that its arrays may be donated; the files are written meanwhile. A save
-        that is still being written is waited for.
+        that is still being written is waited for. Outside a ``with`` block it returns when the files are written, since nothing would wait
+        for the last ones.
 
         Args:
             step: how many steps have been done.
@@ -68,7 +76,7 @@ class Checkpoints:
             StrategyError: no argument is structured as the state.
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise CheckpointError(f"a checkpoint is numbered by the steps that were done, got {step!r}. Pass a whole number from 0 up.")
+            raise CheckpointError(f"a checkpoint is numbered by the steps that were done, got {step!r:.60}. Pass a whole number from 0 up.")
         once.check_strategy(strategy)
         if not always and step % self.every:
             return False
@@ -83,6 +91,8 @@ class Checkpoints:
             if self._text is None or self._text[0] is not strategy:
                 self._text = strategy, to_json(strategy.record)
             manager.save(step, args=once.prepared(state, strategy, extra, self._text[1]), force=True)
+        if not self._is_entered:
+            self.wait()
         return True
 
     def latest(self) -> int | None:

@@ -201,7 +201,8 @@ def spec_to_layout(spec: Sequence[None | str | Sequence[str]], mesh: Mesh, rank:
     """
     if len(spec) > rank:
         raise ShardingError(
-            f"a PartitionSpec has at most one entry a dimension: {what} has rank {rank}, got {tuple(spec)} with {len(spec)} entries."
+            f"a PartitionSpec has at most one entry a dimension: {what} has rank {rank}, got {tuple(spec)} with {len(spec)} entries. "
+            f"Use {rank} at most; a pattern of paths may match tensors of several ranks."
         )
     layout = [-1] * len(mesh.axes)
     for dim, entry in enumerate(spec):
@@ -216,7 +217,9 @@ def spec_to_layout(spec: Sequence[None | str | Sequence[str]], mesh: Mesh, rank:
                 )
             axis = mesh.names.index(name)
             if layout[axis] >= 0:
-                raise ShardingError(f"{what}: mesh axis {name!r} shards both dim {layout[axis]} and dim {dim}; it may shard one.")
+                raise ShardingError(
+                    f"{what}: mesh axis {name!r} shards both dim {layout[axis]} and dim {dim}; it may shard one. Write None for the other."
+                )
             layout[axis] = dim
         order = [mesh.names.index(name) for name in axes]
         if order != sorted(order):

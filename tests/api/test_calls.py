@@ -268,6 +268,31 @@ def test_used_up_arrays_are_told_wherever_they_stand(how):
     step(state, x)
 
 
+@pytest.mark.parametrize("how", ["apply", "parallelize", "shard"])
+def test_an_array_may_be_donated_in_two_places(how):
+    """As an average that starts as the parameters, in the first call and in one like those before, where jaxlib crashes."""
+
+    def averaged(state, x):
+        weights, average, key = state
+        return (weights - 0.1 * (x @ weights).mean(), 0.5 * (average + weights), jax.random.split(key)[0]), average.sum()
+
+    def start():
+        weights = jnp.ones((8, 16))
+        return weights, weights, jax.random.key(0)
+
+    x, state, expected = jnp.ones((16, 8)), start(), start()
+    step = made("apply" if how == "shard" else how, (0,), averaged, (state, x))
+    if how == "shard":
+        strategy = autoshard.search(averaged, state, x, donate_argnums=0, **OPTIONS)
+        (state,) = strategy.shard(state)
+    for number in range(6):
+        if number == 4:  # a call like the one before
+            state, expected = (state[0], state[0], state[2]), (expected[0], expected[0], expected[2])
+        state, found = step(state, x)
+        expected, wanted = averaged(expected, x)
+        np.testing.assert_allclose(found, wanted, rtol=1e-4)
+
+
 def test_used_up_arrays_are_told_next_to_numbers():
     """Where leaves are not all arrays, those that are used up are found all the same."""
 

@@ -183,6 +183,21 @@ def test_a_state_may_be_set_at_any_time_but_for_iterators(strategy):
         next(other)
 
 
+@pytest.mark.parametrize("state", [None, {}, {"x": 1}, {"batches": "2"}, {"batches": -1}, {"batches": True}, 3])
+def test_what_is_no_state_is_refused(strategy, state):
+    """At once, rather than by the first batch."""
+    with pytest.raises(StrategyError, match=r"what their get_state\(\) returned.*Pass that one"):
+        strategy.data(Examples()).set_state(state)
+
+
+def test_a_state_of_larger_batches_is_refused(strategy):
+    """Its position is counted in batches."""
+    found = strategy.data(Examples())
+    found.set_state({"batches": 1, "batch_size": 24})
+    with pytest.raises(StrategyError, match=r"batches of 24 rows, where the strategy's have 16\. Search with batches of 24"):
+        next(found)
+
+
 # -- threads -----------------------------------------------------------------------------------------------------------------
 
 
@@ -253,6 +268,10 @@ def test_no_thread_is_left(strategy):
         ([{"x": ROWS[:16]}], {}, ["'train_step'", "batch['x'] (16, 8)"]),
         ([{"x": ROWS[:16], "y": ROWS[:16, 0]}], {}, ["batch['y'] is int32", "float32", "astype('int32')"]),
         ([], {}, ["empty"]),
+        (iter([]), {}, ["has none. Pass", "read once"]),
+        ([example(row) for row in range(3)], {"at_end": "drop"}, ["fewer rows", "'drop'"]),
+        (iter([{"x": ROWS[:3], "y": LABELS[:3]}]), {"at_end": "drop"}, ["fewer rows", "'drop'"]),
+        (None, {}, ["got NoneType", "Pass a dataset"]),
         (batches(), {"at_end": "pad"}, ["'pad'", "wrap"]),
         (batches(), {"prefetch": -1}, ["-1", "2 are usual"]),
         (batches(), {"argnums": 3}, ["3 arguments", "got 3"]),

@@ -43,6 +43,7 @@ def test_processes_read_their_parts_of_the_same_batches(tmp_path, n):
     assert len(found) == n
     for split, shards in SHARDS.items():
         num_shards, ids = shards[n]
+        assert [each[split].pop("state") for each in found] == [state_of_one_process(split)] * n
         assert [each[split].pop("shard") for each in found] == [[num_shards, index, 16 // num_shards] for index in ids]
         wanted = {way: [True] * 3 for way in ("examples", "own rows", "whole batches")} | {"resumed": [True] * 2}
         assert [each[split] for each in found] == [wanted] * n
@@ -50,6 +51,13 @@ def test_processes_read_their_parts_of_the_same_batches(tmp_path, n):
         for split, losses in each["losses"].items():
             np.testing.assert_allclose(losses, data_program.losses(split), rtol=1e-5)
     refused(found, n)
+
+
+def state_of_one_process(split):
+    """After a batch of examples: the same for any number of processes, which can all go on from it."""
+    with data_program.of(split).data(data_program.Examples()) as batches:
+        next(batches)
+        return batches.get_state()
 
 
 def refused(found, n):

@@ -100,6 +100,14 @@ def test_what_differs_from_where_it_is_stored_is_in_the_plan(tmp_path):
     assert not (folder / "compiled.txt").exists()
 
 
+@pytest.mark.parametrize("path", ["", 3, True])
+def test_what_is_no_path_is_refused(path):
+    """Before anything is compiled; an empty one is not the current folder."""
+    strategy = autoshard.search(jnp.tanh, jnp.ones(8), cluster="cpu:8")
+    with pytest.raises(autoshard.StrategyError, match=r"save_graphs is the path of a folder .* Name one"):
+        strategy.apply(jnp.tanh, save_graphs=path)
+
+
 def test_the_command_line_saves_them(tmp_path, monkeypatch, capsys):
     """`autoshard verify --save-graphs` writes what the target compiled; a file in the folder's place is refused."""
     monkeypatch.syspath_prepend(tmp_path)

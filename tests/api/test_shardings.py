@@ -80,3 +80,11 @@ def test_modules_come_as_their_states():
     found = jax.device_put(nnx.state(model), strategy.shardings(model))
     nnx.update(model, found)
     assert model.kernel[...].sharding == jax.tree.leaves(strategy.shardings(0))[1]
+
+
+def test_what_is_no_function_is_refused(strategy):
+    """A state in the place of the function that makes it, or arguments in that of the step."""
+    with pytest.raises(autoshard.StrategyError, match=r"init takes a function .* Pass the function, or place a state"):
+        strategy.init(make_state())
+    with pytest.raises(autoshard.StrategyError, match=r"a step is a function, .* Pass it first"):
+        strategy.apply(make_state())

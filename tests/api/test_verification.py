@@ -95,6 +95,8 @@ def test_wrong_input_is_refused(program):
         autoshard.verify(strategy, fn, *args, target="abacus")
     with pytest.raises(StrategyError):
         autoshard.verify(strategy, lambda *a: jax.tree.map(jnp.sin, a), *args)
+    with pytest.raises(StrategyError, match=r"got <function .* first\. Call verify\(strategy, fn, \*args\)"):
+        autoshard.verify(fn, strategy, *args)
 
 
 def test_no_collectives_is_a_ratio_of_one():

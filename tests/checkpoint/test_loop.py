@@ -97,12 +97,40 @@ def test_what_fails_while_it_is_written_is_said(tmp_path, strategy):
         for step, words in ((5, r"step 5 already, got 5\. Restore"), (4, "step 5 already, got 4"), (-1, "got -1"), (2.0, "got 2.0")):
             with pytest.raises(autoshard.CheckpointError, match=words):
                 checkpoints.save(step, state_at(5, strategy), strategy)
+    late = Checkpoints(tmp_path / "file")
     (tmp_path / "file").write_text("")
     with pytest.raises(autoshard.CheckpointError, match=r"was not written: .*Check the folder, and the space"):
-        Checkpoints(tmp_path / "file").save(1, state_at(1, strategy), strategy)
+        late.save(1, state_at(1, strategy), strategy)
+    for path in (tmp_path / "file", tmp_path / "file/run"):  # before the steps until the first save
+        with pytest.raises(autoshard.CheckpointError, match=r"in a folder of their own, .*file' is a file\. Name another"):
+            Checkpoints(path)
     for options in ({"keep": 0}, {"every": True}):
         with pytest.raises(autoshard.CheckpointError, match="is a whole number from 1 up"):
             Checkpoints(tmp_path, **options)
+
+
+def test_without_a_context_each_save_is_written_at_once(tmp_path, strategy):
+    """As after its end: nothing waits for the last one, which a program that ends would cut."""
+    checkpoints = Checkpoints(tmp_path / "run")
+    checkpoints.save(1, state_at(1, strategy), strategy)
+    assert os.listdir(tmp_path / "run") == ["1"]
+    with checkpoints:
+        checkpoints.save(2, state_at(2, strategy), strategy)
+    checkpoints.save(3, state_at(3, strategy), strategy)
+    assert sorted(os.listdir(tmp_path / "run")) == ["1", "2", "3"]
+
+
+def test_mixed_up_arguments_are_refused_in_a_line(tmp_path, strategy):
+    """Without the numbers of a state."""
+    state = state_at(1, strategy)
+    calls = (
+        lambda: Checkpoints(tmp_path / "run").save(state, 1, strategy),
+        lambda: autoshard.checkpoint.save(state, strategy, tmp_path / "one"),
+    )
+    for call in calls:
+        with pytest.raises(autoshard.CheckpointError) as caught:
+            call()
+        assert len(str(caught.value)) < 200 and "got {'step'" in str(caught.value) and "Pass" in str(caught.value)
 
 
 @pytest.fixture
