@@ -17,6 +17,7 @@ import pytest
 
 import autoshard
 from autoshard.checkpoint import Checkpoints
+from autoshard.checkpoint.files import writing
 
 sys.path.insert(0, os.path.dirname(__file__))
 import saving_program
@@ -100,6 +101,8 @@ def test_what_fails_while_it_is_written_is_said(tmp_path, strategy):
     (tmp_path / "file").write_text("")
     with pytest.raises(autoshard.CheckpointError, match=r"was not written: .*Check the folder, and the space"):
         Checkpoints(tmp_path / "file").save(1, state_at(1, strategy), strategy)
+    with pytest.raises(autoshard.CheckpointError, match=r"closed by peer\. Another process has ended.*its output says"), writing("run/1"):
+        raise ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer")
     for options in ({"keep": 0}, {"every": True}):
         with pytest.raises(autoshard.CheckpointError, match="is a whole number from 1 up"):
             Checkpoints(tmp_path, **options)
