@@ -105,6 +105,16 @@ def test_a_process_that_fails_ends_all(run, failing, code, words):
     assert not any(is_running(log(index).split()[1]) for index in range(2))
 
 
+@pytest.mark.parametrize("others_end", [False, True])
+def test_a_process_that_waits_at_its_end_is_named(run, monkeypatch, others_end):
+    """Where others still run the script, since they may wait for it; not where all are at their end, or nothing waits."""
+    monkeypatch.setattr(launch, "WAIT_SECONDS", 1.0)
+    rest = "pass" if others_end else "time.sleep(4)"
+    script = f"import atexit, os, time\natexit.register(time.sleep, 2)\nif os.environ['JAX_PROCESS_ID'] == '0':\n    {rest}"
+    code, _, err = run(script)
+    assert code == 0 and ("rank 1 has run the script to its end and waits for rank 0. If" in err) is not others_end
+
+
 def test_nothing_outlives_the_launcher(run, monkeypatch):
     """A process that takes no notice of a signal, and one that was started by a process which has ended, are killed."""
     monkeypatch.setattr(launch, "GRACE_SECONDS", 0.5)

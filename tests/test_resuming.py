@@ -118,6 +118,9 @@ def test_processes_are_started_again_so_many_times(launch):
     code, said = launch("sys.exit(7)", "-n", "1", "--resume", "1")
     assert code == 7 and said.count("failed with exit code 7") == 2 and said.count("\nautoshard launch: starting") == 1
     assert launch("sys.exit(7)", "-n", "1")[1].count("failed") == 1
+    lines = "if not os.path.exists('first'):\n    open('first', 'w').close()\n    sys.exit('early')\nos.kill(os.getpid(), 9)"
+    _, said = launch(lines, "-n", "1", "--resume", "1")
+    assert said.count("early") == 1 and said.index("early") < said.index("again")  # the last lines are of the run that failed
 
 
 def test_a_place_that_fails_twice_in_a_row_is_left_out(launch):

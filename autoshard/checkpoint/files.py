@@ -21,6 +21,8 @@ FILE = "metadata"  # as Orbax names the file of a JSON item
 
 RESTORE_OTHER = "Restore another checkpoint."
 
+EXCHANGES = ("Gloo", "NCCL", "Barrier", "coordination service", "closed by peer")  # in errors of what processes say to each other
+
 T = TypeVar("T")
 
 
@@ -72,9 +74,10 @@ def writing(path: str) -> Iterator[None]:
     except AutoshardError:
         raise
     except Exception as error:
-        raise CheckpointError(
-            f"checkpoint '{path}' was not written: {in_words(error)}. Check the folder, and the space that is left."
-        ) from error
+        remedy = "Check the folder, and the space that is left."
+        if any(word in str(error) for word in EXCHANGES):
+            remedy = "Another process has ended, or does not save this step: its output says why."
+        raise CheckpointError(f"checkpoint '{path}' was not written: {in_words(error)}. {remedy}") from error
 
 
 def read_contents(path: str) -> Contents:

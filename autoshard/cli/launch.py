@@ -23,6 +23,8 @@ from autoshard.errors import AutoshardError
 
 GRACE_SECONDS = 5.0  # until a process that does not end by itself is killed; JAX takes SIGTERM for a preemption and goes on
 LAST_LINES = 20
+STARTING = "autoshard launch: starting "
+WAIT_SECONDS = 10.0  # that a process may wait at its end, where `jax.distributed.shutdown` does, before a word is said
 RESUMED = 3  # times, where --resume stands alone
 VALUED = ("-n", "--processes", "--devices-per-process", "--log-dir", "--min-processes")
 CHUNK = 2**16
@@ -134,7 +136,7 @@ def _attempt(program: Sequence[str], places: Sequence[int], options: argparse.Na
 def _announce(restart: int, times: int, left_out: str, logs: Sequence[Path]) -> None:
     """Says on stderr and in the logs that the processes are started again."""
     n = f"{len(logs)} process{'es' * (len(logs) > 1)}"
-    line = f"autoshard launch: starting {n} again{left_out}, {restart} of at most {times} times."
+    line = f"{STARTING}{n} again{left_out}, {restart} of at most {times} times."
     print(line, file=sys.stderr, flush=True)
     for log in logs:
         with log.open("a", encoding="utf-8") as file:
@@ -189,9 +191,11 @@ def _environment(address: str, n: int, index: int, place: int, n_devices: int) -
 def _failure(index: int, code: int, log: Path) -> str:
     """What is said of a process that failed: how, and its last lines."""
     how = f"failed with exit code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
-    shown = "".join(f"\n  {line}" for line in lines)
-    return f"autoshard launch: rank {index} {how}, and so all processes were ended. The last lines of {log}:{shown}"
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    begun = max((number for number, line in enumerate(lines, 1) if line.startswith(STARTING)), default=0)  # those before are other runs'
+    shown = "".join(f"\n  {line}" for line in lines[begun:][-LAST_LINES:])
+    last = f"The last lines of {log}:{shown}" if shown else f"It wrote nothing to {log}."
+    return f"autoshard launch: rank {index} {how}, and so all processes were ended. {last}"
 
 
 @contextmanager
@@ -214,9 +218,12 @@ class Job:
     """Processes, each the leader of a group with those that it starts; none outlives the context, or this process."""
 
     def __init__(self):
-        self._running: set[int] = set()  # their process numbers
+        self._running: dict[int, int] = {}  # their indices, by process number
         self._ended: queue.Queue[tuple[int, int, int]] = queue.Queue()
         self._read, self._write = os.pipe()  # closed at this end, whoever does it, it ends all that watch the other
+        self._at_end: set[int] = set()  # the indices of those that have run the script to its end
+        notices, self._notify = os.pipe()
+        _thread(self._tell, notices)
 
     def __enter__(self) -> Job:
         return self
@@ -225,20 +232,21 @@ class Job:
         self.end(signal.SIGKILL)
         os.close(self._write)
         os.close(self._read)
+        os.close(self._notify)
 
     def start(self, index: int, program: Sequence[str], environment: dict[str, str], log: Path) -> None:
         """Starts a process, which writes to its log, and the first to our own output as well."""
         with log.open("ab", buffering=0) as file:
             process = subprocess.Popen(
-                [sys.executable, rank.__file__, str(self._read), *program],
+                [sys.executable, rank.__file__, str(self._read), str(self._notify), *program],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE if index == 0 else file,
                 stderr=subprocess.STDOUT,
-                pass_fds=(self._read,),
+                pass_fds=(self._read, self._notify),
                 start_new_session=True,
             )
-        self._running.add(process.pid)
+        self._running[process.pid] = index
         copy = None if process.stdout is None else _thread(_copy, process.stdout, log, sys.stdout)
         _thread(self._wait, index, process, copy)
 
@@ -265,13 +273,35 @@ class Job:
 
     def _next(self, seconds: float | None = None) -> tuple[int, int]:
         index, number, code = self._ended.get(timeout=seconds)
-        self._running.remove(number)
+        del self._running[number]
         return index, code
 
     def _signal(self, number: int) -> None:
         for process in self._running:
             with suppress(ProcessLookupError):
                 os.killpg(process, number)
+
+    def _tell(self, notices: int) -> None:
+        """Says once that a process is at its end and waits for others, which may wait for it."""
+        with open(notices, encoding="ascii") as lines:
+            for line in lines:
+                self._at_end.add(int(line))
+                if len(self._at_end) == 1:
+                    timer = threading.Timer(WAIT_SECONDS, self._tell_of, (int(line),))
+                    timer.daemon = True
+                    timer.start()
+
+    def _tell_of(self, index: int) -> None:
+        still = set(self._running.copy().values())
+        others = sorted(still - self._at_end)
+        if index in still and others:
+            named = f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others))}"
+            print(
+                f"autoshard launch: rank {index} has run the script to its end and waits for {named}. If that takes more than five "
+                "minutes, JAX ends all with an error. All processes have to make the same calls: look for a break or an exit in one alone.",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _wait(self, index: int, process: subprocess.Popen[bytes], copy: threading.Thread | None) -> None:
         """Reports a process's end, once what it had started has ended and what it wrote is shown."""

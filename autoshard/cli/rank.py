@@ -3,6 +3,7 @@
 It is run by its path and imports nothing of autoshard, so that the script may still set the environment that JAX reads when imported.
 """
 
+import contextlib
 import os
 import runpy
 import signal
@@ -11,7 +12,7 @@ import threading
 import types
 
 
-def main(launcher: str, kind: str, name: str, *arguments: str) -> None:
+def main(launcher: str, notices: str, kind: str, name: str, *arguments: str) -> None:
     """Runs the script, or the module, in place of this one.
 
     A failure leaves without what Python does at exit: there `jax.distributed.shutdown` waits five minutes for processes that wait for
@@ -19,6 +20,7 @@ def main(launcher: str, kind: str, name: str, *arguments: str) -> None:
 
     Args:
         launcher: a pipe's descriptor, which the launcher never writes to and has open as long as it runs.
+        notices: a pipe's descriptor, to which the process writes its index once the script has run to its end.
         kind, name, arguments: ``"script"`` with its path or ``"module"`` with its name, and what it is given.
     """
     threading.Thread(target=_end_with, args=(int(launcher),), daemon=True).start()
@@ -28,11 +30,11 @@ def main(launcher: str, kind: str, name: str, *arguments: str) -> None:
         sys.path[0] = os.path.dirname(os.path.realpath(name)) if is_script else os.getcwd()
     try:
         runpy.run_path(name, run_name="__main__") if is_script else runpy.run_module(name, run_name="__main__", alter_sys=True)
-        return
+        return _notify(int(notices))
     except SystemExit as stop:
         code = stop.code
         if code is None or code == 0:
-            return
+            return _notify(int(notices))
         if not isinstance(code, int):
             print(code, file=sys.stderr)
             code = 1
@@ -44,6 +46,12 @@ def main(launcher: str, kind: str, name: str, *arguments: str) -> None:
         sys.stderr.flush()
     finally:
         os._exit(code & 0xFF)
+
+
+def _notify(notices: int) -> None:
+    """Tells the launcher that only what Python does at exit is left, where JAX waits for all processes."""
+    with contextlib.suppress(OSError, KeyError):
+        os.write(notices, f"{os.environ['JAX_PROCESS_ID']}\n".encode())
 
 
 def _end_with(launcher: int) -> None:

@@ -28,10 +28,10 @@ class Actors:
         server, worker = (self.ray.remote(_with_program(role, program)) for role in (Server, Worker))
         for index, name in enumerate(names):
             options = {"scheduling_strategy": "SPREAD", **self._options(server_options, name, on_cpu=True)}
-            self.servers.append(_started(server.options(**options), index))
+            self.servers.append(_started(server, options, index))
         for index in range(program.workers):
             options = {"max_task_retries": -1, **self._options(worker_options, f"{self.name}/worker-{index}", on_cpu)}
-            self.workers.append(_started(worker.options(**options), index, names))
+            self.workers.append(_started(worker, options, index, names))
 
     def _options(self, given: Mapping[str, Any], name: str, on_cpu: bool) -> dict[str, Any]:
         """Ray's options of one actor, which imports what this process can import."""
@@ -50,7 +50,13 @@ class Actors:
         return f"{'server' if actor in self.servers else 'worker'} {place}"
 
 
-def _started(actor: Any, *arguments: Any) -> Any:
+def _started(actor: Any, options: Mapping[str, Any], *arguments: Any) -> Any:
+    try:
+        actor = actor.options(**options)
+    except (TypeError, ValueError) as error:
+        raise AutoshardError(
+            f"server_options and worker_options are those of ray.remote for an actor; Ray says: {error} Correct them."
+        ) from error
     try:
         return actor.remote(*arguments)
     except (TypeError, ValueError, pickle.PicklingError) as error:

@@ -78,6 +78,7 @@ def train(
     Raises:
         AutoshardError: an option is out of range, Ray is not installed, one of the functions fails, or the training cannot go on.
     """
+    _check_kinds(gradients_fn, optimizer, batches, tables, on_step)
     _check(steps, workers, servers, mode, max_staleness, checkpoint_every, tables, checkpoint_folder)
     ray = _ray()
     is_function = callable(init_params) and jax.tree_util.treedef_is_leaf(jax.tree.structure(init_params))  # modules are callable trees
@@ -107,8 +108,8 @@ def _check(
 ) -> None:
     counts = {"steps": steps, "workers": workers, "servers": servers, "checkpoint_every": every}
     for option, value in counts.items():
-        if value < 1:
-            raise AutoshardError(f"{option} is at least 1; got {value}. Pass another.")
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+            raise AutoshardError(f"{option} is a whole number and at least 1; got {value!r}. Pass another.")
     if mode not in MODES:
         raise AutoshardError(f"mode is one of {', '.join(map(repr, MODES))}; got {mode!r}. Pass one of these.")
     if staleness is not None and (mode == "synchronous" or staleness < 0):
@@ -118,6 +119,21 @@ def _check(
         )
     if tables and folder is None:
         raise AutoshardError("tables end in checkpoints, since they may be larger than memory; got no checkpoint_folder. Pass one.")
+
+
+def _check_kinds(gradients_fn: Any, optimizer: Any, batches: Any, tables: Any, on_step: Any) -> None:
+    """Raises where an argument is of another kind, which processes of Ray would else find out one after the other."""
+    functions = {"gradients_fn": gradients_fn, "batches": batches} | ({} if on_step is None else {"on_step": on_step})
+    for option, value in functions.items():
+        if not callable(value):
+            raise AutoshardError(f"{option} is a function; got {value!r:.100}. The docstring of train says what it is called with.")
+    if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
+        raise AutoshardError(
+            f"the optimizer is one of Optax, with init and update; got {optimizer!r:.100}. Pass optax.adam(1e-3), for one."
+        )
+    is_mapping = isinstance(tables, Mapping | None)
+    if not is_mapping or not all(isinstance(table, Table) for table in (tables or {}).values()):
+        raise AutoshardError(f"tables are by name, each an autoshard.parameter_server.Table; got {tables!r:.100}. Pass a dict of them.")
 
 
 def _start(ray: Any) -> None:

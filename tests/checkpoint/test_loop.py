@@ -17,6 +17,7 @@ import pytest
 
 import autoshard
 from autoshard.checkpoint import Checkpoints
+from autoshard.checkpoint.files import writing
 
 sys.path.insert(0, os.path.dirname(__file__))
 import saving_program
@@ -104,6 +105,8 @@ def test_what_fails_while_it_is_written_is_said(tmp_path, strategy):
     for path in (tmp_path / "file", tmp_path / "file/run"):  # before the steps until the first save
         with pytest.raises(autoshard.CheckpointError, match=r"in a folder of their own, .*file' is a file\. Name another"):
             Checkpoints(path)
+    with pytest.raises(autoshard.CheckpointError, match=r"closed by peer\. Another process has ended.*its output says"), writing("run/1"):
+        raise ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer")
     for options in ({"keep": 0}, {"every": True}):
         with pytest.raises(autoshard.CheckpointError, match="is a whole number from 1 up"):
             Checkpoints(tmp_path, **options)

@@ -38,6 +38,7 @@ from autoshard.errors import AutoshardError
 from autoshard.parameter_server import Table, rows, train
 
 GRADIENTS = jax.value_and_grad(loss)
+TABLE = Table(10, 2, lambda ids: np.zeros((len(ids), 2)), lambda batch: batch, optax.sgd(0.1), cache_rows=5)
 
 
 def kill(ray, name):
@@ -287,14 +288,27 @@ def test_a_server_that_dies_for_good_ends_the_training(ray):
         ({"mode": "eventual"}, "mode is one of 'synchronous', 'asynchronous'; got 'eventual'"),
         ({"max_staleness": 1}, "max_staleness, at least 0, is for mode='asynchronous'"),
         ({"mode": "asynchronous", "max_staleness": -1}, "at least 0"),
-        ({"workers": 0}, "workers is at least 1; got 0"),
-        ({"tables": {"t": None}}, "no checkpoint_folder"),
+        ({"workers": 0}, "workers is a whole number and at least 1; got 0"),
+        ({"servers": 1.5}, "servers is a whole number and at least 1; got 1.5"),
+        ({"tables": {"t": TABLE}}, "no checkpoint_folder"),
+        ({"tables": {"t": 3}, "checkpoint_folder": "t"}, r"tables are by name, each .*Table; got \{'t': 3\}"),
+        ({"tables": [TABLE]}, "tables are by name"),
+        ({"gradients_fn": 3}, "gradients_fn is a function; got 3"),
+        ({"batches": [1]}, r"batches is a function; got \[1\]"),
+        ({"on_step": 3}, "on_step is a function; got 3"),
+        ({"optimizer": 3}, r"optimizer is one of Optax.*got 3"),
     ],
 )
 def test_options_out_of_range(options, match):
     """Each is refused before Ray starts."""
     with pytest.raises(AutoshardError, match=match):
-        train(GRADIENTS, init_params, OPTIMIZER, batches, steps=1, **options)
+        train(**{"gradients_fn": GRADIENTS, "init_params": init_params, "optimizer": OPTIMIZER, "batches": batches, "steps": 1} | options)
+
+
+def test_options_that_ray_refuses(ray):
+    """Ray's own words come as the one error of a training."""
+    with pytest.raises(AutoshardError, match=r"worker_options are those of ray\.remote.*nope"):
+        train(GRADIENTS, init_params, OPTIMIZER, batches, steps=1, worker_options={"nope": 1})
 
 
 def test_what_cannot_be_sent_is_named(ray):
