@@ -63,10 +63,13 @@ def finalists_of_process_0(found: Sequence[Strategy], finders: Sequence[str], is
 
 def everyones(value: int) -> list[int]:
     """A small number of each process, which all call alike; of one process alone its own."""
-    if not _several():
-        return [value]
+    return gathered(value) if _several() else [value]
+
+
+def gathered(value: int) -> list[int]:
+    """A small number of each process of several, which all call alike."""
     with jax.ensure_compile_time_eval():
-        return np.asarray(multihost_utils.process_allgather(np.int32(value))).tolist()
+        return np.asarray(multihost_utils.process_allgather(np.int32(value))).reshape(-1).tolist()
 
 
 def _several() -> bool:

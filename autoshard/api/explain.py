@@ -15,7 +15,7 @@ from autoshard.cluster import Cluster, Link, Span
 from autoshard.cost.record import Cost
 from autoshard.ir import Collective, Mesh, Spec, shard_counts, spec_to_layout
 from autoshard.ir.naming import components, itemsize, numbered, pattern, starred
-from autoshard.ir.words import array_type
+from autoshard.ir.words import array_type, spec_words
 from autoshard.render import (
     Bar,
     Bars,
@@ -375,7 +375,7 @@ def _common_ending(path: str, other: str) -> bool:
 
 def format_spec(spec: Spec) -> str:
     """The spec as one writes it: ``P('data', None)``; ``replicated`` where nothing is sharded."""
-    return f"P({', '.join(map(repr, spec))})" if any(entry is not None for entry in spec) else "replicated"
+    return spec_words(spec) if any(entry is not None for entry in spec) else "replicated"
 
 
 def bytes_a_device(tensor: TensorRecord, mesh: Mesh) -> float:

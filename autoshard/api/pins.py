@@ -14,7 +14,7 @@ from typing import Any
 from autoshard.api.structure import per_argument
 from autoshard.ir import Origin, Spec
 from autoshard.ir.naming import pattern
-from autoshard.ir.words import array_type
+from autoshard.ir.words import array_type, spec_words
 from autoshard.strategy import Record, TensorRecord
 from autoshard.verify.pins import Fewest, Pin
 
@@ -226,7 +226,7 @@ def _jit(pins: Pins) -> str:
     ]
     paths += [f"['result']{tensor.path if tensor.path != 'result' else ''}" for tensor in record.results]
     tensors = (*record.arguments, *record.results)
-    specs = "".join(f"\n    {path!r}: {_spec(spec)}," for path, spec in _endings(dict(zip(paths, tensors, strict=True))).items())
+    specs = "".join(f"\n    {path!r}: {spec_words(spec)}," for path, spec in _endings(dict(zip(paths, tensors, strict=True))).items())
     return SHARDINGS.format(
         specs=f"{specs}\n" if specs else "",
         arguments=", ".join(f"{name!r}: {name}" for name in pins.argument_names),
@@ -240,7 +240,7 @@ def _placed_modules(pins: Pins) -> str:
     """What puts Flax NNX objects, and other arguments, where they belong."""
     record = pins.record
     wanted = {" ".join(re.findall(r"\w+", tensor.path)): _trimmed(tensor.spec) for tensor in record.arguments}
-    specs = "".join(f"\n    {words!r}: {_spec(spec)}," for words, spec in wanted.items() if spec)
+    specs = "".join(f"\n    {words!r}: {spec_words(spec)}," for words, spec in wanted.items() if spec)
     placing = "\n".join(f"{name} = place({name!r}, {name})" for name in pins.argument_names)
     return MODULES.format(specs=f"{specs}\n" if specs else "", placing=placing, function=_function(record))
 
@@ -283,11 +283,6 @@ def _trimmed(spec: Spec) -> Spec:
     return spec[:n]
 
 
-def _spec(spec: Spec) -> str:
-    """``P('data', None)``."""
-    return f"P({', '.join(map(repr, spec))})"
-
-
 # -- constraints -------------------------------------------------------------------------------------------------------------
 
 
@@ -321,7 +316,7 @@ def _at(origin: Origin, pins: Sequence[Pin], differentiated: bool) -> Iterator[s
         _, last = members[-1]
         text = written or "..."
         for call, pin in reversed(members) if last.backward else members:  # a gradient meets the outermost call first
-            text = f"{call}({text}, {_spec(pin.spec)})"
+            text = f"{call}({text}, {spec_words(pin.spec)})"
         what = f"its gradient is {last.name}" if last.backward else last.name
         read = f", as {last.reader} reads it" if last.reader else ""
         times = f"; {last.count} times" if last.count > 1 else ""

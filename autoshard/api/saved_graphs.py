@@ -23,8 +23,8 @@ import networkx as nx
 from autoshard.errors import StrategyError
 from autoshard.ir import Collective, Graph, Layout, Op, Rule, layout_to_spec, operand_layout, result_layouts
 from autoshard.ir.rule import factor_names
-from autoshard.ir.words import array_type
-from autoshard.lower import holder_values
+from autoshard.ir.words import array_type, spec_words
+from autoshard.lower import holder_values, stored_layout
 from autoshard.render import format_bytes, format_seconds
 from autoshard.strategy import Program, Record
 
@@ -131,9 +131,7 @@ class _Plan:
         return f"%{value}" if read == self._stored(value) else f"%{value} as {self._spec(read, value)}"
 
     def _stored(self, value: int) -> Layout:
-        while value not in self.record.assignment.layouts and value in self.holders:
-            value = self.holders[value]
-        return self.record.assignment.layout(value)
+        return stored_layout(self.record.assignment, self.holders, value)
 
     def _read(self, op: Op, value: int) -> Layout:
         """The layout in which an op reads a value; of control flow, that in which it is stored."""
@@ -145,8 +143,7 @@ class _Plan:
         return operand_layout(rule, self.record.assignment.choice(op.index), op.operands.index(value))
 
     def _spec(self, layout: Layout, value: int) -> str:
-        spec = layout_to_spec(layout, self.record.mesh.names, self.graph.values[value].rank)
-        return f"P({', '.join(map(repr, spec))})"
+        return spec_words(layout_to_spec(layout, self.record.mesh.names, self.graph.values[value].rank))
 
     def _splits(self, op: Op) -> str:
         """``i=8 over data, reduced k=64 over model``."""

@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
+from autoshard.api.agreement import gathered
 from autoshard.api.finalists import in_words
 from autoshard.checkpoint.contents import MAX_BYTES, Contents, contents_of
 from autoshard.errors import AutoshardError, CheckpointError, StrategyError
@@ -87,9 +86,7 @@ def read_contents(path: str) -> Contents:
         CheckpointError: there is none, or it is damaged.
     """
     orbax()
-    from etils import epath
-
-    file = epath.Path(path) / DOCUMENT / FILE
+    file = folder_of(path) / DOCUMENT / FILE
     try:
         if not file.exists():
             raise CheckpointError(
@@ -119,7 +116,7 @@ def read_arrays(path: str, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[s
     # The handler itself, since a checkpointer waits for all processes, also where one of them has failed.
     try:
         with _ending_reads():
-            found = library.PyTreeCheckpointHandler().restore(_folder(path) / STATE, args=args)
+            found = library.PyTreeCheckpointHandler().restore(folder_of(path) / STATE, args=args)
     except Exception as error:  # whatever a damaged file leads to
         raise damaged(path, f"its arrays cannot be read ({in_words(error)})") from None
     for name, x in wanted.items():
@@ -153,7 +150,8 @@ def _ending_reads() -> Iterator[None]:
         asyncio.new_event_loop = before
 
 
-def _folder(path: str) -> Any:
+def folder_of(path: str) -> Any:
+    """The path as an object with a `pathlib.Path`'s methods, also one such as ``gs://bucket/folder``."""
     from etils import epath
 
     return epath.Path(path)
@@ -176,7 +174,7 @@ def together(read: Callable[[], T]) -> T:
         result = read()
     except Exception as error:
         failure = error
-    failed = [index for index, code in enumerate(everyones(failure is not None)) if code]
+    failed = [index for index, code in enumerate(gathered(failure is not None)) if code]
     if failure is not None:
         raise failure
     if failed:
@@ -184,9 +182,3 @@ def together(read: Callable[[], T]) -> T:
             f"all processes read a checkpoint before one goes on, and process {failed[0]} could not. Its output says why."
         )
     return result  # pyright: ignore[reportReturnType]
-
-
-def everyones(number: int) -> list[int]:
-    """A number of each process, in all processes."""
-    with jax.ensure_compile_time_eval():
-        return np.asarray(multihost_utils.process_allgather(np.int32(number))).reshape(-1).tolist()

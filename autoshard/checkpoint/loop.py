@@ -9,8 +9,9 @@ from typing import Any
 import jax
 
 from autoshard.api import Strategy
+from autoshard.api.agreement import gathered
 from autoshard.checkpoint import once
-from autoshard.checkpoint.files import absolute, check_folder, everyones, orbax, together, writing
+from autoshard.checkpoint.files import absolute, check_folder, folder_of, orbax, together, writing
 from autoshard.errors import CheckpointError
 from autoshard.strategy import to_json
 
@@ -99,7 +100,7 @@ class Checkpoints:
         """The newest step that is complete, the same in all processes; None: there is none."""
         self.wait()
         steps = together(self._steps)
-        newest = everyones(max(steps, default=-1) + 1)[0] if jax.process_count() > 1 else max(steps, default=-1) + 1
+        newest = gathered(max(steps, default=-1) + 1)[0] if jax.process_count() > 1 else max(steps, default=-1) + 1
         return newest - 1 if newest else None
 
     def restore(
@@ -157,9 +158,7 @@ class Checkpoints:
 
     def _steps(self) -> list[int]:
         library = orbax()
-        from etils import epath
-
-        folder = epath.Path(self.folder)
+        folder = folder_of(self.folder)
         return library.utils.checkpoint_steps(folder) if folder.exists() else []
 
     def _writer(self) -> Any:

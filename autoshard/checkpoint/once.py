@@ -17,7 +17,7 @@ from autoshard.api.structure import alike, rebuild
 from autoshard.checkpoint.arrays import Place, check_memory, empty, leaf, names_of, placed_leaves, stored
 from autoshard.checkpoint.checksums import checksums
 from autoshard.checkpoint.contents import Contents, document_of, tensors_of
-from autoshard.checkpoint.files import absolute, damaged, items, orbax, read_arrays, read_contents, together, writing
+from autoshard.checkpoint.files import absolute, damaged, folder_of, items, orbax, read_arrays, read_contents, together, writing
 from autoshard.errors import CheckpointError, ClusterError
 from autoshard.lower import jax_mesh
 from autoshard.strategy import TensorRecord, to_json
@@ -52,7 +52,7 @@ def save(path: Path, state: Any, strategy: Strategy, *, extra: Any = None) -> No
     check_strategy(strategy)
     with writing(folder):
         library = orbax()
-        if together(lambda: _exists(folder)):
+        if together(lambda: folder_of(folder).exists()):
             raise CheckpointError(
                 f"a checkpoint is written to a folder of its own, and '{folder}' exists. Choose another path, or remove it first; "
                 "autoshard.checkpoint.Checkpoints keeps a number of them."
@@ -146,12 +146,6 @@ def check_strategy(strategy: Any) -> None:
             f"a checkpoint is saved and restored with a strategy, got {type(strategy).__name__}. Call save(path, state, strategy), "
             "restore(path, strategy)."
         )
-
-
-def _exists(folder: str) -> bool:
-    from etils import epath
-
-    return epath.Path(folder).exists()
 
 
 def _read(folder: str, strategy: Strategy | None, like: Any, devices: Sequence[Any] | None) -> Any:

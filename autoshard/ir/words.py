@@ -81,6 +81,15 @@ def array_type(dtype: str, shape: Sequence[int]) -> str:
     return f"{dtype}[{','.join(map(str, shape))}]"
 
 
+def spec_words(spec: Spec) -> str:
+    """A spec as JAX writes it.
+
+    >>> spec_words(("data", None))
+    "P('data', None)"
+    """
+    return f"P({', '.join(map(repr, spec))})"
+
+
 def _splits(reason: Reason, op: ServedOp, axes: Sequence[str]) -> str:
     """``dot_general splits contracted k=64 over 'data' and nothing over 'model'``."""
     over: dict[Split | None, list[str]] = {}
@@ -98,4 +107,4 @@ def _left(dims: Sequence[int]) -> str:
 
 
 def _sharded(spec: Spec, rank: int) -> str:
-    return f"as P({', '.join(map(repr, (*spec, *[None] * (rank - len(spec)))))})" if spec else "whole"
+    return f"as {spec_words((*spec, *[None] * (rank - len(spec))))}" if spec else "whole"

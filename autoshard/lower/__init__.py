@@ -5,7 +5,7 @@ from autoshard.lower.constrain import constrained
 from autoshard.lower.interpret import Interpreter, Path, bind, bind_unplaced, ops_by_path, retraced
 from autoshard.lower.manual import derived_from, manual_program, obstacle
 from autoshard.lower.mesh import abstract_mesh, jax_mesh, lowering_mesh, to_named_sharding
-from autoshard.lower.plan import holder_values
+from autoshard.lower.plan import holder_values, stored_layout
 from autoshard.lower.shards import Sharded
 
 __all__ = [
@@ -25,5 +25,6 @@ __all__ = [
     "obstacle",
     "ops_by_path",
     "retraced",
+    "stored_layout",
     "to_named_sharding",
 ]

@@ -16,6 +16,13 @@ def holder_values(graph: Graph) -> dict[int, int]:
     return {view: holder.value for op in graph.walk() for holder in op.holders for view in holder.views}
 
 
+def stored_layout(assignment: Assignment, holders: Mapping[int, int], value: int) -> Layout:
+    """The layout in which a value is stored: its own, or its holder's."""
+    while value not in assignment.layouts and value in holders:
+        value = holders[value]
+    return assignment.layout(value)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """An assignment with the facts of the program that a lowering needs.
@@ -37,9 +44,7 @@ class Plan:
 
     def layout(self, value: int) -> Layout:
         """The layout in which a value is stored."""
-        while value not in self.assignment.layouts and value in self.holders:
-            value = self.holders[value]
-        return self.assignment.layout(value)
+        return stored_layout(self.assignment, self.holders, value)
 
     def flows(self, op: Op) -> Flows:
         """The layouts of the operands, inputs and outputs of an op's bodies."""

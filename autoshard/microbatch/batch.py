@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -13,6 +12,7 @@ from autoshard.ir import Graph, Rule
 from autoshard.microbatch.plan import Loop, plan_loop, product_flops
 from autoshard.microbatch.rewrite import in_microbatches
 from autoshard.rules import rules_of
+from autoshard.search import alike_arguments
 from autoshard.trace import Traced, rebuilt, types_of
 
 LEAST_SHARE = 1e-3  # of a program's matrix FLOPs: what fewer of them wait for is done after the loop
@@ -71,19 +71,12 @@ def _loop(graph: Graph, rules: Sequence[Rule | None], n: int) -> Loop:
 
 
 def _batches(graph: Graph) -> Iterator[dict[int, int]]:
-    """What may be the batch, as `search.baselines` has it: arrays that the step does not replace, of one size along dimension 0, or 1."""
+    """What may be the batch: arrays that the step does not replace, of one size along dimension 0, or 1."""
     replaced = {graph.arguments[argument] for _, argument in graph.aliases}
     for dim in (0, 1):
-        groups: dict[str, list[int]] = {}
-        for value, path in zip(graph.arguments, graph.argument_paths, strict=True):
-            if value not in replaced and graph.values[value].rank > dim:
-                groups.setdefault(re.split(r"\W", path, maxsplit=1)[0], []).append(value)
-        together = [value for group in groups.values() for value in group]
-        for group in [*([together] if len(groups) > 1 else []), *groups.values()]:
-            sizes = [graph.values[value].shape[dim] for value in group]
-            commonest = max(dict.fromkeys(sizes), key=sizes.count)
-            if commonest > 1:
-                yield {value: dim for value, size in zip(group, sizes, strict=True) if size == commonest}
+        for values in alike_arguments(graph, dim, replaced):
+            if graph.values[values[0]].shape[dim] > 1:
+                yield dict.fromkeys(values, dim)
 
 
 def _path(graph: Graph, value: int) -> str:

@@ -32,6 +32,7 @@ from autoshard.microbatch.status import (
 )
 from autoshard.primitives import is_addition, is_matrix
 from autoshard.trace import subjaxprs
+from autoshard.trace.structure import opened
 
 Phase = Literal["before", "inside", "after"]
 
@@ -109,7 +110,7 @@ class _Planner:
             self.statuses,
             tuple(value for value in made if self.status(value).kind == "partial"),
             tuple(value for value in made if self.status(value).kind == "slice"),
-            tuple((error, flops) for error, flops in self._held_up()),
+            tuple(self._held_up()),
         )
 
     def status(self, value: int) -> Status:
@@ -210,7 +211,7 @@ class _Planner:
                 makes = self._repeated(op, reads)
             case "cond":
                 makes = self._chosen(op, reads)
-            case "checkpoint" | "remat" | "remat2":
+            case "remat2":
                 makes = self._run(op, 0, reads)
             case _:
                 raise Coupled(op, "is opaque, and reads the examples")
@@ -222,10 +223,8 @@ class _Planner:
         self.statuses.update(zip(body.inputs, entering, strict=True))
         for inner in body.ops:
             self._set(inner, self._moved(inner, operand_statuses(inner, self.status)))
-        written = [None] * len(body.outputs)
-        if op.equation is not None and (jaxpr := subjaxprs(op.equation)[number]) is not None:
-            written = list(getattr(jaxpr, "jaxpr", jaxpr).outvars)
-        return tuple(_of_output(atom, self.status(value)) for atom, value in zip(written, body.outputs, strict=True))
+        written, _ = opened(subjaxprs(op.equation)[number])
+        return tuple(_of_output(atom, self.status(value)) for atom, value in zip(written.outvars, body.outputs, strict=True))
 
     def _settled(self, op: Op, carry: Sequence[Status], trip) -> tuple[list[Status], tuple[Status, ...]]:
         """The statuses of a loop's carry, once they are those that it begins a trip with, and of the rest of what a trip makes."""

@@ -31,7 +31,7 @@ WIDE = jnp.float32  # at least so wide are sums of floating point numbers
 
 def in_microbatches(jaxpr: ClosedJaxpr, graph: Graph, rules: Sequence[Rule | None], loop: Loop) -> Callable[..., list[Any]]:
     """The function of ``jaxpr``, from flat arguments to flat results, in the microbatches of a plan for it."""
-    program = _Program(ops_by_path(graph), rules, loop, {value: _shape(graph, value) for value in range(len(graph.values))})
+    program = _Program(ops_by_path(graph), rules, loop, graph)
 
     def function(*arguments: Any) -> list[Any]:
         whole: dict[int, Any] = dict(zip(graph.arguments, arguments, strict=True))
@@ -98,18 +98,14 @@ def _neutral(graph: Graph, value: int, operator: str) -> Any:
     return jnp.full(found.shape, ones if operator == "and" else 0, dtype)
 
 
-def _shape(graph: Graph, value: int) -> tuple[int, ...]:
-    return graph.values[value].shape
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Program:
-    """What all interpreters of a program share; ``shapes`` are those of whole arrays, by value."""
+    """What all interpreters of a program share."""
 
     ops: Mapping[Path, Op]
     rules: Sequence[Rule | None]
     loop: Loop
-    shapes: Mapping[int, tuple[int, ...]]
+    graph: Graph
 
 
 class _AsItIs(Interpreter):
@@ -230,7 +226,7 @@ class _Inside(Interpreter):
 
     def _split(self, op: Op, eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
         """The results of an op on what it reads of the microbatch."""
-        shapes, n, rule = self._program.shapes, self._loop.n, self._program.rules[op.index]
+        values, n, rule = self._program.graph.values, self._loop.n, self._program.rules[op.index]
         assert rule is not None, "a factor is one of a rule's"
         move = self._loop.moves[op.index]
         choice: Choice = ((move.factor, -1),)
@@ -238,7 +234,7 @@ class _Inside(Interpreter):
         def bound(*operands: Any, **replaced: Any) -> list[Any]:
             return (bind if is_placement(op.primitive) else bind_unplaced)(eqn, operands, **replaced)
 
-        whole, made = (tuple(shapes[value] for value in side) for side in (op.operands, op.results))
+        whole, made = (tuple(values[value].shape for value in side) for side in (op.operands, op.results))
         mesh = Mesh.of({"microbatch": n})
         return _Strided(op.primitive, op.params, bound, rule, choice, mesh, whole, made, self._index, move.inner).computed(operands)
 
@@ -350,9 +346,7 @@ def _checkpoint(inside: _Inside, op: Op, eqn: JaxprEqn, operands: list[Any]) -> 
 
 
 BODIES: Mapping[str, Callable[[_Inside, Op, JaxprEqn, list[Any]], list[Any]]] = {
-    "checkpoint": _checkpoint,
     "cond": _cond,
-    "remat": _checkpoint,
     "remat2": _checkpoint,
     "scan": _scan,
     "while": _while,

@@ -55,17 +55,10 @@ def partial(operator: str) -> Status:
 
 
 class Coupled(Exception):
-    """An operation needs more than one microbatch at a time.
-
-    Attributes:
-        op: the operation.
-        reason: why, in words that follow the operation's name.
-    """
+    """An operation needs more than one microbatch at a time; the message has it, its line and why."""
 
     def __init__(self, op: Op, reason: str):
         super().__init__(f"{op.primitive} at {op.origin} {reason}")
-        self.op = op
-        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)

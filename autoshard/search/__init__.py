@@ -8,7 +8,7 @@ from autoshard.errors import InfeasibleError, SearcherError
 from autoshard.problem import NO_HINTS, Hints
 from autoshard.progress import Progress, silent
 from autoshard.search.auto import Auto
-from autoshard.search.baselines import DataParallel, FullySharded, batch_dims
+from autoshard.search.baselines import DataParallel, FullySharded, alike_arguments, batch_dims
 from autoshard.search.brute_force import BruteForce
 from autoshard.search.dynamic_programming import DynamicProgramming
 from autoshard.search.integer_programming import IntegerProgramming
@@ -109,6 +109,7 @@ __all__ = [
     "ShardingPropagation",
     "Solution",
     "TensorParallel",
+    "alike_arguments",
     "batch_dims",
     "searcher_of",
     "solve",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -182,20 +182,21 @@ def _propagated(problem: Problem, batch: dict[int, Layout]) -> Propagation:
 
 def _batches(problem: Problem, dim: int, state: Collection[int]) -> list[dict[int, Layout]]:
     """The candidates for the batch: the arrays of all arguments, or of one, that share the commonest size of a dimension, sharded on it."""
-    graph = problem.graph
+    candidates = [{value: _split(problem, value, dim) for value in alike} for alike in alike_arguments(problem.graph, dim, state)]
+    return [batch for batch in candidates if any(axis_dim >= 0 for layout in batch.values() for axis_dim in layout)]
+
+
+def alike_arguments(graph: Graph, dim: int, state: Collection[int]) -> Iterator[list[int]]:
+    """What may be the batch: the arrays of all arguments without state, or of one, that share the commonest size of a dimension."""
     groups: dict[str, list[int]] = {}
     for value, path in zip(graph.arguments, graph.argument_paths, strict=True):
         if value not in state and graph.values[value].rank > dim:
             groups.setdefault(_root(path), []).append(value)
     together = [value for group in groups.values() for value in group]
-    candidates = []
     for group in [*([together] if len(groups) > 1 else []), *groups.values()]:
         sizes = [graph.values[value].shape[dim] for value in group]
         commonest = max(dict.fromkeys(sizes), key=sizes.count)
-        batch = {value: _split(problem, value, dim) for value, size in zip(group, sizes, strict=True) if size == commonest}
-        if any(axis_dim >= 0 for layout in batch.values() for axis_dim in layout):
-            candidates.append(batch)
-    return candidates
+        yield [value for value, size in zip(group, sizes, strict=True) if size == commonest]
 
 
 def _split(problem: Problem, value: int, dim: int) -> Layout:
