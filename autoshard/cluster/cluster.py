@@ -193,6 +193,31 @@ class Cluster:
         """
         return _record(cls, data, "the cluster")
 
+    def part(self, n_parts: int) -> Cluster:
+        """One of ``n_parts`` equal parts, each of neighbours: hosts or rows of a slice first, then devices of a host or parts of a row.
+
+        Raises:
+            ClusterError: the devices cannot be divided so.
+
+        >>> Cluster.parse("h100:8x4").part(2).name, Cluster.parse("v5e:4x4").part(8).name
+        ('h100:8x2', 'v5e:1x2')
+        """
+        sizes, left = list(self.dimensions), n_parts
+        for dim, size in enumerate(sizes):
+            divisor = math.gcd(size, left)
+            sizes[dim], left = size // divisor, left // divisor
+            if sizes[dim] > 1:
+                break
+        if left > 1:
+            raise ClusterError(
+                f"equal parts of a cluster are whole rows of neighbours: {self.name} of dimensions {self.dimensions}, outermost first, has no "
+                f"{n_parts} of them. Use a number that divides the outermost dimension, or a multiple of it that divides the rest in turn."
+            )
+        topology = tuple(reversed(sizes)) if self.interconnect.kind == "switch" else tuple(sizes)
+        if self.interconnect.kind == "switch" and len(topology) == 2 and topology[1] == 1:
+            topology = topology[:1]
+        return replace(self, name=f"{self.device.name}:{'x'.join(map(str, topology))}", topology=topology)
+
     @property
     def n_devices(self) -> int:
         return math.prod(self.topology)

@@ -241,3 +241,26 @@ def test_sizes_and_rates_that_nothing_has_are_refused(made, pieces):
     with pytest.raises(ClusterError) as caught:
         made()
     assert all(piece in str(caught.value) for piece in pieces)
+
+
+@pytest.mark.parametrize("text", CLUSTERS)
+def test_parts_of_a_cluster_are_neighbours_and_cover_it(text):
+    """A part is a run of devices in row-major order, as large as it should be, no faster inside than the whole cluster is there."""
+    cluster = Cluster.parse(text)
+    for n in (1, 2, 4):
+        try:
+            part = cluster.part(n)
+        except ClusterError:
+            assert cluster.n_devices % n or math.gcd(cluster.dimensions[0], n) < min(n, cluster.dimensions[0])
+            continue
+        assert part.n_devices * n == cluster.n_devices
+        whole = mesh(n, part.n_devices)
+        inside = cluster.links(whole)[1]
+        assert part.links(mesh(part.n_devices))[0].bandwidth_bytes_per_second <= inside.bandwidth_bytes_per_second
+        assert part.links(mesh(part.n_devices))[0].hosts == inside.hosts
+
+
+def test_parts_that_cut_a_host_unevenly_are_refused():
+    """Three hosts have no two equal parts of neighbours."""
+    with pytest.raises(ClusterError, match="dimensions \\(3, 8\\), outermost first, has no 2 of them"):
+        Cluster.parse("h100:8x3").part(2)
