@@ -210,8 +210,8 @@ class Cluster:
                 break
         if left > 1:
             raise ClusterError(
-                f"equal parts of a cluster are whole rows of neighbours: {self.name} of dimensions {self.dimensions}, outermost first, has no "
-                f"{n_parts} of them. Use a number that divides the outermost dimension, or a multiple of it that divides the rest in turn."
+                f"equal parts of a cluster are whole rows of neighbours: {self.name} of dimensions {self.dimensions}, outermost first, has "
+                f"no {n_parts} of them. Use a number that divides the outermost dimension, or a multiple that divides the rest in turn."
             )
         topology = tuple(reversed(sizes)) if self.interconnect.kind == "switch" else tuple(sizes)
         if self.interconnect.kind == "switch" and len(topology) == 2 and topology[1] == 1:
