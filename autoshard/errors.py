@@ -47,6 +47,10 @@ class StrategyError(AutoshardError):
     """A strategy file is damaged, or belongs to another program or schema."""
 
 
+class PipelineError(AutoshardError):
+    """A program has no such stages, a schedule is impossible, or a task of a stage failed."""
+
+
 class CheckpointError(AutoshardError):
     """A checkpoint is missing, incomplete or damaged, has another state than is asked for, or could not be written."""
 

@@ -1,0 +1,459 @@
+"""Schedules of pipelines: which task each stage runs when, and a simulation of them.
+
+A step on a pipeline has one forward task (``F``) and one backward task (``B``) per piece of the program and microbatch. Where a schedule
+splits the backward pass, ``B`` computes the gradient of the piece's input, which the previous piece needs, and ``W`` the gradient of its
+weights, which is needed at the end of the step alone. A schedule is one order of tasks per stage; a stage runs one task at a time. Piece
+``p`` is on stage ``p mod S``: with one chunk a stage, pieces and stages are the same.
+
+- ``gpipe``: all forward tasks, then all backward tasks (Huang et al., GPipe, 2019). Every microbatch is in flight.
+- ``1f1b``: at most ``S - s`` microbatches in flight on stage ``s`` (Narayanan et al., PipeDream, 2019).
+- ``interleaved``: 1F1B with several chunks a stage, whose bubble is smaller (Narayanan et al., Efficient Large-Scale Language Model
+  Training on GPU Clusters Using Megatron-LM, 2021).
+- ``zero_bubble``: ``W`` tasks fill the time in which a stage would be idle, within the memory of 1F1B's first stage: ZB-H1 (Qi et al.,
+  Zero Bubble Pipeline Parallelism, 2023).
+
+Laws: every task runs once; no task starts before what it needs has arrived; the makespan is at least the work of each stage and the
+longest chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from autoshard.errors import PipelineError
+
+KINDS = ("F", "B", "W")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Task:
+    """One task of a stage: ``F``, ``B`` or ``W``, the number of its microbatch, and the chunk of the stage that it belongs to."""
+
+    kind: str
+    microbatch: int
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.microbatch}" + (f" of chunk {self.chunk}" if self.chunk else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The order of tasks of each stage.
+
+    Attributes:
+        name: one of `SCHEDULES`, or a name of one's own.
+        orders: one order a stage.
+
+    Raises:
+        PipelineError: a task is missing, is there twice, or comes before one of the same stage that it needs.
+    """
+
+    name: str
+    orders: tuple[tuple[Task, ...], ...]
+
+    def __post_init__(self):
+        everything = {Task(kind, i, c) for kind in self.kinds for i in range(self.n_microbatches) for c in range(self.n_chunks)}
+        for stage, order in enumerate(self.orders):
+            if len(order) != len(everything) or set(order) != everything:
+                wrong = sorted(everything.symmetric_difference(order)) or [task for task in order if order.count(task) > 1]
+                raise PipelineError(
+                    f"A schedule has each task of each microbatch once on every stage; stage {stage} of {self.name!r} has it otherwise for "
+                    f"{wrong[0] if wrong else 'nothing'}. Give every stage the same tasks."
+                )
+
+    @property
+    def n_stages(self) -> int:
+        """The number of stages."""
+        return len(self.orders)
+
+    @property
+    def n_chunks(self) -> int:
+        """The number of chunks that each stage has."""
+        return 1 + max((task.chunk for order in self.orders for task in order), default=0)
+
+    @property
+    def n_microbatches(self) -> int:
+        """The number of microbatches."""
+        return 1 + max((task.microbatch for order in self.orders for task in order), default=-1)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of its tasks: without ``W``, the backward tasks compute the gradients of weights as well."""
+        return KINDS if any(task.kind == "W" for order in self.orders for task in order) else KINDS[:2]
+
+
+@dataclass(frozen=True, slots=True)
+class PieceSeconds:
+    """Seconds of the tasks of one piece of the program for one microbatch.
+
+    Attributes:
+        forward: of ``F``.
+        backward: of ``B``, the gradient of its input.
+        weights: of ``W``, the gradient of its weights; a schedule without ``W`` tasks adds it to ``B``.
+    """
+
+    forward: float
+    backward: float
+    weights: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A task of a stage with its start and end in seconds."""
+
+    stage: int
+    task: Task
+    start_seconds: float
+    end_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """What a task sends to a neighbouring piece, with the start and end of the transfer in seconds."""
+
+    source: int
+    target: int
+    task: Task
+    start_seconds: float
+    end_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A simulated schedule.
+
+    Attributes:
+        schedule: what was simulated.
+        spans: the tasks of each stage, in order.
+        transfers: what is sent between pieces, by start.
+        dispatch_order: all tasks as (stage, task) by start, each after what it needs: an order in which one process can start them.
+    """
+
+    schedule: Schedule
+    spans: tuple[tuple[Span, ...], ...]
+    transfers: tuple[Transfer, ...]
+    dispatch_order: tuple[tuple[int, Task], ...]
+
+    @property
+    def makespan_seconds(self) -> float:
+        """The end of the last task."""
+        return max((span.end_seconds for spans in self.spans for span in spans), default=0.0)
+
+    @property
+    def busy_seconds(self) -> tuple[float, ...]:
+        """Per stage the sum of its tasks."""
+        return tuple(sum(span.end_seconds - span.start_seconds for span in spans) for spans in self.spans)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The share of all stages' time until the makespan in which they are idle."""
+        whole = self.makespan_seconds * len(self.spans)
+        return max(1.0 - sum(self.busy_seconds) / whole, 0.0) if whole else 0.0
+
+
+# -- orders ---------------------------------------------------------------------------------------------------------------
+
+
+def schedule_of(name: str, n_stages: int, n_microbatches: int, n_chunks: int | None = None) -> Schedule:
+    """The schedule of a name from `SCHEDULES`.
+
+    ``n_chunks`` is the number of chunks a stage: 2 for ``interleaved`` where not given, and 1 for every other schedule.
+
+    Raises:
+        PipelineError: the name is unknown, a number is not positive, or the schedule has no such number of chunks or microbatches.
+
+    >>> [str(task) for task in schedule_of("1f1b", 2, 3).orders[0]]
+    ['F0', 'F1', 'B0', 'F2', 'B1', 'B2']
+    """
+    chunks = n_chunks if n_chunks is not None else 2 if name == "interleaved" else 1
+    _check(name, n_stages, n_microbatches, chunks)
+    if name == "gpipe":
+        orders = [_gpipe(n_microbatches)] * n_stages
+    elif name == "1f1b":
+        orders = [_one_forward_one_backward(n_stages - 1 - s, n_microbatches) for s in range(n_stages)]
+    elif name == "interleaved":
+        orders = [_interleaved(s, n_stages, n_microbatches, chunks) for s in range(n_stages)]
+    else:
+        orders = _zero_bubble(n_stages, n_microbatches)
+    return Schedule(name, tuple(tuple(order) for order in orders))
+
+
+def _check(name: str, n_stages: int, n_microbatches: int, n_chunks: int) -> None:
+    if name not in SCHEDULES:
+        raise PipelineError(f"A schedule is one of {', '.join(SCHEDULES)}; got {name!r}.")
+    for what, n in (("stages", n_stages), ("microbatches", n_microbatches), ("chunks", n_chunks)):
+        if n < 1:
+            raise PipelineError(f"A pipeline has at least one of its {what}; got {n}.")
+    if name != "interleaved" and n_chunks != 1:
+        raise PipelineError(f"Schedule {name!r} has one chunk a stage; got {n_chunks}. Use 'interleaved' for several.")
+    if name == "interleaved" and n_chunks > 1 and n_microbatches % n_stages:
+        raise PipelineError(
+            f"An interleaved schedule needs a number of microbatches that its stages divide; got {n_microbatches} microbatches on "
+            f"{n_stages} stages. Use a multiple of {n_stages}, or another schedule."
+        )
+
+
+def _gpipe(n_microbatches: int) -> list[Task]:
+    return [Task(kind, i) for kind in ("F", "B") for i in range(n_microbatches)]
+
+
+def _one_forward_one_backward(warm: int, n_microbatches: int) -> list[Task]:
+    """``warm`` forward tasks, then forward and backward in turns, then what is left of backward tasks."""
+    forward = [Task("F", i) for i in range(n_microbatches)]
+    backward = [Task("B", i) for i in range(n_microbatches)]
+    return _in_turns(forward, backward, min(warm, n_microbatches))
+
+
+def _interleaved(stage: int, n_stages: int, n_microbatches: int, n_chunks: int) -> list[Task]:
+    """Chunk by chunk in groups of as many microbatches as there are stages; backward tasks have the chunks in reverse."""
+    if n_chunks == 1:
+        return _one_forward_one_backward(n_stages - 1 - stage, n_microbatches)
+    groups = [range(first, first + n_stages) for first in range(0, n_microbatches, n_stages)]
+    forward = [Task("F", i, c) for group in groups for c in range(n_chunks) for i in group]
+    backward = [Task("B", i, c) for group in groups for c in reversed(range(n_chunks)) for i in group]
+    warm = 2 * (n_stages - 1 - stage) + (n_chunks - 1) * n_stages
+    return _in_turns(forward, backward, min(warm, len(forward)))
+
+
+def _in_turns(forward: list[Task], backward: list[Task], warm: int) -> list[Task]:
+    turns = [task for pair in zip(forward[warm:], backward, strict=False) for task in pair]
+    return [*forward[:warm], *turns, *backward[len(forward) - warm :]]
+
+
+def _zero_bubble(n_stages: int, n_microbatches: int) -> list[list[Task]]:
+    """ZB-H1's orders by a list schedule with equal times of ``F``, ``B`` and ``W``.
+
+    A stage that is free runs a backward task if one is ready, else a forward task if fewer than ``S - s`` microbatches are without their
+    backward task and fewer than ``S`` without the gradient of their weights, else a ``W``.
+    """
+    last = n_stages - 1
+    orders: list[list[Task]] = [[] for _ in range(n_stages)]
+    done: dict[tuple[int, Task], int] = {}  # the time at which it ends
+    counts = [dict.fromkeys(KINDS, 0) for _ in range(n_stages)]
+    time = 0
+    while any(count["W"] < n_microbatches for count in counts):
+        started = []
+        for s, count in enumerate(counts):
+            f, b, w = count["F"], count["B"], count["W"]
+            before = done.get((s - 1, Task("F", f)), time + 1) if s else 0
+            after = done.get((s + 1, Task("B", b)) if s < last else (s, Task("F", b)), time + 1)
+            if b < f and after <= time:
+                kind = "B"
+            elif f < n_microbatches and before <= time and f - b < n_stages - s and f - w < n_stages:
+                kind = "F"
+            elif w < b:
+                kind = "W"
+            else:
+                continue
+            started.append((s, Task(kind, count[kind])))
+        for s, task in started:
+            counts[s][task.kind] += 1
+            orders[s].append(task)
+            done[s, task] = time + 1
+        time += 1
+    return orders
+
+
+# -- memory ---------------------------------------------------------------------------------------------------------------
+
+
+def in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """Per stage the most microbatches whose residuals are alive at once, counted for each chunk.
+
+    They are alive from the microbatch's forward task to the end of its last backward task.
+
+    >>> in_flight(schedule_of("1f1b", 4, 8)), in_flight(schedule_of("gpipe", 4, 8))
+    ((4, 3, 2, 1), (8, 8, 8, 8))
+    """
+    ones = [1.0] * (schedule.n_stages * schedule.n_chunks)
+    return tuple(round(n) for n in residual_bytes(schedule, ones))
+
+
+def residual_bytes(schedule: Schedule, piece_bytes: Sequence[float]) -> tuple[float, ...]:
+    """Per stage the most bytes of residuals that are alive at once; ``piece_bytes[p]`` are those of piece ``p`` for one microbatch."""
+    _check_length("piece_bytes", piece_bytes, schedule)
+    return tuple(max(_alive(schedule, s, piece_bytes), default=0.0) for s in range(schedule.n_stages))
+
+
+def _alive(schedule: Schedule, stage: int, piece_bytes: Sequence[float]) -> Iterator[float]:
+    """Bytes alive after each task of a stage."""
+    frees = schedule.kinds[-1]
+    alive = 0.0
+    for task in schedule.orders[stage]:
+        change = piece_bytes[task.chunk * schedule.n_stages + stage]
+        alive += change if task.kind == "F" else -change if task.kind == frees else 0.0
+        yield alive
+
+
+def peak_bytes(
+    schedule: Schedule, state_bytes: Sequence[float], piece_bytes: Sequence[float], working_bytes: Sequence[float] | None = None
+) -> tuple[float, ...]:
+    """Per stage the bytes of its device with the fullest memory.
+
+    Args:
+        schedule: the orders.
+        state_bytes: per stage what lives throughout: weights, optimizer state, accumulators of gradients.
+        piece_bytes: per piece the residuals of one microbatch.
+        working_bytes: per stage what one task needs beyond these while it runs.
+    """
+    working = working_bytes or [0.0] * schedule.n_stages
+    held = residual_bytes(schedule, piece_bytes)
+    return tuple(state + residuals + extra for state, residuals, extra in zip(state_bytes, held, working, strict=True))
+
+
+# -- simulation -----------------------------------------------------------------------------------------------------------
+
+
+def simulate(
+    schedule: Schedule,
+    task_seconds: Sequence[PieceSeconds] | PieceSeconds,
+    transfer_seconds: Sequence[float] | float = 0.0,
+    backward_transfer_seconds: Sequence[float] | float | None = None,
+) -> Timeline:
+    """The start and end of every task and transfer; O(number of tasks).
+
+    Each stage runs its order, each task as soon as what it needs has arrived. Transfers run beside tasks, one at a time in each direction
+    between two neighbouring pieces. Between pieces of the same stage nothing is sent.
+
+    Args:
+        schedule: the orders.
+        task_seconds: per piece, or one for all.
+        transfer_seconds: per pair of neighbouring pieces (``p``, ``p + 1``) the seconds in which an activation is sent, or one for all.
+        backward_transfer_seconds: the same for gradients of activations; as ``transfer_seconds`` where not given.
+
+    Raises:
+        PipelineError: the orders wait for each other in a circle.
+
+    >>> timeline = simulate(schedule_of("gpipe", 2, 3), PieceSeconds(1.0, 2.0))
+    >>> timeline.makespan_seconds, timeline.bubble_fraction
+    (12.0, 0.25)
+    """
+    n_pieces = schedule.n_stages * schedule.n_chunks
+    pieces = [task_seconds] * n_pieces if isinstance(task_seconds, PieceSeconds) else list(task_seconds)
+    _check_length("task_seconds", pieces, schedule)
+    forward = _per_boundary(transfer_seconds, n_pieces)
+    backward = forward if backward_transfer_seconds is None else _per_boundary(backward_transfer_seconds, n_pieces)
+    return _Simulation(schedule, pieces, forward, backward).run()
+
+
+def critical_path_seconds(
+    schedule: Schedule, task_seconds: Sequence[PieceSeconds] | PieceSeconds, transfer_seconds: Sequence[float] | float = 0.0
+) -> float:
+    """A lower bound of the makespan of any orders of the same tasks.
+
+    It is the longest of the chain of one microbatch through all pieces, and of each stage's own work, which begins when its first input
+    arrives and after which the last gradient has to reach the first piece.
+    """
+    n_stages, split = schedule.n_stages, "W" in schedule.kinds
+    n_pieces = n_stages * schedule.n_chunks
+    pieces = [task_seconds] * n_pieces if isinstance(task_seconds, PieceSeconds) else list(task_seconds)
+    sends = [0.0 if n_stages == 1 else seconds for seconds in _per_boundary(transfer_seconds, n_pieces)]
+    forward = [piece.forward for piece in pieces]
+    backward = [piece.backward + (0.0 if split else piece.weights) for piece in pieces]
+    weights = [piece.weights if split else 0.0 for piece in pieces]
+    bounds = [sum(forward) + sum(backward) + 2 * sum(sends) + weights[0]]
+    for s in range(n_stages):
+        begin = sum(forward[:s]) + sum(sends[:s])
+        work = schedule.n_microbatches * (sum(forward[s::n_stages]) + sum(backward[s::n_stages]))
+        bounds.append(begin + work + schedule.n_microbatches * sum(weights[s::n_stages]))
+        bounds.append(begin + work + sum(backward[:s]) + sum(sends[:s]) + weights[0])
+    return max(bounds)
+
+
+def _per_boundary(seconds: Sequence[float] | float, n_pieces: int) -> list[float]:
+    """One number for each pair of neighbouring pieces."""
+    each = [float(seconds)] * (n_pieces - 1) if isinstance(seconds, int | float) else [float(x) for x in seconds]
+    if len(each) != n_pieces - 1:
+        raise ValueError(f"one transfer for each of {n_pieces - 1} pairs of neighbouring pieces; got {len(each)}.")
+    return each
+
+
+def _check_length(what: str, values: Sequence, schedule: Schedule) -> None:
+    n_pieces = schedule.n_stages * schedule.n_chunks
+    if len(values) != n_pieces:
+        raise ValueError(f"{what} has one entry for each of {n_pieces} pieces ({schedule.n_chunks} on each stage); got {len(values)}.")
+
+
+class _Simulation:
+    """The state of one simulation: where each stage is in its order, and when what was sent arrives."""
+
+    def __init__(self, schedule: Schedule, pieces: list[PieceSeconds], forward: list[float], backward: list[float]):
+        self.schedule, self.pieces, self.sends = schedule, pieces, (forward, backward)
+        self.n_stages, self.split = schedule.n_stages, "W" in schedule.kinds
+        self.at = [0] * self.n_stages  # the next task of each stage's order
+        self.free = [0.0] * self.n_stages
+        self.link_free: dict[tuple[int, int], float] = {}
+        self.arrived: dict[tuple[str, int, int], float] = {}  # (kind of the task that reads it, piece, microbatch): seconds
+        self.spans: list[list[Span]] = [[] for _ in range(self.n_stages)]
+        self.transfers: list[Transfer] = []
+        self.started: list[Span] = []  # after those that each needs
+
+    def run(self) -> Timeline:
+        waiting = set(range(self.n_stages))
+        while waiting:
+            s = waiting.pop()
+            order = self.schedule.orders[s]
+            while self.at[s] < len(order) and (ready := self.ready(s, order[self.at[s]])) is not None:
+                waiting.update(self.start(s, order[self.at[s]], ready))
+                self.at[s] += 1
+        if any(at < len(order) for at, order in zip(self.at, self.schedule.orders, strict=True)):
+            self.refuse()
+        transfers = sorted(self.transfers, key=lambda t: (t.start_seconds, t.source, t.target, t.task))
+        order = sorted(self.started, key=lambda span: span.start_seconds)  # stable: tasks without duration stay after what they need
+        return Timeline(self.schedule, tuple(map(tuple, self.spans)), tuple(transfers), tuple((span.stage, span.task) for span in order))
+
+    def piece(self, stage: int, task: Task) -> int:
+        return task.chunk * self.n_stages + stage
+
+    def ready(self, stage: int, task: Task) -> float | None:
+        """When what a task needs is there; None if that is not known yet."""
+        piece = self.piece(stage, task)
+        if task.kind == "F" and piece == 0:
+            return 0.0
+        return self.arrived.get((task.kind, piece, task.microbatch))
+
+    def start(self, stage: int, task: Task, ready: float) -> list[int]:
+        """Runs a task; returns the stages for which it makes something arrive."""
+        piece = self.piece(stage, task)
+        start = max(self.free[stage], ready)
+        self.free[stage] = end = start + self.seconds(piece, task.kind)
+        self.started.append(Span(stage, task, start, end))
+        self.spans[stage].append(self.started[-1])
+        if task.kind == "F" and piece == len(self.pieces) - 1:
+            self.arrived["B", piece, task.microbatch] = end
+            return [stage]
+        if task.kind == "B":
+            self.arrived["W", piece, task.microbatch] = end
+        target = piece + 1 if task.kind == "F" else piece - 1
+        if task.kind == "W" or target < 0:
+            return [stage]
+        self.arrived[task.kind, target, task.microbatch] = self.send(piece, target, task, end)
+        return [target % self.n_stages]
+
+    def seconds(self, piece: int, kind: str) -> float:
+        times = self.pieces[piece]
+        if kind == "F":
+            return times.forward
+        return times.weights if kind == "W" else times.backward + (0.0 if self.split else times.weights)
+
+    def send(self, source: int, target: int, task: Task, end: float) -> float:
+        """When what a task sends arrives: one transfer at a time in each direction of a boundary."""
+        seconds = self.sends[source > target][min(source, target)]
+        if source % self.n_stages == target % self.n_stages or not seconds:
+            return end
+        start = max(end, self.link_free.get((source, target), 0.0))
+        self.link_free[source, target] = start + seconds
+        self.transfers.append(Transfer(source, target, task, start, start + seconds))
+        return start + seconds
+
+    def refuse(self) -> None:
+        stuck = [
+            f"stage {s} at {order[at]}" for s, (at, order) in enumerate(zip(self.at, self.schedule.orders, strict=True)) if at < len(order)
+        ]
+        raise PipelineError(
+            f"A task of a schedule may only wait for tasks that come first; in {self.schedule.name!r} these wait for each other: "
+            f"{', '.join(stuck)}. Change the order of one of these stages."
+        )
