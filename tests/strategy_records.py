@@ -11,7 +11,17 @@ from autoshard.cost.record import Cost
 from autoshard.ir import Collective, Mesh, MovedValue, Origin, Reason, ServedOp, Split, layout_to_spec
 from autoshard.ir.attribution import REASONS, ROLES, VALUES
 from autoshard.ir.collective import KINDS
-from autoshard.strategy import Confirmation, Finalist, Program, Provenance, Record, SearcherRecord, TensorRecord
+from autoshard.strategy import (
+    Confirmation,
+    Finalist,
+    PipelineRecord,
+    Program,
+    Provenance,
+    Record,
+    SearcherRecord,
+    StageRecord,
+    TensorRecord,
+)
 
 MESH = Mesh((("data", 4), ("model", 2)))
 
@@ -49,6 +59,18 @@ EXAMPLE = Record(
     assumptions=("the while loop at step.py:3 runs 10 times",),
     stats={"n_variables": 4, "search_seconds": 0.25, "induced_width": 2},
     provenance=Provenance("autoshard search step:train_step --cluster cpu:8", "0.1.0", "0.10.2"),
+)
+
+HALF = replace(EXAMPLE, name="stage", cluster=Cluster.parse("cpu:4").to_dict(), mesh=Mesh((("data", 2), ("model", 2))))
+
+PIPELINED = replace(
+    EXAMPLE,
+    mesh=Mesh((("stage", 2), ("data", 2), ("model", 2))),
+    choices={},
+    layouts={},
+    copies={},
+    cost=replace(EXAMPLE.cost, collectives=()),
+    pipeline=PipelineRecord("1f1b", (2, 4), (StageRecord(HALF, *map(float, range(8))), StageRecord(HALF, *[1e-6] * 8)), (0, -1), (0, 1)),
 )
 
 seconds = st.floats(0, 1e30, allow_subnormal=True)

@@ -8,7 +8,7 @@ batch is refused. Global arrays are taken as they are.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -57,6 +57,24 @@ def apart(leaves: Sequence[Any], there: Sequence[Any], seen: set[int]) -> list[A
                 found[place] = jnp.copy(found[place])
             seen.add(id(x))
     return found
+
+
+def sharded_leaves(function: Callable, args: tuple, shardings: Sequence[NamedSharding]) -> list[Any]:
+    """The leaves of what ``function(*args)`` makes, each made already sharded: by one program for each set of devices that has some."""
+    leaves: list[Any] = [None] * len(shardings)
+    groups: dict[frozenset, list[int]] = {}
+    for place, sharding in enumerate(shardings):
+        groups.setdefault(frozenset(sharding.device_set), []).append(place)
+    for places in groups.values():
+
+        def made(*args: Any, places: Sequence[int] = places) -> list[Any]:
+            found = jax.tree.leaves(function(*args))
+            return [found[place] for place in places]
+
+        made_there = jax.jit(made, out_shardings=[shardings[place] for place in places])
+        for place, x in zip(places, made_there(*args), strict=True):
+            leaves[place] = x
+    return leaves
 
 
 def _moves(x: Any, sharding: NamedSharding, is_state: bool) -> bool:

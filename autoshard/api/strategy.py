@@ -15,8 +15,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autoshard.api.data import DataIterator, data_iterator
 from autoshard.api.explain import explain
 from autoshard.api.feeding import Matching
+from autoshard.api.leaf_shardings import leaf_shardings, strategy_mesh
 from autoshard.api.pins import Pins
-from autoshard.api.placing import apart, check_equal, put
+from autoshard.api.placing import apart, check_equal, put, sharded_leaves
 from autoshard.api.step import Step, bucket_options, program_of
 from autoshard.api.structure import alike, describe, dtype_of, per_argument, position_of, rebuild
 from autoshard.cluster import Cluster
@@ -99,6 +100,12 @@ class Strategy:
             written = isinstance(structure, dict) and structure.get("node") == WRITTEN_BACK
             return rebuild(structure["children"][0] if written else structure, specs)
         return self._traced.out_tree.unflatten(specs[: self._traced.out_tree.num_leaves])
+
+    @property
+    def stages(self) -> tuple[Strategy, ...]:
+        """The strategies of a pipeline's stages, each of the stage's own program on its part of the devices; () where there are none."""
+        pipeline = self.record.pipeline
+        return () if pipeline is None else tuple(Strategy(stage.record) for stage in pipeline.stages)
 
     @property
     def microbatches(self) -> int:
@@ -186,12 +193,12 @@ class Strategy:
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
-        """The mesh over ``jax.devices()``, each axis on the links that it was predicted to have.
+        """The mesh over ``jax.devices()``, each axis on the links that it was predicted to have; stages of a pipeline are its first axis.
 
         Raises:
             ClusterError: there are too few devices.
         """
-        return jax_mesh(self.record.mesh)
+        return strategy_mesh(self.record)
 
     def shardings(self, tree: Any, devices: Sequence[Any] | None = None) -> Any:
         """A `NamedSharding` for each array of an argument, structured as it is; NNX objects come as their `nnx.State`.
@@ -306,10 +313,8 @@ class Strategy:
 
         check_equal(jax.tree.leaves(args), [f"args{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(args)])
         shape = with_axes(lambda: jax.eval_shape(pure_init, *args), self.mesh_shape)
-        shardings = self._matching(shape, devices)
-        made_of = jax.jit(pure_init, out_shardings=jax.tree.structure(shape).unflatten(shardings))
-        state = with_axes(lambda: made_of(*args), self.mesh_shape)
-        return made[0].rebuild((state,))[0]
+        leaves = with_axes(lambda: sharded_leaves(pure_init, args, self._matching(shape, devices)), self.mesh_shape)
+        return made[0].rebuild((jax.tree.structure(shape).unflatten(leaves),))[0]
 
     def data_shard(self, argnums: int | Sequence[int], devices: Sequence[Any] | None = None) -> DataShard:
         """Which rows of every global batch this process reads, as ``num_shards`` and ``shard_id`` of data and as positions in the batch.
@@ -365,8 +370,7 @@ class Strategy:
 
     def _shardings(self, devices: Sequence[Any] | None) -> list[list[tuple[TensorRecord, NamedSharding]]]:
         """Per argument, its leaves and where they lie."""
-        mesh = jax_mesh(self.record.mesh, devices)
-        flat = iter([(tensor, NamedSharding(mesh, PartitionSpec(*tensor.spec))) for tensor in self.record.arguments])
+        flat = iter(zip(self.record.arguments, leaf_shardings(self.record, devices), strict=True))
         return [list(islice(flat, n)) for n in per_argument(self.record.argument_structure)]
 
     def _check_leaves(

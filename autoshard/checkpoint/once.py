@@ -10,16 +10,15 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.api import Strategy
+from autoshard.api.leaf_shardings import leaf_shardings
 from autoshard.api.structure import alike, rebuild
 from autoshard.checkpoint.arrays import Place, check_memory, empty, leaf, names_of, placed_leaves, stored
 from autoshard.checkpoint.checksums import checksums
 from autoshard.checkpoint.contents import Contents, document_of, tensors_of
 from autoshard.checkpoint.files import absolute, damaged, folder_of, items, orbax, read_arrays, read_contents, together, writing
 from autoshard.errors import CheckpointError, ClusterError
-from autoshard.lower import jax_mesh
 from autoshard.strategy import TensorRecord, to_json
 from autoshard.trace import SplitModules, outside_mesh
 from autoshard.trace.statics import released
@@ -174,10 +173,11 @@ def _places(
     strategy: Strategy, stored_as: Sequence[TensorRecord], first: int, last: int, devices: Sequence[Any] | None, weak: Sequence[int] = ()
 ) -> list[Place]:
     """Where a strategy wants the arrays of some arguments, which are stored by their names in the strategy that saved them."""
-    mesh = jax_mesh(strategy.record.mesh, devices)
-    is_weak = set(weak)
-    here = zip(names_of(stored_as), tensors_of(strategy.record, first, last), strict=True)
-    return [Place(name, tensor, NamedSharding(mesh, PartitionSpec(*tensor.spec)), at in is_weak) for at, (name, tensor) in enumerate(here)]
+    is_weak, before = set(weak), len(tensors_of(strategy.record, 0, first))
+    tensors = tensors_of(strategy.record, first, last)
+    shardings = leaf_shardings(strategy.record, devices)[before : before + len(tensors)]
+    here = zip(names_of(stored_as), tensors, shardings, strict=True)
+    return [Place(name, tensor, sharding, at in is_weak) for at, (name, tensor, sharding) in enumerate(here)]
 
 
 def _check_structure(strategy: Strategy, first: int, last: int, structure: Any) -> None:

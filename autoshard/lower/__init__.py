@@ -4,11 +4,12 @@ from autoshard.cost.reshard import ReshardPath
 from autoshard.lower.constrain import constrained
 from autoshard.lower.interpret import Interpreter, Path, bind, bind_unplaced, ops_by_path, retraced
 from autoshard.lower.manual import derived_from, manual_program, obstacle
-from autoshard.lower.mesh import abstract_mesh, jax_mesh, lowering_mesh, to_named_sharding
+from autoshard.lower.mesh import STAGE_AXIS, abstract_mesh, jax_mesh, lowering_mesh, mesh_of_stages, stage_meshes, to_named_sharding
 from autoshard.lower.plan import holder_values, stored_layout
 from autoshard.lower.shards import Sharded
 
 __all__ = [
+    "STAGE_AXIS",
     "Interpreter",
     "Path",
     "ReshardPath",
@@ -22,9 +23,11 @@ __all__ = [
     "jax_mesh",
     "lowering_mesh",
     "manual_program",
+    "mesh_of_stages",
     "obstacle",
     "ops_by_path",
     "retraced",
+    "stage_meshes",
     "stored_layout",
     "to_named_sharding",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -11,6 +12,9 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from autoshard.errors import ClusterError
 from autoshard.ir import Graph, Layout, Mesh, Placement, layout_to_spec
+
+STAGE_AXIS = "stage"
+"""The first axis of a pipeline's mesh."""
 
 _NEED_DEVICES = frozenset({"custom_partitioning", "inspect_sharding", "io_callback", "pure_callback"})
 """Primitives that JAX 0.10 cannot lower for an abstract mesh."""
@@ -39,6 +43,42 @@ def jax_mesh(mesh: Mesh, devices: Sequence[Any] | None = None) -> jax.sharding.M
     if mesh.placement is None:
         return jax.make_mesh(mesh.sizes, mesh.names, axis_types=types, devices=found)
     return jax.sharding.Mesh(_placed(mesh, mesh.placement, sorted(found, key=_coordinates)), mesh.names, axis_types=types)
+
+
+def stage_meshes(meshes: Sequence[Mesh], devices: Sequence[Any] | None = None) -> tuple[jax.sharding.Mesh, ...]:
+    """The JAX meshes of a pipeline's stages, which have the devices among them in order: `Cluster.part` after part.
+
+    >>> [dict(mesh.shape) for mesh in stage_meshes([Mesh.of({"data": 1})])]
+    [{'data': 1}]
+
+    Raises:
+        ClusterError: there are fewer devices than the stages need.
+    """
+    found = list(jax.devices() if devices is None else devices)
+    n = sum(mesh.size for mesh in meshes)
+    if len(found) < n:
+        raise ClusterError(
+            f"the stages of a pipeline have devices of their own: {len(meshes)} stages need {n}, got {len(found)}. "
+            f"Search on a smaller cluster, pass devices=..., or on a CPU set XLA_FLAGS=--xla_force_host_platform_device_count={n}."
+        )
+    if any(mesh.placement is not None for mesh in meshes):
+        found = sorted(found[:n], key=_coordinates)
+    firsts = accumulate((mesh.size for mesh in meshes), initial=0)
+    return tuple(jax_mesh(mesh, found[first : first + mesh.size]) for mesh, first in zip(meshes, firsts, strict=False))
+
+
+def mesh_of_stages(stages: Sequence[jax.sharding.Mesh]) -> jax.sharding.Mesh:
+    """The mesh over the devices of all stages, with a first axis ``"stage"``.
+
+    Raises:
+        ClusterError: stages have meshes of different axes, which no one mesh covers.
+    """
+    first = stages[0]
+    if any(mesh.axis_names != first.axis_names or mesh.devices.shape != first.devices.shape for mesh in stages):
+        shapes = ", ".join(str(dict(mesh.shape)) for mesh in stages)
+        raise ClusterError(f"one mesh covers stages of equal meshes, got {shapes}. Use strategy.shardings, or the stages one by one.")
+    devices = np.stack([mesh.devices for mesh in stages])
+    return jax.sharding.Mesh(devices, (STAGE_AXIS, *first.axis_names), axis_types=(AxisType.Auto,) * devices.ndim)
 
 
 def _coordinates(device: Any) -> tuple[int, ...]:

@@ -2,16 +2,29 @@
 
 from autoshard.strategy.check import check_program
 from autoshard.strategy.file import from_json, load_record, save_record, to_json
-from autoshard.strategy.record import SCHEMA, Confirmation, Finalist, Program, Provenance, Record, SearcherRecord, TensorRecord
+from autoshard.strategy.record import (
+    SCHEMA,
+    Confirmation,
+    Finalist,
+    PipelineRecord,
+    Program,
+    Provenance,
+    Record,
+    SearcherRecord,
+    StageRecord,
+    TensorRecord,
+)
 
 __all__ = [
     "SCHEMA",
     "Confirmation",
     "Finalist",
+    "PipelineRecord",
     "Program",
     "Provenance",
     "Record",
     "SearcherRecord",
+    "StageRecord",
     "TensorRecord",
     "check_program",
     "from_json",

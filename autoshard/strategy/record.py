@@ -158,6 +158,48 @@ class Confirmation:
 
 
 @dataclass(frozen=True, slots=True)
+class StageRecord:
+    """One stage of a pipeline; times and bytes are predicted, of one device.
+
+    Attributes:
+        record: the strategy of the stage's program, on its part of the cluster: all microbatches, and what the stage does after them.
+        forward_seconds, backward_seconds, weights_seconds: one microbatch: forward, the gradients that are sent back, those of weights.
+        after_seconds: what runs once a step, such as the optimizer's update.
+        send_seconds, send_back_seconds: the transfer of one microbatch's activations to the next stage, and of gradients to the one before.
+        residual_bytes: what a microbatch keeps between its forward and its backward tasks.
+        peak_bytes: at the fullest moment of the schedule.
+    """
+
+    record: Record
+    forward_seconds: float
+    backward_seconds: float
+    weights_seconds: float
+    after_seconds: float
+    send_seconds: float
+    send_back_seconds: float
+    residual_bytes: float
+    peak_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineRecord:
+    """How a program runs as a pipeline of stages, each on its part of the devices.
+
+    Attributes:
+        schedule: the schedule's name.
+        cut: the numbers from which the program is cut into the same stages again.
+        stages: one for each part of the devices, in order.
+        argument_stages, result_stages: per leaf the stage that has it; -1 where each stage has a slice along its first dimension.
+    """
+
+    schedule: str
+    cut: tuple[int, ...]
+    stages: tuple[StageRecord, ...]
+    argument_stages: tuple[int, ...]
+    result_stages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Record:
     """A strategy as it is saved.
 
@@ -182,6 +224,8 @@ class Record:
         confirmation: its confirmation by a compiler or devices; None where none was requested.
         ahead: per value number the layout to which a scan gathers it one trip ahead.
         windows: per op index of a windowed product the operand whose blocks circulate, or -1 for its result.
+        pipeline: the stages of a pipeline; None where every device runs the whole program. With stages, the mesh has a first axis of them,
+            and choices and layouts are those of each stage's own record.
     """
 
     name: str
@@ -205,6 +249,7 @@ class Record:
     confirmation: Confirmation | None = None
     ahead: Mapping[int, Layout] = field(default_factory=dict)
     windows: Mapping[int, int] = field(default_factory=dict)
+    pipeline: PipelineRecord | None = None
 
     def __post_init__(self):
         for name in ("cluster", "argument_structure", "result_structure", "stats"):

@@ -31,6 +31,7 @@ from autoshard.ir import (
 )
 from autoshard.ir.attribution import REASONS, ROLES, VALUES
 from autoshard.ir.collective import KINDS
+from autoshard.strategy.pipeline_schema import decode_pipeline, encode_pipeline
 from autoshard.strategy.reader import MAX_DEPTH, Node
 from autoshard.strategy.record import (
     MEASURES,
@@ -83,6 +84,7 @@ def encode(record: Record) -> dict[str, Any]:
             "copies": sorted(record.copies.items()),
             **({"ahead": sorted(record.ahead.items())} if record.ahead else {}),
             **({"windows": sorted(record.windows.items())} if record.windows else {}),
+            **({} if record.pipeline is None else {"pipeline": encode_pipeline(record.pipeline, encode)}),
         }
     )
 
@@ -100,12 +102,13 @@ def decode(document: Node) -> Record:
         *("schema", "name", "program", "mesh", "searcher", "provenance", "cluster", "lower_bound_seconds", "cost", "stats"),
         *("assumptions", "donate_argnums", "arguments", "results", "argument_structure", "result_structure"),
         *("choices", "layouts", "copies"),
-        optional=("placement", "confirmation", "ahead", "windows"),
+        optional=("placement", "confirmation", "ahead", "windows", "pipeline"),
     )
     program = _program(part["program"])
     mesh = _mesh(part["mesh"], part.get("placement"))
     arguments = tuple(_tensor(node, mesh) for node in part["arguments"].items())
     results = tuple(_tensor(node, mesh) for node in part["results"].items())
+    sizes = len(arguments), len(results), mesh.size
     return Record(
         name=part["name"].text(),
         program=program,
@@ -128,6 +131,7 @@ def decode(document: Node) -> Record:
         confirmation=_confirmation(part["confirmation"]) if "confirmation" in part else None,
         ahead=_numbered(part["ahead"], program.n_values, lambda node: _layout(node, mesh)) if "ahead" in part else {},
         windows=_numbered(part["windows"], program.n_ops, lambda node: node.integer(-1, 1)) if "windows" in part else {},
+        pipeline=decode_pipeline(part["pipeline"], *sizes, decode) if "pipeline" in part else None,
     )
 
 

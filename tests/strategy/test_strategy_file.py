@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
-from strategy_records import EXAMPLE, records
+from strategy_records import EXAMPLE, HALF, PIPELINED, records
 
 from autoshard.cluster import Cluster
 from autoshard.errors import StrategyError
@@ -52,6 +52,29 @@ def test_a_placement_is_saved_and_may_be_missing():
         from_json(text.replace('"dims": [1, 0]', '"dims": [1, 1]'))
     with pytest.raises(StrategyError, match="topology"):
         from_json(text.replace('"topology": [2, 4], "dims": [1, 0]', '"topology": [8], "dims": [0]'))
+
+
+def test_a_pipeline_is_saved_with_the_strategy_of_each_stage():
+    """Its stages, cut and schedule come back."""
+    assert from_json(to_json(PIPELINED)) == PIPELINED
+
+
+@pytest.mark.parametrize(
+    ("changes", "pattern"),
+    [
+        ({"stages": PIPELINED.pipeline.stages[:1]}, "expected two stages or more that have the 8 devices"),
+        ({"argument_stages": (0, 2)}, "at pipeline.argument_stages.1.: expected a whole number from -1 to 1"),
+        ({"result_stages": (0,)}, "expected a list of 2"),
+        ({"stages": (replace(PIPELINED.pipeline.stages[0], record=PIPELINED),) * 2}, "pipeline.stages"),
+        ({"schedule": ""}, "a string that is not empty"),
+    ],
+    ids=str,
+)
+def test_a_pipeline_that_contradicts_itself_is_refused(changes, pattern):
+    """Stages have the devices of the mesh among them, and leaves are on stages that there are."""
+    assert HALF.mesh.size * 2 == PIPELINED.mesh.size
+    with pytest.raises(StrategyError, match=pattern):
+        to_json(replace(PIPELINED, pipeline=replace(PIPELINED.pipeline, **changes)))
 
 
 def in_schema_1(record):

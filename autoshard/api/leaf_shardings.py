@@ -1,0 +1,54 @@
+"""Where a strategy puts each array: on the one mesh of all devices, or on the mesh of a pipeline's stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from autoshard.lower import jax_mesh, mesh_of_stages, stage_meshes
+from autoshard.strategy import Record, TensorRecord
+
+
+def strategy_mesh(record: Record, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
+    """The mesh over all devices; of a pipeline with the stages as its first axis.
+
+    Raises:
+        ClusterError: there are too few devices, or a pipeline's stages have meshes of different shapes.
+    """
+    if record.pipeline is None:
+        return jax_mesh(record.mesh, devices)
+    return mesh_of_stages(pipeline_meshes(record, devices))
+
+
+def pipeline_meshes(record: Record, devices: Sequence[Any] | None = None) -> tuple[jax.sharding.Mesh, ...]:
+    """The mesh of each stage of a pipeline.
+
+    Raises:
+        ClusterError: there are too few devices.
+    """
+    assert record.pipeline is not None
+    return stage_meshes([stage.record.mesh for stage in record.pipeline.stages], devices)
+
+
+def leaf_shardings(record: Record, devices: Sequence[Any] | None = None) -> list[NamedSharding]:
+    """The sharding of each argument leaf, in order.
+
+    Raises:
+        ClusterError: there are too few devices.
+    """
+    if record.pipeline is None:
+        mesh = jax_mesh(record.mesh, devices)
+        return [NamedSharding(mesh, PartitionSpec(*tensor.spec)) for tensor in record.arguments]
+    return stage_shardings(record.arguments, record.pipeline.argument_stages, pipeline_meshes(record, devices))
+
+
+def stage_shardings(
+    tensors: Sequence[TensorRecord], places: Sequence[int], meshes: Sequence[jax.sharding.Mesh]
+) -> list[NamedSharding]:
+    """The shardings of leaves of a pipeline, each on the mesh of its stage; -1 stands for the mesh over all stages."""
+    whole = mesh_of_stages(meshes) if -1 in places else None
+    on = [whole if place < 0 else meshes[place] for place in places]
+    return [NamedSharding(mesh, PartitionSpec(*tensor.spec)) for tensor, mesh in zip(tensors, on, strict=True)]

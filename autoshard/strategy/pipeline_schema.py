@@ -1,0 +1,56 @@
+"""The schema of a pipeline's stages in strategy files: each is a whole strategy, with its predicted times and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from autoshard.strategy.reader import Node
+from autoshard.strategy.record import PipelineRecord, Record, StageRecord
+
+_FIGURES = tuple(field.name for field in fields(StageRecord) if field.name != "record")
+
+
+def encode_pipeline(pipeline: PipelineRecord, encode: Callable[[Record], Any]) -> dict[str, Any]:
+    """A pipeline as JSON values; ``encode`` is that of records."""
+    return {
+        "schedule": pipeline.schedule,
+        "cut": pipeline.cut,
+        "argument_stages": pipeline.argument_stages,
+        "result_stages": pipeline.result_stages,
+        "stages": [
+            {**{name: float(getattr(stage, name)) for name in _FIGURES}, "strategy": encode(stage.record)} for stage in pipeline.stages
+        ],
+    }
+
+
+def decode_pipeline(node: Node, n_arguments: int, n_results: int, n_devices: int, decode: Callable[[Node], Record]) -> PipelineRecord:
+    """A pipeline of JSON values, fully checked; ``decode`` is that of records.
+
+    Raises:
+        StrategyError: a part is invalid; the message has its position.
+    """
+    part = node.fields("schedule", "cut", "argument_stages", "result_stages", "stages")
+    stages = tuple(_stage(child, decode) for child in part["stages"].items())
+    if len(stages) < 2 or sum(stage.record.mesh.size for stage in stages) != n_devices:
+        raise part["stages"].error(f"two stages or more that have the {n_devices} devices of the mesh among them")
+
+    def numbers(name: str, length: int) -> tuple[int, ...]:
+        return tuple(child.integer(-1, len(stages) - 1) for child in part[name].items(length))
+
+    return PipelineRecord(
+        schedule=part["schedule"].text(),
+        cut=tuple(child.integer(0) for child in part["cut"].items()),
+        stages=stages,
+        argument_stages=numbers("argument_stages", n_arguments),
+        result_stages=numbers("result_stages", n_results),
+    )
+
+
+def _stage(node: Node, decode: Callable[[Node], Record]) -> StageRecord:
+    part = node.fields(*_FIGURES, "strategy")
+    record = decode(part["strategy"])
+    if record.pipeline is not None:
+        raise part["strategy"].error("a stage that is no pipeline itself")
+    return StageRecord(record, **{name: part[name].number() for name in _FIGURES})
