@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from autoshard.errors import InfeasibleError, SearchLimitError, ShardingError, TraceError
@@ -31,12 +31,13 @@ def checked_number(microbatches: Microbatches) -> Microbatches:
     return microbatches
 
 
-def best(attempt: Callable[[int], Found], microbatches: Microbatches, limit: float) -> Found:
+def best(attempt: Callable[[int], Found], microbatches: Microbatches, limit: float, numbers: Callable[[], Sequence[int]]) -> Found:
     """What is found with as many microbatches as asked for.
 
     Args:
         attempt: searches with a number of microbatches; the second of what it gives is the solution.
         limit: bytes that a device may hold.
+        numbers: those of microbatches that the batch can be divided into, ascending.
 
     Raises:
         InfeasibleError: nothing fits with any number that was tried.
@@ -48,24 +49,55 @@ def best(attempt: Callable[[int], Found], microbatches: Microbatches, limit: flo
     try:
         return attempt(1)
     except InfeasibleError as error:
-        for n in _numbers(error, limit):
-            try:
-                return attempt(n)
-            except InfeasibleError:
-                continue
-            except SearchLimitError:
+        found = _fewest(attempt, error, limit, numbers())
+        if found is None:
+            raise
+        return found
+
+
+def _fewest(attempt: Callable[[int], Found], error: InfeasibleError, limit: float, numbers: Sequence[int]) -> Found | None:
+    """What is found with the fewest microbatches of `TRIES` numbers that are tried; None where nothing fits with any.
+
+    A step's peak is taken for a constant plus a part in inverse proportion to the number of microbatches: the first number that is tried is
+    right if there is no constant, the next ones follow from the peaks before. Where one fits, a number between it and the last that did not
+    is tried, too.
+
+    Args:
+        error: of the search in one.
+        numbers: to choose from, ascending.
+    """
+    peaks = {1: error.smallest_peak_bytes or math.inf}
+    found: Found | None = None
+    too_few, left = 1, [n for n in numbers if n > 1]
+    for _ in range(TRIES):
+        if not left:
+            break
+        n = _next(left, peaks, limit) if found is None else left[(len(left) - 1) // 2]
+        try:
+            found, left = attempt(n), [other for other in left if too_few < other < n]
+        except InfeasibleError as other:
+            too_few, left = n, [other for other in left if other > n]
+            peaks[n] = other.smallest_peak_bytes or math.inf
+        except SearchLimitError:
+            break
+        except TraceError as other:
+            if found is not None:
                 break
-            except TraceError as other:
-                text = f"{error} Nor could it run in microbatches: {other}"
-                raise InfeasibleError(text, error.smallest_peak_bytes, error.proven) from None
-        raise
+            text = f"{error} Nor could it run in microbatches: {other}"
+            raise InfeasibleError(text, error.smallest_peak_bytes, error.proven) from None
+    return found
 
 
-def _numbers(error: InfeasibleError, limit: float) -> Iterator[int]:
-    """The numbers to try: from as many as the memory is short of, rounded up to a power of two."""
-    peak = error.smallest_peak_bytes
-    first = 1 if peak is None or not math.isfinite(peak) else max(1, math.ceil(math.log2(peak / limit)))
-    return (2 ** (first + k) for k in range(TRIES))
+def _next(numbers: Sequence[int], peaks: Mapping[int, float], limit: float) -> int:
+    """The least of some numbers of microbatches with which a step may fit, by the peaks that were found with fewer."""
+    (last, peak), *before = sorted(peaks.items(), reverse=True)
+    least = last * peak / limit if math.isfinite(peak) else 2 * last
+    if before:
+        few, higher = before[0]
+        shrinks = (higher - peak) / (1 / few - 1 / last) if math.isfinite(higher) and higher > peak else 0.0
+        constant = peak - shrinks / last
+        least = max(least, shrinks / (limit - constant) if shrinks and constant < limit else 4 * last)
+    return next((n for n in numbers if n >= least), numbers[-1])
 
 
 def _fastest(attempt: Callable[[int], Found]) -> Found:

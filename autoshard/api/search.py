@@ -40,7 +40,7 @@ from autoshard.mesh_search.anytime import checked_seconds, endings, timed
 from autoshard.mesh_search.candidates import placed
 from autoshard.mesh_search.refinement import refined
 from autoshard.mesh_search.search import search_meshes
-from autoshard.microbatch import microbatched
+from autoshard.microbatch import divisors, microbatched
 from autoshard.problem import Hints, Problem
 from autoshard.progress import Progress, part, silent
 from autoshard.render import format_bytes, format_percent, progress_line
@@ -107,7 +107,7 @@ def search(
             ``strategy.notes`` say why.
             None: the prediction decides.
         microbatches: in how many parts of its batch a step computes its gradients, one after the other; they are added up and combined
-            over devices once (`autoshard.microbatch`). A number; ``"fit"``: a few with which it fits, tried only where nothing does in one;
+            over devices once (`autoshard.microbatch`). A number; ``"fit"``: the fewest with which it fits, where nothing does in one;
             ``"auto"``: the fastest of 1, 2, 4 and 8, each searched; None: one. Results are those of the whole batch.
         start: an earlier strategy, of other devices or of these, for an automatic searcher: carried over to this mesh (`api.start`) it is
             one of the candidates, so that the answer is predicted to be no slower, and the answer where the time is over before another.
@@ -143,7 +143,7 @@ def search(
             searched = partial(_searched, prepared, chosen, timed(own, left), ends, 1 if how is None else how.finalists, start)
             return prepared, *_within(prepared, searched, memory_limit_bytes is None, mesh)
 
-        prepared, solution, problem = best(attempt, microbatches, asked.limit)
+        prepared, solution, problem = best(attempt, microbatches, asked.limit, lambda: divisors(asked.traced))
         solving, searching = solution.stats.get("search_seconds", 0.0), time.perf_counter() - started
         stats = {**solution.stats, "solve_seconds": solving, "search_seconds": searching}
         strategies = [prepared.strategy(problem.mesh, replace(solution, stats=stats), chosen)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import gcd
 
 import jax
 
@@ -51,7 +52,7 @@ def _loop(graph: Graph, rules: Sequence[Rule | None], n: int) -> Loop:
             indivisible += wrong
             continue
         loop = plan_loop(graph, rules, batch, n)
-        inside = product_flops([op for op in graph.ops if loop.phases[op.index] == "inside"], rules, graph)
+        inside = _flops_inside(graph, rules, loop)
         if best is None or inside > best[0]:
             best = inside, loop
         if inside >= total * (1 - LEAST_SHARE):
@@ -68,6 +69,26 @@ def _loop(graph: Graph, rules: Sequence[Rule | None], n: int) -> Loop:
             "Compute it for each example by itself, as group or layer normalisation does, or leave microbatches out."
         )
     return best[1]
+
+
+def divisors(traced: Traced) -> tuple[int, ...]:
+    """The numbers, ascending, that divide the batch of a program; of what may be the batch, that which most of the products depend on."""
+    graph, rules = traced.graph, rules_of(traced.graph)
+    total = product_flops(graph.ops, rules, graph)
+    most, found = -1.0, 1
+    for batch in _batches(graph):
+        size = gcd(*(graph.values[value].shape[dim] for value, dim in batch.items()))
+        least = next((n for n in range(2, size + 1) if size % n == 0), None)
+        inside = 0.0 if least is None else _flops_inside(graph, rules, plan_loop(graph, rules, batch, least))
+        if inside > most:
+            most, found = inside, size
+        if inside >= total * (1 - LEAST_SHARE):
+            break
+    return tuple(n for n in range(1, found + 1) if found % n == 0)
+
+
+def _flops_inside(graph: Graph, rules: Sequence[Rule | None], loop: Loop) -> float:
+    return product_flops([op for op in graph.ops if loop.phases[op.index] == "inside"], rules, graph)
 
 
 def _batches(graph: Graph) -> Iterator[dict[int, int]]:

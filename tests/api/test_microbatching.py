@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import optax
 import pytest
 
 import autoshard
+from autoshard.api.microbatching import best
 from autoshard.cli import main
 from benchmarks import models
 
@@ -93,6 +95,25 @@ def test_where_nothing_fits_microbatches_are_tried():
     found = autoshard.search(program[0], *program[1], **asked)
     assert found.microbatches > 1 and found.cost.peak_bytes <= asked["memory_limit_bytes"]
     assert abs(found.cost.flops / plain.cost.flops - 1) < 1e-6
+
+
+@pytest.mark.parametrize(("limit", "fewest"), [(0.95, 2), (0.45, 3), (0.28, 5), (0.20, 10), (0.13, 30)])
+def test_fit_takes_the_fewest_that_fit(limit, fewest):
+    """Of the numbers that divide the batch, in at most three tries, where a part of the peak stays; if none fits, nothing is found."""
+    tried = []
+
+    def attempt(n, limit=limit):
+        tried.append(n)
+        peak = 0.1 + 0.9 / n
+        if peak > limit:
+            raise autoshard.InfeasibleError("too much", peak, False)
+        return n, None, None
+
+    numbers = 1, 2, 3, 5, 6, 8, 10, 15, 30
+    assert best(attempt, "fit", limit, lambda: numbers)[0] == fewest
+    assert len(tried) <= 4
+    with pytest.raises(autoshard.InfeasibleError, match="too much"):
+        best(partial(attempt, limit=0.05), "fit", 0.05, lambda: numbers)
 
 
 def test_auto_is_never_slower_than_one():

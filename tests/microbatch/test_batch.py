@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard.errors import TraceError
-from autoshard.microbatch import microbatched
+from autoshard.microbatch import divisors, microbatched
 from autoshard.trace import trace
 
 W, X = jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.ShapeDtypeStruct((12, 8), jnp.float32)
@@ -96,3 +96,8 @@ def test_one_microbatch_is_the_program():
     """Nothing is rewritten for one."""
     traced = trace(normalised, W, X)
     assert microbatched(traced, 1) is traced
+
+
+def test_numbers_that_divide_a_batch():
+    """Every number of microbatches that is offered is possible: it divides the size of what may be the batch."""
+    assert divisors(trace(lambda w, x: w - jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w), W, X)) == (1, 2, 3, 4, 6, 12)
