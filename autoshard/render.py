@@ -169,7 +169,14 @@ class Gallery:
     pictures: tuple[Picture, ...]
 
 
-Part = Heading | Paragraph | Table | Bars | Gallery
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """Lines of characters in columns, such as a schedule; neither wrapped nor aligned."""
+
+    text: str
+
+
+Part = Heading | Paragraph | Table | Bars | Gallery | Drawing
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +230,8 @@ def _rendered(part: Part) -> RenderableType:
             return Group(_table(columns, rows), *(Text(f" {note}", style="dim") for note in notes))
         case Bars(bars):
             return _bars(bars)
+        case Drawing(text):
+            return Padding(Text(text, no_wrap=True, overflow="crop"), (0, 0, 0, 1))
         case Gallery(pictures):
             return Padding(Columns([_picture(picture) for picture in pictures], padding=(1, 4)), (0, 0, 0, 1))
 
@@ -319,6 +328,8 @@ def _html(part: Part) -> str:
             return _html_table(columns, rows) + "".join(f'<div style="opacity:0.7">{escape(note)}</div>' for note in notes)
         case Bars(bars):
             return f'<table style="border-collapse:collapse;margin:0.4em 0;color:inherit">{"".join(map(_html_bar, bars))}</table>'
+        case Drawing(text):
+            return f'<pre style="margin:0.5em 0;overflow-x:auto;color:inherit;background:transparent">{escape(text)}</pre>'
         case Gallery(pictures):
             return f'<div style="display:flex;flex-wrap:wrap;gap:1.2em 2em;margin:0.5em 0">{"".join(map(_html_picture, pictures))}</div>'
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from autoshard.api.explain_pipeline import pipeline_parts
 from autoshard.cluster import Cluster, Link, Span
 from autoshard.cost.record import Cost
 from autoshard.ir import Collective, Mesh, Spec, shard_counts, spec_to_layout
@@ -46,6 +47,7 @@ def explain(record: Record) -> Report:
     parts = [
         *_headline(record, cluster),
         *_confirmation(record),
+        *pipeline_parts(record),
         *_where_time_goes(record),
         *argument_parts(record),
         *_results(record),
@@ -171,13 +173,24 @@ def _where_time_goes(record: Record) -> list[Part]:
 
 
 def argument_parts(record: Record) -> list[Part]:
-    """The section on how the arguments are sharded."""
-    rows = _tensor_rows(record.arguments, record.mesh)
+    """The section on how the arguments are sharded; of a pipeline one for each stage's."""
+    if record.pipeline is None:
+        return _arguments("Arguments", record.arguments, record.mesh)
+    parts: list[Part] = []
+    for stage in (*range(len(record.pipeline.stages)), -1):
+        title = f"Arguments of stage {stage}" if stage >= 0 else "Arguments of which each stage has a slice"
+        own = [tensor for tensor, place in zip(record.arguments, record.pipeline.argument_stages, strict=True) if place == stage]
+        parts += _arguments(title, own, record.mesh)
+    return parts
+
+
+def _arguments(title: str, tensors: Sequence[TensorRecord], mesh: Mesh) -> list[Part]:
+    rows = _tensor_rows(tensors, mesh)
     total = sum(row.bytes_a_device for row in rows)
     notes = [f"{format_bytes(total)} a device in all. '*' stands for every index."] if rows else []
     if any(row.alike for row in rows):
         notes.append("'tensors' counts those of the same ending, shape and spec too, such as an optimizer's moments of a parameter.")
-    return [Heading("Arguments"), _tensor_table(rows, tuple(notes))] if rows else []
+    return [Heading(title), _tensor_table(rows, tuple(notes))] if rows else []
 
 
 def _results(record: Record) -> list[Part]:
@@ -199,6 +212,8 @@ def _results(record: Record) -> list[Part]:
 def _layouts(record: Record) -> list[Part]:
     """Pictures of the mesh and of the largest arguments, one of a kind."""
     pictures = [mesh_picture(record.mesh)]
+    if record.pipeline is not None:  # a tensor is on one stage, whose devices the table above has
+        return [Heading("Which device holds what"), Gallery(tuple(pictures))]
     seen: set[tuple[int, Spec]] = set()
     for tensor in sorted(record.arguments, key=lambda t: -math.prod(t.shape)):
         kind = (len(tensor.shape), tensor.spec)

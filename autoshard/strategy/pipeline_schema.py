@@ -16,6 +16,7 @@ def encode_pipeline(pipeline: PipelineRecord, encode: Callable[[Record], Any]) -
     """A pipeline as JSON values; ``encode`` is that of records."""
     return {
         "schedule": pipeline.schedule,
+        "chunks": pipeline.chunks,
         "cut": pipeline.cut,
         "argument_stages": pipeline.argument_stages,
         "result_stages": pipeline.result_stages,
@@ -31,7 +32,7 @@ def decode_pipeline(node: Node, n_arguments: int, n_results: int, n_devices: int
     Raises:
         StrategyError: a part is invalid; the message has its position.
     """
-    part = node.fields("schedule", "cut", "argument_stages", "result_stages", "stages")
+    part = node.fields("schedule", "chunks", "cut", "argument_stages", "result_stages", "stages")
     stages = tuple(_stage(child, decode) for child in part["stages"].items())
     if len(stages) < 2 or sum(stage.record.mesh.size for stage in stages) != n_devices:
         raise part["stages"].error(f"two stages or more that have the {n_devices} devices of the mesh among them")
@@ -41,6 +42,7 @@ def decode_pipeline(node: Node, n_arguments: int, n_results: int, n_devices: int
 
     return PipelineRecord(
         schedule=part["schedule"].text(),
+        chunks=part["chunks"].integer(1),
         cut=tuple(child.integer(0) for child in part["cut"].items()),
         stages=stages,
         argument_stages=numbers("argument_stages", n_arguments),

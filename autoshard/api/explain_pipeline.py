@@ -1,0 +1,58 @@
+"""The part of a report that shows a pipeline: its stages, their memory, and its schedule by stage and microbatch."""
+
+from __future__ import annotations
+
+from autoshard.pipeline.drawing import draw
+from autoshard.pipeline.schedule import PieceSeconds, Timeline, in_flight, schedule_of, simulate
+from autoshard.render import Drawing, Heading, Paragraph, Part, Table, format_bytes, format_percent, format_seconds
+from autoshard.strategy import PipelineRecord, Record
+
+WIDTH = 110  # columns of the schedule's drawing
+
+
+def pipeline_parts(record: Record) -> list[Part]:
+    """The section on a pipeline's stages; none where there are none."""
+    pipeline = record.pipeline
+    if pipeline is None:
+        return []
+    timeline = timeline_of(record, pipeline)
+    alive = in_flight(timeline.schedule)
+    rows = tuple(
+        (
+            str(number),
+            _devices(pipeline, number),
+            str(stage.record.mesh),
+            format_seconds(stage.forward_seconds),
+            format_seconds(stage.backward_seconds + stage.weights_seconds),
+            format_seconds(stage.after_seconds),
+            format_seconds(max(stage.send_seconds, stage.send_back_seconds)),
+            f"{alive[number]} x {format_bytes(stage.residual_bytes)}",
+            format_bytes(stage.peak_bytes),
+        )
+        for number, stage in enumerate(pipeline.stages)
+    )
+    columns = ("stage", "devices", "mesh", ">forward", ">backward", ">after", ">sending", ">kept", ">peak memory")
+    notes = (
+        "forward, backward and sending are of one microbatch; after: what runs once a step, such as the optimizer's update.",
+        "kept: the most microbatches that wait for their backward pass, and what each keeps in memory.",
+    )
+    several = f", {pipeline.chunks} chunks a stage" if pipeline.chunks > 1 else ""
+    idle = f"Stages are idle {format_percent(timeline.bubble_fraction)} of the time between the first and the last task."
+    said = f"Schedule {pipeline.schedule}: {record.program.microbatches} microbatches{several}. {idle}"
+    return [Heading("Pipeline"), Paragraph(said), Drawing(draw(timeline, WIDTH)), Table(columns, rows, notes)]
+
+
+def timeline_of(record: Record, pipeline: PipelineRecord) -> Timeline:
+    """The predicted start and end of every task; the chunks of a stage take equal times."""
+    n, stages = pipeline.chunks, pipeline.stages
+    pieces = [PieceSeconds(s.forward_seconds / n, s.backward_seconds / n, s.weights_seconds / n) for s in stages] * n
+    sends = ([s.send_seconds for s in stages] * n)[:-1]
+    back = ([s.send_back_seconds for s in stages] * n)[1:]
+    schedule = schedule_of(pipeline.schedule, len(stages), record.program.microbatches, n if n > 1 else None)
+    return simulate(schedule, pieces, sends, back)
+
+
+def _devices(pipeline: PipelineRecord, number: int) -> str:
+    first = sum(stage.record.mesh.size for stage in pipeline.stages[:number])
+    last = first + pipeline.stages[number].record.mesh.size - 1
+    return str(first) if first == last else f"{first} to {last}"
