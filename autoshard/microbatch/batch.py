@@ -29,8 +29,15 @@ def microbatched(traced: Traced, n: int) -> Traced:
     """
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise TraceError(f"microbatches are a whole number, 1 or more, got {n!r}. Use 2, for instance.")
-    if n == traced.microbatches:
-        return traced
+    return traced if n == traced.microbatches else in_loop(traced, n)
+
+
+def in_loop(traced: Traced, n: int) -> Traced:
+    """The program as a loop over ``n`` microbatches, of one trip for one.
+
+    Raises:
+        TraceError: nothing in the arguments is a batch that ``n`` divides, or products need all examples at once.
+    """
     graph, rules = traced.graph, rules_of(traced.graph)
     loop = _loop(graph, rules, n)
     function = in_microbatches(traced.jaxpr, graph, rules, loop)

@@ -333,4 +333,3 @@ def product_flops(ops: Sequence[Op], rules: Sequence[Rule | None], graph: Graph)
 def _of_output(atom: object, status: Status) -> Status:
     from_literal = literal_status(atom)
     return status if from_literal is None else from_literal
-

@@ -1,4 +1,24 @@
 """Pipelines: a step cut into stages that run on parts of the devices, microbatch by microbatch.
 
 `schedule` has the orders of tasks (GPipe, 1F1B, interleaved, zero-bubble), their memory, and simulation; `drawing` draws them as text.
+
+A step becomes a pipeline in four parts. `micro` rewrites it into the program of one microbatch with what comes before and after; `cut`
+decides the stage of each of its operations, and `around` those of what comes before and after; `stages` makes one program a stage;
+`tasks` lowers it under its assignment and divides it into the tasks of a schedule; `run` runs them.
+
+    staged = stages_of(traced, n_stages, n_microbatches)          # of autoshard.trace.Traced, the whole step
+    staged.stages[0].traced                                       # an ordinary program: search it like any step
+    staged.cut                                                    # stages_of(..., cut=staged.cut) makes the same stages again
+    plans = [StagePlan(assignment, mesh, reshard_path), ...]      # one a stage: what its search found, on a JAX mesh of its devices
+    run = Pipelined(staged, plans, schedule_of("1f1b", n_stages, n_microbatches))
+    results = run(*flat_arguments)                                # flat results of the step; state stays on its stage's devices
+    run.in_shardings, run.out_shardings, run.executed             # of flat arguments and results; the tasks of the last call in order
+
+With several chunks a stage (``interleaved``), ``n_stages`` counts chunks: chunk ``c`` of stage ``s`` is ``staged.stages[c * S + s]``, and
+its plan's mesh is that of stage ``s``.
 """
+
+from autoshard.pipeline.cut import Cut
+from autoshard.pipeline.stages import Message, Stage, Staged, stages_of
+
+__all__ = ["Cut", "Message", "Stage", "Staged", "stages_of"]

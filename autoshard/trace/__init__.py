@@ -5,7 +5,7 @@ from autoshard.trace.constraints import constraint_spec, mesh_in_force, outside_
 from autoshard.trace.modules import SplitModules
 from autoshard.trace.statics import Held, Static, held, is_static
 from autoshard.trace.structure import subjaxprs, types_of
-from autoshard.trace.traced import Traced, function_name, rebuilt, trace
+from autoshard.trace.traced import Traced, function_name, of_jaxpr, rebuilt, trace
 
 __all__ = [
     "Annotation",
@@ -20,6 +20,7 @@ __all__ = [
     "held",
     "is_static",
     "mesh_in_force",
+    "of_jaxpr",
     "outside_mesh",
     "rebuilt",
     "subjaxprs",

@@ -192,9 +192,9 @@ def _with_flax(traced: Callable[[], Any], axis_names: Sequence[str], of_flax: Se
         return found, (f"Flax's sharding constraints inside the function are left out, as by jax.jit without a mesh: {_reason(error)}",)
 
 
-def rebuilt(traced: Traced, jaxpr: ClosedJaxpr, microbatches: int) -> Traced:
+def rebuilt(traced: Traced, jaxpr: ClosedJaxpr, microbatches: int, simplify: bool = True) -> Traced:
     """A traced function with another program for it, of the same arguments and results, in so many microbatches."""
-    jaxpr = simplified(jaxpr)
+    jaxpr = simplified(jaxpr) if simplify else jaxpr
     program, graph = build(jaxpr), traced.graph
     graph = replace(
         graph,
@@ -208,6 +208,37 @@ def rebuilt(traced: Traced, jaxpr: ClosedJaxpr, microbatches: int) -> Traced:
         assumptions=tuple(dict.fromkeys((*graph.assumptions, *program.assumptions))),
     )
     return replace(traced, graph=graph, jaxpr=jaxpr, microbatches=microbatches)
+
+
+def of_jaxpr(
+    name: str,
+    jaxpr: ClosedJaxpr,
+    argument_paths: Sequence[str],
+    result_paths: Sequence[str],
+    aliases: Sequence[tuple[int, int]] = (),
+    donated: Sequence[int] = (),
+    microbatches: int = 1,
+) -> Traced:
+    """A program of flat arguments and results as a traced function; the arguments are its leaves."""
+    jaxpr = simplified(jaxpr)
+    program = build(jaxpr)
+    graph = Graph(
+        name=name,
+        values=program.values,
+        ops=program.ops,
+        arguments=program.arguments,
+        argument_paths=tuple(argument_paths),
+        results=program.results,
+        result_paths=tuple(result_paths),
+        constants=program.constants,
+        literals=program.literals,
+        aliases=tuple(aliases),
+        donated=tuple(donated),
+        fingerprint=fingerprint(program, tuple(aliases)),
+        assumptions=program.assumptions,
+    )
+    trees = (jax.tree.structure(tuple([0] * len(paths))) for paths in (argument_paths, result_paths))
+    return Traced(graph, jaxpr, *trees, donate_argnums=tuple(donated), microbatches=microbatches)
 
 
 def _with_released(fn: Callable) -> Callable:

@@ -1,0 +1,358 @@
+"""The cut of one microbatch's program into stages.
+
+*Forward.* The operations up to the loss are cut in program order: the largest stage is as small as possible, and of the cuts within 3 % of
+that the one across which the fewest bytes go. Operations are weighed by their products' FLOPs, and little by the bytes that they move.
+
+*Backward.* Each operation goes where it reads least from other stages: a linear program over one stage number an operation, whose
+constraints are differences of two of these, so that its corners are whole numbers. A value costs its bytes for every stage between where it
+is and where it is read; gradients go to earlier stages only. Weights, and what the forward pass keeps, draw operations to their stage.
+
+*Everywhere.* What is made of constants, or of a microbatch's inputs by cheap operations, is computed by each stage that reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import linprog
+from scipy.sparse import coo_matrix
+
+from autoshard.errors import PipelineError
+from autoshard.ir import Op
+from autoshard.microbatch.plan import product_flops
+from autoshard.pipeline.micro import Micro
+from autoshard.primitives import is_matrix
+
+SLACK = 0.03  # of the largest stage's work, for fewer bytes between stages
+EVERYWHERE = -1  # an operation of each stage that reads its results
+BYTE_FLOPS = 0.01  # products' FLOPs that weigh as much as a byte moved: so few that products decide
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The stage of each operation of a microbatch.
+
+    Attributes:
+        n_stages: how many there are.
+        stages: per op of the loop's body its stage; `EVERYWHERE` for one that each stage computes where it reads it.
+    """
+
+    n_stages: int
+    stages: tuple[int, ...]
+
+
+def cut_of(micro: Micro, n_stages: int) -> Cut:
+    """The cut of a step into stages; deterministic.
+
+    Raises:
+        PipelineError: the forward pass has fewer operations with products than stages, or one of them is most of the work.
+    """
+    if isinstance(n_stages, bool) or not isinstance(n_stages, int) or n_stages < 1:
+        raise PipelineError(f"A pipeline has a whole number of stages, 1 or more; got {n_stages!r}. Use 2, for instance.")
+    return _Cutter(micro, n_stages).cut()
+
+
+def is_backward(micro: Micro) -> tuple[bool, ...]:
+    """Per op of the body whether it belongs to the backward pass: JAX names it a transposed one, or it depends on such an op.
+
+    Where JAX names none so, it is what comes after the op at which most bytes are alive, if the program adds up arrays at all.
+    """
+    made: set[int] = set()
+    found = []
+    for op in micro.body.ops:
+        backward = "transpose(" in op.origin.name_stack or any(value in made for value in op.operands)
+        backward = backward and not all(micro.free[value] for value in op.results)
+        found.append(backward)
+        if backward:
+            made.update(op.results)
+    arrays = any(micro.graph.values[each.part].rank for each in micro.sums)
+    if any(found) or not arrays:
+        return tuple(found)
+    turn = _fullest(micro)
+    return tuple(k > turn for k in range(len(micro.body.ops)))
+
+
+def _fullest(micro: Micro) -> int:
+    """The op of the body after which most bytes of what it made are alive."""
+    ops, values = micro.body.ops, micro.graph.values
+    last = {value: k for k, op in enumerate(ops) for value in op.operands}
+    change = np.zeros(len(ops) + 1)
+    for k, op in enumerate(ops):
+        for value in op.results:
+            if value in last and not micro.free[value]:
+                change[k] += values[value].nbytes
+                change[last[value]] -= values[value].nbytes
+    return int(np.argmax(np.cumsum(change[:-1])))
+
+
+def light_ops(micro: Micro) -> tuple[bool, ...]:
+    """Per op of the body whether each stage that reads it computes it: of constants, or cheap and of the microbatch's inputs alone."""
+    ops = micro.body.ops
+    index = micro.index
+    readers: dict[int, list[Op]] = {}
+    for op in ops:
+        for value in op.operands:
+            readers.setdefault(value, []).append(op)
+
+    def is_sliced(value: int) -> bool:
+        reads = readers.get(value, [])
+        inner = [reader for op in reads if op.primitive == "reshape" for reader in readers.get(op.results[0], [])]
+        direct = [op for op in reads if op.primitive != "reshape"]
+        return bool(reads) and all(op.primitive == "dynamic_slice" for op in (*direct, *inner))
+
+    light = {value for value in micro.entering if is_sliced(value)} | {value for value, free in enumerate(micro.free) if free}
+    light.update(() if index is None else (index,))
+    found = []
+    for op in ops:
+        effects = getattr(op.equation, "effects", ())
+        found.append(not op.bodies and not is_matrix(op.primitive) and not effects and all(value in light for value in op.operands))
+        if found[-1]:
+            light.update(op.results)
+    return tuple(found)
+
+
+class _Cutter:
+    """The state of one cut: which ops are heavy, and what they read and make."""
+
+    def __init__(self, micro: Micro, n_stages: int):
+        self.micro, self.n = micro, n_stages
+        self.ops, self.values = micro.body.ops, micro.graph.values
+        light, backward = light_ops(micro), is_backward(micro)
+        sums = {op.index for each in micro.sums for op in (each.update, *each.inner)}
+        heavy = [k for k, op in enumerate(self.ops) if not light[k] and op.index not in sums]
+        self.forward = [k for k in heavy if not backward[k]]
+        self.backward = [k for k in heavy if backward[k]]
+        self.maker = {value: k for k in heavy for value in self.ops[k].results}
+        self.stage: dict[int, int] = {}
+        self.roots = _roots(micro)
+
+    def cut(self) -> Cut:
+        self._cut_forward()
+        self._pull()
+        self._place_backward()
+        stages = [self.stage.get(k, EVERYWHERE) for k in range(len(self.ops))]
+        position = {op.index: k for k, op in enumerate(self.ops)}
+        for each in self.micro.sums:
+            # A sum whose terms are of several stages is computed at each of them; the last term's stage stands for it here.
+            at = [self.stage[self.maker[term]] for term in each.terms if term in self.maker]
+            for op in (each.update, *each.inner):
+                stages[position[op.index]] = min(at, default=0)
+        return Cut(self.n, tuple(stages))
+
+    # -- forward ------------------------------------------------------------------------------------------------------------
+
+    def _cut_forward(self) -> None:
+        """Cuts the forward pass in program order."""
+        micro, order = self.micro, self.forward
+        products = np.array([product_flops([self.ops[k]], micro.rules, micro.graph) for k in order])
+        if np.count_nonzero(products) < self.n:
+            raise PipelineError(
+                f"A pipeline's stages are parts of the forward pass with products in each; got {self.n} stages for "
+                f"{np.count_nonzero(products)} operations with products. Use fewer stages."
+            )
+        work = products + BYTE_FLOPS * np.array([self._bytes(self.ops[k]) for k in order])
+        bounds = _cuts(work, self._crossing(order), self.n)
+        for s, (first, last) in enumerate(zip([0, *bounds], [*bounds, len(order)], strict=True)):
+            if not products[first:last].any():
+                self._refuse(order, products)
+            self.stage.update(dict.fromkeys(order[first:last], s))
+
+    def _refuse(self, order: Sequence[int], products: np.ndarray) -> None:
+        largest = self.ops[order[int(np.argmax(products))]]
+        share = products.max() / products.sum()
+        raise PipelineError(
+            f"A pipeline's stages have about as much work each, and one operation belongs to one stage: {largest.primitive} at "
+            f"{largest.origin} has {share:.0%} of the forward pass's products, got {self.n} stages. Use fewer stages, or write its layers "
+            "one after the other or as a scan over their stacked weights."
+        )
+
+    def _bytes(self, op: Op) -> float:
+        return op.trips * sum(self.values[value].nbytes for value in (*op.operands, *op.results))
+
+    def _crossing(self, order: Sequence[int]) -> np.ndarray:
+        """Per position in the order the bytes of values that are made before it and read from there on."""
+        place = {k: i for i, k in enumerate(order)}
+        change = np.zeros(len(order) + 2)
+        last: dict[int, int] = {}
+        for i, k in enumerate(order):
+            last.update({value: i for value in self.ops[k].operands if self.maker.get(value) in place})
+        for value, i in last.items():
+            change[place[self.maker[value]] + 1] += self.values[value].nbytes
+            change[i + 1] -= self.values[value].nbytes
+        return np.cumsum(change)[: len(order) + 1]
+
+    def _pull(self) -> None:
+        """Moves ops without products to the first stage that reads them, where they read no more than they make."""
+        readers: dict[int, list[int]] = {}
+        for k in self.forward:
+            for value in self.ops[k].operands:
+                if value in self.maker:
+                    readers.setdefault(self.maker[value], []).append(k)
+        for k in reversed(self.forward):
+            op = self.ops[k]
+            if op.bodies or is_matrix(op.primitive) or not readers.get(k):
+                continue
+            to = min(self.stage[reader] for reader in readers[k])
+            read = sum(self.values[value].nbytes for value in dict.fromkeys(op.operands) if value in self.maker)
+            if to > self.stage[k] and read <= sum(self.values[value].nbytes for value in op.results):
+                self.stage[k] = to
+
+    # -- backward -----------------------------------------------------------------------------------------------------------
+
+    def _place_backward(self) -> None:
+        if not self.backward or self.n == 1:
+            self.stage.update(dict.fromkeys(self.backward, 0))
+            return
+        program = _Stages(self.backward, self.n)
+        scale = 1.0 / max(self.values[value].nbytes for k in self.backward for value in self.ops[k].results)
+        homes = self._homes()
+        reach = self._reach()
+        for k in self.backward:
+            for value in dict.fromkeys(self.ops[k].operands):
+                price = self.values[value].nbytes * scale + 1e-4
+                maker = self.maker.get(value)
+                if maker is None:
+                    at = homes.get(self.roots.get(value, -1))
+                    if at is not None:
+                        program.near(k, at, at, price / self.micro.n)
+                elif maker in self.stage:
+                    program.near(k, *reach[value], price)
+                else:
+                    program.sent(value, maker, k, price)
+        for each in self.micro.sums:
+            at = homes.get(self.roots.get(each.update.results[0], -1))
+            for term in each.terms:
+                if at is not None and self.maker.get(term) in program.columns:
+                    program.near(self.maker[term], at, at, (self.values[term].nbytes * scale + 1e-4) / self.micro.n)
+        self.stage.update(program.solved())
+
+    def _homes(self) -> dict[int, int]:
+        """Per argument of the step that the forward pass reads in one stage, the stage."""
+        found: dict[int, set[int]] = {}
+        for k in self.forward:
+            for value in self.ops[k].operands:
+                if (root := self.roots.get(value)) is not None:
+                    found.setdefault(root, set()).add(self.stage[k])
+        return {root: next(iter(stages)) for root, stages in found.items() if len(stages) == 1}
+
+    def _reach(self) -> dict[int, tuple[int, int]]:
+        """Per value of the forward pass the first and the last stage that has it."""
+        found = {value: (self.stage[k], self.stage[k]) for k in self.forward for value in self.ops[k].results}
+        for k in self.forward:
+            for value in self.ops[k].operands:
+                if value in found:
+                    found[value] = found[value][0], max(found[value][1], self.stage[k])
+        return found
+
+
+def _cuts(work: np.ndarray, crossing: np.ndarray, n: int) -> list[int]:
+    """Where to cut a line of work into ``n`` parts: the largest as small as can be, or up to 3 % more where fewer bytes cross.
+
+    Dynamic programming over positions, as for layers in Zheng et al., Alpa (OSDI 2022), section 5; O(n x positions) reductions.
+    """
+    total = np.concatenate([[0.0], np.cumsum(work)])
+    last = len(work)
+    least, most = max(float(work.max()), total[-1] / n), total[-1]
+    for _ in range(50):
+        middle = (least + most) / 2
+        at = 0
+        for _ in range(n):
+            at = int(np.searchsorted(total, total[at] + middle, side="right")) - 1
+        least, most = (least, middle) if at >= last else (middle, most)
+    limit = most * (1 + SLACK)
+    best = np.full((n + 1, last + 1), np.inf)
+    before = np.zeros((n + 1, last + 1), int)
+    best[0, 0] = 0.0
+    for s in range(1, n + 1):
+        for end in range(s, last + 1):
+            first = int(np.searchsorted(total, total[end] - limit))
+            if first < end:
+                start = first + int(np.argmin(best[s - 1, first:end]))
+                best[s, end] = best[s - 1, start] + (crossing[end] if end < last else 0.0)
+                before[s, end] = start
+    bounds, end = [], last
+    for s in range(n, 1, -1):
+        end = int(before[s, end])
+        bounds.append(end)
+    return bounds[::-1]
+
+
+class _Stages:
+    """The linear program of the backward pass: a stage number for each op, between 0 and the last stage."""
+
+    def __init__(self, ops: Sequence[int], n: int):
+        self.columns = {k: i for i, k in enumerate(ops)}
+        self.n = n
+        self.prices = [1e-6] * len(ops)
+        self.bounds: list[tuple[float, float | None]] = [(0, n - 1)] * len(ops)
+        self.entries: list[tuple[int, int, float]] = []
+        self.limits: list[float] = []
+        self.lowest: dict[int, int] = {}  # per value the column of the lowest stage that reads it
+
+    def near(self, op: int, low: int, high: int, price: float) -> None:
+        """Charges an op for every stage that it is below ``low`` or above ``high``."""
+        distance = self._column(price, (0, None))
+        self._at_most({self.columns[op]: 1.0, distance: -1.0}, high)
+        self._at_most({self.columns[op]: -1.0, distance: -1.0}, -low)
+
+    def sent(self, value: int, maker: int, reader: int, price: float) -> None:
+        """Charges a value for every stage between its maker and the lowest reader, and keeps readers below makers."""
+        if value not in self.lowest:
+            self.lowest[value] = self._column(-price, (0, self.n - 1))
+            self.prices[self.columns[maker]] += price
+            self._at_most({self.lowest[value]: 1.0, self.columns[maker]: -1.0}, 0)
+        self._at_most({self.lowest[value]: 1.0, self.columns[reader]: -1.0}, 0)
+        self._at_most({self.columns[reader]: 1.0, self.columns[maker]: -1.0}, 0)
+
+    def solved(self) -> dict[int, int]:
+        """The stage of each op."""
+        rows, columns, entries = zip(*self.entries, strict=True) if self.entries else ((), (), ())
+        matrix = coo_matrix((entries, (rows, columns)), shape=(len(self.limits), len(self.prices)))
+        found = linprog(self.prices, A_ub=matrix, b_ub=self.limits, bounds=self.bounds, method="highs-ds")
+        return {op: round(found.x[column]) for op, column in self.columns.items()}
+
+    def _column(self, price: float, bounds: tuple[float, float | None]) -> int:
+        self.prices.append(price)
+        self.bounds.append(bounds)
+        return len(self.prices) - 1
+
+    def _at_most(self, entries: Mapping[int, float], limit: float) -> None:
+        self.entries += [(len(self.limits), column, entry) for column, entry in entries.items()]
+        self.limits.append(limit)
+
+
+# -- arguments behind values ---------------------------------------------------------------------------------------------------
+
+
+def _roots(micro: Micro) -> dict[int, int]:
+    """Per input of the body the largest argument that it is computed of, and per sum the argument that it updates."""
+    graph = micro.graph
+    of: dict[int, int] = {value: value for value in graph.arguments}
+    for op in graph.ops:
+        if op is not micro.loop:
+            roots = [of[value] for value in op.operands if value in of]
+            if roots:
+                of.update(dict.fromkeys(op.results, max(roots, key=lambda root: graph.values[root].nbytes)))
+    found = {inner: of[outer] for inner, outer in micro.entering.items() if outer in of}
+    read = set(found.values())
+    updated = {graph.results[result]: graph.arguments[argument] for result, argument in graph.aliases if graph.arguments[argument] in read}
+    for each in micro.sums:
+        if (argument := _updated(micro, micro.loop.results[each.position], updated)) is not None:
+            found[each.update.results[0]] = argument
+    return found
+
+
+def _updated(micro: Micro, total: int, updated: Mapping[int, int]) -> int | None:
+    """The argument that is replaced by what is computed of a sum, element by element; None where there is none."""
+    values, size = micro.graph.values, micro.graph.values[total].size
+    reached = {total}
+    for op in micro.graph.ops:
+        if any(value in reached for value in op.operands):
+            for value in op.results:
+                if size > 1 and values[value].size == size:
+                    reached.add(value)
+                    if value in updated:
+                        return updated[value]
+    return None

@@ -1,0 +1,417 @@
+"""The stages of a pipeline: one ordinary program each, with what it reads, returns, sends and receives.
+
+A stage's program reads the arguments that it needs, and of every microbatch what other stages send it, stacked. It loops over microbatches,
+in which it computes its part of the forward and of the backward pass, and then does its part of what comes after: the updates of its
+weights. So it is a program that can be searched like any step. The tasks of a schedule are parts of it once it is lowered
+(`autoshard.pipeline.tasks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr
+
+from autoshard.errors import PipelineError
+from autoshard.ir import Op
+from autoshard.pipeline.around import Around, around_of
+from autoshard.pipeline.cut import EVERYWHERE, Cut, cut_of, is_backward
+from autoshard.pipeline.micro import Evaluator, Micro, Sum, micro_of
+from autoshard.trace import Traced, of_jaxpr, subjaxprs, types_of
+from autoshard.trace.structure import opened
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A value that one stage sends to others.
+
+    Attributes:
+        kind: ``"loop"``: of each microbatch; ``"part"``: the stage's part of a sum over microbatches; ``"value"``: another value outside
+            the loop.
+        value: its number in the graph of the step in microbatches.
+        source, targets: the stage that sends it, and those that receive it.
+        level: outside the loop, the level at which it is received (`autoshard.pipeline.around`); in the loop 0.
+        backward: in the loop, whether it is sent by the backward pass.
+        shape, dtype: of the array that is sent, in the loop of one microbatch.
+        origin: the operation that makes it and its line in the user's program.
+    """
+
+    kind: str
+    value: int
+    source: int
+    targets: tuple[int, ...]
+    level: int
+    backward: bool
+    shape: tuple[int, ...]
+    dtype: str
+    origin: str
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """What tells messages apart."""
+        return self.kind, self.value, self.source
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stage:
+    """One stage of a pipeline.
+
+    Attributes:
+        number: from 0 for the first.
+        traced: its program over all microbatches. Arguments: those of the step at ``arguments``, then ``receives`` in order, where those of
+            the loop have all microbatches along a new dimension 0. Results: those of the step at ``results``, then ``sends``, alike.
+        arguments, results: positions among the step's flat arguments and results.
+        homes: which of ``arguments`` stay on this stage between steps; other stages may read them too, and are sent them each step.
+        receives, sends: messages; those of the loop come last.
+        forward: per result of the program's loop, carries and stacked values, whether the forward pass makes it.
+        lines: the first and the last line of the user's program that it computes, in words.
+    """
+
+    number: int
+    traced: Traced
+    arguments: tuple[int, ...]
+    results: tuple[int, ...]
+    homes: tuple[bool, ...]
+    receives: tuple[Message, ...]
+    sends: tuple[Message, ...]
+    forward: tuple[bool, ...]
+    lines: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Staged:
+    """A step cut into stages.
+
+    Attributes:
+        traced: the step as it was traced.
+        micro: the step in microbatches.
+        cut: plain numbers from which the same stages are made again.
+        stages: the stages, first to last.
+        loop_level: the level of the loop over microbatches among messages outside it.
+        argument_homes, result_homes: per flat argument and result of the step the stage that has it between steps.
+    """
+
+    traced: Traced
+    micro: Micro
+    cut: Cut
+    stages: tuple[Stage, ...]
+    loop_level: int
+    argument_homes: tuple[int, ...]
+    result_homes: tuple[int, ...]
+
+    @property
+    def n_microbatches(self) -> int:
+        """The number of microbatches."""
+        return self.micro.n
+
+
+def stages_of(traced: Traced, n_stages: int, n_microbatches: int, cut: Cut | None = None) -> Staged:
+    """The stages of a step: parts of about equal work, cut where few bytes go from one to the next.
+
+    Args:
+        traced: the whole step, not in microbatches.
+        n_stages: how many stages; with several chunks a stage, of chunks in all.
+        n_microbatches: how many microbatches the batch is divided into.
+        cut: the cut of an earlier call for the same step and numbers; None finds it.
+
+    Raises:
+        TraceError: the batch has no such microbatches.
+        PipelineError: the step has no such stages, or the cut is another step's.
+    """
+    micro = micro_of(traced, n_microbatches)
+    if cut is None:
+        cut = cut_of(micro, n_stages)
+    elif cut.n_stages != n_stages or len(cut.stages) != len(micro.body.ops):
+        raise PipelineError(
+            f"A cut has a stage for each operation of a microbatch: got one of {cut.n_stages} stages for {len(cut.stages)} operations, "
+            f"and the step has {len(micro.body.ops)} and is asked for {n_stages}. Cut the step again."
+        )
+    return _Builder(traced, micro, cut).staged()
+
+
+class _Builder:
+    """What all stages of a step share while they are made."""
+
+    def __init__(self, traced: Traced, micro: Micro, cut: Cut):
+        self.traced, self.micro, self.cut = traced, micro, cut
+        self.ops, self.values = micro.body.ops, micro.graph.values
+        self.stage_of = {value: stage for op, stage in zip(self.ops, cut.stages, strict=True) for value in op.results}
+        self.backward = {op.index: backward for op, backward in zip(self.ops, is_backward(micro), strict=True)}
+        self.maker = {value: op for op in (*micro.graph.ops, *self.ops) for value in op.results}
+        self.of_sums = {op.index for each in micro.sums for op in (each.update, *each.inner)}
+        self.sum_terms = {each.position: self._terms_by_stage(each) for each in micro.sums}
+        self.loops = [self._loop(stage) for stage in range(cut.n_stages)]
+        self.around = self._around()
+        self.outside = {op.index: op for op in micro.graph.ops if op is not micro.loop}
+
+    # -- the loop -----------------------------------------------------------------------------------------------------------
+
+    def _terms_by_stage(self, each: Sum) -> dict[int, list[int]]:
+        """The terms of a sum by the stage that computes them."""
+        at = {term: self.stage_of.get(term, EVERYWHERE) for term in each.terms}
+        first = min((stage for stage in at.values() if stage != EVERYWHERE), default=0)
+        found: dict[int, list[int]] = {}
+        for term in each.terms:
+            found.setdefault(first if at[term] == EVERYWHERE else at[term], []).append(term)
+        return dict(sorted(found.items()))
+
+    def _loop(self, stage: int) -> _Loop:
+        """What a stage computes in the loop."""
+        own = {op.index for op, at in zip(self.ops, self.cut.stages, strict=True) if at == stage and op.index not in self.of_sums}
+        sums = tuple(each for each in self.micro.sums if stage in self.sum_terms[each.position])
+        whole = [each for each in sums if len(self.sum_terms[each.position]) == 1]
+        own.update(op.index for each in whole for op in (each.update, *each.inner))
+        stacked = tuple(v for v in self.micro.stacked if max(self.stage_of.get(v, 0), 0) == stage)
+        wanted = {term for each in sums for term in self.sum_terms[each.position][stage]} | set(stacked)
+        needed, copied = set(wanted), {op.index for op, at in zip(self.ops, self.cut.stages, strict=True) if at == EVERYWHERE}
+        ops: list[Op] = []
+        for op in reversed(self.ops):
+            if op.index in own or (op.index in copied and any(value in needed for value in op.results)):
+                ops.append(op)
+                needed.update(op.operands)
+        made = {value for op in ops for value in op.results}
+        received = sorted(value for value in needed - made if self.stage_of.get(value, EVERYWHERE) not in (EVERYWHERE, stage))
+        entering = {inner: outer for inner, outer in self.micro.entering.items() if inner in needed}
+        reads_index = self.micro.index in needed
+        return _Loop(stage, tuple(reversed(ops)), entering, sums, stacked, tuple(received), reads_index)
+
+    def _around(self) -> Around:
+        reads: dict[int, set[int]] = {}
+        for loop in self.loops:
+            for outer in loop.entering.values():
+                reads.setdefault(outer, set()).add(loop.stage)
+        results = self.micro.loop.results
+        totals = {results[position]: tuple(terms) for position, terms in self.sum_terms.items()}
+        totals.update((results[position], (max(self.stage_of.get(value, 0), 0),)) for value, position in self.micro.stacked.items())
+        return around_of(self.micro, reads, totals)
+
+    # -- outside the loop ---------------------------------------------------------------------------------------------------
+
+    def staged(self) -> Staged:
+        """The stages."""
+        graph, around = self.micro.graph, self.around
+        replaced = {result: argument for result, argument in graph.aliases}
+        copied = {value for index, at in around.stages.items() if at == EVERYWHERE for value in self.outside[index].results}
+        homes = []
+        for position, value in enumerate(graph.results):
+            is_anywhere = value in copied or (value not in self.maker and value not in graph.arguments)
+            of = graph.arguments[replaced[position]] if is_anywhere and position in replaced else value
+            homes.append(around.home(of))
+        outers = [self._outer(stage, [v for v, home in zip(graph.results, homes, strict=True) if home == stage]) for stage in self._numbers]
+        messages = self._messages(outers)
+        stages = tuple(self._stage(outer, tuple(homes), messages) for outer in outers)
+        argument_homes = tuple(around.home(value) for value in graph.arguments)
+        return Staged(self.traced, self.micro, self.cut, stages, around.loop_level, argument_homes, tuple(homes))
+
+    @property
+    def _numbers(self) -> range:
+        return range(self.cut.n_stages)
+
+    def _outer(self, stage: int, results: Iterable[int]) -> _Outer:
+        """What a stage computes outside the loop."""
+        around, loop, graph = self.around, self.loops[stage], self.micro.graph
+        first = self.micro.loop.params["num_consts"]
+        needed = {*results, *loop.entering.values(), *(self.micro.loop.operands[first + each.position] for each in loop.sums)}
+        ops: list[Op] = []
+        for op in reversed(graph.ops):
+            at = None if op is self.micro.loop else around.stages[op.index]
+            if at == stage or (at == EVERYWHERE and any(value in needed for value in op.results)):
+                ops.append(op)
+                needed.update(op.operands)
+        made = {value for op in ops for value in op.results}
+        of_loop = set(self.micro.loop.results)
+        received = []
+        for value in sorted(needed - made):
+            is_made = value in of_loop or (value in self.maker and self.maker[value].index in around.stages)
+            if is_made and around.home(value) != stage:
+                received.append(value)
+        arguments = tuple(k for k, value in enumerate(graph.arguments) if value in needed)
+        return _Outer(stage, tuple(reversed(ops)), arguments, tuple(received))
+
+    def _messages(self, outers: Sequence[_Outer]) -> dict[tuple[str, int, int], Message]:
+        """All that stages send each other."""
+        targets: dict[tuple[str, int, int], list[int]] = {}
+        for outer, loop in zip(outers, self.loops, strict=True):
+            for value in outer.received:
+                targets.setdefault(("value", value, self.around.home(value)), []).append(outer.stage)
+            for value in loop.received:
+                targets.setdefault(("loop", value, self.stage_of[value]), []).append(loop.stage)
+        for position, terms in self.sum_terms.items():
+            owner, *others = terms
+            for other in others:
+                targets["part", self.micro.loop.results[position], other] = [owner]
+        return {key: self._message(*key, tuple(to)) for key, to in targets.items()}
+
+    def _message(self, kind: str, value: int, source: int, targets: tuple[int, ...]) -> Message:
+        level = 0 if kind == "loop" else 1 + (self.around.loop_level if kind == "part" else self.around.levels.get(value, 0))
+        found, maker = self.values[value], self.maker.get(value)
+        origin = "" if maker is None else f"{maker.primitive} at {maker.origin}"
+        backward = kind == "loop" and maker is not None and self.backward[maker.index]
+        return Message(kind, value, source, targets, level, backward, found.shape, found.dtype, origin)
+
+    def _stage(self, outer: _Outer, result_homes: tuple[int, ...], messages: Mapping[tuple[str, int, int], Message]) -> Stage:
+        graph, stage, loop = self.micro.graph, outer.stage, self.loops[outer.stage]
+        results = tuple(position for position, home in enumerate(result_homes) if home == stage)
+
+        def sorted_of(found: Iterable[Message]) -> tuple[Message, ...]:
+            return tuple(sorted(found, key=lambda message: (message.kind == "loop", message.key)))
+
+        receives = sorted_of(message for message in messages.values() if stage in message.targets)
+        sends = sorted_of(message for message in messages.values() if message.source == stage)
+        function = self._function(outer, loop, results, receives, sends)
+        types = types_of([self.micro.traced.jaxpr.jaxpr.invars[k] for k in outer.arguments])
+        types += [self._type(message) for message in receives]
+        homes = tuple(self.around.home(graph.arguments[k]) == stage for k in outer.arguments)
+        places = {position: k for k, position in enumerate(outer.arguments)}
+        aliases = tuple((k, places[argument]) for k, position in enumerate(results) for result, argument in graph.aliases
+                        if result == position and argument in places)  # fmt: skip
+        traced = of_jaxpr(
+            f"{graph.name}_stage{stage}",
+            jax.make_jaxpr(function)(*types),
+            argument_paths=[*(graph.argument_paths[k] for k in outer.arguments), *map(_name, receives)],
+            result_paths=[*(graph.result_paths[k] for k in results), *(f"sent.{_name(message)}" for message in sends)],
+            aliases=aliases,
+            donated=tuple(k for k, position in enumerate(outer.arguments) if position in graph.donated and homes[k]),
+            microbatches=self.micro.n,
+        )
+        return Stage(stage, traced, outer.arguments, results, homes, receives, sends, self._forward(loop, sends), _lines(loop.ops))
+
+    def _type(self, message: Message) -> jax.ShapeDtypeStruct:
+        aval = self._aval(message)
+        shape = (self.micro.n, *aval.shape) if message.kind == "loop" else aval.shape
+        return jax.ShapeDtypeStruct(shape, aval.dtype)
+
+    def _aval(self, message: Message) -> Any:
+        maker = self.maker[message.value]
+        return maker.equation.outvars[maker.results.index(message.value)].aval
+
+    def _forward(self, loop: _Loop, sends: Sequence[Message]) -> tuple[bool, ...]:
+        """Per result of a stage's loop whether the forward pass makes it: carries, then stacked values, then messages."""
+
+        def is_forward(value: int) -> bool:
+            maker = self.maker.get(value)
+            return maker is None or not self.backward.get(maker.index, False)
+
+        carries = [all(map(is_forward, self.sum_terms[each.position][loop.stage])) for each in loop.sums]
+        return (*carries, *map(is_forward, loop.stacked), *(not message.backward for message in sends if message.kind == "loop"))
+
+    # -- the program --------------------------------------------------------------------------------------------------------
+
+    def _function(
+        self, outer: _Outer, loop: _Loop, results: tuple[int, ...], receives: Sequence[Message], sends: Sequence[Message]
+    ) -> Callable[..., list[Any]]:
+        """The function of a stage, from its flat arguments to its flat results."""
+        micro, graph = self.micro, self.micro.graph
+        closed = micro.traced.jaxpr
+        position_of = {op.index: k for k, op in enumerate(graph.ops)}
+        here = position_of[micro.loop.index]
+        before = [op for op in outer.ops if position_of[op.index] < here]
+        after = [op for op in outer.ops if position_of[op.index] > here]
+
+        def function(*inputs: Any) -> list[Any]:
+            arguments, arrived = inputs[: len(outer.arguments)], inputs[len(outer.arguments) :]
+            evaluator = Evaluator(closed, {graph.arguments[k]: x for k, x in zip(outer.arguments, arguments, strict=True)})
+            parts: dict[int, list[Any]] = {}
+            slices: dict[int, Any] = {}
+            for message, x in zip(receives, arrived, strict=True):
+                if message.kind == "part":
+                    parts.setdefault(message.value, []).append(x)
+                else:
+                    (slices if message.kind == "loop" else evaluator.arrays)[message.value] = x
+            evaluator.run(before)
+            totals, stacked, sent = self._looped(loop, evaluator, slices, [m.value for m in sends if m.kind == "loop"])
+            mine: dict[int, Any] = {}
+            for each, total in zip(loop.sums, totals, strict=True):
+                result = micro.loop.results[each.position]
+                if next(iter(self.sum_terms[each.position])) != loop.stage:
+                    mine[result] = total
+                    continue
+                for part in parts.get(result, ()):
+                    total = total + part
+                evaluator.arrays[result] = total
+            for value, x in zip(loop.stacked, stacked, strict=True):
+                evaluator.arrays[micro.loop.results[micro.stacked[value]]] = x
+            evaluator.run(after)
+            returned = [evaluator.read(closed.jaxpr.outvars[k], graph.results[k]) for k in results]
+            outside = [mine[m.value] if m.kind == "part" else evaluator.arrays[m.value] for m in sends if m.kind != "loop"]
+            return [jnp.asarray(x) if not hasattr(x, "aval") else x for x in (*returned, *outside, *sent)]
+
+        return function
+
+    def _looped(self, loop: _Loop, outside: Evaluator, slices: Mapping[int, Any], sent: Sequence[int]) -> tuple[Any, Any, Any]:
+        """The totals of a stage's loop over microbatches, what it stacks up, and what it sends, stacked up."""
+        micro, scan = self.micro, self.micro.loop
+        first = scan.params["num_consts"]
+        (body,) = subjaxprs(scan.equation)
+        atoms = dict(zip(scan.operands, scan.equation.invars, strict=True))
+        entering = {inner: outside.read(atoms[outer], outer) for inner, outer in loop.entering.items()}
+        start = tuple(jnp.asarray(outside.read(atoms[v], v)) for v in (scan.operands[first + each.position] for each in loop.sums))
+
+        def microbatch(totals: tuple, given: tuple) -> tuple[tuple, tuple]:
+            index, arrived = given
+            inner = Evaluator(ClosedJaxpr(*opened(body)), {**entering, **arrived})
+            if index is not None:
+                inner.arrays[micro.index] = index
+            carries = [micro.body.inputs[first + each.position] for each in loop.sums]
+            inner.arrays.update(zip(carries, totals, strict=True))
+            inner.run(loop.ops)
+            new = tuple(self._added(each, loop.stage, total, inner) for each, total in zip(loop.sums, totals, strict=True))
+            return new, (tuple(inner.arrays[v] for v in loop.stacked), tuple(inner.arrays[v] for v in sent))
+
+        type_of_index = next((v.aval.dtype for v in opened(body)[0].invars[-1:]), jnp.int32)
+        index = jnp.arange(micro.n, dtype=type_of_index) if loop.reads_index else None
+        totals, (stacked, messages) = lax.scan(microbatch, start, (index, {v: slices[v] for v in loop.received}), micro.n)
+        return totals, stacked, messages
+
+    def _added(self, each: Sum, stage: int, total: Any, inner: Evaluator) -> Any:
+        """A stage's total of a sum after a microbatch."""
+        if len(self.sum_terms[each.position]) == 1:
+            return inner.arrays[each.update.results[0]]
+        terms = [inner.arrays[term].astype(total.dtype) for term in self.sum_terms[each.position][stage]]
+        part = terms[0]
+        for term in terms[1:]:
+            part = part + term
+        return total + part
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Loop:
+    """A stage's part of the loop: its ops, the inputs of the body that it reads, and what it adds up, stacks and receives."""
+
+    stage: int
+    ops: tuple[Op, ...]
+    entering: Mapping[int, int]
+    sums: tuple[Sum, ...]
+    stacked: tuple[int, ...]
+    received: tuple[int, ...]
+    reads_index: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Outer:
+    """A stage's part outside the loop: its ops, the positions of the arguments that it reads, and the values that it receives."""
+
+    stage: int
+    ops: tuple[Op, ...]
+    arguments: tuple[int, ...]
+    received: tuple[int, ...]
+
+
+def _name(message: Message) -> str:
+    """The name of a message among a program's arguments."""
+    return f"{message.kind}{message.value}_from_stage{message.source}"
+
+
+def _lines(ops: Iterable[Op]) -> str:
+    """The first and the last line of the user's program among the origins of ops with products, or of all where there are none."""
+    places = [op.origin for op in ops if op.origin.file]
+    if not places:
+        return "unknown source"
+    file = max(dict.fromkeys(place.file for place in places), key=[place.file for place in places].count)
+    lines = [place.line for place in places if place.file == file]
+    return f"{file}:{min(lines)} to {max(lines)}"
