@@ -7,7 +7,7 @@ Each fact is stated here alone; what a compiler does with a primitive is in `aut
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Kind = Literal[
@@ -93,6 +93,7 @@ class Primitive:
         commutes_with_casts: whether compilers may cast its operands instead of its result, with equal numbers.
         moves: whether its result has the elements of its operand, rearranged or cast.
         stateful: whether it has an effect or a state, and so runs on one device.
+        collective: the HLO collective that it becomes, of those that are costed.
     """
 
     kind: Kind
@@ -109,6 +110,7 @@ class Primitive:
     commutes_with_casts: bool = False
     moves: bool = False
     stateful: bool = False
+    collective: str = ""
 
 
 def _each(names: str, kind: Kind, **facts: Any) -> dict[str, Primitive]:
@@ -165,7 +167,8 @@ _DATA: dict[str, Primitive] = {
     **_each("optimization_barrier", "identity", work="none", view=True),
     **_each("name", "identity", work="none", commutes_with_casts=True),
     **_each("stop_gradient", "identity", work="none"),
-    **_each("dce_sink layout_constraint preduced pvary reduced_vary_cast_p tie vary_unreduced_cast_p", "identity"),
+    **_each("dce_sink layout_constraint preduced reduced_vary_cast_p tie vary_unreduced_cast_p", "identity"),
+    **_each("pvary", "identity", work="none", view=True),
     **_each("shard_alike with_memory_space_constraint xla_metadata_value", "identity"),
     **_each("sharding_constraint", "placement", work="none", view=True, commutes_with_casts=True),
     **_each("reshard", "placement", work="none", view=True),
@@ -232,7 +235,8 @@ _CREATION: dict[str, Primitive] = {
     **_each("rng_bit_generator", "random"),
     **_each("rng_uniform", "random", stateful=True),
     **_each("create_token empty iota", "creation", work="none"),
-    **_each("after_all axis_index empty2 iota_2x32_shape", "creation"),
+    **_each("after_all empty2 iota_2x32_shape", "creation"),
+    **_each("axis_index", "creation", computed_once=True),
 }
 
 _PROGRAMS: dict[str, Primitive] = {
@@ -246,7 +250,8 @@ _PROGRAMS: dict[str, Primitive] = {
     **_each("custom_jvp_call custom_vjp_call", "custom_rule", bodies=("call_jaxpr",)),
     **_each("custom_vmap_call", "custom_rule", bodies=("call",)),
     **_each("linear_call", "custom_rule", bodies=("callee",)),
-    **_each("custom_partitioning shard_map", "self_partitioned", anchor=True),
+    **_each("custom_partitioning", "self_partitioned", anchor=True),
+    **_each("shard_map", "self_partitioned", work="none", view=True, computed_once=True),  # an operand's shards, or a result of shards
     **_each("ffi_call pallas_call", "kernel", anchor=True),
     # Their work is not known; it is counted as for unknown primitives.
     **_each("cudnn_fusion scaled_dot scaled_matmul scaled_matmul_wrapper", "library"),
@@ -258,14 +263,21 @@ _PROGRAMS: dict[str, Primitive] = {
     **_each("debug_callback debug_print io_callback", "callback", stateful=True),
 }
 
-# Inside a user's shard_map.
+# Inside a user's shard_map. Where a collective starts in one primitive and is done in another, the first counts.
 _COLLECTIVES: dict[str, Primitive] = {
-    **_each("all_gather all_gather_done all_gather_invariant all_gather_reduced all_gather_reduced_start all_gather_start", "collective"),
-    **_each("all_to_all all_to_all_done all_to_all_start pbroadcast pbroadcast_done pbroadcast_start", "collective"),
-    **_each("pmax pmin ppermute ppermute_done ppermute_start precv psend ragged_all_to_all", "collective"),
-    **_each("psum psum_done psum_invariant psum_invariant_start psum_start", "collective"),
-    **_each("unreduced_psum unreduced_psum_start unreduced_reduce_scatter unreduced_reduce_scatter_start", "collective"),
-    **_each("reduce_scatter reduce_scatter_done reduce_scatter_start", "collective", work="operand"),
+    name: replace(each, work="none", anchor=True, commutes_with_casts=each.collective not in ("", "all_reduce", "reduce_scatter"))
+    for name, each in {
+        **_each("all_gather all_gather_invariant all_gather_reduced", "collective", collective="all_gather"),
+        **_each("all_gather_reduced_start all_gather_start", "collective", collective="all_gather"),
+        **_each("all_to_all all_to_all_start ragged_all_to_all", "collective", collective="all_to_all"),
+        **_each("ppermute ppermute_start", "collective", collective="collective_permute"),
+        **_each("pmax pmin psum psum_invariant psum_invariant_start psum_start", "collective", collective="all_reduce"),
+        **_each("unreduced_psum unreduced_psum_start", "collective", collective="all_reduce"),
+        **_each("reduce_scatter reduce_scatter_start", "collective", collective="reduce_scatter"),
+        **_each("unreduced_reduce_scatter unreduced_reduce_scatter_start", "collective", collective="reduce_scatter"),
+        **_each("all_gather_done all_to_all_done ppermute_done psum_done reduce_scatter_done", "collective"),
+        **_each("pbroadcast pbroadcast_done pbroadcast_start precv psend", "collective"),
+    }.items()
 }
 
 PRIMITIVES: Mapping[str, Primitive] = {
@@ -324,6 +336,7 @@ _CALLS = _where(lambda each: each.kind == "call")
 _CUSTOM_RULES = _where(lambda each: each.kind == "custom_rule")
 _PLACEMENTS = _where(lambda each: each.kind == "placement")
 _STATEFUL = _where(lambda each: each.stateful)
+_COLLECTIVE = _where(lambda each: each.kind == "collective")
 _SELF_PARTITIONED = _where(lambda each: each.kind == "self_partitioned")
 _OPAQUE = _where(lambda each: each.kind in ("self_partitioned", "kernel", "callback"))
 
@@ -448,6 +461,11 @@ def is_stateful(name: str) -> bool:
 def is_self_partitioned(name: str) -> bool:
     """Whether the primitive has its own sharding."""
     return name in _SELF_PARTITIONED
+
+
+def is_collective(name: str) -> bool:
+    """Whether the primitive communicates, inside a user's shard_map."""
+    return name in _COLLECTIVE
 
 
 def is_opaque(name: str) -> bool:

@@ -11,8 +11,8 @@ import jax
 
 from autoshard.api.user_pins import UserPins, constraints
 from autoshard.cluster import Cluster
-from autoshard.errors import ShardingError
-from autoshard.ir import Graph, Mesh
+from autoshard.errors import ClusterError, ShardingError
+from autoshard.ir import Graph, Mesh, axes_of_product
 from autoshard.mesh_search.candidates import candidate_meshes, placed
 from autoshard.search import Searcher
 from autoshard.trace import axes_of, mesh_in_force
@@ -44,9 +44,7 @@ def meshes_of(cluster: Cluster, pins: UserPins, given: Mesh | None, max_axes: in
         return placed(cluster, [given], renamed=False), False
     if next(_of_arguments(pins), None) is not None:
         return placed(cluster, [fixed_mesh(cluster, pins)], renamed=False), False
-    if (fixed := next(_of_program(pins.graph), None)) is not None:
-        mesh = Mesh(fixed.mesh)
-        cluster.check(mesh)
+    if (mesh := _mesh_of_program(cluster, pins.graph)) is not None:
         return (mesh,), False
     names = pins.axes
     _check_spelling(pins.asked.axes)
@@ -78,10 +76,30 @@ def _of_arguments(pins: UserPins) -> Iterator[_Fixed]:
             yield _Fixed(kept.mesh, frozenset(kept.axes), f"{pins.graph.argument_paths[position]} (by {kept.source})")
 
 
+def _mesh_of_program(cluster: Cluster, graph: Graph) -> Mesh | None:
+    """The mesh that the program fixes, of several shard_maps' meshes one whose axes make up those of all others; None where it fixes none.
+
+    Raises:
+        ClusterError: it does not cover the cluster.
+    """
+    fixed = [*_of_program(graph)]
+    if not fixed:
+        return None
+    sizes = [[size for _, size in each.mesh] for each in fixed]
+    finest = next((each for each, own in zip(fixed, sizes, strict=True) if all(axes_of_product(other, own) for other in sizes)), fixed[0])
+    mesh = Mesh(finest.mesh)
+    if mesh.size != cluster.n_devices:
+        raise ClusterError(
+            f"a program runs on as many devices as the mesh that it names has: {finest.what} is on {mesh}, of {mesh.size} devices, and "
+            f"{cluster} has {cluster.n_devices}. Search for a cluster of {mesh.size}, or write that mesh for {cluster.n_devices}."
+        )
+    return mesh
+
+
 def _of_program(graph: Graph) -> Iterator[_Fixed]:
     for op in graph.walk():
-        if op.primitive == "shard_map":
-            yield _Fixed(tuple(dict(op.params["mesh"].shape).items()), frozenset(), f"the shard_map at {op.origin}")
+        if "entries" in op.params and op.mapped:
+            yield _Fixed(op.mapped, frozenset(), f"the shard_map at {op.origin}")
     for place, spec, mesh in constraints(graph):
         if mesh is not None:
             yield _Fixed(tuple(mesh.items()), frozenset(axes_of(spec)), place.what)

@@ -69,7 +69,7 @@ def whole(facts: ProgramFacts, assignment: Assignment) -> list[str]:
 
 def _repeating(facts: ProgramFacts, assignment: Assignment) -> list[str]:
     """The mesh axes whose devices repeat each other's work in more than a tenth of all products; without products, of all operations."""
-    ops = [op for op in facts.graph.walk() if not op.bodies]
+    ops = [op for op in facts.graph.walk() if not (op.bodies or op.mapped)]
     products = [op for op in ops if is_matrix(op.primitive)]
     what = "products" if products else "operations"
     work = {op: op.trips * facts.flops[op.index] for op in products or ops}
@@ -83,7 +83,7 @@ def _repeating(facts: ProgramFacts, assignment: Assignment) -> list[str]:
 
 def _repeated(facts: ProgramFacts, assignment: Assignment) -> list[str]:
     """By mesh axis the largest products that it does not split, where no size of theirs divides by it."""
-    products = [op for op in facts.graph.walk() if is_matrix(op.primitive)]
+    products = [op for op in facts.graph.walk() if is_matrix(op.primitive) and not op.mapped]
     total, found = sum(op.trips * facts.flops[op.index] for op in products), []
     for axis, (name, n) in enumerate(assignment.mesh.axes):
         flops: defaultdict[tuple[str, tuple[int, ...]], float] = defaultdict(float)

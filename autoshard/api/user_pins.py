@@ -97,7 +97,7 @@ class Place:
 def constraints(graph: Graph) -> Iterator[tuple[Place, tuple, dict[str, int] | None]]:
     """The user's constraints inside the function, their specs, and the shapes of their meshes, as `constraint_spec` has them."""
     for op in graph.walk():
-        if op.primitive == "sharding_constraint":
+        if op.primitive == "sharding_constraint" and not op.mapped:
             yield Place(op.results[0], op.operands[0], f"the value constrained at {op.origin}"), *constraint_spec(op)
 
 

@@ -19,7 +19,7 @@ from autoshard.compilers.traffic import Traffic, sent_by_op
 from autoshard.cost.compute import op_flops
 from autoshard.ir import Graph, Op, Rule
 from autoshard.ir.naming import Names
-from autoshard.primitives import is_loop, is_matrix
+from autoshard.primitives import is_collective, is_loop, is_matrix
 
 if TYPE_CHECKING:
     from autoshard.compilers.base import Compiler
@@ -223,6 +223,8 @@ def _alike(
     def number(op: Op) -> int:
         operands, results = (tuple(tensors[value] for value in group) for group in (op.operands, op.results))
         added = sums.accumulated[op.index], sums.widened[op.index]
+        if is_collective(op.primitive):  # what of it is sent depends on what it reads, and for whom
+            return numbers.setdefault((op.index,), len(numbers))
         key = op.primitive, id(rules[op.index]), flops[op.index], traffic[op.index], added, operands, results
         return numbers.setdefault(key, len(numbers))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from autoshard.ir.graph import Graph
-from autoshard.ir.layout import Layout, Mesh
+from autoshard.ir.layout import Layout, Mesh, axes_of_product
 from autoshard.ir.rule import Rule
 from autoshard.primitives import is_rearrangement
 
@@ -147,6 +147,20 @@ def choice_for(rule: Rule, result: int, layout: Layout, sizes: tuple[int, ...]) 
     found = tuple(choice)
     sends = reductions(rule, found) or exchanges(rule, found, sizes)
     return None if sends or not legal(rule, found, sizes) or result_layout(rule, found, result) != layout else found
+
+
+def given_choice(rule: Rule, sizes: tuple[int, ...]) -> Choice:
+    """The choice of an op that the program fixes; an op on a mesh that has other axes than the program's splits nothing.
+
+    Args:
+        rule: with ``given`` axes.
+        sizes: of the mesh axes.
+    """
+    choice = [NOWHERE] * len(sizes)
+    for axes, (_, factor) in zip(axes_of_product([size for size, _ in rule.given], sizes) or (), rule.given, strict=False):
+        for axis in axes if factor >= 0 else ():
+            choice[axis] = factor, -1
+    return tuple(choice)
 
 
 def legal(rule: Rule, choice: Choice, sizes: tuple[int, ...]) -> bool:

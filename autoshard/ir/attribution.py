@@ -18,6 +18,7 @@ REASONS = {
     "ahead": ("before", "after"),
     "combined": ("splits", "operator", "dims"),
     "exchanged": ("splits",),
+    "written": (),
     "circulated": (),
     "accumulated": (),
 }
@@ -79,6 +80,7 @@ class Reason:
         kind: one of `REASONS`. A value is resharded because the op that reads it is split (``read``) or has no rule (``unruled``), because
             a loop's or branch's body keeps it in that layout (``held``), because it is an argument's new value (``replaced``), or because a
             scan's next trip reads it (``ahead``). Partial results are ``combined``; shards that need each other's data are ``exchanged``;
+            a collective of the program's own, inside a `jax.shard_map`, is ``written``;
             blocks of a windowed product are ``circulated``, or its partial results ``accumulated`` from device to device.
         before, after: the specs of a resharded value, one entry a dimension; empty where it is replicated.
         splits: per mesh axis of the collective, the factor that the op splits over it, or None.

@@ -6,6 +6,9 @@ ops of its bodies).
 A control-flow op has no rule. Its `Holder`s say how layouts flow through it: a holder is a value that keeps one layout
 throughout the op (a loop carry, a scanned slice, a branch operand); its `sources` are the values that are resharded to
 that layout, its `views` the values that share it.
+
+A user's `jax.shard_map` is part of the program around it. An op of its own takes each operand apart into shards, its body's ops are on the
+arrays of one device, whose values have the shapes of shards, and an op puts each result together.
 """
 
 from __future__ import annotations
@@ -117,6 +120,7 @@ class Op:
         trips: executions in one step: the product of the enclosing loops' trip counts.
         bodies: sub-programs of a control-flow op.
         holders: how layouts flow into and out of the bodies.
+        mapped: of an op of a user's shard_map, the names and sizes of the axes of its mesh; empty for all others.
         equation: the traced equation; only the fallback rule (`autoshard.rules.shardy`) reads it, to lower it.
     """
 
@@ -131,6 +135,7 @@ class Op:
     bodies: tuple[Body, ...] = ()
     holders: tuple[Holder, ...] = ()
     equation: Any = field(default=None, repr=False)
+    mapped: tuple[tuple[str, int], ...] = ()
 
     def flow_trips(self, flow: Flow) -> int:
         """How often one step reads a value into one of the op's holders."""

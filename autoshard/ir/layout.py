@@ -97,6 +97,27 @@ class Mesh:
         return " x ".join(f"{name}={size}" for name, size in self.axes)
 
 
+def axes_of_product(products: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[int, ...], ...] | None:
+    """The numbers of the mesh axes, in order, whose sizes multiply to each of some products; None where the meshes do not match.
+
+    >>> axes_of_product((8,), (4, 2)), axes_of_product((2, 4), (8,))
+    (((0, 1),), None)
+    """
+    found, left = [], list(enumerate(sizes))
+    if math.prod(products) != math.prod(sizes):
+        return None
+    for product in products:
+        axes, n = [], 1
+        while n < product and left:
+            axis, size = left.pop(0)
+            axes.append(axis)
+            n *= size
+        if n != product:
+            return None
+        found.append(tuple(axes))
+    return tuple(found)
+
+
 def replicated(mesh: Mesh) -> Layout:
     """The layout of a replicated tensor."""
     return (-1,) * len(mesh.axes)

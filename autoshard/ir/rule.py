@@ -88,11 +88,14 @@ class Rule:
         factors: the op's factors; ``operands`` and ``results`` refer to them by position.
         operands: per operand, per dimension, the factors it is made of, from major to minor.
         results: the same for the results.
+        given: of an op whose choice the program fixes, as an operand of a user's shard_map: per axis of that one's mesh, its size and the
+            factor that it splits, or -1; see `autoshard.ir.assignment.given_choice`.
     """
 
     factors: tuple[Factor, ...]
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
+    given: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self):
         for tensor in (*self.operands, *self.results):

@@ -59,6 +59,8 @@ def reason_words(reason: Reason, op: ServedOp, axes: Sequence[str], rank: int) -
             return f"{_splits(reason, op, axes)}: {_PARTIAL.get(reason.operator, 'partial results')}, {_left(reason.dims)}"
         case "exchanged":
             return f"{_splits(reason, op, axes)}, and needs data of other shards"
+        case "written":
+            return "written in the program, inside its shard_map"
         case "read":
             reader = _splits(reason, op, axes)
         case "unruled":

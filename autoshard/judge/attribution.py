@@ -65,6 +65,8 @@ class Blame:
 
     def exchanged(self, op: Op, choice: Choice, step: Step) -> Reason:
         """An op splits a dimension along which its shards need elements of other shards."""
+        if op.mapped:
+            return Reason("written")
         rule = self._rules[op.index]
         assert rule is not None
         return Reason("exchanged", splits=_splits(rule, op, choice, step.axes))

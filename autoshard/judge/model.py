@@ -13,14 +13,17 @@ from itertools import chain
 import numpy as np
 
 from autoshard.cluster import Cluster
+from autoshard.compilers.bf16_demotion import NARROW_SHARE, is_demoted
 from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.compilers.traffic import Traffic, widened_bytes
 from autoshard.cost.collectives import Communication
 from autoshard.cost.compute import ROWS, Roofline, padding_met
 from autoshard.cost.halo_exchange import exchange_steps
-from autoshard.cost.reshard import Reshards, Step, reduction_steps
+from autoshard.cost.own_collectives import own_collectives
+from autoshard.cost.reshard import Reshards, Step, path_seconds, reduction_steps
 from autoshard.cost.windows import RESULT, Window
 from autoshard.ir import (
+    NOWHERE,
     Choice,
     Layout,
     Mesh,
@@ -36,7 +39,7 @@ from autoshard.ir import (
     sent_tensors,
     shards,
 )
-from autoshard.primitives import is_matrix, is_view
+from autoshard.primitives import commutes_with_casts, is_collective, is_matrix, is_view
 
 # An all_to_all exchanges contiguous pieces: the operand is transposed before and the result after, each read and written (copies around
 # all-to-all in modules that XLA:TPU compiled, libtpu 0.0.42). Of gathered bytes fewer than a tenth were copied.
@@ -177,7 +180,7 @@ class CostModel:
             block: a factor, and into how many blocks a device splits that: one of them is computed (a windowed product's).
         """
         traffic = facts.traffic[op.index]
-        if op.bodies or (is_view(op.primitive) and not traffic.starts):
+        if op.bodies or is_collective(op.primitive) or (is_view(op.primitive) and not traffic.starts):
             return 0.0
         rule = facts.rules[op.index]
         values = facts.graph.values
@@ -261,7 +264,13 @@ class CostModel:
         return count / facts.compiler.padding(local_shape(facts.graph.values[value].shape, layout, self.mesh.sizes), minor)
 
     def least_op_seconds(self, facts: ProgramFacts, op: Op) -> float:
-        """The seconds of an op if all devices shared its work and its memory traffic evenly: no choice takes less."""
+        """The seconds of an op if all devices shared its work and its memory traffic evenly: no choice takes less.
+
+        An op of a shard_map's body takes what it takes, its collectives included.
+        """
+        if op.mapped and not op.bodies:
+            choice = (NOWHERE,) * len(self.mesh.axes)
+            return self.op_seconds(facts, op, choice) + path_seconds(self.exchange_path(facts, op, choice))
         n, traffic = self.mesh.size, facts.traffic[op.index]
         if op.bodies or (is_view(op.primitive) and not traffic.starts):
             return 0.0
@@ -304,11 +313,19 @@ class CostModel:
     def exchange_path(self, facts: ProgramFacts, op: Op, choice: Choice) -> tuple[Step, ...]:
         """The collectives in which an op's shards send each other parts of operands."""
         rule = facts.rules[op.index]
+        if is_collective(op.primitive) and op.mapped:
+            shares = {value: self._sent_share(facts, op, value) for value in op.results if facts.wanted[value]}
+            return own_collectives(op, facts.graph.values, shares, self.mesh, self.communication)
         if rule is None or not exchanges(rule, choice, self.mesh.sizes):
             return ()
         tensors = [facts.graph.values[value] for value in (*op.operands, *op.results)]
         wanted = [*(True for _ in op.operands), *(facts.wanted[value] for value in op.results)]
         return exchange_steps(self.mesh, self.communication, rule, choice, tensors, wanted)
+
+    def _sent_share(self, facts: ProgramFacts, op: Op, value: int) -> float:
+        """The share of its bytes in which the compiler sends a result of one of the program's own collectives; sums are not rounded."""
+        narrows = facts.compiler.demotes_operands and commutes_with_casts(op.primitive) and facts.graph.values[value].dtype == "float32"
+        return NARROW_SHARE if narrows and is_demoted(facts.demands.on_values[value]) else 1.0
 
     def own_steps(self, facts: ProgramFacts, op: Op, choice: Choice) -> tuple[Step, ...]:
         """All collectives that are the op's own: its exchange, and the combination of its results."""

@@ -40,19 +40,21 @@ from autoshard.ir import (
     Rule,
     computed_layout,
     exchanges,
+    given_choice,
     operand_layout,
     reductions,
     replicated,
     result_layout,
     result_layouts,
 )
-from autoshard.lower.interpret import Interpreter, apply, bind, ops_by_path, product
+from autoshard.lower.interpret import Interpreter, Path, apply, bind, ops_by_path, product
 from autoshard.lower.mesh import to_named_sharding
 from autoshard.lower.plan import Plan, holder_values
 from autoshard.lower.shards import Sharded
 from autoshard.lower.xla_workarounds import with_workarounds
 from autoshard.primitives import is_self_partitioned
 from autoshard.rules import propagates, runs_per_shard
+from autoshard.trace.mapped import ENTERING, LEAVING
 from autoshard.trace.structure import types_of
 
 Constrain = Callable[[Any, NamedSharding, int], Any]
@@ -340,6 +342,18 @@ class _Region(Interpreter):
         if computed != combined:
             x = self.plan.constrained(x, value, computed)
         return self.plan.reshard(self.plan.constrained(x, value, combined), value, combined, self.plan.layout(value))
+
+    def mapped(self, eqn: JaxprEqn, operands: list[Any], path: Path) -> list[Any]:
+        """The results of a user's shard_map, which reads its operands as it says."""
+        read = []
+        for k, x in enumerate(operands):
+            op = self.plan.ops.get((*path, ENTERING, k))
+            rule = None if op is None else self.plan.rules[op.index]
+            given = None if op is None or rule is None else operand_layout(rule, given_choice(rule, self.plan.assignment.mesh.sizes), 0)
+            read.append(x if op is None or given is None else self.read(x, op.operands[0], given))
+        leaving = (self.plan.ops.get((*path, LEAVING, k)) for k in range(len(eqn.outvars)))
+        results = zip(apply(eqn, read), leaving, strict=True)
+        return [x if op is None else self.plan.constrained(x, op.results[0], self.plan.layout(op.results[0])) for x, op in results]
 
     def _replicated(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         """The results of an op without a rule: it reads whole arrays, unless it partitions itself."""

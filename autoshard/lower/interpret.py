@@ -17,6 +17,7 @@ from jax.extend.source_info_util import current_name_stack, user_context
 
 from autoshard.ir import Graph, Op
 from autoshard.primitives import has_custom_rule, is_inlined
+from autoshard.trace.mapped import MAPPED
 from autoshard.trace.structure import opened, subjaxprs, types_of, with_bodies
 
 Path = tuple[int, ...]
@@ -56,6 +57,10 @@ class Interpreter:
         """The results of an op with bodies."""
         return self.rebound(op, eqn, operands)
 
+    def mapped(self, eqn: JaxprEqn, operands: list[Any], path: Path) -> list[Any]:
+        """The results of a user's shard_map, whose body is opaque unless a subclass opens it."""
+        return apply(eqn, operands)
+
     def enter(self, op: Op, number: int, arguments: Sequence[Any]) -> Sequence[Any]:
         """The arguments of a body of ``op`` as its equations read them; called on the body's interpreter."""
         return arguments
@@ -84,6 +89,8 @@ class Interpreter:
         if is_inlined(eqn.primitive.name):
             (body,) = subjaxprs(eqn)
             return self.run(*opened(body), operands, (*path, 0))
+        if eqn.primitive.name == MAPPED:
+            return self.mapped(eqn, operands, path)
         op = self.found(eqn, path)
         if op is None:
             return self.dead(eqn, operands)

@@ -38,31 +38,44 @@ from autoshard.ir import (
     Rule,
     choice_for,
     computed_layout,
+    given_choice,
     local_shape,
     operand_layout,
     reductions,
     replicated,
     result_layout,
     result_layouts,
-    spec_to_layout,
     view_of,
 )
 from autoshard.lower.collectives import combined, moved
-from autoshard.lower.interpret import Interpreter, bind_unplaced, ops_by_path
+from autoshard.lower.interpret import Interpreter, Path, bind_unplaced, ops_by_path
 from autoshard.lower.mesh import to_named_sharding
-from autoshard.lower.nested import Inside, Mesh, axes_of, renamed
+from autoshard.lower.nested import Inside, Mesh, axes_of, unread
 from autoshard.lower.plan import Plan, holder_values
 from autoshard.lower.shards import Sharded
 from autoshard.lower.windows import windowed
 from autoshard.primitives import is_placement, is_rearrangement, is_stateful
-from autoshard.rules import registered, same_on_shards
+from autoshard.rules import in_order, registered, same_on_shards
+from autoshard.trace.mapped import BODY, ENTERING, LEAVING, MAPPED
 from autoshard.trace.structure import opened, types_of
 
 
 def obstacle(graph: Graph, mesh: Mesh) -> str | None:
     """Why a program has no manual lowering on a mesh, and what is done instead; None where it has one."""
     for op in graph.walk():
-        if op.primitive == "shard_map" and axes_of(op.params["mesh"], mesh) is None:
+        if op.primitive != MAPPED:
+            continue
+        if "entries" not in op.params:
+            return (
+                f"a shard_map inside another one has no manual lowering, such as the one at {op.origin}. The step is lowered by sharding "
+                "constraints instead, from which XLA's partitioner makes the collectives."
+            )
+        if not in_order(op):
+            return (
+                "axes that split one dimension are in the order of the mesh where a program is lowered manually, and a spec of the "
+                f"shard_map at {op.origin} has others first. The step is lowered by sharding constraints instead."
+            )
+        if axes_of(op.params["mesh"], mesh) is None:
             inner, ours = (dict(each.shape) for each in (op.params["mesh"], mesh))
             return (
                 "a shard_map becomes part of the manual program where its mesh has the strategy's devices in the same order and each "
@@ -374,27 +387,32 @@ class _Region(Interpreter):
 
     def _whole(self, op: Op, eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
         """The results of an op that is not sharded, on whole arrays."""
-        if op.primitive == "shard_map":
-            return self._mapped(op, eqn, operands)
         whole = self.plan.whole
         read = [self.read(x, value, whole) for x, value in zip(operands, op.operands, strict=True)]
         results = _on_one_device(eqn, read, self.plan.mesh) if is_stateful(op.primitive) else bind_unplaced(eqn, read)
         return [self.plan.resharded(x, value, whole, self.plan.layout(value)) for x, value in zip(results, op.results, strict=True)]
 
-    def _mapped(self, op: Op, eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    def mapped(self, eqn: JaxprEqn, operands: list[Any], path: Path) -> list[Any]:
         """The results of a user's shard_map over the same devices, inlined."""
-        mesh, values, axes = self.plan.assignment.mesh, self.plan.graph.values, axes_of(eqn.params["mesh"], self.plan.mesh)
+        plan, axes = self.plan, axes_of(eqn.params["mesh"], self.plan.mesh)
         assert axes is not None, "an obstacle"
+        entering, leaving = ([plan.ops.get((*path, side, k)) for k in range(n)] for side, n in _ends(eqn))
+        read = [
+            unread(v) if op is None else self.read(x, op.operands[0], self._given(op, enters=True))
+            for x, op, v in zip(operands, entering, opened(eqn.params["jaxpr"])[0].invars, strict=True)
+        ]
+        results = Inside(axes, plan.ops).run(*opened(eqn.params["jaxpr"]), read, (*path, BODY))
+        return [
+            None if op is None else plan.resharded(x, op.results[0], self._given(op, enters=False), plan.layout(op.results[0]))
+            for x, op in zip(results, leaving, strict=True)
+        ]
 
-        def layouts(specs: Sequence[Any], of: Sequence[int]) -> list[Layout]:
-            ours = ([renamed(entry, axes) or None for entry in spec] for spec in specs)
-            return [spec_to_layout(spec, mesh, values[value].rank, str(op.origin)) for spec, value in zip(ours, of, strict=True)]
-
-        entering, leaving = layouts(eqn.params["in_specs"], op.operands), layouts(eqn.params["out_specs"], op.results)
-        read = [self.read(x, value, layout) for x, value, layout in zip(operands, op.operands, entering, strict=True)]
-        results = Inside(axes).run(eqn.params["jaxpr"], (), read)
-        triples = zip(results, op.results, leaving, strict=True)
-        return [self.plan.resharded(x, value, layout, self.plan.layout(value)) for x, value, layout in triples]
+    def _given(self, op: Op, enters: bool) -> Layout:
+        """The layout of a shard_map's operand or result."""
+        rule = self.plan.rules[op.index]
+        assert rule is not None
+        choice = given_choice(rule, self.plan.assignment.mesh.sizes)
+        return operand_layout(rule, choice, 0) if enters else computed_layout(rule, choice, 0)
 
     def control_flow(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         layouts = self.plan.flows(op).operands
@@ -450,6 +468,11 @@ class _Region(Interpreter):
     def leave(self, op: Op, number: int, results: Sequence[Any]) -> list[Any]:
         layouts = self.plan.flows(op).outputs[number]
         return [self.read(x, value, layout) for x, value, layout in zip(results, op.bodies[number].outputs, layouts, strict=True)]
+
+
+def _ends(eqn: JaxprEqn) -> tuple[tuple[int, int], ...]:
+    """The sides of a shard_map, with the number of arrays on each."""
+    return (ENTERING, len(eqn.invars)), (LEAVING, len(eqn.outvars))
 
 
 def _on_one_device(eqn: JaxprEqn, operands: Sequence[Any], mesh: Mesh) -> list[Any]:

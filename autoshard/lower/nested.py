@@ -17,9 +17,8 @@ from jax.core import Tracer
 from jax.extend.core import JaxprEqn
 from jax.sharding import AbstractMesh
 
-from autoshard.ir import Body, Op, Origin
+from autoshard.ir import Op, axes_of_product
 from autoshard.lower.interpret import Interpreter, Path, bind_unplaced
-from autoshard.trace.structure import subjaxprs
 
 Mesh = jax.sharding.Mesh | AbstractMesh
 
@@ -29,17 +28,17 @@ def axes_of(inner: Mesh, ours: Mesh) -> dict[str, tuple[str, ...]] | None:
     devices = [each.devices.flat for each in (inner, ours) if not isinstance(each, AbstractMesh)]
     if inner.size != ours.size or (len(devices) == 2 and list(devices[0]) != list(devices[1])):
         return None
-    found, left = {}, [(name, size) for name, size in ours.shape.items()]
-    for axis, size in inner.shape.items():
-        names, n = [], 1
-        while n < size and left:
-            name, parts = left.pop(0)
-            names.append(name)
-            n *= parts
-        if n != size:
-            return None
-        found[axis] = tuple(names)
-    return found
+    matched, names = axes_of_product([*inner.shape.values()], [*ours.shape.values()]), [*ours.shape]
+    if matched is None:
+        return None
+    return {axis: tuple(names[number] for number in numbers) for axis, numbers in zip(inner.shape, matched, strict=True)}
+
+
+def unread(variable: Any) -> Any:
+    """An array for a shard that the body does not read."""
+    if jax.numpy.issubdtype(variable.aval.dtype, jax.dtypes.extended):
+        return jax.random.split(jax.random.key(0, impl=variable.aval.dtype.name[4:-1]), variable.aval.shape)
+    return np.zeros(variable.aval.shape, variable.aval.dtype)
 
 
 class Inside(Interpreter):
@@ -47,10 +46,11 @@ class Inside(Interpreter):
 
     Attributes:
         axes: per axis of its mesh, the program's axes.
+        ops: by path, those of the program. Equations without one are not read, and of these no collective is made.
     """
 
-    def __init__(self, axes: Mapping[str, tuple[str, ...]]):
-        super().__init__({}, differentiable=False)
+    def __init__(self, axes: Mapping[str, tuple[str, ...]], ops: Mapping[Path, Op]):
+        super().__init__(ops, differentiable=False)
         self.axes = axes
 
     def region(self) -> Inside:
@@ -59,10 +59,8 @@ class Inside(Interpreter):
     def context(self, eqn: JaxprEqn) -> AbstractContextManager:
         return nullcontext()
 
-    def found(self, eqn: JaxprEqn, path: Path) -> Op:
-        """A placeholder op with the equation's path and as many bodies."""
-        bodies = tuple(Body((), (), ()) for _ in subjaxprs(eqn))
-        return Op(0, eqn.primitive.name, (), (), eqn.params, Origin(), path, bodies=bodies)
+    def dead(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+        return [unread(variable) for variable in eqn.outvars]
 
     def op(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         operands = [x if isinstance(x, Tracer) else np.asarray(x) for x in operands]  # literals have a mesh

@@ -39,6 +39,12 @@ def in_loop(traced: Traced, n: int) -> Traced:
         TraceError: nothing in the arguments is a batch that ``n`` divides, or products need all examples at once.
     """
     graph, rules = traced.graph, rules_of(traced.graph)
+    mapped = next((op for op in graph.walk() if op.mapped), None)
+    if mapped is not None:
+        raise TraceError(
+            f"microbatches are parts of the batch of a whole step, and the shard_map at {mapped.origin} computes on shards as its specs "
+            "and its body fix them. Add gradients up in the step itself, or leave microbatches out."
+        )
     loop = _loop(graph, rules, n)
     function = in_microbatches(traced.jaxpr, graph, rules, loop)
     split = ", ".join(f"{_path(graph, value)} along dimension {dim}" for value, dim in loop.batch.items())

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.ir import NOWHERE, Dims, Rule, divides, layout_dims, layout_numbers, legal_choices
+from autoshard.ir import NOWHERE, Dims, Rule, divides, given_choice, layout_dims, layout_numbers, legal_choices
 from autoshard.problem.variables import Signature, Variable
 
 Label = tuple[Any, ...]
@@ -96,7 +96,11 @@ class Domains:
         """The legal choices of a rule that differ from a label on the free axes only, also as an array ``(n, n_axes, 2)``."""
         key = rule, label, free
         if key not in self._choices:
-            labels = legal_choices(rule, _vary(label, free, _atoms(rule)), self.sizes)
+            if rule.given:
+                given = given_choice(rule, self.sizes)
+                labels = [tuple(given[axis] if axis in free else atom for axis, atom in enumerate(label))]
+            else:
+                labels = legal_choices(rule, _vary(label, free, _atoms(rule)), self.sizes)
             self._choices[key] = labels, np.array(labels, dtype=np.int64).reshape(len(labels), len(self.sizes), 2)
         return self._choices[key]
 

@@ -14,7 +14,8 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from autoshard.compilers.program_facts import ProgramFacts
-from autoshard.ir import NOWHERE, Assignment, Choice, Layout, layouts, shards
+from autoshard.cost.reshard import path_seconds
+from autoshard.ir import NOWHERE, Assignment, Choice, Layout, given_choice, layouts, shards
 from autoshard.judge.evaluate import Judgement, evaluate
 from autoshard.judge.model import CostModel
 from autoshard.problem.cost_tables import CostedDomain, CostTables, Tables
@@ -138,8 +139,11 @@ class Problem:
         return bool(self.costs.domains.domain(decisions.variables[variable], decisions.kinds[variable], label, ()).labels)
 
     def pinned(self, axis: int) -> list[int]:
-        """The variables that pins make shard something over the mesh axis."""
-        return [i for i, one in enumerate(self.decisions.variables) if any(-1 not in pin[axis] for _, _, pin in one.pins)]
+        """The variables that pins make shard something over the mesh axis, or specs of a user's shard_map."""
+        variables, sizes = self.decisions.variables, self.mesh.sizes
+        rules = [self.rules[one.leader] if one.leader >= 0 else None for one in variables]
+        given = [rule is not None and bool(rule.given) and given_choice(rule, sizes)[axis] != NOWHERE for rule in rules]
+        return [i for i, one in enumerate(variables) if given[i] or any(-1 not in pin[axis] for _, _, pin in one.pins)]
 
     def transferred(self, labels: Sequence[Label]) -> list[Label] | None:
         """Labels for this mesh from those of a mesh with as many axes, or with one, which all axes here then follow.
@@ -319,7 +323,7 @@ class Problem:
         decided = {variable.leader for variable in variables} | {op for variable in variables for op, _, _ in variable.followers}
         whole = (NOWHERE,) * len(self.mesh.axes)
         return sum(
-            op.trips * self.model.op_seconds(self.facts, op, whole)
+            op.trips * (self.model.op_seconds(self.facts, op, whole) + path_seconds(self.model.exchange_path(self.facts, op, whole)))
             for op in self.graph.walk()
             if op.index not in decided and not (op.results and self.rules[op.index] and all(self.facts.free[v] for v in op.results))
         )

@@ -195,7 +195,11 @@ class _Builder:
             self.variables[variable].whole_reads.append((slot, read.shape, read.itemsize, self.facts.portable[value], trips))
 
     def _control_flow(self, op: Op) -> None:
-        """Adds a layout variable per holder; values that flow into it are read in its layout."""
+        """Adds a layout variable per holder; values that flow into it are read in its layout. Those of a shard_map's body are shards."""
+        if op.mapped:
+            for body in op.bodies:
+                self.build(body.ops)
+            return
         inputs = {value for body in op.bodies for value in body.inputs}
         for holder in op.holders:
             if holder.value in inputs:

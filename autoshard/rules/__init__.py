@@ -12,10 +12,11 @@ from autoshard.rules import (
     window,
 )
 from autoshard.rules.lookup import rules_of
+from autoshard.rules.mapped import in_order
 from autoshard.rules.partitioner import propagates, runs_per_shard
 from autoshard.rules.registry import registered, rule, rule_of
 from autoshard.rules.shardy import same_on_shards
 
 FAMILIES = (contraction, creation, elementwise, indexing, linalg, ordering, reduction, shape, window)
 
-__all__ = ["FAMILIES", "propagates", "registered", "rule", "rule_of", "rules_of", "runs_per_shard", "same_on_shards"]
+__all__ = ["FAMILIES", "in_order", "propagates", "registered", "rule", "rule_of", "rules_of", "runs_per_shard", "same_on_shards"]

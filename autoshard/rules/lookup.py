@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from autoshard.ir import Graph, Op, Rule
+from autoshard.rules.mapped import mapped_rule
 from autoshard.rules.registry import registered, rule_of
 from autoshard.rules.shardy import lowered_rule
 
@@ -20,17 +21,18 @@ def rules_of(graph: Graph) -> tuple[Rule | None, ...]:
     known: dict[Hashable, Rule | None] = {}
     found = []
     for op in graph.walk():
-        if op.bodies or (op.primitive not in ours and op.equation is None):
+        if op.bodies or (op.primitive not in ours and op.equation is None and not op.mapped):
             found.append(None)
             continue
         values = [tuple(graph.values[v] for v in side) for side in (op.operands, op.results)]
-        key: Any = (op.primitive if op.primitive in ours else op.equation.primitive, tuple(op.params.items()), *values)
+        name = op.primitive if op.primitive in ours or op.equation is None else op.equation.primitive
+        key: Any = (name, op.mapped, tuple(op.params.items()), *values)
         try:
             hash(key)
         except TypeError:  # an unhashable parameter: not cached
             key = op.index
         if key not in known:
-            known[key] = _rule(op, *values)
+            known[key] = mapped_rule(op, *values) if op.mapped else _rule(op, *values)
         found.append(known[key])
     return tuple(found)
 

@@ -124,8 +124,12 @@ def _split_batch(problem: Problem) -> tuple[Propagation, Judgement, float]:
 def _enough_flops(problem: Problem) -> float:
     """The FLOPs of a device where half of the work is split that can be."""
     facts = problem.facts
-    flops = sum(op.trips * facts.flops[op.index] for op in problem.graph.walk() if is_matrix(op.primitive))
-    return flops * (1 + 1 / problem.mesh.size) / 2
+    flops, fixed = 0.0, 0.0
+    for op in problem.graph.walk():
+        if is_matrix(op.primitive):
+            flops += 0.0 if op.mapped else op.trips * facts.flops[op.index]
+            fixed += op.trips * facts.flops[op.index] if op.mapped else 0.0
+    return fixed + flops * (1 + 1 / problem.mesh.size) / 2
 
 
 def batch_dims(problem: Problem) -> dict[int, int]:

@@ -21,6 +21,7 @@ from autoshard.ir import (
     Rule,
     choice_for,
     divides,
+    given_choice,
     legal,
     operand_layout,
     reductions,
@@ -117,6 +118,8 @@ class Propagation:
         pin = self.problem.pins.get(op.results[0]) if op.results else None
         if pin is not None:
             return _pinned_choice(rule, pin)
+        if rule.given:
+            return given_choice(rule, self.problem.mesh.sizes)
         key = facts.alike[op.index], *(None if facts.free[value] else self.split(value) for value in op.operands)
         if (choice := self.chosen.get(key)) is not None:
             return choice
@@ -198,7 +201,7 @@ class Propagation:
                 for body in reversed(op.bodies):
                     self._backward(body.ops, wanted)
             rule = self.problem.rules[op.index]
-            if rule is None or op.index in self.frozen or len(op.results) != 1 or op.bodies or free[op.results[0]]:
+            if rule is None or rule.given or op.index in self.frozen or len(op.results) != 1 or op.bodies or free[op.results[0]]:
                 continue
             if any(factor.kind != "pass_through" for factor in rule.factors) or any(f >= 0 for f, _ in self.choices.get(op.index, ())):
                 continue
@@ -315,7 +318,7 @@ def follow_layouts(
         if rule is not None:
             side = (sides or {}).get(op.index)
             ranked = partial(_factors_on, run, op, rule) if side is None else partial(_factors_in, rule, *side)
-            choice = _first_legal(rule, problem.mesh.sizes, ranked)
+            choice = given_choice(rule, problem.mesh.sizes) if rule.given else _first_legal(rule, problem.mesh.sizes, ranked)
             if side is not None:
                 choice = _scattered(rule, choice, run.layout(op.results[0]), problem.mesh.sizes)
             run.choices[op.index] = choice

@@ -17,6 +17,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from autoshard.ir import Body, Flow, Holder, Op, Origin, Value
 from autoshard.primitives import is_call, is_inlined
+from autoshard.trace.mapped import BODY, ENTERING, LEAVING, MAPPED, Boundary, axes_of_mesh, boundaries, has_effects
 from autoshard.trace.origin import Origins, calls_library
 from autoshard.trace.structure import called_with, opened, subjaxprs
 from autoshard.trace.trips import scan_trips, while_trips
@@ -52,15 +53,16 @@ class _Block:
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """An equation whose operands and results are numbered; ``trips`` counts the loops around it."""
+    """An equation whose operands and results are numbered; ``trips`` counts the loops around it, ``mapped`` is as in `Op`."""
 
-    eqn: JaxprEqn
+    eqn: JaxprEqn | Boundary
     operands: list[int]
     results: list[int]
     origin: Origin
     path: tuple[int, ...]
     trips: int
     blocks: tuple[_Block, ...] = ()
+    mapped: tuple[tuple[str, int], ...] = ()
 
 
 def build(closed: ClosedJaxpr) -> Program:
@@ -88,6 +90,7 @@ class _Flat:
         self.constants: dict[int, Any] = {}
         self.assumptions: list[str] = []
         self._captured: dict[int, int] = {}  # a constant captured twice is one value
+        self._mapped: tuple[tuple[str, int], ...] = ()  # the axes of the shard_map around
         self._origins = Origins()
 
     def block(self, body: ClosedJaxpr | Jaxpr, path: tuple, trips: int, outer: Origin | None, prefix: str) -> _Block:
@@ -137,6 +140,8 @@ class _Flat:
                 (body,) = subjaxprs(eqn)
                 inside = origin if outer is not None or calls_library(eqn) else None
                 results = self._run(*opened(body), operands, steps, (*here, 0), trips, inside, origin.name_stack)
+            elif eqn.primitive.name == MAPPED and not self._mapped:
+                results = self._shard_map(eqn, operands, steps, here, trips, outer, origin)
             else:
                 step = self._step(eqn, operands, origin, here, trips, outer)
                 steps.append(step)
@@ -144,16 +149,32 @@ class _Flat:
             numbers.update(zip(eqn.outvars, results, strict=True))
         return [self._literal(atom) if isinstance(atom, Literal) else numbers[atom] for atom in jaxpr.outvars]
 
+    def _shard_map(
+        self, eqn: JaxprEqn, operands: list[int], steps: list[_Step], path: tuple, trips: int, outer: Origin | None, origin: Origin
+    ) -> list[int]:
+        """The numbers of a shard_map's results; the steps of its operands, its body and its results are appended to ``steps``."""
+        jaxpr, consts = opened(eqn.params["jaxpr"])
+        self._mapped = axes_of_mesh(eqn)
+        inputs = [self._new(v.aval) for v in jaxpr.invars]
+        for k, (boundary, whole, shard) in enumerate(zip(boundaries(eqn, True), operands, inputs, strict=True)):
+            steps.append(_Step(boundary, [whole], [shard], origin, (*path, ENTERING, k), trips, mapped=self._mapped))
+        shards = self._run(jaxpr, consts, inputs, steps, (*path, BODY), trips, outer, origin.name_stack)
+        results = [self._new(v.aval) for v in eqn.outvars]
+        for k, (boundary, shard, whole) in enumerate(zip(boundaries(eqn, False), shards, results, strict=True)):
+            steps.append(_Step(boundary, [shard], [whole], origin, (*path, LEAVING, k), trips, mapped=self._mapped))
+        self._mapped = ()
+        return results
+
     def _step(self, eqn: JaxprEqn, operands: list[int], origin: Origin, path: tuple, trips: int, outer: Origin | None) -> _Step:
         bodies = subjaxprs(eqn)
         if not bodies:
-            return _Step(eqn, operands, [self._new(v.aval) for v in eqn.outvars], origin, path, trips)
+            return _Step(eqn, operands, [self._new(v.aval) for v in eqn.outvars], origin, path, trips, mapped=self._mapped)
         inner = self._trips(eqn, origin)
         blocks = tuple(self.block(body, (*path, b), trips * inner, outer, origin.name_stack) for b, body in enumerate(bodies))
         for block in blocks:
             block.trips = inner
         results = blocks[0].outputs if is_call(eqn.primitive.name) else [self._new(v.aval) for v in eqn.outvars]
-        return _Step(eqn, operands, results, origin, path, trips, blocks)
+        return _Step(eqn, operands, results, origin, path, trips, blocks, self._mapped)
 
     def _trips(self, eqn: JaxprEqn, origin: Origin) -> int:
         match eqn.primitive.name:
@@ -171,7 +192,7 @@ def _sweep(steps: list[_Step], live: bytearray) -> list[_Step]:
     """The steps, blocks included, on which live arrays or effects depend; marks their operands live."""
     kept = []
     for step in reversed(steps):
-        if not step.eqn.effects and not any(live[result] for result in step.results):
+        if not has_effects(step.eqn) and not any(live[result] for result in step.results):
             continue
         kept.append(step)
         for block in step.blocks:
@@ -185,7 +206,7 @@ def _sweep(steps: list[_Step], live: bytearray) -> list[_Step]:
     return kept
 
 
-def _always_live(eqn: JaxprEqn, output: int) -> bool:
+def _always_live(eqn: JaxprEqn | Boundary, output: int) -> bool:
     """Whether a body's output is a carry or a condition of the loop."""
     return eqn.primitive.name == "while" or (eqn.primitive.name == "scan" and output < eqn.params["num_carry"])
 
@@ -259,7 +280,9 @@ class _Emitter:
             holders = tuple(_holders(eqn.primitive.name, eqn.params, operands, results, bodies, used))
         else:
             results = self._all(step.results)
-        return Op(index, eqn.primitive.name, operands, results, eqn.params, step.origin, step.path, step.trips, bodies, holders, eqn)
+        equation = None if isinstance(eqn, Boundary) else eqn
+        described = eqn.primitive.name, operands, results, eqn.params, step.origin, step.path, step.trips
+        return Op(index, *described, bodies, holders, equation, step.mapped)
 
     def _body(self, block: _Block) -> Body:
         inputs = self._all(block.inputs)

@@ -19,10 +19,11 @@ from jaxlib.mlir.passmanager import PassManager
 
 from autoshard.analysis.values import free_values
 from autoshard.ir import Collective, Graph, Layout, Mesh, Op, ServedOp
-from autoshard.lower.interpret import Interpreter, apply, ops_by_path
+from autoshard.lower.interpret import Interpreter, Path, apply, ops_by_path
 from autoshard.lower.mesh import to_named_sharding
 from autoshard.primitives import is_call
 from autoshard.trace import constraint_spec
+from autoshard.trace.mapped import LEAVING
 from autoshard.verify import manual
 
 PROPAGATE = "builtin.module(sdy-propagation-pipeline)"
@@ -385,6 +386,11 @@ class _Marker(Interpreter):
         with jax.named_scope(f"{OP_MARK}{op.index}"):
             results = apply(eqn, operands)
         return self.marks(results, op.results)
+
+    def mapped(self, eqn: JaxprEqn, operands: list[Any], path: Path) -> list[Any]:
+        leaving = [self.ops.get((*path, LEAVING, k)) for k in range(len(eqn.outvars))]
+        results = zip(super().mapped(eqn, operands, path), leaving, strict=True)
+        return [x if op is None else self._mark(x, op.results[0]) for x, op in results]
 
     def _known(self, spec: tuple) -> PartitionSpec:
         """The user's spec without the axes that this mesh lacks."""

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
+from jax.sharding import PartitionSpec as P
 from programs import PROGRAMS, abstract, concrete, gpt, gpt_scan
 
 from autoshard.ir import Flow, Graph, Op
@@ -160,12 +161,18 @@ def test_element_sizes():
     assert kinds == [("int4", 0.5), ("float8_e4m3fn", 1), ("bfloat16", 2), ("bool", 1), ("complex64", 8), ("key<fry>", 8)]
 
 
-def test_shard_map_is_opaque():
-    """A function that partitions itself is one op without bodies."""
+def test_a_shard_map_is_part_of_the_program():
+    """Its operands are taken apart, its body is on shards, and its results are put together; what nothing reads is left out."""
     mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("d")
-    graph = trace(jax.shard_map(jnp.sin, mesh=mesh, in_specs=spec, out_specs=spec), x8).graph
-    assert [(op.primitive, op.bodies, op.holders) for op in graph.walk()] == [("shard_map", (), ())]
+
+    def body(x, y):
+        return jnp.sin(x), jax.lax.psum(y, "d")
+
+    graph = trace(lambda x: jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=(spec, P()))(x, x)[0], x8).graph
+    assert [(op.primitive, op.mapped) for op in graph.walk()] == [(name, (("d", 8),)) for name in ("shard_map", "sin", "shard_map")]
+    shapes = [[graph.values[value].shape for value in (*op.operands, *op.results)] for op in graph.walk()]
+    assert shapes == [[(8, 4), (1, 4)], [(1, 4), (1, 4)], [(1, 4), (8, 4)]]
 
 
 # --- control flow -----------------------------------------------------------------------------------------------------
