@@ -171,6 +171,18 @@ def _late_transposes(plan: _Plan) -> frozenset[int]:
     return frozenset(found)
 
 
+def manual_context(eqn: JaxprEqn) -> AbstractContextManager:
+    """The JAX context of an equation, with the mesh of the manual computation."""
+    context = eqn.ctx
+    usual = context.threefry_partitionable == jax.config.jax_threefry_partitionable  # pyright: ignore[reportAttributeAccessIssue]
+    if usual and context.compute_type is None and not context.xla_metadata:
+        return nullcontext()
+    stack, mesh = ExitStack(), jax.sharding.get_abstract_mesh()
+    stack.enter_context(context.manager)
+    stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
+    return stack
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Plan(Plan):
     """The plan of a manual lowering.
@@ -231,15 +243,7 @@ class _Region(Interpreter):
         return _Region(self.plan, self.ahead)
 
     def context(self, eqn: JaxprEqn) -> AbstractContextManager:
-        """The JAX context of the equation, with the mesh of the manual computation."""
-        context = eqn.ctx
-        usual = context.threefry_partitionable == jax.config.jax_threefry_partitionable  # pyright: ignore[reportAttributeAccessIssue]
-        if usual and context.compute_type is None and not context.xla_metadata:
-            return nullcontext()
-        stack, mesh = ExitStack(), jax.sharding.get_abstract_mesh()
-        stack.enter_context(context.manager)
-        stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
-        return stack
+        return manual_context(eqn)
 
     def types(self, op: Op, number: int, body: Jaxpr) -> list[jax.ShapeDtypeStruct]:
         """The types of a body's inputs as shards."""

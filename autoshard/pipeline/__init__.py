@@ -19,6 +19,8 @@ its plan's mesh is that of stage ``s``.
 """
 
 from autoshard.pipeline.cut import Cut
+from autoshard.pipeline.run import Pipelined
 from autoshard.pipeline.stages import Message, Stage, Staged, stages_of
+from autoshard.pipeline.tasks import StagePlan
 
-__all__ = ["Cut", "Message", "Stage", "Staged", "stages_of"]
+__all__ = ["Cut", "Message", "Pipelined", "Stage", "StagePlan", "Staged", "stages_of"]

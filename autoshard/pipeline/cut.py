@@ -1,7 +1,9 @@
 """The cut of one microbatch's program into stages.
 
-*Forward.* The operations up to the loss are cut in program order: the largest stage is as small as possible, and of the cuts within 3 % of
-that the one across which the fewest bytes go. Operations are weighed by their products' FLOPs, and little by the bytes that they move.
+*Forward.* The operations up to the loss are cut in program order, at places across which fewer bytes go than at all places near them: the
+largest stage is as small as these allow, and of the cuts within 3 % of that the one with the fewest bytes. Operations are weighed by their
+products' FLOPs, and little by the bytes that they move. What a single operation of the backward pass reads, such as a block that is
+recomputed, counts as bytes wherever a cut would divide it.
 
 *Backward.* Each operation goes where it reads least from other stages: a linear program over one stage number an operation, whose
 constraints are differences of two of these, so that its corners are whole numbers. A value costs its bytes for every stage between where it
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby, pairwise
 
 import numpy as np
 from scipy.optimize import linprog
@@ -26,6 +29,7 @@ from autoshard.pipeline.micro import Micro
 from autoshard.primitives import is_matrix
 
 SLACK = 0.03  # of the largest stage's work, for fewer bytes between stages
+NEAR = 0.25  # of a stage's work: how near two places to cut are between which bytes decide
 EVERYWHERE = -1  # an operation of each stage that reads its results
 BYTE_FLOPS = 0.01  # products' FLOPs that weigh as much as a byte moved: so few that products decide
 
@@ -41,6 +45,29 @@ class Cut:
 
     n_stages: int
     stages: tuple[int, ...]
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The cut as numbers for a file: how many stages, then per run of operations of one stage its number plus one, and its length.
+
+        >>> Cut(2, (0, 0, EVERYWHERE, 1)).numbers
+        (2, 1, 2, 0, 1, 2, 1)
+        """
+        runs = ((stage + 1, len(list(run))) for stage, run in groupby(self.stages))
+        return (self.n_stages, *(number for run in runs for number in run))
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> Cut:
+        """The cut of its numbers.
+
+        Raises:
+            PipelineError: they are no cut's.
+        """
+        n_stages, *runs = numbers or (0,)
+        stages = [stage - 1 for stage, length in zip(runs[::2], runs[1::2], strict=False) for _ in range(length)]
+        if len(runs) % 2 or n_stages < 1 or not all(EVERYWHERE <= stage < n_stages for stage in stages):
+            raise PipelineError(f"A cut is the number of stages, and pairs of a stage and a length; got {list(numbers)[:8]}... Cut again.")
+        return cls(n_stages, tuple(stages))
 
 
 def cut_of(micro: Micro, n_stages: int) -> Cut:
@@ -172,7 +199,7 @@ class _Cutter:
         return op.trips * sum(self.values[value].nbytes for value in (*op.operands, *op.results))
 
     def _crossing(self, order: Sequence[int]) -> np.ndarray:
-        """Per position in the order the bytes of values that are made before it and read from there on."""
+        """Per position in the order the bytes that a cut there sends in a microbatch."""
         place = {k: i for i, k in enumerate(order)}
         change = np.zeros(len(order) + 2)
         last: dict[int, int] = {}
@@ -181,7 +208,33 @@ class _Cutter:
         for value, i in last.items():
             change[place[self.maker[value]] + 1] += self.values[value].nbytes
             change[i + 1] -= self.values[value].nbytes
-        return np.cumsum(change)[: len(order) + 1]
+        return np.cumsum(change)[: len(order) + 1] + self._dividing(order)
+
+    def _dividing(self, order: Sequence[int]) -> np.ndarray:
+        """Per position in the order the bytes that operations of the backward pass read from the other side of a cut there."""
+        place = {k: i for i, k in enumerate(order)}
+        weights: dict[int, set[int]] = {}
+        last: dict[int, int] = {}
+        for i, k in enumerate(order):
+            for value in self.ops[k].operands:
+                last[value] = i
+                if (root := self.roots.get(value)) is not None:
+                    weights.setdefault(root, set()).add(i)
+        found = np.zeros(len(order) + 1)
+        for k in self.backward:
+            sources: list[tuple[int, int, float]] = []  # the first and the last position that has it, and its bytes
+            for value in dict.fromkeys(self.ops[k].operands):
+                at = weights.get(self.roots.get(value, -1), set())
+                if self.maker.get(value) in place:
+                    i = place[self.maker[value]]
+                    sources.append((i, max(i, last.get(value, i)), self.values[value].nbytes))
+                elif len(at) == 1:
+                    sources.append((*at, *at, self.values[value].nbytes))
+            for start, end in pairwise(sorted({i + 1 for source in sources for i in source[:2]})):
+                before = sum(size for _, until, size in sources if until < start)
+                after = sum(size for made, _, size in sources if made >= start)
+                found[start:end] += min(before, after)
+        return found
 
     def _pull(self) -> None:
         """Moves ops without products to the first stage that reads them, where they read no more than they make."""
@@ -252,16 +305,12 @@ def _cuts(work: np.ndarray, crossing: np.ndarray, n: int) -> list[int]:
 
     Dynamic programming over positions, as for layers in Zheng et al., Alpa (OSDI 2022), section 5; O(n x positions) reductions.
     """
-    total = np.concatenate([[0.0], np.cumsum(work)])
-    last = len(work)
-    least, most = max(float(work.max()), total[-1] / n), total[-1]
-    for _ in range(50):
-        middle = (least + most) / 2
-        at = 0
-        for _ in range(n):
-            at = int(np.searchsorted(total, total[at] + middle, side="right")) - 1
-        least, most = (least, middle) if at >= last else (middle, most)
-    limit = most * (1 + SLACK)
+    everywhere = np.concatenate([[0.0], np.cumsum(work)])
+    places = _narrow(everywhere, crossing, NEAR * everywhere[-1] / n)
+    if len(places) <= n:
+        places = np.arange(len(everywhere))
+    total, bytes_at, last = everywhere[places], crossing[places], len(places) - 1
+    limit = _least(total, n) * (1 + SLACK)
     best = np.full((n + 1, last + 1), np.inf)
     before = np.zeros((n + 1, last + 1), int)
     best[0, 0] = 0.0
@@ -270,13 +319,33 @@ def _cuts(work: np.ndarray, crossing: np.ndarray, n: int) -> list[int]:
             first = int(np.searchsorted(total, total[end] - limit))
             if first < end:
                 start = first + int(np.argmin(best[s - 1, first:end]))
-                best[s, end] = best[s - 1, start] + (crossing[end] if end < last else 0.0)
+                best[s, end] = best[s - 1, start] + (bytes_at[end] if end < last else 0.0)
                 before[s, end] = start
     bounds, end = [], last
     for s in range(n, 1, -1):
         end = int(before[s, end])
-        bounds.append(end)
+        bounds.append(int(places[end]))
     return bounds[::-1]
+
+
+def _least(total: np.ndarray, n: int) -> float:
+    """The least largest of ``n`` parts of a line, by bisection; ``total`` is the work before each place to cut."""
+    least, most = max(float(np.diff(total).max()), total[-1] / n), float(total[-1])
+    for _ in range(50):
+        middle = (least + most) / 2
+        at = 0
+        for _ in range(n):
+            at = int(np.searchsorted(total, total[at] + middle, side="right")) - 1
+        least, most = (least, middle) if at >= len(total) - 1 else (middle, most)
+    return most
+
+
+def _narrow(total: np.ndarray, crossing: np.ndarray, near: float) -> np.ndarray:
+    """The positions across which no more bytes go than at any other one within so much work, and both ends."""
+    first, end = np.searchsorted(total, total - near), np.searchsorted(total, total + near, side="right")
+    last = len(total) - 1
+    inside = [p for p in range(1, last) if crossing[p] <= crossing[max(first[p], 1) : min(end[p], last)].min()]
+    return np.array([0, *inside, last])
 
 
 class _Stages:

@@ -109,10 +109,10 @@ def micro_of(traced: Traced, n: int) -> Micro:
             f"for {n}. Pass the step as it was traced."
         )
     traced = in_loop(traced, n) if traced.microbatches == 1 else traced
-    loop = _loop(traced.graph, rules_of(traced.graph), n)
+    loop = loop_of(traced.graph, rules_of(traced.graph), n)
     flat = rebuilt(traced, inlined(traced.jaxpr, loop.equation), n, simplify=False)
     graph, rules = flat.graph, rules_of(flat.graph)
-    loop = _loop(graph, rules, n)
+    loop = loop_of(graph, rules, n)
     body, n_consts, n_carry = loop.bodies[0], loop.params["num_consts"], loop.params["num_carry"]
     makers = {value: op for op in body.ops for value in op.results}
     reads = _reads(body)
@@ -122,7 +122,7 @@ def micro_of(traced: Traced, n: int) -> Micro:
     return Micro(flat, rules, loop, sums, stacked, tuple(free_values(graph)))
 
 
-def _loop(graph: Graph, rules: Sequence[Rule | None], n: int) -> Op:
+def loop_of(graph: Graph, rules: Sequence[Rule | None], n: int) -> Op:
     """The loop over microbatches: of the loops of so many trips the one that most of the products are in."""
     loops = [op for op in graph.ops if op.primitive == "scan" and op.params["length"] == n]
     if not loops:

@@ -1,0 +1,277 @@
+"""A pipelined step: one process starts the tasks of all stages, in the order of a schedule.
+
+Everything that a step does is decided before the first one: the order in which tasks are started, which arrays each one reads, what is sent
+to which devices, and after which task an array is no longer needed. A call walks through that list. JAX starts programs and transfers
+without waiting for them, so that stages run at the same time, each in the order of its tasks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from autoshard.errors import PipelineError
+from autoshard.pipeline.schedule import Schedule, Task
+from autoshard.pipeline.stages import Staged
+from autoshard.pipeline.tasks import Outer, StagePlan, TaskProgram, programs_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Send:
+    """A message among the results of a program: the stage that receives it, the position there, and the sharding that it has there."""
+
+    place: int
+    target: int
+    position: int
+    sharding: NamedSharding
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Start:
+    """A task as it is started: its program, where it runs, and what is dropped after it."""
+
+    piece: int
+    stage: int
+    task: Task
+    program: TaskProgram | None
+    sends: tuple[_Send, ...]
+    drops: tuple[int, ...]  # positions of messages that no later task reads
+    frees: tuple[str, ...]  # kinds of tasks whose residuals no later task reads
+
+
+class Pipelined:
+    """A step on flat arguments and results that runs as a pipeline.
+
+    Attributes:
+        staged, plans, schedule: what it was made of.
+        in_shardings, out_shardings: of the step's flat arguments and results, on the devices of the stages that have them.
+        order: the tasks in the order in which they are started, each with its stage.
+        executed: the tasks that the last call started, in order.
+        residual_bytes: per piece what a device holds of one microbatch between its tasks.
+    """
+
+    def __init__(self, staged: Staged, plans: Sequence[StagePlan], schedule: Schedule):
+        """``plans`` has one plan a piece: chunk ``c`` of stage ``s`` is piece ``c * n_stages + s``.
+
+        Raises:
+            PipelineError: stages, plans and schedule do not fit each other, or its orders wait for each other.
+            ShardingError: a stage has no manual lowering.
+        """
+        n_pieces = len(staged.stages)
+        if (schedule.n_stages * schedule.n_chunks, schedule.n_microbatches, len(plans)) != (n_pieces, staged.n_microbatches, n_pieces):
+            raise PipelineError(
+                f"A pipeline has as many pieces as its schedule has stages times chunks, and a plan for each: got {n_pieces} pieces of "
+                f"{staged.n_microbatches} microbatches, {len(plans)} plans, and a schedule of {schedule.n_stages} x {schedule.n_chunks} "
+                f"pieces and {schedule.n_microbatches} microbatches. Make the schedule with the numbers of the stages."
+            )
+        self.staged, self.plans, self.schedule = staged, tuple(plans), schedule
+        splits = "W" in schedule.kinds
+        self._programs = [programs_of(s, p, staged.loop_level, splits) for s, p in zip(staged.stages, plans, strict=True)]
+        self.residual_bytes = tuple(sum(task.residual_bytes for task in programs.tasks.values()) for programs in self._programs)
+        self._route()
+        self._starts = self._ordered()
+        self.order = tuple((start.stage, start.task) for start in self._starts)
+        self.executed: tuple[tuple[int, Task], ...] = ()
+        self._indices = [
+            [jax.device_put(np.int32(i), NamedSharding(plan.mesh, PartitionSpec())) for i in range(staged.n_microbatches)] for plan in plans
+        ]
+        self.in_shardings = tuple(self._in_sharding(k) for k in range(len(staged.argument_homes)))
+        self.out_shardings = tuple(self._out_sharding(k) for k in range(len(staged.result_homes)))
+
+    # -- what is known before the first call ----------------------------------------------------------------------------------
+
+    def _route(self) -> None:
+        """Finds where the messages of each piece go."""
+        stages = self.staged.stages
+        places = {(s.number, message.key): k for s in stages for k, message in enumerate(s.receives)}
+        self._sends: list[list[list[_Send]]] = [[[] for _ in stage.sends] for stage in stages]
+        for stage in stages:
+            for k, message in enumerate(stage.sends):
+                for target in message.targets:
+                    position = places[target, message.key]
+                    sharding = self._programs[target].receive_shardings[position]
+                    self._sends[stage.number][k].append(_Send(0, target, position, sharding))
+
+    def _of_program(self, piece: int, sends: Sequence[int]) -> tuple[_Send, ...]:
+        """The messages of a program, with their places among what it sends."""
+        found = ((place, send) for place, k in enumerate(sends) for send in self._sends[piece][k])
+        return tuple(_Send(place, send.target, send.position, send.sharding) for place, send in found)
+
+    def _ordered(self) -> list[_Start]:
+        """All tasks in an order in which each comes after what it reads, and each stage's in its schedule's order."""
+        n_stages, orders = self.schedule.n_stages, self.schedule.orders
+        at, arrived, starts = [0] * n_stages, set(), []
+        left = {
+            (piece, task.microbatch): [other for other in "FBW" if other in programs.tasks]
+            for piece, programs in enumerate(self._programs)
+            for task in orders[piece % n_stages]
+        }
+        n = sum(map(len, orders))
+        while len(starts) < n:
+            before = len(starts)
+            for stage in range(n_stages):
+                if at[stage] == len(orders[stage]):
+                    continue
+                task = orders[stage][at[stage]]
+                piece = task.chunk * n_stages + stage
+                program = self._programs[piece].tasks.get(task.kind)
+                needed = () if program is None else program.receives
+                if all((piece, position, task.microbatch) in arrived for position in needed):
+                    start = self._start(piece, stage, task, program, left[piece, task.microbatch])
+                    arrived.update((send.target, send.position, task.microbatch) for send in start.sends)
+                    starts.append(start)
+                    at[stage] += 1
+            if len(starts) == before:
+                waiting = ", ".join(f"stage {s} for {orders[s][at[s]]}" for s in range(n_stages) if at[s] < len(orders[s]))
+                raise PipelineError(
+                    f"A schedule starts each task after those whose messages it reads; in {self.schedule.name!r} they wait for each other: "
+                    f"{waiting}. Use one of the library's schedules."
+                )
+        return starts
+
+    def _start(self, piece: int, stage: int, task: Task, program: TaskProgram | None, left: list[str]) -> _Start:
+        """The start of a task; ``left`` are the kinds of tasks that its piece has still to run for the microbatch."""
+        if program is None:
+            return _Start(piece, stage, task, None, (), (), ())
+        tasks = self._programs[piece].tasks
+        left.remove(task.kind)
+        drops = tuple(k for k in program.receives if not any(k in tasks[other].receives for other in left))
+        frees = tuple(kind for kind in program.reads if not any(kind in tasks[other].reads for other in left))
+        return _Start(piece, stage, task, program, self._of_program(piece, program.sends), drops, frees)
+
+    def _in_sharding(self, k: int) -> NamedSharding:
+        home = self.staged.argument_homes[k]
+        stage, programs = self.staged.stages[home], self._programs[home]
+        if k in stage.arguments:
+            return programs.argument_shardings[stage.arguments.index(k)]
+        return NamedSharding(self.plans[home].mesh, PartitionSpec())
+
+    def _out_sharding(self, k: int) -> NamedSharding:
+        home = self.staged.result_homes[k]
+        stage, programs = self.staged.stages[home], self._programs[home]
+        return programs.result_shardings[stage.results.index(k)]
+
+    # -- a call -----------------------------------------------------------------------------------------------------------------
+
+    def __call__(self, *arguments: Any) -> list[Any]:
+        """The step's flat results for flat arguments, which are moved to their stages where they are not there.
+
+        Raises:
+            PipelineError: a task fails; the message has its stage, microbatch and lines of the user's program.
+        """
+        call = _Call(self, arguments)
+        for programs in self._by_level("before"):
+            call.around(*programs)
+        executed = []
+        for start in self._starts:
+            call.start(start)
+            executed.append((start.stage, start.task))
+        self.executed = tuple(executed)
+        for programs in self._by_level("after"):
+            call.around(*programs)
+        return call.results()
+
+    def _by_level(self, side: str) -> list[tuple[int, int]]:
+        """The programs around the loop as (piece, number among its own), level by level."""
+        found = []
+        for piece, programs in enumerate(self._programs):
+            outers = [*programs.before, *programs.after]
+            for k, outer in enumerate(outers):
+                if (outer.level < self.staged.loop_level) == (side == "before"):
+                    found.append((outer.level, piece, k))
+        return [(piece, k) for _, piece, k in sorted(found)]
+
+
+class _Call:
+    """The arrays of one call."""
+
+    def __init__(self, run: Pipelined, arguments: Sequence[Any]):
+        self.run, self.given = run, arguments
+        self.placed: dict[tuple[int, int], Any] = {}
+        for piece, stage in enumerate(run.staged.stages):
+            shardings = run._programs[piece].argument_shardings
+            for k, position in enumerate(stage.arguments):
+                self.placed[piece, k] = put(arguments[position], shardings[k])
+        n = len(run.staged.stages)
+        self.messages: list[dict[int, Any]] = [{} for _ in range(n)]  # outside the loop
+        self.arrived: list[dict[tuple[int, int], Any]] = [{} for _ in range(n)]  # per position and microbatch
+        self.handed: list[dict[int, tuple]] = [{} for _ in range(n)]
+        self.constants: list[tuple] = [()] * n
+        self.totals: list[dict[str, tuple]] = [{} for _ in range(n)]
+        self.residuals: list[dict[tuple[str, int], tuple]] = [{} for _ in range(n)]
+        self.made: dict[int, Any] = {}
+
+    def around(self, piece: int, k: int) -> None:
+        """Runs a program before or after the loop."""
+        run, programs = self.run, self.run._programs[piece]
+        outer: Outer = [*programs.before, *programs.after][k]
+        arguments = tuple(self.placed[piece, position] for position in outer.arguments)
+        arguments += tuple(self.messages[piece][position] for position in outer.receives)
+        before = tuple(self.handed[piece][number] for number in outer.reads)
+        totals = tuple(self.totals[piece][kind] for kind in outer.kinds)
+        try:
+            gives, self.handed[piece][k], *loop = outer.call(arguments, before, totals)
+            if outer.makes_constants:
+                self.constants[piece], sums = loop
+                self.totals[piece] = dict(zip("FBW", sums, strict=True))
+            n_results = len(outer.results)
+            for position, x in zip(outer.results, gives[:n_results], strict=True):
+                self.made[run.staged.stages[piece].results[position]] = x
+            for send in run._of_program(piece, outer.sends):
+                self.messages[send.target][send.position] = jax.device_put(gives[n_results + send.place], send.sharding)
+        except Exception as error:
+            raise self._failure(piece, "what comes around the loop over microbatches", error) from error
+
+    def start(self, start: _Start) -> None:
+        """Starts a task, and what it sends."""
+        program, piece, i = start.program, start.piece, start.task.microbatch
+        if program is None:
+            return
+        run, arrived, residuals = self.run, self.arrived[piece], self.residuals[piece]
+        try:
+            self.totals[piece][program.kind], sent, handed = program.call(
+                run._indices[piece][i],
+                tuple([self.placed[piece, k] for k in program.arguments]),
+                self.constants[piece],
+                self.totals[piece][program.kind],
+                tuple([arrived[k, i] for k in program.receives]),
+                tuple([residuals[kind, i] for kind in program.reads]),
+            )
+            for send in start.sends:
+                self.arrived[send.target][send.position, i] = jax.device_put(sent[send.place], send.sharding)
+        except Exception as error:
+            raise self._failure(piece, f"{start.task} of microbatch {i}", error) from error
+        if handed:
+            residuals[program.kind, i] = handed
+        for k in start.drops:
+            del arrived[k, i]
+        for kind in start.frees:
+            residuals.pop((kind, i), None)
+
+    def results(self) -> list[Any]:
+        """The step's results."""
+        for piece, programs in enumerate(self.run._programs):
+            stage = self.run.staged.stages[piece]
+            for k, argument in programs.passed.items():
+                self.made[stage.results[k]] = self.placed[piece, argument]
+        return [self.made[k] for k in range(len(self.run.staged.result_homes))]
+
+    def _failure(self, piece: int, what: str, error: Exception) -> PipelineError:
+        stage, n_stages = self.run.staged.stages[piece], self.run.schedule.n_stages
+        where = f"stage {piece % n_stages}" + (f", chunk {piece // n_stages}" if self.run.schedule.n_chunks > 1 else "")
+        return PipelineError(
+            f"Every task of a pipeline has to succeed: {what} failed on {where}, which computes {stage.lines}: "
+            f"{type(error).__name__}: {error}"
+        )
+
+
+def put(x: Any, sharding: NamedSharding) -> Any:
+    """The array on the devices of a sharding; itself where it is there."""
+    if isinstance(x, jax.Array) and x.committed and x.sharding == sharding:
+        return x
+    return jax.device_put(x, sharding)
