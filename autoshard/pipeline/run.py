@@ -164,7 +164,21 @@ class Pipelined:
         Raises:
             PipelineError: a task fails; the message has its stage, microbatch and lines of the user's program.
         """
-        call = _Call(self, arguments)
+        return self._called(arguments, waits=False)
+
+    def checked(self, *arguments: Any) -> list[Any]:
+        """The same, one task after the other: an error is that of the task that it happens in.
+
+        Programs run while the host goes on, so that in a usual call an error inside one may come up in a later task, or where results are
+        read.
+
+        Raises:
+            PipelineError: a task fails; the message has its stage, microbatch and lines of the user's program.
+        """
+        return self._called(arguments, waits=True)
+
+    def _called(self, arguments: Sequence[Any], waits: bool) -> list[Any]:
+        call = _Call(self, arguments, waits)
         for programs in self._by_level("before"):
             call.around(*programs)
         executed = []
@@ -190,8 +204,8 @@ class Pipelined:
 class _Call:
     """The arrays of one call."""
 
-    def __init__(self, run: Pipelined, arguments: Sequence[Any]):
-        self.run, self.given = run, arguments
+    def __init__(self, run: Pipelined, arguments: Sequence[Any], waits: bool):
+        self.run, self.waits = run, waits
         self.placed: dict[tuple[int, int], Any] = {}
         for piece, stage in enumerate(run.staged.stages):
             shardings = run._programs[piece].argument_shardings
@@ -222,6 +236,8 @@ class _Call:
             n_results = len(outer.results)
             for position, x in zip(outer.results, gives[:n_results], strict=True):
                 self.made[run.staged.stages[piece].results[position]] = x
+            if self.waits:
+                jax.block_until_ready((gives, loop))
             for send in run._of_program(piece, outer.sends):
                 self.messages[send.target][send.position] = jax.device_put(gives[n_results + send.place], send.sharding)
         except Exception as error:
@@ -234,7 +250,7 @@ class _Call:
             return
         run, arrived, residuals = self.run, self.arrived[piece], self.residuals[piece]
         try:
-            self.totals[piece][program.kind], sent, handed = program.call(
+            self.totals[piece][program.kind], sent, handed = (program.keeping if self.waits else program.call)(
                 run._indices[piece][i],
                 tuple([self.placed[piece, k] for k in program.arguments]),
                 self.constants[piece],
@@ -242,10 +258,12 @@ class _Call:
                 tuple([arrived[k, i] for k in program.receives]),
                 tuple([residuals[kind, i] for kind in program.reads]),
             )
+            if self.waits:
+                jax.block_until_ready((self.totals[piece][program.kind], sent, handed))
             for send in start.sends:
                 self.arrived[send.target][send.position, i] = jax.device_put(sent[send.place], send.sharding)
         except Exception as error:
-            raise self._failure(piece, f"{start.task} of microbatch {i}", error) from error
+            raise self._failure(piece, f"{start.task.kind} of microbatch {i}", error) from error
         if handed:
             residuals[program.kind, i] = handed
         for k in start.drops:
@@ -272,6 +290,6 @@ class _Call:
 
 def put(x: Any, sharding: NamedSharding) -> Any:
     """The array on the devices of a sharding; itself where it is there."""
-    if isinstance(x, jax.Array) and x.committed and x.sharding == sharding:
+    if isinstance(x, jax.Array) and x.committed and (x.sharding == sharding or x.sharding.is_equivalent_to(sharding, x.ndim)):
         return x
     return jax.device_put(x, sharding)

@@ -80,6 +80,7 @@ class TaskProgram:
         kind: ``"F"``, ``"B"`` or ``"W"``.
         call: the jitted program, from groups of arrays: the microbatch's number, large constants that are arguments, the other constants,
             its totals, messages, and what each earlier task of the microbatch hands on; to its totals, messages and what it hands on.
+        keeping: the same, with which the totals that it is given are not used up.
         arguments: positions among the stage's arguments of large constants.
         receives: positions among the stage's ``receives``.
         reads: the kinds of the earlier tasks whose arrays it reads.
@@ -89,6 +90,7 @@ class TaskProgram:
 
     kind: str
     call: Callable
+    keeping: Callable
     arguments: tuple[int, ...]
     receives: tuple[int, ...]
     reads: tuple[str, ...]
@@ -308,11 +310,12 @@ class _Divided:
             tuple(self._sent_spec(k) for k in sends),
             (every,) * self.residual_packings[kind].n_arrays,
         )
-        call = self._jitted(task, f"{kind}", in_specs, out_specs, donate=(3,))
+        call = self._jitted(task, kind, in_specs, out_specs, donate=(3,))
         first = self.n_carry + self.n_stacked
         return TaskProgram(
             kind,
             call,
+            self._jitted(task, kind, in_specs, out_specs),
             tuple(self.direct[v] for v in direct),
             tuple(self.first_received + k for k in arrivals),
             reads,

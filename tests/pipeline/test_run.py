@@ -1,0 +1,175 @@
+"""A pipelined step computes what the step computes on one device, in the order of its schedule."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from autoshard.errors import PipelineError
+from autoshard.pipeline import Cut, Pipelined, stages_of
+from autoshard.pipeline.schedule import Schedule, Task, schedule_of
+from autoshard.trace import trace
+from benchmarks import models
+from tests import programs
+from tests.pipelines import compared, pipelined
+from tests.programs import abstract, train_step_of
+
+B, D = 16, 8
+SMALL = {"dtype": jnp.float32}
+
+
+def slow(cases):
+    """Cases that run with the slow tests."""
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
+@cache
+def mlp(layers=4, dropout=False, tapped=False):
+    """Layers of one width; with dropout a key is an argument, and ``tapped`` adds a second loss half way."""
+    params = [{"w": abstract((D, 2 * D)), "v": abstract((2 * D, D))} for _ in range(layers)]
+
+    def loss(params, x, y, *key):
+        taps = []
+        for k, p in enumerate(params):
+            hidden = jnp.tanh(x @ p["w"])
+            if key:
+                kept = jax.random.bernoulli(jax.random.fold_in(key[0], k), 0.8, hidden.shape)
+                hidden = jnp.where(kept, hidden / 0.8, 0.0)
+            x = x + hidden @ p["v"]
+            taps.append(jnp.mean(jnp.abs(x)))
+        return jnp.mean((x - y) ** 2) + (0.1 * taps[layers // 2 - 1] if tapped else 0.0)
+
+    keys = (jax.ShapeDtypeStruct((), jax.random.key(0).dtype),) if dropout else ()
+    return train_step_of(loss, params, abstract((B, D)), abstract((B, D)), *keys)
+
+
+@cache
+def lstm(layers=2, length=5):
+    """Two layers of an LSTM, each a scan over time, and a readout of the last state."""
+    params = [{"x": abstract((D, 4 * D)), "h": abstract((D, 4 * D)), "b": abstract((4 * D,))} for _ in range(layers)]
+
+    def layer(p, xs):
+        def cell(carry, x):
+            h, c = carry
+            i, f, g, o = jnp.split(x @ p["x"] + h @ p["h"] + p["b"], 4, -1)
+            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+            h = jax.nn.sigmoid(o) * jnp.tanh(c)
+            return (h, c), h
+
+        zeros = jnp.zeros((xs.shape[1], D))
+        return lax.scan(cell, (zeros, zeros), xs)[1]
+
+    def loss(params, x, y):
+        for p in params["layers"]:
+            x = layer(p, jnp.moveaxis(x, 0, 1)).swapaxes(0, 1)
+        return jnp.mean((x[:, -1] @ params["out"] - y) ** 2)
+
+    return train_step_of(loss, {"layers": params, "out": abstract((D, D))}, abstract((B, length, D)), abstract((B, D)))
+
+
+SCHEDULES = [("gpipe", 2, 4, 1), ("zero_bubble", 4, 8, 1), ("interleaved", 2, 4, 2)]
+MORE_SCHEDULES = [("1f1b", 4, 4, 1), ("1f1b", 1, 2, 1), ("1f1b", 8, 2, 1), ("interleaved", 4, 4, 2), ("zero_bubble", 8, 8, 1)]
+
+
+@pytest.mark.parametrize(("schedule", "n_stages", "n_microbatches", "n_chunks"), [*SCHEDULES, *slow(MORE_SCHEDULES)])
+def test_every_schedule_computes_the_step_in_its_order(schedule, n_stages, n_microbatches, n_chunks):
+    """And the tasks that are started are those of the schedule, each stage's in its order."""
+    fn, args = mlp(8)
+    run = pipelined(fn, args, n_stages, n_microbatches, schedule, n_chunks=n_chunks)
+    compared(run, args)
+    assert run.executed == run.order
+    for stage, order in enumerate(run.schedule.orders):
+        assert tuple(task for at, task in run.executed if at == stage) == order
+
+
+PROGRAMS = {
+    "gpt": partial(programs.gpt, n_layers=2),
+    "dropout and two losses": partial(mlp, dropout=True, tapped=True),
+    "lstm": lstm,
+}
+LARGER = {
+    "gpt, recomputed": partial(programs.gpt, n_layers=4, remat=True),
+    "resnet": lambda: models.resnet((1, 1), 8, 16, 16, 32, groups=4, **SMALL)[:2],
+    "llama": lambda: models.llama(4, 32, 4, 2, 64, 64, batch=16, length=16, **SMALL)[:2],
+    "mixture of experts": lambda: models.moe(2, 32, 4, 4, 64, batch=16, length=16, **SMALL)[:2],
+    "u-net": lambda: models.unet(2, 8, 16, 16, 4, **SMALL)[:2],
+    "encoder-decoder": lambda: models.encoder_decoder(width=64, heads=4, vocabulary=96, batch=16, length=32, **SMALL)[:2],
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_on_two_stages(name):
+    """Losses and state of unlike programs are those of one device."""
+    fn, args = PROGRAMS[name]()
+    compared(pipelined(fn, args, 2, 4), args)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("n_stages", "schedule"), [(2, "zero_bubble"), (4, "1f1b")])
+@pytest.mark.parametrize("name", {**PROGRAMS, **LARGER})
+def test_programs_on_more_stages(name, n_stages, schedule):
+    """With the shardings that are found for each stage, and on as many stages as the program has layers for."""
+    fn, args = {**PROGRAMS, **LARGER}[name]()
+    mesh = {"data": 2, "model": 4 // n_stages}
+    compared(pipelined(fn, args, n_stages, 4, schedule, mesh, "auto"), args)
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+def test_any_shardings_of_the_stages(seed):
+    """Random layouts and partial sums of every value are handed from task to task as they are."""
+    fn, args = mlp(2, dropout=True) if seed == 0 else programs.gpt(n_layers=2)
+    compared(pipelined(fn, args, 2, 4, "zero_bubble", {"data": 2, "model": 2}, 100 * seed), args, steps=2)
+
+
+def test_state_stays_on_its_stage():
+    """Weights and optimizer state are returned on the devices of the stage that reads them, with the sharding that it wants."""
+    fn, args = mlp(4)
+    run = pipelined(fn, args, 2, 2)
+    results = compared(run, args, steps=1)
+    for result, argument in run.staged.traced.graph.aliases:
+        assert run.out_shardings[result] == run.in_shardings[argument]
+        assert results[result].sharding.is_equivalent_to(run.out_shardings[result], results[result].ndim)
+    assert len({sharding.mesh for sharding in run.in_shardings}) == 2
+
+
+def test_a_failure_names_stage_microbatch_and_line():
+    """An exception in a task says where it happened: here a NaN that JAX looks for, of the third example, which is of microbatch 2."""
+
+    def loss(params, x, y):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x * jnp.sqrt(y + jnp.sum(x, -1, keepdims=True)))
+
+    fn, args = train_step_of(loss, [abstract((D, D))] * 4, abstract((B, D)), abstract((B, D)))
+    run = pipelined(fn, args, 2, 4)
+    given = [jnp.full(x.shape, x.dtype.type(0 if not x.shape else 1)) for x in jax.tree.leaves(args)]
+    jax.block_until_ready(run(*given))
+    given[-1] = given[-1].at[2].set(-1000.0)
+    with jax.debug_nans(True), pytest.raises(PipelineError, match=r"microbatch 2 .*stage 1.*test_run\.py.*nan"):
+        run.checked(*given)
+
+
+def test_parts_that_do_not_fit_are_refused():
+    """A schedule of other numbers, and orders that wait for each other, with the numbers."""
+    fn, args = mlp(4)
+    staged = stages_of(trace(fn, *args), 2, 4)
+    run = pipelined(fn, args, 2, 4)
+    with pytest.raises(PipelineError, match="2 pieces of 4 microbatches"):
+        Pipelined(staged, run.plans, schedule_of("1f1b", 2, 2))
+    late = tuple(Task(kind, i) for i in range(4) for kind in "FB")
+    with pytest.raises(PipelineError, match="wait for each other: stage 0 for B0"):
+        Pipelined(staged, run.plans, Schedule("mine", (late, tuple(sorted(late, key=lambda task: (task.kind != "F", -task.microbatch))))))
+
+
+def test_one_trace_of_a_cut_makes_the_same_stages():
+    """A cut's numbers give the programs again, with equal fingerprints."""
+    fn, args = mlp(4)
+    traced = trace(fn, *args)
+    staged = stages_of(traced, 2, 4)
+    again = stages_of(traced, 2, 4, staged.cut)
+    assert [s.traced.graph.fingerprint for s in staged.stages] == [s.traced.graph.fingerprint for s in again.stages]
+    assert Cut.of(staged.cut.numbers) == staged.cut

@@ -1,0 +1,88 @@
+"""Pipelined programs compared with the same programs on one device."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+
+from autoshard.cluster import Cluster
+from autoshard.compilers import compiler_of
+from autoshard.compilers.program_facts import program_facts
+from autoshard.ir import Mesh
+from autoshard.judge.model import CostModel
+from autoshard.lower import stage_meshes
+from autoshard.pipeline import Pipelined, Staged, StagePlan, stages_of
+from autoshard.pipeline.schedule import schedule_of
+from autoshard.problem import Problem
+from autoshard.rules import rules_of
+from autoshard.search import searcher_of, solve
+from autoshard.trace import trace
+from tests.programs import concrete
+from tests.random_assignments import random_assignment
+
+
+def plans_of(staged: Staged, n_stages: int, mesh: Mesh, searcher: str | int) -> list[StagePlan]:
+    """A plan for each piece, by a searcher, or with random assignments from a seed."""
+    cluster = Cluster.of(f"cpu:{mesh.size}")
+    model, meshes, plans = CostModel(cluster, mesh), stage_meshes([mesh] * n_stages), []
+    for k, stage in enumerate(staged.stages):
+        graph = stage.traced.graph
+        rules = rules_of(graph)
+        if isinstance(searcher, int):
+            assignment = random_assignment(graph, rules, mesh, searcher + k)
+        else:
+            problem = Problem(program_facts(graph, rules, compiler_of(cluster)), model)
+            assignment = solve(searcher_of(searcher), problem).assignment
+        plans.append(StagePlan(assignment, meshes[k % n_stages], model.reshard_paths(graph.values)))
+    return plans
+
+
+def pipelined(fn, args, n_stages, n_microbatches, schedule="1f1b", mesh=None, searcher="data_parallel", n_chunks=1) -> Pipelined:
+    """A step as a pipeline; each stage has as many of the eight devices."""
+    mesh = Mesh.of({"data": 8 // n_stages} if mesh is None else mesh)
+    staged = stages_of(trace(fn, *args), n_stages * n_chunks, n_microbatches)
+    plans = plans_of(staged, n_stages, mesh, searcher)
+    return Pipelined(staged, plans, schedule_of(schedule, n_stages, n_microbatches, n_chunks))
+
+
+def is_key(x) -> bool:
+    """Whether an array has random keys."""
+    return jnp.issubdtype(x.dtype, jax.dtypes.extended)
+
+
+def numbers(x) -> np.ndarray:
+    """An array's numbers, also of keys."""
+    return np.asarray(jax.random.key_data(x) if is_key(x) else x, np.float64)
+
+
+def compared(run: Pipelined, args, steps=3, loss=1e-6, state=3e-5) -> list:
+    """Runs a pipeline and the step on one device for some steps, compares all they return, and gives the pipeline's last results.
+
+    What is no state is equal within ``loss`` relative to its largest number, state after the last step within ``state``.
+    """
+    traced = run.staged.traced
+    one = jax.jit(jaxpr_as_fun(traced.jaxpr))
+    ours = [jnp.asarray(x) for x in jax.tree.leaves(concrete(args))]
+    theirs = list(ours)
+    replaced = dict(traced.graph.aliases)
+    results: list = []
+    for _ in range(steps):
+        expected, results = one(*theirs), run(*ours)
+        for k, path in enumerate(traced.graph.result_paths):
+            if k not in replaced:
+                close(expected[k], results[k], loss, path)
+        for k, argument in replaced.items():
+            theirs[argument], ours[argument] = expected[k], results[k]
+            assert results[k].sharding.device_set <= {d for plan in run.plans for d in plan.mesh.devices.flat}
+    for k, argument in replaced.items():
+        close(theirs[argument], ours[argument], state, traced.graph.result_paths[k])
+    return results
+
+
+def close(expected, found, tolerance, what) -> None:
+    """Checks that arrays are equal up to a share of the largest number."""
+    assert (expected.shape, expected.dtype) == (found.shape, found.dtype), what
+    one, other = numbers(expected), numbers(found)
+    assert np.abs(one - other).max(initial=0.0) <= tolerance * (np.abs(one).max(initial=0.0) + 1e-8), what
