@@ -149,7 +149,7 @@ def test_a_failure_names_stage_microbatch_and_line():
     given = [jnp.full(x.shape, x.dtype.type(0 if not x.shape else 1)) for x in jax.tree.leaves(args)]
     jax.block_until_ready(run(*given))
     given[-1] = given[-1].at[2].set(-1000.0)
-    with jax.debug_nans(True), pytest.raises(PipelineError, match=r"microbatch 2 .*stage 1.*test_run\.py.*nan"):
+    with jax.debug_nans(True), pytest.raises(PipelineError, match=r"microbatch 2 .*stage 1.*test_pipeline_run\.py.*nan"):
         run.checked(*given)
 
 
