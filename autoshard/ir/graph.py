@@ -153,7 +153,7 @@ class Graph:
         arguments, argument_paths: value number and path (``state.params['w']``) of each argument leaf.
         results, result_paths: the same for the results; a value may be returned twice.
         constants: values captured by the function.
-        literals: scalar constants written in the program.
+        literals, written: scalar constants written in the program, and their values.
         aliases: pairs (result position, argument position) of state that replaces an argument.
         donated: argument positions whose memory may be reused.
         fingerprint: a hash, equal for equal programs, independent of names and process.
@@ -169,6 +169,7 @@ class Graph:
     result_paths: tuple[str, ...]
     constants: tuple[int, ...] = ()
     literals: tuple[int, ...] = ()
+    written: tuple[Any, ...] = field(default=(), repr=False)
     aliases: tuple[tuple[int, int], ...] = ()
     donated: tuple[int, ...] = ()
     fingerprint: str = ""

@@ -26,7 +26,7 @@ _OF_EXPLICIT_AXES = ("sharding", "out_sharding")
 
 def fingerprint(program: Program, aliases: Sequence[tuple[int, int]]) -> str:
     """The fingerprint of a program, 32 hexadecimal digits; linear in the program's size."""
-    canonical = _Canonical()
+    canonical = Canonical()
     digest = hashlib.sha256()
 
     def add(*parts: object) -> None:
@@ -49,7 +49,7 @@ def fingerprint(program: Program, aliases: Sequence[tuple[int, int]]) -> str:
     return digest.hexdigest()[:32]
 
 
-class _Canonical:
+class Canonical:
     """Parameters as text that is equal in every process, without addresses."""
 
     def params(self, params: Any, without_bodies: bool = False) -> str:

@@ -204,6 +204,7 @@ def rebuilt(traced: Traced, jaxpr: ClosedJaxpr, microbatches: int, simplify: boo
         results=program.results,
         constants=program.constants,
         literals=program.literals,
+        written=program.written,
         fingerprint=fingerprint(program, graph.aliases),
         assumptions=tuple(dict.fromkeys((*graph.assumptions, *program.assumptions))),
     )
@@ -288,6 +289,7 @@ def _graph(fn: Callable, program: Program, leaves: list[Leaf], output: Any, writ
         result_paths=(*map(result_path, paths), *(leaves[i].path for i in written)),
         constants=program.constants,
         literals=program.literals,
+        written=program.written,
         aliases=aliases,
         donated=donated,
         fingerprint=fingerprint(program, aliases),

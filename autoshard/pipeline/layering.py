@@ -1,0 +1,135 @@
+"""How many layers each stage of a pipeline gets, and with which of several plans, by dynamic programming.
+
+*Objective.* The makespan of a pipeline of stages of unequal times ``T``: the first microbatch passes all stages and comes back, and the
+slowest stage sets the pace of the others: ``sum T + (m - 1) max T``, transfers at fill and drain, and what runs once a step at the
+slowest stage. *Constraint.* Each stage's state, and the residuals of the microbatches that its schedule keeps in flight, are within the
+memory limit. *Method.* For each value that ``max T`` may have, from the least, the least sum by dynamic programming over stages and
+layers; values end once they alone exceed the best makespan. Exact for the given costs, if the values tried are enough; O(values x stages
+x layers x layers of a stage). *Ties.* The smaller ``max T``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.pipeline.layer_costs import LayerCosts
+
+_VALUES = 48  # of the slowest stage's time, that are tried
+
+
+@dataclass(frozen=True, slots=True)
+class Layering:
+    """The stages of a pipeline.
+
+    Attributes:
+        layers: per stage the number of its layers.
+        options: per stage the number of its plan among those given.
+        makespan_seconds: of a step.
+        peak_bytes: per stage.
+    """
+
+    layers: tuple[int, ...]
+    options: tuple[int, ...]
+    makespan_seconds: float
+    peak_bytes: tuple[float, ...]
+
+
+def best_layering(
+    options: Sequence[LayerCosts],
+    n_layers: int,
+    n_microbatches: int,
+    in_flight: Sequence[int],
+    limit_bytes: float,
+    send_seconds: float = 0.0,
+) -> Layering | None:
+    """The fastest division of layers into stages that fits; None where nothing fits.
+
+    Args:
+        options: plans of a stage's devices; each stage may have another one.
+        n_layers: to divide; each stage has one at least. What is not in layers is on the last stage.
+        n_microbatches: of a step.
+        in_flight: per stage how many microbatches it keeps at most.
+        limit_bytes: that a device may hold.
+        send_seconds: of one transfer between neighbouring stages.
+    """
+    n_stages = len(in_flight)
+    most = min(n_layers - n_stages + 1, 2 * -(-n_layers // n_stages) + 1)
+    if most < 1:
+        return None
+    counts = np.arange(1, most + 1)
+    stages = [_stage(options, counts, alive, limit_bytes, send_seconds, s == n_stages - 1) for s, alive in enumerate(in_flight)]
+    seconds, after = (np.stack([stage[k] for stage in stages]) for k in (0, 1))
+    values = np.unique(seconds[np.isfinite(seconds)])
+    values = values[values >= _least_pace(values, seconds, n_layers)]
+    best: tuple[float, list[int]] | None = None
+    for slowest in values[:_VALUES].tolist():
+        if best is not None and n_microbatches * slowest >= best[0]:
+            break
+        found = _least_sum(np.where(seconds <= slowest * (1 + 1e-12), seconds, np.inf), n_layers)
+        if found is None:
+            continue
+        total, layers = found
+        last = max(float(after[s, k - 1]) for s, k in enumerate(layers))
+        makespan = total + (n_microbatches - 1) * slowest + last + 2 * (n_stages - 1) * send_seconds
+        if best is None or makespan < best[0]:
+            best = makespan, layers
+    if best is None:
+        return None
+    chosen = [int(stages[s][2][k - 1]) for s, k in enumerate(best[1])]
+    peaks = [float(stages[s][3][k - 1]) for s, k in enumerate(best[1])]
+    return Layering(tuple(best[1]), tuple(chosen), best[0], tuple(peaks))
+
+
+def _stage(
+    options: Sequence[LayerCosts], counts: np.ndarray, alive: int, limit: float, send: float, is_last: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Per number of layers: seconds of a microbatch, infinity where it does not fit; seconds after the last; the option; peak bytes."""
+    share = float(is_last)
+    seconds, after, peaks = [], [], []
+    for option in options:
+        layer, ends = option.layer, option.ends
+        peak = counts * (layer.state_bytes + alive * layer.residual_bytes) + share * (ends.state_bytes + ends.residual_bytes)
+        pace = np.maximum(counts * layer.microbatch_seconds + share * ends.microbatch_seconds, send)
+        seconds.append(np.where(peak <= limit, pace, np.inf))
+        after.append(counts * layer.after_seconds + share * ends.after_seconds)
+        peaks.append(peak)
+    best = np.argmin(np.stack(seconds), axis=0)
+    rows = np.arange(len(counts))
+    return (*(np.stack(each)[best, rows] for each in (seconds, after)), best, np.stack(peaks)[best, rows])
+
+
+def _least_pace(values: np.ndarray, seconds: np.ndarray, n_layers: int) -> float:
+    """The least time of the slowest stage at which the stages have room for all layers."""
+    low, high = 0, len(values) - 1
+    while low < high:
+        middle = (low + high) // 2
+        room = (seconds <= values[middle] * (1 + 1e-12)).sum(axis=1)
+        if room.all() and room.sum() >= n_layers:
+            high = middle
+        else:
+            low = middle + 1
+    return float(values[low]) if len(values) else 0.0
+
+
+def _least_sum(seconds: np.ndarray, n_layers: int) -> tuple[float, list[int]] | None:
+    """The least sum of the stages' seconds with all layers, and the layers of each stage; None where they have no room."""
+    n_stages, most = seconds.shape
+    sums = np.full(n_layers + 1, np.inf)
+    sums[0] = 0.0
+    taken = np.zeros((n_stages, n_layers + 1), dtype=np.int64)
+    for s in range(n_stages):
+        ways = np.full((most, n_layers + 1), np.inf)
+        for k in range(1, most + 1):
+            ways[k - 1, k:] = sums[: n_layers + 1 - k] + seconds[s, k - 1]
+        taken[s] = np.argmin(ways, axis=0) + 1
+        sums = ways.min(axis=0)
+    if not np.isfinite(sums[n_layers]):
+        return None
+    left, layers = n_layers, []
+    for s in reversed(range(n_stages)):
+        layers.append(int(taken[s, left]))
+        left -= layers[-1]
+    return float(sums[n_layers]), layers[::-1]
