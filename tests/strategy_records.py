@@ -70,7 +70,7 @@ PIPELINED = replace(
     layouts={},
     copies={},
     cost=replace(EXAMPLE.cost, collectives=()),
-    pipeline=PipelineRecord("1f1b", 1, (2, 4), (StageRecord(HALF, *map(float, range(8))), StageRecord(HALF, *[1e-6] * 8)), (0, -1), (0, 1)),
+    pipeline=PipelineRecord("1f1b", 1, (2, 4), (StageRecord(HALF, *map(float, range(8))), StageRecord(HALF, *[1e-6] * 8)), (0, 1), (0, 1)),
 )
 
 seconds = st.floats(0, 1e30, allow_subnormal=True)

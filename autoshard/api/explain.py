@@ -177,10 +177,9 @@ def argument_parts(record: Record) -> list[Part]:
     if record.pipeline is None:
         return _arguments("Arguments", record.arguments, record.mesh)
     parts: list[Part] = []
-    for stage in (*range(len(record.pipeline.stages)), -1):
-        title = f"Arguments of stage {stage}" if stage >= 0 else "Arguments of which each stage has a slice"
+    for stage in range(len(record.pipeline.stages)):
         own = [tensor for tensor, place in zip(record.arguments, record.pipeline.argument_stages, strict=True) if place == stage]
-        parts += _arguments(title, own, record.mesh)
+        parts += _arguments(f"Arguments of stage {stage}", own, record.mesh)
     return parts
 
 

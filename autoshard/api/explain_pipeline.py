@@ -26,7 +26,7 @@ def pipeline_parts(record: Record) -> list[Part]:
             format_seconds(stage.backward_seconds + stage.weights_seconds),
             format_seconds(stage.after_seconds),
             format_seconds(max(stage.send_seconds, stage.send_back_seconds)),
-            f"{alive[number]} x {format_bytes(stage.residual_bytes)}",
+            f"{alive[number % pipeline.n_parts]} x {format_bytes(stage.residual_bytes)}",
             format_bytes(stage.peak_bytes),
         )
         for number, stage in enumerate(pipeline.stages)
@@ -43,16 +43,15 @@ def pipeline_parts(record: Record) -> list[Part]:
 
 
 def timeline_of(record: Record, pipeline: PipelineRecord) -> Timeline:
-    """The predicted start and end of every task; the chunks of a stage take equal times."""
-    n, stages = pipeline.chunks, pipeline.stages
-    pieces = [PieceSeconds(s.forward_seconds / n, s.backward_seconds / n, s.weights_seconds / n) for s in stages] * n
-    sends = ([s.send_seconds for s in stages] * n)[:-1]
-    back = ([s.send_back_seconds for s in stages] * n)[1:]
-    schedule = schedule_of(pipeline.schedule, len(stages), record.program.microbatches, n if n > 1 else None)
-    return simulate(schedule, pieces, sends, back)
+    """The predicted start and end of every task."""
+    stages, chunks = pipeline.stages, pipeline.chunks
+    pieces = [PieceSeconds(stage.forward_seconds, stage.backward_seconds, stage.weights_seconds) for stage in stages]
+    schedule = schedule_of(pipeline.schedule, pipeline.n_parts, record.program.microbatches, chunks if chunks > 1 else None)
+    return simulate(schedule, pieces, [stage.send_seconds for stage in stages[:-1]], [stage.send_back_seconds for stage in stages[1:]])
 
 
 def _devices(pipeline: PipelineRecord, number: int) -> str:
-    first = sum(stage.record.mesh.size for stage in pipeline.stages[:number])
-    last = first + pipeline.stages[number].record.mesh.size - 1
+    part = number % pipeline.n_parts
+    first = sum(stage.record.mesh.size for stage in pipeline.stages[:part])
+    last = first + pipeline.stages[part].record.mesh.size - 1
     return str(first) if first == last else f"{first} to {last}"

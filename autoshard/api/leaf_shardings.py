@@ -20,17 +20,18 @@ def strategy_mesh(record: Record, devices: Sequence[Any] | None = None) -> jax.s
     """
     if record.pipeline is None:
         return jax_mesh(record.mesh, devices)
-    return mesh_of_stages(pipeline_meshes(record, devices))
+    return mesh_of_stages(pipeline_meshes(record, devices)[: record.pipeline.n_parts])
 
 
 def pipeline_meshes(record: Record, devices: Sequence[Any] | None = None) -> tuple[jax.sharding.Mesh, ...]:
-    """The mesh of each stage of a pipeline.
+    """The mesh of each stage of a pipeline; chunks of one part of the devices have the same.
 
     Raises:
         ClusterError: there are too few devices.
     """
-    assert record.pipeline is not None
-    return stage_meshes([stage.record.mesh for stage in record.pipeline.stages], devices)
+    pipeline = record.pipeline
+    assert pipeline is not None
+    return stage_meshes([stage.record.mesh for stage in pipeline.stages[: pipeline.n_parts]], devices) * pipeline.chunks
 
 
 def leaf_shardings(record: Record, devices: Sequence[Any] | None = None) -> list[NamedSharding]:
@@ -48,7 +49,5 @@ def leaf_shardings(record: Record, devices: Sequence[Any] | None = None) -> list
 def stage_shardings(
     tensors: Sequence[TensorRecord], places: Sequence[int], meshes: Sequence[jax.sharding.Mesh]
 ) -> list[NamedSharding]:
-    """The shardings of leaves of a pipeline, each on the mesh of its stage; -1 stands for the mesh over all stages."""
-    whole = mesh_of_stages(meshes) if -1 in places else None
-    on = [whole if place < 0 else meshes[place] for place in places]
-    return [NamedSharding(mesh, PartitionSpec(*tensor.spec)) for tensor, mesh in zip(tensors, on, strict=True)]
+    """The shardings of leaves of a pipeline, each on the mesh of its stage."""
+    return [NamedSharding(meshes[place], PartitionSpec(*tensor.spec)) for tensor, place in zip(tensors, places, strict=True)]

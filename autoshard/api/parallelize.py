@@ -16,6 +16,7 @@ import jax
 from autoshard.api.calls import UNLIKE
 from autoshard.api.confirm import Confirm, confirm_of
 from autoshard.api.microbatching import Microbatches, checked_number
+from autoshard.api.pipelining import check_pipeline
 from autoshard.api.search import search
 from autoshard.api.step import Sharded, Step, call_type, plain, positional, several
 from autoshard.api.strategy import Strategy
@@ -162,7 +163,7 @@ class _Found:
     step: Step | None = None
 
     def runs(self, fn: Callable, args: tuple) -> bool:
-        return (self.step or Step(fn, self.strategy.record, None)).runs(args)
+        return (self.step or self.strategy.lowerable(fn)).runs(args)
 
 
 def _searched_again(args: tuple, before: tuple) -> str:
@@ -210,6 +211,8 @@ def parallelize(
     interruptible: bool = False,
     confirm: str | Confirm | None = None,
     microbatches: Microbatches = "fit",
+    stages: int | None = None,
+    schedule: str = "1f1b",
     start: Strategy | None = None,
     devices: Sequence[Any] | None = None,
     compiler_options: Options | None = None,
@@ -243,12 +246,16 @@ def parallelize(
         "interruptible": interruptible,
         "confirm": confirm_of(confirm),
         "microbatches": checked_number(microbatches),
+        "stages": stages,
+        "schedule": schedule,
         "start": start,
     }
     if fn is not None and not callable(fn):
         raise TraceError(f"parallelize takes a function, and options by name, got {fn!r:.80}. Write @parallelize(cluster='cpu:8').")
     searcher_of(searcher)  # what is misspelt is said here, not at the first call
-    Asked.of(pins, batch_axes)
+    asked = Asked.of(pins, batch_axes)
+    if stages is not None:
+        check_pipeline(stages, schedule, confirm, start, asked)
     if cluster is not None:
         options["cluster"] = Cluster.of(cluster)
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 from autoshard.errors import StrategyError
 
@@ -59,13 +59,18 @@ def apart(leaves: Sequence[Any], there: Sequence[Any], seen: set[int]) -> list[A
     return found
 
 
-def sharded_leaves(function: Callable, args: tuple, shardings: Sequence[NamedSharding]) -> list[Any]:
-    """The leaves of what ``function(*args)`` makes, each made already sharded: by one program for each set of devices that has some."""
-    leaves: list[Any] = [None] * len(shardings)
+def by_devices(shardings: Sequence[Sharding]) -> list[list[int]]:
+    """The positions of shardings on the same devices: one program cannot read arrays of different ones."""
     groups: dict[frozenset, list[int]] = {}
     for place, sharding in enumerate(shardings):
         groups.setdefault(frozenset(sharding.device_set), []).append(place)
-    for places in groups.values():
+    return list(groups.values())
+
+
+def sharded_leaves(function: Callable, args: tuple, shardings: Sequence[NamedSharding]) -> list[Any]:
+    """The leaves of what ``function(*args)`` makes, each made already sharded: by one program for each set of devices that has some."""
+    leaves: list[Any] = [None] * len(shardings)
+    for places in by_devices(shardings):
 
         def made(*args: Any, places: Sequence[int] = places) -> list[Any]:
             found = jax.tree.leaves(function(*args))

@@ -22,6 +22,7 @@ from autoshard.api.finalists import Board
 from autoshard.api.meshes import MOST_AXES, check_meshes, fixed_mesh, given_mesh, meshes_of, most_axes
 from autoshard.api.microbatching import Microbatches, best, checked_number
 from autoshard.api.notes import lowered_otherwise, whole, without_rules
+from autoshard.api.pipelining import Pipeline, check_pipeline, pipelined
 from autoshard.api.start import better, carried, checked
 from autoshard.api.step import Sharded, plain, several
 from autoshard.api.strategy import Strategy, record_of
@@ -41,6 +42,7 @@ from autoshard.mesh_search.candidates import placed
 from autoshard.mesh_search.refinement import refined
 from autoshard.mesh_search.search import search_meshes
 from autoshard.microbatch import divisors, microbatched
+from autoshard.pipeline import Stage
 from autoshard.problem import Hints, Problem
 from autoshard.progress import Progress, part, silent
 from autoshard.render import format_bytes, format_percent, progress_line
@@ -73,6 +75,8 @@ def search(
     interruptible: bool = False,
     confirm: str | Confirm | None = None,
     microbatches: Microbatches = "fit",
+    stages: int | None = None,
+    schedule: str = "1f1b",
     start: Strategy | None = None,
 ) -> Strategy:
     """The best strategy that the searcher finds for a function on a cluster; in several processes the one that process 0 finds.
@@ -109,10 +113,15 @@ def search(
         microbatches: in how many parts of its batch a step computes its gradients, one after the other; they are added up and combined
             over devices once (`autoshard.microbatch`). A number; ``"fit"``: the fewest with which it fits, where nothing does in one;
             ``"auto"``: the fastest of 1, 2, 4 and 8, each searched; None: one. Results are those of the whole batch.
+        stages: of a pipeline: into how many equal parts the devices are divided, each of which computes a part of the step, microbatch by
+            microbatch (`autoshard.pipeline`). Without a number of ``microbatches`` as many, twice and four times as many are tried.
+            None: every device computes the whole step.
+        schedule: the order of a pipeline's tasks: ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` or ``"zero_bubble"``.
         start: an earlier strategy, of other devices or of these, for an automatic searcher: carried over to this mesh (`api.start`) it is
             one of the candidates, so that the answer is predicted to be no slower, and the answer where the time is over before another.
 
     Raises:
+        PipelineError: the step cannot be cut into so many stages.
         TraceError: the batch cannot be computed in that many microbatches; or the function cannot be traced with these arguments.
         ClusterError: the cluster is unknown, or the mesh does not cover it.
         ShardingError: a pin is illegal, or two contradict each other.
@@ -130,6 +139,12 @@ def search(
     given = limit_seconds if how is None or limit_seconds is None else limit_seconds / 2
     if given is not None:
         chosen = chosen.limited(given)
+    if stages is not None:
+        asked_of = Asked.of(pins, batch_axes)
+        check_pipeline(stages, schedule, how, start, asked_of)
+        with shown(progress) as callback, rarely_collecting(), outside_mesh(keep_auto=True):
+            return _in_stages(fn, args, cluster, chosen, mesh, asked_of, memory_limit_bytes, donate_argnums, microbatches, stages, schedule,
+                              endings(given, interruptible), given, callback)  # fmt: skip
     with shown(progress) as callback, rarely_collecting(), outside_mesh(keep_auto=True):
         ask = partial(prepare, fn, args, cluster, chosen, mesh, Asked.of(pins, batch_axes), memory_limit_bytes, donate_argnums)
         first = microbatches if isinstance(microbatches, int) else 1
@@ -168,6 +183,51 @@ def search(
             together=how.by == "devices",
         )
         return confirmed(board, how)
+
+
+def _in_stages(
+    fn: Callable,
+    args: tuple,
+    cluster: Cluster | str | Path | None,
+    searcher: Searcher,
+    mesh: Any,
+    asked: Asked,
+    memory_limit_bytes: float | None,
+    donate_argnums: int | Sequence[int],
+    microbatches: Microbatches,
+    n_stages: int,
+    schedule: str,
+    ends: tuple[type[BaseException], ...],
+    seconds: float | None,
+    progress: Progress,
+) -> Strategy:
+    """The best strategy as a pipeline; arguments are `search`'s."""
+    cluster = _cluster(cluster)
+    limit = _limit(cluster, memory_limit_bytes) * (1 - RESERVE if memory_limit_bytes is None else 1)
+    given = None if mesh is None or isinstance(mesh, int) else given_mesh(mesh)
+    part_of, most = cluster.part(n_stages), most_axes(mesh, searcher)
+    if given is not None:
+        part_of.check(given)
+    axes = (*asked.axes, *(given.names if given else ()))
+    traced, _, spent = _traced(fn, args, donate_argnums, axes, cluster)
+    asked.check(traced.graph.argument_paths)
+    until = None if seconds is None else time.perf_counter() + seconds
+
+    def searched(stage: Stage, mesh: Mesh | None, limit: float, progress: Progress) -> tuple[Strategy, Problem]:
+        program = stage.traced
+        facts = program_facts(program.graph, rules_of(program.graph), compiler_of(cluster))
+        pins = user_pins(asked.among(program.graph.argument_paths), program.graph, [], mesh is None)
+        first = len(stage.arguments)
+        pins = replace(pins, stacked=tuple(first + k for k, message in enumerate(stage.receives) if message.kind == "loop"))
+        meshes, _ = meshes_of(part_of, pins, mesh, most)
+        counts = {"trace_seconds": 0.0, "n_ops": len(program.graph.walk())}
+        prepared = Prepared(program, facts, part_of, meshes, 0, pins, limit, counts)
+        left = None if until is None else max(0.0, until - time.perf_counter())
+        solution, problem = _searched(prepared, searcher, timed(progress, left), ends, 1, None, limit)
+        return prepared.strategy(problem.mesh, solution, searcher), problem
+
+    number = microbatches if isinstance(microbatches, int) else None
+    return pipelined(traced, cluster, Pipeline(n_stages, schedule, number, given, limit), searched, searcher, spent, progress)
 
 
 def _within(

@@ -37,11 +37,14 @@ LOWERINGS = {
     "constraints": "sharding constraints, from which XLA's partitioner makes the collectives",
 }
 
+ANY_PLATFORM = "cpu"
+"""A platform to lower for where none is asked for."""
+
 _AS_IT_IS = nullcontext()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Program:
+class Program:
     """One traced and jitted form of the function, for arguments of one structure and one set of types.
 
     Attributes:
@@ -136,8 +139,8 @@ class Step(Sharded):
         self.donate_argnums = record.donate_argnums
         self._mesh = mesh
         self._traced = traced
-        self._programs: dict[Any, _Program] = {}
-        self._latest: _Program | None = None  # of the latest call that was looked through
+        self._programs: dict[Any, Program] = {}
+        self._latest: Program | None = None  # of the latest call that was looked through
         self._repeat: Repeat | None = None
         self._around: AbstractMesh | None = None  # the mesh that was in force in that call
 
@@ -180,7 +183,7 @@ class Step(Sharded):
         """The next call is looked through, whatever it is."""
         self._latest = self._repeat = self._around = None
 
-    def _remember(self, program: _Program, leaves: Sequence[Any], there: Sequence[Any]) -> None:
+    def _remember(self, program: Program, leaves: Sequence[Any], there: Sequence[Any]) -> None:
         """Takes the next call to be like this one: the first of a program, or the second of one in a row; not where two alternate."""
         if program.repeat is None:
             return
@@ -188,7 +191,7 @@ class Step(Sharded):
         self._repeat = program.repeat if is_first or program is self._latest else None
         self._latest, self._around = program, get_abstract_mesh()
 
-    def lower(self, *args: Any, platform: str = "cpu") -> jax.stages.Lowered:
+    def lower(self, *args: Any, platform: str = ANY_PLATFORM) -> jax.stages.Lowered:
         """The lowered program, as `jax.jit(fn).lower` gives it; NNX objects stand there as their states.
 
         Without devices it is lowered for the platform that is named: any will do for what does not compile it.
@@ -212,7 +215,7 @@ class Step(Sharded):
             return False
         return True
 
-    def _program(self, args: tuple) -> tuple[_Program, tuple]:
+    def _program(self, args: tuple) -> tuple[Program, tuple]:
         """The program for arguments like these, in which what is static is held, and the arguments as pytrees of arrays."""
         traced_further = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
         key = call_type(args), traced_further, _explicit_mesh()
@@ -222,7 +225,7 @@ class Step(Sharded):
 
     @rarely_collecting()
     @outside_mesh(keep_auto=True)
-    def _lowered(self, args: tuple, differentiable: bool, around: Mesh | None) -> _Program:
+    def _lowered(self, args: tuple, differentiable: bool, around: Mesh | None) -> Program:
         record = self._record
         traced, rules, path = program_of(self._fn, args, record, self._weak_before(args), self._traced)
         graph, assignment = traced.graph, record.assignment
@@ -258,7 +261,7 @@ class Step(Sharded):
         repeat = None if once else Repeat(jitted, traced.in_tree, in_shardings, graph.argument_paths, bool(record.donate_argnums), ways)
         state = {argument for _, argument in graph.aliases}
         is_state = tuple(argument in state for argument in range(len(in_shardings)))
-        return _Program(traced, jitted, in_shardings, is_state, known, repeat)
+        return Program(traced, jitted, in_shardings, is_state, known, repeat)
 
     def _flat(
         self, traced: Traced, rules: tuple[Rule | None, ...], path: ReshardPath, mesh: Mesh | AbstractMesh, differentiable: bool
@@ -297,7 +300,7 @@ def program_of(
 
     def program(args: tuple) -> tuple[Traced, tuple[Rule | None, ...], ReshardPath]:
         traced = trace(plain(fn), *args, donate_argnums=record.donate_argnums, axis_names=record.mesh.names, before=before)
-        traced = microbatched(traced, record.program.microbatches)
+        traced = microbatched(traced, record.program.microbatches) if record.pipeline is None else traced
         graph, rules = traced.graph, rules_of(traced.graph)
         check_program(record, graph, rules)
         model = CostModel(Cluster.from_dict(record.cluster), record.mesh)

@@ -15,8 +15,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autoshard.api.data import DataIterator, data_iterator
 from autoshard.api.explain import explain
 from autoshard.api.feeding import Matching
-from autoshard.api.leaf_shardings import leaf_shardings, strategy_mesh
+from autoshard.api.leaf_shardings import leaf_shardings, pipeline_meshes, strategy_mesh
 from autoshard.api.pins import Pins
+from autoshard.api.pipeline_step import PipelineStep
 from autoshard.api.placing import apart, check_equal, put, sharded_leaves
 from autoshard.api.step import Step, bucket_options, program_of
 from autoshard.api.structure import alike, describe, dtype_of, per_argument, position_of, rebuild
@@ -162,10 +163,8 @@ class Strategy:
             StrategyError: ``fn`` is not the program the strategy is for.
         """
         if self.microbatches > 1:
-            raise StrategyError(
-                f"pins shard a program as it is, and this strategy runs it in {self.microbatches} microbatches. "
-                "Search with microbatches=None."
-            )
+            how, option = ("a pipeline", "stages") if self.record.pipeline else (f"{self.microbatches} microbatches", "microbatches")
+            raise StrategyError(f"pins shard a program as it is, and this strategy runs it as {how}. Search with {option}=None.")
         traced, rules, path = program_of(fn, args, self.record, before=self._traced)
         graph = traced.graph
         found = fewest_pins(traced.jaxpr, graph, rules, self.record.assignment, path, budget_seconds, progress)
@@ -263,9 +262,17 @@ class Strategy:
             StrategyError: the lowering is unknown, ``fn`` is no function, ``save_graphs`` no path, or the bytes are negative; at the first
                 call, where ``fn`` is not the program the strategy is for.
         """
+        if self.record.pipeline is not None:
+            meshes = pipeline_meshes(self.record, devices)
+            options = {**bucket_options(meshes[0].devices.flat[0].platform, bucket_bytes), **(compiler_options or {})}
+            return PipelineStep(fn, self.record, meshes, lowering, self._traced, options, save_graphs)
         mesh = jax_mesh(self.record.mesh, devices)
         options = {**bucket_options(mesh.devices.flat[0].platform, bucket_bytes), **(compiler_options or {})}
         return Step(fn, self.record, mesh, lowering, self._traced, options, save_graphs)
+
+    def lowerable(self, fn: Callable) -> Step:
+        """``fn``, to be lowered for no devices in particular: it is never run."""
+        return Step(fn, self.record, None) if self.record.pipeline is None else PipelineStep(fn, self.record, ())
 
     def shard(self, *args: Any, devices: Sequence[Any] | None = None) -> tuple:
         """The arguments, all or the first few, put where the strategy wants them; a tuple. NNX objects are moved in place.
@@ -451,7 +458,7 @@ def record_of(
         arguments=tuple(tensor(path, v, assignment.layout(v)) for path, v in zip(graph.argument_paths, graph.arguments, strict=True)),
         results=tuple(tensor(path, v, layout) for path, v, layout in results),
         argument_structure=describe(traced.in_tree),
-        result_structure=_result_structure(traced),
+        result_structure=result_structure(traced),
         choices={op: choice for op, choice in assignment.choices.items() if any(factor >= 0 for factor, _ in choice)},
         layouts={value: layout for value, layout in assignment.layouts.items() if layout != nowhere},
         copies=dict(assignment.copies),
@@ -472,7 +479,7 @@ def _options(searcher: Any) -> dict[str, Any]:
     return {each.name: getattr(searcher, each.name) for each in fields(searcher)} if is_dataclass(searcher) else {}
 
 
-def _result_structure(traced: Traced) -> Any:
+def result_structure(traced: Traced) -> Any:
     """The structure of the results; what is written back into NNX objects stands beside the function's own."""
     own, everything = traced.out_tree.num_leaves, len(traced.graph.results)
     structure = describe(traced.out_tree)

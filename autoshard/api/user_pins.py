@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from autoshard.api.argument_shardings import kept_shardings, quoted, some, spec_words
 from autoshard.errors import ShardingError
 from autoshard.ir import Assignment, Graph, Mesh, check_divides, layout_to_spec, spec_to_layout
-from autoshard.ir.naming import matching
+from autoshard.ir.naming import matches_of, matching
 from autoshard.problem import Pin
 from autoshard.trace import Annotation, axes_of, constraint_spec
 
@@ -69,6 +69,16 @@ class Asked:
         return tuple(dict.fromkeys((*self.batch_axes, *(axis for spec in self.specs.values() for axis in axes_of(spec)))))
 
 
+    def check(self, paths: Sequence[str]) -> None:
+        """Raises `ShardingError` for a pattern that matches no argument."""
+        for pattern in self.specs:
+            matching(pattern, paths)
+
+    def among(self, paths: Sequence[str]) -> Asked:
+        """Those of some arguments alone."""
+        return replace(self, specs={pattern: spec for pattern, spec in self.specs.items() if matches_of(pattern, paths)})
+
+
 def _checked(specs: Mapping[Any, Any]) -> dict[str, PartitionSpec]:
     for path, spec in specs.items():
         if not isinstance(path, str):
@@ -113,6 +123,7 @@ class UserPins:
         left: by argument position one that it has and that the call does not keep.
         batch: by argument position the dimension of the batch; empty where no axes for it are given, or before it was looked for.
         notes: on shardings that are not kept, in words.
+        stacked: positions of arguments whose first dimension no axis splits, such as one of microbatches.
     """
 
     asked: Asked
@@ -122,6 +133,7 @@ class UserPins:
     left: Mapping[int, Annotation] = field(default_factory=dict)
     batch: Mapping[int, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    stacked: tuple[int, ...] = ()
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -153,6 +165,9 @@ class UserPins:
                     f"{self.graph.argument_paths[position]} over these axes alone, and its spec in pins does not. Leave out one of the two."
                 )
             found[value] = tuple(both or one for both, one in zip(pin, split, strict=True))
+        for position in self.stacked:
+            value = self.graph.arguments[position]
+            found[value] = (frozenset(range(-1, self.graph.values[value].rank)) - {0},) * len(mesh.axes)
         for place, spec, _ in constraints(self.graph):
             found[place.value] = _pin(tuple(spec), mesh, self.graph.values[place.value].shape, place.what)
         return found

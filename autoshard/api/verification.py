@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
 
+from autoshard.api.leaf_shardings import pipeline_meshes
+from autoshard.api.pipeline_verification import PipelineVerification, stage_programs, together
 from autoshard.api.saved_graphs import save_text
-from autoshard.api.step import Step, bucket_options
+from autoshard.api.step import ANY_PLATFORM, Step, bucket_options
 from autoshard.api.strategy import Strategy
 from autoshard.cluster import Cluster
 from autoshard.errors import ClusterError, StrategyError
 from autoshard.ir import Collective, Mesh, as_compiled
-from autoshard.lower import jax_mesh
+from autoshard.lower import abstract_mesh, jax_mesh
 from autoshard.render import Paragraph, Part, Report, Table, format_bytes, format_count, format_flops, format_percent, format_seconds
 from autoshard.strategy import Record
 from autoshard.trace import outside_mesh
@@ -195,7 +197,7 @@ def verify(
     compiler_options: Options | None = None,
     bucket_bytes: int | None = None,
     save_graphs: str | os.PathLike[str] | None = None,
-) -> Verification:
+) -> Verification | PipelineVerification:
     """What a strategy predicts next to what the target makes of its program.
 
     Args:
@@ -232,6 +234,8 @@ def verify(
     if cycles and not TARGETS[target].cycles:
         raise StrategyError(f"cycles are what the TPU compiler schedules, got target {target!r}. Use target='tpu', or leave cycles out.")
     record = strategy.record
+    if record.pipeline is not None:
+        return _verified_stages(strategy, fn, args, target, cycles, {**bucket_options(target, bucket_bytes), **(compiler_options or {})})
     against = TARGETS[target]
     devices = devices_here(target) if against.here else []
     topology = _topology(record, target) if against.ahead and len(devices) < record.mesh.size else None
@@ -247,16 +251,22 @@ def verify(
         found = _compiled(lowered.compile(), record.mesh)
     if save_graphs is not None and found.text:
         save_text(save_graphs, record.program, "compiled.txt", found.text)
+    return _verification(record, target, found, lowered.as_text().count("sdy.sharding_constraint"))
+
+
+def _verification(record: Record, target: str, found: _Actual, n_constraints: int, peak_bytes: float | None = None) -> Verification:
+    """What a record predicts next to what a target made of its program."""
+    predicted = record.cost.compiled_peak_bytes if TARGETS[target].cycles else record.cost.peak_bytes
     return Verification(
         program=record.program.name,
         mesh=record.mesh,
         target=target,
         rows=() if found.flops is None and found.fits is False else compare(expected(record, target), found.collectives),
         n_ops=int(record.stats["n_ops"]),
-        n_constraints=lowered.as_text().count("sdy.sharding_constraint"),
+        n_constraints=n_constraints,
         predicted_flops=record.cost.flops,
         predicted_compute_seconds=record.cost.compute_seconds,
-        predicted_peak_bytes=record.cost.compiled_peak_bytes if against.cycles else record.cost.peak_bytes,
+        predicted_peak_bytes=predicted if peak_bytes is None else peak_bytes,
         actual_flops=found.flops and found.flops.total,
         rematerialised_flops=found.flops and found.flops.rematerialised,
         actual_compute_seconds=found.compute_seconds,
@@ -265,6 +275,34 @@ def verify(
         available_bytes=found.available_bytes,
         fits=found.fits,
     )
+
+
+def _verified_stages(
+    strategy: Strategy, fn: Callable, args: tuple, target: str, cycles: bool, options: Options
+) -> PipelineVerification:
+    """What a pipeline predicts next to what the target makes of each stage's programs."""
+    record, against = strategy.record, TARGETS[target]
+    assert record.pipeline is not None
+    devices = devices_here(target) if against.here else []
+    ahead = against.ahead and len(devices) < record.mesh.size
+    if against.here and not ahead:
+        meshes: Sequence[Any] = pipeline_meshes(record, devices)
+    else:
+        meshes = [abstract_mesh(stage.record.mesh) for stage in record.pipeline.stages]
+    platform = _topology(record, target).platform if ahead else None if against.here else ANY_PLATFORM
+
+    def actual(lowered: jax.stages.Lowered, own: Record) -> _Actual:
+        if ahead:
+            return _ahead(compile_ahead(lowered, own.mesh, _topology(own, target), cycles, options), own, cycles)
+        if against.here:
+            return _compiled(lowered.compile(dict(options) or None), own.mesh)
+        return _Actual(explicit_collectives(lowered, own.mesh))
+
+    stages = []
+    for stage in stage_programs(fn, args, record, strategy._traced, meshes, platform):
+        found = [(program, actual(program.lowered, stage.record)) for program in stage.programs]
+        stages.append(_verification(stage.record, target, together(found), 0, stage.peak_bytes))
+    return PipelineVerification(record.program.name, target, tuple(stages))
 
 
 def expected(record: Record, target: str) -> tuple[Collective, ...]:

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from autoshard.api.placing import by_devices
+
 _SPREAD = np.uint32(0x9E3779B1)  # odd
 _MIXERS = (np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35))  # of MurmurHash3's finalizer
 _WORD = 0xFFFFFFFF
@@ -27,7 +29,11 @@ def checksums(arrays: Sequence[jax.Array]) -> tuple[int, ...]:
     >>> len({one, other, moved})
     3
     """
-    return tuple(int(np.asarray(total)) for total in _totals(tuple(arrays)))
+    totals = [0] * len(arrays)
+    for places in by_devices([x.sharding for x in arrays]):
+        for place, total in zip(places, _totals(tuple(arrays[place] for place in places)), strict=True):
+            totals[place] = int(np.asarray(total))
+    return tuple(totals)
 
 
 @jax.jit

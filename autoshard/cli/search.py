@@ -89,6 +89,15 @@ def add(commands) -> None:
         "otherwise; auto: of 1, 2, 4 or 8, whichever is fastest",
     )
     parser.add_argument(
+        "--stages", metavar="N", type=positive, help="a pipeline: divide the devices into so many parts, each of which computes a stage"
+    )
+    parser.add_argument(
+        "--schedule",
+        choices=("1f1b", "gpipe", "interleaved", "zero_bubble"),
+        default="1f1b",
+        help="the order of a pipeline's tasks (1f1b)",
+    )
+    parser.add_argument(
         "--frontier",
         metavar="POINTS",
         type=positive,
@@ -124,7 +133,8 @@ def run(options: argparse.Namespace) -> int:
             "interruptible": options.interruptible,
         }
         if options.frontier is None:
-            strategy = autoshard.search(function, *arguments, confirm=options.confirm, microbatches=options.microbatches, **asked)
+            of_time = {"microbatches": options.microbatches, "stages": options.stages, "schedule": options.schedule}
+            strategy = autoshard.search(function, *arguments, confirm=options.confirm, **of_time, **asked)
         else:
             frontier = autoshard.frontier(function, *arguments, points=options.frontier, **asked)
     return finish(strategy, options) if options.frontier is None else finish_frontier(frontier, options)

@@ -138,10 +138,7 @@ def matching(pattern: str, paths: Sequence[str]) -> list[int]:
     Raises:
         ShardingError: no path matches; the message has the nearest.
     """
-    if pattern in paths:
-        return [paths.index(pattern)]
-    wild = re.compile(re.escape(pattern).replace(r"\*", ".*").replace(r"\?", "."))
-    matches = [position for position, path in enumerate(paths) if wild.fullmatch(path)]
+    matches = matches_of(pattern, paths)
     if not matches:
         near = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.3) or paths[:3]
         raise ShardingError(
@@ -149,6 +146,14 @@ def matching(pattern: str, paths: Sequence[str]) -> list[int]:
             f"Near ones: {', '.join(near)}."
         )
     return matches
+
+
+def matches_of(pattern: str, paths: Sequence[str]) -> list[int]:
+    """Positions of the paths that match a pattern, as for `matching`; none if no path does."""
+    if pattern in paths:
+        return [paths.index(pattern)]
+    wild = re.compile(re.escape(pattern).replace(r"\*", ".*").replace(r"\?", "."))
+    return [position for position, path in enumerate(paths) if wild.fullmatch(path)]
 
 
 def is_backward(op: Op) -> bool:

@@ -21,7 +21,7 @@ MAX_BYTES = 64 * 2**20
 """A strategy of a 96-layer transformer takes about 3 MB; JSON takes up to 20 times its size while it is read."""
 
 WIDTH = 140
-FILLED = ("choices", "layouts", "copies", "ahead", "windows")
+FILLED = ("choices", "layouts", "copies", "ahead", "windows", "cut", "argument_stages", "result_stages")
 ONE_A_LINE = ("arguments", "results", "finalists")
 ONE_A_LINE_COMPACT = ("origins", "reasons", "collectives")
 

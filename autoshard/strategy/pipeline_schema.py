@@ -34,16 +34,17 @@ def decode_pipeline(node: Node, n_arguments: int, n_results: int, n_devices: int
     """
     part = node.fields("schedule", "chunks", "cut", "argument_stages", "result_stages", "stages")
     stages = tuple(_stage(child, decode) for child in part["stages"].items())
-    if len(stages) < 2 or sum(stage.record.mesh.size for stage in stages) != n_devices:
-        raise part["stages"].error(f"two stages or more that have the {n_devices} devices of the mesh among them")
+    chunks = part["chunks"].integer(1)
+    if len(stages) < 2 or len(stages) % chunks or sum(stage.record.mesh.size for stage in stages[: len(stages) // chunks]) != n_devices:
+        raise part["stages"].error(f"two stages or more, {chunks} on each part of the devices, that have all {n_devices} among them")
 
     def numbers(name: str, length: int) -> tuple[int, ...]:
-        return tuple(child.integer(-1, len(stages) - 1) for child in part[name].items(length))
+        return tuple(child.integer(0, len(stages) - 1) for child in part[name].items(length))
 
     return PipelineRecord(
         schedule=part["schedule"].text(),
-        chunks=part["chunks"].integer(1),
-        cut=tuple(child.integer(0) for child in part["cut"].items()),
+        chunks=chunks,
+        cut=tuple(child.integer(-1) for child in part["cut"].items()),
         stages=stages,
         argument_stages=numbers("argument_stages", n_arguments),
         result_stages=numbers("result_stages", n_results),

@@ -163,8 +163,7 @@ class StageRecord:
 
     Attributes:
         record: the strategy of the stage's program, on its part of the cluster: all microbatches, and what the stage does after them.
-        forward_seconds, backward_seconds, weights_seconds: one microbatch, all chunks: forward, the gradients that are sent back, and those
-            of weights.
+        forward_seconds, backward_seconds, weights_seconds: one microbatch: forward, the gradients that are sent back, those of weights.
         after_seconds: what runs once a step, such as the optimizer's update.
         send_seconds, send_back_seconds: the transfer of one microbatch's activations to the next stage, and of gradients to the one before.
         residual_bytes: what a microbatch keeps between its forward and its backward tasks.
@@ -188,10 +187,10 @@ class PipelineRecord:
 
     Attributes:
         schedule: the schedule's name.
-        chunks: how many parts of the program that do not follow each other a stage has.
+        chunks: how many parts of the program each part of the devices has: stages ``s``, ``s + n``, ... where there are n parts of devices.
         cut: the numbers from which the program is cut into the same stages again.
-        stages: one for each part of the devices, in order.
-        argument_stages, result_stages: per leaf the stage that has it; -1 where each stage has a slice along its first dimension.
+        stages: in the order of the program.
+        argument_stages, result_stages: per leaf the stage that has it between steps.
     """
 
     schedule: str
@@ -200,6 +199,11 @@ class PipelineRecord:
     stages: tuple[StageRecord, ...]
     argument_stages: tuple[int, ...]
     result_stages: tuple[int, ...]
+
+    @property
+    def n_parts(self) -> int:
+        """The number of parts of the devices."""
+        return len(self.stages) // self.chunks
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from autoshard.render import to_html, to_text
 def pipelined(schedule="1f1b", chunks=1, microbatches=4, **figures):
     seconds = {"forward_seconds": 1e-3, "backward_seconds": 2e-3, "weights_seconds": 1e-3}
     stage = replace(PIPELINED.pipeline.stages[0], **(seconds | figures))
-    pipeline = replace(PIPELINED.pipeline, schedule=schedule, chunks=chunks, stages=(stage, stage))
+    stages = (replace(stage, **{name: seconds[name] / chunks for name in seconds}),) * 2 * chunks
+    pipeline = replace(PIPELINED.pipeline, schedule=schedule, chunks=chunks, stages=stages)
     return replace(PIPELINED, pipeline=pipeline, program=replace(PIPELINED.program, microbatches=microbatches))
 
 
@@ -26,7 +27,7 @@ def test_the_report_shows_every_stage_and_the_schedule():
     rows = [line.split() for line in text.splitlines() if "data=2 x model=2" in line and "to" in line]
     assert [row[0:4] for row in rows] == [["0", "0", "to", "3"], ["1", "4", "to", "7"]]
     assert "2 x 5.00 MB" in text and "1 x 5.00 MB" in text  # microbatches in flight: fewer on later stages
-    assert "Arguments of stage 0" in text and "Arguments of which each stage has a slice" in text
+    assert "Arguments of stage 0" in text and "Arguments of stage 1" in text
     assert "stage 0" in to_html(explain(pipelined()))
 
 

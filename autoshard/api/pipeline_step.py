@@ -1,0 +1,115 @@
+"""A function with a pipeline applied: called like a jitted function, it starts the tasks of all stages by the schedule."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from autoshard.api.collecting import rarely_collecting
+from autoshard.api.step import ANY_PLATFORM, Program, Step, program_of
+from autoshard.cluster import Cluster
+from autoshard.errors import StrategyError
+from autoshard.judge.model import CostModel
+from autoshard.pipeline import Cut, Staged, stages_of
+from autoshard.pipeline.run import Pipelined
+from autoshard.pipeline.schedule import Schedule, Task, schedule_of
+from autoshard.pipeline.tasks import StagePlan
+from autoshard.rules import rules_of
+from autoshard.strategy import PipelineRecord, Record, check_program
+from autoshard.trace import Traced, held, outside_mesh
+from autoshard.verify import Options
+
+
+class PipelineStep(Step):
+    """``fn`` as a pipeline: each stage's tasks are programs of their own on the stage's devices, and arrays are sent between them."""
+
+    def __init__(
+        self,
+        fn: Callable,
+        record: Record,
+        meshes: Sequence[Mesh],
+        lowering: str = "manual",
+        traced: Traced | None = None,
+        compiler_options: Options | None = None,
+        save_graphs: str | os.PathLike[str] | None = None,
+    ):
+        """``meshes`` has the mesh of each stage; all else as for `Step`.
+
+        Raises:
+            StrategyError: as for `Step`, or the lowering is not the one that pipelines have.
+        """
+        super().__init__(fn, record, None, lowering, traced, compiler_options, save_graphs)
+        if lowering != "manual":
+            raise StrategyError(f"tasks of a pipeline are lowered by 'manual', got lowering={lowering!r}. Leave it out.")
+        self._meshes = tuple(meshes)
+        self._running: Pipelined | None = None
+
+    @property
+    def executed(self) -> tuple[tuple[int, Task], ...]:
+        """The tasks of the latest call in the order in which they were started, each with its part of the devices."""
+        return () if self._running is None else self._running.executed
+
+    def lower(self, *args: Any, platform: str = ANY_PLATFORM) -> jax.stages.Lowered:
+        """Raises `StrategyError`: there is no one program to lower."""
+        raise StrategyError("a pipeline has a program for each task, and no one to lower. Use autoshard.verify, which compiles them all.")
+
+    def runs(self, args: tuple) -> bool:
+        """Whether the function is its strategy's program for these arguments too."""
+        try:
+            program_of(self._fn, held(self._plain, args), self._record, before=self._traced)
+        except StrategyError:
+            return False
+        return True
+
+    @rarely_collecting()
+    @outside_mesh(keep_auto=True)
+    def _lowered(self, args: tuple, differentiable: bool, around: Mesh | None) -> Program:
+        if differentiable:
+            raise StrategyError(
+                "a pipeline starts programs on several meshes, and was called inside jax.jit, jax.grad or another transformation. Call it "
+                "outside, or search with stages=None."
+            )
+        record = self._record
+        traced, _, _ = program_of(self._fn, args, record, self._weak_before(args), self._traced)
+        pipeline = record.pipeline
+        assert pipeline is not None
+        staged = staged_as(traced, record, pipeline)
+        plans = [plan_of(staged, number, record, mesh) for number, mesh in enumerate(self._meshes)]
+        run = self._running = Pipelined(staged, plans, schedule_as(record, pipeline))
+
+        def step(*pure: Any) -> Any:
+            return traced.pack(run(*jax.tree.leaves(pure)))
+
+        state = {argument for _, argument in traced.graph.aliases}
+        is_state = tuple(argument in state for argument in range(len(run.in_shardings)))
+        return Program(traced, step, run.in_shardings, is_state, {()}, None)
+
+
+def plan_of(staged: Staged, number: int, record: Record, mesh: Mesh | AbstractMesh) -> StagePlan:
+    """What a record has of a stage, on a mesh.
+
+    Raises:
+        StrategyError: the record's stage is another program.
+    """
+    assert record.pipeline is not None
+    stage, own = staged.stages[number], record.pipeline.stages[number].record
+    graph = stage.traced.graph
+    check_program(own, graph, rules_of(graph))
+    model = CostModel(Cluster.from_dict(own.cluster), own.mesh)
+    return StagePlan(own.assignment, mesh, model.reshard_paths(graph.values))  # pyright: ignore[reportArgumentType]
+
+
+def staged_as(traced: Traced, record: Record, pipeline: PipelineRecord) -> Staged:
+    """The stages of a program as a record has them."""
+    n = len(pipeline.stages)
+    return stages_of(traced, n, record.program.microbatches, Cut(n, pipeline.cut))
+
+
+def schedule_as(record: Record, pipeline: PipelineRecord) -> Schedule:
+    """The schedule of a record."""
+    chunks = pipeline.chunks if pipeline.chunks > 1 else None
+    return schedule_of(pipeline.schedule, pipeline.n_parts, record.program.microbatches, chunks)

@@ -1,0 +1,351 @@
+"""The search of a pipeline: a step cut into stages, each searched as a program of its own on its part of the cluster.
+
+All stages have meshes of the same axes and sizes: of those that a stage is fastest on, the one with the least step time of the whole
+schedule. Equal stages are searched once. A stage's search is told how much memory the microbatches in flight leave.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import metadata
+from typing import Any, Protocol
+
+import jax
+
+from autoshard.api.strategy import Strategy, result_structure
+from autoshard.api.structure import describe
+from autoshard.api.user_pins import Asked
+from autoshard.cluster import Cluster
+from autoshard.cost.collectives import Communication
+from autoshard.cost.record import Cost
+from autoshard.errors import InfeasibleError, ShardingError, TraceError
+from autoshard.ir import Mesh, shards
+from autoshard.judge.evaluate import evaluate
+from autoshard.judge.model import CostModel
+from autoshard.lower import STAGE_AXIS
+from autoshard.microbatch import divisors
+from autoshard.pipeline import Stage, Staged, stages_of
+from autoshard.pipeline.figures import StageFigures, stage_figures
+from autoshard.pipeline.schedule import SCHEDULES, PieceSeconds, Schedule, Timeline, in_flight, schedule_of, simulate
+from autoshard.problem import Problem
+from autoshard.progress import Progress, part
+from autoshard.render import format_bytes
+from autoshard.strategy import PipelineRecord, Program, Provenance, Record, SearcherRecord, StageRecord, TensorRecord
+from autoshard.trace import Traced
+
+CHUNKS = 2  # of each part of the devices, where the schedule is interleaved
+TRIES = 3  # searches of a stage with less and less memory
+MICROBATCHES = (1, 2, 4)  # times the stages: numbers that are tried where none is given
+
+
+class StageSearch(Protocol):
+    """The search of one stage's program: a strategy on a mesh, or on any, within a memory limit."""
+
+    def __call__(self, stage: Stage, mesh: Mesh | None, limit: float, progress: Progress) -> tuple[Strategy, Problem]: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pipeline:
+    """The pipeline that is asked for.
+
+    Attributes:
+        n_parts: of the devices.
+        schedule: its name.
+        microbatches: how many; None: those of `MICROBATCHES` that divide the batch.
+        mesh: of each part; None: searched.
+        limit: bytes that a device may hold.
+    """
+
+    n_parts: int
+    schedule: str
+    microbatches: int | None
+    mesh: Mesh | None
+    limit: float
+
+    @property
+    def chunks(self) -> int:
+        """Stages on each part of the devices."""
+        return CHUNKS if self.schedule == "interleaved" else 1
+
+
+def check_pipeline(stages: Any, schedule: Any, confirm: Any, start: Any, pins: Asked) -> None:
+    """Raises `ShardingError` where the number of stages or the schedule is none, or an option is not there for pipelines."""
+    if isinstance(stages, bool) or not isinstance(stages, int) or stages < 2:
+        raise ShardingError(f"stages are a whole number, 2 or more, or None for no pipeline, got {stages!r}. Use 2, for instance.")
+    if schedule not in SCHEDULES:
+        raise ShardingError(f"a schedule is one of {', '.join(SCHEDULES)}, got {schedule!r}. Use '1f1b', for instance.")
+    given = {"confirm": confirm is not None, "start": start is not None, "batch_axes": bool(pins.batch_axes)}
+    given["pins='arguments'"] = pins.arguments
+    if names := [name for name, is_given in given.items() if is_given]:
+        raise ShardingError(
+            f"a pipeline's stages are searched one by one, on meshes of their own, without {', '.join(names)}. Leave out {names[0]}, or "
+            "stages."
+        )
+
+
+def pipelined(
+    traced: Traced,
+    cluster: Cluster,
+    asked: Pipeline,
+    search: StageSearch,
+    searcher: Any,
+    spent: Mapping[str, float],
+    progress: Progress,
+) -> Strategy:
+    """The fastest strategy of a step in stages.
+
+    Args:
+        traced: the whole step.
+        search: that of a stage, on its part of the cluster.
+        searcher: its searcher, for the record.
+        spent: what tracing took, and the number of ops.
+
+    Raises:
+        TraceError: the batch has no such microbatches.
+        PipelineError: the step cannot be cut into as many stages.
+        InfeasibleError: a stage does not fit; names the smallest peak found.
+    """
+    found: list[_Plan] = []
+    failure: InfeasibleError | None = None
+    numbers = _numbers(traced, asked)
+    for k, n in enumerate(numbers):
+        try:
+            schedule = schedule_of(asked.schedule, asked.n_parts, n, asked.chunks if asked.chunks > 1 else None)
+            staged = stages_of(traced, asked.n_parts * asked.chunks, n)
+            found.append(_Planner(staged, schedule, cluster, asked, search, part(progress, k / len(numbers), 1 / len(numbers))).best())
+        except InfeasibleError as error:
+            failure = error
+    if not found:
+        assert failure is not None
+        raise failure
+    best = min(found, key=lambda plan: plan.timeline_seconds)
+    return Strategy(_record(traced, cluster, asked, best, searcher, spent), traced)
+
+
+def _numbers(traced: Traced, asked: Pipeline) -> list[int]:
+    """The numbers of microbatches to try."""
+    if asked.microbatches is not None:
+        return [asked.microbatches]
+    possible = divisors(traced)
+    wanted = [asked.n_parts * times for times in MICROBATCHES]
+    found = [n for n in wanted if n in possible] or [n for n in possible if n > 1][-1:]
+    if not found:
+        raise TraceError(
+            f"a pipeline computes microbatches, whose number divides the batch, and the batch of {traced.graph.name!r} has no divisor. "
+            "Use a larger batch, or leave stages out."
+        )
+    return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Found:
+    """A stage's strategy, its figures, and what it sends in seconds."""
+
+    strategy: Strategy
+    figures: StageFigures
+    send_seconds: float
+    send_back_seconds: float
+    peak_bytes: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Plan:
+    """A pipeline: its stages' strategies and its predicted timeline."""
+
+    staged: Staged
+    schedule: Schedule
+    stages: tuple[_Found, ...]
+    timeline: Timeline
+    mesh: Mesh
+
+    @property
+    def timeline_seconds(self) -> float:
+        """The predicted step time."""
+        return self.timeline.makespan_seconds + max(found.figures.after_seconds for found in self.stages)
+
+
+class _Planner:
+    """The search of one cut in one number of microbatches."""
+
+    def __init__(self, staged: Staged, schedule: Schedule, cluster: Cluster, asked: Pipeline, search: StageSearch, progress: Progress):
+        self.staged, self.schedule, self.cluster, self.asked, self.search = staged, schedule, cluster, asked, search
+        self.progress = progress
+        self.part = cluster.part(asked.n_parts)
+        whole = Mesh(((STAGE_AXIS, asked.n_parts), ("device", self.part.n_devices)))
+        self.between = Communication(cluster.links(whole))
+        self.in_flight = in_flight(schedule)
+        self.known: dict[tuple, tuple[Strategy, Problem]] = {}
+
+    def best(self) -> _Plan:
+        """The plan on the mesh of least step time."""
+        if self.asked.mesh is not None:
+            return self._plan(self.asked.mesh)
+        free = self._stages(None)
+        meshes = dict.fromkeys(_unplaced(found.strategy.record.mesh) for found in free)
+        if len(meshes) == 1:
+            return self._timed(free, next(iter(meshes)))
+        plans, failure = [], None
+        for mesh in meshes:
+            try:
+                plans.append(self._plan(mesh))
+            except InfeasibleError as error:
+                failure = error
+        if not plans:
+            assert failure is not None
+            raise failure
+        return min(plans, key=lambda plan: plan.timeline_seconds)
+
+    def _plan(self, mesh: Mesh) -> _Plan:
+        return self._timed(self._stages(mesh), mesh)
+
+    def _timed(self, stages: Sequence[_Found], mesh: Mesh) -> _Plan:
+        pieces = [PieceSeconds(*(found.figures.seconds.get(kind, 0.0) for kind in "FBW")) for found in stages]
+        sends = [found.send_seconds for found in stages[:-1]], [found.send_back_seconds for found in stages[1:]]
+        return _Plan(self.staged, self.schedule, tuple(stages), simulate(self.schedule, pieces, *sends), mesh)
+
+    def _stages(self, mesh: Mesh | None) -> list[_Found]:
+        n = len(self.staged.stages)
+        return [self._stage(stage, mesh, part(self.progress, k / n, 1 / n)) for k, stage in enumerate(self.staged.stages)]
+
+    def _stage(self, stage: Stage, mesh: Mesh | None, progress: Progress) -> _Found:
+        """A stage's strategy within what the microbatches in flight leave of the memory."""
+        number = stage.number % self.asked.n_parts
+        share = self.asked.limit / self.asked.chunks
+        limit, smallest = share, math.inf
+        for _ in range(TRIES):
+            strategy, problem = self._searched(stage, mesh, limit, progress)
+            record = strategy.record
+            model = CostModel(self.part, record.mesh)
+            judgement = evaluate(problem.facts, model, record.assignment)
+            figures = stage_figures(stage, problem.facts, model, judgement)
+            peak = figures.peak_bytes(self.in_flight[number])
+            if peak <= share:
+                sent = self._sent(stage, record.mesh, judgement.assignment.layout)
+                return _Found(strategy, figures, *sent, peak)
+            smallest = min(smallest, peak)
+            limit = max(limit, judgement.cost.peak_bytes) * 0.999 - (peak - share)  # what else there is takes the rest
+            if limit <= 0:
+                break
+        raise InfeasibleError(
+            f"stage {stage.number} ({stage.lines}) does not fit: schedule {self.schedule.name!r} has {self.in_flight[number]} of "
+            f"{self.schedule.n_microbatches} microbatches in flight there, and the smallest peak found is {format_bytes(smallest)} of "
+            f"{format_bytes(share)} a device. Use more microbatches, more stages, or another schedule.",
+            smallest,
+        )
+
+    def _searched(self, stage: Stage, mesh: Mesh | None, limit: float, progress: Progress) -> tuple[Strategy, Problem]:
+        graph = stage.traced.graph
+        key = graph.fingerprint, graph.donated, graph.aliases, graph.argument_paths, mesh, limit
+        if key not in self.known:
+            self.known[key] = self._named(stage, mesh, limit, progress)
+        return self.known[key]
+
+    def _named(self, stage: Stage, mesh: Mesh | None, limit: float, progress: Progress) -> tuple[Strategy, Problem]:
+        try:
+            return self.search(stage, mesh, limit, progress)
+        except InfeasibleError as error:
+            raise InfeasibleError(f"stage {stage.number} ({stage.lines}): {error}", error.smallest_peak_bytes, error.proven) from None
+
+    def _sent(self, stage: Stage, mesh: Mesh, layout: Callable[[int], Any]) -> tuple[float, float]:
+        """Seconds in which one microbatch's activations, and its gradients, are sent to other stages."""
+        graph = stage.traced.graph
+        totals = {False: 0.0, True: 0.0}
+        for message, value in zip(stage.sends, graph.results[len(stage.results) :], strict=True):
+            if message.kind == "loop":
+                nbytes = graph.values[value].nbytes / shards(layout(value), mesh.sizes) / self.schedule.n_microbatches
+                totals[message.backward] += nbytes * len(message.targets)
+        return tuple(self.between.seconds("collective_permute", totals[backward], (0,)) for backward in (False, True))
+
+
+def _unplaced(mesh: Mesh) -> Mesh:
+    return replace(mesh, placement=None)
+
+
+# -- the record -----------------------------------------------------------------------------------------------------------
+
+
+def _record(traced: Traced, cluster: Cluster, asked: Pipeline, plan: _Plan, searcher: Any, spent: Mapping[str, float]) -> Record:
+    graph, staged = traced.graph, plan.staged
+    mesh = Mesh(((STAGE_AXIS, asked.n_parts), *plan.mesh.axes))
+    arguments = [_leaf(plan, home, "arguments", position) for position, home in enumerate(staged.argument_homes)]
+    results = [_leaf(plan, home, "results", position) for position, home in enumerate(staged.result_homes)]
+    options = SearcherRecord(searcher.name, plan.stages[0].strategy.record.searcher.options)
+    notes = dict.fromkeys(note for found in plan.stages for note in found.strategy.record.assumptions)
+    return Record(
+        name=f"{graph.name}_{searcher.name}",
+        program=Program(graph.name, graph.fingerprint, len(graph.walk()), len(graph.values), plan.schedule.n_microbatches),
+        cluster=cluster.to_dict(),
+        mesh=mesh,
+        arguments=tuple(replace(tensor, path=path) for tensor, path in zip(arguments, graph.argument_paths, strict=True)),
+        results=tuple(replace(tensor, path=path) for tensor, path in zip(results, graph.result_paths, strict=True)),
+        argument_structure=describe(traced.in_tree),
+        result_structure=result_structure(traced),
+        choices={},
+        layouts={},
+        copies={},
+        cost=_cost(plan),
+        searcher=options,
+        lower_bound_seconds=0.0,
+        donate_argnums=traced.donate_argnums,
+        assumptions=tuple(notes),
+        stats={**_stats(plan), **spent},
+        provenance=Provenance(autoshard=metadata.version("autoshard"), jax=jax.__version__),
+        pipeline=PipelineRecord(
+            schedule=plan.schedule.name,
+            chunks=asked.chunks,
+            cut=staged.cut.stages,
+            stages=tuple(map(_stage_record, plan.stages)),
+            argument_stages=staged.argument_homes,
+            result_stages=staged.result_homes,
+        ),
+    )
+
+
+def _leaf(plan: _Plan, home: int, kind: str, position: int) -> TensorRecord:
+    """An argument or result of the step as its stage has it."""
+    stage = plan.staged.stages[home]
+    record = plan.stages[home].strategy.record
+    return getattr(record, kind)[getattr(stage, kind).index(position)]
+
+
+def _stage_record(found: _Found) -> StageRecord:
+    seconds = found.figures.seconds
+    return StageRecord(
+        record=found.strategy.record,
+        forward_seconds=seconds.get("F", 0.0),
+        backward_seconds=seconds.get("B", 0.0),
+        weights_seconds=seconds.get("W", 0.0),
+        after_seconds=found.figures.after_seconds,
+        send_seconds=found.send_seconds,
+        send_back_seconds=found.send_back_seconds,
+        residual_bytes=found.figures.residual_bytes,
+        peak_bytes=found.peak_bytes,
+    )
+
+
+def _cost(plan: _Plan) -> Cost:
+    """The cost of the step: its makespan is the schedule's, all else that of the stage with most to do."""
+    costs = [found.strategy.cost for found in plan.stages]
+    busiest = max(costs, key=lambda cost: cost.makespan_seconds)
+    seconds = plan.timeline_seconds
+    return Cost(
+        objective_seconds=seconds,
+        makespan_seconds=seconds,
+        compute_seconds=busiest.compute_seconds,
+        communication_seconds=busiest.communication_seconds,
+        exposed_communication_seconds=busiest.exposed_communication_seconds,
+        peak_bytes=max(found.peak_bytes for found in plan.stages),
+        flops=max(cost.flops for cost in costs),
+        collectives=busiest.collectives,
+    )
+
+
+def _stats(plan: _Plan) -> dict[str, Any]:
+    """Sums of the stages' counts and seconds."""
+    found: dict[str, Any] = {}
+    for each in {id(found.strategy): found.strategy for found in plan.stages}.values():
+        for name, value in each.record.stats.items():
+            found[name] = found.get(name, 0) + value
+    return found

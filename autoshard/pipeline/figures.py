@@ -1,0 +1,148 @@
+"""Predicted seconds and bytes of a stage's tasks, from the judgement of its program.
+
+The judge evaluates the stage's whole program: a loop over microbatches, each forward and backward, and what runs once. The seconds of a
+microbatch are divided among its forward task, its backward task and the gradients of weights as the operations' own seconds are: computing,
+and exposed collectives.
+
+*Memory.* The program's peak has one microbatch between its forward and its backward pass, and what is sent and received of all
+microbatches. A schedule has as many microbatches there as are in flight, and only theirs of what is received.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from autoshard.compilers.program_facts import ProgramFacts
+from autoshard.ir import Op, shards
+from autoshard.judge.evaluate import Judgement
+from autoshard.judge.model import CostModel
+from autoshard.pipeline.micro import loop_of
+from autoshard.pipeline.stages import Message, Stage
+
+FORWARD, BACKWARD, WEIGHTS = "F", "B", "W"
+
+
+@dataclass(frozen=True, slots=True)
+class StageFigures:
+    """The predicted costs of a stage under an assignment, of one device.
+
+    Attributes:
+        seconds: of one microbatch, per kind of task.
+        objective_seconds: of one microbatch: all its tasks, without overlap.
+        after_seconds: what runs once a step.
+        residual_bytes: what a microbatch keeps between its forward and its backward task, what it received included.
+        working_bytes: the peak without any other microbatch's residuals.
+    """
+
+    seconds: Mapping[str, float]
+    objective_seconds: float
+    after_seconds: float
+    residual_bytes: float
+    working_bytes: float
+
+    def peak_bytes(self, in_flight: int) -> float:
+        """The peak where so many microbatches are between their forward and their backward tasks."""
+        return self.working_bytes + max(in_flight - 1, 0) * self.residual_bytes
+
+
+def stage_figures(stage: Stage, facts: ProgramFacts, model: CostModel, judgement: Judgement) -> StageFigures:
+    """The costs of a stage whose program was judged.
+
+    Args:
+        facts: of the stage's program.
+        model: of the mesh of the stage's devices.
+    """
+    n = stage.traced.microbatches
+    loop = loop_of(stage.traced.graph, facts.rules, n)
+    kinds = task_kinds(stage, loop)
+    spent = _seconds(facts, model, judgement, kinds)
+    cost = judgement.cost
+    once, inside = spent.pop("", (0.0, 0.0)), {kind: both for kind, both in spent.items()}
+    exposed = sum(both[0] for both in inside.values())
+    left = max(cost.makespan_seconds - once[0], 0.0)
+    scale = left / n / exposed if exposed else 0.0
+    sizes, layout = model.mesh.sizes, judgement.assignment.layout
+    values = stage.traced.graph.values
+
+    def nbytes(value: int) -> float:
+        return values[value].nbytes / shards(layout(value), sizes)
+
+    received = _message_bytes(stage.receives, stage.traced.graph.arguments[len(stage.arguments) :], nbytes, n)
+    sent = _message_bytes(stage.sends, stage.traced.graph.results[len(stage.results) :], nbytes, n)
+    kept = sum(nbytes(value) for value in residuals(loop, kinds) if not facts.free[value])
+    one = received["F"] + received["B"] + sent["F"] + sent["B"]
+    return StageFigures(
+        seconds={kind: both[0] * scale for kind, both in inside.items()},
+        objective_seconds=sum(both[1] for both in inside.values()) / n,
+        after_seconds=once[0],
+        residual_bytes=kept + received["F"],
+        working_bytes=max(cost.peak_bytes - (n - 1) * one, 0.0),
+    )
+
+
+def task_kinds(stage: Stage, loop: Op) -> dict[int, str]:
+    """Per op index inside the loop, bodies included, the kind of task that runs it, as `autoshard.pipeline.tasks` divides the program.
+
+    The forward task runs what a result of the forward pass is computed of, the backward task what else is needed for what is sent back, and
+    all the rest is for the gradients of weights.
+    """
+    body, kinds = loop.bodies[0], dict[int, str]()
+    n_sent = sum(message.kind == "loop" for message in stage.sends)
+    forward = {value for value, first in zip(body.outputs, stage.forward, strict=True) if first}
+    sent = set(body.outputs[len(body.outputs) - n_sent :])
+    for op in reversed(body.ops):
+        if not forward.isdisjoint(op.results):
+            kind = FORWARD
+            forward.update(op.operands)
+        elif not sent.isdisjoint(op.results):
+            kind = BACKWARD
+            sent.update(op.operands)
+        else:
+            kind = WEIGHTS
+        kinds.update((inner.index, kind) for inner in _walk(op))
+    return kinds
+
+
+def residuals(loop: Op, kinds: Mapping[int, str]) -> list[int]:
+    """The values that the forward task of a microbatch makes and later ones read."""
+    found: dict[int, None] = {}
+    made = {value for op in loop.bodies[0].ops if kinds[op.index] == FORWARD for value in op.results}
+    for op in loop.bodies[0].ops:
+        if kinds[op.index] != FORWARD:
+            found.update(dict.fromkeys(value for value in op.operands if value in made))
+    return list(found)
+
+
+def _walk(op: Op) -> Iterator[Op]:
+    yield op
+    for body in op.bodies:
+        for inner in body.ops:
+            yield from _walk(inner)
+
+
+def _seconds(facts: ProgramFacts, model: CostModel, judgement: Judgement, kinds: Mapping[int, str]) -> dict[str, tuple[float, float]]:
+    """Per kind of task, of all microbatches, "" for what runs once: seconds with exposed collectives, and with all of them."""
+    found: dict[str, tuple[float, float]] = {}
+
+    def add(kind: str, exposed: float, whole: float) -> None:
+        before = found.get(kind, (0.0, 0.0))
+        found[kind] = before[0] + exposed, before[1] + whole
+
+    for op in facts.graph.walk():
+        if not op.bodies and not facts.idle[op.index]:
+            seconds = model.op_cost(facts, op, judgement.assignment.choice(op.index)).seconds * op.trips
+            add(kinds.get(op.index, ""), seconds, seconds)
+    for sent in judgement.cost.collectives:
+        index = -1 if sent.op is None else sent.op.index
+        add(kinds.get(index, ""), sent.exposed_seconds * sent.count, sent.seconds * sent.count)
+    return found
+
+
+def _message_bytes(messages: tuple[Message, ...], values: tuple[int, ...], nbytes: Callable[[int], float], n: int) -> dict[str, float]:
+    """Bytes of one microbatch that the loop's messages have on a device, forward and backward."""
+    found = {FORWARD: 0.0, BACKWARD: 0.0}
+    for message, value in zip(messages, values, strict=True):
+        if message.kind == "loop":
+            found[BACKWARD if message.backward else FORWARD] += nbytes(value) / n
+    return found

@@ -1,0 +1,129 @@
+"""A stage's programs, lowered and not run, for compilers that tell what they make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from autoshard.pipeline.stages import Stage
+from autoshard.pipeline.tasks import StagePlan, StagePrograms
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoweredProgram:
+    """One program of a stage.
+
+    Attributes:
+        name: ``F``, ``B`` or ``W``; or ``before`` or ``after`` the loop over microbatches.
+        count: how often it runs in a step.
+        lowered: as `jax.jit` lowers it.
+        held_bytes: what a device has in memory while it runs, beside its arguments and results: other arguments of the stage, other
+            totals, and the residuals of other microbatches.
+    """
+
+    name: str
+    count: int
+    lowered: jax.stages.Lowered
+    held_bytes: float
+
+
+def lowered_programs(
+    stage: Stage, plan: StagePlan, programs: StagePrograms, n_microbatches: int, in_flight: int, platform: str | None
+) -> list[LoweredProgram]:
+    """All programs of a stage, in the order in which they first run.
+
+    Args:
+        in_flight: how many microbatches wait for their backward task at most.
+        platform: JAX's name of the platform that they are lowered for; None: that of the plan's mesh.
+    """
+    return list(_Lowering(stage, plan, programs, n_microbatches, in_flight, platform).all())
+
+
+class _Lowering:
+    """The types of what a stage's programs hand on, as far as they are known."""
+
+    def __init__(self, stage: Stage, plan: StagePlan, programs: StagePrograms, n: int, in_flight: int, platform: str | None):
+        self.stage, self.plan, self.programs, self.n, self.in_flight, self.platform = stage, plan, programs, n, in_flight, platform
+        avals = [variable.aval for variable in stage.traced.jaxpr.jaxpr.invars]
+        n_args = len(stage.arguments)
+        shardings = programs.argument_shardings
+        self.arguments = [_type(aval.shape, aval.dtype, where) for aval, where in zip(avals, shardings, strict=False)]
+        messages = zip(stage.receives, avals[n_args:], programs.receive_shardings, strict=True)
+        self.messages = [_type(m.shape if m.kind == "loop" else aval.shape, aval.dtype, where) for m, aval, where in messages]
+        self.handed: list[Any] = []
+        self.constants: tuple = ()
+        self.totals: dict[str, tuple] = {}
+        self.residuals: dict[str, tuple] = {}
+
+    def all(self) -> Iterator[LoweredProgram]:
+        """The programs; each one's types come of those before."""
+        for outer in self.programs.before:
+            yield self._outer("before", outer)
+        for kind in (kind for kind in "FBW" if kind in self.programs.tasks):
+            yield self._task(kind)
+        for outer in self.programs.after:
+            yield self._outer("after", outer)
+
+    def _outer(self, name: str, outer: Any) -> LoweredProgram:
+        read = [self.arguments[k] for k in outer.arguments]
+        groups = (
+            (*read, *(self.messages[k] for k in outer.receives)),
+            tuple(self.handed[k] for k in outer.reads),
+            tuple(self.totals[kind] for kind in outer.kinds),
+        )
+        lowered, made = self._lowered(outer.call, groups)
+        self.handed.append(made[1])
+        beside = self._bytes(self.arguments) - self._bytes(read)
+        if outer.makes_constants:
+            self.constants, sums = made[2:]
+            self.totals = dict(zip("FBW", sums, strict=True))
+        else:
+            beside += sum(self._bytes(total) for kind, total in self.totals.items() if kind not in outer.kinds)
+        return LoweredProgram(name, 1, lowered, beside)
+
+    def _task(self, kind: str) -> LoweredProgram:
+        task = self.programs.tasks[kind]
+        whole = NamedSharding(self.plan.mesh, PartitionSpec())
+        read = tuple(self.arguments[k] for k in task.arguments)
+        groups = (
+            _type((), np.dtype(np.int32), whole),
+            read,
+            self.constants,
+            self.totals[kind],
+            tuple(self.messages[k] for k in task.receives),
+            tuple(self.residuals[other] for other in task.reads),
+        )
+        lowered, made = self._lowered(task.call, groups)
+        self.residuals[kind] = made[2]
+        own = sum(other.residual_bytes for other in self.programs.tasks.values())
+        beside = self._bytes(self.arguments) - self._bytes(read) + (self.in_flight - 1) * own
+        beside += sum(self._bytes(total) for other, total in self.totals.items() if other != kind)
+        return LoweredProgram(kind, self.n, lowered, beside)
+
+    def _lowered(self, call: Callable, groups: tuple) -> tuple[jax.stages.Lowered, Any]:
+        traced = call.trace(*groups)  # pyright: ignore[reportFunctionMemberAccess]
+        lowered = traced.lower() if self.platform is None else traced.lower(lowering_platforms=(self.platform,))
+        every = NamedSharding(self.plan.mesh, PartitionSpec(tuple(self.plan.mesh.axis_names)))
+        made = jax.tree.map(lambda x: _type(x.shape, x.dtype, every) if x.shape else x, traced.out_info)  # scalars are results of the step
+        return lowered, made
+
+    def _bytes(self, types: Sequence[Any]) -> float:
+        """Bytes on each device."""
+        return float(sum(map(_device_bytes, jax.tree.leaves(types))))
+
+
+def _device_bytes(type_: jax.ShapeDtypeStruct) -> float:
+    if jnp.issubdtype(type_.dtype, jax.dtypes.extended):
+        return 0.0
+    shard = type_.sharding.shard_shape(type_.shape)  # pyright: ignore[reportOptionalMemberAccess]
+    return float(np.prod(shard, dtype=np.float64) * np.dtype(type_.dtype).itemsize)
+
+
+def _type(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)

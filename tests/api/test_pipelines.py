@@ -1,0 +1,200 @@
+"""A step searched with stages runs as a pipeline: the same call, the same numbers, the planned collectives."""
+
+import functools
+import os
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import autoshard
+from autoshard.errors import ClusterError, PipelineError, ShardingError, StrategyError, TraceError
+
+WIDTH, HIDDEN, LAYERS, BATCH = 16, 32, 4, 16
+OPTIMIZER = optax.adam(1e-2)
+
+
+def init(key):
+    keys = iter(jax.random.split(key, 2 * LAYERS))
+    layers = [
+        {"up": jax.random.normal(next(keys), (WIDTH, HIDDEN)) / 4, "down": jax.random.normal(next(keys), (HIDDEN, WIDTH)) / 6}
+        for _ in range(LAYERS)
+    ]
+    return {"params": layers, "optimizer": OPTIMIZER.init(layers)}
+
+
+def train_step(state, batch):
+    def loss(layers):
+        x = batch["x"]
+        for layer in layers:
+            x = x + jax.nn.relu(x @ layer["up"]) @ layer["down"]
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    value, gradients = jax.value_and_grad(loss)(state["params"])
+    updates, optimizer = OPTIMIZER.update(gradients, state["optimizer"], state["params"])
+    return {"params": optax.apply_updates(state["params"], updates), "optimizer": optimizer}, value
+
+
+@functools.cache
+def example():
+    key = jax.random.key(0)
+    return init(key), {"x": jax.random.normal(key, (BATCH, WIDTH)), "y": jnp.zeros((BATCH, WIDTH))}
+
+
+@functools.cache
+def searched(schedule="1f1b", stages=2, microbatches=4):
+    state, batch = example()
+    return autoshard.search(
+        train_step, state, batch, cluster="cpu:8", stages=stages, schedule=schedule, microbatches=microbatches, donate_argnums=0
+    )
+
+
+@functools.cache
+def unsharded(steps=3):
+    """The state and the losses of the step on one device."""
+    (state, batch), losses = example(), []
+    for _ in range(steps):
+        state, loss = jax.jit(train_step)(state, batch)
+        losses.append(float(loss))
+    return state, losses
+
+
+def trained(run, state, batch, steps=3):
+    losses = []
+    for _ in range(steps):
+        state, loss = run(state, batch)
+        losses.append(float(loss))
+    return state, losses
+
+
+def check_equal(found, losses):
+    state, expected = unsharded()
+    assert losses == pytest.approx(expected, rel=1e-6)
+    for here, there in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True):
+        assert jnp.allclose(jax.device_get(here), jax.device_get(there), atol=3e-5)
+
+
+@pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 2), ("gpipe", 4), ("interleaved", 2), ("zero_bubble", 2)])
+def test_a_pipeline_computes_what_the_step_computes(schedule, stages):
+    """Losses and state are those of one device, and each part of the devices runs its tasks in the order of the schedule."""
+    strategy = searched(schedule, stages)
+    assert strategy.mesh_shape["stage"] == stages and strategy.microbatches == 4
+    run = strategy.apply(train_step)
+    check_equal(*trained(run, strategy.init(init, jax.random.key(0)), example()[1]))
+    chunks = 2 if schedule == "interleaved" else None
+    orders = autoshard.pipeline.schedule.schedule_of(schedule, stages, 4, chunks).orders
+    for stage, order in enumerate(orders):
+        assert tuple(task for at, task in run.executed if at == stage) == order
+
+
+def test_state_is_on_the_devices_of_its_stage():
+    """Each leaf has the devices of one stage, from `init` on, and every stage has some of them."""
+    strategy = searched()
+    state = strategy.init(init, jax.random.key(0))
+    parts = [frozenset(jax.devices()[:4]), frozenset(jax.devices()[4:])]
+    before = [x.sharding.device_set for x in jax.tree.leaves(state)]
+    assert set(map(frozenset, before)) == set(parts)
+    assert [s.device_set for s in jax.tree.leaves(strategy.shardings(0))] == before
+    state, _ = strategy.apply(train_step)(state, strategy.shard(state, example()[1])[1])
+    assert [x.sharding.device_set for x in jax.tree.leaves(state)] == before
+    assert dict(strategy.mesh.shape) == strategy.mesh_shape
+
+
+def test_a_saved_pipeline_runs_as_before(tmp_path):
+    """The file has all that it takes: stages, cut, schedule."""
+    strategy = searched()
+    strategy.save(tmp_path / "s.json")
+    loaded = autoshard.load(tmp_path / "s.json")
+    assert loaded == strategy and len(loaded.stages) == 2
+    check_equal(*trained(loaded.apply(train_step), *example()))
+    assert "Schedule 1f1b: 4 microbatches" in str(loaded.explain())
+
+
+@pytest.mark.parametrize("target", ["shardy", "cpu"])
+def test_the_compiled_tasks_have_the_planned_collectives(target):
+    """Those of all tasks and microbatches of a stage together, in kind, number and bytes; FLOPs too."""
+    options = {"cluster": "cpu:8", "stages": 2, "microbatches": 4, "mesh": {"data": 2, "model": 2}}
+    spec = jax.sharding.PartitionSpec
+    pins = {"*params*['up']": spec(None, "model"), "*params*['down']": spec("model", None), "batch*": spec("data", None)}
+    strategy = autoshard.search(train_step, *example(), pins=pins, **options, donate_argnums=0)
+    found = autoshard.verify(strategy, train_step, *example(), target=target)
+    assert found.exact and len(found.stages) == 2
+    assert all(stage.rows for stage in found.stages)
+    assert all(stage.flops_ratio == pytest.approx(1.0, abs=0.01) for stage in found.stages)
+    assert "Stage 1" in str(found) and found.to_json()["exact"]
+
+
+def test_a_decorated_step_is_a_pipeline():
+    """`parallelize(stages=)` searches at the first call."""
+    run = autoshard.parallelize(train_step, cluster="cpu:8", stages=2, microbatches=4, donate_argnums=0, progress=False)
+    state, batch = example()
+    check_equal(*trained(run, run.search(state, batch).init(init, jax.random.key(0)), batch))
+    assert run.strategy.mesh_shape["stage"] == 2
+
+
+def test_checkpoints_move_between_pipelines_and_plain_strategies(tmp_path):
+    """A state that was saved under one is restored under the other, bit by bit."""
+    state, batch = example()
+    plain = autoshard.search(train_step, state, batch, cluster="cpu:4", searcher="data_parallel", mesh={"data": 4})
+    made = searched().init(init, jax.random.key(0))
+    autoshard.checkpoint.save(os.fspath(tmp_path / "a"), made, searched())
+    there = autoshard.checkpoint.restore(os.fspath(tmp_path / "a"), plain, like=state)
+    autoshard.checkpoint.save(os.fspath(tmp_path / "b"), there, plain)
+    back = autoshard.checkpoint.restore(os.fspath(tmp_path / "b"), searched(), like=state)
+    for x, y in zip(jax.tree.leaves(made), jax.tree.leaves(back), strict=True):
+        assert x.sharding == y.sharding and jnp.array_equal(x, y)
+
+
+def test_the_number_of_microbatches_is_found_where_none_is_given():
+    """Numbers that are multiples of the stages and divide the batch are tried."""
+    strategy = autoshard.search(train_step, *example(), cluster="cpu:8", stages=2, mesh={"data": 4}, searcher="data_parallel")
+    assert strategy.microbatches in (2, 4, 8)
+
+
+def test_pins_hold_on_the_stage_that_has_the_argument():
+    """A pin of one layer's weight is kept, and one that matches nothing is refused."""
+    spec = jax.sharding.PartitionSpec(None, "model")
+    options = {"cluster": "cpu:8", "stages": 2, "microbatches": 2, "mesh": {"data": 2, "model": 2}}
+    strategy = autoshard.search(train_step, *example(), pins={"*params*[3]['up']": spec}, **options)
+    assert strategy.in_specs[0]["params"][3]["up"] == spec
+    with pytest.raises(ShardingError, match="matches none"):
+        autoshard.search(train_step, *example(), pins={"nothing": spec}, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "pattern"),
+    [
+        ({"stages": 1}, ShardingError, "2 or more, or None for no pipeline, got 1"),
+        ({"stages": 3}, ClusterError, "has no 3 of them"),
+        ({"stages": 2, "schedule": "2f2b"}, ShardingError, "a schedule is one of gpipe, 1f1b"),
+        ({"stages": 2, "microbatches": 3}, TraceError, "divides a batch"),
+        ({"stages": 2, "confirm": "compiler"}, ShardingError, "without confirm"),
+        ({"stages": 2, "pins": "arguments"}, ShardingError, "without pins='arguments'"),
+        ({"stages": 2, "schedule": "interleaved", "microbatches": 1}, PipelineError, "that its stages divide"),
+        ({"stages": 2, "mesh": {"data": 8}}, ClusterError, "cpu:4 has 4, the mesh"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_a_pipeline_is_refused(options, error, pattern):
+    """With the rule, what was got, and what to do."""
+    with pytest.raises(error, match=re.escape(pattern)):
+        autoshard.search(train_step, *example(), cluster="cpu:8", **options)
+
+
+def test_a_pipeline_is_no_part_of_another_program():
+    """Lowering it, and calling it inside a transformation, are refused."""
+    run = searched().apply(train_step)
+    with pytest.raises(StrategyError, match=r"Use autoshard\.verify"):
+        run.lower(*example())
+    with pytest.raises(StrategyError, match=r"inside jax\.jit"):
+        jax.jit(run)(*example())
+    with pytest.raises(StrategyError, match="pins shard a program as it is"):
+        searched().pins(train_step, *example())
+
+
+def test_a_stage_that_does_not_fit_is_named():
+    """The refusal has the stage, its lines, the microbatches in flight and the smallest peak."""
+    with pytest.raises(autoshard.InfeasibleError, match=r"stage 0 \(.*test_pipelines.py:\d+ to \d+\).* must fit 9.00 kB"):
+        autoshard.search(train_step, *example(), cluster="cpu:8", stages=2, microbatches=4, memory_limit_bytes=9e3)
