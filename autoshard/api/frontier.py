@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, overload
@@ -14,6 +15,7 @@ from typing import Any, overload
 import jax
 
 from autoshard.api.collecting import rarely_collecting
+from autoshard.api.microbatching import Microbatches, all_found, best, checked_number
 from autoshard.api.search import Prepared, prepare, shown
 from autoshard.api.strategy import Strategy
 from autoshard.api.user_pins import Asked, Pins
@@ -23,6 +25,7 @@ from autoshard.ir import Assignment, Mesh
 from autoshard.judge.evaluate import Judgement
 from autoshard.mesh_search.anytime import endings, timed
 from autoshard.mesh_search.bounds import bounded
+from autoshard.microbatch import divisors
 from autoshard.problem import NO_HINTS, Hints, Problem
 from autoshard.progress import Progress, part, silent
 from autoshard.render import Paragraph, Report, Table, format_bytes, format_percent, format_seconds
@@ -77,6 +80,7 @@ class Frontier(Sequence[Strategy]):
     def report(self) -> Report:
         """A row for each strategy; prints in a terminal and shows in Jupyter."""
         fastest, largest = self[-1].cost.makespan_seconds, self[-1].cost.peak_bytes
+        several = any(strategy.microbatches > 1 for strategy in self)
         rows = tuple(
             (
                 format_bytes(strategy.cost.peak_bytes),
@@ -86,10 +90,12 @@ class Frontier(Sequence[Strategy]):
                 format_percent(strategy.gap),
                 str(strategy.record.mesh),
                 _found_by(strategy),
+                *([str(strategy.microbatches)] if several else []),
             )
             for strategy in self
         )
         columns = (">peak memory", ">of the fastest's", ">step time", ">ratio", ">gap", "mesh", "found by")
+        columns += (">microbatches",) if several else ()
         record = self[-1].record
         gap = "The gap is the objective's to the best lower bound known of what holds no more on that mesh."
         parts = (Table(columns, rows), Paragraph(gap), *map(Paragraph, self.notes))
@@ -125,6 +131,7 @@ def frontier(
     progress: Progress | bool = silent,
     time_limit_seconds: float | None = None,
     interruptible: bool = False,
+    microbatches: Microbatches = "fit",
 ) -> Frontier:
     """The Pareto front of step time against peak memory: what the searcher finds under ever smaller limits, and the baselines.
 
@@ -138,8 +145,10 @@ def frontier(
         time_limit_seconds, interruptible: as for `search`; what was met by then makes the front.
         points: how many strategies there may be.
         memory_limit_bytes: what a device may hold at its peak; by default the cluster's memory less a reserve.
+        microbatches: as for `search`; with ``"auto"`` the front is that of 1, 2, 4 and 8 together, each searched like this.
 
     Raises:
+        TraceError: the batch cannot be computed in that many microbatches.
         InfeasibleError: nothing fits the memory limit; names the smallest peak found.
 
     >>> import jax.numpy as jnp
@@ -149,20 +158,38 @@ def frontier(
     """
     if isinstance(points, bool) or not isinstance(points, int) or points < 1:
         raise ShardingError(f"a frontier has a whole number of points, 1 or more, got {points!r}.")
-    chosen = searcher_of(searcher)
+    chosen, microbatches = searcher_of(searcher), checked_number(microbatches)
     with shown(progress) as callback, rarely_collecting(), outside_mesh(keep_auto=True):
-        prepared = prepare(fn, args, cluster, chosen, mesh, Asked.of(pins, batch_axes), memory_limit_bytes, donate_argnums)
+        ask = partial(prepare, fn, args, cluster, chosen, mesh, Asked.of(pins, batch_axes), memory_limit_bytes, donate_argnums)
+        first = microbatches if isinstance(microbatches, int) else 1
+        asked = ask(first)
         limited, ends = timed(callback, time_limit_seconds), endings(time_limit_seconds, interruptible)
-        search = _Search(prepared, chosen, limited)
+        searches: list[_Search] = []
+
+        def attempt(n: int) -> _Search:
+            searches.append(_Search(asked if n == first else ask(n), chosen, limited))
+            searches[-1].run(points)
+            return searches[-1]
+
         notes = ()
         try:
-            search.run(points)
+            if microbatches == "auto":
+                all_found(attempt)
+            else:
+                best(attempt, microbatches, asked.limit, lambda: divisors(asked.traced))
         except ends:
-            if not search.front:
+            if not any(search.front for search in searches):
                 raise
-            notes = (f"The search ended early, {search.stage}: more time may find strategies between these, and better ones.",)
-    kept = dict.fromkeys(_fastest(search.front, limit) for limit in _limits(search.front, prepared.limit, points))
-    return Frontier([prepared.strategy(point.mesh, search.solution(point), point.searcher) for point in kept], notes)
+            notes = (f"The search ended early, {searches[-1].stage}: more time may find strategies between these, and better ones.",)
+    front: list[_Point] = []
+    for point in (point for search in searches for point in search.front):
+        _met(front, point)
+    owners = {search.prepared.facts: search for search in searches}
+    found = []
+    for point in dict.fromkeys(_fastest(front, limit) for limit in _limits(front, asked.limit, points)):
+        search = owners[point.problem.facts]
+        found.append(search.prepared.strategy(point.mesh, search.solution(point), point.searcher))
+    return Frontier(found, notes)
 
 
 class _Search:
@@ -282,15 +309,19 @@ class _Observer:
     searcher: Searcher
 
     def judged(self, judgement: Judgement) -> None:
-        point = _Point(self.problem, judgement, self.searcher)
-        if not any(other.beats(point) for other in self.front):
-            self.front[:] = [*(other for other in self.front if not point.beats(other)), point]
+        _met(self.front, _Point(self.problem, judgement, self.searcher))
 
     def noted(self, found: Callable[[], Assignment]) -> None:
         """What is not judged yet does not count."""
 
     def hinted(self, hints: Hints) -> None:
         """Hints come with the solution; those of a search that ends early are of no use to others."""
+
+
+def _met(front: list[_Point], point: _Point) -> None:
+    """Puts a point on a front that no other one of it beats, and takes those off that it beats."""
+    if not any(other.beats(point) for other in front):
+        front[:] = [*(other for other in front if not point.beats(other)), point]
 
 
 def _limits(front: Sequence[_Point], limit: float, points: int) -> list[float]:

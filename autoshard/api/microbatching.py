@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from autoshard.errors import InfeasibleError, SearchLimitError, ShardingError, TraceError
-from autoshard.search import Solution
 
 Microbatches = int | str | None
 """A number; ``"fit"``: more than one where nothing fits otherwise; ``"auto"``: the fastest of a few; None: one."""
@@ -16,7 +15,7 @@ WORDS = ("fit", "auto")
 TRIES = 3  # of numbers of microbatches, where the first does not fit
 AUTO = (2, 4, 8)  # beside one
 
-Found = TypeVar("Found", bound=tuple[Any, Solution, Any])
+Found = TypeVar("Found")
 
 
 def checked_number(microbatches: Microbatches) -> Microbatches:
@@ -35,7 +34,7 @@ def best(attempt: Callable[[int], Found], microbatches: Microbatches, limit: flo
     """What is found with as many microbatches as asked for.
 
     Args:
-        attempt: searches with a number of microbatches; the second of what it gives is the solution.
+        attempt: searches with a number of microbatches; for ``"auto"`` the second of what it gives is the solution.
         limit: bytes that a device may hold.
         numbers: those of microbatches that the batch can be divided into, ascending.
 
@@ -100,8 +99,17 @@ def _next(numbers: Sequence[int], peaks: Mapping[int, float], limit: float) -> i
     return next((n for n in numbers if n >= least), numbers[-1])
 
 
-def _fastest(attempt: Callable[[int], Found]) -> Found:
-    """The fastest of what is found in one and in several microbatches; a number that the batch cannot be divided by is left out."""
+def _fastest(attempt: Callable[[int], Any]) -> Any:
+    """The fastest of what is found in one and in several microbatches."""
+    return min(all_found(attempt), key=lambda each: each[1].judgement.cost.makespan_seconds)
+
+
+def all_found(attempt: Callable[[int], Found]) -> list[Found]:
+    """What is found in one and in several microbatches; a number that the batch cannot be divided by is left out.
+
+    Raises:
+        InfeasibleError: nothing fits with any number.
+    """
     failure: InfeasibleError | None = None
     found: list[Found] = []
     try:
@@ -117,4 +125,4 @@ def _fastest(attempt: Callable[[int], Found]) -> Found:
             break
     if failure is not None and not found:
         raise failure
-    return min(found, key=lambda each: each[1].judgement.cost.makespan_seconds)
+    return found

@@ -376,6 +376,7 @@ def evaluate(
     mesh: Mapping[str, int] | jax.sharding.Mesh | None = None,
     in_specs: Any,
     donate_argnums: int | Sequence[int] = (),
+    microbatches: int | None = None,
 ) -> Strategy:
     """The strategy, costed, of argument shardings that somebody else chose; intermediates are what Shardy propagates.
 
@@ -385,8 +386,10 @@ def evaluate(
         in_specs: a tuple with one entry an argument: a pytree of `PartitionSpec` like the argument, or one for all its leaves. Or a mapping
             of argument paths and patterns to specs, as pins are, or ``"arguments"`` for those that the arguments have; what these do not
             mention is replicated.
+        microbatches: in how many parts of its batch the step computes its gradients, as for `search`; None: one.
 
     Raises:
+        TraceError: the batch cannot be computed in that many microbatches.
         ShardingError: a spec does not fit its argument or the mesh.
     """
     cluster = _cluster(cluster)
@@ -394,7 +397,9 @@ def evaluate(
     given = None if mesh is None and of_arguments else given_mesh(mesh)
     if given is not None:
         cluster.check(given)
-    traced, facts, seconds = _traced(fn, args, donate_argnums, given.names if given else (), cluster)
+    if microbatches is not None and isinstance(checked_number(microbatches), str):
+        raise ShardingError(f"a sharding is evaluated with a number of microbatches, got {microbatches!r}. Use 4, for instance.")
+    traced, facts, seconds = _traced(fn, args, donate_argnums, given.names if given else (), cluster, microbatches or 1)
     graph = traced.graph
     pins = user_pins(Asked(arguments=of_arguments), graph, _annotations(fn, args, traced) if of_arguments else [], False)
     check_meshes(pins, given)

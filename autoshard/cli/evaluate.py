@@ -7,7 +7,7 @@ import sys
 from contextlib import redirect_stdout
 
 from autoshard.cli.found import finish
-from autoshard.cli.options import SPEC_HELP, add_program, cluster_of, command, mesh, path_spec
+from autoshard.cli.options import SPEC_HELP, add_program, cluster_of, command, mesh, path_spec, positive
 from autoshard.cli.program import load
 
 EXAMPLE = "autoshard evaluate train:train_step --args train:example_args --cluster cpu:8 --mesh data=4,model=2 --in-spec 'batch*=data'"
@@ -26,6 +26,9 @@ def add(commands) -> None:
         default=[],
         help=f"an argument's sharding; repeatable, later ones override; what none mentions is replicated. {SPEC_HELP}",
     )
+    parser.add_argument(
+        "--microbatches", metavar="N", type=positive, help="compute gradients of so many parts of the batch, one after the other"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -43,5 +46,6 @@ def run(options: argparse.Namespace) -> int:
             mesh=options.mesh,
             in_specs={path: PartitionSpec(*spec) for path, spec in options.in_spec},
             donate_argnums=options.donate,
+            microbatches=options.microbatches,
         )
     return finish(strategy, options)

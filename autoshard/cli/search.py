@@ -131,9 +131,10 @@ def run(options: argparse.Namespace) -> int:
             "progress": callback,
             "time_limit_seconds": options.time_limit,
             "interruptible": options.interruptible,
+            "microbatches": options.microbatches,
         }
         if options.frontier is None:
-            of_time = {"microbatches": options.microbatches, "stages": options.stages, "schedule": options.schedule}
+            of_time = {"stages": options.stages, "schedule": options.schedule}
             strategy = autoshard.search(function, *arguments, confirm=options.confirm, **of_time, **asked)
         else:
             frontier = autoshard.frontier(function, *arguments, points=options.frontier, **asked)

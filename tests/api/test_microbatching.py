@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard.api.microbatching import best
@@ -123,6 +125,28 @@ def test_auto_is_never_slower_than_one():
     assert found.cost.makespan_seconds <= plain.cost.makespan_seconds
 
 
+def test_shardings_of_others_are_evaluated_in_microbatches():
+    """`evaluate(..., microbatches=n)` costs what `search` costs with the shardings that it found; a word is refused."""
+    asked = {"cluster": "cpu:8", "mesh": {"data": 8}, "donate_argnums": 0}
+    given = autoshard.evaluate(step, *arguments(), in_specs={"batch*": P("data")}, microbatches=4, **asked)
+    assert given.microbatches == 4 and autoshard.verify(given, step, *arguments(), target="cpu").exact
+    plain = autoshard.evaluate(step, *arguments(), in_specs={"batch*": P("data")}, **asked)
+    assert plain.microbatches == 1 and given.cost.flops == pytest.approx(plain.cost.flops)
+    with pytest.raises(autoshard.ShardingError, match="a sharding is evaluated with a number of microbatches, got 'fit'"):
+        autoshard.evaluate(step, *arguments(), in_specs={"batch*": P("data")}, microbatches="fit", **asked)
+
+
+def test_a_frontier_over_numbers_of_microbatches():
+    """With "auto" the least memory is that of several microbatches, and nothing is slower than in one; each strategy has its number."""
+    asked = {"cluster": "v5e:2x2", "mesh": {"data": 4}, "donate_argnums": 0}
+    found = autoshard.frontier(step, *arguments(2**18), microbatches="auto", **asked)
+    plain = autoshard.frontier(step, *arguments(2**18), **asked)
+    assert found[0].microbatches > 1 == plain[0].microbatches
+    assert found[0].cost.peak_bytes < plain[0].cost.peak_bytes and found[-1].cost.makespan_seconds <= plain[-1].cost.makespan_seconds
+    assert all(a.cost.peak_bytes < b.cost.peak_bytes and a.cost.makespan_seconds > b.cost.makespan_seconds for a, b in pairwise(found))
+    assert "microbatches" in str(found.report())
+
+
 def coupled(weights, x):
     """Normalises over the batch."""
 
@@ -153,7 +177,7 @@ def test_numbers_that_are_none(wrong):
 def test_pins_shard_programs_as_they_are():
     """Plain JAX with constraints is not in microbatches."""
     strategy = autoshard.search(step, *arguments(), cluster="cpu:8", microbatches=2)
-    with pytest.raises(autoshard.StrategyError, match=r"runs it in 2 microbatches.*microbatches=None"):
+    with pytest.raises(autoshard.StrategyError, match=r"runs it (in|as) 2 microbatches.*microbatches=None"):
         strategy.pins(step, *arguments())
 
 
