@@ -12,7 +12,7 @@ from autoshard.api.pipeline_step import plan_of, schedule_as, staged_as
 from autoshard.api.step import program_of
 from autoshard.pipeline.lowered import LoweredProgram, lowered_programs
 from autoshard.pipeline.schedule import in_flight
-from autoshard.pipeline.tasks import programs_of
+from autoshard.pipeline.tasks import all_programs
 from autoshard.render import Heading, Paragraph, Part, Report
 from autoshard.strategy import Record
 from autoshard.trace import Traced
@@ -97,11 +97,11 @@ def stage_programs(
     assert pipeline is not None
     whole, _, _ = program_of(fn, args, record, before=traced)
     staged, schedule = staged_as(whole, record, pipeline), schedule_as(record, pipeline)
-    alive, splits = in_flight(schedule), "W" in schedule.kinds
-    for number, (stage, mesh) in enumerate(zip(staged.stages, meshes, strict=True)):
-        plan, saved = plan_of(staged, number, record, mesh), pipeline.stages[number]
-        programs = programs_of(stage, plan, staged.loop_level, splits)
-        n, most = schedule.n_microbatches, alive[number % pipeline.n_parts]
+    alive, n = in_flight(schedule), schedule.n_microbatches
+    plans = [plan_of(staged, number, record, mesh) for number, mesh in enumerate(meshes)]
+    for number, programs in enumerate(all_programs(staged, plans, schedule)):
+        stage, plan, saved = staged.stages[number], plans[number], pipeline.stages[number]
+        most = alive[number % pipeline.n_parts]
         yield StagePrograms(saved.record, saved.peak_bytes, lowered_programs(stage, plan, programs, n, most, platform))
 
 

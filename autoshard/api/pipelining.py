@@ -29,6 +29,7 @@ from autoshard.microbatch import divisors
 from autoshard.pipeline import Stage, Staged, stages_of
 from autoshard.pipeline.figures import StageFigures, stage_figures
 from autoshard.pipeline.schedule import SCHEDULES, PieceSeconds, Schedule, Timeline, in_flight, schedule_of, simulate
+from autoshard.pipeline.tasks import joins_tasks
 from autoshard.problem import Problem
 from autoshard.progress import Progress, part
 from autoshard.render import format_bytes
@@ -220,7 +221,8 @@ class _Planner:
             model = CostModel(self.part, record.mesh)
             judgement = evaluate(problem.facts, model, record.assignment)
             figures = stage_figures(stage, problem.facts, model, judgement)
-            peak = figures.peak_bytes(self.in_flight[number])
+            joins = joins_tasks(stage, self.schedule.orders[number], stage.number // self.asked.n_parts)
+            peak = figures.peak_bytes(self.in_flight[number], joins)
             if peak <= share:
                 sent = self._sent(stage, record.mesh, judgement.assignment.layout)
                 return _Found(strategy, figures, *sent, peak)

@@ -19,6 +19,8 @@ from autoshard.judge.evaluate import Judgement
 from autoshard.judge.model import CostModel
 from autoshard.pipeline.micro import loop_of
 from autoshard.pipeline.stages import Message, Stage
+from autoshard.pipeline.tasks import CHEAP
+from autoshard.primitives import primitive
 
 FORWARD, BACKWARD, WEIGHTS = "F", "B", "W"
 
@@ -32,18 +34,25 @@ class StageFigures:
         objective_seconds: of one microbatch: all its tasks, without overlap.
         after_seconds: what runs once a step.
         residual_bytes: what a microbatch keeps between its forward and its backward task, what it received included.
-        working_bytes: the peak without any other microbatch's residuals.
+        lasting_bytes: what is there throughout: arguments that stay, and totals such as gradients.
+        working_bytes: the peak with one microbatch, forward and backward in one program.
     """
 
     seconds: Mapping[str, float]
     objective_seconds: float
     after_seconds: float
     residual_bytes: float
+    lasting_bytes: float
     working_bytes: float
 
-    def peak_bytes(self, in_flight: int) -> float:
-        """The peak where so many microbatches are between their forward and their backward tasks."""
-        return self.working_bytes + max(in_flight - 1, 0) * self.residual_bytes
+    def peak_bytes(self, in_flight: int, joins: bool) -> float:
+        """The peak where so many microbatches are between their forward and their backward tasks.
+
+        Args:
+            joins: whether both tasks are one program (`autoshard.pipeline.tasks.joins_tasks`), which hands on nothing.
+        """
+        peak = self.working_bytes + max(in_flight - 1, 0) * self.residual_bytes
+        return peak if joins else max(peak, self.lasting_bytes + in_flight * self.residual_bytes)
 
 
 def stage_figures(stage: Stage, facts: ProgramFacts, model: CostModel, judgement: Judgement) -> StageFigures:
@@ -70,13 +79,15 @@ def stage_figures(stage: Stage, facts: ProgramFacts, model: CostModel, judgement
 
     received = _message_bytes(stage.receives, stage.traced.graph.arguments[len(stage.arguments) :], nbytes, n)
     sent = _message_bytes(stage.sends, stage.traced.graph.results[len(stage.results) :], nbytes, n)
-    kept = sum(nbytes(value) for value in residuals(loop, kinds) if not facts.free[value])
+    kept = _kept_bytes(stage, facts, model, judgement, loop, kinds)
+    own = stage.traced.graph.arguments[: len(stage.arguments)]
     one = received["F"] + received["B"] + sent["F"] + sent["B"]
     return StageFigures(
         seconds={kind: both[0] * scale for kind, both in inside.items()},
         objective_seconds=sum(both[1] for both in inside.values()) / n,
         after_seconds=once[0],
         residual_bytes=kept + received["F"],
+        lasting_bytes=sum(map(nbytes, [*own, *loop.results[: loop.params["num_carry"]]])),
         working_bytes=max(cost.peak_bytes - (n - 1) * one, 0.0),
     )
 
@@ -104,14 +115,27 @@ def task_kinds(stage: Stage, loop: Op) -> dict[int, str]:
     return kinds
 
 
-def residuals(loop: Op, kinds: Mapping[int, str]) -> list[int]:
-    """The values that the forward task of a microbatch makes and later ones read."""
-    found: dict[int, None] = {}
-    made = {value for op in loop.bodies[0].ops if kinds[op.index] == FORWARD for value in op.results}
-    for op in loop.bodies[0].ops:
-        if kinds[op.index] != FORWARD:
-            found.update(dict.fromkeys(value for value in op.operands if value in made))
-    return list(found)
+def _kept_bytes(stage: Stage, facts: ProgramFacts, model: CostModel, judgement: Judgement, loop: Op, kinds: Mapping[int, str]) -> float:
+    """Bytes of what the forward task of a microbatch makes and later ones read, but for what each task makes of constants itself.
+
+    A value that every later reader slices is kept in slices.
+    """
+    layout, sizes = judgement.assignment.layout, model.mesh.sizes
+    graph, body = facts.graph, loop.bodies[0]
+    free, parts = {*graph.literals, *graph.constants, *body.inputs[: loop.params["num_consts"]]}, dict[int, int]()
+    made = {value for op in body.ops if kinds[op.index] == FORWARD for value in op.results}
+    for op in body.ops:
+        if primitive(op.primitive).kind in CHEAP and free.issuperset(op.operands):
+            free.update(op.results)
+        if kinds[op.index] == FORWARD:
+            continue
+        own = [layout(value) for value in op.operands]
+        read = own if op.bodies else model.op_cost(facts, op, judgement.assignment.choice(op.index)).operands
+        for value, before, after in zip(op.operands, own, read, strict=True):
+            if value in made and value not in free:
+                n = max(shards(before, sizes), shards(after, sizes))
+                parts[value] = min(n, parts.get(value, n))
+    return sum(stage.traced.graph.values[value].nbytes / n for value, n in parts.items())
 
 
 def _walk(op: Op) -> Iterator[Op]:

@@ -71,15 +71,16 @@ class _Lowering:
             yield self._outer("after", outer)
 
     def _outer(self, name: str, outer: Any) -> LoweredProgram:
-        read = [self.arguments[k] for k in outer.arguments]
+        read, donated = ([self.arguments[k] for k in positions] for positions in (outer.arguments, outer.donated))
         groups = (
             (*read, *(self.messages[k] for k in outer.receives)),
+            tuple(donated),
             tuple(self.handed[k] for k in outer.reads),
             tuple(self.totals[kind] for kind in outer.kinds),
         )
         lowered, made = self._lowered(outer.call, groups)
         self.handed.append(made[1])
-        beside = self._bytes(self.arguments) - self._bytes(read)
+        beside = self._bytes(self.arguments) - self._bytes([*read, *donated])
         if outer.makes_constants:
             self.constants, sums = made[2:]
             self.totals = dict(zip("FBW", sums, strict=True))

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autoshard.errors import PipelineError
 from autoshard.pipeline.schedule import Schedule, Task
 from autoshard.pipeline.stages import Staged
-from autoshard.pipeline.tasks import Outer, StagePlan, TaskProgram, programs_of
+from autoshard.pipeline.tasks import Outer, StagePlan, TaskProgram, all_programs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,8 +70,7 @@ class Pipelined:
                 f"pieces and {schedule.n_microbatches} microbatches. Make the schedule with the numbers of the stages."
             )
         self.staged, self.plans, self.schedule = staged, tuple(plans), schedule
-        splits = "W" in schedule.kinds
-        self._programs = [programs_of(s, p, staged.loop_level, splits) for s, p in zip(staged.stages, plans, strict=True)]
+        self._programs = all_programs(staged, plans, schedule)
         self.residual_bytes = tuple(sum(task.residual_bytes for task in programs.tasks.values()) for programs in self._programs)
         self._route()
         self._starts = self._ordered()
@@ -229,7 +228,8 @@ class _Call:
         before = tuple(self.handed[piece][number] for number in outer.reads)
         totals = tuple(self.totals[piece][kind] for kind in outer.kinds)
         try:
-            gives, self.handed[piece][k], *loop = outer.call(arguments, before, totals)
+            donated = tuple(self.placed.pop((piece, position)) for position in outer.donated)
+            gives, self.handed[piece][k], *loop = outer.call(arguments, donated, before, totals)
             if outer.makes_constants:
                 self.constants[piece], sums = loop
                 self.totals[piece] = dict(zip("FBW", sums, strict=True))

@@ -8,7 +8,8 @@ weights. So it is a program that can be searched like any step. The tasks of a s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -204,7 +205,9 @@ class _Builder:
             homes.append(around.home(of))
         outers = [self._outer(stage, [v for v, home in zip(graph.results, homes, strict=True) if home == stage]) for stage in self._numbers]
         messages = self._messages(outers)
-        stages = tuple(self._stage(outer, tuple(homes), messages) for outer in outers)
+        readers = Counter(k for outer in outers for k in outer.arguments)
+        shared = {k for k, n in readers.items() if n > 1}
+        stages = tuple(self._stage(outer, tuple(homes), messages, shared) for outer in outers)
         argument_homes = tuple(around.home(value) for value in graph.arguments)
         return Staged(self.traced, self.micro, self.cut, stages, around.loop_level, argument_homes, tuple(homes))
 
@@ -254,7 +257,9 @@ class _Builder:
         backward = kind == "loop" and maker is not None and self.backward[maker.index]
         return Message(kind, value, source, targets, level, backward, found.shape, found.dtype, origin)
 
-    def _stage(self, outer: _Outer, result_homes: tuple[int, ...], messages: Mapping[tuple[str, int, int], Message]) -> Stage:
+    def _stage(
+        self, outer: _Outer, result_homes: tuple[int, ...], messages: Mapping[tuple[str, int, int], Message], shared: Collection[int]
+    ) -> Stage:
         graph, stage, loop = self.micro.graph, outer.stage, self.loops[outer.stage]
         results = tuple(position for position, home in enumerate(result_homes) if home == stage)
 
@@ -267,6 +272,7 @@ class _Builder:
         types = types_of([self.micro.traced.jaxpr.jaxpr.invars[k] for k in outer.arguments])
         types += [self._type(message) for message in receives]
         homes = tuple(self.around.home(graph.arguments[k]) == stage for k in outer.arguments)
+        donated = {k for k in graph.donated if k not in shared}  # chunks on the same devices read the same array
         places = {position: k for k, position in enumerate(outer.arguments)}
         aliases = tuple((k, places[argument]) for k, position in enumerate(results) for result, argument in graph.aliases
                         if result == position and argument in places)  # fmt: skip
@@ -276,7 +282,7 @@ class _Builder:
             argument_paths=[*(graph.argument_paths[k] for k in outer.arguments), *map(_name, receives)],
             result_paths=[*(graph.result_paths[k] for k in results), *(f"sent.{_name(message)}" for message in sends)],
             aliases=aliases,
-            donated=tuple(k for k, position in enumerate(outer.arguments) if position in graph.donated and homes[k]),
+            donated=tuple(k for k, position in enumerate(outer.arguments) if position in donated and homes[k]),
             microbatches=self.micro.n,
         )
         return Stage(stage, traced, outer.arguments, results, homes, receives, sends, self._forward(loop, sends), _lines(loop.ops))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -25,9 +26,14 @@ from autoshard.lower import ReshardPath, bind, holder_values, manual_context, ma
 from autoshard.lower.control_flow import FLOWS
 from autoshard.pipeline.micro import loop_of
 from autoshard.pipeline.packing import SMALL_BYTES, Packing
-from autoshard.pipeline.stages import Stage
+from autoshard.pipeline.schedule import Schedule, Task
+from autoshard.pipeline.stages import Stage, Staged
+from autoshard.primitives import primitive
 from autoshard.rules import rules_of
 from autoshard.trace import types_of
+
+CHEAP = ("broadcast", "creation", "elementwise", "rearrangement", "reinterpretation", "slice")
+"""Kinds of primitives that a task computes again rather than to be handed their results by another one, where they read constants alone."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,6 +70,7 @@ class Outer:
     level: int
     call: Callable
     arguments: tuple[int, ...]
+    donated: tuple[int, ...]
     receives: tuple[int, ...]
     reads: tuple[int, ...]
     kinds: tuple[str, ...]
@@ -119,7 +126,7 @@ class StagePrograms:
     passed: dict[int, int] = field(default_factory=dict)
 
 
-def programs_of(stage: Stage, plan: StagePlan, loop_level: int, splits_weights: bool) -> StagePrograms:
+def programs_of(stage: Stage, plan: StagePlan, loop_level: int, splits_weights: bool, joins: bool = False) -> StagePrograms:
     """The programs of a stage's tasks.
 
     Args:
@@ -127,11 +134,33 @@ def programs_of(stage: Stage, plan: StagePlan, loop_level: int, splits_weights: 
         plan: its assignment, mesh and reshards.
         loop_level: that of the loop (`Staged.loop_level`).
         splits_weights: whether the gradients of weights are tasks of their own, ``W``.
+        joins: whether ``B`` does what ``F`` would, which has no program then (`joins_tasks`).
 
     Raises:
         ShardingError: the stage has no manual lowering.
     """
-    return _Divided(stage, plan, loop_level, splits_weights).programs()
+    return _Divided(stage, plan, loop_level, splits_weights, joins).programs()
+
+
+def all_programs(staged: Staged, plans: Sequence[StagePlan], schedule: Schedule) -> list[StagePrograms]:
+    """The programs of all stages; with several chunks a stage, chunk ``c`` of stage ``s`` is number ``c * n_stages + s``."""
+    found, splits = [], "W" in schedule.kinds
+    for piece, (stage, plan) in enumerate(zip(staged.stages, plans, strict=True)):
+        chunk, part = divmod(piece, schedule.n_stages)
+        joins = joins_tasks(stage, schedule.orders[part], chunk)
+        found.append(programs_of(stage, plan, staged.loop_level, splits, joins))
+    return found
+
+
+def joins_tasks(stage: Stage, order: Sequence[Task], chunk: int) -> bool:
+    """Whether each backward task of a stage comes right after its forward task, and other stages wait for no result of the latter.
+
+    So it is on the last stage. In one program what the backward pass reads, the logits among it, is not handed on in memory.
+    """
+    if any(message.kind == "loop" and not message.backward for message in stage.sends):
+        return False
+    after = {task: following for task, following in pairwise(order)}
+    return all(after.get(task) == Task("B", task.microbatch, chunk) for task in order if task.kind == "F" and task.chunk == chunk)
 
 
 class _Divided:
@@ -144,7 +173,7 @@ class _Divided:
         scan: its loop over microbatches.
     """
 
-    def __init__(self, stage: Stage, plan: StagePlan, loop_level: int, splits_weights: bool):
+    def __init__(self, stage: Stage, plan: StagePlan, loop_level: int, splits_weights: bool, joins: bool):
         self.stage, self.plan, self.loop_level = stage, plan, loop_level
         graph = stage.traced.graph
         rules = rules_of(graph)
@@ -193,10 +222,11 @@ class _Divided:
         self.n_carry, self.n_stacked = n_carry, len(leaving) - n_carry - n_sent
         self.index = None if len(self.slices) == n_received else self.slices[0]
         self.arrivals = self.slices[len(self.slices) - n_received :]
-        self.splits_weights = splits_weights
+        self.splits_weights, self.joins = splits_weights, joins
         self.axes = tuple(plan.mesh.axis_names)
         self.first_received = len(stage.receives) - n_received
         self.first_sent = len(stage.sends) - n_sent
+        self.free = self._free()
         self.kinds = self._kinds()
         self._constants()
 
@@ -214,8 +244,26 @@ class _Divided:
         found: dict[str, list[JaxprEqn]] = {"F": [], "B": [], "W": []}
         for k, eqn in enumerate(eqns):
             if k in live:
-                found["F" if k in in_forward else "B" if k in in_backward else "W"].append(eqn)
-        return found
+                in_first = k in in_forward
+                found["B" if in_first and self.joins else "F" if in_first else "B" if k in in_backward else "W"].append(eqn)
+        return {kind: self._with_free(own) for kind, own in found.items()}
+
+    def _free(self) -> set[Var]:
+        """What the body makes cheaply of what all microbatches share, such as masks and casts of weights: each task makes its own."""
+        free, leaving = {*self.body.jaxpr.constvars, *self.consts}, set(filter(_is_var, self.body.jaxpr.outvars))
+        for eqn in self.body.jaxpr.eqns:
+            is_cheap = primitive(eqn.primitive.name).kind in CHEAP and leaving.isdisjoint(eqn.outvars)
+            if is_cheap and all(not _is_var(a) or a in free for a in eqn.invars):
+                free.update(eqn.outvars)
+        return free
+
+    def _with_free(self, own: list[JaxprEqn]) -> list[JaxprEqn]:
+        """The equations of a task, and before them those of `_free` that they need."""
+        if not own:
+            return own
+        free = [eqn for eqn in self.body.jaxpr.eqns if not self.free.isdisjoint(eqn.outvars)]
+        needed = needed_by(free, [a for eqn in own for a in eqn.invars])
+        return [*(eqn for k, eqn in enumerate(free) if k in needed), *(eqn for eqn in own if self.free.isdisjoint(eqn.outvars))]
 
     def _kind_of(self) -> dict[Var, str]:
         """Per variable of the body the kind of the task that makes it."""
@@ -248,7 +296,7 @@ class _Divided:
         of_kind: dict[str, list[int]] = {"F": [], "B": [], "W": []}
         last = next((kind for kind in "WBF" if self.kinds[kind]), "F")
         for k, v in enumerate(leaving):
-            default = "F" if self.stage.forward[k] else last
+            default = "F" if self.stage.forward[k] and not self.joins else last
             of_kind[kind_of.get(v, default) if isinstance(v, Var) else default].append(k)
         self.totals = {kind: [k for k in found if k < self.n_carry + self.n_stacked] for kind, found in of_kind.items()}
         self.total_packings = {kind: Packing.of([self._total_type(k) for k in found], True) for kind, found in self.totals.items()}
@@ -259,8 +307,8 @@ class _Divided:
             read[kind] |= {leaving[k] for k in of_kind[kind] if isinstance(leaving[k], Var)}
         # What a task hands on is what later ones read of it.
         self.residuals = {
-            kind: [v for eqn in self.kinds[kind] for v in eqn.outvars if any(v in read[other] for other in "FBW"["FBW".index(kind) + 1 :])]
-            for kind in "FBW"
+            kind: [v for eqn in self.kinds[kind] for v in eqn.outvars if v not in self.free and any(v in read[other] for other in later)]
+            for kind, later in (("F", "BW"), ("B", "W"), ("W", ""))
         }
         self.residual_packings = {kind: Packing.of([v.aval for v in found]) for kind, found in self.residuals.items()}
         active = [kind for kind in "FBW" if self.kinds[kind] or of_kind[kind]]
@@ -426,20 +474,22 @@ class _Divided:
         made = {v for eqn in eqns for v in eqn.outvars}
         read = {a for eqn in eqns for a in eqn.invars if isinstance(a, Var)} | {a for a in wanted if isinstance(a, Var)}
         read = {v for v in read if v not in made and v not in self.known}
-        arguments = sorted(self.argument_of[v] for v in read if v in self.argument_of)
+        everything = sorted(self.argument_of[v] for v in read if v in self.argument_of)
         of_loop = {v: k for k, v in enumerate(self.scan.outvars)}
         kinds = tuple(kind for kind in "FBW" if any(self.scan.outvars[k] in read for k in self.totals[kind]))
         reads = tuple(k for k, (found, _) in enumerate(self.handed_on) if any(v in read for v in found))
         later = [eqn for other, found in self.around.items() if other > level for eqn in found]
+        donated = self._donated(everything, level, later, [k for k, _ in given])
+        arguments = [k for k in everything if k not in donated]
         handed = self._handed_on(level, eqns, later, levels)
         packing = Packing.of([v.aval for v in handed])
         earlier = [self.handed_on[k] for k in reads]
         self.handed_on.append((handed, packing))
         constants_packing, total_packings = self.constants_packing, self.total_packings
 
-        def outer(arguments_: tuple, before: tuple, totals: tuple) -> tuple:
+        def outer(kept: tuple, gone: tuple, before: tuple, totals: tuple) -> tuple:
             env: dict[Var, Any] = dict(self.known)
-            env.update(zip([self.var_of[k] for k in arguments], arguments_, strict=True))
+            env.update(zip([self.var_of[k] for k in (*arguments, *donated)], (*kept, *gone), strict=True))
             for (variables, packed), arrays in zip(earlier, before, strict=True):
                 env.update(zip(variables, packed.unpack(arrays), strict=True))
             for kind, arrays in zip(kinds, totals, strict=True):
@@ -456,6 +506,7 @@ class _Divided:
         every = PartitionSpec(self.axes)
         in_specs = (
             tuple(self.spec_of[self.var_of[k]] for k in arguments),
+            tuple(self.spec_of[self.var_of[k]] for k in donated),
             tuple((every,) * packed.n_arrays for _, packed in earlier),
             tuple((every,) * total_packings[kind].n_arrays for kind in kinds),
         )
@@ -466,8 +517,9 @@ class _Divided:
         n_args = len(self.stage.arguments)
         return Outer(
             level,
-            self._jitted(outer, f"around{level}", in_specs, out_specs),
+            self._jitted(outer, f"around{level}", in_specs, out_specs, donate=(1,)),
             tuple(k for k in arguments if k < n_args),
+            tuple(donated),
             tuple(k - n_args for k in arguments if k >= n_args),
             reads,
             kinds,
@@ -475,6 +527,15 @@ class _Divided:
             tuple(k - n_results for k, _ in given if k >= n_results),
             is_last,
         )
+
+    def _donated(self, arguments: Iterable[int], level: int, later: Iterable[JaxprEqn], given: Iterable[int]) -> list[int]:
+        """The arguments whose memory a program may use for results: those that the results replace, and that no later program reads."""
+        graph = self.stage.traced.graph
+        read = {a for eqn in later for a in eqn.invars if isinstance(a, Var)}
+        read |= {v for _, v in self.given if isinstance(v, Var)}
+        replaced = {argument for result, argument in graph.aliases if result in set(given)}
+        free = replaced.intersection(graph.donated) if level >= self.loop_level else set()
+        return [k for k in arguments if k in free and self.var_of[k] not in read]
 
     def _handed_on(self, level: int, eqns: Iterable[JaxprEqn], later: Iterable[JaxprEqn], levels: dict[Var, int]) -> list[Var]:
         """What a program around the loop makes and later ones read or give."""
@@ -496,6 +557,10 @@ class _Divided:
 def value(atom: Any, env: dict[Var, Any]) -> Any:
     """The array of an atom."""
     return atom.val if isinstance(atom, Literal) else env[atom]
+
+
+def _is_var(atom: Any) -> bool:
+    return isinstance(atom, Var)
 
 
 def nbytes(var: Any) -> float:
