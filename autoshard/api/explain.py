@@ -149,6 +149,11 @@ def _placement(mesh: Mesh, cluster: Cluster) -> str:
 def _optimality(record: Record) -> str:
     if record.lower_bound_seconds <= 0:
         return "nothing proven"
+    if record.pipeline is not None:
+        return (
+            f"with any shardings of these stages, one of them alone has {format_seconds(record.lower_bound_seconds)} of work; this "
+            f"schedule has {format_seconds(record.cost.objective_seconds)}, its idle time included (gap {format_percent(record.gap)})"
+        )
     among = "that keeps the pins on this mesh" if record.stats.get("pins") else "on this mesh"
     if sum(size > 1 for size in record.mesh.sizes) > 1:
         among += ", so placed,"

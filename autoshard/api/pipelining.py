@@ -28,7 +28,7 @@ from autoshard.lower import STAGE_AXIS
 from autoshard.microbatch import divisors
 from autoshard.pipeline import Stage, Staged, stages_of
 from autoshard.pipeline.figures import StageFigures, stage_figures
-from autoshard.pipeline.schedule import SCHEDULES, PieceSeconds, Schedule, Timeline, in_flight, schedule_of, simulate
+from autoshard.pipeline.schedule import SCHEDULES, PieceSeconds, Schedule, in_flight, schedule_of, simulate
 from autoshard.pipeline.tasks import joins_tasks
 from autoshard.problem import Problem
 from autoshard.progress import Progress, part
@@ -121,7 +121,7 @@ def pipelined(
     if not found:
         assert failure is not None
         raise failure
-    best = min(found, key=lambda plan: plan.timeline_seconds)
+    best = min(found, key=lambda plan: plan.makespan_seconds)
     return Strategy(_record(traced, cluster, asked, best, searcher, spent), traced)
 
 
@@ -153,18 +153,33 @@ class _Found:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Plan:
-    """A pipeline: its stages' strategies and its predicted timeline."""
+    """A pipeline: its schedule, and its stages' strategies."""
 
     staged: Staged
     schedule: Schedule
     stages: tuple[_Found, ...]
-    timeline: Timeline
     mesh: Mesh
 
     @property
-    def timeline_seconds(self) -> float:
+    def makespan_seconds(self) -> float:
         """The predicted step time."""
-        return self.timeline.makespan_seconds + max(found.figures.after_seconds for found in self.stages)
+        return self._seconds([found.figures.seconds for found in self.stages])
+
+    @property
+    def objective_seconds(self) -> float:
+        """The same without overlap of communication with computing inside tasks."""
+        return self._seconds([found.figures.objective_seconds for found in self.stages])
+
+    @property
+    def bound_seconds(self) -> float:
+        """A lower bound of the objective, whatever the shardings of the stages: the work of one of them."""
+        return max(found.strategy.lower_bound_seconds for found in self.stages)
+
+    def _seconds(self, tasks: Sequence[Mapping[str, float]]) -> float:
+        pieces = [PieceSeconds(*(seconds.get(kind, 0.0) for kind in "FBW")) for seconds in tasks]
+        sends = [found.send_seconds for found in self.stages[:-1]], [found.send_back_seconds for found in self.stages[1:]]
+        after = max(found.figures.after_seconds for found in self.stages)
+        return simulate(self.schedule, pieces, *sends).makespan_seconds + after
 
 
 class _Planner:
@@ -196,15 +211,13 @@ class _Planner:
         if not plans:
             assert failure is not None
             raise failure
-        return min(plans, key=lambda plan: plan.timeline_seconds)
+        return min(plans, key=lambda plan: plan.makespan_seconds)
 
     def _plan(self, mesh: Mesh) -> _Plan:
         return self._timed(self._stages(mesh), mesh)
 
     def _timed(self, stages: Sequence[_Found], mesh: Mesh) -> _Plan:
-        pieces = [PieceSeconds(*(found.figures.seconds.get(kind, 0.0) for kind in "FBW")) for found in stages]
-        sends = [found.send_seconds for found in stages[:-1]], [found.send_back_seconds for found in stages[1:]]
-        return _Plan(self.staged, self.schedule, tuple(stages), simulate(self.schedule, pieces, *sends), mesh)
+        return _Plan(self.staged, self.schedule, tuple(stages), mesh)
 
     def _stages(self, mesh: Mesh | None) -> list[_Found]:
         n = len(self.staged.stages)
@@ -289,7 +302,7 @@ def _record(traced: Traced, cluster: Cluster, asked: Pipeline, plan: _Plan, sear
         copies={},
         cost=_cost(plan),
         searcher=options,
-        lower_bound_seconds=0.0,
+        lower_bound_seconds=plan.bound_seconds,
         donate_argnums=traced.donate_argnums,
         assumptions=tuple(notes),
         stats={**_stats(plan), **spent},
@@ -331,10 +344,9 @@ def _cost(plan: _Plan) -> Cost:
     """The cost of the step: its makespan is the schedule's, all else that of the stage with most to do."""
     costs = [found.strategy.cost for found in plan.stages]
     busiest = max(costs, key=lambda cost: cost.makespan_seconds)
-    seconds = plan.timeline_seconds
     return Cost(
-        objective_seconds=seconds,
-        makespan_seconds=seconds,
+        objective_seconds=plan.objective_seconds,
+        makespan_seconds=plan.makespan_seconds,
         compute_seconds=busiest.compute_seconds,
         communication_seconds=busiest.communication_seconds,
         exposed_communication_seconds=busiest.exposed_communication_seconds,
@@ -345,9 +357,10 @@ def _cost(plan: _Plan) -> Cost:
 
 
 def _stats(plan: _Plan) -> dict[str, Any]:
-    """Sums of the stages' counts and seconds."""
+    """The stages' counts and seconds: sums, and of widths the greatest."""
     found: dict[str, Any] = {}
     for each in {id(found.strategy): found.strategy for found in plan.stages}.values():
         for name, value in each.record.stats.items():
-            found[name] = found.get(name, 0) + value
+            before = found.get(name, 0)
+            found[name] = max(before, value) if name in ("induced_width", "meshes") else before + value
     return found

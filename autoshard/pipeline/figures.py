@@ -31,7 +31,7 @@ class StageFigures:
 
     Attributes:
         seconds: of one microbatch, per kind of task.
-        objective_seconds: of one microbatch: all its tasks, without overlap.
+        objective_seconds: the same without overlap.
         after_seconds: what runs once a step.
         residual_bytes: what a microbatch keeps between its forward and its backward task, what it received included.
         lasting_bytes: what is there throughout: arguments that stay, and totals such as gradients.
@@ -39,7 +39,7 @@ class StageFigures:
     """
 
     seconds: Mapping[str, float]
-    objective_seconds: float
+    objective_seconds: Mapping[str, float]
     after_seconds: float
     residual_bytes: float
     lasting_bytes: float
@@ -84,7 +84,7 @@ def stage_figures(stage: Stage, facts: ProgramFacts, model: CostModel, judgement
     one = received["F"] + received["B"] + sent["F"] + sent["B"]
     return StageFigures(
         seconds={kind: both[0] * scale for kind, both in inside.items()},
-        objective_seconds=sum(both[1] for both in inside.values()) / n,
+        objective_seconds={kind: both[1] / n for kind, both in inside.items()},
         after_seconds=once[0],
         residual_bytes=kept + received["F"],
         lasting_bytes=sum(map(nbytes, [*own, *loop.results[: loop.params["num_carry"]]])),
