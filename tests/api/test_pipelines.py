@@ -108,7 +108,7 @@ def test_a_saved_pipeline_runs_as_before(tmp_path):
     strategy.save(tmp_path / "s.json")
     loaded = autoshard.load(tmp_path / "s.json")
     assert loaded == strategy and len(loaded.stages) == 2
-    check_equal(*trained(loaded.apply(train_step), *example()))
+    check_equal(*trained(loaded.apply(train_step), init(jax.random.key(0)), example()[1]))
     assert "Schedule 1f1b: 4 microbatches" in str(loaded.explain())
 
 
