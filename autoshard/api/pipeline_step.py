@@ -10,6 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from autoshard.api.collecting import rarely_collecting
+from autoshard.api.saved_graphs import save_plan
 from autoshard.api.step import ANY_PLATFORM, Program, Step, program_of
 from autoshard.cluster import Cluster
 from autoshard.errors import StrategyError
@@ -79,7 +80,10 @@ class PipelineStep(Step):
         assert pipeline is not None
         staged = staged_as(traced, record, pipeline)
         plans = [plan_of(staged, number, record, mesh) for number, mesh in enumerate(self._meshes)]
-        run = self._running = Pipelined(staged, plans, schedule_as(record, pipeline))
+        if self._graphs is not None:
+            for stage, saved in zip(staged.stages, pipeline.stages, strict=True):
+                save_plan(self._graphs, saved.record, stage.traced.graph, rules_of(stage.traced.graph))
+        run = self._running = Pipelined(staged, plans, schedule_as(record, pipeline), self._compiler_options)
 
         def step(*pure: Any) -> Any:
             return traced.pack(run(*jax.tree.leaves(pure)))

@@ -235,7 +235,11 @@ def verify(
         raise StrategyError(f"cycles are what the TPU compiler schedules, got target {target!r}. Use target='tpu', or leave cycles out.")
     record = strategy.record
     if record.pipeline is not None:
-        return _verified_stages(strategy, fn, args, target, cycles, {**bucket_options(target, bucket_bytes), **(compiler_options or {})})
+        if lowering != "manual":
+            raise StrategyError(f"tasks of a pipeline are lowered by 'manual', got lowering={lowering!r}. Leave it out.")
+        return _verified_stages(
+            strategy, fn, args, target, cycles, {**bucket_options(target, bucket_bytes), **(compiler_options or {})}, save_graphs
+        )
     against = TARGETS[target]
     devices = devices_here(target) if against.here else []
     topology = _topology(record, target) if against.ahead and len(devices) < record.mesh.size else None
@@ -278,7 +282,13 @@ def _verification(record: Record, target: str, found: _Actual, n_constraints: in
 
 
 def _verified_stages(
-    strategy: Strategy, fn: Callable, args: tuple, target: str, cycles: bool, options: Options
+    strategy: Strategy,
+    fn: Callable,
+    args: tuple,
+    target: str,
+    cycles: bool,
+    options: Options,
+    save_graphs: str | os.PathLike[str] | None,
 ) -> PipelineVerification:
     """What a pipeline predicts next to what the target makes of each stage's programs."""
     record, against = strategy.record, TARGETS[target]
@@ -301,7 +311,10 @@ def _verified_stages(
     stages = []
     for stage in stage_programs(fn, args, record, strategy._traced, meshes, platform):
         found = [(program, actual(program.lowered, stage.record)) for program in stage.programs]
-        stages.append(_verification(stage.record, target, together(found), 0, stage.peak_bytes))
+        all_of_it = together(found)
+        if save_graphs is not None and all_of_it.text:
+            save_text(save_graphs, stage.record.program, "compiled.txt", all_of_it.text)
+        stages.append(_verification(stage.record, target, all_of_it, 0, stage.peak_bytes))
     return PipelineVerification(record.program.name, target, tuple(stages))
 
 

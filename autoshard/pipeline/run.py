@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autoshard.errors import PipelineError
 from autoshard.pipeline.schedule import Schedule, Task
 from autoshard.pipeline.stages import Staged
-from autoshard.pipeline.tasks import Outer, StagePlan, TaskProgram, all_programs
+from autoshard.pipeline.tasks import Options, Outer, StagePlan, TaskProgram, all_programs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,8 +55,8 @@ class Pipelined:
         residual_bytes: per piece what a device holds of one microbatch between its tasks.
     """
 
-    def __init__(self, staged: Staged, plans: Sequence[StagePlan], schedule: Schedule):
-        """``plans`` has one plan a piece: chunk ``c`` of stage ``s`` is piece ``c * n_stages + s``.
+    def __init__(self, staged: Staged, plans: Sequence[StagePlan], schedule: Schedule, options: Options = None):
+        """``plans`` has one plan a piece: chunk ``c`` of stage ``s`` is piece ``c * n_stages + s``; ``options`` are of the compiler.
 
         Raises:
             PipelineError: stages, plans and schedule do not fit each other, or its orders wait for each other.
@@ -70,7 +70,7 @@ class Pipelined:
                 f"pieces and {schedule.n_microbatches} microbatches. Make the schedule with the numbers of the stages."
             )
         self.staged, self.plans, self.schedule = staged, tuple(plans), schedule
-        self._programs = all_programs(staged, plans, schedule)
+        self._programs = all_programs(staged, plans, schedule, options)
         self.residual_bytes = tuple(sum(task.residual_bytes for task in programs.tasks.values()) for programs in self._programs)
         self._route()
         self._starts = self._ordered()

@@ -9,7 +9,7 @@ makes and another one reads is handed on as each device has it, without any resh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -31,6 +31,9 @@ from autoshard.pipeline.stages import Stage, Staged
 from autoshard.primitives import primitive
 from autoshard.rules import rules_of
 from autoshard.trace import types_of
+
+Options = Mapping[str, Any] | None
+"""A compiler's options by name, as `jax.jit` takes them in ``compiler_options``."""
 
 CHEAP = ("broadcast", "creation", "elementwise", "rearrangement", "reinterpretation", "slice")
 """Kinds of primitives that a task computes again rather than to be handed their results by another one, where they read constants alone."""
@@ -126,7 +129,9 @@ class StagePrograms:
     passed: dict[int, int] = field(default_factory=dict)
 
 
-def programs_of(stage: Stage, plan: StagePlan, loop_level: int, splits_weights: bool, joins: bool = False) -> StagePrograms:
+def programs_of(
+    stage: Stage, plan: StagePlan, loop_level: int, splits_weights: bool, joins: bool = False, options: Options = None
+) -> StagePrograms:
     """The programs of a stage's tasks.
 
     Args:
@@ -135,20 +140,21 @@ def programs_of(stage: Stage, plan: StagePlan, loop_level: int, splits_weights: 
         loop_level: that of the loop (`Staged.loop_level`).
         splits_weights: whether the gradients of weights are tasks of their own, ``W``.
         joins: whether ``B`` does what ``F`` would, which has no program then (`joins_tasks`).
+        options: of the compiler, as `jax.jit` takes them in ``compiler_options``.
 
     Raises:
         ShardingError: the stage has no manual lowering.
     """
-    return _Divided(stage, plan, loop_level, splits_weights, joins).programs()
+    return _Divided(stage, plan, loop_level, splits_weights, joins, options).programs()
 
 
-def all_programs(staged: Staged, plans: Sequence[StagePlan], schedule: Schedule) -> list[StagePrograms]:
+def all_programs(staged: Staged, plans: Sequence[StagePlan], schedule: Schedule, options: Options = None) -> list[StagePrograms]:
     """The programs of all stages; with several chunks a stage, chunk ``c`` of stage ``s`` is number ``c * n_stages + s``."""
     found, splits = [], "W" in schedule.kinds
     for piece, (stage, plan) in enumerate(zip(staged.stages, plans, strict=True)):
         chunk, part = divmod(piece, schedule.n_stages)
         joins = joins_tasks(stage, schedule.orders[part], chunk)
-        found.append(programs_of(stage, plan, staged.loop_level, splits, joins))
+        found.append(programs_of(stage, plan, staged.loop_level, splits, joins, options))
     return found
 
 
@@ -173,7 +179,7 @@ class _Divided:
         scan: its loop over microbatches.
     """
 
-    def __init__(self, stage: Stage, plan: StagePlan, loop_level: int, splits_weights: bool, joins: bool):
+    def __init__(self, stage: Stage, plan: StagePlan, loop_level: int, splits_weights: bool, joins: bool, options: Options = None):
         self.stage, self.plan, self.loop_level = stage, plan, loop_level
         graph = stage.traced.graph
         rules = rules_of(graph)
@@ -222,7 +228,7 @@ class _Divided:
         self.n_carry, self.n_stacked = n_carry, len(leaving) - n_carry - n_sent
         self.index = None if len(self.slices) == n_received else self.slices[0]
         self.arrivals = self.slices[len(self.slices) - n_received :]
-        self.splits_weights, self.joins = splits_weights, joins
+        self.splits_weights, self.joins, self.options = splits_weights, joins, options
         self.axes = tuple(plan.mesh.axis_names)
         self.first_received = len(stage.receives) - n_received
         self.first_sent = len(stage.sends) - n_sent
@@ -398,7 +404,7 @@ class _Divided:
             return mapped(*groups)
 
         called.__name__ = f"{self.stage.traced.graph.name}_{name}"
-        return jax.jit(called, donate_argnums=donate)
+        return jax.jit(called, donate_argnums=donate, compiler_options=dict(self.options or {}) or None)
 
     # -- around the loop ----------------------------------------------------------------------------------------------------
 

@@ -198,3 +198,11 @@ def test_a_stage_that_does_not_fit_is_named():
     """The refusal has the stage, its lines, the microbatches in flight and the smallest peak."""
     with pytest.raises(autoshard.InfeasibleError, match=r"stage 0 \(.*test_pipelines.py:\d+ to \d+\).* must fit 9.00 kB"):
         autoshard.search(train_step, *example(), cluster="cpu:8", stages=2, microbatches=4, memory_limit_bytes=9e3)
+
+
+def test_the_stages_plans_and_programs_can_be_saved(tmp_path):
+    """A folder a stage, with its graph and plan from a call, and the compiled text of its programs from `verify`."""
+    searched().apply(train_step, save_graphs=tmp_path)(init(jax.random.key(0)), example()[1])
+    autoshard.verify(searched(), train_step, *example(), target="cpu", save_graphs=tmp_path)
+    found = [{path.name for path in folder.iterdir()} for folder in tmp_path.iterdir()]
+    assert found == [{"graph.graphml", "plan.txt", "compiled.txt"}] * 2
