@@ -39,6 +39,15 @@ def test_calls_benchmark_runs():
     assert all(0 < each["added"]["median"] < each["step"]["median"] for each in found["calls"]) and found["llama"] is None
 
 
+def test_microbatches_benchmark_runs():
+    """A step that agrees in 2, 4 and 8 microbatches, and one that is refused with its line, as JSON."""
+    command = [sys.executable, "-m", "benchmarks.microbatches", "--programs", "mlp", "graph_network", "--json"]
+    found = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120).stdout)
+    assert [(each["program"], each["n"]) for each in found] == [(name, n) for name in ("mlp", "graph_network") for n in (2, 4, 8)]
+    assert all(each["difference"] <= 1e-6 for each in found[:3])
+    assert all(each["difference"] is None and "other_models.py:53" in each["refused"] for each in found[3:])
+
+
 def test_harness_benchmark_runs():
     """A group JAX can run and one it cannot run all of: every case has an outcome, and none failed."""
     command = [sys.executable, "-m", "benchmarks.harnesses", "--quick", "--groups", "neg,lu", "--random", "1", "--processes", "1", "--json"]
