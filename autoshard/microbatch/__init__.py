@@ -4,6 +4,6 @@
 `rewrite` makes the program; `batch` finds which arguments are the batch, and refuses programs whose examples depend on each other.
 """
 
-from autoshard.microbatch.batch import divisors, in_loop, microbatched
+from autoshard.microbatch.batch import divisors, in_loop, loop_of_batch, microbatched
 
-__all__ = ["divisors", "in_loop", "microbatched"]
+__all__ = ["divisors", "in_loop", "loop_of_batch", "microbatched"]

@@ -45,7 +45,7 @@ def in_loop(traced: Traced, n: int) -> Traced:
             f"microbatches are parts of the batch of a whole step, and the shard_map at {mapped.origin} computes on shards as its specs "
             "and its body fix them. Add gradients up in the step itself, or leave microbatches out."
         )
-    loop = _loop(graph, rules, n)
+    loop = loop_of_batch(graph, rules, n)
     function = in_microbatches(traced.jaxpr, graph, rules, loop)
     split = ", ".join(f"{_path(graph, value)} along dimension {dim}" for value, dim in loop.batch.items())
     made = rebuilt(traced, jax.make_jaxpr(function)(*types_of(traced.jaxpr.jaxpr.invars)), n)
@@ -53,8 +53,12 @@ def in_loop(traced: Traced, n: int) -> Traced:
     return replace(made, graph=replace(made.graph, assumptions=(*made.graph.assumptions, note)))
 
 
-def _loop(graph: Graph, rules: Sequence[Rule | None], n: int) -> Loop:
-    """The plan of the batch that has most of the products in the loop."""
+def loop_of_batch(graph: Graph, rules: Sequence[Rule | None], n: int) -> Loop:
+    """The plan of the batch that has most of the products in the loop.
+
+    Raises:
+        TraceError: nothing in the arguments is a batch that ``n`` divides, or products need all examples at once.
+    """
     total = product_flops(graph.ops, rules, graph)
     best: tuple[float, Loop] | None = None
     indivisible: list[str] = []
