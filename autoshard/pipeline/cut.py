@@ -76,9 +76,14 @@ def cut_of(micro: Micro, n_stages: int) -> Cut:
     Raises:
         PipelineError: the forward pass has fewer operations with products than stages, or one of them is most of the work.
     """
+    check_stages(n_stages)
+    return _Cutter(micro, n_stages).cut()
+
+
+def check_stages(n_stages: int) -> None:
+    """Raises `PipelineError` for what is no number of stages."""
     if isinstance(n_stages, bool) or not isinstance(n_stages, int) or n_stages < 1:
         raise PipelineError(f"A pipeline has a whole number of stages, 1 or more; got {n_stages!r}. Use 2, for instance.")
-    return _Cutter(micro, n_stages).cut()
 
 
 def is_backward(micro: Micro) -> tuple[bool, ...]:

@@ -21,7 +21,8 @@ from jax.extend.core import ClosedJaxpr
 from autoshard.errors import PipelineError
 from autoshard.ir import Op
 from autoshard.pipeline.around import Around, around_of
-from autoshard.pipeline.cut import EVERYWHERE, Cut, cut_of, is_backward
+from autoshard.pipeline.cut import EVERYWHERE, Cut, check_stages, cut_of, is_backward
+from autoshard.pipeline.layers import with_divided_layers
 from autoshard.pipeline.micro import Evaluator, Micro, Sum, micro_of
 from autoshard.trace import Traced, of_jaxpr, subjaxprs, types_of
 from autoshard.trace.structure import opened
@@ -124,7 +125,8 @@ def stages_of(traced: Traced, n_stages: int, n_microbatches: int, cut: Cut | Non
         TraceError: the batch has no such microbatches.
         PipelineError: the step has no such stages, or the cut is another step's.
     """
-    micro = micro_of(traced, n_microbatches)
+    check_stages(n_stages)
+    micro = micro_of(with_divided_layers(traced, n_stages, n_microbatches), n_microbatches)
     if cut is None:
         cut = cut_of(micro, n_stages)
     elif cut.n_stages != n_stages or len(cut.stages) != len(micro.body.ops):
