@@ -37,7 +37,7 @@ LAYERS = (
     ("mesh_search",),
     ("strategy",),
     ("lower", "library"),
-    ("microbatch",),  # runs ops on parts of their operands as `lower` does on shards
+    ("microbatch", "recompute"),  # runs ops on parts of their operands as `lower` does on shards; runs them again
     ("pipeline",),  # cuts the program of one microbatch into stages
     ("verify", "probe", "distributed", "data"),  # hands Shardy the program as `lower` rebuilds it; measures on meshes as `lower` makes them
     ("collectives", "api", "parameter_server"),
@@ -51,7 +51,7 @@ LAYERS = (
 # The only folders in which JAX and what stands on it may be imported.
 JAX = ("jax", "jaxlib", "flax", "optax")
 KNOWS_JAX = (
-    *("rules", "trace", "lower", "microbatch", "pipeline", "verify", "probe", "distributed", "data"),
+    *("rules", "trace", "lower", "microbatch", "recompute", "pipeline", "verify", "probe", "distributed", "data"),
     *("collectives", "api", "parameter_server", "checkpoint", "demo", "cli"),
 )
 

@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from autoshard.errors import TraceError
 from autoshard.ir import Graph
+from autoshard.ir.remat import Remat
 from autoshard.trace.annotations import Rules, flax_axes, rules_in_force, under_rules
 from autoshard.trace.build import Program, build
 from autoshard.trace.constraints import with_axes
@@ -42,6 +43,7 @@ class Traced:
         statics, made: the static leaves of the arguments and of the result; None where all are arrays.
         source: the jaxpr as JAX traced it, which JAX caches as long as the function exists.
         microbatches: into how many the program was rewritten; 1: it is as JAX traced it.
+        remat: what its backward pass computes again since it was rewritten; None: what JAX traced.
         axis_rules: Flax's logical axis rules under which it was traced.
     """
 
@@ -55,6 +57,7 @@ class Traced:
     made: Statics | None = None
     source: weakref.ref[ClosedJaxpr] | None = None
     microbatches: int = 1
+    remat: Remat | None = None
     axis_rules: Rules = ()
 
     def split(self, args: tuple) -> tuple:

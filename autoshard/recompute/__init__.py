@@ -1,0 +1,10 @@
+"""Recomputation: an unchanged train step, rewritten so that its backward pass computes again what was not kept.
+
+`flat` makes one list of the program's equations; `block` finds the forward and the backward pass and the segments of the former; `choice`
+decides what is kept; `loops` handles a scan and the scan that differentiates it; `regions` makes the backward pass of each segment one
+`jax.checkpoint`; `program` does it all.
+"""
+
+from autoshard.recompute.program import Options, rematerialised
+
+__all__ = ["Options", "rematerialised"]

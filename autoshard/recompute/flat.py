@@ -1,0 +1,103 @@
+"""A program as one list of equations: calls inlined, dead code left out, each equation with its op of the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
+
+from autoshard.ir import Op
+from autoshard.lower import Path
+from autoshard.primitives import is_inlined
+from autoshard.trace import subjaxprs
+from autoshard.trace.structure import opened
+
+Atom = Var | Literal
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flat:
+    """A program without calls.
+
+    Attributes:
+        inputs, outputs: its variables.
+        constants: the variables of captured arrays, with these.
+        eqns: its equations in order.
+        ops: of each the op.
+    """
+
+    inputs: tuple[Var, ...]
+    outputs: tuple[Atom, ...]
+    constants: Mapping[Var, Any]
+    eqns: tuple[JaxprEqn, ...]
+    ops: tuple[Op, ...]
+
+
+def flat(body: ClosedJaxpr | Jaxpr, ops: Mapping[Path, Op], path: Path = ()) -> Flat:
+    """The program of a jaxpr whose equations' paths begin with ``path``."""
+    jaxpr, consts = opened(body)
+    inlining = _Inlining(ops)
+    inlining.constants.update(zip(jaxpr.constvars, consts, strict=True))
+    for eqn, here in _numbered(jaxpr, path):
+        inlining.equation(eqn, here)
+    outputs = tuple(inlining.renamed(jaxpr.outvars))
+    return Flat(tuple(jaxpr.invars), outputs, inlining.constants, tuple(inlining.eqns), tuple(inlining.found))
+
+
+def _numbered(jaxpr: Jaxpr, path: Path) -> Iterator[tuple[JaxprEqn, Path]]:
+    return ((eqn, (*path, position)) for position, eqn in enumerate(jaxpr.eqns))
+
+
+class _Inlining:
+    """The equations inlined so far; variables of a call are new ones each time, since several calls share a body."""
+
+    def __init__(self, ops: Mapping[Path, Op]):
+        self.ops = ops
+        self.constants: dict[Var, Any] = {}
+        self.eqns: list[JaxprEqn] = []
+        self.found: list[Op] = []
+        self._names: dict[Var, Atom] = {}
+        self._captured: dict[int, Var] = {}
+
+    def renamed(self, atoms: Sequence[Atom]) -> list[Atom]:
+        """Atoms by their names in the whole program."""
+        return [atom if isinstance(atom, Literal) else self._names.get(atom, atom) for atom in atoms]
+
+    def equation(self, eqn: JaxprEqn, path: Path) -> None:
+        """Appends an equation of the program itself."""
+        eqn = eqn.replace(invars=self.renamed(eqn.invars))
+        if is_inlined(eqn.primitive.name):
+            self._names.update(zip(eqn.outvars, self._call(eqn, path), strict=True))
+        elif path in self.ops:
+            self.eqns.append(eqn)
+            self.found.append(self.ops[path])
+
+    def _call(self, call: JaxprEqn, path: Path) -> list[Atom]:
+        """Appends the equations of a call; gives its results."""
+        (body,) = subjaxprs(call)
+        jaxpr, consts = opened(body)
+        names: dict[Var, Atom] = dict(zip(jaxpr.invars, call.invars, strict=True))
+        names |= {var: self._constant(var, value) for var, value in zip(jaxpr.constvars, consts, strict=True)}
+
+        def renamed(atoms: Sequence[Atom]) -> list[Atom]:
+            return [atom if isinstance(atom, Literal) else names.get(atom, atom) for atom in atoms]  # dead ones have no name
+
+        for eqn, here in _numbered(jaxpr, (*path, 0)):
+            stack = call.source_info.name_stack + eqn.source_info.name_stack
+            made = [var if isinstance(var, DropVar) else Var(var.aval) for var in eqn.outvars]
+            inner = eqn.replace(invars=renamed(eqn.invars), source_info=eqn.source_info.replace(name_stack=stack))
+            if is_inlined(eqn.primitive.name):
+                names.update(zip(eqn.outvars, self._call(inner, here), strict=True))
+            elif here in self.ops:
+                names.update(zip(eqn.outvars, made, strict=True))
+                self.eqns.append(inner.replace(outvars=made))
+                self.found.append(self.ops[here])
+        return [atom if isinstance(atom, Literal) else names.get(atom, atom) for atom in jaxpr.outvars]
+
+    def _constant(self, var: Var, value: Any) -> Var:
+        if id(value) not in self._captured:
+            self._captured[id(value)] = Var(var.aval)
+            self.constants[self._captured[id(value)]] = value
+        return self._captured[id(value)]

@@ -1,0 +1,143 @@
+"""A loop of the forward pass and the loop that differentiates it, as one block: trip by trip the one's body, then the other's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+
+from autoshard.ir import Op
+from autoshard.lower import Path
+from autoshard.recompute.block import Block, nbytes, stacked, variables
+from autoshard.recompute.flat import Atom, Flat, flat
+from autoshard.recompute.regions import backward, jaxpr_of
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A forward and a backward scan.
+
+    Attributes:
+        first, last: their numbers among the equations around them.
+        forward, backward: their equations.
+        one, other: their bodies.
+        read: per input of the backward body that is a trip of one of the forward scan's stacks, the result of the forward body.
+        returned: the results of the forward scan, by position, that others read too.
+        ops: of the two bodies' equations.
+    """
+
+    first: int
+    last: int
+    forward: JaxprEqn
+    backward: JaxprEqn
+    one: Flat
+    other: Flat
+    read: Mapping[Var, Atom]
+    returned: frozenset[int]
+
+    @cached_property
+    def block(self) -> Block:
+        """The trip's forward and backward pass."""
+        n, n_carry = self.forward.params["num_consts"], self.forward.params["num_carry"]
+        eqns = [eqn.replace(invars=self._renamed(eqn.invars)) for eqn in self.other.eqns]
+        outputs = [self.one.outputs[k] for k in self.returned if k >= n_carry]
+        outputs += [v for eqn in eqns if eqn.primitive.name == "remat2" for v in eqn.invars]  # what the user's checkpoints keep
+        return Block(
+            (*self.one.eqns, *eqns),
+            (*self.one.ops, *self.other.ops),
+            len(self.one.eqns),
+            self.one.inputs[n : n + n_carry],
+            frozenset(variables(outputs)),
+        )
+
+    def _renamed(self, atoms: Sequence[Atom]) -> list[Atom]:
+        return [atom if isinstance(atom, Literal) else self.read.get(atom, atom) for atom in atoms]
+
+    def rewritten(self, kept: frozenset[Var]) -> tuple[JaxprEqn, JaxprEqn]:
+        """Both scans, the first with stacks of what is kept of each trip, the other computing the rest again."""
+        fwd, bwd = self.forward, self.backward
+        n, n_carry, length = fwd.params["num_consts"], fwd.params["num_carry"], fwd.params["length"]
+        results = self._renamed(self.other.outputs)
+        eqns = backward(self.block, (), kept, results)
+        wanted = dict.fromkeys(v for eqn in eqns for v in variables(eqn.invars)) | dict.fromkeys(variables(results))
+        inside = self.block.made
+        stacks = {v: stacked(v, length) for v in wanted if v in inside}
+
+        outer = range(n_carry, len(fwd.outvars))
+        stays = [k for k in outer if k in self.returned or (isinstance(self.one.outputs[k], Var) and self.one.outputs[k] in stacks)]
+        found = {self.one.outputs[k]: fwd.outvars[k] for k in stays if isinstance(self.one.outputs[k], Var)}
+        new = {v: stack for v, stack in stacks.items() if v not in found}
+        outputs = [*self.one.outputs[:n_carry], *(self.one.outputs[k] for k in stays), *new]
+        constants = tuple(self.one.constants)
+        body = ClosedJaxpr(jaxpr_of(self.one.inputs, outputs, self.one.eqns, constants), [*self.one.constants.values()])
+        made = [*fwd.outvars[:n_carry], *(fwd.outvars[k] for k in stays), *new.values()]
+        forward = fwd.replace(outvars=made, params={**fwd.params, "jaxpr": body})
+
+        places = dict(zip(self.one.inputs, fwd.invars, strict=True))
+        consts = [v for v in self.one.inputs[:n] if v in wanted]
+        slices = [v for v in self.one.inputs[n + n_carry :] if v in wanted]
+        n_consts, m_carry = bwd.params["num_consts"], bwd.params["num_carry"]
+        own = list(zip(self.other.inputs, bwd.invars, strict=True))
+        xs = [(v, operand) for v, operand in own[n_consts + m_carry :] if v not in self.read]
+        kept_stacks = [(v, found.get(v, stack)) for v, stack in stacks.items()]
+        read = [
+            *own[:n_consts],
+            *((v, places[v]) for v in consts),
+            *own[n_consts : n_consts + m_carry],
+            *xs,
+            *kept_stacks,
+            *((v, places[v]) for v in slices),
+        ]
+        both = {**self.one.constants, **self.other.constants}
+        jaxpr = jaxpr_of([v for v, _ in read], results, eqns, tuple(both))
+        params = {**bwd.params, "jaxpr": ClosedJaxpr(jaxpr, [*both.values()]), "num_consts": n_consts + len(consts)}
+        return forward, bwd.replace(invars=[operand for _, operand in read], params=params)
+
+
+def pairs(whole: Flat, turn: int, ops: Mapping[Path, Op]) -> Iterator[Pair]:
+    """The scans of the forward pass with those of the backward pass that read most of their stacks."""
+    readers: dict[Var, list[int]] = {}
+    for k, eqn in enumerate(whole.eqns):
+        for v in variables(eqn.invars):
+            readers.setdefault(v, []).append(k)
+    returned = set(variables(whole.outputs))
+    taken: set[int] = set()
+    for first, fwd in enumerate(whole.eqns[:turn]):
+        if fwd.primitive.name != "scan":
+            continue
+        n_carry = fwd.params["num_carry"]
+        positions = {v: k for k, v in enumerate(fwd.outvars) if k >= n_carry}
+        amounts: dict[int, float] = {}
+        for v in positions:
+            for k in readers.get(v, ()):
+                amounts[k] = amounts.get(k, 0.0) + nbytes(v)
+        found = [k for k in amounts if k >= turn and k not in taken and _trips(whole.eqns[k]) == fwd.params["length"]]
+        last = max(found, key=lambda k: amounts[k], default=None)
+        if last is None:
+            continue
+        taken.add(last)
+        bwd = whole.eqns[last]
+        one, other = (flat(whole.eqns[k].params["jaxpr"], ops, (*whole.ops[k].path, 0)) for k in (first, last))
+        start = bwd.params["num_consts"] + bwd.params["num_carry"]
+        read = {
+            inner: one.outputs[positions[operand]]
+            for inner, operand in zip(other.inputs[start:], bwd.invars[start:], strict=True)
+            if isinstance(operand, Var) and operand in positions
+        }
+        elsewhere = {
+            k
+            for k, v in enumerate(fwd.outvars)
+            if v in returned or any(reader != last or v in variables(bwd.invars[:start]) for reader in readers.get(v, ()))
+        }
+        yield Pair(first, last, fwd, bwd, one, other, read, frozenset(elsewhere))
+
+
+def _trips(eqn: JaxprEqn) -> int | None:
+    return eqn.params["length"] if eqn.primitive.name == "scan" else None
+
+
+def with_pairs(whole: Flat, rewritten: Mapping[int, JaxprEqn]) -> Flat:
+    """The program with some equations, by their numbers, replaced."""
+    return replace(whole, eqns=tuple(rewritten.get(k, eqn) for k, eqn in enumerate(whole.eqns)))

@@ -1,0 +1,233 @@
+"""Recomputation of a traced train step: what may be kept between its passes, and the program of a choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
+
+from autoshard.cluster import Device
+from autoshard.compilers.program_facts import ProgramFacts
+from autoshard.cost.compute import Roofline
+from autoshard.errors import TraceError
+from autoshard.ir import Op
+from autoshard.ir.remat import Kept, LoopKept, Remat
+from autoshard.lower import ops_by_path
+from autoshard.primitives import is_matrix
+from autoshard.recompute.block import Block, nbytes, segments, turning_point, variables, walk
+from autoshard.recompute.choice import Chooser
+from autoshard.recompute.flat import Flat, flat
+from autoshard.recompute.loops import Pair, pairs, with_pairs
+from autoshard.recompute.regions import backward, jaxpr_of
+from autoshard.trace import Traced, rebuilt
+from autoshard.trace.structure import around, opened, subjaxprs
+
+LEAST_SAVED = 0.01  # of what is kept without recomputation: a choice that saves no more than that over a faster one is left out
+PRICES = tuple(10.0**k for k in np.arange(-2.0, 3.01, 0.25))  # of a byte, times all that could be run again by all that is kept
+
+
+def rematerialised(traced: Traced, remat: Remat | None) -> Traced:
+    """The program that keeps what a choice says, and computes the rest again; results are the same.
+
+    Raises:
+        TraceError: the choice is not for this program.
+    """
+    if remat is None or traced.remat is not None:
+        return traced
+    try:
+        jaxpr = _rewritten(_Passes.at(traced, remat.path, remat.kept.turn), remat, traced.jaxpr)
+    except (IndexError, KeyError, ValueError) as error:
+        raise TraceError(f"recomputation is chosen for one program, and this one differs: {error}. Search again.") from None
+    return replace(rebuilt(traced, jaxpr, traced.microbatches), remat=remat)
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """The list of equations that has the forward and the backward pass: the program's, or those of a loop's body.
+
+    Attributes:
+        path: of that body; () for the program itself.
+        whole: the list.
+        turn: how many of them are the forward pass.
+        pairs: the loops of the forward pass with those that differentiate them.
+        alive_bytes: what is held between the passes.
+    """
+
+    path: tuple[int, ...]
+    whole: Flat
+    turn: int
+    pairs: tuple[Pair, ...]
+    alive_bytes: float
+
+    @classmethod
+    def at(cls, traced: Traced, path: tuple[int, ...], turn: int | None = None) -> _Passes:
+        """Those of a body; the turning point is found if it is not given."""
+        ops = ops_by_path(traced.graph)
+        body: ClosedJaxpr = traced.jaxpr
+        if path:
+            body = subjaxprs(body.jaxpr.eqns[path[0]])[path[1]]
+        whole = flat(body, ops, path)
+        found, alive = turning_point(whole.eqns, whole.ops) if turn is None else (turn, 0.0)
+        return cls(path, whole, found, tuple(pairs(whole, found, ops)), alive)
+
+    @classmethod
+    def of(cls, traced: Traced) -> _Passes:
+        """Those between which most bytes are held."""
+        loops = [(*op.path, 0) for op in traced.graph.ops if op.primitive == "scan" and len(op.path) == 1]
+        return max((cls.at(traced, path) for path in ((), *loops)), key=lambda passes: passes.alive_bytes)
+
+    def block(self, scans: Mapping[int, JaxprEqn]) -> Block:
+        """The passes, with some of their scans rewritten."""
+        whole = with_pairs(self.whole, scans)
+        checkpoints = [eqn for eqn in whole.eqns[self.turn :] if eqn.primitive.name == "remat2"]  # the user's
+        reading = (eqn.invars for eqn in (*scans.values(), *checkpoints))
+        returned = frozenset(v for atoms in (whole.outputs, *reading) for v in variables(atoms))
+        return Block(whole.eqns, whole.ops, self.turn, (), returned)
+
+
+def _rewritten(passes: _Passes, remat: Remat, jaxpr: ClosedJaxpr) -> ClosedJaxpr:
+    scans: dict[int, JaxprEqn] = {}
+    found = {(pair.first, pair.last): pair for pair in passes.pairs}
+    for loop in remat.loops:
+        pair = found[loop.forward, loop.backward]
+        scans[pair.first], scans[pair.last] = pair.rewritten(_values(pair.block, loop.kept))
+    block = passes.block(scans)
+    kept = _values(block, remat.kept)
+    again = backward(block, remat.kept.places, kept, passes.whole.outputs)
+    whole = passes.whole
+    inner = jaxpr_of(whole.inputs, whole.outputs, [*block.eqns[: block.turn], *again], tuple(whole.constants))
+    if not remat.path:
+        return ClosedJaxpr(inner, [*whole.constants.values()])
+    position, _ = remat.path
+    eqns = list(jaxpr.jaxpr.eqns)
+    (old,) = subjaxprs(eqns[position])
+    if len(whole.constants) != len(opened(old)[1]):
+        raise ValueError("a loop's body captures arrays")
+    eqns[position] = around(eqns[position], [inner])
+    return ClosedJaxpr(jaxpr.jaxpr.replace(eqns=eqns), jaxpr.consts)
+
+
+def _values(block: Block, kept: Kept) -> frozenset[Var]:
+    return frozenset(block.value(number) for number in kept.values)
+
+
+class Options:
+    """The choices of what a program keeps, from little time that it takes to little memory.
+
+    Args:
+        traced, facts: the program, which is not rewritten yet.
+        device: that computes.
+    """
+
+    def __init__(self, traced: Traced, facts: ProgramFacts, device: Device):
+        self.passes = _Passes.of(traced)
+        self._roofline, self._facts = Roofline(device), facts
+        graph, fusion = traced.graph, facts.fusion
+        self._stored = lambda op: [fusion.materialised[value] for value in op.results]
+        self._free = lambda op: [facts.free[value] for value in op.results]
+        assert graph is facts.graph, "facts are the program's"
+        self._pairs = [(pair, self._chooser(pair.block, (), None)) for pair in self.passes.pairs]
+
+    @cached_property
+    def all(self) -> tuple[Remat, ...]:
+        """Those among which a price per byte decides, of which none takes both more time and more memory than another."""
+        scale = self._scale
+        if not scale:
+            return ()
+        found: list[Remat] = []
+        for price in PRICES:
+            remat = self.at(price * scale, "auto")
+            before = found[-1].kept_bytes if found else remat.plain_bytes
+            if remat.seconds > 0 and remat.kept_bytes < before - LEAST_SAVED * remat.plain_bytes:
+                found.append(remat)
+        return tuple(found)
+
+    @cached_property
+    def full(self) -> Remat | None:
+        """The one that keeps little more than what enters each segment, or trip; None where there is nothing to compute again."""
+        return replace(self.all[-1], mode="full") if self.all else None
+
+    @cached_property
+    def _scale(self) -> float:
+        """Seconds of the forward pass for the bytes that are kept of it."""
+        nothing = self.at(0.0, "auto")
+        whole = sum(seconds * length for seconds, length in self._forward_seconds())
+        return whole / nothing.plain_bytes if nothing.plain_bytes else 0.0
+
+    def _forward_seconds(self) -> list[tuple[float, int]]:
+        return [(sum(self._seconds(self.passes.whole.ops[k]) for k in range(self.passes.turn)), 1)]
+
+    def at(self, price: float, mode: str) -> Remat:
+        """The choice at a price, in seconds a byte."""
+        scans: dict[int, JaxprEqn] = {}
+        loops: list[LoopKept] = []
+        held = plain = seconds = 0.0
+        for pair, chooser in self._pairs:
+            kept = chooser.kept(price)
+            length, block = pair.forward.params["length"], pair.block
+            without = length * sum(map(nbytes, block.needed))
+            plain += without
+            again = chooser.seconds(kept)
+            if not again:
+                held += without
+                continue
+            held += length * sum(map(nbytes, kept))
+            seconds += length * again
+            scans[pair.first], scans[pair.last] = pair.rewritten(kept)
+            loops.append(LoopKept(pair.first, pair.last, _numbers(block, (), kept)))
+        block = self.passes.block(scans)
+        fixed = {k for pair in self.passes.pairs for k in (pair.first, pair.last)}
+        chooser = self._chooser(block, self._places, fixed)
+        kept = chooser.kept(price)
+        own = {v for k in fixed for v in block.eqns[k].outvars}
+        held += sum(map(nbytes, chooser.held(kept) - own))
+        plain += sum(map(nbytes, block.held(block.needed, chooser.stored) - own))
+        seconds += chooser.seconds(kept)
+        return Remat(mode, self.passes.path, _numbers(block, self._places, kept), tuple(loops), held, plain, seconds)
+
+    @cached_property
+    def _places(self) -> tuple[int, ...]:
+        block = self.passes.block({})
+        return segments(block, self._marked(block, self._stored), self._marked(block, self._free))
+
+    def _chooser(self, block: Block, places: tuple[int, ...], fixed: Collection[int] | None) -> Chooser:
+        """The chooser of a block.
+
+        Args:
+            fixed: the equations that are not run again; None: the block is one trip of a loop.
+        """
+
+        def seconds(k: int) -> float | None:
+            return None if fixed and k in fixed else self._seconds(block.ops[k])
+
+        return Chooser(block, places, seconds, self._marked(block, self._stored), fixed is None)
+
+    def _marked(self, block: Block, marks: Callable[[Op], Sequence[bool]]) -> frozenset[Var]:
+        found = set()
+        for eqn, op in zip(block.eqns[: block.turn], block.ops, strict=False):
+            found.update(v for v, is_so in zip(eqn.outvars, marks(op), strict=False) if is_so)
+        return frozenset(found)
+
+    def _seconds(self, op: Op) -> float:
+        """The time of an op on one device, its bodies included; nothing for what is fused into its readers."""
+        return sum(self._alone(inner) * inner.trips / op.trips for inner in walk(op))
+
+    def _alone(self, op: Op) -> float:
+        traffic, facts = self._facts.traffic[op.index], self._facts
+        moved = sum(amount for _, amount in (*traffic.tensors, *traffic.passes))
+        if op.bodies or not (traffic.starts or moved):
+            return 0.0
+        dtype = facts.graph.values[(*op.operands, *op.results)[0]].dtype
+        return float(self._roofline.seconds(is_matrix(op.primitive), facts.flops[op.index], dtype, moved, traffic.starts))
+
+
+def _numbers(block: Block, places: tuple[int, ...], kept: frozenset[Var]) -> Kept:
+    return Kept(block.turn, places, tuple(sorted(map(block.number, kept))))
+
+
+def options(traced: Traced, facts: ProgramFacts, device: Device) -> Options:
+    """The choices of what a program keeps between its passes."""
+    return Options(traced, facts, device)

@@ -1,0 +1,169 @@
+"""The backward pass of a block, each segment's as one `jax.checkpoint` that computes the segment's values again.
+
+This is the form that JAX gives a differentiated `jax.checkpoint`: one equation that reads what is kept and the cotangents that arrive, runs
+the segment's forward equations, and then its backward ones. The barrier that JAX puts before it makes compilers run all that not earlier
+than the cotangents are there.
+
+Backward equations are grouped by the segment from which on they can run: the least of those whose values they, or what they read, read.
+No equation waits for a lower segment, so the groups are run in order; and of each group what lies between equations that read recomputed
+values is the region.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from heapq import heappop, heappush
+
+import jax
+from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var
+
+from autoshard.ir.remat import CARRIED
+from autoshard.recompute.block import Block, segment_of, variables
+from autoshard.recompute.flat import Atom
+
+OUTSIDE = -1  # in place of a region's number
+AGAIN = "rematted_computation"  # what JAX calls it in the names of operations
+
+
+def backward(block: Block, places: Sequence[int], kept: frozenset[Var], results: Sequence[Atom]) -> list[JaxprEqn]:
+    """The equations of the backward pass.
+
+    Args:
+        places: where segments begin, except the first.
+        kept: what is not computed again.
+        results: what is read after the backward pass.
+    """
+    again = frozenset(block.again(kept))
+    eqns = block.eqns[block.turn :]
+    regions = _regions(block, places, kept)
+    inside = {j: number for number, region in enumerate(regions) for j in region}
+    readers: dict[Var, set[int]] = {v: {OUTSIDE} for v in variables(results)}
+    for j, eqn in enumerate(eqns):
+        for v in variables(eqn.invars):
+            readers.setdefault(v, set()).add(inside.get(j, OUTSIDE))
+    nodes = [_Node(j, eqn) for j, eqn in enumerate(eqns) if j not in inside]
+    for number, region in enumerate(regions):
+        made = [v for j in region for v in eqns[j].outvars if readers.get(v, set()) - {number}]
+        nodes.append(_Node(min(region), _checkpoint(block, [eqns[j] for j in region], kept, again, made)))
+    return _ordered(nodes)
+
+
+def _regions(block: Block, places: Sequence[int], kept: frozenset[Var]) -> list[list[int]]:
+    """The backward equations, by their numbers in the backward pass, of each region, the last segment's first."""
+    eqns = block.eqns[block.turn :]
+    maker: dict[Var, int] = {}
+    label, reads = [len(places)] * len(eqns), [False] * len(eqns)
+    for j, eqn in enumerate(eqns):
+        for v in variables(eqn.invars):
+            if v in maker:
+                label[j] = min(label[j], label[maker[v]])
+            elif v in block.made and v not in kept:
+                reads[j] = True
+                label[j] = min(label[j], segment_of(places, block.made[v]))
+        maker.update((v, j) for v in eqn.outvars)
+    down, up = list(reads), list(reads)
+    for j, eqn in enumerate(eqns):
+        down[j] = down[j] or any(down[maker[v]] and label[maker[v]] == label[j] for v in variables(eqn.invars) if v in maker)
+    for j in reversed(range(len(eqns))):
+        for v in variables(eqns[j].invars):
+            if up[j] and v in maker and label[maker[v]] == label[j]:
+                up[maker[v]] = True
+    groups: dict[int, list[int]] = {}
+    for j in range(len(eqns)):
+        if down[j] and up[j]:
+            groups.setdefault(label[j], []).append(j)
+    return [groups[number] for number in sorted(groups, reverse=True)]
+
+
+def _checkpoint(block: Block, eqns: list[JaxprEqn], kept: frozenset[Var], again: frozenset[int], results: list[Var]) -> JaxprEqn:
+    """A region as one equation with these results."""
+    wanted: set[int] = set()
+    waiting = [v for eqn in eqns for v in variables(eqn.invars)]
+    while waiting:
+        v = waiting.pop()
+        k = block.made.get(v, CARRIED)
+        if k in again and v not in kept and k not in wanted:
+            wanted.add(k)
+            waiting += variables(block.eqns[k].invars)
+    names: dict[Var, Var] = {}
+    inputs: dict[Var, Var] = {}
+
+    def renamed(atoms: Sequence[Atom]) -> list[Atom]:
+        found: list[Atom] = []
+        for atom in atoms:
+            if isinstance(atom, Literal):
+                found.append(atom)
+                continue
+            if atom not in names:
+                names[atom] = inputs[atom] = Var(atom.aval)
+            found.append(names[atom])
+        return found
+
+    body = []
+    for repeated, eqn in [*((True, block.eqns[k]) for k in sorted(wanted)), *((False, eqn) for eqn in eqns)]:
+        read = renamed(eqn.invars)
+        made = []
+        for var in eqn.outvars:
+            new = var if isinstance(var, DropVar) else Var(var.aval)
+            if not (repeated and var in kept):  # an equation that is run again for another of its results
+                names[var] = new
+            made.append(new)
+        info = eqn.source_info
+        if repeated:
+            info = info.replace(name_stack=info.name_stack.extend(AGAIN))
+        body.append(eqn.replace(invars=read, outvars=made, source_info=info))
+    effects = frozenset().union(*(eqn.effects for eqn in body))
+    template = _template()
+    jaxpr = jaxpr_of(list(inputs.values()), [names[v] for v in results], body)
+    params = {**template.params, "jaxpr": jaxpr, "differentiated": True, "prevent_cse": True, "policy": None}
+    return template.replace(
+        invars=list(inputs), outvars=results, params=params, effects=effects, source_info=eqns[-1].source_info, ctx=eqns[-1].ctx
+    )
+
+
+@cache
+def _template() -> JaxprEqn:
+    (eqn,) = jax.make_jaxpr(jax.checkpoint(lambda x: x * 2.0))(0.0).eqns
+    return eqn
+
+
+def jaxpr_of(inputs: Sequence[Var], outputs: Sequence[Atom], eqns: Sequence[JaxprEqn], constants: Sequence[Var] = ()) -> Jaxpr:
+    """A jaxpr of these equations."""
+    template: Jaxpr = _template().params["jaxpr"]
+    info = template.debug_info.with_unknown_names()
+    effects = frozenset().union(*(eqn.effects for eqn in eqns))
+    return template.replace(constvars=[*constants], invars=[*inputs], outvars=[*outputs], eqns=[*eqns], effects=effects, debug_info=info)
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """An equation with the place where it would be."""
+
+    place: int
+    eqn: JaxprEqn
+
+
+def _ordered(nodes: Sequence[_Node]) -> list[JaxprEqn]:
+    """Equations in an order in which each comes after what it reads, as near to their places as that allows; O(n log n)."""
+    maker = {v: k for k, node in enumerate(nodes) for v in node.eqn.outvars}
+    readers: dict[int, list[int]] = {}
+    missing = [0] * len(nodes)
+    for k, node in enumerate(nodes):
+        for made_by in {maker[v] for v in variables(node.eqn.invars) if v in maker}:
+            readers.setdefault(made_by, []).append(k)
+            missing[k] += 1
+    queue: list[tuple[int, int]] = []
+    for k, node in enumerate(nodes):
+        if not missing[k]:
+            heappush(queue, (node.place, k))
+    found = []
+    while queue:
+        _, k = heappop(queue)
+        found.append(nodes[k].eqn)
+        for reader in readers.get(k, ()):
+            missing[reader] -= 1
+            if not missing[reader]:
+                heappush(queue, (nodes[reader].place, reader))
+    return found

@@ -1,0 +1,208 @@
+"""A program that computes values again gives what it gives when it keeps them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.extend.core import jaxpr_as_fun
+
+from autoshard.cluster import Cluster
+from autoshard.compilers import compiler_of
+from autoshard.compilers.program_facts import program_facts
+from autoshard.microbatch import microbatched
+from autoshard.recompute import Options, rematerialised
+from autoshard.rules import rules_of
+from autoshard.trace import trace
+from benchmarks import models
+
+SMALL = {"dtype": jnp.float32, "params": jnp.float32}
+V5E = Cluster.parse("v5e:1x1")
+
+
+def options_of(traced):
+    """The choices that a program has on one chip."""
+    return Options(traced, program_facts(traced.graph, rules_of(traced.graph), compiler_of(V5E)), V5E.device)
+
+
+def filled(traced):
+    """Arguments for a program."""
+    keys = jax.random.split(jax.random.key(1), len(traced.graph.arguments))
+    made = []
+    for variable, key, path in zip(traced.jaxpr.jaxpr.invars, keys, traced.graph.argument_paths, strict=True):
+        shape, dtype = variable.aval.shape, variable.aval.dtype
+        if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+            made.append(jax.random.key(3))
+        elif jnp.issubdtype(dtype, jnp.integer):
+            made.append(jax.random.randint(key, shape, 0, 8).astype(dtype) if shape else jnp.zeros((), dtype))
+        else:
+            x = (jax.random.normal(key, shape) * 0.3).astype(dtype)
+            made.append(jnp.abs(x) if "nu" in path else x)
+    return made
+
+
+def compared(traced, *others, tolerance=1e-6):
+    """Runs a program and others for it, and compares all results."""
+    arguments = filled(traced)
+    expected = jax.jit(jaxpr_as_fun(traced.jaxpr))(*arguments)
+    for other in others:
+        assert other.graph.argument_paths == traced.graph.argument_paths
+        found = jax.jit(jaxpr_as_fun(other.jaxpr))(*arguments)
+        for path, a, b in zip(traced.graph.result_paths, expected, found, strict=True):
+            a, b = (np.asarray(x, np.float64) for x in (a, b))
+            assert np.abs(a - b).max(initial=0.0) <= tolerance * (np.abs(a).max(initial=0.0) + 1e-8), path
+
+
+def n_regions(traced):
+    return sum(op.primitive == "remat2" for op in traced.graph.walk())
+
+
+def n_products(traced):
+    return sum(op.trips for op in traced.graph.walk() if op.primitive in ("dot_general", "conv_general_dilated"))
+
+
+PROGRAMS = {
+    "gpt": lambda: models.gpt(3, 32, 4, 64, batch=8, length=8, **SMALL),
+    "llama scanned": lambda: models.llama(3, 32, 4, 2, 64, 64, batch=8, length=8, scan=True, remat=False, **SMALL),
+    "moe": lambda: models.moe(2, 32, 4, 4, 64, batch=8, length=8, **SMALL),
+    "resnet": lambda: models.resnet((1, 1), 8, 16, 8, 32, groups=4, **SMALL),
+    "unet": lambda: models.unet(1, 8, 8, 16, 4, **SMALL),
+}
+SLOW = ("moe", "unet", "resnet")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in PROGRAMS])
+def test_results_are_those_of_the_program_that_keeps_everything(name):
+    """With all layers computed again, and with a choice in between, every result is equal to 1e-6."""
+    function, arguments = PROGRAMS[name]()
+    traced = trace(function, *arguments)
+    options = options_of(traced)
+    some = options.all[len(options.all) // 2]
+    compared(traced, rematerialised(traced, options.full), rematerialised(traced, some))
+
+
+def test_all_layers_are_computed_again_as_by_hand():
+    """Full recomputation runs the products again that `jax.checkpoint` around each layer does, but for those that its policy saves too."""
+    make = PROGRAMS["gpt"]
+    plain, by_hand = trace(*flattened(make())), trace(*flattened(models.gpt(3, 32, 4, 64, batch=8, length=8, remat=True, **SMALL)))
+    full = rematerialised(plain, options_of(plain).full)
+    assert n_products(plain) < n_products(full) <= n_products(by_hand)
+
+
+def flattened(program):
+    function, arguments = program
+    return function, *arguments
+
+
+def test_scanned_layers_are_computed_again_within_one_region_of_the_loop():
+    """The backward scan then has one region, with as many products as by hand, and the forward scan stacks little beside its carry."""
+    make = partial(models.gpt, 3, 32, 4, 64, batch=8, length=8, scan=True, **SMALL)
+    plain, by_hand = trace(*flattened(make())), trace(*flattened(make(remat=True)))
+    full = rematerialised(plain, options_of(plain).full)
+    backward = [op for op in full.graph.ops if op.primitive == "scan"][-1]
+    assert [op.primitive for op in backward.bodies[0].ops].count("remat2") == 1
+    assert n_products(plain) < n_products(full) <= n_products(by_hand)
+    assert stacked_bytes(full) < 2 * stacked_bytes(by_hand) < stacked_bytes(plain) / 2
+
+
+def stacked_bytes(traced):
+    """The bytes that the first scan stacks."""
+    scan = next(op for op in traced.graph.ops if op.primitive == "scan")
+    return sum(traced.graph.values[value].nbytes for value in scan.results[1:])
+
+
+def test_dropout_draws_the_same_bits_again():
+    """What is dropped in the forward pass is dropped when it is computed again."""
+
+    def loss(weights, x, key):
+        for n, weight in enumerate(weights):
+            hidden = jnp.tanh(x @ weight)
+            kept = jax.random.bernoulli(jax.random.fold_in(key, n), 0.7, hidden.shape)
+            x = x + jnp.where(kept, hidden / 0.7, 0.0)
+        return jnp.mean(x**2)
+
+    def step(weights, x, key):
+        return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights, x, key))
+
+    weights = [jax.ShapeDtypeStruct((16, 16), "float32")] * 4
+    traced = trace(step, weights, jax.ShapeDtypeStruct((64, 16), "float32"), jax.eval_shape(lambda: jax.random.key(0)))
+    full = rematerialised(traced, options_of(traced).full)
+    assert n_regions(full)
+    compared(traced, full)
+
+
+def test_the_users_own_checkpoints_are_left_as_they_are():
+    """Layers under `jax.checkpoint` keep their regions, and no product is run once more than they say."""
+    traced = trace(*flattened(models.gpt(3, 32, 4, 64, batch=8, length=8, remat=True, **SMALL)))
+    options = options_of(traced)
+    assert options.full is None or n_products(rematerialised(traced, options.full)) == n_products(traced)
+
+
+def test_what_calls_python_is_not_called_again():
+    """A callback in the forward pass is in the rewritten program as often as before."""
+
+    def layer(x, weight):
+        y = jnp.tanh(x @ weight)
+        return y + jax.pure_callback(lambda y: np.sin(y), jax.ShapeDtypeStruct(y.shape, y.dtype), jax.lax.stop_gradient(y))
+
+    def step(weights, x):
+        def loss(weights, x):
+            for weight in weights:
+                x = jnp.sin(layer(x, weight))
+            return jnp.sum(x**2)
+
+        return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights, x))
+
+    traced = trace(step, [jax.ShapeDtypeStruct((16, 16), "float32")] * 4, jax.ShapeDtypeStruct((64, 16), "float32"))
+    full = rematerialised(traced, options_of(traced).full)
+    for program in (traced, full):
+        assert sum(op.primitive == "pure_callback" for op in program.graph.walk()) == 4
+
+
+def test_microbatches_of_a_program_that_computes_again():
+    """Both rewrites together give the results of the plain program."""
+    traced = trace(*flattened(PROGRAMS["gpt"]()))
+    both = microbatched(rematerialised(traced, options_of(traced).full), 2)
+    assert both.microbatches == 2 and both.remat is not None and n_regions(both)
+    compared(traced, both, tolerance=2e-6)
+
+
+def test_two_gradients_in_a_row():
+    """A step that takes two gradients one after the other keeps its results, whichever of their passes computes again."""
+
+    def loss(weights, x):
+        for weight in weights:
+            x = x + jnp.tanh(x @ weight)
+        return jnp.mean(x**2)
+
+    def step(weights, x, y):
+        weights = jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights, x))
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights, y))
+
+    leaf = jax.ShapeDtypeStruct((64, 16), "float32")
+    traced = trace(step, [jax.ShapeDtypeStruct((16, 16), "float32")] * 4, leaf, leaf)
+    options = options_of(traced)
+    compared(traced, *(rematerialised(traced, one) for one in (options.full, *options.all) if one is not None))
+
+
+def test_moments_that_a_gradient_updates_come_after_it():
+    """With an optimizer that reads all gradients at once, as clipping by their norm does, results are equal."""
+    weights = [jax.ShapeDtypeStruct((16, 16), "float32")] * 4
+    optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
+
+    def step(weights, memory, x):
+        def loss(weights):
+            y = x
+            for weight in weights:
+                y = y + jnp.tanh(y @ weight)
+            return jnp.mean(y**2)
+
+        updates, memory = optimizer.update(jax.grad(loss)(weights), memory, weights)
+        return optax.apply_updates(weights, updates), memory
+
+    traced = trace(step, weights, jax.eval_shape(optimizer.init, weights), jax.ShapeDtypeStruct((64, 16), "float32"))
+    compared(traced, rematerialised(traced, options_of(traced).full))
