@@ -71,6 +71,7 @@ def _headline(record: Record, cluster: Cluster) -> list[Part]:
     rows = [
         ("step time", f"{format_seconds(cost.makespan_seconds)} predicted{_confirmed_time(record)}"),
         ("peak memory", f"{format_bytes(cost.peak_bytes)} a device: {of_limit}"),
+        *_rematerialised(record),
         *_computed_again(cost),
         ("work", f"{format_flops(cost.flops)} of matrix products and convolutions a device"),
         ("found by", found),
@@ -122,6 +123,17 @@ _MEASURES = {
     "corrected": "corrected: the prediction, corrected by compiled collectives and FLOPs.",
     "timed": "timed: the median of several runs on zeros.",
 }
+
+
+def _rematerialised(record: Record) -> list[tuple[str, str]]:
+    """What the rewritten program computes again, if it was rewritten."""
+    remat = record.program.remat
+    if remat is None:
+        return []
+    saved = f"{format_bytes(remat.kept_bytes)} of {format_bytes(remat.plain_bytes)} are kept for the backward pass"
+    return [
+        ("computed again", f"the rest of the forward pass: {saved}, for {format_seconds(remat.seconds)} more; on one device, unsharded")
+    ]
 
 
 def _computed_again(cost: Cost) -> list[tuple[str, str]]:

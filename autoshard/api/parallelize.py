@@ -17,6 +17,7 @@ from autoshard.api.calls import UNLIKE
 from autoshard.api.confirm import Confirm, confirm_of
 from autoshard.api.microbatching import Microbatches, checked_number
 from autoshard.api.pipelining import check_pipeline
+from autoshard.api.recomputing import checked_remat
 from autoshard.api.search import search
 from autoshard.api.step import Sharded, Step, call_type, plain, positional, several
 from autoshard.api.strategy import Strategy
@@ -211,6 +212,7 @@ def parallelize(
     interruptible: bool = False,
     confirm: str | Confirm | None = None,
     microbatches: Microbatches = "fit",
+    remat: str | None = None,
     stages: int | None = None,
     schedule: str = "1f1b",
     start: Strategy | None = None,
@@ -246,6 +248,7 @@ def parallelize(
         "interruptible": interruptible,
         "confirm": confirm_of(confirm),
         "microbatches": checked_number(microbatches),
+        "remat": checked_remat(remat),
         "stages": stages,
         "schedule": schedule,
         "start": start,

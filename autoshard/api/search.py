@@ -23,6 +23,7 @@ from autoshard.api.meshes import MOST_AXES, check_meshes, fixed_mesh, given_mesh
 from autoshard.api.microbatching import Microbatches, best, checked_number
 from autoshard.api.notes import lowered_otherwise, whole, without_rules
 from autoshard.api.pipelining import Pipeline, check_pipeline, pipelined
+from autoshard.api.recomputing import best_remat, checked_remat
 from autoshard.api.start import better, carried, checked
 from autoshard.api.step import Sharded, plain, several
 from autoshard.api.strategy import Strategy, record_of
@@ -34,6 +35,7 @@ from autoshard.compilers.program_facts import ProgramFacts, program_facts
 from autoshard.errors import InfeasibleError, ShardingError
 from autoshard.ir import Mesh, check_divides, spec_to_layout
 from autoshard.ir.naming import matching
+from autoshard.ir.remat import Remat
 from autoshard.judge.evaluate import recomputation
 from autoshard.judge.model import CostModel
 from autoshard.lower import lowering_mesh
@@ -45,6 +47,7 @@ from autoshard.microbatch import divisors, microbatched
 from autoshard.pipeline import Stage
 from autoshard.problem import Hints, Problem
 from autoshard.progress import Progress, part, silent
+from autoshard.recompute import Options, rematerialised
 from autoshard.render import format_bytes, format_percent, progress_line
 from autoshard.rules import rules_of
 from autoshard.search import Searcher, Solution, batch_dims, searcher_of, solve
@@ -75,6 +78,7 @@ def search(
     interruptible: bool = False,
     confirm: str | Confirm | None = None,
     microbatches: Microbatches = "fit",
+    remat: str | None = None,
     stages: int | None = None,
     schedule: str = "1f1b",
     start: Strategy | None = None,
@@ -113,6 +117,9 @@ def search(
         microbatches: in how many parts of its batch a step computes its gradients, one after the other; they are added up and combined
             over devices once (`autoshard.microbatch`). A number; ``"fit"``: the fewest with which it fits, where nothing does in one;
             ``"auto"``: the fastest of 1, 2, 4 and 8, each searched; None: one. Results are those of the whole batch.
+        remat: what the backward pass computes again rather than to read what the forward pass kept (`autoshard.recompute`). ``"auto"``:
+            what makes the step fit in the least predicted time, if memory binds; ``"fit"``: the same, only where nothing fits otherwise;
+            ``"full"``: all repeated layers; None: nothing but what the step's own `jax.checkpoint` says. Results stay the same.
         stages: of a pipeline: into how many equal parts the devices are divided, each of which computes a part of the step, microbatch by
             microbatch (`autoshard.pipeline`). Without a number of ``microbatches`` as many, twice and four times as many are tried.
             None: every device computes the whole step.
@@ -134,11 +141,13 @@ def search(
     (P(None, None), P('data', None))
     """
     chosen, how = searcher_of(searcher), confirm_of(confirm)
-    microbatches, start = checked_number(microbatches), checked(start, chosen)
+    microbatches, remat, start = checked_number(microbatches), checked_remat(remat), checked(start, chosen)
     limit_seconds = checked_seconds(time_limit_seconds)
     given = limit_seconds if how is None or limit_seconds is None else limit_seconds / 2
     if given is not None:
         chosen = chosen.limited(given)
+    if stages is not None and remat in ("auto", "full"):
+        raise ShardingError(f"recomputation is chosen for steps without stages, got remat={remat!r} and stages={stages}. Leave out one.")
     if stages is not None:
         asked_of = Asked.of(pins, batch_axes)
         check_pipeline(stages, schedule, how, start, asked_of)
@@ -152,11 +161,19 @@ def search(
         started = time.perf_counter()
         ends, own = endings(given, interruptible), part(callback, 0.0, 1.0 if how is None else SEARCHING)
 
-        def attempt(n: int) -> tuple[Prepared, Solution, Problem]:
-            prepared = asked if n == first else ask(n)
-            left = given if given is None or n == first else max(0.0, given - (time.perf_counter() - started))
+        def options() -> Sequence[Remat]:
+            whole = asked if first == 1 else ask(1)
+            return Options(whole.traced, whole.facts, whole.cluster.device).all
+
+        def with_remat(n: int, again: Remat | None) -> tuple[Prepared, Solution, Problem]:
+            is_first = n == first and again is None
+            prepared = asked if is_first else ask(n, again if again is None else replace(again, mode=remat or ""))
+            left = given if given is None or is_first else max(0.0, given - (time.perf_counter() - started))
             searched = partial(_searched, prepared, chosen, timed(own, left), ends, 1 if how is None else how.finalists, start)
             return prepared, *_within(prepared, searched, memory_limit_bytes is None, mesh)
+
+        def attempt(n: int) -> tuple[Prepared, Solution, Problem]:
+            return best_remat(partial(with_remat, n), remat, options)
 
         prepared, solution, problem = best(attempt, microbatches, asked.limit, lambda: divisors(asked.traced))
         solving, searching = solution.stats.get("search_seconds", 0.0), time.perf_counter() - started
@@ -341,7 +358,7 @@ class Prepared:
         return Strategy(record_of(self.traced, self.cluster, mesh, solution, searcher, notes), self.traced)
 
 
-def prepare(fn, args, cluster, searcher, mesh, asked: Asked, memory_limit_bytes, donate_argnums, microbatches: int = 1) -> Prepared:
+def prepare(fn, args, cluster, searcher, mesh, asked: Asked, memory_limit_bytes, donate_argnums, microbatches=1, remat=None) -> Prepared:
     """What `search` is given, checked, traced and with the meshes that are worth trying; arguments are `search`'s."""
     cluster = _cluster(cluster)
     limit = _limit(cluster, memory_limit_bytes)
@@ -349,7 +366,8 @@ def prepare(fn, args, cluster, searcher, mesh, asked: Asked, memory_limit_bytes,
     given = None if mesh is None or isinstance(mesh, int) else given_mesh(mesh)
     if given is not None:
         cluster.check(given)
-    traced, facts, seconds = _traced(fn, args, donate_argnums, (*asked.axes, *(given.names if given else ())), cluster, microbatches)
+    axes = (*asked.axes, *(given.names if given else ()))
+    traced, facts, seconds = _traced(fn, args, donate_argnums, axes, cluster, microbatches, remat)
     pins = user_pins(asked, traced.graph, _annotations(fn, args, traced), given is None)
     meshes, is_free = meshes_of(cluster, pins, given, most)
     finest = (mesh or MOST_AXES) if is_free and searcher.automatic else 0
@@ -465,12 +483,14 @@ def _limit(cluster: Cluster, memory_limit_bytes: float | None) -> float:
     return memory_limit_bytes
 
 
-def _traced(fn, args, donate_argnums, axis_names, cluster: Cluster, microbatches: int = 1) -> tuple[Traced, ProgramFacts, dict[str, float]]:
+def _traced(
+    fn, args, donate_argnums, axis_names, cluster: Cluster, microbatches: int = 1, remat: Remat | None = None
+) -> tuple[Traced, ProgramFacts, dict[str, float]]:
     """The traced function, its facts for the cluster's compiler, and what tracing took."""
     started = time.perf_counter()
     donated = (*several(donate_argnums), *(fn.donate_argnums if isinstance(fn, Sharded) else ()))
     traced = trace(plain(fn), *args, donate_argnums=donated, axis_names=tuple(dict.fromkeys(axis_names)), own_donation=True)
-    traced = microbatched(traced, microbatches)
+    traced = microbatched(rematerialised(traced, remat), microbatches)
     facts = program_facts(traced.graph, rules_of(traced.graph), compiler_of(cluster))
     return traced, facts, {"trace_seconds": time.perf_counter() - started, "n_ops": len(traced.graph.walk())}
 

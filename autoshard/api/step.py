@@ -27,6 +27,7 @@ from autoshard.ir import Graph, Layout, Rule, replicated, result_layouts
 from autoshard.judge.model import CostModel
 from autoshard.lower import ReshardPath, constrained, derived_from, lowering_mesh, manual_program, obstacle, to_named_sharding
 from autoshard.microbatch import microbatched
+from autoshard.recompute import rematerialised
 from autoshard.rules import rules_of
 from autoshard.strategy import Record, check_program
 from autoshard.trace import Held, Traced, held, is_static, outside_mesh, trace
@@ -300,6 +301,7 @@ def program_of(
 
     def program(args: tuple) -> tuple[Traced, tuple[Rule | None, ...], ReshardPath]:
         traced = trace(plain(fn), *args, donate_argnums=record.donate_argnums, axis_names=record.mesh.names, before=before)
+        traced = rematerialised(traced, record.program.remat)
         traced = microbatched(traced, record.program.microbatches) if record.pipeline is None else traced
         graph, rules = traced.graph, rules_of(traced.graph)
         check_program(record, graph, rules)

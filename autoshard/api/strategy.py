@@ -114,6 +114,11 @@ class Strategy:
         return self.record.program.microbatches
 
     @property
+    def remat(self) -> str | None:
+        """How it was decided what the backward pass computes again, ``"fit"``, ``"auto"`` or ``"full"``; None: nothing is."""
+        return None if self.record.program.remat is None else self.record.program.remat.mode
+
+    @property
     def cost(self) -> Cost:
         """What the judge predicts."""
         return self.record.cost
@@ -162,6 +167,8 @@ class Strategy:
         Raises:
             StrategyError: ``fn`` is not the program the strategy is for.
         """
+        if self.remat is not None:
+            raise StrategyError("pins shard a program as it is, and this strategy computes values again. Search with remat=None.")
         if self.microbatches > 1:
             how, option = ("a pipeline", "stages") if self.record.pipeline else (f"{self.microbatches} microbatches", "microbatches")
             raise StrategyError(f"pins shard a program as it is, and this strategy runs it as {how}. Search with {option}=None.")
@@ -452,7 +459,7 @@ def record_of(
     nowhere = (-1,) * len(mesh.axes)
     return Record(
         name=f"{graph.name}_{searcher.name}",
-        program=Program(graph.name, graph.fingerprint, len(graph.walk()), len(graph.values), traced.microbatches),
+        program=Program(graph.name, graph.fingerprint, len(graph.walk()), len(graph.values), traced.microbatches, traced.remat),
         cluster=cluster.to_dict(),
         mesh=mesh,
         arguments=tuple(tensor(path, v, assignment.layout(v)) for path, v in zip(graph.argument_paths, graph.arguments, strict=True)),

@@ -89,6 +89,12 @@ def add(commands) -> None:
         "otherwise; auto: of 1, 2, 4 or 8, whichever is fastest",
     )
     parser.add_argument(
+        "--remat",
+        choices=("fit", "auto", "full"),
+        help="compute values of the forward pass again in the backward pass; fit: where nothing fits otherwise; auto: as far as memory "
+        "binds, in the least time; full: all repeated layers",
+    )
+    parser.add_argument(
         "--stages", metavar="N", type=positive, help="a pipeline: divide the devices into so many parts, each of which computes a stage"
     )
     parser.add_argument(
@@ -134,7 +140,7 @@ def run(options: argparse.Namespace) -> int:
             "microbatches": options.microbatches,
         }
         if options.frontier is None:
-            of_time = {"stages": options.stages, "schedule": options.schedule}
+            of_time = {"remat": options.remat, "stages": options.stages, "schedule": options.schedule}
             strategy = autoshard.search(function, *arguments, confirm=options.confirm, **of_time, **asked)
         else:
             frontier = autoshard.frontier(function, *arguments, points=options.frontier, **asked)

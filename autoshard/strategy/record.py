@@ -13,6 +13,7 @@ import numpy as np
 
 from autoshard.cost.record import Cost
 from autoshard.ir import Assignment, Choice, Layout, Mesh, Spec
+from autoshard.ir.remat import Remat
 
 SCHEMA = 2
 """Version of the written file format; version 1, in which the attribution of collectives is text, is still read."""
@@ -27,6 +28,7 @@ class Program:
         fingerprint: the graph's fingerprint: equal for equal programs.
         n_ops, n_values: sizes of the graph; choices and layouts are numbered within them.
         microbatches: in how many a step computes its batch.
+        remat: what its backward pass computes again; None: nothing but what the program says itself.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Program:
     n_ops: int
     n_values: int
     microbatches: int = 1
+    remat: Remat | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,12 +46,14 @@ from autoshard.strategy.record import (
     TensorRecord,
     plain,
 )
+from autoshard.strategy.remat_schema import decode_remat
 
 MAX_AXES = 16
 MAX_RANK = 64
 """More dimensions than numpy has for an array."""
 
 MAX_FACTORS = 4096
+NOT_WRITTEN = (("microbatches", 1), ("remat", None))
 
 T = TypeVar("T")
 
@@ -63,7 +65,7 @@ def encode(record: Record) -> dict[str, Any]:
         {
             "schema": SCHEMA,
             "name": record.name,
-            "program": {name: value for name, value in asdict(record.program).items() if name != "microbatches" or value != 1},
+            "program": {name: value for name, value in asdict(record.program).items() if (name, value) not in NOT_WRITTEN},
             "mesh": record.mesh.axes,
             **({} if record.mesh.placement is None else {"placement": asdict(record.mesh.placement)}),
             "searcher": {"name": record.searcher.name, "options": _sorted(record.searcher.options)},
@@ -144,10 +146,11 @@ def _stat(node: Node) -> int | float:
 
 
 def _program(node: Node) -> Program:
-    part = node.fields("name", "fingerprint", "n_ops", "n_values", optional=("microbatches",))
+    part = node.fields("name", "fingerprint", "n_ops", "n_values", optional=("microbatches", "remat"))
     sizes = part["n_ops"].integer(0), part["n_values"].integer(0)
     microbatches = part["microbatches"].integer(1) if "microbatches" in part else 1
-    return Program(part["name"].text(), part["fingerprint"].text(), *sizes, microbatches)
+    remat = decode_remat(part["remat"]) if "remat" in part else None
+    return Program(part["name"].text(), part["fingerprint"].text(), *sizes, microbatches, remat)
 
 
 def _mesh(node: Node, placement: Node | None) -> Mesh:

@@ -1,0 +1,37 @@
+"""Searches that let the backward pass compute values again."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+import autoshard
+from autoshard.errors import ShardingError
+from benchmarks import models
+from tests.recompute.test_program import SMALL
+
+MAKE = partial(models.gpt, 3, 32, 4, 64, batch=16, length=32, **SMALL)
+
+
+def test_a_step_that_fits_only_by_computing_again_is_found_saved_and_lowered(tmp_path):
+    """Below the least memory of the plain step ``"auto"`` finds a plan, whose file is read again and lowers to the program it is for."""
+    step, arguments = MAKE()
+    common = {"cluster": "cpu:8", "mesh": {"data": 8}, "searcher": "data_parallel", "donate_argnums": 0, "microbatches": None}
+    plain = autoshard.search(step, *arguments, **common)
+    full = autoshard.search(step, *arguments, remat="full", **common)
+    assert full.remat == "full" and full.cost.peak_bytes < plain.cost.peak_bytes and "computed again" in str(full.explain())
+    limit = (full.cost.peak_bytes + plain.cost.peak_bytes) / 2
+    found = autoshard.search(step, *arguments, remat="auto", memory_limit_bytes=limit, **common)
+    assert found.remat == "auto" and found.cost.peak_bytes <= limit
+    found.save(tmp_path / "found.json")
+    read = autoshard.load(tmp_path / "found.json")
+    assert read.record.program.remat == found.record.program.remat and plain.remat is None
+    assert read.apply(step).lower(*arguments) is not None
+
+
+def test_words_that_there_are_not_are_refused():
+    """An unknown word is refused with those that there are."""
+    with pytest.raises(ShardingError, match="got 'some'"):
+        autoshard.search(lambda x: x, np.ones(8), cluster="cpu:8", remat="some")
