@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from autoshard.pipeline.drawing import draw
 from autoshard.pipeline.schedule import schedule_of, simulate
-from tests.pipeline.test_schedule import EQUAL, timed
+from tests.pipeline.test_schedules import EQUAL, timed
 
 
 @settings(max_examples=50, deadline=None)
