@@ -19,6 +19,7 @@ from autoshard.api.agreement import agreed, finalists_of_process_0
 from autoshard.api.collecting import rarely_collecting
 from autoshard.api.confirm import Confirm, confirm_of, confirmed, noted
 from autoshard.api.finalists import Board
+from autoshard.api.full_plan import Searches, checked_plan, fullest
 from autoshard.api.meshes import MOST_AXES, check_meshes, fixed_mesh, given_mesh, meshes_of, most_axes
 from autoshard.api.microbatching import Microbatches, best, checked_number
 from autoshard.api.notes import lowered_otherwise, whole, without_rules
@@ -45,12 +46,13 @@ from autoshard.mesh_search.refinement import refined
 from autoshard.mesh_search.search import search_meshes
 from autoshard.microbatch import divisors, microbatched
 from autoshard.pipeline import Stage
+from autoshard.pipeline.plan_search import Plans, search_plans
 from autoshard.problem import Hints, Problem
 from autoshard.progress import Progress, part, silent
 from autoshard.recompute import Options, rematerialised
 from autoshard.render import format_bytes, format_percent, progress_line
 from autoshard.rules import rules_of
-from autoshard.search import Searcher, Solution, batch_dims, searcher_of, solve
+from autoshard.search import DynamicProgramming, Searcher, Solution, batch_dims, searcher_of, solve
 from autoshard.search.overlap import overlapped
 from autoshard.search.propagation import follow_layouts
 from autoshard.trace import Annotation, Traced, annotations_of, held, outside_mesh, trace
@@ -81,6 +83,7 @@ def search(
     remat: str | None = None,
     stages: int | None = None,
     schedule: str = "1f1b",
+    plan: str = "sharding",
     start: Strategy | None = None,
 ) -> Strategy:
     """The best strategy that the searcher finds for a function on a cluster; in several processes the one that process 0 finds.
@@ -124,6 +127,9 @@ def search(
             microbatch (`autoshard.pipeline`). Without a number of ``microbatches`` as many, twice and four times as many are tried.
             None: every device computes the whole step.
         schedule: the order of a pipeline's tasks: ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` or ``"zero_bubble"``.
+        plan: ``"full"`` searches pipelines too: numbers of stages and of microbatches by the step time that the costs of the step's own
+            layers promise, the best of them stage by stage; the fastest of these and of the step without stages is the answer. ``mesh`` and
+            ``stages`` are then left out. ``"sharding"``: no pipeline that ``stages`` does not ask for.
         start: an earlier strategy, of other devices or of these, for an automatic searcher: carried over to this mesh (`api.start`) it is
             one of the candidates, so that the answer is predicted to be no slower, and the answer where the time is over before another.
 
@@ -148,6 +154,14 @@ def search(
         chosen = chosen.limited(given)
     if stages is not None and remat in ("auto", "full"):
         raise ShardingError(f"recomputation is chosen for steps without stages, got remat={remat!r} and stages={stages}. Leave out one.")
+    if checked_plan(plan, stages, mesh):
+        asked_of = Asked.of(pins, batch_axes)
+        check_pipeline(2, schedule, how, start, asked_of)
+        whole = partial(search.__wrapped__, fn, *args, cluster=cluster, searcher=searcher, mesh=mesh, pins=pins, microbatches=microbatches, remat=remat,
+                        memory_limit_bytes=memory_limit_bytes, donate_argnums=donate_argnums, interruptible=interruptible)  # fmt: skip
+        with shown(progress) as callback, rarely_collecting(), outside_mesh(keep_auto=True):
+            return _full(whole, fn, args, cluster, chosen, mesh, asked_of, memory_limit_bytes, donate_argnums, microbatches, schedule,
+                         endings(given, interruptible), given, callback)  # fmt: skip
     if stages is not None:
         asked_of = Asked.of(pins, batch_axes)
         check_pipeline(stages, schedule, how, start, asked_of)
@@ -245,6 +259,68 @@ def _in_stages(
 
     number = microbatches if isinstance(microbatches, int) else None
     return pipelined(traced, cluster, Pipeline(n_stages, schedule, number, given, limit), searched, searcher, spent, progress)
+
+
+def _full(
+    whole: Callable[..., Strategy],
+    fn: Callable,
+    args: tuple,
+    cluster: Cluster | str | Path | None,
+    searcher: Searcher,
+    mesh: Any,
+    asked: Asked,
+    memory_limit_bytes: float | None,
+    donate_argnums: int | Sequence[int],
+    microbatches: Microbatches,
+    schedule: str,
+    ends: tuple[type[BaseException], ...],
+    seconds: float | None,
+    progress: Progress,
+) -> Strategy:
+    """The best strategy with stages or without; arguments are `search`'s, ``whole`` searches without stages."""
+    devices = _cluster(cluster)
+    limit = _limit(devices, memory_limit_bytes) * (1 - RESERVE if memory_limit_bytes is None else 1)
+    number = microbatches if isinstance(microbatches, int) else None
+
+    def alone(left: float | None) -> Strategy:
+        return whole(progress=part(progress, 0.0, 0.4), time_limit_seconds=left)
+
+    def few_layers(
+        program: Traced, devices: Cluster, limit: float, mesh: Mesh | None, like: Problem | None, hints: Hints
+    ) -> tuple[Solution, Problem]:
+        if like is not None:
+            problem = Problem(like.facts, like.model, like.pins, limit, like)
+            return solve(_QUICK, problem, silent, hints), problem
+        pins = user_pins(asked.among(program.graph.argument_paths), program.graph, [], mesh is None)
+        meshes = meshes_of(devices, pins, None, 2)[0] if mesh is None else (mesh,)
+        facts = program_facts(program.graph, rules_of(program.graph), compiler_of(devices))
+        prepared = Prepared(program, facts, devices, meshes, 0, pins, limit, {})
+        return _searched(prepared, _QUICK, silent, (), 1, None, limit)
+
+    def plans(until: float, best_seconds: float, progress: Progress) -> Plans | None:
+        traced, _, _ = _traced(fn, args, donate_argnums, asked.axes, devices)
+        return search_plans(
+            traced,
+            devices,
+            limit,
+            few_layers,
+            schedule,
+            until=until,
+            best_seconds=best_seconds,
+            n_microbatches=number,
+            least_gain=BUDGETS.least_gain,
+            progress=progress,
+        )
+
+    def staged(n_stages: int, n_microbatches: int | None, left: float | None) -> Strategy:
+        return _in_stages(fn, args, devices, searcher, mesh, asked, memory_limit_bytes, donate_argnums, n_microbatches or microbatches,
+                          n_stages, schedule, ends if left is not None else (), left, part(progress, 0.7, 0.3))  # fmt: skip
+
+    return fullest(Searches(alone, plans, staged), devices, seconds, progress)
+
+
+_QUICK = DynamicProgramming(price_steps=5, second_opinion=False)
+"""For programs of few layers, whose answers are estimates."""
 
 
 def _within(

@@ -104,6 +104,9 @@ def add(commands) -> None:
         help="the order of a pipeline's tasks (1f1b)",
     )
     parser.add_argument(
+        "--full", action="store_true", help="search pipelines too: numbers of stages and of microbatches, and the shardings of each stage"
+    )
+    parser.add_argument(
         "--frontier",
         metavar="POINTS",
         type=positive,
@@ -141,6 +144,7 @@ def run(options: argparse.Namespace) -> int:
         }
         if options.frontier is None:
             of_time = {"remat": options.remat, "stages": options.stages, "schedule": options.schedule}
+            of_time["plan"] = "full" if options.full else "sharding"
             strategy = autoshard.search(function, *arguments, confirm=options.confirm, **of_time, **asked)
         else:
             frontier = autoshard.frontier(function, *arguments, points=options.frontier, **asked)

@@ -144,6 +144,8 @@ def search_plans(
     numbers_of_stages: Sequence[int] | None = None,
     until: float = math.inf,
     least_gain: float = 0.01,
+    best_seconds: float = math.inf,
+    n_microbatches: int | None = None,
     progress: Progress = silent,
 ) -> Plans | None:
     """The candidates of a step of equal layers, ranked; None where the program has no equal layers that can be taken apart.
@@ -157,6 +159,8 @@ def search_plans(
         numbers_of_stages: to try; by default all with which the cluster has equal parts.
         until: the time (`time.perf_counter`) at which the search ends with what it has.
         least_gain: of the makespan, that is worth a search.
+        best_seconds: the makespan of a plan without stages; candidates that cannot be faster are not searched.
+        n_microbatches: the only number of microbatches to try; None: several.
         progress: a callback.
     """
     layers = layers_of(traced.graph)
@@ -166,6 +170,7 @@ def search_plans(
     if fewer is None or more is None:
         return None
     planning = _Planning(traced, layers, (fewer, more), cluster, limit_bytes, search, schedule, least_gain)
+    planning.best_seconds, planning.n_microbatches = best_seconds, n_microbatches
     return planning.run(numbers_of_stages, until, progress)
 
 
@@ -194,6 +199,7 @@ class _Planning:
         self.bounds: dict[Candidate, float] = {}
         self.found: dict[Candidate, Estimate | None] = {}
         self.patterns = {_NUMBER.sub("", path) for path in set(traced.graph.argument_paths) - set(programs[0].graph.argument_paths)}
+        self.best_seconds, self.n_microbatches = math.inf, None
         self.price = 0.0  # seconds a byte at which a solution fitted
         self._flops: float | None = None
         self._micro: dict[int, tuple[Traced, ...]] = {}
@@ -217,7 +223,9 @@ class _Planning:
         That is the divisor of the batch next to a few times the stages: with fewer, more of the time is spent in filling and draining.
         """
         numbers, found = divisors(self.programs[0]), []
-        for n_stages in numbers_of_stages or range(2, min(self.layers.count, self.cluster.n_devices) + 1):
+        if self.n_microbatches is not None:
+            numbers = tuple(n for n in numbers if n == self.n_microbatches)
+        for n_stages in () if not numbers else numbers_of_stages or range(2, min(self.layers.count, self.cluster.n_devices) + 1):
             try:
                 self.cluster.part(n_stages)
             except ClusterError:
@@ -233,6 +241,7 @@ class _Planning:
         makespan if all of a number of stages used their devices as well as the best of them; every other time that of the least bound.
         """
         best = min((found.makespan_seconds for found in self.found.values() if found), default=math.inf)
+        best = min(best, self.best_seconds)
         open_ones = [each for each, bound in self.bounds.items() if each not in self.found and bound < best * (1 - self.least_gain)]
         seen = {each.n_stages for each in self.found}
         new = [each for each in open_ones if each.n_stages not in seen]
