@@ -2,7 +2,8 @@
 
 The step without stages is searched first. Then numbers of stages and of microbatches are ranked by the costs of the step's layers
 (`autoshard.pipeline.plan_search`), where they may be faster, and the first of them are searched stage by stage as `search(stages=)` does.
-The answer is the fastest strategy by its own predicted step time. Its lower bound is the least of the bounds of all that was compared.
+The answer is the fastest strategy by its own predicted step time. A lower bound of all of them is in
+its notes and in ``stats['plan_bound_seconds']``; that of the record is of its own mesh or stages.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from autoshard.cluster import Cluster
 from autoshard.errors import ClusterError, InfeasibleError, PipelineError, SearchLimitError, ShardingError, TraceError
 from autoshard.pipeline.plan_search import Plans
 from autoshard.progress import Progress, part
-from autoshard.render import format_seconds
+from autoshard.render import format_percent, format_seconds
 
 PLANS = ("sharding", "full")
 TRIES = 2  # pipelines that are searched stage by stage
@@ -103,21 +104,20 @@ def _has_parts(cluster: Cluster, n_stages: int) -> bool:
 
 
 def _answer(found: list[Strategy], plans: Plans | None) -> Strategy:
-    """The fastest, with a bound of all, and what was compared in its notes."""
-    best = min(found, key=lambda strategy: strategy.cost.makespan_seconds)
+    """The fastest, with what was compared, and a bound of it all, in its notes and counts."""
+    found = sorted(found, key=lambda strategy: strategy.cost.makespan_seconds)
+    best, stats = found[0], {}
+    note = f"plan='full' compared {', '.join(map(_named, found))}"
+    if plans is not None:
+        note += f"; of {plans.n_candidates} numbers of stages and microbatches it estimated {plans.n_searched}"
+        stats = {"plans": plans.n_candidates, "plans_searched": plans.n_searched}
     bounds = [strategy.lower_bound_seconds for strategy in found if strategy.record.pipeline is None]
-    if plans is not None and plans.n_candidates:
-        bounds.append(plans.bound_seconds)
-    elif best.record.pipeline is not None:
-        bounds.append(best.lower_bound_seconds)
-    names = [_named(strategy) for strategy in sorted(found, key=lambda strategy: strategy.cost.makespan_seconds)]
-    ranked = "" if plans is None else f"; {plans.n_searched} of {plans.n_candidates} numbers of stages and microbatches were estimated"
-    note = f"plan='full' compared {', '.join(names)}{ranked}"
-    record = replace(
-        best.record,
-        lower_bound_seconds=min(*bounds, best.cost.objective_seconds),
-        assumptions=(*best.record.assumptions, note),
-    )
+    if plans is not None and plans.n_candidates and bounds:
+        bound = min(*bounds, plans.bound_seconds, best.cost.objective_seconds)
+        gap = best.cost.objective_seconds / bound - 1 if bound else math.inf
+        note += f". Without overlap and memory limits none is below {format_seconds(bound)} (gap {format_percent(gap)})"
+        stats["plan_bound_seconds"] = bound
+    record = replace(best.record, assumptions=(*best.record.assumptions, note), stats={**best.record.stats, **stats})
     return Strategy(record, best._traced)
 
 

@@ -4,7 +4,8 @@
 equal parts of the cluster, each of neighbours, and a stage's shardings are searched for the microbatch that it gets. *Costs.* Those of a
 layer and of all else on a part of the cluster, from searches of the program with a few of its own layers
 (`autoshard.pipeline.layer_costs`), first without a memory limit; where no division of the layers fits, again with less. *Objective.* The
-makespan of the best division of layers into stages (`autoshard.pipeline.layering`). *Ties.* Fewer stages, then fewer microbatches.
+makespan of the schedule with the best division of layers into stages (`autoshard.pipeline.layering`). *Ties.* Fewer stages, then fewer
+microbatches.
 *Method.* Branch and bound: the candidate of the least bound is searched next, until none is below the best makespan by a gain that is
 worth it.
 
@@ -31,10 +32,10 @@ from autoshard.errors import ClusterError, InfeasibleError, SearchLimitError
 from autoshard.ir import Mesh
 from autoshard.microbatch import divisors, microbatched
 from autoshard.microbatch.plan import product_flops
-from autoshard.pipeline.layer_costs import Costs, LayerCosts, costs_of, layer_costs, layer_share, with_less_memory
+from autoshard.pipeline.layer_costs import LayerCosts, costs_of, layer_costs, layer_share, with_less_memory
 from autoshard.pipeline.layering import Layering, best_layering
 from autoshard.pipeline.repeats import Layers, handed_on_bytes, layers_of, shortened
-from autoshard.pipeline.schedule import in_flight, schedule_of
+from autoshard.pipeline.schedule import PieceSeconds, in_flight, schedule_of, simulate
 from autoshard.problem import NO_HINTS, Hints, Problem
 from autoshard.progress import Progress, silent
 from autoshard.rules import rules_of
@@ -320,17 +321,22 @@ class _Planning:
         return self._micro[n]
 
     def estimated(self, candidate: Candidate, part: Cluster, layering: Layering, options: Sequence[LayerCosts]) -> Estimate:
-        send = self.send_seconds(candidate)
-        planned = [options[option] for option in layering.options]
-        shares = [0.0] * (len(planned) - 1) + [1.0]
-        stages = [plan.of(k, share) for plan, k, share in zip(planned, layering.layers, shares, strict=True)]
-        paces = [max(stage.objective_seconds, send) for stage in stages]
-        objective = sum(paces) + (candidate.n_microbatches - 1) * max(paces) + max(stage.after_seconds for stage in stages)
-        return Estimate(candidate, part, self.schedule, layering, tuple(options), objective + 2 * (candidate.n_stages - 1) * send)
+        """The candidate's estimate, with the makespan of its schedule: there a transfer may hold up both stages."""
+        last = candidate.n_stages - 1
+        stages = [
+            options[option].of(k, float(stage == last))
+            for stage, (option, k) in enumerate(zip(layering.options, layering.layers, strict=True))
+        ]
+        schedule, send = schedule_of(self.schedule, candidate.n_stages, candidate.n_microbatches), self.send_seconds(candidate)
+        after = max(stage.after_seconds for stage in stages)
 
-    def whole(self, costs: LayerCosts) -> Costs:
-        """The costs of all layers on the devices of one stage."""
-        return costs.of(self.layers.count)
+        def makespan(seconds: Sequence[float]) -> float:
+            pieces = [PieceSeconds(each / 3, each / 3, each / 3) for each in seconds]  # two products of gradients for one forward
+            return simulate(schedule, pieces, send).makespan_seconds + after
+
+        predicted = makespan([stage.microbatch_seconds for stage in stages])
+        objective = makespan([stage.objective_seconds for stage in stages])
+        return Estimate(candidate, part, self.schedule, replace(layering, makespan_seconds=predicted), tuple(options), objective)
 
     def raise_bounds(self, candidate: Candidate, costs: LayerCosts) -> None:
         """Raises the bounds of this candidate and of those that it bounds."""

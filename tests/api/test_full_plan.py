@@ -1,0 +1,73 @@
+"""plan='full': the fastest of all, and what it refuses."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autoshard
+from autoshard.api.full_plan import Searches, checked_plan, fullest
+from autoshard.cluster import Cluster
+from autoshard.progress import silent
+from benchmarks import models
+
+
+def small(n_layers=4, batch=8):
+    return models.gpt(n_layers, 32, 4, 64, batch=batch, length=16, dtype=jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def found():
+    """A step without stages, and one with."""
+    fn, args = small()
+    return [autoshard.search(fn, *args, cluster="cpu:4", **options) for options in ({}, {"stages": 2, "microbatches": 4})]
+
+
+def test_the_answer_is_the_fastest(found):
+    """A pipeline where nothing else fits, the step without stages where that is faster."""
+    plain, pipeline = found
+
+    def refused(_):
+        raise autoshard.InfeasibleError("none fits")
+
+    def staged(*_):
+        return pipeline
+
+    cluster = Cluster.parse("cpu:4")
+    alone = fullest(Searches(refused, lambda *_: None, staged), cluster, None, silent)
+    assert alone.record.pipeline is not None
+    both = fullest(Searches(lambda _: plain, lambda *_: None, staged), cluster, None, silent)
+    assert both.cost.makespan_seconds == min(plain.cost.makespan_seconds, pipeline.cost.makespan_seconds)
+    assert "no stages in 1 microbatches" in both.notes[-1]
+    assert "2 stages in 4 microbatches" in both.notes[-1]
+    with pytest.raises(autoshard.InfeasibleError, match="none fits"):
+        fullest(Searches(refused, lambda *_: None, lambda *_: refused(None)), cluster, None, silent)
+
+
+@pytest.mark.slow
+def test_a_full_search_runs():
+    """It is no slower than the step without stages, and computes the same loss."""
+    fn, args = small()
+    plain = autoshard.search(fn, *args, cluster="cpu:4")
+    full = autoshard.search(fn, *args, cluster="cpu:4", plan="full")
+    assert full.cost.makespan_seconds <= plain.cost.makespan_seconds * (1 + 1e-9)
+    assert full.notes[-1].startswith("plan='full' compared")
+    state, *batch = jax.tree.map(lambda x: jnp.full(x.shape, 0.01 if jnp.issubdtype(x.dtype, jnp.floating) else 1, x.dtype), args)
+    _, loss = full.apply(fn, devices=jax.devices()[:4])(state, *batch)
+    np.testing.assert_allclose(loss, fn(state, *batch)[1], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("best", None, None), "'sharding' or 'full', got 'best'"),
+        (("full", 2, None), "got stages="),
+        (("full", None, {"data": 4}), "got mesh="),
+    ],
+)
+def test_what_is_refused(arguments, words):
+    """Another plan, and options that fix what is searched."""
+    with pytest.raises(autoshard.ShardingError, match=words):
+        checked_plan(*arguments)
