@@ -157,8 +157,9 @@ def search(
     if checked_plan(plan, stages, mesh):
         asked_of = Asked.of(pins, batch_axes)
         check_pipeline(2, schedule, how, start, asked_of)
-        whole = partial(search.__wrapped__, fn, *args, cluster=cluster, searcher=searcher, mesh=mesh, pins=pins, microbatches=microbatches, remat=remat,
-                        memory_limit_bytes=memory_limit_bytes, donate_argnums=donate_argnums, interruptible=interruptible)  # fmt: skip
+        whole = partial(search.__wrapped__, fn, *args, cluster=cluster, searcher=searcher, mesh=mesh, pins=pins, remat=remat,
+                        microbatches=microbatches, memory_limit_bytes=memory_limit_bytes, donate_argnums=donate_argnums,
+                        interruptible=interruptible)  # fmt: skip
         with shown(progress) as callback, rarely_collecting(), outside_mesh(keep_auto=True):
             return _full(whole, fn, args, cluster, chosen, mesh, asked_of, memory_limit_bytes, donate_argnums, microbatches, schedule,
                          endings(given, interruptible), given, callback)  # fmt: skip

@@ -8,6 +8,7 @@ from autoshard.pipeline.schedule import Span, Task, Timeline
 
 _MOST_UNEQUAL = 8  # tasks shorter than this part of the longest one lose their label, so that lines do not grow with the ratio
 _CUT = " ~ "
+_NOTHING = 1e-15  # seconds; a timeline of nothing longer is empty
 
 
 def draw(timeline: Timeline, width: int = 100) -> str:
@@ -25,7 +26,7 @@ def draw(timeline: Timeline, width: int = 100) -> str:
     seconds = [span.end_seconds - span.start_seconds for span in spans]
     longest = max(seconds, default=0.0)
     label = max((len(_label(span.task, timeline)) for span in spans), default=0)
-    shortest = min((x for x in seconds if x >= longest / _MOST_UNEQUAL and x > 0), default=1.0)
+    shortest = min((x for x in seconds if x >= longest / _MOST_UNEQUAL and x > _NOTHING), default=1.0)
     rows = [_row(each, timeline, (label + 1) / shortest) for each in timeline.spans]
     names = [f"stage {s}" for s in range(len(rows))]
     left = max(map(len, names), default=0) + 2
