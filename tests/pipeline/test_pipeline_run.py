@@ -114,6 +114,10 @@ def test_programs_on_two_stages(name):
 def test_programs_on_more_stages(name, n_stages, schedule):
     """With the shardings that are found for each stage, and on as many stages as the program has layers for."""
     fn, args = {**PROGRAMS, **LARGER}[name]()
+    if n_stages == 4 and name in ("lstm", "resnet"):  # three products, and one convolution with 60 % of the work
+        with pytest.raises(PipelineError, match="4 stages"):
+            stages_of(trace(fn, *args), n_stages, 4)
+        return
     mesh = {"data": 2, "model": 4 // n_stages}
     compared(pipelined(fn, args, n_stages, 4, schedule, mesh, "auto"), args)
 
