@@ -41,11 +41,15 @@ class Budgets:
         judged_mixtures: of two answers, of any program.
         price_dear: times the price at which bytes cost as much as seconds, where bytes decide alone.
         price_factor, price_factor_known: between the first prices: knowing none, and knowing one of another search.
+        price_tolerance: of the objective; an answer within the limit that is as near to the one without prices ends the search for prices.
         near_objective: times the least one: so near, further starts are not worth their time.
+        last_resort_entries, last_resort_nodes, last_resort_rounds: of integer programming where nothing else fits the limit: of all
+            tables, of branch and bound in one model, and models solved. A model of so many entries takes HiGHS a second.
         counted_entries: of tables; above it the least bytes of labels are not computed.
         bound_entries: of tables that are made for a bound alone: 256 MiB.
         quotient_sweeps: of the quotient problem for a bound, which are cheap; some of the whole follow.
         first_sweeps: for the order of meshes: a GPT's placements on 2 x 4 devices are in the order of their optima by then.
+        far_bound: times the least first bound of all meshes; those beyond it are searched last, however few axes they have.
         screening_sweeps: to decide whether a mesh is searched: on GPT steps of 8 layers on 64 devices the bound is within 1 % after 8.
         bounding_sweeps: for the bound of an answer without one.
         bounding_entries: passed over for it: half a second on one core.
@@ -84,14 +88,19 @@ class Budgets:
     judged_ops: int = 100_000
     judged_most: int = 128
     judged_mixtures: int = 6
-    price_dear: float = 100
+    price_dear: float = 1e6
     price_factor: float = 4.0
     price_factor_known: float = 1.25
+    price_tolerance: float = 1e-4
     near_objective: float = 1.05
+    last_resort_entries: int = 1 << 17
+    last_resort_nodes: int = 200
+    last_resort_rounds: int = 24
     counted_entries: int = 1 << 26
     bound_entries: int = 1 << 25
     quotient_sweeps: int = 120
     first_sweeps: int = 2
+    far_bound: float = 2.0
     screening_sweeps: int = 12
     bounding_sweeps: int = 10
     bounding_entries: int = 1 << 26

@@ -411,9 +411,8 @@ class Prepared:
 
     def finer(self, problem: Problem, solution: Solution | None, progress: Progress) -> tuple[Problem, Hints] | None:
         """The problem of more axes that promises more than the best solution, memory aside where that binds, and where it begins."""
-        labels = None
-        if solution is not None and not solution.hints.price:
-            labels = problem.labels(solution.assignment)
+        price = 0.0 if solution is None else solution.hints.price
+        labels = None if solution is None or price else problem.labels(solution.assignment)
 
         def on(mesh: Mesh) -> list[Problem]:
             problems: list[Problem] = []
@@ -421,7 +420,7 @@ class Prepared:
                 problems.append(self.problem(placing, problem.memory_limit_bytes, problems or [problem]))
             return problems
 
-        return refined(problem, labels, self.most_axes, BUDGETS.least_gain, on, progress)
+        return refined(problem, labels, self.most_axes, BUDGETS.least_gain, on, progress, price)
 
     def strategy(self, mesh: Mesh, solution: Solution, searcher: Searcher) -> Strategy:
         """The strategy of a solution on a mesh."""

@@ -47,6 +47,11 @@ class Peak:
     partials: tuple[tuple[int, float], ...]
     spare_bytes: float
 
+    @property
+    def charged(self) -> list[int]:
+        """What pays a price on bytes: values by their numbers, those with copies included, and the partial results of ops by ``~op``."""
+        return sorted({*self.alive, *(value for value, _ in self.copies), *(~op for op, _ in self.partials)})
+
 
 @dataclass(frozen=True, slots=True)
 class Copy:

@@ -16,6 +16,7 @@ from autoshard.errors import InfeasibleError
 from autoshard.judge.evaluate import Judgement
 from autoshard.memory_limit.repair import Answer, Repair
 from autoshard.problem import NO_HINTS, Hints, Label, MemoryTables, Problem
+from autoshard.problem.problem import leading_variables
 from autoshard.render import format_bytes
 
 Priced = Callable[[Mapping[int, float]], Answer]
@@ -39,8 +40,18 @@ class Fitted:
 
 
 def fastest_within(problem: Problem, search: Priced, steps: int, repairs: bool = True, hints: Hints = NO_HINTS) -> Answer:
-    """The answer of `fitted` alone."""
-    found = fitted(problem, search, steps, repairs=repairs, hints=hints)
+    """The answer of `fitted` alone.
+
+    Prices are not tried where the answer without them is far slower than one that is known to fit (`Hints.least`): they would slow it down.
+
+    Raises:
+        InfeasibleError: no answer was within the limit, or none that comes near the known one.
+    """
+    free, limit = search({}), problem.memory_limit_bytes
+    cost = free[0].cost
+    if limit is not None and cost.peak_bytes > limit and cost.objective_seconds > BUDGETS.near_makespan * hints.least:
+        raise nothing_fits(problem, "the peak of an answer that is slower than one that fits", cost.peak_bytes)
+    found = fitted(problem, lambda prices: search(prices) if prices else free, steps, repairs=repairs, hints=hints)
     return found.judgement, found.labels
 
 
@@ -69,7 +80,7 @@ def fitted(
     if limit is None or found[0].cost.peak_bytes <= limit:
         return Fitted(*found)
     if (least := least_peak(problem, found)) > limit:
-        cheapest, _ = search(dict.fromkeys(sorted(found[0].peak.alive), BUDGETS.price_dear * _even_price(found)))
+        cheapest, _ = search(dict.fromkeys(found[0].peak.charged, BUDGETS.price_dear * _even_price(found)))
         smallest = min(found[0].cost.peak_bytes, cheapest.cost.peak_bytes)
         raise nothing_fits(problem, f"none takes less than {format_bytes(least)}; the smallest peak of two answers", smallest, proven=True)
     tried = _by_prices(problem, search, found, steps, hints.price)
@@ -130,37 +141,59 @@ class _Tried:
 
 
 def _by_prices(problem: Problem, search: Priced, free: Answer, steps: int, known: float) -> _Tried:
-    """The answers under prices that rise until the limit is kept, then fall as far as it stays so; a known price (not 0.0) comes first."""
+    """The answers under prices that rise until the limit is kept, then close in on the one at which answers on both sides cost the same.
+
+    A known price (not 0.0) comes first. The steps end where no price between would find another answer, and where the answer within the
+    limit is as fast as the one without prices.
+    """
     limit = problem.memory_limit_bytes or 0.0
-    above, best, before = free, None, free[1]
-    priced = set(free[0].peak.alive)
+    above, best, before = free, None, free
+    priced = set(free[0].peak.charged)
     first = _even_price(free)
     price, factor = (known, BUDGETS.price_factor_known) if known else (first, BUDGETS.price_factor)
     shares = _shares(problem)
-    too_low, enough, beyond = 0.0, None, [free]
+    too_low, enough, below, beyond = 0.0, None, None, [free]
     for _ in range(steps):
         weights = shares | dict.fromkeys(sorted(priced), 1.0)
-        judgement, labels = search({value: price * weight for value, weight in weights.items()})
-        if judgement.cost.peak_bytes <= limit:
-            if best is None or judgement.cost.objective_seconds < best[0].cost.objective_seconds:
-                best = judgement, labels
-            enough = price
+        found = search({value: price * weight for value, weight in weights.items()})
+        cost, news, same = found[0].cost, set(found[0].peak.charged) - priced, found[1] == before[1]
+        between = enough is not None and found[1] in (above[1], below[1] if below else None)
+        if cost.peak_bytes <= limit:
+            if best is None or cost.objective_seconds < best[0].cost.objective_seconds:
+                best = found
+            enough, below = price, found
+            if cost.objective_seconds <= free[0].cost.objective_seconds * (1 + BUDGETS.price_tolerance):
+                break
         else:
-            news = set(judgement.peak.alive) - priced
-            if labels != before:
-                beyond.append((judgement, labels))
-            if enough is None and not news and labels == before and price > BUDGETS.price_dear * first:
+            if not same:
+                beyond.append(found)
+            if enough is None and not news and same and price > BUDGETS.price_dear * first:
                 break  # the very same answer at a higher price, where bytes decide alone: no price does better
-            if enough is not None or judgement.cost.peak_bytes < above[0].cost.peak_bytes:
-                above = judgement, labels
+            if enough is not None or cost.peak_bytes < above[0].cost.peak_bytes:
+                above = found
+            factor = factor**2 if same and not news else min(factor**2, BUDGETS.price_factor)
+            between = between and not news  # what had no price so far may change the answer
             priced |= news
             too_low = price
-        before = labels
-        price = price * factor if enough is None else math.sqrt(too_low * enough) if too_low else price / factor
-        factor = min(factor**2, BUDGETS.price_factor)
-        if enough is not None and enough - too_low < 0.2 * enough:
+        before = found
+        if enough is not None and (between or enough - too_low < 0.2 * enough):
             break
+        price = price * factor if below is None else _between(too_low, enough or price, above, below)
     return _Tried(best, above, priced, enough or too_low, beyond)
+
+
+def _between(too_low: float, enough: float, above: Answer, below: Answer) -> float:
+    """The next price between one that is too low (0.0: none is known) and one that is enough.
+
+    The one at which the answers on both sides cost the same finds one between them, if any price does.
+    """
+    seconds, nbytes = (
+        getattr(below[0].cost, of) - getattr(above[0].cost, of) for of in ("objective_seconds", "peak_bytes")
+    )  # fmt: skip
+    tie = -seconds / nbytes if nbytes else 0.0
+    if too_low < tie < enough and tie > 0.0:
+        return tie
+    return math.sqrt(too_low * enough) if too_low else enough / BUDGETS.price_factor
 
 
 def _even_price(found: Answer) -> float:
@@ -169,10 +202,16 @@ def _even_price(found: Answer) -> float:
 
 
 def _shares(problem: Problem) -> dict[int, float]:
-    """Per stored value the share of the program in which it is alive: the weight of its bytes until it is part of a peak.
+    """Per stored value, and per op that may keep its partial result, the share of the program in which it is alive.
+
+    That is the weight of its bytes until it is part of a peak.
 
     Without any weight, values of no peak so far would grow wherever that saves bytes of others.
     """
     lives = problem.facts.lifetimes
     shares = (lives.dies - lives.born) / max(lives.moments, 1)
-    return dict(sorted(zip(lives.values, shares.tolist(), strict=True)))
+    rules = ((op, problem.rules[op]) for op in leading_variables(problem))
+    sums = [op for op, rule in rules if rule is not None and any(factor.kind == "reduction" for factor in rule.factors)]
+    last = max((lives.ends[op] for op in sums), default=0)
+    partials = {~op: (last - lives.starts[op]) / max(lives.moments, 1) for op in sums}
+    return partials | dict(sorted(zip(lives.values, shares.tolist(), strict=True)))

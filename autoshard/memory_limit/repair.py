@@ -133,7 +133,7 @@ class Repair:
         """Other labels of single variables, on one axis each, best first: by time gained where the answer fits, else by bytes saved."""
         judgement, labels = found
         fits = judgement.cost.peak_bytes <= self.limit
-        bytes_of = dict.fromkeys(sorted(judgement.peak.alive), 1.0)
+        bytes_of = dict.fromkeys(judgement.peak.charged, 1.0)
         changes: list[tuple[float, int, int, int]] = []
         domains = []
         for axis in range(len(self.problem.mesh.axes)):

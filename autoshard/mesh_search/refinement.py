@@ -27,6 +27,7 @@ def refined(
     least_gain: float,
     placed: Callable[[Mesh], Sequence[Problem]],
     progress: Progress = silent,
+    price: float = 0.0,
 ) -> tuple[Problem, Hints] | None:
     """A problem of more axes on which a descent finds a smaller objective, with hints that start there; None: there is none.
 
@@ -37,6 +38,8 @@ def refined(
         least_gain: the relative gain in the objective that is worth a search.
         placed: from a mesh to its problems, one a placement.
         progress: a callback.
+        price: seconds a byte, where the memory limit binds. Searches under prices take many times one without: there the judged makespan,
+            with the peak at this price, has to be less by the gain, too.
     """
     if labels is None:
         labels, _ = _descended(problem, problem.start(), progress)
@@ -48,7 +51,16 @@ def refined(
         settled, cost = _descended(other, start, progress)
         if cost <= least:
             best, least = (other, Hints(start=tuple(settled))), cost
-    return best
+    if best is None or not price:
+        return best
+    ours, theirs = _priced_makespan(problem, labels, price), _priced_makespan(best[0], best[1].start or (), price)
+    return best if theirs <= ours * (1 - least_gain) else None
+
+
+def _priced_makespan(problem: Problem, labels: Sequence[Label], price: float) -> float:
+    """The judged makespan of labels, with the bytes of their peak charged."""
+    cost = problem.evaluate(problem.assignment(labels)).cost
+    return cost.makespan_seconds + price * cost.peak_bytes
 
 
 def _refined_mesh(

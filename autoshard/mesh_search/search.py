@@ -1,10 +1,11 @@
 """Branch and bound over meshes: one problem a mesh, of which those with too great a lower bound are cut.
 
 *Objective.* The least judged makespan. *Ties.* The earlier mesh. *Order.* Meshes of fewest axes first, since their tables are small and
-simple meshes are preferable; of equally many axes, those of the least lower bound after two sweeps of message passing; of equal bounds, the
-most balanced mesh. *Cuts.* A mesh is searched only if its lower bound, after a few more sweeps, is below the least objective found by the
-least gain that is worth a search (`Budgets.least_gain`). *Refinement.* Unless the user named the axes, those of the best mesh are split at
-last (`autoshard.mesh_search.refinement`), and the finer mesh is searched like any other.
+simple meshes are preferable, but those of a far greater bound than others last; of equally many axes, those of the least lower bound after
+two sweeps of message passing; of equal bounds, the most balanced mesh. *Cuts.* A mesh is searched only if its lower bound, after a few more
+sweeps, is below the least objective found by the least gain that is worth a search (`Budgets.least_gain`). *Refinement.* Unless the user
+named the axes, those of the best mesh are split at last (`autoshard.mesh_search.refinement`), and the finer mesh is searched like any
+other.
 
 *Guarantee.* On a cut mesh every assignment costs at least the least objective found, less that gain. Its makespan may still be less, where
 more of its communication hides behind compute than of the best answer's: cuts are exact in the objective, which searchers minimise and
@@ -194,7 +195,7 @@ class _Search:
             first, mesh = firsts[number], self.problems[number].mesh
             known = least > 0.0 and first < float("inf")
             steps = (first / least - 1) // BUDGETS.least_gain if known else first  # bounds less than a gain apart count as equal
-            return len(mesh.axes), steps, max(mesh.sizes), number
+            return float(first > BUDGETS.far_bound * least), len(mesh.axes), steps, max(mesh.sizes), number
 
         return sorted(numbers, key=rank)
 

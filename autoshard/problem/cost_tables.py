@@ -12,6 +12,7 @@ from functools import reduce
 
 import numpy as np
 
+from autoshard.compilers.all_reduce_combiner import is_formed
 from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.cost.reshard import Step
 from autoshard.errors import ShardingError
@@ -104,6 +105,7 @@ class CostTables:
         self._followers: dict[tuple[int, Label], tuple[Choice, ...]] = {}  # by kind and label
         self._layouts: dict[tuple[int, Label, int], Layout] = {}  # by kind, label and slot
         self._coupling_tables: dict[tuple[int, CostedDomain, CostedDomain], np.ndarray] = {}  # by number and domains
+        self._kept: dict[CostedDomain, np.ndarray] = {}
         self._distinct: dict[tuple[tuple[int, ...], int], np.ndarray] = {}  # the first of equal tables, by shape and hash
 
     # -- domains ---------------------------------------------------------------------------------------------------
@@ -199,6 +201,22 @@ class CostTables:
             steps = () if communicating.isdisjoint(factors) else model.own_steps(self.facts, op, label)
             which.append(distinct.setdefault(steps, len(distinct)))
         return np.array(seconds), tuple(distinct), np.array(which, dtype=np.int64)
+
+    def kept_partials(self, variable: int, domain: CostedDomain) -> np.ndarray:
+        """The bytes ``(n,)`` of a leader's partial result that a device keeps until all such are combined, by the labels of its domain.
+
+        So are those of which compilers form no reduce_scatter (`autoshard.compilers.buffer_assignment.stored_partials`).
+        """
+        if (kept := self._kept.get(domain)) is None:
+            op = self.facts.graph.walk()[self.decisions.variables[variable].leader]
+            kept = self._kept[domain] = np.array([self._kept_whole(op, label) for label in domain.labels])
+        return kept
+
+    def _kept_whole(self, op: Op, label: Label) -> float:
+        step = next(iter(self.model.reduction_path(self.facts, op, label, 0)), None)
+        if step is None or step.kind != "reduce_scatter":
+            return 0.0
+        return 0.0 if is_formed(self.facts.graph.values[op.results[0]], step, self.model.mesh.sizes) else step.nbytes
 
     def _own_seconds(self, steps: tuple[Step, ...]) -> float:
         """The seconds of an op's own collectives."""

@@ -26,6 +26,10 @@ from autoshard.problem.variables import Pin, decisions_of
 Fact = TypeVar("Fact")
 
 
+Charge = tuple[int, int, int, float]
+"""What a price of bytes is on: variable, slot (-1: the partial result of its leader), rank and bytes of the whole array."""
+
+
 class Observer(Protocol):
     """A receiver of the answers and hints that a search comes to on its way."""
 
@@ -200,7 +204,8 @@ class Problem:
         Args:
             free: the free mesh axes.
             labels: the present label of every variable.
-            prices: per value number, seconds charged for each byte of it on a device (a Lagrange multiplier).
+            prices: seconds charged for each byte on a device (Lagrange multipliers), of values by their numbers, of the partial result that
+                an op keeps whole by ``~op``.
         """
         free = tuple(free)
         domains = self.costs.domains_of(labels, free)
@@ -226,14 +231,29 @@ class Problem:
             prices: as in `tables`.
         """
         charged: dict[tuple, tuple[np.ndarray, np.ndarray]] = {}  # by identities; the value keeps its key's table alive
-        for value, price in prices.items():
-            one = self.graph.values[value]
-            for variable, slot in self.places(value):
-                numbers = domains[variable].slots[slot]
-                key = id(unary[variable]), id(numbers), one.shape, one.itemsize, price
+        for buffer, price in prices.items():
+            for charge in self.charges(buffer):
+                variable, slot = charge[:2]
+                domain = domains[variable]
+                key = id(unary[variable]), id(domain.slots[slot] if slot >= 0 else domain), charge[2:], price
                 if key not in charged:
-                    charged[key] = unary[variable], unary[variable] + price * self.device_bytes(value, numbers)
+                    charged[key] = unary[variable], unary[variable] + price * self.charged_bytes(charge, variable, domain)
                 unary[variable] = charged[key][1]
+
+    def charges(self, buffer: int) -> list[Charge]:
+        """What a price is on: every place that stores a value, or the partial result of an op, given as ``~op``."""
+        if buffer < 0:
+            variable = self.cached_for_all_meshes(leading_variables).get(~buffer)
+            return [] if variable is None else [(variable, -1, 0, 0.0)]
+        one = self.graph.values[buffer]
+        return [(variable, slot, one.rank, one.nbytes) for variable, slot in self.places(buffer)]
+
+    def charged_bytes(self, charge: Charge, variable: int, domain: CostedDomain) -> np.ndarray:
+        """The bytes on a device ``(n,)`` that a charge is for, by the labels of a variable's domain."""
+        _, slot, rank, nbytes = charge
+        if slot < 0:
+            return self.costs.kept_partials(variable, domain)
+        return nbytes / _shards_by_number(rank, self.mesh.sizes)[domain.slots[slot]]
 
     def cost_of(self, labels: Sequence[Label], prices: Mapping[int, float] | None = None) -> float:
         """The tables' cost of some labels, in seconds: the objective less `fixed_seconds`."""
@@ -288,9 +308,13 @@ class Problem:
     def evaluate(self, assignment: Assignment) -> Judgement:
         """The judge's figures of an assignment."""
         judgement = evaluate(self.facts, self.model, assignment)
+        self.tell(judgement)
+        return judgement
+
+    def tell(self, judgement: Judgement) -> None:
+        """Tells the observer, if there is one, of an assignment that was judged."""
         if self.observer is not None:
             self.observer.judged(judgement)
-        return judgement
 
     def note(self, labels: Sequence[Label]) -> None:
         """Tells the observer, if there is one, the answer that the search would return if it ended now."""
@@ -347,6 +371,11 @@ def _split_evenly(problem: Problem) -> float:
                 least[alike] = problem.model.least_op_seconds(problem.facts, op)
             total += op.trips * least[alike]
     return total
+
+
+def leading_variables(problem: Problem) -> dict[int, int]:
+    """The variable that each op leads, by the op's index."""
+    return {variable.leader: number for number, variable in enumerate(problem.decisions.variables) if variable.leader >= 0}
 
 
 def _other_places(problem: Problem) -> dict[int, list[tuple[int, int]]]:

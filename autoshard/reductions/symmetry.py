@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,7 +20,8 @@ from autoshard.inference.model import Messages, Pair
 from autoshard.inference.trw_s import MessagePassing
 from autoshard.ir import Assignment
 from autoshard.problem import Label, Problem, Tables
-from autoshard.problem.problem import Fact
+from autoshard.problem.cost_tables import CostedDomain
+from autoshard.problem.problem import Charge, Fact
 from autoshard.problem.variables import Coupling
 
 Part = TypeVar("Part")
@@ -81,6 +82,8 @@ class Quotient(Problem):
         self.whole = whole
         self.classes = classes
         _, self._firsts = np.unique(classes, return_index=True)
+        self._charges_of: dict[int, tuple[Charge, ...]] = {}
+        self._charged: list[Any] = []  # the last prices, and their sums by charge
         super().__init__(whole.facts, whole.model, whole.pins, whole.memory_limit_bytes, whole, whole.observer)
 
     @property
@@ -153,7 +156,7 @@ class Quotient(Problem):
     # -- as any problem --------------------------------------------------------------------------------------------
 
     def start(self) -> list[Label]:
-        return self.project(self.whole.start())
+        return [self.whole.costs.replicated(int(variable)) for variable in self._firsts]
 
     def allows(self, variable: int, label: Label) -> bool:
         return self.whole.allows(int(self._firsts[variable]), label)
@@ -177,14 +180,28 @@ class Quotient(Problem):
                 pair, table = ((a, b), one) if a < b else ((b, a), one.T)
                 pairs[pair] = pairs[pair] + count * table if pair in pairs else count * table
         if prices:
-            numbers, free_of_charge = self.classes.tolist(), [np.zeros(len(domain.labels)) for domain in domains]
-            charges = [free_of_charge[number] for number in numbers]
-            whole.charge(charges, [domains[number] for number in numbers], prices)
-            for number, charge in zip(numbers, charges, strict=True):
-                if charge is not free_of_charge[number]:
-                    unary[number] = unary[number] + charge
+            self._charge(unary, domains, prices)
         incumbent = np.array([domain.position(label) for domain, label in zip(domains, labels, strict=True)], dtype=np.int64)
         return Tables(tuple(unary), pairs, tuple(domain.labels for domain in domains), incumbent)
+
+    def _charge(self, unary: list[np.ndarray], domains: Sequence[CostedDomain], prices: Mapping[int, float]) -> None:
+        """Adds prices of bytes to unary tables: equal buffers of a class are charged once, at the sum of their prices."""
+        if not self._charged or self._charged[0] is not prices:
+            sums: dict[Charge, float] = {}
+            for charged, price in prices.items():
+                for charge in self._charges(charged):
+                    sums[charge] = sums.get(charge, 0.0) + price
+            self._charged[:] = prices, sums  # searches ask for the tables of several axes under the same prices
+        for charge, price in self._charged[1].items():
+            number, domain = charge[0], domains[charge[0]]
+            unary[number] = unary[number] + price * self.whole.charged_bytes(charge, int(self._firsts[number]), domain)
+
+    def _charges(self, charged: int) -> tuple[Charge, ...]:
+        """What a price of the whole problem is on, with classes for variables."""
+        if (found := self._charges_of.get(charged)) is None:
+            found = tuple((int(self.classes[variable]), *rest) for variable, *rest in self.whole.charges(charged))
+            self._charges_of[charged] = found
+        return found
 
     def whole_tables(self) -> Tables:
         return self.tables(range(len(self.mesh.axes)), self.start())

@@ -9,6 +9,8 @@ cluster waits for all collectives but permutes, the objective is within `Budgets
 the objective. No other objective can be less by more than that, and no other makespan by more than its hidden permutes and the collectives
 that compilers combine or narrow.
 
+*Last resort.* Where no member finds anything within the memory limit, integer programming searches, if the problem is small.
+
 *Hidden communication.* The objective charges all communication, the makespan only its exposed part. So where no answer is settled and some
 communication is hidden, recursive programming runs once more, with each kind of collective charged the share of its seconds that is exposed
 in all answers together. Its answer is one more for the judge; its bound is not one of the objective.
@@ -16,6 +18,7 @@ in all answers together. Its answer is one more for the judge; its bound is not 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -33,6 +36,7 @@ from autoshard.progress import Progress, part, silent
 from autoshard.render import format_percent
 from autoshard.search.baselines import DataParallel, FullySharded
 from autoshard.search.dynamic_programming import DynamicProgramming
+from autoshard.search.integer_programming import IntegerProgramming
 from autoshard.search.recursive_programming import RecursiveProgramming
 from autoshard.search.searcher import Searcher, Solution
 from autoshard.search.tensor_parallel import TensorParallel
@@ -47,6 +51,15 @@ MEMBERS: tuple[Searcher, ...] = (
     TensorParallel(),
 )
 
+# Limits of work and not of time, so that equal problems get equal answers on any machine.
+LAST_RESORT = IntegerProgramming(
+    time_limit_seconds=math.inf,
+    gap=BUDGETS.least_gain,
+    max_problem_entries=BUDGETS.last_resort_entries,
+    max_nodes=BUDGETS.last_resort_nodes,
+    max_rounds=BUDGETS.last_resort_rounds,
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Auto(Searcher):
@@ -54,6 +67,7 @@ class Auto(Searcher):
 
     Attributes:
         members: the searchers to run, in order.
+        last_resort: the searcher that runs where no member finds anything within the memory limit.
     """
 
     name: ClassVar[str] = "auto"
@@ -61,6 +75,11 @@ class Auto(Searcher):
     includes_baselines: ClassVar[bool] = True
 
     members: tuple[Searcher, ...] = MEMBERS
+    last_resort: Searcher = LAST_RESORT
+
+    def limited(self, seconds: float) -> Auto:
+        """The portfolio with the time limit given to the last resort too, which calls no progress callback while it solves a model."""
+        return replace(self, last_resort=self.last_resort.limited(seconds))
 
     def solve(self, problem: Problem, progress: Progress = silent, hints: Hints = NO_HINTS) -> Solution:
         """The answer of least makespan; its notes name the member that found it, and the members that were beyond their limits.
@@ -79,14 +98,18 @@ class Auto(Searcher):
             own = part(progress, number * share, share)
             own(member.name, 0.0)
             try:
-                found.append((member.solve(problem, own, hints), member))
-                hints = found[-1][0].hints
+                least = min((solution.judgement.cost.objective_seconds for solution, _ in found), default=hints.least)
+                known = hints if member.automatic else replace(hints, least=min(least, hints.least))
+                found.append((member.solve(problem, own, known), member))
+                hints = replace(found[-1][0].hints, least=hints.least)
             except SearchLimitError as error:
                 too_large.append(error)
             except InfeasibleError as error:
                 if error.proven:
                     raise
                 refused.append(error)
+        if not found and refused:
+            found += _last_resort(self.last_resort, problem, progress, hints)
         if not any(_settled(problem, solution) for solution, _ in found):
             last = part(progress, len(self.members) * share, share)
             found += self._with_exposed_shares(problem, [solution.judgement.cost for solution, _ in found], last, hints)
@@ -157,6 +180,12 @@ class Auto(Searcher):
             charged = ", ".join(f"{kind} at {format_percent(share)}" for kind, share in sorted(shares.items()))
             note = f"searched with the communication that hides behind compute left out: {charged} of its seconds"
             yield replace(solution, judgement=judgement, lower_bound_seconds=bound, notes=(*solution.notes, note)), member
+
+
+def _last_resort(member: Searcher, problem: Problem, progress: Progress, hints: Hints) -> Iterator[tuple[Solution, Searcher]]:
+    """The answer of another searcher to a problem for which no member found one within the memory limit, if there is one."""
+    with suppress(InfeasibleError, SearchLimitError):
+        yield member.solve(problem, progress, hints), member
 
 
 def _of(found: int, refused: int) -> str:

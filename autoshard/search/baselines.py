@@ -61,11 +61,39 @@ class FullySharded(Searcher):
         """The assignment of the stage."""
         started = time.perf_counter()
         progress("propagating the batch", 0.0)
+        limit, alone = problem.memory_limit_bytes, problem.cached(_parameter_bytes) if self.stage < 3 else 0.0
+        if limit is not None and alone > limit:
+            raise InfeasibleError(
+                f"a strategy must fit {format_bytes(limit)} a device, and the parameters alone, which this baseline replicates, take "
+                f"{format_bytes(alone)}. Use searcher='auto', more devices, or a higher memory limit."
+            )
+        return _solution(problem, problem.cached(_Stage(self.stage)), started, hints)
+
+
+def _parameters(problem: Problem) -> tuple[Propagation, set[int]]:
+    """The propagation of the batch, its choices frozen, and the state that the step computes with."""
+    run = split_batch(problem)
+    run.frozen = {op for op, choice in run.choices.items() if any(factor >= 0 for factor, _ in choice)}
+    return run, _state(problem) & _used_with_the_batch(problem, run)
+
+
+def _parameter_bytes(problem: Problem) -> float:
+    """The bytes of the parameters that stages 1 and 2 leave whole on each device."""
+    run, parameters = _parameters(problem)
+    whole = (value for value in parameters if value not in problem.pins and all(dim < 0 for dim in run.layout(value)))
+    return sum(problem.graph.values[value].nbytes for value in whole)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """A stage of ZeRO as a function of a problem: its judgement."""
+
+    stage: int
+
+    def __call__(self, problem: Problem) -> Judgement:
         graph = problem.graph
-        run = split_batch(problem)
-        run.frozen = {op for op, choice in run.choices.items() if any(factor >= 0 for factor, _ in choice)}
+        run, parameters = _parameters(problem)
         state = _state(problem)
-        parameters = state & _used_with_the_batch(problem, run)
         sharded = state if self.stage == 3 else state - parameters
         run.seed({
             value: _pinned(problem, value, _most_sharded(problem, value)) for value in graph.arguments if value in sharded
@@ -78,10 +106,11 @@ class FullySharded(Searcher):
             run.scatter()
         run.forward()
         run.gather_before_casts()
-        return _solution(problem, problem.evaluate(run.assignment()), started, hints)
+        return problem.evaluate(run.assignment())
 
 
 def _solution(problem: Problem, judgement: Judgement, started: float, hints: Hints) -> Solution:
+    problem.tell(judgement)  # which may be from an earlier search
     limit = problem.memory_limit_bytes
     if limit is not None and judgement.cost.peak_bytes > limit:
         raise InfeasibleError(

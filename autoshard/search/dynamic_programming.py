@@ -105,8 +105,8 @@ class DynamicProgramming(Searcher):
         found = fitted(problem, run.optimum, self.price_steps, low_memory_starts, hints=hints)
         if found.above is None:
             found, bound = run.proven(found)
-        elif found.judgement.cost.objective_seconds > hints.least * (1 - self.tolerance):
-            bound = problem.compute_bound() - problem.fixed_seconds()  # a better one would not be worth its time
+        elif found.judgement.cost.objective_seconds > hints.least * BUDGETS.near_makespan:  # such an answer's makespan is hardly the least
+            bound = problem.compute_bound() - problem.fixed_seconds()
         else:
             bound = run.dual_bound(found, found.above)
         judgement, hints = found.judgement, replace(run.hints, price=found.price)

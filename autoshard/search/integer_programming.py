@@ -67,6 +67,9 @@ class IntegerProgramming(Searcher):
         max_problem_entries: the most entries of all pair tables together.
         max_variables: the most variables of a model.
         max_sweeps: the most sweeps of message passing.
+        max_nodes: of branch and bound, in one model; None: as many as there is time for.
+        max_rounds: the most models solved; None: as many as there is time for. With both limits and an infinite time limit, answers do not
+            depend on the machine.
     """
 
     name: ClassVar[str] = "integer_programming"
@@ -77,6 +80,8 @@ class IntegerProgramming(Searcher):
     max_problem_entries: int = 1 << 24
     max_variables: int = 1 << 20
     max_sweeps: int = 60
+    max_nodes: int | None = None
+    max_rounds: int | None = None
 
     def solve(self, problem: Problem, progress: Progress = silent, hints: Hints = NO_HINTS) -> Solution:
         """The optimum within the memory limit, or the best found in time; see the module.
@@ -128,8 +133,7 @@ class _Run:
                 "Use more devices, a smaller batch, rematerialisation, or a higher memory limit.",
                 self.smallest_peak,
             )
-        given = f"{self.searcher.time_limit_seconds:g} s"
-        late = f"integer programming's {given} were over before its bound reached its answer: a longer time_limit_seconds may close the gap"
+        late = f"integer programming's {self._given()} before its bound reached its answer: a higher limit may close the gap"
         is_open = bound < self.best.cost.objective_seconds * (1 - self.searcher.gap) / (1 + BUDGETS.rounding)
         return Solution(
             judgement=self.best,
@@ -185,8 +189,9 @@ class _Run:
         bound = 0.0
         while True:
             left = max(self.until - time.perf_counter(), 0.0)
-            self.progress("integer program", 1.0 - left / self.searcher.time_limit_seconds)
-            answer = model.solved(self.rows, max(left, 0.1), self.searcher.gap)
+            given = self.searcher.time_limit_seconds
+            self.progress("integer program", 0.0 if math.isinf(given) else 1.0 - left / given)
+            answer = model.solved(self.rows, max(left, 0.1), self.searcher.gap, self.searcher.max_nodes)
             self.rounds += 1
             bound = max(bound, fixed + answer.bound)
             if answer.labels is None:
@@ -204,19 +209,28 @@ class _Run:
                 return bound
 
     def _late(self) -> bool:
-        """Whether the time is over.
+        """Whether the time is over, or as many models are solved as may be.
 
         Raises:
-            SearchLimitError: it is, and there is no answer.
+            SearchLimitError: so it is, and there is no answer.
         """
-        if time.perf_counter() <= self.until:
+        if time.perf_counter() <= self.until and not self._all_solved():
             return False
         if self.best is None:
             raise SearchLimitError(
-                f"integer programming had {self.searcher.time_limit_seconds:g} s and found no strategy within the memory limit. "
-                "Use a longer time_limit_seconds, or searcher='recursive_programming'."
+                f"integer programming's {self._given()}, and no strategy within the memory limit was found. "
+                "Use a higher limit, or searcher='recursive_programming'."
             )
         return True
+
+    def _all_solved(self) -> bool:
+        return self.searcher.max_rounds is not None and self.rounds >= self.searcher.max_rounds
+
+    def _given(self) -> str:
+        """The limit that was reached, in words."""
+        if self._all_solved():
+            return f"{self.searcher.max_rounds} models were solved"
+        return f"{self.searcher.time_limit_seconds:g} s were over"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -333,7 +347,7 @@ class Model:
             n_rows += len(own)
         return n_rows
 
-    def solved(self, rows: Sequence[Row], time_limit_seconds: float, gap: float) -> MilpResult:
+    def solved(self, rows: Sequence[Row], time_limit_seconds: float, gap: float, max_nodes: int | None = None) -> MilpResult:
         """The result of HiGHS under memory rows."""
         if not self.kept:
             return MilpResult(np.zeros(0, dtype=np.int64), self.bound)
@@ -359,7 +373,7 @@ class Model:
             "integrality": np.concatenate((np.ones(n_labels), np.zeros(n + 1 - n_labels))),
             "bounds": Bounds(lower, np.ones(n + 1)),  # pyright: ignore[reportArgumentType] (arrays, as documented)
             "constraints": constraints,
-            "options": {"time_limit": time_limit_seconds, "mip_rel_gap": gap},
+            "options": {"time_limit": time_limit_seconds, "mip_rel_gap": gap} | ({} if max_nodes is None else {"node_limit": max_nodes}),
         })  # fmt: skip
         if status == STATUS_INFEASIBLE:
             return MilpResult(None, math.inf)

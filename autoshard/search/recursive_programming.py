@@ -23,15 +23,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
 
 from autoshard.budgets import BUDGETS
-from autoshard.errors import SearchLimitError
+from autoshard.errors import InfeasibleError, SearchLimitError
 from autoshard.inference.elimination import Eliminator
 from autoshard.inference.reduced_cost_fixing import ReducedCostFixing
+from autoshard.judge.evaluate import Judgement
 from autoshard.judge.model import CostModel
 from autoshard.memory_limit.lagrangian import Fitted, fitted
 from autoshard.memory_limit.repair import Answer
@@ -91,6 +93,8 @@ class RecursiveProgramming(Searcher):
             judgement, labels = run.descend({})
             if limit is None or judgement.cost.peak_bytes <= limit:
                 return run, Fitted(judgement, labels)
+            with suppress(InfeasibleError):
+                return run, fitted(problem, run.descend, self.price_steps, low_memory_starts, hints=hints)
         run = Descent(self, problem, progress, start=hints.start)
         try:
             return run, fitted(problem, run.descend, self.price_steps, low_memory_starts, hints=hints)
@@ -104,6 +108,7 @@ class Descent:
 
     Attributes:
         start: labels, of the whole problem, from which one more descent begins; None: none does.
+        judged: judgements by labels.
     """
 
     def __init__(
@@ -120,6 +125,7 @@ class Descent:
         self.eliminate = Eliminator(searcher.max_entries)
         self.fixing = fixing
         self.start = start
+        self.judged: dict[tuple[Label, ...], Judgement] = {}
         self.n_free_variables = self.width = self.sweeps = 0
 
     def descend(self, prices: Mapping[int, float]) -> Answer:
@@ -129,7 +135,9 @@ class Descent:
         if self.start is not None:
             other = self.settle(problem.project(self.start), prices)
             labels = min(labels, other, key=lambda found: problem.cost_of(found, prices))
-        return problem.evaluate(problem.assignment(labels)), problem.invert(labels)
+        if (key := tuple(labels)) not in self.judged:  # other prices often have the same answer
+            self.judged[key] = problem.evaluate(problem.assignment(labels))
+        return self.judged[key], problem.invert(labels)
 
     def settle(self, labels: list[Label], prices: Mapping[int, float]) -> list[Label]:
         """Labels that no single axis can improve, from given ones."""
