@@ -88,7 +88,7 @@ class Budgets:
     judged_ops: int = 100_000
     judged_most: int = 128
     judged_mixtures: int = 6
-    price_dear: float = 1e6
+    price_dear: float = 100
     price_factor: float = 4.0
     price_factor_known: float = 1.25
     price_tolerance: float = 1e-4

@@ -171,7 +171,6 @@ def _by_prices(problem: Problem, search: Priced, free: Answer, steps: int, known
                 break  # the very same answer at a higher price, where bytes decide alone: no price does better
             if enough is not None or cost.peak_bytes < above[0].cost.peak_bytes:
                 above = found
-            factor = factor**2 if same and not news else min(factor**2, BUDGETS.price_factor)
             between = between and not news  # what had no price so far may change the answer
             priced |= news
             too_low = price
@@ -179,6 +178,7 @@ def _by_prices(problem: Problem, search: Priced, free: Answer, steps: int, known
         if enough is not None and (between or enough - too_low < 0.2 * enough):
             break
         price = price * factor if below is None else _between(too_low, enough or price, above, below)
+        factor = min(factor**2, BUDGETS.price_factor)
     return _Tried(best, above, priced, enough or too_low, beyond)
 
 
