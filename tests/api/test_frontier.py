@@ -51,7 +51,7 @@ def test_no_baseline_beats_any_of_them(mlp):
 
 
 def test_the_limit_is_kept_and_within_picks_from_it(mlp):
-    """Nothing lies above the limit; within gives the fastest below another one, or names the smallest peak; a refused front names one near it."""
+    """Nothing lies above the limit; within gives the fastest below another one; refusals name the smallest peak, or one near it."""
     fn, args = PROGRAMS["mlp"]()
     limit = (mlp[0].cost.peak_bytes + mlp[-1].cost.peak_bytes) / 2
     assert all(peak <= limit for peak, _ in costs(autoshard.frontier(fn, *args, memory_limit_bytes=limit, **OPTIONS)))
