@@ -21,18 +21,20 @@ from autoshard.cluster import Cluster
 from autoshard.cost.collectives import Communication
 from autoshard.cost.record import Cost
 from autoshard.errors import InfeasibleError, ShardingError, TraceError
-from autoshard.ir import Mesh, shards
+from autoshard.ir import Layout, Mesh, shards
 from autoshard.judge.evaluate import evaluate
 from autoshard.judge.model import CostModel
 from autoshard.lower import STAGE_AXIS
 from autoshard.microbatch import divisors
 from autoshard.pipeline import Stage, Staged, stages_of
 from autoshard.pipeline.figures import StageFigures, stage_figures
+from autoshard.pipeline.micro import loop_of
 from autoshard.pipeline.schedule import SCHEDULES, PieceSeconds, Schedule, in_flight, schedule_of, simulate
 from autoshard.pipeline.tasks import joins_tasks
 from autoshard.problem import Problem
 from autoshard.progress import Progress, part
 from autoshard.render import format_bytes
+from autoshard.rules import rules_of
 from autoshard.strategy import PipelineRecord, Program, Provenance, Record, SearcherRecord, StageRecord, TensorRecord
 from autoshard.trace import Traced
 
@@ -42,9 +44,11 @@ MICROBATCHES = (1, 2, 4)  # times the stages: numbers that are tried where none 
 
 
 class StageSearch(Protocol):
-    """The search of one stage's program: a strategy on a mesh, or on any, within a memory limit."""
+    """The search of one stage's program: a strategy on a mesh, or on any, with some layouts fixed, within a memory limit."""
 
-    def __call__(self, stage: Stage, mesh: Mesh | None, limit: float, progress: Progress) -> tuple[Strategy, Problem]: ...
+    def __call__(
+        self, stage: Stage, mesh: Mesh | None, fixed: Mapping[int, Layout], limit: float, progress: Progress
+    ) -> tuple[Strategy, Problem]: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -198,12 +202,10 @@ class _Planner:
         """The plan on the mesh of least step time."""
         if self.asked.mesh is not None:
             return self._plan(self.asked.mesh)
-        free = self._stages(None)
-        meshes = dict.fromkeys(_unplaced(found.strategy.record.mesh) for found in free)
-        if len(meshes) == 1:
-            return self._timed(free, next(iter(meshes)))
+        stages = self.staged.stages
+        free = [self._stage(stage, None, {}, part(self.progress, k / len(stages), 1 / len(stages))) for k, stage in enumerate(stages)]
         plans, failure = [], None
-        for mesh in meshes:
+        for mesh in dict.fromkeys(_unplaced(found.strategy.record.mesh) for found in free):
             try:
                 plans.append(self._plan(mesh))
             except InfeasibleError as error:
@@ -214,22 +216,26 @@ class _Planner:
         return min(plans, key=lambda plan: plan.makespan_seconds)
 
     def _plan(self, mesh: Mesh) -> _Plan:
-        return self._timed(self._stages(mesh), mesh)
+        """The plan on one mesh. What a stage sends has the layout in which another one reads it, so that no device waits for the host."""
+        known: dict[tuple, Layout] = {}
+        found = []
+        for k, stage in enumerate(self.staged.stages):
+            values = _message_values(stage)
+            fixed = {value: known[key] for value, key in values.items() if key in known}
+            fixed |= {inner: _inside(fixed[value]) for value, inner in _slices(stage).items() if value in fixed}
+            n = len(self.staged.stages)
+            found.append(self._stage(stage, mesh, fixed, part(self.progress, k / n, 1 / n)))
+            layout = found[-1].strategy.record.assignment.layout
+            known |= {key: layout(value) for value, key in values.items() if key not in known}
+        return _Plan(self.staged, self.schedule, tuple(found), mesh)
 
-    def _timed(self, stages: Sequence[_Found], mesh: Mesh) -> _Plan:
-        return _Plan(self.staged, self.schedule, tuple(stages), mesh)
-
-    def _stages(self, mesh: Mesh | None) -> list[_Found]:
-        n = len(self.staged.stages)
-        return [self._stage(stage, mesh, part(self.progress, k / n, 1 / n)) for k, stage in enumerate(self.staged.stages)]
-
-    def _stage(self, stage: Stage, mesh: Mesh | None, progress: Progress) -> _Found:
+    def _stage(self, stage: Stage, mesh: Mesh | None, fixed: Mapping[int, Layout], progress: Progress) -> _Found:
         """A stage's strategy within what the microbatches in flight leave of the memory."""
         number = stage.number % self.asked.n_parts
         share = self.asked.limit / self.asked.chunks
         limit, smallest = share, math.inf
         for _ in range(TRIES):
-            strategy, problem = self._searched(stage, mesh, limit, progress)
+            strategy, problem = self._searched(stage, mesh, fixed, limit, progress)
             record = strategy.record
             model = CostModel(self.part, record.mesh)
             judgement = evaluate(problem.facts, model, record.assignment)
@@ -250,16 +256,20 @@ class _Planner:
             smallest,
         )
 
-    def _searched(self, stage: Stage, mesh: Mesh | None, limit: float, progress: Progress) -> tuple[Strategy, Problem]:
+    def _searched(
+        self, stage: Stage, mesh: Mesh | None, fixed: Mapping[int, Layout], limit: float, progress: Progress
+    ) -> tuple[Strategy, Problem]:
         graph = stage.traced.graph
-        key = graph.fingerprint, graph.donated, graph.aliases, graph.argument_paths, mesh, limit
+        key = graph.fingerprint, graph.donated, graph.aliases, graph.argument_paths, mesh, tuple(fixed.items()), limit
         if key not in self.known:
-            self.known[key] = self._named(stage, mesh, limit, progress)
+            self.known[key] = self._named(stage, mesh, fixed, limit, progress)
         return self.known[key]
 
-    def _named(self, stage: Stage, mesh: Mesh | None, limit: float, progress: Progress) -> tuple[Strategy, Problem]:
+    def _named(
+        self, stage: Stage, mesh: Mesh | None, fixed: Mapping[int, Layout], limit: float, progress: Progress
+    ) -> tuple[Strategy, Problem]:
         try:
-            return self.search(stage, mesh, limit, progress)
+            return self.search(stage, mesh, fixed, limit, progress)
         except InfeasibleError as error:
             raise InfeasibleError(f"stage {stage.number} ({stage.lines}): {error}", error.smallest_peak_bytes, error.proven) from None
 
@@ -272,6 +282,26 @@ class _Planner:
                 nbytes = graph.values[value].nbytes / shards(layout(value), mesh.sizes) / self.schedule.n_microbatches
                 totals[message.backward] += nbytes * len(message.targets)
         return tuple(self.between.seconds("collective_permute", totals[backward], (0,)) for backward in (False, True))
+
+
+def _message_values(stage: Stage) -> dict[int, tuple]:
+    """The messages of the loop by value number of a stage's program, received ones and sent ones."""
+    graph = stage.traced.graph
+    received = zip(graph.arguments[len(stage.arguments) :], stage.receives, strict=True)
+    sent = zip(graph.results[len(stage.results) :], stage.sends, strict=True)
+    return {value: message.key for value, message in (*received, *sent) if message.kind == "loop"}
+
+
+def _slices(stage: Stage) -> dict[int, int]:
+    """Per message that a stage's loop reads, by value number, the slice of it that a microbatch gets."""
+    graph = stage.traced.graph
+    loop = loop_of(graph, rules_of(graph), stage.traced.microbatches)
+    return dict(zip(loop.operands, loop.bodies[0].inputs, strict=True))
+
+
+def _inside(layout: Layout) -> Layout:
+    """The layout of a slice of an array along its first dimension."""
+    return tuple(max(dim - 1, -1) for dim in layout)
 
 
 def _unplaced(mesh: Mesh) -> Mesh:

@@ -34,7 +34,7 @@ from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
 from autoshard.compilers.program_facts import ProgramFacts, program_facts
 from autoshard.errors import InfeasibleError, ShardingError
-from autoshard.ir import Mesh, check_divides, spec_to_layout
+from autoshard.ir import Layout, Mesh, check_divides, spec_to_layout
 from autoshard.ir.naming import matching
 from autoshard.ir.remat import Remat
 from autoshard.judge.evaluate import recomputation
@@ -245,12 +245,15 @@ def _in_stages(
     asked.check(traced.graph.argument_paths)
     until = None if seconds is None else time.perf_counter() + seconds
 
-    def searched(stage: Stage, mesh: Mesh | None, limit: float, progress: Progress) -> tuple[Strategy, Problem]:
+    def searched(
+        stage: Stage, mesh: Mesh | None, fixed: Mapping[int, Layout], limit: float, progress: Progress
+    ) -> tuple[Strategy, Problem]:
         program = stage.traced
         facts = program_facts(program.graph, rules_of(program.graph), compiler_of(cluster))
         pins = user_pins(asked.among(program.graph.argument_paths), program.graph, [], mesh is None)
         first = len(stage.arguments)
-        pins = replace(pins, stacked=tuple(first + k for k, message in enumerate(stage.receives) if message.kind == "loop"))
+        stacked = tuple(first + k for k, message in enumerate(stage.receives) if message.kind == "loop")
+        pins = replace(pins, stacked=stacked, fixed=fixed)
         meshes, _ = meshes_of(part_of, pins, mesh, most)
         counts = {"trace_seconds": 0.0, "n_ops": len(program.graph.walk())}
         prepared = Prepared(program, facts, part_of, meshes, 0, pins, limit, counts)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from autoshard.api.argument_shardings import kept_shardings, quoted, some, spec_words
 from autoshard.errors import ShardingError
-from autoshard.ir import Assignment, Graph, Mesh, check_divides, layout_to_spec, spec_to_layout
+from autoshard.ir import Assignment, Graph, Layout, Mesh, check_divides, layout_to_spec, spec_to_layout
 from autoshard.ir.naming import matches_of, matching
 from autoshard.problem import Pin
 from autoshard.trace import Annotation, axes_of, constraint_spec
@@ -124,6 +124,7 @@ class UserPins:
         batch: by argument position the dimension of the batch; empty where no axes for it are given, or before it was looked for.
         notes: on shardings that are not kept, in words.
         stacked: positions of arguments whose first dimension no axis splits, such as one of microbatches.
+        fixed: layouts of values, on a mesh that is given.
     """
 
     asked: Asked
@@ -134,6 +135,7 @@ class UserPins:
     batch: Mapping[int, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     stacked: tuple[int, ...] = ()
+    fixed: Mapping[int, Layout] = field(default_factory=dict)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -168,6 +170,7 @@ class UserPins:
         for position in self.stacked:
             value = self.graph.arguments[position]
             found[value] = (frozenset(range(-1, self.graph.values[value].rank)) - {0},) * len(mesh.axes)
+        found.update((value, tuple(frozenset((dim,)) for dim in layout)) for value, layout in self.fixed.items())
         for place, spec, _ in constraints(self.graph):
             found[place.value] = _pin(tuple(spec), mesh, self.graph.values[place.value].shape, place.what)
         return found

@@ -7,8 +7,8 @@ without waiting for them, so that stages run at the same time, each in the order
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -23,12 +23,25 @@ from autoshard.pipeline.tasks import Options, Outer, StagePlan, TaskProgram, all
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Send:
-    """A message among the results of a program: the stage that receives it, the position there, and the sharding that it has there."""
+    """A message among the results of a program.
+
+    Attributes:
+        place: its position there.
+        target, position: the stage that receives it, and the position among what that receives.
+        sharding: as it is sent, on the devices of the stage that receives it: JAX sends other shardings by way of the host.
+        rearranged: the program that shards it as it is read there; None where it is sent so.
+    """
 
     place: int
     target: int
     position: int
     sharding: NamedSharding
+    rearranged: Callable | None
+
+    def placed(self, x: Any) -> Any:
+        """The array on the devices that receive it."""
+        x = jax.device_put(x, self.sharding)
+        return x if self.rearranged is None else self.rearranged(x)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,12 +107,15 @@ class Pipelined:
                 for target in message.targets:
                     position = places[target, message.key]
                     sharding = self._programs[target].receive_shardings[position]
-                    self._sends[stage.number][k].append(_Send(0, target, position, sharding))
+                    as_sent = NamedSharding(sharding.mesh, self._programs[stage.number].send_specs[k])
+                    is_same = as_sent.is_equivalent_to(sharding, len(message.shape))
+                    rearranged = None if is_same else jax.jit(lambda x: x, out_shardings=sharding)
+                    self._sends[stage.number][k].append(_Send(0, target, position, as_sent, rearranged))
 
     def _of_program(self, piece: int, sends: Sequence[int]) -> tuple[_Send, ...]:
         """The messages of a program, with their places among what it sends."""
         found = ((place, send) for place, k in enumerate(sends) for send in self._sends[piece][k])
-        return tuple(_Send(place, send.target, send.position, send.sharding) for place, send in found)
+        return tuple(replace(send, place=place) for place, send in found)
 
     def _ordered(self) -> list[_Start]:
         """All tasks in an order in which each comes after what it reads, and each stage's in its schedule's order."""
@@ -239,7 +255,7 @@ class _Call:
             if self.waits:
                 jax.block_until_ready((gives, loop))
             for send in run._of_program(piece, outer.sends):
-                self.messages[send.target][send.position] = jax.device_put(gives[n_results + send.place], send.sharding)
+                self.messages[send.target][send.position] = send.placed(gives[n_results + send.place])
         except Exception as error:
             raise self._failure(piece, "what comes around the loop over microbatches", error) from error
 
@@ -261,7 +277,7 @@ class _Call:
             if self.waits:
                 jax.block_until_ready((self.totals[piece][program.kind], sent, handed))
             for send in start.sends:
-                self.arrived[send.target][send.position, i] = jax.device_put(sent[send.place], send.sharding)
+                self.arrived[send.target][send.position, i] = send.placed(sent[send.place])
         except Exception as error:
             raise self._failure(piece, f"{start.task.kind} of microbatch {i}", error) from error
         if handed:

@@ -9,7 +9,7 @@ makes and another one reads is handed on as each device has it, without any resh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -117,6 +117,7 @@ class StagePrograms:
         tasks: per kind its program; kinds in which nothing is computed are left out.
         argument_shardings, result_shardings: of the stage's arguments and results that are the step's.
         receive_shardings: of the messages that it receives, those of the loop for one microbatch.
+        send_specs: the same of the messages that it sends, on its own mesh.
         passed: per result that is an argument as it is, the argument's position.
     """
 
@@ -126,6 +127,7 @@ class StagePrograms:
     argument_shardings: tuple[NamedSharding, ...]
     result_shardings: tuple[NamedSharding, ...]
     receive_shardings: tuple[NamedSharding, ...]
+    send_specs: tuple[PartitionSpec, ...]
     passed: dict[int, int] = field(default_factory=dict)
 
 
@@ -393,6 +395,12 @@ class _Divided:
         flows = FLOWS["scan"](self.op, self._layout)
         return to_named_sharding(flows.outputs[0][k], len(self.op_shape(k)), self.plan.mesh).spec
 
+    def _send_specs(self) -> Iterator[PartitionSpec]:
+        first = self.n_carry + self.n_stacked
+        for k, message in enumerate(self.stage.sends):
+            inside = message.kind == "loop"
+            yield self._sent_spec(first + k - self.first_sent) if inside else self.out_specs[len(self.stage.results) + k]
+
     def op_shape(self, k: int) -> tuple[int, ...]:
         """The shape of a result of the loop's body, whole."""
         return self.stage.traced.graph.values[self.op.bodies[0].outputs[k]].shape
@@ -429,6 +437,7 @@ class _Divided:
             tuple(shard(spec) for spec in whole[:n_args]),
             tuple(shard(spec) for spec in self.out_specs[:n_results]),
             tuple(receives),
+            tuple(self._send_specs()),
             passed,
         )
 
