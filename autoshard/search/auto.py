@@ -18,7 +18,6 @@ in all answers together. Its answer is one more for the judge; its bound is not 
 
 from __future__ import annotations
 
-import math
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -53,7 +52,7 @@ MEMBERS: tuple[Searcher, ...] = (
 
 # Limits of work and not of time, so that equal problems get equal answers on any machine.
 LAST_RESORT = IntegerProgramming(
-    time_limit_seconds=math.inf,
+    time_limit_seconds=None,
     gap=BUDGETS.least_gain,
     max_problem_entries=BUDGETS.last_resort_entries,
     max_nodes=BUDGETS.last_resort_nodes,

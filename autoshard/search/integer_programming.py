@@ -62,20 +62,20 @@ class IntegerProgramming(Searcher):
     """The integer-programming searcher.
 
     Attributes:
-        time_limit_seconds: of all HiGHS runs together; after it the best answer is returned with its gap.
+        time_limit_seconds: of all HiGHS runs together; after it the best answer is returned with its gap. None: no limit.
         gap: the relative gap at which the search stops.
         max_problem_entries: the most entries of all pair tables together.
         max_variables: the most variables of a model.
         max_sweeps: the most sweeps of message passing.
         max_nodes: of branch and bound, in one model; None: as many as there is time for.
-        max_rounds: the most models solved; None: as many as there is time for. With both limits and an infinite time limit, answers do not
-            depend on the machine.
+        max_rounds: the most models solved; None: as many as there is time for. With both limits and no time limit, answers do not depend
+            on the machine.
     """
 
     name: ClassVar[str] = "integer_programming"
     automatic: ClassVar[bool] = True
 
-    time_limit_seconds: float = 60.0
+    time_limit_seconds: float | None = 60.0
     gap: float = 0.0
     max_problem_entries: int = 1 << 24
     max_variables: int = 1 << 20
@@ -94,7 +94,7 @@ class IntegerProgramming(Searcher):
 
     def limited(self, seconds: float) -> IntegerProgramming:
         """The searcher with a time limit of its own, since HiGHS calls no progress callback."""
-        return replace(self, time_limit_seconds=min(seconds, self.time_limit_seconds))
+        return replace(self, time_limit_seconds=seconds if self.time_limit_seconds is None else min(seconds, self.time_limit_seconds))
 
 
 class _Run:
@@ -169,7 +169,8 @@ class _Run:
 
     def _bound_by_widening(self, tables: Tables, moved: Reparametrisation, fixed: float) -> float:
         """The lower bound from models of ever more labels, until none outside can be part of a better answer, or the time is over."""
-        self.until = time.perf_counter() + self.searcher.time_limit_seconds
+        seconds = self.searcher.time_limit_seconds
+        self.until = math.inf if seconds is None else time.perf_counter() + seconds
         least = bound = fixed + moved.bound
         most = sum(float(table.max()) for table in (*moved.unary, *moved.pairs.values()))  # a slack with which the model has all labels
         slack = 0.0
@@ -190,7 +191,7 @@ class _Run:
         while True:
             left = max(self.until - time.perf_counter(), 0.0)
             given = self.searcher.time_limit_seconds
-            self.progress("integer program", 0.0 if math.isinf(given) else 1.0 - left / given)
+            self.progress("integer program", 0.0 if given is None else 1.0 - left / given)
             answer = model.solved(self.rows, max(left, 0.1), self.searcher.gap, self.searcher.max_nodes)
             self.rounds += 1
             bound = max(bound, fixed + answer.bound)
