@@ -212,7 +212,7 @@ def parallelize(
     interruptible: bool = False,
     confirm: str | Confirm | None = None,
     microbatches: Microbatches = "fit",
-    remat: str | None = None,
+    remat: str | None = "fit",
     stages: int | None = None,
     schedule: str = "1f1b",
     start: Strategy | None = None,

@@ -34,7 +34,7 @@ def best_remat(attempt: Callable[[Remat | None], Found], remat: str | None, opti
     Raises:
         InfeasibleError: nothing fits with any that was tried.
     """
-    if remat is None:
+    if remat in (None, "fit"):
         return attempt(None)
     if remat == "full":
         return attempt(next(reversed(options()), None))
@@ -42,14 +42,44 @@ def best_remat(attempt: Callable[[Remat | None], Found], remat: str | None, opti
     failure: InfeasibleError | None = None
     try:
         found.append(attempt(None))
-        if remat == "fit" or not found[0][1].hints.price:  # memory does not bind: what runs again could only add time
+        if not found[0][1].hints.price:  # memory does not bind: what runs again could only add time
             return found[0]
     except InfeasibleError as error:
         failure = error
-    found += _least_that_fits(attempt, options())
+    try:
+        found += _least_that_fits(attempt, options())
+    except InfeasibleError as error:
+        failure = failure or error
     if not found and failure is not None:
         raise failure
     return min(found, key=lambda each: each[1].judgement.cost.makespan_seconds)
+
+
+def least_remat(attempt: Callable[[Remat | None], Found], options: Callable[[], Sequence[Remat]]) -> Found:
+    """What is found with some recomputation, where nothing fits without.
+
+    Raises:
+        InfeasibleError: there is none, or nothing fits with any.
+    """
+    found = _least_that_fits(attempt, options())
+    if not found:
+        raise InfeasibleError("nothing fits with recomputation.")
+    return min(found, key=lambda each: each[1].judgement.cost.makespan_seconds)
+
+
+def or_refused(error: InfeasibleError, recomputing: Callable[[], Found]) -> Found:
+    """What is found with recomputation; where nothing is, the refusal without it, with what was tried.
+
+    Raises:
+        InfeasibleError: nothing fits.
+    """
+    try:
+        return recomputing()
+    except InfeasibleError as other:
+        if other.smallest_peak_bytes is None:  # there is nothing to compute again
+            raise error from None
+        smallest = min(filter(None, (error.smallest_peak_bytes, other.smallest_peak_bytes)))
+        raise InfeasibleError(f"{error} Nor does it fit where the backward pass computes again what it reads.", smallest) from None
 
 
 def _least_that_fits(attempt: Callable[[Remat | None], Found], options: Sequence[Remat]) -> list[Found]:
@@ -63,7 +93,7 @@ def _least_that_fits(attempt: Callable[[Remat | None], Found], options: Sequence
             last = number - 1
         except InfeasibleError:
             if not found:
-                break
+                raise
             first = number + 1
         except SearchLimitError:
             break

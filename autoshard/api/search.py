@@ -24,7 +24,7 @@ from autoshard.api.meshes import MOST_AXES, check_meshes, fixed_mesh, given_mesh
 from autoshard.api.microbatching import Microbatches, best, checked_number
 from autoshard.api.notes import lowered_otherwise, whole, without_rules
 from autoshard.api.pipelining import Pipeline, check_pipeline, pipelined
-from autoshard.api.recomputing import best_remat, checked_remat
+from autoshard.api.recomputing import best_remat, checked_remat, least_remat, or_refused
 from autoshard.api.start import better, carried, checked
 from autoshard.api.step import Sharded, plain, several
 from autoshard.api.strategy import Strategy, record_of
@@ -80,7 +80,7 @@ def search(
     interruptible: bool = False,
     confirm: str | Confirm | None = None,
     microbatches: Microbatches = "fit",
-    remat: str | None = None,
+    remat: str | None = "fit",
     stages: int | None = None,
     schedule: str = "1f1b",
     plan: str = "sharding",
@@ -120,8 +120,8 @@ def search(
         microbatches: in how many parts of its batch a step computes its gradients, one after the other; they are added up and combined
             over devices once (`autoshard.microbatch`). A number; ``"fit"``: the fewest with which it fits, where nothing does in one;
             ``"auto"``: the fastest of 1, 2, 4 and 8, each searched; None: one. Results are those of the whole batch.
-        remat: what the backward pass computes again rather than to read what the forward pass kept (`autoshard.recompute`). ``"auto"``:
-            what makes the step fit in the least predicted time, if memory binds; ``"fit"``: the same, only where nothing fits otherwise;
+        remat: what the backward pass computes again rather than to read what the forward pass kept (`autoshard.recompute`). ``"fit"``:
+            what makes the step fit in the least predicted time, where nothing fits otherwise; ``"auto"``: the same wherever memory binds;
             ``"full"``: all repeated layers; None: nothing but what the step's own `jax.checkpoint` says. Results stay the same.
         stages: of a pipeline: into how many equal parts the devices are divided, each of which computes a part of the step, microbatch by
             microbatch (`autoshard.pipeline`). Without a number of ``microbatches`` as many, twice and four times as many are tried.
@@ -190,7 +190,16 @@ def search(
         def attempt(n: int) -> tuple[Prepared, Solution, Problem]:
             return best_remat(partial(with_remat, n), remat, options)
 
-        prepared, solution, problem = best(attempt, microbatches, asked.limit, lambda: divisors(asked.traced))
+        def fitting(n: int) -> tuple[Prepared, Solution, Problem]:
+            return least_remat(partial(with_remat, n), options)
+
+        found = partial(best, microbatches=microbatches, limit=asked.limit, numbers=lambda: divisors(asked.traced))
+        try:
+            prepared, solution, problem = found(attempt)
+        except InfeasibleError as error:
+            if remat != "fit":
+                raise
+            prepared, solution, problem = or_refused(error, lambda: found(fitting))
         solving, searching = solution.stats.get("search_seconds", 0.0), time.perf_counter() - started
         stats = {**solution.stats, "solve_seconds": solving, "search_seconds": searching}
         strategies = [prepared.strategy(problem.mesh, replace(solution, stats=stats), chosen)]

@@ -90,9 +90,10 @@ def add(commands) -> None:
     )
     parser.add_argument(
         "--remat",
-        choices=("fit", "auto", "full"),
-        help="compute values of the forward pass again in the backward pass; fit: where nothing fits otherwise; auto: as far as memory "
-        "binds, in the least time; full: all repeated layers",
+        choices=("none", "fit", "auto", "full"),
+        default="fit",
+        help="compute values of the forward pass again in the backward pass; fit (default): where nothing fits otherwise, in microbatches "
+        "either; auto: as far as memory binds, in the least time; full: all repeated layers; none: never",
     )
     parser.add_argument(
         "--stages", metavar="N", type=positive, help="a pipeline: divide the devices into so many parts, each of which computes a stage"
@@ -143,7 +144,7 @@ def run(options: argparse.Namespace) -> int:
             "microbatches": options.microbatches,
         }
         if options.frontier is None:
-            of_time = {"remat": options.remat, "stages": options.stages, "schedule": options.schedule}
+            of_time = {"remat": None if options.remat == "none" else options.remat, "stages": options.stages, "schedule": options.schedule}
             of_time["plan"] = "full" if options.full else "sharding"
             strategy = autoshard.search(function, *arguments, confirm=options.confirm, **of_time, **asked)
         else:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import autoshard
-from autoshard.errors import ShardingError
+from autoshard.errors import InfeasibleError, ShardingError
 from benchmarks import models
 from tests.recompute.test_program import SMALL
 
@@ -29,6 +29,20 @@ def test_a_step_that_fits_only_by_computing_again_is_found_saved_and_lowered(tmp
     read = autoshard.load(tmp_path / "found.json")
     assert read.record.program.remat == found.record.program.remat and plain.remat is None
     assert read.apply(step).lower(*arguments) is not None
+
+
+def test_a_step_that_fits_in_no_microbatches_computes_again_by_itself():
+    """By default what fits nothing else is recomputed; a refusal says that this was tried."""
+    step, arguments = MAKE()
+    common = {"cluster": "cpu:8", "mesh": {"data": 8}, "searcher": "data_parallel", "donate_argnums": 0, "microbatches": None}
+    plain, full = (autoshard.search(step, *arguments, remat=remat, **common).cost.peak_bytes for remat in (None, "full"))
+    found = autoshard.search(step, *arguments, memory_limit_bytes=(plain + full) / 2, **common)
+    assert found.remat == "fit" and found.cost.peak_bytes <= (plain + full) / 2
+    with pytest.raises(InfeasibleError, match="computes again"):
+        autoshard.search(step, *arguments, memory_limit_bytes=full / 4, **common)
+    with pytest.raises(InfeasibleError) as refused:
+        autoshard.search(step, *arguments, memory_limit_bytes=(plain + full) / 2, remat=None, **common)
+    assert "computes again" not in str(refused.value)
 
 
 def test_words_that_there_are_not_are_refused():
