@@ -16,7 +16,7 @@ from typing import Any
 
 from autoshard.api.strategy import Strategy
 from autoshard.cluster import Cluster
-from autoshard.errors import ClusterError, InfeasibleError, PipelineError, SearchLimitError, ShardingError, TraceError
+from autoshard.errors import AutoshardError, ClusterError, InfeasibleError, PipelineError, SearchLimitError, ShardingError, TraceError
 from autoshard.pipeline.plan_search import Plans
 from autoshard.progress import Progress, part
 from autoshard.render import format_percent, format_seconds
@@ -58,41 +58,58 @@ def checked_plan(plan: Any, stages: Any, mesh: Any) -> bool:
     return plan == "full"
 
 
-def fullest(searches: Searches, cluster: Cluster, limit_seconds: float | None, progress: Progress) -> Strategy:
+def fullest(
+    searches: Searches,
+    cluster: Cluster,
+    limit_seconds: float | None,
+    progress: Progress,
+    ends: tuple[type[BaseException], ...] = (),
+) -> Strategy:
     """The fastest strategy of all searches.
+
+    Args:
+        ends: the exceptions after which the best strategy so far is the answer, if there is one.
 
     Raises:
         InfeasibleError: nothing fits, with stages or without.
     """
     until = math.inf if limit_seconds is None else time.perf_counter() + limit_seconds
-    found, failure = [], None
+    found: list[Strategy] = []
+    failure: AutoshardError | None = None
+    plans: Plans | None = None
     try:
         found.append(searches.whole(None if limit_seconds is None else SHARE * limit_seconds))
     except (InfeasibleError, SearchLimitError, TraceError) as error:
         failure = error
-    best_seconds = found[0].cost.makespan_seconds if found else math.inf
-    exploring = min(time.perf_counter() + EXPLORING, until)
-    plans = searches.plans(exploring, best_seconds, part(progress, 0.4, 0.3))
-    numbers: list[tuple[int, int | None]]
-    if plans is None:
-        numbers = [(n, None) for n in STAGES if _has_parts(cluster, n)]
-    else:
-        faster = [each.candidate for each in plans.ranked if each.makespan_seconds < best_seconds]
-        numbers = [(candidate.n_stages, candidate.n_microbatches) for candidate in faster]
-    tried = 0
-    for n_stages, n_microbatches in numbers:
-        left = until - time.perf_counter()
-        if tried == TRIES or left <= 0:
-            break
-        try:
-            found.append(searches.staged(n_stages, n_microbatches, None if math.isinf(left) else left))
-            tried += 1
-        except (InfeasibleError, PipelineError, SearchLimitError, TraceError, ShardingError) as error:
-            failure = failure or error
+    try:
+        best_seconds = found[0].cost.makespan_seconds if found else math.inf
+        exploring = min(time.perf_counter() + EXPLORING, until)
+        plans = searches.plans(exploring, best_seconds, part(progress, 0.4, 0.3))
+        tried = 0
+        for n_stages, n_microbatches in _numbers(plans, best_seconds, cluster):
+            left = until - time.perf_counter()
+            if tried == TRIES or left <= 0:
+                break
+            try:
+                found.append(searches.staged(n_stages, n_microbatches, None if math.isinf(left) else left))
+                tried += 1
+            except (InfeasibleError, PipelineError, SearchLimitError, TraceError, ShardingError) as error:
+                failure = failure or error
+    except ends:
+        if not found:
+            raise
     if not found:
         assert failure is not None
         raise failure
     return _answer(found, plans)
+
+
+def _numbers(plans: Plans | None, best_seconds: float, cluster: Cluster) -> list[tuple[int, int | None]]:
+    """The numbers of stages and of microbatches to search, the most promising first."""
+    if plans is None:
+        return [(n, None) for n in STAGES if _has_parts(cluster, n)]
+    faster = [each.candidate for each in plans.ranked if each.makespan_seconds < best_seconds]
+    return [(candidate.n_stages, candidate.n_microbatches) for candidate in faster]
 
 
 def _has_parts(cluster: Cluster, n_stages: int) -> bool:

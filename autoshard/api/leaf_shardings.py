@@ -46,8 +46,6 @@ def leaf_shardings(record: Record, devices: Sequence[Any] | None = None) -> list
     return stage_shardings(record.arguments, record.pipeline.argument_stages, pipeline_meshes(record, devices))
 
 
-def stage_shardings(
-    tensors: Sequence[TensorRecord], places: Sequence[int], meshes: Sequence[jax.sharding.Mesh]
-) -> list[NamedSharding]:
+def stage_shardings(tensors: Sequence[TensorRecord], places: Sequence[int], meshes: Sequence[jax.sharding.Mesh]) -> list[NamedSharding]:
     """The shardings of leaves of a pipeline, each on the mesh of its stage."""
     return [NamedSharding(meshes[place], PartitionSpec(*tensor.spec)) for tensor, place in zip(tensors, places, strict=True)]

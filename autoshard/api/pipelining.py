@@ -1,7 +1,7 @@
 """The search of a pipeline: a step cut into stages, each searched as a program of its own on its part of the cluster.
 
 All stages have meshes of the same axes and sizes: of those that a stage is fastest on, the one with the least step time of the whole
-schedule. Equal stages are searched once. A stage's search is told how much memory the microbatches in flight leave.
+schedule. A stage's search is told how much memory the microbatches in flight leave.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from autoshard.api.user_pins import Asked
 from autoshard.cluster import Cluster
 from autoshard.cost.collectives import Communication
 from autoshard.cost.record import Cost
-from autoshard.errors import InfeasibleError, ShardingError, TraceError
+from autoshard.errors import InfeasibleError, SearchLimitError, ShardingError, TraceError
 from autoshard.ir import Layout, Mesh, shards
 from autoshard.judge.evaluate import evaluate
 from autoshard.judge.model import CostModel
 from autoshard.lower import STAGE_AXIS
+from autoshard.mesh_search.anytime import OutOfTime
 from autoshard.microbatch import divisors
 from autoshard.pipeline import Stage, Staged, stages_of
 from autoshard.pipeline.figures import StageFigures, stage_figures
@@ -75,18 +76,22 @@ class Pipeline:
         return CHUNKS if self.schedule == "interleaved" else 1
 
 
-def check_pipeline(stages: Any, schedule: Any, confirm: Any, start: Any, pins: Asked) -> None:
-    """Raises `ShardingError` where the number of stages or the schedule is none, or an option is not there for pipelines."""
+def check_pipeline(stages: Any, schedule: Any, confirm: Any, start: Any, remat: Any, pins: Asked, option: str = "stages") -> None:
+    """Raises `ShardingError` where the number of stages or the schedule is none, or an option is not there for pipelines.
+
+    Args:
+        option: what asks for a pipeline.
+    """
     if isinstance(stages, bool) or not isinstance(stages, int) or stages < 2:
         raise ShardingError(f"stages are a whole number, 2 or more, or None for no pipeline, got {stages!r}. Use 2, for instance.")
     if schedule not in SCHEDULES:
         raise ShardingError(f"a schedule is one of {', '.join(SCHEDULES)}, got {schedule!r}. Use '1f1b', for instance.")
-    given = {"confirm": confirm is not None, "start": start is not None, "batch_axes": bool(pins.batch_axes)}
+    given = {"confirm": confirm is not None, "start": start is not None, "remat": remat in ("auto", "full"), "batch_axes": bool(pins.batch_axes)}
     given["pins='arguments'"] = pins.arguments
     if names := [name for name, is_given in given.items() if is_given]:
         raise ShardingError(
             f"a pipeline's stages are searched one by one, on meshes of their own, without {', '.join(names)}. Leave out {names[0]}, or "
-            "stages."
+            f"{option}."
         )
 
 
@@ -111,17 +116,20 @@ def pipelined(
         TraceError: the batch has no such microbatches.
         PipelineError: the step cannot be cut into as many stages.
         InfeasibleError: a stage does not fit; names the smallest peak found.
+        SearchLimitError: the time was over before any pipeline was found.
     """
     found: list[_Plan] = []
-    failure: InfeasibleError | None = None
+    failure: InfeasibleError | SearchLimitError | None = None
     numbers = _numbers(traced, asked)
     for k, n in enumerate(numbers):
         try:
             schedule = schedule_of(asked.schedule, asked.n_parts, n, asked.chunks if asked.chunks > 1 else None)
             staged = stages_of(traced, asked.n_parts * asked.chunks, n)
             found.append(_Planner(staged, schedule, cluster, asked, search, part(progress, k / len(numbers), 1 / len(numbers))).best())
-        except InfeasibleError as error:
+        except (InfeasibleError, SearchLimitError) as error:
             failure = error
+            if isinstance(error, OutOfTime):
+                break
     if not found:
         assert failure is not None
         raise failure
@@ -196,7 +204,6 @@ class _Planner:
         whole = Mesh(((STAGE_AXIS, asked.n_parts), ("device", self.part.n_devices)))
         self.between = Communication(cluster.links(whole))
         self.in_flight = in_flight(schedule)
-        self.known: dict[tuple, tuple[Strategy, Problem]] = {}
 
     def best(self) -> _Plan:
         """The plan on the mesh of least step time."""
@@ -208,8 +215,10 @@ class _Planner:
         for mesh in dict.fromkeys(_unplaced(found.strategy.record.mesh) for found in free):
             try:
                 plans.append(self._plan(mesh))
-            except InfeasibleError as error:
+            except (InfeasibleError, SearchLimitError) as error:
                 failure = error
+                if isinstance(error, OutOfTime):
+                    break
         if not plans:
             assert failure is not None
             raise failure
@@ -257,15 +266,6 @@ class _Planner:
         )
 
     def _searched(
-        self, stage: Stage, mesh: Mesh | None, fixed: Mapping[int, Layout], limit: float, progress: Progress
-    ) -> tuple[Strategy, Problem]:
-        graph = stage.traced.graph
-        key = graph.fingerprint, graph.donated, graph.aliases, graph.argument_paths, mesh, tuple(fixed.items()), limit
-        if key not in self.known:
-            self.known[key] = self._named(stage, mesh, fixed, limit, progress)
-        return self.known[key]
-
-    def _named(
         self, stage: Stage, mesh: Mesh | None, fixed: Mapping[int, Layout], limit: float, progress: Progress
     ) -> tuple[Strategy, Problem]:
         try:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -152,11 +152,9 @@ def search(
     given = limit_seconds if how is None or limit_seconds is None else limit_seconds / 2
     if given is not None:
         chosen = chosen.limited(given)
-    if stages is not None and remat in ("auto", "full"):
-        raise ShardingError(f"recomputation is chosen for steps without stages, got remat={remat!r} and stages={stages}. Leave out one.")
     if checked_plan(plan, stages, mesh):
         asked_of = Asked.of(pins, batch_axes)
-        check_pipeline(2, schedule, how, start, asked_of)
+        check_pipeline(2, schedule, how, start, None, asked_of, "plan")
         whole = partial(search.__wrapped__, fn, *args, cluster=cluster, searcher=searcher, mesh=mesh, pins=pins, remat=remat,
                         microbatches=microbatches, memory_limit_bytes=memory_limit_bytes, donate_argnums=donate_argnums,
                         interruptible=interruptible)  # fmt: skip
@@ -165,7 +163,7 @@ def search(
                          endings(given, interruptible), given, callback)  # fmt: skip
     if stages is not None:
         asked_of = Asked.of(pins, batch_axes)
-        check_pipeline(stages, schedule, how, start, asked_of)
+        check_pipeline(stages, schedule, how, start, remat, asked_of)
         with shown(progress) as callback, rarely_collecting(), outside_mesh(keep_auto=True):
             return _in_stages(fn, args, cluster, chosen, mesh, asked_of, memory_limit_bytes, donate_argnums, microbatches, stages, schedule,
                               endings(given, interruptible), given, callback)  # fmt: skip
@@ -176,6 +174,7 @@ def search(
         started = time.perf_counter()
         ends, own = endings(given, interruptible), part(callback, 0.0, 1.0 if how is None else SEARCHING)
 
+        @cache
         def options() -> Sequence[Remat]:
             whole = asked if first == 1 else ask(1)
             return Options(whole.traced, whole.facts, whole.cluster.device).all
@@ -253,6 +252,7 @@ def _in_stages(
     traced, _, spent = _traced(fn, args, donate_argnums, axes, cluster)
     asked.check(traced.graph.argument_paths)
     until = None if seconds is None else time.perf_counter() + seconds
+    known: dict[tuple, Solution] = {}  # equal stages are searched once
 
     def searched(
         stage: Stage, mesh: Mesh | None, fixed: Mapping[int, Layout], limit: float, progress: Progress
@@ -266,8 +266,14 @@ def _in_stages(
         meshes, _ = meshes_of(part_of, pins, mesh, most)
         counts = {"trace_seconds": 0.0, "n_ops": len(program.graph.walk())}
         prepared = Prepared(program, facts, part_of, meshes, 0, pins, limit, counts)
+        key = program.graph.fingerprint, program.graph.donated, tuple(pins.given.items()), stacked, mesh, tuple(fixed.items()), limit
+        if key in known:
+            problem = prepared.problem(known[key].assignment.mesh, limit, ())
+            solution = replace(known[key], judgement=problem.evaluate(known[key].assignment), stats={})
+            return prepared.strategy(problem.mesh, solution, searcher), problem
         left = None if until is None else max(0.0, until - time.perf_counter())
         solution, problem = _searched(prepared, searcher, timed(progress, left), ends, 1, None, limit)
+        known[key] = solution
         return prepared.strategy(problem.mesh, solution, searcher), problem
 
     number = microbatches if isinstance(microbatches, int) else None
@@ -327,9 +333,9 @@ def _full(
 
     def staged(n_stages: int, n_microbatches: int | None, left: float | None) -> Strategy:
         return _in_stages(fn, args, devices, searcher, mesh, asked, memory_limit_bytes, donate_argnums, n_microbatches or microbatches,
-                          n_stages, schedule, ends if left is not None else (), left, part(progress, 0.7, 0.3))  # fmt: skip
+                          n_stages, schedule, endings(left, False), left, part(progress, 0.7, 0.3))  # fmt: skip
 
-    return fullest(Searches(alone, plans, staged), devices, seconds, progress)
+    return fullest(Searches(alone, plans, staged), devices, seconds, progress, ends)
 
 
 _QUICK = DynamicProgramming(price_steps=5, second_opinion=False)

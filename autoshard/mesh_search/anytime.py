@@ -34,8 +34,7 @@ def checked_seconds(seconds: float | None) -> float | None:
 
 
 def timed(progress: Progress, seconds: float | None) -> Progress:
-    """The progress callback, which also raises `OutOfTime` once so many seconds from now are over; None: it never does."""
-    seconds = checked_seconds(seconds)
+    """The progress callback, which also raises `OutOfTime` once so many seconds from now, 0 or more, are over; None: it never does."""
     if seconds is None:
         return progress
     until = time.perf_counter() + seconds

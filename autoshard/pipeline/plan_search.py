@@ -35,7 +35,7 @@ from autoshard.microbatch.plan import product_flops
 from autoshard.pipeline.layer_costs import LayerCosts, costs_of, layer_costs, layer_share, with_less_memory
 from autoshard.pipeline.layering import Layering, best_layering
 from autoshard.pipeline.repeats import Layers, handed_on_bytes, layers_of, shortened
-from autoshard.pipeline.schedule import PieceSeconds, in_flight, schedule_of, simulate
+from autoshard.pipeline.schedule import PieceSeconds, has_schedule, schedule_of, simulate, stages_in_flight
 from autoshard.problem import NO_HINTS, Hints, Problem
 from autoshard.progress import Progress, silent
 from autoshard.rules import rules_of
@@ -226,14 +226,21 @@ class _Planning:
         numbers, found = divisors(self.programs[0]), []
         if self.n_microbatches is not None:
             numbers = tuple(n for n in numbers if n == self.n_microbatches)
-        for n_stages in () if not numbers else numbers_of_stages or range(2, min(self.layers.count, self.cluster.n_devices) + 1):
-            try:
-                self.cluster.part(n_stages)
-            except ClusterError:
+        for n_stages in numbers_of_stages or range(2, min(self.layers.count, self.cluster.n_devices) + 1):
+            possible = [n for n in numbers if has_schedule(self.schedule, n_stages, n)]
+            if not possible or not self.has_parts(n_stages):
                 continue
-            first = min(numbers, key=lambda n: (abs(math.log(n / n_stages / FIRST_MICROBATCHES)), n))
-            found += [Candidate(n_stages, n) for n in numbers if n % first == 0 and n <= max(MOST_MICROBATCHES * n_stages, first)]
+            first = min(possible, key=lambda n: (abs(math.log(n / n_stages / FIRST_MICROBATCHES)), n))
+            found += [Candidate(n_stages, n) for n in possible if n % first == 0 and n <= max(MOST_MICROBATCHES * n_stages, first)]
         return found
+
+    def has_parts(self, n_stages: int) -> bool:
+        """Whether the cluster has so many equal parts."""
+        try:
+            self.cluster.part(n_stages)
+        except ClusterError:
+            return False
+        return True
 
     def next(self) -> Candidate | None:
         """The candidate to search, of those whose bound promises a gain.
@@ -280,7 +287,7 @@ class _Planning:
             return None
         free = layer_costs(first, costs_of(problem, solution, n), FEWER)
         self.raise_bounds(candidate, free)
-        alive = in_flight(schedule_of(self.schedule, candidate.n_stages, n))
+        alive = stages_in_flight(schedule_of(self.schedule, candidate.n_stages, n))
         options = [free]
         for attempt in range(TRIES + 1):
             layering = best_layering(options, self.layers.count, n, alive, self.limit, self.send_seconds(candidate))
@@ -331,7 +338,8 @@ class _Planning:
         after = max(stage.after_seconds for stage in stages)
 
         def makespan(seconds: Sequence[float]) -> float:
-            pieces = [PieceSeconds(each / 3, each / 3, each / 3) for each in seconds]  # two products of gradients for one forward
+            thirds = [each / 3 / schedule.n_chunks for each in seconds]  # two products of gradients for one forward
+            pieces = [PieceSeconds(third, third, third) for third in thirds] * schedule.n_chunks
             return simulate(schedule, pieces, send).makespan_seconds + after
 
         predicted = makespan([stage.microbatch_seconds for stage in stages])

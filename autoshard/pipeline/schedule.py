@@ -48,7 +48,7 @@ class Schedule:
         orders: one order a stage.
 
     Raises:
-        PipelineError: a task is missing, is there twice, or comes before one of the same stage that it needs.
+        PipelineError: a task is missing, or is there twice. Orders that wait for each other are refused where they are simulated or run.
     """
 
     name: str
@@ -181,6 +181,11 @@ def schedule_of(name: str, n_stages: int, n_microbatches: int, n_chunks: int | N
     return Schedule(name, tuple(tuple(order) for order in orders))
 
 
+def has_schedule(name: str, n_stages: int, n_microbatches: int) -> bool:
+    """Whether there is a schedule of these numbers."""
+    return name != "interleaved" or n_microbatches % n_stages == 0
+
+
 def _check(name: str, n_stages: int, n_microbatches: int, n_chunks: int) -> None:
     if name not in SCHEDULES:
         raise PipelineError(f"A schedule is one of {', '.join(SCHEDULES)}; got {name!r}.")
@@ -189,7 +194,7 @@ def _check(name: str, n_stages: int, n_microbatches: int, n_chunks: int) -> None
             raise PipelineError(f"A pipeline has at least one of its {what}; got {n}.")
     if name != "interleaved" and n_chunks != 1:
         raise PipelineError(f"Schedule {name!r} has one chunk a stage; got {n_chunks}. Use 'interleaved' for several.")
-    if name == "interleaved" and n_chunks > 1 and n_microbatches % n_stages:
+    if n_chunks > 1 and not has_schedule(name, n_stages, n_microbatches):
         raise PipelineError(
             f"An interleaved schedule needs a number of microbatches that its stages divide; got {n_microbatches} microbatches on "
             f"{n_stages} stages. Use a multiple of {n_stages}, or another schedule."
@@ -261,7 +266,7 @@ def _zero_bubble(n_stages: int, n_microbatches: int) -> list[list[Task]]:
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Per stage the most microbatches whose residuals are alive at once, counted for each chunk.
+    """Per stage the most microbatches whose residuals are alive at once, those of all its chunks added up.
 
     They are alive from the microbatch's forward task to the end of its last backward task.
 
@@ -270,6 +275,15 @@ def in_flight(schedule: Schedule) -> tuple[int, ...]:
     """
     ones = [1.0] * (schedule.n_stages * schedule.n_chunks)
     return tuple(round(n) for n in residual_bytes(schedule, ones))
+
+
+def stages_in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """Per stage the most microbatches whose residuals are alive at once, where those of all its chunks count as one microbatch.
+
+    >>> stages_in_flight(schedule_of("interleaved", 2, 4))
+    (3, 2)
+    """
+    return tuple(-(-n // schedule.n_chunks) for n in in_flight(schedule))
 
 
 def residual_bytes(schedule: Schedule, piece_bytes: Sequence[float]) -> tuple[float, ...]:

@@ -46,6 +46,26 @@ def test_the_answer_is_the_fastest(found):
         fullest(Searches(refused, lambda *_: None, lambda *_: refused(None)), cluster, None, silent)
 
 
+def test_a_search_that_is_interrupted_has_its_best_answer(found):
+    """The strategy that was found by then; the interrupt itself where there was none."""
+    plain, _ = found
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    def refused(_):
+        raise autoshard.InfeasibleError("none fits")
+
+    cluster = Cluster.parse("cpu:4")
+    for plans, staged in ((interrupted, None), (lambda *_: None, interrupted)):
+        best = fullest(Searches(lambda _: plain, plans, staged), cluster, None, silent, (KeyboardInterrupt,))
+        assert best.cost == plain.cost
+    with pytest.raises(KeyboardInterrupt):
+        fullest(Searches(refused, interrupted, None), cluster, None, silent, (KeyboardInterrupt,))
+    with pytest.raises(KeyboardInterrupt):
+        fullest(Searches(lambda _: plain, interrupted, None), cluster, None, silent)
+
+
 @pytest.mark.slow
 def test_a_full_search_runs():
     """It is no slower than the step without stages, and computes the same loss."""

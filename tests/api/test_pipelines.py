@@ -3,6 +3,7 @@
 import functools
 import os
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,8 @@ import pytest
 
 import autoshard
 from autoshard.errors import ClusterError, PipelineError, ShardingError, StrategyError, TraceError
+from autoshard.mesh_search.anytime import OutOfTime
+from benchmarks import models
 
 WIDTH, HIDDEN, LAYERS, BATCH = 16, 32, 4, 16
 OPTIMIZER = optax.adam(1e-2)
@@ -153,6 +156,42 @@ def test_the_number_of_microbatches_is_found_where_none_is_given():
     assert strategy.microbatches in (2, 4, 8)
 
 
+def test_the_best_pipeline_by_then_is_the_answer_where_the_time_is_over(monkeypatch):
+    """Of several numbers of microbatches those that were searched count."""
+    module = sys.modules["autoshard.api.pipelining"]
+    best, calls = module._Planner.best, []
+
+    def late(planner):
+        calls.append(planner.staged.n_microbatches)
+        if len(calls) > 1:
+            raise OutOfTime("over")
+        return best(planner)
+
+    monkeypatch.setattr(module._Planner, "best", late)
+    options = {"cluster": "cpu:8", "stages": 2, "mesh": {"data": 4}, "searcher": "data_parallel"}
+    assert autoshard.search(train_step, *example(), **options).microbatches == calls[0] and len(calls) == 2
+
+
+def test_a_time_that_is_over_leaves_first_answers():
+    """Each stage has one, also those whose searches begin without any time left."""
+    found = autoshard.search(train_step, *example(), cluster="cpu:8", stages=2, microbatches=4, time_limit_seconds=1e-9)
+    assert len(found.stages) == 2
+
+
+def test_equal_stages_are_searched_once(monkeypatch):
+    """Those in the middle; each has the names of its own arguments."""
+    module, solved = sys.modules["autoshard.api.search"], []
+    search = module.search_meshes
+    monkeypatch.setattr(module, "search_meshes", lambda *arguments: solved.append(1) or search(*arguments))
+    fn, args = models.gpt(8, 32, 4, 64, batch=8, length=16)
+    found = autoshard.search(fn, *args, cluster="cpu:8", stages=4, microbatches=4, mesh={"data": 2}, searcher="fully_sharded").stages
+    assert len(solved) == 3
+    first, second = found[1:3]
+    assert first.record.choices == second.record.choices and first.cost.makespan_seconds == second.cost.makespan_seconds
+    assert "['layers'][4]" in str(second.record.arguments) and "['layers'][4]" in str(second.cost.collectives)
+    assert "['layers'][2]" not in str(second.record.arguments) + str(second.cost.collectives)
+
+
 def test_pins_hold_on_the_stage_that_has_the_argument():
     """A pin of one layer's weight is kept, and one that matches nothing is refused."""
     spec = jax.sharding.PartitionSpec(None, "model")
@@ -172,6 +211,8 @@ def test_pins_hold_on_the_stage_that_has_the_argument():
         ({"stages": 2, "microbatches": 3}, TraceError, "divides a batch"),
         ({"stages": 2, "confirm": "compiler"}, ShardingError, "without confirm"),
         ({"stages": 2, "pins": "arguments"}, ShardingError, "without pins='arguments'"),
+        ({"stages": 2, "remat": "auto"}, ShardingError, "without remat"),
+        ({"plan": "full", "confirm": "compiler"}, ShardingError, "Leave out confirm, or plan."),
         ({"stages": 2, "schedule": "interleaved", "microbatches": 1}, PipelineError, "that its stages divide"),
         ({"stages": 2, "mesh": {"data": 8}}, ClusterError, "cpu:4 has 4, the mesh"),
     ],

@@ -68,6 +68,7 @@ def test_numbers_that_are_asked_for():
     found = plans(numbers_of_stages=[4], n_microbatches=16)
     assert [each.candidate for each in found.ranked] == [Candidate(4, 16)]
     assert plans(n_microbatches=3).n_candidates == 0
+    assert plans(numbers_of_stages=[4], n_microbatches=2, schedule="interleaved").n_candidates == 0
 
 
 def test_a_step_without_equal_layers_has_no_plans():
@@ -80,3 +81,11 @@ def test_a_step_without_equal_layers_has_no_plans():
 def test_pace(candidate, pace):
     """Equal stages of one second together: the first microbatch takes that, each other one a stage's share."""
     assert candidate.pace(1.0) == pace
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zero_bubble"])
+def test_every_schedule_has_plans(schedule):
+    """Also one whose stages have several chunks, and whose microbatches are multiples of the stages."""
+    found = plans(schedule=schedule, numbers_of_stages=[4], n_microbatches=16)
+    assert [(each.candidate, each.schedule) for each in found.ranked] == [(Candidate(4, 16), schedule)]
+    assert found.gap >= 0
