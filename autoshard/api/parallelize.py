@@ -258,7 +258,7 @@ def parallelize(
     searcher_of(searcher)  # what is misspelt is said here, not at the first call
     asked = Asked.of(pins, batch_axes)
     if stages is not None:
-        check_pipeline(stages, schedule, confirm, start, asked)
+        check_pipeline(stages, schedule, confirm, start, remat, asked)
     if cluster is not None:
         options["cluster"] = Cluster.of(cluster)
 

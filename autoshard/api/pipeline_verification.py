@@ -134,4 +134,3 @@ def together(found: Sequence[tuple[LoweredProgram, Any]]) -> Any:
         fits=None if None in fits else all(fits),
         text="\n".join(actual.text for _, actual in found),
     )
-

@@ -86,8 +86,8 @@ def check_pipeline(stages: Any, schedule: Any, confirm: Any, start: Any, remat: 
         raise ShardingError(f"stages are a whole number, 2 or more, or None for no pipeline, got {stages!r}. Use 2, for instance.")
     if schedule not in SCHEDULES:
         raise ShardingError(f"a schedule is one of {', '.join(SCHEDULES)}, got {schedule!r}. Use '1f1b', for instance.")
-    given = {"confirm": confirm is not None, "start": start is not None, "remat": remat in ("auto", "full"), "batch_axes": bool(pins.batch_axes)}
-    given["pins='arguments'"] = pins.arguments
+    given = {"confirm": confirm is not None, "start": start is not None, "batch_axes": bool(pins.batch_axes)}
+    given |= {f"remat={remat!r}": remat in ("auto", "full"), "pins='arguments'": pins.arguments}
     if names := [name for name, is_given in given.items() if is_given]:
         raise ShardingError(
             f"a pipeline's stages are searched one by one, on meshes of their own, without {', '.join(names)}. Leave out {names[0]}, or "

@@ -68,7 +68,6 @@ class Asked:
         """The mesh axes that are named, the batch's first."""
         return tuple(dict.fromkeys((*self.batch_axes, *(axis for spec in self.specs.values() for axis in axes_of(spec)))))
 
-
     def check(self, paths: Sequence[str]) -> None:
         """Raises `ShardingError` for a pattern that matches no argument."""
         for pattern in self.specs:
