@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import groupby, pairwise
 
 import numpy as np
@@ -23,7 +24,7 @@ from scipy.optimize import linprog
 from scipy.sparse import coo_matrix
 
 from autoshard.errors import PipelineError
-from autoshard.ir import Op
+from autoshard.ir import Graph, Op
 from autoshard.microbatch.plan import product_flops
 from autoshard.pipeline.micro import Micro
 from autoshard.primitives import is_matrix
@@ -412,21 +413,36 @@ def _roots(micro: Micro) -> dict[int, int]:
     found = {inner: of[outer] for inner, outer in micro.entering.items() if outer in of}
     read = set(found.values())
     updated = {graph.results[result]: graph.arguments[argument] for result, argument in graph.aliases if graph.arguments[argument] in read}
+    readers: dict[int, list[int]] = {}
+    for position, op in enumerate(graph.ops):
+        for value in op.operands:
+            readers.setdefault(value, []).append(position)
     for each in micro.sums:
-        if (argument := _updated(micro, micro.loop.results[each.position], updated)) is not None:
+        if (argument := _updated(graph, micro.loop.results[each.position], updated, readers)) is not None:
             found[each.update.results[0]] = argument
     return found
 
 
-def _updated(micro: Micro, total: int, updated: Mapping[int, int]) -> int | None:
-    """The argument that is replaced by what is computed of a sum, element by element; None where there is none."""
-    values, size = micro.graph.values, micro.graph.values[total].size
-    reached = {total}
-    for op in micro.graph.ops:
-        if any(value in reached for value in op.operands):
-            for value in op.results:
-                if size > 1 and values[value].size == size:
-                    reached.add(value)
-                    if value in updated:
-                        return updated[value]
+def _updated(graph: Graph, total: int, updated: Mapping[int, int], readers: Mapping[int, Sequence[int]]) -> int | None:
+    """The argument that is replaced by what is computed of a sum, element by element; None where there is none.
+
+    Args:
+        updated: per result that replaces an argument, the argument.
+        readers: per value the positions of the ops that read it.
+    """
+    values, size = graph.values, graph.values[total].size
+    if size <= 1:
+        return None
+    waiting = list(readers.get(total, ()))  # ordered, and so a heap
+    seen = set(waiting)
+    while waiting:
+        for value in graph.ops[heappop(waiting)].results:
+            if values[value].size != size:
+                continue
+            if value in updated:
+                return updated[value]
+            for position in readers.get(value, ()):
+                if position not in seen:
+                    seen.add(position)
+                    heappush(waiting, position)
     return None

@@ -276,8 +276,8 @@ class _Builder:
         homes = tuple(self.around.home(graph.arguments[k]) == stage for k in outer.arguments)
         donated = {k for k in graph.donated if k not in shared}  # chunks on the same devices read the same array
         places = {position: k for k, position in enumerate(outer.arguments)}
-        aliases = tuple((k, places[argument]) for k, position in enumerate(results) for result, argument in graph.aliases
-                        if result == position and argument in places)  # fmt: skip
+        replaced = dict(graph.aliases)
+        aliases = tuple((k, places[replaced[position]]) for k, position in enumerate(results) if replaced.get(position) in places)
         traced = of_jaxpr(
             f"{graph.name}_stage{stage}",
             jax.make_jaxpr(function)(*types),

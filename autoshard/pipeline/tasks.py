@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -23,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autoshard.ir import Assignment, Layout, Op
 from autoshard.lower import ReshardPath, bind, holder_values, manual_context, manual_program, stored_layout, to_named_sharding
-from autoshard.lower.control_flow import FLOWS
+from autoshard.lower.control_flow import FLOWS, Flows
 from autoshard.pipeline.micro import loop_of
 from autoshard.pipeline.packing import SMALL_BYTES, Packing
 from autoshard.pipeline.schedule import Schedule, Task
@@ -330,7 +331,7 @@ class _Divided:
         eqns, leaving = self.kinds[kind], self.body.jaxpr.outvars
         direct = [v for v in self.direct if v in read]
         arrivals = [k for k, v in enumerate(self.arrivals) if v in read]
-        reads = tuple(other for other in "FBW"["FBW".index(kind) :: -1][1:][::-1] if any(v in read for v in self.residuals[other]))
+        reads = tuple(other for other in "FBW"[: "FBW".index(kind)] if any(v in read for v in self.residuals[other]))
         totals, packing = self.totals[kind], self.total_packings[kind]
 
         def task(index: Any, large: tuple, constants: tuple, sums: tuple, messages: tuple, before: tuple) -> tuple:
@@ -379,21 +380,24 @@ class _Divided:
             sum(nbytes(v) for v in self.residuals[kind]),
         )
 
-    def _layout(self, number: int) -> Layout:
-        graph = self.stage.traced.graph
-        if number in graph.constants:
-            return (-1,) * len(self.plan.assignment.mesh.axes)
-        return stored_layout(self.plan.assignment, holder_values(graph), number)
+    @cached_property
+    def _flows(self) -> Flows:
+        """The layouts of what flows into the loop's body and out of it."""
+        graph, assignment = self.stage.traced.graph, self.plan.assignment
+        holders, constants = holder_values(graph), set(graph.constants)
+
+        def layout(number: int) -> Layout:
+            return (-1,) * len(assignment.mesh.axes) if number in constants else stored_layout(assignment, holders, number)
+
+        return FLOWS["scan"](self.op, layout)
 
     def _arrival_spec(self, k: int) -> PartitionSpec:
-        flows = FLOWS["scan"](self.op, self._layout)
-        inputs = flows.inputs[0]
+        inputs = self._flows.inputs[0]
         layout = inputs[len(inputs) - len(self.arrivals) + k]
         return to_named_sharding(layout, self.arrivals[k].aval.ndim, self.plan.mesh).spec
 
     def _sent_spec(self, k: int) -> PartitionSpec:
-        flows = FLOWS["scan"](self.op, self._layout)
-        return to_named_sharding(flows.outputs[0][k], len(self.op_shape(k)), self.plan.mesh).spec
+        return to_named_sharding(self._flows.outputs[0][k], len(self._shape(k)), self.plan.mesh).spec
 
     def _send_specs(self) -> Iterator[PartitionSpec]:
         first = self.n_carry + self.n_stacked
@@ -401,7 +405,7 @@ class _Divided:
             inside = message.kind == "loop"
             yield self._sent_spec(first + k - self.first_sent) if inside else self.out_specs[len(self.stage.results) + k]
 
-    def op_shape(self, k: int) -> tuple[int, ...]:
+    def _shape(self, k: int) -> tuple[int, ...]:
         """The shape of a result of the loop's body, whole."""
         return self.stage.traced.graph.values[self.op.bodies[0].outputs[k]].shape
 
