@@ -127,9 +127,12 @@ def _levels(
     """Per value its level, and the loop's."""
     levels: dict[int, int] = {}
     made: set[int] = set()
+    copied: dict[int, Op] = {}
     loop_level = 1
 
     def level_at(value: int, stage: int) -> int:
+        if value in copied:  # computed on the stage itself, perhaps of what is sent to it
+            return max((level_at(each, stage) for each in copied[value].operands), default=0)
         if value not in made:
             return 0
         return levels.get(value, 0) + (homes.get(value, COLLECTOR) != stage)
@@ -139,7 +142,9 @@ def _levels(
             loop_level = 1 + max((level_at(value, stage) for value, at in reads.items() for stage in at), default=0)
             levels.update((value, loop_level + (len(totals.get(value, ())) > 1)) for value in op.results)
             made.update(op.results)
-        elif stages[op.index] != EVERYWHERE:
+        elif stages[op.index] == EVERYWHERE:
+            copied.update(dict.fromkeys(op.results, op))
+        else:
             level = max((level_at(value, stages[op.index]) for value in op.operands), default=0)
             levels.update(dict.fromkeys(op.results, level))
             made.update(op.results)

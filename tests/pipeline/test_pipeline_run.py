@@ -71,6 +71,18 @@ def lstm(layers=2, length=5):
     return train_step_of(loss, {"layers": params, "out": abstract((D, D))}, abstract((B, length, D)), abstract((B, D)))
 
 
+@cache
+def masked(layers=2):
+    """A mean over the examples of a mask, so few that each stage divides by their number by itself."""
+
+    def loss(params, x, mask):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return ((x**2).sum(-1) * mask).sum() / mask.sum()
+
+    return train_step_of(loss, [abstract((D, D))] * layers, abstract((B, D)), abstract((B,)))
+
+
 SCHEDULES = [("gpipe", 2, 4, 1), ("zero_bubble", 4, 8, 1), ("interleaved", 2, 4, 2)]
 MORE_SCHEDULES = [("1f1b", 4, 4, 1), ("1f1b", 1, 2, 1), ("1f1b", 8, 2, 1), ("interleaved", 4, 4, 2), ("zero_bubble", 8, 8, 1)]
 
@@ -90,6 +102,7 @@ PROGRAMS = {
     "gpt": partial(programs.gpt, n_layers=2),
     "dropout and two losses": partial(mlp, dropout=True, tapped=True),
     "lstm": lstm,
+    "masked": masked,
 }
 LARGER = {
     "gpt, recomputed": partial(programs.gpt, n_layers=4, remat=True),
