@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.compilers.buffer_assignment import Peak
-from autoshard.problem.problem import Problem
+from autoshard.compilers.buffer_assignment import Peak, stored_partials
+from autoshard.ir import layout_of
+from autoshard.primitives import is_rearrangement
+from autoshard.problem.problem import Problem, leading_variables
 from autoshard.problem.variables import Edge
 
 Positions = Sequence[int] | np.ndarray
@@ -44,11 +46,15 @@ class MemoryTables:
     def __init__(self, problem: Problem):
         self.problem = problem
         self._reads: defaultdict[int, list[Edge]] = defaultdict(list)
+        self._read_by: defaultdict[int, list[Edge]] = defaultdict(list)
         for edge in problem.decisions.edges:
             self._reads[edge.source].append(edge)
+            self._read_by[edge.target].append(edge)
         home = problem.decisions.home
         inputs = ((op.index, value) for op in problem.graph.walk() for body in op.bodies for value in body.inputs)
         self._owners = {home[value][0]: op for op, value in inputs if value in home}  # by variable of a body's input
+        self._partials: dict[int, np.ndarray] = {}
+        self._copies: dict[tuple[int, int], np.ndarray] = {}
 
     def alive(self, moment: int) -> set[int]:
         """The values that are live at a moment of the program, which labels do not change."""
@@ -83,6 +89,80 @@ class MemoryTables:
             taken = least if narrow[value] else np.where(numbers == numbers[now], nbytes, least)
             bytes_of[variable] = bytes_of.get(variable, 0.0) + taken
         return bytes_of, undecided
+
+    def running(self, moment: int) -> dict[int, int]:
+        """The ops that lead a variable and run at a moment, each with its variable."""
+        times = self.problem.facts.lifetimes
+        leaders = self.problem.cached_for_all_meshes(leading_variables)
+        return {op: variable for op, variable in leaders.items() if times.starts[op] <= moment < times.ends[op]}
+
+    def partial_bytes(self, op: int) -> np.ndarray:
+        """The bytes ``(n,)`` of the partial result that a device stores while an op runs, by the labels of the variable that it leads."""
+        if (found := self._partials.get(op)) is None:
+            problem, one = self.problem, self.problem.graph.walk()[op]
+            domain = problem.costs.whole_domain(problem.cached_for_all_meshes(leading_variables)[op])
+            found = self._partials[op] = np.zeros(len(domain.labels))
+            (variable, slot) = problem.decisions.home.get(one.results[0], (-1, -1))
+            if len(one.results) == 1 and variable >= 0 and not problem.facts.idle[op]:
+                held = problem.device_bytes(one.results[0], problem.slots(variable)[slot])
+                for k, label in enumerate(domain.labels):
+                    for step in problem.model.reduction_path(problem.facts, one, label, 0)[:1]:
+                        stored = stored_partials(problem.facts, {op: step}, lambda _, k=k: float(held[k]), problem.mesh.sizes)
+                        found[k] = step.nbytes if op in stored else 0.0
+        return found
+
+    def copies_read(self, moment: int, labels: Positions) -> dict[int, tuple[int, int, np.ndarray]]:
+        """By value, a lower bound of the bytes of copies in other layouts that an op which runs at a moment reads.
+
+        They are by the labels of two variables: that of the value, and the one that the op leads. Of several ops that read a value then it
+        is the one whose copies take the most under given labels, since they may share a copy. Values are left out whose copies may serve
+        others: those with a shared copy, and views and what they are of.
+        """
+        found: dict[int, tuple[int, int, np.ndarray]] = {}
+        for op, variable in self.running(moment).items():
+            for edge in self._read_by.get(variable, ()):
+                if edge.value in self.problem.graph.walk()[op].operands and self._has_own_copies(edge.value):
+                    table = self._copied(edge)
+                    other = found.get(edge.value)
+                    now = table[labels[edge.source], labels[variable]]
+                    if other is None or now > other[2][labels[other[0]], labels[other[1]]]:
+                        found[edge.value] = edge.source, variable, table
+        return found
+
+    def _has_own_copies(self, value: int) -> bool:
+        """Whether each layout in which a value is read and not stored is a copy that is live while any op reads it."""
+        problem, ops, times = self.problem, self.problem.graph.walk(), self.problem.facts.lifetimes
+        maker, readers = problem.facts.makers[value], sorted(problem.facts.readers[value])
+        if value in problem.decisions.copies or problem.facts.settled[value]:
+            return False
+        if any(ops[op].bodies or is_rearrangement(ops[op].primitive) for op in (*readers, *(() if maker is None else (maker,)))):
+            return False
+        return all(list(map(at.__getitem__, readers)) == sorted(map(at.__getitem__, readers)) for at in (times.starts, times.ends))
+
+    def _copied(self, edge: Edge) -> np.ndarray:
+        """The bytes of copies ``(n_source, n_target)`` that a read makes of its value."""
+        key = edge.value, edge.target
+        if (found := self._copies.get(key)) is None:
+            problem, one = self.problem, self.problem.graph.values[edge.value]
+            rounded = problem.facts.compiler.demotes_operands and one.dtype == "float32"
+            stored = problem.slots(edge.source)[edge.source_slot]
+            found = np.zeros((len(stored), len(problem.slots(edge.target)[0])))
+            before: list[np.ndarray] = []
+            for read in (problem.slots(edge.target)[slot] for slot in edge.target_slots):
+                nbytes = problem.device_bytes(edge.value, read) / (2 if rounded else 1)
+                sent = {(a, b): self._is_sent(edge.value, a, b) for a in set(stored.tolist()) for b in set(read.tolist())}
+                mask = np.array([[sent[a, b] for b in read.tolist()] for a in stored.tolist()])
+                found = found + mask * nbytes * np.all([read != other for other in before] or [True], axis=0)
+                before.append(read)
+            self._copies[key] = found
+        return found
+
+    def _is_sent(self, value: int, source: int, target: int) -> bool:
+        """Whether a copy of a value in another layout is made of what others send, and not a slice of what a device has."""
+        mesh, one = self.problem.mesh, self.problem.graph.values[value]
+        before, after = (layout_of(number, one.rank, len(mesh.axes)) for number in (source, target))
+        apart = any(a != b and size > 1 for a, b, size in zip(before, after, mesh.sizes, strict=True))
+        return apart and any(step.kind != "slice" for step in self.problem.model.reshard_path(one, before, after))
 
     def same_layout(self, value: int, labels: Positions) -> dict[int, np.ndarray]:
         """Per variable that stores or reads a value, the mask of the labels that keep its layouts under the given ones."""

@@ -5,9 +5,9 @@
 marginal polytope: Wainwright and Jordan 2008, "Graphical models, exponential families, and variational inference", section 4.1).
 *Memory.* A peak is a maximum over moments of the program. The model starts without memory rows; where the judge finds the answer's peak
 above the limit, a row is added: the bytes, by label, of the values live there are at most the limit. Then the model is solved again
-(Kelley 1960, "The cutting-plane method"). A copy in another layout counts while the value and all its readers keep their labels, a partial
-sum while its op runs and keeps its label. *Objective.* The sum of unary and pair tables: the judge's ``objective_seconds``. *Ties.* As
-HiGHS breaks them: equal models get equal answers.
+(Kelley 1960, "The cutting-plane method"). Copies in other layouts and partial sums that an op makes as it runs count under all labels of
+the op and of what it reads; other copies while the value and all its readers keep their labels. *Objective.* The sum of unary and pair
+tables: the judge's ``objective_seconds``. *Ties.* As HiGHS breaks them: equal models get equal answers.
 
 *Warm start.* Message passing (`autoshard.inference.reparametrisation`) gives every label and every pair of labels a reduced cost: a lower
 bound of the cost beyond the bound of any labelling with it. The model has the labels and pairs up to a slack, which is widened until the
@@ -28,7 +28,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import numpy as np
@@ -133,12 +133,11 @@ class _Run:
                 "Use more devices, a smaller batch, rematerialisation, or a higher memory limit.",
                 self.smallest_peak,
             )
-        late = f"integer programming's {self._given()} before its bound reached its answer: a higher limit may close the gap"
         is_open = bound < self.best.cost.objective_seconds * (1 - self.searcher.gap) / (1 + BUDGETS.rounding)
         return Solution(
             judgement=self.best,
             lower_bound_seconds=min(bound, self.best.cost.objective_seconds),
-            notes=(late,) if is_open else (),
+            notes=self._late_notes() if is_open else (),
             stats={
                 "n_variables": problem.n_variables,
                 "n_program_variables": self.n_variables,
@@ -148,6 +147,9 @@ class _Run:
             },
             hints=self.hints,
         )
+
+    def _late_notes(self) -> tuple[str]:
+        return (f"integer programming's {self._given()} before its bound reached its answer: a higher limit may close the gap",)
 
     def _first_answer(self) -> None:
         try:
@@ -177,7 +179,7 @@ class _Run:
         while True:
             enough = most if self.best is None else self.best.cost.objective_seconds - least
             slack = min(max(8 * slack, enough / 64 if self.best else least / 64), max(enough, 0.0)) + BUDGETS.rounding * least
-            model = Model(moved, slack, self.searcher.max_variables)
+            model = Model(moved, slack, self.searcher.max_variables, self.problem.memory_limit_bytes is not None)
             self.n_variables = model.n_variables
             bound = max(bound, min(self._bound_by_rows(tables, model, fixed), least + slack))
             objective = math.inf if self.best is None else self.best.cost.objective_seconds
@@ -231,22 +233,37 @@ class _Run:
         """The limit that was reached, in words."""
         if self._all_solved():
             return f"{self.searcher.max_rounds} models were solved"
+        if self.searcher.time_limit_seconds is None:
+            return f"{self.searcher.max_nodes} nodes of a model were searched"
         return f"{self.searcher.time_limit_seconds:g} s were over"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """A linear constraint: the sum of the chosen labels' coefficients, per variable ``(n,)``, is at most the limit."""
+    """A linear constraint: the sum of the chosen labels' coefficients is at most the limit.
+
+    Attributes:
+        coefficients: per variable ``(n,)``.
+        limit: the most.
+        pairs: coefficients of two variables' labels ``(n_i, n_j)``, ``i < j``.
+    """
 
     coefficients: dict[int, np.ndarray]
     limit: float
+    pairs: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
+
+    def used(self, labels: Sequence[int] | np.ndarray) -> float:
+        """The sum for the chosen positions of all variables' labels."""
+        alone = sum(float(shares[labels[variable]]) for variable, shares in self.coefficients.items())
+        return alone + sum(float(shares[labels[i], labels[j]]) for (i, j), shares in self.pairs.items())
 
 
 def memory_rows(problem: Problem, sizes: Sequence[int], labels: np.ndarray, peak: Peak, limit: float) -> list[Row]:
     """Rows that these labels, whose peak is beyond the limit, violate, and that all labels within the limit satisfy.
 
-    One row counts all values live at the peak, less the bytes that could be in fast memory under other labels. Another counts only the
-    program's arguments and results, which are never in fast memory. Where these labels satisfy both, a row excludes them alone.
+    One row counts all values live at the peak, less the bytes that could be in fast memory under other labels. Another counts only what
+    never is in fast memory: the program's arguments and results, and what is sent. Two more count what copies and partial results take
+    under other labels too, where ops that run at the peak make them. Where these labels satisfy all, a row excludes them alone.
 
     Args:
         sizes: per variable the number of its labels.
@@ -256,39 +273,59 @@ def memory_rows(problem: Problem, sizes: Sequence[int], labels: np.ndarray, peak
     """
     times = problem.facts.lifetimes
     passed = {value for value, is_passed in zip(times.values, times.passed, strict=True) if is_passed}
-    rows = [_row(problem, sizes, labels, peak, limit)]
-    if peak.spare_bytes:
-        rows.append(_row(problem, sizes, labels, peak, limit, passed))
-    used = [sum(shares[labels[variable]] for variable, shares in row.coefficients.items()) for row in rows]
-    if violated := [row for row, units in zip(rows, used, strict=True) if units > row.limit + BUDGETS.rounding]:
+    counted = (None, passed) if peak.spare_bytes else (None,)
+    rows = [_row(problem, sizes, labels, peak, limit, only, made) for only in counted for made in (True, False)]
+    if violated := [row for row in rows if row.used(labels) > row.limit + BUDGETS.rounding]:
         return violated
     others = {variable: np.arange(n) != labels[variable] for variable, n in enumerate(sizes) if n > 1}
     return [Row({variable: -other.astype(float) for variable, other in others.items()}, -1.0)]
 
 
-def _row(problem: Problem, sizes: Sequence[int], labels: np.ndarray, peak: Peak, limit: float, only: Collection[int] | None = None) -> Row:
-    """The row of the values live at a peak, or of some that are never in fast memory, in units of the limit."""
+def _row(
+    problem: Problem,
+    sizes: Sequence[int],
+    labels: np.ndarray,
+    peak: Peak,
+    limit: float,
+    only: Collection[int] | None,
+    made: bool,
+) -> Row:
+    """The row of what is live at a peak, in units of the limit.
+
+    Args:
+        only: the values that count, if not all do: such as are never in fast memory. Nor are copies and partial results, which are sent.
+        made: whether what ops make as they run counts under all labels; else copies and partial results count under the present ones.
+    """
     memory = problem.cached(MemoryTables)
     bytes_of, undecided = memory.least_bytes(peak, labels, only)
     coefficients = {variable: nbytes / limit for variable, nbytes in bytes_of.items()}
     room = (limit + (peak.spare_bytes if only is None else 0.0) - undecided) / limit
+    pairs: dict[tuple[int, int], np.ndarray] = {}
 
     def add(variable: int, nbytes: np.ndarray) -> None:
         coefficients[variable] = coefficients.get(variable, 0.0) + nbytes / limit
 
-    if only is not None:
-        return Row(coefficients, room)
+    read = memory.copies_read(peak.moment, labels) if made else {}
+    for source, target, nbytes in read.values():
+        if source == target:
+            add(source, np.diagonal(nbytes))
+            continue
+        key, table = ((source, target), nbytes) if source < target else ((target, source), nbytes.T)
+        pairs[key] = pairs.get(key, 0.0) + table / limit
     for value, nbytes in peak.copies:  # a copy stays while the value and its readers keep their layouts
+        if value in read:
+            continue
         masks = memory.same_layout(value, labels)
         room += (len(masks) - 1) * nbytes / limit
         for variable, same in masks.items():
             add(variable, same * nbytes)
-    leaders = {variable.leader: i for i, variable in enumerate(problem.decisions.variables) if variable.leader >= 0}
-    times = problem.facts.lifetimes
-    for op, nbytes in peak.partials:
-        if op in leaders and times.starts[op] <= peak.moment < times.ends[op]:  # later it is kept for other sums, as their labels decide
-            add(leaders[op], (np.arange(sizes[leaders[op]]) == labels[leaders[op]]) * nbytes)
-    return Row(coefficients, room)
+    running, stored = memory.running(peak.moment), dict(peak.partials)
+    for op, variable in running.items():  # later a sum is kept for others, as their labels decide
+        if made:
+            add(variable, memory.partial_bytes(op))
+        elif op in stored:
+            add(variable, (np.arange(sizes[variable]) == labels[variable]) * stored[op])
+    return Row(coefficients, room, pairs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -302,12 +339,15 @@ class MilpResult:
 class Model:
     """The local marginal polytope of the labels and pairs whose reduced cost is at most the slack.
 
+    Args:
+        limited: whether rows will come, which may count bytes by the labels of pairs that cost no time.
+
     Attributes:
         kept: per variable the positions of the labels that are left.
         n_variables: of the model: indicators, and numbers of pairs.
     """
 
-    def __init__(self, moved: Reparametrisation, slack: float, max_variables: int):
+    def __init__(self, moved: Reparametrisation, slack: float, max_variables: int, limited: bool = False):
         self.bound = moved.bound
         self.kept = [np.flatnonzero(reduced <= slack) for reduced in moved.reduced]
         sizes = [len(labels) for labels in self.kept]
@@ -315,7 +355,7 @@ class Model:
         self._costs = [table[labels] for table, labels in zip(moved.unary, self.kept, strict=True)]
         self._more: list[np.ndarray] = []
         self._entries: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-        self._sides: list[np.ndarray] = []
+        self._numbers: dict[tuple[int, int], tuple[int, np.ndarray, np.ndarray]] = {}  # of pairs: the first one, and both labels of each
         self.n_variables = int(self.offsets[-1])
         n_rows = 0
         for (i, j), table in moved.pairs.items():
@@ -326,8 +366,9 @@ class Model:
             least = moved.reduced[i] - table.min(axis=1), moved.reduced[j] - table.min(axis=0)
             beyond = part + least[0][self.kept[i]][:, None] + least[1][self.kept[j]]
             a, b = np.nonzero(beyond <= slack)
-            if not part.any():  # it neither costs anything nor excludes a better answer
+            if not limited and not part.any():  # it neither costs anything nor excludes a better answer
                 continue
+            self._numbers[i, j] = self.n_variables, self.kept[i][a], self.kept[j][b]
             n_rows = self._pair(i, j, a, b, part[a, b], n_rows)
             if self.n_variables > max_variables:
                 raise SearchLimitError(
@@ -366,6 +407,14 @@ class Model:
             line = np.zeros(n + 1)
             for variable, coefficients in row.coefficients.items():
                 line[self.offsets[variable] : self.offsets[variable + 1]] = coefficients[self.kept[variable]]
+            for (i, j), coefficients in row.pairs.items():
+                if (i, j) in self._numbers:
+                    first, a, b = self._numbers[i, j]
+                    line[first : first + len(a)] += coefficients[a, b]
+                    continue
+                part = coefficients[np.ix_(self.kept[i], self.kept[j])]
+                one = i if len(self.kept[j]) == 1 else j
+                line[self.offsets[one] : self.offsets[one + 1]] += part.reshape(-1)
             constraints.append(LinearConstraint(sparse.csr_array(line[None, :]), -np.inf, row.limit))
         lower = np.zeros(n + 1)
         lower[n] = 1.0

@@ -26,6 +26,7 @@ from autoshard.problem import Problem
 from autoshard.search import (
     Auto,
     BruteForce,
+    DataParallel,
     DynamicProgramming,
     FullySharded,
     IntegerProgramming,
@@ -96,6 +97,48 @@ def test_the_limit_is_a_true_constraint():
 def test_the_limit_is_a_true_constraint_on_many():
     """The same on more than fifty random programs."""
     assert check(range(60, 500)) >= 50
+
+
+def fits(seeds):
+    """The number of programs searched at limits from the least peak of any assignment on; each time something is found."""
+    n = 0
+    for seed in seeds:
+        try:
+            with pytest.raises(InfeasibleError) as refused:
+                BruteForce(MOST_ASSIGNMENTS // 10).solve(limited(seed, 1.0))  # which judges them all
+        except SearchLimitError:
+            continue
+        least = refused.value.smallest_peak_bytes or 0.0
+        for times in (1.0, 1.02, 2.0):
+            problem = limited(seed, times * least)
+            assert Auto().solve(problem).judgement.cost.peak_bytes <= times * least, (seed, times)
+        n += 1
+    return n
+
+
+def test_nothing_that_fits_is_refused():
+    """At the least peak of any assignment, and somewhat above it, `auto` finds an answer to every random program."""
+    assert fits((*range(0, 20), 37, 44, 65)) >= 8
+
+
+@pytest.mark.slow
+def test_nothing_that_fits_is_refused_of_many():
+    """The same of some hundred programs."""
+    assert fits(range(20, 400)) >= 100
+
+
+def test_equal_problems_have_equal_answers_where_only_integer_programming_fits():
+    """Its limits are of work: with no time left it still returns what it found, and the second search the same."""
+    searcher = Auto(members=(DataParallel(),))
+    found = []
+    with pytest.raises(InfeasibleError) as refused:
+        BruteForce(MOST_ASSIGNMENTS).solve(limited(64, 1.0))
+    for _ in range(2):
+        solution = searcher.solve(limited(64, refused.value.smallest_peak_bytes))
+        assert solution.finder == "integer_programming"
+        found.append((solution.assignment.choices, solution.assignment.layouts, solution.assignment.copies))
+    assert found[0] == found[1]
+    assert searcher.last_resort.time_limit_seconds is None
 
 
 def test_an_infeasible_limit_is_refused_at_once(monkeypatch):
@@ -226,5 +269,4 @@ def test_partial_sums_kept_for_others_are_in_no_row():
     tables = problem.whole_tables()
     at, there = ([options.index(label) for options, label in zip(tables.labels, labels, strict=True)] for labels in (refused, fits))
     for row in memory_rows(problem, [len(options) for options in tables.labels], np.array(at), judgement.peak, limit):
-        violating, kept = (sum(shares[labels[variable]] for variable, shares in row.coefficients.items()) for labels in (at, there))
-        assert kept <= row.limit < violating
+        assert row.used(there) <= row.limit < row.used(at)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
+from itertools import product
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from problems import SMALL, eager_cluster, problem_of
 from programs import PROGRAMS
+from small_graphs import random_small
 from small_models import enumerated, small_models
 
 from autoshard.errors import InfeasibleError, SearchLimitError
@@ -87,13 +90,56 @@ def test_rows_exclude_nothing_that_fits(program, cluster):
     limit = float(np.median([peak.nbytes for peak in peaks]))
 
     def kept(row, labels):
-        return sum(shares[labels[variable]] for variable, shares in row.coefficients.items()) <= row.limit + 1e-9
+        return row.used(labels) <= row.limit + 1e-9
 
     for labels, peak in zip(drawn, peaks, strict=True):
         if peak.nbytes > limit:
             for row in memory_rows(problem, sizes, labels, peak, limit):
                 assert not kept(row, labels)
                 assert all(kept(row, other) for other, peak in zip(drawn, peaks, strict=True) if peak.nbytes <= limit)
+
+
+def excluded(seeds):
+    """The number of memory rows of random programs; the labels they come from violate each, and none whose peak is within the limit."""
+    n = 0
+    for seed in seeds:
+        fn, args = random_small(seed)
+        mesh, cluster = ({"data": 4}, {"data": 2, "model": 2})[seed % 2], eager_cluster("v5e:2x2" if seed % 3 == 0 else "cpu:4")
+        problem = problem_of(fn, *args, mesh=mesh, cluster=cluster)
+        tables, random = problem.whole_tables(), np.random.default_rng(seed)
+        sizes = [len(options) for options in tables.labels]
+        every = list(product(*map(range, sizes))) if math.prod(sizes) <= 400 else [tuple(random.integers(sizes)) for _ in range(400)]
+        judged = [problem.evaluate(problem.assignment(tables.at(labels))).peak for labels in every]
+        for share in (0.05, 0.4):
+            limit = float(np.quantile([peak.nbytes for peak in judged], share))
+            fitting = [labels for labels, peak in zip(every, judged, strict=True) if peak.nbytes <= limit]
+            beyond = [at for at, peak in enumerate(judged) if peak.nbytes > limit]
+            for at in random.permutation(beyond)[:10]:
+                for row in memory_rows(problem, sizes, np.array(every[at]), judged[at], limit):
+                    assert row.used(every[at]) > row.limit, seed
+                    assert all(row.used(labels) <= row.limit + 1e-9 for labels in fitting), seed
+                    n += 1
+    return n
+
+
+def test_rows_exclude_nothing_that_fits_of_random_programs():
+    """Of all assignments of random programs, or of several hundred, no row excludes one within the limit."""
+    assert excluded(range(0, 12)) >= 100
+
+
+@pytest.mark.slow
+def test_rows_exclude_nothing_that_fits_of_many():
+    """The same of hundreds of programs."""
+    assert excluded(range(12, 300)) >= 1000
+
+
+def test_rows_count_copies_and_partial_results_under_all_labels():
+    """One answer beyond the limit is enough to know them: enumerating those that differ in them alone took dozens of models."""
+    fn, args = random_small(1)
+    problem = problem_of(fn, *args, mesh={"data": 2, "model": 2}, cluster=eager_cluster("cpu:4"), memory_limit_bytes=720.0)
+    found = IntegerProgramming(gap=0.01).solve(problem)
+    assert found.judgement.cost.peak_bytes <= 720.0
+    assert found.stats["rounds"] <= 4
 
 
 def test_the_dual_bound_is_reported_where_the_time_runs_out():
