@@ -16,7 +16,8 @@ import jax
 
 from autoshard.api.collecting import rarely_collecting
 from autoshard.api.microbatching import Microbatches, all_found, best, checked_number
-from autoshard.api.search import Prepared, prepare, shown
+from autoshard.api.prepared import Prepared, prepare
+from autoshard.api.search import shown
 from autoshard.api.strategy import Strategy
 from autoshard.api.user_pins import Asked, Pins
 from autoshard.cluster import Cluster

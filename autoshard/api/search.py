@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,48 +17,36 @@ from autoshard.api.agreement import agreed, finalists_of_process_0
 from autoshard.api.collecting import rarely_collecting
 from autoshard.api.confirm import Confirm, confirm_of, confirmed, noted
 from autoshard.api.finalists import Board
-from autoshard.api.full_plan import Searches, checked_plan, fullest
-from autoshard.api.meshes import MOST_AXES, check_meshes, fixed_mesh, given_mesh, meshes_of, most_axes
+from autoshard.api.full_plan import checked_plan
+from autoshard.api.meshes import check_meshes, fixed_mesh, given_mesh
 from autoshard.api.microbatching import Microbatches, best, checked_number
-from autoshard.api.notes import lowered_otherwise, whole, without_rules
-from autoshard.api.pipelining import Pipeline, check_pipeline, pipelined
+from autoshard.api.notes import whole, without_rules
+from autoshard.api.pipelining import check_pipeline
+from autoshard.api.prepared import Prepared, cluster_of, own_annotations, prepare, searched_on_meshes, traced_of, with_recomputation, within
 from autoshard.api.recomputing import best_remat, checked_remat, least_remat, or_refused
-from autoshard.api.start import better, carried, checked
-from autoshard.api.step import Sharded, plain, several
+from autoshard.api.stage_searches import Call, full, in_stages
+from autoshard.api.start import checked
 from autoshard.api.strategy import Strategy, record_of
-from autoshard.api.user_pins import ARGUMENTS, Asked, Pins, UserPins, user_pins, with_batch
-from autoshard.budgets import BUDGETS
+from autoshard.api.user_pins import ARGUMENTS, Asked, Pins, user_pins
 from autoshard.cluster import Cluster
-from autoshard.compilers import compiler_of
-from autoshard.compilers.program_facts import ProgramFacts, program_facts
 from autoshard.errors import InfeasibleError, ShardingError
-from autoshard.ir import Layout, Mesh, check_divides, spec_to_layout
+from autoshard.ir import check_divides, spec_to_layout
 from autoshard.ir.naming import matching
 from autoshard.ir.remat import Remat
-from autoshard.judge.evaluate import recomputation
 from autoshard.judge.model import CostModel
 from autoshard.lower import lowering_mesh
 from autoshard.mesh_search.anytime import checked_seconds, endings, timed
 from autoshard.mesh_search.candidates import placed
-from autoshard.mesh_search.refinement import refined
-from autoshard.mesh_search.search import search_meshes
-from autoshard.microbatch import divisors, microbatched
-from autoshard.pipeline import Stage
-from autoshard.pipeline.plan_search import Plans, search_plans
-from autoshard.problem import Hints, Problem
+from autoshard.microbatch import divisors
+from autoshard.problem import Problem
 from autoshard.progress import Progress, part, silent
-from autoshard.recompute import Options, rematerialised
-from autoshard.render import format_bytes, format_percent, progress_line
-from autoshard.rules import rules_of
-from autoshard.search import DynamicProgramming, Searcher, Solution, batch_dims, searcher_of, solve
-from autoshard.search.overlap import overlapped
+from autoshard.recompute import Options
+from autoshard.render import progress_line
+from autoshard.search import Searcher, Solution, searcher_of
 from autoshard.search.propagation import follow_layouts
-from autoshard.trace import Annotation, Traced, annotations_of, held, outside_mesh, trace
+from autoshard.trace import Traced, outside_mesh
 from autoshard.verify import propagated
 
-# Of the memory that a compiler leaves a program, what is kept for predictions that are too low, where something fits without it. Of 18
-# programs on v5e and v5p as large as this allows, or XLA:TPU, one needs more than 2 % above its predicted peak (libtpu 0.0.42).
-RESERVE = 0.02
 SEARCHING = 0.5  # of the progress of a search that is confirmed
 
 
@@ -152,21 +138,18 @@ def search(
     given = limit_seconds if how is None or limit_seconds is None else limit_seconds / 2
     if given is not None:
         chosen = chosen.limited(given)
-    if checked_plan(plan, stages, mesh):
-        asked_of = Asked.of(pins, batch_axes)
-        check_pipeline(2, schedule, how, start, None, asked_of, "plan")
-        whole = partial(search.__wrapped__, fn, *args, cluster=cluster, searcher=searcher, mesh=mesh, pins=pins, remat=remat,
-                        microbatches=microbatches, memory_limit_bytes=memory_limit_bytes, donate_argnums=donate_argnums,
-                        interruptible=interruptible)  # fmt: skip
+    is_full = checked_plan(plan, stages, mesh)
+    if is_full or stages is not None:
+        wanted = Asked.of(pins, batch_axes)
+        check_pipeline(2 if is_full else stages, schedule, how, start, None if is_full else remat, wanted, "plan" if is_full else "stages")
         with shown(progress) as callback, rarely_collecting(), outside_mesh(keep_auto=True):
-            return _full(whole, fn, args, cluster, chosen, mesh, asked_of, memory_limit_bytes, donate_argnums, microbatches, schedule,
-                         endings(given, interruptible), given, callback)  # fmt: skip
-    if stages is not None:
-        asked_of = Asked.of(pins, batch_axes)
-        check_pipeline(stages, schedule, how, start, remat, asked_of)
-        with shown(progress) as callback, rarely_collecting(), outside_mesh(keep_auto=True):
-            return _in_stages(fn, args, cluster, chosen, mesh, asked_of, memory_limit_bytes, donate_argnums, microbatches, stages, schedule,
-                              endings(given, interruptible), given, callback)  # fmt: skip
+            call = Call(fn, args, cluster, chosen, mesh, wanted, memory_limit_bytes, donate_argnums, microbatches, schedule,
+                        endings(given, interruptible), given, callback)  # fmt: skip
+            if stages is not None:
+                return in_stages(call, stages)
+            return full(call, partial(search.__wrapped__, fn, *args, cluster=cluster, searcher=searcher, mesh=mesh, pins=pins, remat=remat,
+                                      microbatches=microbatches, memory_limit_bytes=memory_limit_bytes, donate_argnums=donate_argnums,
+                                      interruptible=interruptible))  # fmt: skip
     with shown(progress) as callback, rarely_collecting(), outside_mesh(keep_auto=True):
         ask = partial(prepare, fn, args, cluster, chosen, mesh, Asked.of(pins, batch_axes), memory_limit_bytes, donate_argnums)
         first = microbatches if isinstance(microbatches, int) else 1
@@ -183,8 +166,8 @@ def search(
             is_first = n == first and again is None
             prepared = asked if is_first else ask(n, again if again is None else replace(again, mode=remat or ""))
             left = given if given is None or is_first else max(0.0, given - (time.perf_counter() - started))
-            searched = partial(_searched, prepared, chosen, timed(own, left), ends, 1 if how is None else how.finalists, start)
-            return prepared, *_within(prepared, searched, memory_limit_bytes is None, mesh)
+            searched = partial(searched_on_meshes, prepared, chosen, timed(own, left), ends, 1 if how is None else how.finalists, start)
+            return prepared, *within(prepared, searched, memory_limit_bytes is None, mesh)
 
         def attempt(n: int) -> tuple[Prepared, Solution, Problem]:
             return best_remat(partial(with_remat, n), remat, options)
@@ -225,261 +208,6 @@ def search(
         return confirmed(board, how)
 
 
-def _in_stages(
-    fn: Callable,
-    args: tuple,
-    cluster: Cluster | str | Path | None,
-    searcher: Searcher,
-    mesh: Any,
-    asked: Asked,
-    memory_limit_bytes: float | None,
-    donate_argnums: int | Sequence[int],
-    microbatches: Microbatches,
-    n_stages: int,
-    schedule: str,
-    ends: tuple[type[BaseException], ...],
-    seconds: float | None,
-    progress: Progress,
-) -> Strategy:
-    """The best strategy as a pipeline; arguments are `search`'s."""
-    cluster = _cluster(cluster)
-    limit = _limit(cluster, memory_limit_bytes) * (1 - RESERVE if memory_limit_bytes is None else 1)
-    given = None if mesh is None or isinstance(mesh, int) else given_mesh(mesh)
-    part_of, most = cluster.part(n_stages), most_axes(mesh, searcher)
-    if given is not None:
-        part_of.check(given)
-    axes = (*asked.axes, *(given.names if given else ()))
-    traced, _, spent = _traced(fn, args, donate_argnums, axes, cluster)
-    asked.check(traced.graph.argument_paths)
-    until = None if seconds is None else time.perf_counter() + seconds
-    known: dict[tuple, Solution] = {}  # equal stages are searched once
-
-    def searched(
-        stage: Stage, mesh: Mesh | None, fixed: Mapping[int, Layout], limit: float, progress: Progress
-    ) -> tuple[Strategy, Problem]:
-        program = stage.traced
-        facts = program_facts(program.graph, rules_of(program.graph), compiler_of(cluster))
-        pins = user_pins(asked.among(program.graph.argument_paths), program.graph, [], mesh is None)
-        first = len(stage.arguments)
-        stacked = tuple(first + k for k, message in enumerate(stage.receives) if message.kind == "loop")
-        pins = replace(pins, stacked=stacked, fixed=fixed)
-        meshes, _ = meshes_of(part_of, pins, mesh, most)
-        counts = {"trace_seconds": 0.0, "n_ops": len(program.graph.walk())}
-        prepared = Prepared(program, facts, part_of, meshes, 0, pins, limit, counts)
-        key = program.graph.fingerprint, program.graph.donated, tuple(pins.given.items()), stacked, mesh, tuple(fixed.items()), limit
-        if key in known:
-            problem = prepared.problem(known[key].assignment.mesh, limit, ())
-            solution = replace(known[key], judgement=problem.evaluate(known[key].assignment), stats={})
-            return prepared.strategy(problem.mesh, solution, searcher), problem
-        left = None if until is None else max(0.0, until - time.perf_counter())
-        solution, problem = _searched(prepared, searcher, timed(progress, left), ends, 1, None, limit)
-        known[key] = solution
-        return prepared.strategy(problem.mesh, solution, searcher), problem
-
-    number = microbatches if isinstance(microbatches, int) else None
-    return pipelined(traced, cluster, Pipeline(n_stages, schedule, number, given, limit), searched, searcher, spent, progress)
-
-
-def _full(
-    whole: Callable[..., Strategy],
-    fn: Callable,
-    args: tuple,
-    cluster: Cluster | str | Path | None,
-    searcher: Searcher,
-    mesh: Any,
-    asked: Asked,
-    memory_limit_bytes: float | None,
-    donate_argnums: int | Sequence[int],
-    microbatches: Microbatches,
-    schedule: str,
-    ends: tuple[type[BaseException], ...],
-    seconds: float | None,
-    progress: Progress,
-) -> Strategy:
-    """The best strategy with stages or without; arguments are `search`'s, ``whole`` searches without stages."""
-    devices = _cluster(cluster)
-    limit = _limit(devices, memory_limit_bytes) * (1 - RESERVE if memory_limit_bytes is None else 1)
-    number = microbatches if isinstance(microbatches, int) else None
-
-    def alone(left: float | None) -> Strategy:
-        return whole(progress=part(progress, 0.0, 0.4), time_limit_seconds=left)
-
-    def few_layers(
-        program: Traced, devices: Cluster, limit: float, mesh: Mesh | None, like: Problem | None, hints: Hints
-    ) -> tuple[Solution, Problem]:
-        if like is not None:
-            problem = Problem(like.facts, like.model, like.pins, limit, like)
-            return solve(_QUICK, problem, silent, hints), problem
-        pins = user_pins(asked.among(program.graph.argument_paths), program.graph, [], mesh is None)
-        meshes = meshes_of(devices, pins, None, 2)[0] if mesh is None else (mesh,)
-        facts = program_facts(program.graph, rules_of(program.graph), compiler_of(devices))
-        prepared = Prepared(program, facts, devices, meshes, 0, pins, limit, {})
-        return _searched(prepared, _QUICK, silent, (), 1, None, limit)
-
-    def plans(until: float, best_seconds: float, progress: Progress) -> Plans | None:
-        traced, _, _ = _traced(fn, args, donate_argnums, asked.axes, devices)
-        return search_plans(
-            traced,
-            devices,
-            limit,
-            few_layers,
-            schedule,
-            until=until,
-            best_seconds=best_seconds,
-            n_microbatches=number,
-            least_gain=BUDGETS.least_gain,
-            progress=progress,
-        )
-
-    def staged(n_stages: int, n_microbatches: int | None, left: float | None) -> Strategy:
-        return _in_stages(fn, args, devices, searcher, mesh, asked, memory_limit_bytes, donate_argnums, n_microbatches or microbatches,
-                          n_stages, schedule, endings(left, False), left, part(progress, 0.7, 0.3))  # fmt: skip
-
-    return fullest(Searches(alone, plans, staged), devices, seconds, progress, ends)
-
-
-_QUICK = DynamicProgramming(price_steps=5, second_opinion=False)
-"""For programs of few layers, whose answers are estimates."""
-
-
-def _within(
-    prepared: Prepared, searched: Callable[[float], tuple[Solution, Problem]], reserves: bool, mesh: Any
-) -> tuple[Solution, Problem]:
-    """The best solution within the memory limit; within the reserve of it too, if it has one and nothing fits otherwise."""
-    try:
-        return searched(prepared.limit * (1 - RESERVE) if reserves else prepared.limit)
-    except InfeasibleError as error:
-        if not reserves or (error.smallest_peak_bytes or math.inf) > prepared.limit:
-            raise error if error.proven or not prepared.most_axes or mesh == MOST_AXES else _with_axes(error) from None
-    solution, problem = searched(prepared.limit)
-    others = tuple(replace(other, notes=(*other.notes, _barely(prepared.limit))) for other in solution.others)
-    return replace(solution, notes=(*solution.notes, _barely(prepared.limit)), others=others), problem
-
-
-def _searched(
-    prepared: Prepared,
-    searcher: Searcher,
-    progress: Progress,
-    ends: tuple[type[BaseException], ...],
-    n_finalists: int,
-    start: Strategy | None,
-    limit: float,
-) -> tuple[Solution, Problem]:
-    """The best solution on any mesh within a memory limit, and its problem."""
-    problems: list[Problem] = []
-    failure: ShardingError | None = None
-    for candidate in prepared.meshes:
-        try:
-            problems.append(prepared.problem(candidate, limit, problems))
-        except ShardingError as error:
-            failure = error
-    if failure is not None and not problems:
-        raise failure
-    spare = None if start is None else carried(start, problems)
-    try:
-        found = search_meshes(searcher, problems, solve, progress, ends, prepared.finer if prepared.most_axes > 1 else None, n_finalists)
-    except (InfeasibleError, *ends):
-        if spare is None:
-            raise
-        return spare
-    return found if spare is None else better(found, spare, n_finalists)
-
-
-def _with_axes(error: InfeasibleError) -> InfeasibleError:
-    """The refusal on a free mesh, with what was not tried."""
-    more = f"Or try mesh={MOST_AXES}: of the meshes of {MOST_AXES} axes one at most was searched, and others may hold less."
-    return InfeasibleError(f"{error} {more}", error.smallest_peak_bytes, error.proven)
-
-
-def _barely(limit: float) -> str:
-    return (
-        f"the predicted peak is within {format_percent(RESERVE)} of the {format_bytes(limit)} that a program may have, and is predicted "
-        "no better than that: ask the compiler with autoshard verify"
-    )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Prepared:
-    """A traced program and all that a search of it asks for.
-
-    Attributes:
-        traced, facts: the program.
-        cluster: the devices.
-        meshes: those to try.
-        most_axes: how many axes a mesh may have that their search leads to; 0 where they are all there are.
-        pins: the user's.
-        limit: bytes that a device may hold.
-        seconds: what tracing took, and the number of ops.
-    """
-
-    traced: Traced
-    facts: ProgramFacts
-    cluster: Cluster
-    meshes: tuple[Mesh, ...]
-    most_axes: int
-    pins: UserPins
-    limit: float
-    seconds: Mapping[str, float]
-
-    def problem(self, mesh: Mesh, limit: float | None, others: Collection[Problem]) -> Problem:
-        """The search problem on a mesh; of others of the same program one, of the same sizes if there is such, shares what it can."""
-        alike = (other for other in others if other.mesh.sizes == mesh.sizes)
-        like = next(chain(alike, others), None)
-        return Problem(self.facts, CostModel(self.cluster, mesh), self.pins.on(mesh), limit, like)
-
-    def finer(self, problem: Problem, solution: Solution | None, progress: Progress) -> tuple[Problem, Hints] | None:
-        """The problem of more axes that promises more than the best solution, memory aside where that binds, and where it begins."""
-        price = 0.0 if solution is None else solution.hints.price
-        labels = None if solution is None or price else problem.labels(solution.assignment)
-
-        def on(mesh: Mesh) -> list[Problem]:
-            problems: list[Problem] = []
-            for placing in placed(self.cluster, [mesh], renamed=False):
-                problems.append(self.problem(placing, problem.memory_limit_bytes, problems or [problem]))
-            return problems
-
-        return refined(problem, labels, self.most_axes, BUDGETS.least_gain, on, progress, price)
-
-    def strategy(self, mesh: Mesh, solution: Solution, searcher: Searcher) -> Strategy:
-        """The strategy of a solution on a mesh."""
-        model = CostModel(self.cluster, mesh)
-        solution = replace(solution, judgement=overlapped(self.facts, model, solution.judgement, self.limit))
-        solution = _recomputing(self.facts, model, solution)
-        pins = {"pins": len(pinned)} if (pinned := self.pins.on(mesh)) else {}
-        solution = replace(solution, stats={**self.seconds, "meshes": len(self.meshes), **solution.stats, **pins})
-        notes = [*without_rules(self.facts), *lowered_otherwise(self.facts.graph, mesh), *whole(self.facts, solution.assignment)]
-        notes += self.pins.remarks(mesh, solution.assignment)
-        return Strategy(record_of(self.traced, self.cluster, mesh, solution, searcher, notes), self.traced)
-
-
-def prepare(fn, args, cluster, searcher, mesh, asked: Asked, memory_limit_bytes, donate_argnums, microbatches=1, remat=None) -> Prepared:
-    """What `search` is given, checked, traced and with the meshes that are worth trying; arguments are `search`'s."""
-    cluster = _cluster(cluster)
-    limit = _limit(cluster, memory_limit_bytes)
-    most = most_axes(mesh, searcher)
-    given = None if mesh is None or isinstance(mesh, int) else given_mesh(mesh)
-    if given is not None:
-        cluster.check(given)
-    axes = (*asked.axes, *(given.names if given else ()))
-    traced, facts, seconds = _traced(fn, args, donate_argnums, axes, cluster, microbatches, remat)
-    pins = user_pins(asked, traced.graph, _annotations(fn, args, traced), given is None)
-    meshes, is_free = meshes_of(cluster, pins, given, most)
-    finest = (mesh or MOST_AXES) if is_free and searcher.automatic else 0
-    prepared = Prepared(traced, facts, cluster, meshes, finest, pins, limit, seconds)
-    return prepared if not asked.batch_axes else _with_batch(prepared)
-
-
-def _with_batch(prepared: Prepared) -> Prepared:
-    """The same with the batch found, on the mesh whose axes are the smallest, since most batches divide by these."""
-    mesh = min(prepared.meshes, key=lambda mesh: max(mesh.sizes))
-    return replace(prepared, pins=with_batch(prepared.pins, batch_dims(prepared.problem(mesh, None, ()))))
-
-
-def _annotations(fn: Callable, args: tuple, traced: Traced) -> list[tuple[Annotation, ...]]:
-    """The shardings that each array of the arguments has."""
-    return annotations_of(traced.split(held(plain(fn), args)))
-
-
 @outside_mesh(keep_auto=True)
 def evaluate(
     fn: Callable,
@@ -504,16 +232,16 @@ def evaluate(
         TraceError: the batch cannot be computed in that many microbatches.
         ShardingError: a spec does not fit its argument or the mesh.
     """
-    cluster = _cluster(cluster)
+    cluster = cluster_of(cluster)
     of_arguments = isinstance(in_specs, str) and in_specs == ARGUMENTS
     given = None if mesh is None and of_arguments else given_mesh(mesh)
     if given is not None:
         cluster.check(given)
     if microbatches is not None and isinstance(checked_number(microbatches), str):
         raise ShardingError(f"a sharding is evaluated with a number of microbatches, got {microbatches!r}. Use 4, for instance.")
-    traced, facts, seconds = _traced(fn, args, donate_argnums, given.names if given else (), cluster, microbatches or 1)
+    traced, facts, seconds = traced_of(fn, args, donate_argnums, given.names if given else (), cluster, microbatches or 1)
     graph = traced.graph
-    pins = user_pins(Asked(arguments=of_arguments), graph, _annotations(fn, args, traced) if of_arguments else [], False)
+    pins = user_pins(Asked(arguments=of_arguments), graph, own_annotations(fn, args, traced) if of_arguments else [], False)
     check_meshes(pins, given)
     given = given or fixed_mesh(cluster, pins)
     layouts = {}
@@ -534,16 +262,9 @@ def evaluate(
         solutions.append((problem.evaluate(spread), placing))
     judgement, placing = min(solutions, key=lambda found: found[0].cost.makespan_seconds)
     solution = Solution(judgement, 0.0, {**seconds, "search_seconds": time.perf_counter() - started})
-    solution = _recomputing(facts, CostModel(cluster, placing), solution)
+    solution = with_recomputation(facts, CostModel(cluster, placing), solution)
     notes = [*without_rules(facts), *whole(facts, solution.assignment), *pins.notes]
     return Strategy(record_of(traced, cluster, placing, solution, _Given(), notes), traced)
-
-
-def _recomputing(facts: ProgramFacts, model: CostModel, solution: Solution) -> Solution:
-    """A solution with what the compiler computes again, where it holds about as much as the device has."""
-    judgement = solution.judgement
-    again = recomputation(facts, model, judgement)
-    return solution if again is None else replace(solution, judgement=replace(judgement, cost=replace(judgement.cost, recomputation=again)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -563,30 +284,6 @@ def shown(progress: Progress | bool) -> Iterator[Progress]:
             yield callback
     else:
         yield silent
-
-
-def _cluster(cluster: Cluster | str | Path | None) -> Cluster:
-    return Cluster.local() if cluster is None else Cluster.of(cluster)
-
-
-def _limit(cluster: Cluster, memory_limit_bytes: float | None) -> float:
-    if memory_limit_bytes is None:
-        return cluster.memory_limit_bytes
-    if isinstance(memory_limit_bytes, bool) or not isinstance(memory_limit_bytes, int | float) or not memory_limit_bytes > 0:
-        raise ShardingError(f"memory_limit_bytes is a positive number of bytes a device, got {memory_limit_bytes!r}. Write 12e9 for 12 GB.")
-    return memory_limit_bytes
-
-
-def _traced(
-    fn, args, donate_argnums, axis_names, cluster: Cluster, microbatches: int = 1, remat: Remat | None = None
-) -> tuple[Traced, ProgramFacts, dict[str, float]]:
-    """The traced function, its facts for the cluster's compiler, and what tracing took."""
-    started = time.perf_counter()
-    donated = (*several(donate_argnums), *(fn.donate_argnums if isinstance(fn, Sharded) else ()))
-    traced = trace(plain(fn), *args, donate_argnums=donated, axis_names=tuple(dict.fromkeys(axis_names)), own_donation=True)
-    traced = microbatched(rematerialised(traced, remat), microbatches)
-    facts = program_facts(traced.graph, rules_of(traced.graph), compiler_of(cluster))
-    return traced, facts, {"trace_seconds": time.perf_counter() - started, "n_ops": len(traced.graph.walk())}
 
 
 def _flat_specs(traced: Traced, args: tuple, in_specs: Any) -> list[PartitionSpec]:

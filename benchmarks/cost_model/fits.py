@@ -18,7 +18,7 @@ from functools import partial
 import jax.numpy as jnp
 
 import autoshard
-from autoshard.api.search import RESERVE
+from autoshard.api.prepared import RESERVE
 from autoshard.cluster import Cluster
 from autoshard.progress import Progress
 from autoshard.render import Table, format_bytes

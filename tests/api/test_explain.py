@@ -12,7 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from strategy_records import EXAMPLE
 
 from autoshard.api import explain as module
-from autoshard.api.explain import argument_parts, bytes_a_device, compare, explain, mesh_picture, summary, tensor_picture
+from autoshard.api.explain import argument_parts, compare, explain, summary
+from autoshard.api.explain_tensors import bytes_a_device, mesh_picture, tensor_picture
 from autoshard.ir import Collective, Mesh, MovedValue, Origin, Reason, ServedOp, Split, layout_to_spec
 from autoshard.lower import jax_mesh
 from autoshard.render import Table, to_text

@@ -180,7 +180,7 @@ def test_a_time_that_is_over_leaves_first_answers():
 
 def test_equal_stages_are_searched_once(monkeypatch):
     """Those in the middle; each has the names of its own arguments."""
-    module, solved = sys.modules["autoshard.api.search"], []
+    module, solved = sys.modules["autoshard.api.prepared"], []
     search = module.search_meshes
     monkeypatch.setattr(module, "search_meshes", lambda *arguments: solved.append(1) or search(*arguments))
     fn, args = models.gpt(8, 32, 4, 64, batch=8, length=16)

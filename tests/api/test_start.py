@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.api.search import prepare
+from autoshard.api.prepared import prepare
 from autoshard.api.start import carried_specs
 from autoshard.api.user_pins import Asked
 from autoshard.search import searcher_of

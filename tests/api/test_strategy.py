@@ -18,7 +18,7 @@ from problems import eager_cluster
 from programs import PROGRAMS, concrete, mlp
 
 import autoshard
-from autoshard.api.search import RESERVE
+from autoshard.api.prepared import RESERVE
 from autoshard.api.step import bucket_options
 from autoshard.cluster import Cluster
 from autoshard.verify import collectives_of

@@ -9,7 +9,7 @@ import pytest
 from programs import PROGRAMS
 
 import autoshard
-from autoshard.api.search import prepare
+from autoshard.api.prepared import prepare
 from autoshard.api.user_pins import Asked
 from autoshard.ir import Collective, Mesh
 from autoshard.mesh_search.finalists import finalists, is_baseline

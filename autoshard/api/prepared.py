@@ -1,0 +1,212 @@
+"""A traced program with all that a search of it asks for, and its search on any mesh within a memory limit."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from autoshard.api.meshes import MOST_AXES, given_mesh, meshes_of, most_axes
+from autoshard.api.notes import lowered_otherwise, whole, without_rules
+from autoshard.api.start import better, carried
+from autoshard.api.step import Sharded, plain, several
+from autoshard.api.strategy import Strategy, record_of
+from autoshard.api.user_pins import Asked, UserPins, user_pins, with_batch
+from autoshard.budgets import BUDGETS
+from autoshard.cluster import Cluster
+from autoshard.compilers import compiler_of
+from autoshard.compilers.program_facts import ProgramFacts, program_facts
+from autoshard.errors import InfeasibleError, ShardingError
+from autoshard.ir import Mesh
+from autoshard.ir.remat import Remat
+from autoshard.judge.evaluate import recomputation
+from autoshard.judge.model import CostModel
+from autoshard.mesh_search.candidates import placed
+from autoshard.mesh_search.refinement import refined
+from autoshard.mesh_search.search import search_meshes
+from autoshard.microbatch import microbatched
+from autoshard.problem import Hints, Problem
+from autoshard.progress import Progress
+from autoshard.recompute import rematerialised
+from autoshard.render import format_bytes, format_percent
+from autoshard.rules import rules_of
+from autoshard.search import Searcher, Solution, batch_dims, solve
+from autoshard.search.overlap import overlapped
+from autoshard.trace import Annotation, Traced, annotations_of, held, trace
+
+# Of the memory that a compiler leaves a program, what is kept for predictions that are too low, where something fits without it. Of 18
+# programs on v5e and v5p as large as this allows, or XLA:TPU, one needs more than 2 % above its predicted peak (libtpu 0.0.42).
+RESERVE = 0.02
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """A traced program and all that a search of it asks for.
+
+    Attributes:
+        traced, facts: the program.
+        cluster: the devices.
+        meshes: those to try.
+        most_axes: how many axes a mesh may have that their search leads to; 0 where they are all there are.
+        pins: the user's.
+        limit: bytes that a device may hold.
+        seconds: what tracing took, and the number of ops.
+    """
+
+    traced: Traced
+    facts: ProgramFacts
+    cluster: Cluster
+    meshes: tuple[Mesh, ...]
+    most_axes: int
+    pins: UserPins
+    limit: float
+    seconds: Mapping[str, float]
+
+    def problem(self, mesh: Mesh, limit: float | None, others: Collection[Problem]) -> Problem:
+        """The search problem on a mesh; of others of the same program one, of the same sizes if there is such, shares what it can."""
+        alike = (other for other in others if other.mesh.sizes == mesh.sizes)
+        like = next(chain(alike, others), None)
+        return Problem(self.facts, CostModel(self.cluster, mesh), self.pins.on(mesh), limit, like)
+
+    def finer(self, problem: Problem, solution: Solution | None, progress: Progress) -> tuple[Problem, Hints] | None:
+        """The problem of more axes that promises more than the best solution, memory aside where that binds, and where it begins."""
+        price = 0.0 if solution is None else solution.hints.price
+        labels = None if solution is None or price else problem.labels(solution.assignment)
+
+        def on(mesh: Mesh) -> list[Problem]:
+            problems: list[Problem] = []
+            for placing in placed(self.cluster, [mesh], renamed=False):
+                problems.append(self.problem(placing, problem.memory_limit_bytes, problems or [problem]))
+            return problems
+
+        return refined(problem, labels, self.most_axes, BUDGETS.least_gain, on, progress, price)
+
+    def strategy(self, mesh: Mesh, solution: Solution, searcher: Searcher) -> Strategy:
+        """The strategy of a solution on a mesh."""
+        model = CostModel(self.cluster, mesh)
+        solution = replace(solution, judgement=overlapped(self.facts, model, solution.judgement, self.limit))
+        solution = with_recomputation(self.facts, model, solution)
+        pins = {"pins": len(pinned)} if (pinned := self.pins.on(mesh)) else {}
+        solution = replace(solution, stats={**self.seconds, "meshes": len(self.meshes), **solution.stats, **pins})
+        notes = [*without_rules(self.facts), *lowered_otherwise(self.facts.graph, mesh), *whole(self.facts, solution.assignment)]
+        notes += self.pins.remarks(mesh, solution.assignment)
+        return Strategy(record_of(self.traced, self.cluster, mesh, solution, searcher, notes), self.traced)
+
+
+def prepare(fn, args, cluster, searcher, mesh, asked: Asked, memory_limit_bytes, donate_argnums, microbatches=1, remat=None) -> Prepared:
+    """What `search` is given, checked, traced and with the meshes that are worth trying; arguments are `search`'s."""
+    cluster = cluster_of(cluster)
+    limit = limit_of(cluster, memory_limit_bytes)
+    most = most_axes(mesh, searcher)
+    given = None if mesh is None or isinstance(mesh, int) else given_mesh(mesh)
+    if given is not None:
+        cluster.check(given)
+    axes = (*asked.axes, *(given.names if given else ()))
+    traced, facts, seconds = traced_of(fn, args, donate_argnums, axes, cluster, microbatches, remat)
+    pins = user_pins(asked, traced.graph, own_annotations(fn, args, traced), given is None)
+    meshes, is_free = meshes_of(cluster, pins, given, most)
+    finest = (mesh or MOST_AXES) if is_free and searcher.automatic else 0
+    prepared = Prepared(traced, facts, cluster, meshes, finest, pins, limit, seconds)
+    return prepared if not asked.batch_axes else _with_batch(prepared)
+
+
+def _with_batch(prepared: Prepared) -> Prepared:
+    """The same with the batch found, on the mesh whose axes are the smallest, since most batches divide by these."""
+    mesh = min(prepared.meshes, key=lambda mesh: max(mesh.sizes))
+    return replace(prepared, pins=with_batch(prepared.pins, batch_dims(prepared.problem(mesh, None, ()))))
+
+
+def own_annotations(fn: Callable, args: tuple, traced: Traced) -> list[tuple[Annotation, ...]]:
+    """The shardings that each array of the arguments has."""
+    return annotations_of(traced.split(held(plain(fn), args)))
+
+
+def cluster_of(cluster: Cluster | str | Path | None) -> Cluster:
+    return Cluster.local() if cluster is None else Cluster.of(cluster)
+
+
+def limit_of(cluster: Cluster, memory_limit_bytes: float | None) -> float:
+    if memory_limit_bytes is None:
+        return cluster.memory_limit_bytes
+    if isinstance(memory_limit_bytes, bool) or not isinstance(memory_limit_bytes, int | float) or not memory_limit_bytes > 0:
+        raise ShardingError(f"memory_limit_bytes is a positive number of bytes a device, got {memory_limit_bytes!r}. Write 12e9 for 12 GB.")
+    return memory_limit_bytes
+
+
+def traced_of(
+    fn, args, donate_argnums, axis_names, cluster: Cluster, microbatches: int = 1, remat: Remat | None = None
+) -> tuple[Traced, ProgramFacts, dict[str, float]]:
+    """The traced function, its facts for the cluster's compiler, and what tracing took."""
+    started = time.perf_counter()
+    donated = (*several(donate_argnums), *(fn.donate_argnums if isinstance(fn, Sharded) else ()))
+    traced = trace(plain(fn), *args, donate_argnums=donated, axis_names=tuple(dict.fromkeys(axis_names)), own_donation=True)
+    traced = microbatched(rematerialised(traced, remat), microbatches)
+    facts = program_facts(traced.graph, rules_of(traced.graph), compiler_of(cluster))
+    return traced, facts, {"trace_seconds": time.perf_counter() - started, "n_ops": len(traced.graph.walk())}
+
+
+def with_recomputation(facts: ProgramFacts, model: CostModel, solution: Solution) -> Solution:
+    """A solution with what the compiler computes again, where it holds about as much as the device has."""
+    judgement = solution.judgement
+    again = recomputation(facts, model, judgement)
+    return solution if again is None else replace(solution, judgement=replace(judgement, cost=replace(judgement.cost, recomputation=again)))
+
+
+def within(
+    prepared: Prepared, searched: Callable[[float], tuple[Solution, Problem]], reserves: bool, mesh: Any
+) -> tuple[Solution, Problem]:
+    """The best solution within the memory limit; within the reserve of it too, if it has one and nothing fits otherwise."""
+    try:
+        return searched(prepared.limit * (1 - RESERVE) if reserves else prepared.limit)
+    except InfeasibleError as error:
+        if not reserves or (error.smallest_peak_bytes or math.inf) > prepared.limit:
+            raise error if error.proven or not prepared.most_axes or mesh == MOST_AXES else _with_axes(error) from None
+    solution, problem = searched(prepared.limit)
+    others = tuple(replace(other, notes=(*other.notes, _barely(prepared.limit))) for other in solution.others)
+    return replace(solution, notes=(*solution.notes, _barely(prepared.limit)), others=others), problem
+
+
+def searched_on_meshes(
+    prepared: Prepared,
+    searcher: Searcher,
+    progress: Progress,
+    ends: tuple[type[BaseException], ...],
+    n_finalists: int,
+    start: Strategy | None,
+    limit: float,
+) -> tuple[Solution, Problem]:
+    """The best solution on any mesh within a memory limit, and its problem."""
+    problems: list[Problem] = []
+    failure: ShardingError | None = None
+    for candidate in prepared.meshes:
+        try:
+            problems.append(prepared.problem(candidate, limit, problems))
+        except ShardingError as error:
+            failure = error
+    if failure is not None and not problems:
+        raise failure
+    spare = None if start is None else carried(start, problems)
+    try:
+        found = search_meshes(searcher, problems, solve, progress, ends, prepared.finer if prepared.most_axes > 1 else None, n_finalists)
+    except (InfeasibleError, *ends):
+        if spare is None:
+            raise
+        return spare
+    return found if spare is None else better(found, spare, n_finalists)
+
+
+def _with_axes(error: InfeasibleError) -> InfeasibleError:
+    """The refusal on a free mesh, with what was not tried."""
+    more = f"Or try mesh={MOST_AXES}: of the meshes of {MOST_AXES} axes one at most was searched, and others may hold less."
+    return InfeasibleError(f"{error} {more}", error.smallest_peak_bytes, error.proven)
+
+
+def _barely(limit: float) -> str:
+    return (
+        f"the predicted peak is within {format_percent(RESERVE)} of the {format_bytes(limit)} that a program may have, and is predicted "
+        "no better than that: ask the compiler with autoshard verify"
+    )
