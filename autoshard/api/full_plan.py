@@ -131,7 +131,8 @@ def _answer(found: list[Strategy], plans: Plans | None) -> Strategy:
     bounds = [strategy.lower_bound_seconds for strategy in found if strategy.record.pipeline is None]
     if plans is not None and plans.n_candidates and bounds:
         bound = min(*bounds, plans.bound_seconds, best.cost.objective_seconds)
-        gap = best.cost.objective_seconds / bound - 1 if bound else math.inf
+        objective = best.cost.objective_seconds
+        gap = 1 - bound / objective if objective else 0.0
         note += f". Without overlap and memory limits none is below {format_seconds(bound)} (gap {format_percent(gap)})"
         stats["plan_bound_seconds"] = bound
     record = replace(best.record, assumptions=(*best.record.assumptions, note), stats={**best.record.stats, **stats})

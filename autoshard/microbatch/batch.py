@@ -49,7 +49,7 @@ def in_loop(traced: Traced, n: int) -> Traced:
     function = in_microbatches(traced.jaxpr, graph, rules, loop)
     split = ", ".join(f"{_path(graph, value)} along dimension {dim}" for value, dim in loop.batch.items())
     made = rebuilt(traced, jax.make_jaxpr(function)(*types_of(traced.jaxpr.jaxpr.invars)), n)
-    note = f"the step computes {n} microbatches one after the other, each of every {n}th example, and adds gradients up; split: {split}"
+    note = f"the step computes {n} microbatches one after the other, each of one example in {n}, and adds gradients up; split: {split}"
     return replace(made, graph=replace(made.graph, assumptions=(*made.graph.assumptions, note)))
 
 
@@ -83,7 +83,7 @@ def loop_of_batch(graph: Graph, rules: Sequence[Rule | None], n: int) -> Loop:
     if held_up is not None and held_up[1] > LEAST_SHARE * total:
         raise TraceError(
             f"microbatches are computed one after the other, and {held_up[0]}; {held_up[1] / total:.0%} of the products wait for it. "
-            "Compute it for each example by itself, as group or layer normalisation does, or leave microbatches out."
+            "Compute it for each example by itself, as group or layer normalisation does, or leave microbatches and stages out."
         )
     return best[1]
 

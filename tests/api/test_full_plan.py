@@ -10,6 +10,7 @@ import pytest
 import autoshard
 from autoshard.api.full_plan import Searches, checked_plan, fullest
 from autoshard.cluster import Cluster
+from autoshard.pipeline.plan_search import Plans
 from autoshard.progress import silent
 from benchmarks import models
 
@@ -44,6 +45,14 @@ def test_the_answer_is_the_fastest(found):
     assert "2 stages in 4 microbatches" in both.notes[-1]
     with pytest.raises(autoshard.InfeasibleError, match="none fits"):
         fullest(Searches(refused, lambda *_: None, lambda *_: refused(None)), cluster, None, silent)
+
+
+def test_the_gap_is_a_share_of_the_answer(found):
+    """A bound of half the answer's seconds leaves half of them, as a strategy's own gap says it."""
+    plain, pipeline = found
+    bounded = Plans((), plain.cost.objective_seconds / 2, 1, 0)
+    searches = Searches(lambda _: plain, lambda *_: bounded, lambda *_: pipeline)
+    assert "(gap 50 %)" in fullest(searches, Cluster.parse("cpu:4"), None, silent).notes[-1]
 
 
 def test_a_search_that_is_interrupted_has_its_best_answer(found):
