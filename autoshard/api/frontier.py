@@ -137,9 +137,9 @@ def frontier(
     """The Pareto front of step time against peak memory: what the searcher finds under ever smaller limits, and the baselines.
 
     On every mesh the searcher and the baselines are asked without a limit, then, on meshes of which the front has something, the searcher
-    for less than anything was found to hold, which makes it try all its memory prices. Limits in equal ratios from the fastest answer's
-    peak down to the smallest are then asked for where nothing was met between them, on the meshes that are best around. Every assignment
-    that is judged on the way counts; the program is traced once, and each mesh's tables are made once. Heuristic.
+    for less than anything was found to hold, as long as that is met, which makes it try all its memory prices. Limits in equal ratios from
+    the fastest answer's peak down to the smallest are then asked for where nothing was met between them, on the meshes that are best
+    around. Every assignment that is judged on the way counts; the program is traced once, and each mesh's tables are made once. Heuristic.
 
     Args:
         fn, args, cluster, searcher, mesh, pins, batch_axes, donate_argnums, progress: as for `search`.
@@ -235,9 +235,10 @@ class _Search:
         self.stage = "while looking for the least memory"
         promising = list(dict.fromkeys(point.mesh for point in self.front))
         for number, candidate in enumerate(promising):
-            share = 1 / len(promising) / 3
-            limit = LESS * min(point.cost[0] for point in self.front)
-            self._ask(self.problems[candidate], self.searcher, limit, part(self.progress, 1 / 3 + number * share, share))
+            share, limit = 1 / len(promising) / 3, math.inf
+            while (least := min(point.cost[0] for point in self.front)) <= limit:  # what was asked for was met: there may be less
+                limit = LESS * least
+                self._ask(self.problems[candidate], self.searcher, limit, part(self.progress, 1 / 3 + number * share, share))
         limits = _limits(self.front, prepared.limit, points)
         for number, (lower, limit) in enumerate(pairwise(limits)):
             before, share = (2 + number / len(limits)) / 3, 1 / len(limits) / 3
