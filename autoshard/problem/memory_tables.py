@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
@@ -61,7 +62,23 @@ class MemoryTables:
         times = self.problem.facts.lifetimes
         return {value for value, born, dies in zip(times.values, times.born, times.dies, strict=True) if born <= moment < dies}
 
-    def least_bytes(self, peak: Peak, labels: Positions, only: Collection[int] | None = None) -> tuple[dict[int, np.ndarray], float]:
+    def held_bytes(self, peak: Peak, labels: Positions) -> dict[tuple[int, int], float]:
+        """The bytes of values at a peak, padding included, by value and the number of its layout; none of what may be rounded elsewhere."""
+        problem, always, home = self.problem, self.alive(peak.moment), self.problem.decisions.home
+        held = {value: nbytes for value, nbytes in zip(peak.alive, peak.held, strict=True) if value in always and value in home}
+        return {
+            (value, int(problem.slots(home[value][0])[home[value][1]][labels[home[value][0]]])): nbytes
+            for value, nbytes in held.items()
+            if not problem.facts.fusion.narrow[value]
+        }
+
+    def least_bytes(
+        self,
+        peak: Peak,
+        labels: Positions,
+        only: Collection[int] | None = None,
+        known: Mapping[tuple[int, int], float] = MappingProxyType({}),
+    ) -> tuple[dict[int, np.ndarray], float]:
         """A lower bound of the bytes at a peak's moment: per variable by its label ``(n,)``, and of the values that have no variable.
 
         In its present layout a value takes its present bytes; in others its shard's, which padding can only increase and rounding to
@@ -71,6 +88,7 @@ class MemoryTables:
             peak: as judged for the labels.
             labels: the position of each variable's label.
             only: the values that count; all unless given.
+            known: bytes in other layouts, as `held_bytes` has them of other peaks.
         """
         problem, always = self.problem, self.alive(peak.moment)
         narrow, home = problem.facts.fusion.narrow, problem.decisions.home
@@ -87,6 +105,8 @@ class MemoryTables:
             shard, now = problem.device_bytes(value, numbers), labels[variable]
             least = min(0.5 if narrow[value] else 1.0, nbytes / shard[now]) * shard
             taken = least if narrow[value] else np.where(numbers == numbers[now], nbytes, least)
+            if not narrow[value]:
+                taken = np.array([known.get((value, number), least) for number, least in zip(numbers.tolist(), taken, strict=True)])
             bytes_of[variable] = bytes_of.get(variable, 0.0) + taken
         return bytes_of, undecided
 
@@ -116,7 +136,7 @@ class MemoryTables:
 
         They are by the labels of two variables: that of the value, and the one that the op leads. Of several ops that read a value then it
         is the one whose copies take the most under given labels, since they may share a copy. Values are left out whose copies may serve
-        others: those with a shared copy, and views and what they are of.
+        others.
         """
         found: dict[int, tuple[int, int, np.ndarray]] = {}
         for op, variable in self.running(moment).items():
@@ -130,14 +150,22 @@ class MemoryTables:
         return found
 
     def _has_own_copies(self, value: int) -> bool:
-        """Whether each layout in which a value is read and not stored is a copy that is live while any op reads it."""
-        problem, ops, times = self.problem, self.problem.graph.walk(), self.problem.facts.lifetimes
-        maker, readers = problem.facts.makers[value], sorted(problem.facts.readers[value])
-        if value in problem.decisions.copies or problem.facts.settled[value]:
+        """Whether each layout in which a value is read and not stored is a copy that is live while any op reads it.
+
+        So it is if the value has no shared copy, is no view of what is read in other layouts, and those that read it or a view of it run
+        in the program's order.
+        """
+        problem, facts, ops, times = self.problem, self.problem.facts, self.problem.graph.walk(), self.problem.facts.lifetimes
+        home, maker, readers = problem.decisions.home, facts.makers[value], set(facts.readers[value])
+        if value in problem.decisions.copies or facts.settled[value] or any(ops[op].bodies for op in readers):
             return False
-        if any(ops[op].bodies or is_rearrangement(ops[op].primitive) for op in (*readers, *(() if maker is None else (maker,)))):
-            return False
-        return all(list(map(at.__getitem__, readers)) == sorted(map(at.__getitem__, readers)) for at in (times.starts, times.ends))
+        if maker is not None and is_rearrangement(ops[maker].primitive):
+            viewed = ops[maker].operands[0]
+            if set(facts.readers[viewed]) != {maker} or viewed not in home or home[viewed][0] != home[value][0]:
+                return False
+        views = [result for op in readers if is_rearrangement(ops[op].primitive) for result in ops[op].results]
+        order = sorted(readers.union(*(facts.readers[view] for view in views)))
+        return all(list(map(at.__getitem__, order)) == sorted(map(at.__getitem__, order)) for at in (times.starts, times.ends))
 
     def _copied(self, edge: Edge) -> np.ndarray:
         """The bytes of copies ``(n_source, n_target)`` that a read makes of its value."""

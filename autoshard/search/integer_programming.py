@@ -27,8 +27,9 @@ import pickle
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import ClassVar
 
 import numpy as np
@@ -104,6 +105,7 @@ class _Run:
         best: the incumbent; None: none is within the memory limit.
         smallest_peak: the smallest peak found, in bytes.
         rows: of memory.
+        known: the bytes of values at peaks so far, by value and the number of its layout.
         rounds, n_variables: the models solved, and the variables of the last one.
         until: the end of the time limit.
     """
@@ -117,6 +119,7 @@ class _Run:
         self.best: Judgement | None = None
         self.smallest_peak = math.inf
         self.rows: list[Row] = []
+        self.known: dict[tuple[int, int], float] = {}
         self.rounds = self.n_variables = 0
         self.until = math.inf
 
@@ -207,7 +210,9 @@ class _Run:
                 if self.best is None or judgement.cost.objective_seconds < self.best.cost.objective_seconds:
                     self.best = judgement
                 return bound
-            self.rows += memory_rows(problem, [len(options) for options in tables.labels], answer.labels, judgement.peak, limit)
+            self.known |= problem.cached(MemoryTables).held_bytes(judgement.peak, answer.labels)
+            sizes = [len(options) for options in tables.labels]
+            self.rows += memory_rows(problem, sizes, answer.labels, judgement.peak, limit, self.known)
             if self._late():
                 return bound
 
@@ -258,7 +263,14 @@ class Row:
         return alone + sum(float(shares[labels[i], labels[j]]) for (i, j), shares in self.pairs.items())
 
 
-def memory_rows(problem: Problem, sizes: Sequence[int], labels: np.ndarray, peak: Peak, limit: float) -> list[Row]:
+def memory_rows(
+    problem: Problem,
+    sizes: Sequence[int],
+    labels: np.ndarray,
+    peak: Peak,
+    limit: float,
+    known: Mapping[tuple[int, int], float] = MappingProxyType({}),
+) -> list[Row]:
     """Rows that these labels, whose peak is beyond the limit, violate, and that all labels within the limit satisfy.
 
     One row counts all values live at the peak, less the bytes that could be in fast memory under other labels. Another counts only what
@@ -270,11 +282,12 @@ def memory_rows(problem: Problem, sizes: Sequence[int], labels: np.ndarray, peak
         labels: the position of each variable's label.
         peak: theirs, as judged.
         limit: of memory, in bytes.
+        known: bytes of values in other layouts, from other peaks.
     """
     times = problem.facts.lifetimes
     passed = {value for value, is_passed in zip(times.values, times.passed, strict=True) if is_passed}
     counted = (None, passed) if peak.spare_bytes else (None,)
-    rows = [_row(problem, sizes, labels, peak, limit, only, made) for only in counted for made in (True, False)]
+    rows = [_row(problem, sizes, labels, peak, limit, only, made, known) for only in counted for made in (True, False)]
     if violated := [row for row in rows if row.used(labels) > row.limit + BUDGETS.rounding]:
         return violated
     others = {variable: np.arange(n) != labels[variable] for variable, n in enumerate(sizes) if n > 1}
@@ -289,6 +302,7 @@ def _row(
     limit: float,
     only: Collection[int] | None,
     made: bool,
+    known: Mapping[tuple[int, int], float],
 ) -> Row:
     """The row of what is live at a peak, in units of the limit.
 
@@ -297,7 +311,7 @@ def _row(
         made: whether what ops make as they run counts under all labels; else copies and partial results count under the present ones.
     """
     memory = problem.cached(MemoryTables)
-    bytes_of, undecided = memory.least_bytes(peak, labels, only)
+    bytes_of, undecided = memory.least_bytes(peak, labels, only, known)
     coefficients = {variable: nbytes / limit for variable, nbytes in bytes_of.items()}
     room = (limit + (peak.spare_bytes if only is None else 0.0) - undecided) / limit
     pairs: dict[tuple[int, int], np.ndarray] = {}
