@@ -123,11 +123,12 @@ def _has_parts(cluster: Cluster, n_stages: int) -> bool:
 def _answer(found: list[Strategy], plans: Plans | None) -> Strategy:
     """The fastest, with what was compared, and a bound of it all, in its notes and counts."""
     found = sorted(found, key=lambda strategy: strategy.cost.makespan_seconds)
-    best, stats = found[0], {}
+    best = found[0]
+    stats: dict[str, float] = {}
     note = f"plan='full' compared {', '.join(map(_named, found))}"
     if plans is not None:
         note += f"; of {plans.n_candidates} numbers of stages and microbatches it estimated {plans.n_searched}"
-        stats = {"plans": plans.n_candidates, "plans_searched": plans.n_searched}
+        stats |= {"plans": plans.n_candidates, "plans_searched": plans.n_searched}
     bounds = [strategy.lower_bound_seconds for strategy in found if strategy.record.pipeline is None]
     if plans is not None and plans.n_candidates and bounds:
         bound = min(*bounds, plans.bound_seconds, best.cost.objective_seconds)

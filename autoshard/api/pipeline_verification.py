@@ -1,4 +1,4 @@
-"""A pipeline held against what compilers make of its stages' programs: each task, and what runs around them, is compiled by itself."""
+"""Predictions for a pipeline next to its compiled programs: each task, and what runs before and after the loop, is compiled by itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PipelineVerification:
     """Predicted against actual, stage by stage.
 
     Attributes:
-        program, target: what was held against what.
+        program, target: the pipeline's program, and the compiler.
         stages: a `Verification` for each, of all its microbatches; collectives and FLOPs are those of its programs together, and memory
             that of the program in which it is fullest, with what the stage has beside.
     """
@@ -106,7 +106,7 @@ def stage_programs(
 
 
 def together(found: Sequence[tuple[LoweredProgram, Any]]) -> Any:
-    """What a target says of a stage's programs together, from what it says of each."""
+    """The compiled figures of a stage, from those of each of its programs."""
     last = found[-1][1]
 
     def most(name: str) -> float | None:

@@ -54,7 +54,7 @@ class StageSearch(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pipeline:
-    """The pipeline that is asked for.
+    """A pipeline as `autoshard.search` is called for it.
 
     Attributes:
         n_parts: of the devices.
@@ -77,10 +77,10 @@ class Pipeline:
 
 
 def check_pipeline(stages: Any, schedule: Any, confirm: Any, start: Any, remat: Any, pins: Asked, option: str = "stages") -> None:
-    """Raises `ShardingError` where the number of stages or the schedule is none, or an option is not there for pipelines.
+    """Raises `ShardingError` for a wrong number of stages, an unknown schedule, or an option that pipelines do not have.
 
     Args:
-        option: what asks for a pipeline.
+        option: the one that asks for a pipeline.
     """
     if isinstance(stages, bool) or not isinstance(stages, int) or stages < 2:
         raise ShardingError(f"stages are a whole number, 2 or more, or None for no pipeline, got {stages!r}. Use 2, for instance.")
@@ -255,7 +255,7 @@ class _Planner:
                 sent = self._sent(stage, record.mesh, judgement.assignment.layout)
                 return _Found(strategy, figures, *sent, peak)
             smallest = min(smallest, peak)
-            limit = max(limit, judgement.cost.peak_bytes) * 0.999 - (peak - share)  # what else there is takes the rest
+            limit = 0.999 * limit - (peak - share)  # arrays of other microbatches take the rest
             if limit <= 0:
                 break
         raise InfeasibleError(
@@ -276,12 +276,14 @@ class _Planner:
     def _sent(self, stage: Stage, mesh: Mesh, layout: Callable[[int], Any]) -> tuple[float, float]:
         """Seconds in which one microbatch's activations, and its gradients, are sent to other stages."""
         graph = stage.traced.graph
-        totals = {False: 0.0, True: 0.0}
+        forward = backward = 0.0
         for message, value in zip(stage.sends, graph.results[len(stage.results) :], strict=True):
             if message.kind == "loop":
                 nbytes = graph.values[value].nbytes / shards(layout(value), mesh.sizes) / self.schedule.n_microbatches
-                totals[message.backward] += nbytes * len(message.targets)
-        return tuple(self.between.seconds("collective_permute", totals[backward], (0,)) for backward in (False, True))
+                nbytes *= len(message.targets)
+                forward, backward = (forward, backward + nbytes) if message.backward else (forward + nbytes, backward)
+        seconds = self.between.seconds
+        return seconds("collective_permute", forward, (0,)), seconds("collective_permute", backward, (0,))
 
 
 def _message_values(stage: Stage) -> dict[int, tuple]:

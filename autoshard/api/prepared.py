@@ -1,4 +1,4 @@
-"""A traced program with all that a search of it asks for, and its search on any mesh within a memory limit."""
+"""A traced program with its cluster, meshes, pins and memory limit, and its search on any of these meshes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ RESERVE = 0.02
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """A traced program and all that a search of it asks for.
+    """A traced program with the cluster, meshes, pins and memory limit of its search.
 
     Attributes:
         traced, facts: the program.

@@ -1,4 +1,4 @@
-"""What a search lets the backward pass compute again."""
+"""The recomputation that a search chooses for a step, as the option ``remat`` says."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Found = TypeVar("Found", bound=tuple[Any, ...])
 
 
 def checked_remat(remat: str | None) -> str | None:
-    """What the user asks for, if there is such.
+    """The option ``remat``, checked.
 
     Raises:
         ShardingError: there is not.

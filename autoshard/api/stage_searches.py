@@ -35,7 +35,7 @@ _QUICK = DynamicProgramming(price_steps=5, second_opinion=False)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """A call of `autoshard.search` that asks for pipelines; what is not said here is as there.
+    """The arguments of a call of `autoshard.search` that is for pipelines; those not listed here are as there.
 
     Attributes:
         ends: the exceptions that end a search early.

@@ -305,7 +305,7 @@ def _verified_stages(
         if ahead:
             return _ahead(compile_ahead(lowered, own.mesh, _topology(own, target), cycles, options), own, cycles)
         if against.here:
-            return _compiled(lowered.compile(dict(options) or None), own.mesh)
+            return _compiled(lowered.compile(dict(options) or None), own.mesh)  # pyright: ignore[reportArgumentType]
         return _Actual(explicit_collectives(lowered, own.mesh))
 
     stages = []

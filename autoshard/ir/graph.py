@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import networkx as nx
@@ -141,6 +142,13 @@ class Op:
         """How often one step reads a value into one of the op's holders."""
         return self.trips * (max(body.trips for body in self.bodies) if flow.inside else 1)
 
+    def walk(self) -> Iterator[Op]:
+        """The op, then those of its bodies, in program order."""
+        yield self
+        for body in self.bodies:
+            for op in body.ops:
+                yield from op.walk()
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Graph:
@@ -177,7 +185,7 @@ class Graph:
     _walked: tuple[Op, ...] = field(default=(), repr=False)
 
     def __post_init__(self):
-        object.__setattr__(self, "_walked", tuple(_walk(self.ops)))
+        object.__setattr__(self, "_walked", tuple(chain.from_iterable(op.walk() for op in self.ops)))
 
     def walk(self) -> tuple[Op, ...]:
         """Every op, bodies included, in program order: ``walk()[i].index == i``."""
@@ -213,10 +221,3 @@ class Graph:
             if value in producer:
                 graph.add_edge(producer[value], ("result", position), value=value, shape=self.values[value].shape)
         return graph
-
-
-def _walk(ops: tuple[Op, ...]) -> Iterator[Op]:
-    for op in ops:
-        yield op
-        for body in op.bodies:
-            yield from _walk(body.ops)

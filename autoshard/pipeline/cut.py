@@ -235,7 +235,8 @@ class _Cutter:
                     i = place[self.maker[value]]
                     sources.append((i, max(i, last.get(value, i)), self.values[value].nbytes))
                 elif len(at) == 1:
-                    sources.append((*at, *at, self.values[value].nbytes))
+                    (i,) = at
+                    sources.append((i, i, self.values[value].nbytes))
             for start, end in pairwise(sorted({i + 1 for source in sources for i in source[:2]})):
                 before = sum(size for _, until, size in sources if until < start)
                 after = sum(size for made, _, size in sources if made >= start)

@@ -10,7 +10,7 @@ microbatches. A schedule has as many microbatches there as are in flight, and on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from autoshard.compilers.program_facts import ProgramFacts
@@ -65,7 +65,7 @@ def stage_figures(stage: Stage, facts: ProgramFacts, model: CostModel, judgement
     n = stage.traced.microbatches
     loop = loop_of(stage.traced.graph, facts.rules, n)
     kinds = task_kinds(stage, loop)
-    spent = _seconds(facts, model, judgement, kinds)
+    spent = spent_seconds(facts, model, judgement, kinds)
     cost = judgement.cost
     once, inside = spent.pop("", (0.0, 0.0)), {kind: both for kind, both in spent.items()}
     exposed = sum(both[0] for both in inside.values())
@@ -111,7 +111,7 @@ def task_kinds(stage: Stage, loop: Op) -> dict[int, str]:
             sent.update(op.operands)
         else:
             kind = WEIGHTS
-        kinds.update((inner.index, kind) for inner in _walk(op))
+        kinds.update((inner.index, kind) for inner in op.walk())
     return kinds
 
 
@@ -138,15 +138,12 @@ def _kept_bytes(stage: Stage, facts: ProgramFacts, model: CostModel, judgement: 
     return sum(stage.traced.graph.values[value].nbytes / n for value, n in parts.items())
 
 
-def _walk(op: Op) -> Iterator[Op]:
-    yield op
-    for body in op.bodies:
-        for inner in body.ops:
-            yield from _walk(inner)
+def spent_seconds(facts: ProgramFacts, model: CostModel, judgement: Judgement, kinds: Mapping[int, str]) -> dict[str, tuple[float, float]]:
+    """Seconds of a step by kind of task, of all microbatches: with exposed collectives, and with all of them.
 
-
-def _seconds(facts: ProgramFacts, model: CostModel, judgement: Judgement, kinds: Mapping[int, str]) -> dict[str, tuple[float, float]]:
-    """Per kind of task, of all microbatches, "" for what runs once: seconds with exposed collectives, and with all of them."""
+    Args:
+        kinds: per op index the kind; ops without one are of kind "".
+    """
     found: dict[str, tuple[float, float]] = {}
 
     def add(kind: str, exposed: float, whole: float) -> None:

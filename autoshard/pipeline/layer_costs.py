@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
-from autoshard.ir import Graph, Op, shards
-from autoshard.primitives import is_matrix
+from autoshard.compilers.program_facts import ProgramFacts
+from autoshard.ir import Op, shards
+from autoshard.pipeline.figures import spent_seconds
+from autoshard.pipeline.micro import loop_of
 from autoshard.problem import Problem
 from autoshard.search import Solution
 
@@ -78,12 +80,12 @@ def _not_negative(costs: Costs) -> Costs:
 def costs_of(problem: Problem, solution: Solution, n_microbatches: int) -> Costs:
     """The costs of a solution of a step that loops over microbatches."""
     judgement, facts = solution.judgement, problem.facts
-    cost, loop = judgement.cost, microbatch_loop(facts.graph, n_microbatches)
-    outside = () if loop is None else [op for op in facts.graph.ops if not op.bodies and not facts.idle[op.index]]
-    compute = sum(problem.model.op_cost(facts, op, judgement.assignment.choice(op.index)).seconds for op in outside)
-    once = [] if loop is None else [each for each in cost.collectives if each.count == 1]
-    after = compute + sum(each.exposed_seconds for each in once)
-    objective = max(cost.objective_seconds - compute - sum(each.seconds for each in once), 0.0) / n_microbatches
+    cost, loop = judgement.cost, _loop(facts, n_microbatches)
+    after = once = 0.0
+    if loop is not None:
+        inside = dict.fromkeys((op.index for op in loop.walk()), "microbatches")
+        after, once = spent_seconds(facts, problem.model, judgement, inside).get("", (0.0, 0.0))
+    objective = max(cost.objective_seconds - once, 0.0) / n_microbatches
     state = sum(state_bytes(problem, solution, n_microbatches))
     return Costs(
         microbatch_seconds=max(cost.makespan_seconds - after, 0.0) / n_microbatches,
@@ -98,8 +100,7 @@ def costs_of(problem: Problem, solution: Solution, n_microbatches: int) -> Costs
 def state_bytes(problem: Problem, solution: Solution, n_microbatches: int) -> list[float]:
     """Bytes of one device that live throughout: of each argument, then of each accumulator of the loop over microbatches."""
     graph, assignment = problem.facts.graph, solution.assignment
-    loop = microbatch_loop(graph, n_microbatches)
-    values = (*graph.arguments, *(() if loop is None else loop.results[: loop.params["num_carry"]]))
+    values = (*graph.arguments, *_accumulators(problem, n_microbatches))
     return [graph.values[value].nbytes / shards(assignment.layout(value), problem.mesh.sizes) for value in values]
 
 
@@ -108,13 +109,16 @@ def layer_share(problem: Problem, solution: Solution, n_microbatches: int, is_la
     graph, nbytes = problem.facts.graph, state_bytes(problem, solution, n_microbatches)
     own = [is_layer(path) for path in graph.argument_paths]
     shapes = {graph.values[value].shape for value, belongs in zip(graph.arguments, own, strict=True) if belongs}
-    loop = microbatch_loop(graph, n_microbatches)
-    sums = () if loop is None else loop.results[: loop.params["num_carry"]]
-    own += [graph.values[value].shape in shapes for value in sums]
+    own += [graph.values[value].shape in shapes for value in _accumulators(problem, n_microbatches)]
     return sum(n for n, belongs in zip(nbytes, own, strict=True) if belongs) / max(sum(nbytes), 1.0)
 
 
-def microbatch_loop(graph: Graph, n_microbatches: int) -> Op | None:
-    """The loop over microbatches: of the loops of so many trips the one with the most products; None for one microbatch."""
-    loops = [op for op in graph.ops if n_microbatches > 1 and op.params.get("length") == n_microbatches and op.bodies]
-    return max(loops, key=lambda op: sum(is_matrix(inner.primitive) for body in op.bodies for inner in body.ops), default=None)
+def _accumulators(problem: Problem, n_microbatches: int) -> tuple[int, ...]:
+    """What the loop over microbatches adds up, such as gradients."""
+    loop = _loop(problem.facts, n_microbatches)
+    return () if loop is None else loop.results[: loop.params["num_carry"]]
+
+
+def _loop(facts: ProgramFacts, n_microbatches: int) -> Op | None:
+    """The loop over microbatches; None for one microbatch."""
+    return loop_of(facts.graph, facts.rules, n_microbatches) if n_microbatches > 1 else None

@@ -98,7 +98,8 @@ def _stage(
         peaks.append(peak)
     best = np.argmin(np.stack(seconds), axis=0)
     rows = np.arange(len(counts))
-    return (*(np.stack(each)[best, rows] for each in (seconds, after)), best, np.stack(peaks)[best, rows])
+    pace, late, peak = (np.stack(each)[best, rows] for each in (seconds, after, peaks))
+    return pace, late, best, peak
 
 
 def _least_pace(values: np.ndarray, seconds: np.ndarray, n_layers: int) -> float:

@@ -1,4 +1,4 @@
-"""A stage's programs, lowered and not run, for compilers that tell what they make of them."""
+"""The lowered programs of a stage, for compilation without running them."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.source_info_util import current_name_stack, user_context
 from jax.interpreters.partial_eval import dce_jaxpr
 
@@ -183,14 +183,18 @@ class _Inlined(Interpreter):
         (old,) = subjaxprs(eqn)
         inner = _Inlined(None)
         new, _ = retraced(old, lambda *arguments: inner.run(*opened(old), arguments), types_of(opened(old)[0].invars))
-        new = ClosedJaxpr(dce_jaxpr(new.jaxpr, [True] * len(new.jaxpr.outvars), instantiate=True)[0], new.consts)
-        return bind(eqn, operands, **with_bodies(eqn, [old], [new]))
+        return bind(eqn, operands, **with_bodies(eqn, [old], [_without_dead_code(*opened(new))]))
 
 
 def inlined(closed: ClosedJaxpr, loop: JaxprEqn | None = None) -> ClosedJaxpr:
     """The program with its calls inlined, at the top level and in the body of a loop, and without dead code there."""
     made = jax.make_jaxpr(lambda *arguments: _Inlined(loop).run(closed.jaxpr, closed.consts, arguments))(*types_of(closed.jaxpr.invars))
-    return ClosedJaxpr(dce_jaxpr(made.jaxpr, [True] * len(made.jaxpr.outvars), instantiate=True)[0], made.consts)
+    return _without_dead_code(made.jaxpr, made.consts)
+
+
+def _without_dead_code(jaxpr: Jaxpr, consts: Sequence[Any]) -> ClosedJaxpr:
+    """The program of the same inputs without equations that no result depends on."""
+    return ClosedJaxpr(dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0], consts)
 
 
 class Evaluator:

@@ -1,7 +1,7 @@
 """Arrays of each device as they are handed from one program of a stage to the next, as few of them as possible.
 
 The time that a call takes the host grows with the number of arrays: with small ones it is longer than what devices compute. So small arrays
-are laid one after the other in one, which costs a copy; large ones, whose copies would take devices longer than the host, are handed on as
+are concatenated, which costs a copy; large ones, whose copies would take devices longer than the host, are handed on as
 they are. What a device has may differ from device to device, as partial sums do: an array is handed on with a new first dimension over all
 devices.
 """
@@ -91,7 +91,7 @@ class Packing:
 
 
 def _storage(dtype: Any, keep: bool) -> Any:
-    """The dtype of the array in which arrays of a dtype are laid; None where they are not."""
+    """The dtype of the array in which arrays of a dtype are stored."""
     dtype = jnp.dtype(dtype)
     if keep or dtype.kind == "c" or dtype.itemsize not in _UNSIGNED or "int4" in dtype.name or "int2" in dtype.name:
         return dtype

@@ -170,8 +170,7 @@ def search_plans(
     fewer, more = (shortened(traced, layers, n) for n in (FEWER, FEWER + 1))
     if fewer is None or more is None:
         return None
-    planning = _Planning(traced, layers, (fewer, more), cluster, limit_bytes, search, schedule, least_gain)
-    planning.best_seconds, planning.n_microbatches = best_seconds, n_microbatches
+    planning = _Planning(traced, layers, (fewer, more), cluster, limit_bytes, search, schedule, least_gain, best_seconds, n_microbatches)
     return planning.run(numbers_of_stages, until, progress)
 
 
@@ -194,13 +193,15 @@ class _Planning:
         search: Search,
         schedule: str,
         least_gain: float,
+        best_seconds: float,
+        n_microbatches: int | None,
     ):
         self.traced, self.layers, self.programs, self.cluster, self.limit = traced, layers, programs, cluster, limit
         self.search, self.schedule, self.least_gain = search, schedule, least_gain
         self.bounds: dict[Candidate, float] = {}
         self.found: dict[Candidate, Estimate | None] = {}
         self.patterns = {_NUMBER.sub("", path) for path in set(traced.graph.argument_paths) - set(programs[0].graph.argument_paths)}
-        self.best_seconds, self.n_microbatches = math.inf, None
+        self.best_seconds, self.n_microbatches = best_seconds, n_microbatches
         self.price = 0.0  # seconds a byte at which a solution fitted
         self._flops: float | None = None
         self._micro: dict[int, tuple[Traced, ...]] = {}

@@ -55,7 +55,7 @@ class Message:
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """What tells messages apart."""
+        """Its kind, value and source: different for different messages."""
         return self.kind, self.value, self.source
 
 
@@ -363,7 +363,7 @@ class _Builder:
         def microbatch(totals: tuple, given: tuple) -> tuple[tuple, tuple]:
             index, arrived = given
             inner = Evaluator(ClosedJaxpr(*opened(body)), {**entering, **arrived})
-            if index is not None:
+            if micro.index is not None and index is not None:
                 inner.arrays[micro.index] = index
             carries = [micro.body.inputs[first + each.position] for each in loop.sums]
             inner.arrays.update(zip(carries, totals, strict=True))
@@ -371,8 +371,10 @@ class _Builder:
             new = tuple(self._added(each, loop.stage, total, inner) for each, total in zip(loop.sums, totals, strict=True))
             return new, (tuple(inner.arrays[v] for v in loop.stacked), tuple(inner.arrays[v] for v in sent))
 
-        type_of_index = next((v.aval.dtype for v in opened(body)[0].invars[-1:]), jnp.int32)
-        index = jnp.arange(micro.n, dtype=type_of_index) if loop.reads_index else None
+        index = None
+        if loop.reads_index:
+            number = opened(body)[0].invars[first + scan.params["num_carry"]]
+            index = jnp.arange(micro.n, dtype=number.aval.dtype)  # pyright: ignore[reportAttributeAccessIssue]
         totals, (stacked, messages) = lax.scan(microbatch, start, (index, {v: slices[v] for v in loop.received}), micro.n)
         return totals, stacked, messages
 

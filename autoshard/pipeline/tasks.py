@@ -37,7 +37,7 @@ Options = Mapping[str, Any] | None
 """A compiler's options by name, as `jax.jit` takes them in ``compiler_options``."""
 
 CHEAP = ("broadcast", "creation", "elementwise", "rearrangement", "reinterpretation", "slice")
-"""Kinds of primitives that a task computes again rather than to be handed their results by another one, where they read constants alone."""
+"""Kinds of primitives that each task computes itself, where they read constants alone, so that no task hands on their results."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,7 +142,7 @@ def programs_of(
         plan: its assignment, mesh and reshards.
         loop_level: that of the loop (`Staged.loop_level`).
         splits_weights: whether the gradients of weights are tasks of their own, ``W``.
-        joins: whether ``B`` does what ``F`` would, which has no program then (`joins_tasks`).
+        joins: whether ``B`` computes the forward pass, too, and there is no ``F`` (`joins_tasks`).
         options: of the compiler, as `jax.jit` takes them in ``compiler_options``.
 
     Raises:

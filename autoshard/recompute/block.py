@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import pairwise
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
@@ -85,7 +86,7 @@ class Block:
 
     def repeatable(self, k: int) -> bool:
         """Whether an equation of the forward pass gives the same once more."""
-        return all(_repeats(op) for op in walk(self.ops[k])) and not self.eqns[k].effects
+        return all(_repeats(op) for op in self.ops[k].walk()) and not self.eqns[k].effects
 
     def again(self, kept: frozenset[Var]) -> list[int]:
         """The equations that the backward pass computes again where these values are kept; in order."""
@@ -104,14 +105,6 @@ def _repeats(op: Op) -> bool:
     return op.primitive not in DRAWN_ONCE and op.primitive not in ("shard_map", "pure_callback", "io_callback")
 
 
-def walk(op: Op) -> Iterator[Op]:
-    """An op and those of its bodies."""
-    yield op
-    for body in op.bodies:
-        for inner in body.ops:
-            yield from walk(inner)
-
-
 def variables(atoms: Sequence[Atom]) -> list[Var]:
     """The variables among atoms."""
     return [atom for atom in atoms if not isinstance(atom, Literal)]
@@ -120,7 +113,8 @@ def variables(atoms: Sequence[Atom]) -> list[Var]:
 def nbytes(var: Var) -> float:
     """The bytes of a whole value; 0 for tokens."""
     dtype = getattr(var.aval, "dtype", None)
-    return float(np.prod(var.aval.shape, dtype=np.float64) * itemsize(dtype)) if dtype is not None else 0.0
+    shape = getattr(var.aval, "shape", ())
+    return float(np.prod(shape, dtype=np.float64) * itemsize(dtype)) if dtype is not None else 0.0
 
 
 def turning_point(eqns: Sequence[JaxprEqn], ops: Sequence[Op]) -> tuple[int, float]:
@@ -130,7 +124,7 @@ def turning_point(eqns: Sequence[JaxprEqn], ops: Sequence[Op]) -> tuple[int, flo
     """
     awaited, wanted = [False] * len(eqns), set[Var]()
     for k in reversed(range(len(eqns))):
-        heavy = is_loop(ops[k].primitive) or any(is_matrix(op.primitive) for op in walk(ops[k]))
+        heavy = is_loop(ops[k].primitive) or any(is_matrix(op.primitive) for op in ops[k].walk())
         awaited[k] = heavy or not wanted.isdisjoint(eqns[k].outvars)
         if awaited[k]:
             wanted.update(variables(eqns[k].invars))
@@ -257,9 +251,10 @@ def segment_of(places: Sequence[int], k: int) -> int:
 
 def stacked(var: Var, length: int) -> Var:
     """A variable for the values of all trips of a loop."""
-    return Var(var.aval.update(shape=(length, *var.aval.shape)))
+    return Var(var.aval.update(shape=(length, *getattr(var.aval, "shape", ()))))
 
 
 def is_key(var: Var) -> bool:
     """Whether a value is a typed random key."""
-    return jax.dtypes.issubdtype(var.aval.dtype, jax.dtypes.extended)
+    dtype = getattr(var.aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.extended)

@@ -17,7 +17,7 @@ from autoshard.ir import Op
 from autoshard.ir.remat import Kept, LoopKept, Remat
 from autoshard.lower import ops_by_path
 from autoshard.primitives import is_matrix
-from autoshard.recompute.block import Block, nbytes, segments, turning_point, variables, walk
+from autoshard.recompute.block import Block, nbytes, segments, turning_point, variables
 from autoshard.recompute.choice import Chooser
 from autoshard.recompute.flat import Flat, flat
 from autoshard.recompute.loops import Pair, pairs, with_pairs
@@ -66,9 +66,7 @@ class _Passes:
     def at(cls, traced: Traced, path: tuple[int, ...], turn: int | None = None) -> _Passes:
         """Those of a body; the turning point is found if it is not given."""
         ops = ops_by_path(traced.graph)
-        body: ClosedJaxpr = traced.jaxpr
-        if path:
-            body = subjaxprs(body.jaxpr.eqns[path[0]])[path[1]]
+        body = subjaxprs(traced.jaxpr.jaxpr.eqns[path[0]])[path[1]] if path else traced.jaxpr
         whole = flat(body, ops, path)
         found, alive = turning_point(whole.eqns, whole.ops) if turn is None else (turn, 0.0)
         return cls(path, whole, found, tuple(pairs(whole, found, ops)), alive)
@@ -213,7 +211,7 @@ class Options:
 
     def _seconds(self, op: Op) -> float:
         """The time of an op on one device, its bodies included; nothing for what is fused into its readers."""
-        return sum(self._alone(inner) * inner.trips / op.trips for inner in walk(op))
+        return sum(self._alone(inner) * inner.trips / op.trips for inner in op.walk())
 
     def _alone(self, op: Op) -> float:
         traffic, facts = self._facts.traffic[op.index], self._facts

@@ -5,8 +5,8 @@ the segment's forward equations, and then its backward ones. The barrier that JA
 than the cotangents are there.
 
 Backward equations are grouped by the segment from which on they can run: the least of those whose values they, or what they read, read.
-No equation waits for a lower segment, so the groups are run in order; and of each group what lies between equations that read recomputed
-values is the region.
+No equation reads what a lower segment's group makes, so the groups are run in order. A group's region is what is between its equations that
+read recomputed values.
 """
 
 from __future__ import annotations

@@ -199,7 +199,8 @@ class Quotient(Problem):
     def _charges(self, charged: int) -> tuple[Charge, ...]:
         """What a price of the whole problem is on, with classes for variables."""
         if (found := self._charges_of.get(charged)) is None:
-            found = tuple((int(self.classes[variable]), *rest) for variable, *rest in self.whole.charges(charged))
+            charges = self.whole.charges(charged)
+            found = tuple((int(self.classes[variable]), slot, rank, nbytes) for variable, slot, rank, nbytes in charges)
             self._charges_of[charged] = found
         return found
 
