@@ -141,22 +141,27 @@ def _reads(body: Body) -> dict[int, int]:
 def _sum(position: int, value: int, carries: Mapping[int, int], makers: Mapping[int, Op], reads: Mapping[int, int]) -> Sum:
     update = makers[value]
     (part,) = (operand for operand in update.operands if carries.get(operand) != position)
-    inner: list[Op] = []
-    terms = _terms(part, makers, reads, inner) if is_addition(update.primitive) else [part]
+    terms, inner = _terms(part, makers, reads) if is_addition(update.primitive) else ([part], [])
     return Sum(position, update, part, tuple(terms), tuple(reversed(inner)))
 
 
-def _terms(value: int, makers: Mapping[int, Op], reads: Mapping[int, int], inner: list[Op]) -> list[int]:
-    """The values that a value is the sum of, through additions and casts that nothing else reads; these are appended to ``inner``."""
-    op = makers.get(value)
-    if op is None or reads[value] != 1 or not (is_addition(op.primitive) or _widens(op)):
-        return [value]
-    found: list[Op] = []
-    terms = [term for operand in op.operands for term in _terms(operand, makers, reads, found)]
-    if not any(is_addition(each.primitive) for each in (op, *found)):
-        return [value]
-    inner += [op, *found]
-    return terms
+def _terms(value: int, makers: Mapping[int, Op], reads: Mapping[int, int]) -> tuple[list[int], list[Op]]:
+    """The values that a value is the sum of, through additions and casts that nothing else reads; and these, each before what it reads."""
+    terms: list[int] = []
+    inner: list[Op] = []
+    waiting = [value]
+    while waiting:
+        one = summed = waiting.pop()
+        casts: list[Op] = []
+        while (op := makers.get(summed)) is not None and reads[summed] == 1 and _widens(op):
+            casts.append(op)
+            (summed,) = op.operands
+        if op is None or reads[summed] != 1 or not is_addition(op.primitive):
+            terms.append(one)
+        else:
+            inner += [*casts, op]
+            waiting += reversed(op.operands)
+    return terms, inner
 
 
 def _widens(op: Op) -> bool:
