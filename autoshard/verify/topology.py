@@ -80,8 +80,9 @@ def topology_of(cluster: Cluster) -> Topology:
     """
     device = cluster.device
     if device.kind == "tpu":
-        part = math.prod(cluster.topology) < CHIPS_PER_HOST  # of a host; the compiler divides larger slices into whole hosts
-        options = {"chips_per_host_bounds": (*cluster.topology, 1)[:3]} if part else {}
+        rows, columns = (*cluster.topology, 1)[:2]
+        # The compiler divides slices into hosts of 2 x 2 chips; others, such as 1 x 4 in a stage of a pipeline, have hosts of their own.
+        options = {"chips_per_host_bounds": _host_of(cluster.topology)} if rows % 2 or columns % 2 else {}
         return Topology("tpu", f"{device.name}:{'x'.join(map(str, cluster.topology))}", options)
     if device.kind != "gpu" or device.name not in COMPUTE_CAPABILITY:
         raise ClusterError(
@@ -105,6 +106,19 @@ def topology_of(cluster: Cluster) -> Topology:
     )
     # slices x hosts of a slice x devices of a host: each host is a slice, the extent of NVLink
     return Topology("cuda", "", {"topology": f"{hosts}x1x{per_host}", "target_config": target}, cluster.memory_limit_bytes)
+
+
+def _host_of(topology: tuple[int, ...]) -> tuple[int, ...]:
+    """The chips of a host along each of three dimensions, at most `CHIPS_PER_HOST`, whole hosts of which make the slice.
+
+    >>> _host_of((1, 8)), _host_of((1, 2, 2)), _host_of((1, 1))
+    ((1, 4, 1), (1, 2, 2), (1, 1, 1))
+    """
+    found, left = [], CHIPS_PER_HOST
+    for size in (*topology, 1)[:3]:
+        found.append(math.gcd(size, left))
+        left //= found[-1]
+    return tuple(found)
 
 
 def host_topology(cluster: Cluster) -> Topology:

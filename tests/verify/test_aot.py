@@ -78,6 +78,12 @@ def test_slices_of_less_than_a_host():
     assert found == {name: {"chips_per_host_bounds": (1, 1, 1)} if "1x1" in name else {} for name in found}
 
 
+def test_slices_that_hosts_of_two_by_two_chips_do_not_make():
+    """Rows of chips, as stages of a pipeline have them, are hosts of other bounds."""
+    parts = [Cluster.parse(name).part(n) for name, n in (("v5e:2x4", 2), ("v5e:8x8", 8), ("v5p:2x2x2", 2))]
+    assert [topology_of(part).options["chips_per_host_bounds"] for part in parts] == [(1, 4, 1), (1, 4, 1), (1, 2, 2)]
+
+
 @pytest.mark.parametrize(("needed", "fits"), [(6e9, True), (60.1e9, False)])
 def test_what_a_gpu_program_needs_is_held_against_what_it_may_use(monkeypatch, needed, fits):
     """XLA:GPU refuses nothing: what a program takes and what JAX leaves it decide."""
