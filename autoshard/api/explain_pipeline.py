@@ -44,9 +44,9 @@ def pipeline_parts(record: Record) -> list[Part]:
 
 def timeline_of(record: Record, pipeline: PipelineRecord) -> Timeline:
     """The predicted start and end of every task."""
-    stages, chunks = pipeline.stages, pipeline.chunks
+    stages = pipeline.stages
     pieces = [PieceSeconds(stage.forward_seconds, stage.backward_seconds, stage.weights_seconds) for stage in stages]
-    schedule = schedule_of(pipeline.schedule, pipeline.n_parts, record.program.microbatches, chunks if chunks > 1 else None)
+    schedule = schedule_of(pipeline.schedule, pipeline.n_parts, record.program.microbatches, pipeline.chunks)
     return simulate(schedule, pieces, [stage.send_seconds for stage in stages[:-1]], [stage.send_back_seconds for stage in stages[1:]])
 
 

@@ -115,5 +115,4 @@ def staged_as(traced: Traced, record: Record, pipeline: PipelineRecord) -> Stage
 
 def schedule_as(record: Record, pipeline: PipelineRecord) -> Schedule:
     """The schedule of a record."""
-    chunks = pipeline.chunks if pipeline.chunks > 1 else None
-    return schedule_of(pipeline.schedule, pipeline.n_parts, record.program.microbatches, chunks)
+    return schedule_of(pipeline.schedule, pipeline.n_parts, record.program.microbatches, pipeline.chunks)

@@ -123,7 +123,7 @@ def pipelined(
     numbers = _numbers(traced, asked)
     for k, n in enumerate(numbers):
         try:
-            schedule = schedule_of(asked.schedule, asked.n_parts, n, asked.chunks if asked.chunks > 1 else None)
+            schedule = schedule_of(asked.schedule, asked.n_parts, n, asked.chunks)
             staged = stages_of(traced, asked.n_parts * asked.chunks, n)
             found.append(_Planner(staged, schedule, cluster, asked, search, part(progress, k / len(numbers), 1 / len(numbers))).best())
         except (InfeasibleError, SearchLimitError) as error:

@@ -87,6 +87,7 @@ class Pipelined:
         self.residual_bytes = tuple(sum(task.residual_bytes for task in programs.tasks.values()) for programs in self._programs)
         self._route()
         self._starts = self._ordered()
+        self._before, self._after = self._by_level("before"), self._by_level("after")
         self.order = tuple((start.stage, start.task) for start in self._starts)
         self.executed: tuple[tuple[int, Task], ...] = ()
         self._indices = [
@@ -194,26 +195,26 @@ class Pipelined:
 
     def _called(self, arguments: Sequence[Any], waits: bool) -> list[Any]:
         call = _Call(self, arguments, waits)
-        for programs in self._by_level("before"):
-            call.around(*programs)
+        for outer in self._before:
+            call.around(*outer)
         executed = []
         for start in self._starts:
             call.start(start)
             executed.append((start.stage, start.task))
         self.executed = tuple(executed)
-        for programs in self._by_level("after"):
-            call.around(*programs)
+        for outer in self._after:
+            call.around(*outer)
         return call.results()
 
-    def _by_level(self, side: str) -> list[tuple[int, int]]:
-        """The programs around the loop as (piece, number among its own), level by level."""
-        found = []
-        for piece, programs in enumerate(self._programs):
-            outers = [*programs.before, *programs.after]
-            for k, outer in enumerate(outers):
-                if (outer.level < self.staged.loop_level) == (side == "before"):
-                    found.append((outer.level, piece, k))
-        return [(piece, k) for _, piece, k in sorted(found)]
+    def _by_level(self, side: str) -> list[tuple[int, int, Outer, tuple[_Send, ...]]]:
+        """The programs around the loop, level by level: piece, number among its own, the program, and what it sends."""
+        found = [
+            (piece, k, outer, self._of_program(piece, outer.sends))
+            for piece, programs in enumerate(self._programs)
+            for k, outer in enumerate([*programs.before, *programs.after])
+            if (outer.level < self.staged.loop_level) == (side == "before")
+        ]
+        return sorted(found, key=lambda each: (each[2].level, *each[:2]))
 
 
 class _Call:
@@ -235,10 +236,9 @@ class _Call:
         self.residuals: list[dict[tuple[str, int], tuple]] = [{} for _ in range(n)]
         self.made: dict[int, Any] = {}
 
-    def around(self, piece: int, k: int) -> None:
+    def around(self, piece: int, k: int, outer: Outer, sends: Sequence[_Send]) -> None:
         """Runs a program before or after the loop."""
-        run, programs = self.run, self.run._programs[piece]
-        outer: Outer = [*programs.before, *programs.after][k]
+        run = self.run
         arguments = tuple(self.placed[piece, position] for position in outer.arguments)
         arguments += tuple(self.messages[piece][position] for position in outer.receives)
         before = tuple(self.handed[piece][number] for number in outer.reads)
@@ -254,7 +254,7 @@ class _Call:
                 self.made[run.staged.stages[piece].results[position]] = x
             if self.waits:
                 jax.block_until_ready((gives, loop))
-            for send in run._of_program(piece, outer.sends):
+            for send in sends:
                 self.messages[send.target][send.position] = send.placed(gives[n_results + send.place])
         except Exception as error:
             raise self._failure(piece, "what comes around the loop over microbatches", error) from error

@@ -10,8 +10,8 @@ makes and another one reads is handed on as each device has it, without any resh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -61,10 +61,10 @@ class Outer:
 
     Attributes:
         level: the level of the messages that it may read.
-        call: the jitted program, from groups of arrays: arguments and messages, what earlier programs hand on, and per kind of task its
-            totals; to results and messages, what it hands on, and before the loop the constants of its tasks and per kind the totals to
-            begin with.
-        arguments: positions among the stage's arguments.
+        call: the jitted program, from groups of arrays: arguments and messages, donated arguments, what earlier programs hand on, and per
+            kind of task its totals; to results and messages, what it hands on, and before the loop the constants of its tasks and per
+            kind the totals to begin with.
+        arguments, donated: positions among the stage's arguments.
         receives: positions among the stage's ``receives``.
         reads: the numbers of the earlier programs whose arrays it reads.
         kinds: the tasks whose totals it reads.
@@ -190,10 +190,7 @@ class _Divided:
         # A trip of the loop is a task: what it would gather for the next one is gathered by that one.
         first = set(self.op.bodies[0].inputs)
         ahead = {value: layout for value, layout in plan.assignment.ahead.items() if value not in first}
-        assignment = Assignment(
-            plan.assignment.mesh, plan.assignment.choices, plan.assignment.layouts, plan.assignment.copies, ahead, plan.assignment.windows
-        )
-        program = manual_program(stage.traced.jaxpr, graph, rules, assignment, plan.mesh, plan.reshard_path)
+        program = manual_program(stage.traced.jaxpr, graph, rules, replace(plan.assignment, ahead=ahead), plan.mesh, plan.reshard_path)
         closed = jax.make_jaxpr(program)(*types_of(stage.traced.jaxpr.jaxpr.invars))
         mapped = next(eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "shard_map")
         self.inner: Jaxpr = mapped.params["jaxpr"]
@@ -427,7 +424,7 @@ class _Divided:
         self.handed_on: list[tuple[list[Var], Packing]] = []
         outers = [self._outer(level, levels) for level in numbers]
         n_args, n_results = len(self.stage.arguments), len(self.stage.results)
-        shard = lambda spec: NamedSharding(self.plan.mesh, spec)  # noqa: E731
+        shard = partial(NamedSharding, self.plan.mesh)
         whole = [self.spec_of[self.var_of[k]] if k in self.var_of else PartitionSpec() for k in range(n_args + len(self.stage.receives))]
         receives = [
             shard(whole[n_args + k] if message.kind != "loop" else self._arrival_spec(k - self.first_received))
