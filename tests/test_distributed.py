@@ -105,6 +105,13 @@ def test_a_process_that_fails_ends_all(run, failing, code, words):
     assert not any(is_running(log(index).split()[1]) for index in range(2))
 
 
+def test_of_two_that_fail_at_once_the_killed_one_is_named(run):
+    """A process fails where another's connection closes, which may be told before the kill that closed it."""
+    script = "import os, sys, time\nif os.environ['JAX_PROCESS_ID'] == '0':\n    sys.exit(1)\ntime.sleep(0.5)\nos.kill(os.getpid(), 9)"
+    code, _, err = run(script)
+    assert code == 128 + 9 and "rank 1 was ended by SIGKILL" in err and "rank 0" not in err
+
+
 @pytest.mark.parametrize("others_end", [False, True])
 def test_a_process_that_waits_at_its_end_is_named(run, monkeypatch, others_end):
     """Where others still run the script, since they may wait for it; not where all are at their end, or nothing waits."""

@@ -23,6 +23,7 @@ from autoshard.errors import AutoshardError
 
 GRACE_SECONDS = 5.0  # until a process that does not end by itself is killed; JAX takes SIGTERM for a preemption and goes on
 LAST_LINES = 20
+SAME_MOMENT_SECONDS = 1.0  # within which the ends of processes may be told in another order than they came
 STARTING = "autoshard launch: starting "
 WAIT_SECONDS = 10.0  # that a process may wait at its end, where `jax.distributed.shutdown` does, before a word is said
 RESUMED = 3  # times, where --resume stands alone
@@ -251,12 +252,19 @@ class Job:
         _thread(self._wait, index, process, copy)
 
     def first_failure(self) -> tuple[int, int]:
-        """Index and exit code of the first process that fails, minus the signal where one ended it; ``(0, 0)`` if none does."""
-        while self._running:
-            index, code = self._next()
-            if code:
-                return index, code
-        return 0, 0
+        """Index and exit code of the first process that fails, minus the signal where one ended it; ``(0, 0)`` if none does.
+
+        A process that a signal ends closes its connections before it can be waited for, so that another may fail of that and end first:
+        of those that end within a moment, one that a signal ended is the first.
+        """
+        first = 0, 0
+        with suppress(queue.Empty):
+            while self._running:
+                index, code = self._next(SAME_MOMENT_SECONDS if first[1] else None)
+                first = first if first[1] else (index, code)
+                if code < 0:
+                    return index, code
+        return first
 
     def end(self, number: int) -> None:
         """Sends a signal to all that run, and kills those that go on; returns when none is left."""

@@ -240,7 +240,7 @@ def _inner(block: Block, stored: frozenset[Var]) -> np.ndarray:
 def _narrow(width: np.ndarray) -> list[int]:
     """The positions at which fewer bytes are alive than before and after."""
     inside = [p for p in range(1, len(width) - 1) if 0 < width[p] < width[p - 1]]
-    found = [p for p, after in zip(inside, [*inside[1:], len(width) - 1], strict=True) if width[p + 1 : after + 1].max() > width[p]]
+    found = [p for p, after in pairwise([*inside, len(width) - 1]) if width[p + 1 : after + 1].max() > width[p]]
     return sorted(sorted(found, key=lambda p: width[p])[:MOST_PLACES])
 
 
