@@ -73,7 +73,7 @@ class Frontier(Sequence[Strategy]):
             least = self[0].cost.peak_bytes
             raise InfeasibleError(
                 f"a strategy must fit {format_bytes(memory_limit_bytes)} a device, and the smallest peak on this frontier is "
-                f"{format_bytes(least)}. Use more devices, a smaller batch, rematerialisation, or a higher limit.",
+                f"{format_bytes(least)}. Use more devices, a smaller batch, or a higher limit.",
                 least,
             )
         return fitting[-1]
@@ -336,7 +336,7 @@ def _limits(front: Sequence[_Point], limit: float, points: int) -> list[float]:
     if least > limit:
         raise InfeasibleError(
             f"a strategy must fit {format_bytes(limit)} a device, and the smallest peak found is {format_bytes(least)}. "
-            "Use more devices, a smaller batch, rematerialisation, or a higher memory limit.",
+            "Use more devices, a smaller batch, or a higher memory limit.",
             least,
         )
     most = _fastest(front, limit).cost[0]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from autoshard.errors import InfeasibleError, SearchLimitError, ShardingError, TraceError
+from autoshard.render import format_bytes
 
 Microbatches = int | str | None
 """A number; ``"fit"``: more than one where nothing fits otherwise; ``"auto"``: the fastest of a few; None: one."""
@@ -48,14 +49,11 @@ def best(attempt: Callable[[int], Found], microbatches: Microbatches, limit: flo
     try:
         return attempt(1)
     except InfeasibleError as error:
-        found = _fewest(attempt, error, limit, numbers())
-        if found is None:
-            raise
-        return found
+        return _fewest(attempt, error, limit, numbers())
 
 
-def _fewest(attempt: Callable[[int], Found], error: InfeasibleError, limit: float, numbers: Sequence[int]) -> Found | None:
-    """What is found with the fewest microbatches of `TRIES` numbers that are tried; None where nothing fits with any.
+def _fewest(attempt: Callable[[int], Found], error: InfeasibleError, limit: float, numbers: Sequence[int]) -> Found:
+    """What is found with the fewest microbatches of `TRIES` numbers that are tried.
 
     A step's peak is taken for a constant plus a part in inverse proportion to the number of microbatches: the first number that is tried is
     right if there is no constant, the next ones follow from the peaks before. Where one fits, a number between it and the last that did not
@@ -64,6 +62,9 @@ def _fewest(attempt: Callable[[int], Found], error: InfeasibleError, limit: floa
     Args:
         error: of the search in one.
         numbers: to choose from, ascending.
+
+    Raises:
+        InfeasibleError: nothing fits with any; says which were tried.
     """
     peaks = {1: error.smallest_peak_bytes or math.inf}
     found: Found | None = None
@@ -84,7 +85,13 @@ def _fewest(attempt: Callable[[int], Found], error: InfeasibleError, limit: floa
                 break
             text = f"{error} Nor could it run in microbatches: {other}"
             raise InfeasibleError(text, error.smallest_peak_bytes, error.proven) from None
-    return found
+    if found is not None:
+        return found
+    if len(peaks) == 1:
+        raise error
+    tried, least = ", ".join(map(str, sorted(peaks)[1:])), min(peaks.values())
+    text = f"{error} Nor does it fit in microbatches, of which {tried} were tried: the smallest peak is {format_bytes(least)}."
+    raise InfeasibleError(text, least, error.proven)
 
 
 def _next(numbers: Sequence[int], peaks: Mapping[int, float], limit: float) -> int:

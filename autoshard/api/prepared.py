@@ -27,7 +27,7 @@ from autoshard.judge.evaluate import recomputation
 from autoshard.judge.model import CostModel
 from autoshard.mesh_search.candidates import placed
 from autoshard.mesh_search.refinement import refined
-from autoshard.mesh_search.search import search_meshes
+from autoshard.mesh_search.search import Refused, search_meshes
 from autoshard.microbatch import microbatched
 from autoshard.problem import Hints, Problem
 from autoshard.progress import Progress
@@ -97,8 +97,8 @@ class Prepared:
         return Strategy(record_of(self.traced, self.cluster, mesh, solution, searcher, notes), self.traced)
 
 
-def prepare(fn, args, cluster, searcher, mesh, asked: Asked, memory_limit_bytes, donate_argnums, microbatches=1, remat=None) -> Prepared:
-    """What `search` is given, checked, traced and with the meshes that are worth trying; arguments are `search`'s."""
+def prepare(fn, args, cluster, searcher, mesh, asked: Asked, memory_limit_bytes, donate_argnums, microbatches=1, remat=None, whole=None):
+    """What `search` is given, checked, traced and with the meshes that are worth trying; arguments are `search`'s, and `traced_of`'s."""
     cluster = cluster_of(cluster)
     limit = limit_of(cluster, memory_limit_bytes)
     most = most_axes(mesh, searcher)
@@ -106,7 +106,7 @@ def prepare(fn, args, cluster, searcher, mesh, asked: Asked, memory_limit_bytes,
     if given is not None:
         cluster.check(given)
     axes = (*asked.axes, *(given.names if given else ()))
-    traced, facts, seconds = traced_of(fn, args, donate_argnums, axes, cluster, microbatches, remat)
+    traced, facts, seconds = traced_of(fn, args, donate_argnums, axes, cluster, microbatches, remat, whole)
     pins = user_pins(asked, traced.graph, own_annotations(fn, args, traced), given is None)
     meshes, is_free = meshes_of(cluster, pins, given, most)
     finest = (mesh or MOST_AXES) if is_free and searcher.automatic else 0
@@ -138,13 +138,25 @@ def limit_of(cluster: Cluster, memory_limit_bytes: float | None) -> float:
 
 
 def traced_of(
-    fn, args, donate_argnums, axis_names, cluster: Cluster, microbatches: int = 1, remat: Remat | None = None
+    fn,
+    args,
+    donate_argnums,
+    axis_names,
+    cluster: Cluster,
+    microbatches: int = 1,
+    remat: Remat | None = None,
+    whole: Traced | None = None,
 ) -> tuple[Traced, ProgramFacts, dict[str, float]]:
-    """The traced function, its facts for the cluster's compiler, and what tracing took."""
+    """The traced function, its facts for the cluster's compiler, and what tracing took.
+
+    Args:
+        whole: the function as it was traced in one microbatch without recomputation, if it was.
+    """
     started = time.perf_counter()
-    donated = (*several(donate_argnums), *(fn.donate_argnums if isinstance(fn, Sharded) else ()))
-    traced = trace(plain(fn), *args, donate_argnums=donated, axis_names=tuple(dict.fromkeys(axis_names)), own_donation=True)
-    traced = microbatched(rematerialised(traced, remat), microbatches)
+    if whole is None:
+        donated = (*several(donate_argnums), *(fn.donate_argnums if isinstance(fn, Sharded) else ()))
+        whole = trace(plain(fn), *args, donate_argnums=donated, axis_names=tuple(dict.fromkeys(axis_names)), own_donation=True)
+    traced = microbatched(rematerialised(whole, remat), microbatches)
     facts = program_facts(traced.graph, rules_of(traced.graph), compiler_of(cluster))
     return traced, facts, {"trace_seconds": time.perf_counter() - started, "n_ops": len(traced.graph.walk())}
 
@@ -166,8 +178,19 @@ def within(
         if not reserves or (error.smallest_peak_bytes or math.inf) > prepared.limit:
             raise error if error.proven or not prepared.most_axes or mesh == MOST_AXES else _with_axes(error) from None
     solution, problem = searched(prepared.limit)
-    others = tuple(replace(other, notes=(*other.notes, _barely(prepared.limit))) for other in solution.others)
-    return replace(solution, notes=(*solution.notes, _barely(prepared.limit)), others=others), problem
+    others = tuple(noted_if_barely(other, prepared.limit) for other in solution.others)
+    return replace(noted_if_barely(solution, prepared.limit), others=others), problem
+
+
+def noted_if_barely(solution: Solution, limit: float) -> Solution:
+    """The solution, with a note on the reserve if it takes some of it."""
+    if solution.judgement.cost.peak_bytes <= limit * (1 - RESERVE):
+        return solution
+    note = (
+        f"the predicted peak is within {format_percent(RESERVE)} of the {format_bytes(limit)} that a program may have, and is predicted "
+        "no better than that: ask the compiler with autoshard verify"
+    )
+    return replace(solution, notes=(*solution.notes, note))
 
 
 def searched_on_meshes(
@@ -178,8 +201,9 @@ def searched_on_meshes(
     n_finalists: int,
     start: Strategy | None,
     limit: float,
+    refused: Refused | None = None,
 ) -> tuple[Solution, Problem]:
-    """The best solution on any mesh within a memory limit, and its problem."""
+    """The best solution on any mesh within a memory limit, and its problem; ``refused`` takes the problems without one."""
     problems: list[Problem] = []
     failure: ShardingError | None = None
     for candidate in prepared.meshes:
@@ -191,7 +215,8 @@ def searched_on_meshes(
         raise failure
     spare = None if start is None else carried(start, problems)
     try:
-        found = search_meshes(searcher, problems, solve, progress, ends, prepared.finer if prepared.most_axes > 1 else None, n_finalists)
+        finer = prepared.finer if prepared.most_axes > 1 else None
+        found = search_meshes(searcher, problems, solve, progress, ends, finer, n_finalists, refused)
     except (InfeasibleError, *ends):
         if spare is None:
             raise
@@ -203,10 +228,3 @@ def _with_axes(error: InfeasibleError) -> InfeasibleError:
     """The refusal on a free mesh, with what was not tried."""
     more = f"Or try mesh={MOST_AXES}: of the meshes of {MOST_AXES} axes one at most was searched, and others may hold less."
     return InfeasibleError(f"{error} {more}", error.smallest_peak_bytes, error.proven)
-
-
-def _barely(limit: float) -> str:
-    return (
-        f"the predicted peak is within {format_percent(RESERVE)} of the {format_bytes(limit)} that a program may have, and is predicted "
-        "no better than that: ask the compiler with autoshard verify"
-    )

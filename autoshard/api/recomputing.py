@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from autoshard.errors import InfeasibleError, SearchLimitError, ShardingError
 from autoshard.ir.remat import Remat
+from autoshard.render import format_bytes
 
 WORDS = ("fit", "auto", "full")
 
@@ -79,7 +80,8 @@ def or_refused(error: InfeasibleError, recomputing: Callable[[], Found]) -> Foun
         if other.smallest_peak_bytes is None:  # there is nothing to compute again
             raise error from None
         smallest = min(filter(None, (error.smallest_peak_bytes, other.smallest_peak_bytes)))
-        raise InfeasibleError(f"{error} Nor does it fit where the backward pass computes again what it reads.", smallest) from None
+        again = f"Nor does it fit where the backward pass computes again what it reads: the smallest peak is {format_bytes(smallest)}."
+        raise InfeasibleError(f"{error} {again}", smallest) from None
 
 
 def _least_that_fits(attempt: Callable[[Remat | None], Found], options: Sequence[Remat]) -> list[Found]:

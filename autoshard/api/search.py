@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +14,31 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.api.agreement import agreed, finalists_of_process_0
+from autoshard.api.attempts import Attempts
 from autoshard.api.collecting import rarely_collecting
 from autoshard.api.confirm import Confirm, confirm_of, confirmed, noted
 from autoshard.api.finalists import Board
 from autoshard.api.full_plan import checked_plan
 from autoshard.api.meshes import check_meshes, fixed_mesh, given_mesh
-from autoshard.api.microbatching import Microbatches, best, checked_number
+from autoshard.api.microbatching import Microbatches, checked_number
 from autoshard.api.notes import whole, without_rules
 from autoshard.api.pipelining import check_pipeline
-from autoshard.api.prepared import Prepared, cluster_of, own_annotations, prepare, searched_on_meshes, traced_of, with_recomputation, within
-from autoshard.api.recomputing import best_remat, checked_remat, least_remat, or_refused
+from autoshard.api.prepared import cluster_of, own_annotations, prepare, traced_of, with_recomputation
+from autoshard.api.recomputing import checked_remat
 from autoshard.api.stage_searches import Call, full, in_stages
 from autoshard.api.start import checked
 from autoshard.api.strategy import Strategy, record_of
 from autoshard.api.user_pins import ARGUMENTS, Asked, Pins, user_pins
 from autoshard.cluster import Cluster
-from autoshard.errors import InfeasibleError, ShardingError
+from autoshard.errors import ShardingError
 from autoshard.ir import check_divides, spec_to_layout
 from autoshard.ir.naming import matching
-from autoshard.ir.remat import Remat
 from autoshard.judge.model import CostModel
 from autoshard.lower import lowering_mesh
-from autoshard.mesh_search.anytime import checked_seconds, endings, timed
+from autoshard.mesh_search.anytime import checked_seconds, endings
 from autoshard.mesh_search.candidates import placed
-from autoshard.microbatch import divisors
 from autoshard.problem import Problem
 from autoshard.progress import Progress, part, silent
-from autoshard.recompute import Options
 from autoshard.render import progress_line
 from autoshard.search import Searcher, Solution, searcher_of
 from autoshard.search.propagation import follow_layouts
@@ -151,37 +149,13 @@ def search(
                                       microbatches=microbatches, memory_limit_bytes=memory_limit_bytes, donate_argnums=donate_argnums,
                                       interruptible=interruptible))  # fmt: skip
     with shown(progress) as callback, rarely_collecting(), outside_mesh(keep_auto=True):
-        ask = partial(prepare, fn, args, cluster, chosen, mesh, Asked.of(pins, batch_axes), memory_limit_bytes, donate_argnums)
-        first = microbatches if isinstance(microbatches, int) else 1
-        asked = ask(first)
-        started = time.perf_counter()
+        asked = partial(prepare, fn, args, cluster, chosen, mesh, Asked.of(pins, batch_axes), memory_limit_bytes, donate_argnums)
         ends, own = endings(given, interruptible), part(callback, 0.0, 1.0 if how is None else SEARCHING)
-
-        @cache
-        def options() -> Sequence[Remat]:
-            whole = asked if first == 1 else ask(1)
-            return Options(whole.traced, whole.facts, whole.cluster.device).all
-
-        def with_remat(n: int, again: Remat | None) -> tuple[Prepared, Solution, Problem]:
-            is_first = n == first and again is None
-            prepared = asked if is_first else ask(n, again if again is None else replace(again, mode=remat or ""))
-            left = given if given is None or is_first else max(0.0, given - (time.perf_counter() - started))
-            searched = partial(searched_on_meshes, prepared, chosen, timed(own, left), ends, 1 if how is None else how.finalists, start)
-            return prepared, *within(prepared, searched, memory_limit_bytes is None, mesh)
-
-        def attempt(n: int) -> tuple[Prepared, Solution, Problem]:
-            return best_remat(partial(with_remat, n), remat, options)
-
-        def fitting(n: int) -> tuple[Prepared, Solution, Problem]:
-            return least_remat(partial(with_remat, n), options)
-
-        found = partial(best, microbatches=microbatches, limit=asked.limit, numbers=lambda: divisors(asked.traced))
-        try:
-            prepared, solution, problem = found(attempt)
-        except InfeasibleError as error:
-            if remat != "fit":
-                raise
-            prepared, solution, problem = or_refused(error, lambda: found(fitting))
+        n_finalists = 1 if how is None else how.finalists
+        reserves = memory_limit_bytes is None
+        attempts = Attempts(asked, chosen, microbatches, remat, mesh, start, reserves, own, ends, given, n_finalists)
+        prepared, solution, problem = attempts.found()
+        started = attempts.started
         solving, searching = solution.stats.get("search_seconds", 0.0), time.perf_counter() - started
         stats = {**solution.stats, "solve_seconds": solving, "search_seconds": searching}
         strategies = [prepared.strategy(problem.mesh, replace(solution, stats=stats), chosen)]

@@ -83,9 +83,10 @@ class Buffers:
     dies: np.ndarray
     usage: np.ndarray
 
-    def peak(self, spare_bytes: float) -> Peak:
-        """The fullest moment."""
-        moment, n, m = int(self.usage.argmax()), len(self.times.values), len(self.times.values) + len(self.copies)
+    def peak(self, spare_bytes: float, moment: int | None = None) -> Peak:
+        """The fullest moment; or another one, by its number."""
+        moment = int(self.usage.argmax()) if moment is None else moment
+        n, m = len(self.times.values), len(self.times.values) + len(self.copies)
         numbers = (*self.times.values, *self.copies, *self.partials)
         alive = np.flatnonzero((self.born <= moment) & (self.dies > moment) & (self.held > 0))
         return Peak(
@@ -140,6 +141,29 @@ def peak_memory(
     first, *others = facts.compiler.buffers(facts, assignment, copies, partials)
     peak = first.peak(facts.compiler.fast_memory_bytes)
     return replace(peak, nbytes=max((peak.nbytes, *(float(other.usage.max()) for other in others))))
+
+
+def peaks_above(
+    facts: ProgramFacts,
+    assignment: Assignment,
+    copies: Mapping[tuple[int, Layout], Copy],
+    partials: Mapping[int, Step],
+    limit: float,
+    most: int,
+) -> list[Peak]:
+    """The fullest moments of those stretches of a program in which more bytes are live than a limit, fullest first; one where none is.
+
+    Args:
+        facts, assignment, copies, partials: as for `buffers`.
+        limit: bytes on a device.
+        most: how many there may be.
+    """
+    first, *_ = facts.compiler.buffers(facts, assignment, copies, partials)
+    above = np.flatnonzero(first.usage > limit)
+    stretches = np.split(above, np.flatnonzero(np.diff(above) > 1) + 1)
+    moments = [int(each[first.usage[each].argmax()]) for each in stretches if len(each)] or [int(first.usage.argmax())]
+    fullest = sorted(moments, key=lambda moment: -first.usage[moment])[:most]
+    return [first.peak(facts.compiler.fast_memory_bytes, moment) for moment in fullest]
 
 
 def buffers(

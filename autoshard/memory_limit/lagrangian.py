@@ -115,7 +115,7 @@ def nothing_fits(problem: Problem, what: str, smallest: float, proven: bool = Fa
     """The error of a search that found nothing within the problem's limit."""
     return InfeasibleError(
         f"a strategy must fit {format_bytes(problem.memory_limit_bytes or 0.0)} a device, and {what} on mesh {problem.mesh} is "
-        f"{format_bytes(smallest)}. Use more devices, a smaller batch, rematerialisation, or a higher memory limit.",
+        f"{format_bytes(smallest)}. Use more devices, a smaller batch, or a higher memory limit.",
         smallest,
         proven,
     )

@@ -32,6 +32,9 @@ from autoshard.search.searcher import Searcher, Solution
 Finer = Callable[[Problem, Solution | None, Progress], tuple[Problem, Hints] | None]
 """From the best problem, its solution if there is one, and progress to a problem of more axes with hints; None: there is none."""
 
+Refused = Callable[[Problem, InfeasibleError], None]
+"""Takes a problem in which nothing was found within the memory limit, and the error that says so."""
+
 
 def search_meshes(
     searcher: Searcher,
@@ -41,6 +44,7 @@ def search_meshes(
     ends: tuple[type[BaseException], ...] = (),
     finer: Finer | None = None,
     n_finalists: int = 1,
+    refused: Refused | None = None,
 ) -> tuple[Solution, Problem]:
     """The best solution over problems that differ in their mesh, and its problem; its statistics count the cut meshes.
 
@@ -54,12 +58,13 @@ def search_meshes(
             peak and no solution. None: no mesh of more axes is searched.
         n_finalists: the number of distinct solutions to return: the best one and its ``others``. Baselines are among them if the searcher
             is automatic.
+        refused: called with each problem in which nothing was found within the memory limit, though something may be, and the error.
 
     Raises:
         InfeasibleError: no mesh has a solution within the memory limit; names the smallest peak found.
         ShardingError: the pins leave no mesh a legal sharding.
     """
-    search = _Search(searcher, list(problems), solve, progress, observed=bool(ends), finer=finer, n_finalists=n_finalists)
+    search = _Search(searcher, list(problems), solve, progress, observed=bool(ends), finer=finer, n_finalists=n_finalists, refused=refused)
     try:
         search.run()
         search.add_baselines()
@@ -82,7 +87,7 @@ class _Search:
     """The problems of one program, searched one after the other, and the best solution so far.
 
     Attributes:
-        searcher, solve, progress, finer: as in `search_meshes`.
+        searcher, solve, progress, finer, refused: as in `search_meshes`.
         problems: those given, then that of more axes, if there is one. Below, a problem is given by its number here.
         observed: whether incumbents are kept, since the search may end early.
         n_finalists, finalists: how many of the best distinct solutions are kept, and which.
@@ -106,6 +111,7 @@ class _Search:
     observed: bool
     finer: Finer | None
     n_finalists: int = 1
+    refused: Refused | None = None
     finalists: tuple[Solution, ...] = ()
     best: tuple[float, int, Solution] | None = None
     failure: AutoshardError | None = None
@@ -156,6 +162,8 @@ class _Search:
                 self.hints[number] = solution.hints
                 self._keep(number, solution)
         except (InfeasibleError, ShardingError) as error:
+            if self.refused is not None and isinstance(error, InfeasibleError) and not error.proven:
+                self.refused(problem, error)
             before, self.failure = self.failure, worse(self.failure, error)
             self.infeasible.add(problem.mesh.sizes)
             if isinstance(error, InfeasibleError) and self.failure is not before:

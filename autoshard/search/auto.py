@@ -9,7 +9,8 @@ cluster waits for all collectives but permutes, the objective is within `Budgets
 the objective. No other objective can be less by more than that, and no other makespan by more than its hidden permutes and the collectives
 that compilers combine or narrow.
 
-*Last resort.* Where no member finds anything within the memory limit, integer programming searches, if the problem is small.
+*Last resort.* Where no member finds anything within the memory limit, integer programming searches, if the problem is small. A search of
+several meshes runs it once for all of them (`autoshard.api.refusals`).
 
 *Hidden communication.* The objective charges all communication, the makespan only its exposed part. So where no answer is settled and some
 communication is hidden, recursive programming runs once more, with each kind of collective charged the share of its seconds that is exposed
@@ -35,7 +36,7 @@ from autoshard.progress import Progress, part, silent
 from autoshard.render import format_percent
 from autoshard.search.baselines import DataParallel, FullySharded
 from autoshard.search.dynamic_programming import DynamicProgramming
-from autoshard.search.integer_programming import IntegerProgramming
+from autoshard.search.integer_programming import IntegerProgramming, first_that_fits
 from autoshard.search.recursive_programming import RecursiveProgramming
 from autoshard.search.searcher import Searcher, Solution
 from autoshard.search.tensor_parallel import TensorParallel
@@ -66,7 +67,7 @@ class Auto(Searcher):
 
     Attributes:
         members: the searchers to run, in order.
-        last_resort: the searcher that runs where no member finds anything within the memory limit.
+        last_resort: integer programming, for where no member finds anything within the memory limit; None: there is none.
     """
 
     name: ClassVar[str] = "auto"
@@ -74,11 +75,15 @@ class Auto(Searcher):
     includes_baselines: ClassVar[bool] = True
 
     members: tuple[Searcher, ...] = MEMBERS
-    last_resort: Searcher = LAST_RESORT
+    last_resort: IntegerProgramming | None = LAST_RESORT  # pyright: ignore[reportIncompatibleVariableOverride] (a field for a class attribute)
 
     def limited(self, seconds: float) -> Auto:
         """The portfolio with the time limit given to the last resort too, which calls no progress callback while it solves a model."""
-        return replace(self, last_resort=self.last_resort.limited(seconds))
+        return self if self.last_resort is None else replace(self, last_resort=self.last_resort.limited(seconds))
+
+    def without_last_resort(self) -> Auto:
+        """The members alone."""
+        return replace(self, last_resort=None)
 
     def solve(self, problem: Problem, progress: Progress = silent, hints: Hints = NO_HINTS) -> Solution:
         """The answer of least makespan; its notes name the member that found it, and the members that were beyond their limits.
@@ -107,8 +112,9 @@ class Auto(Searcher):
                 if error.proven:
                     raise
                 refused.append(error)
-        if not found and refused:
-            found += _last_resort(self.last_resort, problem, progress, hints)
+        if not found and refused and self.last_resort is not None:
+            last = first_that_fits(self.last_resort, [problem], progress, hints)
+            found += [] if last is None else [(last[0], self.last_resort)]
         if not any(_settled(problem, solution) for solution, _ in found):
             last = part(progress, len(self.members) * share, share)
             found += self._with_exposed_shares(problem, [solution.judgement.cost for solution, _ in found], last, hints)
@@ -179,12 +185,6 @@ class Auto(Searcher):
             charged = ", ".join(f"{kind} at {format_percent(share)}" for kind, share in sorted(shares.items()))
             note = f"searched with the communication that hides behind compute left out: {charged} of its seconds"
             yield replace(solution, judgement=judgement, lower_bound_seconds=bound, notes=(*solution.notes, note)), member
-
-
-def _last_resort(member: Searcher, problem: Problem, progress: Progress, hints: Hints) -> Iterator[tuple[Solution, Searcher]]:
-    """The answer of another searcher to a problem for which no member found one within the memory limit, if there is one."""
-    with suppress(InfeasibleError, SearchLimitError):
-        yield member.solve(problem, progress, hints), member
 
 
 def _of(found: int, refused: int) -> str:

@@ -28,6 +28,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import ClassVar
@@ -37,7 +38,7 @@ from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from autoshard.budgets import BUDGETS
-from autoshard.compilers.buffer_assignment import Peak
+from autoshard.compilers.buffer_assignment import Peak, peaks_above
 from autoshard.errors import InfeasibleError, SearchLimitError
 from autoshard.inference.reparametrisation import Reparametrisation, reparametrise
 from autoshard.judge.evaluate import Judgement
@@ -49,6 +50,8 @@ from autoshard.search.searcher import Searcher, Solution
 
 SCALE = 1e4  # of an answer's cost in the model, since HiGHS's tolerances are absolute: 1e-6 and 1e-7
 STATUS_INFEASIBLE = 2  # of scipy.optimize.milp
+PEAKS = 4  # of one answer, that get rows at once
+ROUND = 1000  # variables; HiGHS takes models under memory rows some tenths of a second, and one of four times as many four seconds
 IN_PROCESS = 2000  # variables; HiGHS was seen to take less than a second for models of so many
 CHILD = """
 import pickle, sys
@@ -69,8 +72,8 @@ class IntegerProgramming(Searcher):
         max_variables: the most variables of a model.
         max_sweeps: the most sweeps of message passing.
         max_nodes: of branch and bound, in one model; None: as many as there is time for.
-        max_rounds: the most models solved; None: as many as there is time for. With both limits and no time limit, answers do not depend
-            on the machine.
+        max_rounds: the most models solved, of which each counts once for every `ROUND` variables begun; None: as many as there is time
+            for. With both limits and no time limit, answers do not depend on the machine.
     """
 
     name: ClassVar[str] = "integer_programming"
@@ -98,6 +101,23 @@ class IntegerProgramming(Searcher):
         return replace(self, time_limit_seconds=seconds if self.time_limit_seconds is None else min(seconds, self.time_limit_seconds))
 
 
+def first_that_fits(
+    searcher: IntegerProgramming, problems: Sequence[Problem], progress: Progress = silent, hints: Hints = NO_HINTS
+) -> tuple[Solution, Problem] | None:
+    """The answer to the first of several problems that has one within its memory limit, and that problem; None: none was found.
+
+    All share the searcher's rounds. No other searcher finds anything in them, so none is run for a first incumbent.
+    """
+    rounds = searcher.max_rounds
+    for problem in problems:
+        run = _Run(replace(searcher, max_rounds=rounds), problem, progress, hints)
+        with suppress(InfeasibleError, SearchLimitError):
+            return run.solution(starts=False), problem
+        if rounds is not None and (rounds := rounds - run.rounds) <= 0:
+            break
+    return None
+
+
 class _Run:
     """The models of one problem, and the best answer.
 
@@ -106,7 +126,8 @@ class _Run:
         smallest_peak: the smallest peak found, in bytes.
         rows: of memory.
         known: the bytes of values at peaks so far, by value and the number of its layout.
-        rounds, n_variables: the models solved, and the variables of the last one.
+        rounds: the models solved, as `IntegerProgramming.max_rounds` counts them.
+        n_variables: of the last one.
         until: the end of the time limit.
     """
 
@@ -123,9 +144,11 @@ class _Run:
         self.rounds = self.n_variables = 0
         self.until = math.inf
 
-    def solution(self) -> Solution:
+    def solution(self, starts: bool = True) -> Solution:
+        """The best answer; ``starts``: whether the first incumbent is searched for."""
         problem = self.problem
-        self._first_answer()
+        if starts:
+            self._first_answer()
         tables = self._tables()
         moved = reparametrise(tables, max_sweeps=self.searcher.max_sweeps, progress=self.progress)
         bound = self._bound_by_widening(tables, moved, problem.fixed_seconds())
@@ -133,7 +156,7 @@ class _Run:
             raise InfeasibleError(
                 f"a strategy must fit {format_bytes(problem.memory_limit_bytes or 0.0)} a device, and on mesh {problem.mesh} none does: "
                 f"the smallest peak found is {format_bytes(self.smallest_peak)}. "
-                "Use more devices, a smaller batch, rematerialisation, or a higher memory limit.",
+                "Use more devices, a smaller batch, or a higher memory limit.",
                 self.smallest_peak,
             )
         is_open = bound < self.best.cost.objective_seconds * (1 - self.searcher.gap) / (1 + BUDGETS.rounding)
@@ -198,7 +221,7 @@ class _Run:
             given = self.searcher.time_limit_seconds
             self.progress("integer program", 0.0 if given is None else 1.0 - left / given)
             answer = model.solved(self.rows, max(left, 0.1), self.searcher.gap, self.searcher.max_nodes)
-            self.rounds += 1
+            self.rounds += 1 + model.n_variables // ROUND
             bound = max(bound, fixed + answer.bound)
             if answer.labels is None:
                 return bound
@@ -210,11 +233,18 @@ class _Run:
                 if self.best is None or judgement.cost.objective_seconds < self.best.cost.objective_seconds:
                     self.best = judgement
                 return bound
-            self.known |= problem.cached(MemoryTables).held_bytes(judgement.peak, answer.labels)
-            sizes = [len(options) for options in tables.labels]
-            self.rows += memory_rows(problem, sizes, answer.labels, judgement.peak, limit, self.known)
+            memory, sizes = problem.cached(MemoryTables), [len(options) for options in tables.labels]
+            for peak in self._peaks(judgement, limit):
+                self.known |= memory.held_bytes(peak, answer.labels)
+                self.rows += memory_rows(problem, sizes, answer.labels, peak, limit, self.known)
             if self._late():
                 return bound
+
+    def _peaks(self, judgement: Judgement, limit: float) -> list[Peak]:
+        """The judged peak, and the fullest other moments beyond the limit."""
+        facts, peak = self.problem.facts, judgement.peak
+        others = peaks_above(facts, judgement.assignment, judgement.copies, judgement.partials, limit, PEAKS)
+        return [peak, *(other for other in others if other.moment != peak.moment)]
 
     def _late(self) -> bool:
         """Whether the time is over, or as many models are solved as may be.
@@ -237,7 +267,7 @@ class _Run:
     def _given(self) -> str:
         """The limit that was reached, in words."""
         if self._all_solved():
-            return f"{self.searcher.max_rounds} models were solved"
+            return f"{self.searcher.max_rounds} rounds of models were solved"
         if self.searcher.time_limit_seconds is None:
             return f"{self.searcher.max_nodes} nodes of a model were searched"
         return f"{self.searcher.time_limit_seconds:g} s were over"

@@ -56,6 +56,8 @@ class Searcher(ABC):
         differs_by_mesh: whether a baseline's answers differ between meshes of equally many devices, so that each mesh is worth a look.
         uses_exposed_shares: whether a second search is worthwhile that charges each kind of collective the exposed share of its seconds.
         includes_baselines: whether the baselines' answers are among the solution and its others.
+        last_resort: what it runs where nothing else is found within the memory limit, which takes long; None: there is nothing. A search
+            over several problems runs it once for all of them.
     """
 
     __slots__ = ()
@@ -65,6 +67,7 @@ class Searcher(ABC):
     differs_by_mesh: ClassVar[bool] = False
     uses_exposed_shares: ClassVar[bool] = False
     includes_baselines: ClassVar[bool] = False
+    last_resort: ClassVar[Searcher | None] = None
 
     @abstractmethod
     def solve(self, problem: Problem, progress: Progress = silent, hints: Hints = NO_HINTS) -> Solution:
@@ -72,6 +75,10 @@ class Searcher(ABC):
 
     def limited(self, seconds: float) -> Searcher:
         """The searcher with a time limit of its own; itself where its progress callback is called often enough to end it."""
+        return self
+
+    def without_last_resort(self) -> Searcher:
+        """The searcher without its last resort."""
         return self
 
     def solve_cut_mesh(self, problem: Problem, hints: Hints) -> Solution | None:

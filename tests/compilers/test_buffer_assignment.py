@@ -12,7 +12,7 @@ from random_assignments import random_assignment
 
 import autoshard
 from autoshard.compilers.all_reduce_combiner import COMBINED_BYTES
-from autoshard.compilers.buffer_assignment import Copy, peak_memory
+from autoshard.compilers.buffer_assignment import Copy, peak_memory, peaks_above
 from autoshard.compilers.tpu.buffers import _beside_gathers
 from autoshard.ir import Assignment, Mesh
 from benchmarks import single_dtype
@@ -47,6 +47,17 @@ def test_masks_that_loops_read_as_they_lie_are_made_in_them(lies, held):
     assert graph.values[mask].dtype == "bool"
     without = peak(facts, choices=body, layouts=split | {mask: (0,)})
     assert peak(facts, choices=body, layouts=split) - without == held
+
+
+def test_moments_above_a_limit_are_one_of_each_stretch():
+    """Two large products with small ones between them are two stretches, the fuller one first; below a limit there is one."""
+    facts = facts_of(lambda x, w, v, u: x @ w @ v @ u @ w, floats(64, 16), floats(16, 1024), floats(1024, 16), floats(16, 16))
+    program = compiled_for(facts, "cpu:8"), Assignment(MESH, {}, {}, {}), {}, {}
+    usage = program[0].compiler.buffers(*program)[0].usage
+    highest = peak_memory(*program)
+    for share, n in ((0.9, 2), (1.0, 1), (2.0, 1)):
+        found = peaks_above(*program, limit=share * usage.max(), most=4)
+        assert len(found) == n and (found[0].moment, found[0].nbytes) == (highest.moment, highest.nbytes)
 
 
 def test_fast_memory_holds_what_is_short_lived():

@@ -1,0 +1,134 @@
+"""The attempts of one search: numbers of microbatches and recomputations, each searched on all meshes, and last what takes longest.
+
+A searcher's last resort is not run in each attempt: where none finds anything within the memory limit, it is run once, on the attempts and
+meshes that came nearest to the limit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+from autoshard.api.microbatching import Microbatches, best
+from autoshard.api.prepared import Prepared, noted_if_barely, searched_on_meshes, within
+from autoshard.api.recomputing import best_remat, least_remat, or_refused
+from autoshard.api.strategy import Strategy
+from autoshard.errors import InfeasibleError
+from autoshard.ir.remat import Remat
+from autoshard.mesh_search.anytime import timed
+from autoshard.microbatch import divisors
+from autoshard.problem import Problem
+from autoshard.progress import Progress
+from autoshard.recompute import Options
+from autoshard.search import Searcher, Solution
+from autoshard.search.integer_programming import IntegerProgramming, first_that_fits
+from autoshard.trace import Traced
+
+Found = tuple[Prepared, Solution, Problem]
+"""What an attempt found: the program and its meshes, the solution, and the problem of its mesh."""
+
+
+@dataclass(eq=False)
+class Attempts:
+    """The attempts of one search.
+
+    Attributes:
+        ask: from a number of microbatches, a recomputation, and the step as traced without either, to what is searched.
+        searcher, microbatches, remat, mesh, start: as in `autoshard.search`.
+        reserves: whether a part of the limit is left free, if anything fits that.
+        progress: a callback.
+        ends: the exceptions that end a search early.
+        seconds: how long to search, from the making of this on; None: without a limit.
+        n_finalists: how many distinct solutions are wanted.
+    """
+
+    ask: Callable[[int, Remat | None, Traced | None], Prepared]
+    searcher: Searcher
+    microbatches: Microbatches
+    remat: str | None
+    mesh: Any
+    start: Strategy | None
+    reserves: bool
+    progress: Progress
+    ends: tuple[type[BaseException], ...]
+    seconds: float | None
+    n_finalists: int
+    refused: list[tuple[float, Prepared, Problem]] = field(default_factory=list, init=False)
+
+    def __post_init__(self):
+        self.first = self.microbatches if isinstance(self.microbatches, int) else 1
+        self.asked = self.ask(self.first, None, None)
+        self.started = time.perf_counter()
+
+    def found(self) -> Found:
+        """The best that is found.
+
+        Raises:
+            InfeasibleError: nothing fits the memory limit; says what was not tried.
+        """
+        numbers = partial(best, microbatches=self.microbatches, limit=self.asked.limit, numbers=lambda: divisors(self.asked.traced))
+        try:
+            try:
+                return numbers(lambda n: best_remat(partial(self._searched, n), self.remat, lambda: self.options))
+            except InfeasibleError as error:
+                if self.remat != "fit":
+                    raise
+                return or_refused(error, lambda: numbers(lambda n: least_remat(partial(self._searched, n), lambda: self.options)))
+        except InfeasibleError as error:
+            if (last := self._by_last_resort()) is not None:
+                return last
+            raise self._advised(error) from None
+
+    @cached_property
+    def options(self) -> Sequence[Remat]:
+        """The recomputations that there are."""
+        whole = self.asked if self.first == 1 else self.ask(1, None, None)
+        return Options(whole.traced, whole.facts, whole.cluster.device).all
+
+    @property
+    def _whole(self) -> Traced | None:
+        """The step as it was traced, if it was in one microbatch."""
+        return self.asked.traced if self.first == 1 else None
+
+    def _left(self) -> float | None:
+        """The seconds that are left."""
+        return None if self.seconds is None else max(0.0, self.seconds - (time.perf_counter() - self.started))
+
+    def _searched(self, n: int, again: Remat | None) -> Found:
+        """What is found in so many microbatches with a recomputation, without the last resort."""
+        is_first = n == self.first and again is None
+        prepared = self.asked if is_first else self.ask(n, again if again is None else replace(again, mode=self.remat or ""), self._whole)
+        quick, progress = self.searcher.without_last_resort(), timed(self.progress, self.seconds if is_first else self._left())
+
+        def refused(problem: Problem, error: InfeasibleError) -> None:
+            share = (error.smallest_peak_bytes or float("inf")) / prepared.limit
+            self.refused.append((share, prepared, problem.within(prepared.limit)))
+
+        searched = partial(searched_on_meshes, prepared, quick, progress, self.ends, self.n_finalists, self.start, refused=refused)
+        return prepared, *within(prepared, searched, self.reserves, self.mesh)
+
+    def _by_last_resort(self) -> Found | None:
+        """What the searcher's last resort finds, nearest to the limit first; None: nothing, or there is no time left."""
+        last, left = self.searcher.last_resort, self._left()
+        if not isinstance(last, IntegerProgramming) or left == 0.0:
+            return None
+        nearest: dict[tuple[int, tuple[int, ...]], tuple[Prepared, Problem]] = {}  # by program and mesh, which two limits may both refuse
+        for _, prepared, problem in sorted(self.refused, key=lambda each: each[0]):
+            nearest.setdefault((id(prepared), problem.mesh.sizes), (prepared, problem))
+        problems = {problem: prepared for prepared, problem in nearest.values()}
+        if (found := first_that_fits(last if left is None else last.limited(left), [*problems], self.progress)) is None:
+            return None
+        solution, problem = found
+        note = f"found by {last.name}, where nothing else was found within the memory limit"
+        solution = replace(solution, notes=(note, *solution.notes), finder=last.name)
+        prepared = problems[problem]
+        return prepared, noted_if_barely(solution, prepared.limit) if self.reserves else solution, problem
+
+    def _advised(self, error: InfeasibleError) -> InfeasibleError:
+        """The refusal with what was not tried."""
+        untried = [*(["microbatches='fit'"] if self.microbatches in (None, 1) else []), *(["remat='fit'"] if self.remat is None else [])]
+        text = f"{error} Not tried: {', '.join([*untried, 'pipelines (stages=2)'])}."
+        return InfeasibleError(text, error.smallest_peak_bytes, error.proven)
