@@ -1,9 +1,9 @@
-"""One search over stages, devices, microbatches and shardings: the best strategy without stages, and the best pipeline.
+"""One search over stages, devices, microbatches, schedules and shardings: the best strategy without stages, and the best pipeline.
 
-The step without stages is searched first. Then numbers of stages and of microbatches are ranked by the costs of the step's layers
-(`autoshard.pipeline.plan_search`), where they may be faster, and the first of them are searched stage by stage as `search(stages=)` does.
-The answer is the fastest strategy by its own predicted step time. A lower bound of all of them is in
-its notes and in ``stats['plan_bound_seconds']``; that of the record is of its own mesh or stages.
+Numbers of stages, one of them for none, and of microbatches are ranked first by the costs of the step's layers
+(`autoshard.pipeline.plan_search`). What is promised to be fastest is then searched: the step without stages as a whole, pipelines stage by
+stage as `search(stages=)` does. The answer is the fastest strategy by its own predicted step time. A lower bound of all plans is in its
+notes and in ``stats['plan_bound_seconds']``; that of the record is of its own mesh or stages.
 """
 
 from __future__ import annotations
@@ -12,36 +12,52 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from autoshard.api.strategy import Strategy
+from autoshard.budgets import BUDGETS
 from autoshard.cluster import Cluster
 from autoshard.errors import AutoshardError, ClusterError, InfeasibleError, PipelineError, SearchLimitError, ShardingError, TraceError
-from autoshard.pipeline.plan_search import Plans
+from autoshard.pipeline.plan_search import Estimate, Plans
 from autoshard.progress import Progress, part
 from autoshard.render import format_percent, format_seconds
 
 PLANS = ("sharding", "full")
 TRIES = 2  # pipelines that are searched stage by stage
 STAGES = (2, 4)  # that are tried for a step without equal layers
-SHARE = 0.5  # of a time limit, for the search without stages
-EXPLORING = 20.0  # seconds in which numbers of stages and microbatches are compared, without a time limit
+SHARE = 0.4  # of a time limit, for the comparison of plans, and for the search without stages
+EXPLORING = 40.0  # seconds in which plans are compared, without a time limit
+DEEP_OPS = 10_000  # a step of more is searched on the mesh on which its layers are fastest, and others on any
+REFUSED = (InfeasibleError, PipelineError, SearchLimitError, TraceError, ShardingError)
+
+
+class Whole(Protocol):
+    """The search of the step without stages: on any mesh, or as a plan says; within some seconds, or None for no limit."""
+
+    def __call__(self, seconds: float | None, like: Estimate | None = None) -> Strategy: ...
+
+
+class StagedSearch(Protocol):
+    """The search of a pipeline: of a number of stages, of microbatches, or None for any, and a schedule, or None for the usual one."""
+
+    def __call__(self, n_stages: int, n_microbatches: int | None, schedule: str | None, seconds: float | None) -> Strategy: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Searches:
-    """The searches that are compared; each is given the seconds it may take, or None for no limit.
+    """The searches that are compared.
 
     Attributes:
         whole: of the step without stages.
-        plans: of numbers of stages and microbatches, up to a time (`time.perf_counter`), that may take less than so many seconds a step;
-            None where the step has no equal layers.
-        staged: of a number of stages, and one of microbatches, or None for any.
+        plans: of numbers of stages and microbatches, up to a time (`time.perf_counter`); None where the step has no equal layers.
+        staged: of a pipeline.
+        is_deep: whether the step has so many operations that it is not searched as a whole on every mesh.
     """
 
-    whole: Callable[[float | None], Strategy]
-    plans: Callable[[float, float, Progress], Plans | None]
-    staged: Callable[[int, int | None, float | None], Strategy]
+    whole: Whole
+    plans: Callable[[float, Progress], Plans | None]
+    staged: StagedSearch
+    is_deep: bool = False
 
 
 def checked_plan(plan: Any, stages: Any, mesh: Any) -> bool:
@@ -56,6 +72,14 @@ def checked_plan(plan: Any, stages: Any, mesh: Any) -> bool:
         given = "stages" if stages is not None else "mesh"
         raise ShardingError(f"plan='full' searches numbers of stages and their meshes, got {given}=. Leave out {given}, or plan.")
     return plan == "full"
+
+
+def checked_schedule(schedule: Any, has_stages: bool) -> None:
+    """Raises `ShardingError` for a schedule without a pipeline."""
+    if schedule is not None and not has_stages:
+        raise ShardingError(
+            f"a schedule is the order of a pipeline's tasks, got schedule={schedule!r} without one. Add stages=, or plan='full'."
+        )
 
 
 def fullest(
@@ -77,24 +101,33 @@ def fullest(
     found: list[Strategy] = []
     failure: AutoshardError | None = None
     plans: Plans | None = None
+
+    def left() -> float | None:
+        return None if math.isinf(until) else max(until - time.perf_counter(), 0.0)
+
     try:
-        found.append(searches.whole(None if limit_seconds is None else SHARE * limit_seconds))
-    except (InfeasibleError, SearchLimitError, TraceError) as error:
-        failure = error
-    try:
-        best_seconds = found[0].cost.makespan_seconds if found else math.inf
-        exploring = min(time.perf_counter() + EXPLORING, until)
-        plans = searches.plans(exploring, best_seconds, part(progress, 0.4, 0.3))
+        exploring = EXPLORING if limit_seconds is None else min(EXPLORING, SHARE * limit_seconds)
+        plans = searches.plans(time.perf_counter() + exploring, part(progress, 0.0, 0.3))
+        ranked = () if plans is None else plans.ranked
+        alone = next((each for each in ranked if each.candidate.n_stages == 1), None)
+        if not _is_far(alone, ranked):
+            try:
+                seconds = None if limit_seconds is None else SHARE * limit_seconds
+                found.append(searches.whole(seconds, alone if searches.is_deep else None))
+            except REFUSED as error:
+                failure = error
         tried = 0
-        for n_stages, n_microbatches in _numbers(plans, best_seconds, cluster):
-            left = until - time.perf_counter()
-            if tried == TRIES or left <= 0:
+        for n_stages, n_microbatches, schedule, seconds in _pipelines(plans, cluster):
+            fastest = min((strategy.cost.makespan_seconds for strategy in found), default=math.inf)
+            if tried == TRIES or left() == 0.0 or seconds >= fastest:
                 break
             try:
-                found.append(searches.staged(n_stages, n_microbatches, None if math.isinf(left) else left))
+                found.append(searches.staged(n_stages, n_microbatches, schedule, left()))
                 tried += 1
-            except (InfeasibleError, PipelineError, SearchLimitError, TraceError, ShardingError) as error:
+            except REFUSED as error:
                 failure = failure or error
+        if not found and _is_far(alone, ranked):
+            found.append(searches.whole(left()))
     except ends:
         if not found:
             raise
@@ -104,12 +137,23 @@ def fullest(
     return _answer(found, plans)
 
 
-def _numbers(plans: Plans | None, best_seconds: float, cluster: Cluster) -> list[tuple[int, int | None]]:
-    """The numbers of stages and of microbatches to search, the most promising first."""
+def _is_far(alone: Estimate | None, ranked: tuple[Estimate, ...]) -> bool:
+    """Whether the step without stages is so much slower than the fastest plan, or does not fit, that it is not worth a search."""
+    return bool(ranked) and (alone is None or alone.makespan_seconds > BUDGETS.near_makespan * ranked[0].makespan_seconds)
+
+
+def _pipelines(plans: Plans | None, cluster: Cluster) -> list[tuple[int, int | None, str | None, float]]:
+    """Pipelines to search, the most promising first: numbers of stages and microbatches, the schedule, and the promised step time.
+
+    Of numbers that have several schedules it is the fastest.
+    """
     if plans is None:
-        return [(n, None) for n in STAGES if _has_parts(cluster, n)]
-    faster = [each.candidate for each in plans.ranked if each.makespan_seconds < best_seconds]
-    return [(candidate.n_stages, candidate.n_microbatches) for candidate in faster]
+        return [(n, None, None, 0.0) for n in STAGES if _has_parts(cluster, n)]
+    of_numbers: dict[tuple[int, int], Estimate] = {}
+    for each in plans.ranked:
+        if each.candidate.n_stages > 1:
+            of_numbers.setdefault((each.candidate.n_stages, each.candidate.n_microbatches), each)
+    return [(*numbers, each.schedule, each.makespan_seconds) for numbers, each in of_numbers.items()]
 
 
 def _has_parts(cluster: Cluster, n_stages: int) -> bool:
@@ -129,12 +173,11 @@ def _answer(found: list[Strategy], plans: Plans | None) -> Strategy:
     if plans is not None:
         note += f"; of {plans.n_candidates} numbers of stages and microbatches it estimated {plans.n_searched}"
         stats |= {"plans": plans.n_candidates, "plans_searched": plans.n_searched}
-    bounds = [strategy.lower_bound_seconds for strategy in found if strategy.record.pipeline is None]
-    if plans is not None and plans.n_candidates and bounds:
-        bound = min(*bounds, plans.bound_seconds, best.cost.objective_seconds)
+    if plans is not None and plans.n_candidates:
         objective = best.cost.objective_seconds
+        bound = min(plans.bound_seconds, objective)
         gap = 1 - bound / objective if objective else 0.0
-        note += f". Without overlap and memory limits none is below {format_seconds(bound)} (gap {format_percent(gap)})"
+        note += f". Without overlap none is below {format_seconds(bound)} (gap {format_percent(gap)})"
         stats["plan_bound_seconds"] = bound
     record = replace(best.record, assumptions=(*best.record.assumptions, note), stats={**best.record.stats, **stats})
     return Strategy(record, best._traced)

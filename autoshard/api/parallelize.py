@@ -15,6 +15,7 @@ import jax
 
 from autoshard.api.calls import UNLIKE
 from autoshard.api.confirm import Confirm, confirm_of
+from autoshard.api.full_plan import checked_plan, checked_schedule
 from autoshard.api.microbatching import Microbatches, checked_number
 from autoshard.api.pipelining import check_pipeline
 from autoshard.api.recomputing import checked_remat
@@ -214,7 +215,8 @@ def parallelize(
     microbatches: Microbatches = "fit",
     remat: str | None = "fit",
     stages: int | None = None,
-    schedule: str = "1f1b",
+    schedule: str | None = None,
+    plan: str = "sharding",
     start: Strategy | None = None,
     devices: Sequence[Any] | None = None,
     compiler_options: Options | None = None,
@@ -251,14 +253,19 @@ def parallelize(
         "remat": checked_remat(remat),
         "stages": stages,
         "schedule": schedule,
+        "plan": plan,
         "start": start,
     }
     if fn is not None and not callable(fn):
         raise TraceError(f"parallelize takes a function, and options by name, got {fn!r:.80}. Write @parallelize(cluster='cpu:8').")
     searcher_of(searcher)  # what is misspelt is said here, not at the first call
     asked = Asked.of(pins, batch_axes)
-    if stages is not None:
-        check_pipeline(stages, schedule, confirm, start, remat, asked)
+    is_full = checked_plan(plan, stages, mesh)
+    checked_schedule(schedule, is_full or stages is not None)
+    if is_full or stages is not None:
+        check_pipeline(
+            2 if is_full else stages, schedule, confirm, start, None if is_full else remat, asked, "plan" if is_full else "stages"
+        )
     if cluster is not None:
         options["cluster"] = Cluster.of(cluster)
 

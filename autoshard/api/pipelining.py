@@ -39,6 +39,7 @@ from autoshard.rules import rules_of
 from autoshard.strategy import PipelineRecord, Program, Provenance, Record, SearcherRecord, StageRecord, TensorRecord
 from autoshard.trace import Traced
 
+USUAL = "1f1b"  # the schedule where none is asked for
 CHUNKS = 2  # of each part of the devices, where the schedule is interleaved
 TRIES = 3  # searches of a stage with less and less memory
 MICROBATCHES = (1, 2, 4)  # times the stages: numbers that are tried where none is given
@@ -84,7 +85,7 @@ def check_pipeline(stages: Any, schedule: Any, confirm: Any, start: Any, remat: 
     """
     if isinstance(stages, bool) or not isinstance(stages, int) or stages < 2:
         raise ShardingError(f"stages are a whole number, 2 or more, or None for no pipeline, got {stages!r}. Use 2, for instance.")
-    if schedule not in SCHEDULES:
+    if schedule is not None and schedule not in SCHEDULES:
         raise ShardingError(f"a schedule is one of {', '.join(SCHEDULES)}, got {schedule!r}. Use '1f1b', for instance.")
     given = {"confirm": confirm is not None, "start": start is not None, "batch_axes": bool(pins.batch_axes)}
     given |= {f"remat={remat!r}": remat in ("auto", "full"), "pins='arguments'": pins.arguments}

@@ -18,7 +18,7 @@ from autoshard.api.attempts import Attempts
 from autoshard.api.collecting import rarely_collecting
 from autoshard.api.confirm import Confirm, confirm_of, confirmed, noted
 from autoshard.api.finalists import Board
-from autoshard.api.full_plan import checked_plan
+from autoshard.api.full_plan import checked_plan, checked_schedule
 from autoshard.api.meshes import check_meshes, fixed_mesh, given_mesh
 from autoshard.api.microbatching import Microbatches, checked_number
 from autoshard.api.notes import whole, without_rules
@@ -66,7 +66,7 @@ def search(
     microbatches: Microbatches = "fit",
     remat: str | None = "fit",
     stages: int | None = None,
-    schedule: str = "1f1b",
+    schedule: str | None = None,
     plan: str = "sharding",
     start: Strategy | None = None,
 ) -> Strategy:
@@ -110,10 +110,11 @@ def search(
         stages: of a pipeline: into how many equal parts the devices are divided, each of which computes a part of the step, microbatch by
             microbatch (`autoshard.pipeline`). Without a number of ``microbatches`` as many, twice and four times as many are tried.
             None: every device computes the whole step.
-        schedule: the order of a pipeline's tasks: ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` or ``"zero_bubble"``.
-        plan: ``"full"`` searches pipelines too: numbers of stages and of microbatches by the step time that the costs of the step's own
-            layers promise, the best of them stage by stage; the fastest of these and of the step without stages is the answer. ``mesh`` and
-            ``stages`` are then left out. ``"sharding"``: no pipeline that ``stages`` does not ask for.
+        schedule: the order of a pipeline's tasks: ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` or ``"zero_bubble"``. None: ``"1f1b"``, or
+            with ``plan="full"`` the fastest.
+        plan: ``"full"`` searches pipelines too: numbers of stages and of microbatches, and schedules, by the step time that the costs of
+            the step's own layers promise, the best of them as a whole or stage by stage; the fastest is the answer. ``mesh`` and ``stages``
+            are then left out. ``"sharding"``: no pipeline that ``stages`` does not ask for.
         start: an earlier strategy, of other devices or of these, for an automatic searcher: carried over to this mesh (`api.start`) it is
             one of the candidates, so that the answer is predicted to be no slower, and the answer where the time is over before another.
 
@@ -137,6 +138,7 @@ def search(
     if given is not None:
         chosen = chosen.limited(given)
     is_full = checked_plan(plan, stages, mesh)
+    checked_schedule(schedule, is_full or stages is not None)
     if is_full or stages is not None:
         wanted = Asked.of(pins, batch_axes)
         check_pipeline(2 if is_full else stages, schedule, how, start, None if is_full else remat, wanted, "plan" if is_full else "stages")
@@ -147,7 +149,7 @@ def search(
                 return in_stages(call, stages)
             return full(call, partial(search.__wrapped__, fn, *args, cluster=cluster, searcher=searcher, mesh=mesh, pins=pins, remat=remat,
                                       microbatches=microbatches, memory_limit_bytes=memory_limit_bytes, donate_argnums=donate_argnums,
-                                      interruptible=interruptible))  # fmt: skip
+                                      interruptible=interruptible), remat)  # fmt: skip
     with shown(progress) as callback, rarely_collecting(), outside_mesh(keep_auto=True):
         asked = partial(prepare, fn, args, cluster, chosen, mesh, Asked.of(pins, batch_axes), memory_limit_bytes, donate_argnums)
         ends, own = endings(given, interruptible), part(callback, 0.0, 1.0 if how is None else SEARCHING)

@@ -5,32 +5,35 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from autoshard.api.full_plan import Searches, fullest
+from autoshard.api.full_plan import DEEP_OPS, Searches, fullest
 from autoshard.api.meshes import given_mesh, meshes_of, most_axes
 from autoshard.api.microbatching import Microbatches
-from autoshard.api.pipelining import Pipeline, pipelined
+from autoshard.api.pipelining import USUAL, Pipeline, pipelined
 from autoshard.api.prepared import RESERVE, Prepared, cluster_of, limit_of, searched_on_meshes, traced_of
 from autoshard.api.strategy import Strategy
 from autoshard.api.user_pins import Asked, user_pins
 from autoshard.budgets import BUDGETS
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
-from autoshard.compilers.program_facts import program_facts
+from autoshard.compilers.program_facts import ProgramFacts, program_facts
 from autoshard.ir import Layout, Mesh
+from autoshard.judge.model import CostModel
 from autoshard.mesh_search.anytime import endings, timed
 from autoshard.pipeline import Stage
-from autoshard.pipeline.plan_search import Plans, search_plans
-from autoshard.problem import Hints, Problem
-from autoshard.progress import Progress, part, silent
+from autoshard.pipeline.plan_search import FILL, Estimate, Plans, search_plans
+from autoshard.pipeline.plan_search import Asked as Wanted
+from autoshard.problem import Problem
+from autoshard.progress import Progress, part
+from autoshard.recompute import Options, rematerialised
 from autoshard.rules import rules_of
-from autoshard.search import DynamicProgramming, Searcher, Solution, solve
+from autoshard.search import Searcher, Solution
 from autoshard.trace import Traced
 
-_QUICK = DynamicProgramming(price_steps=5, second_opinion=False)
-"""For programs of few layers, whose answers are estimates."""
+RECOMPUTED = (0.5, 1.0)  # of the way from the least time to the least memory: what plans are compared with
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,6 +41,7 @@ class Call:
     """The arguments of a call of `autoshard.search` that is for pipelines; those not listed here are as there.
 
     Attributes:
+        schedule: None: the usual one, or where all is searched the fastest.
         ends: the exceptions that end a search early.
         seconds: how long to search; None: without a limit.
     """
@@ -51,7 +55,7 @@ class Call:
     memory_limit_bytes: float | None
     donate_argnums: int | Sequence[int]
     microbatches: Microbatches
-    schedule: str
+    schedule: str | None
     ends: tuple[type[BaseException], ...]
     seconds: float | None
     progress: Progress
@@ -67,18 +71,22 @@ class Call:
         return self.microbatches if isinstance(self.microbatches, int) else None
 
 
-def in_stages(call: Call, n_stages: int) -> Strategy:
-    """The best strategy as a pipeline of so many stages."""
+def in_stages(call: Call, n_stages: int, known: tuple[Traced, ProgramFacts, Mapping[str, float]] | None = None) -> Strategy:
+    """The best strategy as a pipeline of so many stages.
+
+    Args:
+        known: the traced step, its facts and what tracing took, where it was traced before.
+    """
     cluster, searcher, asked = cluster_of(call.cluster), call.searcher, call.asked
     given = None if call.mesh is None or isinstance(call.mesh, int) else given_mesh(call.mesh)
     part_of, most = cluster.part(n_stages), most_axes(call.mesh, searcher)
     if given is not None:
         part_of.check(given)
     axes = (*asked.axes, *(given.names if given else ()))
-    traced, _, spent = traced_of(call.fn, call.args, call.donate_argnums, axes, cluster)
+    traced, _, spent = known or traced_of(call.fn, call.args, call.donate_argnums, axes, cluster)
     asked.check(traced.graph.argument_paths)
     until = None if call.seconds is None else time.perf_counter() + call.seconds
-    known: dict[tuple, Solution] = {}  # equal stages are searched once
+    found: dict[tuple, Solution] = {}  # equal stages are searched once
 
     def searched(
         stage: Stage, mesh: Mesh | None, fixed: Mapping[int, Layout], limit: float, progress: Progress
@@ -93,54 +101,60 @@ def in_stages(call: Call, n_stages: int) -> Strategy:
         counts = {"trace_seconds": 0.0, "n_ops": len(program.graph.walk())}
         prepared = Prepared(program, facts, part_of, meshes, 0, pins, limit, counts)
         key = program.graph.fingerprint, program.graph.donated, tuple(pins.given.items()), stacked, mesh, tuple(fixed.items()), limit
-        if key in known:
-            problem = prepared.problem(known[key].assignment.mesh, limit, ())
-            solution = replace(known[key], judgement=problem.evaluate(known[key].assignment), stats={})
+        if key in found:
+            problem = prepared.problem(found[key].assignment.mesh, limit, ())
+            solution = replace(found[key], judgement=problem.evaluate(found[key].assignment), stats={})
             return prepared.strategy(problem.mesh, solution, searcher), problem
         left = None if until is None else max(0.0, until - time.perf_counter())
         solution, problem = searched_on_meshes(prepared, searcher, timed(progress, left), call.ends, 1, None, limit)
-        known[key] = solution
+        found[key] = solution
         return prepared.strategy(problem.mesh, solution, searcher), problem
 
-    pipeline = Pipeline(n_stages, call.schedule, call.number, given, call.limit)
+    pipeline = Pipeline(n_stages, call.schedule or USUAL, call.number, given, call.limit)
     return pipelined(traced, cluster, pipeline, searched, searcher, spent, call.progress)
 
 
-def full(call: Call, whole: Callable[..., Strategy]) -> Strategy:
-    """The best strategy with stages or without; ``whole`` searches without stages."""
+def full(call: Call, whole: Callable[..., Strategy], remat: str | None) -> Strategy:
+    """The best strategy with stages or without.
+
+    Args:
+        whole: searches without stages.
+        remat: as in `autoshard.search`.
+    """
     cluster, asked = cluster_of(call.cluster), call.asked
+    traced, facts, spent = traced_of(call.fn, call.args, call.donate_argnums, asked.axes, cluster)
 
-    def alone(left: float | None) -> Strategy:
-        return whole(progress=part(call.progress, 0.0, 0.4), time_limit_seconds=left)
+    def alone(left: float | None, like: Estimate | None = None) -> Strategy:
+        given = {} if like is None else {"mesh": dict(like.mesh.axes)}
+        if like is not None and like.candidate.n_microbatches > 1:
+            given["microbatches"] = like.candidate.n_microbatches
+        if like is not None and like.recomputes:
+            given["remat"] = "auto"
+        return whole(progress=part(call.progress, 0.3, 0.3), time_limit_seconds=left, **given)
 
-    def few_layers(
-        traced: Traced, cluster: Cluster, limit_bytes: float, mesh: Mesh | None, like: Problem | None, hints: Hints
-    ) -> tuple[Solution, Problem]:
-        if like is not None:
-            problem = Problem(like.facts, like.model, like.pins, limit_bytes, like)
-            return solve(_QUICK, problem, silent, hints), problem
-        pins = user_pins(asked.among(traced.graph.argument_paths), traced.graph, [], mesh is None)
-        meshes = meshes_of(cluster, pins, None, 2)[0] if mesh is None else (mesh,)
-        facts = program_facts(traced.graph, rules_of(traced.graph), compiler_of(cluster))
-        prepared = Prepared(traced, facts, cluster, meshes, 0, pins, limit_bytes, {})
-        return searched_on_meshes(prepared, _QUICK, silent, (), 1, None, limit_bytes)
+    def problems(program: Traced, devices: Cluster) -> list[Problem]:
+        pins = user_pins(asked.among(program.graph.argument_paths), program.graph, [], True)
+        facts = program_facts(program.graph, rules_of(program.graph), compiler_of(cluster))
+        found: list[Problem] = []
+        for mesh in meshes_of(devices, pins, None, 2)[0]:
+            found.append(Problem(facts, CostModel(devices, mesh), pins.on(mesh), None, found[0] if found else None))
+        return found
 
-    def plans(until: float, best_seconds: float, progress: Progress) -> Plans | None:
-        return search_plans(
-            traced_of(call.fn, call.args, call.donate_argnums, asked.axes, cluster)[0],
-            cluster,
-            call.limit,
-            few_layers,
-            call.schedule,
-            until=until,
-            best_seconds=best_seconds,
-            n_microbatches=call.number,
-            least_gain=BUDGETS.least_gain,
-            progress=progress,
-        )
+    def recomputing(share: float, program: Traced) -> Traced | None:
+        """The program with the recomputation that is so far on the way from the least time to the least memory."""
+        options = Options(program, program_facts(program.graph, rules_of(program.graph), compiler_of(cluster)), cluster.device).all
+        return rematerialised(program, options[round(share * (len(options) - 1))]) if options else None
 
-    def staged(n_stages: int, n_microbatches: int | None, left: float | None) -> Strategy:
-        own = replace(call, ends=endings(left, False), seconds=left, progress=part(call.progress, 0.7, 0.3))
-        return in_stages(own if n_microbatches is None else replace(own, microbatches=n_microbatches), n_stages)
+    def plans(until: float, progress: Progress) -> Plans | None:
+        schedules = tuple(FILL) if call.schedule is None else (call.schedule,)
+        again = () if remat is None else tuple(partial(recomputing, share) for share in RECOMPUTED)
+        wanted = Wanted(call.limit, schedules, None, call.number, again, until=until, least_gain=BUDGETS.least_gain)
+        return search_plans(traced, cluster, problems, wanted, progress)
 
-    return fullest(Searches(alone, plans, staged), cluster, call.seconds, call.progress, call.ends)
+    def staged(n_stages: int, n_microbatches: int | None, schedule: str | None, left: float | None) -> Strategy:
+        own = replace(call, ends=endings(left, False), seconds=left, progress=part(call.progress, 0.6, 0.4), schedule=schedule)
+        own = own if n_microbatches is None else replace(own, microbatches=n_microbatches)
+        return in_stages(own, n_stages, (traced, facts, spent))
+
+    searches = Searches(alone, plans, staged, len(traced.graph.walk()) > DEEP_OPS)
+    return fullest(searches, cluster, call.seconds, call.progress, call.ends)

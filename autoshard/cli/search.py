@@ -101,11 +101,12 @@ def add(commands) -> None:
     parser.add_argument(
         "--schedule",
         choices=("1f1b", "gpipe", "interleaved", "zero_bubble"),
-        default="1f1b",
-        help="the order of a pipeline's tasks (1f1b)",
+        help="the order of a pipeline's tasks (1f1b, or with --full the fastest)",
     )
     parser.add_argument(
-        "--full", action="store_true", help="search pipelines too: numbers of stages and of microbatches, and the shardings of each stage"
+        "--full",
+        action="store_true",
+        help="search pipelines too: numbers of stages and of microbatches, schedules, and the shardings of each stage",
     )
     parser.add_argument(
         "--frontier",

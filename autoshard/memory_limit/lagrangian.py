@@ -151,7 +151,7 @@ def _by_prices(problem: Problem, search: Priced, free: Answer, steps: int, known
     priced = set(free[0].peak.charged)
     first = _even_price(free)
     price, factor = (known, BUDGETS.price_factor_known) if known else (first, BUDGETS.price_factor)
-    shares = _shares(problem)
+    shares = alive_shares(problem)
     too_low, enough, below, beyond = 0.0, None, None, [free]
     for _ in range(steps):
         weights = shares | dict.fromkeys(sorted(priced), 1.0)
@@ -201,7 +201,7 @@ def _even_price(found: Answer) -> float:
     return found[0].cost.objective_seconds / found[0].cost.peak_bytes
 
 
-def _shares(problem: Problem) -> dict[int, float]:
+def alive_shares(problem: Problem) -> dict[int, float]:
     """Per stored value, and per op that may keep its partial result, the share of the program in which it is alive.
 
     That is the weight of its bytes until it is part of a peak.

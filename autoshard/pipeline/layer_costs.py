@@ -1,20 +1,26 @@
-"""Costs of a layer and of all else in a step, from searches of two programs of few layers.
+"""Costs of a layer and of all else in a step, from solutions of two programs of few layers.
 
-The costs of a step of equal layers on given devices are affine in the number of layers: each layer adds the same seconds and bytes. So two
-searches, of the step with a few of its own layers (`autoshard.pipeline.repeats`) and with one less, give those of a stage with any number.
+The costs of a step of equal layers on given devices are affine in the number of layers: each layer adds the same seconds and bytes. So
+solutions of the step with a few of its own layers (`autoshard.pipeline.repeats`) and with one more give those of a stage with any number.
+
+*Memory.* What a microbatch keeps between its forward and its backward pass is held once for each microbatch in flight, all else once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+import numpy as np
 
 from autoshard.compilers.program_facts import ProgramFacts
-from autoshard.ir import Op, shards
+from autoshard.ir import Body, Op, shards
+from autoshard.judge.evaluate import Judgement
 from autoshard.pipeline.figures import spent_seconds
 from autoshard.pipeline.micro import loop_of
+from autoshard.pipeline.tasks import CHEAP
+from autoshard.primitives import primitive
 from autoshard.problem import Problem
-from autoshard.search import Solution
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,18 +30,22 @@ class Costs:
     Attributes:
         microbatch_seconds: forward and backward of one microbatch, as predicted.
         objective_seconds: the same without overlap, which searches minimise.
-        bound_seconds: a lower bound of that.
-        after_seconds: what runs once a step.
-        state_bytes: what lives throughout: weights, optimizer state and accumulated gradients.
-        residual_bytes: all other memory at the peak of one microbatch.
+        after_seconds: what runs once a step, as predicted.
+        once_seconds: the same without overlap.
+        floor_seconds: computing of one microbatch, divided evenly: no sharding takes less.
+        state_bytes: arguments, and what the loop over microbatches adds up: weights, optimizer state, gradients.
+        kept_bytes: what a microbatch keeps between its forward and its backward pass.
+        other_bytes: all other memory at the peak.
     """
 
     microbatch_seconds: float
     objective_seconds: float
-    bound_seconds: float
     after_seconds: float
+    once_seconds: float
+    floor_seconds: float
     state_bytes: float
-    residual_bytes: float
+    kept_bytes: float
+    other_bytes: float
 
     def plus(self, other: Costs, times: float = 1.0) -> Costs:
         """The sum with a multiple of other costs."""
@@ -44,14 +54,24 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
-    """The costs of one layer, and of what is not in layers: embeddings, logits, the loss."""
+    """The costs of one layer, and of what is not in layers: embeddings, logits, the loss.
+
+    What a layer adds to the peak is there throughout. What is not in layers is on one stage, but for its `other_bytes`: that much memory
+    any stage may need while it works.
+    """
 
     layer: Costs
     ends: Costs
 
     def of(self, n_layers: float, share: float = 1.0) -> Costs:
         """The costs of some layers and a share of the ends."""
-        return Costs(*[0.0] * 6).plus(self.layer, n_layers).plus(self.ends, share)
+        return Costs(*[0.0] * 8).plus(self.layer, n_layers).plus(self.ends, share)
+
+    def peak_bytes(self, n_layers: np.ndarray | int, in_flight: int, has_ends: bool) -> np.ndarray | float:
+        """The peak of a stage with some layers and microbatches in flight."""
+        layer, ends = self.layer, self.ends
+        of_layers = n_layers * (layer.state_bytes + layer.other_bytes + in_flight * layer.kept_bytes)
+        return of_layers + ends.other_bytes + (ends.state_bytes + in_flight * ends.kept_bytes if has_ends else 0.0)
 
 
 def layer_costs(fewer: Costs, more: Costs, n_fewer: int) -> LayerCosts:
@@ -60,63 +80,86 @@ def layer_costs(fewer: Costs, more: Costs, n_fewer: int) -> LayerCosts:
     return LayerCosts(layer, _not_negative(fewer.plus(layer, -n_fewer)))
 
 
-def with_less_memory(costs: LayerCosts, found: Costs, state_share: float, n_layers: int) -> LayerCosts:
-    """The costs of a layer of another solution, where all that is not in layers costs what it did.
-
-    Args:
-        costs: without a memory limit.
-        found: a solution of the program with ``n_layers``.
-        state_share: of the solution's state, what belongs to layers.
-    """
-    rest = replace(costs.ends, state_bytes=found.state_bytes * (1 - state_share))
-    layers = _not_negative(found.plus(rest, -1.0))
-    return LayerCosts(Costs(*([0.0] * 6)).plus(layers, 1 / n_layers), rest)
-
-
 def _not_negative(costs: Costs) -> Costs:
     return Costs(*(max(getattr(costs, f.name), 0.0) for f in fields(Costs)))
 
 
-def costs_of(problem: Problem, solution: Solution, n_microbatches: int) -> Costs:
-    """The costs of a solution of a step that loops over microbatches."""
-    judgement, facts = solution.judgement, problem.facts
-    cost, loop = judgement.cost, _loop(facts, n_microbatches)
+def costs_of(problem: Problem, judgement: Judgement, n_microbatches: int) -> Costs:
+    """The costs of an assignment of a step that loops over microbatches."""
+    cost, facts, layout = judgement.cost, problem.facts, judgement.assignment.layout
+    loop = _loop(facts, n_microbatches)
     after = once = 0.0
+    sums: Iterable[int] = ()
     if loop is not None:
         inside = dict.fromkeys((op.index for op in loop.walk()), "microbatches")
         after, once = spent_seconds(facts, problem.model, judgement, inside).get("", (0.0, 0.0))
-    objective = max(cost.objective_seconds - once, 0.0) / n_microbatches
-    state = sum(state_bytes(problem, solution, n_microbatches))
+        sums = loop.results[: loop.params["num_carry"]]
+
+    def nbytes(values: Iterable[int]) -> float:
+        return sum(facts.graph.values[value].nbytes / shards(layout(value), problem.mesh.sizes) for value in values)
+
+    state, kept = nbytes((*facts.graph.arguments, *sums)), nbytes(kept_values(facts, loop))
     return Costs(
         microbatch_seconds=max(cost.makespan_seconds - after, 0.0) / n_microbatches,
-        objective_seconds=objective,
-        bound_seconds=objective * min(solution.lower_bound_seconds / max(cost.objective_seconds, 1e-30), 1.0),
+        objective_seconds=max(cost.objective_seconds - once, 0.0) / n_microbatches,
         after_seconds=after,
+        once_seconds=once,
+        floor_seconds=0.0 if loop is None else _floor(problem, loop) / n_microbatches,
         state_bytes=state,
-        residual_bytes=max(cost.peak_bytes - state, 0.0),
+        kept_bytes=kept,
+        other_bytes=max(cost.peak_bytes - state - kept, 0.0),
     )
 
 
-def state_bytes(problem: Problem, solution: Solution, n_microbatches: int) -> list[float]:
-    """Bytes of one device that live throughout: of each argument, then of each accumulator of the loop over microbatches."""
-    graph, assignment = problem.facts.graph, solution.assignment
-    values = (*graph.arguments, *_accumulators(problem, n_microbatches))
-    return [graph.values[value].nbytes / shards(assignment.layout(value), problem.mesh.sizes) for value in values]
+def _floor(problem: Problem, loop: Op) -> float:
+    """Seconds of the ops of a loop, each divided evenly over all devices, and nothing communicated."""
+    facts, least, total = problem.facts, dict[int, float](), 0.0
+    for op in loop.walk():
+        if op is loop or all(facts.free[value] for value in op.results):
+            continue
+        alike = facts.alike[op.index]
+        if alike not in least:
+            least[alike] = problem.model.least_op_seconds(facts, op)
+        total += op.trips * least[alike]
+    return total
 
 
-def layer_share(problem: Problem, solution: Solution, n_microbatches: int, is_layer: Callable[[str], bool]) -> float:
-    """The share of the state that belongs to layers: arguments whose paths do, and accumulators of their shapes."""
-    graph, nbytes = problem.facts.graph, state_bytes(problem, solution, n_microbatches)
-    own = [is_layer(path) for path in graph.argument_paths]
-    shapes = {graph.values[value].shape for value, belongs in zip(graph.arguments, own, strict=True) if belongs}
-    own += [graph.values[value].shape in shapes for value in _accumulators(problem, n_microbatches)]
-    return sum(n for n, belongs in zip(nbytes, own, strict=True) if belongs) / max(sum(nbytes), 1.0)
+def kept_values(facts: ProgramFacts, loop: Op | None) -> frozenset[int]:
+    """What one microbatch makes and has at the moment at which it has most, unsharded: that is what its backward pass reads.
+
+    Left out is what it makes cheaply of what all microbatches share, such as casts of weights, and what is only added up: gradients.
+    """
+    if loop is None:
+        return frozenset()
+    body, shared = loop.bodies[0], {*facts.graph.literals, *facts.graph.constants}
+    shared.update(body.inputs[: loop.params["num_consts"]])
+    made: set[int] = set()
+    for op in body.ops:
+        if primitive(op.primitive).kind in CHEAP and shared.issuperset(op.operands):
+            shared.update(op.results)
+        else:
+            made.update(op.results)
+    made -= _added_up(body)
+    times = facts.lifetimes
+    values = [(k, value) for k, value in enumerate(times.values) if value in made and not times.passed[k]]
+    change = np.zeros(times.moments + 1)
+    for k, value in values:
+        change[times.born[k]] += facts.graph.values[value].nbytes
+        change[times.dies[k]] -= facts.graph.values[value].nbytes
+    turn = int(np.argmax(np.cumsum(change)))
+    return frozenset(value for k, value in values if times.born[k] <= turn < times.dies[k])
 
 
-def _accumulators(problem: Problem, n_microbatches: int) -> tuple[int, ...]:
-    """What the loop over microbatches adds up, such as gradients."""
-    loop = _loop(problem.facts, n_microbatches)
-    return () if loop is None else loop.results[: loop.params["num_carry"]]
+def _added_up(body: Body) -> set[int]:
+    """The values of a loop's body of which nothing but its results is made, and that cheaply."""
+    found: set[int] = set(body.outputs)
+    for op in reversed(body.ops):
+        if primitive(op.primitive).kind in CHEAP and found.issuperset(op.results):
+            found.update(op.operands)
+    for op in reversed(body.ops):
+        if not (primitive(op.primitive).kind in CHEAP and found.issuperset(op.results)):
+            found.difference_update(op.operands)
+    return found
 
 
 def _loop(facts: ProgramFacts, n_microbatches: int) -> Op | None:

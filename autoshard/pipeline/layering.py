@@ -2,10 +2,10 @@
 
 *Objective.* The makespan of a pipeline of stages of unequal times ``T``: the first microbatch passes all stages and comes back, and the
 slowest stage sets the pace of the others: ``sum T + (m - 1) max T``, transfers at fill and drain, and what runs once a step at the
-slowest stage. *Constraint.* Each stage's state, and the residuals of the microbatches that its schedule keeps in flight, are within the
-memory limit. *Method.* For each value that ``max T`` may have, from the least, the least sum by dynamic programming over stages and
-layers; values end once they alone exceed the best makespan. Exact for the given costs, if the values tried are enough; O(values x stages
-x layers x layers of a stage). *Ties.* The smaller ``max T``.
+slowest stage. Of the sum without the slowest stage, schedules with smaller bubbles have a share. *Constraint.* Each stage's state, and what
+the microbatches that its schedule has in flight keep, are within the memory limit. *Method.* For each value that ``max T`` may have, from
+the least, the least sum by dynamic programming over stages and layers; values end once they alone exceed the best makespan. Exact for the
+given costs, if the values tried are enough; O(values x stages x layers x layers of a stage). *Ties.* The smaller ``max T``.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def best_layering(
     in_flight: Sequence[int],
     limit_bytes: float,
     send_seconds: float = 0.0,
+    fill: float = 1.0,
 ) -> Layering | None:
     """The fastest division of layers into stages that fits; None where nothing fits.
 
@@ -54,6 +55,7 @@ def best_layering(
         in_flight: per stage how many microbatches it keeps at most.
         limit_bytes: that a device may hold.
         send_seconds: of one transfer between neighbouring stages.
+        fill: the share of the other stages' seconds that the slowest one waits, at the begin and the end of a step.
     """
     n_stages = len(in_flight)
     most = min(n_layers - n_stages + 1, 2 * -(-n_layers // n_stages) + 1)
@@ -73,7 +75,7 @@ def best_layering(
             continue
         total, layers = found
         last = max(float(after[s, k - 1]) for s, k in enumerate(layers))
-        makespan = total + (n_microbatches - 1) * slowest + last + 2 * (n_stages - 1) * send_seconds
+        makespan = n_microbatches * slowest + fill * (total - slowest) + last + 2 * (n_stages - 1) * send_seconds
         if best is None or makespan < best[0]:
             best = makespan, layers
     if best is None:
@@ -91,7 +93,7 @@ def _stage(
     seconds, after, peaks = [], [], []
     for option in options:
         layer, ends = option.layer, option.ends
-        peak = counts * (layer.state_bytes + alive * layer.residual_bytes) + share * (ends.state_bytes + ends.residual_bytes)
+        peak = option.peak_bytes(counts, alive, is_last)
         pace = np.maximum(counts * layer.microbatch_seconds + share * ends.microbatch_seconds, send)
         seconds.append(np.where(peak <= limit, pace, np.inf))
         after.append(counts * layer.after_seconds + share * ends.after_seconds)

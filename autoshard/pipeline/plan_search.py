@@ -1,76 +1,70 @@
-"""The search over stages, their devices, microbatches and shardings together.
+"""The search over stages, their devices, microbatches, recomputation, schedules and shardings together.
 
-*Candidates.* A number of stages, and one of microbatches, from four to 24 times as many where the batch has such divisors. Stages have
-equal parts of the cluster, each of neighbours, and a stage's shardings are searched for the microbatch that it gets. *Costs.* Those of a
-layer and of all else on a part of the cluster, from searches of the program with a few of its own layers
-(`autoshard.pipeline.layer_costs`), first without a memory limit; where no division of the layers fits, again with less. *Objective.* The
-makespan of the schedule with the best division of layers into stages (`autoshard.pipeline.layering`). *Ties.* Fewer stages, then fewer
-microbatches.
-*Method.* Branch and bound: the candidate of the least bound is searched next, until none is below the best makespan by a gain that is
-worth it.
+*Candidates.* A number of stages, one of them for none, and a number of microbatches. Stages have equal parts of the cluster, each of
+neighbours, and a stage's shardings are searched for the microbatch that it gets. *Costs.* Those of a layer and of all else on a part of the
+cluster, from searches of the program with a few of its own layers (`autoshard.pipeline.layer_search`), first without a memory limit; where
+no division of the layers fits, at prices of bytes, and with recomputation. *Objective.* The makespan with the best schedule and division of
+layers into stages (`autoshard.pipeline.layering`). *Ties.* Fewer stages, then fewer microbatches.
+*Method.* Branch and bound: a candidate is searched while its bound is below the least objective found by a gain that is worth it. At last
+the least bounds are raised, until they are near that objective.
 
-*Bounds.* Let ``T`` be a lower bound of all layers' work on one microbatch with the devices of one stage, overlap and memory aside. Some
-stage does an ``S``-th of it at least, and the first microbatch passes all of them: the makespan without overlap is at least
-``T (1 + (m - 1) / S)``. Before a search ``T`` is that of matrix products at the peak rate. A search proves a greater one, which holds for
-other candidates too. *Smaller microbatches:* a ``k``-th of the examples takes at least ``T / k``, since the same sharding of ``k`` of them
-together takes no more than ``k`` times as long. *More stages:* a ``k``-th of the devices takes at least ``T`` for a ``k``-th of the
-examples, since all devices could do the same side by side. Bounds of programs with few layers are extended to all layers as costs are.
+*Bounds.* Let ``P`` be a lower bound of the work of all layers on all microbatches with the devices of one stage, and ``f`` one of computing
+one microbatch. Some stage does an ``S``-th of it at least, and the first microbatch passes the others as well: the makespan without overlap
+is at least ``(P + (S - 1) fill f) / S``, where ``fill`` is that of the schedule with the smallest bubble. Before a search ``P`` is that of
+matrix products at the peak rate. A search proves a greater one, which holds for other candidates too. *Smaller microbatches:* of more of
+them ``P`` is no less, since the same sharding of ``k`` of them together takes no more than ``k`` times as long. *More stages:* a ``k``-th
+of the devices takes ``k`` times ``P`` at least for as many times more microbatches, since all devices could do the same side by side.
+*Memory:* the bytes of all stages together are within ``S`` times the limit, which raises ``P`` by a Lagrangian dual bound. Bounds of
+programs with few layers are extended to all layers as costs are.
 """
 
 from __future__ import annotations
 
 import math
-import re
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from autoshard.cluster import Cluster
 from autoshard.cost.collectives import Communication
-from autoshard.errors import ClusterError, InfeasibleError, SearchLimitError
+from autoshard.errors import ClusterError, InfeasibleError, SearchLimitError, ShardingError, TraceError
 from autoshard.ir import Mesh
 from autoshard.microbatch import divisors, microbatched
 from autoshard.microbatch.plan import product_flops
-from autoshard.pipeline.layer_costs import LayerCosts, costs_of, layer_costs, layer_share, with_less_memory
+from autoshard.pipeline.layer_costs import LayerCosts
+from autoshard.pipeline.layer_search import FEWER, LayerSearch, Option
 from autoshard.pipeline.layering import Layering, best_layering
 from autoshard.pipeline.repeats import Layers, handed_on_bytes, layers_of, shortened
-from autoshard.pipeline.schedule import PieceSeconds, has_schedule, schedule_of, simulate, stages_in_flight
-from autoshard.problem import NO_HINTS, Hints, Problem
+from autoshard.pipeline.schedule import has_schedule, schedule_of, stages_in_flight
+from autoshard.problem import Problem
 from autoshard.progress import Progress, silent
 from autoshard.rules import rules_of
-from autoshard.search import Solution
+from autoshard.search import DynamicProgramming
 from autoshard.trace import Traced
 
 
-class Search(Protocol):
-    """The search of a program on some devices."""
+class Problems(Protocol):
+    """The search problems of a program on some devices, without a memory limit: one a mesh and placement, in an order of its own."""
 
-    def __call__(
-        self, traced: Traced, cluster: Cluster, limit_bytes: float, mesh: Mesh | None, like: Problem | None, hints: Hints
-    ) -> tuple[Solution, Problem]:
-        """The best solution, and its problem.
-
-        Args:
-            traced: the program.
-            cluster: the devices.
-            limit_bytes: that one may hold.
-            mesh: the mesh; None for any.
-            like: a problem of the same program on this mesh, which shares what it can; None: there is none.
-            hints: of an earlier search.
-
-        Raises:
-            InfeasibleError: nothing fits.
-        """
-        ...
+    def __call__(self, traced: Traced, cluster: Cluster) -> Sequence[Problem]: ...
 
 
-FEWER = 2  # layers of the shorter of two programs
+Recomputing = Callable[[Traced], "Traced | None"]
+"""From a program to one that computes again what its backward pass reads; None where there is nothing to."""
+
 MOST_MICROBATCHES = 24  # times the number of stages: the bubble is 4 % then
 FIRST_MICROBATCHES = 4  # times the number of stages, the fewest that are tried: the bubble is 20 % then
-TRIES = 3  # of searches with less memory
-MARGIN = 0.95  # of the memory for which they are made: peaks of more layers are not quite in proportion
-_NUMBER = re.compile(r"\d+")
+FILL = {"1f1b": 1.0, "gpipe": 1.0, "interleaved": 0.5, "zero_bubble": 1 / 3}
+"""Per schedule the share of the other stages' time for one microbatch in which a stage waits.
+
+Two chunks a stage halve it; ZB-H1 fills what the gradients of weights take, a third forward and backward (Qi et al., 2023).
+"""
+PRICE_FACTOR = 4.0  # between prices of bytes
+NEAR_BOUND = 0.02  # of the least objective: bounds that are nearer are not raised
+_SEARCHER = DynamicProgramming(second_opinion=False)
+"""For programs of few layers, whose answers are estimates."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -83,10 +77,6 @@ class Candidate:
     def __str__(self) -> str:
         return f"{self.n_stages} stages, {self.n_microbatches} microbatches"
 
-    def pace(self, n_microbatch_seconds: float) -> float:
-        """The makespan of equal stages that take so many seconds together for one microbatch."""
-        return n_microbatch_seconds * (1 + (self.n_microbatches - 1) / self.n_stages)
-
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
@@ -94,18 +84,20 @@ class Estimate:
 
     Attributes:
         candidate: the numbers.
-        part: the devices of a stage.
         schedule: the schedule's name.
+        mesh: of a stage's devices.
         layering: the layers of each stage.
         options: the plans that a stage may have.
+        recomputes: whether any stage computes again what its backward pass reads.
         objective_seconds: the makespan without overlap, to compare with bounds.
     """
 
     candidate: Candidate
-    part: Cluster
     schedule: str
+    mesh: Mesh
     layering: Layering
     options: tuple[LayerCosts, ...]
+    recomputes: bool
     objective_seconds: float
 
     @property
@@ -130,109 +122,140 @@ class Plans:
     n_searched: int
 
     @property
+    def least_seconds(self) -> float:
+        """The least makespan without overlap; infinity where nothing fits."""
+        return min((found.objective_seconds for found in self.ranked), default=math.inf)
+
+    @property
     def gap(self) -> float:
-        """By how much of the bound the best makespan without overlap exceeds it; infinity where nothing fits."""
-        least = min((found.objective_seconds for found in self.ranked), default=math.inf)
-        return max(least / self.bound_seconds - 1.0, 0.0) if self.bound_seconds else math.inf
+        """The share of the least makespan without overlap that is above the bound; 1 where nothing fits."""
+        least = self.least_seconds
+        return 1.0 if math.isinf(least) else max(1.0 - self.bound_seconds / least, 0.0)
 
 
-def search_plans(
-    traced: Traced,
-    cluster: Cluster,
-    limit_bytes: float,
-    search: Search,
-    schedule: str = "1f1b",
-    numbers_of_stages: Sequence[int] | None = None,
-    until: float = math.inf,
-    least_gain: float = 0.01,
-    best_seconds: float = math.inf,
-    n_microbatches: int | None = None,
-    progress: Progress = silent,
-) -> Plans | None:
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is searched.
+
+    Attributes:
+        limit_bytes: that a device may hold.
+        schedules: names to choose from.
+        stages: numbers to try; None: all with which the cluster has equal parts.
+        microbatches: the only number to try; None: several.
+        recomputing: other programs of the step, that compute again what they do not keep; tried where memory binds.
+        recomputes_stages: whether pipelines may do so, too.
+        until: the time (`time.perf_counter`) at which the search ends with what it has.
+        least_gain: of the objective, that is worth a search.
+    """
+
+    limit_bytes: float
+    schedules: Sequence[str] = ("1f1b",)
+    stages: Sequence[int] | None = None
+    microbatches: int | None = None
+    recomputing: Sequence[Recomputing] = ()
+    recomputes_stages: bool = False
+    until: float = math.inf
+    least_gain: float = 0.01
+
+
+def search_plans(traced: Traced, cluster: Cluster, problems: Problems, asked: Asked, progress: Progress = silent) -> Plans | None:
     """The candidates of a step of equal layers, ranked; None where the program has no equal layers that can be taken apart.
 
     Args:
         traced: the whole step, not in microbatches.
         cluster: all devices.
-        limit_bytes: that a device may hold.
-        search: of a program on a part of the cluster.
-        schedule: the schedule's name.
-        numbers_of_stages: to try; by default all with which the cluster has equal parts.
-        until: the time (`time.perf_counter`) at which the search ends with what it has.
-        least_gain: of the makespan, that is worth a search.
-        best_seconds: the makespan of a plan without stages; candidates that cannot be faster are not searched.
-        n_microbatches: the only number of microbatches to try; None: several.
+        problems: of a program on a part of the cluster.
         progress: a callback.
     """
     layers = layers_of(traced.graph)
     if layers is None:
         return None
+    programs = _shorter(traced, layers)
+    return None if programs is None else _Planning(traced, layers, programs, cluster, problems, asked).run(progress)
+
+
+def _shorter(traced: Traced, layers: Layers) -> tuple[Traced, Traced] | None:
+    """The step with a few of its layers, and with one more."""
     fewer, more = (shortened(traced, layers, n) for n in (FEWER, FEWER + 1))
-    if fewer is None or more is None:
-        return None
-    planning = _Planning(traced, layers, (fewer, more), cluster, limit_bytes, search, schedule, least_gain, best_seconds, n_microbatches)
-    return planning.run(numbers_of_stages, until, progress)
+    return None if fewer is None or more is None else (fewer, more)
+
+
+@dataclass(slots=True, eq=False)
+class _Known:
+    """What is known of a candidate.
+
+    Attributes:
+        work, floor: lower bounds: of all layers on all microbatches with the devices of one stage, and of computing one microbatch.
+        meshes: per mesh the bound of the program of few layers.
+        search: its search, once there was one.
+        found: its best estimates, one a schedule.
+        price: seconds a byte at which something fitted.
+        is_raised: whether its bound heeds memory.
+    """
+
+    work: float
+    floor: float
+    meshes: list[float] = field(default_factory=list)
+    search: LayerSearch | None = None
+    found: list[Estimate] = field(default_factory=list)
+    price: float = 0.0
+    is_raised: bool = False
 
 
 class _Planning:
-    """The state of one search.
+    """The state of one search: what is known of each candidate."""
 
-    Attributes:
-        programs: the step with a few of its layers, and with one more.
-        bounds: per candidate the greatest lower bound known.
-        found: per candidate that was searched its estimate; None where nothing fits.
-    """
+    def __init__(self, traced: Traced, layers: Layers, programs: tuple[Traced, Traced], cluster: Cluster, problems: Problems, asked: Asked):
+        self.traced, self.layers, self.cluster, self.problems, self.asked = traced, layers, cluster, problems, asked
+        self.programs = programs
+        self.again: list[tuple[Traced, Traced]] | None = None  # the programs with recomputation, made when they are needed
+        self.fill = min(FILL[name] for name in asked.schedules)
+        self.known: dict[Candidate, _Known] = {}
+        self.price = 0.0  # seconds a byte at which something fitted
 
-    def __init__(
-        self,
-        traced: Traced,
-        layers: Layers,
-        programs: tuple[Traced, Traced],
-        cluster: Cluster,
-        limit: float,
-        search: Search,
-        schedule: str,
-        least_gain: float,
-        best_seconds: float,
-        n_microbatches: int | None,
-    ):
-        self.traced, self.layers, self.programs, self.cluster, self.limit = traced, layers, programs, cluster, limit
-        self.search, self.schedule, self.least_gain = search, schedule, least_gain
-        self.bounds: dict[Candidate, float] = {}
-        self.found: dict[Candidate, Estimate | None] = {}
-        self.patterns = {_NUMBER.sub("", path) for path in set(traced.graph.argument_paths) - set(programs[0].graph.argument_paths)}
-        self.best_seconds, self.n_microbatches = best_seconds, n_microbatches
-        self.price = 0.0  # seconds a byte at which a solution fitted
-        self._flops: float | None = None
-        self._micro: dict[int, tuple[Traced, ...]] = {}
+    def run(self, progress: Progress) -> Plans:
+        products = self.product_seconds()
+        self.known = {each: _Known(products * each.n_stages, products * each.n_stages / each.n_microbatches) for each in self.candidates()}
+        while self.has_time() and (candidate := self.next()) is not None:
+            self.search(candidate, progress)
+        while self.has_time() and (candidate := self.loosest()) is not None:
+            if self.known[candidate].search is None:
+                self.search(candidate, progress)
+            else:
+                self.raise_bound(candidate)
+        ranked = sorted(self.found(), key=lambda found: (found.makespan_seconds, found.candidate, found.schedule))
+        n_searched = sum(known.search is not None for known in self.known.values())
+        bound = min(map(self.bound, self.known), default=0.0)
+        return Plans(tuple(ranked), min(bound, self.least()), len(self.known), n_searched)
 
-    def run(self, numbers_of_stages: Sequence[int] | None, until: float, progress: Progress) -> Plans:
-        self.bounds = {each: each.pace(self.product_seconds(each)) for each in self.candidates(numbers_of_stages)}
-        n = len(self.bounds)
-        while time.perf_counter() < until and (candidate := self.next()) is not None:
-            progress(f"pipelines: {candidate}", min(len(self.found) / n, 1.0))
-            self.found[candidate] = self.estimate(candidate)
-        ranked = sorted(filter(None, self.found.values()), key=lambda found: (found.makespan_seconds, found.candidate))
-        bounds = [bound for each, bound in self.bounds.items() if self.found.get(each, ...) is not None]
-        least = min((found.objective_seconds for found in ranked), default=math.inf)
-        return Plans(tuple(ranked), min(bounds, default=least), n, len(self.found))
+    def has_time(self) -> bool:
+        return time.perf_counter() < self.asked.until
+
+    def found(self) -> list[Estimate]:
+        return [each for known in self.known.values() for each in known.found]
+
+    def least(self) -> float:
+        """The least objective found."""
+        return min((found.objective_seconds for found in self.found()), default=math.inf)
 
     # -- candidates ---------------------------------------------------------------------------------------------------
 
-    def candidates(self, numbers_of_stages: Sequence[int] | None) -> list[Candidate]:
-        """Numbers of stages with which the cluster has equal parts, each with multiples of a first number of microbatches.
+    def candidates(self) -> list[Candidate]:
+        """Numbers of stages with which the cluster has equal parts, each with a first number of microbatches and its multiples by twos.
 
-        That is the divisor of the batch next to a few times the stages: with fewer, more of the time is spent in filling and draining.
+        The first is the divisor of the batch next to a few times the stages: with fewer, more of the time is spent in filling and draining.
         """
-        numbers, found = divisors(self.programs[0]), []
-        if self.n_microbatches is not None:
-            numbers = tuple(n for n in numbers if n == self.n_microbatches)
-        for n_stages in numbers_of_stages or range(2, min(self.layers.count, self.cluster.n_devices) + 1):
-            possible = [n for n in numbers if has_schedule(self.schedule, n_stages, n)]
+        numbers, found = [1, *divisors(self.programs[0])], []
+        if self.asked.microbatches is not None:
+            numbers = [n for n in numbers if n == self.asked.microbatches]
+        for n_stages in self.asked.stages or range(1, min(self.layers.count, self.cluster.n_devices) + 1):
+            possible = [n for n in numbers if n_stages == 1 or (n > 1 and any(has_schedule(s, n_stages, n) for s in self.asked.schedules))]
             if not possible or not self.has_parts(n_stages):
                 continue
-            first = min(possible, key=lambda n: (abs(math.log(n / n_stages / FIRST_MICROBATCHES)), n))
-            found += [Candidate(n_stages, n) for n in possible if n % first == 0 and n <= max(MOST_MICROBATCHES * n_stages, first)]
+            wanted = 1 if n_stages == 1 else FIRST_MICROBATCHES * n_stages
+            first = min(possible, key=lambda n: (abs(math.log(n / wanted)), n))
+            most = max(MOST_MICROBATCHES * n_stages, first)
+            found += [Candidate(n_stages, n) for n in possible if n <= most and n % first == 0 and (n // first).bit_count() == 1]
         return found
 
     def has_parts(self, n_stages: int) -> bool:
@@ -243,118 +266,196 @@ class _Planning:
             return False
         return True
 
-    def next(self) -> Candidate | None:
-        """The candidate to search, of those whose bound promises a gain.
+    def bound(self, candidate: Candidate) -> float:
+        """A lower bound of the candidate's makespan without overlap."""
+        known = self.known[candidate]
+        return (known.work + (candidate.n_stages - 1) * self.fill * known.floor) / candidate.n_stages
 
-        First of each number of stages the one with the fewest microbatches, whose bound holds for the others; then those with the least
-        makespan if all of a number of stages used their devices as well as the best of them; every other time that of the least bound.
-        """
-        best = min((found.makespan_seconds for found in self.found.values() if found), default=math.inf)
-        best = min(best, self.best_seconds)
-        open_ones = [each for each, bound in self.bounds.items() if each not in self.found and bound < best * (1 - self.least_gain)]
-        seen = {each.n_stages for each in self.found}
+    def next(self) -> Candidate | None:
+        """The candidate to search, of those whose bound promises a gain: of each number of stages one, then that of the best guess."""
+        enough = self.least() * (1 - self.asked.least_gain)
+        open_ones = [each for each, known in self.known.items() if known.search is None and self.bound(each) < enough]
+        seen = {each.n_stages for each, known in self.known.items() if known.search is not None}
         new = [each for each in open_ones if each.n_stages not in seen]
         if new:
-            return min(new)
-        if len(self.found) % 2:
-            return min(open_ones, key=lambda each: (self.bounds[each], each), default=None)
-        return min(open_ones, key=lambda each: (self.guess(each), each), default=None)
+            return min(new, key=lambda each: (each.n_stages, each.n_microbatches))
+        best = min(open_ones, key=lambda each: (self.guess(each), each), default=None)
+        return best if best is not None and self.guess(best) < enough else None
 
     def guess(self, candidate: Candidate) -> float:
-        """The makespan with the least seconds of a batch that was found with as many stages."""
-        found = [each for each in self.found.values() if each and each.candidate.n_stages == candidate.n_stages]
-        work = min((each.makespan_seconds / each.candidate.pace(1.0) * each.candidate.n_microbatches for each in found), default=math.inf)
-        return candidate.pace(work / candidate.n_microbatches)
+        """The objective if the step takes as long as with another number of microbatches, but for the bubble."""
+        bubble = self.fill * (candidate.n_stages - 1) / candidate.n_microbatches
+        found = [each for each in self.found() if each.candidate.n_stages == candidate.n_stages]
+        others = [
+            each.objective_seconds / (1 + self.fill * (each.candidate.n_stages - 1) / each.candidate.n_microbatches) for each in found
+        ]
+        return max(min(others, default=0.0) * (1 + bubble), self.bound(candidate))
+
+    def loosest(self) -> Candidate | None:
+        """The candidate of the least bound, if that is to be raised and can be."""
+        least = self.least()
+        if math.isinf(least) or not self.known:
+            return None
+        candidate = min(self.known, key=lambda each: (self.bound(each), each))
+        known = self.known[candidate]
+        return candidate if self.bound(candidate) < least * (1 - NEAR_BOUND) and not known.is_raised else None
 
     # -- costs --------------------------------------------------------------------------------------------------------
 
-    def product_seconds(self, candidate: Candidate) -> float:
-        """A lower bound of one microbatch on the devices of one stage: its matrix products at the peak rate."""
+    def product_seconds(self) -> float:
+        """A lower bound of a step on all devices: its matrix products at the peak rate."""
         graph = self.traced.graph
-        if self._flops is None:
-            self._flops = product_flops(graph.ops, rules_of(graph), graph)
-        rate = max(rate for _, rate in self.cluster.device.flops_per_second) * self.cluster.n_devices / candidate.n_stages
-        return self._flops / candidate.n_microbatches / rate
+        rate = max(rate for _, rate in self.cluster.device.flops_per_second) * self.cluster.n_devices
+        return product_flops(graph.ops, rules_of(graph), graph) / rate
 
-    def estimate(self, candidate: Candidate) -> Estimate | None:
-        """The candidate's best plan that fits."""
-        n, part = candidate.n_microbatches, self.cluster.part(candidate.n_stages)
-        fewer, more = self.in_microbatches(n)
+    def search(self, candidate: Candidate, progress: Progress) -> None:
+        """Finds the candidate's best plans, and what its costs say of others."""
+        known, n = self.known[candidate], sum(each.search is not None for each in self.known.values())
+        progress(f"pipelines: {candidate}", min(n / len(self.known), 1.0))
         try:
-            solution, problem = self.search(fewer, part, math.inf, None, None, NO_HINTS)
-            first = costs_of(problem, solution, n)
-            solution, problem = self.search(more, part, math.inf, problem.mesh, None, NO_HINTS)
-        except (SearchLimitError, InfeasibleError):
-            return None
-        free = layer_costs(first, costs_of(problem, solution, n), FEWER)
-        self.raise_bounds(candidate, free)
-        alive = stages_in_flight(schedule_of(self.schedule, candidate.n_stages, n))
-        options = [free]
-        for attempt in range(TRIES + 1):
-            layering = best_layering(options, self.layers.count, n, alive, self.limit, self.send_seconds(candidate))
-            if layering is not None:
-                return self.estimated(candidate, part, layering, options)
-            if attempt == TRIES or free.ends.state_bytes + free.ends.residual_bytes > self.limit:
-                return None
-            limit = self.tighter(candidate, options[-1], 1 if not attempt else max(alive))
-            try:
-                solution, problem = self.search(more, part, limit, problem.mesh, problem, replace(solution.hints, price=self.price))
-            except (InfeasibleError, SearchLimitError):
-                return None
-            self.price = solution.hints.price or self.price
-            share = layer_share(problem, solution, n, self.is_layer)
-            options.append(with_less_memory(free, costs_of(problem, solution, n), share, FEWER + 1))
-        return None
+            known.search = self.searched(candidate, self.programs, known.meshes)
+        except (SearchLimitError, ShardingError, TraceError, InfeasibleError):
+            known.is_raised = True  # nothing more is to be learned
+            known.search = None
+            known.work = math.inf
+            return
+        self.tell_others(candidate, known.search)
+        free = [(option, False) for option in known.search.free]
+        known.found = self.layered(candidate, free)
+        if not known.found:
+            self.search_less_memory(candidate, known)
 
-    def tighter(self, candidate: Candidate, costs: LayerCosts, alive: int) -> float:
-        """The memory limit of the program with more layers at which a stage would fit if all bytes of its layers shrank alike.
+    def searched(self, candidate: Candidate, programs: Sequence[Traced], meshes: Sequence[float]) -> LayerSearch:
+        part = self.cluster.part(candidate.n_stages) if candidate.n_stages > 1 else self.cluster
+        n = candidate.n_microbatches
+        looped = [microbatched(program, n) if n > 1 else program for program in programs]
+        problems = [self.problems(program, part) for program in looped]
+        search = LayerSearch(looped, self.layers.count, problems, _SEARCHER)
+        search.run(meshes or [0.0] * len(problems[0]))
+        return search
 
-        Args:
-            costs: those that do not fit.
-            alive: how many microbatches the stage is to hold.
-        """
-        layers = -(-self.layers.count // candidate.n_stages)
-        layer, rest = costs.layer, costs.ends.state_bytes + costs.ends.residual_bytes
-        share = self.limit / max(layers * (layer.state_bytes + alive * layer.residual_bytes), 1.0)
-        return rest + min(share, 1.0) * MARGIN * (FEWER + 1) * (layer.state_bytes + layer.residual_bytes)
+    def search_less_memory(self, candidate: Candidate, known: _Known) -> None:
+        """Finds plans of less memory, where none without a price on bytes fits: at a price that is known, or two more, and one between."""
+        assert known.search is not None
+        free = known.search.free
+        in_flight = max(max(self.in_flight(name, candidate)) for name in self.schedules(candidate))
+        whole = free[0].costs.of(self.layers.count / candidate.n_stages)
+        nbytes = whole.state_bytes + whole.other_bytes + in_flight * whole.kept_bytes
+        known.price = self.price or candidate.n_microbatches * whole.objective_seconds / max(nbytes, 1.0)
 
-    def is_layer(self, path: str) -> bool:
-        """Whether an argument belongs to a layer: its path is that of one which a shorter program lacks, but for numbers."""
-        return _NUMBER.sub("", path) in self.patterns
+        def fits(price: float) -> bool:
+            options.extend((option, False) for option in known.search.priced(price, in_flight))
+            found = self.layered(candidate, options)
+            known.found = found or known.found
+            return bool(found)
 
-    def in_microbatches(self, n: int) -> tuple[Traced, ...]:
-        """The two programs in so many microbatches."""
-        if n not in self._micro:
-            self._micro[n] = tuple(microbatched(program, n) for program in self.programs)
-        return self._micro[n]
+        options: list[tuple[Option, bool]] = [(option, False) for option in free] + self.recomputed(candidate)
+        if len(options) > len(free):
+            known.found = self.layered(candidate, options)
+        price, between = known.price, PRICE_FACTOR**0.5
+        if fits(price):
+            tried = price / PRICE_FACTOR
+        elif fits(price * PRICE_FACTOR):
+            tried = price * between
+        else:
+            known.price = price * PRICE_FACTOR**3
+            tried = known.price / PRICE_FACTOR if fits(known.price) else 0.0
+        if tried and self.has_time():
+            fits(tried)
+            known.price = self.price = tried
 
-    def estimated(self, candidate: Candidate, part: Cluster, layering: Layering, options: Sequence[LayerCosts]) -> Estimate:
-        """The candidate's estimate, with the makespan of its schedule: there a transfer may hold up both stages."""
-        last = candidate.n_stages - 1
-        stages = [
-            options[option].of(k, float(stage == last))
-            for stage, (option, k) in enumerate(zip(layering.options, layering.layers, strict=True))
+    def recomputed(self, candidate: Candidate) -> list[tuple[Option, bool]]:
+        """Options that compute again what they do not keep, without prices."""
+        if candidate.n_stages > 1 and not self.asked.recomputes_stages:
+            return []
+        if self.again is None:
+            made = [tuple(map(recomputing, self.programs)) for recomputing in self.asked.recomputing]
+            self.again = [(fewer, more) for fewer, more in made if fewer is not None and more is not None]
+        options: list[tuple[Option, bool]] = []
+        for programs in self.again:
+            with suppress(SearchLimitError, ShardingError, TraceError):
+                options += [(option, True) for option in self.searched(candidate, programs, ()).free]
+        return options
+
+    def layered(self, candidate: Candidate, options: Sequence[tuple[Option, bool]]) -> list[Estimate]:
+        """The best plan of each schedule, of stages that all have one mesh and one of these options each; of those that fit."""
+        found = []
+        for name in self.schedules(candidate):
+            each = [
+                self.estimate(candidate, name, [one for one in options if one[0].mesh == mesh]) for mesh in {o.mesh for o, _ in options}
+            ]
+            if fitting := [estimate for estimate in each if estimate is not None]:
+                found.append(min(fitting, key=lambda estimate: estimate.makespan_seconds))
+        return found
+
+    def schedules(self, candidate: Candidate) -> list[str]:
+        """Those that the candidate may have."""
+        if candidate.n_stages == 1:
+            return [self.asked.schedules[0]]
+        chunks = {"interleaved": 2}
+        return [
+            name
+            for name in self.asked.schedules
+            if has_schedule(name, candidate.n_stages, candidate.n_microbatches)
+            and candidate.n_stages * chunks.get(name, 1) <= self.layers.count
         ]
-        schedule, send = schedule_of(self.schedule, candidate.n_stages, candidate.n_microbatches), self.send_seconds(candidate)
-        after = max(stage.after_seconds for stage in stages)
 
-        def makespan(seconds: Sequence[float]) -> float:
-            thirds = [each / 3 / schedule.n_chunks for each in seconds]  # two products of gradients for one forward
-            pieces = [PieceSeconds(third, third, third) for third in thirds] * schedule.n_chunks
-            return simulate(schedule, pieces, send).makespan_seconds + after
+    def in_flight(self, name: str, candidate: Candidate) -> tuple[int, ...]:
+        """Per stage how many microbatches it keeps at most."""
+        n = candidate.n_stages
+        if name == "1f1b":  # without making a schedule of many tasks
+            return tuple(min(n - s, candidate.n_microbatches) for s in range(n))
+        few = min(candidate.n_microbatches, 4 * n) if name != "gpipe" else candidate.n_microbatches
+        return stages_in_flight(schedule_of(name, n, few - few % n if name == "interleaved" else few))
 
-        predicted = makespan([stage.microbatch_seconds for stage in stages])
-        objective = makespan([stage.objective_seconds for stage in stages])
-        return Estimate(candidate, part, self.schedule, replace(layering, makespan_seconds=predicted), tuple(options), objective)
+    def estimate(self, candidate: Candidate, name: str, options: Sequence[tuple[Option, bool]]) -> Estimate | None:
+        """The best plan under one schedule and on one mesh; None where nothing fits."""
+        costs = [option.costs for option, _ in options]
+        alive, send, n = self.in_flight(name, candidate), self.send_seconds(candidate), candidate.n_microbatches
+        fill = FILL[name]
+        layering = best_layering(costs, self.layers.count, n, alive, self.asked.limit_bytes, send, fill)
+        if layering is None:
+            return None
+        last = candidate.n_stages - 1
+        stages = [costs[o].of(k, float(s == last)) for s, (o, k) in enumerate(zip(layering.options, layering.layers, strict=True))]
+        times = [stage.objective_seconds for stage in stages]
+        slowest = max(*times, send)
+        objective = n * slowest + fill * (sum(times) - max(times)) + max(stage.once_seconds for stage in stages) + 2 * last * send
+        mesh = self.known_mesh(candidate, options[0][0])
+        return Estimate(candidate, name, mesh, layering, tuple(costs), any(options[o][1] for o in layering.options), objective)
 
-    def raise_bounds(self, candidate: Candidate, costs: LayerCosts) -> None:
+    def known_mesh(self, candidate: Candidate, option: Option) -> Mesh:
+        search = self.known[candidate].search
+        assert search is not None
+        return replace(search.meshes[option.mesh].problems[0].mesh, placement=None)
+
+    def tell_others(self, candidate: Candidate, search: LayerSearch) -> None:
         """Raises the bounds of this candidate and of those that it bounds."""
-        seconds = costs.of(self.layers.count).bound_seconds
-        for other in self.bounds:
+        for other, known in self.known.items():
             stages, rest = divmod(other.n_stages, candidate.n_stages)
             parts, remains = divmod(other.n_microbatches, candidate.n_microbatches * max(stages, 1))
-            if stages and parts and not rest and not remains:
-                self.bounds[other] = max(self.bounds[other], other.pace(seconds / parts))
+            if not stages or not parts or rest or remains:
+                continue
+            known.work = max(known.work, stages * search.bound_seconds)
+            known.floor = max(known.floor, search.floor_seconds / parts)
+            if stages == 1:
+                known.meshes = [max(pair) for pair in zip(known.meshes or search.mesh_bounds, search.mesh_bounds, strict=True)]
+
+    def raise_bound(self, candidate: Candidate) -> None:
+        """Raises the bound of a candidate by the memory limit."""
+        known = self.known[candidate]
+        known.is_raised = True
+        if known.search is None or not (price := known.price or self.price):
+            return
+        enough = known.work * self.least() / max(self.bound(candidate), 1e-30)
+        limit = candidate.n_stages * self.asked.limit_bytes
+        for each in (price, price / PRICE_FACTOR, price / PRICE_FACTOR**2):  # the best one is not known
+            bound = known.search.bound_within(limit, each, enough)
+            if bound <= known.work:
+                break
+            known.work = bound
+            if bound >= enough:
+                break
 
     def send_seconds(self, candidate: Candidate) -> float:
         """One transfer of what a layer hands to the next, each device to its counterpart in the next stage."""

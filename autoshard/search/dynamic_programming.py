@@ -98,6 +98,28 @@ class DynamicProgramming(Searcher):
                     return replace(own, judgement=other.judgement)
         return own
 
+    def priced(self, problem: Problem, prices: Mapping[int, float], messages: Messages) -> tuple[Answer, Messages]:
+        """The best answer where bytes of values have prices, whatever the memory limit, and the messages for the next price."""
+        run = _Run(self, problem, silent, replace(NO_HINTS, messages=messages))
+        answer = run.optimum(prices)
+        return answer, run.messages
+
+    def priced_bound(self, problem: Problem, answer: Answer, price: float) -> float:
+        """A lower bound of an assignment's seconds plus the price times its peak bytes, over all assignments.
+
+        Args:
+            answer: bytes are those that any assignment has at its moment of peak.
+            price: seconds a byte.
+        """
+        judgement, labels = answer
+        tables = problem.whole_tables()
+        live = live_bytes_at(problem, tables, labels, judgement.peak, 0.0)
+        fewer = low_degree.apply(priced(tables, live.tables(tables), price))
+        _, bound, _ = ReducedCostFixing(self.max_entries, self.max_sweeps, self.tolerance, silent).solve(
+            fewer.model, {}, BUDGETS.table_sweeps
+        )
+        return problem.fixed_seconds() + bound - price * live.limit
+
     def _found(self, problem: Problem, progress: Progress, hints: Hints) -> tuple[Solution, bool]:
         """The optimum under prices that keep it within the memory limit, and whether the limit binds in a problem without symmetry."""
         started = time.perf_counter()

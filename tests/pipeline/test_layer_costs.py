@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from dataclasses import astuple
 
+import jax
+import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.pipeline.layer_costs import Costs, LayerCosts, layer_costs, with_less_memory
+from autoshard.cluster import Cluster
+from autoshard.compilers import compiler_of
+from autoshard.compilers.program_facts import program_facts
+from autoshard.microbatch import microbatched
+from autoshard.pipeline.layer_costs import Costs, LayerCosts, kept_values, layer_costs
+from autoshard.pipeline.micro import loop_of
+from autoshard.rules import rules_of
+from autoshard.trace import trace
 
-COSTS = st.builds(Costs, *[st.floats(0, 100)] * 6)
+COSTS = st.builds(Costs, *[st.floats(0, 100)] * 8)
 
 
 @given(COSTS, COSTS, st.integers(1, 5), st.integers(1, 20))
@@ -28,9 +37,27 @@ def test_no_cost_is_negative(fewer, more):
     assert min(*astuple(found.layer), *astuple(found.ends)) >= 0
 
 
-def test_another_solution_changes_layers_alone():
-    """Of a solution of less memory the ends cost what they did, but for their share of its state."""
-    free = LayerCosts(Costs(1, 1, 1, 0, 10, 5), Costs(2, 2, 2, 1, 4, 3))
-    found = with_less_memory(free, Costs(8, 8, 7, 1, 10, 9), 0.9, 3)
-    assert found.ends == Costs(2, 2, 2, 1, pytest.approx(1.0), 3)
-    assert astuple(found.layer) == pytest.approx((2, 2, 5 / 3, 0, 3, 2))
+def test_what_microbatches_in_flight_keep_is_held_once_for_each():
+    """State and other bytes of layers are there once; what is not in layers is on one stage, but for what any stage needs to work."""
+    costs = LayerCosts(Costs(0, 0, 0, 0, 0, 10, 5, 1), Costs(0, 0, 0, 0, 0, 100, 7, 30))
+    assert costs.peak_bytes(2, 3, False) == 2 * (10 + 1 + 3 * 5) + 30
+    assert costs.peak_bytes(2, 3, True) == 2 * (10 + 1 + 3 * 5) + 30 + 100 + 3 * 7
+
+
+def test_what_is_kept_is_what_the_backward_pass_reads():
+    """Two products keep their operands that all microbatches do not share, and nothing of the update after the loop."""
+
+    def step(w, x):
+        def loss(w):
+            return jnp.sum(jnp.tanh(x @ w["a"]) @ w["b"])
+
+        return jax.tree.map(lambda one, gradient: one - gradient, w, jax.grad(loss)(w))
+
+    weights = {"a": jnp.zeros((16, 32)), "b": jnp.zeros((32, 64))}
+    traced = microbatched(trace(step, weights, jnp.zeros((8, 16))), 4)
+    facts = program_facts(traced.graph, rules_of(traced.graph), compiler_of(Cluster.parse("h100:2")))
+    kept = kept_values(facts, loop_of(traced.graph, facts.rules, 4))
+    assert (2, 32) in {traced.graph.values[value].shape for value in kept}
+    assert not kept.intersection(traced.graph.arguments)
+    assert all(traced.graph.values[value].shape[0] == 2 for value in kept)
+    assert kept_values(facts, None) == frozenset()

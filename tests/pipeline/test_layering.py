@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from autoshard.pipeline.layer_costs import Costs, LayerCosts
 from autoshard.pipeline.layering import best_layering
 
-NOTHING = Costs(*[0.0] * 6)
+NOTHING = Costs(*[0.0] * 8)
 
 
 def costs(seconds, state=0.0, residual=0.0, end_seconds=0.0, end_state=0.0):
     """Costs of a layer and of the ends."""
     return LayerCosts(
-        Costs(seconds, seconds, seconds, 0.0, state, residual), Costs(end_seconds, end_seconds, end_seconds, 0.0, end_state, 0.0)
+        Costs(seconds, seconds, 0.0, 0.0, 0.0, state, residual, 0.0), Costs(end_seconds, end_seconds, 0.0, 0.0, 0.0, end_state, 0.0, 0.0)
     )
 
 
@@ -34,7 +34,7 @@ def by_hand(options, n_layers, m, alive, limit, send):
             fitting = [
                 max(k * each.layer.microbatch_seconds + share * each.ends.microbatch_seconds, send)
                 for each in options
-                if k * (each.layer.state_bytes + alive[s] * each.layer.residual_bytes) + share * each.ends.state_bytes <= limit
+                if k * (each.layer.state_bytes + alive[s] * each.layer.kept_bytes) + share * each.ends.state_bytes <= limit
             ]
             times.append(min(fitting, default=float("inf")))
         best = min(best, sum(times) + (m - 1) * max(times) + 2 * (n_stages - 1) * send)
