@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint notebooks clean
+.PHONY: help demo test lint notebooks docs clean
 
 # The first Python on the path that is new enough; override with `make PYTHON=/path/to/python`.
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14 python; do \
@@ -26,6 +26,10 @@ lint: $(READY)  ## Lint and check types
 
 notebooks: $(READY)  ## Run the notebooks and keep their outputs
 	MPLBACKEND=module://matplotlib_inline.backend_inline .venv/bin/jupyter-execute --inplace --NotebookClient.record_timing=False notebooks/*.ipynb
+
+docs: $(READY)  ## Build the site into build/site
+	.venv/bin/sphinx-build -q -W --keep-going -b html docs build/site
+	@echo "Open build/site/index.html"
 
 clean:  ## Remove everything that was made here, the environment included
 	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis
