@@ -41,6 +41,7 @@ html_title = "autoshard"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_sphinx = False
+html_copy_source = False
 html_math_renderer = "mathml"
 
 
