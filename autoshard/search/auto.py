@@ -10,7 +10,7 @@ the objective. No other objective can be less by more than that, and no other ma
 that compilers combine or narrow.
 
 *Last resort.* Where no member finds anything within the memory limit, integer programming searches, if the problem is small. A search of
-several meshes runs it once for all of them (`autoshard.api.refusals`).
+several meshes runs it once for all of them (`autoshard.api.attempts`).
 
 *Hidden communication.* The objective charges all communication, the makespan only its exposed part. So where no answer is settled and some
 communication is hidden, recursive programming runs once more, with each kind of collective charged the share of its seconds that is exposed
