@@ -1,23 +1,23 @@
-"""The report on a strategy: what was decided, what it costs, where the time goes, what was assumed."""
+"""The report on a strategy: what was decided, what it costs, where the time goes, what was assumed; and strategies side by side."""
 
 from __future__ import annotations
 
 import math
-import ntpath
-from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from autoshard.api.explain_pipeline import pipeline_parts
-from autoshard.api.explain_tensors import alike, by_pattern, common_ending, mesh_picture, tensor_picture, tensor_rows, tensor_table
-from autoshard.cluster import Cluster, Link, Span
+from autoshard.api.explain_tensors import mesh_picture, tensor_picture
+from autoshard.cluster import Cluster
 from autoshard.cost.record import Cost
-from autoshard.ir import Collective, Mesh, Spec
-from autoshard.ir.naming import pattern
+from autoshard.explanation import Explanation, Judged, explanation_of
+from autoshard.explanation.build import placement_words
+from autoshard.explanation.groups import alike, argument_groups, by_pattern, common_ending
+from autoshard.explanation.text import argument_parts as argument_table
+from autoshard.explanation.text import body, opening, to_json
+from autoshard.ir import Spec
 from autoshard.render import (
-    Bar,
-    Bars,
     Gallery,
     Heading,
     Paragraph,
@@ -32,26 +32,41 @@ from autoshard.render import (
 )
 from autoshard.strategy import Record, TensorRecord
 
-TOP_COLLECTIVES = 12
 PICTURES = 5
 
 
-def explain(record: Record) -> Report:
-    """The report on a strategy's record: a terminal and a notebook show it."""
-    cluster = Cluster.from_dict(record.cluster)
+@dataclass(frozen=True, slots=True)
+class StrategyReport(Report):
+    """The report on a strategy, with the explanation as data: ``report.data.layers``, ``report.to_json()``."""
+
+    data: Explanation
+
+    def to_json(self) -> str:
+        """The explanation as JSON."""
+        return to_json(self.data)
+
+    # A slotted dataclass is a class made anew, and what it inherits of `Report` is found by name.
+    __str__, _repr_html_ = Report.__str__, Report._repr_html_
+
+
+def explain(record: Record, judged: Judged | None = None, details: bool = False) -> StrategyReport:
+    """The report on a strategy: a terminal and a notebook show it.
+
+    Args:
+        record: the strategy's.
+        judged: its program, where that is at hand.
+        details: whether to add pictures of shards, results, the proof of optimality, and what the searcher did.
+    """
+    cluster, data = Cluster.from_dict(record.cluster), explanation_of(record, judged)
     parts = [
+        *opening(data),
         *_headline(record, cluster),
         *_confirmation(record),
         *pipeline_parts(record),
-        *_where_time_goes(record),
-        *argument_parts(record),
-        *_results(record),
-        *_layouts(record),
-        *_collectives(record),
-        *_notes(record),
-        *_search(record),
+        *body(data, () if record.pipeline is None else argument_parts(record)),
+        *(_details(record, cluster) if details else ()),
     ]
-    return Report(f"Strategy of {record.program.name} on {cluster.name}, mesh {record.mesh}", tuple(parts))
+    return StrategyReport(data.title, tuple(parts), data)
 
 
 # -- sections, from top to bottom ----------------------------------------------------------------------------------------
@@ -70,11 +85,15 @@ def _headline(record: Record, cluster: Cluster) -> list[Part]:
         *_computed_again(cost),
         ("work", f"{format_flops(cost.flops)} of matrix products and convolutions a device"),
         ("found by", found),
-        ("optimality", _optimality(record)),
     ]
-    if record.mesh.placement is not None:
-        rows.append(("placement", _placement(record.mesh, cluster)))
     return [Table(("", ""), tuple(rows))]
+
+
+def _details(record: Record, cluster: Cluster) -> list[Part]:
+    rows = [("optimality", _optimality(record))]
+    if record.mesh.placement is not None:
+        rows.append(("placement", placement_words(record.mesh, cluster)))
+    return [*_layouts(record), *_results(record), Heading("Proof"), Table(("", ""), tuple(rows)), *_search(record)]
 
 
 _AS_MEASURED = {"scheduled": "as {} schedules it", "corrected": "corrected by what {} makes of it", "timed": "on {} devices"}
@@ -140,19 +159,6 @@ def _computed_again(cost: Cost) -> list[tuple[str, str]]:
     return [("", f"{format_bytes(again.peak_bytes)} as the compiler makes it fit, {runs}")]
 
 
-def _placement(mesh: Mesh, cluster: Cluster) -> str:
-    """Which physical dimensions, counted from the outermost, each axis runs along."""
-
-    def run(link: Link, span: Span) -> str:
-        apart = f", {span.stride} apart" if span.stride > 1 else ""
-        return f"{span.extent} of {link.length[span.dim][0]} in dimension {span.dim}{apart}"
-
-    def runs(link: Link) -> str:
-        return " and ".join(run(link, span) for span in link.spans) or "nowhere"
-
-    return "; ".join(f"{name}: {runs(link)}" for name, link in zip(mesh.names, cluster.links(mesh), strict=True))
-
-
 def _optimality(record: Record) -> str:
     if record.lower_bound_seconds <= 0:
         return "nothing proven"
@@ -172,36 +178,15 @@ def _optimality(record: Record) -> str:
     )
 
 
-def _where_time_goes(record: Record) -> list[Part]:
-    cost = record.cost
-    hidden = max(0.0, cost.communication_seconds - cost.exposed_communication_seconds)
-    idle = max(0.0, cost.makespan_seconds - cost.compute_seconds - cost.exposed_communication_seconds)
-    rounding = 1e-6 * cost.makespan_seconds
-    spans = [("compute", cost.compute_seconds), ("communication, exposed", cost.exposed_communication_seconds)]
-    spans += [(label, seconds) for label, seconds in (("communication, overlapped", hidden), ("waiting", idle)) if seconds > rounding]
-    whole = cost.makespan_seconds or 1.0
-    bars = (Bar(label, seconds / whole, f"{format_seconds(seconds)}  {format_percent(seconds / whole)}") for label, seconds in spans)
-    return [Heading("Where the time goes"), Bars(tuple(bars))]
-
-
 def argument_parts(record: Record) -> list[Part]:
     """The section on how the arguments are sharded; of a pipeline one for each stage's."""
     if record.pipeline is None:
-        return _arguments("Arguments", record.arguments, record.mesh)
+        return argument_table(argument_groups(record.arguments, record.mesh))
     parts: list[Part] = []
     for stage in range(len(record.pipeline.stages)):
         own = [tensor for tensor, place in zip(record.arguments, record.pipeline.argument_stages, strict=True) if place == stage]
-        parts += _arguments(f"Arguments of stage {stage}", own, record.mesh)
+        parts += argument_table(argument_groups(own, record.mesh), f"Arguments of stage {stage}")
     return parts
-
-
-def _arguments(title: str, tensors: Sequence[TensorRecord], mesh: Mesh) -> list[Part]:
-    rows = tensor_rows(tensors, mesh)
-    total = sum(row.bytes_a_device for row in rows)
-    notes = [f"{format_bytes(total)} a device in all. '*' stands for every index."] if rows else []
-    if any(row.alike for row in rows):
-        notes.append("'tensors' counts those of the same ending, shape and spec too, such as an optimizer's moments of a parameter.")
-    return [Heading(title), tensor_table(rows, tuple(notes))] if rows else []
 
 
 def _results(record: Record) -> list[Part]:
@@ -212,7 +197,7 @@ def _results(record: Record) -> list[Part]:
         if not any(alike(members[0], tensor) and common_ending(path, argument) for argument, tensor in arguments):
             new += members
     n_kept = len(record.results) - len(new)
-    table = [tensor_table(tensor_rows(new, record.mesh))] if new else []
+    table = argument_table(argument_groups(new, record.mesh), "Results")[1:]
     kept = f"{format_count(n_kept)} that replace arguments are sharded as those are."
     if not record.donate_argnums:
         kept += " No argument is donated, so both are held; donate_argnums (--donate) lets a new value take the old one's memory."
@@ -232,44 +217,6 @@ def _layouts(record: Record) -> list[Part]:
             seen.add(kind)
             pictures.append(tensor_picture(tensor, record.mesh))
     return [Heading("Which device holds what"), Gallery(tuple(pictures))]
-
-
-def _collectives(record: Record) -> list[Part]:
-    """The dearest collectives with what they move, for whom and why; those that differ by a layer's index only are one row."""
-    if not record.cost.collectives:
-        return [Heading("Collectives"), Paragraph("None are predicted.")]
-    seconds, exposed = defaultdict[tuple, float](float), defaultdict[tuple, float](float)
-    counts: Counter[tuple] = Counter()
-    for collective in record.cost.collectives:
-        told = _of_any_layer(collective)
-        key = (collective.kind, collective.mesh_axes, collective.bytes, (told.tensor, told.source, told.cause))
-        seconds[key] += collective.count * collective.seconds
-        exposed[key] += collective.count * collective.exposed_seconds
-        counts[key] += collective.count
-    ranked = sorted(seconds, key=lambda key: (-seconds[key], -key[2] * counts[key], key))
-    rows = tuple(
-        (key[0], ", ".join(key[1]), format_bytes(key[2]), format_count(counts[key]))
-        + (format_seconds(seconds[key]), format_seconds(exposed[key]), _blame(*key[3]))
-        for key in ranked[:TOP_COLLECTIVES]
-    )
-    rest = ranked[TOP_COLLECTIVES:]
-    notes = [
-        f"{format_count(sum(counts.values()))} in a step, {format_seconds(sum(seconds.values()))} in all.",
-        "'exposed' is the part of the seconds that no compute hides.",
-    ]
-    if rest:
-        notes.append(f"{format_count(sum(counts[key] for key in rest))} more take {format_seconds(sum(seconds[key] for key in rest))}.")
-    columns = ("kind", "axes", ">bytes", ">count", ">seconds", ">exposed", "what, for whom, why")
-    return [Heading("Collectives"), Table(columns, rows, tuple(notes))]
-
-
-def _blame(tensor: str, source: str, cause: str) -> str:
-    """The three of them a line each, as far as they are known."""
-    return "\n".join(filter(None, (tensor, f"for {source}" if tensor else source, cause)))
-
-
-def _notes(record: Record) -> list[Part]:
-    return [Heading("Notes"), *(Paragraph(f"- {note}") for note in record.assumptions)] if record.assumptions else []
 
 
 def _search(record: Record) -> list[Part]:
@@ -305,20 +252,6 @@ def _stat(name: str, value) -> str:
     if name.endswith("_seconds"):
         return format_seconds(value)
     return format_bytes(value) if name.endswith("_bytes") else f"{value:,.6g}"
-
-
-# -- collectives ----------------------------------------------------------------------------------------------------------
-
-
-def _of_any_layer(collective: Collective) -> Collective:
-    """The collective with a star for every index of a path, folders cut from its source file: ``dot_general at gpt.py:41 (loss)``."""
-    op, value, reason = collective.op, collective.value, collective.reason
-    return replace(
-        collective,
-        op=op and replace(op, origin=replace(op.origin, file=ntpath.basename(op.origin.file))),  # of files of any system
-        value=value and replace(value, name=pattern(value.name)),
-        reason=reason and replace(reason, argument=pattern(reason.argument)),
-    )
 
 
 # -- several strategies ---------------------------------------------------------------------------------------------------

@@ -1,112 +1,18 @@
-"""Tables and pictures of a strategy's tensors: how each is split, and which devices have which part."""
+"""Pictures of a strategy's mesh and tensors: which devices have which part."""
 
 from __future__ import annotations
 
-import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
 
 import numpy as np
 
-from autoshard.ir import Mesh, Spec, shard_counts, spec_to_layout
-from autoshard.ir.naming import components, itemsize, numbered, starred
-from autoshard.ir.words import array_type, spec_words
-from autoshard.render import (
-    Cell,
-    Picture,
-    Table,
-    format_bytes,
-)
+from autoshard.explanation.groups import runs
+from autoshard.explanation.text import format_spec
+from autoshard.ir import Mesh, shard_counts, spec_to_layout
+from autoshard.render import Cell, Picture
 from autoshard.strategy import TensorRecord
 
 PICTURE_SIDE = 8  # blocks shown a side; of more, the first and the last ones
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """Tensors that one line of a table stands for; ``alike`` are those counted because they mirror the line's own."""
-
-    path: str
-    tensor: TensorRecord
-    n: int
-    alike: int
-    bytes_a_device: float
-
-
-def tensor_table(rows: Sequence[_Row], notes: tuple[str, ...] = ()) -> Table:
-    lines = (
-        (
-            row.path,
-            f"{row.n}",
-            array_type(row.tensor.dtype, row.tensor.shape),
-            format_spec(row.tensor.spec),
-            format_bytes(row.bytes_a_device),
-        )
-        for row in rows
-    )
-    return Table(("path", ">tensors", "whole", "sharded", ">bytes a device"), tuple(lines), notes)
-
-
-def tensor_rows(tensors: Sequence[TensorRecord], mesh: Mesh) -> list[_Row]:
-    """One row for all tensors whose paths differ by an index, and for what mirrors them deeper in the tree."""
-    rows: list[_Row] = []
-    for path, members in by_pattern(tensors):
-        first = members[0]
-        n_bytes = len(members) * bytes_a_device(first, mesh)
-        like = next((i for i, row in enumerate(rows) if _mirrors(path, first, row)), None)
-        if like is None:
-            rows.append(_Row(path, first, len(members), 0, n_bytes))
-        else:
-            row = rows[like]
-            rows[like] = _Row(row.path, row.tensor, row.n + len(members), row.alike + len(members), row.bytes_a_device + n_bytes)
-    return rows
-
-
-def by_pattern(tensors: Sequence[TensorRecord]) -> list[tuple[str, list[TensorRecord]]]:
-    """Tensors of equal shape, dtype and spec whose paths are equal but for indices, under one path: ``layers[*].qkv``."""
-    total = Counter(starred(tensor.path) for tensor in tensors)
-    groups: dict[tuple, list[TensorRecord]] = defaultdict(list)
-    for tensor in tensors:
-        groups[starred(tensor.path), tensor.shape, tensor.dtype, tensor.spec].append(tensor)
-    return [(_joined([t.path for t in members], len(members) == total[key[0]]), members) for key, members in groups.items()]
-
-
-def _joined(paths: list[str], complete: bool) -> str:
-    """One path for several that differ by indices: ``*`` where they are all there are, else the indices."""
-    shown = []
-    for position, alternatives in enumerate(zip(*map(numbered, paths), strict=True)):
-        found = sorted(set(alternatives), key=lambda text: (len(text), text))
-        shown.append(found[0] if len(found) == 1 or position % 2 == 0 else "*" if complete else _runs(map(int, found)))
-    return "".join(shown)
-
-
-def alike(one: TensorRecord, other: TensorRecord) -> bool:
-    return (one.shape, one.dtype, one.spec) == (other.shape, other.dtype, other.spec)
-
-
-def _mirrors(path: str, tensor: TensorRecord, row: _Row) -> bool:
-    return alike(tensor, row.tensor) and len(components(path)) > len(components(row.path)) and common_ending(path, row.path)
-
-
-def common_ending(path: str, other: str) -> bool:
-    """Whether the paths end alike, but for at most two components at the start of the shorter one."""
-    ours, theirs = components(path), components(other)
-    common = 0
-    while common < min(len(ours), len(theirs)) and ours[-1 - common] == theirs[-1 - common]:
-        common += 1
-    return common > 0 and min(len(ours), len(theirs)) - common <= 2
-
-
-def format_spec(spec: Spec) -> str:
-    """The spec as one writes it: ``P('data', None)``; ``replicated`` where nothing is sharded."""
-    return spec_words(spec) if any(entry is not None for entry in spec) else "replicated"
-
-
-def bytes_a_device(tensor: TensorRecord, mesh: Mesh) -> float:
-    """The bytes of one device's shard of a tensor."""
-    counts = shard_counts(spec_to_layout(tensor.spec, mesh, len(tensor.shape)), len(tensor.shape), mesh.sizes)
-    return itemsize(tensor.dtype) * math.prod(n // count for n, count in zip(tensor.shape, counts, strict=True))
 
 
 def mesh_picture(mesh: Mesh) -> Picture:
@@ -152,7 +58,7 @@ def _grid(holders: list[list[frozenset[int]]], n_devices: int) -> tuple[tuple[Ce
     rows, columns = (_shown(len(side)) for side in (holders, holders[0]))
     return tuple(
         tuple(
-            Cell("…") if row is None or column is None else Cell(_runs(holders[row][column]), min(holders[row][column]) / n_devices)
+            Cell("…") if row is None or column is None else Cell(runs(holders[row][column]), min(holders[row][column]) / n_devices)
             for column in columns
         )
         for row in rows
@@ -161,19 +67,3 @@ def _grid(holders: list[list[frozenset[int]]], n_devices: int) -> tuple[tuple[Ce
 
 def _shown(n: int) -> list[int | None]:
     return list(range(n)) if n <= PICTURE_SIDE else [*range(PICTURE_SIDE - 2), None, n - 1]
-
-
-def _runs(numbers: Iterable[int]) -> str:
-    """Whole numbers in short: ``0-3,6``; of more than four runs the ends.
-
-    >>> _runs([0, 1, 2, 3, 6]), _runs(range(0, 16, 2))
-    ('0-3,6', '0,2,…,14')
-    """
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and runs[-1][1] == number - 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    texts = [str(low) if low == high else f"{low},{high}" if high == low + 1 else f"{low}-{high}" for low, high in runs]
-    return ",".join(texts if len(texts) <= 4 else [*texts[:2], "…", texts[-1]])

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 import jax
 
-from autoshard.api.strategy import Strategy, result_structure
+from autoshard.api.recorded import result_structure
+from autoshard.api.strategy import Strategy
 from autoshard.api.structure import describe
 from autoshard.api.user_pins import Asked
 from autoshard.cluster import Cluster

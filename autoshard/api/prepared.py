@@ -12,9 +12,10 @@ from typing import Any
 
 from autoshard.api.meshes import MOST_AXES, given_mesh, meshes_of, most_axes
 from autoshard.api.notes import lowered_otherwise, whole, without_rules
+from autoshard.api.recorded import record_of
 from autoshard.api.start import better, carried
 from autoshard.api.step import Sharded, plain, several
-from autoshard.api.strategy import Strategy, record_of
+from autoshard.api.strategy import Strategy
 from autoshard.api.user_pins import Asked, UserPins, user_pins, with_batch
 from autoshard.budgets import BUDGETS
 from autoshard.cluster import Cluster

@@ -25,9 +25,10 @@ from autoshard.api.notes import whole, without_rules
 from autoshard.api.pipelining import check_pipeline
 from autoshard.api.prepared import cluster_of, own_annotations, prepare, traced_of, with_recomputation
 from autoshard.api.recomputing import checked_remat
+from autoshard.api.recorded import record_of
 from autoshard.api.stage_searches import Call, full, in_stages
 from autoshard.api.start import checked
-from autoshard.api.strategy import Strategy, record_of
+from autoshard.api.strategy import Strategy
 from autoshard.api.user_pins import ARGUMENTS, Asked, Pins, user_pins
 from autoshard.cluster import Cluster
 from autoshard.errors import ShardingError

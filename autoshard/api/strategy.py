@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
-from importlib import metadata
+from dataclasses import replace
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -13,31 +13,30 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.api.data import DataIterator, data_iterator
-from autoshard.api.explain import explain
+from autoshard.api.explain import StrategyReport, explain
 from autoshard.api.feeding import Matching
 from autoshard.api.leaf_shardings import leaf_shardings, pipeline_meshes, strategy_mesh
 from autoshard.api.pins import Pins
 from autoshard.api.pipeline_step import PipelineStep
 from autoshard.api.placing import apart, check_equal, put, sharded_leaves
+from autoshard.api.recorded import WRITTEN_BACK, lasting
 from autoshard.api.step import Step, bucket_options, program_of
-from autoshard.api.structure import alike, describe, dtype_of, per_argument, position_of, rebuild
+from autoshard.api.structure import alike, dtype_of, per_argument, position_of, rebuild
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
+from autoshard.compilers.program_facts import program_facts
 from autoshard.cost.record import Cost
 from autoshard.data import DataShard
 from autoshard.errors import StrategyError
-from autoshard.ir import Layout, Mesh, layout_to_spec, result_layouts
+from autoshard.explanation import Judged
 from autoshard.ir.naming import is_backward
+from autoshard.judge.model import CostModel
 from autoshard.lower import jax_mesh
 from autoshard.progress import Progress, silent
-from autoshard.render import Report
-from autoshard.search import Solution
+from autoshard.rules import rules_of
 from autoshard.strategy import (
     Confirmation,
-    Program,
-    Provenance,
     Record,
-    SearcherRecord,
     TensorRecord,
     load_record,
     save_record,
@@ -46,8 +45,6 @@ from autoshard.trace import SplitModules, Traced, outside_mesh, with_axes
 from autoshard.trace.leaves import argument_names
 from autoshard.verify import Options
 from autoshard.verify.pins import fewest_pins
-
-WRITTEN_BACK = "result and updates of NNX objects"
 
 
 class Strategy:
@@ -70,7 +67,7 @@ class Strategy:
 
     def __eq__(self, other: object) -> bool:
         """Whether the other would be saved as the same file."""
-        return _lasting(self.record) == _lasting(other.record) if isinstance(other, Strategy) else NotImplemented
+        return lasting(self.record) == lasting(other.record) if isinstance(other, Strategy) else NotImplemented
 
     def __hash__(self) -> int:
         return hash((self.record.name, self.record.mesh, self.record.cost.objective_seconds, self.record.cost.peak_bytes))
@@ -148,9 +145,35 @@ class Strategy:
         """What was assumed, what stays replicated and why, and which pins disagree, in words; `explain` shows them too."""
         return self.record.assumptions
 
-    def explain(self) -> Report:
-        """A report that prints in a terminal and shows in a notebook."""
-        return explain(self.record)
+    def explain(self, details: bool = False) -> StrategyReport:
+        """A report that prints in a terminal and shows in a notebook; ``explain().data`` is the same as numbers and names.
+
+        Args:
+            details: whether to add pictures of the shards, the results, the proof of optimality, and what the searcher did.
+        """
+        return explain(self.record, self._judged, details)
+
+    @cached_property
+    def _judged(self) -> Judged | None:
+        """The program with the assignment judged; None where the strategy came from a file, or runs as a pipeline."""
+        if self._traced is None or self.record.pipeline is not None:
+            return None
+        cluster, graph = Cluster.from_dict(self.record.cluster), self._traced.graph
+        facts = program_facts(graph, rules_of(graph), compiler_of(cluster))
+        return Judged(self.record, facts, CostModel(cluster, self.record.mesh))
+
+    def with_program(self, fn: Callable, *args: Any) -> Strategy:
+        """The same strategy with its program, which one from a file lacks: `explain` then has compute by layer and memory by group.
+
+        Args:
+            fn, args: the program that the strategy is for; arrays may be `jax.ShapeDtypeStruct`.
+
+        Raises:
+            StrategyError: ``fn`` is not the program the strategy is for.
+        """
+        with outside_mesh(keep_auto=True):
+            traced, _, _ = program_of(fn, args, self.record, before=self._traced)
+        return Strategy(self.record, traced)
 
     @outside_mesh(keep_auto=True)
     def pins(self, fn: Callable, *args: Any, budget_seconds: float = 30.0, progress: Progress = silent) -> Pins:
@@ -185,7 +208,7 @@ class Strategy:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the strategy as canonical JSON, whole or not at all; equal strategies are equal files, so what took how long stays out."""
-        save_record(_lasting(self.record), path)
+        save_record(lasting(self.record), path)
 
     # -- running it ------------------------------------------------------------------------------------------------
 
@@ -440,72 +463,7 @@ def load(path: str | os.PathLike[str]) -> Strategy:
     return Strategy(load_record(path))
 
 
-def record_of(
-    traced: Traced,
-    cluster: Cluster,
-    mesh: Mesh,
-    solution: Solution,
-    searcher: Any,
-    notes: Sequence[str] = (),
-) -> Record:
-    """The record of a solution for a traced program."""
-    graph, assignment = traced.graph, solution.assignment
-
-    def tensor(path: str, value: int, layout: Layout) -> TensorRecord:
-        found = graph.values[value]
-        return TensorRecord(path, found.shape, found.dtype, layout_to_spec(layout, mesh.names, found.rank))
-
-    results = zip(graph.result_paths, graph.results, result_layouts(graph, assignment), strict=True)
-    nowhere = (-1,) * len(mesh.axes)
-    return Record(
-        name=f"{graph.name}_{searcher.name}",
-        program=Program(graph.name, graph.fingerprint, len(graph.walk()), len(graph.values), traced.microbatches, traced.remat),
-        cluster=cluster.to_dict(),
-        mesh=mesh,
-        arguments=tuple(tensor(path, v, assignment.layout(v)) for path, v in zip(graph.argument_paths, graph.arguments, strict=True)),
-        results=tuple(tensor(path, v, layout) for path, v, layout in results),
-        argument_structure=describe(traced.in_tree),
-        result_structure=result_structure(traced),
-        choices={op: choice for op, choice in assignment.choices.items() if any(factor >= 0 for factor, _ in choice)},
-        layouts={value: layout for value, layout in assignment.layouts.items() if layout != nowhere},
-        copies=dict(assignment.copies),
-        ahead=dict(assignment.ahead),
-        windows=dict(assignment.windows),
-        cost=solution.judgement.cost,
-        searcher=SearcherRecord(searcher.name, _options(searcher)),
-        lower_bound_seconds=solution.lower_bound_seconds,
-        donate_argnums=traced.donate_argnums,
-        assumptions=(*graph.assumptions, *notes, *solution.notes),
-        stats=solution.stats,
-        provenance=Provenance(autoshard=metadata.version("autoshard"), jax=jax.__version__),
-    )
-
-
-def _options(searcher: Any) -> dict[str, Any]:
-    """The fields of a searcher that is a dataclass; none of another."""
-    return {each.name: getattr(searcher, each.name) for each in fields(searcher)} if is_dataclass(searcher) else {}
-
-
-def result_structure(traced: Traced) -> Any:
-    """The structure of the results; what is written back into NNX objects stands beside the function's own."""
-    own, everything = traced.out_tree.num_leaves, len(traced.graph.results)
-    structure = describe(traced.out_tree)
-    if traced.modules is None:
-        return structure
-    return {"node": WRITTEN_BACK, "keys": ["result", "updates"], "children": [structure, {"list": list(range(own, everything))}]}
-
-
-def _lasting(record: Record) -> Record:
-    """The record without what varies from run to run: how long things took."""
-    stats = {key: value for key, value in record.stats.items() if not key.endswith("_seconds")}
-    confirmation = record.confirmation
-    if confirmation is not None:
-        found = (replace(each, seconds=None) if each.measure == "timed" else each for each in confirmation.finalists)
-        confirmation = replace(confirmation, finalists=tuple(found))
-    return replace(record, stats=stats, confirmation=confirmation)
-
-
 def named(strategy: Strategy, name: str, command: str = "") -> Strategy:
     """The strategy under another name, with the command that reproduces it."""
-    record = _lasting(strategy.record)
+    record = lasting(strategy.record)
     return Strategy(replace(record, name=name, provenance=replace(record.provenance, command=command)), strategy._traced)

@@ -1,25 +1,48 @@
-"""``autoshard explain``: the report on a saved strategy."""
+"""``autoshard explain``: what a saved strategy does, and where the time of a step goes."""
 
 from __future__ import annotations
 
 import argparse
+import sys
+from contextlib import redirect_stdout
 
 from autoshard.cli.found import record_of
 from autoshard.cli.options import command
+from autoshard.cli.program import load
 from autoshard.cli.terminal import show, show_json
+
+EXAMPLE = "autoshard explain found.json train:train_step --args train:example_args"
 
 
 def add(commands) -> None:
     """Adds the subcommand's options."""
-    parser = command(commands, "explain", run, "report on a saved strategy", "autoshard explain s.json")
+    parser = command(commands, "explain", run, "say what a saved strategy does, and where the time of a step goes", EXAMPLE)
     parser.add_argument("strategy", metavar="FILE", help="a file that --save wrote, or a name that autoshard strategies lists")
+    parser.add_argument(
+        "program", metavar="MODULE:FUNCTION", nargs="?", help="its program, for compute by layer and line, and memory by group"
+    )
+    parser.add_argument("--args", metavar="MODULE:NAME", help="the program's arguments, as for autoshard search")
+    parser.add_argument("--devices", metavar="N", type=int, help="give JAX N virtual CPU devices, for a program that builds its own mesh")
+    parser.add_argument(
+        "--details", action="store_true", help="add pictures of shards, results, the proof of optimality, and what the searcher did"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Loads and reports."""
-    from autoshard.api.explain import explain
-    from autoshard.strategy import to_json
+    """Loads and explains."""
+    strategy = strategy_of(options)
+    report = strategy.explain(details=options.details)
+    show_json(report.to_json()) if options.json else show(report)
+    return 0
+
+
+def strategy_of(options: argparse.Namespace):
+    """The strategy of the options, with its program where they name one."""
+    from autoshard.api.strategy import Strategy
 
     record = record_of(options.strategy)
-    show_json(to_json(record)) if options.json else show(explain(record))
-    return 0
+    if options.program is None:
+        return Strategy(record)
+    function, arguments = load(options.program, options.args, options.devices)
+    with redirect_stdout(sys.stderr):  # stdout is for our output, not the program's
+        return Strategy(record).with_program(function, *arguments)

@@ -12,11 +12,10 @@ from autoshard.cli.terminal import show, show_json
 
 def finish(strategy, options: argparse.Namespace) -> int:
     """Saves the strategy where asked for, with the command that made it, and prints its report or its JSON."""
-    from autoshard.api.explain import explain
     from autoshard.strategy import to_json
 
     record = _saved(strategy, options)
-    show_json(to_json(record)) if options.json else show(explain(record))
+    show_json(to_json(record)) if options.json else show(strategy.explain())
     return 0
 
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 from scipy.stats import rankdata
 
-from autoshard.api.strategy import Strategy, record_of
+from autoshard.api.recorded import record_of
+from autoshard.api.strategy import Strategy
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
 from autoshard.compilers.program_facts import program_facts

@@ -13,7 +13,8 @@ from strategy_records import EXAMPLE
 
 from autoshard.api import explain as module
 from autoshard.api.explain import argument_parts, compare, explain, summary
-from autoshard.api.explain_tensors import bytes_a_device, mesh_picture, tensor_picture
+from autoshard.api.explain_tensors import mesh_picture, tensor_picture
+from autoshard.explanation.groups import shard_bytes
 from autoshard.ir import Collective, Mesh, MovedValue, Origin, Reason, ServedOp, Split, layout_to_spec
 from autoshard.lower import jax_mesh
 from autoshard.render import Table, to_text
@@ -40,7 +41,7 @@ def test_pictures_show_where_jax_puts_the_blocks(case):
     sharding = NamedSharding(jax_mesh(mesh), PartitionSpec(*tensor.spec))
     order = {device: number for number, device in enumerate(sharding.mesh.devices.flat)}
     local = sharding.shard_shape(tensor.shape)
-    assert bytes_a_device(tensor, mesh) == 4 * math.prod(local)
+    assert shard_bytes(tensor.shape, tensor.dtype, tensor.spec, mesh) == 4 * math.prod(local)
     shown = [dim for dim, (n, part) in enumerate(zip(tensor.shape, local, strict=True)) if part < n][:2]
     expected: dict[tuple[int, ...], set[int]] = {}
     for device, index in sharding.devices_indices_map(tensor.shape).items():
@@ -80,7 +81,8 @@ def test_repeated_layers_and_optimizer_moments_share_a_row():
 
     arguments = (*tensors("state['params']"), *tensors("state['optimizer'][0].mu"), *tensors("state['optimizer'][0].nu"))
     table = next(part for part in argument_parts(replace(EXAMPLE, arguments=arguments)) if isinstance(part, Table))
-    assert [row[:2] for row in table.rows] == [("state['params']['layers'][0,1,3]['up']", "9"), ("state['params']['layers'][2]['up']", "3")]
+    some, other = "state['params']['layers'][0,1,3]['up'] x 3", "state['params']['layers'][2]['up']"
+    assert [row[:2] for row in table.rows] == [(some, "6"), (other, "2")]
     assert table.rows[0][4] == "36.9 kB"  # 9 tensors of 64 x 32 / 2 float32
 
 
@@ -89,18 +91,19 @@ def test_a_moment_that_is_sharded_otherwise_has_its_own_row():
     parameter = TensorRecord("params['up']", (64, 32), "float32", (None, None))
     moment = TensorRecord("optimizer[0].mu['up']", (64, 32), "float32", (None, "model"))
     table = next(part for part in argument_parts(replace(EXAMPLE, arguments=(parameter, moment))) if isinstance(part, Table))
-    assert [row[:2] for row in table.rows] == [("params['up']", "1"), ("optimizer[0].mu['up']", "1")]
+    assert [row[:2] for row in table.rows] == [("params['up']", ""), ("optimizer[0].mu['up']", "")]
 
 
 def test_new_values_that_take_memory_of_their_own_are_mentioned():
     """Where nothing is donated the report says how to, and not where something is."""
-    assert "--donate" not in to_text(explain(EXAMPLE))
-    assert "No argument is donated, so both are held" in " ".join(to_text(explain(replace(EXAMPLE, donate_argnums=()))).split())
+    assert "--donate" not in to_text(explain(EXAMPLE, details=True))
+    text = to_text(explain(replace(EXAMPLE, donate_argnums=()), details=True))
+    assert "No argument is donated, so both are held" in " ".join(text.split())
 
 
 def test_the_report_has_every_section_with_the_records_numbers():
-    """Step time, memory, proof, arguments, new results, collectives with seconds, assumptions and origin all show."""
-    text = to_text(explain(EXAMPLE))
+    """Step time, memory, proof, arguments, new results, collectives with seconds, assumptions and origin all show in the details."""
+    text = to_text(explain(EXAMPLE, details=True))
     for words in (
         *("2.50 µs predicted", "4.10 kB a device", "gap 3.3 %", "state['w']", "P(None, 'model')", "1 that replace arguments"),
         *(
@@ -118,7 +121,7 @@ def test_the_report_has_every_section_with_the_records_numbers():
 @pytest.mark.parametrize("bound, words", [(0.0, "nothing proven"), (EXAMPLE.cost.objective_seconds, "proven: no strategy on this mesh")])
 def test_optimality_is_said_plainly(bound, words):
     """What is proven and what is not reads differently."""
-    assert words in to_text(explain(replace(EXAMPLE, lower_bound_seconds=bound)))
+    assert words in to_text(explain(replace(EXAMPLE, lower_bound_seconds=bound), details=True))
 
 
 def test_equal_collectives_are_counted_together_and_long_lists_are_cut():
@@ -151,7 +154,7 @@ def test_layers_share_a_row_that_says_why():
 def test_a_portfolio_names_its_members():
     """The searchers among a searcher's options read as one writes them, not as bare dicts."""
     searcher = SearcherRecord("auto", {"members": (DataParallel(), FullySharded(stage=1))})
-    text = " ".join(to_text(explain(replace(EXAMPLE, searcher=searcher))).split())
+    text = " ".join(to_text(explain(replace(EXAMPLE, searcher=searcher), details=True)).split())
     assert "auto(members=[data_parallel(), fully_sharded(stage=1)])" in text
 
 

@@ -1,0 +1,84 @@
+"""The record of a solution for a traced program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass, replace
+from importlib import metadata
+from typing import Any
+
+import jax
+
+from autoshard.api.structure import describe
+from autoshard.cluster import Cluster
+from autoshard.ir import Layout, Mesh, layout_to_spec, result_layouts
+from autoshard.search import Solution
+from autoshard.strategy import Program, Provenance, Record, SearcherRecord, TensorRecord
+from autoshard.trace import Traced
+
+WRITTEN_BACK = "result and updates of NNX objects"
+
+
+def record_of(
+    traced: Traced,
+    cluster: Cluster,
+    mesh: Mesh,
+    solution: Solution,
+    searcher: Any,
+    notes: Sequence[str] = (),
+) -> Record:
+    """The record of a solution for a traced program."""
+    graph, assignment = traced.graph, solution.assignment
+
+    def tensor(path: str, value: int, layout: Layout) -> TensorRecord:
+        found = graph.values[value]
+        return TensorRecord(path, found.shape, found.dtype, layout_to_spec(layout, mesh.names, found.rank))
+
+    results = zip(graph.result_paths, graph.results, result_layouts(graph, assignment), strict=True)
+    nowhere = (-1,) * len(mesh.axes)
+    return Record(
+        name=f"{graph.name}_{searcher.name}",
+        program=Program(graph.name, graph.fingerprint, len(graph.walk()), len(graph.values), traced.microbatches, traced.remat),
+        cluster=cluster.to_dict(),
+        mesh=mesh,
+        arguments=tuple(tensor(path, v, assignment.layout(v)) for path, v in zip(graph.argument_paths, graph.arguments, strict=True)),
+        results=tuple(tensor(path, v, layout) for path, v, layout in results),
+        argument_structure=describe(traced.in_tree),
+        result_structure=result_structure(traced),
+        choices={op: choice for op, choice in assignment.choices.items() if any(factor >= 0 for factor, _ in choice)},
+        layouts={value: layout for value, layout in assignment.layouts.items() if layout != nowhere},
+        copies=dict(assignment.copies),
+        ahead=dict(assignment.ahead),
+        windows=dict(assignment.windows),
+        cost=solution.judgement.cost,
+        searcher=SearcherRecord(searcher.name, _options(searcher)),
+        lower_bound_seconds=solution.lower_bound_seconds,
+        donate_argnums=traced.donate_argnums,
+        assumptions=(*graph.assumptions, *notes, *solution.notes),
+        stats=solution.stats,
+        provenance=Provenance(autoshard=metadata.version("autoshard"), jax=jax.__version__),
+    )
+
+
+def _options(searcher: Any) -> dict[str, Any]:
+    """The fields of a searcher that is a dataclass; none of another."""
+    return {each.name: getattr(searcher, each.name) for each in fields(searcher)} if is_dataclass(searcher) else {}
+
+
+def result_structure(traced: Traced) -> Any:
+    """The structure of the results; what is written back into NNX objects stands beside the function's own."""
+    own, everything = traced.out_tree.num_leaves, len(traced.graph.results)
+    structure = describe(traced.out_tree)
+    if traced.modules is None:
+        return structure
+    return {"node": WRITTEN_BACK, "keys": ["result", "updates"], "children": [structure, {"list": list(range(own, everything))}]}
+
+
+def lasting(record: Record) -> Record:
+    """The record without what varies from run to run: how long things took."""
+    stats = {key: value for key, value in record.stats.items() if not key.endswith("_seconds")}
+    confirmation = record.confirmation
+    if confirmation is not None:
+        found = (replace(each, seconds=None) if each.measure == "timed" else each for each in confirmation.finalists)
+        confirmation = replace(confirmation, finalists=tuple(found))
+    return replace(record, stats=stats, confirmation=confirmation)

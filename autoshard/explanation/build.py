@@ -1,0 +1,120 @@
+"""An `Explanation` from a record and, where it is at hand, its judged program."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autoshard.cluster import Cluster, Link, Span
+from autoshard.explanation.breakdown import collective_groups, layers, lines, memory_groups, repeated_work
+from autoshard.explanation.data import Axis, Explanation, StepTime
+from autoshard.explanation.groups import activation_groups, argument_groups, shard_bytes, state_positions
+from autoshard.explanation.program import Judged
+from autoshard.explanation.sentences import sentences
+from autoshard.ir import Collective, Mesh
+from autoshard.strategy import Record, TensorRecord
+
+
+def explanation_of(record: Record, judged: Judged | None = None) -> Explanation:
+    """The explanation of a strategy.
+
+    Args:
+        record: the strategy's.
+        judged: its program; None where only the record is at hand, and for pipelines, whose stages have programs of their own.
+    """
+    cluster = Cluster.from_dict(record.cluster)
+    judged = None if record.pipeline is not None else judged
+    found = Explanation(
+        title=f"Strategy of {record.program.name} on {cluster.name}, mesh {record.mesh}",
+        program=record.program.name,
+        cluster=cluster.name,
+        mesh_words=str(record.mesh),
+        n_devices=record.mesh.size,
+        sentences=(),
+        time=_time(record, cluster),
+        peak_bytes=record.cost.peak_bytes,
+        limit_bytes=cluster.memory_limit_bytes,
+        memory=() if judged is None else memory_groups(judged),
+        mesh=_axes(record, cluster, judged),
+        arguments=argument_groups(record.arguments, record.mesh),
+        activations=() if judged is None else activation_groups(judged),
+        layers=layers(record, judged),
+        lines=lines(record, judged),
+        collectives=collective_groups(record, judged),
+        repeated=() if judged is None else repeated_work(judged),
+        notes=record.assumptions,
+        has_program=judged is not None,
+    )
+    return replace(found, sentences=sentences(found))
+
+
+def _time(record: Record, cluster: Cluster) -> StepTime:
+    cost = record.cost
+    rate = cluster.device.matrix_rate(_activation_dtype(record)) * (cost.makespan_seconds or 1.0)
+    return StepTime(
+        step_seconds=cost.makespan_seconds,
+        compute_seconds=cost.compute_seconds,
+        exposed_seconds=cost.exposed_communication_seconds,
+        hidden_seconds=max(0.0, cost.communication_seconds - cost.exposed_communication_seconds),
+        waiting_seconds=max(0.0, cost.makespan_seconds - cost.compute_seconds - cost.exposed_communication_seconds),
+        matrix_share=min(1.0, cost.flops / rate) if rate else 0.0,
+    )
+
+
+def _activation_dtype(record: Record) -> str:
+    """The narrowest float that the program sends, which products are likely to have; float32 where it sends none."""
+    sent = {each.value.dtype for each in record.cost.collectives if each.value is not None}
+    held = {tensor.dtype for tensor in record.arguments}
+    return "bfloat16" if "bfloat16" in sent | held else "float16" if "float16" in sent | held else "float32"
+
+
+def _axes(record: Record, cluster: Cluster, judged: Judged | None) -> tuple[Axis, ...]:
+    mesh, state = record.mesh, state_positions(record, judged)
+    held = [tensor for at, tensor in enumerate(record.arguments) if at in state]
+    inputs = [tensor for at, tensor in enumerate(record.arguments) if at not in state]
+    total = sum(shard_bytes(t.shape, t.dtype, (), mesh) for t in held) or 1.0
+    links = {} if mesh.placement is None else dict(zip(mesh.names, cluster.links(mesh), strict=True))
+    found = []
+    for name, size in mesh.axes:
+        along = [each for each in record.cost.collectives if name in each.mesh_axes]
+        share = sum(shard_bytes(t.shape, t.dtype, (), mesh) for t in held if splits(t, name)) / total
+        found.append(
+            Axis(
+                name=name,
+                size=size,
+                place=place_words(links[name]) if name in links else "",
+                splits_inputs=any(splits(tensor, name) for tensor in inputs),
+                state_share=share,
+                gathered_share=_gathered_share(held, name, along, mesh),
+                communication_seconds=sum(each.count * each.seconds for each in along),
+                exposed_seconds=sum(each.count * each.exposed_seconds for each in along),
+            )
+        )
+    return tuple(found)
+
+
+def splits(tensor: TensorRecord, axis: str) -> bool:
+    """Whether a tensor's spec has the axis."""
+    return any(axis == entry or (isinstance(entry, tuple) and axis in entry) for entry in tensor.spec)
+
+
+def _gathered_share(state: list[TensorRecord], axis: str, along: list[Collective], mesh: Mesh) -> float:
+    """The share of the bytes of state that an axis splits which all_gathers along it gather."""
+    gathered = {each.value.name for each in along if each.kind == "all_gather" and each.value and each.value.kind == "argument"}
+    groups = argument_groups([tensor for tensor in state if splits(tensor, axis)], mesh)
+    total = sum(group.whole_bytes for group in groups) or 1.0
+    return sum(group.whole_bytes for group in groups if not gathered.isdisjoint(group.paths)) / total
+
+
+def place_words(link: Link) -> str:
+    """Which physical dimensions, counted from the outermost, an axis runs along."""
+
+    def run(span: Span) -> str:
+        apart = f", {span.stride} apart" if span.stride > 1 else ""
+        return f"{span.extent} of {link.length[span.dim][0]} in dimension {span.dim}{apart}"
+
+    return " and ".join(run(span) for span in link.spans) or "nowhere"
+
+
+def placement_words(mesh: Mesh, cluster: Cluster) -> str:
+    """Where all axes run."""
+    return "; ".join(f"{name}: {place_words(link)}" for name, link in zip(mesh.names, cluster.links(mesh), strict=True))

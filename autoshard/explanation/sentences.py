@@ -1,0 +1,115 @@
+"""The three sentences that an explanation opens with: what was split how, what bounds the step, and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autoshard.explanation.data import Axis, CollectiveGroup, Explanation, Place
+from autoshard.render import format_bytes, format_percent, format_seconds
+
+MUCH = 0.15  # of the step; below it a change gains little
+FULL = 0.9  # of the memory that a program may have
+FEW = 1e-3
+HIGH = 0.5  # of the matrix unit's peak
+
+
+def sentences(found: Explanation) -> tuple[str, str, str]:
+    """What was split how, what bounds the step, what to change; ``found`` has everything else."""
+    return _split(found), _bound(found), _change(found)
+
+
+def _split(found: Explanation) -> str:
+    devices = f"{found.n_devices} device{'s' if found.n_devices > 1 else ''}"
+    axes = [axis for axis in found.mesh if axis.size > 1]
+    if not axes:
+        return f"{found.program} runs on {devices} without any sharding."
+    roles: dict[str, list[str]] = {}
+    for axis in axes:
+        roles.setdefault(_role(axis), []).append(f"{axis.name} ({axis.size})")
+    told = "; ".join(f"{' and '.join(names)} {'each ' * (len(names) > 1)}{role}" for role, names in roles.items())
+    return f"{found.program} runs on {devices} as a mesh {found.mesh_words}: {told}."
+
+
+def _role(axis: Axis) -> str:
+    """``splits the inputs and 97 % of the state, most of which is gathered where it is used``."""
+    parts = ["the inputs"] if axis.splits_inputs else []
+    if axis.state_share > FEW:
+        share = "the state" if axis.state_share > 1 - FEW else f"{format_percent(axis.state_share)} of the state"
+        parts.append(share + _gathered(axis.gathered_share))
+    return f"splits {' and '.join(parts)}" if parts else "keeps every argument whole, and splits at most what is computed between"
+
+
+def _gathered(share: float) -> str:
+    if share < FEW:
+        return ", each device computing with its own part"
+    if share > 1 - FEW:
+        return ", which is gathered where it is used"
+    return f", of which {format_percent(share)} is gathered where it is used"
+
+
+def _bound(found: Explanation) -> str:
+    time = found.time
+    step = time.step_seconds or 1.0
+    whole = f"A step takes {format_seconds(time.step_seconds)}"
+    compute, exposed = format_percent(time.compute_seconds / step), format_percent(time.exposed_seconds / step)
+    layer = next((place for place in found.layers if place.compute_seconds > 0), None)
+    most = f", most of it in {_most(found.layers)}" if layer is not None and found.has_program else ""
+    if time.exposed_seconds > time.compute_seconds:
+        return f"{whole}, bound by communication: {exposed} of it is spent in collectives that no compute hides{_worst(found.collectives)}."
+    waits = ""
+    if time.exposed_seconds > FEW * step:
+        waits = f"; {exposed} is spent in collectives that nothing hides{_worst(found.collectives)}"
+    return f"{whole}, bound by compute: {compute} of it{most}{waits}."
+
+
+def _most(layers: Sequence[Place]) -> str:
+    """``_attention (6.1 ms) and experts_of (5.0 ms)``."""
+    ranked = sorted(layers, key=lambda place: -place.compute_seconds)[:2]
+    return " and ".join(f"{place.name} ({format_seconds(place.compute_seconds)})" for place in ranked if place.compute_seconds > 0)
+
+
+def _worst(collectives: Sequence[CollectiveGroup]) -> str:
+    """``, most in the all_to_all over model for dot_general moe.py:217``."""
+    worst = max(collectives, key=lambda group: group.exposed_seconds, default=None)
+    if worst is None or not worst.exposed_seconds:
+        return ""
+    return f", most in the {worst.kind} over {', '.join(worst.axes)} for {worst.source}"
+
+
+def _change(found: Explanation) -> str:
+    """The change that promises most, with the figure that says so."""
+    time, step = found.time, found.time.step_seconds or 1.0
+    repeated = max(found.repeated, key=lambda work: work.saved_seconds, default=None)
+    full = found.peak_bytes / found.limit_bytes if found.limit_bytes else 0.0
+    if repeated is not None and repeated.saved_seconds > MUCH * step:
+        layer, seconds = repeated.layers[0]
+        size, saved = repeated.size, format_percent(repeated.saved_seconds / step)
+        return (
+            f"To change: the {size} devices of {repeated.axis} repeat {format_seconds(repeated.seconds)} of compute, most in {layer} "
+            f"({format_seconds(seconds)}); sizes there that divide by {size}, or a smaller {repeated.axis} axis, would save {saved} of the "
+            "step at most."
+        )
+    if time.exposed_seconds > MUCH * step:
+        return (
+            f"To change: collectives, which take {format_percent(time.exposed_seconds / step)} of the step; a larger batch spreads those "
+            "of the state over more compute, which what_if(batch=...) predicts."
+        )
+    if full > FULL:
+        return (
+            f"To change: memory, of which {format_percent(full)} is taken ({format_bytes(found.peak_bytes)}); more devices, remat='auto' "
+            "or microbatches='auto' leave the search more choices."
+        )
+    if time.matrix_share > HIGH:
+        return (
+            f"To change: little, by sharding; products keep the matrix unit busy {format_percent(time.matrix_share)} of the step. More "
+            "devices shorten it, which what_if(cluster=...) predicts."
+        )
+    if not found.has_program:
+        return "To change: what_if(...) predicts other pins, batches and clusters."
+    place = max(found.layers, key=lambda place: place.compute_seconds - place.product_seconds, default=None)
+    where = f", most in {place.name}" if place is not None else ""
+    rest = sum(place.compute_seconds - place.product_seconds for place in found.layers)
+    return (
+        f"To change: the kernels rather than the sharding; {format_percent(rest / step)} of the step is spent on other kernels than matrix "
+        f"products{where}, which memory traffic bounds."
+    )
