@@ -151,12 +151,18 @@ class _Judge:
                 value=blame.moved(sent.moved),
                 reason=sent.cause(blame, sent.step),
                 seconds=sent.step.seconds * max(sent.step.trips, 1),
-                exposed_seconds=self.tasks.exposures[position] * max(sent.step.trips, 1) / sent.trips if sent.trips else 0.0,
+                exposed_seconds=self._exposed(sent, self.tasks.exposures[position]),
                 compiled=self._compiled(sent),
             )
             for position, sent in enumerate(self.tasks.sent)
             if any(self.sizes[axis] > 1 for axis in sent.step.axes) and not sent.added  # one device sends nothing
         )
+
+    def _exposed(self, sent: Sent, exposure: float) -> float:
+        """Of one collective, to a femtosecond: more than differences of a schedule's times say, which would differ between equal layers."""
+        trips = max(sent.step.trips, 1)
+        exposed = round(exposure * trips / sent.trips, 15) if sent.trips else 0.0
+        return sent.step.seconds * trips if abs(exposed - sent.step.seconds * trips) <= 1e-15 else exposed
 
     def _compiled(self, sent: Sent) -> tuple[Collective, ...] | None:
         """The collectives that the compiler makes of one; None where it is compiled as planned."""
@@ -350,9 +356,7 @@ class _Judge:
         """Whether the compiler rounds before it sends a copy, since all readers of the copy round."""
         return self.facts.compiler.demotes_operands and copy not in self.wide and self.graph.values[copy[0]].dtype == "float32"
 
-    def _read(
-        self, value: int, target: Layout, op: int, trips: int, source: Op | str, reason: Cause, rounds: bool = False
-    ) -> Maker | None:
+    def _read(self, value: int, target: Layout, op: int, trips: int, source: Op | str, reason: Cause, rounds: bool = False) -> Maker | None:
         """The maker of the value in the target layout for a reader that may round it; reshards it if no reader has before."""
         own = self.assignment.layout(value)
         maker = self.makers.get(value)
@@ -402,6 +406,7 @@ class _Judge:
         before = view_of(op.primitive, rule, layout, self.sizes)
         seen = None if before is None else (op.operands[0], before)
         return seen if seen in self.makers else None
+
 
 def _as_is(reason: Reason, blame: Blame, step: Step) -> Reason:
     return reason

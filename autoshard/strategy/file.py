@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.errors import StrategyError
+from autoshard.strategy.folding import fold, unfold
 from autoshard.strategy.reader import MAX_DEPTH, parse
 from autoshard.strategy.record import Record
 from autoshard.strategy.schema import decode, encode
@@ -33,13 +34,13 @@ def to_json(record: Record) -> str:
         StrategyError: the record cannot be written so that it comes back equal.
     """
     try:
-        text = f"{_format('', encode(record), 0)}\n"
+        text = f"{_format('', fold(encode(record)), 0)}\n"
     except RecursionError:
         raise StrategyError(f"strategy {record.name!r} cannot be saved: its values nest more than {MAX_DEPTH} deep.") from None
     except (TypeError, ValueError) as error:  # nan, inf, objects
         raise StrategyError(f"strategy {record.name!r} cannot be saved: it has a value that JSON does not have ({error}).") from None
     try:
-        back = decode(parse(text))
+        back = from_json(text)
     except StrategyError as error:
         raise StrategyError(f"strategy {record.name!r} cannot be saved, since reading it would fail {error}.") from None
     if back != record:
@@ -55,7 +56,7 @@ def from_json(text: str) -> Record:
     Raises:
         StrategyError: the text is no strategy; the message has the position, what was expected and what was got.
     """
-    return decode(parse(text))
+    return decode(unfold(parse(text)))
 
 
 def save_record(record: Record, path: str | os.PathLike[str]) -> None:

@@ -15,8 +15,8 @@ from autoshard.cost.record import Cost
 from autoshard.ir import Assignment, Choice, Layout, Mesh, Spec
 from autoshard.ir.remat import Remat
 
-SCHEMA = 2
-"""Version of the written file format; version 1, in which the attribution of collectives is text, is still read."""
+SCHEMA = 3
+"""Version of the written file format. Read, too: 2, in which nothing is folded, and 1, in which the attribution of collectives is text."""
 
 
 @dataclass(frozen=True, slots=True)

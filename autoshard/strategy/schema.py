@@ -80,8 +80,8 @@ def decode(document: Node) -> Record:
         StrategyError: a part is invalid; the message has its position.
     """
     version = dict(document.members()).get("schema", Node(None, "schema"))
-    if version.value not in (1, SCHEMA) or isinstance(version.value, bool):
-        raise version.error(f"schema {SCHEMA}, or 1, which this version of autoshard reads")
+    if version.value not in (1, 2, SCHEMA) or isinstance(version.value, bool):
+        raise version.error(f"schema {SCHEMA}, or 1 or 2, which this version of autoshard reads")
     part = document.fields(
         *("schema", "name", "program", "mesh", "searcher", "provenance", "cluster", "lower_bound_seconds", "cost", "stats"),
         *("assumptions", "donate_argnums", "arguments", "results", "argument_structure", "result_structure"),

@@ -97,7 +97,7 @@ def test_a_file_of_schema_1_is_read_and_saved_as_today():
     )
     assert old == replace(EXAMPLE, cost=replace(EXAMPLE.cost, collectives=worded))
     assert [sent.source for sent in old.cost.collectives] == ["dot_general model.py:7 (loss)"]
-    assert json.loads(to_json(old))["schema"] == 2 and from_json(to_json(old)) == old
+    assert json.loads(to_json(old))["schema"] == 3 and from_json(to_json(old)) == old
 
 
 def test_bytes_do_not_depend_on_the_order_in_which_a_record_was_built():
@@ -318,8 +318,8 @@ HOSTILE = {
         r"argument_structure\.tuple\[1\]: expected a leaf that occurs nowhere else",
     ),
     "a missing leaf": (_text('[{"dict": {"w": 0}}, 1]', '[{"dict": {"w": 0}}]'), "2 leaves, not 1"),
-    "another schema": (_text('"schema": 2', '"schema": 3'), "at schema: expected schema 2, or 1, which"),
-    "a true schema": (_text('"schema": 2', '"schema": true'), "at schema"),
+    "another schema": (_text('"schema": 3', '"schema": 4'), "at schema: expected schema 3, or 1 or 2, which"),
+    "a true schema": (_text('"schema": 3', '"schema": true'), "at schema"),
     "terminal escapes": (_text("mlp-cpu8", "mlp\\u001b[2J"), "control characters"),
     "terminal escapes in a name": (_text('{"dict": {"w": 0}}', '{"dict": {"\\u001b[2J\\n": true}}'), r"dict\.\?\[2J\?: expected"),
     "text after the end": (TEXT + "{}", "Extra data"),

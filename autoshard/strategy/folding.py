@@ -1,0 +1,473 @@
+"""The compact form of strategy files: what repeats, such as layers, is written once.
+
+Three rules, on the JSON values that `autoshard.strategy.schema` encodes and decodes:
+
+- Leaves of arguments and results whose paths differ in one number share a line: ``"path": "state['layers'][*]['up']", "first": 0,
+  "count": 12, "every": 9`` are twelve leaves, numbered from 0, of which each is the ninth after the one before. Lines are in the order
+  of their first leaves, so that the next free place is always the first leaf's.
+- A run of leaves laid out as others, such as a new state or moments of parameters, is ``"path": "[0]*", "of": "state*", "first": 0,
+  "count": 148``: the 148 arguments from the first one on, whose paths start otherwise.
+- In lists of choices, layouts, copies, collectives and children of pytrees, ``{"again": 24, "back": 8, "shift": 45}`` are the 24 entries
+  that start 8 entries before, with numbers greater by 45; these may reach into the 24 themselves, which makes three more layers of
+  eight entries, as in LZ77 (Ziv, Lempel 1977). The numbers are those of ops and values, the leaves' in pytrees. Collectives have a
+  shift of each kind of number: ``ops``, and places in the lists of ``arguments`` and ``results``, whose paths they name.
+
+`unfold` gives back what `fold` was given.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autoshard.strategy.reader import MAX_DEPTH, MAX_INTEGER, Node
+
+NUMBERED = ("choices", "layouts", "copies", "ahead", "windows")
+LEAVES = ("arguments", "results")
+STRUCTURES = ("argument_structure", "result_structure")
+CHILDREN = ("tuple", "list", "children")
+
+MAX_ENTRIES = 2**22
+"""Entries of all lists of a file once they are unfolded, so that a small file cannot fill the memory; 96 layers have 10**5."""
+
+LEAST = 3  # entries alike by which earlier ones are found: rarer and fewer candidates than with two
+CANDIDATES = 64  # the latest of them that are tried
+
+Shift = tuple[int, ...]
+
+
+def fold(document: dict[str, Any]) -> dict[str, Any]:
+    """A strategy's JSON values with repeated parts written once; the same values always give the same form. Linear time."""
+    places = _places(document)
+    folded = dict(document)
+    folded["arguments"] = _fold_leaves(document["arguments"], document["arguments"])
+    folded["results"] = _fold_leaves(document["results"], document["arguments"])
+    for name in NUMBERED:
+        if name in document:
+            folded[name] = _fold_list(document[name], _numbered)
+    for name in STRUCTURES:
+        folded[name] = _fold_structure(document[name])
+    collectives = _fold_list(document["cost"]["collectives"], lambda item: _collective(item, places))
+    folded["cost"] = document["cost"] | {"collectives": collectives}
+    if "pipeline" in document:
+        stages = [stage | {"strategy": fold(stage["strategy"])} for stage in document["pipeline"]["stages"]]
+        folded["pipeline"] = document["pipeline"] | {"stages": stages}
+    return folded
+
+
+def unfold(document: Node) -> Node:
+    """The values that `fold` was given; parts that are no strategy's are left to `decode`, which refuses them.
+
+    Raises:
+        StrategyError: a folded part is invalid; the message has its position.
+    """
+    return Node(_unfold(document, _Budget()), document.where)
+
+
+class _Budget:
+    """Counts the entries that a document unfolds to."""
+
+    def __init__(self):
+        self.left = MAX_ENTRIES
+
+    def take(self, count: int, node: Node) -> None:
+        self.left -= count
+        if self.left < 0:
+            raise node.error(f"lists of at most {MAX_ENTRIES} entries in all")
+
+
+def _unfold(document: Node, budget: _Budget) -> Any:
+    if not isinstance(document.value, dict):
+        return document.value
+    found, parts = dict(document.value), dict(document.members())
+    for name in LEAVES:
+        if isinstance(found.get(name), list):
+            found[name] = _unfold_leaves(parts[name], found.get("arguments") if name == "results" else None, budget)
+    for name in NUMBERED:
+        if isinstance(found.get(name), list):
+            found[name] = _unfold_list(parts[name], _shift_numbered, 1, budget)
+    for name in STRUCTURES:
+        if name in found:
+            found[name] = _unfold_structure(parts[name], budget)
+    cost, pipeline = found.get("cost"), found.get("pipeline")
+    if isinstance(cost, dict) and isinstance(cost.get("collectives"), list):
+        node, places = dict(parts["cost"].members())["collectives"], _places(found)
+        found["cost"] = cost | {"collectives": _unfold_list(node, lambda *each: _shift_collective(*each, places), 3, budget)}
+    if isinstance(pipeline, dict) and isinstance(pipeline.get("stages"), list):
+        stages = [
+            stage.value | {"strategy": _unfold(dict(stage.members())["strategy"], budget)}
+            if isinstance(stage.value, dict) and "strategy" in stage.value
+            else stage.value
+            for stage in dict(parts["pipeline"].members())["stages"].items()
+        ]
+        found["pipeline"] = pipeline | {"stages": stages}
+    return found
+
+
+# -- leaves ---------------------------------------------------------------------------------------------------------------
+
+
+def _fold_leaves(leaves: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+    """The lines of leaves: runs of (earlier) arguments, series in which one number of the path counts up, and the rest."""
+    tails = _tails(arguments)
+    first: dict[tuple[str, str, str, int], int] = {}  # rest of the leaf, path before and after a number, the number: place
+    keys: list[list[tuple[str, str, str, int]]] = []
+    for place, leaf in enumerate(leaves):
+        keys.append([(_text(_rest(leaf)), *parts) for parts in _numbers(leaf["path"])])
+        for key in keys[-1]:
+            first.setdefault(key, place)
+    lines, taken = [], set()
+    for place, leaf in enumerate(leaves):
+        if place in taken:
+            continue
+        run = _run(leaves, place, arguments, tails)
+        if run and taken.isdisjoint(range(place, place + run["count"])):
+            taken.update(range(place, place + run["count"]))
+            lines.append(run)
+            continue
+        series = [(_series(place, key, first, taken), key) for key in keys[place]]
+        places, key = max(series, key=lambda each: len(each[0]), default=([place], None))
+        if len(places) < 2:
+            lines.append(leaf)
+            continue
+        taken.update(places)
+        _, before, after, number = key
+        counted = {"first": number, "count": len(places), "every": places[1] - places[0]}
+        lines.append({"path": f"{before}*{after}", **counted, **_rest(leaf)})
+    return lines
+
+
+def _cuts(path: str) -> list[int]:
+    """The positions at which a path can be cut before a key."""
+    return [m.start() for m in re.finditer(r"[\[.]", path)]
+
+
+def _tails(arguments: Sequence[Any]) -> dict[tuple[str, str], int]:
+    """The place of the first argument by its rest and each end of its path."""
+    found: dict[tuple[str, str], int] = {}
+    for place, leaf in enumerate(arguments):
+        rest = _text(_rest(leaf))
+        for cut in _cuts(leaf["path"]):
+            found.setdefault((rest, leaf["path"][cut:]), place)
+    return found
+
+
+def _run(leaves: Sequence[Any], place: int, arguments: Sequence[Any], tails: dict[tuple[str, str], int]) -> dict[str, Any] | None:
+    """The line of two leaves or more, from this place on, that are laid out as arguments in a row; None where there is none."""
+    path, rest, last = leaves[place]["path"], _text(_rest(leaves[place])), place if leaves is arguments else len(arguments)
+    if "*" in path:
+        return None
+    cut = next((cut for cut in _cuts(path) if tails.get((rest, path[cut:]), last) < last), None)
+    if cut is None:
+        return None
+    first = tails[rest, path[cut:]]
+    new, old = path[:cut], arguments[first]["path"].removesuffix(path[cut:])
+    count = 0
+    for result, argument in zip(leaves[place:], arguments[first:last], strict=False):
+        tail = argument["path"].removeprefix(old)
+        if not argument["path"].startswith(old) or result != {**argument, "path": f"{new}{tail}"}:
+            break
+        count += 1
+    return {"path": f"{new}*", "of": f"{old}*", "first": first, "count": count} if count > 1 and "*" not in old else None
+
+
+def _series(place: int, key: tuple[str, str, str, int], first: dict[Any, int], taken: set[int]) -> list[int]:
+    """The places of leaves alike whose number is one greater each time, at equal distances."""
+    places, number = [place], key[-1]
+    while (following := first.get((*key[:-1], number + len(places)))) is not None:
+        every = places[1] - place if len(places) > 1 else following - place
+        if every < 1 or following != places[-1] + every or following in taken:
+            break
+        places.append(following)
+    return places
+
+
+def _numbers(path: str) -> list[tuple[str, str, int]]:
+    """Each number in a path with what is before and after it; none where the path has a star already."""
+    if "*" in path:
+        return []
+    found = ((path[: m.start()], path[m.end() :], m[0]) for m in re.finditer("[0-9]+", path))
+    return [(before, after, int(digits)) for before, after, digits in found if len(digits) < 10 and str(int(digits)) == digits]
+
+
+def _rest(leaf: dict[str, Any]) -> dict[str, Any]:
+    return {name: part for name, part in leaf.items() if name != "path"}
+
+
+def _unfold_leaves(node: Node, arguments: Any, budget: _Budget) -> list[Any]:
+    """All leaves; runs are of these arguments, of arguments themselves of earlier ones, which is None here."""
+    lines = node.items()
+    counts = [line.value.get("count", 1) if isinstance(line.value, dict) else 1 for line in lines]
+    for line, count in zip(lines, counts, strict=True):
+        budget.take(Node(count, f"{line.where}.count").integer(1), line)
+    found: list[Any] = [None] * sum(counts)
+    free = 0
+    for line, count in zip(lines, counts, strict=True):
+        while found[free] is not None:
+            free += 1
+        if not isinstance(line.value, dict) or "count" not in line.value:
+            found[free] = line.value
+            continue
+        copied = "of" in line.value
+        part = dict(line.members())
+        for name in ("path", "first", "of" if copied else "every"):
+            if name not in part:
+                raise line.error(f"an object with {name!r}")
+        before, star, after = part["path"].text().partition("*")
+        first, every = part["first"].integer(0), 1 if copied else part["every"].integer(1)
+        places = range(free, free + count * every, every)
+        if not star or places[-1] >= len(found) or any(found[place] is not None for place in places):
+            raise line.error("a path with a star, whose leaves have free places")
+        if copied:
+            known = found[:free] if arguments is None else arguments if isinstance(arguments, list) else []
+            made = _as_arguments(part, before, known[first : first + count])
+            if len(made) < count:
+                raise part["count"].error(f"a count of arguments that there are from {first} on")
+        else:
+            rest = {name: value for name, value in line.value.items() if name not in ("path", "first", "count", "every")}
+            made = [{"path": f"{before}{first + index}{after}", **rest} for index in range(count)]
+        for place, leaf in zip(places, made, strict=True):
+            found[place] = leaf
+    return found
+
+
+def _as_arguments(part: dict[str, Node], start: str, arguments: Sequence[Any]) -> list[Any]:
+    """Leaves as those arguments, whose paths start otherwise."""
+    old, made = part["of"].text().removesuffix("*"), []
+    for argument in arguments:
+        if not isinstance(argument, dict) or not isinstance(argument.get("path"), str) or not argument["path"].startswith(old):
+            raise part["of"].error("the start of the paths of the arguments from the first one on, and a star")
+        made.append({**argument, "path": start + argument["path"].removeprefix(old)})
+    return made
+
+
+# -- lists of entries ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """An entry of a list: its value, what of it must be equal in a copy, and the numbers that are shifted; None where it has none."""
+
+    value: Any
+    same: str
+    numbers: tuple[int | None, ...]
+
+
+def _fold_list(items: Sequence[Any], read: Callable[[Any], _Entry]) -> list[Any]:
+    """The list with copies of earlier entries, each as long as possible, wherever that is shorter."""
+    entries = [read(item) for item in items]
+    same = [entry.same for entry in entries]
+    texts = [len(_text(entry.value)) + 2 for entry in entries]
+    starts: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    folded, place = [], 0
+
+    def passed(until: int) -> int:
+        for start in range(place, until):
+            starts[tuple(same[start : start + LEAST])].append(start)
+        return until
+
+    while place < len(entries):
+        candidates = starts.get(tuple(same[place : place + LEAST]), ())[-CANDIDATES:]
+        matches = ((*_match(entries, start, place), start) for start in candidates)
+        length, shift, start = max(matches, key=lambda each: (each[0], each[2]), default=(0, (), 0))  # of equally long ones the nearest
+        copy = {"again": length, "back": place - start, **_written(shift)} if length else {}
+        if copy and len(_text(copy)) < sum(texts[place : place + length]):
+            folded.append(copy)
+            place = passed(place + length)
+        else:
+            folded.append(entries[place].value)
+            place = passed(place + 1)
+    return folded
+
+
+def _match(entries: Sequence[_Entry], start: int, place: int) -> tuple[int, Shift]:
+    """How many entries from ``place`` on are those from ``start`` on with constant shifts, and the shifts."""
+    shift: list[int | None] = [None] * len(entries[place].numbers)
+    length = 0
+    while place + length < len(entries):
+        old, new = entries[start + length], entries[place + length]
+        if old.same != new.same:
+            break
+        differences = [None if b is None or a is None else b - a for a, b in zip(old.numbers, new.numbers, strict=True)]
+        if any(d is not None and s is not None and d != s for d, s in zip(differences, shift, strict=True)):
+            break
+        shift = [s if d is None else d for d, s in zip(differences, shift, strict=True)]
+        length += 1
+    return length, tuple(each or 0 for each in shift)
+
+
+SHIFTS = ("ops", *LEAVES)
+
+
+def _written(shift: Shift) -> dict[str, Any]:
+    if len(shift) == 1:
+        return {"shift": shift[0]}
+    return {"shift": {name: each for name, each in zip(SHIFTS, shift, strict=True) if each}}
+
+
+def _unfold_list(node: Node, shifted: Callable[[Any, Shift], Any], n_shifts: int, budget: _Budget) -> list[Any]:
+    """The list without copies; ``shifted`` gives an entry with its numbers shifted, or None where it has none of the kind."""
+    found: list[Any] = []
+    for child in node.items():
+        if not isinstance(child.value, dict) or "again" not in child.value:
+            budget.take(1, child)
+            found.append(child.value)
+            continue
+        part = child.fields("again", "back", "shift")
+        count, back = part["again"].integer(1), part["back"].integer(1, len(found))
+        budget.take(count, child)
+        shift = _read_shift(part["shift"], n_shifts)
+        for _ in range(count):
+            copy = shifted(found[-back], shift)
+            if copy is None:
+                raise part["back"].error("the distance to entries whose numbers can be shifted so")
+            found.append(copy)
+    return found
+
+
+def _read_shift(node: Node, n_shifts: int) -> Shift:
+    if n_shifts == 1:
+        return (node.integer(-MAX_INTEGER),)
+    part = node.fields(optional=SHIFTS)
+    return tuple(part[name].integer(-MAX_INTEGER) if name in part else 0 for name in SHIFTS)
+
+
+def _numbered(item: Any) -> _Entry:
+    number, entry = item
+    return _Entry(item, _text(entry), (number,))
+
+
+def _shift_numbered(item: Any, shift: Shift) -> Any:
+    if not isinstance(item, list) or len(item) != 2 or not _whole(item[0]):
+        return None
+    return [item[0] + shift[0], item[1]]
+
+
+Places = tuple[dict[str, int], ...]
+
+
+def _places(document: dict[str, Any]) -> Places:
+    """Per list of leaves the place of each path."""
+    found = []
+    for name in LEAVES:
+        leaves = document.get(name)
+        paths = [leaf.get("path") for leaf in leaves if isinstance(leaf, dict)] if isinstance(leaves, list) else []
+        found.append({path: place for place, path in reversed(list(enumerate(paths))) if isinstance(path, str)})
+    return tuple(found)
+
+
+def _collective(item: dict[str, Any], places: Places) -> _Entry:
+    """A collective; the op's number, and the places of leaves that its value and its op are named by, may differ in a copy."""
+    op, value = item.get("op"), item.get("value") or {}
+    same = {**item, "op": op[1:] if isinstance(op, list | tuple) else op, "value": dict(value)}
+    argument, result = places[0].get(value.get("argument")), places[1].get(op) if isinstance(op, str) else None
+    if argument is not None:
+        same["value"]["argument"] = None
+    if result is not None:
+        same["op"] = None
+    return _Entry(item, _text(same), (op[0] if isinstance(op, list | tuple) else None, argument, result))
+
+
+def _shift_collective(item: Any, shift: Shift, places: Places) -> Any:
+    if not isinstance(item, dict):
+        return None
+    copy, op, value = dict(item), item.get("op"), item.get("value")
+    if isinstance(op, list) and op and _whole(op[0]):
+        copy["op"] = [op[0] + shift[0], *op[1:]]
+    elif isinstance(op, str) and op in places[1]:
+        copy["op"] = _moved(op, shift[2], places[1])
+    if isinstance(value, dict) and isinstance(value.get("argument"), str) and value["argument"] in places[0]:
+        copy["value"] = value | {"argument": _moved(value["argument"], shift[1], places[0])}
+    return copy
+
+
+def _moved(path: str, shift: int, places: dict[str, int]) -> Any:
+    """The path so many places further; None where there is none, which no collective may have."""
+    wanted = places[path] + shift
+    return next((other for other, place in places.items() if place == wanted), None)
+
+
+# -- pytrees ---------------------------------------------------------------------------------------------------------------
+
+
+def _fold_structure(tree: Any) -> Any:
+    if not isinstance(tree, dict):
+        return tree
+    return {
+        name: _fold_list([_fold_structure(child) for child in part], _subtree)
+        if name in CHILDREN
+        else {key: _fold_structure(child) for key, child in part.items()}
+        if name == "dict"
+        else part
+        for name, part in tree.items()
+    }
+
+
+def _subtree(tree: Any) -> _Entry:
+    """A child of a pytree, whose leaves' numbers may differ by a constant in a copy."""
+    least = min(_leaves(tree), default=None)
+    return _Entry(tree, _text(_moved_tree(tree, -least if least else 0)), (least,))
+
+
+def _leaves(tree: Any) -> list[int]:
+    if isinstance(tree, dict):
+        if "again" in tree:
+            return []
+        parts = [part for name, part in tree.items() if name not in ("node", "keys")]
+        children = [child for part in parts for child in (part.values() if isinstance(part, dict) else part)]
+        return [leaf for child in children for leaf in _leaves(child)]
+    return [tree] if _whole(tree) else []
+
+
+def _moved_tree(tree: Any, shift: int, take: Callable[[], None] = lambda: None) -> Any:
+    """The pytree with greater numbers of leaves."""
+    take()
+    if isinstance(tree, list):
+        return [_moved_tree(child, shift, take) for child in tree]
+    if not isinstance(tree, dict):
+        return tree + shift if _whole(tree) else tree
+    if "again" in tree:
+        return tree
+    return {name: part if name in ("node", "keys") else _moved_part(name, part, shift, take) for name, part in tree.items()}
+
+
+def _moved_part(name: str, part: Any, shift: int, take: Callable[[], None]) -> Any:
+    if name == "dict" and isinstance(part, dict):
+        return {key: _moved_tree(child, shift, take) for key, child in part.items()}
+    return _moved_tree(part, shift, take)
+
+
+def _unfold_structure(node: Node, budget: _Budget, depth: int = 0) -> Any:
+    tree = node.value
+    if not isinstance(tree, dict) or depth > MAX_DEPTH:
+        return tree
+    found = {}
+    for name, child in node.members():
+        if name in CHILDREN and isinstance(child.value, list):
+            inner = [Node(_unfold_structure(each, budget, depth + 1), each.where) for each in child.items()]
+            found[name] = _unfold_list(
+                Node([each.value for each in inner], child.where),
+                lambda item, shift: _moved_tree(item, shift[0], lambda: budget.take(1, node)),
+                1,
+                budget,
+            )
+        elif name == "dict" and isinstance(child.value, dict):
+            found[name] = {key: _unfold_structure(each, budget, depth + 1) for key, each in child.members()}
+        else:
+            found[name] = child.value
+    return found
+
+
+# -- helpers ---------------------------------------------------------------------------------------------------------------
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
