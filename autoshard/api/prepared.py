@@ -26,6 +26,7 @@ from autoshard.ir import Mesh
 from autoshard.ir.remat import Remat
 from autoshard.judge.evaluate import recomputation
 from autoshard.judge.model import CostModel
+from autoshard.mesh_search.anytime import OutOfTime
 from autoshard.mesh_search.candidates import placed
 from autoshard.mesh_search.refinement import refined
 from autoshard.mesh_search.search import Refused, search_meshes
@@ -175,6 +176,9 @@ def within(
     """The best solution within the memory limit; within the reserve of it too, if it has one and nothing fits otherwise."""
     try:
         return searched(prepared.limit * (1 - RESERVE) if reserves else prepared.limit)
+    except OutOfTime:
+        if not reserves:
+            raise
     except InfeasibleError as error:
         if not reserves or (error.smallest_peak_bytes or math.inf) > prepared.limit:
             raise error if error.proven or not prepared.most_axes or mesh == MOST_AXES else _with_axes(error) from None

@@ -26,8 +26,9 @@ from autoshard.mesh_search.bounds import bounded, first_bound, message_bound
 from autoshard.mesh_search.finalists import BASELINES, finalists
 from autoshard.problem import NO_HINTS, Hints, Problem
 from autoshard.progress import Progress, part, silent
-from autoshard.search.baselines import DataParallel
+from autoshard.search.baselines import DataParallel, FullySharded
 from autoshard.search.searcher import Searcher, Solution
+from autoshard.search.tensor_parallel import TensorParallel
 
 Finer = Callable[[Problem, Solution | None, Progress], tuple[Problem, Hints] | None]
 """From the best problem, its solution if there is one, and progress to a problem of more axes with hints; None: there is none."""
@@ -237,6 +238,17 @@ class _Search:
                 bound = min(self.best[2].lower_bound_seconds, solution.judgement.cost.objective_seconds)  # the bound is of the mesh
                 self._keep(number, replace(solution, lower_bound_seconds=bound, finder=baseline.name))
 
+    def _keep_first_baseline(self) -> None:
+        """Keeps the first answer of a baseline within the memory limit, those first that take little time; however long that takes."""
+        sizes = {problem.mesh.sizes: number for number, problem in reversed([*enumerate(self.problems)])}
+        numbers = sorted(sizes.values())  # one placement of each mesh, which all take the same memory
+        for baseline in (DataParallel(), FullySharded(stage=3), TensorParallel()):
+            for number in numbers if baseline.differs_by_mesh else numbers[:1]:
+                with suppress(InfeasibleError, SearchLimitError, ShardingError):
+                    self.hints.setdefault(number, NO_HINTS)
+                    solution = baseline.solve(self.problems[number])
+                    return self._keep(number, replace(solution, finder=baseline.name))
+
     def others(self) -> tuple[Solution, ...]:
         """The finalists without the best solution."""
         assert self.best is not None
@@ -245,16 +257,14 @@ class _Search:
         return tuple(replace(solution, notes=(*solution.notes, *self.notes)) for solution in ranked[1:] if solution is not best)
 
     def end_early(self) -> None:
-        """Makes incumbents solutions; where an automatic searcher has none, data parallelism's."""
+        """Makes incumbents solutions; where an automatic searcher has none, a baseline's that fits, if any does, on any mesh."""
         for number, incumbent in self.incumbents.items():
             if incumbent.hints is not None and number not in self.solutions:
                 self.hints[number] = incumbent.hints
             if (solution := incumbent.solution()) is not None:
                 self._keep(number, solution)
         if self.best is None and self.searcher.automatic:
-            with suppress(InfeasibleError, ShardingError):
-                self.hints.setdefault(0, NO_HINTS)
-                self._keep(0, DataParallel().solve(self.problems[0]))
+            self._keep_first_baseline()
         several = len({problem.mesh.sizes for problem in self.problems}) > 1
         reached = max(len(self.incumbents), 1)
         rest = ", before any of more axes" if self.finer is not None and reached <= self.n_given else ""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from programs import PROGRAMS
 
 import autoshard
+from autoshard.cluster import Cluster
 from autoshard.errors import SearcherError, SearchLimitError
 
 OPTIONS = {"cluster": "v5e:2x4", "searcher": "auto"}
@@ -52,6 +55,21 @@ def test_the_time_limit_ends_a_search():
         autoshard.search(fn, *args, time_limit_seconds=1e-6, memory_limit_bytes=10.0, **OPTIONS)
     with pytest.raises(SearcherError, match="positive number of seconds"):
         autoshard.search(fn, *args, time_limit_seconds=0, **OPTIONS)
+
+
+@pytest.mark.parametrize("program", ["gpt", "moe", "convnet"])
+@pytest.mark.parametrize("baseline", ["data_parallel", "fully_sharded", "tensor_parallel"])
+def test_where_a_baseline_fits_the_time_limit_never_leaves_nothing(program, baseline):
+    """With no time at all and what a baseline takes, on any mesh, as the limit, something within the limit is found."""
+    fn, args = PROGRAMS[program]()
+    cluster = Cluster.parse("v5e:2x4")
+    for mesh in ({"data": 8}, {"data": 4, "model": 2}, {"data": 2, "model": 4}):
+        free = autoshard.search(fn, *args, cluster=cluster, mesh=mesh, searcher=baseline)
+        limit = free.cost.peak_bytes
+        found = autoshard.search(fn, *args, cluster=cluster, memory_limit_bytes=limit, time_limit_seconds=1e-9)
+        assert found.cost.peak_bytes <= limit
+        small = replace(cluster, memory_limit_bytes=int(1.001 * limit))  # of which 2 % are a reserve, if anything fits without
+        assert autoshard.search(fn, *args, cluster=small, time_limit_seconds=1e-9).cost.peak_bytes <= small.memory_limit_bytes
 
 
 def test_a_frontier_ends_early_too():
