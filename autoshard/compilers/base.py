@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from autoshard.cluster import Device
+from autoshard.compilers.all_reduce_combiner import is_formed
 from autoshard.compilers.buffer_assignment import Buffers, Copy, buffers
 from autoshard.compilers.fused_program import Fusion, Kernel
 from autoshard.compilers.fusion import FusionRules
@@ -19,7 +20,7 @@ from autoshard.compilers.kernel_order import Orders, program_orders, shortest
 from autoshard.compilers.op_patterns import Minor
 from autoshard.compilers.traffic import Traffic, traffic_by_op
 from autoshard.cost.reshard import Step
-from autoshard.ir import Assignment, Graph, Layout
+from autoshard.ir import Assignment, Graph, Layout, Value
 
 if TYPE_CHECKING:
     from autoshard.compilers.program_facts import ProgramFacts
@@ -80,6 +81,15 @@ class Compiler:
     def carried(self) -> tuple[str, ...]:
         """The kinds of those that start with a matrix product, and are waited for where there is none."""
         return ()
+
+    def scatters(self, value: Value, step: Step, mesh: tuple[int, ...]) -> bool:
+        """Whether a reduce_scatter of a value is one, and not an all_reduce and slices of it.
+
+        Args:
+            step: the reduce_scatter.
+            mesh: the sizes of the mesh's axes.
+        """
+        return is_formed(value, step, mesh)
 
     @property
     def windows(self) -> bool:

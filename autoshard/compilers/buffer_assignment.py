@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autoshard.compilers.all_reduce_combiner import COMBINED_BYTES, is_formed
+from autoshard.compilers.all_reduce_combiner import COMBINED_BYTES
 from autoshard.compilers.kernel_order import Lifetimes, usage
 from autoshard.cost.reshard import Step
 from autoshard.ir import Assignment, Layout, Op, operand_layout, shards
@@ -241,7 +241,7 @@ def stored_partials(
     whole: list[int] = []
     for op, step in sorted(partials.items()):
         value, nbytes = ops[op].results[0], step.nbytes
-        if step.kind == "reduce_scatter" and not is_formed(values[value], step, mesh):
+        if step.kind == "reduce_scatter" and not facts.compiler.scatters(values[value], step, mesh):
             whole.append(op)
         elif fusion.last[value]:
             k = next((k for k, (size, _) in enumerate(groups) if size + nbytes <= COMBINED_BYTES), len(groups))

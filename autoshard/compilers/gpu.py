@@ -12,7 +12,8 @@ from autoshard.compilers.fused_program import Fusion
 from autoshard.compilers.fusion import FusionRules
 from autoshard.compilers.kernel_order import Orders, filled_at_once, gradients_last, program_orders, shortest
 from autoshard.compilers.program_facts import ProgramFacts
-from autoshard.ir import Assignment, Graph
+from autoshard.cost.reshard import Step
+from autoshard.ir import Assignment, Graph, Value
 from autoshard.ir.collective import KINDS
 
 # Vector operations an element, where XLA:GPU (jaxlib 0.10.2, compiled for H100) weighs them otherwise. Of what a product and another kernel
@@ -64,6 +65,9 @@ class XlaGpu(Compiler):
             stores_values_of_many=True,
             stores_transposed=True,
         )
+
+    def scatters(self, value: Value, step: Step, mesh: tuple[int, ...]) -> bool:
+        return True  # evidence: parts of any size are scattered
 
     def orders(self, graph: Graph, fusion: Fusion) -> Orders:
         """With an order in which gradients are computed while others are sent, and so after those of activations."""

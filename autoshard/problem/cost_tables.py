@@ -12,7 +12,6 @@ from functools import reduce
 
 import numpy as np
 
-from autoshard.compilers.all_reduce_combiner import is_formed
 from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.cost.reshard import Step
 from autoshard.errors import ShardingError
@@ -205,7 +204,7 @@ class CostTables:
     def kept_partials(self, variable: int, domain: CostedDomain) -> np.ndarray:
         """The bytes ``(n,)`` of a leader's partial result that a device keeps until all such are combined, by the labels of its domain.
 
-        So are those of which compilers form no reduce_scatter (`autoshard.compilers.buffer_assignment.stored_partials`).
+        So are those of which the compiler forms no reduce_scatter (`autoshard.compilers.buffer_assignment.stored_partials`).
         """
         if (kept := self._kept.get(domain)) is None:
             op = self.facts.graph.walk()[self.decisions.variables[variable].leader]
@@ -216,7 +215,8 @@ class CostTables:
         step = next(iter(self.model.reduction_path(self.facts, op, label, 0)), None)
         if step is None or step.kind != "reduce_scatter":
             return 0.0
-        return 0.0 if is_formed(self.facts.graph.values[op.results[0]], step, self.model.mesh.sizes) else step.nbytes
+        formed = self.facts.compiler.scatters(self.facts.graph.values[op.results[0]], step, self.model.mesh.sizes)
+        return 0.0 if formed else step.nbytes
 
     def _own_seconds(self, steps: tuple[Step, ...]) -> float:
         """The seconds of an op's own collectives."""

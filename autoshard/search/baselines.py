@@ -247,7 +247,7 @@ def _most_sharded(problem: Problem, value: int) -> Layout:
     """The layout over as many devices as possible: of the dimensions that most devices divide the largest; other axes on others.
 
     A parameter sharded along one dimension is gathered by one collective, and its gradient scattered by one
-    (`compilers.all_reduce_combiner.is_formed`).
+    (`compilers.Compiler.scatters`).
     """
     shape, sizes = problem.graph.values[value].shape, problem.mesh.sizes
     layouts = [_split(problem, value, dim) for dim in range(len(shape))]

@@ -10,8 +10,8 @@ import optax
 from jax import lax
 
 from autoshard.compilers.gpu import BUCKET_LIMITS
-from benchmarks.evidence.measures import after_the_last, largest, stored
-from benchmarks.evidence.program import F32, SPLIT, WHOLE, Program, leaf, named, program
+from benchmarks.evidence.measures import after_the_last, formed, largest, stored
+from benchmarks.evidence.program import BF16, F32, SPLIT, WHOLE, Program, leaf, named, program
 from benchmarks.evidence.programs.kernels import GROUPED, KEPT, KEYS, QUERIES, gradients
 
 LAST = after_the_last("bf16[2048,2048]", "bf16[8192,2048]")
@@ -96,6 +96,27 @@ for kind in ("all-gather", "reduce-scatter"):
     for title, extra in (("", {}), (", in buckets of 12 MiB", BUCKET)):
         args = leaf(64, 1024, dtype=F32), *[leaf(1024, 1024, dtype=F32)] * 12
         named(f"{kind}s of 4 MiB on GPUs{title}", Program(gathered_and_scattered, args, largest(kind), HOST, (SPLIT, SPLIT), extra))
+
+# -- reduce_scatters that are formed ---------------------------------------------------------------------------------------
+
+COLUMNS, ROWS = [[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 4], [1, 5], [2, 6], [3, 7]]  # of a mesh of 2 x 4
+
+
+def scattered_rows(x, y):
+    return lax.psum_scatter(x.T @ y, "x", tiled=True)
+
+
+def scattered_twice(x, y):
+    rows = lax.psum_scatter(x.T @ y, "x", tiled=True, axis_index_groups=COLUMNS)
+    return lax.psum_scatter(rows, "x", scatter_dimension=1, tiled=True, axis_index_groups=ROWS)
+
+
+for rows, columns in ((1024, 1024), (8, 768), (32, 1024), (5120, 200), (1024, 12)):
+    for dtype in (BF16, F32):
+        args = leaf(512, rows, dtype=dtype), leaf(512, columns, dtype=dtype)
+        title = f"a {jnp.dtype(dtype).name} gradient of {rows} x {columns}"
+        for how, function in (("over 8", scattered_rows), ("over 4 and 2", scattered_twice)):
+            named(f"{title} scattered {how} on GPUs", Program(function, args, formed("reduce-scatter"), HOST, (SPLIT, SPLIT)))
 
 # -- orders ----------------------------------------------------------------------------------------------------------------
 
