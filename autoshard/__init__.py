@@ -5,6 +5,8 @@ from autoshard.api import (
     Confirm,
     Frontier,
     Strategy,
+    Sweep,
+    SweepPoint,
     Verification,
     collective_seconds,
     evaluate,
@@ -13,6 +15,7 @@ from autoshard.api import (
     matmul_seconds,
     parallelize,
     search,
+    sweep,
     verify,
 )
 from autoshard.cluster import Cluster
@@ -76,6 +79,8 @@ __all__ = [
     "ShardingPropagation",
     "Strategy",
     "StrategyError",
+    "Sweep",
+    "SweepPoint",
     "TensorParallel",
     "TraceError",
     "Verification",
@@ -91,5 +96,6 @@ __all__ = [
     "parallelize",
     "parameter_server",
     "search",
+    "sweep",
     "verify",
 ]

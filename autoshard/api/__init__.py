@@ -7,6 +7,7 @@ from autoshard.api.parallelize import Parallelized, parallelize
 from autoshard.api.search import evaluate, search
 from autoshard.api.step import Step
 from autoshard.api.strategy import Strategy, load
+from autoshard.api.sweep import Sweep, SweepPoint, sweep
 from autoshard.api.verification import Verification, verify
 
 __all__ = [
@@ -15,6 +16,8 @@ __all__ = [
     "Parallelized",
     "Step",
     "Strategy",
+    "Sweep",
+    "SweepPoint",
     "Verification",
     "collective_seconds",
     "evaluate",
@@ -23,5 +26,6 @@ __all__ = [
     "matmul_seconds",
     "parallelize",
     "search",
+    "sweep",
     "verify",
 ]

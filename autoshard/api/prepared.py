@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from autoshard.api.recorded import record_of
 from autoshard.api.start import better, carried
 from autoshard.api.step import Sharded, plain, several
 from autoshard.api.strategy import Strategy
+from autoshard.api.tracing import TracedOnce
 from autoshard.api.user_pins import Asked, UserPins, user_pins, with_batch
 from autoshard.budgets import BUDGETS
 from autoshard.cluster import Cluster
@@ -156,11 +158,18 @@ def traced_of(
     """
     started = time.perf_counter()
     if whole is None:
-        donated = (*several(donate_argnums), *(fn.donate_argnums if isinstance(fn, Sharded) else ()))
-        whole = trace(plain(fn), *args, donate_argnums=donated, axis_names=tuple(dict.fromkeys(axis_names)), own_donation=True)
+        whole = whole_of(fn, args, donate_argnums, axis_names)
     traced = microbatched(rematerialised(whole, remat), microbatches)
     facts = program_facts(traced.graph, rules_of(traced.graph), compiler_of(cluster))
     return traced, facts, {"trace_seconds": time.perf_counter() - started, "n_ops": len(traced.graph.walk())}
+
+
+def whole_of(fn, args, donate_argnums, axis_names) -> Traced:
+    """The function as it is traced in one microbatch without recomputation; arguments are `traced_of`'s."""
+    own = fn.__wrapped__ if isinstance(fn, TracedOnce) else fn
+    donated, axes = (*several(donate_argnums), *(own.donate_argnums if isinstance(own, Sharded) else ())), tuple(dict.fromkeys(axis_names))
+    make = partial(trace, plain(fn), *args, donate_argnums=donated, axis_names=axes, own_donation=True)
+    return fn.traced((donated, axes), make) if isinstance(fn, TracedOnce) else make()
 
 
 def with_recomputation(facts: ProgramFacts, model: CostModel, solution: Solution) -> Solution:

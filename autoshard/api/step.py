@@ -20,6 +20,7 @@ from autoshard.api.calls import UNLIKE, Repeat, anew, guarded, is_traced
 from autoshard.api.collecting import rarely_collecting
 from autoshard.api.placing import apart, put
 from autoshard.api.saved_graphs import check_root, save_plan, save_text
+from autoshard.api.tracing import TracedOnce
 from autoshard.cluster import Cluster
 from autoshard.compilers import TARGETS
 from autoshard.errors import StrategyError, TraceError
@@ -74,9 +75,9 @@ def several(positions: int | Sequence[int]) -> tuple:
     return tuple(positions) if isinstance(positions, Sequence) else (positions,)
 
 
-def plain(fn: Callable | Sharded) -> Callable:
+def plain(fn: Callable | Sharded | TracedOnce) -> Callable:
     """The function without any sharding of ours: what a search, or another strategy, starts from."""
-    return plain(fn.__wrapped__) if isinstance(fn, Sharded) else fn
+    return plain(fn.__wrapped__) if isinstance(fn, Sharded | TracedOnce) else fn
 
 
 def bucket_options(platform: str, bucket_bytes: int | None) -> Options:

@@ -35,13 +35,14 @@ def command(commands, name: str, run, what: str, example: str, reports: bool = T
     return parser
 
 
-def add_function(parser: argparse.ArgumentParser) -> None:
-    """Which program, with which arguments."""
+def add_function(parser: argparse.ArgumentParser, more: str = "") -> None:
+    """Which program, with which arguments; ``more`` says more of these."""
     parser.add_argument("program", metavar="MODULE:FUNCTION", help="the function to shard; modules are found from the current folder too")
     parser.add_argument(
         "--args",
         metavar="MODULE:NAME",
-        help="its arguments: a tuple of arrays, jax.ShapeDtypeStructs or pytrees of them, or a function without arguments that returns it",
+        help="its arguments: a tuple of arrays, jax.ShapeDtypeStructs or pytrees of them, or a function without arguments that returns it"
+        + more,
     )
     parser.add_argument(
         "--devices", metavar="N", type=int, help="give JAX N virtual CPU devices, for a program that builds a mesh of its own"
@@ -133,6 +134,22 @@ def path_spec(text: str) -> tuple[str, tuple]:
     if not equals or not path.strip():
         raise argparse.ArgumentTypeError(f"a pin reads PATH=SPEC, such as \"state['w']=data,None\", got {text!r}")
     return path.strip(), spec(right)
+
+
+def path_price(text: str) -> tuple[str, float]:
+    """Cluster or device, and the price of a device-hour.
+
+    >>> path_price("h100=2.5")
+    ('h100', 2.5)
+    """
+    name, _, price = text.rpartition("=")
+    try:
+        found = float(price)
+    except ValueError:
+        found = 0.0
+    if not name.strip() or not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"a price of a device-hour reads h100=2.5, got {text!r}")
+    return name.strip(), found
 
 
 def size(text: str) -> float:

@@ -29,18 +29,8 @@ def load(program: str, args: str | None, devices: int | None = None) -> tuple[Ca
     Raises:
         ProgramError: a name is malformed or not found, the function cannot be called, or the arguments do not fit it.
     """
-    if devices is not None:
-        from autoshard.demo.devices import virtual_devices
-
-        virtual_devices(devices)
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.insert(0, here)
+    function = _function(program, devices)
     with contextlib.redirect_stdout(sys.stderr):
-        function = _named(program, "a program")
-        if not callable(function):
-            raise ProgramError(
-                f"a program is a function, and {program} is of type {type(function).__name__}. Name a function in that module."
-            )
         arguments = () if args is None else _arguments(args)
     try:
         signature = inspect.signature(function)
@@ -55,6 +45,44 @@ def load(program: str, args: str | None, devices: int | None = None) -> tuple[Ca
             "Name a function that returns the tuple of its arguments with --args MODULE:NAME."
         ) from None
     return function, arguments
+
+
+def load_maker(program: str, args: str | None, devices: int | None = None) -> tuple[Callable, Callable[[int], tuple]]:
+    """The function, and the function of a batch size that makes its arguments.
+
+    Raises:
+        ProgramError: a name is malformed or not found, or is no function.
+    """
+    function = _function(program, devices)
+    if args is None:
+        raise ProgramError("with --batch the arguments are a function of the batch size. Name it with --args MODULE:NAME.")
+    with contextlib.redirect_stdout(sys.stderr):
+        maker = _named(args, "--args")
+    try:
+        inspect.signature(maker).bind(1)
+    except TypeError:
+        raise ProgramError(
+            f"with --batch --args names a function of the batch size that returns the tuple of arguments, and {args} is none. "
+            "Write def example_args(batch): ... ."
+        ) from None
+    return function, maker
+
+
+def _function(program: str, devices: int | None) -> Callable:
+    """The program's function, imported from the current folder or the installed packages."""
+    if devices is not None:
+        from autoshard.demo.devices import virtual_devices
+
+        virtual_devices(devices)
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)
+    with contextlib.redirect_stdout(sys.stderr):
+        function = _named(program, "a program")
+    if not callable(function):
+        raise ProgramError(
+            f"a program is a function, and {program} is of type {type(function).__name__}. Name a function in that module."
+        )
+    return function
 
 
 def _arguments(name: str) -> tuple:

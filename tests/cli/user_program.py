@@ -17,7 +17,11 @@ def train_step(state, batch):
 
 
 def example_args():
-    x = jax.ShapeDtypeStruct((64, 32), jnp.float32)
+    return args_of(64)
+
+
+def args_of(rows):
+    x = jax.ShapeDtypeStruct((rows, 32), jnp.float32)
     params = {"up": jax.ShapeDtypeStruct((32, 128), jnp.float32), "down": jax.ShapeDtypeStruct((128, 32), jnp.float32)}
     return {"params": params}, {"x": x, "y": x}
 
