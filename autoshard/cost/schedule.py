@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import accumulate
 
 COMPUTE, WIRES, BOTH, PRODUCT, CARRIED = range(5)
 _WIRES = frozenset({WIRES, CARRIED})
@@ -52,17 +53,20 @@ class Schedule:
     Attributes:
         makespan_seconds: the end of the last task.
         exposed_seconds: per task on the links, how long compute is idle while it runs; absent where it never is.
+        start_seconds: when each task starts.
     """
 
     makespan_seconds: float
     exposed_seconds: dict[int, float]
+    start_seconds: list[float]
 
 
 def schedule(tasks: Tasks) -> Schedule:
     """The list schedule of some tasks; O(n log n)."""
     seconds, streams = tasks.seconds, tasks.streams
     if _WIRES.isdisjoint(streams):
-        return Schedule(sum(seconds), {i: seconds[i] for i, stream in enumerate(streams) if stream == BOTH})
+        begins = list(accumulate(seconds, initial=0.0))
+        return Schedule(sum(seconds), {i: seconds[i] for i, stream in enumerate(streams) if stream == BOTH}, begins[:-1])
     newest, older, readers = [-1] * len(seconds), [], []  # linked lists of each task's dependents: flat, for the garbage collector's sake
     missing = [0] * len(seconds)
     longest = list(seconds)  # the longest path from a task's start to the end
@@ -82,7 +86,7 @@ def schedule(tasks: Tasks) -> Schedule:
             heappush(arriving[streams[i] in _WIRES], (0.0, i))
     free = [0.0, 0.0]
     since = [0.0, 0.0]  # the time up to which ready tasks were moved to ``waiting``
-    ready = [0.0] * len(seconds)
+    ready, begins = [0.0] * len(seconds), [0.0] * len(seconds)
     runs: list[tuple[float, float, int]] = []  # of the links, in order
     idle: list[tuple[float, float]] = []  # of compute, in order
     exposed: dict[int, float] = {}
@@ -117,7 +121,7 @@ def schedule(tasks: Tasks) -> Schedule:
         products -= streams[i] == PRODUCT
         if streams[i] == BOTH:
             begin = max(begin, free[WIRES])
-        end = begin + seconds[i]
+        begins[i], end = begin, begin + seconds[i]
         if stream == COMPUTE:
             if begin > free[COMPUTE]:
                 idle.append((free[COMPUTE], begin))
@@ -140,7 +144,7 @@ def schedule(tasks: Tasks) -> Schedule:
     if finish > free[COMPUTE]:
         idle.append((free[COMPUTE], finish))
     _expose(idle, runs, exposed)
-    return Schedule(finish, exposed)
+    return Schedule(finish, exposed, begins)
 
 
 def _expose(idle: Sequence[tuple[float, float]], runs: Sequence[tuple[float, float, int]], exposed: dict[int, float]) -> None:

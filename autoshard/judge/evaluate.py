@@ -44,6 +44,12 @@ class Judgement:
     partials: Mapping[int, Step] = field(default_factory=dict, repr=False)
 
 
+def scheduled(facts: ProgramFacts, model: CostModel, assignment: Assignment) -> tuple[Judgement, TaskGraph]:
+    """The cost of an assignment with the tasks that its makespan is of, each region with its schedule."""
+    judge = _Judge(facts, model, assignment)
+    return judge.judgement(), judge.tasks
+
+
 def evaluate(facts: ProgramFacts, model: CostModel, assignment: Assignment) -> Judgement:
     """The cost of an assignment; O(n log n) in the program's size."""
     return _Judge(facts, model, assignment).judgement()
@@ -104,7 +110,7 @@ class _Judge:
 
     def judgement(self) -> Judgement:
         self._run(self.graph.ops)
-        end = len(self.graph.walk())
+        end, self.tasks.op = len(self.graph.walk()), -1
         for result, argument in self.graph.aliases:
             value = self.graph.results[result]
             if self.facts.free[value]:
@@ -176,6 +182,7 @@ class _Judge:
 
     def _run(self, ops: Iterable[Op]) -> None:
         for op in ops:
+            self.tasks.op = op.index
             if op.bodies:
                 self._control_flow(op)
             else:
@@ -193,6 +200,7 @@ class _Judge:
         self._prefetch(op)
         for body in op.bodies:
             self._run(body.ops)
+        self.tasks.op = op.index
         after = self._flows(op, lambda flow: flow.inside or flow.value in made_inside)
         if not loop:
             self.makers.update((value, maker) for value, maker in after.items() if value in op.results)

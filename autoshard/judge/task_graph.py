@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from autoshard.cost.reshard import Step
-from autoshard.cost.schedule import BOTH, COMPUTE, PRODUCT, Tasks, schedule
+from autoshard.cost.schedule import BOTH, COMPUTE, PRODUCT, Schedule, Tasks, schedule
 from autoshard.ir import Op, Reason
 from autoshard.judge.attribution import Blame
 from autoshard.judge.model import CostModel
@@ -29,6 +29,9 @@ class Region:
         needs: the tasks of that region that end before the loop begins.
         sent: the positions in `TaskGraph.sent` of collectives, by their tasks.
         fused: tasks that are part of their readers' kernels.
+        ops: the index of the op that each task is of; -1 where it is of none.
+        loops: the regions of loops, by the tasks that stand for them.
+        times: when each task starts, once the region is scheduled.
     """
 
     runs: int
@@ -37,6 +40,14 @@ class Region:
     tasks: Tasks = field(default_factory=Tasks)
     sent: dict[int, int] = field(default_factory=dict)
     fused: list[int] = field(default_factory=list)
+    ops: list[int] = field(default_factory=list)
+    loops: dict[int, Region] = field(default_factory=dict)
+    times: Schedule | None = None
+
+    def add(self, op: int, seconds: float, stream: int, needs: Iterable[int]) -> int:
+        """The number of a new task."""
+        self.ops.append(op)
+        return self.tasks.add(seconds, stream, tuple(needs))
 
 
 Maker = tuple[Region, int]
@@ -68,6 +79,7 @@ class TaskGraph:
 
     Attributes:
         region: the one that tasks are added to.
+        op: the index of the op whose tasks are added; -1 for none.
         sent: all collectives.
         exposures: per position in `sent` its exposed seconds, once its region is scheduled.
         compute_seconds, communication_seconds, exposed_seconds, saved_seconds: sums over the step.
@@ -80,6 +92,7 @@ class TaskGraph:
             streams: of each kind of collective that runs beside compute.
         """
         self.region = Region(1)
+        self.op = -1
         self.sent: list[Sent] = []
         self.exposures: dict[int, float] = {}
         self.compute_seconds = self.communication_seconds = self.exposed_seconds = self.saved_seconds = 0.0
@@ -96,7 +109,7 @@ class TaskGraph:
             region = self.region
             self.communication_seconds += step.seconds * trips
             stream = self._streams.get(step.kind, BOTH)
-            task = region.tasks.add(step.seconds * trips / (region.runs or 1), stream, tuple(needs))
+            task = region.add(self.op, step.seconds * trips / (region.runs or 1), stream, needs)
             region.sent[task] = len(self.sent)
             self.sent.append(Sent(step, trips, source, moved, cause, step.compiled_nbytes))
             needs = self.compute(step.copying_seconds, trips, {task}) if step.copying_seconds else {task}
@@ -111,12 +124,12 @@ class TaskGraph:
     def compute(self, seconds: float, trips: int, needs: set[int], stream: int = COMPUTE) -> set[int]:
         """Adds a kernel; gives the task that has to end before its result is there."""
         self.compute_seconds += seconds * trips
-        return {self.region.tasks.add(seconds * trips / (self.region.runs or 1), stream, tuple(needs))}
+        return {self.region.add(self.op, seconds * trips / (self.region.runs or 1), stream, needs)}
 
     def join(self, needs: set[int]) -> Maker | None:
         """One task that ends when all of some do."""
         if len(needs) > 1:
-            return self.region, self.region.tasks.add(0.0, COMPUTE, tuple(needs))
+            return self.region, self.region.add(self.op, 0.0, COMPUTE, needs)
         return (self.region, next(iter(needs))) if needs else None
 
     def needs(self, makers: Iterable[Maker | None]) -> set[int]:
@@ -147,13 +160,15 @@ class TaskGraph:
         body, outside = self.region, self.region.outside
         assert outside is not None, "the program itself is not left"
         self.region = outside
-        return outside, outside.tasks.add(seconds * body.runs / (outside.runs or 1), COMPUTE, tuple(body.needs))
+        task = outside.add(self.op, seconds * body.runs / (outside.runs or 1), COMPUTE, body.needs)
+        outside.loops[task] = body
+        return outside, task
 
     def scheduled_seconds(self) -> float:
         """The seconds of one run of the region; notes how much of its collectives is exposed."""
         region = self.region
         _add_to_readers(region.tasks, region.fused)
-        found = schedule(region.tasks)
+        region.times = found = schedule(region.tasks)
         for task, position in region.sent.items():
             seconds = found.exposed_seconds.get(task, 0.0) * region.runs
             self.exposures[position] = seconds

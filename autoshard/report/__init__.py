@@ -1,0 +1,80 @@
+"""The report on a strategy: one HTML file that opens offline, and a trace file of its timeline."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from autoshard.errors import StrategyError
+from autoshard.explanation import Explanation, Judged
+from autoshard.pipeline.schedule import Timeline
+from autoshard.report.data import Content, content_of, to_data
+from autoshard.report.page import framed, page
+from autoshard.report.trace import pipeline_trace, step_trace
+from autoshard.strategy import Record
+
+__all__ = ["HtmlReport", "report"]
+
+
+@dataclass(eq=False)
+class HtmlReport:
+    """The report on a strategy with timeline, memory, mesh, tables and graph; a notebook shows it.
+
+    Attributes:
+        content: what it shows.
+    """
+
+    content: Content
+
+    @cached_property
+    def html(self) -> str:
+        """The page: one self-contained file."""
+        return page(to_data(self.content))
+
+    @property
+    def trace(self) -> dict[str, Any]:
+        """The timeline in Chrome's trace format, in microseconds.
+
+        Raises:
+            StrategyError: the program of the strategy is not at hand.
+        """
+        content, title = self.content, self.content.explanation.title
+        if content.schedule is not None:
+            return pipeline_trace(content.schedule, title)
+        if content.step is None:
+            raise StrategyError(
+                "A trace has the events of a program, and a strategy file has none. Name the program: autoshard explain FILE.json "
+                "--program module:function --args module:arguments --trace trace.json, or strategy.report(fn, *args).save_trace(path)."
+            )
+        return step_trace(content.step, content.record.mesh.names, title)
+
+    def save_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes the page; browsers open it without a network."""
+        Path(path).write_text(self.html, encoding="utf-8")
+
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Writes the trace, which ui.perfetto.dev and chrome://tracing open.
+
+        Raises:
+            StrategyError: as for `trace`.
+        """
+        Path(path).write_text(json.dumps(self.trace, separators=(",", ":"), allow_nan=False), encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        return framed(self.html)
+
+
+def report(record: Record, explanation: Explanation, judged: Judged | None = None, schedule: Timeline | None = None) -> HtmlReport:
+    """The report on a strategy.
+
+    Args:
+        record: the strategy's.
+        explanation: of it.
+        judged: its program; None where only the record is at hand, and the report says what it lacks.
+        schedule: the simulated schedule of a pipeline.
+    """
+    return HtmlReport(content_of(record, explanation, judged, schedule))

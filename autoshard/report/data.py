@@ -1,0 +1,233 @@
+"""Everything that a report shows, as JSON: columns of numbers, and each text once.
+
+The report's script reads it as it is; ``DATA`` in `autoshard/report/assets/report.js` names the same fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autoshard.cluster import Cluster
+from autoshard.explanation import Explanation, Judged
+from autoshard.explanation.groups import argument_groups, state_positions
+from autoshard.ir.words import spec_words
+from autoshard.pipeline.schedule import Timeline
+from autoshard.report.devices import devices_of
+from autoshard.report.memory import GROUPS, MemoryCurve, memory_curve
+from autoshard.report.program import Node, program
+from autoshard.report.timeline import Loop, timeline
+from autoshard.strategy import Record
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a report is made of.
+
+    Attributes:
+        record: the strategy.
+        explanation: its sentences and tables.
+        step: the events of a step; None where the program is not at hand.
+        memory, program: as `step`.
+        schedule: of a pipeline's stages; None where there are none.
+    """
+
+    record: Record
+    explanation: Explanation
+    step: Loop | None = None
+    memory: MemoryCurve | None = None
+    program: Node | None = None
+    schedule: Timeline | None = None
+
+
+def content_of(record: Record, explanation: Explanation, judged: Judged | None, schedule: Timeline | None) -> Content:
+    """What a report on a strategy is made of; the program is not known of a loaded record, and of a pipeline each stage has its own."""
+    if judged is None or record.pipeline is not None:
+        return Content(record, explanation, schedule=schedule)
+    return Content(record, explanation, timeline(judged), memory_curve(judged), program(judged))
+
+
+def to_data(content: Content) -> dict[str, Any]:
+    """The data of a report."""
+    record, found = content.record, content.explanation
+    texts = Texts()
+    data = {
+        "title": found.title,
+        "program": found.program,
+        "cluster": found.cluster,
+        "n_devices": found.n_devices,
+        "axes": [[name, size] for name, size in record.mesh.axes],
+        "sentences": list(found.sentences),
+        "figures": _figures(found),
+        "notes": list(found.notes),
+        "timeline": None if content.step is None else _loop(content.step, texts),
+        "memory": None if content.memory is None else _memory(content.memory, found, texts),
+        "mesh": None if record.pipeline is not None else _mesh(record),
+        "tensors": _tensors(record, found),
+        "collectives": _collectives(found),
+        "layers": _places(found.layers),
+        "lines": _places(found.lines),
+        "graph": None if content.program is None else _graph(content.program, texts),
+        "schedule": None if content.schedule is None else _schedule(content.schedule, record),
+    }
+    return data | {"texts": texts.all}
+
+
+class Texts:
+    """Texts by number: each is written once."""
+
+    def __init__(self):
+        self._numbers: dict[str, int] = {}
+
+    def __call__(self, text: str) -> int:
+        return self._numbers.setdefault(text, len(self._numbers))
+
+    @property
+    def all(self) -> list[str]:
+        """The texts in the order of their numbers."""
+        return list(self._numbers)
+
+
+def _short(number: float, digits: int = 6) -> float:
+    """The number with so many significant digits, whole if it is."""
+    rounded = float(f"{number:.{digits}g}")
+    return int(rounded) if rounded == int(rounded) else rounded
+
+
+def _figures(found: Explanation) -> dict[str, float]:
+    time = found.time
+    return {
+        "step": time.step_seconds,
+        "compute": time.compute_seconds,
+        "exposed": time.exposed_seconds,
+        "hidden": time.hidden_seconds,
+        "waiting": time.waiting_seconds,
+        "matrix_share": time.matrix_share,
+        "peak": found.peak_bytes,
+        "limit": found.limit_bytes,
+    }
+
+
+def _loop(loop: Loop, texts: Texts) -> dict[str, Any]:
+    """A loop's events in columns: start and duration in nanoseconds, and texts by their numbers."""
+    events = loop.events
+    return {
+        "trips": loop.trips,
+        "ns": _ns(loop.seconds),
+        "start": [_ns(event.start_seconds) for event in events],
+        "duration": [_ns(event.seconds) for event in events],
+        "name": [texts(event.name) for event in events],
+        "layer": [texts(event.layer) for event in events],
+        "pass": [texts(event.stage) for event in events],
+        "kind": [texts(event.kind) for event in events],
+        "axes": [texts(",".join(event.axes)) for event in events],
+        "bytes": [_short(event.bytes) for event in events],
+        "exposed": [_ns(event.exposed_seconds) for event in events],
+        "blocking": [int(event.is_blocking) for event in events],
+        "loops": {str(k): _loop(event.loop, texts) for k, event in enumerate(events) if event.loop is not None},
+    }
+
+
+def _ns(seconds: float) -> float:
+    return _short(seconds * 1e9, 9)
+
+
+def _memory(curve: MemoryCurve, found: Explanation, texts: Texts) -> dict[str, Any]:
+    return {
+        "groups": list(GROUPS),
+        "limit": found.limit_bytes,
+        "n_moments": curve.n_moments,
+        "moment": [moment.number for moment in curve.moments],
+        "at": [texts(moment.at) for moment in curve.moments],
+        "bytes": [[_short(moment.bytes[k]) for moment in curve.moments] for k in range(len(GROUPS))],
+        "peak": curve.peak,
+        "alive": [[each.name, each.group, _short(each.bytes), each.n] for each in curve.alive[:400]],
+    }
+
+
+def _mesh(record: Record) -> dict[str, Any]:
+    found = devices_of(Cluster.from_dict(record.cluster), record.mesh)
+    return {
+        "wiring": found.wiring,
+        "dimensions": list(found.dimensions),
+        "rings": list(found.rings),
+        "coordinates": [list(each) for each in found.coordinates],
+        "links": [list(each) for each in found.links],
+    }
+
+
+def _tensors(record: Record, found: Explanation) -> list[list[Any]]:
+    """Arguments, those that differ by indices on one row: name, kind, number, shape, dtype, spec, bytes of a device and of all, axes."""
+    state = {record.arguments[at].path for at in state_positions(record, None)}
+    rows = []
+    for group in argument_groups(record.arguments, record.mesh):
+        kind = "state" if not state.isdisjoint(group.paths) else "input"
+        axes = [axis for entry in group.spec if entry for axis in ((entry,) if isinstance(entry, str) else entry)]
+        shape = " × ".join(map(str, group.shape)) or "scalar"
+        known = group.name, kind, group.n + group.alike, shape, group.dtype, spec_words(group.spec)
+        rows.append([*known, _short(group.bytes), _short(group.whole_bytes), axes])
+    for group in found.activations:
+        axes = [axis for entry in group.spec if entry for axis in ((entry,) if isinstance(entry, str) else entry)]
+        shape = " × ".join(map(str, group.shape)) or "scalar"
+        known = group.name, "activation", group.n, shape, group.dtype, spec_words(group.spec)
+        rows.append([*known, _short(group.bytes), _short(group.whole_bytes), axes])
+    return rows
+
+
+def _collectives(found: Explanation) -> list[list[Any]]:
+    """Kind, axes, bytes, count, seconds, exposed seconds, tensor, source, cause and layer of each group."""
+    return [
+        [each.kind, list(each.axes), _short(each.bytes), each.count, _short(each.seconds), _short(each.exposed_seconds)]
+        + [each.tensor, each.source, each.cause, each.layer]
+        for each in found.collectives
+    ]
+
+
+def _places(places: Iterable[Any]) -> list[list[Any]]:
+    """Name, compute, communication and exposed seconds of each place."""
+    return [[each.name, _short(each.compute_seconds), _short(each.communication_seconds), _short(each.exposed_seconds)] for each in places]
+
+
+def _graph(node: Node, texts: Texts) -> dict[str, Any]:
+    """A node with its children; fields that say nothing are left out."""
+    whole: Mapping[str, Any] = {
+        "n": texts(node.name),
+        "k": node.kind,
+        "r": node.row,
+        "x": node.repeats,
+        "c": _short(node.compute_seconds, 4),
+        "s": _short(node.communication_seconds, 4),
+        "a": [_short(share, 3) for share in node.axes],
+        "v": node.result,
+        "e": [[a, b, _short(nbytes, 3)] for a, b, nbytes in node.edges],
+        "i": [_graph(child, texts) for child in node.children],
+    }
+    return {key: value for key, value in whole.items() if value or key == "n"}
+
+
+def _schedule(timeline: Timeline, record: Record) -> dict[str, Any]:
+    """A pipeline's schedule: per stage its tasks, and what they need of memory."""
+    assert record.pipeline is not None, "only pipelines have schedules"
+    return {
+        "name": timeline.schedule.name,
+        "n_microbatches": timeline.schedule.n_microbatches,
+        "n_chunks": timeline.schedule.n_chunks,
+        "bubble": timeline.bubble_fraction,
+        "ns": _ns(timeline.makespan_seconds),
+        "stages": [
+            {
+                "kind": "".join(span.task.kind for span in spans),
+                "microbatch": [span.task.microbatch for span in spans],
+                "chunk": [span.task.chunk for span in spans],
+                "start": [_ns(span.start_seconds) for span in spans],
+                "duration": [_ns(span.end_seconds - span.start_seconds) for span in spans],
+            }
+            for spans in timeline.spans
+        ],
+        "pieces": [
+            [str(stage.record.mesh), stage.record.mesh.size, stage.forward_seconds, stage.backward_seconds + stage.weights_seconds]
+            + [stage.after_seconds, max(stage.send_seconds, stage.send_back_seconds), stage.residual_bytes, stage.peak_bytes]
+            for stage in record.pipeline.stages
+        ],
+    }
