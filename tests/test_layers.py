@@ -40,6 +40,7 @@ LAYERS = (
     ("microbatch", "recompute"),  # runs ops on parts of their operands as `lower` does on shards; runs them again
     ("pipeline",),  # cuts the program of one microbatch into stages
     ("explanation",),  # of a judged program
+    ("report",),  # shows what an explanation says
     ("verify", "probe", "distributed", "data"),  # hands Shardy the program as `lower` rebuilds it; measures on meshes as `lower` makes them
     ("collectives", "api", "parameter_server"),
     ("checkpoint",),

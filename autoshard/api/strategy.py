@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.api.data import DataIterator, data_iterator
 from autoshard.api.explain import StrategyReport, explain
+from autoshard.api.explain_pipeline import timeline_of
 from autoshard.api.feeding import Matching
 from autoshard.api.leaf_shardings import leaf_shardings, pipeline_meshes, strategy_mesh
 from autoshard.api.pins import Pins
@@ -33,6 +34,7 @@ from autoshard.ir.naming import is_backward
 from autoshard.judge.model import CostModel
 from autoshard.lower import jax_mesh
 from autoshard.progress import Progress, silent
+from autoshard.report import HtmlReport, report
 from autoshard.rules import rules_of
 from autoshard.strategy import (
     Confirmation,
@@ -152,6 +154,22 @@ class Strategy:
             details: whether to add pictures of the shards, the results, the proof of optimality, and what the searcher did.
         """
         return explain(self.record, self._judged, details)
+
+    def report(self) -> HtmlReport:
+        """The strategy as a page with timeline, memory, mesh, tables and graph, which a notebook shows.
+
+        ``report().save_html(path)`` writes it as one file that opens offline, ``report().save_trace(path)`` the timeline for
+        ui.perfetto.dev. Of a strategy from a file the page has what the record has; `with_program` gives it the rest.
+
+        >>> import jax.numpy as jnp
+        >>> import autoshard
+        >>> strategy = autoshard.search(lambda w, x: x @ w, jnp.ones((4, 4)), jnp.ones((8, 4)), cluster="cpu:8")
+        >>> strategy.report().html[:15]
+        '<!DOCTYPE html>'
+        """
+        pipeline = self.record.pipeline
+        schedule = None if pipeline is None else timeline_of(self.record, pipeline)
+        return report(self.record, self.explain().data, self._judged, schedule)
 
     @cached_property
     def _judged(self) -> Judged | None:

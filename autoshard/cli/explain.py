@@ -26,11 +26,20 @@ def add(commands) -> None:
     parser.add_argument(
         "--details", action="store_true", help="add pictures of shards, results, the proof of optimality, and what the searcher did"
     )
+    parser.add_argument("--html", metavar="FILE", help="write a report that browsers open offline: timeline, memory, mesh, tables, graph")
+    parser.add_argument("--trace", metavar="FILE.json", help="write the timeline of a step for ui.perfetto.dev")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Loads and explains."""
+    """Loads and explains; writes the report and the trace instead, where they are asked for."""
     strategy = strategy_of(options)
+    if options.html is not None or options.trace is not None:
+        page = strategy.report()
+        if options.html is not None:
+            page.save_html(options.html)
+        if options.trace is not None:
+            page.save_trace(options.trace)
+        return 0
     report = strategy.explain(details=options.details)
     show_json(report.to_json()) if options.json else show(report)
     return 0

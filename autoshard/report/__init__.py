@@ -47,8 +47,8 @@ class HtmlReport:
             return pipeline_trace(content.schedule, title)
         if content.step is None:
             raise StrategyError(
-                "A trace has the events of a program, and a strategy file has none. Name the program: autoshard explain FILE.json "
-                "--program module:function --args module:arguments --trace trace.json, or strategy.report(fn, *args).save_trace(path)."
+                "a trace has the events of a program, and a strategy from a file has no program. Name it: autoshard explain FILE.json "
+                "MODULE:FUNCTION --args MODULE:NAME --trace trace.json, or strategy.with_program(fn, *args).report().save_trace(path)."
             )
         return step_trace(content.step, content.record.mesh.names, title)
 

@@ -1,6 +1,6 @@
 """Everything that a report shows, as JSON: columns of numbers, and each text once.
 
-The report's script reads it as it is; ``DATA`` in `autoshard/report/assets/report.js` names the same fields.
+The page's script reads it as it is: ``DATA`` in the files of ``autoshard/report/assets``.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoshard.cluster import Cluster
-from autoshard.explanation import Explanation, Judged
+from autoshard.explanation import Explanation, Judged, TensorGroup
 from autoshard.explanation.groups import argument_groups, state_positions
 from autoshard.ir.words import spec_words
 from autoshard.pipeline.schedule import Timeline
-from autoshard.report.devices import devices_of
+from autoshard.report.devices import devices_of, devices_of_stages
 from autoshard.report.memory import GROUPS, MemoryCurve, memory_curve
 from autoshard.report.program import Node, program
 from autoshard.report.timeline import Loop, timeline
@@ -57,13 +57,14 @@ def to_data(content: Content) -> dict[str, Any]:
         "program": found.program,
         "cluster": found.cluster,
         "n_devices": found.n_devices,
+        "has_program": found.has_program,
         "axes": [[name, size] for name, size in record.mesh.axes],
         "sentences": list(found.sentences),
         "figures": _figures(found),
         "notes": list(found.notes),
         "timeline": None if content.step is None else _loop(content.step, texts),
         "memory": None if content.memory is None else _memory(content.memory, found, texts),
-        "mesh": None if record.pipeline is not None else _mesh(record),
+        "mesh": _mesh(record),
         "tensors": _tensors(record, found),
         "collectives": _collectives(found),
         "layers": _places(found.layers),
@@ -146,9 +147,13 @@ def _memory(curve: MemoryCurve, found: Explanation, texts: Texts) -> dict[str, A
     }
 
 
-def _mesh(record: Record) -> dict[str, Any]:
-    found = devices_of(Cluster.from_dict(record.cluster), record.mesh)
-    return {
+def _mesh(record: Record) -> dict[str, Any] | None:
+    cluster, pipeline = Cluster.from_dict(record.cluster), record.pipeline
+    if pipeline is None:
+        found = devices_of(cluster, record.mesh)
+    else:
+        found = devices_of_stages(cluster, record.mesh, [stage.record.mesh for stage in pipeline.stages[: pipeline.n_parts]])
+    return found and {
         "wiring": found.wiring,
         "dimensions": list(found.dimensions),
         "rings": list(found.rings),
@@ -163,16 +168,15 @@ def _tensors(record: Record, found: Explanation) -> list[list[Any]]:
     rows = []
     for group in argument_groups(record.arguments, record.mesh):
         kind = "state" if not state.isdisjoint(group.paths) else "input"
-        axes = [axis for entry in group.spec if entry for axis in ((entry,) if isinstance(entry, str) else entry)]
-        shape = " × ".join(map(str, group.shape)) or "scalar"
-        known = group.name, kind, group.n + group.alike, shape, group.dtype, spec_words(group.spec)
-        rows.append([*known, _short(group.bytes), _short(group.whole_bytes), axes])
-    for group in found.activations:
-        axes = [axis for entry in group.spec if entry for axis in ((entry,) if isinstance(entry, str) else entry)]
-        shape = " × ".join(map(str, group.shape)) or "scalar"
-        known = group.name, "activation", group.n, shape, group.dtype, spec_words(group.spec)
-        rows.append([*known, _short(group.bytes), _short(group.whole_bytes), axes])
-    return rows
+        rows.append(_tensor(group, kind))
+    return rows + [_tensor(group, "activation") for group in found.activations]
+
+
+def _tensor(group: TensorGroup, kind: str) -> list[Any]:
+    axes = [axis for entry in group.spec if entry for axis in ((entry,) if isinstance(entry, str) else entry)]
+    shape = " x ".join(map(str, group.shape)) or "scalar"
+    known = group.name, kind, group.n + group.alike, shape, group.dtype, spec_words(group.spec)
+    return [*known, _short(group.bytes), _short(group.whole_bytes), axes]
 
 
 def _collectives(found: Explanation) -> list[list[Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -30,6 +31,27 @@ class Devices:
     links: tuple[tuple[int, int, int], ...]
 
 
+def devices_of_stages(cluster: Cluster, mesh: Mesh, stages: Sequence[Mesh]) -> Devices | None:
+    """The devices of a pipeline, stage after stage: parts of a cluster are its devices in order. None where stages differ in their axes.
+
+    Args:
+        mesh: whose first axis are the stages.
+        stages: the mesh of each on its part.
+    """
+    if any(stage.names != mesh.names[1:] for stage in stages):
+        return None
+    part, dimensions = cluster.part(len(stages)), cluster.dimensions
+    coordinates: list[tuple[int, ...]] = []
+    links: list[tuple[int, int, int]] = []
+    for number, stage in enumerate(stages):
+        found, first = devices_of(part, stage), len(coordinates)
+        coordinates += [(number, *along) for along in found.coordinates]
+        links += [(first + a, first + b, axis + 1) for a, b, axis in found.links]
+    places = tuple(product(*map(range, dimensions)))
+    rings = cluster.interconnect.rings(dimensions)
+    return Devices(cluster.interconnect.kind, dimensions, rings, places, tuple(coordinates), tuple(links))
+
+
 def devices_of(cluster: Cluster, mesh: Mesh) -> Devices:
     """The devices, numbered row-major over the physical dimensions; a mesh without a placement is laid out row-major."""
     topology, sizes = cluster.dimensions, mesh.sizes
@@ -50,7 +72,9 @@ def devices_of(cluster: Cluster, mesh: Mesh) -> Devices:
                 after = _after(found, span)
                 if after in numbers:
                     links.append((device, numbers[after], axis))
-    return Devices(cluster.interconnect.kind, topology, cluster.interconnect.rings(topology), tuple(places), tuple(coordinates), tuple(links))
+    return Devices(
+        cluster.interconnect.kind, topology, cluster.interconnect.rings(topology), tuple(places), tuple(coordinates), tuple(links)
+    )
 
 
 def _after(place: tuple[int, ...], span: Span) -> tuple[int, ...] | None:

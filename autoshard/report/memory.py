@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -64,7 +65,7 @@ def memory_curve(judged: Judged) -> MemoryCurve:
     owners = list(_owners(judged, held))
     kinds = np.array([GROUPS.index(group) for group, _ in owners])
     by_group = np.stack([usage(held.times.moments, np.where(kinds == k, held.held, 0.0), held.born, held.dies) for k in range(len(GROUPS))])
-    chosen = _chosen(held.usage)
+    chosen = _chosen(held.usage[: held.times.moments])
     running = _running(held, facts.graph.walk())
     moments = tuple(Moment(int(k), running(int(k)), tuple(map(float, by_group[:, k]))) for k in chosen)
     fullest = int(held.usage.argmax())
@@ -79,7 +80,7 @@ def memory_curve(judged: Judged) -> MemoryCurve:
 def _chosen(usage: np.ndarray) -> np.ndarray:
     """The fullest moment of each of at most `MOST_POINTS` stretches of the step."""
     bounds = np.unique(np.linspace(0, len(usage), MOST_POINTS + 1).astype(int))
-    return np.array([low + int(usage[low:high].argmax()) for low, high in zip(bounds[:-1], bounds[1:], strict=True)])
+    return np.array([low + int(usage[low:high].argmax()) for low, high in pairwise(bounds)])
 
 
 def _running(held: Buffers, ops: tuple[Op, ...]) -> Callable[[int], str]:

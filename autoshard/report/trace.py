@@ -59,7 +59,9 @@ def pipeline_trace(timeline: Timeline, title: str) -> dict[str, Any]:
         for span in spans
     )
     sent = (
-        _complete(f"result of {each.task}", "send", each.start_seconds, each.end_seconds - each.start_seconds, rows[each.source, each.target])
+        _complete(
+            f"result of {each.task}", "send", each.start_seconds, each.end_seconds - each.start_seconds, rows[each.source, each.target]
+        )
         for each in timeline.transfers
     )
     return _trace([*named, *tasks, *sent])

@@ -26,6 +26,18 @@ def test_search_reports_and_saves(search, run, tmp_path):
     assert "need its program" not in out and "need its program" in " ".join(run("explain", "s.json")[1].split())
 
 
+def test_explain_writes_a_page_and_a_trace(search, run, tmp_path):
+    """Instead of text, where they are asked for; a trace of a strategy without its program is refused with what to do."""
+    assert search("--save", "s.json")[0] == 0
+    program = "user_program:train_step", "--args", "user_program:example_args"
+    code, out, _ = run("explain", "s.json", *program, "--html", "r.html", "--trace", "t.json")
+    assert code == 0 and not out.strip()
+    assert (tmp_path / "r.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+    assert json.loads((tmp_path / "t.json").read_text(encoding="utf-8"))["traceEvents"]
+    code, _, err = run("explain", "s.json", "--trace", "u.json")
+    assert code and "MODULE:FUNCTION" in err
+
+
 def test_json_alone_is_on_stdout(search, run):
     """With --json stdout is the strategy file and nothing else, though the user's module prints; that of explain is the explanation."""
     code, out, err = search("--json", "--save", "s.json")

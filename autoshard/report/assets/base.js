@@ -32,7 +32,7 @@ function filled(element, attributes, children) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else if (value !== undefined && value !== false) element.setAttribute(name, value === true ? "" : value);
   }
-  element.append(...children.flat().filter((child) => child !== undefined && child !== null));
+  element.append(...children.flat(Infinity).filter((child) => child !== undefined && child !== null));
   return element;
 }
 
@@ -45,7 +45,7 @@ function section(id, title, ...children) {
 function missing(what) {
   return make("p", { class: "missing" },
     `This strategy was read from a file, which has no program, and ${what} needs it. Name the program and its arguments to have it here:`,
-    make("code", {}, "autoshard explain FILE.json --program module:function --args module:arguments --html report.html"));
+    make("code", {}, "autoshard explain FILE.json MODULE:FUNCTION --args MODULE:NAME --html report.html"));
 }
 
 function legend(entries) {

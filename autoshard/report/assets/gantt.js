@@ -79,9 +79,9 @@ function gantt(name, rows, total, visible, onView = () => {}) {
         context.fillRect(x, y(item.row) + ROW - 11, drawn, 3);
       }
       context.globalAlpha = 1;
-      if (w > 34) {
+      if (w > 14) {
         const seen = Math.max(x, x0), room = Math.min(x + w, width) - seen - 8;
-        if (room > 22) {
+        if (room > 44 || context.measureText(item.label).width <= room) {
           context.fillStyle = ink.fg;
           context.fillText(cut(context, item.label, room), seen + 4, y(item.row) + ROW / 2 - 4);
         }

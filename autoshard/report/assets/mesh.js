@@ -7,15 +7,16 @@ function meshSection() {
   const labelled = n <= 64, cell = labelled ? 46 : n <= 256 ? 24 : 16, gap = labelled ? 26 : n <= 256 ? 14 : 8, pitch = cell + gap, margin = 30;
   const [planes, height, width] = [...Array(Math.max(0, 3 - dimensions.length)).fill(1), ...dimensions];
   const isHosts = found.wiring !== "torus", perRow = isHosts && dimensions.length === 1 ? Math.min(width, 8) : width;
+  const apart = isHosts && height > 1 ? 26 : 0; // between hosts
   const rowsOf = Math.ceil(width / perRow), planeWidth = perRow * pitch + margin, across = Math.max(1, Math.min(planes, Math.floor(1100 / planeWidth)));
   const place = (device) => {
     const x = device % width, y = Math.floor(device / width) % height, z = Math.floor(device / (width * height));
     return [
       margin + (z % across) * planeWidth + (x % perRow) * pitch + cell / 2,
-      margin + Math.floor(z / across) * (height * rowsOf * pitch + margin) + (y * rowsOf + Math.floor(x / perRow)) * pitch + cell / 2,
+      margin + Math.floor(z / across) * (height * (rowsOf * pitch + apart) + margin) + (y * rowsOf + Math.floor(x / perRow)) * pitch + y * apart + cell / 2 + apart / 2,
     ];
   };
-  const size = [margin + across * planeWidth, 2 * margin + Math.ceil(planes / across) * (height * rowsOf * pitch + margin) - margin];
+  const size = [margin + across * planeWidth - gap, 2 * margin + Math.ceil(planes / across) * (height * (rowsOf * pitch + apart) + margin) - margin - gap];
   const told = make("output", { "aria-live": "polite" });
   const svg = draw("svg", { width: size[0], height: size[1], viewBox: `0 0 ${size[0]} ${size[1]}`, role: "group", "aria-label": `The ${n} devices; arrow keys move between them` });
 
@@ -25,9 +26,9 @@ function meshSection() {
     if (height > 1 && labelled) svg.append(draw("text", { class: "caption", x: x - cell / 2 - 5, y: y - cell / 2 - 13 }, `host ${host}`));
   }
   for (const [a, b, axis] of links) {
-    const [ax, ay] = place(a), [bx, by] = place(b), apart = Math.hypot(bx - ax, by - ay), colour = axisColour(AXES[axis]);
-    const bend = apart < 1.5 * pitch ? 0 : Math.min(apart * 0.14, pitch * 0.62) + 3 * axis; // around what stands between
-    const [mx, my] = [(ax + bx) / 2 - (by - ay) / apart * bend * 2, (ay + by) / 2 + (bx - ax) / apart * bend * 2];
+    const [ax, ay] = place(a), [bx, by] = place(b), far = Math.hypot(bx - ax, by - ay), colour = axisColour(AXES[axis]);
+    const bend = far < 1.5 * pitch + apart ? 0 : Math.min(far * 0.14, pitch * 0.62) + 3 * axis; // around what stands between
+    const [mx, my] = [(ax + bx) / 2 - (by - ay) / far * bend * 2, (ay + by) / 2 + (bx - ax) / far * bend * 2];
     svg.append(draw("path", { d: `M${ax} ${ay}Q${mx} ${my} ${bx} ${by}`, style: `fill:none;stroke:${colour};stroke-width:${n > 256 ? 2 : 3};stroke-opacity:${bend ? 0.55 : 0.95}` }));
   }
   const devices = coordinates.map((at, device) => {

@@ -26,6 +26,6 @@ function pipelineSection() {
       { name: "kept a microbatch", value: (row) => row[6], show: (row) => bytes(row[6]), number: true },
       { name: "peak memory", value: (row) => row[7], show: (row) => bytes(row[7]), number: true },
     ], found.pieces.map((piece, k) => Object.assign(piece, { k })), 7),
-    make("p", { class: "hint" }, "Each stage has a program of its own: strategy.stages[k].report(...) is the report on it."));
+    make("p", { class: "hint" }, "Each stage has a program of its own: strategy.stages[k].report() has its tables."));
   chart.paint();
 }

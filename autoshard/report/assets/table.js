@@ -8,6 +8,8 @@ function table(caption, columns, rows, sorted) {
   const search = make("input", { type: "search", placeholder: "name, kind, axis, line …", "aria-label": `Search ${caption}`, oninput: fill });
   const found = make("output", {});
   const more = make("button", { type: "button", onclick: () => { whole = true; fill(); } });
+  const order = make("select", { class: "order", "aria-label": `Sort ${caption} by`, onchange: () => { by = -1; sortBy(Number(order.value)); } },
+    columns.map((column, k) => make("option", { value: k }, `by ${column.name}`))); // where the screen is too narrow for a head
   const heads = columns.map((column, k) => make("th", { scope: "col", class: column.number ? "number" : undefined },
     make("button", { type: "button", onclick: () => sortBy(k) }, column.name)));
   const body = make("tbody");
@@ -15,6 +17,7 @@ function table(caption, columns, rows, sorted) {
   function sortBy(k) {
     descending = k === by ? !descending : Boolean(columns[k].number);
     by = k;
+    order.value = k;
     fill();
   }
 
@@ -29,15 +32,16 @@ function table(caption, columns, rows, sorted) {
     heads.forEach((head, k) => k === by ? head.setAttribute("aria-sort", descending ? "descending" : "ascending") : head.removeAttribute("aria-sort"));
     const cut = whole ? shown : shown.slice(0, MOST_ROWS);
     body.replaceChildren(...cut.map(([row]) => make("tr", {}, columns.map((column) =>
-      make("td", { class: column.number ? "number" : column.long ? "long" : undefined }, column.show ? column.show(row) : String(column.value(row)))))));
+      make("td", { class: column.number ? "number" : column.long ? "long" : undefined, "data-name": column.name }, column.show ? column.show(row) : String(column.value(row)))))));
     found.textContent = shown.length === rows.length ? `${count(rows.length)} rows` : `${count(shown.length)} of ${count(rows.length)} rows`;
     more.hidden = cut.length === shown.length;
     more.textContent = `Show all ${count(shown.length)}`;
   }
 
+  order.value = by;
   fill();
   return make("div", {},
-    make("div", { class: "tools" }, search, found),
+    make("div", { class: "tools" }, search, order, found),
     make("div", { class: "wide tall", tabindex: 0, role: "region", "aria-label": caption },
       make("table", {}, make("caption", { hidden: true }, caption), make("thead", {}, make("tr", {}, heads)), body)),
     make("div", { class: "tools" }, more));

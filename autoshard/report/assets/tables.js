@@ -24,7 +24,7 @@ function collectiveSection() {
       { name: "bytes", value: (row) => row[2], show: (row) => bytes(row[2]), number: true },
       { name: "times", value: (row) => row[3], show: (row) => count(row[3]), number: true },
       { name: "time", value: (row) => row[4], show: (row) => seconds(row[4]), number: true },
-      { name: "waited for", value: (row) => row[5], show: (row) => seconds(row[5]), number: true },
+      { name: "exposed", value: (row) => row[5], show: (row) => seconds(row[5]), number: true },
       { name: "what, for whom, why", value: (row) => row[6], words: (row) => row.slice(7).join(" "), long: true,
         show: (row) => [make("span", { class: "mono" }, row[6] || row[7]), row[6] ? make("span", { class: "small" }, `for ${row[7]}`) : "", make("span", { class: "small" }, row[8])] },
     ], DATA.collectives, 4),
@@ -32,17 +32,19 @@ function collectiveSection() {
 }
 
 function placeSection() {
+  const known = DATA.has_program;
   const columns = (what) => [
     { name: what, value: (row) => row[0], show: (row) => make("span", { class: "mono" }, row[0]), long: true },
     { name: "compute", value: (row) => row[1], show: (row) => seconds(row[1]), number: true },
     { name: "communication", value: (row) => row[2], show: (row) => seconds(row[2]), number: true },
-    { name: "waited for", value: (row) => row[3], show: (row) => seconds(row[3]), number: true },
+    { name: "exposed", value: (row) => row[3], show: (row) => seconds(row[3]), number: true },
     { name: "of the step", value: (row) => row[1] + row[3], show: (row) => percent((row[1] + row[3]) / DATA.figures.step), number: true },
-  ];
+  ].filter(({ name }) => known || (name !== "compute" && name !== "of the step"));
   section("where", "Where time goes",
-    make("p", {}, "Compute, and collectives that compute waits for, by layer and by source line."),
-    make("h3", {}, "By layer"), table("Layers", columns("layer"), DATA.layers, 4),
-    make("h3", {}, "By source line"), table("Lines", columns("line"), DATA.lines, 4));
+    make("p", {}, `${known ? "Compute and communication" : "Communication"} by layer and by source line. Communication is exposed where no compute hides it: the device waits.`),
+    known || DATA.schedule ? undefined : missing("compute by layer and line"),
+    make("h3", {}, "By layer"), table("Layers", columns("layer"), DATA.layers, known ? 4 : 1),
+    make("h3", {}, "By source line"), table("Lines", columns("line"), DATA.lines, known ? 4 : 1));
 }
 
 function figures() {

@@ -22,11 +22,11 @@ function timelineSection() {
       sums.set(key, sum);
     });
     const ranked = [...sums.values()].sort((a, b) => b.ns - a.ns).slice(0, 8);
+    const cell = (name, ...shown) => make("td", { class: name.startsWith("w") ? "long" : "number", "data-name": name }, shown);
     longest.replaceChildren(...ranked.map(({ item, ns, exposed, n }) => make("tr", {},
-      make("td", { class: "long" }, item.kind === "compute" ? item.label : `${item.kind} of ${item.name}`),
-      make("td", {}, item.axes.length ? chips(item.axes) : "compute"),
-      make("td", { class: "number" }, count(n)), make("td", { class: "number" }, seconds(ns / 1e9)),
-      make("td", { class: "number" }, item.axes.length ? seconds(exposed / 1e9) : ""))));
+      cell("what", item.kind === "compute" ? item.label : `${item.kind} of ${item.name}`),
+      cell("where", item.axes.length ? chips(item.axes) : "compute"),
+      cell("times", count(n)), cell("time", seconds(ns / 1e9)), cell("exposed", item.axes.length ? seconds(exposed / 1e9) : "–"))));
   }
 
   section("timeline", "Timeline",
@@ -36,7 +36,7 @@ function timelineSection() {
     chart.element,
     make("p", { class: "hint" }, "Drag to move, double-click or Ctrl + wheel to zoom. With --trace FILE.json the same is written for ui.perfetto.dev."),
     make("h3", {}, "Longest in view"),
-    make("div", { class: "wide", tabindex: 0, role: "region", "aria-label": "Longest in view" }, make("table", {}, make("thead", {}, make("tr", {}, ["what", "where", "times", "time", "waited for"].map((name, k) =>
+    make("div", { class: "wide", tabindex: 0, role: "region", "aria-label": "Longest in view" }, make("table", {}, make("thead", {}, make("tr", {}, ["what", "where", "times", "time", "exposed"].map((name, k) =>
       make("th", { scope: "col", class: k > 1 ? "number" : undefined }, name)))), longest)));
   chart.paint();
 }

@@ -1,0 +1,97 @@
+"""The page of a report is one valid file that refers to nothing outside of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from importlib.resources import files
+
+import pytest
+
+from autoshard.report.page import SCRIPTS, framed, page
+
+VOID = frozenset(("meta", "br", "input", "link", "img", "hr"))
+DATA = {"title": 'a <b> & "c" </script>', "sentences": ["One & two.", "<i>"], "texts": ["</script><script>alert(1)</script>"]}
+
+
+class Page(HTMLParser):
+    """The elements of a page, checked to nest, and the text of its data."""
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.data = self.text = ""
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]):
+        self.elements.append((tag, dict(attrs)))
+        self.open += [] if tag in VOID else [tag]
+
+    def handle_endtag(self, tag: str):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str):
+        if self.elements and self.elements[-1][1].get("id") == "data" and self.open[-1] == "script":
+            self.data += data
+        elif self.open and self.open[-1] not in ("script", "style"):
+            self.text += data
+
+
+@pytest.fixture(scope="module")
+def html() -> str:
+    return page(DATA)
+
+
+def test_elements_nest_and_close(html):
+    """Whatever the texts of the program are."""
+    found = Page(html)
+    assert found.open == []
+    tags = [tag for tag, _ in found.elements]
+    assert tags.count("script") == 3 and tags.count("main") == tags.count("h1") == tags.count("title") == 1
+    ids = [attributes["id"] for _, attributes in found.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+
+
+def test_the_data_comes_back(html):
+    """As it was given, though its texts end scripts."""
+    assert json.loads(Page(html).data) == DATA
+
+
+def test_texts_are_escaped(html):
+    """Title and sentences are text."""
+    text = Page(html).text
+    assert DATA["title"] in text and all(sentence in text for sentence in DATA["sentences"])
+
+
+def test_nothing_comes_from_elsewhere(html):
+    """No attribute or style loads a file, the content's policy forbids it, and scripts have no call that could."""
+    found = Page(html)
+    loaded = [v for _, attributes in found.elements for k, v in attributes.items() if k in ("src", "href", "srcset", "data", "action")]
+    assert [each for each in loaded if not (each or "").startswith("#")] == []
+    assert any(attributes.get("content", "").startswith("default-src 'none'") for _, attributes in found.elements)
+    folder = files("autoshard.report") / "assets"
+    own = "".join((folder / f"{name}.js").read_text() for name in SCRIPTS)
+    assert not re.search(r"\bfetch\(|XMLHttpRequest|\bimport\b|innerHTML|eval\(", own)
+    addresses = set(re.findall(r"https?://[^\s\"'`)]+", own + (folder / "report.css").read_text() + (folder / "report.html").read_text()))
+    assert addresses == {"http://www.w3.org/2000/svg"}  # the name of a format
+    assert "url(" not in (folder / "report.css").read_text() and "@import" not in html
+
+
+def test_every_asset_is_used():
+    """The folder has the template, the style and the scripts, and the vendored library names its version and licence."""
+    folder = files("autoshard.report")
+    assert {each.name for each in (folder / "assets").iterdir()} == {"report.html", "report.css", *(f"{name}.js" for name in SCRIPTS)}
+    told, library = (folder / "vendor" / "README.md").read_text(), (folder / "vendor" / "uPlot.iife.min.js").read_text()
+    version = re.search(r"uPlot \(v([\d.]+)\)", library)
+    assert version and version[1] in told
+    assert "MIT" in (folder / "vendor" / "uPlot.LICENSE").read_text()
+
+
+def test_a_notebook_shows_it_in_a_frame(html):
+    """Its style and script stay apart from the notebook's."""
+    found = Page(framed(html))
+    ((tag, attributes),) = found.elements
+    assert tag == "iframe" and attributes["srcdoc"] == html and attributes["sandbox"] == "allow-scripts"
