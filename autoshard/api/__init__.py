@@ -1,5 +1,6 @@
 """What users call: search, evaluate, parallelize, and the `Strategy` they get."""
 
+from autoshard.api.comparing import Comparison, WhatIf, compare
 from autoshard.api.confirm import Confirm
 from autoshard.api.costs import collective_seconds, matmul_seconds
 from autoshard.api.frontier import Frontier, frontier
@@ -11,6 +12,7 @@ from autoshard.api.sweep import Sweep, SweepPoint, sweep
 from autoshard.api.verification import Verification, verify
 
 __all__ = [
+    "Comparison",
     "Confirm",
     "Frontier",
     "Parallelized",
@@ -19,7 +21,9 @@ __all__ = [
     "Sweep",
     "SweepPoint",
     "Verification",
+    "WhatIf",
     "collective_seconds",
+    "compare",
     "evaluate",
     "frontier",
     "load",

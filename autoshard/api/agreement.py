@@ -43,7 +43,7 @@ def agreed(search: Callable[P, Strategy]) -> Callable[P, Strategy]:
             _exchanged("", 0)
             raise
         sent = _of_process_0(found.record.program.fingerprint, text)
-        return found if sent is None else Strategy(from_json(sent), found._traced)
+        return found if sent is None else found.with_record(from_json(sent))
 
     return everywhere
 
@@ -58,7 +58,7 @@ def finalists_of_process_0(found: Sequence[Strategy], finders: Sequence[str], is
     if sent is None:
         return list(found), list(finders), is_over
     records, names, is_over = json.loads(sent)
-    return [Strategy(from_json(record), found[0]._traced) for record in records], names, is_over
+    return [found[0].with_record(from_json(record)) for record in records], names, is_over
 
 
 def everyones(value: int) -> list[int]:

@@ -78,7 +78,7 @@ def confirmed(board: Board, how: Confirm) -> Strategy:
         ended = "it was interrupted"
     found = _taken(board, how, judge, ended) if board.accepted else _unconfirmed(board, judge, ended)
     stats = {**found.record.stats, "confirm_seconds": time.perf_counter() - started}
-    return Strategy(replace(found.record, stats=stats), found._traced)
+    return found.with_record(replace(found.record, stats=stats))
 
 
 def _taken(board: Board, how: Confirm, judge: FinalistCompiler | FinalistDevices, ended: str) -> Strategy:
@@ -93,7 +93,7 @@ def _taken(board: Board, how: Confirm, judge: FinalistCompiler | FinalistDevices
         all_compiled = f"all {n} finalists compiled, before those that are close were compared"
         how_far = f"{reached} of {n} finalists decided" if reached < n else all_compiled
         notes.append(f"confirming ended early, with {how_far}, since {ended}")
-    return noted(Strategy(replace(strategy.record, confirmation=confirmation), strategy._traced), *notes)
+    return noted(strategy.with_record(replace(strategy.record, confirmation=confirmation)), *notes)
 
 
 def _unconfirmed(board: Board, judge: FinalistCompiler | FinalistDevices, ended: str) -> Strategy:
@@ -128,4 +128,4 @@ def _refused(board: Board, judge: FinalistCompiler | FinalistDevices) -> Infeasi
 def noted(strategy: Strategy, *notes: str) -> Strategy:
     """The strategy with notes that it did not have."""
     record = strategy.record
-    return Strategy(replace(record, assumptions=(*record.assumptions, *notes)), strategy._traced)
+    return strategy.with_record(replace(record, assumptions=(*record.assumptions, *notes)))

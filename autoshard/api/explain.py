@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,9 +15,13 @@ from autoshard.cost.record import Cost
 from autoshard.explanation import Explanation, Judged, explanation_of
 from autoshard.explanation.build import placement_words
 from autoshard.explanation.groups import alike, argument_groups, by_pattern, common_ending
+from autoshard.explanation.tensor import TensorExplanation
+from autoshard.explanation.tensor import explain_tensor as tensor_explanation
+from autoshard.explanation.tensor_text import tensor_parts
 from autoshard.explanation.text import argument_parts as argument_table
 from autoshard.explanation.text import body, opening, to_json
 from autoshard.ir import Spec
+from autoshard.problem import Pin
 from autoshard.render import (
     Gallery,
     Heading,
@@ -31,6 +36,7 @@ from autoshard.render import (
     format_seconds,
 )
 from autoshard.strategy import Record, TensorRecord
+from autoshard.strategy.record import plain
 
 PICTURES = 5
 
@@ -67,6 +73,31 @@ def explain(record: Record, judged: Judged | None = None, details: bool = False)
         *(_details(record, cluster) if details else ()),
     ]
     return StrategyReport(data.title, tuple(parts), data)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorReport(Report):
+    """Why a tensor is sharded as it is; ``data`` is the same as numbers and names."""
+
+    data: TensorExplanation
+
+    def to_json(self) -> str:
+        """The explanation as JSON."""
+        return json.dumps(plain(self.data), indent=1, allow_nan=False)
+
+    __str__, _repr_html_ = Report.__str__, Report._repr_html_
+
+
+def explain_tensor(judged: Judged, name: str, pins: Mapping[int, Pin]) -> TensorReport:
+    """The report on an argument's layout.
+
+    Args:
+        judged: the program.
+        name: of the argument.
+        pins: the user's, by value number.
+    """
+    data = tensor_explanation(judged, name, pins, Cluster.from_dict(judged.record.cluster).memory_limit_bytes)
+    return TensorReport(f"{data.group.name} on mesh {judged.record.mesh}", tuple(tensor_parts(data)), data)
 
 
 # -- sections, from top to bottom ----------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 
 from autoshard.api.meshes import MOST_AXES, given_mesh, meshes_of, most_axes
 from autoshard.api.notes import lowered_otherwise, whole, without_rules
-from autoshard.api.recorded import record_of
+from autoshard.api.recorded import Call, abstract_call, record_of
 from autoshard.api.start import better, carried
 from autoshard.api.step import Sharded, plain, several
 from autoshard.api.strategy import Strategy
@@ -59,6 +59,7 @@ class Prepared:
         pins: the user's.
         limit: bytes that a device may hold.
         seconds: what tracing took, and the number of ops.
+        call: the function and its arguments' types; None where some are modules.
     """
 
     traced: Traced
@@ -69,6 +70,7 @@ class Prepared:
     pins: UserPins
     limit: float
     seconds: Mapping[str, float]
+    call: Call | None = None
 
     def problem(self, mesh: Mesh, limit: float | None, others: Collection[Problem]) -> Problem:
         """The search problem on a mesh; of others of the same program one, of the same sizes if there is such, shares what it can."""
@@ -98,7 +100,7 @@ class Prepared:
         solution = replace(solution, stats={**self.seconds, "meshes": len(self.meshes), **solution.stats, **pins})
         notes = [*without_rules(self.facts), *lowered_otherwise(self.facts.graph, mesh), *whole(self.facts, solution.assignment)]
         notes += self.pins.remarks(mesh, solution.assignment)
-        return Strategy(record_of(self.traced, self.cluster, mesh, solution, searcher, notes), self.traced)
+        return Strategy(record_of(self.traced, self.cluster, mesh, solution, searcher, notes), self.traced, self.pins, self.call)
 
 
 def prepare(fn, args, cluster, searcher, mesh, asked: Asked, memory_limit_bytes, donate_argnums, microbatches=1, remat=None, whole=None):
@@ -114,7 +116,7 @@ def prepare(fn, args, cluster, searcher, mesh, asked: Asked, memory_limit_bytes,
     pins = user_pins(asked, traced.graph, own_annotations(fn, args, traced), given is None)
     meshes, is_free = meshes_of(cluster, pins, given, most)
     finest = (mesh or MOST_AXES) if is_free and searcher.automatic else 0
-    prepared = Prepared(traced, facts, cluster, meshes, finest, pins, limit, seconds)
+    prepared = Prepared(traced, facts, cluster, meshes, finest, pins, limit, seconds, abstract_call(fn, args))
     return prepared if not asked.batch_axes else _with_batch(prepared)
 
 

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from importlib import metadata
 from typing import Any
 
 import jax
+import numpy as np
 
 from autoshard.api.structure import describe
 from autoshard.cluster import Cluster
 from autoshard.ir import Layout, Mesh, layout_to_spec, result_layouts
 from autoshard.search import Solution
 from autoshard.strategy import Program, Provenance, Record, SearcherRecord, TensorRecord
-from autoshard.trace import Traced
+from autoshard.trace import SplitModules, Traced
+
+Call = tuple[Callable, tuple]
+"""A function and its arguments."""
 
 WRITTEN_BACK = "result and updates of NNX objects"
+
+
+def abstract_call(fn: Callable, args: tuple) -> Call | None:
+    """The call with the types of its arrays, so that no array is kept alive; None where arguments hold NNX modules."""
+
+    def typed(x: Any) -> Any:
+        is_array = isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False)) if is_array else x
+
+    return None if SplitModules(args).states is not args else (fn, jax.tree.map(typed, args))
 
 
 def record_of(

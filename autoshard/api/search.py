@@ -25,7 +25,7 @@ from autoshard.api.notes import whole, without_rules
 from autoshard.api.pipelining import check_pipeline
 from autoshard.api.prepared import cluster_of, own_annotations, prepare, traced_of, with_recomputation
 from autoshard.api.recomputing import checked_remat
-from autoshard.api.recorded import record_of
+from autoshard.api.recorded import abstract_call, record_of
 from autoshard.api.stage_searches import Call, full, in_stages
 from autoshard.api.start import checked
 from autoshard.api.strategy import Strategy
@@ -241,7 +241,7 @@ def evaluate(
     solution = Solution(judgement, 0.0, {**seconds, "search_seconds": time.perf_counter() - started})
     solution = with_recomputation(facts, CostModel(cluster, placing), solution)
     notes = [*without_rules(facts), *whole(facts, solution.assignment), *pins.notes]
-    return Strategy(record_of(traced, cluster, placing, solution, _Given(), notes), traced)
+    return Strategy(record_of(traced, cluster, placing, solution, _Given(), notes), traced, pins, abstract_call(fn, args))
 
 
 @dataclass(frozen=True, slots=True)

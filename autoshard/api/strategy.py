@@ -7,22 +7,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.api.data import DataIterator, data_iterator
-from autoshard.api.explain import StrategyReport, explain
+from autoshard.api.explain import StrategyReport, TensorReport, explain, explain_tensor
 from autoshard.api.explain_pipeline import timeline_of
 from autoshard.api.feeding import Matching
 from autoshard.api.leaf_shardings import leaf_shardings, pipeline_meshes, strategy_mesh
 from autoshard.api.pins import Pins
 from autoshard.api.pipeline_step import PipelineStep
 from autoshard.api.placing import apart, check_equal, put, sharded_leaves
-from autoshard.api.recorded import WRITTEN_BACK, lasting
+from autoshard.api.recorded import WRITTEN_BACK, Call, lasting
 from autoshard.api.step import Step, bucket_options, program_of
 from autoshard.api.structure import alike, dtype_of, per_argument, position_of, rebuild
+from autoshard.api.user_pins import Asked, UserPins, user_pins
+from autoshard.api.user_pins import Pins as WantedPins
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
 from autoshard.compilers.program_facts import program_facts
@@ -48,6 +50,9 @@ from autoshard.trace.leaves import argument_names
 from autoshard.verify import Options
 from autoshard.verify.pins import fewest_pins
 
+if TYPE_CHECKING:
+    from autoshard.api.comparing import WhatIf
+
 
 class Strategy:
     """How one program is sharded over one cluster, what that costs, and how to run it.
@@ -56,9 +61,11 @@ class Strategy:
         record: everything that is saved.
     """
 
-    def __init__(self, record: Record, traced: Traced | None = None):
+    def __init__(self, record: Record, traced: Traced | None = None, pins: UserPins | None = None, call: Call | None = None):
         self.record = record
         self._traced = traced
+        self._pins = pins  # those of the search
+        self._call = call  # what was searched, for another trace; None where arguments are modules, which it would keep alive
 
     def __repr__(self) -> str:
         record = self.record
@@ -147,13 +154,50 @@ class Strategy:
         """What was assumed, what stays replicated and why, and which pins disagree, in words; `explain` shows them too."""
         return self.record.assumptions
 
-    def explain(self, details: bool = False) -> StrategyReport:
+    def explain(self, tensor: str | None = None, details: bool = False) -> StrategyReport | TensorReport:
         """A report that prints in a terminal and shows in a notebook; ``explain().data`` is the same as numbers and names.
 
         Args:
+            tensor: an argument's path, a pattern, or the end of a path that no other has, such as ``"layers/*/up"``: then the report is
+                why it is sharded so, what each other layout would cost, alone and with everything else chosen anew, and what makes others
+                unavailable. It takes up to 15 seconds of searching.
             details: whether to add pictures of the shards, the results, the proof of optimality, and what the searcher did.
         """
-        return explain(self.record, self._judged, details)
+        if tensor is None:
+            return explain(self.record, self._judged, details)
+        if self._traced is None or self._judged is None:
+            raise StrategyError(
+                "other layouts of a tensor are searched in its program, which a strategy from a file lacks, and which a pipeline has in "
+                "parts. Of a file, pass the function: strategy.with_program(fn, *args).explain(tensor)."
+            )
+        graph = self._traced.graph
+        pins = self._pins or user_pins(Asked(), graph, [()] * len(graph.arguments), False)
+        return explain_tensor(self._judged, tensor, pins.on(self.record.mesh))
+
+    def what_if(
+        self,
+        *,
+        pins: WantedPins | None = None,
+        cluster: Cluster | str | os.PathLike[str] | None = None,
+        mesh: Mapping[str, int] | jax.sharding.Mesh | int | None = None,
+        batch: int | None = None,
+    ) -> WhatIf:
+        """The difference that other pins, devices, meshes or batches would make, in about a second; ``.strategy`` is the other strategy.
+
+        The program is searched again by dynamic programming, and traced again for another batch only.
+
+        Args:
+            pins: as for `search`, beside the strategy's own, which they override.
+            cluster: other devices; its mesh is then searched, with up to two axes.
+            mesh: axis sizes by name; None keeps the mesh where the devices are the same.
+            batch: the size of the whole batch: of the dimension that `data_parallel` would split.
+
+        Raises:
+            StrategyError: the strategy has no program; says to pass it by `with_program`. Or it is a pipeline.
+        """
+        from autoshard.api.comparing import what_if
+
+        return what_if(self, pins=pins, cluster=cluster, mesh=mesh, batch=batch)
 
     def report(self) -> HtmlReport:
         """The strategy as a page with timeline, memory, mesh, tables and graph, which a notebook shows.
@@ -191,7 +235,7 @@ class Strategy:
         """
         with outside_mesh(keep_auto=True):
             traced, _, _ = program_of(fn, args, self.record, before=self._traced)
-        return Strategy(self.record, traced)
+        return Strategy(self.record, traced, call=(fn, args))
 
     @outside_mesh(keep_auto=True)
     def pins(self, fn: Callable, *args: Any, budget_seconds: float = 30.0, progress: Progress = silent) -> Pins:
@@ -223,6 +267,10 @@ class Strategy:
             argument_names=argument_names(fn, len(args)),
             has_modules=traced.modules is not None,
         )
+
+    def with_record(self, record: Record) -> Strategy:
+        """The strategy of another record of the same program."""
+        return Strategy(record, self._traced, self._pins, self._call)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the strategy as canonical JSON, whole or not at all; equal strategies are equal files, so what took how long stays out."""
@@ -484,4 +532,4 @@ def load(path: str | os.PathLike[str]) -> Strategy:
 def named(strategy: Strategy, name: str, command: str = "") -> Strategy:
     """The strategy under another name, with the command that reproduces it."""
     record = lasting(strategy.record)
-    return Strategy(replace(record, name=name, provenance=replace(record.provenance, command=command)), strategy._traced)
+    return strategy.with_record(replace(record, name=name, provenance=replace(record.provenance, command=command)))

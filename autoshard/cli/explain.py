@@ -24,6 +24,11 @@ def add(commands) -> None:
     parser.add_argument("--args", metavar="MODULE:NAME", help="the program's arguments, as for autoshard search")
     parser.add_argument("--devices", metavar="N", type=int, help="give JAX N virtual CPU devices, for a program that builds its own mesh")
     parser.add_argument(
+        "--tensor",
+        metavar="NAME",
+        help="why an argument is sharded as it is, and what other layouts cost: its path, a pattern, or the end of one, as layers/*/up",
+    )
+    parser.add_argument(
         "--details", action="store_true", help="add pictures of shards, results, the proof of optimality, and what the searcher did"
     )
     parser.add_argument("--html", metavar="FILE", help="write a report that browsers open offline: timeline, memory, mesh, tables, graph")
@@ -40,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
         if options.trace is not None:
             page.save_trace(options.trace)
         return 0
-    report = strategy.explain(details=options.details)
+    report = strategy.explain(options.tensor, details=options.details)
     show_json(report.to_json()) if options.json else show(report)
     return 0
 

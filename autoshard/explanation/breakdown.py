@@ -132,15 +132,21 @@ def repeated_work(judged: Judged) -> tuple[RepeatedWork, ...]:
     assignment, mesh = judged.record.assignment, judged.record.mesh
     found = []
     for axis, (name, size) in enumerate(mesh.axes):
-        by_layer: Mapping[str, float] = _sums(
-            (judged.layer(op), seconds) for op, seconds in judged.seconds.items() if assignment.choice(op.index)[axis][0] < 0
-        )
-        seconds = sum(by_layer.values())
+        whole = {op: seconds for op, seconds in judged.seconds.items() if assignment.choice(op.index)[axis][0] < 0}
+        by_layer: Mapping[str, float] = _sums((judged.layer(op), seconds) for op, seconds in whole.items())
+        seconds = sum(whole.values())
+        uneven = sum(seconds for op, seconds in whole.items() if not _divides(judged, op, size))
         saved = seconds * (1 - 1 / size)
         if size > 1 and saved > LEAST_REPEATED * judged.record.cost.makespan_seconds:
             ranked = sorted(by_layer.items(), key=lambda item: (-item[1], item[0]))
-            found.append(RepeatedWork(name, size, seconds, saved, tuple(ranked[:5])))
+            found.append(RepeatedWork(name, size, seconds, uneven, saved, tuple(ranked[:5])))
     return tuple(found)
+
+
+def _divides(judged: Judged, op: Op, size: int) -> bool:
+    """Whether an axis of this size could split an op."""
+    rule = judged.facts.rules[op.index]
+    return rule is not None and any(factor.shardable and factor.size > 1 and factor.size % size == 0 for factor in rule.factors)
 
 
 def _sums(items: Iterable[tuple[str, float]]) -> dict[str, float]:

@@ -176,6 +176,8 @@ class RepeatedWork:
     Attributes:
         axis, size: the mesh axis.
         seconds: of such compute in a step.
+        uneven_seconds: the part of it of operations that have no dimension which the axis divides; it could split the others, at the price
+            of collectives.
         saved_seconds: what the step would save at most if the axis split all of it.
         layers: where most of it is, each with its seconds.
     """
@@ -183,6 +185,7 @@ class RepeatedWork:
     axis: str
     size: int
     seconds: float
+    uneven_seconds: float
     saved_seconds: float
     layers: tuple[tuple[str, float], ...]
 

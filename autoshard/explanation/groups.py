@@ -23,10 +23,10 @@ def by_pattern(tensors: Sequence[TensorRecord]) -> list[tuple[str, list[TensorRe
     groups: dict[tuple, list[TensorRecord]] = defaultdict(list)
     for tensor in tensors:
         groups[starred(tensor.path), tensor.shape, tensor.dtype, tensor.spec].append(tensor)
-    return [(_joined([t.path for t in members], len(members) == total[key[0]]), members) for key, members in groups.items()]
+    return [(joined([t.path for t in members], len(members) == total[key[0]]), members) for key, members in groups.items()]
 
 
-def _joined(paths: list[str], complete: bool) -> str:
+def joined(paths: list[str], complete: bool) -> str:
     """One path for several that differ by indices: ``*`` where they are all there are, else the indices."""
     shown = []
     for position, alternatives in enumerate(zip(*map(numbered, paths), strict=True)):

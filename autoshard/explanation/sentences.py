@@ -83,12 +83,12 @@ def _change(found: Explanation) -> str:
     full = found.peak_bytes / found.limit_bytes if found.limit_bytes else 0.0
     if repeated is not None and repeated.saved_seconds > MUCH * step:
         layer, seconds = repeated.layers[0]
-        size, saved = repeated.size, format_percent(repeated.saved_seconds / step)
-        return (
-            f"To change: the {size} devices of {repeated.axis} repeat {format_seconds(repeated.seconds)} of compute, most in {layer} "
-            f"({format_seconds(seconds)}); sizes there that divide by {size}, or a smaller {repeated.axis} axis, would save {saved} of the "
-            "step at most."
-        )
+        size, axis, saved = repeated.size, repeated.axis, format_percent(repeated.saved_seconds / step)
+        told = f"To change: the {size} devices of {axis} repeat {format_seconds(repeated.seconds)} of compute, most in {layer} "
+        told += f"({format_seconds(seconds)}); splitting all of it would save {saved} of the step at most. "
+        if repeated.uneven_seconds > repeated.seconds / 2:
+            return told + f"Most of it has no dimension that {size} divides: choose such sizes, or a smaller {axis} axis."
+        return told + "To split it costs more in collectives, by the prediction: larger sizes, or fewer devices."
     if time.exposed_seconds > MUCH * step:
         return (
             f"To change: collectives, which take {format_percent(time.exposed_seconds / step)} of the step; a larger batch spreads those "

@@ -16,7 +16,10 @@ from autoshard.cli import options
 from autoshard.cli.main import COMMANDS, parser
 from autoshard.cluster import Cluster
 
-NAMES = ("search", "evaluate", "explain", "verify", "pins", "compare", "sweep", "calibrate", "clusters", "strategies", "launch", "demo")
+NAMES = (
+    *("search", "evaluate", "explain", "what-if", "verify", "pins", "compare", "sweep"),
+    *("calibrate", "clusters", "strategies", "launch", "demo"),
+)
 
 
 def test_help_lists_every_command(run):

@@ -98,10 +98,12 @@ def test_evaluate_costs_the_given_sharding(run):
     }
     assert run("search", *program, "--mesh", "data=8", "--save", "found.json")[0] == 0
     code, out, _ = run("compare", "found.json", "given.json", "--json")
-    found, given = json.loads(out)
+    told = json.loads(out)
+    found, given = told["strategies"]
+    assert told["difference"]["before"]["step_seconds"] == found["makespan_seconds"]
     assert code == 0 and 0 < found["makespan_seconds"] <= given["makespan_seconds"]
     code, out, _ = run("compare", "found.json", "given.json")
-    assert code == 0 and "1.00 x" in out and "given.json" in out
+    assert code == 0 and "1.00 x" in out and "given.json" in out and "sharded otherwise" in out
 
 
 @pytest.mark.parametrize(

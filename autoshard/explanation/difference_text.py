@@ -1,0 +1,109 @@
+"""A `Difference` as the parts of a report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from autoshard.explanation.difference import Change, Difference
+from autoshard.explanation.text import format_spec
+from autoshard.render import Heading, Paragraph, Part, Table, format_bytes, format_count, format_flops, format_percent, format_seconds
+
+TOP = 15  # rows of a table
+SAME = 1e-3  # shares of the step and of the peak below this are no difference
+
+
+def difference_parts(found: Difference) -> list[Part]:
+    """A sentence, the figures of both sides, and where they differ."""
+    return [
+        Paragraph(_sentence(found)),
+        _figures(found),
+        *_tensors(found),
+        *_changes("Collectives", "kind", found, found.collectives, True),
+        *_changes("By layer", "layer", found, found.layers, False),
+    ]
+
+
+def _sentence(found: Difference) -> str:
+    one, two = found.before, found.after
+    first, second = found.names
+    ratio = two.step_seconds / one.step_seconds if one.step_seconds else 1.0
+    told = f"A step takes {format_seconds(two.step_seconds)} ({second}), "
+    told += f"as {first}" if abs(ratio - 1) < SAME else f"{ratio:.2f} times the {format_seconds(one.step_seconds)} of {first}"
+    devices = "" if one.n_devices == two.n_devices else f", on {two.n_devices} devices for {one.n_devices}"
+    peak = f"; the peak of a device goes from {format_bytes(one.peak_bytes)} to {format_bytes(two.peak_bytes)}"
+    only = f" Arguments of one of them alone: {', '.join(found.only)}." if found.only else ""
+    return f"{told}{devices}{peak if abs(one.peak_bytes - two.peak_bytes) > SAME * one.peak_bytes else ''}.{only}"
+
+
+def _figures(found: Difference) -> Table:
+    one, two = found.before, found.after
+    rows: list[tuple[str, ...]] = [
+        ("cluster", one.cluster, two.cluster, ""),
+        ("mesh", one.mesh_words, two.mesh_words, ""),
+    ]
+    numbers: tuple[tuple[str, float, float, Callable[[float], str]], ...] = (
+        ("step time", one.step_seconds, two.step_seconds, format_seconds),
+        ("compute", one.compute_seconds, two.compute_seconds, format_seconds),
+        ("collectives, exposed", one.exposed_seconds, two.exposed_seconds, format_seconds),
+        ("collectives, overlapped", one.hidden_seconds, two.hidden_seconds, format_seconds),
+        ("device seconds a step", one.step_seconds * one.n_devices, two.step_seconds * two.n_devices, format_seconds),
+        ("peak memory", one.peak_bytes, two.peak_bytes, format_bytes),
+        ("sent by a device", one.sent_bytes, two.sent_bytes, format_bytes),
+        ("collectives", one.n_collectives, two.n_collectives, format_count),
+        ("work of a device", one.flops, two.flops, format_flops),
+    )
+    rows += [(name, written(a), written(b), _ratio(a, b)) for name, a, b, written in numbers]
+    return Table(("", found.names[0], found.names[1], ">change"), tuple(rows))
+
+
+def _ratio(before: float, after: float) -> str:
+    """The change in per cent; empty where there is none."""
+    if before == after or abs(before - after) < 1e-6 * before:
+        return ""
+    return "new" if not before else f"{'+' if after > before else '-'}{format_percent(abs(after - before) / before)}"
+
+
+def _tensors(found: Difference) -> list[Part]:
+    if not found.tensors:
+        return [Heading("Arguments"), Paragraph("All are sharded alike.")]
+    rows = tuple(
+        (
+            f"{change.name} x {change.n}" if change.n > 1 else change.name,
+            f"{change.alike}" if change.alike else "",
+            format_spec(change.before),
+            format_spec(change.after),
+            format_bytes(change.before_bytes),
+            format_bytes(change.after_bytes),
+        )
+        for change in found.tensors[:TOP]
+    )
+    first, second = found.names
+    columns = ("path", ">more", first, second, f">bytes, {first}", f">{second}")
+    return [Heading("Arguments that are sharded otherwise"), Table(columns, rows, _rest(found.tensors))]
+
+
+def _changes(title: str, column: str, found: Difference, changes: Sequence[Change], sends: bool) -> list[Part]:
+    shown = [change for change in changes if change.before_seconds or change.after_seconds or change.before_count or change.after_count]
+    if not shown:
+        return []
+
+    def row(change: Change) -> tuple[str, ...]:
+        seconds = format_seconds(change.before_seconds), format_seconds(change.after_seconds)
+        change_seconds = change.after_seconds - change.before_seconds
+        sign = "+" if change_seconds > 0 else "-" if change_seconds < 0 else ""
+        told = (change.name, *seconds, f"{sign}{format_seconds(abs(change_seconds))}")
+        if not sends:
+            return told
+        return (
+            *told,
+            f"{format_count(change.before_count)} to {format_count(change.after_count)}",
+            f"{format_bytes(change.before_bytes)} to {format_bytes(change.after_bytes)}",
+        )
+
+    more = (">number", ">bytes") if sends else ()
+    columns = (column, f">{found.names[0]}", f">{found.names[1]}", ">change", *more)
+    return [Heading(title), Table(columns, tuple(map(row, shown[:TOP])), _rest(shown))]
+
+
+def _rest(rows: Sequence[object]) -> tuple[str, ...]:
+    return (f"{format_count(len(rows) - TOP)} more differ less.",) if len(rows) > TOP else ()
