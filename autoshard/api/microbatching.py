@@ -57,7 +57,7 @@ def _fewest(attempt: Callable[[int], Found], error: InfeasibleError, limit: floa
 
     A step's peak is taken for a constant plus a part in inverse proportion to the number of microbatches: the first number that is tried is
     right if there is no constant, the next ones follow from the peaks before. Where one fits, a number between it and the last that did not
-    is tried, too.
+    is tried, too, if it may fit without a constant.
 
     Args:
         error: of the search in one.
@@ -74,7 +74,8 @@ def _fewest(attempt: Callable[[int], Found], error: InfeasibleError, limit: floa
             break
         n = _next(left, peaks, limit) if found is None else left[(len(left) - 1) // 2]
         try:
-            found, left = attempt(n), [other for other in left if too_few < other < n]
+            least = too_few * peaks[too_few] / limit if math.isfinite(peaks[too_few]) else 0.0
+            found, left = attempt(n), [other for other in left if max(too_few + 1, least) <= other < n]
         except InfeasibleError as other:
             too_few, left = n, [other for other in left if other > n]
             peaks[n] = other.smallest_peak_bytes or math.inf

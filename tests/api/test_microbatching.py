@@ -114,7 +114,7 @@ def test_fit_takes_the_fewest_that_fit(limit, fewest):
 
     numbers = 1, 2, 3, 5, 6, 8, 10, 15, 30
     assert best(attempt, "fit", limit, lambda: numbers)[0] == fewest
-    assert len(tried) <= 4
+    assert len(tried) <= 4 and all(n >= 1 / limit for n in tried[1:])  # with fewer it could not fit even if no part stayed
     with pytest.raises(autoshard.InfeasibleError, match="too much"):
         best(partial(attempt, limit=0.05), "fit", 0.05, lambda: numbers)
 
