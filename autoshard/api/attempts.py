@@ -13,6 +13,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from autoshard.api.microbatching import Microbatches, best
+from autoshard.api.offloading import best_offload, check_offload
 from autoshard.api.prepared import Prepared, noted_if_barely, searched_on_meshes, within
 from autoshard.api.recomputing import best_remat, least_remat, or_refused
 from autoshard.api.strategy import Strategy
@@ -22,7 +23,7 @@ from autoshard.mesh_search.anytime import timed
 from autoshard.microbatch import divisors
 from autoshard.problem import Problem
 from autoshard.progress import Progress
-from autoshard.recompute import Options
+from autoshard.recompute import Options, optimizer_state
 from autoshard.search import Searcher, Solution
 from autoshard.search.integer_programming import IntegerProgramming, first_that_fits
 from autoshard.trace import Traced
@@ -36,8 +37,9 @@ class Attempts:
     """The attempts of one search.
 
     Attributes:
-        ask: from a number of microbatches, a recomputation, and the step as traced without either, to what is searched.
-        searcher, microbatches, remat, mesh, start: as in `autoshard.search`.
+        ask: from a number of microbatches, a recomputation, the step as traced without either, and whether optimizer state is in the
+            memory of hosts, to what is searched.
+        searcher, microbatches, remat, offload, mesh, start: as in `autoshard.search`.
         reserves: whether a part of the limit is left free, if anything fits that.
         progress: a callback.
         ends: the exceptions that end a search early.
@@ -45,10 +47,11 @@ class Attempts:
         n_finalists: how many distinct solutions are wanted.
     """
 
-    ask: Callable[[int, Remat | None, Traced | None], Prepared]
+    ask: Callable[[int, Remat | None, Traced | None, bool], Prepared]
     searcher: Searcher
     microbatches: Microbatches
     remat: str | None
+    offload: str | None
     mesh: Any
     start: Strategy | None
     reserves: bool
@@ -60,7 +63,8 @@ class Attempts:
 
     def __post_init__(self):
         self.first = self.microbatches if isinstance(self.microbatches, int) else 1
-        self.asked = self.ask(self.first, None, None)
+        self.asked = self.ask(self.first, None, None, False)
+        check_offload(self.offload, self.asked.cluster, self.asked.traced)
         self.started = time.perf_counter()
 
     def found(self) -> Found:
@@ -69,23 +73,28 @@ class Attempts:
         Raises:
             InfeasibleError: nothing fits the memory limit; says what was not tried.
         """
-        numbers = partial(best, microbatches=self.microbatches, limit=self.asked.limit, numbers=lambda: divisors(self.asked.traced))
         try:
-            try:
-                return numbers(lambda n: best_remat(partial(self._searched, n), self.remat, lambda: self.options))
-            except InfeasibleError as error:
-                if self.remat != "fit":
-                    raise
-                return or_refused(error, lambda: numbers(lambda n: least_remat(partial(self._searched, n), lambda: self.options)))
+            return best_offload(self._found, self.offload)
         except InfeasibleError as error:
             if (last := self._by_last_resort()) is not None:
                 return last
             raise self._advised(error) from None
 
+    def _found(self, on_host: bool) -> Found:
+        """The best that is found with optimizer state on devices or on hosts, without the last resort."""
+        numbers = partial(best, microbatches=self.microbatches, limit=self.asked.limit, numbers=lambda: divisors(self.asked.traced))
+        searched = partial(self._searched, on_host)
+        try:
+            return numbers(lambda n: best_remat(partial(searched, n), self.remat, lambda: self.options))
+        except InfeasibleError as error:
+            if self.remat != "fit":
+                raise
+            return or_refused(error, lambda: numbers(lambda n: least_remat(partial(searched, n), lambda: self.options)))
+
     @cached_property
     def options(self) -> Sequence[Remat]:
         """The recomputations that there are."""
-        whole = self.asked if self.first == 1 else self.ask(1, None, None)
+        whole = self.asked if self.first == 1 else self.ask(1, None, None, False)
         return Options(whole.traced, whole.facts, whole.cluster.device).all
 
     @property
@@ -97,10 +106,11 @@ class Attempts:
         """The seconds that are left."""
         return None if self.seconds is None else max(0.0, self.seconds - (time.perf_counter() - self.started))
 
-    def _searched(self, n: int, again: Remat | None) -> Found:
+    def _searched(self, on_host: bool, n: int, again: Remat | None) -> Found:
         """What is found in so many microbatches with a recomputation, without the last resort."""
-        is_first = n == self.first and again is None
-        prepared = self.asked if is_first else self.ask(n, again if again is None else replace(again, mode=self.remat or ""), self._whole)
+        is_first = n == self.first and again is None and not on_host
+        again = None if again is None else replace(again, mode=self.remat or "")
+        prepared = self.asked if is_first else self.ask(n, again, self._whole, on_host)
         quick, progress = self.searcher.without_last_resort(), timed(self.progress, self.seconds if is_first else self._left())
 
         def refused(problem: Problem, error: InfeasibleError) -> None:
@@ -130,5 +140,7 @@ class Attempts:
     def _advised(self, error: InfeasibleError) -> InfeasibleError:
         """The refusal with what was not tried."""
         untried = [*(["microbatches='fit'"] if self.microbatches in (None, 1) else []), *(["remat='fit'"] if self.remat is None else [])]
+        if self.offload is None and self.asked.cluster.device.host_bandwidth_bytes_per_second and optimizer_state(self.asked.traced):
+            untried.append("offload='auto'")
         text = f"{error} Not tried: {', '.join([*untried, 'pipelines (stages=2)'])}."
         return InfeasibleError(text, error.smallest_peak_bytes, error.proven)

@@ -14,7 +14,7 @@ from autoshard.cluster import Cluster
 from autoshard.cost.record import Cost
 from autoshard.explanation import Explanation, Judged, explanation_of
 from autoshard.explanation.build import placement_words
-from autoshard.explanation.groups import alike, argument_groups, by_pattern, common_ending
+from autoshard.explanation.groups import alike, argument_groups, by_pattern, common_ending, shard_bytes
 from autoshard.explanation.tensor import TensorExplanation
 from autoshard.explanation.tensor import explain_tensor as tensor_explanation
 from autoshard.explanation.tensor_text import tensor_parts
@@ -113,6 +113,7 @@ def _headline(record: Record, cluster: Cluster) -> list[Part]:
         ("step time", f"{format_seconds(cost.makespan_seconds)} predicted{_confirmed_time(record)}"),
         ("peak memory", f"{format_bytes(cost.peak_bytes)} a device: {of_limit}"),
         *_rematerialised(record),
+        *_offloaded(record, cluster),
         *_computed_again(cost),
         ("work", f"{format_flops(cost.flops)} of matrix products and convolutions a device"),
         ("found by", found),
@@ -179,6 +180,18 @@ def _rematerialised(record: Record) -> list[tuple[str, str]]:
     return [
         ("computed again", f"the rest of the forward pass: {saved}, for {format_seconds(remat.seconds)} more; on one device, unsharded")
     ]
+
+
+def _offloaded(record: Record, cluster: Cluster) -> list[tuple[str, str]]:
+    """What is in the memory of hosts between steps, and what moving it takes."""
+    leaves = [record.arguments[leaf] for leaf in record.program.offload]
+    if not leaves:
+        return []
+    nbytes = sum(shard_bytes(tensor.shape, tensor.dtype, tensor.spec, record.mesh) for tensor in leaves)
+    rate = cluster.device.host_bandwidth_bytes_per_second
+    moving = f", moved to the device and back in {format_seconds(2 * nbytes / rate)} of a step" if rate else ""
+    state = "1 leaf" if len(leaves) == 1 else f"{format_count(len(leaves))} leaves"
+    return [("on hosts", f"{state} of optimizer state, {format_bytes(nbytes)} a device{moving}")]
 
 
 def _computed_again(cost: Cost) -> list[tuple[str, str]]:

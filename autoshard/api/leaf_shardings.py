@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autoshard.lower import jax_mesh, mesh_of_stages, stage_meshes
+from autoshard.lower import HOST, jax_mesh, mesh_of_stages, stage_meshes
 from autoshard.strategy import Record, TensorRecord
 
 
@@ -42,7 +42,8 @@ def leaf_shardings(record: Record, devices: Sequence[Any] | None = None) -> list
     """
     if record.pipeline is None:
         mesh = jax_mesh(record.mesh, devices)
-        return [NamedSharding(mesh, PartitionSpec(*tensor.spec)) for tensor in record.arguments]
+        kinds = {leaf: HOST for leaf in record.program.offload}
+        return [NamedSharding(mesh, PartitionSpec(*tensor.spec), memory_kind=kinds.get(k)) for k, tensor in enumerate(record.arguments)]
     return stage_shardings(record.arguments, record.pipeline.argument_stages, pipeline_meshes(record, devices))
 
 

@@ -17,6 +17,7 @@ from autoshard.api.calls import UNLIKE
 from autoshard.api.confirm import Confirm, confirm_of
 from autoshard.api.full_plan import checked_plan, checked_schedule
 from autoshard.api.microbatching import Microbatches, checked_number
+from autoshard.api.offloading import checked_offload
 from autoshard.api.pipelining import check_pipeline
 from autoshard.api.recomputing import checked_remat
 from autoshard.api.search import search
@@ -214,6 +215,7 @@ def parallelize(
     confirm: str | Confirm | None = None,
     microbatches: Microbatches = "fit",
     remat: str | None = "fit",
+    offload: str | None = None,
     stages: int | None = None,
     schedule: str | None = None,
     plan: str = "sharding",
@@ -251,6 +253,7 @@ def parallelize(
         "confirm": confirm_of(confirm),
         "microbatches": checked_number(microbatches),
         "remat": checked_remat(remat),
+        "offload": checked_offload(offload),
         "stages": stages,
         "schedule": schedule,
         "plan": plan,
@@ -264,7 +267,7 @@ def parallelize(
     checked_schedule(schedule, is_full or stages is not None)
     if is_full or stages is not None:
         check_pipeline(
-            2 if is_full else stages, schedule, confirm, start, None if is_full else remat, asked, "plan" if is_full else "stages"
+            2 if is_full else stages, schedule, confirm, start, None if is_full else remat, asked, "plan" if is_full else "stages", offload
         )
     if cluster is not None:
         options["cluster"] = Cluster.of(cluster)

@@ -78,7 +78,9 @@ class Pipeline:
         return CHUNKS if self.schedule == "interleaved" else 1
 
 
-def check_pipeline(stages: Any, schedule: Any, confirm: Any, start: Any, remat: Any, pins: Asked, option: str = "stages") -> None:
+def check_pipeline(
+    stages: Any, schedule: Any, confirm: Any, start: Any, remat: Any, pins: Asked, option: str = "stages", offload: Any = None
+) -> None:
     """Raises `ShardingError` for a wrong number of stages, an unknown schedule, or an option that pipelines do not have.
 
     Args:
@@ -89,7 +91,7 @@ def check_pipeline(stages: Any, schedule: Any, confirm: Any, start: Any, remat: 
     if schedule is not None and schedule not in SCHEDULES:
         raise ShardingError(f"a schedule is one of {', '.join(SCHEDULES)}, got {schedule!r}. Use '1f1b', for instance.")
     given = {"confirm": confirm is not None, "start": start is not None, "batch_axes": bool(pins.batch_axes)}
-    given |= {f"remat={remat!r}": remat in ("auto", "full"), "pins='arguments'": pins.arguments}
+    given |= {f"remat={remat!r}": remat in ("auto", "full"), "pins='arguments'": pins.arguments, "offload": offload is not None}
     if names := [name for name, is_given in given.items() if is_given]:
         raise ShardingError(
             f"a pipeline's stages are searched one by one, on meshes of their own, without {', '.join(names)}. Leave out {names[0]}, or "

@@ -35,7 +35,7 @@ from autoshard.mesh_search.search import Refused, search_meshes
 from autoshard.microbatch import microbatched
 from autoshard.problem import Hints, Problem
 from autoshard.progress import Progress
-from autoshard.recompute import rematerialised
+from autoshard.recompute import offloaded, optimizer_state, rematerialised
 from autoshard.render import format_bytes, format_percent
 from autoshard.rules import rules_of
 from autoshard.search import Searcher, Solution, batch_dims, solve
@@ -103,7 +103,20 @@ class Prepared:
         return Strategy(record_of(self.traced, self.cluster, mesh, solution, searcher, notes), self.traced, self.pins, self.call)
 
 
-def prepare(fn, args, cluster, searcher, mesh, asked: Asked, memory_limit_bytes, donate_argnums, microbatches=1, remat=None, whole=None):
+def prepare(
+    fn,
+    args,
+    cluster,
+    searcher,
+    mesh,
+    asked: Asked,
+    memory_limit_bytes,
+    donate_argnums,
+    microbatches=1,
+    remat=None,
+    whole=None,
+    offload=False,
+):
     """What `search` is given, checked, traced and with the meshes that are worth trying; arguments are `search`'s, and `traced_of`'s."""
     cluster = cluster_of(cluster)
     limit = limit_of(cluster, memory_limit_bytes)
@@ -112,7 +125,7 @@ def prepare(fn, args, cluster, searcher, mesh, asked: Asked, memory_limit_bytes,
     if given is not None:
         cluster.check(given)
     axes = (*asked.axes, *(given.names if given else ()))
-    traced, facts, seconds = traced_of(fn, args, donate_argnums, axes, cluster, microbatches, remat, whole)
+    traced, facts, seconds = traced_of(fn, args, donate_argnums, axes, cluster, microbatches, remat, whole, offload)
     pins = user_pins(asked, traced.graph, own_annotations(fn, args, traced), given is None)
     meshes, is_free = meshes_of(cluster, pins, given, most)
     finest = (mesh or MOST_AXES) if is_free and searcher.automatic else 0
@@ -152,16 +165,19 @@ def traced_of(
     microbatches: int = 1,
     remat: Remat | None = None,
     whole: Traced | None = None,
+    offload: bool = False,
 ) -> tuple[Traced, ProgramFacts, dict[str, float]]:
     """The traced function, its facts for the cluster's compiler, and what tracing took.
 
     Args:
         whole: the function as it was traced in one microbatch without recomputation, if it was.
+        offload: whether optimizer state is in the memory of hosts.
     """
     started = time.perf_counter()
     if whole is None:
         whole = whole_of(fn, args, donate_argnums, axis_names)
     traced = microbatched(rematerialised(whole, remat), microbatches)
+    traced = offloaded(traced, optimizer_state(traced)) if offload else traced
     facts = program_facts(traced.graph, rules_of(traced.graph), compiler_of(cluster))
     return traced, facts, {"trace_seconds": time.perf_counter() - started, "n_ops": len(traced.graph.walk())}
 

@@ -52,7 +52,9 @@ def record_of(
     nowhere = (-1,) * len(mesh.axes)
     return Record(
         name=f"{graph.name}_{searcher.name}",
-        program=Program(graph.name, graph.fingerprint, len(graph.walk()), len(graph.values), traced.microbatches, traced.remat),
+        program=Program(
+            graph.name, graph.fingerprint, len(graph.walk()), len(graph.values), traced.microbatches, traced.remat, traced.offload
+        ),
         cluster=cluster.to_dict(),
         mesh=mesh,
         arguments=tuple(tensor(path, v, assignment.layout(v)) for path, v in zip(graph.argument_paths, graph.arguments, strict=True)),

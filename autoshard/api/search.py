@@ -22,6 +22,7 @@ from autoshard.api.full_plan import checked_plan, checked_schedule
 from autoshard.api.meshes import check_meshes, fixed_mesh, given_mesh
 from autoshard.api.microbatching import Microbatches, checked_number
 from autoshard.api.notes import whole, without_rules
+from autoshard.api.offloading import checked_offload
 from autoshard.api.pipelining import check_pipeline
 from autoshard.api.prepared import cluster_of, own_annotations, prepare, traced_of, with_recomputation
 from autoshard.api.recomputing import checked_remat
@@ -66,6 +67,7 @@ def search(
     confirm: str | Confirm | None = None,
     microbatches: Microbatches = "fit",
     remat: str | None = "fit",
+    offload: str | None = None,
     stages: int | None = None,
     schedule: str | None = None,
     plan: str = "sharding",
@@ -108,6 +110,10 @@ def search(
         remat: what the backward pass computes again rather than to read what the forward pass kept (`autoshard.recompute`). ``"fit"``:
             what makes the step fit in the least predicted time, where nothing fits otherwise; ``"auto"``: the same wherever memory binds;
             ``"full"``: all repeated layers; None: nothing but what the step's own `jax.checkpoint` says. Results stay the same.
+        offload: what is in the memory of hosts between steps, and moved to devices for its use (`autoshard.recompute.offload`).
+            ``"optimizer"``: optimizer state, leaves of 1 MiB or more that the step replaces and no product or loop reads, such as Adam's
+            moments; ``"auto"``: the same where nothing fits otherwise, or where memory binds and the step is faster so. Transfers are
+            charged on the link of each device to its host, as if nothing ran beside them. None: nothing.
         stages: of a pipeline: into how many equal parts the devices are divided, each of which computes a part of the step, microbatch by
             microbatch (`autoshard.pipeline`). Without a number of ``microbatches`` as many, twice and four times as many are tried.
             None: every device computes the whole step.
@@ -123,7 +129,7 @@ def search(
         PipelineError: the step cannot be cut into so many stages.
         TraceError: the batch cannot be computed in that many microbatches; or the function cannot be traced with these arguments.
         ClusterError: the cluster is unknown, or the mesh does not cover it.
-        ShardingError: a pin is illegal, or two contradict each other.
+        ShardingError: a pin is illegal, or two contradict each other; or nothing can be offloaded.
         InfeasibleError: nothing fits the memory limit; names the smallest peak found. Or the compiler that was to confirm refuses all.
         SearchLimitError: the searcher cannot hold the program, or the time was over before any strategy was met.
 
@@ -134,6 +140,7 @@ def search(
     """
     chosen, how = searcher_of(searcher), confirm_of(confirm)
     microbatches, remat, start = checked_number(microbatches), checked_remat(remat), checked(start, chosen)
+    offload = checked_offload(offload)
     limit_seconds = checked_seconds(time_limit_seconds)
     given = limit_seconds if how is None or limit_seconds is None else limit_seconds / 2
     if given is not None:
@@ -142,7 +149,8 @@ def search(
     checked_schedule(schedule, is_full or stages is not None)
     if is_full or stages is not None:
         wanted = Asked.of(pins, batch_axes)
-        check_pipeline(2 if is_full else stages, schedule, how, start, None if is_full else remat, wanted, "plan" if is_full else "stages")
+        option = "plan" if is_full else "stages"
+        check_pipeline(2 if is_full else stages, schedule, how, start, None if is_full else remat, wanted, option, offload)
         with shown(progress) as callback, rarely_collecting(), outside_mesh(keep_auto=True):
             call = Call(fn, args, cluster, chosen, mesh, wanted, memory_limit_bytes, donate_argnums, microbatches, schedule,
                         endings(given, interruptible), given, callback)  # fmt: skip
@@ -156,7 +164,7 @@ def search(
         ends, own = endings(given, interruptible), part(callback, 0.0, 1.0 if how is None else SEARCHING)
         n_finalists = 1 if how is None else how.finalists
         reserves = memory_limit_bytes is None
-        attempts = Attempts(asked, chosen, microbatches, remat, mesh, start, reserves, own, ends, given, n_finalists)
+        attempts = Attempts(asked, chosen, microbatches, remat, offload, mesh, start, reserves, own, ends, given, n_finalists)
         prepared, solution, problem = attempts.found()
         started = attempts.started
         solving, searching = solution.stats.get("search_seconds", 0.0), time.perf_counter() - started

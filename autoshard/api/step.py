@@ -28,7 +28,7 @@ from autoshard.ir import Graph, Layout, Rule, replicated, result_layouts
 from autoshard.judge.model import CostModel
 from autoshard.lower import ReshardPath, constrained, derived_from, lowering_mesh, manual_program, obstacle, to_named_sharding
 from autoshard.microbatch import microbatched
-from autoshard.recompute import rematerialised
+from autoshard.recompute import offloaded, rematerialised
 from autoshard.rules import rules_of
 from autoshard.strategy import Record, check_program
 from autoshard.trace import Held, Traced, held, is_static, outside_mesh, trace
@@ -239,7 +239,7 @@ class Step(Sharded):
 
         def sharding(layout: Layout, value: int) -> NamedSharding:
             found = graph.values[value]  # an empty array lies whole: of one that is split, jaxlib 0.10.2 reads back no more than a shard
-            return to_named_sharding(layout if found.size else replicated(record.mesh), found.rank, mesh)
+            return to_named_sharding(layout if found.size else replicated(record.mesh), found.rank, mesh, found.on_host)
 
         in_shardings = tuple(sharding(assignment.layout(value), value) for value in graph.arguments)
         out_shardings = [sharding(layout, value) for layout, value in zip(result_layouts(graph, assignment), graph.results, strict=True)]
@@ -304,6 +304,7 @@ def program_of(
         traced = trace(plain(fn), *args, donate_argnums=record.donate_argnums, axis_names=record.mesh.names, before=before)
         traced = rematerialised(traced, record.program.remat)
         traced = microbatched(traced, record.program.microbatches) if record.pipeline is None else traced
+        traced = offloaded(traced, record.program.offload)
         graph, rules = traced.graph, rules_of(traced.graph)
         check_program(record, graph, rules)
         model = CostModel(Cluster.from_dict(record.cluster), record.mesh)

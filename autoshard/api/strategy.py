@@ -125,6 +125,11 @@ class Strategy:
         return None if self.record.program.remat is None else self.record.program.remat.mode
 
     @property
+    def offload(self) -> tuple[str, ...]:
+        """The paths of the argument leaves that are in the memory of hosts between steps."""
+        return tuple(self.record.arguments[leaf].path for leaf in self.record.program.offload)
+
+    @property
     def cost(self) -> Cost:
         """What the judge predicts."""
         return self.record.cost
@@ -254,6 +259,8 @@ class Strategy:
         """
         if self.remat is not None:
             raise StrategyError("pins shard a program as it is, and this strategy computes values again. Search with remat=None.")
+        if self.offload:
+            raise StrategyError("pins shard a program as it is, and this strategy keeps state on hosts. Search with offload=None.")
         if self.microbatches > 1:
             how, option = ("a pipeline", "stages") if self.record.pipeline else (f"{self.microbatches} microbatches", "microbatches")
             raise StrategyError(f"pins shard a program as it is, and this strategy runs it as {how}. Search with {option}=None.")

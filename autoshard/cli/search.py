@@ -96,6 +96,13 @@ def add(commands) -> None:
         "either; auto: as far as memory binds, in the least time; full: all repeated layers; none: never",
     )
     parser.add_argument(
+        "--offload",
+        choices=("none", "optimizer", "auto"),
+        default="none",
+        help="what is in the memory of hosts between steps; optimizer: moments and the like; auto: the same where nothing fits otherwise "
+        "or it is faster; none (default): nothing",
+    )
+    parser.add_argument(
         "--stages", metavar="N", type=positive, help="a pipeline: divide the devices into so many parts, each of which computes a stage"
     )
     parser.add_argument(
@@ -146,6 +153,7 @@ def run(options: argparse.Namespace) -> int:
         }
         if options.frontier is None:
             of_time = {"remat": None if options.remat == "none" else options.remat, "stages": options.stages, "schedule": options.schedule}
+            of_time["offload"] = None if options.offload == "none" else options.offload
             of_time["plan"] = "full" if options.full else "sharding"
             strategy = autoshard.search(function, *arguments, confirm=options.confirm, **of_time, **asked)
         else:

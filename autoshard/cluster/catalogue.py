@@ -64,6 +64,11 @@ TPU_KERNEL_SECONDS = 1.2e-6
 TPU_MEMORY_EFFICIENCY = {"v5e": 0.81, "v5p": 0.72, "v6e": 0.81}
 TPU_F64_SLOWDOWN = 50  # estimate: XLA emulates float64 on the vector unit with pairs of float32
 
+# PCIe, one way: 16 GB/s a TPU, 32 on v6e (scaling book, "How to Think About TPUs"); NVIDIA's datasheets give both ways of x16: 64 GB/s of
+# generation 4 (A100), 128 of 5 (H100, H200, B200). XLA:CPU copies from pinned_host to device in one memory: half of its bandwidth.
+HOST_BANDWIDTH = {"v6e": 32 * G, "a100": 32 * G, "a100-40g": 32 * G, "h100": 64 * G, "h200": 64 * G, "b200": 64 * G}
+TPU_HOST_BANDWIDTH = 16 * G
+
 FLAT_SLICES = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))  # Cloud TPU docs, v5e and v6e: supported configurations
 SMALL_CUBES = ((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))  # Cloud TPU docs, v4 and v5p: slices below one 4x4x4 cube
 
@@ -90,6 +95,7 @@ def _tpu(name: str, bf16: float, int8: float, clock: float, cores: int, memory: 
         source=source,
         memory_efficiency=TPU_MEMORY_EFFICIENCY.get(name, TPU_MEMORY_EFFICIENCY["v5e"]),
         clock_hertz=clock,
+        host_bandwidth_bytes_per_second=HOST_BANDWIDTH.get(name, TPU_HOST_BANDWIDTH),
     )
 
 
@@ -254,6 +260,7 @@ def _gpu(
         matrix_efficiency=efficiency,
         memory_efficiency=GPU_MEMORY_EFFICIENCY,
         processors=processors,
+        host_bandwidth_bytes_per_second=HOST_BANDWIDTH[name],
     )
 
 
@@ -404,6 +411,7 @@ CPU = Entry(
         kernel_overhead_seconds=5e-6,  # 35 us to dispatch one kernel to all 8, on 2 cores
         matrix_tile=1,
         source=CPU_SOURCE,
+        host_bandwidth_bytes_per_second=3.5 / 2 * G,
     ),
     interconnect=Interconnect(
         kind="host",

@@ -32,6 +32,7 @@ class Device:
         matrix_efficiency: the share of the matrix unit's peak that large, aligned products reach.
         memory_efficiency: the share of the memory's peak that large kernels reach.
         clock_hertz: the clock in which a compiler estimates cycles; 0 where none does.
+        host_bandwidth_bytes_per_second: one way, of the device's own link to its host's memory; 0 where it has none, or it is not known.
         source: where the figures come from.
     """
 
@@ -48,6 +49,7 @@ class Device:
     memory_efficiency: float = 1.0
     clock_hertz: float = 0.0
     processors: int = 0
+    host_bandwidth_bytes_per_second: float = 0.0
 
     def __post_init__(self):
         if self.kind not in KINDS:
@@ -59,7 +61,7 @@ class Device:
                 f"got {self.flops_per_second}."
             )
         rates = (*(rate for _, rate in self.flops_per_second), self.vector_flops_per_second, self.memory_bandwidth_bytes_per_second)
-        least = min(self.kernel_overhead_seconds, self.clock_hertz, self.processors)
+        least = min(self.kernel_overhead_seconds, self.clock_hertz, self.processors, self.host_bandwidth_bytes_per_second)
         if any(rate <= 0 for rate in rates) or self.memory_bytes <= 0 or least < 0 or self.matrix_tile < 1:
             raise ClusterError(f"rates, memory and tile of device {self.name!r} are positive, got {self}.")
         if not (0 < self.matrix_efficiency <= 1 and 0 < self.memory_efficiency <= 1):

@@ -186,10 +186,12 @@ def buffers(
 
 
 def shares(facts: ProgramFacts, assignment: Assignment) -> Callable[[int], float]:
-    """The bytes of a device's part of a value, by its number."""
+    """The bytes of a device's part of a value in its own memory, by the value's number."""
     constant, values, mesh = _loop_constants(facts, assignment), facts.graph.values, assignment.mesh.sizes
 
     def share(value: int) -> float:
+        if values[value].on_host:
+            return 0.0
         return constant[value] if value in constant else values[value].nbytes / shards(assignment.layout(value), mesh)
 
     return share
@@ -265,5 +267,3 @@ def scattered_apart(facts: ProgramFacts, assignment: Assignment, share: Callable
         place = times.places.get(fusion.root[total])
         if place is not None and set(read_in(facts, assignment, ops[op], value)) != {assignment.layout(value)}:
             yield max(share(value) - share(fusion.root[total]), 0.0), int(times.born[place]), int(times.dies[place])
-
-

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from autoshard.ir import Graph, Op, Value
+from autoshard.ir import Graph, Op, Value, is_transfer
 from autoshard.primitives import is_addition, is_anchor, is_control_flow, is_reduction, is_scatter, is_view
 
 # Of a product's elements, at least: then leaving out the rest, or padding it, hardly changes the product's work. The compiler makes any
@@ -33,7 +33,7 @@ def stands_alone(op: Op) -> bool:
         return any(stride > 1 for stride in (op.params.get("strides") or ())[-2:])
     if op.primitive == "pad":
         return any(interior for *_, interior in op.params["padding_config"])
-    return is_anchor(op.primitive)
+    return is_anchor(op.primitive) or is_transfer(op)
 
 
 def is_call(op: Op) -> bool:

@@ -20,7 +20,7 @@ from autoshard.ir.assignment import (
 )
 from autoshard.ir.attribution import MovedValue, Reason, ServedOp, Split
 from autoshard.ir.collective import Collective, as_compiled
-from autoshard.ir.graph import Body, Flow, Graph, Holder, Op, Origin, Value
+from autoshard.ir.graph import Body, Flow, Graph, Holder, Op, Origin, Value, is_transfer
 from autoshard.ir.layout import (
     Layout,
     Mesh,
@@ -78,6 +78,7 @@ __all__ = [
     "factor_name",
     "factor_names",
     "given_choice",
+    "is_transfer",
     "layout_dims",
     "layout_number",
     "layout_numbers",

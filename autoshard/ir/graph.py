@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import chain
 from typing import Any
 
@@ -31,11 +32,13 @@ class Value:
         shape: the whole (unsharded) shape.
         dtype: the dtype's name, such as ``float32``; ``key<fry>`` for typed keys.
         itemsize: bytes per element, fractional for sub-byte dtypes.
+        on_host: whether it is in the memory of the device's host.
     """
 
     shape: tuple[int, ...]
     dtype: str
     itemsize: float
+    on_host: bool = False
 
     @property
     def rank(self) -> int:
@@ -148,6 +151,11 @@ class Op:
         for body in self.bodies:
             for op in body.ops:
                 yield from op.walk()
+
+
+def is_transfer(op: Op) -> bool:
+    """Whether an op moves a value between a device's memory and its host's: a `jax.device_put` to a `jax.memory.Space`."""
+    return op.primitive == "device_put" and any(isinstance(place, Enum) for place in op.params["devices"])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

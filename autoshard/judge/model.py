@@ -32,6 +32,7 @@ from autoshard.ir import (
     Value,
     computed_layout,
     exchanges,
+    is_transfer,
     layouts,
     local_shape,
     operand_layout,
@@ -182,6 +183,8 @@ class CostModel:
         traffic = facts.traffic[op.index]
         if op.bodies or is_collective(op.primitive) or (is_view(op.primitive) and not traffic.starts):
             return 0.0
+        if is_transfer(op):
+            return self._host_seconds(facts, op) / self._split(choice)
         rule = facts.rules[op.index]
         values = facts.graph.values
         touched = dict.fromkeys(tensor for tensor, _ in (*traffic.tensors, *traffic.passes))
@@ -274,9 +277,16 @@ class CostModel:
         n, traffic = self.mesh.size, facts.traffic[op.index]
         if op.bodies or (is_view(op.primitive) and not traffic.starts):
             return 0.0
+        if is_transfer(op):
+            return self._host_seconds(facts, op) / n
         nbytes = self._moved(facts, op, dict.fromkeys(range(len(op.operands) + len(op.results)), n))
         matrix, flops, dtype = is_matrix(op.primitive), facts.flops[op.index] / n, _dtype(op, facts.graph.values)
         return float(self._roofline.seconds(matrix, flops, dtype, nbytes, traffic.starts))
+
+    def _host_seconds(self, facts: ProgramFacts, op: Op) -> float:
+        """The seconds of moving an op's operands whole between a device and its host; none on a device without a link that is known."""
+        rate = self.cluster.device.host_bandwidth_bytes_per_second
+        return sum(facts.graph.values[value].nbytes for value in op.operands) / rate if rate else 0.0
 
     def reduction_path(self, facts: ProgramFacts, op: Op, choice: Choice, result: int) -> tuple[Step, ...]:
         """The collectives that combine an op's partial results.

@@ -39,6 +39,7 @@ from autoshard.ir import (
     choice_for,
     computed_layout,
     given_choice,
+    is_transfer,
     local_shape,
     operand_layout,
     reductions,
@@ -48,7 +49,7 @@ from autoshard.ir import (
     view_of,
 )
 from autoshard.lower.collectives import combined, moved
-from autoshard.lower.interpret import Interpreter, Path, bind_unplaced, ops_by_path
+from autoshard.lower.interpret import Interpreter, Path, bind, bind_unplaced, ops_by_path
 from autoshard.lower.mesh import to_named_sharding
 from autoshard.lower.nested import Inside, Mesh, axes_of, unread
 from autoshard.lower.plan import Plan, holder_values
@@ -120,6 +121,8 @@ def manual_program(
         region = _Region(plan)
         results = region.run(jaxpr.jaxpr, constants[: len(jaxpr.consts)], arguments)
         placed = [region.read(x, value, layout) for x, value, layout in zip(results, graph.results, leaving, strict=True)]
+        on_host = [graph.values[value].on_host for value in graph.results]
+        placed = [jax.device_put(x, jax.memory.Space.Host) if to_host else x for x, to_host in zip(placed, on_host, strict=True)]
         unread = constants[len(jaxpr.consts) :]
         return lax.optimization_barrier((placed, *unread))[0] if unread else placed
 
@@ -323,6 +326,8 @@ class _Region(Interpreter):
             return [None] * len(op.results)
         if is_rearrangement(op.primitive):
             self.views[op.results[0]] = op, eqn
+        if is_transfer(op):
+            return self._transferred(op, eqn, operands)
         choice = plan.assignment.choice(op.index)
         if rule is None or not self._runs_on_shards(op, eqn, rule, choice):
             return self._whole(op, eqn, operands)
@@ -341,6 +346,14 @@ class _Region(Interpreter):
         else:
             results = self._sharded(op, eqn, choice).computed(read)
         return [self._stored(x, op, rule, choice, k) for k, x in enumerate(results)]
+
+    def _transferred(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+        """The value in the other memory. It is resharded in the device's alone: results of the program are moved to hosts when they are."""
+        plan, (value,), (made,) = self.plan, op.operands, op.results
+        if plan.graph.values[made].on_host:
+            x = self.read(operands[0], value, plan.layout(made))
+            return [x] if made in plan.graph.results else bind(eqn, [x])
+        return [plan.resharded(bind(eqn, operands)[0], made, plan.layout(value), plan.layout(made))]
 
     def dead(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         """The results of an unread equation; none where an operand is a free value, which has no array."""

@@ -13,6 +13,9 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from autoshard.errors import ClusterError
 from autoshard.ir import Graph, Layout, Mesh, Placement, layout_to_spec
 
+HOST = "pinned_host"
+"""JAX's name of the memory of hosts that devices read and write."""
+
 STAGE_AXIS = "stage"
 """The first axis of a pipeline's mesh."""
 
@@ -109,6 +112,7 @@ def lowering_mesh(mesh: Mesh, graph: Graph) -> jax.sharding.Mesh | AbstractMesh:
     return jax_mesh(mesh) if any(op.primitive in _NEED_DEVICES for op in graph.walk()) else abstract_mesh(mesh)
 
 
-def to_named_sharding(layout: Layout, rank: int, mesh: jax.sharding.Mesh | AbstractMesh) -> NamedSharding:
-    """The `NamedSharding` of a layout of a tensor of this rank."""
-    return NamedSharding(mesh, PartitionSpec(*layout_to_spec(layout, mesh.axis_names, rank)))
+def to_named_sharding(layout: Layout, rank: int, mesh: jax.sharding.Mesh | AbstractMesh, on_host: bool = False) -> NamedSharding:
+    """The `NamedSharding` of a layout of a tensor of this rank, in the memory of devices or of their hosts."""
+    spec = PartitionSpec(*layout_to_spec(layout, mesh.axis_names, rank))
+    return NamedSharding(mesh, spec, memory_kind=HOST if on_host else None)

@@ -387,6 +387,11 @@ class _Stages:
         rows, columns, entries = zip(*self.entries, strict=True) if self.entries else ((), (), ())
         matrix = coo_matrix((entries, (rows, columns)), shape=(len(self.limits), len(self.prices)))
         found = linprog(self.prices, A_ub=matrix, b_ub=self.limits, bounds=self.bounds, method="highs-ds")
+        if found.x is None:
+            raise PipelineError(
+                f"where {self.n} stages begin in the backward pass is a linear program, which HiGHS did not solve: {found.message} Use "
+                "another number of stages."
+            )
         return {op: round(found.x[column]) for op, column in self.columns.items()}
 
     def _column(self, price: float, bounds: tuple[float, float | None]) -> int:

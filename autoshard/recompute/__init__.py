@@ -2,9 +2,10 @@
 
 `flat` makes one list of the program's equations; `block` finds the forward and the backward pass and the segments of the former; `choice`
 decides what is kept; `loops` handles a scan and the scan that differentiates it; `regions` makes the backward pass of each segment one
-`jax.checkpoint`; `program` does it all.
+`jax.checkpoint`; `program` does it all. `offload` keeps optimizer state in the memory of hosts.
 """
 
+from autoshard.recompute.offload import LEAST_BYTES, offloaded, optimizer_state
 from autoshard.recompute.program import Options, rematerialised
 
-__all__ = ["Options", "rematerialised"]
+__all__ = ["LEAST_BYTES", "Options", "offloaded", "optimizer_state", "rematerialised"]

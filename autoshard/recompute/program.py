@@ -39,8 +39,10 @@ def rematerialised(traced: Traced, remat: Remat | None) -> Traced:
         return traced
     try:
         jaxpr = _rewritten(_Passes.at(traced, remat.path, remat.kept.turn), remat, traced.jaxpr)
-    except (IndexError, KeyError, ValueError) as error:
-        raise TraceError(f"recomputation is chosen for one program, and this one differs: {error}. Search again.") from None
+    except (IndexError, KeyError, ValueError):
+        raise TraceError(
+            f"recomputation is chosen for one program by the numbers of its equations, and {traced.graph.name!r} has others. Search again."
+        ) from None
     return replace(rebuilt(traced, jaxpr, traced.microbatches), remat=remat)
 
 
@@ -128,6 +130,7 @@ class Options:
         self._free = lambda op: [facts.free[value] for value in op.results]
         assert graph is facts.graph, "facts are the program's"
         self._pairs = [(pair, self._chooser(pair.block, (), None)) for pair in self.passes.pairs]
+        self._outside: dict[tuple[LoopKept, ...], tuple[Chooser, set[Var]]] = {}
 
     @cached_property
     def all(self) -> tuple[Remat, ...]:
@@ -176,11 +179,8 @@ class Options:
             seconds += length * again
             scans[pair.first], scans[pair.last] = pair.rewritten(kept)
             loops.append(LoopKept(pair.first, pair.last, _numbers(block, (), kept)))
-        block = self.passes.block(scans)
-        fixed = {k for pair in self.passes.pairs for k in (pair.first, pair.last)}
-        chooser = self._chooser(block, self._places, fixed)
-        kept = chooser.kept(price)
-        own = {v for k in fixed for v in block.eqns[k].outvars}
+        chooser, own = self._around(tuple(loops), scans)
+        block, kept = chooser.block, chooser.kept(price)
         held += sum(map(nbytes, chooser.held(kept) - own))
         plain += sum(map(nbytes, block.held(block.needed, chooser.stored) - own))
         seconds += chooser.seconds(kept)
@@ -190,6 +190,14 @@ class Options:
     def _places(self) -> tuple[int, ...]:
         block = self.passes.block({})
         return segments(block, self._marked(block, self._stored), self._marked(block, self._free))
+
+    def _around(self, loops: tuple[LoopKept, ...], scans: Mapping[int, JaxprEqn]) -> tuple[Chooser, set[Var]]:
+        """The chooser of what is outside loops, and the loops' results; the same as long as loops keep the same."""
+        if loops not in self._outside:
+            block = self.passes.block(scans)
+            fixed = {k for pair in self.passes.pairs for k in (pair.first, pair.last)}
+            self._outside[loops] = self._chooser(block, self._places, fixed), {v for k in fixed for v in block.eqns[k].outvars}
+        return self._outside[loops]
 
     def _chooser(self, block: Block, places: tuple[int, ...], fixed: Collection[int] | None) -> Chooser:
         """The chooser of a block.

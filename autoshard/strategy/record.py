@@ -29,6 +29,7 @@ class Program:
         n_ops, n_values: sizes of the graph; choices and layouts are numbered within them.
         microbatches: in how many a step computes its batch.
         remat: what its backward pass computes again; None: nothing but what the program says itself.
+        offload: the argument leaves, by their positions, that are in the memory of hosts between steps.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Program:
     n_values: int
     microbatches: int = 1
     remat: Remat | None = None
+    offload: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

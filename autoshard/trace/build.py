@@ -257,11 +257,12 @@ class _Emitter:
         return tuple([self._number(array) for array in arrays])
 
     def _value(self, aval: Any) -> Value:
-        kind = (getattr(aval, "shape", ()), getattr(aval, "dtype", None))  # tokens have neither
+        on_host = getattr(aval, "memory_space", None) == jax.memory.Space.Host
+        kind = (getattr(aval, "shape", ()), getattr(aval, "dtype", None), on_host)  # tokens have neither shape nor dtype
         found = self._kinds.get(kind)
         if found is None:
-            shape, dtype = kind
-            found = self._kinds[kind] = Value(tuple(shape), "token" if dtype is None else str(dtype), itemsize(dtype))
+            shape, dtype, _ = kind
+            found = self._kinds[kind] = Value(tuple(shape), "token" if dtype is None else str(dtype), itemsize(dtype), on_host)
         return found
 
     def _ops(self, steps: list[_Step]) -> tuple[Op, ...]:

@@ -44,6 +44,7 @@ class Traced:
         source: the jaxpr as JAX traced it, which JAX caches as long as the function exists.
         microbatches: into how many the program was rewritten; 1: it is as JAX traced it.
         remat: what its backward pass computes again since it was rewritten; None: what JAX traced.
+        offload: the argument leaves, by their positions, that it takes and returns in the memory of hosts since it was rewritten.
         axis_rules: Flax's logical axis rules under which it was traced.
     """
 
@@ -58,6 +59,7 @@ class Traced:
     source: weakref.ref[ClosedJaxpr] | None = None
     microbatches: int = 1
     remat: Remat | None = None
+    offload: tuple[int, ...] = ()
     axis_rules: Rules = ()
 
     def split(self, args: tuple) -> tuple:

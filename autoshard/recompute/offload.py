@@ -1,0 +1,90 @@
+"""Optimizer state in the memory of hosts: a step rewritten so that such leaves are moved to the device for their update, and back.
+
+Optimizer state is what a step replaces and no product or loop reads, directly or by what is computed of it: moments, averages of weights.
+XLA runs the transfers beside compute, and as early as the device's memory has room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from functools import cache
+
+import jax
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
+
+from autoshard.lower import ops_by_path
+from autoshard.primitives import is_loop, is_matrix
+from autoshard.recompute.block import nbytes, variables
+from autoshard.recompute.flat import Flat, flat
+from autoshard.recompute.regions import jaxpr_of
+from autoshard.trace import Traced, rebuilt
+
+LEAST_BYTES = 2**20  # smaller leaves stay: a transfer of so much takes as long as it takes to start a few
+
+
+def optimizer_state(traced: Traced) -> tuple[int, ...]:
+    """The argument leaves, by their positions, that are optimizer state."""
+    whole = flat(traced.jaxpr, ops_by_path(traced.graph))
+    kept = _awaited(whole).union(variables(whole.outputs))
+    made = {v for eqn in whole.eqns for v in eqn.outvars}
+    return tuple(
+        argument
+        for result, argument in sorted(traced.graph.aliases, key=lambda pair: pair[1])
+        if (v := whole.inputs[argument]) not in kept and nbytes(v) >= LEAST_BYTES and whole.outputs[result] in made
+    )
+
+
+def _awaited(whole: Flat) -> set[Var]:
+    """What products and loops read, or what they read is computed of."""
+    found: set[Var] = set()
+    for eqn, op in zip(reversed(whole.eqns), reversed(whole.ops), strict=True):
+        heavy = is_loop(op.primitive) or any(is_matrix(inner.primitive) for inner in op.walk())
+        if heavy or not found.isdisjoint(eqn.outvars):
+            found.update(variables(eqn.invars))
+    return found
+
+
+def offloaded(traced: Traced, leaves: Collection[int]) -> Traced:
+    """The program that takes and returns some argument leaves in the memory of hosts; results are the same.
+
+    Args:
+        leaves: positions of leaves that results replace.
+    """
+    if not leaves or traced.offload:
+        return traced
+    whole = flat(traced.jaxpr, ops_by_path(traced.graph))
+    inputs = list(whole.inputs)
+    entering: dict[Var, JaxprEqn] = {}
+    for leaf in leaves:
+        inputs[leaf] = _on_host(whole.inputs[leaf])
+        entering[whole.inputs[leaf]] = _moved(inputs[leaf], whole.inputs[leaf], jax.memory.Space.Device)
+    outputs, leaving = list(whole.outputs), {}
+    for result, argument in traced.graph.aliases:
+        if argument in leaves:
+            made = whole.outputs[result]
+            outputs[result] = _on_host(made)
+            leaving.setdefault(made, []).append(_moved(made, outputs[result], jax.memory.Space.Host))
+    eqns: list[JaxprEqn] = []
+    for eqn in whole.eqns:
+        eqns += (entering.pop(v) for v in dict.fromkeys(variables(eqn.invars)) if v in entering)
+        eqns.append(eqn)
+        eqns += (moved for v in eqn.outvars for moved in leaving.get(v, ()))
+    inner = jaxpr_of(inputs, outputs, eqns, tuple(whole.constants))
+    jaxpr = ClosedJaxpr(inner, [*whole.constants.values()])
+    return replace(rebuilt(traced, jaxpr, traced.microbatches), offload=tuple(sorted(leaves)))
+
+
+def _on_host(var: Var) -> Var:
+    return Var(var.aval.update(memory_space=jax.memory.Space.Host))
+
+
+def _moved(source: Var, target: Var, to: jax.memory.Space) -> JaxprEqn:
+    """The transfer of a value."""
+    return _template(to).replace(invars=[source], outvars=[target])
+
+
+@cache
+def _template(to: jax.memory.Space) -> JaxprEqn:
+    (eqn,) = jax.make_jaxpr(lambda x: jax.device_put(x, to))(0.0).eqns
+    return eqn

@@ -1,0 +1,143 @@
+"""Optimizer state in the memory of hosts: which leaves are, what it costs, and that steps compute the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import autoshard
+from autoshard.errors import InfeasibleError, ShardingError, StrategyError
+from autoshard.ir import is_transfer
+from autoshard.recompute import offloaded, optimizer_state
+from autoshard.trace import trace
+
+WIDTH = 512
+LEAF = WIDTH * WIDTH * 4
+OPTIMIZER = optax.sgd(1e-2, momentum=0.9)  # in which rounding does not grow, as by Adam's quotients
+HOST = "pinned_host"
+
+
+def _step(state, x):
+    def loss(weights):
+        return jnp.mean((jnp.tanh(x @ weights["up"]) @ weights["down"] + weights["bias"]) ** 2)
+
+    value, gradients = jax.value_and_grad(loss)(state["weights"])
+    updates, moments = OPTIMIZER.update(gradients, state["moments"], state["weights"])
+    return {"weights": optax.apply_updates(state["weights"], updates), "moments": moments}, value
+
+
+def _state():
+    one, other = jax.random.split(jax.random.key(0))
+    weights = {"up": jax.random.normal(one, (WIDTH, WIDTH)), "down": jax.random.normal(other, (WIDTH, WIDTH)), "bias": jnp.zeros(WIDTH)}
+    return {"weights": weights, "moments": OPTIMIZER.init(weights)}
+
+
+STATE, X = jax.eval_shape(_state), jax.ShapeDtypeStruct((256, WIDTH), jnp.float32)
+
+
+def _search(**options):
+    return autoshard.search(_step, STATE, X, **{"cluster": "cpu:8", "mesh": {"data": 8}, "donate_argnums": 0} | options)
+
+
+def test_optimizer_state_is_what_no_product_reads_and_a_result_replaces():
+    """Moments are; weights, which products read, are not, nor leaves that are small or that no result replaces."""
+    traced = trace(_step, STATE, X, donate_argnums=0)
+    found = {traced.graph.argument_paths[leaf] for leaf in optimizer_state(traced)}
+    assert found == {f"state['moments'][0].trace['{name}']" for name in ("up", "down")}
+    assert optimizer_state(trace(lambda state, x: (state + x, x), jnp.ones((WIDTH, WIDTH)), jnp.ones((WIDTH, WIDTH)))) == (0,)
+    assert optimizer_state(trace(lambda state, x: x.sum(), jnp.ones((WIDTH, WIDTH)), jnp.ones((WIDTH, WIDTH)))) == ()
+
+
+def test_each_leaf_is_moved_to_the_device_for_its_update_and_back():
+    """The rewritten program has two transfers a leaf; its arguments and results of these leaves are on the host, and no others are."""
+    traced = trace(_step, STATE, X, donate_argnums=0)
+    leaves = optimizer_state(traced)
+    graph = offloaded(traced, leaves).graph
+    assert sum(is_transfer(op) for op in graph.ops) == 2 * len(leaves)
+    assert {k for k, value in enumerate(graph.arguments) if graph.values[value].on_host} == set(leaves)
+    assert {argument for result, argument in graph.aliases if graph.values[graph.results[result]].on_host} == set(leaves)
+
+
+@pytest.mark.parametrize("options", [{}, {"microbatches": 2}, {"lowering": "constraints"}], ids=str)
+def test_steps_compute_the_same_with_state_on_hosts(options):
+    """Three steps give the losses and weights of the unsharded step, and leave moments in the memory of hosts."""
+    lowering = options.get("lowering", "manual")
+    strategy = _search(offload="optimizer", **{name: value for name, value in options.items() if name != "lowering"})
+    assert len(strategy.offload) == 2
+    x = jax.random.normal(jax.random.key(1), X.shape)
+    expected, plain = _state(), jax.jit(_step)
+    state, step = strategy.init(_state), strategy.apply(_step, lowering=lowering)
+    assert state["moments"][0].trace["up"].sharding.memory_kind == HOST
+    for _ in range(3):
+        expected, loss = plain(expected, x)
+        state, found = step(state, x)
+        np.testing.assert_allclose(found, loss, rtol=1e-6)
+    assert state["moments"][0].trace["down"].sharding.memory_kind == HOST
+    assert state["weights"]["up"].sharding.memory_kind == "device"
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5), state, expected)
+
+
+def test_transfers_are_charged_on_the_link_to_the_host():
+    """The objective grows by the bytes of each device's part of the state, both ways, over the link's bandwidth."""
+    plain, found = (_search(offload=offload, searcher="data_parallel") for offload in (None, "optimizer"))
+    rate = autoshard.Cluster.parse("cpu:8").device.host_bandwidth_bytes_per_second
+    moved = 2 * 2 * LEAF / rate  # replicated: each device moves all of it
+    assert found.cost.objective_seconds - plain.cost.objective_seconds == pytest.approx(moved, rel=0.02)
+    assert found.cost.peak_bytes < plain.cost.peak_bytes
+
+
+def test_state_is_offloaded_where_nothing_fits_otherwise():
+    """``"auto"`` keeps state on devices where the step fits, moves it to hosts where only that fits, and says what was tried else."""
+    assert _search(offload="auto").offload == ()
+    whole, moved = (_search(offload=offload, searcher="data_parallel").cost.peak_bytes for offload in (None, "optimizer"))
+    limit = (whole + moved) / 2
+    found = _search(offload="auto", searcher="data_parallel", memory_limit_bytes=limit, microbatches=None, remat=None)
+    assert found.offload and found.cost.peak_bytes <= limit
+    with pytest.raises(InfeasibleError, match="Nor does it fit with optimizer state in the memory of hosts: the smallest peak is"):
+        _search(offload="auto", searcher="data_parallel", memory_limit_bytes=moved / 2, microbatches=None, remat=None)
+    with pytest.raises(InfeasibleError, match="offload='auto'"):
+        _search(searcher="data_parallel", memory_limit_bytes=limit, microbatches=None, remat=None)
+
+
+def test_what_cannot_be_offloaded_is_refused():
+    """A device without a link, a step without state, a pipeline and an unknown word are refused with what to do."""
+    cluster = autoshard.Cluster.parse("cpu:8")
+    unlinked = replace(cluster, device=replace(cluster.device, host_bandwidth_bytes_per_second=0.0))
+    with pytest.raises(ShardingError, match="no bandwidth of such a link is known"):
+        _search(offload="optimizer", cluster=unlinked)
+    with pytest.raises(ShardingError, match="has no such leaf of"):
+        autoshard.search(lambda w, x: x @ w, jnp.ones((8, 8)), jnp.ones((8, 8)), cluster="cpu:8", offload="optimizer")
+    with pytest.raises(ShardingError, match="without offload"):
+        _search(offload="optimizer", stages=2, mesh=None)
+    with pytest.raises(ShardingError, match="'optimizer', 'auto' or None, got 'all'"):
+        _search(offload="all")
+    with pytest.raises(StrategyError, match="keeps state on hosts"):
+        _search(offload="optimizer").pins(_step, STATE, X)
+
+
+def test_a_saved_strategy_keeps_state_on_hosts(tmp_path):
+    """A loaded strategy has the same leaves on hosts, explains them, and is verified."""
+    strategy = _search(offload="optimizer")
+    strategy.save(tmp_path / "found.json")
+    loaded = autoshard.load(tmp_path / "found.json")
+    assert loaded.offload == strategy.offload
+    assert "2 leaves of optimizer state" in str(loaded.explain())
+    assert autoshard.verify(loaded, _step, STATE, X).exact
+
+
+@pytest.mark.slow
+def test_a_tpu_program_needs_as_much_as_predicted():
+    """XLA:TPU's peak of a GPT that fits a chip by offload alone is within 10 % of the predicted one: `pytest -m slow tests/recompute`."""
+    from benchmarks.models import gpt
+
+    step, args = gpt(24, 2048, batch=4, length=1024, remat=True)
+    options = {"cluster": "v5e:1x1", "mesh": {"data": 1}, "donate_argnums": 0, "microbatches": None, "remat": None}
+    strategy = autoshard.search(step, *args, offload="auto", **options)
+    found = autoshard.verify(strategy, step, *args, target="tpu")
+    assert strategy.offload and found.fits
+    assert found.actual_peak_bytes == pytest.approx(strategy.cost.peak_bytes, rel=0.1)
