@@ -266,9 +266,7 @@ def parallelize(
     is_full = checked_plan(plan, stages, mesh)
     checked_schedule(schedule, is_full or stages is not None)
     if is_full or stages is not None:
-        check_pipeline(
-            2 if is_full else stages, schedule, confirm, start, None if is_full else remat, asked, "plan" if is_full else "stages", offload
-        )
+        check_pipeline(2 if is_full else stages, schedule, confirm, start, asked, "plan" if is_full else "stages", offload)
     if cluster is not None:
         options["cluster"] = Cluster.of(cluster)
 

@@ -78,9 +78,7 @@ class Pipeline:
         return CHUNKS if self.schedule == "interleaved" else 1
 
 
-def check_pipeline(
-    stages: Any, schedule: Any, confirm: Any, start: Any, remat: Any, pins: Asked, option: str = "stages", offload: Any = None
-) -> None:
+def check_pipeline(stages: Any, schedule: Any, confirm: Any, start: Any, pins: Asked, option: str = "stages", offload: Any = None) -> None:
     """Raises `ShardingError` for a wrong number of stages, an unknown schedule, or an option that pipelines do not have.
 
     Args:
@@ -91,7 +89,7 @@ def check_pipeline(
     if schedule is not None and schedule not in SCHEDULES:
         raise ShardingError(f"a schedule is one of {', '.join(SCHEDULES)}, got {schedule!r}. Use '1f1b', for instance.")
     given = {"confirm": confirm is not None, "start": start is not None, "batch_axes": bool(pins.batch_axes)}
-    given |= {f"remat={remat!r}": remat in ("auto", "full"), "pins='arguments'": pins.arguments, "offload": offload is not None}
+    given |= {"pins='arguments'": pins.arguments, "offload": offload is not None}
     if names := [name for name, is_given in given.items() if is_given]:
         raise ShardingError(
             f"a pipeline's stages are searched one by one, on meshes of their own, without {', '.join(names)}. Leave out {names[0]}, or "
@@ -326,7 +324,7 @@ def _record(traced: Traced, cluster: Cluster, asked: Pipeline, plan: _Plan, sear
     notes = dict.fromkeys(note for found in plan.stages for note in found.strategy.record.assumptions)
     return Record(
         name=f"{graph.name}_{searcher.name}",
-        program=Program(graph.name, graph.fingerprint, len(graph.walk()), len(graph.values), plan.schedule.n_microbatches),
+        program=Program(graph.name, graph.fingerprint, len(graph.walk()), len(graph.values), plan.schedule.n_microbatches, traced.remat),
         cluster=cluster.to_dict(),
         mesh=mesh,
         arguments=tuple(replace(tensor, path=path) for tensor, path in zip(arguments, graph.argument_paths, strict=True)),

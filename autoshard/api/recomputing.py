@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from autoshard.api.strategy import Strategy
 from autoshard.errors import InfeasibleError, SearchLimitError, ShardingError
 from autoshard.ir.remat import Remat
 from autoshard.render import format_bytes
@@ -12,6 +13,7 @@ from autoshard.render import format_bytes
 WORDS = ("fit", "auto", "full")
 
 Found = TypeVar("Found", bound=tuple[Any, ...])
+T = TypeVar("T")
 
 
 def checked_remat(remat: str | None) -> str | None:
@@ -68,7 +70,23 @@ def least_remat(attempt: Callable[[Remat | None], Found], options: Callable[[], 
     return min(found, key=lambda each: each[1].judgement.cost.makespan_seconds)
 
 
-def or_refused(error: InfeasibleError, recomputing: Callable[[], Found]) -> Found:
+def staged_remat(attempt: Callable[[Remat | None], Strategy], remat: str | None, options: Callable[[], Sequence[Remat]]) -> Strategy:
+    """The pipeline with as much recomputation as asked for, of all stages alike; ``"auto"`` is as ``"fit"``.
+
+    Raises:
+        InfeasibleError: no pipeline fits with any that was tried.
+    """
+    if remat == "full":
+        return attempt(next(reversed(options()), None))
+    try:
+        return attempt(None)
+    except InfeasibleError as error:
+        if remat is None or not (choices := options()):
+            raise
+        return or_refused(error, lambda: min(_least_that_fits(attempt, choices), key=lambda each: each.cost.makespan_seconds))
+
+
+def or_refused(error: InfeasibleError, recomputing: Callable[[], T]) -> T:
     """What is found with recomputation; where nothing is, the refusal without it, with what was tried.
 
     Raises:
@@ -84,9 +102,9 @@ def or_refused(error: InfeasibleError, recomputing: Callable[[], Found]) -> Foun
         raise InfeasibleError(f"{error} {again}", smallest) from None
 
 
-def _least_that_fits(attempt: Callable[[Remat | None], Found], options: Sequence[Remat]) -> list[Found]:
+def _least_that_fits(attempt: Callable[[Remat | None], T], options: Sequence[Remat]) -> list[T]:
     """What is found with those that fit, down to the one that takes least time, by bisection."""
-    found: list[Found] = []
+    found: list[T] = []
     first, last = 0, len(options) - 1
     number = last  # where nothing fits with this one, nothing fits
     while first <= last:

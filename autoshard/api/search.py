@@ -150,10 +150,10 @@ def search(
     if is_full or stages is not None:
         wanted = Asked.of(pins, batch_axes)
         option = "plan" if is_full else "stages"
-        check_pipeline(2 if is_full else stages, schedule, how, start, None if is_full else remat, wanted, option, offload)
+        check_pipeline(2 if is_full else stages, schedule, how, start, wanted, option, offload)
         with shown(progress) as callback, rarely_collecting(), outside_mesh(keep_auto=True):
             call = Call(fn, args, cluster, chosen, mesh, wanted, memory_limit_bytes, donate_argnums, microbatches, schedule,
-                        endings(given, interruptible), given, callback)  # fmt: skip
+                        remat, endings(given, interruptible), given, callback)  # fmt: skip
             if stages is not None:
                 return in_stages(call, stages)
             return full(call, partial(search.__wrapped__, fn, *args, cluster=cluster, searcher=searcher, mesh=mesh, pins=pins, remat=remat,

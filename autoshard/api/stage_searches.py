@@ -14,6 +14,7 @@ from autoshard.api.meshes import given_mesh, meshes_of, most_axes
 from autoshard.api.microbatching import Microbatches
 from autoshard.api.pipelining import USUAL, Pipeline, pipelined
 from autoshard.api.prepared import RESERVE, Prepared, cluster_of, limit_of, searched_on_meshes, traced_of
+from autoshard.api.recomputing import staged_remat
 from autoshard.api.strategy import Strategy
 from autoshard.api.user_pins import Asked, user_pins
 from autoshard.budgets import BUDGETS
@@ -21,6 +22,7 @@ from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
 from autoshard.compilers.program_facts import ProgramFacts, program_facts
 from autoshard.ir import Layout, Mesh
+from autoshard.ir.remat import Remat
 from autoshard.judge.model import CostModel
 from autoshard.mesh_search.anytime import endings, timed
 from autoshard.pipeline import Stage
@@ -56,6 +58,7 @@ class Call:
     donate_argnums: int | Sequence[int]
     microbatches: Microbatches
     schedule: str | None
+    remat: str | None
     ends: tuple[type[BaseException], ...]
     seconds: float | None
     progress: Progress
@@ -83,7 +86,7 @@ def in_stages(call: Call, n_stages: int, known: tuple[Traced, ProgramFacts, Mapp
     if given is not None:
         part_of.check(given)
     axes = (*asked.axes, *(given.names if given else ()))
-    traced, _, spent = known or traced_of(call.fn, call.args, call.donate_argnums, axes, cluster)
+    traced, facts, spent = known or traced_of(call.fn, call.args, call.donate_argnums, axes, cluster)
     asked.check(traced.graph.argument_paths)
     until = None if call.seconds is None else time.perf_counter() + call.seconds
     found: dict[tuple, Solution] = {}  # equal stages are searched once
@@ -111,7 +114,12 @@ def in_stages(call: Call, n_stages: int, known: tuple[Traced, ProgramFacts, Mapp
         return prepared.strategy(problem.mesh, solution, searcher), problem
 
     pipeline = Pipeline(n_stages, call.schedule or USUAL, call.number, given, call.limit)
-    return pipelined(traced, cluster, pipeline, searched, searcher, spent, call.progress)
+
+    def attempt(again: Remat | None) -> Strategy:
+        program = rematerialised(traced, None if again is None else replace(again, mode=call.remat or ""))
+        return pipelined(program, cluster, pipeline, searched, searcher, spent, call.progress)
+
+    return staged_remat(attempt, call.remat, lambda: Options(traced, facts, cluster.device).all)
 
 
 def full(call: Call, whole: Callable[..., Strategy], remat: str | None) -> Strategy:

@@ -211,7 +211,7 @@ def test_pins_hold_on_the_stage_that_has_the_argument():
         ({"stages": 2, "microbatches": 3}, TraceError, "divides a batch"),
         ({"stages": 2, "confirm": "compiler"}, ShardingError, "without confirm"),
         ({"stages": 2, "pins": "arguments"}, ShardingError, "without pins='arguments'"),
-        ({"stages": 2, "remat": "auto"}, ShardingError, "without remat"),
+        ({"stages": 2, "offload": "auto"}, ShardingError, "without offload"),
         ({"plan": "full", "confirm": "compiler"}, ShardingError, "Leave out confirm, or plan."),
         ({"stages": 2, "schedule": "interleaved", "microbatches": 1}, PipelineError, "that its stages divide"),
         ({"stages": 2, "mesh": {"data": 8}}, ClusterError, "cpu:4 has 4, the mesh"),
@@ -233,6 +233,18 @@ def test_a_pipeline_is_no_part_of_another_program():
         jax.jit(run)(*example())
     with pytest.raises(StrategyError, match="pins shard a program as it is"):
         searched().pins(train_step, *example())
+
+
+def test_stages_compute_again_what_they_do_not_keep(tmp_path):
+    """With recomputation microbatches keep less, losses and state stay the same, and a saved pipeline runs so, too."""
+    options = {"cluster": "cpu:8", "stages": 2, "microbatches": 4, "donate_argnums": 0}
+    strategy = autoshard.search(train_step, *example(), remat="full", **options)
+    assert strategy.remat == "full"
+    again, plain = (sum(stage.residual_bytes for stage in each.record.pipeline.stages) for each in (strategy, searched()))
+    assert again < plain
+    strategy.save(tmp_path / "found.json")
+    loaded = autoshard.load(tmp_path / "found.json")
+    check_equal(*trained(loaded.apply(train_step), loaded.init(init, jax.random.key(0)), example()[1]))
 
 
 def test_a_stage_that_does_not_fit_is_named():
