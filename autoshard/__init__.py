@@ -1,10 +1,11 @@
 """Automatic sharding of JAX programs over many devices: searches strategies, predicts their cost, runs and verifies them."""
 
-from autoshard import checkpoint, collectives, distributed, parameter_server
+from autoshard import checkpoint, collectives, distributed, parameter_server, testing
 from autoshard.api import (
     Comparison,
     Confirm,
     Frontier,
+    Lint,
     Strategy,
     Sweep,
     SweepPoint,
@@ -14,6 +15,7 @@ from autoshard.api import (
     compare,
     evaluate,
     frontier,
+    lint,
     load,
     matmul_seconds,
     parallelize,
@@ -73,6 +75,7 @@ __all__ = [
     "FullySharded",
     "InfeasibleError",
     "IntegerProgramming",
+    "Lint",
     "Manual",
     "PipelineError",
     "RecursiveProgramming",
@@ -97,11 +100,13 @@ __all__ = [
     "distributed",
     "evaluate",
     "frontier",
+    "lint",
     "load",
     "matmul_seconds",
     "parallelize",
     "parameter_server",
     "search",
     "sweep",
+    "testing",
     "verify",
 ]

@@ -43,7 +43,7 @@ LAYERS = (
     ("report",),  # shows what an explanation says
     ("verify", "probe", "distributed", "data"),  # hands Shardy the program as `lower` rebuilds it; measures on meshes as `lower` makes them
     ("collectives", "api", "parameter_server"),
-    ("checkpoint",),
+    ("checkpoint", "testing"),
     ("__init__",),  # the public names
     ("demo",),
     ("cli",),

@@ -4,6 +4,7 @@ from autoshard.api.comparing import Comparison, WhatIf, compare
 from autoshard.api.confirm import Confirm
 from autoshard.api.costs import collective_seconds, matmul_seconds
 from autoshard.api.frontier import Frontier, frontier
+from autoshard.api.linting import Lint, lint
 from autoshard.api.parallelize import Parallelized, parallelize
 from autoshard.api.search import evaluate, search
 from autoshard.api.step import Step
@@ -15,6 +16,7 @@ __all__ = [
     "Comparison",
     "Confirm",
     "Frontier",
+    "Lint",
     "Parallelized",
     "Step",
     "Strategy",
@@ -26,6 +28,7 @@ __all__ = [
     "compare",
     "evaluate",
     "frontier",
+    "lint",
     "load",
     "matmul_seconds",
     "parallelize",

@@ -230,7 +230,7 @@ def evaluate(
     check_meshes(pins, given)
     given = given or fixed_mesh(cluster, pins)
     layouts = {}
-    specs = pins.specs if of_arguments else _flat_specs(traced, args, in_specs)
+    specs = pins.specs if of_arguments else flat_specs(traced, args, in_specs)
     for value, path, spec in zip(graph.arguments, graph.argument_paths, specs, strict=True):
         layout = spec_to_layout(tuple(spec), given, graph.values[value].rank, path)
         check_divides(layout, graph.values[value].shape, given, path)
@@ -271,7 +271,7 @@ def shown(progress: Progress | bool) -> Iterator[Progress]:
         yield silent
 
 
-def _flat_specs(traced: Traced, args: tuple, in_specs: Any) -> list[PartitionSpec]:
+def flat_specs(traced: Traced, args: tuple, in_specs: Any) -> list[PartitionSpec]:
     """One spec an argument leaf, from a tuple of spec pytrees or prefixes of them, or from specs by path."""
     if isinstance(in_specs, Mapping):
         paths = traced.graph.argument_paths

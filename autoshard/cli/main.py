@@ -11,10 +11,25 @@ from glob import glob
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
-from autoshard.cli import calibrate, clusters, compare, demo, evaluate, explain, launch, pins, search, strategies, sweep, verify, what_if
+from autoshard.cli import (
+    calibrate,
+    clusters,
+    compare,
+    demo,
+    evaluate,
+    explain,
+    launch,
+    lint,
+    pins,
+    search,
+    strategies,
+    sweep,
+    verify,
+    what_if,
+)
 from autoshard.cli.failure import describe
 
-COMMANDS = (search, evaluate, explain, what_if, verify, pins, compare, sweep, calibrate, clusters, strategies, launch, demo)
+COMMANDS = (search, evaluate, explain, what_if, lint, verify, pins, compare, sweep, calibrate, clusters, strategies, launch, demo)
 
 ACCELERATORS = ("/dev/accel*", "/dev/vfio/*", "/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd", "/dev/dri/*")  # as Linux shows them
 

@@ -79,9 +79,7 @@ def _function(program: str, devices: int | None) -> Callable:
     with contextlib.redirect_stdout(sys.stderr):
         function = _named(program, "a program")
     if not callable(function):
-        raise ProgramError(
-            f"a program is a function, and {program} is of type {type(function).__name__}. Name a function in that module."
-        )
+        raise ProgramError(f"a program is a function, and {program} is of type {type(function).__name__}. Name a function in that module.")
     return function
 
 

@@ -68,10 +68,10 @@ def lines(record: Record, judged: Judged | None) -> tuple[Place, ...]:
     return places(record, judged, line_of)
 
 
-def collective_groups(record: Record, judged: Judged | None) -> tuple[CollectiveGroup, ...]:
-    """The collectives of a step; those that differ by a layer's index only are one group."""
+def collective_groups(record: Record, judged: Judged | None, some: Iterable[Collective] | None = None) -> tuple[CollectiveGroup, ...]:
+    """The collectives of a step, or some of them; those that differ by a layer's index only are one group."""
     found: dict[tuple, CollectiveGroup] = {}
-    for each in record.cost.collectives:
+    for each in record.cost.collectives if some is None else some:
         told = _of_any_layer(each)
         origin = origin_of(each, judged)
         key = (each.kind, each.mesh_axes, each.bytes, told.tensor, told.source, told.cause, layer_of(origin) if origin else OUTSIDE)
@@ -92,7 +92,8 @@ def _of_any_layer(collective: Collective) -> Collective:
     op, value, reason = collective.op, collective.value, collective.reason
     return replace(
         collective,
-        op=op and replace(op, origin=replace(op.origin, file=line_of(replace(op.origin, function="")).rpartition(":")[0])),
+        op=op
+        and replace(op, name=pattern(op.name), origin=replace(op.origin, file=line_of(replace(op.origin, function="")).rpartition(":")[0])),
         value=value and replace(value, name=pattern(value.name)),
         reason=reason and replace(reason, argument=pattern(reason.argument)),
     )

@@ -156,9 +156,9 @@ def explain_tensor(
         for each in record.cost.collectives
         if (each.value and each.value.kind == "argument" and each.value.name in names) or (each.reason and each.reason.argument in names)
     )
-    moving = replace(record, cost=replace(record.cost, collectives=tuple(moved)))
     pinned = any(value in pins for value in values)
-    return TensorExplanation(group, record.cost.makespan_seconds, pinned, collective_groups(moving, judged), (own, *searched, *closed))
+    moves = collective_groups(record, judged, moved)
+    return TensorExplanation(group, record.cost.makespan_seconds, pinned, moves, (own, *searched, *closed))
 
 
 def _fixed(

@@ -17,7 +17,7 @@ from autoshard.cli.main import COMMANDS, parser
 from autoshard.cluster import Cluster
 
 NAMES = (
-    *("search", "evaluate", "explain", "what-if", "verify", "pins", "compare", "sweep"),
+    *("search", "evaluate", "explain", "what-if", "lint", "verify", "pins", "compare", "sweep"),
     *("calibrate", "clusters", "strategies", "launch", "demo"),
 )
 

@@ -1,0 +1,155 @@
+"""The check of a sharding that somebody wrote."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from autoshard.api.meshes import given_mesh
+from autoshard.api.prepared import cluster_of, own_annotations, traced_of
+from autoshard.api.search import evaluate, flat_specs
+from autoshard.api.strategy import Strategy
+from autoshard.api.user_pins import ARGUMENTS, Asked, constraints, user_pins
+from autoshard.cluster import Cluster
+from autoshard.errors import ShardingError
+from autoshard.explanation.groups import joined
+from autoshard.explanation.lint import RULES, Finding, cost_words, findings, padding
+from autoshard.ir import Graph, Mesh, Spec, Value
+from autoshard.ir.naming import starred
+from autoshard.render import Paragraph, Report, Table, format_count, format_seconds
+from autoshard.trace import outside_mesh
+
+ANY = "any"
+
+
+@dataclass(frozen=True, slots=True)
+class Lint(Report):
+    """The findings on a sharding, and the strategy as it was costed; prints as a table.
+
+    >>> import jax.numpy as jnp
+    >>> import autoshard
+    >>> found = lint(jnp.matmul, jnp.ones((2048, 64)), jnp.ones((64, 2048)), cluster="cpu:8", mesh={"data": 8}, in_specs=jax.P())
+    >>> sorted({each.rule for each in found.findings})
+    ['repeated-work', 'unsharded-parameter']
+    """
+
+    findings: tuple[Finding, ...]
+    strategy: Strategy
+
+    __str__, _repr_html_ = Report.__str__, Report._repr_html_
+
+    def failing(self, rules: Collection[str]) -> tuple[Finding, ...]:
+        """The findings of some rules; of all where they are ``("any",)``.
+
+        Raises:
+            ShardingError: there is no such rule.
+        """
+        check_rules(rules)
+        return tuple(each for each in self.findings if ANY in rules or each.rule in rules)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The findings as plain JSON values."""
+        return {"findings": [dataclasses.asdict(each) for each in self.findings]}
+
+
+def check_rules(rules: Collection[str]) -> None:
+    """Raises `ShardingError` for a rule that there is not."""
+    unknown = [rule for rule in rules if rule not in RULES and rule != ANY]
+    if unknown:
+        raise ShardingError(f"a rule is one of {', '.join(RULES)}, or {ANY}; got {unknown[0]!r}. Use one of those.")
+
+
+def lint(
+    fn: Any,
+    *args: Any,
+    cluster: Cluster | str | Path | None = None,
+    mesh: Mapping[str, int] | jax.sharding.Mesh | None = None,
+    in_specs: Any = ARGUMENTS,
+    donate_argnums: int | Sequence[int] = (),
+) -> Lint:
+    """What looks wrong about a sharding: unsharded large parameters, replicated activations, repeated work, padding, silent resharding.
+
+    Intermediates are sharded as Shardy propagates the arguments' shardings and the constraints in the program. Each finding has its rule,
+    its source line, what it costs in seconds and bytes, by the prediction, and what to do.
+
+    Args:
+        fn, args, cluster, donate_argnums: as for `search`.
+        mesh: axis sizes by name; None: the mesh on which the arguments are.
+        in_specs: as for `evaluate`; by default the shardings that the arguments have, as arrays or `jax.ShapeDtypeStruct` with a
+            `NamedSharding`.
+
+    Raises:
+        ShardingError: a spec does not fit its argument or the mesh, or no argument is on a mesh and none is given.
+    """
+    with outside_mesh(keep_auto=True):
+        there = cluster_of(cluster)
+        traced, _, _ = traced_of(fn, args, donate_argnums, () if mesh is None else given_mesh(mesh).names, there)
+        graph = traced.graph
+        if isinstance(in_specs, PartitionSpec):
+            in_specs = {"*": in_specs}
+        if isinstance(in_specs, str) and in_specs == ARGUMENTS:
+            pins = user_pins(Asked(arguments=True), graph, own_annotations(fn, args, traced), False)
+            on = next((Mesh(kept.mesh) for kept in pins.kept.values() if kept.mesh), None)
+            specs = pins.specs
+        else:
+            specs, on = flat_specs(traced, args, in_specs), None
+        on = given_mesh(mesh) if mesh is not None else on
+        if on is None:
+            raise ShardingError("a sharding is on a mesh, and no argument is on one. Give the sizes of its axes: mesh={'data': 8}.")
+        even: dict[str, PartitionSpec] = {}
+        padded: dict[tuple, list[str]] = {}
+        for value, path, spec in zip(graph.arguments, graph.argument_paths, specs, strict=True):
+            one = graph.values[value]
+            uneven = dict(_uneven(tuple(spec), one.shape, on))
+            for dim, (count, axes) in uneven.items():
+                padded.setdefault((starred(path), one, dim, count, axes), []).append(path)
+            even[path] = PartitionSpec(*(None if dim in uneven else entry for dim, entry in enumerate(spec)))
+        found = [_padded(joined(paths, True), len(paths), *key[1:]) for key, paths in padded.items()]
+        found += _uneven_constraints(graph, on)
+        strategy = evaluate(fn, *args, cluster=there, mesh=dict(on.axes), in_specs=even, donate_argnums=donate_argnums)
+    assert strategy._judged is not None, "it was just traced"
+    found += findings(strategy._judged)
+    return Lint(f"Sharding of {graph.name} on {there.name}, mesh {on}", tuple(_parts(found, strategy)), tuple(found), strategy)
+
+
+def _padded(name: str, n: int, value: Value, dim: int, count: int, axes: tuple[str, ...]) -> Finding:
+    """The finding on several arguments of one pattern of paths."""
+    one = padding(value.shape, value.dtype, dim, count, name, axes)
+    return dataclasses.replace(one, what=f"{n} x {one.what}" if n > 1 else one.what, bytes=n * one.bytes)
+
+
+def _uneven(spec: Spec, shape: tuple[int, ...], mesh: Mesh) -> Iterator[tuple[int, tuple[int, tuple[str, ...]]]]:
+    """The dimensions that a spec splits unevenly, with the number of parts and the axes; axes that the mesh lacks are left to others."""
+    sizes = dict(mesh.axes)
+    for dim, (entry, size) in enumerate(zip(spec, shape, strict=False)):
+        axes = () if entry is None or not isinstance(entry, str | tuple) else (entry,) if isinstance(entry, str) else entry
+        count = 1
+        for axis in axes:
+            count *= sizes.get(axis, 1)
+        if size % count:
+            yield dim, (count, tuple(axes))
+
+
+def _uneven_constraints(graph: Graph, mesh: Mesh) -> list[Finding]:
+    found = []
+    for place, spec, own in constraints(graph):
+        value = graph.values[place.value]
+        for dim, (count, axes) in _uneven(tuple(spec), value.shape, mesh if own is None else Mesh.of(own)):
+            found.append(padding(value.shape, value.dtype, dim, count, place.what, axes))
+    return found
+
+
+def _parts(found: Sequence[Finding], strategy: Strategy) -> Iterator[Paragraph | Table]:
+    step = format_seconds(strategy.cost.makespan_seconds)
+    if not found:
+        yield Paragraph(f"Nothing was found; a step takes {step}, by the prediction.")
+        return
+    yield Paragraph(f"{format_count(len(found))} findings; a step takes {step}, by the prediction.")
+    rows = tuple((each.rule, each.where, cost_words(each), f"{each.what}\n{each.advice}") for each in found)
+    yield Table(("rule", "where", ">costs", "what, and what to do"), rows)

@@ -1,0 +1,129 @@
+"""Assertions for tests of shardings: the collectives of a step, and golden files of strategies.
+
+They take no part in anything else. With pytest, a golden file is written anew where the environment variable ``AUTOSHARD_UPDATE_GOLDENS``
+is set; see docs/testing.md.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from autoshard.api import Strategy, evaluate, verify
+from autoshard.cluster import Cluster
+from autoshard.errors import StrategyError
+from autoshard.explanation.breakdown import collective_groups
+from autoshard.explanation.groups import by_pattern
+from autoshard.ir.collective import KINDS
+from autoshard.ir.words import array_type
+from autoshard.render import format_bytes
+
+UPDATE = "AUTOSHARD_UPDATE_GOLDENS"
+
+Expected = Mapping[str | tuple[str, ...], int]
+"""Executions in a step by kind, ``"all_reduce"``, or by kind and mesh axes, ``("all_gather", "data")``."""
+
+
+def assert_collectives(
+    fn: Callable,
+    *args: Any,
+    expected: Expected,
+    strategy: Strategy | None = None,
+    cluster: Cluster | str | Path | None = None,
+    mesh: Mapping[str, int] | None = None,
+    in_specs: Any = "arguments",
+    target: str | None = None,
+) -> None:
+    """Asserts that a step has exactly the expected collectives, and no others; loops count each of their trips.
+
+    Args:
+        fn, args: the step; arguments may be `jax.ShapeDtypeStruct`.
+        expected: how many there are in a step, by kind, or by kind and mesh axes. A kind that is not named must not be there.
+        strategy: how the step is sharded. None: as ``cluster``, ``mesh`` and ``in_specs`` say to `autoshard.evaluate`.
+        target: None counts the planned collectives; ``"shardy"``, ``"cpu"``, ``"tpu"`` and ``"gpu"`` those that `autoshard.verify` finds in
+            the program for that target.
+
+    Raises:
+        AssertionError: they are others; lists them with their source lines.
+        StrategyError: ``expected`` names no collective.
+
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> assert_collectives(
+    ...     lambda w, x: jnp.sum(x @ w), jnp.ones((64, 64)), jnp.ones((512, 64)), expected={("all_reduce", "data"): 1},
+    ...     cluster="cpu:8", mesh={"data": 8}, in_specs=(jax.P(), jax.P("data")))
+    """
+    wanted = {((key,) if isinstance(key, str) else tuple(key)): count for key, count in expected.items()}
+    for kind, *_ in wanted:
+        if kind not in KINDS:
+            raise StrategyError(f"expected names collectives, one of {', '.join(KINDS)}; got {kind!r}. Use ('all_gather', 'data'), say.")
+    if strategy is None:
+        strategy = evaluate(fn, *args, cluster=cluster, mesh=mesh, in_specs=in_specs)
+    if target is None:
+        found = Counter[tuple[str, ...]]()
+        for each in strategy.cost.collectives:
+            found[each.kind, *each.mesh_axes] += each.count
+    else:
+        rows = verify(strategy, fn, *args, target=target).rows
+        found = Counter({(row.kind, *row.mesh_axes): row.actual_count for row in rows if row.actual_count})
+    left = Counter(found)
+    wrong = []
+    for key, count in sorted(wanted.items(), key=lambda item: -len(item[0])):  # those with axes before all of their kind
+        there = sum(left.pop(one) for one in [one for one in left if one[: len(key)] == key and (len(key) == 1 or one == key)])
+        if there != count:
+            wrong.append(f"{' over '.join((key[0], ', '.join(key[1:])) if key[1:] else key)}: expected {count}, got {there}")
+    wrong += [f"{key[0]} over {', '.join(key[1:])}: expected none, got {count}" for key, count in left.items() if count]
+    if wrong:
+        raise AssertionError(
+            "\n".join([f"{strategy.record.program.name} has other collectives than expected.", *wrong, *_listed(strategy)])
+        )
+
+
+def _listed(strategy: Strategy) -> Iterable[str]:
+    """The planned collectives with their source lines."""
+    yield "Planned:"
+    for group in collective_groups(strategy.record, None):
+        each = f"{group.count} x {group.kind} over {', '.join(group.axes)} of {format_bytes(group.bytes)}"
+        yield f"  {each}: {group.tensor}, for {group.source}"
+
+
+def assert_matches_golden(strategy: Strategy, path: str | os.PathLike[str]) -> None:
+    """Asserts that a strategy shards as a golden file says: mesh, argument specs by group, and collectives; no predicted seconds.
+
+    Where the environment variable ``AUTOSHARD_UPDATE_GOLDENS`` is set, the file is written instead.
+
+    Raises:
+        AssertionError: it differs, with the lines that do; or there is no such file.
+    """
+    path, text = Path(path), golden_text(strategy)
+    if os.environ.get(UPDATE):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        return
+    if not path.exists():
+        raise AssertionError(f"there is no golden file {path}. Run the test once with {UPDATE}=1, and read what it writes.")
+    golden = path.read_text(encoding="utf-8")
+    if golden != text:
+        lines = difflib.unified_diff(golden.splitlines(), text.splitlines(), str(path), "the strategy", lineterm="", n=1)
+        told = "\n".join(lines)
+        raise AssertionError(f"{strategy!r} shards otherwise than its golden file. If it should, set {UPDATE}=1.\n{told}")
+
+
+def golden_text(strategy: Strategy) -> str:
+    """The text of a golden file: JSON, a line for each group of arguments and each kind of collective."""
+    record = strategy.record
+    collectives = Counter[tuple]()
+    for each in record.cost.collectives:
+        collectives[each.kind, each.mesh_axes, each.bytes] += each.count
+    arguments = [
+        f"{name}: {array_type(group[0].dtype, group[0].shape)} x {len(group)} as {group[0].spec}"
+        for name, group in by_pattern(record.arguments)
+    ]
+    lines = [f"{kind} over {', '.join(axes)}: {count} x {nbytes:.0f} bytes" for (kind, axes, nbytes), count in sorted(collectives.items())]
+    found = {"program": record.program.name, "mesh": dict(record.mesh.axes), "arguments": arguments, "collectives": lines}
+    return json.dumps(found, indent=1) + "\n"

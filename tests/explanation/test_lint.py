@@ -1,0 +1,109 @@
+"""Each rule finds what it is for and nothing in a sharding that has it not, with line, cost and advice."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import autoshard
+from autoshard.errors import ShardingError
+from autoshard.explanation.lint import RULES
+
+
+def step(params, x):
+    h = jnp.tanh(x @ params["up"])
+    return jnp.mean((h @ params["down"]) ** 2)
+
+
+def shapes(batch=4096):
+    def leaf(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    return {"up": leaf(1024, 4096), "down": leaf(4096, 1024)}, leaf(batch, 1024)
+
+
+@cache
+def found(**specs):
+    specs = {name: P(*spec) for name, spec in specs.items()}
+    return autoshard.lint(step, *shapes(), cluster="v5e:2x4", mesh={"data": 8}, in_specs={**{"x": P("data")}, **specs})
+
+
+def rules(lint):
+    return {each.rule for each in lint.findings}
+
+
+def test_the_batch_split_and_weights_whole_leaves_weights_unsharded():
+    """Whole weights are found with their bytes, and no work is repeated."""
+    lint = found()
+    assert rules(lint) == {"unsharded-parameter"}
+    assert {each.where: each.bytes for each in lint.findings} == {"params['up']": 4 * 2**22, "params['down']": 4 * 2**22}
+    assert all("dim 0 of size" in each.advice for each in lint.findings)
+
+
+def test_sharded_weights_that_are_gathered_are_meant_so():
+    """Nothing is found where weights are gathered for a split batch."""
+    lint = found(**{"*up*": ("data",), "*down*": ("data",)})
+    assert lint.findings == () and "Nothing was found" in str(lint)
+
+
+def test_a_whole_batch_repeats_work_and_replicates_activations():
+    """Both are found at the line of the product, with the seconds that splitting would save at most."""
+    lint = autoshard.lint(step, *shapes(), cluster="v5e:2x4", mesh={"data": 8}, in_specs=P())
+    assert rules(lint) >= {"repeated-work", "replicated-activation", "unsharded-parameter"}
+    lines = {each.where for each in lint.findings if each.rule == "replicated-activation"}
+    assert lines and all(line.startswith("test_lint.py:") and "(step)" in line for line in lines)
+    repeated = sum(each.seconds for each in lint.findings if each.rule == "repeated-work")
+    assert repeated == pytest.approx(lint.strategy.cost.compute_seconds * 7 / 8, rel=0.05)
+
+
+def test_an_activation_that_changes_its_sharding_is_found():
+    """The collective that nobody asked for is found, and one that a constraint asks for is not."""
+
+    def resharded(x, w, constrained=False):
+        h = jnp.tanh(x)
+        if constrained:
+            h = jax.lax.with_sharding_constraint(h, P())
+        return h @ w
+
+    def lint(fn):
+        args = [jax.ShapeDtypeStruct((4096, 4096), jnp.float32)] * 2
+        return autoshard.lint(fn, *args, cluster="v5e:2x4", mesh={"data": 8}, in_specs=(P(None, "data"), P(None, "data")))
+
+    silent = [each for each in lint(resharded).findings if each.rule == "silent-resharding"]
+    assert silent and silent[0].seconds > 0 and silent[0].bytes > 0 and "all_gather over data" in silent[0].what
+    asked = lint(lambda x, w: resharded(x, w, True))
+    assert not asked.failing(["silent-resharding"])
+
+
+def test_what_the_mesh_does_not_divide_is_found_once_for_equal_layers():
+    """Arguments of one pattern are one finding, with their padding in bytes, and the rest is checked without."""
+
+    def layers(params, x):
+        return sum(jnp.sum(x @ w) for w in params)
+
+    args = [jax.ShapeDtypeStruct((1024, 12), jnp.float32)] * 3, jax.ShapeDtypeStruct((64, 1024), jnp.float32)
+    lint = autoshard.lint(layers, *args, cluster="v5e:2x4", mesh={"data": 8}, in_specs=([P(None, "data")] * 3, P("data")))
+    (uneven,) = [each for each in lint.findings if each.rule == "uneven-padding"]
+    assert (uneven.where, uneven.bytes) == ("params[*]", 3 * 4 * 1024 * 4) and "Pad it to 16" in uneven.advice
+
+
+def test_shardings_of_arguments_are_checked():
+    """Without specs the shardings that arguments have count, on the mesh that they are on; without any the mesh is asked for."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    params, x = shapes()
+    x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P("data")))
+    lint = autoshard.lint(step, params, x, cluster="cpu:8")
+    assert rules(lint) == {"unsharded-parameter"} and lint.strategy.mesh_shape == {"data": 8}
+    with pytest.raises(ShardingError, match="mesh="):
+        autoshard.lint(step, *shapes(), cluster="cpu:8")
+
+
+def test_rules_are_checked():
+    """A rule that fails a build is one of the table's, or any."""
+    assert found().failing(["any"]) == found().findings and not found().failing(["repeated-work"])
+    with pytest.raises(ShardingError, match="unsharded-parameter"):
+        found().failing(["unsharded"])
+    assert rules(found()) <= set(RULES)

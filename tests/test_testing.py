@@ -1,0 +1,69 @@
+"""The assertions for users' tests hold where they should, and say what is otherwise."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import autoshard
+from autoshard.errors import StrategyError
+from autoshard.testing import UPDATE, assert_collectives, assert_matches_golden
+
+
+def loss(params, x):
+    return jnp.mean((jnp.tanh(x @ params["up"]) @ params["down"]) ** 2)
+
+
+STEP = jax.grad(loss)
+ARGS = jax.eval_shape(lambda: ({"up": jnp.ones((64, 128)), "down": jnp.ones((128, 64))}, jnp.ones((256, 64))))
+OPTIONS = {"cluster": "cpu:8", "mesh": {"data": 8}}
+SPLIT = {**OPTIONS, "in_specs": {"x": P("data")}}
+
+
+@pytest.mark.parametrize("expected", [{"all_reduce": 2}, {("all_reduce", "data"): 2}, {("all_reduce", "data"): 2, "all_gather": 0}])
+@pytest.mark.parametrize("target", [None, "shardy"])
+def test_expected_collectives_pass(expected, target):
+    """By kind, and by kind and axes; planned ones, and those of the program as it is lowered."""
+    assert_collectives(STEP, *ARGS, expected=expected, target=target, **SPLIT)
+
+
+@pytest.mark.parametrize(
+    ("expected", "words"),
+    [
+        ({}, "all_reduce over data: expected none, got 2"),
+        ({"all_reduce": 1}, "all_reduce: expected 1, got 2"),
+        ({"all_reduce": 2, ("all_gather", "data"): 1}, "all_gather over data: expected 1, got 0"),
+    ],
+)
+def test_others_fail_with_their_lines(expected, words):
+    """The message has what was expected, what there is, and the source lines."""
+    with pytest.raises(AssertionError, match=words) as raised:
+        assert_collectives(STEP, *ARGS, expected=expected, **SPLIT)
+    assert "test_testing.py:" in str(raised.value)
+
+
+def test_a_misspelt_collective_is_refused():
+    """Else it would be expected and never there."""
+    with pytest.raises(StrategyError, match="all_reduce"):
+        assert_collectives(STEP, *ARGS, expected={"allreduce": 2}, **SPLIT)
+
+
+def test_a_strategy_may_be_given():
+    """Then its collectives count."""
+    whole = autoshard.evaluate(STEP, *ARGS, **OPTIONS, in_specs={"x": P()})
+    assert_collectives(STEP, *ARGS, expected={}, strategy=whole)
+
+
+def test_golden_files_are_written_on_request_and_compared(tmp_path, monkeypatch):
+    """A missing file and another sharding fail, with what differs; with the variable set the file is written."""
+    split = autoshard.evaluate(STEP, *ARGS, **SPLIT)
+    whole = autoshard.evaluate(STEP, *ARGS, **OPTIONS, in_specs={"x": P()})
+    file = tmp_path / "goldens" / "step.json"
+    with pytest.raises(AssertionError, match=UPDATE):
+        assert_matches_golden(split, file)
+    monkeypatch.setenv(UPDATE, "1")
+    assert_matches_golden(split, file)
+    monkeypatch.delenv(UPDATE)
+    assert_matches_golden(split, file)
+    with pytest.raises(AssertionError, match="all_reduce over data"):
+        assert_matches_golden(whole, file)
