@@ -20,7 +20,7 @@ def test_importing_autoshard_starts_no_backend_and_loads_no_model_library():
 
 
 def test_the_wheel_holds_the_package_and_the_strategies(tmp_path):
-    """A wheel has every source file, each strategy under ``autoshard/_strategies``, the command, the licence, and nothing else."""
+    """A wheel has every source file, the report's page, each strategy under ``autoshard/_strategies``, the command, the licence, no more."""
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
     subprocess.run(command, check=True, capture_output=True, text=True)
     (wheel,) = tmp_path.glob("autoshard-*.whl")
@@ -32,5 +32,7 @@ def test_the_wheel_holds_the_package_and_the_strategies(tmp_path):
     strategies = {
         f"autoshard/_strategies/{file.relative_to(ROOT / 'strategies').as_posix()}" for file in (ROOT / "strategies").rglob("*.*")
     }
-    assert held == sources | strategies | {"autoshard/py.typed"}
+    report = (ROOT / "autoshard" / "report").rglob("*")
+    page = {f"autoshard/{file.relative_to(ROOT / 'autoshard').as_posix()}" for file in report if file.parent.name in ("assets", "vendor")}
+    assert page and held == sources | page | strategies | {"autoshard/py.typed"}
     assert "licenses/LICENSE" in info

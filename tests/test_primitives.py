@@ -38,6 +38,7 @@ ALLOWED = {
     ("collectives.py", "REDUCTIONS"): "operators of reductions",
     ("compilers/gpu.py", "BUCKET_LIMITS"): "collectives by their HLO names",
     ("compilers/gpu.py", "LIBRARY_OPERATIONS"): "what XLA:GPU weighs otherwise",
+    ("explanation/layers.py", "_STRUCTURE"): "names that JAX puts on the stack of names",
     ("ir/collective.py", "KINDS"): "collectives by their HLO names",
     ("ir/rule.py", "OPERATORS"): "operators of reductions",
     ("lower/collectives.py", "_COMBINE"): "operators of reductions",
