@@ -20,7 +20,7 @@ def test_importing_autoshard_starts_no_backend_and_loads_no_model_library():
 
 
 def test_the_wheel_holds_the_package_and_the_strategies(tmp_path):
-    """A wheel has every source file, the report's page, each strategy under ``autoshard/_strategies``, the command, the licence, no more."""
+    """A wheel has all source files, the report's page, each strategy under ``autoshard/_strategies``, the command, the licence, no more."""
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
     subprocess.run(command, check=True, capture_output=True, text=True)
     (wheel,) = tmp_path.glob("autoshard-*.whl")
