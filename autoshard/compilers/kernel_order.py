@@ -143,6 +143,7 @@ def _lifetimes(graph: Graph, fusion: Fusion, kernels: tuple[Kernel, ...]) -> Lif
     ends = [-1] * (len(graph.walk()) + 1)
     fixed = dict.fromkeys(fusion.root[value] for value in (*graph.arguments, *graph.constants))
     replaces = {fusion.root[graph.results[result]] for result, argument in graph.aliases if argument in graph.donated}
+    replaces -= _stacked_beside(graph, fusion)
     reads: dict[int, tuple[int, ...]] = {}
     moment = 0
 
@@ -190,6 +191,21 @@ def _lifetimes(graph: Graph, fusion: Fusion, kernels: tuple[Kernel, ...]) -> Lif
         places=places,
         put_off=_put_off(kernels, starts, ends),
     )
+
+
+def _stacked_beside(graph: Graph, fusion: Fusion) -> set[int]:
+    """The results that a loop stacks while it reads slices of the donated arguments that they replace: these have buffers of their own.
+
+    Both are accessed trip by trip, and XLA lets only a carry take the place of an argument: a scan over layers with
+    slices of a donated cache holds the cache twice.
+    """
+    # evidence: stacks beside donated slices
+    replaced = {graph.results[result]: graph.arguments[argument] for result, argument in graph.aliases if argument in graph.donated}
+    found = set()
+    for op in (op for op in graph.ops if op.bodies):
+        sliced = {fusion.root[flow.value] for holder in op.holders for flow in holder.sources if flow.shift > 0}
+        found |= {fusion.root[value] for value in op.results if value in replaced and fusion.root[replaced[value]] in sliced}
+    return found
 
 
 def _put_off(kernels: tuple[Kernel, ...], starts: list[int], ends: list[int]) -> dict[int, int]:

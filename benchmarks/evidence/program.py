@@ -34,6 +34,7 @@ class Program:
         on: the cluster that it is compiled for.
         specs: of arguments and results, as `jax.shard_map` takes them.
         options: the compiler's.
+        donate: positions of arguments whose memory may be reused.
         over: another program; the figure is divided by that one's.
     """
 
@@ -43,6 +44,7 @@ class Program:
     on: str = "v5e:1x1"
     specs: tuple[Any, Any] | None = None
     options: Mapping[str, bool | int | float | str] = field(default_factory=dict)
+    donate: tuple[int, ...] = ()
     over: Program | None = None
 
     def figure(self) -> Figure:
@@ -65,7 +67,7 @@ class Program:
         if self.specs is not None:
             ins, outs = self.specs
             function = jax.shard_map(function, mesh=abstract_mesh(mesh), in_specs=ins, out_specs=outs, check_vma=False)
-        lowered = jax.jit(function).trace(*self.args).lower(lowering_platforms=(topology.platform,))
+        lowered = jax.jit(function, donate_argnums=self.donate).trace(*self.args).lower(lowering_platforms=(topology.platform,))
         return compile_ahead(lowered, mesh, topology, self.measure.cycles, self.options)
 
 

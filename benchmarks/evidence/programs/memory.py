@@ -76,6 +76,44 @@ for title, function, args in (
 ):
     named(title, Program(function, args, PEAK))
 
+# -- stacks that replace arguments -----------------------------------------------------------------------------------------
+
+
+def cache_in_slices(cache, x):
+    """Layers that read their slices of a cache and stack new ones."""
+
+    def layer(x, old):
+        new = old.at[3].set(x)
+        return jnp.tanh(x + new.sum(0)), new
+
+    return jax.lax.scan(layer, x, cache)[::-1]
+
+
+def carried_cache(cache, x):
+    """The same with the cache as a carry, of which each layer replaces its slice."""
+
+    def layer(carry, k):
+        x, cache = carry
+        new = cache[k].at[3].set(x)
+        return (jnp.tanh(x + new.sum(0)), cache.at[k].set(new)), None
+
+    return jax.lax.scan(layer, (x, cache), jnp.arange(len(cache)))[0][::-1]
+
+
+def updated_in_slices(weights, gradients):
+    """Updates of weights, layer by layer."""
+    return jax.lax.scan(lambda total, layer: (total + layer[1].sum(), layer[0] - layer[1]), 0.0, (weights, gradients))[::-1]
+
+
+STACK = leaf(8, 1024, 4096, dtype=F32)  # 128 MiB
+for target, on in (("", "v5e:1x1"), (" on GPUs", "h100:1")):
+    for title, function, beside in (
+        ("a donated cache that layers read and stack in slices", cache_in_slices, leaf(4096, dtype=F32)),
+        ("a donated cache that layers carry", carried_cache, leaf(4096, dtype=F32)),
+        ("donated weights that are updated in slices", updated_in_slices, STACK),
+    ):
+        named(title + target, Program(function, (STACK, beside), PEAK, on, donate=(0,)))
+
 # -- what is computed again ------------------------------------------------------------------------------------------------
 
 
