@@ -1,6 +1,6 @@
 """Automatic sharding of JAX programs over many devices: searches strategies, predicts their cost, runs and verifies them."""
 
-from autoshard import checkpoint, collectives, distributed, parameter_server, testing
+from autoshard import checkpoint, collectives, distributed, parameter_server, serving, testing
 from autoshard.api import (
     Comparison,
     Confirm,
@@ -106,6 +106,7 @@ __all__ = [
     "parallelize",
     "parameter_server",
     "search",
+    "serving",
     "sweep",
     "testing",
     "verify",

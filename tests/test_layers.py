@@ -43,7 +43,7 @@ LAYERS = (
     ("report",),  # shows what an explanation says
     ("verify", "probe", "distributed", "data"),  # hands Shardy the program as `lower` rebuilds it; measures on meshes as `lower` makes them
     ("collectives", "api", "parameter_server"),
-    ("checkpoint", "testing"),
+    ("checkpoint", "serving", "testing"),
     ("__init__",),  # the public names
     ("demo",),
     ("cli",),
@@ -54,7 +54,7 @@ LAYERS = (
 JAX = ("jax", "jaxlib", "flax", "optax")
 KNOWS_JAX = (
     *("rules", "trace", "lower", "microbatch", "recompute", "pipeline", "verify", "probe", "distributed", "data"),
-    *("collectives", "api", "parameter_server", "checkpoint", "demo", "cli"),
+    *("collectives", "api", "parameter_server", "checkpoint", "serving", "demo", "cli"),
 )
 
 # The only rooms that know one compiler or device from another.

@@ -14,7 +14,7 @@ import autoshard
 from autoshard.cli.main import parser
 
 ROOT = Path(__file__).resolve().parents[1]
-RUN = ["tutorial", "explain", "testing", "experts", "long_context", "coming_from_maxtext"]
+RUN = ["tutorial", "explain", "testing", "experts", "long_context", "serving", "coming_from_maxtext"]
 
 
 @pytest.fixture(scope="module")

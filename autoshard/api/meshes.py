@@ -41,7 +41,7 @@ def meshes_of(cluster: Cluster, pins: UserPins, given: Mesh | None, max_axes: in
     """
     check_meshes(pins, given)
     if given is not None:
-        return placed(cluster, [given], renamed=False), False
+        return placed(cluster, [given], renamed=False) if given.placement is None else (given,), False
     if next(_of_arguments(pins), None) is not None:
         return placed(cluster, [fixed_mesh(cluster, pins)], renamed=False), False
     if (mesh := _mesh_of_program(cluster, pins.graph)) is not None:
@@ -149,7 +149,9 @@ def most_axes(mesh: Any, searcher: Searcher) -> int:
 
 
 def given_mesh(mesh: Any) -> Mesh:
-    """The mesh a user gives: axis sizes by name, or a JAX mesh."""
+    """The mesh a user gives: axis sizes by name, or a JAX mesh; or that of another strategy, whose placement is kept."""
+    if isinstance(mesh, Mesh):
+        return mesh
     shape = mesh.shape if isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh) else mesh
     if not isinstance(shape, Mapping) or not shape:
         raise ShardingError(f"a mesh is axis sizes by name, as in {{'data': 4, 'model': 2}}, or a jax.sharding.Mesh; got {mesh!r}.")
