@@ -1,9 +1,11 @@
 """The benchmarks run, and their arithmetic is right."""
 
 import json
+import math
 import os
 import subprocess
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -46,6 +48,29 @@ def test_microbatches_benchmark_runs():
     assert [(each["program"], each["n"]) for each in found] == [(name, n) for name in ("mlp", "graph_network") for n in (2, 4, 8)]
     assert all(each["difference"] <= 1e-6 for each in found[:3])
     assert all(each["difference"] is None and "other_models.py:53" in each["refused"] for each in found[3:])
+
+
+def test_published_plans_cover_their_devices(monkeypatch):
+    """The stages' meshes together have as many devices as the cluster, and measured step times are seconds."""
+    monkeypatch.syspath_prepend(ROOT)
+    from benchmarks import plans
+
+    for plan in plans.PLANS:
+        assert plan.stages * math.prod(plan.mesh.values()) == plan.cluster.n_devices, plan.name
+        assert plan.seconds is None or 1 < plan.seconds < 100
+
+
+@pytest.mark.slow
+def test_a_published_plan_is_compared(monkeypatch):
+    """Of a small model: it is evaluated with the numbers that it has, and ours is predicted to be no slower."""
+    monkeypatch.syspath_prepend(ROOT)
+    from benchmarks import models, plans
+
+    make, cluster = partial(models.gpt, 6, 64, 4, 128, 16, 32), plans.Cluster.parse("a100:4x1")
+    small = plans.Published("small", "nobody", make, cluster, 2, 4, {"data": 2, "model": 1}, pins=models.language(models.GPT))
+    found = plans.row(small)
+    assert found[2] == "2 stages of 2x1, 4 microbatches, 1f1b"
+    assert float(found[plans.COLUMNS.index(">ratio")]) <= 1.0
 
 
 def test_harness_benchmark_runs():

@@ -18,7 +18,7 @@ from autoshard.api.strategy import Strategy
 from autoshard.budgets import BUDGETS
 from autoshard.cluster import Cluster
 from autoshard.errors import AutoshardError, ClusterError, InfeasibleError, PipelineError, SearchLimitError, ShardingError, TraceError
-from autoshard.pipeline.plan_search import Estimate, Plans
+from autoshard.pipeline.plan_search import Candidate, Estimate, Plans
 from autoshard.progress import Progress, part
 from autoshard.render import format_percent, format_seconds
 
@@ -26,8 +26,9 @@ PLANS = ("sharding", "full")
 TRIES = 2  # pipelines that are searched stage by stage
 STAGES = (2, 4)  # that are tried for a step without equal layers
 SHARE = 0.4  # of a time limit, for the comparison of plans, and for the search without stages
-EXPLORING = 40.0  # seconds in which plans are compared, without a time limit
+EXPLORING = 60.0  # seconds in which plans are compared, without a time limit
 DEEP_OPS = 10_000  # a step of more is searched on the mesh on which its layers are fastest, and others on any
+DEEP_SECONDS = 60.0  # in which such a step, or a pipeline of it, is searched, without a time limit
 REFUSED = (InfeasibleError, PipelineError, SearchLimitError, TraceError, ShardingError)
 
 
@@ -38,9 +39,9 @@ class Whole(Protocol):
 
 
 class StagedSearch(Protocol):
-    """The search of a pipeline: of a number of stages, of microbatches, or None for any, and a schedule, or None for the usual one."""
+    """The search of a pipeline of a number of stages: as a plan says, or None for any; within some seconds, or None for no limit."""
 
-    def __call__(self, n_stages: int, n_microbatches: int | None, schedule: str | None, seconds: float | None) -> Strategy: ...
+    def __call__(self, n_stages: int, like: Estimate | None, seconds: float | None) -> Strategy: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,7 @@ def fullest(
     found: list[Strategy] = []
     failure: AutoshardError | None = None
     plans: Plans | None = None
+    deep = DEEP_SECONDS if searches.is_deep else None
 
     def left() -> float | None:
         return None if math.isinf(until) else max(until - time.perf_counter(), 0.0)
@@ -112,17 +114,17 @@ def fullest(
         alone = next((each for each in ranked if each.candidate.n_stages == 1), None)
         if not _is_far(alone, ranked):
             try:
-                seconds = None if limit_seconds is None else SHARE * limit_seconds
+                seconds = deep if limit_seconds is None else SHARE * limit_seconds
                 found.append(searches.whole(seconds, alone if searches.is_deep else None))
             except REFUSED as error:
                 failure = error
         tried = 0
-        for n_stages, n_microbatches, schedule, seconds in _pipelines(plans, cluster):
+        for n_stages, like in _pipelines(plans, cluster):
             fastest = min((strategy.cost.makespan_seconds for strategy in found), default=math.inf)
-            if tried == TRIES or left() == 0.0 or seconds >= fastest:
+            if tried == TRIES or left() == 0.0 or (like is not None and like.makespan_seconds >= fastest):
                 break
             try:
-                found.append(searches.staged(n_stages, n_microbatches, schedule, left()))
+                found.append(searches.staged(n_stages, like, left() or deep))
                 tried += 1
             except REFUSED as error:
                 failure = failure or error
@@ -142,18 +144,15 @@ def _is_far(alone: Estimate | None, ranked: tuple[Estimate, ...]) -> bool:
     return bool(ranked) and (alone is None or alone.makespan_seconds > BUDGETS.near_makespan * ranked[0].makespan_seconds)
 
 
-def _pipelines(plans: Plans | None, cluster: Cluster) -> list[tuple[int, int | None, str | None, float]]:
-    """Pipelines to search, the most promising first: numbers of stages and microbatches, the schedule, and the promised step time.
-
-    Of numbers that have several schedules it is the fastest.
-    """
+def _pipelines(plans: Plans | None, cluster: Cluster) -> list[tuple[int, Estimate | None]]:
+    """Numbers of stages to search with their plans, the most promising first; of equal numbers of microbatches the fastest schedule."""
     if plans is None:
-        return [(n, None, None, 0.0) for n in STAGES if _has_parts(cluster, n)]
-    of_numbers: dict[tuple[int, int], Estimate] = {}
+        return [(n, None) for n in STAGES if _has_parts(cluster, n)]
+    of_numbers: dict[Candidate, Estimate] = {}
     for each in plans.ranked:
         if each.candidate.n_stages > 1:
-            of_numbers.setdefault((each.candidate.n_stages, each.candidate.n_microbatches), each)
-    return [(*numbers, each.schedule, each.makespan_seconds) for numbers, each in of_numbers.items()]
+            of_numbers.setdefault(each.candidate, each)
+    return [(each.candidate.n_stages, each) for each in of_numbers.values()]
 
 
 def _has_parts(cluster: Cluster, n_stages: int) -> bool:

@@ -159,9 +159,10 @@ def full(call: Call, whole: Callable[..., Strategy], remat: str | None) -> Strat
         wanted = Wanted(call.limit, schedules, None, call.number, again, until=until, least_gain=BUDGETS.least_gain)
         return search_plans(traced, cluster, problems, wanted, progress)
 
-    def staged(n_stages: int, n_microbatches: int | None, schedule: str | None, left: float | None) -> Strategy:
-        own = replace(call, ends=endings(left, False), seconds=left, progress=part(call.progress, 0.6, 0.4), schedule=schedule)
-        own = own if n_microbatches is None else replace(own, microbatches=n_microbatches)
+    def staged(n_stages: int, like: Estimate | None, left: float | None) -> Strategy:
+        own = replace(call, ends=endings(left, False), seconds=left, progress=part(call.progress, 0.6, 0.4))
+        if like is not None:
+            own = replace(own, microbatches=like.candidate.n_microbatches, schedule=like.schedule, mesh=dict(like.mesh.axes))
         return in_stages(own, n_stages, (traced, facts, spent))
 
     searches = Searches(alone, plans, staged, len(traced.graph.walk()) > DEEP_OPS)

@@ -26,7 +26,8 @@ from autoshard.trace import Traced
 
 FEWER = 2  # layers of the shorter of two programs
 NEAR = 1.15  # times the least seconds: meshes so near are solved with both programs, three at most
-ROUNDS = 3  # of charging what is part of a peak
+LEAN = 2  # meshes that are searched at prices
+ROUNDS = 2  # of charging what is part of a peak
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,6 +70,7 @@ class LayerSearch:
         n_layers: of the whole step.
         meshes: per mesh what is known of it.
         free: the options without prices.
+        lean: the meshes that are searched at prices.
         bound_seconds: a lower bound of the work of all layers, one after the other on these devices, a step.
         floor_seconds: the same of computing one microbatch.
         mesh_bounds: per mesh a lower bound of the shorter program's step.
@@ -78,6 +80,7 @@ class LayerSearch:
         self.programs, self.n_layers, self.searcher = programs, n_layers, searcher
         self.meshes = [_OnMesh(pair) for pair in zip(*problems, strict=True)]
         self.free: list[Option] = []
+        self.lean: list[int] = []
         self.bound_seconds = self.floor_seconds = 0.0
         self.mesh_bounds = [0.0] * len(self.meshes)
 
@@ -124,10 +127,21 @@ class LayerSearch:
             in_flight: how many microbatches pay for what they keep.
         """
         found = []
-        for option in self.free:
-            judgements = [self._priced(option.mesh, which, price, in_flight) for which in (0, 1)]
-            found.append(Option(option.mesh, self._costs(option.mesh, judgements), price))
+        for k in self._lean(price, in_flight):
+            if self._solved(k, 1):
+                judgements = [self._priced(k, which, price, in_flight) for which in (0, 1)]
+                found.append(Option(k, self._costs(k, judgements), price))
         return found
+
+    def _lean(self, price: float, in_flight: int) -> list[int]:
+        """The meshes that are worth a price: the best one without, and those that are the best ones at the first price asked for."""
+        if not self.lean:
+            solved = [k for k, mesh in enumerate(self.meshes) if mesh.answers]
+            costs = {k: self._priced(k, 0, price, in_flight).cost for k in solved}
+            ranked = sorted(solved, key=lambda k: (costs[k].objective_seconds + price * costs[k].peak_bytes, k))
+            by_sizes = {self.meshes[k].problems[0].mesh.sizes: k for k in reversed([self.free[0].mesh, *ranked])}
+            self.lean = list(reversed(by_sizes.values()))[:LEAN]
+        return self.lean
 
     def _priced(self, k: int, which: int, price: float, in_flight: int) -> Judgement:
         """The best answer of a program on a mesh at a price of bytes, once more where its peak has what was not charged."""

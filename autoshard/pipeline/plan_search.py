@@ -5,15 +5,15 @@ neighbours, and a stage's shardings are searched for the microbatch that it gets
 cluster, from searches of the program with a few of its own layers (`autoshard.pipeline.layer_search`), first without a memory limit; where
 no division of the layers fits, at prices of bytes, and with recomputation. *Objective.* The makespan with the best schedule and division of
 layers into stages (`autoshard.pipeline.layering`). *Ties.* Fewer stages, then fewer microbatches.
-*Method.* Branch and bound: a candidate is searched while its bound is below the least objective found by a gain that is worth it. At last
-the least bounds are raised, until they are near that objective.
+*Method.* Branch and bound: a candidate is searched while its bound is below the objective of the fastest plan found by a gain that is worth
+it. At last the least bounds are raised, until they are near the least objective.
 
 *Bounds.* Let ``P`` be a lower bound of the work of all layers on all microbatches with the devices of one stage, and ``f`` one of computing
 one microbatch. Some stage does an ``S``-th of it at least, and the first microbatch passes the others as well: the makespan without overlap
 is at least ``(P + (S - 1) fill f) / S``, where ``fill`` is that of the schedule with the smallest bubble. Before a search ``P`` is that of
 matrix products at the peak rate. A search proves a greater one, which holds for other candidates too. *Smaller microbatches:* of more of
-them ``P`` is no less, since the same sharding of ``k`` of them together takes no more than ``k`` times as long. *More stages:* a ``k``-th
-of the devices takes ``k`` times ``P`` at least for as many times more microbatches, since all devices could do the same side by side.
+them ``P`` is no less, since the same sharding of ``k`` of them together takes no more than ``k`` times as long. *More stages:* computing of
+as many examples a device takes no less on fewer devices, but ``P`` may: gradients are added up over fewer.
 *Memory:* the bytes of all stages together are within ``S`` times the limit, which raises ``P`` by a Lagrangian dual bound. Bounds of
 programs with few layers are extended to all layers as costs are.
 """
@@ -54,7 +54,7 @@ class Problems(Protocol):
 Recomputing = Callable[[Traced], "Traced | None"]
 """From a program to one that computes again what its backward pass reads; None where there is nothing to."""
 
-MOST_MICROBATCHES = 24  # times the number of stages: the bubble is 4 % then
+MOST_MICROBATCHES = 64  # times the number of stages
 FIRST_MICROBATCHES = 4  # times the number of stages, the fewest that are tried: the bubble is 20 % then
 FILL = {"1f1b": 1.0, "gpipe": 1.0, "interleaved": 0.5, "zero_bubble": 1 / 3}
 """Per schedule the share of the other stages' time for one microbatch in which a stage waits.
@@ -62,6 +62,9 @@ FILL = {"1f1b": 1.0, "gpipe": 1.0, "interleaved": 0.5, "zero_bubble": 1 / 3}
 Two chunks a stage halve it; ZB-H1 fills what the gradients of weights take, a third forward and backward (Qi et al., 2023).
 """
 PRICE_FACTOR = 4.0  # between prices of bytes
+FAR = 64.0  # times a price at which nothing fits, the one at which something would
+HARDLY = 1.5  # times the memory: numbers of microbatches with which so much is needed are not tried
+BOUND_PRICES = 3  # of bytes, at which a bound is looked for
 NEAR_BOUND = 0.02  # of the least objective: bounds that are nearer are not raised
 _SEARCHER = DynamicProgramming(second_opinion=False)
 """For programs of few layers, whose answers are estimates."""
@@ -191,6 +194,7 @@ class _Known:
         found: its best estimates, one a schedule.
         price: seconds a byte at which something fitted.
         is_raised: whether its bound heeds memory.
+        needs_less: whether one of fewer microbatches is so far from fitting that this one is not tried.
     """
 
     work: float
@@ -200,6 +204,7 @@ class _Known:
     found: list[Estimate] = field(default_factory=list)
     price: float = 0.0
     is_raised: bool = False
+    needs_less: bool = False
 
 
 class _Planning:
@@ -238,6 +243,11 @@ class _Planning:
         """The least objective found."""
         return min((found.objective_seconds for found in self.found()), default=math.inf)
 
+    def fastest_objective(self) -> float:
+        """The objective of the fastest plan found, which may exceed the least: another one's communication may be hidden as well."""
+        best = min(self.found(), key=lambda found: found.makespan_seconds, default=None)
+        return math.inf if best is None else best.objective_seconds
+
     # -- candidates ---------------------------------------------------------------------------------------------------
 
     def candidates(self) -> list[Candidate]:
@@ -272,15 +282,25 @@ class _Planning:
         return (known.work + (candidate.n_stages - 1) * self.fill * known.floor) / candidate.n_stages
 
     def next(self) -> Candidate | None:
-        """The candidate to search, of those whose bound promises a gain: of each number of stages one, then that of the best guess."""
-        enough = self.least() * (1 - self.asked.least_gain)
-        open_ones = [each for each, known in self.known.items() if known.search is None and self.bound(each) < enough]
-        seen = {each.n_stages for each, known in self.known.items() if known.search is not None}
-        new = [each for each in open_ones if each.n_stages not in seen]
-        if new:
-            return min(new, key=lambda each: (each.n_stages, each.n_microbatches))
-        best = min(open_ones, key=lambda each: (self.guess(each), each), default=None)
-        return best if best is not None and self.guess(best) < enough else None
+        """The candidate to search, of those whose bound promises a gain: the first of each number of stages, then that of the best guess.
+
+        Where nothing fits so far with a number of stages, it is the one with the fewest microbatches.
+        """
+        enough = self.fastest_objective() * (1 - self.asked.least_gain)
+        new = ((each, known) for each, known in self.known.items() if known.search is None and not known.needs_less)
+        open_ones = [each for each, _ in new if self.bound(each) < enough]
+        chosen = []
+        for n_stages in {each.n_stages for each in open_ones}:
+            own = [each for each in open_ones if each.n_stages == n_stages]
+            searched = [each for each, known in self.known.items() if each.n_stages == n_stages and known.search is not None]
+            if not searched:
+                chosen.append((-1.0, min(own)))
+            elif not any(self.known[each].found for each in searched):  # the first that fits
+                chosen.append((self.bound(min(own)), min(own)))
+            else:
+                chosen.append(min((self.guess(each), each) for each in own))
+        guess, best = min(chosen, default=(math.inf, None))
+        return best if guess < enough else None
 
     def guess(self, candidate: Candidate) -> float:
         """The objective if the step takes as long as with another number of microbatches, but for the bubble."""
@@ -352,17 +372,26 @@ class _Planning:
         options: list[tuple[Option, bool]] = [(option, False) for option in free] + self.recomputed(candidate)
         if len(options) > len(free):
             known.found = self.layered(candidate, options)
-        price, between = known.price, PRICE_FACTOR**0.5
+        price = known.price
         if fits(price):
             tried = price / PRICE_FACTOR
-        elif fits(price * PRICE_FACTOR):
-            tried = price * between
         else:
-            known.price = price * PRICE_FACTOR**3
-            tried = known.price / PRICE_FACTOR if fits(known.price) else 0.0
+            known.price = price * FAR
+            tried = price * FAR**0.5 if fits(known.price) else 0.0
         if tried and self.has_time():
             fits(tried)
             known.price = self.price = tried
+        if not known.found:
+            self.leave_out(candidate, [option.costs for option, _ in options])
+
+    def leave_out(self, candidate: Candidate, options: Sequence[LayerCosts]) -> None:
+        """Leaves out numbers of microbatches that are hardly enough, where bytes shrink with the microbatch at most."""
+        per_stage = -(-self.layers.count // candidate.n_stages)
+        least = min(each.peak_bytes(per_stage, 1, True) for each in options)
+        for other, known in self.known.items():
+            share = candidate.n_microbatches / other.n_microbatches
+            if other.n_stages == candidate.n_stages and share < 1 and least * share > HARDLY * self.asked.limit_bytes:
+                known.needs_less = True
 
     def recomputed(self, candidate: Candidate) -> list[tuple[Option, bool]]:
         """Options that compute again what they do not keep, without prices."""
@@ -436,9 +465,10 @@ class _Planning:
             parts, remains = divmod(other.n_microbatches, candidate.n_microbatches * max(stages, 1))
             if not stages or not parts or rest or remains:
                 continue
-            known.work = max(known.work, stages * search.bound_seconds)
             known.floor = max(known.floor, search.floor_seconds / parts)
+            known.work = max(known.work, other.n_microbatches * known.floor)
             if stages == 1:
+                known.work = max(known.work, search.bound_seconds)
                 known.meshes = [max(pair) for pair in zip(known.meshes or search.mesh_bounds, search.mesh_bounds, strict=True)]
 
     def raise_bound(self, candidate: Candidate) -> None:
@@ -449,13 +479,13 @@ class _Planning:
             return
         enough = known.work * self.least() / max(self.bound(candidate), 1e-30)
         limit = candidate.n_stages * self.asked.limit_bytes
-        for each in (price, price / PRICE_FACTOR, price / PRICE_FACTOR**2):  # the best one is not known
-            bound = known.search.bound_within(limit, each, enough)
-            if bound <= known.work:
+        for _ in range(BOUND_PRICES):  # the best one is not known, and the bound has one maximum over prices
+            bound = known.search.bound_within(limit, price, enough)
+            is_past = known.search.bound_seconds < bound < known.work
+            known.work = max(known.work, bound)
+            if is_past or known.work >= enough:
                 break
-            known.work = bound
-            if bound >= enough:
-                break
+            price /= PRICE_FACTOR**2
 
     def send_seconds(self, candidate: Candidate) -> float:
         """One transfer of what a layer hands to the next, each device to its counterpart in the next stage."""

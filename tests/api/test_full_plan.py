@@ -59,8 +59,8 @@ def test_only_what_may_be_fastest_is_searched(found):
     plain, pipeline = found
     asked = []
 
-    def staged(*options):
-        asked.append(options[:3])
+    def staged(n_stages, like, seconds):
+        asked.append((n_stages, like.candidate.n_microbatches, like.schedule))
         return pipeline
 
     far = Plans((estimate(2, 1e-9, "zero_bubble"), estimate(2, 2e-9), estimate(4, 3e-9), estimate(1, 4e-9)), 0.0, 3, 3)
