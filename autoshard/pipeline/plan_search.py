@@ -65,7 +65,7 @@ PRICE_FACTOR = 4.0  # between prices of bytes
 FAR = 64.0  # times a price at which nothing fits, the one at which something would
 HARDLY = 1.5  # times the memory: numbers of microbatches with which so much is needed are not tried
 BOUND_PRICES = 3  # of bytes, at which a bound is looked for
-NEAR_BOUND = 0.02  # of the least objective: bounds that are nearer are not raised
+NEAR_BOUND = 0.05  # of the least objective: bounds that are nearer are not raised
 _SEARCHER = DynamicProgramming(second_opinion=False)
 """For programs of few layers, whose answers are estimates."""
 
