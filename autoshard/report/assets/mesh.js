@@ -8,7 +8,8 @@ function meshSection() {
   const [planes, height, width] = [...Array(Math.max(0, 3 - dimensions.length)).fill(1), ...dimensions];
   const isHosts = found.wiring !== "torus", perRow = isHosts && dimensions.length === 1 ? Math.min(width, 8) : width;
   const apart = isHosts && height > 1 ? 26 : 0; // between hosts
-  const rowsOf = Math.ceil(width / perRow), planeWidth = perRow * pitch + margin, across = Math.max(1, Math.min(planes, Math.floor(1100 / planeWidth)));
+  const rowsOf = Math.ceil(width / perRow), planeWidth = perRow * pitch + margin, fit = Math.max(1, Math.floor(1100 / planeWidth));
+  const across = Math.ceil(planes / Math.ceil(planes / fit)); // planes in a row, as many in each
   const place = (device) => {
     const x = device % width, y = Math.floor(device / width) % height, z = Math.floor(device / (width * height));
     return [
@@ -26,10 +27,20 @@ function meshSection() {
     if (height > 1 && labelled) svg.append(draw("text", { class: "caption", x: x - cell / 2 - 5, y: y - cell / 2 - 13 }, `host ${host}`));
   }
   for (const [a, b, axis] of links) {
-    const [ax, ay] = place(a), [bx, by] = place(b), far = Math.hypot(bx - ax, by - ay), colour = axisColour(AXES[axis]);
-    const bend = far < 1.5 * pitch + apart ? 0 : Math.min(far * 0.14, pitch * 0.62) + 3 * axis; // around what stands between
-    const [mx, my] = [(ax + bx) / 2 - (by - ay) / far * bend * 2, (ay + by) / 2 + (bx - ax) / far * bend * 2];
-    svg.append(draw("path", { d: `M${ax} ${ay}Q${mx} ${my} ${bx} ${by}`, style: `fill:none;stroke:${colour};stroke-width:${n > 256 ? 2 : 3};stroke-opacity:${bend ? 0.55 : 0.95}` }));
+    const [ax, ay] = place(a), [bx, by] = place(b), far = Math.hypot(bx - ax, by - ay), reach = cell / 2 + gap * 0.42;
+    const isNext = b > a, crosses = Math.floor(a / (width * height)) !== Math.floor(b / (width * height));
+    const line = (d, opacity) => svg.append(draw("path", { d, style: `fill:none;stroke:${axisColour(AXES[axis])};stroke-width:${n > 256 ? 2 : 3};stroke-opacity:${opacity}` }));
+    if (crosses) { // short strokes to the plane behind and the one before
+      const [i, k] = isNext ? [1, -1] : [-1, 1];
+      line(`M${ax} ${ay}l${i * reach} ${-i * reach}M${bx} ${by}l${k * reach} ${-k * reach}`, 0.95);
+    } else if (!isNext) { // closes a ring: short strokes out of both ends
+      const [ux, uy] = [(ax - bx) / far * (reach + 3), (ay - by) / far * (reach + 3)];
+      line(`M${ax} ${ay}l${ux} ${uy}M${bx} ${by}l${-ux} ${-uy}`, 0.95);
+    } else {
+      const bend = far < 1.5 * pitch + apart ? 0 : Math.min(far * 0.14, pitch * 0.62) + 3 * axis; // around what stands between
+      const [mx, my] = [(ax + bx) / 2 - (by - ay) / far * bend * 2, (ay + by) / 2 + (bx - ax) / far * bend * 2];
+      line(`M${ax} ${ay}Q${mx} ${my} ${bx} ${by}`, bend ? 0.6 : 0.95);
+    }
   }
   const devices = coordinates.map((at, device) => {
     const [x, y] = place(device);
@@ -66,7 +77,8 @@ function meshSection() {
   const what = found.wiring === "torus" ? `a ${shape} ${found.rings.some(Boolean) ? "torus" : "grid"}` : dimensions.length > 1 ? `${dimensions[0]} hosts of ${dimensions[1]}` : "one host";
   section("mesh", "Mesh",
     make("p", {}, `${count(n)} devices on ${DATA.cluster}, ${what}. Lines are the links that the collectives of an axis run over; ` +
-      "point at a device to see with which others it exchanges data along each axis."),
+      "point at a device to see with which others it exchanges data along each axis." +
+      (links.some(([a, b]) => b < a) ? " Strokes that leave the grid close a ring." : "") + (planes > 1 ? " Slanted strokes lead to the plane behind and the one before." : "")),
     legend(DATA.axes.map(([name, size]) => [axisColour(name), `${name}, ${size} devices`])),
     make("div", { class: "drawing" }, svg), told);
   choose(0);
