@@ -65,7 +65,7 @@ def memory_curve(judged: Judged) -> MemoryCurve:
     owners = list(_owners(judged, held))
     kinds = np.array([GROUPS.index(group) for group, _ in owners])
     by_group = np.stack([usage(held.times.moments, np.where(kinds == k, held.held, 0.0), held.born, held.dies) for k in range(len(GROUPS))])
-    chosen = _chosen(held.usage[: held.times.moments])
+    chosen = _chosen(held.usage[: max(held.times.moments, 1)])
     running = _running(held, facts.graph.walk())
     moments = tuple(Moment(int(k), running(int(k)), tuple(map(float, by_group[:, k]))) for k in chosen)
     fullest = int(held.usage.argmax())

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from programs import gpt, gpt_scan, mlp
+from programs import abstract, gpt, gpt_scan, mlp
 
 import autoshard
 from benchmarks.models import llama
@@ -169,6 +169,13 @@ def test_other_programs_have_their_report(browser, tmp_path, program):
         for _ in range(12):
             page.get_by_label("Zoom in").click()
         assert page.locator("#timeline tbody tr").count()
+
+
+def test_a_program_of_nothing_has_its_page(browser, tmp_path):
+    """Without operations, collectives or axes nothing is drawn, and nothing fails."""
+    autoshard.search(lambda x: x, abstract((8,)), cluster="cpu:1").report().save_html(tmp_path / "report.html")
+    with opened(browser, tmp_path / "report.html", 375) as page:
+        assert page.locator("#mesh .device").count() == 1 and page.locator("#timeline canvas").count() == 1
 
 
 def test_a_file_has_what_its_record_has(browser, tmp_path):

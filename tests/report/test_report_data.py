@@ -7,7 +7,7 @@ from functools import cache
 from itertools import pairwise
 
 import pytest
-from programs import gpt, gpt_scan, mlp
+from programs import abstract, gpt, gpt_scan, mlp
 
 import autoshard
 from autoshard.cluster import Cluster
@@ -160,6 +160,13 @@ def test_the_trace_has_every_event_on_the_rows_of_its_axes(name):
     assert len(shown) == sum(max(len(event.axes), 1) for event in unrolled(report.content.step))
 
 
+def test_a_collective_over_several_axes_is_on_the_links_of_each():
+    """In the trace as on the page: it keeps all of them busy."""
+    sent = Event(0.0, 1e-3, "w", "block", "forward", "all_gather", ("data", "model"), 8.0)
+    complete = [event for event in step_trace(Loop(1, 1e-3, (sent,)), ("data", "model"), "t")["traceEvents"] if event["ph"] == "X"]
+    assert [(event["tid"], event["ts"], event["dur"]) for event in complete] == [(1, 0.0, 1000.0), (2, 0.0, 1000.0)]
+
+
 def test_a_loop_of_too_many_trips_is_one_event_of_the_trace():
     """Viewers stay usable."""
     inner = Loop(10**6, 1e-6, (Event(0.0, 1e-6, "dot", "block", "forward", "compute"),))
@@ -177,6 +184,14 @@ def test_a_file_without_its_program_says_what_is_missing(tmp_path):
     assert "--html" in report.html
     with pytest.raises(StrategyError, match="--trace"):
         report.save_trace(tmp_path / "trace.json")
+
+
+def test_a_program_of_nothing_has_a_report():
+    """On one device, without a collective or an operation."""
+    data = to_data(autoshard.search(lambda x: x, abstract((8,)), cluster="cpu:1").report().content)
+    assert data["timeline"]["start"] == [] and data["collectives"] == []
+    assert len(data["mesh"]["coordinates"]) == 1
+    assert "i" not in data["graph"] and data["memory"]["peak"] < len(data["memory"]["moment"])
 
 
 def test_equal_layers_add_little_to_a_report():

@@ -3,8 +3,8 @@
 function memorySection() {
   const found = DATA.memory;
   if (!found) return DATA.schedule ? undefined : section("memory", "Memory", missing("memory over time"));
-  const { groups, moment, peak } = found, names = groups.filter((_, k) => found.bytes[k].some((n) => n > 0));
-  const kept = groups.map((_, k) => k).filter((k) => names.includes(groups[k]));
+  const { groups, moment, peak } = found, held = groups.map((_, k) => k).filter((k) => found.bytes[k].some((n) => n > 0));
+  const kept = held.length ? held : [0];
   const tops = kept.map((_, n) => moment.map((_, i) => kept.slice(0, n + 1).reduce((sum, k) => sum + found.bytes[k][i], 0)));
   const total = tops.at(-1), most = total[peak], hasLimit = found.limit > 0 && found.limit < 1.6 * most;
   const plot = make("div", { class: "frame plot" });

@@ -31,8 +31,8 @@ function programSection() {
   }
 
   function children(node) {
-    const found = node.i.map(box), rows = [];
-    node.i.forEach((child, k) => (rows[child.r ?? 0] ??= make("div", { class: "row" })).append(found[k]));
+    const inner = node.i ?? [], found = inner.map(box), rows = [];
+    inner.forEach((child, k) => (rows[child.r ?? 0] ??= make("div", { class: "row" })).append(found[k]));
     const lines = draw("svg", { "aria-hidden": true });
     const whole = make("div", { class: "inside" }, lines, rows.filter(Boolean));
     whole.connect = () => {
