@@ -31,7 +31,7 @@ from autoshard.compilers.program_facts import program_facts
 from autoshard.cost.record import Cost
 from autoshard.data import DataShard
 from autoshard.errors import StrategyError
-from autoshard.explanation import Judged
+from autoshard.explanation import Judged, explanation_of
 from autoshard.ir.naming import is_backward
 from autoshard.judge.model import CostModel
 from autoshard.lower import jax_mesh
@@ -218,7 +218,7 @@ class Strategy:
         """
         pipeline = self.record.pipeline
         schedule = None if pipeline is None else timeline_of(self.record, pipeline)
-        return report(self.record, self.explain().data, self._judged, schedule)
+        return report(self.record, explanation_of(self.record, self._judged), self._judged, schedule)
 
     @cached_property
     def _judged(self) -> Judged | None:
