@@ -104,7 +104,7 @@ class Fed:
                 index = (local_index(self.shard.rows, slice(*index[0].indices(self.batch_size)[:2])), *index[1:])
             return np.array(host[index], order="C")
 
-        return jax.make_array_from_callback(tensor.shape, sharding, own)
+        return jax.make_array_from_callback(tensor.shape, sharding, own, dtype=host.dtype)
 
 
 def _converted(x: np.ndarray, tensor: TensorRecord) -> np.ndarray:

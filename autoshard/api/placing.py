@@ -33,8 +33,8 @@ def put(leaves: Sequence[Any], shardings: Sequence[NamedSharding], paths: Sequen
     """
     there = list(leaves)
     if jax.process_count() > 1:
-        check_equal(leaves, paths)
-        for place in _local(leaves):
+        check_equal(leaves, paths, shardings)
+        for place in _local(leaves, shardings):
             there[place] = _everywhere(leaves[place], shardings[place])
     places = zip(there, shardings, is_state or (False,) * len(there), strict=True)
     moved = [place for place, found in enumerate(places) if _moves(*found)]
@@ -98,9 +98,9 @@ def _is_alike(x: jax.Array, sharding: NamedSharding) -> bool:
 # -- several processes -----------------------------------------------------------------------------------------------------
 
 
-def check_equal(leaves: Sequence[Any], paths: Sequence[str]) -> None:
-    """Raises `StrategyError` where an array of the host is not the same in all processes."""
-    local = _local(leaves) if jax.process_count() > 1 else []
+def check_equal(leaves: Sequence[Any], paths: Sequence[str], shardings: Sequence[Sharding] = ()) -> None:
+    """Raises `StrategyError` where an array of the host is not the same in all processes; one on the devices of its sharding is global."""
+    local = _local(leaves, shardings) if jax.process_count() > 1 else []
     if not local:
         return
     sums = np.zeros(len(leaves), np.uint32)
@@ -117,15 +117,16 @@ def check_equal(leaves: Sequence[Any], paths: Sequence[str]) -> None:
             )
 
 
-def _local(leaves: Sequence[Any]) -> list[int]:
-    """The positions of the leaves that are of this process alone."""
+def _local(leaves: Sequence[Any], shardings: Sequence[Sharding]) -> list[int]:
+    """The positions of the leaves that are of this process alone, and not there because a pipeline's stage is."""
 
-    def is_local(x: Any) -> bool:
+    def is_local(x: Any, place: int) -> bool:
         if isinstance(x, jax.Array):
-            return not isinstance(x, Tracer) and x.is_fully_addressable
+            is_there = bool(shardings) and x.committed and x.sharding.device_set == shardings[place].device_set
+            return not isinstance(x, Tracer) and x.is_fully_addressable and not is_there
         return isinstance(x, np.ndarray | np.generic | _NUMBERS)
 
-    return [place for place, x in enumerate(leaves) if is_local(x)]
+    return [place for place, x in enumerate(leaves) if is_local(x, place)]
 
 
 def _checksum(x: Any) -> int:
@@ -145,4 +146,4 @@ def _everywhere(x: Any, sharding: NamedSharding) -> jax.Array:
     if getattr(x, "weak_type", isinstance(x, _NUMBERS)):
         return jax.device_put(jnp.asarray(x), sharding)  # which keeps the type
     host = np.asarray(x)
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index], dtype=host.dtype)

@@ -1,8 +1,9 @@
-"""A pipelined step: one process starts the tasks of all stages, in the order of a schedule.
+"""A pipelined step: the tasks of all stages, started in the order of a schedule.
 
 Everything that a step does is decided before the first one: the order in which tasks are started, which arrays each one reads, what is sent
 to which devices, and after which task an array is no longer needed. A call walks through that list. JAX starts programs and transfers
-without waiting for them, so that stages run at the same time, each in the order of its tasks.
+without waiting for them, so that stages run at the same time, each in the order of its tasks. Of several processes each walks through the
+same list and starts the programs of the stages that have devices of its own (`autoshard.pipeline.sending`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.errors import PipelineError
 from autoshard.pipeline.schedule import Schedule, Task
+from autoshard.pipeline.sending import Sending, absent, is_alone, is_here, put, sending, to_everyone
 from autoshard.pipeline.stages import Staged
 from autoshard.pipeline.tasks import Options, Outer, StagePlan, TaskProgram, all_programs
 
@@ -28,20 +30,13 @@ class _Send:
     Attributes:
         place: its position there.
         target, position: the stage that receives it, and the position among what that receives.
-        sharding: as it is sent, on the devices of the stage that receives it: JAX sends other shardings by way of the host.
-        rearranged: the program that shards it as it is read there; None where it is sent so.
+        placed: its way there.
     """
 
     place: int
     target: int
     position: int
-    sharding: NamedSharding
-    rearranged: Callable | None
-
-    def placed(self, x: Any) -> Any:
-        """The array on the devices that receive it."""
-        x = jax.device_put(x, self.sharding)
-        return x if self.rearranged is None else self.rearranged(x)
+    placed: Sending
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,7 +59,7 @@ class Pipelined:
         staged, plans, schedule: what it was made of.
         in_shardings, out_shardings: of the step's flat arguments and results, on the devices of the stages that have them.
         order: the tasks in the order in which they are started, each with its stage.
-        executed: the tasks that the last call started, in order.
+        executed: the tasks that the last call started, in order; in several processes those that this one takes part in.
         residual_bytes: per piece what a device holds of one microbatch between its tasks.
     """
 
@@ -83,6 +78,8 @@ class Pipelined:
                 f"pieces and {schedule.n_microbatches} microbatches. Make the schedule with the numbers of the stages."
             )
         self.staged, self.plans, self.schedule = staged, tuple(plans), schedule
+        wholes = [NamedSharding(plan.mesh, PartitionSpec()) for plan in plans]
+        self.is_here, self.is_alone = [is_here(whole) for whole in wholes], is_alone(wholes)
         self._programs = all_programs(staged, plans, schedule, options)
         self.residual_bytes = tuple(sum(task.residual_bytes for task in programs.tasks.values()) for programs in self._programs)
         self._route()
@@ -91,10 +88,17 @@ class Pipelined:
         self.order = tuple((start.stage, start.task) for start in self._starts)
         self.executed: tuple[tuple[int, Task], ...] = ()
         self._indices = [
-            [jax.device_put(np.int32(i), NamedSharding(plan.mesh, PartitionSpec())) for i in range(staged.n_microbatches)] for plan in plans
+            [jax.device_put(np.int32(i), whole) for i in range(staged.n_microbatches)] if here else []
+            for whole, here in zip(wholes, self.is_here, strict=True)
         ]
         self.in_shardings = tuple(self._in_sharding(k) for k in range(len(staged.argument_homes)))
-        self.out_shardings = tuple(self._out_sharding(k) for k in range(len(staged.result_homes)))
+        self._arguments = [
+            (piece, k, position, self._way_of(piece, k))
+            for piece, stage in enumerate(staged.stages)
+            for k, position in enumerate(stage.arguments)
+        ]
+        self._results = [self._result(k) for k in range(len(staged.result_homes))]
+        self.out_shardings = tuple(sharding for sharding, _ in self._results)
 
     # -- what is known before the first call ----------------------------------------------------------------------------------
 
@@ -108,10 +112,10 @@ class Pipelined:
                 for target in message.targets:
                     position = places[target, message.key]
                     sharding = self._programs[target].receive_shardings[position]
-                    as_sent = NamedSharding(sharding.mesh, self._programs[stage.number].send_specs[k])
-                    is_same = as_sent.is_equivalent_to(sharding, len(message.shape))
-                    rearranged = None if is_same else jax.jit(lambda x: x, out_shardings=sharding)
-                    self._sends[stage.number][k].append(_Send(0, target, position, as_sent, rearranged))
+                    source = NamedSharding(self.plans[stage.number].mesh, self._programs[stage.number].send_specs[k])
+                    receiver = stages[target]
+                    dtype = receiver.traced.jaxpr.jaxpr.invars[len(receiver.arguments) + position].aval.dtype
+                    self._sends[stage.number][k].append(_Send(0, target, position, sending(source, sharding, message.shape, dtype)))
 
     def _of_program(self, piece: int, sends: Sequence[int]) -> tuple[_Send, ...]:
         """The messages of a program, with their places among what it sends."""
@@ -167,10 +171,27 @@ class Pipelined:
             return programs.argument_shardings[stage.arguments.index(k)]
         return NamedSharding(self.plans[home].mesh, PartitionSpec())
 
-    def _out_sharding(self, k: int) -> NamedSharding:
+    def _way_of(self, piece: int, k: int) -> Sending | None:
+        """How a stage gets its argument ``k`` of the stage that has it; None where it takes the array that is passed."""
+        position = self.staged.stages[piece].arguments[k]
+        if self.is_alone or self.staged.argument_homes[position] == piece:
+            return None
+        aval = self.staged.traced.jaxpr.jaxpr.invars[position].aval
+        return sending(self.in_shardings[position], self._programs[piece].argument_shardings[k], aval.shape, aval.dtype)
+
+    def _result(self, k: int) -> tuple[NamedSharding, Callable[[Any], Any]]:
+        """Where a result is, and how it is made of what its stage returns, or of None in processes that have no part of it.
+
+        A loss, or other result that no call takes again and that is whole on its stage's devices, is for every process to read.
+        """
         home = self.staged.result_homes[k]
         stage, programs = self.staged.stages[home], self._programs[home]
-        return programs.result_shardings[stage.results.index(k)]
+        sharding, aval = programs.result_shardings[stage.results.index(k)], self.staged.traced.jaxpr.jaxpr.outvars[k].aval
+        is_number = not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
+        if self.is_alone or not is_number or not sharding.is_fully_replicated or k in dict(self.staged.traced.graph.aliases):
+            return sharding, lambda x: absent(aval.shape, aval.dtype, sharding) if x is None else x
+        meshes = [plan.mesh for plan in self.plans]
+        return to_everyone(sharding, meshes, aval.shape, aval.dtype)
 
     # -- a call -----------------------------------------------------------------------------------------------------------------
 
@@ -200,7 +221,8 @@ class Pipelined:
         executed = []
         for start in self._starts:
             call.start(start)
-            executed.append((start.stage, start.task))
+            if self.is_here[start.piece]:
+                executed.append((start.stage, start.task))
         self.executed = tuple(executed)
         for outer in self._after:
             call.around(*outer)
@@ -223,10 +245,12 @@ class _Call:
     def __init__(self, run: Pipelined, arguments: Sequence[Any], waits: bool):
         self.run, self.waits = run, waits
         self.placed: dict[tuple[int, int], Any] = {}
-        for piece, stage in enumerate(run.staged.stages):
-            shardings = run._programs[piece].argument_shardings
-            for k, position in enumerate(stage.arguments):
-                self.placed[piece, k] = put(arguments[position], shardings[k])
+        for piece, k, position, way in run._arguments:
+            if way is not None:
+                home = run.staged.argument_homes[position]
+                self.placed[piece, k] = way(put(arguments[position], way.source) if run.is_here[home] else None)
+            elif run.is_here[piece]:
+                self.placed[piece, k] = put(arguments[position], run._programs[piece].argument_shardings[k])
         n = len(run.staged.stages)
         self.messages: list[dict[int, Any]] = [{} for _ in range(n)]  # outside the loop
         self.arrived: list[dict[tuple[int, int], Any]] = [{} for _ in range(n)]  # per position and microbatch
@@ -239,6 +263,10 @@ class _Call:
     def around(self, piece: int, k: int, outer: Outer, sends: Sequence[_Send]) -> None:
         """Runs a program before or after the loop."""
         run = self.run
+        if not run.is_here[piece]:
+            for send in sends:
+                self.messages[send.target][send.position] = send.placed(None)
+            return
         arguments = tuple(self.placed[piece, position] for position in outer.arguments)
         arguments += tuple(self.messages[piece][position] for position in outer.receives)
         before = tuple(self.handed[piece][number] for number in outer.reads)
@@ -265,6 +293,10 @@ class _Call:
         if program is None:
             return
         run, arrived, residuals = self.run, self.arrived[piece], self.residuals[piece]
+        if not run.is_here[piece]:
+            for send in start.sends:
+                self.arrived[send.target][send.position, i] = send.placed(None)
+            return
         try:
             self.totals[piece][program.kind], sent, handed = (program.keeping if self.waits else program.call)(
                 run._indices[piece][i],
@@ -291,9 +323,9 @@ class _Call:
         """The step's results."""
         for piece, programs in enumerate(self.run._programs):
             stage = self.run.staged.stages[piece]
-            for k, argument in programs.passed.items():
+            for k, argument in programs.passed.items() if self.run.is_here[piece] else ():
                 self.made[stage.results[k]] = self.placed[piece, argument]
-        return [self.made[k] for k in range(len(self.run.staged.result_homes))]
+        return [given(self.made.get(k)) for k, (_, given) in enumerate(self.run._results)]
 
     def _failure(self, piece: int, what: str, error: Exception) -> PipelineError:
         stage, n_stages = self.run.staged.stages[piece], self.run.schedule.n_stages
@@ -302,10 +334,3 @@ class _Call:
             f"Every task of a pipeline has to succeed: {what} failed on {where}, which computes {stage.lines}: "
             f"{type(error).__name__}: {error}"
         )
-
-
-def put(x: Any, sharding: NamedSharding) -> Any:
-    """The array on the devices of a sharding; itself where it is there."""
-    if isinstance(x, jax.Array) and x.committed and (x.sharding == sharding or x.sharding.is_equivalent_to(sharding, x.ndim)):
-        return x
-    return jax.device_put(x, sharding)

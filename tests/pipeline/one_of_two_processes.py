@@ -1,0 +1,73 @@
+"""One of two processes: ``python one_of_two_processes.py PORT DEVICES NUMBER``, with so many CPU devices; see test_sending.py."""
+
+import os
+import sys
+
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={sys.argv[2]}"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import autoshard
+
+n_devices, number = int(sys.argv[2]), int(sys.argv[3])
+autoshard.distributed.initialize(f"localhost:{sys.argv[1]}", 2, number)
+WIDTH, LAYERS = 12, 2 * n_devices
+
+
+def init(key):
+    keys = jax.random.split(key, LAYERS)
+    return {"w": [jax.random.normal(k, (WIDTH, WIDTH)) / 4 for k in keys], "m": [jnp.zeros((WIDTH, WIDTH))] * LAYERS, "step": jnp.int32(0)}
+
+
+def train_step(state, batch, key):
+    """Layers with dropout, momentum and clipping by the norm of all gradients, which all stages have a part of."""
+
+    def loss(layers):
+        x = batch["x"]
+        for k, w in enumerate(layers):
+            kept = jax.random.bernoulli(jax.random.fold_in(key, k), 0.9, x.shape)
+            x = x + jnp.tanh(jnp.where(kept, x, 0.0) @ w)
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    value, gradients = jax.value_and_grad(loss)(state["w"])
+    norm = jnp.sqrt(sum(jnp.sum(g**2) for g in gradients))
+    moments = [0.9 * m + g / jnp.maximum(norm, 0.1) for m, g in zip(state["m"], gradients, strict=True)]
+    weights = [w - 0.01 * m for w, m in zip(state["w"], moments, strict=True)]
+    return {"w": weights, "m": moments, "step": state["step"] + 1}, {"loss": value, "norm": norm}
+
+
+def compared(stages, microbatches, schedule, mesh, order=None):
+    """A pipeline's state and losses of three steps are those of one device; each process starts the tasks of its own stages alone."""
+    devices = jax.devices() if order is None else [jax.devices()[k] for k in order]
+    options = {"cluster": f"cpu:{2 * n_devices}", "stages": stages, "microbatches": microbatches, "schedule": schedule, "mesh": mesh}
+    key = jax.random.key(0)
+    batch = {"x": np.linspace(-1, 1, 24 * WIDTH, dtype=np.float32).reshape(24, WIDTH), "y": np.ones((24, WIDTH), np.float32)}
+    abstract = jax.eval_shape(init, key)
+    strategy = autoshard.search(train_step, abstract, batch, key, donate_argnums=0, searcher="data_parallel", **options)
+    step, one = strategy.apply(train_step, devices), jax.jit(train_step)
+    state, expected = strategy.init(init, key, devices=devices), init(key)
+    for _ in range(3):
+        state, metrics = step(state, batch, key)
+        expected, wanted = one(expected, batch, key)
+        for name in wanted:
+            np.testing.assert_allclose(metrics[name], wanted[name], rtol=2e-5)
+    for here, there in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+        assert here.shape == there.shape
+        for shard in here.addressable_shards:
+            np.testing.assert_allclose(shard.data, np.asarray(there)[shard.index], atol=2e-5)
+    size = len(devices) // stages
+    own = {stage for stage in range(stages) if any(d.process_index == number for d in devices[stage * size : (stage + 1) * size])}
+    assert {stage for stage, _ in step.executed} == own
+    print(schedule, stages, "as on one device", flush=True)
+
+
+if n_devices == 2:
+    compared(2, 4, "1f1b", {"data": 2})
+    compared(2, 4, "1f1b", {"data": 2}, order=(0, 2, 1, 3))  # both stages have devices of both processes
+    compared(4, 4, "zero_bubble", {"data": 1})
+else:
+    compared(3, 3, "1f1b", {"data": 2})  # the second stage has
+    compared(3, 3, "interleaved", {"data": 1, "model": 2})
+print("done")
