@@ -16,9 +16,9 @@ from autoshard.cluster import Cluster
 from autoshard.errors import StrategyError
 from autoshard.judge.model import CostModel
 from autoshard.pipeline import Cut, Staged, stages_of
+from autoshard.pipeline.programs import StagePlan
 from autoshard.pipeline.run import Pipelined
 from autoshard.pipeline.schedule import Schedule, Task, schedule_of
-from autoshard.pipeline.tasks import StagePlan
 from autoshard.rules import rules_of
 from autoshard.strategy import PipelineRecord, Record, check_program
 from autoshard.trace import Traced, held, outside_mesh

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from autoshard.api.pipeline_step import plan_of, schedule_as, staged_as
 from autoshard.api.step import program_of
 from autoshard.pipeline.lowered import LoweredProgram, lowered_programs
-from autoshard.pipeline.schedule import in_flight
+from autoshard.pipeline.schedule import pieces_in_flight
 from autoshard.pipeline.tasks import all_programs
 from autoshard.render import Heading, Paragraph, Part, Report
 from autoshard.strategy import Record
@@ -97,12 +97,11 @@ def stage_programs(
     assert pipeline is not None
     whole, _, _ = program_of(fn, args, record, before=traced)
     staged, schedule = staged_as(whole, record, pipeline), schedule_as(record, pipeline)
-    alive, n = in_flight(schedule), schedule.n_microbatches
+    alive, n = pieces_in_flight(schedule), schedule.n_microbatches
     plans = [plan_of(staged, number, record, mesh) for number, mesh in enumerate(meshes)]
     for number, programs in enumerate(all_programs(staged, plans, schedule)):
         stage, plan, saved = staged.stages[number], plans[number], pipeline.stages[number]
-        most = alive[number % pipeline.n_parts]
-        yield StagePrograms(saved.record, saved.peak_bytes, lowered_programs(stage, plan, programs, n, most, platform))
+        yield StagePrograms(saved.record, saved.peak_bytes, lowered_programs(stage, plan, programs, n, alive[number], platform))
 
 
 def together(found: Sequence[tuple[LoweredProgram, Any]]) -> Any:

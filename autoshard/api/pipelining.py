@@ -31,7 +31,7 @@ from autoshard.microbatch import divisors
 from autoshard.pipeline import Stage, Staged, stages_of
 from autoshard.pipeline.figures import StageFigures, stage_figures
 from autoshard.pipeline.micro import loop_of
-from autoshard.pipeline.schedule import SCHEDULES, PieceSeconds, Schedule, in_flight, schedule_of, simulate
+from autoshard.pipeline.schedule import SCHEDULES, PieceSeconds, Schedule, pieces_in_flight, schedule_of, simulate
 from autoshard.pipeline.tasks import joins_tasks
 from autoshard.problem import Problem
 from autoshard.progress import Progress, part
@@ -47,10 +47,13 @@ MICROBATCHES = (1, 2, 4)  # times the stages: numbers that are tried where none 
 
 
 class StageSearch(Protocol):
-    """The search of one stage's program: a strategy on a mesh, or on any, with some layouts fixed, within a memory limit."""
+    """The search of one stage's program: a strategy on a mesh, or on any, with some layouts fixed, within a memory limit.
+
+    ``n_left`` is how many searches are left at least, this one included, among which the time is divided.
+    """
 
     def __call__(
-        self, stage: Stage, mesh: Mesh | None, fixed: Mapping[int, Layout], limit: float, progress: Progress
+        self, stage: Stage, mesh: Mesh | None, fixed: Mapping[int, Layout], limit: float, progress: Progress, n_left: int
     ) -> tuple[Strategy, Problem]: ...
 
 
@@ -64,6 +67,7 @@ class Pipeline:
         microbatches: how many; None: those of `MICROBATCHES` that divide the batch.
         mesh: of each part; None: searched.
         limit: bytes that a device may hold.
+        ends: the exceptions that end a search early.
     """
 
     n_parts: int
@@ -71,6 +75,7 @@ class Pipeline:
     microbatches: int | None
     mesh: Mesh | None
     limit: float
+    ends: tuple[type[BaseException], ...] = ()
 
     @property
     def chunks(self) -> int:
@@ -127,11 +132,16 @@ def pipelined(
         try:
             schedule = schedule_of(asked.schedule, asked.n_parts, n, asked.chunks)
             staged = stages_of(traced, asked.n_parts * asked.chunks, n)
-            found.append(_Planner(staged, schedule, cluster, asked, search, part(progress, k / len(numbers), 1 / len(numbers))).best())
+            own = part(progress, k / len(numbers), 1 / len(numbers))
+            found.append(_Planner(staged, schedule, cluster, asked, search, own, len(numbers) - k).best())
         except (InfeasibleError, SearchLimitError) as error:
             failure = error
             if isinstance(error, OutOfTime):
                 break
+        except asked.ends:
+            if not found:
+                raise
+            break
     if not found:
         assert failure is not None
         raise failure
@@ -156,13 +166,14 @@ def _numbers(traced: Traced, asked: Pipeline) -> list[int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Found:
-    """A stage's strategy, its figures, and what it sends in seconds."""
+    """A stage's strategy, its figures, what it sends in seconds, and its memory while it runs and while others of its part do."""
 
     strategy: Strategy
     figures: StageFigures
     send_seconds: float
     send_back_seconds: float
     peak_bytes: float
+    held_bytes: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -185,6 +196,13 @@ class _Plan:
         return self._seconds([found.figures.objective_seconds for found in self.stages])
 
     @property
+    def peak_bytes(self) -> float:
+        """The peak of the device with the fullest memory: one of its chunks runs, and the others keep what they hold."""
+        n = self.schedule.n_stages
+        chunks = [self.stages[part::n] for part in range(n)]
+        return max(found.peak_bytes - found.held_bytes + sum(other.held_bytes for other in own) for own in chunks for found in own)
+
+    @property
     def bound_seconds(self) -> float:
         """A lower bound of the objective, whatever the shardings of the stages: the work of one of them."""
         return max(found.strategy.lower_bound_seconds for found in self.stages)
@@ -199,13 +217,24 @@ class _Plan:
 class _Planner:
     """The search of one cut in one number of microbatches."""
 
-    def __init__(self, staged: Staged, schedule: Schedule, cluster: Cluster, asked: Pipeline, search: StageSearch, progress: Progress):
+    def __init__(
+        self,
+        staged: Staged,
+        schedule: Schedule,
+        cluster: Cluster,
+        asked: Pipeline,
+        search: StageSearch,
+        progress: Progress,
+        n_planners: int = 1,
+    ):
+        """``n_planners`` is how many numbers of microbatches are left to search, this one included."""
         self.staged, self.schedule, self.cluster, self.asked, self.search = staged, schedule, cluster, asked, search
         self.progress = progress
+        self.n_left = n_planners * len(staged.stages) * (1 if asked.mesh is not None else 2)
         self.part = cluster.part(asked.n_parts)
         whole = Mesh(((STAGE_AXIS, asked.n_parts), ("device", self.part.n_devices)))
         self.between = Communication(cluster.links(whole))
-        self.in_flight = in_flight(schedule)
+        self.in_flight = pieces_in_flight(schedule)
 
     def best(self) -> _Plan:
         """The plan on the mesh of least step time."""
@@ -242,26 +271,27 @@ class _Planner:
 
     def _stage(self, stage: Stage, mesh: Mesh | None, fixed: Mapping[int, Layout], progress: Progress) -> _Found:
         """A stage's strategy within what the microbatches in flight leave of the memory."""
-        number = stage.number % self.asked.n_parts
+        part_number, in_flight = stage.number % self.asked.n_parts, self.in_flight[stage.number]
         share = self.asked.limit / self.asked.chunks
         limit, smallest = share, math.inf
         for _ in range(TRIES):
             strategy, problem = self._searched(stage, mesh, fixed, limit, progress)
+            self.n_left = max(self.n_left - 1, 1)
             record = strategy.record
             model = CostModel(self.part, record.mesh)
             judgement = evaluate(problem.facts, model, record.assignment)
             figures = stage_figures(stage, problem.facts, model, judgement)
-            joins = joins_tasks(stage, self.schedule.orders[number], stage.number // self.asked.n_parts)
-            peak = figures.peak_bytes(self.in_flight[number], joins)
+            joins = joins_tasks(stage, self.schedule.orders[part_number], stage.number // self.asked.n_parts)
+            peak = figures.peak_bytes(in_flight, joins)
             if peak <= share:
                 sent = self._sent(stage, record.mesh, judgement.assignment.layout)
-                return _Found(strategy, figures, *sent, peak)
+                return _Found(strategy, figures, *sent, peak, figures.held_bytes(in_flight, joins))
             smallest = min(smallest, peak)
             limit = 0.999 * limit - (peak - share)  # arrays of other microbatches take the rest
             if limit <= 0:
                 break
         raise InfeasibleError(
-            f"stage {stage.number} ({stage.lines}) does not fit: schedule {self.schedule.name!r} has {self.in_flight[number]} of "
+            f"stage {stage.number} ({stage.lines}) does not fit: schedule {self.schedule.name!r} has {in_flight} of "
             f"{self.schedule.n_microbatches} microbatches in flight there, and the smallest peak found is {format_bytes(smallest)} of "
             f"{format_bytes(share)} a device. Use more microbatches, more stages, or another schedule.",
             smallest,
@@ -271,7 +301,7 @@ class _Planner:
         self, stage: Stage, mesh: Mesh | None, fixed: Mapping[int, Layout], limit: float, progress: Progress
     ) -> tuple[Strategy, Problem]:
         try:
-            return self.search(stage, mesh, fixed, limit, progress)
+            return self.search(stage, mesh, fixed, limit, progress, self.n_left)
         except InfeasibleError as error:
             raise InfeasibleError(f"stage {stage.number} ({stage.lines}): {error}", error.smallest_peak_bytes, error.proven) from None
 
@@ -321,7 +351,6 @@ def _record(traced: Traced, cluster: Cluster, asked: Pipeline, plan: _Plan, sear
     arguments = [_leaf(plan, home, "arguments", position) for position, home in enumerate(staged.argument_homes)]
     results = [_leaf(plan, home, "results", position) for position, home in enumerate(staged.result_homes)]
     options = SearcherRecord(searcher.name, plan.stages[0].strategy.record.searcher.options)
-    notes = dict.fromkeys(note for found in plan.stages for note in found.strategy.record.assumptions)
     return Record(
         name=f"{graph.name}_{searcher.name}",
         program=Program(graph.name, graph.fingerprint, len(graph.walk()), len(graph.values), plan.schedule.n_microbatches, traced.remat),
@@ -338,7 +367,7 @@ def _record(traced: Traced, cluster: Cluster, asked: Pipeline, plan: _Plan, sear
         searcher=options,
         lower_bound_seconds=plan.bound_seconds,
         donate_argnums=traced.donate_argnums,
-        assumptions=tuple(notes),
+        assumptions=_notes(plan),
         stats={**_stats(plan), **spent},
         provenance=Provenance(autoshard=metadata.version("autoshard"), jax=jax.__version__),
         pipeline=PipelineRecord(
@@ -350,6 +379,16 @@ def _record(traced: Traced, cluster: Cluster, asked: Pipeline, plan: _Plan, sear
             result_stages=staged.result_homes,
         ),
     )
+
+
+def _notes(plan: _Plan) -> tuple[str, ...]:
+    """The notes of all stages, each with the stages that have it where not all do."""
+    stages: dict[str, list[int]] = {}
+    for number, found in enumerate(plan.stages):
+        for note in found.strategy.record.assumptions:
+            stages.setdefault(note, []).append(number)
+    n = len(plan.stages)
+    return tuple(note if len(at) == n else f"stage{'s' * (len(at) > 1)} {', '.join(map(str, at))}: {note}" for note, at in stages.items())
 
 
 def _leaf(plan: _Plan, home: int, kind: str, position: int) -> TensorRecord:
@@ -384,7 +423,7 @@ def _cost(plan: _Plan) -> Cost:
         compute_seconds=busiest.compute_seconds,
         communication_seconds=busiest.communication_seconds,
         exposed_communication_seconds=busiest.exposed_communication_seconds,
-        peak_bytes=max(found.peak_bytes for found in plan.stages),
+        peak_bytes=plan.peak_bytes,
         flops=max(cost.flops for cost in costs),
         collectives=busiest.collectives,
     )

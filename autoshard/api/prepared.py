@@ -218,11 +218,15 @@ def noted_if_barely(solution: Solution, limit: float) -> Solution:
     """The solution, with a note on the reserve if it takes some of it."""
     if solution.judgement.cost.peak_bytes <= limit * (1 - RESERVE):
         return solution
-    note = (
+    return replace(solution, notes=(*solution.notes, barely(limit)))
+
+
+def barely(limit: float) -> str:
+    """The note of a strategy that takes some of the reserve."""
+    return (
         f"the predicted peak is within {format_percent(RESERVE)} of the {format_bytes(limit)} that a program may have, and is predicted "
         "no better than that: ask the compiler with autoshard verify"
     )
-    return replace(solution, notes=(*solution.notes, note))
 
 
 def searched_on_meshes(

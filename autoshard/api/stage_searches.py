@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,11 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from autoshard.api.confirm import noted
 from autoshard.api.full_plan import DEEP_OPS, Searches, fullest
 from autoshard.api.meshes import given_mesh, meshes_of, most_axes
 from autoshard.api.microbatching import Microbatches
 from autoshard.api.pipelining import USUAL, Pipeline, pipelined
-from autoshard.api.prepared import RESERVE, Prepared, cluster_of, limit_of, searched_on_meshes, traced_of
+from autoshard.api.prepared import RESERVE, Prepared, barely, cluster_of, limit_of, searched_on_meshes, traced_of
 from autoshard.api.recomputing import staged_remat
 from autoshard.api.strategy import Strategy
 from autoshard.api.user_pins import Asked, user_pins
@@ -21,10 +23,11 @@ from autoshard.budgets import BUDGETS
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
 from autoshard.compilers.program_facts import ProgramFacts, program_facts
+from autoshard.errors import InfeasibleError
 from autoshard.ir import Layout, Mesh
 from autoshard.ir.remat import Remat
 from autoshard.judge.model import CostModel
-from autoshard.mesh_search.anytime import endings, timed
+from autoshard.mesh_search.anytime import OutOfTime, endings, timed
 from autoshard.pipeline import Stage
 from autoshard.pipeline.plan_search import FILL, Estimate, Plans, search_plans
 from autoshard.pipeline.plan_search import Asked as Wanted
@@ -64,9 +67,19 @@ class Call:
     progress: Progress
 
     @property
+    def reserves(self) -> bool:
+        """Whether some of the memory is left alone where anything fits without it."""
+        return self.memory_limit_bytes is None
+
+    @property
     def limit(self) -> float:
+        """Bytes that a device may hold, without the reserve."""
+        return self.whole_limit * (1 - RESERVE if self.reserves else 1)
+
+    @property
+    def whole_limit(self) -> float:
         """Bytes that a device may hold."""
-        return limit_of(cluster_of(self.cluster), self.memory_limit_bytes) * (1 - RESERVE if self.memory_limit_bytes is None else 1)
+        return limit_of(cluster_of(self.cluster), self.memory_limit_bytes)
 
     @property
     def number(self) -> int | None:
@@ -92,8 +105,9 @@ def in_stages(call: Call, n_stages: int, known: tuple[Traced, ProgramFacts, Mapp
     found: dict[tuple, Solution] = {}  # equal stages are searched once
 
     def searched(
-        stage: Stage, mesh: Mesh | None, fixed: Mapping[int, Layout], limit: float, progress: Progress
+        stage: Stage, mesh: Mesh | None, fixed: Mapping[int, Layout], limit: float, progress: Progress, n_left: int
     ) -> tuple[Strategy, Problem]:
+        nonlocal until
         program = stage.traced
         facts = program_facts(program.graph, rules_of(program.graph), compiler_of(cluster))
         pins = user_pins(asked.among(program.graph.argument_paths), program.graph, [], mesh is None)
@@ -108,18 +122,30 @@ def in_stages(call: Call, n_stages: int, known: tuple[Traced, ProgramFacts, Mapp
             problem = prepared.problem(found[key].assignment.mesh, limit, ())
             solution = replace(found[key], judgement=problem.evaluate(found[key].assignment), stats={})
             return prepared.strategy(problem.mesh, solution, searcher), problem
-        left = None if until is None else max(0.0, until - time.perf_counter())
-        solution, problem = searched_on_meshes(prepared, searcher, timed(progress, left), call.ends, 1, None, limit)
+        started = time.perf_counter()
+        left = None if until is None else max(0.0, until - started) / n_left
+        ends = call.ends if until is None else tuple({*call.ends, OutOfTime})
+        solution, problem = searched_on_meshes(prepared, searcher, timed(progress, left), ends, 1, None, limit)
+        if solution.stats.get("ended_early") and (left is None or time.perf_counter() - started < left):
+            until = time.perf_counter()  # Ctrl-C is for all stages: those that are left have their first answers
         found[key] = solution
         return prepared.strategy(problem.mesh, solution, searcher), problem
 
-    pipeline = Pipeline(n_stages, call.schedule or USUAL, call.number, given, call.limit)
+    def within(limit: float) -> Strategy:
+        pipeline = Pipeline(n_stages, call.schedule or USUAL, call.number, given, limit, call.ends)
 
-    def attempt(again: Remat | None) -> Strategy:
-        program = rematerialised(traced, None if again is None else replace(again, mode=call.remat or ""))
-        return pipelined(program, cluster, pipeline, searched, searcher, spent, call.progress)
+        def attempt(again: Remat | None) -> Strategy:
+            program = rematerialised(traced, None if again is None else replace(again, mode=call.remat or ""))
+            return pipelined(program, cluster, pipeline, searched, searcher, spent, call.progress)
 
-    return staged_remat(attempt, call.remat, lambda: Options(traced, facts, cluster.device).all)
+        return staged_remat(attempt, call.remat, lambda: Options(traced, facts, cluster.device).all)
+
+    try:
+        return within(call.limit)
+    except InfeasibleError as error:
+        if not call.reserves or (error.smallest_peak_bytes or math.inf) > call.whole_limit:
+            raise
+    return noted(within(call.whole_limit), barely(call.whole_limit))
 
 
 def full(call: Call, whole: Callable[..., Strategy], remat: str | None) -> Strategy:

@@ -67,6 +67,9 @@ def loop_of_batch(graph: Graph, rules: Sequence[Rule | None], n: int) -> Loop:
         wrong = [f"{_path(graph, value)} has {size}" for value, size in sizes.items() if size % n]
         if wrong:
             indivisible += wrong
+            least = next((k for k in range(2, max(sizes.values()) + 1) if not any(size % k for size in sizes.values())), None)
+            if least is not None and _flops_inside(graph, rules, plan_loop(graph, rules, batch, least)) >= total * (1 - LEAST_SHARE):
+                break  # this is the batch, and no other dimension is one
             continue
         loop = plan_loop(graph, rules, batch, n)
         inside = _flops_inside(graph, rules, loop)

@@ -22,8 +22,8 @@ its plan's mesh is that of stage ``s``.
 """
 
 from autoshard.pipeline.cut import Cut
+from autoshard.pipeline.programs import StagePlan
 from autoshard.pipeline.run import Pipelined
 from autoshard.pipeline.stages import Message, Stage, Staged, stages_of
-from autoshard.pipeline.tasks import StagePlan
 
 __all__ = ["Cut", "Message", "Pipelined", "Stage", "StagePlan", "Staged", "stages_of"]

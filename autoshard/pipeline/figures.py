@@ -52,7 +52,11 @@ class StageFigures:
             joins: whether both tasks are one program (`autoshard.pipeline.tasks.joins_tasks`), which hands on nothing.
         """
         peak = self.working_bytes + max(in_flight - 1, 0) * self.residual_bytes
-        return peak if joins else max(peak, self.lasting_bytes + in_flight * self.residual_bytes)
+        return max(peak, self.held_bytes(in_flight, joins))
+
+    def held_bytes(self, in_flight: int, joins: bool) -> float:
+        """What is there between the stage's tasks where so many microbatches are in flight, such as while another chunk runs."""
+        return self.lasting_bytes + (0.0 if joins else in_flight * self.residual_bytes)
 
 
 def stage_figures(stage: Stage, facts: ProgramFacts, model: CostModel, judgement: Judgement) -> StageFigures:

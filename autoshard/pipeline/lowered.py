@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from autoshard.pipeline.programs import StagePlan, StagePrograms
 from autoshard.pipeline.stages import Stage
-from autoshard.pipeline.tasks import StagePlan, StagePrograms
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,10 +17,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.errors import PipelineError
+from autoshard.pipeline.programs import Options, Outer, StagePlan, TaskProgram
 from autoshard.pipeline.schedule import Schedule, Task
 from autoshard.pipeline.sending import Sending, absent, is_alone, is_here, put, sending, to_everyone
 from autoshard.pipeline.stages import Staged
-from autoshard.pipeline.tasks import Options, Outer, StagePlan, TaskProgram, all_programs
+from autoshard.pipeline.tasks import all_programs
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -277,6 +277,17 @@ def in_flight(schedule: Schedule) -> tuple[int, ...]:
     return tuple(round(n) for n in residual_bytes(schedule, ones))
 
 
+def pieces_in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """Per piece the most microbatches of its own whose residuals are alive at once.
+
+    >>> pieces_in_flight(schedule_of("interleaved", 2, 4))
+    (4, 3, 2, 1)
+    """
+    n = schedule.n_stages * schedule.n_chunks
+    found = (residual_bytes(schedule, [float(piece == own) for piece in range(n)])[own % schedule.n_stages] for own in range(n))
+    return tuple(map(round, found))
+
+
 def stages_in_flight(schedule: Schedule) -> tuple[int, ...]:
     """Per stage the most microbatches whose residuals are alive at once, where those of all its chunks count as one microbatch.
 

@@ -9,8 +9,8 @@ makes and another one reads is handed on as each device has it, without any resh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
@@ -19,117 +19,23 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
-from jax.extend.source_info_util import current_name_stack, user_context
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from autoshard.ir import Assignment, Layout, Op
-from autoshard.lower import ReshardPath, bind, holder_values, manual_context, manual_program, stored_layout, to_named_sharding
+from autoshard.ir import Layout, Op
+from autoshard.lower import holder_values, manual_program, stored_layout, to_named_sharding
 from autoshard.lower.control_flow import FLOWS, Flows
+from autoshard.pipeline.equations import evaluate, is_var, nbytes, needed_by, value
 from autoshard.pipeline.micro import loop_of
 from autoshard.pipeline.packing import SMALL_BYTES, Packing
+from autoshard.pipeline.programs import Options, Outer, StagePlan, StagePrograms, TaskProgram
 from autoshard.pipeline.schedule import Schedule, Task
 from autoshard.pipeline.stages import Stage, Staged
 from autoshard.primitives import primitive
 from autoshard.rules import rules_of
 from autoshard.trace import types_of
 
-Options = Mapping[str, Any] | None
-"""A compiler's options by name, as `jax.jit` takes them in ``compiler_options``."""
-
 CHEAP = ("broadcast", "creation", "elementwise", "rearrangement", "reinterpretation", "slice")
 """Kinds of primitives that each task computes itself, where they read constants alone, so that no task hands on their results."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StagePlan:
-    """What a search found for a stage, and where it runs.
-
-    Attributes:
-        assignment: of the stage's program.
-        mesh: JAX's mesh of the stage's devices.
-        reshard_path: the cheapest collectives from one layout of a value to another.
-    """
-
-    assignment: Assignment
-    mesh: Mesh
-    reshard_path: ReshardPath
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Outer:
-    """A program of a stage before or after the loop.
-
-    Attributes:
-        level: the level of the messages that it may read.
-        call: the jitted program, from groups of arrays: arguments and messages, donated arguments, what earlier programs hand on, and per
-            kind of task its totals; to results and messages, what it hands on, and before the loop the constants of its tasks and per
-            kind the totals to begin with.
-        arguments, donated: positions among the stage's arguments.
-        receives: positions among the stage's ``receives``.
-        reads: the numbers of the earlier programs whose arrays it reads.
-        kinds: the tasks whose totals it reads.
-        results, sends: positions among the stage's results and ``sends``.
-    """
-
-    level: int
-    call: Callable
-    arguments: tuple[int, ...]
-    donated: tuple[int, ...]
-    receives: tuple[int, ...]
-    reads: tuple[int, ...]
-    kinds: tuple[str, ...]
-    results: tuple[int, ...]
-    sends: tuple[int, ...]
-    makes_constants: bool
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TaskProgram:
-    """The program of one task.
-
-    Attributes:
-        kind: ``"F"``, ``"B"`` or ``"W"``.
-        call: the jitted program, from groups of arrays: the microbatch's number, large constants that are arguments, the other constants,
-            its totals, messages, and what each earlier task of the microbatch hands on; to its totals, messages and what it hands on.
-        keeping: the same, with which the totals that it is given are not used up.
-        arguments: positions among the stage's arguments of large constants.
-        receives: positions among the stage's ``receives``.
-        reads: the kinds of the earlier tasks whose arrays it reads.
-        sends: positions among the stage's ``sends``.
-        residual_bytes: of what it hands on, on each device.
-    """
-
-    kind: str
-    call: Callable
-    keeping: Callable
-    arguments: tuple[int, ...]
-    receives: tuple[int, ...]
-    reads: tuple[str, ...]
-    sends: tuple[int, ...]
-    residual_bytes: float
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StagePrograms:
-    """All programs of a stage, and where its arguments, results and messages are.
-
-    Attributes:
-        before, after: the programs around the loop, by level.
-        tasks: per kind its program; kinds in which nothing is computed are left out.
-        argument_shardings, result_shardings: of the stage's arguments and results that are the step's.
-        receive_shardings: of the messages that it receives, those of the loop for one microbatch.
-        send_specs: the same of the messages that it sends, on its own mesh.
-        passed: per result that is an argument as it is, the argument's position.
-    """
-
-    before: tuple[Outer, ...]
-    tasks: dict[str, TaskProgram]
-    after: tuple[Outer, ...]
-    argument_shardings: tuple[NamedSharding, ...]
-    result_shardings: tuple[NamedSharding, ...]
-    receive_shardings: tuple[NamedSharding, ...]
-    send_specs: tuple[PartitionSpec, ...]
-    passed: dict[int, int] = field(default_factory=dict)
 
 
 def programs_of(
@@ -256,10 +162,10 @@ class _Divided:
 
     def _free(self) -> set[Var]:
         """What the body makes cheaply of what all microbatches share, such as masks and casts of weights: each task makes its own."""
-        free, leaving = {*self.body.jaxpr.constvars, *self.consts}, set(filter(_is_var, self.body.jaxpr.outvars))
+        free, leaving = {*self.body.jaxpr.constvars, *self.consts}, set(filter(is_var, self.body.jaxpr.outvars))
         for eqn in self.body.jaxpr.eqns:
             is_cheap = primitive(eqn.primitive.name).kind in CHEAP and leaving.isdisjoint(eqn.outvars)
-            if is_cheap and all(not _is_var(a) or a in free for a in eqn.invars):
+            if is_cheap and all(not is_var(a) or a in free for a in eqn.invars):
                 free.update(eqn.outvars)
         return free
 
@@ -568,38 +474,3 @@ class _Divided:
             type_ = self._total_type(k)
             found.append(value(self.started[k], env) if k < self.n_carry else jnp.zeros(type_.shape, type_.dtype))
         return found
-
-
-def value(atom: Any, env: dict[Var, Any]) -> Any:
-    """The array of an atom."""
-    return atom.val if isinstance(atom, Literal) else env[atom]
-
-
-def _is_var(atom: Any) -> bool:
-    return isinstance(atom, Var)
-
-
-def nbytes(var: Any) -> float:
-    """The bytes of a variable on a device."""
-    aval = var.aval
-    return 0.0 if jnp.issubdtype(aval.dtype, jax.dtypes.extended) else float(aval.size * aval.dtype.itemsize)
-
-
-def needed_by(eqns: Sequence[JaxprEqn], outputs: Iterable[Any]) -> set[int]:
-    """The positions of the equations that outputs depend on, and of those with effects."""
-    live = {v for v in outputs if isinstance(v, Var)}
-    found = set()
-    for k in reversed(range(len(eqns))):
-        if any(v in live for v in eqns[k].outvars):
-            found.add(k)
-            live.update(a for a in eqns[k].invars if isinstance(a, Var))
-    return found
-
-
-def evaluate(eqns: Iterable[JaxprEqn], env: dict[Var, Any]) -> None:
-    """Evaluates equations of a device's program; their results are then in ``env``."""
-    for eqn in eqns:
-        names = current_name_stack() + eqn.source_info.name_stack
-        with user_context(eqn.source_info.traceback, name_stack=names), manual_context(eqn):
-            results = bind(eqn, [value(atom, env) for atom in eqn.invars])
-        env.update(zip(eqn.outvars, results, strict=True))

@@ -4,6 +4,8 @@ import functools
 import os
 import re
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -176,6 +178,50 @@ def test_a_time_that_is_over_leaves_first_answers():
     """Each stage has one, also those whose searches begin without any time left."""
     found = autoshard.search(train_step, *example(), cluster="cpu:8", stages=2, microbatches=4, time_limit_seconds=1e-9)
     assert len(found.stages) == 2
+
+
+def test_stages_share_the_time_and_an_interrupt(monkeypatch):
+    """Each search has its part of the time that is left; after Ctrl-C in one, the others have none."""
+    module = sys.modules["autoshard.api.stage_searches"]
+    timed, searched_on_meshes, given = module.timed, module.searched_on_meshes, []
+    monkeypatch.setattr(module, "timed", lambda progress, left: given.append(left) or timed(progress, left))
+    options = {"cluster": "cpu:8", "stages": 4, "microbatches": 4, "mesh": {"data": 2}}
+    autoshard.search(train_step, *example(), time_limit_seconds=1000, **options)
+    assert given == sorted(given) and 240 < given[0] <= 250
+
+    def interrupted(*arguments):
+        solution, problem = searched_on_meshes(*arguments)
+        return replace(solution, stats={**solution.stats, "ended_early": 1}), problem
+
+    monkeypatch.setattr(module, "searched_on_meshes", interrupted)
+    given.clear()
+    autoshard.search(train_step, *example(), interruptible=True, **options)
+    assert given[0] is None and set(given[1:]) == {0.0}
+
+
+def test_the_reserve_is_given_up_last(monkeypatch):
+    """What fits only with it is found, with a note."""
+    module = sys.modules["autoshard.api.stage_searches"]
+    pipelined, limits = module.pipelined, []
+
+    def barely(traced, cluster, asked, *rest):
+        limits.append(asked.limit)
+        if len(limits) == 1:
+            raise autoshard.InfeasibleError("it does not fit", 0.999 * cluster.memory_limit_bytes)
+        return pipelined(traced, cluster, asked, *rest)
+
+    monkeypatch.setattr(module, "pipelined", barely)
+    options = {"cluster": "cpu:8", "stages": 2, "microbatches": 4, "mesh": {"data": 4}, "searcher": "data_parallel"}
+    found = autoshard.search(train_step, *example(), **options)
+    assert limits[0] < limits[1] and any("within 2" in note for note in found.notes)
+
+
+def test_notes_say_which_stage_they_are_of():
+    """Where not all stages have them."""
+    module = sys.modules["autoshard.api.pipelining"]
+    records = [SimpleNamespace(assumptions=notes) for notes in (("a", "b"), ("a",), ("a", "b"))]
+    plan = SimpleNamespace(stages=[SimpleNamespace(strategy=SimpleNamespace(record=record)) for record in records])
+    assert module._notes(plan) == ("a", "stages 0, 2: b")
 
 
 def test_equal_stages_are_searched_once(monkeypatch):

@@ -92,6 +92,14 @@ def test_numbers_that_do_not_divide():
         microbatched(trace(jax.grad(lambda w, x: ((x @ w) ** 2).sum()), W, X), 5)
 
 
+def test_features_are_no_batch():
+    """A number that divides another dimension, but not the batch, is refused with the batch's size."""
+    step = jax.grad(lambda w, x: (jnp.tanh(x @ w) ** 2).sum())
+    wide = jnp.ones((128, 64)), jnp.ones((12, 128))
+    with pytest.raises(TraceError, match=r"got 64: .*x has 12 examples"):
+        microbatched(trace(step, *wide), 64)
+
+
 def test_one_microbatch_is_the_program():
     """Nothing is rewritten for one."""
     traced = trace(normalised, W, X)

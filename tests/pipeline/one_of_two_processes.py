@@ -1,9 +1,9 @@
-"""One of two processes: ``python one_of_two_processes.py PORT DEVICES NUMBER``, with so many CPU devices; see test_sending.py."""
+"""One of two processes: ``python one_of_two_processes.py PORT STAGES NUMBER``; see test_sending.py."""
 
 import os
 import sys
 
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={sys.argv[2]}"
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={3 if sys.argv[2] == '3' else 2}"
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,8 @@ import numpy as np
 
 import autoshard
 
-n_devices, number = int(sys.argv[2]), int(sys.argv[3])
+stages, number = int(sys.argv[2]), int(sys.argv[3])
+n_devices = 3 if stages == 3 else 2
 autoshard.distributed.initialize(f"localhost:{sys.argv[1]}", 2, number)
 WIDTH, LAYERS = 12, 2 * n_devices
 
@@ -63,9 +64,10 @@ def compared(stages, microbatches, schedule, mesh, order=None):
     print(schedule, stages, "as on one device", flush=True)
 
 
-if n_devices == 2:
-    compared(2, 4, "1f1b", {"data": 2})
-    compared(2, 4, "1f1b", {"data": 2}, order=(0, 2, 1, 3))  # both stages have devices of both processes
+if stages == 2:
+    compared(2, 2, "1f1b", {"data": 2})
+    compared(2, 2, "1f1b", {"data": 2}, order=(0, 2, 1, 3))  # both stages have devices of both processes
+elif stages == 4:
     compared(4, 4, "zero_bubble", {"data": 1})
 else:
     compared(3, 3, "1f1b", {"data": 2})  # the second stage has

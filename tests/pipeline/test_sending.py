@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("n_devices", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_two_processes_run_a_pipeline_as_one_device_does(n_devices):
+@pytest.mark.parametrize("stages", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
+def test_two_processes_run_a_pipeline_as_one_device_does(stages):
     """Losses and state are equal, with stages of one process and stages of both; no process starts a task of another's stage."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     script = Path(__file__).with_name("one_of_two_processes.py")
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    options = [str(port), str(n_devices)]
+    options = [str(port), str(stages)]
     processes = [
         subprocess.Popen([sys.executable, script, *options, str(n)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
         for n in range(2)

@@ -1,0 +1,107 @@
+"""The programs of a stage's tasks as records: what each reads, makes and sends, and where that is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from autoshard.ir import Assignment
+from autoshard.lower import ReshardPath
+
+Options = Mapping[str, Any] | None
+"""A compiler's options by name, as `jax.jit` takes them in ``compiler_options``."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StagePlan:
+    """What a search found for a stage, and where it runs.
+
+    Attributes:
+        assignment: of the stage's program.
+        mesh: JAX's mesh of the stage's devices.
+        reshard_path: the cheapest collectives from one layout of a value to another.
+    """
+
+    assignment: Assignment
+    mesh: Mesh
+    reshard_path: ReshardPath
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outer:
+    """A program of a stage before or after the loop.
+
+    Attributes:
+        level: the level of the messages that it may read.
+        call: the jitted program, from groups of arrays: arguments and messages, donated arguments, what earlier programs hand on, and per
+            kind of task its totals; to results and messages, what it hands on, and before the loop the constants of its tasks and per
+            kind the totals to begin with.
+        arguments, donated: positions among the stage's arguments.
+        receives: positions among the stage's ``receives``.
+        reads: the numbers of the earlier programs whose arrays it reads.
+        kinds: the tasks whose totals it reads.
+        results, sends: positions among the stage's results and ``sends``.
+    """
+
+    level: int
+    call: Callable
+    arguments: tuple[int, ...]
+    donated: tuple[int, ...]
+    receives: tuple[int, ...]
+    reads: tuple[int, ...]
+    kinds: tuple[str, ...]
+    results: tuple[int, ...]
+    sends: tuple[int, ...]
+    makes_constants: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TaskProgram:
+    """The program of one task.
+
+    Attributes:
+        kind: ``"F"``, ``"B"`` or ``"W"``.
+        call: the jitted program, from groups of arrays: the microbatch's number, large constants that are arguments, the other constants,
+            its totals, messages, and what each earlier task of the microbatch hands on; to its totals, messages and what it hands on.
+        keeping: the same, with which the totals that it is given are not used up.
+        arguments: positions among the stage's arguments of large constants.
+        receives: positions among the stage's ``receives``.
+        reads: the kinds of the earlier tasks whose arrays it reads.
+        sends: positions among the stage's ``sends``.
+        residual_bytes: of what it hands on, on each device.
+    """
+
+    kind: str
+    call: Callable
+    keeping: Callable
+    arguments: tuple[int, ...]
+    receives: tuple[int, ...]
+    reads: tuple[str, ...]
+    sends: tuple[int, ...]
+    residual_bytes: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StagePrograms:
+    """All programs of a stage, and where its arguments, results and messages are.
+
+    Attributes:
+        before, after: the programs around the loop, by level.
+        tasks: per kind its program; kinds in which nothing is computed are left out.
+        argument_shardings, result_shardings: of the stage's arguments and results that are the step's.
+        receive_shardings: of the messages that it receives, those of the loop for one microbatch.
+        send_specs: the same of the messages that it sends, on its own mesh.
+        passed: per result that is an argument as it is, the argument's position.
+    """
+
+    before: tuple[Outer, ...]
+    tasks: dict[str, TaskProgram]
+    after: tuple[Outer, ...]
+    argument_shardings: tuple[NamedSharding, ...]
+    result_shardings: tuple[NamedSharding, ...]
+    receive_shardings: tuple[NamedSharding, ...]
+    send_specs: tuple[PartitionSpec, ...]
+    passed: dict[int, int] = field(default_factory=dict)

@@ -1,0 +1,38 @@
+"""The figures of a stage's tasks are those of the programs that run them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from autoshard.ir import Mesh
+from autoshard.pipeline import stages_of
+from autoshard.pipeline.figures import task_kinds
+from autoshard.pipeline.micro import loop_of
+from autoshard.pipeline.tasks import _Divided
+from autoshard.rules import rules_of
+from autoshard.trace import subjaxprs, trace
+from tests.pipelines import plans_of
+from tests.programs import gpt, gpt_scan
+
+
+def products(eqn) -> int:
+    """The products of an equation and of what it contains."""
+    inner = (each for closed in subjaxprs(eqn) for each in getattr(closed, "jaxpr", closed).eqns)
+    return (eqn.primitive.name == "dot_general") + sum(map(products, inner))
+
+
+@pytest.mark.parametrize("program", [gpt, gpt_scan])
+def test_the_figures_divide_a_program_as_its_tasks_do(program):
+    """Each kind of task is charged as many products as its program has."""
+    fn, args = program(n_layers=2)
+    staged = stages_of(trace(fn, *args), 2, 2)
+    for stage, plan in zip(staged.stages, plans_of(staged, 2, Mesh.of({"data": 2}), "data_parallel"), strict=True):
+        graph = stage.traced.graph
+        loop = loop_of(graph, rules_of(graph), 2)
+        kinds = task_kinds(stage, loop)
+        charged = Counter(kinds[op.index] for each in loop.bodies[0].ops for op in each.walk() if op.primitive == "dot_general")
+        divided = _Divided(stage, plan, staged.loop_level, splits_weights=True, joins=False)
+        assert charged == Counter({kind: n for kind, eqns in divided.kinds.items() if (n := sum(map(products, eqns)))})
+        assert set("FW") <= set(charged)
