@@ -90,7 +90,7 @@ MORE_SCHEDULES = [("1f1b", 4, 4, 1), ("1f1b", 1, 2, 1), ("1f1b", 8, 2, 1), ("int
 @pytest.mark.parametrize(("schedule", "n_stages", "n_microbatches", "n_chunks"), [*SCHEDULES, *slow(MORE_SCHEDULES)])
 def test_every_schedule_computes_the_step_in_its_order(schedule, n_stages, n_microbatches, n_chunks):
     """And the tasks that are started are those of the schedule, each stage's in its order."""
-    fn, args = mlp(8)
+    fn, args = mlp(max(n_stages * n_chunks, 2))  # a layer a piece
     run = pipelined(fn, args, n_stages, n_microbatches, schedule, n_chunks=n_chunks)
     compared(run, args)
     assert run.executed == run.order
