@@ -212,7 +212,7 @@ def test_the_reserve_is_given_up_last(monkeypatch):
 
     monkeypatch.setattr(module, "pipelined", barely)
     options = {"cluster": "cpu:8", "stages": 2, "microbatches": 4, "mesh": {"data": 4}, "searcher": "data_parallel"}
-    found = autoshard.search(train_step, *example(), **options)
+    found = autoshard.search(train_step, *example(), remat=None, **options)
     assert limits[0] < limits[1] and any("within 2" in note for note in found.notes)
 
 
