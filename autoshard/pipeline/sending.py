@@ -151,7 +151,7 @@ def to_everyone(
     def given(x: Any) -> jax.Array:
         parts = blank if x is None else blank | {shard.device: shard.data[None] for shard in x.addressable_shards}
         stacked = jax.make_array_from_single_device_arrays((len(devices), *shape), everywhere, list(parts.values()), dtype=dtype)
-        return read(stacked)
+        return jax.block_until_ready(read(jax.block_until_ready(stacked)))
 
     return whole, given
 

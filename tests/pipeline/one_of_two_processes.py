@@ -40,7 +40,7 @@ def train_step(state, batch, key):
 
 
 def compared(stages, microbatches, schedule, mesh, order=None):
-    """A pipeline's state and losses of three steps are those of one device; each process starts the tasks of its own stages alone."""
+    """A pipeline's state and losses of two steps are those of one device; each process starts the tasks of its own stages alone."""
     devices = jax.devices() if order is None else [jax.devices()[k] for k in order]
     options = {"cluster": f"cpu:{2 * n_devices}", "stages": stages, "microbatches": microbatches, "schedule": schedule, "mesh": mesh}
     key = jax.random.key(0)
@@ -49,7 +49,7 @@ def compared(stages, microbatches, schedule, mesh, order=None):
     strategy = autoshard.search(train_step, abstract, batch, key, donate_argnums=0, searcher="data_parallel", **options)
     step, one = strategy.apply(train_step, devices), jax.jit(train_step)
     state, expected = strategy.init(init, key, devices=devices), init(key)
-    for _ in range(3):
+    for _ in range(2):
         state, metrics = step(state, batch, key)
         expected, wanted = one(expected, batch, key)
         for name in wanted:
