@@ -71,13 +71,13 @@ def _describer(judged: Judged, tasks: TaskGraph) -> Callable[[Region, int], _Des
 
     def described(region: Region, task: int) -> _Described:
         op: Op | None = ops[region.ops[task]] if region.ops[task] >= 0 else None
-        place = (layer_of(op.origin), pass_of(op)) if op else ("new state", "update")
+        layer, stage = (layer_of(op.origin), pass_of(op)) if op else ("new state", "update")
         position = region.sent.get(task)
         if position is None:
-            return f"{op.primitive} {line_of(op.origin)}" if op else "copy", *place, "compute", (), 0.0
+            return f"{op.primitive} {line_of(op.origin)}" if op else "copy", layer, stage, "compute", (), 0.0
         sent = tasks.sent[position]
         axes = tuple(mesh.names[axis] for axis in sent.step.axes)
-        return names.tensor(sent.moved), *place, sent.step.kind, axes, sent.nbytes or sent.step.nbytes
+        return names.tensor(sent.moved), layer, stage, sent.step.kind, axes, sent.nbytes or sent.step.nbytes
 
     return described
 
