@@ -24,7 +24,7 @@ from typing import Any
 import autoshard
 from autoshard.cli.terminal import show
 from autoshard.errors import InfeasibleError, SearchLimitError
-from autoshard.render import Heading, Report, Table, format_bytes, format_percent, format_seconds
+from autoshard.render import Report, Table, format_bytes, format_percent, format_seconds
 from benchmarks.models import Program, gpt, llama, moe
 from benchmarks.progress import progress_bar
 
@@ -128,7 +128,7 @@ def report(rows: Sequence[Row], seconds: float | None) -> Report:
     columns = ["program", ">limit", ">bytes", ">mesh", ">step", ">peak", ">gap", ">search"]
     limited = [f">in {seconds:g} s"] if seconds is not None else []
     cells = [_cells(one, bool(limited)) for one in rows]
-    return Report((Heading("Deep programs under memory limits"), Table((*columns, *limited), tuple(cells))))
+    return Report("deep programs under memory limits", (Table((*columns, *limited), tuple(cells)),))
 
 
 def _cells(one: Row, limited: bool) -> tuple[str, ...]:

@@ -73,6 +73,24 @@ def test_a_published_plan_is_compared(monkeypatch):
     assert float(found[plans.COLUMNS.index(">ratio")]) <= 1.0
 
 
+def test_deep_benchmark_measures_small_programs(monkeypatch):
+    """With room searches find something, with no time left too; under what a refusal names nothing is found, and no baseline fits."""
+    monkeypatch.syspath_prepend(ROOT)
+    from benchmarks import deep
+    from benchmarks.models import mlp
+
+    case = deep.Case(lambda: mlp(2, 64, 256, 64), "cpu:4")
+    monkeypatch.setitem(deep.CASES, "small", case)
+    monkeypatch.setattr(deep, "OPTIONS", {**deep.OPTIONS, "mesh": {"data": 4}})
+    monkeypatch.setattr(deep, "TRIES", 1)
+    program = case.program()
+    least = deep.least_peak(case, program)
+    found, refused = (deep.row("small", program, times, times * least, 1e-3) for times in (10.0, 0.01))
+    assert found.peak_bytes <= 10 * least and found.step_seconds <= found.limited_step_seconds
+    assert refused.step_seconds is refused.limited_step_seconds is None and refused.fits == ()
+    assert all(text in str(deep.report([found, refused], 1e-3)) for text in ("small", "refused", "in 0.001 s"))
+
+
 def test_harness_benchmark_runs():
     """A group JAX can run and one it cannot run all of: every case has an outcome, and none failed."""
     command = [sys.executable, "-m", "benchmarks.harnesses", "--quick", "--groups", "neg,lu", "--random", "1", "--processes", "1", "--json"]
