@@ -187,9 +187,10 @@ class Strategy:
         mesh: Mapping[str, int] | jax.sharding.Mesh | int | None = None,
         batch: int | None = None,
     ) -> WhatIf:
-        """The difference that other pins, devices, meshes or batches would make, in about a second; ``.strategy`` is the other strategy.
+        """The difference that other pins, devices, meshes or batches would make; ``.strategy`` is the other strategy.
 
-        The program is searched again by dynamic programming, and traced again for another batch only.
+        The program is searched again by dynamic programming, in about a second for a thousand operations, and traced again for another
+        batch only.
 
         Args:
             pins: as for `search`, beside the strategy's own, which they override.
