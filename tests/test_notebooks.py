@@ -8,14 +8,18 @@ import nbformat
 import pytest
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+SLOW = ("scaling", "serving")  # they search for half a minute and more: python -m pytest -m slow tests/test_notebooks.py
 
 
 def test_there_are_notebooks():
     """The folder is found: without it the tests below would pass for nothing."""
-    assert {"quickstart", "cost_model"} <= {notebook.stem for notebook in NOTEBOOKS}
+    assert {"quickstart", "cost_model", "scaling", "serving"} <= {notebook.stem for notebook in NOTEBOOKS}
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+RUNS = [pytest.param(path, marks=[pytest.mark.slow] if path.stem in SLOW else [], id=path.stem) for path in NOTEBOOKS]
+
+
+@pytest.mark.parametrize("path", RUNS)
 def test_notebook_runs(path, monkeypatch):
     """A fresh kernel executes all cells; the reports and pictures come out."""
     monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
