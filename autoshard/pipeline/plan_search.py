@@ -342,7 +342,7 @@ class _Planning:
         self.tell_others(candidate, known.search)
         free = [(option, False) for option in known.search.free]
         known.found = self.layered(candidate, free)
-        if not known.found:
+        if not known.found and self.bound(candidate) < self.fastest_objective():
             self.search_less_memory(candidate, known)
 
     def searched(self, candidate: Candidate, programs: Sequence[Traced], meshes: Sequence[float]) -> LayerSearch:
