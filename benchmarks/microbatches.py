@@ -31,7 +31,8 @@ from autoshard.errors import AutoshardError, InfeasibleError, TraceError
 from autoshard.microbatch import microbatched
 from autoshard.render import Paragraph, Report, Table, format_bytes
 from autoshard.trace import trace
-from benchmarks.models import Program, _train_step, dlrm, encoder_decoder, gpt, leaf, llama, lstm, mlp, moe, resnet, unet, vit
+from benchmarks.models import Program, dlrm, encoder_decoder, gpt, leaf, llama, lstm, mlp, moe, resnet, unet, vit
+from benchmarks.models.step import _train_step
 from benchmarks.other_models import graph_network, state_space, windows
 from benchmarks.progress import progress_bar
 from benchmarks.unseen_models import gan

@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.models import BF16, Program, _norm, _read, _reader, _train_step, leaf
+from benchmarks.models import BF16, Program, leaf
+from benchmarks.models.blocks import _norm, _read, _reader
+from benchmarks.models.step import _train_step
 
 
 def windows(layers: int = 2, width: int = 96, heads: int = 3, batch: int = 256, side: int = 56, dtype: Any = BF16) -> Program:

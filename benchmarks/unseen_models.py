@@ -15,7 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.models import BF16, Program, _conv, _train_step, leaf
+from benchmarks.models import BF16, Program, leaf
+from benchmarks.models.convolutions import _conv
+from benchmarks.models.step import _train_step
 from benchmarks.single_dtype import dlrm, encoder_decoder, gpt, gpt_scan, llama, vit
 
 

@@ -30,10 +30,14 @@ def finish_frontier(frontier, options: argparse.Namespace) -> int:
 
 def _saved(strategy, options: argparse.Namespace):
     """The strategy's record with the command that made it, written where the options say."""
+    from autoshard.api.strategy import named
     from autoshard.strategy import save_record
 
-    provenance = replace(strategy.record.provenance, command=shlex.join(options.command_line))
-    record = replace(strategy.record, provenance=provenance)
+    command = shlex.join(options.command_line)
+    if getattr(options, "name", None):
+        record = named(strategy, options.name, command).record
+    else:
+        record = replace(strategy.record, provenance=replace(strategy.record.provenance, command=command))
     if options.save:
         save_record(record, options.save)
         print(f"saved to {options.save}", file=sys.stderr)

@@ -6,7 +6,7 @@ import argparse
 import sys
 from contextlib import redirect_stdout
 
-from autoshard.cli.found import finish, finish_frontier
+from autoshard.cli.found import finish, finish_frontier, record_of
 from autoshard.cli.options import (
     SPEC_HELP,
     add_program,
@@ -30,6 +30,15 @@ def add(commands) -> None:
     """Adds the subcommand's options."""
     parser = command(commands, "search", run, "find how to shard a program over a cluster", EXAMPLE)
     add_program(parser)
+    parser.add_argument(
+        "--name", metavar="NAME", help="name the strategy, and leave times out of its file, which is then the same each time"
+    )
+    parser.add_argument(
+        "--like",
+        metavar="FILE",
+        help="start from a strategy, a file that --save wrote or a name that autoshard strategies lists: carried over to this program and "
+        "cluster it is one of the candidates; what has no place here is said",
+    )
     parser.add_argument(
         "--searcher",
         metavar="NAME",
@@ -134,6 +143,8 @@ def run(options: argparse.Namespace) -> int:
 
     import autoshard
 
+    if options.like and options.frontier:
+        raise autoshard.SearcherError("--like is one more candidate for one strategy, and --frontier makes several. Leave out one of them.")
     if options.confirm and options.frontier:
         raise autoshard.SearcherError("one strategy is confirmed, and --frontier makes several. Leave out --frontier or --confirm.")
     function, arguments = load(options.program, options.args, options.devices)
@@ -155,7 +166,24 @@ def run(options: argparse.Namespace) -> int:
             of_time = {"remat": None if options.remat == "none" else options.remat, "stages": options.stages, "schedule": options.schedule}
             of_time["offload"] = None if options.offload == "none" else options.offload
             of_time["plan"] = "full" if options.full else "sharding"
+            if options.like:
+                of_time["start"] = autoshard.Strategy(record_of(options.like))
             strategy = autoshard.search(function, *arguments, confirm=options.confirm, **of_time, **asked)
         else:
             frontier = autoshard.frontier(function, *arguments, points=options.frontier, **asked)
+    if options.like:
+        print(_not_carried(options.like, of_time["start"].record, strategy.record), file=sys.stderr)
     return finish(strategy, options) if options.frontier is None else finish_frontier(frontier, options)
+
+
+def _not_carried(name: str, start, found) -> str:
+    """What the strategy that a search started from shards, and this program has not, in words."""
+    here = {tensor.path: len(tensor.shape) for tensor in found.arguments}
+    missing = [tensor.path for tensor in start.arguments if here.get(tensor.path) != len(tensor.shape)]
+    if not missing:
+        return f"--like {name}: all its arguments are arguments here."
+    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+    return (
+        f"--like {name}: of its {len(start.arguments)} arguments {len(missing)} have no place here, as no argument of that path and rank "
+        f"is there: {', '.join(missing[:3])}{more}."
+    )

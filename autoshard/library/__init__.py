@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from pathlib import Path
 
 from autoshard.errors import StrategyError
 from autoshard.strategy import Record, load_record
 
-__all__ = ["folder", "load", "names", "path"]
+__all__ = ["EXPERTS", "against_expert", "folder", "group", "load", "names", "path"]
+
+EXPERTS = ("data_parallel", "fully_sharded", "tensor_parallel", "manual")
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -52,3 +55,22 @@ def load(name: str) -> Record:
 def _files() -> dict[str, Path]:
     root = folder()
     return {file.relative_to(root).with_suffix("").as_posix(): file for file in sorted(root.rglob("*.json"))}
+
+
+def group(record: Record) -> str:
+    """The strategy's name without its searcher: found and expert strategies of a model on a cluster have it in common."""
+    return record.name.removesuffix(f"_{record.searcher.name}")
+
+
+def against_expert(records: Mapping[str, Record]) -> dict[str, float | None]:
+    """Per name the step time in multiples of the fastest expert strategy of the same model and cluster; None where there is none.
+
+    Expert strategies are those of `EXPERTS`, which shard as people do by hand.
+    """
+    fastest: dict[str, float] = {}
+    for record in records.values():
+        if record.searcher.name in EXPERTS:
+            seconds = record.cost.makespan_seconds
+            fastest[group(record)] = min(seconds, fastest.get(group(record), seconds))
+    best = {name: fastest.get(group(record)) for name, record in records.items()}
+    return {name: records[name].cost.makespan_seconds / expert if expert else None for name, expert in best.items()}

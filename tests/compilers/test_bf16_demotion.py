@@ -77,9 +77,7 @@ def test_rounded_copies_take_half_the_memory(rounded, share):
         program_facts(graph, rules_of(graph), compiler_of(cluster)),
         Assignment(Mesh.of({"data": 8}), {0: ((0, 0),)}, {value: split, graph.results[0]: split}),
     )
-    peaks = [
-        peak_memory(facts, assignment, copies, {}).nbytes for copies in ({}, {(value, whole): Copy(nbytes, 0, 0, rounded)})
-    ]
+    peaks = [peak_memory(facts, assignment, copies, {}).nbytes for copies in ({}, {(value, whole): Copy(nbytes, 0, 0, rounded)})]
     assert peaks[1] - peaks[0] == share * nbytes
 
 

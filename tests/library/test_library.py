@@ -54,11 +54,30 @@ def test_an_empty_library_says_so(tmp_path, monkeypatch):
         library.load("x")
 
 
-def test_every_strategy_is_canonical_and_says_where_it_comes_from():
+@pytest.fixture(scope="module")
+def records():
+    """All of the library's, by name."""
+    return {name: library.load(name) for name in library.names()}
+
+
+def test_every_strategy_is_canonical_and_says_where_it_comes_from(records):
     """Each checked-in file is the bytes that its record gives, is named as its file, and has a command and no date."""
-    for name in library.names():
-        record = library.load(name)
+    for name, record in records.items():
         assert library.path(name).read_text(encoding="utf-8") == to_json(record), f"{name} is not in canonical form"
         assert record.name == name.split("/")[-1]
         assert record.provenance.command.startswith("autoshard "), f"{name} does not say how it was made"
         assert record.provenance.date is None
+
+
+def test_found_strategies_are_no_slower_than_experts(records):
+    """Each model on each cluster has both, and what `auto` found is predicted to take no longer than what experts do."""
+    ratios = library.against_expert(records)
+    found = {name: ratios[name] for name, record in records.items() if record.searcher.name == "auto"}
+    assert len(found) >= 16
+    assert all(ratio is not None and ratio <= 1 for ratio in found.values()), found
+
+
+def test_files_are_small(records):
+    """Repeated layers are written once: models of up to 96 layers take about 20 kB."""
+    sizes = sorted(library.path(name).stat().st_size for name in records)
+    assert sizes[len(sizes) // 2] < 25_000 and sizes[-1] < 80_000, sizes

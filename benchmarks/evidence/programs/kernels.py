@@ -146,7 +146,6 @@ for n in (2, 8, 24, 48):
     )
 
 
-
 def for_products(x, y, *weights):
     """A sum that every product reads."""
     return [(x + y) @ weight for weight in weights]
@@ -157,7 +156,6 @@ for n in (2, 3, 6, 12):
     named(f"a sum that {n} products read", Program(for_products, (ACTIVATIONS, ACTIVATIONS, *weights), KEPT))
 
 # -- products without their ends -------------------------------------------------------------------------------------------
-
 
 
 def padded(rows):
@@ -206,6 +204,7 @@ def every_second_column_of_logistics(x):
 
 
 # -- strided slices and pads between elements ---------------------------------------------------------------------------------
+
 
 @program(stored("bf16[8192,512]"), ACTIVATIONS)
 def every_second_column_scaled(x):

@@ -55,6 +55,7 @@ for width, dtype in ((8, F32), (16, F32), (32, F32), (32, BF16)):
             Program(looked_up, (leaf(rows, width, dtype=dtype), leaf(1024, dtype=jnp.int32)), copies(f"{kind}[{rows},{width}]")),
         )
 
+
 def added_to(table, places, rows):
     return table.at[places].add(rows)
 
