@@ -94,9 +94,9 @@ def _table(records: dict[str, Any]):
     )
     notes = (
         "gap: how far the step time may be from the optimum on this mesh, where that is known.",
-        "against expert: step time in multiples of that of the sharding that is usual for the model, on the same cluster.",
+        "expert: step time in multiples of that of the sharding that is usual for the model, on the same cluster.",
     )
-    columns = ("strategy", "cluster", "mesh", ">step time", ">peak memory", ">gap", ">against expert")
+    columns = ("strategy", "cluster", "mesh", ">step time", ">peak", ">gap", ">expert")
     return Report("Strategies of the library", (Table(columns, rows, notes),))
 
 

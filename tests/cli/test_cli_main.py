@@ -78,7 +78,8 @@ def test_strategies_lists_and_shows_the_library(run):
     names = [entry["strategy"] for entry in json.loads(out)]
     assert code == 0 and "demo_lenet_data_parallel" in names
     assert run("strategies", "demo_lenet_data_parallel")[1] == run("explain", "demo_lenet_data_parallel")[1]
-    assert all(name in run("strategies")[1] for name in names)
+    text = run("strategies")[1]
+    assert all(name in text for name in names)
     code, _, err = run("strategies", "demo_lenet_dat")
     assert code == 2 and "demo_lenet_data_parallel" in err
 
