@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 
 from docutils import nodes
@@ -10,6 +11,12 @@ from latex2mathml.converter import convert
 from sphinx.application import Sphinx
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # of the reference models
+
+import autoshard  # noqa: E402
+from benchmarks.models import published  # noqa: E402
+
+EXAMPLE = "gpt_2_v5e_4x4_auto"
 
 project = "autoshard"
 author = copyright = "The autoshard authors"
@@ -38,6 +45,7 @@ copybutton_exclude = ".linenos, .gp, .go"
 
 html_theme = "furo"
 html_title = "autoshard"
+html_extra_path = ["_extra"]
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_sphinx = False
@@ -46,9 +54,13 @@ html_math_renderer = "mathml"
 
 
 def setup(app: Sphinx) -> None:
-    """Adds formulas without a script, and the notebooks."""
+    """Adds formulas without a script, the notebooks, and an example of a report."""
     app.add_html_math_renderer("mathml", inline_renderers=(_inline, None), block_renderers=(_block, None))
     shutil.copytree(ROOT / "notebooks", ROOT / "docs" / "notebooks", dirs_exist_ok=True, ignore=lambda *_: [".ipynb_checkpoints"])
+    extra = ROOT / "docs" / "_extra"
+    extra.mkdir(exist_ok=True)
+    strategy = autoshard.load(ROOT / "strategies" / f"{EXAMPLE}.json")
+    strategy.with_program(published.gpt_2.step, *published.gpt_2.arguments).report().save_html(extra / "example_report.html")
 
 
 def _inline(writer, node: nodes.math) -> None:
