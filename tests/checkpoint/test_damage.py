@@ -137,7 +137,7 @@ def huge(document):
         (lambda document: document.update(checksums=document["checksums"][:-1]), "at checksums: expected a list of 3, got a list of 2"),
         (lambda document: document.update(weak=[3]), "from 0 to 2, got 3"),
         (lambda document: document.update(strategy={}), "at strategy: expected a string"),
-        (lambda document: document.update(strategy="{}"), "at schema: expected schema 2"),
+        (lambda document: document.update(strategy="{}"), "at schema: expected schema 3"),
         (lambda document: document.update(more=1), "with no other names"),
         (lambda document: document["checksums"].reverse(), "is not the array that was saved, nor are 1 more"),
     ],

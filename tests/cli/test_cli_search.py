@@ -134,9 +134,9 @@ def test_impossible_requests_say_what_to_do(search, options, pieces):
         ({"program": "ARGS"}, ("a program is a function", "tuple")),
         ({"args": "list_args"}, ("a tuple with one entry", "list")),
         ({"program": "example_args"}, ("must fit the program", "2")),
-        ({"program": "raises_while_traced"}, ("no luck today", "user_program.py:37", "--debug")),
-        ({"program": "branches_on_values"}, ("user_program.py:45", "lax.cond")),
-        ({"args": "args_that_raise"}, ("ZeroDivisionError", "user_program.py:41", "--debug")),
+        ({"program": "raises_while_traced"}, ("no luck today", "user_program.py:41", "--debug")),
+        ({"program": "branches_on_values"}, ("user_program.py:49", "lax.cond")),
+        ({"args": "args_that_raise"}, ("ZeroDivisionError", "user_program.py:45", "--debug")),
     ],
 )
 def test_faults_of_the_program_name_its_line(search, names, pieces):
