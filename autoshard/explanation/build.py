@@ -87,6 +87,7 @@ def _axes(record: Record, cluster: Cluster, judged: Judged | None) -> tuple[Axis
                 gathered_share=_gathered_share(held, name, along, mesh),
                 communication_seconds=sum(each.count * each.seconds for each in along),
                 exposed_seconds=sum(each.count * each.exposed_seconds for each in along),
+                divides_program=record.pipeline is not None and not found,
             )
         )
     return tuple(found)

@@ -101,6 +101,7 @@ class Axis:
         state_share: the share of the state's bytes that it splits.
         gathered_share: the share of the state that it splits that is gathered over it before it is used, moments with their parameters.
         communication_seconds, exposed_seconds: of the collectives along it, those along several axes counted for each.
+        divides_program: whether it is that of a pipeline's stages.
     """
 
     name: str
@@ -111,6 +112,7 @@ class Axis:
     gathered_share: float
     communication_seconds: float
     exposed_seconds: float
+    divides_program: bool = False
 
 
 @dataclass(frozen=True, slots=True)

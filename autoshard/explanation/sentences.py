@@ -32,6 +32,8 @@ def _split(found: Explanation) -> str:
 
 def _role(axis: Axis) -> str:
     """``splits the inputs and 97 % of the state, most of which is gathered where it is used``."""
+    if axis.divides_program:
+        return "divides the program and its state into stages"
     parts = ["the inputs"] if axis.splits_inputs else []
     if axis.state_share > FEW:
         share = "the state" if axis.state_share > 1 - FEW else f"{format_percent(axis.state_share)} of the state"
