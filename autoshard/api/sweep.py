@@ -136,7 +136,7 @@ class Sweep(Sequence[SweepPoint]):
         front = set(map(id, self.pareto))
         rows = tuple(self._row(point, "*" if id(point) in front else "", len(columns)) for point in self)
         why = [f"{point.place}: {point.refusal}" for point in self if point.refusal]
-        marked = f"* on the Pareto front: no other row takes both less time and less {cost} a {self.item}. All figures are predicted."
+        marked = f"* on the Pareto front: no other row takes less time and less {cost} for as many {self.item}s. All figures are predicted."
         whole = "" if self.total is None else f" In all: {self.total:,.0f} {self.item}s."
         return Report(f"Sweep of {len(self)}", (Table(columns, rows), Paragraph(marked + whole), *map(Paragraph, [*why, *self.notes])))
 
