@@ -13,9 +13,6 @@ from sphinx.application import Sphinx
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # of the reference models
 
-import autoshard  # noqa: E402
-from benchmarks.models import published  # noqa: E402
-
 EXAMPLE = "gpt_2_v5e_4x4_auto"
 
 project = "autoshard"
@@ -57,10 +54,17 @@ def setup(app: Sphinx) -> None:
     """Adds formulas without a script, the notebooks, and an example of a report."""
     app.add_html_math_renderer("mathml", inline_renderers=(_inline, None), block_renderers=(_block, None))
     shutil.copytree(ROOT / "notebooks", ROOT / "docs" / "notebooks", dirs_exist_ok=True, ignore=lambda *_: [".ipynb_checkpoints"])
-    extra = ROOT / "docs" / "_extra"
-    extra.mkdir(exist_ok=True)
+    _write_example(ROOT / "docs" / "_extra")
+
+
+def _write_example(folder: Path) -> None:
+    """Writes a report on a strategy of the library with its program."""
+    import autoshard
+    from benchmarks.models import published
+
+    folder.mkdir(exist_ok=True)
     strategy = autoshard.load(ROOT / "strategies" / f"{EXAMPLE}.json")
-    strategy.with_program(published.gpt_2.step, *published.gpt_2.arguments).report().save_html(extra / "example_report.html")
+    strategy.with_program(published.gpt_2.step, *published.gpt_2.arguments).report().save_html(folder / "example_report.html")
 
 
 def _inline(writer, node: nodes.math) -> None:

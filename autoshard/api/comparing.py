@@ -17,20 +17,19 @@ from autoshard.api.user_pins import Asked, Pins, UserPins, user_pins
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
 from autoshard.compilers.program_facts import program_facts
-from autoshard.errors import SearchLimitError, StrategyError
+from autoshard.errors import StrategyError
 from autoshard.explanation.difference import Difference, difference_of
 from autoshard.explanation.difference_text import difference_parts
+from autoshard.explanation.tensor import by_first_that_holds
 from autoshard.ir.naming import matching
 from autoshard.judge.model import CostModel
 from autoshard.problem import Problem
 from autoshard.progress import silent
 from autoshard.render import Report
 from autoshard.rules import rules_of
-from autoshard.search import DynamicProgramming, RecursiveProgramming, Searcher, Solution, batch_dims
+from autoshard.search import Searcher, Solution, batch_dims
 from autoshard.strategy.record import plain
 from autoshard.trace import SplitModules, Traced, outside_mesh
-
-SEARCHERS = (DynamicProgramming(), RecursiveProgramming())  # the first that can hold the program: the optimum on each mesh, in short time
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +120,7 @@ def what_if(
     else:
         facts, seconds = program_facts(traced.graph, rules_of(traced.graph), compiler_of(there)), {}
     both = _with(own, asked, traced, wanted is None)
-    meshes, _ = meshes_of(there, both, wanted, 2 if wanted is None and not isinstance(given, int) else given if wanted is None else 2)
+    meshes, _ = meshes_of(there, both, wanted, given if isinstance(given, int) else 2)
     prepared = Prepared(traced, facts, there, meshes, 0, both, there.memory_limit_bytes, seconds, call)
     solution, problem, searcher = _searched(prepared, given)
     after = prepared.strategy(problem.mesh, solution, searcher)
@@ -131,14 +130,11 @@ def what_if(
 
 def _searched(prepared: Prepared, mesh: Any) -> tuple[Solution, Problem, Searcher]:
     """The best on any of the meshes, by the first searcher that can hold the program."""
-    for searcher in SEARCHERS:
-        try:
-            searched = partial(searched_on_meshes, prepared, searcher, silent, (), 1, None)
-            return *within(prepared, searched, True, mesh), searcher
-        except SearchLimitError:
-            if searcher is SEARCHERS[-1]:
-                raise
-    raise AssertionError("there are searchers")
+
+    def by(searcher: Searcher) -> tuple[Solution, Problem, Searcher]:
+        return *within(prepared, partial(searched_on_meshes, prepared, searcher, silent, (), 1, None), True, mesh), searcher
+
+    return by_first_that_holds(by)
 
 
 def _with(own: UserPins | None, asked: Asked, traced: Traced, is_searched: bool) -> UserPins:

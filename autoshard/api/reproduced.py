@@ -9,7 +9,6 @@ from typing import Any
 
 from autoshard.api.strategy import Strategy
 from autoshard.cost.record import Cost
-from autoshard.judge.evaluate import evaluate
 
 TOLERANCE = 1e-9  # relative, of sums of a few thousand figures
 
@@ -27,7 +26,7 @@ def differences(strategy: Strategy, fn: Callable, *args: Any) -> list[str]:
     judged = strategy.with_program(fn, *args)._judged
     if judged is None:
         return []
-    then, now = strategy.record.cost, evaluate(judged.facts, judged.model, strategy.record.assignment).cost
+    then, now = strategy.record.cost, judged.judgement.cost
     figures = [field.name for field in fields(Cost) if isinstance(getattr(then, field.name), float)]
     found = [
         f"{name} was {getattr(then, name):.12g} and is {getattr(now, name):.12g}"

@@ -7,7 +7,7 @@ import sys
 from contextlib import redirect_stdout
 
 from autoshard.cli.found import finish
-from autoshard.cli.options import SPEC_HELP, add_program, cluster_of, command, mesh, path_spec, positive
+from autoshard.cli.options import add_in_specs, add_program, cluster_of, command, mesh, positive
 from autoshard.cli.program import load
 
 EXAMPLE = "autoshard evaluate train:train_step --args train:example_args --cluster cpu:8 --mesh data=4,model=2 --in-spec 'batch*=data'"
@@ -18,14 +18,7 @@ def add(commands) -> None:
     parser = command(commands, "evaluate", run, "say what a sharding of your own will cost", EXAMPLE)
     add_program(parser)
     parser.add_argument("--mesh", metavar="NAME=SIZE,...", type=mesh, required=True, help="mesh axes, outermost first")
-    parser.add_argument(
-        "--in-spec",
-        metavar="PATH=SPEC",
-        type=path_spec,
-        action="append",
-        default=[],
-        help=f"an argument's sharding; repeatable, later ones override; what none mentions is replicated. {SPEC_HELP}",
-    )
+    add_in_specs(parser, "what none mentions is replicated")
     parser.add_argument(
         "--microbatches", metavar="N", type=positive, help="compute gradients of so many parts of the batch, one after the other"
     )

@@ -6,7 +6,7 @@ import argparse
 import sys
 from contextlib import redirect_stdout
 
-from autoshard.cli.options import SPEC_HELP, add_function, cluster_of, command, mesh, numbers, path_spec
+from autoshard.cli.options import add_function, add_in_specs, cluster_of, command, mesh, numbers
 from autoshard.cli.program import load
 from autoshard.cli.terminal import show, show_json
 
@@ -21,14 +21,7 @@ def add(commands) -> None:
     add_function(parser)
     parser.add_argument("--cluster", metavar="CLUSTER", required=True, help="such as cpu:8, v5e:4x4, h100:8x4, or a .toml file")
     parser.add_argument("--mesh", metavar="NAME=SIZE,...", type=mesh, help="mesh axes, outermost first; unless given that of the arguments")
-    parser.add_argument(
-        "--in-spec",
-        metavar="PATH=SPEC",
-        type=path_spec,
-        action="append",
-        default=[],
-        help=f"an argument's sharding; repeatable, later ones override; unless given those that the arguments have. {SPEC_HELP}",
-    )
+    add_in_specs(parser, "unless given those that the arguments have")
     parser.add_argument("--donate", metavar="N,...", type=numbers, default=(), help="positions of donated arguments, as donate_argnums")
     parser.add_argument(
         "--fail-on",

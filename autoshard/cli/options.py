@@ -69,6 +69,18 @@ def add_program(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save", metavar="FILE", type=writable, help="write the strategy to a JSON file")
 
 
+def add_in_specs(parser: argparse.ArgumentParser, otherwise: str) -> None:
+    """The arguments' shardings; ``otherwise`` says what those have that none is given for."""
+    parser.add_argument(
+        "--in-spec",
+        metavar="PATH=SPEC",
+        type=path_spec,
+        action="append",
+        default=[],
+        help=f"an argument's sharding; repeatable, later ones override; {otherwise}. {SPEC_HELP}",
+    )
+
+
 def cluster_of(text: str):
     """The cluster of its short form or of a TOML file."""
     from autoshard.cluster import Cluster

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import partial
+from typing import TypeVar
 
 from autoshard.errors import InfeasibleError, SearchLimitError, ShardingError, StrategyError
 from autoshard.explanation.breakdown import collective_groups
@@ -17,11 +19,12 @@ from autoshard.explanation.program import Judged
 from autoshard.ir import Layout, Mesh, Spec, layout_to_spec, layouts, shard_counts, spec_to_layout
 from autoshard.judge.evaluate import evaluate
 from autoshard.problem import Pin, Problem
-from autoshard.search import DynamicProgramming, RecursiveProgramming, solve
+from autoshard.search import DynamicProgramming, RecursiveProgramming, Searcher, solve
 from autoshard.search.overlap import overlapped
 from autoshard.strategy import Record
 
-SEARCHERS = (DynamicProgramming(), RecursiveProgramming())  # the first that can hold the program
+Found = TypeVar("Found")
+
 BUDGET_SECONDS = 15.0  # for alternatives, the cheapest with all else fixed first
 NEAR = 3  # names that are suggested
 
@@ -209,7 +212,7 @@ def _searched(
         pin = tuple(frozenset((dim,)) for dim in layout)
         try:
             pinned = Problem(judged.facts, judged.model, {**problem.pins, **dict.fromkeys(values, pin)}, problem.memory_limit_bytes)
-            solution = _solved(pinned)
+            solution = by_first_that_holds(partial(solve, problem=pinned))
         except InfeasibleError as error:
             yield replace(each, obstacle=f"nothing with it fits the memory limit: {str(error).split('. ')[0][:120]}")
             continue
@@ -223,10 +226,9 @@ def _searched(
         yield replace(each, step_seconds=cost.makespan_seconds, peak_bytes=cost.peak_bytes)
 
 
-def _solved(problem: Problem):
-    for searcher in SEARCHERS[:-1]:
-        try:
-            return solve(searcher, problem)
-        except SearchLimitError:
-            continue
-    return solve(SEARCHERS[-1], problem)
+def by_first_that_holds(search: Callable[[Searcher], Found]) -> Found:
+    """What a search finds with the first searcher that can hold the program: the optimum on each mesh, where that is one of them."""
+    try:
+        return search(DynamicProgramming())
+    except SearchLimitError:
+        return search(RecursiveProgramming())
