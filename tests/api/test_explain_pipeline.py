@@ -24,7 +24,7 @@ def test_the_report_shows_every_stage_and_the_schedule():
     assert "Schedule 1f1b: 4 microbatches." in text
     (first,) = [line for line in text.splitlines() if line.startswith(" stage 0")]
     assert first.split()[2].startswith("F0") and "B3" in first
-    rows = [line.split() for line in text.splitlines() if "data=2 x model=2" in line and "to" in line]
+    rows = [line.split() for line in text.splitlines() if "data=2 x model=2" in line and line.split()[0].isdigit()]
     assert [row[0:4] for row in rows] == [["0", "0", "to", "3"], ["1", "4", "to", "7"]]
     assert "2 x 5.00 MB" in text and "1 x 5.00 MB" in text  # microbatches in flight: fewer on later stages
     assert "Arguments of stage 0" in text and "Arguments of stage 1" in text
