@@ -10,13 +10,14 @@ import jax
 
 from autoshard.errors import TraceError
 from autoshard.ir import Graph, Rule
-from autoshard.microbatch.plan import Loop, plan_loop, product_flops
+from autoshard.microbatch.plan import LEAST_SHARE, Loop, plan_loop, product_flops
 from autoshard.microbatch.rewrite import in_microbatches
+from autoshard.microbatch.several import in_several_loops
 from autoshard.rules import rules_of
 from autoshard.search import alike_arguments
 from autoshard.trace import Traced, rebuilt, types_of
 
-LEAST_SHARE = 1e-3  # of a program's matrix FLOPs: what fewer of them wait for is done after the loop
+CLEAR_SHARE = 0.75  # of the products in the loop: this is the batch, whatever else others depend on
 
 
 def microbatched(traced: Traced, n: int) -> Traced:
@@ -29,11 +30,14 @@ def microbatched(traced: Traced, n: int) -> Traced:
     """
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise TraceError(f"microbatches are a whole number, 1 or more, got {n!r}. Use 2, for instance.")
-    return traced if n == traced.microbatches else in_loop(traced, n)
+    return traced if n == traced.microbatches else in_loop(traced, n, several=True)
 
 
-def in_loop(traced: Traced, n: int) -> Traced:
+def in_loop(traced: Traced, n: int, several: bool = False) -> Traced:
     """The program as a loop over ``n`` microbatches, of one trip for one.
+
+    Args:
+        several: allow loops one after the other, where a later part of the step reads what comes of all examples in an earlier one.
 
     Raises:
         TraceError: nothing in the arguments is a batch that ``n`` divides, or products need all examples at once.
@@ -45,11 +49,18 @@ def in_loop(traced: Traced, n: int) -> Traced:
             f"microbatches are parts of the batch of a whole step, and the shard_map at {mapped.origin} computes on shards as its specs "
             "and its body fix them. Add gradients up in the step itself, or leave microbatches out."
         )
-    loop = loop_of_batch(graph, rules, n)
-    function = in_microbatches(traced.jaxpr, graph, rules, loop)
+    loop = _most_inside(graph, rules, n)
+    function, loops = in_microbatches(traced.jaxpr, graph, rules, loop), 1
+    if (error := _refusal(graph, rules, loop)) is not None:
+        found = in_several_loops(traced, loop) if several else None
+        if found is None:
+            raise error
+        function, loops = found
     split = ", ".join(f"{_path(graph, value)} along dimension {dim}" for value, dim in loop.batch.items())
     made = rebuilt(traced, jax.make_jaxpr(function)(*types_of(traced.jaxpr.jaxpr.invars)), n)
     note = f"the step computes {n} microbatches one after the other, each of one example in {n}, and adds gradients up; split: {split}"
+    if loops > 1:
+        note += f"; in {loops} such loops, since later parts of the step read what comes of all examples in earlier ones"
     return replace(made, graph=replace(made.graph, assumptions=(*made.graph.assumptions, note)))
 
 
@@ -59,8 +70,20 @@ def loop_of_batch(graph: Graph, rules: Sequence[Rule | None], n: int) -> Loop:
     Raises:
         TraceError: nothing in the arguments is a batch that ``n`` divides, or products need all examples at once.
     """
+    loop = _most_inside(graph, rules, n)
+    if (error := _refusal(graph, rules, loop)) is not None:
+        raise error
+    return loop
+
+
+def _most_inside(graph: Graph, rules: Sequence[Rule | None], n: int) -> Loop:
+    """The plan of what is most likely the batch: most of the products are in its loop, or else depend on it.
+
+    Raises:
+        TraceError: nothing in the arguments is a batch that ``n`` divides.
+    """
     total = product_flops(graph.ops, rules, graph)
-    best: tuple[float, Loop] | None = None
+    best: tuple[tuple[bool, float, float], Loop] | None = None
     indivisible: list[str] = []
     for batch in _batches(graph):
         sizes = {value: graph.values[value].shape[dim] for value, dim in batch.items()}
@@ -73,22 +96,29 @@ def loop_of_batch(graph: Graph, rules: Sequence[Rule | None], n: int) -> Loop:
             continue
         loop = plan_loop(graph, rules, batch, n)
         inside = _flops_inside(graph, rules, loop)
-        if best is None or inside > best[0]:
-            best = inside, loop
+        is_clear = inside >= CLEAR_SHARE * total and loop.obstacle(total) is None
+        key = is_clear, inside + sum(flops for _, flops in loop.coupled), inside
+        if best is None or key > best[0]:
+            best = key, loop
         if inside >= total * (1 - LEAST_SHARE):
             break
-    if best is None or not best[0]:
+    if best is None or not best[0][-1]:
         why = f"of what could be one, {', '.join(dict.fromkeys(indivisible))} examples" if indivisible else "no argument has examples"
         if best is not None and best[1].coupled:
             why = str(best[1].coupled[0][0])
         raise TraceError(f"the number of microbatches divides a batch among the arguments, got {n}: {why}. Use another number.")
-    held_up = max(best[1].coupled, key=lambda each: each[1], default=None)
-    if held_up is not None and held_up[1] > LEAST_SHARE * total:
-        raise TraceError(
-            f"microbatches are computed one after the other, and {held_up[0]}; {held_up[1] / total:.0%} of the products wait for it. "
-            "Compute it for each example by itself, as group or layer normalisation does, or leave microbatches and stages out."
-        )
     return best[1]
+
+
+def _refusal(graph: Graph, rules: Sequence[Rule | None], loop: Loop) -> TraceError | None:
+    """Why products would be computed of all examples at once; None where they are not."""
+    total = product_flops(graph.ops, rules, graph)
+    if (held_up := loop.obstacle(total)) is None:
+        return None
+    return TraceError(
+        f"microbatches are computed one after the other, and {held_up[0]}; {held_up[1] / total:.0%} of the products wait for it. "
+        "Compute it for each example by itself, as group or layer normalisation does, or leave microbatches and stages out."
+    )
 
 
 def divisors(traced: Traced) -> tuple[int, ...]:

@@ -36,6 +36,7 @@ from autoshard.trace.structure import opened
 
 Phase = Literal["before", "inside", "after"]
 
+LEAST_SHARE = 1e-3  # of a program's matrix FLOPs: what fewer of them wait for is done after the loop
 SMALL_BYTES = 2**20  # of a value that may be computed twice
 SMALL_BATCHES = 4  # or so many times the batch's bytes
 MOST_PASSES = 16  # until the statuses of a loop's carries no longer change; each pass changes one at least
@@ -54,6 +55,7 @@ class Loop:
         statuses: per value, those in bodies included; absent where it is whole.
         accumulated, stacked: the values that are combined over microbatches, and those that are put together, for what runs after.
         coupled: the operations that need all examples and are not small, each with the FLOPs of products that they hold up.
+        awaited: the values, combined over all examples, that such operations read beside each example: given them, those run in a loop.
     """
 
     n: int
@@ -65,10 +67,16 @@ class Loop:
     accumulated: tuple[int, ...]
     stacked: tuple[int, ...]
     coupled: tuple[tuple[Coupled, float], ...]
+    awaited: tuple[int, ...]
 
     def status(self, value: int) -> Status:
         """The status of a value."""
         return self.statuses.get(value, WHOLE)
+
+    def obstacle(self, total: float) -> tuple[Coupled, float] | None:
+        """The operation that holds up most of a step's ``total`` FLOPs of products, and how many; None where they are too few to matter."""
+        most = max(self.coupled, key=lambda each: each[1], default=None)
+        return None if most is None or most[1] <= LEAST_SHARE * total else most
 
 
 def plan_loop(graph: Graph, rules: Sequence[Rule | None], batch: Mapping[int, int], n: int) -> Loop:
@@ -91,6 +99,8 @@ class _Planner:
         self.light = {value: True for value in (*graph.arguments, *graph.constants)}
         self.small_bytes = max(SMALL_BYTES, SMALL_BATCHES * sum(graph.values[value].nbytes for value in batch))
         self.coupled: dict[int, Coupled] = {}
+        self.awaited: dict[int, None] = {}
+        self.waiting: set[int] = set()  # values that come of awaited ones
 
     def loop(self) -> Loop:
         for op in self.graph.ops:
@@ -111,6 +121,7 @@ class _Planner:
             tuple(value for value in made if self.status(value).kind == "partial"),
             tuple(value for value in made if self.status(value).kind == "slice"),
             tuple(self._held_up()),
+            tuple(self.awaited),
         )
 
     def status(self, value: int) -> Status:
@@ -124,10 +135,15 @@ class _Planner:
         makers = [self.makers.get(value) for value in op.operands]
         light = self._is_light(op)
         self.light.update(dict.fromkeys(op.results, light))
-        if any(maker is not None and self.phases[maker.index] == "after" for maker in makers):
+        combined = [maker for maker in makers if maker is not None and self.phases[maker.index] == "after"]
+        if combined:
             self.phases[op.index] = "after"
             if any(status.kind == "slice" for status in reads):
-                self.coupled[op.index] = Coupled(op, "reads each example together with what comes of all of them")
+                what = f"{combined[0].primitive} at {combined[0].origin}"
+                self.coupled[op.index] = Coupled(op, f"reads each example together with what comes of all of them, of {what}")
+                self._wait(op, [value for maker in combined for value in maker.results if value in op.operands])
+            elif self.waiting.intersection(op.operands):
+                self.waiting.update(op.results)
             return
         if all(status.is_whole for status in reads):
             self.phases[op.index] = "before"
@@ -143,10 +159,17 @@ class _Planner:
                 return
             if any(status.kind == "slice" for status in reads):
                 self.coupled[op.index] = error
+                self._wait(op, [value for value, status in zip(op.operands, reads, strict=True) if status.kind == "partial"])
             phase, move = "after", None
         self.phases[op.index] = phase
         if move is not None:
             self._set(op, move)
+
+    def _wait(self, op: Op, combined: Sequence[int]) -> None:
+        """Notes that an op of single examples reads values that come of all examples."""
+        self.awaited.update(dict.fromkeys(value for value in combined if value not in self.waiting))
+        if combined:
+            self.waiting.update(op.results)
 
     def _inside(self, op: Op, reads: tuple[Status, ...], light: bool) -> tuple[Phase, Move | None]:
         """The move of an op in the loop; sums over the examples that it reads beside them are computed before, where they are small."""

@@ -108,14 +108,14 @@ class _Program:
     graph: Graph
 
 
-class _AsItIs(Interpreter):
+class AsItIs(Interpreter):
     """Evaluates a program unchanged, the user's sharding constraints included."""
 
     def op(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         return bind(eqn, operands)
 
 
-class _Around(_AsItIs):
+class _Around(AsItIs):
     """Evaluates what runs before or after the loop.
 
     Attributes:
@@ -127,7 +127,7 @@ class _Around(_AsItIs):
         self._loop, self._phase, self.whole = program.loop, phase, whole
 
     def region(self) -> Interpreter:
-        return _AsItIs(self.ops, differentiable=False)
+        return AsItIs(self.ops, differentiable=False)
 
     def op(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         return self._evaluated(op, partial(bind, eqn, operands))
@@ -289,7 +289,7 @@ class _Inside(Interpreter):
 
 
 def _unchanged(inside: _Inside, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    return _AsItIs(inside.ops, differentiable=False).rebound(op, eqn, operands)
+    return AsItIs(inside.ops, differentiable=False).rebound(op, eqn, operands)
 
 
 def _scan(inside: _Inside, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:

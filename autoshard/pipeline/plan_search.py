@@ -31,7 +31,7 @@ from autoshard.cluster import Cluster
 from autoshard.cost.collectives import Communication
 from autoshard.errors import ClusterError, InfeasibleError, SearchLimitError, ShardingError, TraceError
 from autoshard.ir import Mesh
-from autoshard.microbatch import divisors, microbatched
+from autoshard.microbatch import divisors, in_loop
 from autoshard.microbatch.plan import product_flops
 from autoshard.pipeline.layer_costs import LayerCosts
 from autoshard.pipeline.layer_search import FEWER, LayerSearch, Option
@@ -348,7 +348,7 @@ class _Planning:
     def searched(self, candidate: Candidate, programs: Sequence[Traced], meshes: Sequence[float]) -> LayerSearch:
         part = self.cluster.part(candidate.n_stages) if candidate.n_stages > 1 else self.cluster
         n = candidate.n_microbatches
-        looped = [microbatched(program, n) if n > 1 else program for program in programs]
+        looped = [in_loop(program, n) if n > 1 else program for program in programs]
         problems = [self.problems(program, part) for program in looped]
         search = LayerSearch(looped, self.layers.count, problems, _SEARCHER)
         search.run(meshes or [0.0] * len(problems[0]))

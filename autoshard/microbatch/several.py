@@ -1,0 +1,167 @@
+"""Steps whose later part reads what comes of all examples in an earlier one, as loops over microbatches one after the other.
+
+A generator is trained against the discriminator that the same step has just updated; advantages are divided by their deviation over the
+batch; sharpness-aware minimisation takes a gradient where the first one leads. Such a step is cut at the values, combined over all
+examples, that a loop waits for: a first program computes these, a second one the rest with them given. Each is a loop over microbatches by
+itself, or is cut again. What both need, such as a forward pass, both compute, as far as that is no more than a forward pass in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+from autoshard.ir import Graph, Op
+from autoshard.lower import Path, ops_by_path
+from autoshard.microbatch.plan import Loop, plan_loop, product_flops
+from autoshard.microbatch.rewrite import AsItIs, in_microbatches
+from autoshard.rules import rules_of
+from autoshard.trace import Traced, of_jaxpr, types_of
+
+MOST_LOOPS = 8
+MOST_WORK = 1.4  # times the products of the step: a forward pass twice, as with recomputation, is four thirds
+SMALL_SHARE = 0.25  # of the batch's bytes: an array of the examples that is kept for later parts, not computed again
+MOST_AROUND = 0.05  # of the step's products, such as the scores of all pairs of examples, may be computed at once
+
+Function = Callable[..., list[Any]]
+
+
+def in_several_loops(traced: Traced, loop: Loop) -> tuple[Function, int] | None:
+    """The program in several loops over microbatches, and how many; None where that is not possible, or too much would be computed twice.
+
+    Args:
+        loop: the plan of a single one, in which products wait for what comes of all examples.
+    """
+    if any(getattr(op.equation, "effects", ()) for op in traced.graph.walk()):
+        return None  # they would happen twice
+    total = product_flops(traced.graph.ops, rules_of(traced.graph), traced.graph)
+    cutter = _Cutter(loop.n, total)
+    function = cutter.looped(traced, {traced.graph.arguments.index(value): dim for value, dim in loop.batch.items()}, MOST_LOOPS)
+    if function is None or cutter.around > MOST_AROUND * total or cutter.work > MOST_WORK * total:
+        return None
+    return function, cutter.loops
+
+
+class _Cutter:
+    """Cuts a program into loops over ``n`` microbatches.
+
+    Attributes:
+        total: the FLOPs of the step's products.
+        loops: how many there are so far.
+        work, around: the FLOPs of all their products, and of those that are computed of all examples at once.
+    """
+
+    def __init__(self, n: int, total: float):
+        self.n, self.total = n, total
+        self.loops, self.work, self.around = 0, 0.0, 0.0
+
+    def looped(self, traced: Traced, batch: Mapping[int, int], most: int) -> Function | None:
+        """The function of a program, from flat arguments to flat results, in at most so many loops; None where they are too few.
+
+        Args:
+            batch: per position of an argument that is split, its dimension.
+        """
+        graph, rules = traced.graph, rules_of(traced.graph)
+        loop = plan_loop(graph, rules, {graph.arguments[place]: dim for place, dim in batch.items()}, self.n)
+        if loop.obstacle(self.total) is None or not loop.awaited:
+            self.loops += 1
+            self.work += product_flops(graph.ops, rules, graph)
+            self.around += product_flops([op for op in graph.ops if loop.phases[op.index] != "inside"], rules, graph)
+            return in_microbatches(traced.jaxpr, graph, rules, loop)
+        if most == 1:
+            return None
+        handed, n = _handed_on(graph, loop), len(graph.arguments)
+        early = _early(traced.jaxpr, graph, handed)
+        first = self.looped(early, batch, most - 1)
+        sliced = {n + place: loop.status(value).dim for place, value in enumerate(handed) if _is_sliced(loop, value)}
+        late = _late(traced.jaxpr, graph, handed, early.jaxpr.out_avals)
+        rest = None if first is None else self.looped(late, {**batch, **sliced}, most - self.loops)
+        if first is None or rest is None:
+            return None
+        return lambda *arguments: rest(*arguments, *first(*arguments))
+
+
+def _handed_on(graph: Graph, loop: Loop) -> tuple[int, ...]:
+    """The values that the first part of a program hands on: those that are awaited, and what it makes for others on the way.
+
+    These are values of all examples together; of those of single examples only small ones.
+    """
+    makers = {value: op for op in graph.ops for value in op.results}
+    first: dict[int, Op] = {}
+    waiting = list(loop.awaited)
+    while waiting:
+        maker = makers.get(waiting.pop())
+        if maker is not None and maker.index not in first:
+            first[maker.index] = maker
+            waiting.extend(maker.operands)
+    read = {value for op in graph.ops if op.index not in first for value in op.operands} | set(graph.results)
+    made = [value for index in sorted(first) for value in first[index].results if value in read]
+    small = SMALL_SHARE * sum(graph.values[value].nbytes for value in loop.batch)
+
+    def is_handed(value: int) -> bool:
+        combined = loop.phases[makers[value].index] == "after" or loop.status(value).kind == "partial"
+        return combined or (_is_sliced(loop, value) and graph.values[value].nbytes <= small)
+
+    return tuple(dict.fromkeys((*loop.awaited, *filter(is_handed, made))))
+
+
+def _is_sliced(loop: Loop, value: int) -> bool:
+    """Whether a value is split along a dimension of examples."""
+    status = loop.status(value)
+    return status.kind == "slice" and status.inner == 1
+
+
+class _Substituting(AsItIs):
+    """Evaluates a program, some of whose values are given.
+
+    Attributes:
+        made: per value of the top level the array.
+    """
+
+    def __init__(self, ops: Mapping[Path, Op], given: Mapping[int, Any]):
+        super().__init__(ops, differentiable=False)
+        self._given = given
+        self.made: dict[int, Any] = {}
+
+    def region(self) -> AsItIs:
+        return AsItIs(self.ops, differentiable=False)
+
+    def op(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+        return self._kept(op, super().op(op, eqn, operands))
+
+    def control_flow(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+        return self._kept(op, super().control_flow(op, eqn, operands))
+
+    def _kept(self, op: Op, results: Sequence[Any]) -> list[Any]:
+        self.made.update((value, self._given.get(value, x)) for value, x in zip(op.results, results, strict=True))
+        return [self.made[value] for value in op.results]
+
+
+def _early(jaxpr: ClosedJaxpr, graph: Graph, values: Sequence[int]) -> Traced:
+    """The program that computes some values, of the same arguments."""
+
+    def function(*arguments: Any) -> list[Any]:
+        interpreter = _Substituting(ops_by_path(graph), {})
+        interpreter.run(jaxpr.jaxpr, jaxpr.consts, arguments)
+        return [interpreter.made[value] for value in values]
+
+    return _traced(function, jaxpr, [])
+
+
+def _late(jaxpr: ClosedJaxpr, graph: Graph, values: Sequence[int], types: Sequence[Any]) -> Traced:
+    """The program whose last arguments are some values of it; what only these needed is not computed."""
+    n = len(jaxpr.in_avals)
+
+    def function(*arguments: Any) -> list[Any]:
+        given = dict(zip(values, arguments[n:], strict=True))
+        return _Substituting(ops_by_path(graph), given).run(jaxpr.jaxpr, jaxpr.consts, arguments[:n])
+
+    return _traced(function, jaxpr, [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in types])
+
+
+def _traced(function: Function, jaxpr: ClosedJaxpr, more: Sequence[jax.ShapeDtypeStruct]) -> Traced:
+    made = jax.make_jaxpr(function)(*types_of(jaxpr.jaxpr.invars), *more)
+    return of_jaxpr("part", made, [f"[{k}]" for k in range(len(made.in_avals))], [f"[{k}]" for k in range(len(made.out_avals))])

@@ -1,0 +1,129 @@
+"""Steps whose later part reads what comes of all examples in an earlier one, in several loops over microbatches."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+
+from autoshard.errors import TraceError
+from autoshard.microbatch import microbatched
+from autoshard.trace import trace
+
+KEYS = jax.random.split(jax.random.key(0), 4)
+WEIGHTS = {"up": jax.random.normal(KEYS[0], (12, 32)) * 0.3, "down": jax.random.normal(KEYS[1], (32, 12)) * 0.3}
+X, Y = jax.random.normal(KEYS[2], (16, 12)), jax.random.normal(KEYS[3], (16, 12))
+
+
+def layers(weights, x):
+    return jnp.tanh(x @ weights["up"]) @ weights["down"]
+
+
+def moved(weights, gradients, rate):
+    return jax.tree.map(lambda w, g: w - rate * g, weights, gradients)
+
+
+def sharpness_aware(weights, x, y):
+    """The gradient where the normalised first one leads."""
+
+    def loss(weights):
+        return jnp.mean((layers(weights, x) - y) ** 2)
+
+    gradients = jax.grad(loss)(weights)
+    norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(gradients)))
+    value, gradients = jax.value_and_grad(loss)(moved(weights, gradients, -0.05 / norm))
+    return moved(weights, gradients, 0.1), value
+
+
+def adversarial(both, x, y):
+    """Two optimizers: one network is trained against the other as the step has just updated it; the first gradient is returned, too."""
+    actor, critic = both
+    error, of_critic = jax.value_and_grad(lambda critic: jnp.mean((layers(critic, x) - y) ** 2))(critic)
+    critic = moved(critic, of_critic, 0.1)
+    value, of_actor = jax.value_and_grad(lambda actor: jnp.mean(layers(critic, layers(actor, x)) ** 2))(actor)
+    return (moved(actor, of_actor, 0.1), critic), error, value, of_critic
+
+
+def standardised(weights, x, y):
+    """A loss weighted by what the network gives, standardised over the batch, as advantages are."""
+    scores = lax.stop_gradient(layers(weights, x)[:, 0])
+    scores = (scores - scores.mean()) / (scores.std() + 1e-3)
+
+    def loss(weights):
+        found = layers(weights, x)
+        return jnp.mean(found[:, 0] * scores) + jnp.mean((found - y) ** 2)
+
+    value, gradients = jax.value_and_grad(loss)(weights)
+    return moved(weights, gradients, 0.1), value
+
+
+def contrastive(weights, images, texts):
+    """Each example is held against all others: their few features are kept, and layers computed again for the gradients."""
+
+    def features(x):
+        found = jnp.mean(layers(weights_of[0], x), 1)
+        return found / jnp.linalg.norm(found, axis=-1, keepdims=True)
+
+    weights_of = [weights]
+
+    def loss(weights):
+        weights_of[0] = weights
+        scores = features(images) @ features(texts).T
+        return -jnp.mean(jnp.diagonal(jax.nn.log_softmax(scores)))
+
+    value, gradients = jax.value_and_grad(loss)(weights)
+    return moved(weights, gradients, 0.1), value
+
+
+WIDE = jnp.stack([X, Y, X + Y, X - Y, X * Y, X, Y, X], 1), jnp.stack([Y, X, X - Y, X + Y, Y, X, X, Y], 1)
+
+
+@pytest.mark.parametrize(
+    ("step", "args", "loops"),
+    [
+        (sharpness_aware, (WEIGHTS, X, Y), 2),
+        (adversarial, ((WEIGHTS, jax.tree.map(lambda w: 0.7 * w, WEIGHTS)), X, Y), 3),
+        (standardised, (WEIGHTS, X, Y), 2),
+        (contrastive, (WEIGHTS, *WIDE), 3),
+    ],
+)
+def test_steps_in_several_loops(step, args, loops):
+    """Results are those of the whole batch, and no product reads all of it."""
+    traced = trace(step, *args)
+    many = microbatched(traced, 4)
+    leaves = jax.tree.leaves(args)
+    for one, other in zip(jaxpr_as_fun(traced.jaxpr)(*leaves), jaxpr_as_fun(many.jaxpr)(*leaves), strict=True):
+        np.testing.assert_allclose(other, one, rtol=0, atol=2e-6 * max(1.0, float(jnp.abs(one).max())))
+    assert f"in {loops} such loops" in " ".join(many.graph.assumptions)
+    around = [op for op in many.graph.ops if op.primitive == "dot_general"]
+    assert len(around) <= 3 and all(max(many.graph.values[v].size for v in op.results) <= 16 * 16 for op in around)
+
+
+def normalised(weights, x, y):
+    """Batch normalisation in every layer: each would compute all layers before it once more."""
+
+    def loss(weights):
+        found = x
+        for _ in range(3):
+            found = layers(weights, found)
+            found = (found - found.mean(0)) / (found.std(0) + 1e-3)
+        return jnp.mean((found - y) ** 2)
+
+    return jax.grad(loss)(weights)
+
+
+def printed(weights, x, y):
+    """Prints, which would happen twice."""
+    jax.debug.print("{}", x.sum())
+    return sharpness_aware(weights, x, y)
+
+
+@pytest.mark.parametrize("step", [normalised, printed])
+def test_steps_that_are_refused(step):
+    """Both operations are named with their lines: what reads single examples, and what comes of all."""
+    expected = r"at .*test_several.py:\d+ .* reads each example together with what comes of all of them, of \w+ at .*test_several.py:\d+"
+    with pytest.raises(TraceError, match=expected):
+        microbatched(trace(step, WEIGHTS, X, Y), 4)
