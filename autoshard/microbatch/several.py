@@ -8,6 +8,7 @@ itself, or is cut again. What both need, such as a forward pass, both compute, a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from autoshard.rules import rules_of
 from autoshard.trace import Traced, of_jaxpr, types_of
 
 MOST_LOOPS = 8
+SLOW_CUT = 3
 MOST_WORK = 1.4  # times the products of the step: a forward pass twice, as with recomputation, is four thirds
 SMALL_SHARE = 0.25  # of the batch's bytes: an array of the examples that is kept for later parts, not computed again
 MOST_AROUND = 0.05  # of the step's products, such as the scores of all pairs of examples, may be computed at once
@@ -39,7 +41,8 @@ def in_several_loops(traced: Traced, loop: Loop) -> tuple[Function, int] | None:
         return None  # they would happen twice
     total = product_flops(traced.graph.ops, rules_of(traced.graph), traced.graph)
     cutter = _Cutter(loop.n, total)
-    function = cutter.looped(traced, {traced.graph.arguments.index(value): dim for value, dim in loop.batch.items()}, MOST_LOOPS)
+    batch = {traced.graph.arguments.index(value): dim for value, dim in loop.batch.items()}
+    function = cutter.looped(traced, batch, MOST_LOOPS, math.inf)
     if function is None or cutter.around > MOST_AROUND * total or cutter.work > MOST_WORK * total:
         return None
     return function, cutter.loops
@@ -58,11 +61,13 @@ class _Cutter:
         self.n, self.total = n, total
         self.loops, self.work, self.around = 0, 0.0, 0.0
 
-    def looped(self, traced: Traced, batch: Mapping[int, int], most: int) -> Function | None:
-        """The function of a program, from flat arguments to flat results, in at most so many loops; None where they are too few.
+    def looped(self, traced: Traced, batch: Mapping[int, int], most: int, before: float) -> Function | None:
+        """The function of a program, from flat arguments to flat results, in about so many loops at most; None where they are too few.
 
         Args:
             batch: per position of an argument that is split, its dimension.
+            before: FLOPs that waited for all examples before the last cut; one that hardly changes them counts as several, so that a step
+                with normalisations over the batch in each of many layers is given up soon.
         """
         graph, rules = traced.graph, rules_of(traced.graph)
         loop = plan_loop(graph, rules, {graph.arguments[place]: dim for place, dim in batch.items()}, self.n)
@@ -71,14 +76,16 @@ class _Cutter:
             self.work += product_flops(graph.ops, rules, graph)
             self.around += product_flops([op for op in graph.ops if loop.phases[op.index] != "inside"], rules, graph)
             return in_microbatches(traced.jaxpr, graph, rules, loop)
-        if most == 1:
+        waiting = sum(flops for _, flops in loop.coupled)
+        most -= 1 if before - waiting > self.total / MOST_LOOPS else SLOW_CUT
+        if most < 1:
             return None
         handed, n = _handed_on(graph, loop), len(graph.arguments)
         early = _early(traced.jaxpr, graph, handed)
-        first = self.looped(early, batch, most - 1)
+        first = self.looped(early, batch, most, math.inf)
         sliced = {n + place: loop.status(value).dim for place, value in enumerate(handed) if _is_sliced(loop, value)}
         late = _late(traced.jaxpr, graph, handed, early.jaxpr.out_avals)
-        rest = None if first is None else self.looped(late, {**batch, **sliced}, most - self.loops)
+        rest = None if first is None else self.looped(late, {**batch, **sliced}, most, waiting)
         if first is None or rest is None:
             return None
         return lambda *arguments: rest(*arguments, *first(*arguments))
