@@ -32,7 +32,8 @@ from autoshard.compilers import compiler_of
 from autoshard.compilers.program_facts import program_facts
 from autoshard.ir import Mesh
 from autoshard.judge.model import CostModel
-from autoshard.pipeline.plan_search import FILL, Asked, Estimate, Plans, search_plans
+from autoshard.pipeline.plan_search import search_plans
+from autoshard.pipeline.plans import FILL, Asked, Estimate, Plans
 from autoshard.problem import Problem
 from autoshard.render import Report, Table, format_bytes, format_percent, format_seconds
 from autoshard.rules import rules_of
@@ -236,7 +237,7 @@ def _named(found: Estimate | None) -> str:
         return ""
     mesh, (stages, n) = "x".join(map(str, found.mesh.sizes)), (found.candidate.n_stages, found.candidate.n_microbatches)
     what = f"{stages} stages of {mesh}" if stages > 1 else f"no stages, {mesh}"
-    again = ", recomputes" if found.recomputes else ""
+    again = ", recomputes" if found.again is not None else ""
     return f"{what}, {n} microbatches{f', {found.schedule}' if stages > 1 else ''}{again}"
 
 

@@ -12,13 +12,14 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from autoshard.api.strategy import Strategy
 from autoshard.budgets import BUDGETS
 from autoshard.cluster import Cluster
 from autoshard.errors import AutoshardError, ClusterError, InfeasibleError, PipelineError, SearchLimitError, ShardingError, TraceError
-from autoshard.pipeline.plan_search import Candidate, Estimate, Plans
+from autoshard.pipeline.plans import Candidate, Estimate, Plans
 from autoshard.progress import Progress, part
 from autoshard.render import format_percent, format_seconds
 
@@ -26,8 +27,9 @@ PLANS = ("sharding", "full")
 TRIES = 2  # pipelines that are searched stage by stage
 STAGES = (2, 4)  # that are tried for a step without equal layers
 SHARE = 0.4  # of a time limit, for the comparison of plans, and for the search without stages
-EXPLORING = 60.0  # seconds in which plans are compared, without a time limit
+EXPLORING = 60.0  # seconds of one core in which plans are compared: not of the clock, so that other programs leave the answer as it is
 DEEP_OPS = 10_000  # a step of more is searched on the mesh on which its layers are fastest, and others on any
+LEAST_SECONDS = 1e-3  # of a search whose time is over: it has its first answer
 DEEP_SECONDS = 60.0  # in which such a step, or a pipeline of it, is searched, without a time limit
 REFUSED = (InfeasibleError, PipelineError, SearchLimitError, TraceError, ShardingError)
 
@@ -50,13 +52,14 @@ class Searches:
 
     Attributes:
         whole: of the step without stages.
-        plans: of numbers of stages and microbatches, up to a time (`time.perf_counter`); None where the step has no equal layers.
+        plans: of numbers of stages and microbatches, up to a time (`time.perf_counter`) and within seconds of one core; None where the step
+            has no equal layers.
         staged: of a pipeline.
         is_deep: whether the step has so many operations that it is not searched as a whole on every mesh.
     """
 
     whole: Whole
-    plans: Callable[[float, Progress], Plans | None]
+    plans: Callable[[float, float, Progress], Plans | None]
     staged: StagedSearch
     is_deep: bool = False
 
@@ -104,27 +107,43 @@ def fullest(
     plans: Plans | None = None
     deep = DEEP_SECONDS if searches.is_deep else None
 
-    def left() -> float | None:
-        return None if math.isinf(until) else max(until - time.perf_counter(), 0.0)
+    def left(most: float | None = None) -> float | None:
+        """Seconds that are left, ``most`` at most; None for no limit."""
+        seconds = min(until - time.perf_counter(), math.inf if most is None else most)
+        return None if seconds == math.inf else max(seconds, LEAST_SECONDS)
+
+    def keep(search: Callable[[float | None], Strategy], seconds: float | None) -> None:
+        """Searches; Ctrl-C is for the searches that are left, too, which then have no time."""
+        nonlocal until
+        started = time.perf_counter()
+        found.append(search(seconds))
+        if found[-1].record.stats.get("ended_early") and (seconds is None or time.perf_counter() - started < seconds):
+            until = -math.inf
 
     try:
-        exploring = EXPLORING if limit_seconds is None else min(EXPLORING, SHARE * limit_seconds)
-        plans = searches.plans(time.perf_counter() + exploring, part(progress, 0.0, 0.3))
+        try:
+            exploring = until if limit_seconds is None else time.perf_counter() + SHARE * limit_seconds
+            plans = searches.plans(exploring, EXPLORING, part(progress, 0.0, 0.3))
+        except ends:
+            until = -math.inf
+        if plans is not None and plans.ended_early:
+            until = -math.inf
         ranked = () if plans is None else plans.ranked
         alone = next((each for each in ranked if each.candidate.n_stages == 1), None)
         if not _is_far(alone, ranked):
             try:
-                seconds = deep if limit_seconds is None else SHARE * limit_seconds
-                found.append(searches.whole(seconds, alone if searches.is_deep else None))
+                like = alone if searches.is_deep else None
+                keep(lambda seconds: searches.whole(seconds, like), left(deep if limit_seconds is None else SHARE * limit_seconds))
             except REFUSED as error:
                 failure = error
         tried = 0
         for n_stages, like in _pipelines(plans, cluster):
             fastest = min((strategy.cost.makespan_seconds for strategy in found), default=math.inf)
-            if tried == TRIES or left() == 0.0 or (like is not None and like.makespan_seconds >= fastest):
+            is_over = time.perf_counter() >= until
+            if tried == TRIES or (found and is_over) or (like is not None and like.makespan_seconds >= fastest):
                 break
             try:
-                found.append(searches.staged(n_stages, like, left() or deep))
+                keep(partial(searches.staged, n_stages, like), left(deep))
                 tried += 1
             except REFUSED as error:
                 failure = failure or error

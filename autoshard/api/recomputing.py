@@ -70,8 +70,13 @@ def least_remat(attempt: Callable[[Remat | None], Found], options: Callable[[], 
     return min(found, key=lambda each: each[1].judgement.cost.makespan_seconds)
 
 
-def staged_remat(attempt: Callable[[Remat | None], Strategy], remat: str | None, options: Callable[[], Sequence[Remat]]) -> Strategy:
+def staged_remat(
+    attempt: Callable[[Remat | None], Strategy], remat: str | None, options: Callable[[], Sequence[Remat]], first: Remat | None = None
+) -> Strategy:
     """The pipeline with as much recomputation as asked for, of all stages alike; ``"auto"`` is as ``"fit"``.
+
+    Args:
+        first: the one that is tried first; None: no recomputation. Where nothing fits with it, one that keeps less is tried.
 
     Raises:
         InfeasibleError: no pipeline fits with any that was tried.
@@ -79,9 +84,10 @@ def staged_remat(attempt: Callable[[Remat | None], Strategy], remat: str | None,
     if remat == "full":
         return attempt(next(reversed(options()), None))
     try:
-        return attempt(None)
+        return attempt(first)
     except InfeasibleError as error:
-        if remat is None or not (choices := options()):
+        choices = () if remat is None else [each for each in options() if first is None or each.kept_bytes < first.kept_bytes]
+        if not choices:
             raise
         return or_refused(error, lambda: min(_least_that_fits(attempt, choices), key=lambda each: each.cost.makespan_seconds))
 

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,9 @@ from autoshard.ir.remat import Remat
 from autoshard.judge.model import CostModel
 from autoshard.mesh_search.anytime import OutOfTime, endings, timed
 from autoshard.pipeline import Stage
-from autoshard.pipeline.plan_search import FILL, Estimate, Plans, search_plans
-from autoshard.pipeline.plan_search import Asked as Wanted
+from autoshard.pipeline.plan_search import search_plans
+from autoshard.pipeline.plans import FILL, Estimate, Plans
+from autoshard.pipeline.plans import Asked as Wanted
 from autoshard.problem import Problem
 from autoshard.progress import Progress, part
 from autoshard.recompute import Options, rematerialised
@@ -39,6 +40,7 @@ from autoshard.search import Searcher, Solution
 from autoshard.trace import Traced
 
 RECOMPUTED = (0.5, 1.0)  # of the way from the least time to the least memory: what plans are compared with
+LEAST_SAVED = 0.1  # of what is kept without recomputation: one that saves less is no plan of its own
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,6 +51,7 @@ class Call:
         schedule: None: the usual one, or where all is searched the fastest.
         ends: the exceptions that end a search early.
         seconds: how long to search; None: without a limit.
+        recomputed: the recomputation that is tried first; None: none is.
     """
 
     fn: Callable
@@ -65,6 +68,7 @@ class Call:
     ends: tuple[type[BaseException], ...]
     seconds: float | None
     progress: Progress
+    recomputed: Remat | None = None
 
     @property
     def reserves(self) -> bool:
@@ -138,7 +142,7 @@ def in_stages(call: Call, n_stages: int, known: tuple[Traced, ProgramFacts, Mapp
             program = rematerialised(traced, None if again is None else replace(again, mode=call.remat or ""))
             return pipelined(program, cluster, pipeline, searched, searcher, spent, call.progress)
 
-        return staged_remat(attempt, call.remat, lambda: Options(traced, facts, cluster.device).all)
+        return staged_remat(attempt, call.remat, lambda: Options(traced, facts, cluster.device).all, call.recomputed)
 
     try:
         return within(call.limit)
@@ -162,7 +166,7 @@ def full(call: Call, whole: Callable[..., Strategy], remat: str | None) -> Strat
         given = {} if like is None else {"mesh": dict(like.mesh.axes)}
         if like is not None and like.candidate.n_microbatches > 1:
             given["microbatches"] = like.candidate.n_microbatches
-        if like is not None and like.recomputes:
+        if like is not None and like.again is not None:
             given["remat"] = "auto"
         return whole(progress=part(call.progress, 0.3, 0.3), time_limit_seconds=left, **given)
 
@@ -174,21 +178,29 @@ def full(call: Call, whole: Callable[..., Strategy], remat: str | None) -> Strat
             found.append(Problem(facts, CostModel(devices, mesh), pins.on(mesh), None, found[0] if found else None))
         return found
 
-    def recomputing(share: float, program: Traced) -> Traced | None:
-        """The program with the recomputation that is so far on the way from the least time to the least memory."""
-        options = Options(program, program_facts(program.graph, rules_of(program.graph), compiler_of(cluster)), cluster.device).all
-        return rematerialised(program, options[round(share * (len(options) - 1))]) if options else None
+    @cache
+    def again() -> tuple[Remat, ...]:
+        """The recomputations that plans may have; none that saves little."""
+        options = () if remat is None else Options(traced, facts, cluster.device).all
+        saving = [each for each in options if each.kept_bytes < (1 - LEAST_SAVED) * each.plain_bytes]
+        return tuple(dict.fromkeys(saving[round(share * (len(saving) - 1))] for share in RECOMPUTED if saving))
 
-    def plans(until: float, progress: Progress) -> Plans | None:
+    def plans(until: float, cpu_seconds: float, progress: Progress) -> Plans | None:
         schedules = tuple(FILL) if call.schedule is None else (call.schedule,)
-        again = () if remat is None else tuple(partial(recomputing, share) for share in RECOMPUTED)
-        wanted = Wanted(call.limit, schedules, None, call.number, again, until=until, least_gain=BUDGETS.least_gain)
-        return search_plans(traced, cluster, problems, wanted, progress)
+
+        def recomputing() -> list[Traced]:
+            return [rematerialised(traced, each) for each in again()]
+
+        program = recomputing()[-1] if remat == "full" and again() else traced
+        others = tuple if remat == "full" else recomputing
+        wanted = Wanted(call.limit, schedules, None, call.number, others, until, cpu_seconds, call.ends, BUDGETS.least_gain)
+        return search_plans(program, cluster, problems, wanted, progress)
 
     def staged(n_stages: int, like: Estimate | None, left: float | None) -> Strategy:
-        own = replace(call, ends=endings(left, False), seconds=left, progress=part(call.progress, 0.6, 0.4))
+        own = replace(call, ends=endings(left, KeyboardInterrupt in call.ends), seconds=left, progress=part(call.progress, 0.6, 0.4))
         if like is not None:
             own = replace(own, microbatches=like.candidate.n_microbatches, schedule=like.schedule, mesh=dict(like.mesh.axes))
+            own = replace(own, recomputed=None if like.again is None else again()[like.again])
         return in_stages(own, n_stages, (traced, facts, spent))
 
     searches = Searches(alone, plans, staged, len(traced.graph.walk()) > DEEP_OPS)

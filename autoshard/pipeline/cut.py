@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import groupby, pairwise
+from typing import NoReturn
 
 import numpy as np
 from scipy.optimize import linprog
@@ -186,13 +187,13 @@ class _Cutter:
                 f"{np.count_nonzero(products)} operations with products. Use fewer stages."
             )
         work = products + BYTE_FLOPS * np.array([self._bytes(self.ops[k]) for k in order])
-        bounds = _cuts(work, self._crossing(order), self.n)
+        bounds = _cuts(work, self._crossing(order), products > 0, self.n)
+        if bounds is None:
+            self._refuse(order, products)
         for s, (first, last) in enumerate(zip([0, *bounds], [*bounds, len(order)], strict=True)):
-            if not products[first:last].any():
-                self._refuse(order, products)
             self.stage.update(dict.fromkeys(order[first:last], s))
 
-    def _refuse(self, order: Sequence[int], products: np.ndarray) -> None:
+    def _refuse(self, order: Sequence[int], products: np.ndarray) -> NoReturn:
         largest = self.ops[order[int(np.argmax(products))]]
         share = products.max() / products.sum()
         raise PipelineError(
@@ -307,16 +308,29 @@ class _Cutter:
         return found
 
 
-def _cuts(work: np.ndarray, crossing: np.ndarray, n: int) -> list[int]:
-    """Where to cut a line of work into ``n`` parts: the largest as small as can be, or up to 3 % more where fewer bytes cross.
+def _cuts(work: np.ndarray, crossing: np.ndarray, has_product: np.ndarray, n: int) -> list[int] | None:
+    """Where to cut a line of work into ``n`` parts with a product each; None where there are none.
+
+    The largest is as small as can be, or up to 3 % larger where fewer bytes cross.
 
     Dynamic programming over positions, as for layers in Zheng et al., Alpa (OSDI 2022), section 5; O(n x positions) reductions.
     """
-    everywhere = np.concatenate([[0.0], np.cumsum(work)])
-    places = _narrow(everywhere, crossing, NEAR * everywhere[-1] / n)
-    if len(places) <= n:
-        places = np.arange(len(everywhere))
-    total, bytes_at, last = everywhere[places], crossing[places], len(places) - 1
+    everywhere, n_products = (np.concatenate([[0], np.cumsum(each)]) for each in (work, has_product))
+    narrow = _narrow(everywhere, crossing, NEAR * everywhere[-1] / n)
+    for places in (narrow, np.arange(len(everywhere))):
+        if len(places) > n and (found := _at_places(everywhere[places], crossing[places], n_products[places], n)):
+            return [int(places[end]) for end in found]
+    return None
+
+
+def _at_places(total: np.ndarray, bytes_at: np.ndarray, n_products: np.ndarray, n: int) -> list[int] | None:
+    """The numbers of the places at which to cut; None where the parts cannot have a product each.
+
+    Args:
+        total, n_products: per place the work and the number of products before it.
+        bytes_at: per place what crosses it.
+    """
+    last = len(total) - 1
     limit = _least(total, n) * (1 + SLACK)
     best = np.full((n + 1, last + 1), np.inf)
     before = np.zeros((n + 1, last + 1), int)
@@ -324,14 +338,17 @@ def _cuts(work: np.ndarray, crossing: np.ndarray, n: int) -> list[int]:
     for s in range(1, n + 1):
         for end in range(s, last + 1):
             first = int(np.searchsorted(total, total[end] - limit))
-            if first < end:
-                start = first + int(np.argmin(best[s - 1, first:end]))
+            stop = int(np.searchsorted(n_products, n_products[end]))  # what begins there or later has no product
+            if first < stop:
+                start = first + int(np.argmin(best[s - 1, first:stop]))
                 best[s, end] = best[s - 1, start] + (bytes_at[end] if end < last else 0.0)
                 before[s, end] = start
+    if not np.isfinite(best[n, last]):
+        return None
     bounds, end = [], last
     for s in range(n, 1, -1):
         end = int(before[s, end])
-        bounds.append(int(places[end]))
+        bounds.append(end)
     return bounds[::-1]
 
 

@@ -24,7 +24,7 @@ from autoshard.problem import Problem
 from autoshard.search import DynamicProgramming
 from autoshard.trace import Traced
 
-FEWER = 2  # layers of the shorter of two programs
+FEWER = 2  # layers of the shorter of two programs, usually
 NEAR = 1.15  # times the least seconds: meshes so near are solved with both programs, three at most
 LEAN = 2  # meshes that are searched at prices
 ROUNDS = 2  # of charging what is part of a peak
@@ -38,11 +38,13 @@ class Option:
         mesh: the number of the mesh.
         costs: of a layer, and of all else.
         price: seconds a byte at which it was found.
+        again: the number of the recomputation of its program; None: nothing is computed again.
     """
 
     mesh: int
     costs: LayerCosts
     price: float = 0.0
+    again: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -68,6 +70,8 @@ class LayerSearch:
     Attributes:
         programs: the two programs, in microbatches.
         n_layers: of the whole step.
+        n_fewer: layers of the shorter program.
+        again: the number of the programs' recomputation; None: nothing is computed again.
         meshes: per mesh what is known of it.
         free: the options without prices.
         lean: the meshes that are searched at prices.
@@ -76,8 +80,16 @@ class LayerSearch:
         mesh_bounds: per mesh a lower bound of the shorter program's step.
     """
 
-    def __init__(self, programs: Sequence[Traced], n_layers: int, problems: Sequence[Sequence[Problem]], searcher: DynamicProgramming):
-        self.programs, self.n_layers, self.searcher = programs, n_layers, searcher
+    def __init__(
+        self,
+        programs: Sequence[Traced],
+        n_layers: int,
+        problems: Sequence[Sequence[Problem]],
+        searcher: DynamicProgramming,
+        n_fewer: int = FEWER,
+        again: int | None = None,
+    ):
+        self.programs, self.n_layers, self.searcher, self.n_fewer, self.again = programs, n_layers, searcher, n_fewer, again
         self.meshes = [_OnMesh(pair) for pair in zip(*problems, strict=True)]
         self.free: list[Option] = []
         self.lean: list[int] = []
@@ -90,12 +102,12 @@ class LayerSearch:
         return self.programs[0].microbatches
 
     def run(self, known: Sequence[float]) -> None:
-        """Solves without prices.
+        """Solves without prices; what an earlier call solved stays.
 
         Args:
             known: per mesh a lower bound of the shorter program's step; meshes that cannot be the best one are left out.
         """
-        self.mesh_bounds = list(known)
+        self.mesh_bounds, self.free = list(known), []
         least = math.inf
         for k in sorted(range(len(self.meshes)), key=lambda k: (known[k], k)):
             if known[k] < least and self._solved(k, 0):
@@ -114,7 +126,7 @@ class LayerSearch:
             if self._solved(k, 1):
                 mesh = self.meshes[k]
                 costs = self._costs(k, [answer[0] for answer in mesh.answers])
-                self.free.append(Option(k, costs))
+                self.free.append(Option(k, costs, again=self.again))
                 self.floor_seconds = costs.of(self.n_layers).floor_seconds
                 bounds.append(self._extended(*mesh.bounds))
         self.bound_seconds = min(bounds, default=0.0)
@@ -130,7 +142,7 @@ class LayerSearch:
         for k in self._lean(price, in_flight):
             if self._solved(k, 1):
                 judgements = [self._priced(k, which, price, in_flight) for which in (0, 1)]
-                found.append(Option(k, self._costs(k, judgements), price))
+                found.append(Option(k, self._costs(k, judgements), price, self.again))
         return found
 
     def _lean(self, price: float, in_flight: int) -> list[int]:
@@ -194,7 +206,7 @@ class LayerSearch:
     def _costs(self, k: int, judgements: Sequence[Judgement]) -> LayerCosts:
         pairs = zip(self.meshes[k].problems, judgements, strict=True)
         fewer, more = (costs_of(problem, judgement, self.n) for problem, judgement in pairs)
-        return layer_costs(fewer, more, FEWER)
+        return layer_costs(fewer, more, self.n_fewer)
 
     def _first(self, k: int) -> Cost:
         """The cost of the shorter program's answer without prices."""
@@ -202,7 +214,7 @@ class LayerSearch:
 
     def _extended(self, fewer: float, more: float) -> float:
         """From bounds of two programs to that of all layers."""
-        return fewer + (self.n_layers - FEWER) * (more - fewer)
+        return fewer + (self.n_layers - self.n_fewer) * (more - fewer)
 
     def _scaled(self, k: int) -> float:
         """The bound of all layers on a mesh: its own, or that of the shorter program in proportion to the best mesh's."""

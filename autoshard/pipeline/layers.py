@@ -50,10 +50,13 @@ def with_divided_layers(traced: Traced, n_stages: int, n_microbatches: int) -> T
 def parts_of(layers: int, n_stages: int) -> int:
     """In how many equal parts so many layers are divided: the fewest of those with which the largest stage has the fewest layers.
 
-    >>> parts_of(32, 4), parts_of(10, 4), parts_of(3, 4)
-    (4, 10, 3)
+    Each stage gets a part if there are enough layers.
+
+    >>> parts_of(32, 4), parts_of(10, 4), parts_of(6, 4), parts_of(3, 4)
+    (4, 10, 6, 3)
     """
-    sizes = [size for size in range(1, layers + 1) if layers % size == 0]
+    enough = min(layers, n_stages)
+    sizes = [size for size in range(1, layers + 1) if layers % size == 0 and layers // size >= enough]
     best = min(sizes, key=lambda size: (-(-layers // size // n_stages) * size, -size))
     return layers // best
 

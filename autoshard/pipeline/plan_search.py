@@ -14,18 +14,18 @@ is at least ``(P + (S - 1) fill f) / S``, where ``fill`` is that of the schedule
 matrix products at the peak rate. A search proves a greater one, which holds for other candidates too. *Smaller microbatches:* of more of
 them ``P`` is no less, since the same sharding of ``k`` of them together takes no more than ``k`` times as long. *More stages:* computing of
 as many examples a device takes no less on fewer devices, but ``P`` may: gradients are added up over fewer.
-*Memory:* the bytes of all stages together are within ``S`` times the limit, which raises ``P`` by a Lagrangian dual bound. Bounds of
-programs with few layers are extended to all layers as costs are.
+*Memory:* the bytes of all stages together are within ``S`` times the limit, which raises ``P`` by a Lagrangian dual bound, of all programs
+that compute again what they do not keep as well; such a program is taken to take no less than the plain one. Bounds of programs with few
+layers are extended to all layers as costs are.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from autoshard.cluster import Cluster
 from autoshard.cost.collectives import Communication
@@ -33,34 +33,18 @@ from autoshard.errors import ClusterError, InfeasibleError, SearchLimitError, Sh
 from autoshard.ir import Mesh
 from autoshard.microbatch import divisors, in_loop
 from autoshard.microbatch.plan import product_flops
-from autoshard.pipeline.layer_costs import LayerCosts
 from autoshard.pipeline.layer_search import FEWER, LayerSearch, Option
-from autoshard.pipeline.layering import Layering, best_layering
+from autoshard.pipeline.layering import best_layering
+from autoshard.pipeline.plans import FILL, Asked, Candidate, Estimate, Plans, Problems
 from autoshard.pipeline.repeats import Layers, handed_on_bytes, layers_of, shortened
 from autoshard.pipeline.schedule import has_schedule, schedule_of, stages_in_flight
-from autoshard.problem import Problem
 from autoshard.progress import Progress, silent
 from autoshard.rules import rules_of
 from autoshard.search import DynamicProgramming
 from autoshard.trace import Traced
 
-
-class Problems(Protocol):
-    """The search problems of a program on some devices, without a memory limit: one a mesh and placement, in an order of its own."""
-
-    def __call__(self, traced: Traced, cluster: Cluster) -> Sequence[Problem]: ...
-
-
-Recomputing = Callable[[Traced], "Traced | None"]
-"""From a program to one that computes again what its backward pass reads; None where there is nothing to."""
-
 MOST_MICROBATCHES = 64  # times the number of stages
 FIRST_MICROBATCHES = 4  # times the number of stages, the fewest that are tried: the bubble is 20 % then
-FILL = {"1f1b": 1.0, "gpipe": 1.0, "interleaved": 0.5, "zero_bubble": 1 / 3}
-"""Per schedule the share of the other stages' time for one microbatch in which a stage waits.
-
-Two chunks a stage halve it; ZB-H1 fills what the gradients of weights take, a third forward and backward (Qi et al., 2023).
-"""
 PRICE_FACTOR = 4.0  # between prices of bytes
 FAR = 64.0  # times a price at which nothing fits, the one at which something would
 HARDLY = 1.5  # times the memory: numbers of microbatches with which so much is needed are not tried
@@ -68,97 +52,6 @@ BOUND_PRICES = 3  # of bytes, at which a bound is looked for
 NEAR_BOUND = 0.05  # of the least objective: bounds that are nearer are not raised
 _SEARCHER = DynamicProgramming(second_opinion=False)
 """For programs of few layers, whose answers are estimates."""
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Candidate:
-    """A number of stages, and one of microbatches."""
-
-    n_stages: int
-    n_microbatches: int
-
-    def __str__(self) -> str:
-        return f"{self.n_stages} stages, {self.n_microbatches} microbatches"
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """A candidate with its predicted costs.
-
-    Attributes:
-        candidate: the numbers.
-        schedule: the schedule's name.
-        mesh: of a stage's devices.
-        layering: the layers of each stage.
-        options: the plans that a stage may have.
-        recomputes: whether any stage computes again what its backward pass reads.
-        objective_seconds: the makespan without overlap, to compare with bounds.
-    """
-
-    candidate: Candidate
-    schedule: str
-    mesh: Mesh
-    layering: Layering
-    options: tuple[LayerCosts, ...]
-    recomputes: bool
-    objective_seconds: float
-
-    @property
-    def makespan_seconds(self) -> float:
-        """Of a step, as predicted."""
-        return self.layering.makespan_seconds
-
-
-@dataclass(frozen=True, slots=True)
-class Plans:
-    """What a search over candidates found.
-
-    Attributes:
-        ranked: what fits, fastest first.
-        bound_seconds: a lower bound of the makespan of every candidate, without overlap.
-        n_candidates, n_searched: how many there were, and how many were searched.
-    """
-
-    ranked: tuple[Estimate, ...]
-    bound_seconds: float
-    n_candidates: int
-    n_searched: int
-
-    @property
-    def least_seconds(self) -> float:
-        """The least makespan without overlap; infinity where nothing fits."""
-        return min((found.objective_seconds for found in self.ranked), default=math.inf)
-
-    @property
-    def gap(self) -> float:
-        """The share of the least makespan without overlap that is above the bound; 1 where nothing fits."""
-        least = self.least_seconds
-        return 1.0 if math.isinf(least) else max(1.0 - self.bound_seconds / least, 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What is searched.
-
-    Attributes:
-        limit_bytes: that a device may hold.
-        schedules: names to choose from.
-        stages: numbers to try; None: all with which the cluster has equal parts.
-        microbatches: the only number to try; None: several.
-        recomputing: other programs of the step, that compute again what they do not keep; tried where memory binds.
-        recomputes_stages: whether pipelines may do so, too.
-        until: the time (`time.perf_counter`) at which the search ends with what it has.
-        least_gain: of the objective, that is worth a search.
-    """
-
-    limit_bytes: float
-    schedules: Sequence[str] = ("1f1b",)
-    stages: Sequence[int] | None = None
-    microbatches: int | None = None
-    recomputing: Sequence[Recomputing] = ()
-    recomputes_stages: bool = False
-    until: float = math.inf
-    least_gain: float = 0.01
 
 
 def search_plans(traced: Traced, cluster: Cluster, problems: Problems, asked: Asked, progress: Progress = silent) -> Plans | None:
@@ -191,6 +84,7 @@ class _Known:
         work, floor: lower bounds: of all layers on all microbatches with the devices of one stage, and of computing one microbatch.
         meshes: per mesh the bound of the program of few layers.
         search: its search, once there was one.
+        again: those of the programs that compute again, once there were any.
         found: its best estimates, one a schedule.
         price: seconds a byte at which something fitted.
         is_raised: whether its bound heeds memory.
@@ -201,6 +95,7 @@ class _Known:
     floor: float
     meshes: list[float] = field(default_factory=list)
     search: LayerSearch | None = None
+    again: list[LayerSearch] | None = None
     found: list[Estimate] = field(default_factory=list)
     price: float = 0.0
     is_raised: bool = False
@@ -213,7 +108,8 @@ class _Planning:
     def __init__(self, traced: Traced, layers: Layers, programs: tuple[Traced, Traced], cluster: Cluster, problems: Problems, asked: Asked):
         self.traced, self.layers, self.cluster, self.problems, self.asked = traced, layers, cluster, problems, asked
         self.programs = programs
-        self.again: list[tuple[Traced, Traced]] | None = None  # the programs with recomputation, made when they are needed
+        self.again: list[tuple[int, int, tuple[Traced, Traced]]] | None = None  # recomputations, made when they are needed
+        self.until_cpu = time.thread_time() + asked.cpu_seconds
         self.fill = min(FILL[name] for name in asked.schedules)
         self.known: dict[Candidate, _Known] = {}
         self.price = 0.0  # seconds a byte at which something fitted
@@ -221,6 +117,18 @@ class _Planning:
     def run(self, progress: Progress) -> Plans:
         products = self.product_seconds()
         self.known = {each: _Known(products * each.n_stages, products * each.n_stages / each.n_microbatches) for each in self.candidates()}
+        ended_early = False
+        try:
+            self.explore(progress)
+        except self.asked.ends:
+            ended_early = True
+        ranked = sorted(self.found(), key=lambda found: (found.makespan_seconds, found.candidate, found.schedule))
+        n_searched = sum(known.search is not None for known in self.known.values())
+        bound = min(map(self.bound, self.known), default=0.0)
+        return Plans(tuple(ranked), min(bound, self.least()), len(self.known), n_searched, ended_early)
+
+    def explore(self, progress: Progress) -> None:
+        """Searches candidates, and raises bounds, as long as there is time and something to gain."""
         while self.has_time() and (candidate := self.next()) is not None:
             self.search(candidate, progress)
         while self.has_time() and (candidate := self.loosest()) is not None:
@@ -228,13 +136,9 @@ class _Planning:
                 self.search(candidate, progress)
             else:
                 self.raise_bound(candidate)
-        ranked = sorted(self.found(), key=lambda found: (found.makespan_seconds, found.candidate, found.schedule))
-        n_searched = sum(known.search is not None for known in self.known.values())
-        bound = min(map(self.bound, self.known), default=0.0)
-        return Plans(tuple(ranked), min(bound, self.least()), len(self.known), n_searched)
 
     def has_time(self) -> bool:
-        return time.perf_counter() < self.asked.until
+        return time.perf_counter() < self.asked.until and time.thread_time() < self.until_cpu
 
     def found(self) -> list[Estimate]:
         return [each for known in self.known.values() for each in known.found]
@@ -333,45 +237,48 @@ class _Planning:
         known, n = self.known[candidate], sum(each.search is not None for each in self.known.values())
         progress(f"pipelines: {candidate}", min(n / len(self.known), 1.0))
         try:
-            known.search = self.searched(candidate, self.programs, known.meshes)
+            known.search = self.searches(candidate, self.programs)
+            known.search.run(known.meshes or [0.0] * len(known.search.meshes))
         except (SearchLimitError, ShardingError, TraceError, InfeasibleError):
             known.is_raised = True  # nothing more is to be learned
             known.search = None
             known.work = math.inf
             return
         self.tell_others(candidate, known.search)
-        free = [(option, False) for option in known.search.free]
-        known.found = self.layered(candidate, free)
+        known.found = self.layered(candidate, known.search.free)
         if not known.found and self.bound(candidate) < self.fastest_objective():
             self.search_less_memory(candidate, known)
 
-    def searched(self, candidate: Candidate, programs: Sequence[Traced], meshes: Sequence[float]) -> LayerSearch:
+    def searches(self, candidate: Candidate, programs: Sequence[Traced], fewer: int = FEWER, again: int | None = None) -> LayerSearch:
+        """The searches of a candidate, of the step as it is or as it computes again, which are not run yet."""
         part = self.cluster.part(candidate.n_stages) if candidate.n_stages > 1 else self.cluster
         n = candidate.n_microbatches
         looped = [in_loop(program, n) if n > 1 else program for program in programs]
         problems = [self.problems(program, part) for program in looped]
-        search = LayerSearch(looped, self.layers.count, problems, _SEARCHER)
-        search.run(meshes or [0.0] * len(problems[0]))
-        return search
+        return LayerSearch(looped, self.layers.count, problems, _SEARCHER, fewer, again)
 
     def search_less_memory(self, candidate: Candidate, known: _Known) -> None:
-        """Finds plans of less memory, where none without a price on bytes fits: at a price that is known, or two more, and one between."""
+        """Finds plans of less memory, where none without a price on bytes fits: with recomputation, and at a few prices.
+
+        The price is one that is known, or two more, and one between. What computes most again is searched at prices, too.
+        """
         assert known.search is not None
-        free = known.search.free
         in_flight = max(max(self.in_flight(name, candidate)) for name in self.schedules(candidate))
-        whole = free[0].costs.of(self.layers.count / candidate.n_stages)
+        whole = known.search.free[0].costs.of(self.layers.count / candidate.n_stages)
         nbytes = whole.state_bytes + whole.other_bytes + in_flight * whole.kept_bytes
         known.price = self.price or candidate.n_microbatches * whole.objective_seconds / max(nbytes, 1.0)
+        known.again = self.recomputed(candidate, known.search)
+        options = [option for search in (known.search, *known.again) for option in search.free]
+        if known.again:
+            known.found = self.layered(candidate, options)
 
         def fits(price: float) -> bool:
-            options.extend((option, False) for option in known.search.priced(price, in_flight))
+            for search in (known.search, *known.again[-1:]):
+                options.extend(search.priced(price, in_flight))
             found = self.layered(candidate, options)
             known.found = found or known.found
             return bool(found)
 
-        options: list[tuple[Option, bool]] = [(option, False) for option in free] + self.recomputed(candidate)
-        if len(options) > len(free):
-            known.found = self.layered(candidate, options)
         price = known.price
         if fits(price):
             tried = price / PRICE_FACTOR
@@ -382,40 +289,50 @@ class _Planning:
             fits(tried)
             known.price = self.price = tried
         if not known.found:
-            self.leave_out(candidate, [option.costs for option, _ in options])
+            self.leave_out(candidate, options)
 
-    def leave_out(self, candidate: Candidate, options: Sequence[LayerCosts]) -> None:
+    def leave_out(self, candidate: Candidate, options: Sequence[Option]) -> None:
         """Leaves out numbers of microbatches that are hardly enough, where bytes shrink with the microbatch at most."""
         per_stage = -(-self.layers.count // candidate.n_stages)
-        least = min(each.peak_bytes(per_stage, 1, True) for each in options)
+        least = min(each.costs.peak_bytes(per_stage, 1, True) for each in options)
         for other, known in self.known.items():
             share = candidate.n_microbatches / other.n_microbatches
             if other.n_stages == candidate.n_stages and share < 1 and least * share > HARDLY * self.asked.limit_bytes:
                 known.needs_less = True
 
-    def recomputed(self, candidate: Candidate) -> list[tuple[Option, bool]]:
-        """Options that compute again what they do not keep, without prices."""
-        if candidate.n_stages > 1 and not self.asked.recomputes_stages:
-            return []
+    def recomputed(self, candidate: Candidate, plain: LayerSearch) -> list[LayerSearch]:
+        """The searches of the programs that compute again, without prices, on the meshes on which the plain one was solved for good."""
         if self.again is None:
-            made = [tuple(map(recomputing, self.programs)) for recomputing in self.asked.recomputing]
-            self.again = [(fewer, more) for fewer, more in made if fewer is not None and more is not None]
-        options: list[tuple[Option, bool]] = []
-        for programs in self.again:
+            self.again = list(self.shorter_again())
+        found = []
+        for number, n_fewer, programs in self.again:
             with suppress(SearchLimitError, ShardingError, TraceError):
-                options += [(option, True) for option in self.searched(candidate, programs, ()).free]
-        return options
+                search = self.searches(candidate, programs, n_fewer, number)
+                search.run([0.0 if len(mesh.answers) > 1 else math.inf for mesh in plain.meshes])
+                found.append(search)
+        return found
 
-    def layered(self, candidate: Candidate, options: Sequence[tuple[Option, bool]]) -> list[Estimate]:
-        """The best plan of each schedule, of stages that all have one mesh and one of these options each; of those that fit."""
+    def shorter_again(self) -> Iterator[tuple[int, int, tuple[Traced, Traced]]]:
+        """Of each recomputation its number, and its program with a few layers, how many, and with one more.
+
+        Its first or last layer may differ from the others and so not be among the repetitions.
+        """
+        for number, program in enumerate(self.asked.recomputing()):
+            layers = layers_of(program.graph)
+            programs = None if layers is None else _shorter(program, layers)
+            if layers is not None and programs is not None and layers.count <= self.layers.count:
+                yield number, FEWER + self.layers.count - layers.count, programs
+
+    def layered(self, candidate: Candidate, options: Sequence[Option]) -> list[Estimate]:
+        """The best plan of each schedule that fits, of stages that all have one mesh and recomputation, and one of these options each."""
+        groups: dict[tuple[int, int | None], list[Option]] = {}
+        for option in options:
+            groups.setdefault((option.mesh, option.again), []).append(option)
         found = []
         for name in self.schedules(candidate):
-            each = [
-                self.estimate(candidate, name, [one for one in options if one[0].mesh == mesh]) for mesh in {o.mesh for o, _ in options}
-            ]
-            if fitting := [estimate for estimate in each if estimate is not None]:
-                found.append(min(fitting, key=lambda estimate: estimate.makespan_seconds))
-        return found
+            each = [self.estimate(candidate, name, group) for group in groups.values()]
+            found.append(min(filter(None, each), key=lambda one: one.makespan_seconds, default=None))
+        return [each for each in found if each is not None]
 
     def schedules(self, candidate: Candidate) -> list[str]:
         """Those that the candidate may have."""
@@ -437,9 +354,9 @@ class _Planning:
         few = min(candidate.n_microbatches, 4 * n) if name != "gpipe" else candidate.n_microbatches
         return stages_in_flight(schedule_of(name, n, few - few % n if name == "interleaved" else few))
 
-    def estimate(self, candidate: Candidate, name: str, options: Sequence[tuple[Option, bool]]) -> Estimate | None:
-        """The best plan under one schedule and on one mesh; None where nothing fits."""
-        costs = [option.costs for option, _ in options]
+    def estimate(self, candidate: Candidate, name: str, options: Sequence[Option]) -> Estimate | None:
+        """The best plan under one schedule, on one mesh and with one recomputation; None where nothing fits."""
+        costs = [option.costs for option in options]
         alive, send, n = self.in_flight(name, candidate), self.send_seconds(candidate), candidate.n_microbatches
         fill = FILL[name]
         layering = best_layering(costs, self.layers.count, n, alive, self.asked.limit_bytes, send, fill)
@@ -450,8 +367,8 @@ class _Planning:
         times = [stage.objective_seconds for stage in stages]
         slowest = max(*times, send)
         objective = n * slowest + fill * (sum(times) - max(times)) + max(stage.once_seconds for stage in stages) + 2 * last * send
-        mesh = self.known_mesh(candidate, options[0][0])
-        return Estimate(candidate, name, mesh, layering, tuple(costs), any(options[o][1] for o in layering.options), objective)
+        mesh = self.known_mesh(candidate, options[0])
+        return Estimate(candidate, name, mesh, layering, tuple(costs), options[0].again, objective)
 
     def known_mesh(self, candidate: Candidate, option: Option) -> Mesh:
         search = self.known[candidate].search
@@ -477,10 +394,14 @@ class _Planning:
         known.is_raised = True
         if known.search is None or not (price := known.price or self.price):
             return
+        if known.again is None:
+            known.again = self.recomputed(candidate, known.search)
+        for search in known.again:
+            search.run(known.meshes)
         enough = known.work * self.least() / max(self.bound(candidate), 1e-30)
         limit = candidate.n_stages * self.asked.limit_bytes
         for _ in range(BOUND_PRICES):  # the best one is not known, and the bound has one maximum over prices
-            bound = known.search.bound_within(limit, price, enough)
+            bound = min(search.bound_within(limit, price, enough) for search in (known.search, *known.again))
             is_past = known.search.bound_seconds < bound < known.work
             known.work = max(known.work, bound)
             if is_past or known.work >= enough:

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import autoshard
-from autoshard.api.full_plan import Searches, checked_plan, checked_schedule, fullest
+from autoshard.api.full_plan import LEAST_SECONDS, Searches, checked_plan, checked_schedule, fullest
+from autoshard.api.prepared import traced_of
+from autoshard.api.stage_searches import Call, in_stages
+from autoshard.api.strategy import Strategy
+from autoshard.api.user_pins import Asked
 from autoshard.cluster import Cluster
 from autoshard.ir import Mesh
 from autoshard.pipeline.layering import Layering
-from autoshard.pipeline.plan_search import Candidate, Estimate, Plans
+from autoshard.pipeline.plan_search import search_plans
+from autoshard.pipeline.plans import Asked as Wanted
+from autoshard.pipeline.plans import Candidate, Estimate, Plans
 from autoshard.progress import silent
+from autoshard.recompute import Options, rematerialised
+from autoshard.search import DynamicProgramming
 from benchmarks import models
+from benchmarks.plans import _problems
 
 
 def small(n_layers=4, batch=8):
@@ -38,7 +50,7 @@ def refused(*_):
 def estimate(n_stages, seconds, schedule="1f1b"):
     """Of a plan that promises so many seconds."""
     layering = Layering((1,) * n_stages, (0,) * n_stages, seconds, (1.0,) * n_stages)
-    return Estimate(Candidate(n_stages, 4), schedule, Mesh((("data", 4 // n_stages),)), layering, (), False, seconds)
+    return Estimate(Candidate(n_stages, 4), schedule, Mesh((("data", 4 // n_stages),)), layering, (), None, seconds)
 
 
 def test_the_answer_is_the_fastest(found):
@@ -104,10 +116,54 @@ def test_a_search_that_is_interrupted_has_its_best_answer(found):
 
     best = fullest(Searches(lambda *_: plain, lambda *_: None, interrupted), CLUSTER, None, silent, (KeyboardInterrupt,))
     assert best.cost == plain.cost
-    with pytest.raises(KeyboardInterrupt):
-        fullest(Searches(refused, interrupted, None), CLUSTER, None, silent, (KeyboardInterrupt,))
+    first = fullest(Searches(lambda *_: plain, interrupted, None), CLUSTER, None, silent, (KeyboardInterrupt,))
+    assert first.cost == plain.cost
     with pytest.raises(KeyboardInterrupt):
         fullest(Searches(lambda *_: plain, lambda *_: None, interrupted), CLUSTER, None, silent)
+
+
+def test_an_interrupt_is_for_the_searches_that_are_left_too(found):
+    """After Ctrl-C in the comparison of plans, or in the search without stages, each other search has hardly any time."""
+    plain, pipeline = found
+    early = Strategy(replace(plain.record, stats={"ended_early": 1}), plain._traced)
+    near = [estimate(1, 1e9), estimate(2, 0.0)]
+    for whole, ended in ((plain, True), (early, False)):
+        plans, given = Plans(tuple(near), 0.0, 2, 2, ended), []
+
+        def timed(strategy, seconds, given=given):
+            given.append(seconds)
+            return strategy
+
+        searches = Searches(lambda s, like: timed(whole, s), lambda *_: plans, lambda n, like, s: timed(pipeline, s))  # noqa: B023
+        fullest(searches, CLUSTER, None, silent, (KeyboardInterrupt,))
+        assert given == ([LEAST_SECONDS] if ended else [None])
+
+
+@pytest.mark.slow
+def test_a_planned_pipeline_computes_again_what_its_plan_says():
+    """Where plain stages do not fit: its step time is the plan's within some per cent, its peak within the limit, its loss equal."""
+    fn, args = models.gpt(8, 256, 4, 256, batch=32, length=256, dtype=jnp.float32)
+    known = traced_of(fn, args, 0, (), CLUSTER)
+    chosen = Options(known[0], known[1], CLUSTER.device).all[-1]
+    program = rematerialised(known[0], chosen)
+
+    def plan(limit):
+        asked = Wanted(limit, stages=[2], microbatches=8, recomputing=lambda: [program])
+        return search_plans(known[0], CLUSTER, partial(_problems, None, {}), asked).ranked[0]
+
+    free = plan(1e15)
+    limit = 0.75 * max(free.layering.peak_bytes)
+    found = plan(limit)
+    assert (free.again, found.again) == (None, 0)
+    call = Call(fn, args, CLUSTER, DynamicProgramming(), dict(found.mesh.axes), Asked.of({}, None), limit, 0, 8, "1f1b", "fit", (), None,
+                silent, chosen)  # fmt: skip
+    strategy = in_stages(call, 2, known)
+    assert strategy.record.program.remat is not None
+    assert strategy.cost.makespan_seconds == pytest.approx(found.makespan_seconds, rel=0.1)
+    assert strategy.cost.peak_bytes <= limit
+    state, *batch = jax.tree.map(lambda x: jnp.full(x.shape, 0.01 if jnp.issubdtype(x.dtype, jnp.floating) else 1, x.dtype), args)
+    _, loss = strategy.apply(fn, devices=jax.devices()[:4])(state, *batch)
+    np.testing.assert_allclose(loss, fn(state, *batch)[1], rtol=1e-5)
 
 
 @pytest.mark.slow

@@ -49,6 +49,21 @@ def test_scanned_layers_on_stages():
     assert [message.backward for stage in run.staged.stages for message in stage.sends if message.kind == "loop"] == [False, True]
 
 
+@pytest.mark.parametrize("layers", [5, 6])
+def test_stages_may_have_different_numbers_of_layers(layers):
+    """Five and six equal layers on four stages: each has one or two."""
+    fn, args = scanned(layers)
+    stages = stages_of(trace(fn, *args), 4, 4).stages
+    products = [sum(op.primitive == "dot_general" for op in stage.traced.graph.walk()) for stage in stages]
+    assert max(products) <= 2 * min(products) and sum(products) == 6 * layers
+
+
+def test_unequal_stages_compute_what_the_step_computes():
+    """Three layers on two stages."""
+    fn, args = scanned(3)
+    compared(pipelined(fn, args, 2, 4), args)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("n_stages", [2, 4])
 @pytest.mark.parametrize("remat", [False, True])

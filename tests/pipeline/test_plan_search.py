@@ -11,7 +11,8 @@ from autoshard.compilers import compiler_of
 from autoshard.compilers.program_facts import program_facts
 from autoshard.ir import Mesh
 from autoshard.judge.model import CostModel
-from autoshard.pipeline.plan_search import FILL, Asked, Candidate, search_plans
+from autoshard.pipeline.plan_search import search_plans
+from autoshard.pipeline.plans import FILL, Asked, Candidate
 from autoshard.problem import Problem
 from autoshard.recompute import Options, rematerialised
 from autoshard.rules import rules_of
@@ -76,22 +77,51 @@ def test_memory_is_kept_and_raises_the_bound():
 
 
 def test_recomputation_is_tried_where_memory_binds():
-    """A program that computes again is a plan where the plain one does not fit, and is not made where it does."""
-    made = []
+    """A program that computes again is the plan of all stages where the plain one does not fit, and is not made where it does."""
+    fn, args = models.gpt(6, 64, 4, 128, batch=16, length=128)
+    whole, made = trace(fn, *args, donate_argnums=0), []
 
-    def recomputing(program):
-        made.append(program)
-        options = Options(program, program_facts(program.graph, rules_of(program.graph), compiler_of(CLUSTER)), CLUSTER.device)
-        return rematerialised(program, options.full)
+    def recomputing():
+        options = Options(whole, program_facts(whole.graph, rules_of(whole.graph), compiler_of(CLUSTER)), CLUSTER.device)
+        made.append(rematerialised(whole, options.full))
+        return made
 
-    free = plans(stages=[1], microbatches=1, recomputing=[recomputing])
-    assert not free.ranked[0].recomputes
+    asked = {"stages": [2], "microbatches": 8, "recomputing": recomputing, "traced": whole}
+    free = plans(**asked).ranked[0]
+    assert free.again is None
     assert not made
-    limit = 0.95 * max(free.ranked[0].layering.peak_bytes)
-    found = plans(limit, stages=[1], microbatches=1, recomputing=[recomputing])
-    assert len(made) == 2
-    assert found.ranked
-    assert max(found.ranked[0].layering.peak_bytes) <= limit
+    limit = 0.7 * max(free.layering.peak_bytes)
+    found = plans(limit, **asked).ranked[0]
+    assert len(made) == 1
+    assert found.again == 0
+    assert sum(found.layering.layers) == 6
+    assert max(found.layering.peak_bytes) <= limit
+    assert found.objective_seconds > free.objective_seconds
+
+
+def test_a_search_that_is_interrupted_has_what_was_found_by_then():
+    """Its plans, and a bound of all candidates, those without a search among them."""
+    calls = []
+
+    def interrupted(traced, cluster):
+        calls.append(cluster)
+        if len(calls) > 2:
+            raise KeyboardInterrupt
+        return problems(traced, cluster)
+
+    found = search_plans(step(), CLUSTER, interrupted, Asked(math.inf, ends=(KeyboardInterrupt,)))
+    assert found.ended_early
+    assert found.n_searched == 1
+    assert 0 < found.bound_seconds <= found.least_seconds
+    with pytest.raises(KeyboardInterrupt):
+        search_plans(step(), CLUSTER, interrupted, Asked(math.inf))
+
+
+def test_seconds_of_this_thread_end_a_search():
+    """With none there is no search, and a bound all the same."""
+    found = plans(cpu_seconds=0.0)
+    assert (found.ranked, found.n_searched) == ((), 0)
+    assert found.bound_seconds > 0
 
 
 def test_numbers_that_are_asked_for():

@@ -1,0 +1,123 @@
+"""Plans of a step as a search over stages and microbatches compares them: what is asked for, and what is found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from autoshard.cluster import Cluster
+from autoshard.ir import Mesh
+from autoshard.pipeline.layer_costs import LayerCosts
+from autoshard.pipeline.layering import Layering
+from autoshard.problem import Problem
+from autoshard.trace import Traced
+
+FILL = {"1f1b": 1.0, "gpipe": 1.0, "interleaved": 0.5, "zero_bubble": 1 / 3}
+"""Per schedule the share of the other stages' time for one microbatch in which a stage waits.
+
+Two chunks a stage halve it; ZB-H1 fills what the gradients of weights take, a third forward and backward (Qi et al., 2023).
+"""
+
+
+class Problems(Protocol):
+    """The search problems of a program on some devices, without a memory limit: one a mesh and placement, in an order of its own."""
+
+    def __call__(self, traced: Traced, cluster: Cluster) -> Sequence[Problem]: ...
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Candidate:
+    """A number of stages, and one of microbatches."""
+
+    n_stages: int
+    n_microbatches: int
+
+    def __str__(self) -> str:
+        return f"{self.n_stages} stages, {self.n_microbatches} microbatches"
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A candidate with its predicted costs.
+
+    Attributes:
+        candidate: the numbers.
+        schedule: the schedule's name.
+        mesh: of a stage's devices.
+        layering: the layers of each stage.
+        options: the plans that a stage may have.
+        again: the number of the recomputation among those asked for; None: nothing is computed again.
+        objective_seconds: the makespan without overlap, to compare with bounds.
+    """
+
+    candidate: Candidate
+    schedule: str
+    mesh: Mesh
+    layering: Layering
+    options: tuple[LayerCosts, ...]
+    again: int | None
+    objective_seconds: float
+
+    @property
+    def makespan_seconds(self) -> float:
+        """Of a step, as predicted."""
+        return self.layering.makespan_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Plans:
+    """What a search over candidates found.
+
+    Attributes:
+        ranked: what fits, fastest first.
+        bound_seconds: a lower bound of the makespan of every candidate, without overlap.
+        n_candidates, n_searched: how many there were, and how many were searched.
+        ended_early: whether an exception ended the search.
+    """
+
+    ranked: tuple[Estimate, ...]
+    bound_seconds: float
+    n_candidates: int
+    n_searched: int
+    ended_early: bool = False
+
+    @property
+    def least_seconds(self) -> float:
+        """The least makespan without overlap; infinity where nothing fits."""
+        return min((found.objective_seconds for found in self.ranked), default=math.inf)
+
+    @property
+    def gap(self) -> float:
+        """The share of the least makespan without overlap that is above the bound; 1 where nothing fits."""
+        least = self.least_seconds
+        return 1.0 if math.isinf(least) else max(1.0 - self.bound_seconds / least, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is searched.
+
+    Attributes:
+        limit_bytes: that a device may hold.
+        schedules: names to choose from.
+        stages: numbers to try; None: all with which the cluster has equal parts.
+        microbatches: the only number to try; None: several.
+        recomputing: makes other programs of the step, that compute again what they do not keep, from little time to little memory; called
+            where memory binds.
+        until: the time (`time.perf_counter`) at which the search ends with what it has.
+        cpu_seconds: of this thread, after which it does so, too.
+        ends: exceptions after which it does so, too.
+        least_gain: of the objective, that is worth a search.
+    """
+
+    limit_bytes: float
+    schedules: Sequence[str] = ("1f1b",)
+    stages: Sequence[int] | None = None
+    microbatches: int | None = None
+    recomputing: Callable[[], Sequence[Traced]] = tuple
+    until: float = math.inf
+    cpu_seconds: float = math.inf
+    ends: tuple[type[BaseException], ...] = ()
+    least_gain: float = 0.01
