@@ -113,14 +113,14 @@ def what_if(
             )
         args = with_batch_size(strategy, traced, call[1], batch)
         axes = (*(record.mesh.names if wanted is None else wanted.names), *asked.axes)
-        traced, facts, seconds = traced_of(
-            call[0], args, record.donate_argnums, axes, there, record.program.microbatches, record.program.remat
-        )
+        program = record.program
+        rewritten = {"microbatches": program.microbatches, "remat": program.remat, "stages": program.stages}
+        traced, facts, seconds = traced_of(call[0], args, record.donate_argnums, axes, there, **rewritten)
         call = call[0], args
     else:
         facts, seconds = program_facts(traced.graph, rules_of(traced.graph), compiler_of(there)), {}
     both = _with(own, asked, traced, wanted is None)
-    meshes, _ = meshes_of(there, both, wanted, given if isinstance(given, int) else 2)
+    meshes, _ = meshes_of(there, both, wanted, given if isinstance(given, int) else 2, record.program.stages)
     prepared = Prepared(traced, facts, there, meshes, 0, both, there.memory_limit_bytes, seconds, call)
     solution, problem, searcher = _searched(prepared, given)
     after = prepared.strategy(problem.mesh, solution, searcher)

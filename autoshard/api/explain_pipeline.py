@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autoshard.pipeline.drawing import draw
-from autoshard.pipeline.schedule import PieceSeconds, Timeline, in_flight, schedule_of, simulate
+from autoshard.pipeline.schedule import ONE_PROGRAM, PieceSeconds, Schedule, Task, Timeline, in_flight, schedule_of, simulate
 from autoshard.render import Drawing, Heading, Paragraph, Part, Table, format_bytes, format_percent, format_seconds
 from autoshard.strategy import PipelineRecord, Record
 
@@ -14,7 +14,7 @@ def pipeline_parts(record: Record) -> list[Part]:
     """The section on a pipeline's stages; none where there are none."""
     pipeline = record.pipeline
     if pipeline is None:
-        return []
+        return [] if record.program.stages == 1 else _one_program(record)
     timeline = timeline_of(record, pipeline)
     alive = in_flight(timeline.schedule)
     rows = tuple(
@@ -40,6 +40,19 @@ def pipeline_parts(record: Record) -> list[Part]:
     idle = f"Stages are idle {format_percent(timeline.bubble_fraction)} of the time between the first and the last task."
     said = f"Schedule {pipeline.schedule}: {record.program.microbatches} microbatches{several}. {idle}"
     return [Heading("Pipeline"), Paragraph(said), Drawing(draw(timeline, WIDTH)), Table(columns, rows, notes)]
+
+
+def _one_program(record: Record) -> list[Part]:
+    """The section on stages that are one program: their ticks."""
+    n, m = record.program.stages, record.program.microbatches
+    tasks = [Task(kind, i) for kind, order in (("F", range(m)), ("B", reversed(range(m)))) for i in order]
+    timeline = simulate(Schedule(ONE_PROGRAM, (tuple(tasks),) * n), PieceSeconds(1.0, 1.0))
+    said = (
+        f"Schedule {ONE_PROGRAM}: {m} microbatches in {n} stages of the scanned layers, which run in {m + n - 1} ticks forward and as many "
+        f"backward. A stage computes in all of them, and in {format_percent((n - 1) / (m + n - 1))} of them nothing that counts; the rest "
+        "of the step is shared among all stages' devices."
+    )
+    return [Heading("Pipeline"), Paragraph(said), Drawing(draw(timeline, WIDTH))]
 
 
 def timeline_of(record: Record, pipeline: PipelineRecord) -> Timeline:

@@ -13,6 +13,7 @@ from autoshard.api.user_pins import UserPins, constraints
 from autoshard.cluster import Cluster
 from autoshard.errors import ClusterError, ShardingError
 from autoshard.ir import Graph, Mesh, axes_of_product
+from autoshard.lower import STAGE_AXIS
 from autoshard.mesh_search.candidates import candidate_meshes, placed
 from autoshard.search import Searcher
 from autoshard.trace import axes_of, mesh_in_force
@@ -30,10 +31,13 @@ class _Fixed:
     what: str
 
 
-def meshes_of(cluster: Cluster, pins: UserPins, given: Mesh | None, max_axes: int) -> tuple[tuple[Mesh, ...], bool]:
+def meshes_of(cluster: Cluster, pins: UserPins, given: Mesh | None, max_axes: int, stages: int = 1) -> tuple[tuple[Mesh, ...], bool]:
     """The meshes to try, and whether nobody named their axes.
 
     They are the given one in its best placements, the one that the program or an argument fixes, or all that have the axes of pins.
+
+    Args:
+        stages: those of one program, which have the first axis; others are for the devices of each.
 
     Raises:
         ShardingError: an axis of a pin is misspelt, or two of the pins, the program and ``given`` are on different meshes.
@@ -48,8 +52,17 @@ def meshes_of(cluster: Cluster, pins: UserPins, given: Mesh | None, max_axes: in
         return (mesh,), False
     names = pins.axes
     _check_spelling(pins.asked.axes)
+    if stages > 1:
+        names, n = tuple(axis for axis in names if axis != STAGE_AXIS), cluster.n_devices // stages
+        own = candidate_meshes(n, names, max_axes) if n > 1 or names else (Mesh(()),)
+        return placed(cluster, [with_stage_axis(mesh, stages) for mesh in own], renamed=False), False
     found = candidate_meshes(cluster.n_devices, names, max_axes)
     return placed(cluster, found, renamed=not names), not names
+
+
+def with_stage_axis(mesh: Mesh, stages: int) -> Mesh:
+    """The mesh of all devices, of which each stage of one program has a part with this mesh; itself for one stage."""
+    return mesh if stages == 1 else Mesh(((STAGE_AXIS, stages), *mesh.axes))
 
 
 def fixed_mesh(cluster: Cluster, pins: UserPins) -> Mesh:

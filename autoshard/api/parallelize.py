@@ -23,6 +23,7 @@ from autoshard.api.recomputing import checked_remat
 from autoshard.api.search import search
 from autoshard.api.step import Sharded, Step, call_type, plain, positional, several
 from autoshard.api.strategy import Strategy
+from autoshard.api.ticking import is_one_program
 from autoshard.api.user_pins import Asked, Pins
 from autoshard.cluster import Cluster
 from autoshard.errors import StrategyError, TraceError
@@ -263,9 +264,10 @@ def parallelize(
         raise TraceError(f"parallelize takes a function, and options by name, got {fn!r:.80}. Write @parallelize(cluster='cpu:8').")
     searcher_of(searcher)  # what is misspelt is said here, not at the first call
     asked = Asked.of(pins, batch_axes)
+    is_one = is_one_program(schedule, stages, plan)
     is_full = checked_plan(plan, stages, mesh)
     checked_schedule(schedule, is_full or stages is not None)
-    if is_full or stages is not None:
+    if not is_one and (is_full or stages is not None):
         check_pipeline(2 if is_full else stages, schedule, confirm, start, asked, "plan" if is_full else "stages", offload)
     if cluster is not None:
         options["cluster"] = Cluster.of(cluster)

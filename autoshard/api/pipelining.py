@@ -31,7 +31,7 @@ from autoshard.microbatch import divisors
 from autoshard.pipeline import Stage, Staged, stages_of
 from autoshard.pipeline.figures import StageFigures, stage_figures
 from autoshard.pipeline.micro import loop_of
-from autoshard.pipeline.schedule import SCHEDULES, PieceSeconds, Schedule, pieces_in_flight, schedule_of, simulate
+from autoshard.pipeline.schedule import ONE_PROGRAM, SCHEDULES, PieceSeconds, Schedule, pieces_in_flight, schedule_of, simulate
 from autoshard.pipeline.tasks import joins_tasks
 from autoshard.problem import Problem
 from autoshard.progress import Progress, part
@@ -92,7 +92,8 @@ def check_pipeline(stages: Any, schedule: Any, confirm: Any, start: Any, pins: A
     if isinstance(stages, bool) or not isinstance(stages, int) or stages < 2:
         raise ShardingError(f"stages are a whole number, 2 or more, or None for no pipeline, got {stages!r}. Use 2, for instance.")
     if schedule is not None and schedule not in SCHEDULES:
-        raise ShardingError(f"a schedule is one of {', '.join(SCHEDULES)}, got {schedule!r}. Use '1f1b', for instance.")
+        names = ", ".join((*SCHEDULES, ONE_PROGRAM))
+        raise ShardingError(f"a schedule is one of {names}, got {schedule!r}. Use '1f1b', for instance.")
     given = {"confirm": confirm is not None, "start": start is not None, "batch_axes": bool(pins.batch_axes)}
     given |= {"pins='arguments'": pins.arguments, "offload": offload is not None}
     if names := [name for name, is_given in given.items() if is_given]:

@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from autoshard.api.meshes import MOST_AXES, given_mesh, meshes_of, most_axes
+from autoshard.api.meshes import MOST_AXES, given_mesh, meshes_of, most_axes, with_stage_axis
 from autoshard.api.notes import lowered_otherwise, whole, without_rules
 from autoshard.api.recorded import Call, abstract_call, record_of
 from autoshard.api.start import better, carried
@@ -33,6 +33,7 @@ from autoshard.mesh_search.candidates import placed
 from autoshard.mesh_search.refinement import refined
 from autoshard.mesh_search.search import Refused, search_meshes
 from autoshard.microbatch import microbatched
+from autoshard.pipeline.one_program import in_one_program
 from autoshard.problem import Hints, Problem
 from autoshard.progress import Progress
 from autoshard.recompute import offloaded, optimizer_state, rematerialised
@@ -116,6 +117,7 @@ def prepare(
     remat=None,
     whole=None,
     offload=False,
+    stages=1,
 ):
     """What `search` is given, checked, traced and with the meshes that are worth trying; arguments are `search`'s, and `traced_of`'s."""
     cluster = cluster_of(cluster)
@@ -123,11 +125,12 @@ def prepare(
     most = most_axes(mesh, searcher)
     given = None if mesh is None or isinstance(mesh, int) else given_mesh(mesh)
     if given is not None:
+        given = with_stage_axis(given, stages)
         cluster.check(given)
     axes = (*asked.axes, *(given.names if given else ()))
-    traced, facts, seconds = traced_of(fn, args, donate_argnums, axes, cluster, microbatches, remat, whole, offload)
+    traced, facts, seconds = traced_of(fn, args, donate_argnums, axes, cluster, microbatches, remat, whole, offload, stages)
     pins = user_pins(asked, traced.graph, own_annotations(fn, args, traced), given is None)
-    meshes, is_free = meshes_of(cluster, pins, given, most)
+    meshes, is_free = meshes_of(cluster, pins, given, most, stages)
     finest = (mesh or MOST_AXES) if is_free and searcher.automatic else 0
     prepared = Prepared(traced, facts, cluster, meshes, finest, pins, limit, seconds, abstract_call(fn, args))
     return prepared if not asked.batch_axes else _with_batch(prepared)
@@ -166,17 +169,20 @@ def traced_of(
     remat: Remat | None = None,
     whole: Traced | None = None,
     offload: bool = False,
+    stages: int = 1,
 ) -> tuple[Traced, ProgramFacts, dict[str, float]]:
     """The traced function, its facts for the cluster's compiler, and what tracing took.
 
     Args:
         whole: the function as it was traced in one microbatch without recomputation, if it was.
         offload: whether optimizer state is in the memory of hosts.
+        stages: into how many its scanned layers are divided that run at the same time, in one program.
     """
     started = time.perf_counter()
     if whole is None:
         whole = whole_of(fn, args, donate_argnums, axis_names)
-    traced = microbatched(rematerialised(whole, remat), microbatches)
+    traced = rematerialised(whole, remat)
+    traced = in_one_program(traced, stages, microbatches) if stages > 1 else microbatched(traced, microbatches)
     traced = offloaded(traced, optimizer_state(traced)) if offload else traced
     facts = program_facts(traced.graph, rules_of(traced.graph), compiler_of(cluster))
     return traced, facts, {"trace_seconds": time.perf_counter() - started, "n_ops": len(traced.graph.walk())}

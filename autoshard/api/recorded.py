@@ -53,7 +53,14 @@ def record_of(
     return Record(
         name=f"{graph.name}_{searcher.name}",
         program=Program(
-            graph.name, graph.fingerprint, len(graph.walk()), len(graph.values), traced.microbatches, traced.remat, traced.offload
+            name=graph.name,
+            fingerprint=graph.fingerprint,
+            n_ops=len(graph.walk()),
+            n_values=len(graph.values),
+            microbatches=traced.microbatches,
+            remat=traced.remat,
+            offload=traced.offload,
+            stages=traced.stages,
         ),
         cluster=cluster.to_dict(),
         mesh=mesh,

@@ -24,12 +24,13 @@ from autoshard.api.microbatching import Microbatches, checked_number
 from autoshard.api.notes import whole, without_rules
 from autoshard.api.offloading import checked_offload
 from autoshard.api.pipelining import check_pipeline
-from autoshard.api.prepared import cluster_of, own_annotations, prepare, traced_of, with_recomputation
+from autoshard.api.prepared import cluster_of, own_annotations, prepare, traced_of, whole_of, with_recomputation
 from autoshard.api.recomputing import checked_remat
 from autoshard.api.recorded import abstract_call, record_of
 from autoshard.api.stage_searches import Call, full, in_stages
 from autoshard.api.start import checked
 from autoshard.api.strategy import Strategy
+from autoshard.api.ticking import check_parts, fastest, is_one_program
 from autoshard.api.user_pins import ARGUMENTS, Asked, Pins, user_pins
 from autoshard.cluster import Cluster
 from autoshard.errors import ShardingError
@@ -118,7 +119,8 @@ def search(
             microbatch (`autoshard.pipeline`). Without a number of ``microbatches`` as many, twice and four times as many are tried.
             None: every device computes the whole step.
         schedule: the order of a pipeline's tasks: ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` or ``"zero_bubble"``. None: ``"1f1b"``, or
-            with ``plan="full"`` the fastest.
+            with ``plan="full"`` the fastest. Or ``"one_program"``: scanned layers in stages that are one program, in which all of them
+            compute at the same time (`autoshard.pipeline.one_program`).
         plan: ``"full"`` searches pipelines too: numbers of stages and of microbatches, and schedules, by the step time that the costs of
             the step's own layers promise, the best of them as a whole or stage by stage; the fastest is the answer. ``mesh`` and ``stages``
             are then left out. ``"sharding"``: no pipeline that ``stages`` does not ask for.
@@ -145,9 +147,10 @@ def search(
     given = limit_seconds if how is None or limit_seconds is None else limit_seconds / 2
     if given is not None:
         chosen = chosen.limited(given)
+    n_stages = stages if is_one_program(schedule, stages, plan) else 1
     is_full = checked_plan(plan, stages, mesh)
     checked_schedule(schedule, is_full or stages is not None)
-    if is_full or stages is not None:
+    if n_stages == 1 and (is_full or stages is not None):
         wanted = Asked.of(pins, batch_axes)
         option = "plan" if is_full else "stages"
         check_pipeline(2 if is_full else stages, schedule, how, start, wanted, option, offload)
@@ -160,13 +163,23 @@ def search(
                                       microbatches=microbatches, memory_limit_bytes=memory_limit_bytes, donate_argnums=donate_argnums,
                                       interruptible=interruptible), remat)  # fmt: skip
     with shown(progress) as callback, rarely_collecting(), outside_mesh(keep_auto=True):
-        asked = partial(prepare, fn, args, cluster, chosen, mesh, Asked.of(pins, batch_axes), memory_limit_bytes, donate_argnums)
+        wanted = Asked.of(pins, batch_axes)
+        asked = partial(prepare, fn, args, cluster, chosen, mesh, wanted, memory_limit_bytes, donate_argnums)
         ends, own = endings(given, interruptible), part(callback, 0.0, 1.0 if how is None else SEARCHING)
         n_finalists = 1 if how is None else how.finalists
         reserves = memory_limit_bytes is None
-        attempts = Attempts(asked, chosen, microbatches, remat, offload, mesh, start, reserves, own, ends, given, n_finalists)
-        prepared, solution, problem = attempts.found()
-        started = attempts.started
+
+        def attempts(number: Microbatches, seconds: float | None, progress: Progress) -> Attempts:
+            return Attempts(asked, chosen, number, remat, offload, mesh, start, reserves, progress, ends, seconds, n_finalists)
+
+        if n_stages > 1:
+            check_parts(cluster_of(cluster), n_stages)
+            asked = partial(asked, stages=n_stages)
+            once = partial(whole_of, fn, args, donate_argnums, wanted.axes)
+            (prepared, solution, problem), started = fastest(attempts, once, n_stages, microbatches, given, own)
+        else:
+            one = attempts(microbatches, given, own)
+            (prepared, solution, problem), started = one.found(), one.started
         solving, searching = solution.stats.get("search_seconds", 0.0), time.perf_counter() - started
         stats = {**solution.stats, "solve_seconds": solving, "search_seconds": searching}
         strategies = [prepared.strategy(problem.mesh, replace(solution, stats=stats), chosen)]

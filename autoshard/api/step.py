@@ -28,6 +28,7 @@ from autoshard.ir import Graph, Layout, Rule, replicated, result_layouts
 from autoshard.judge.model import CostModel
 from autoshard.lower import ReshardPath, constrained, derived_from, lowering_mesh, manual_program, obstacle, to_named_sharding
 from autoshard.microbatch import microbatched
+from autoshard.pipeline.one_program import in_one_program
 from autoshard.recompute import offloaded, rematerialised
 from autoshard.rules import rules_of
 from autoshard.strategy import Record, check_program
@@ -303,7 +304,10 @@ def program_of(
     def program(args: tuple) -> tuple[Traced, tuple[Rule | None, ...], ReshardPath]:
         traced = trace(plain(fn), *args, donate_argnums=record.donate_argnums, axis_names=record.mesh.names, before=before)
         traced = rematerialised(traced, record.program.remat)
-        traced = microbatched(traced, record.program.microbatches) if record.pipeline is None else traced
+        if record.program.stages > 1:
+            traced = in_one_program(traced, record.program.stages, record.program.microbatches)
+        elif record.pipeline is None:
+            traced = microbatched(traced, record.program.microbatches)
         traced = offloaded(traced, record.program.offload)
         graph, rules = traced.graph, rules_of(traced.graph)
         check_program(record, graph, rules)

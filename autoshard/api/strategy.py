@@ -263,7 +263,8 @@ class Strategy:
         if self.offload:
             raise StrategyError("pins shard a program as it is, and this strategy keeps state on hosts. Search with offload=None.")
         if self.microbatches > 1:
-            how, option = ("a pipeline", "stages") if self.record.pipeline else (f"{self.microbatches} microbatches", "microbatches")
+            is_pipeline = self.record.pipeline is not None or self.record.program.stages > 1
+            how, option = ("a pipeline", "stages") if is_pipeline else (f"{self.microbatches} microbatches", "microbatches")
             raise StrategyError(f"pins shard a program as it is, and this strategy runs it as {how}. Search with {option}=None.")
         traced, rules, path = program_of(fn, args, self.record, before=self._traced)
         graph = traced.graph

@@ -16,6 +16,7 @@ from autoshard.api.argument_shardings import kept_shardings, quoted, some, spec_
 from autoshard.errors import ShardingError
 from autoshard.ir import Assignment, Graph, Layout, Mesh, check_divides, layout_to_spec, spec_to_layout
 from autoshard.ir.naming import matches_of, matching
+from autoshard.lower import STAGE_AXIS
 from autoshard.problem import Pin
 from autoshard.trace import Annotation, axes_of, constraint_spec
 
@@ -172,6 +173,8 @@ class UserPins:
         found.update((value, tuple(frozenset((dim,)) for dim in layout)) for value, layout in self.fixed.items())
         for place, spec, _ in constraints(self.graph):
             found[place.value] = _pin(tuple(spec), mesh, self.graph.values[place.value].shape, place.what)
+            if STAGE_AXIS in axes_of(spec):  # what one stage has it does not send to be put together and taken apart again
+                found.setdefault(place.operand, found[place.value])
         return found
 
     def _of_arguments(self, mesh: Mesh) -> dict[int, Pin]:

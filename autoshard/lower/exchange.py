@@ -16,6 +16,7 @@ from jax import lax
 
 from autoshard.ir import Dims, Rule
 from autoshard.rules.contraction import conv_window
+from autoshard.rules.shape import shift
 from autoshard.rules.window import Window, pool_window
 
 Bind = Callable[..., Sequence[Any]]
@@ -125,6 +126,19 @@ def _rev(bind: Bind, params: Mapping[str, Any], rule: Rule, splits: Sequence[Spl
     return list(bind(x))
 
 
+def _pad(bind: Bind, params: Mapping[str, Any], rule: Rule, splits: Sequence[Split], x: Any, fill: Any) -> list[Any]:
+    """The shard with the positions that are shifted into it, and without those that are shifted out."""
+    config = list(params["padding_config"])
+    for split in splits:
+        dim = _dim_of(rule.operands[0], split)
+        moved, size = shift(config[dim]), x.shape[dim]
+        haloed = split.with_halos(x, dim, Window(abs(moved) + 1, 1, 1, max(moved, 0)), fill)
+        start = max(-moved, 0)
+        x = lax.slice_in_dim(haloed, start, start + size, axis=dim)
+        config[dim] = (0, 0, 0)
+    return list(bind(x, fill, padding_config=tuple(config)))
+
+
 def _convolution(bind: Bind, params: Mapping[str, Any], rule: Rule, splits: Sequence[Split], lhs: Any, rhs: Any) -> list[Any]:
     """The convolution of the shard with its halos, which are zeros at the ends; the padding is reduced by the halos."""
     numbers, padding = params["dimension_numbers"], list(params["padding"])
@@ -199,6 +213,7 @@ BODIES: Mapping[str, Callable[..., list[Any]]] = {
     "argmax": _argmax,
     "argmin": _argmax,
     "top_k": _top_k,
+    "pad": _pad,
     "rev": _rev,
     "conv_general_dilated": _convolution,
     "reduce_window_sum": _pool(lambda params, operands: (0,)),

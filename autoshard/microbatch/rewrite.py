@@ -42,11 +42,11 @@ def in_microbatches(jaxpr: ClosedJaxpr, graph: Graph, rules: Sequence[Rule | Non
         run(_Around(program, "before", whole))
 
         def microbatch(totals: tuple, index: Any) -> tuple[tuple, tuple]:
-            inside = _Inside(program, whole, index, dict(zip(loop.accumulated, totals, strict=True)))
+            inside = Inside(program, whole, index, dict(zip(loop.accumulated, totals, strict=True)))
             run(inside)
             return tuple(inside.totals.values()), tuple(inside.made[value] for value in loop.stacked)
 
-        start = tuple(_neutral(graph, value, loop.status(value).operator) for value in loop.accumulated)
+        start = tuple(neutral(graph, value, loop.status(value).operator) for value in loop.accumulated)
         totals, stacked = lax.scan(microbatch, start, jnp.arange(loop.n))
         for value, total in zip(loop.accumulated, totals, strict=True):
             whole[value] = total.astype(graph.values[value].dtype)
@@ -55,6 +55,13 @@ def in_microbatches(jaxpr: ClosedJaxpr, graph: Graph, rules: Sequence[Rule | Non
         return run(_Around(program, "after", whole))
 
     return function
+
+
+def parts_of(x: Any, sliced: Status, n: int) -> Any:
+    """All the slices that `taken` takes, ``(n, ...)``; the inverse of `put_together`."""
+    dim, inner = sliced.dim, sliced.inner
+    apart = x.reshape(*x.shape[:dim], x.shape[dim] // (n * inner), n, inner, *x.shape[dim + 1 :])
+    return jnp.moveaxis(apart, dim + 1, 0).reshape(n, *x.shape[:dim], x.shape[dim] // n, *x.shape[dim + 1 :])
 
 
 def taken(x: Any, sliced: Status, index: Any, n: int) -> Any:
@@ -83,7 +90,7 @@ COMBINED: Mapping[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def _neutral(graph: Graph, value: int, operator: str) -> Any:
+def neutral(graph: Graph, value: int, operator: str) -> Any:
     """The total before the first microbatch."""
     found = graph.values[value]
     dtype = jnp.dtype(found.dtype)
@@ -183,7 +190,7 @@ class _Strided(Sharded):
         return {}
 
 
-class _Inside(Interpreter):
+class Inside(Interpreter):
     """Evaluates what runs in the loop, for one microbatch.
 
     Attributes:
@@ -198,8 +205,14 @@ class _Inside(Interpreter):
         self.made: dict[int, Any] = {}
         self.totals = totals
 
-    def region(self) -> _Inside:
-        return _Inside(self._program, self._whole, self._index, {}, is_body=True)
+    @classmethod
+    def of(cls, ops: Mapping[Path, Op], graph: Graph, rules: Sequence[Rule | None], loop: Loop) -> Callable[[Any], Inside]:
+        """From the index of a microbatch to the interpreter of the bodies of operations in it."""
+        program = _Program(ops, rules, loop, graph)
+        return lambda index: cls(program, {}, index, {}, is_body=True)
+
+    def region(self) -> Inside:
+        return Inside(self._program, self._whole, self._index, {}, is_body=True)
 
     def op(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         if self._runs(op):
@@ -288,11 +301,11 @@ class _Inside(Interpreter):
 # -- control flow ------------------------------------------------------------------------------------------------------------
 
 
-def _unchanged(inside: _Inside, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+def _unchanged(inside: Inside, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     return AsItIs(inside.ops, differentiable=False).rebound(op, eqn, operands)
 
 
-def _scan(inside: _Inside, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+def _scan(inside: Inside, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     n_consts, n_carry = eqn.params["num_consts"], eqn.params["num_carry"]
     (jaxpr,), body = subjaxprs(eqn), op.bodies[0]
     consts, carry, scanned = operands[:n_consts], operands[n_consts : n_consts + n_carry], operands[n_consts + n_carry :]
@@ -310,7 +323,7 @@ def _scan(inside: _Inside, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[A
     return [*last, *stacked]
 
 
-def _while(inside: _Inside, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+def _while(inside: Inside, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     condition, jaxpr = subjaxprs(eqn)
     of_condition, of_body, carry = operands[:n_cond], operands[n_cond : n_cond + n_body], operands[n_cond + n_body :]
@@ -327,7 +340,7 @@ def _while(inside: _Inside, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[
     )
 
 
-def _cond(inside: _Inside, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+def _cond(inside: Inside, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     wanted = inside.statuses(op.results)
 
     def branch(number: int, jaxpr: ClosedJaxpr | Jaxpr) -> Callable[..., tuple]:
@@ -338,14 +351,14 @@ def _cond(inside: _Inside, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[A
     return list(lax.switch(jnp.asarray(operands[0], jnp.int32), branches, *operands[1:]))
 
 
-def _checkpoint(inside: _Inside, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+def _checkpoint(inside: Inside, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     (old,) = subjaxprs(eqn)
     types = [jax.typeof(x) for x in operands]
     new, constants = retraced(old, inside.body(op, 0, old), [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in types])
     return bind(eqn, [*constants, *operands], **with_bodies(eqn, [old], [new]))
 
 
-BODIES: Mapping[str, Callable[[_Inside, Op, JaxprEqn, list[Any]], list[Any]]] = {
+BODIES: Mapping[str, Callable[[Inside, Op, JaxprEqn, list[Any]], list[Any]]] = {
     "cond": _cond,
     "remat2": _checkpoint,
     "scan": _scan,

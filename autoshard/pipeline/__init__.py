@@ -17,6 +17,8 @@ decides the stage of each of its operations, and `around` those of what comes be
 With several chunks a stage (``interleaved``), ``n_stages`` counts chunks: chunk ``c`` of stage ``s`` is ``staged.stages[c * S + s]``, and
 its plan's mesh is that of stage ``s``.
 
+Scanned layers can also be stages of one program, which is searched, judged and lowered like any other: `one_program` rewrites it.
+
 `plan_search` searches numbers of stages and of microbatches together: `repeats` makes programs with a few of a step's own layers,
 `layer_costs` has the costs of a layer from searches of these, and `layering` divides the layers into stages.
 """

@@ -26,6 +26,9 @@ from autoshard.errors import PipelineError
 KINDS = ("F", "B", "W")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 
+ONE_PROGRAM = "one_program"
+"""The schedule of stages that are one program; its order is in the program (`autoshard.pipeline.one_program`)."""
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Task:

@@ -130,9 +130,24 @@ def tile(x: Value, /, *, results: tuple[Value, ...], reps: tuple[int, ...], **_)
 
 @rule("pad")
 def pad(x: Value, value: Value, /, *, results: tuple[Value, ...], padding_config: tuple[tuple[int, int, int], ...], **_) -> Rule:
-    """Padded dimensions stay whole, the others pass through."""
-    dims = free_but(x.shape, [d for d, config in enumerate(padding_config) if any(config)])
-    return assemble([dims, []], [resized(dims, results[0].shape)])
+    """Padded dimensions stay whole, the others pass through; shards of one that is shifted, cropped behind as it is padded before or the
+    other way round, receive what enters them from their neighbours."""
+    dims: list[Dim] = [*free_but(x.shape, [d for d, config in enumerate(padding_config) if any(config)])]
+    made = [*resized(dims, results[0].shape)]
+    for d, config in enumerate(padding_config):
+        if (moved := shift(config)) and abs(moved) <= x.shape[d]:
+            dims[d] = made[d] = Factor(x.shape[d], "permutation", sends=(Send("collective_permute", 0, abs(moved)),))
+    return assemble([dims, []], [made])
+
+
+def shift(padding: tuple[int, int, int]) -> int:
+    """By how many positions a dimension is shifted that is padded and cropped so; 0 where it is not.
+
+    >>> shift((1, -1, 0)), shift((-2, 2, 0)), shift((1, 0, 0))
+    (1, -2, 0)
+    """
+    low, high, interior = padding
+    return low if low + high == 0 and not interior else 0
 
 
 @rule("slice")

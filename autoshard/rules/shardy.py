@@ -363,6 +363,9 @@ class _Program:
         if self.as_partitioned and op.name == "stablehlo.dynamic_update_slice":
             kept &= {f for dim in rule.operands[1] for f in dim}
         lost = [f for f, factor in enumerate(rule.factors) if factor.kind == "pass_through" and f not in kept]
+        if self.as_partitioned and op.name == "stablehlo.pad":  # what is shifted goes from shard to shard
+            low = ir.DenseI64ArrayAttr(op.attributes["edge_padding_low"])
+            lost += [f for d, positions in enumerate(low) if positions for f in rule.operands[0][d]]
         if self.as_partitioned and op.name == "stablehlo.convolution":  # sums over spatial dimensions would need halos
             features = rule.operands[0][stablehlo.ConvDimensionNumbers(op.attributes["dimension_numbers"]).input_feature_dimension]
             lost += [f for f, factor in enumerate(rule.factors) if factor.kind == "reduction" and f not in features]

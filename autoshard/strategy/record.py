@@ -30,6 +30,7 @@ class Program:
         microbatches: in how many a step computes its batch.
         remat: what its backward pass computes again; None: nothing but what the program says itself.
         offload: the argument leaves, by their positions, that are in the memory of hosts between steps.
+        stages: into how many its scanned layers are divided, which run at the same time on the mesh axis of stages; 1: it has none.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Program:
     microbatches: int = 1
     remat: Remat | None = None
     offload: tuple[int, ...] = ()
+    stages: int = 1
 
 
 @dataclass(frozen=True, slots=True)

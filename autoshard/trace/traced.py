@@ -46,6 +46,7 @@ class Traced:
         remat: what its backward pass computes again since it was rewritten; None: what JAX traced.
         offload: the argument leaves, by their positions, that it takes and returns in the memory of hosts since it was rewritten.
         axis_rules: Flax's logical axis rules under which it was traced.
+        stages: into how many its scanned layers were divided, which run at the same time; 1: it has none.
     """
 
     graph: Graph
@@ -61,6 +62,7 @@ class Traced:
     remat: Remat | None = None
     offload: tuple[int, ...] = ()
     axis_rules: Rules = ()
+    stages: int = 1
 
     def split(self, args: tuple) -> tuple:
         """The arguments as pytrees of arrays, structured as ``in_tree``.

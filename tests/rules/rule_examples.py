@@ -230,6 +230,8 @@ EXAMPLES: dict[str, Callable[[], Operation]] = {
     "unstack": lambda: operation(lambda x: jnp.unstack(x, axis=1), normal(4, 2, 6)),
     "tile": lambda: operation(lambda x: jnp.tile(x, (2, 1)), normal(4, 6)),
     "pad": lambda: operation(lambda x: lax.pad(x, np.float32(0), ((0, 0, 0), (1, 2, 1))), normal(4, 6)),
+    "pad_shifts": lambda: operation(lambda x: lax.pad(x, np.float32(2), ((1, -1, 0), (0, 0, 0))), normal(4, 6)),
+    "pad_shifts_back": lambda: operation(lambda x: lax.pad(x, np.float32(2), ((0, 0, 0), (-2, 2, 0))), normal(4, 8)),
     "slice": lambda: operation(lambda x: lax.slice(x, (0, 1, 0), (4, 6, 8), (1, 2, 1)), normal(4, 6, 8)),
     # indexing
     "dynamic_slice": lambda: operation(lambda x, i: lax.dynamic_slice(x, (0, i), (4, 2)), normal(4, 6), np.int32(3)),

@@ -1,0 +1,95 @@
+"""The search of a pipeline in one program: in several numbers of microbatches, each an ordinary search of the whole step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from autoshard.api.attempts import Attempts, Found
+from autoshard.api.microbatching import Microbatches
+from autoshard.api.pipelining import MICROBATCHES
+from autoshard.cluster import Cluster
+from autoshard.errors import ClusterError, InfeasibleError, SearchLimitError, ShardingError, TraceError
+from autoshard.microbatch import divisors
+from autoshard.pipeline.schedule import ONE_PROGRAM
+from autoshard.progress import Progress, part
+from autoshard.trace import Traced
+
+
+def is_one_program(schedule: Any, stages: Any, plan: Any) -> bool:
+    """Whether a pipeline in one program is asked for.
+
+    Raises:
+        ShardingError: it is, without a number of stages.
+    """
+    if schedule != ONE_PROGRAM:
+        return False
+    if plan == "full" or isinstance(stages, bool) or not isinstance(stages, int) or stages < 2:
+        got = "plan='full'" if plan == "full" else f"stages={stages!r}"
+        raise ShardingError(
+            f"schedule={ONE_PROGRAM!r} has a given number of stages, 2 or more, on each of which plan='full' decides nothing; got {got}. "
+            "Write stages=2, for instance, without plan."
+        )
+    return True
+
+
+def check_parts(cluster: Cluster, stages: int) -> None:
+    """Raises `ClusterError` where stages do not have as many devices each."""
+    if cluster.n_devices % stages:
+        raise ClusterError(
+            f"stages have as many devices each: {cluster.name} has {cluster.n_devices}, got stages={stages}. Use a divisor of the devices."
+        )
+
+
+def fastest(
+    attempts: Callable[[int, float | None, Progress], Attempts],
+    traced: Callable[[], Traced],
+    stages: int,
+    microbatches: Microbatches,
+    seconds: float | None,
+    progress: Progress,
+) -> tuple[Found, float]:
+    """The fastest that is found in any of a few numbers of microbatches, and when the search began.
+
+    Args:
+        attempts: from a number of microbatches and how long to search to what is tried.
+        traced: the step as it was traced.
+        seconds: how long to search; None: without a limit.
+
+    Raises:
+        TraceError: no such number divides the batch.
+        InfeasibleError: nothing fits in any.
+        SearchLimitError: the time was over before anything was found.
+    """
+    numbers = [microbatches] if isinstance(microbatches, int) else _numbers(traced(), stages)
+    found: list[Found] = []
+    failure: Exception | None = None
+    started: float | None = None
+    for k, n in enumerate(numbers):
+        left = None if seconds is None else max(0.0, seconds - (time.perf_counter() - started if started else 0.0)) / (len(numbers) - k)
+        tried = attempts(n, left, part(progress, k / len(numbers), 1 / len(numbers)))
+        started = started or tried.started
+        try:
+            found.append(tried.found())
+        except (InfeasibleError, SearchLimitError) as error:
+            failure = error
+        if found and found[-1][1].stats.get("ended_early") and left is None:
+            break  # by Ctrl-C
+    if not found:
+        assert failure is not None
+        raise failure
+    assert started is not None
+    return min(found, key=lambda each: each[1].judgement.cost.makespan_seconds), started
+
+
+def _numbers(traced: Traced, stages: int) -> Sequence[int]:
+    """Numbers of microbatches to try: as many as stages and a few times as many."""
+    possible = divisors(traced)
+    found = [n for n in (stages * times for times in MICROBATCHES) if n in possible] or [n for n in possible if n > 1][-1:]
+    if not found:
+        raise TraceError(
+            f"a pipeline computes microbatches, whose number divides the batch, and the batch of {traced.graph.name!r} has no divisor. "
+            "Use a larger batch, or leave stages out."
+        )
+    return found

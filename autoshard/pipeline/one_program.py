@@ -1,0 +1,396 @@
+"""One program for a whole pipeline: the layers of a scan, divided into stages that all compute at the same time on different microbatches.
+
+A scan of ``L`` layers over stacked weights becomes a scan over *ticks*. Each tick shifts a buffer, with a microbatch for each of ``S``
+stages, by one stage, and applies ``K = L / S`` layers to it. In tick ``t`` stage ``s`` has microbatch ``t - s``, so that ``m`` microbatches
+take ``m + S - 1`` ticks. The scan of the backward pass has its data shifted the other way, and goes through the ticks from the
+last to the first: the same microbatch is at the same stage in the same tick, and reads what the forward pass kept in that tick.
+
+Stages are a dimension of arrays like any other. It is constrained to the mesh axis `STAGE_AXIS`: stages are then computed by different
+devices, and a shift is one collective permute of a microbatch's activations. All else of the step, such as the embedding, the loss and the
+optimizer, is unchanged, and the devices of all stages share its work.
+
+In the first and last ticks some stages have no microbatch. What they compute is never read: sums over microbatches select what counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from autoshard.errors import PipelineError
+from autoshard.ir import Graph, Op, Rule
+from autoshard.lower import STAGE_AXIS, Interpreter, Path, ops_by_path
+from autoshard.microbatch.batch import loop_of_batch
+from autoshard.microbatch.plan import Loop
+from autoshard.microbatch.rewrite import COMBINED, AsItIs, Inside, neutral, parts_of, put_together
+from autoshard.microbatch.status import Status, slice_along
+from autoshard.primitives import is_inlined
+from autoshard.rules import rules_of
+from autoshard.trace import Traced, rebuilt, subjaxprs, types_of
+from autoshard.trace.structure import opened
+
+_PLACEHOLDER = AbstractMesh((1,), (STAGE_AXIS,), axis_types=(AxisType.Auto,))
+
+
+def in_one_program(traced: Traced, n_stages: int, n_microbatches: int) -> Traced:
+    """The program with its scanned layers in stages, which have a dimension of their own that is constrained to `STAGE_AXIS`; itself where
+    it was made so before.
+
+    Results are those of the whole batch, up to the order in which sums are added.
+
+    Raises:
+        PipelineError: it has no scanned layers, or ``n_stages`` does not divide them.
+        TraceError: the batch cannot be computed in so many microbatches.
+    """
+    if (traced.stages, traced.microbatches) == (n_stages, n_microbatches):
+        return traced
+    graph, rules = traced.graph, rules_of(traced.graph)
+    loop = loop_of_batch(graph, rules, n_microbatches)
+    stacks = _stacks(graph, loop, n_stages)
+    if not stacks:
+        raise PipelineError(
+            f"one program runs layers that are one lax.scan over their stacked weights, at the top level of the step, in stages; "
+            f"{graph.name!r} has {_scans(graph)}. Write the layers as such a scan, or use another schedule than 'one_program'."
+        )
+    ticking = _Ticking(ops_by_path(graph), graph, rules, loop, stacks, n_stages)
+
+    def function(*arguments: Any) -> list[Any]:
+        return [_plain(x) for x in ticking.run(traced.jaxpr.jaxpr, traced.jaxpr.consts, arguments)]
+
+    made = rebuilt(traced, jax.make_jaxpr(function)(*types_of(traced.jaxpr.jaxpr.invars)), n_microbatches)
+    layers = ", ".join(dict.fromkeys(f"{op.equation.params['length']} at {op.origin}" for op in stacks))
+    ticks = n_microbatches + n_stages - 1
+    note = (
+        f"one program runs {n_stages} stages of the scanned layers ({layers}) at the same time, on {n_microbatches} microbatches, in "
+        f"{ticks} ticks, in {n_stages - 1} of which each stage has none"
+    )
+    return replace(made, stages=n_stages, graph=replace(made.graph, assumptions=(*made.graph.assumptions, note)))
+
+
+# -- which scans are stacks of layers ------------------------------------------------------------------------------------------
+
+
+def _stacks(graph: Graph, loop: Loop, n_stages: int) -> tuple[Op, ...]:
+    """The scans that carry examples through layers: they read stacked weights, or make their gradients.
+
+    Raises:
+        PipelineError: ``n_stages`` does not divide the layers of one.
+    """
+    found = tuple(op for op in graph.ops if op.primitive == "scan" and _carries_examples(op, loop) and _has_weights(graph, op, loop))
+    for op in found:
+        if op.equation.params["length"] % n_stages:
+            raise PipelineError(
+                f"stages of one program have as many layers each: the scan at {op.origin} has {op.equation.params['length']}, got "
+                f"stages={n_stages}. Use a number of stages that divides the layers."
+            )
+    return found
+
+
+def _carries_examples(op: Op, loop: Loop) -> bool:
+    first, n = op.params["num_consts"], op.params["num_carry"]
+    inputs = op.bodies[0].inputs[first : first + n]
+    return loop.phases[op.index] == "inside" and any(loop.status(value).kind == "slice" for value in inputs)
+
+
+def _has_weights(graph: Graph, op: Op, loop: Loop) -> bool:
+    first, body = op.params["num_consts"] + op.params["num_carry"], op.bodies[0]
+    read = [value for value in body.inputs[first:] if loop.status(value).is_whole]
+    made = [value for value in body.outputs[op.params["num_carry"] :] if loop.status(value).kind == "partial"]
+    return any(graph.values[value].rank and "float" in graph.values[value].dtype for value in (*read, *made))
+
+
+def _scans(graph: Graph) -> str:
+    inner = [op for op in graph.walk() if op.primitive == "scan"]
+    return f"scans, but none that does so, such as that at {inner[0].origin}" if inner else "no scan"
+
+
+# -- arrays by tick ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ticks:
+    """What a stack of layers makes of its examples, layer by layer, as it is made: ``(ticks, K, S, ...)`` of a microbatch each.
+
+    Attributes:
+        array: it.
+        status: how a layer's examples are split.
+        n: microbatches.
+    """
+
+    array: Any
+    status: Status
+    n: int
+
+    @property
+    def whole(self) -> Any:
+        """The same layer by layer, ``(L, ...)`` of the whole batch: for other operations than another stack of as many layers."""
+        per_stage = jnp.moveaxis(self.array, 2, 0)  # (S, ticks, K, ...)
+        first = jnp.arange(per_stage.shape[0], dtype=jnp.int32)
+        own = jax.vmap(lambda x, start: lax.dynamic_slice_in_dim(x, start, self.n))(per_stage, first)  # (S, m, K, ...)
+        parts = jnp.moveaxis(own, 0, 1)  # (m, S, K, ...)
+        parts = parts.reshape(self.n, parts.shape[1] * parts.shape[2], *parts.shape[3:])
+        return put_together(parts, slice_along(self.status.dim + 1, self.status.inner))
+
+
+def _plain(x: Any) -> Any:
+    return x.whole if isinstance(x, _Ticks) else x
+
+
+def _on_stages(x: Any, dim: int = 0) -> Any:
+    """The array with its dimension of stages on their mesh axis, and all others free."""
+    spec = PartitionSpec(*(STAGE_AXIS if d == dim else PartitionSpec.UNCONSTRAINED for d in range(x.ndim)))
+    return lax.with_sharding_constraint(x, NamedSharding(_PLACEHOLDER, spec))
+
+
+def _staged(x: Any, n_stages: int) -> Any:
+    """Layers ``(L, ...)`` by their place in a stage and by stage, ``(K, S, ...)``."""
+    apart = x.reshape(n_stages, x.shape[0] // n_stages, *x.shape[1:])
+    return jnp.swapaxes(_on_stages(apart), 0, 1)
+
+
+def _layered(x: Any) -> Any:
+    """The inverse of `_staged`."""
+    apart = _on_stages(jnp.swapaxes(x, 0, 1))
+    return apart.reshape(apart.shape[0] * apart.shape[1], *apart.shape[2:])
+
+
+# -- the interpreter -----------------------------------------------------------------------------------------------------------
+
+
+class _Ticking(AsItIs):
+    """Evaluates a step with its stacks of layers in ticks."""
+
+    def __init__(
+        self, ops: Mapping[Path, Op], graph: Graph, rules: Sequence[Rule | None], loop: Loop, stacks: Collection[Op], n_stages: int
+    ):
+        super().__init__(ops, differentiable=False)
+        self._graph, self._loop, self._n_stages = graph, loop, n_stages
+        self._stacks = {op.path for op in stacks}
+        self._inside = Inside.of(ops, graph, rules, loop)
+        self._weights: dict[int, tuple[Any, Any]] = {}
+
+    def region(self) -> Interpreter:
+        return AsItIs(self.ops, differentiable=False)
+
+    def _equation(self, eqn: JaxprEqn, operands: list[Any], path: Path) -> list[Any]:
+        if path in self._stacks:
+            return _Stack(self.ops[path], eqn, self._graph, self._loop, self._n_stages, self._inside, self._staged).run(operands)
+        return super()._equation(eqn, operands if is_inlined(eqn.primitive.name) else [_plain(x) for x in operands], path)
+
+    def _staged(self, x: Any) -> Any:
+        """Weights as stages read them: one array for the forward and the backward pass, which share what is gathered of it."""
+        if id(x) not in self._weights:
+            self._weights[id(x)] = x, _staged(jnp.asarray(x), self._n_stages)
+        return self._weights[id(x)][1]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Read:
+    """What a tick reads beside its buffers: a function of the tick's slices and of the stages' microbatches, whose values stages have."""
+
+    slices: Any
+    take: Callable[[Any, Any], Any]
+
+
+class _Stack:
+    """A scan over layers, in ticks."""
+
+    def __init__(self, op: Op, eqn: JaxprEqn, graph: Graph, loop: Loop, n_stages: int, inside: Callable[[Any], Inside], staged: Callable):
+        self.op, self.eqn, self.graph, self.loop, self.inside = op, eqn, graph, loop, inside
+        self.staged = staged
+        self.n_stages, self.n, self.n_layers = n_stages, loop.n, eqn.params["length"] // n_stages
+        self.reverse = bool(eqn.params["reverse"])
+        self.n_consts, self.n_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+        body = op.bodies[0]
+        self.entering = [loop.status(value) for value in body.inputs]
+        self.leaving = [loop.status(value) for value in body.outputs]
+        self.outputs = body.outputs
+
+    @property
+    def n_ticks(self) -> int:
+        return self.n + self.n_stages - 1
+
+    @property
+    def first(self) -> int:
+        """The stage at which microbatches enter: the first, or of a scan in reverse the last."""
+        return self.n_stages - 1 if self.reverse else 0
+
+    @property
+    def last(self) -> int:
+        """The stage at which they leave."""
+        return self.n_stages - 1 - self.first
+
+    def run(self, operands: Sequence[Any]) -> list[Any]:
+        """The results of the scan, what it makes of examples layer by layer as `_Ticks`."""
+        a, b = self.n_consts, self.n_consts + self.n_carry
+        consts, carry, scanned = operands[:a], operands[a:b], operands[b:]
+        carried = self.entering[a:b]
+        reads = [self._const(_plain(x), status) for x, status in zip(consts, self.entering[:a], strict=True)]
+        enters = [self._entering(_plain(x), k, status) for k, (x, status) in enumerate(zip(carry, carried, strict=True))]
+        slices = [self._scanned(x, status) for x, status in zip(scanned, self.entering[b:], strict=True)]
+        outputs = self.leaving[self.n_carry :]
+        totals = [self._total(self.outputs[self.n_carry + k], status, (self.n_layers,)) for k, status in enumerate(outputs)]
+        sums = [self._total(self.outputs[k], status, (), of_carry=True) for k, status in enumerate(carried)]
+
+        def tick(state: tuple, given: tuple) -> tuple[tuple, tuple]:
+            buffers, totals, sums = [_on_stages(x) for x in state[0]], state[1], state[2]
+            number, entered, of_slices = given
+            own = number - self._stage_numbers()
+            at = jnp.clip(own, 0, self.n - 1)
+            entering = (enter.take(part, own) for enter, part in zip(enters, entered, strict=True))
+            moved = [self._moved(x, new) for x, new in zip(buffers, entering, strict=True)]
+            of_consts = [read.take(None, at) for read in reads]
+            of_layers = [read.take(part, at) for read, part in zip(slices, of_slices, strict=True)]
+            left, made = self._layers(at, of_consts, moved, of_layers)
+            left = [_on_stages(x) for x in left]
+            valid = (own >= 0) & (own < self.n)
+            kept = [self._added(total, x, status, valid, 1) for total, x, status in zip(totals, made, outputs, strict=True)]
+            ended = [self._added(total, x, status, valid, 0) for total, x, status in zip(sums, left, carried, strict=True)]
+            by_tick = [x if status.kind == "slice" else None for x, status in zip(made, outputs, strict=True)]
+            through = [x if status.kind == "slice" else None for x, status in zip(left, carried, strict=True)]
+            return (left, kept, ended), (through, by_tick)
+
+        types = types_of(opened(subjaxprs(self.eqn)[0])[0].invars[a:b])
+        start = [self._empty(enter, type) for enter, type in zip(enters, types, strict=True)]
+        given = jnp.arange(self.n_ticks, dtype=jnp.int32), [enter.slices for enter in enters], [read.slices for read in slices]
+        (_, totals, sums), (through, by_tick) = lax.scan(tick, (start, totals, sums), given, self.n_ticks, self.reverse)
+        results = [self._left(x, total, status, k) for k, (x, total, status) in enumerate(zip(through, sums, carried, strict=True))]
+        for k, (x, total, status) in enumerate(zip(by_tick, totals, outputs, strict=True)):
+            if status.kind == "slice":
+                results.append(_Ticks(x, status, self.n))
+            else:
+                results.append(_layered(total).astype(self.graph.values[self.outputs[self.n_carry + k]].dtype))
+        return results
+
+    # -- what enters -----------------------------------------------------------------------------------------------------------
+
+    def _const(self, x: Any, status: Status) -> _Read:
+        """What all layers read: of examples each stage reads its microbatch."""
+        if status.kind == "partial":
+            raise self._refused("reads sums over all examples in each layer")
+        if status.is_whole:
+            return _Read(None, lambda _, at: (x, None))
+        parts = parts_of(jnp.asarray(x), status, self.n)
+        return _Read(None, lambda _, at: (jnp.take(parts, at, axis=0), 0))
+
+    def _entering(self, x: Any, k: int, status: Status) -> _Read:
+        """What enters the first stage, by tick: one microbatch after the other. Of sums over examples all enters with the first one."""
+        x = jnp.asarray(x, types_of(opened(subjaxprs(self.eqn)[0])[0].invars[self.n_consts : self.n_consts + self.n_carry])[k].dtype)
+        if status.kind == "slice":
+            before, behind = (self.first, self.n_ticks - self.n - self.first)
+            parts = parts_of(x, status, self.n)
+            filled = jnp.zeros((before, *parts.shape[1:]), parts.dtype), parts, jnp.zeros((behind, *parts.shape[1:]), parts.dtype)
+            return _Read(lax.concatenate([part for part in filled if part.shape[0]], 0), lambda part, own: part)
+        if status.kind == "partial":
+            nothing = neutral(self.graph, self.op.bodies[0].inputs[self.n_consts + k], status.operator).astype(x.dtype)
+            return _Read(None, lambda _, own: jnp.where(own[self.first] == 0, x, nothing))
+        return _Read(None, lambda _, own: x)
+
+    def _scanned(self, x: Any, status: Status) -> _Read:
+        """What each layer reads of its own, ``(K, S, ...)`` in a tick."""
+        if isinstance(x, _Ticks):
+            if status == x.status and x.array.shape[:3] == (self.n_ticks, self.n_layers, self.n_stages):
+                return _Read(x.array, lambda part, at: part)
+            x = x.whole
+        if status.kind == "partial":
+            raise self._refused("reads sums over all examples layer by layer")
+        if status.is_whole:
+            staged = self.staged(x)
+            return _Read(None, lambda _, at: staged)
+        parts = parts_of(jnp.asarray(x), slice_along(status.dim + 1, status.inner), self.n)  # (m, L, ...)
+        apart = parts.reshape(self.n, self.n_stages, self.n_layers, *parts.shape[2:])
+        per_stage = _on_stages(jnp.swapaxes(apart, 0, 1))  # (S, m, K, ...)
+
+        def take(_: Any, at: Any) -> Any:
+            own = jax.vmap(lambda x, i: lax.dynamic_index_in_dim(x, i, 0, keepdims=False))(per_stage, at)
+            return jnp.swapaxes(own, 0, 1)
+
+        return _Read(None, take)
+
+    def _empty(self, enter: _Read, type: jax.ShapeDtypeStruct) -> Any:
+        """The buffer before the first tick."""
+        shape = type.shape if enter.slices is None else enter.slices.shape[1:]
+        return _on_stages(jnp.zeros((self.n_stages, *shape), type.dtype))
+
+    # -- in a tick -------------------------------------------------------------------------------------------------------------
+
+    def _stage_numbers(self) -> Any:
+        return lax.iota(jnp.int32, self.n_stages)
+
+    def _at(self, stage: int, like: Any) -> Any:
+        """Whether an element of a buffer ``(S, ...)`` is at a stage."""
+        return lax.broadcasted_iota(jnp.int32, like.shape, 0) == stage
+
+    def _moved(self, x: Any, entering: Any) -> Any:
+        """The buffer of each stage's microbatch: what the stage before it made, and at the first stage what enters."""
+        to = -1 if self.reverse else 1
+        if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+            shifted = jnp.roll(x, to, 0)
+        else:
+            shifted = lax.pad(x, jnp.zeros((), x.dtype), [(to, -to, 0), *[(0, 0, 0)] * (x.ndim - 1)])
+        return _on_stages(jnp.where(self._at(self.first, x), jnp.asarray(entering)[None], _on_stages(shifted)))
+
+    def _layers(self, at: Any, consts: Sequence[tuple[Any, int | None]], carry: Sequence[Any], slices: Sequence[Any]) -> tuple[list, list]:
+        """What comes of the ``K`` layers of all stages: what they carry on ``(S, ...)`` and what each makes ``(K, S, ...)``."""
+        (jaxpr,), op = subjaxprs(self.eqn), self.op
+        a, b = self.n_consts, self.n_consts + self.n_carry
+
+        def layer(index: Any, *arguments: Any) -> list[Any]:
+            inside = self.inside(index)
+            results = inside.run(*opened(jaxpr), arguments, (*op.path, 0))
+            carried = inside.converted(results[: self.n_carry], self.leaving[: self.n_carry], self.entering[a:b])
+            return [jnp.asarray(x) for x in (*carried, *results[self.n_carry :])]
+
+        axes = (0, *(axis for _, axis in consts), *[0] * (len(carry) + len(slices)))
+        of_all = jax.vmap(layer, axes)
+
+        def trip(carry: tuple, slices: tuple) -> tuple[tuple, tuple]:
+            results = of_all(at, *(x for x, _ in consts), *carry, *slices)
+            return tuple(results[: self.n_carry]), tuple(results[self.n_carry :])
+
+        left, made = lax.scan(trip, tuple(carry), tuple(slices), self.n_layers, self.reverse, self.eqn.params["unroll"])
+        return list(left), list(made)
+
+    def _total(self, value: int, status: Status, shape: tuple[int, ...], of_carry: bool = False) -> Any:
+        """What is summed over microbatches, or the same for all of them, before the first one; None for what each has its own of."""
+        if status.kind == "slice":
+            return None
+        operator = status.operator if status.kind == "partial" else "sum"
+        start = neutral(self.graph, value, operator)
+        start = start if status.kind == "partial" else start.astype(self.graph.values[value].dtype)
+        return jnp.broadcast_to(jnp.expand_dims(start, range(len(shape) + 1)), (*shape, self.n_stages, *start.shape))
+
+    def _added(self, total: Any, x: Any, status: Status, valid: Any, axis: int) -> Any:
+        """The total with what stages made of a microbatch; those that have none leave it as it was."""
+        if status.kind == "slice":
+            return None
+        counts = jnp.broadcast_to(lax.expand_dims(valid, [d for d in range(x.ndim) if d != axis]), x.shape)
+        new = COMBINED[status.operator](total, x.astype(total.dtype)) if status.kind == "partial" else x
+        return jnp.where(counts, new, total)
+
+    # -- what leaves -----------------------------------------------------------------------------------------------------------
+
+    def _left(self, through: Any, total: Any, status: Status, k: int) -> Any:
+        """What the scan carries out of its last layer."""
+        dtype = self.graph.values[self.outputs[k]].dtype
+        if status.kind == "slice":
+            kept = lax.slice_in_dim(_on_stages(through, 1), self.last, self.last + self.n)  # ticks in which microbatches leave
+            return put_together(self._of_last(kept, 1), status)
+        return self._of_last(total, 0).astype(dtype)
+
+    def _of_last(self, x: Any, axis: int) -> Any:
+        """The part of an array that the last stage has: a sum over stages, which puts it wherever its readers are."""
+        if not jnp.issubdtype(x.dtype, jnp.number):
+            return lax.index_in_dim(x, self.last, axis, keepdims=False)
+        at = lax.broadcasted_iota(jnp.int32, x.shape, axis) == self.last
+        return jnp.where(at, x, jnp.zeros((), x.dtype)).sum(axis, dtype=x.dtype)
+
+    def _refused(self, why: str) -> PipelineError:
+        return PipelineError(f"stages of one program compute microbatches, and the scan at {self.op.origin} {why}. Use another schedule.")

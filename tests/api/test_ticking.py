@@ -1,0 +1,167 @@
+"""A pipeline in one program is searched, run, saved and verified like any step, and sends one activation a tick each way."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import autoshard
+from autoshard.errors import ClusterError, PipelineError, ShardingError
+from benchmarks import models
+
+WIDTH, HIDDEN, LAYERS, BATCH = 128, 256, 8, 256
+OPTIMIZER = optax.adam(1e-3)
+
+
+def train_step(state, batch):
+    def loss(params):
+        def layer(x, w):
+            return x + jax.nn.gelu(x @ w["up"]) @ w["down"], None
+
+        x, _ = jax.lax.scan(layer, batch["x"] @ params["in"], params["layers"])
+        return jnp.mean(jnp.sum((x @ params["out"] - batch["y"]) ** 2, axis=-1))
+
+    value, gradients = jax.value_and_grad(loss)(state["params"])
+    updates, optimizer = OPTIMIZER.update(gradients, state["optimizer"], state["params"])
+    return {"params": optax.apply_updates(state["params"], updates), "optimizer": optimizer}, value
+
+
+def init(key):
+    keys = jax.random.split(key, 4)
+    layers = {
+        "up": jax.random.normal(keys[0], (LAYERS, WIDTH, HIDDEN)) / 11,
+        "down": jax.random.normal(keys[1], (LAYERS, HIDDEN, WIDTH)) / 40,
+    }
+    ends = {name: jax.random.normal(k, (WIDTH, WIDTH)) / 11 for name, k in (("in", keys[2]), ("out", keys[3]))}
+    params = {**ends, "layers": layers}
+    return {"params": params, "optimizer": OPTIMIZER.init(params)}
+
+
+@functools.cache
+def example():
+    key = jax.random.key(0)
+    return init(key), {"x": jax.random.normal(key, (BATCH, WIDTH)), "y": jnp.ones((BATCH, WIDTH))}
+
+
+@functools.cache
+def searched(stages=4, microbatches=4, cluster="cpu:8"):
+    options = {"stages": stages, "schedule": "one_program", "microbatches": microbatches, "searcher": "dynamic_programming"}
+    return autoshard.search(train_step, *example(), cluster=cluster, donate_argnums=0, **options)
+
+
+def check_trained(strategy, step, state, *batch, steps=3):
+    """Losses and state after a few steps are those of one device."""
+    run, alone, reference = strategy.apply(step), jax.jit(step), state
+    state, *placed = strategy.shard(jax.tree.map(jnp.array, state), *batch)
+    for _ in range(steps):
+        state, loss = run(state, *placed)
+        reference, expected = alone(reference, *batch)
+        assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    for here, there in zip(jax.tree.leaves(state), jax.tree.leaves(reference), strict=True):
+        np.testing.assert_allclose(here, there, atol=1e-5 * float(jnp.max(jnp.abs(there))) + 1e-12)
+
+
+@pytest.mark.parametrize("stages, microbatches", [(4, 4), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 8), (8, 16)))])
+def test_numbers_are_those_of_one_device(stages, microbatches):
+    """After three steps of Adam."""
+    check_trained(searched(stages, microbatches), train_step, *example())
+
+
+def test_stages_have_their_layers_and_the_mesh_has_them_first():
+    """Weights and moments of the layers are split among the stages, as the mesh's first axis."""
+    strategy = searched()
+    assert next(iter(strategy.mesh_shape.items())) == ("stage", 4) and math.prod(strategy.mesh_shape.values()) == 8
+    assert strategy.microbatches == 4 and strategy.stages == ()
+    for tensor in strategy.record.arguments:
+        if "layers" in tensor.path:
+            assert tensor.spec[0] == "stage", tensor.path
+
+
+def test_what_stages_send_in_a_tick_is_one_activation_each_way():
+    """As collective permutes of a microbatch, in the forward and the backward loop, and nothing else crosses stages there."""
+    strategy, ticks = searched(), 4 + 4 - 1
+    crossing = [each for each in strategy.cost.collectives if "stage" in each.mesh_axes]
+    looped = [each for each in crossing if each.count > 1]
+    assert [(each.kind, each.count) for each in looped] == [("collective_permute", ticks)] * 2
+    per_device = BATCH // 4 * WIDTH * 4
+    assert all(per_device // 2 <= each.bytes <= per_device for each in looped)
+
+
+@pytest.mark.parametrize("target", ["shardy", "cpu"])
+def test_the_compiled_program_has_the_planned_collectives(target):
+    """In kind, number and bytes; FLOPs too: the bubbles of all ticks are in both."""
+    found = autoshard.verify(searched(), train_step, *example(), target=target)
+    assert found.exact and found.flops_ratio == pytest.approx(1.0, abs=0.01)
+
+
+def test_a_saved_strategy_runs_as_before(tmp_path):
+    """The file says into how many stages and microbatches the program is rewritten."""
+    strategy = searched()
+    strategy.save(tmp_path / "s.json")
+    loaded = autoshard.load(tmp_path / "s.json")
+    assert loaded == strategy and loaded.record.program.stages == 4
+    check_trained(loaded, train_step, *example(), steps=1)
+    explained = " ".join(str(loaded.explain()).split())
+    assert "Schedule one_program: 4 microbatches in 4 stages" in explained and "7 ticks forward" in explained
+    assert "stage 3 .........F0 F1 F2 F3 B3 B2 B1 B0" in explained
+
+
+def test_a_decorated_step_takes_the_schedule():
+    """`parallelize` has the same options."""
+    options = {"stages": 4, "schedule": "one_program", "microbatches": 4, "searcher": "data_parallel", "progress": False}
+    run = autoshard.parallelize(train_step, cluster="cpu:8", **options)
+    state, batch = example()
+    assert math.isfinite(float(run(state, batch)[1]))
+    assert run.strategy.record.program.stages == 4
+
+
+def test_numbers_of_microbatches_are_tried_where_none_is_given():
+    """Multiples of the stages; bubbles take less of more microbatches."""
+    options = {"stages": 2, "schedule": "one_program", "searcher": "data_parallel", "mesh": {"data": 4}}
+    strategy = autoshard.search(train_step, *example(), cluster="cpu:8", **options)
+    assert strategy.microbatches in (2, 4, 8) and strategy.mesh_shape == {"stage": 2, "data": 4}
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama", "gpt_remat"])
+@pytest.mark.parametrize("stages", [2, 4, 8])
+@pytest.mark.slow
+def test_language_models_train_as_on_one_device(name, stages):
+    """Scanned GPT, with `jax.checkpoint` and without, and Llama, in 2, 4 and 8 stages on eight devices."""
+    from tests.programs import concrete
+
+    small = {"layers": 8, "width": 32, "heads": 4, "vocabulary": 64, "batch": 16, "length": 8, "dtype": jnp.float32}
+    if name == "llama":
+        step, args = models.llama(**small, kv_heads=2, ffn=64, scan=True)
+    else:
+        step, args = models.gpt_scan(**small, remat=name == "gpt_remat")
+    options = {"stages": stages, "schedule": "one_program", "microbatches": 4, "searcher": "dynamic_programming", "donate_argnums": 0}
+    strategy = autoshard.search(step, *args, cluster="cpu:8", **options)
+    check_trained(strategy, step, *concrete(args))
+
+
+def unrolled(state, batch):
+    for w in jax.tree.leaves(state["params"]["layers"]["up"]):
+        batch = {"x": batch["x"] @ w[0] @ w[0].T, "y": batch["y"]}
+    return state, jnp.mean(batch["x"])
+
+
+@pytest.mark.parametrize(
+    "step, options, error, words",
+    [
+        (train_step, {"stages": 3}, ClusterError, "stages have as many devices each: cpu:8 has 8, got stages=3"),
+        (train_step, {}, ShardingError, "has a given number of stages, 2 or more.*got stages=None"),
+        (train_step, {"plan": "full"}, ShardingError, "plan='full' decides nothing; got plan='full'"),
+        (train_step, {"stages": 2, "mesh": {"data": 8}}, ClusterError, "stage=2 x data=8"),
+        (unrolled, {"stages": 2, "microbatches": 2}, PipelineError, "has no scan"),
+    ],
+)
+def test_what_cannot_be_one_program_is_refused(step, options, error, words):
+    """With the rule, what was got, and what to do."""
+    with pytest.raises(error, match=words):
+        autoshard.search(step, *example(), cluster="cpu:8", schedule="one_program", **options)

@@ -1,0 +1,170 @@
+"""Scanned layers in stages that are one program compute what the step computes, whatever layers read and make."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+
+from autoshard.errors import PipelineError, TraceError
+from autoshard.pipeline.one_program import in_one_program
+from autoshard.trace import trace
+from benchmarks import models
+from tests.programs import abstract, concrete, train_step_of
+
+LAYERS, BATCH, WIDTH = 8, 16, 8
+SMALL = {"layers": 4, "width": 16, "heads": 2, "vocabulary": 16, "batch": 8, "length": 4, "dtype": jnp.float32}
+
+
+def plain(x, w, _):
+    return x + jnp.tanh(x @ w["up"] + w["bias"]) @ w["down"]
+
+
+def normed(x, w, _):
+    """Not a number where the input is zero, as it is for stages without a microbatch."""
+    return plain(x / jnp.sqrt(jnp.sum(x * x, -1, keepdims=True)), w, _)
+
+
+def dropped(x, w, extra):
+    kept = jax.random.bernoulli(extra["key"], 0.8, x.shape)
+    return jnp.where(kept, plain(x, w, extra) / 0.8, 0.0)
+
+
+def masked(x, w, extra):
+    return plain(x * extra["mask"], w, extra) + extra["each"]
+
+
+def layered(layer, remat=False, taps=False):
+    """A step of a layer scanned; ``taps``: its loss reads what each layer makes, a sum over layers and one carried through them."""
+    layer = jax.checkpoint(layer) if remat else layer
+    weights = {"up": abstract((LAYERS, WIDTH, WIDTH)), "bias": abstract((LAYERS, WIDTH)), "down": abstract((LAYERS, WIDTH, WIDTH))}
+
+    def loss(params, x, y, mask, each, keys):
+        def body(carry, slices):
+            x, total, number = carry
+            w, each, key = slices
+            x = layer(x, w, {"mask": mask, "each": each, "key": key})
+            return (x, total + jnp.mean(x**4), number + 1), (x[:, 0], jnp.sum(x**2) / (number + 1.0)) if taps else None
+
+        start = x @ params["in"], jnp.zeros(()), jnp.zeros((), jnp.int32)
+        (x, total, _), made = lax.scan(body, start, (params["layers"], each, keys))
+        value = jnp.mean((x - y) ** 2)
+        return value + 0.1 * total + 0.01 * jnp.mean(jnp.sin(made[0])) + 1e-3 * jnp.sum(made[1]) if taps else value
+
+    key = jax.ShapeDtypeStruct((LAYERS,), jax.random.key(0).dtype)
+    rows = abstract((BATCH, WIDTH))
+    given = rows, rows, abstract((BATCH, 1)), abstract((LAYERS, BATCH, WIDTH)), key
+    return train_step_of(loss, {"in": abstract((WIDTH, WIDTH)), "layers": weights}, *given, optimizer=optax.adam(1e-2))
+
+
+PROGRAMS = {
+    "plain": partial(layered, plain),
+    "remat": partial(layered, plain, remat=True),
+    "taps": partial(layered, plain, taps=True),
+    "norm": partial(layered, normed),
+    "dropout": partial(layered, dropped),
+    "masks": partial(layered, masked, remat=True, taps=True),
+    "gpt": partial(models.gpt_scan, **SMALL),
+    "gpt_remat": partial(models.gpt_scan, **SMALL, remat=True),
+    "llama": partial(models.llama, **SMALL, kv_heads=1, ffn=32, scan=True),
+    "moe": partial(models.moe, **SMALL, scan=True),
+}
+
+
+@cache
+def traced(name):
+    fn, args = PROGRAMS[name]()
+    return trace(fn, *args), args
+
+
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+CASES = [
+    ("norm", 4, 4), ("dropout", 2, 2), ("masks", 4, 2),
+    slow("plain", 8, 16), slow("taps", 2, 8), slow("remat", 8, 4), slow("masks", 8, 8),
+    slow("gpt", 2, 8), slow("gpt_remat", 4, 2), slow("llama", 4, 4), slow("moe", 2, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, n_stages, n_microbatches", CASES)
+def test_the_numbers_are_those_of_the_step(name, n_stages, n_microbatches):
+    """Results and state after three steps, whether layers drop out, have sums, see masks, or are no numbers without a microbatch."""
+    whole, args = traced(name)
+    made = in_one_program(whole, n_stages, n_microbatches)
+    run, expected = jax.jit(jaxpr_as_fun(made.jaxpr)), jax.jit(jaxpr_as_fun(whole.jaxpr))
+    ours = theirs = [jnp.asarray(x) for x in jax.tree.leaves(concrete(args))]
+    replaced = dict(whole.graph.aliases)
+    for _ in range(3):
+        here, there = run(*ours), expected(*theirs)
+        losses = [k for k in range(len(here)) if k not in replaced]
+        for k in losses:
+            np.testing.assert_allclose(here[k], there[k], rtol=1e-5)
+        ours, theirs = [*ours], [*theirs]
+        for k, argument in replaced.items():
+            ours[argument], theirs[argument] = here[k], there[k]
+    for x, y in zip(ours, theirs, strict=True):
+        if jnp.issubdtype(x.dtype, jnp.number):
+            np.testing.assert_allclose(x, y, atol=1e-5 * float(jnp.max(jnp.abs(y))) + 1e-12)
+
+
+def test_the_layers_of_all_stages_run_together_tick_by_tick():
+    """Eight layers in four stages are a scan over ticks around one over two layers, forward and backward; nothing else changes."""
+    whole, _ = traced("plain")
+    made = in_one_program(whole, 4, 8)
+    lengths = [op.equation.params["length"] for op in made.graph.walk() if op.primitive == "scan"]
+    assert lengths == [11, 2, 11, 2]
+    assert [op.equation.params["length"] for op in whole.graph.walk() if op.primitive == "scan"] == [8, 8]
+    assert (made.stages, made.microbatches) == (4, 8)
+    assert in_one_program(made, 4, 8) is made
+    assert "11 ticks, in 3 of which each stage has none" in made.graph.assumptions[-1]
+
+
+def test_what_the_forward_pass_keeps_is_read_tick_by_tick():
+    """It is never put together for the whole batch: no array but those of ticks has all layers and all ticks' examples."""
+    made = in_one_program(traced("plain")[0], 4, 2)
+    inner = [value for value in made.graph.values if value.shape[:2] == (LAYERS, BATCH)]
+    assert len(inner) == 1, "only the argument that no layer reads"
+
+
+def unrolled():
+    weights = [abstract((WIDTH, WIDTH)) for _ in range(4)]
+
+    def loss(weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    return train_step_of(loss, weights, abstract((BATCH, WIDTH)))
+
+
+def recurrent():
+    """A scan over time, whose steps share their weights: no layers."""
+
+    def loss(w, x):
+        return jnp.mean(lax.scan(lambda h, x: (jnp.tanh(h @ w + x), None), jnp.zeros((BATCH, WIDTH)), jnp.swapaxes(x, 0, 1))[0] ** 2)
+
+    return train_step_of(loss, abstract((WIDTH, WIDTH)), abstract((BATCH, 6, WIDTH)))
+
+
+@pytest.mark.parametrize(
+    "program, n_stages, n_microbatches, error, words",
+    [
+        (unrolled, 2, 2, PipelineError, "has no scan. Write the layers as such a scan, or use another schedule"),
+        (recurrent, 2, 2, PipelineError, "has scans, but none that does so, such as that at .*test_one_program.py"),
+        (PROGRAMS["plain"], 3, 2, PipelineError, "the scan at .* has 8, got stages=3. Use a number of stages that divides"),
+        (PROGRAMS["plain"], 2, 3, TraceError, "got 3: .*Use another number"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(program, n_stages, n_microbatches, error, words):
+    """Programs without scanned layers, layers that the stages do not divide, and batches that the microbatches do not."""
+    fn, args = program()
+    with pytest.raises(error, match=words):
+        in_one_program(trace(fn, *args), n_stages, n_microbatches)
