@@ -82,7 +82,7 @@ DELAYED = (
     ("parameter_server/*.py", "ray", "Ray is the `ray` extra"),
     ("checkpoint/files.py", "orbax.checkpoint", "Orbax is the `checkpoint` extra"),
     ("checkpoint/*.py", "etils", "comes with Orbax: paths as it takes them"),
-    ("api/strategy.py", "autoshard.api.comparing", "a strategy's what_if searches, and searches make strategies"),
+    ("api/answer.py", "autoshard.api.what_if", "a strategy's what_if searches, and searches make strategies"),
     ("cli/*.py", "*", "virtual devices are asked for, and bad options are refused, before a subcommand loads what it works with"),
 )
 

@@ -1,6 +1,6 @@
 """What users call: search, evaluate, parallelize, and the `Strategy` they get."""
 
-from autoshard.api.comparing import Comparison, WhatIf, compare
+from autoshard.api.comparing import Comparison, compare
 from autoshard.api.confirm import Confirm
 from autoshard.api.costs import collective_seconds, matmul_seconds
 from autoshard.api.frontier import Frontier, frontier
@@ -11,6 +11,7 @@ from autoshard.api.step import Step
 from autoshard.api.strategy import Strategy, load
 from autoshard.api.sweep import Sweep, SweepPoint, sweep
 from autoshard.api.verification import Verification, verify
+from autoshard.api.what_if import WhatIf
 
 __all__ = [
     "Comparison",

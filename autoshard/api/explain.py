@@ -96,7 +96,9 @@ def explain_tensor(judged: Judged, name: str, pins: Mapping[int, Pin]) -> Tensor
         name: of the argument.
         pins: the user's, by value number.
     """
-    data = tensor_explanation(judged, name, pins, Cluster.from_dict(judged.record.cluster).memory_limit_bytes)
+    record = judged.record
+    limit = record.memory_limit_bytes or Cluster.from_dict(record.cluster).memory_limit_bytes
+    data = tensor_explanation(judged, name, pins, limit)
     return TensorReport(f"{data.group.name} on mesh {judged.record.mesh}", tuple(tensor_parts(data)), data)
 
 
@@ -104,8 +106,10 @@ def explain_tensor(judged: Judged, name: str, pins: Mapping[int, Pin]) -> Tensor
 
 
 def _headline(record: Record, cluster: Cluster) -> list[Part]:
-    cost, limit = record.cost, cluster.memory_limit_bytes
-    of_limit = f"{format_percent(cost.peak_bytes / limit)} of the {format_bytes(limit)} that {cluster.name} leaves a program"
+    cost, given = record.cost, record.memory_limit_bytes
+    limit = given or cluster.memory_limit_bytes
+    who = "memory_limit_bytes allows" if given else f"{cluster.name} leaves a program"
+    of_limit = f"{format_percent(cost.peak_bytes / limit)} of the {format_bytes(limit)} that {who}"
     seconds = record.stats.get("search_seconds")
     found = record.searcher.name + ("" if seconds is None else f" in {format_seconds(seconds)}")
     found += "; the search ended early" if record.stats.get("ended_early") else ""

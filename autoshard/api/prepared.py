@@ -14,6 +14,7 @@ from typing import Any
 from autoshard.api.meshes import MOST_AXES, given_mesh, meshes_of, most_axes, with_stage_axis
 from autoshard.api.notes import lowered_otherwise, whole, without_rules
 from autoshard.api.recorded import Call, abstract_call, record_of
+from autoshard.api.searched import Searched
 from autoshard.api.start import better, carried
 from autoshard.api.step import Sharded, plain, several
 from autoshard.api.strategy import Strategy
@@ -34,7 +35,7 @@ from autoshard.mesh_search.refinement import refined
 from autoshard.mesh_search.search import Refused, search_meshes
 from autoshard.microbatch import microbatched
 from autoshard.pipeline.one_program import in_one_program
-from autoshard.problem import Hints, Problem
+from autoshard.problem import NO_HINTS, Hints, Problem
 from autoshard.progress import Progress
 from autoshard.recompute import offloaded, optimizer_state, rematerialised
 from autoshard.render import format_bytes, format_percent
@@ -61,6 +62,7 @@ class Prepared:
         limit: bytes that a device may hold.
         seconds: what tracing took, and the number of ops.
         call: the function and its arguments' types; None where some are modules.
+        known: a problem of the same program from an earlier search, whose tables serve; None: there is none.
     """
 
     traced: Traced
@@ -72,12 +74,16 @@ class Prepared:
     limit: float
     seconds: Mapping[str, float]
     call: Call | None = None
+    known: Problem | None = None
 
     def problem(self, mesh: Mesh, limit: float | None, others: Collection[Problem]) -> Problem:
         """The search problem on a mesh; of others of the same program one, of the same sizes if there is such, shares what it can."""
+        others = [*others] if self.known is None else [self.known, *others]
+        same = (other for other in others if other.mesh == mesh and other.model.cluster == self.cluster)
         alike = (other for other in others if other.mesh.sizes == mesh.sizes)
-        like = next(chain(alike, others), None)
-        return Problem(self.facts, CostModel(self.cluster, mesh), self.pins.on(mesh), limit, like)
+        like = next(chain(same, alike, others), None)
+        is_same = like is not None and like.mesh == mesh and like.model.cluster == self.cluster
+        return Problem(self.facts, like.model if is_same else CostModel(self.cluster, mesh), self.pins.on(mesh), limit, like)
 
     def finer(self, problem: Problem, solution: Solution | None, progress: Progress) -> tuple[Problem, Hints] | None:
         """The problem of more axes that promises more than the best solution, memory aside where that binds, and where it begins."""
@@ -92,16 +98,19 @@ class Prepared:
 
         return refined(problem, labels, self.most_axes, BUDGETS.least_gain, on, progress, price)
 
-    def strategy(self, mesh: Mesh, solution: Solution, searcher: Searcher) -> Strategy:
-        """The strategy of a solution on a mesh."""
-        model = CostModel(self.cluster, mesh)
+    def strategy(self, mesh: Mesh, solution: Solution, searcher: Searcher, problem: Problem | None = None) -> Strategy:
+        """The strategy of a solution on a mesh; it keeps the problem of that mesh, if it is given, for later questions."""
+        model = CostModel(self.cluster, mesh) if problem is None else problem.model
         solution = replace(solution, judgement=overlapped(self.facts, model, solution.judgement, self.limit))
         solution = with_recomputation(self.facts, model, solution)
-        pins = {"pins": len(pinned)} if (pinned := self.pins.on(mesh)) else {}
-        solution = replace(solution, stats={**self.seconds, "meshes": len(self.meshes), **solution.stats, **pins})
+        asked: dict[str, float] = {"pins": len(pinned)} if (pinned := self.pins.on(mesh)) else {}
+        if self.limit != self.cluster.memory_limit_bytes:
+            asked["memory_limit_bytes"] = self.limit
+        solution = replace(solution, stats={**self.seconds, "meshes": len(self.meshes), **solution.stats, **asked})
         notes = [*without_rules(self.facts), *lowered_otherwise(self.facts.graph, mesh), *whole(self.facts, solution.assignment)]
         notes += self.pins.remarks(mesh, solution.assignment)
-        return Strategy(record_of(self.traced, self.cluster, mesh, solution, searcher, notes), self.traced, self.pins, self.call)
+        record = record_of(self.traced, self.cluster, mesh, solution, searcher, notes)
+        return Strategy(record, self.traced, self.pins, self.call, Searched(self.facts, problem, solution.hints))
 
 
 def prepare(
@@ -244,8 +253,13 @@ def searched_on_meshes(
     start: Strategy | None,
     limit: float,
     refused: Refused | None = None,
+    warm: Hints | None = None,
 ) -> tuple[Solution, Problem]:
-    """The best solution on any mesh within a memory limit, and its problem; ``refused`` takes the problems without one."""
+    """The best solution on any mesh within a memory limit, and its problem; ``refused`` takes the problems without one.
+
+    Args:
+        warm: hints of an earlier search of the program, which another question about it follows; meshes are then cut quickly.
+    """
     problems: list[Problem] = []
     failure: ShardingError | None = None
     for candidate in prepared.meshes:
@@ -258,7 +272,7 @@ def searched_on_meshes(
     spare = None if start is None else carried(start, problems)
     try:
         finer = prepared.finer if prepared.most_axes > 1 else None
-        found = search_meshes(searcher, problems, solve, progress, ends, finer, n_finalists, refused)
+        found = search_meshes(searcher, problems, solve, progress, ends, finer, n_finalists, refused, warm or NO_HINTS, warm is not None)
     except (InfeasibleError, *ends):
         if spare is None:
             raise

@@ -27,6 +27,7 @@ from autoshard.api.pipelining import check_pipeline
 from autoshard.api.prepared import cluster_of, own_annotations, prepare, traced_of, whole_of, with_recomputation
 from autoshard.api.recomputing import checked_remat
 from autoshard.api.recorded import abstract_call, record_of
+from autoshard.api.searched import Searched
 from autoshard.api.stage_searches import Call, full, in_stages
 from autoshard.api.start import checked
 from autoshard.api.strategy import Strategy
@@ -182,7 +183,7 @@ def search(
             (prepared, solution, problem), started = one.found(), one.started
         solving, searching = solution.stats.get("search_seconds", 0.0), time.perf_counter() - started
         stats = {**solution.stats, "solve_seconds": solving, "search_seconds": searching}
-        strategies = [prepared.strategy(problem.mesh, replace(solution, stats=stats), chosen)]
+        strategies = [prepared.strategy(problem.mesh, replace(solution, stats=stats), chosen, problem)]
         if how is None:
             return strategies[0]
         for other in solution.others:
@@ -262,7 +263,8 @@ def evaluate(
     solution = Solution(judgement, 0.0, {**seconds, "search_seconds": time.perf_counter() - started})
     solution = with_recomputation(facts, CostModel(cluster, placing), solution)
     notes = [*without_rules(facts), *whole(facts, solution.assignment), *pins.notes]
-    return Strategy(record_of(traced, cluster, placing, solution, _Given(), notes), traced, pins, abstract_call(fn, args))
+    record = record_of(traced, cluster, placing, solution, _Given(), notes)
+    return Strategy(record, traced, pins, abstract_call(fn, args), Searched(facts))
 
 
 @dataclass(frozen=True, slots=True)

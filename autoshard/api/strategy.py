@@ -3,245 +3,50 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
+from autoshard.api.answer import Answer
 from autoshard.api.data import DataIterator, data_iterator
-from autoshard.api.explain import StrategyReport, TensorReport, explain, explain_tensor
-from autoshard.api.explain_pipeline import timeline_of
 from autoshard.api.feeding import Matching
 from autoshard.api.leaf_shardings import leaf_shardings, pipeline_meshes, strategy_mesh
 from autoshard.api.pins import Pins
 from autoshard.api.pipeline_step import PipelineStep
 from autoshard.api.placing import apart, check_equal, put, sharded_leaves
-from autoshard.api.recorded import WRITTEN_BACK, Call, lasting
+from autoshard.api.recorded import lasting
 from autoshard.api.step import Step, bucket_options, program_of
 from autoshard.api.structure import alike, dtype_of, per_argument, position_of, rebuild
-from autoshard.api.user_pins import Asked, UserPins, user_pins
-from autoshard.api.user_pins import Pins as WantedPins
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
-from autoshard.compilers.program_facts import program_facts
-from autoshard.cost.record import Cost
 from autoshard.data import DataShard
 from autoshard.errors import StrategyError
-from autoshard.explanation import Judged, explanation_of
 from autoshard.ir.naming import is_backward
-from autoshard.judge.model import CostModel
 from autoshard.lower import jax_mesh
 from autoshard.progress import Progress, silent
-from autoshard.report import HtmlReport, report
-from autoshard.rules import rules_of
 from autoshard.strategy import (
-    Confirmation,
-    Record,
     TensorRecord,
     load_record,
-    save_record,
 )
-from autoshard.trace import SplitModules, Traced, outside_mesh, with_axes
+from autoshard.trace import SplitModules, outside_mesh, with_axes
 from autoshard.trace.leaves import argument_names
 from autoshard.verify import Options
 from autoshard.verify.pins import fewest_pins
 
 if TYPE_CHECKING:
-    from autoshard.api.comparing import WhatIf
+    pass
 
 
-class Strategy:
+class Strategy(Answer):
     """How one program is sharded over one cluster, what that costs, and how to run it.
 
     Attributes:
         record: everything that is saved.
     """
-
-    def __init__(self, record: Record, traced: Traced | None = None, pins: UserPins | None = None, call: Call | None = None):
-        self.record = record
-        self._traced = traced
-        self._pins = pins  # those of the search
-        self._call = call  # what was searched, for another trace; None where arguments are modules, which it would keep alive
-
-    def __repr__(self) -> str:
-        record = self.record
-        return f"Strategy({record.name!r}, mesh {record.mesh}, {record.cost.makespan_seconds:.3g} s a step, gap {self.gap:.1%})"
-
-    def _repr_html_(self) -> str:
-        return self.explain()._repr_html_()
-
-    def __eq__(self, other: object) -> bool:
-        """Whether the other would be saved as the same file."""
-        return lasting(self.record) == lasting(other.record) if isinstance(other, Strategy) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash((self.record.name, self.record.mesh, self.record.cost.objective_seconds, self.record.cost.peak_bytes))
-
-    # -- the answer ------------------------------------------------------------------------------------------------
-
-    @property
-    def mesh_shape(self) -> dict[str, int]:
-        """Axis sizes by name, outermost first."""
-        return dict(self.record.mesh.axes)
-
-    @property
-    def in_specs(self) -> tuple:
-        """A `PartitionSpec` for each argument leaf, structured as the tuple of arguments.
-
-        An NNX object's specs come as its `nnx.State`. In a strategy that was loaded, containers other than tuples, lists and dicts
-        come as dicts by field name.
-        """
-        specs = [PartitionSpec(*tensor.spec) for tensor in self.record.arguments]
-        return rebuild(self.record.argument_structure, specs) if self._traced is None else self._traced.in_tree.unflatten(specs)
-
-    @property
-    def out_specs(self) -> Any:
-        """A `PartitionSpec` for each result leaf, structured as the result."""
-        specs = [PartitionSpec(*tensor.spec) for tensor in self.record.results]
-        if self._traced is None:
-            structure = self.record.result_structure
-            written = isinstance(structure, dict) and structure.get("node") == WRITTEN_BACK
-            return rebuild(structure["children"][0] if written else structure, specs)
-        return self._traced.out_tree.unflatten(specs[: self._traced.out_tree.num_leaves])
-
-    @property
-    def stages(self) -> tuple[Strategy, ...]:
-        """The strategies of a pipeline's stages, each of the stage's own program on its part of the devices; () where there are none."""
-        pipeline = self.record.pipeline
-        return () if pipeline is None else tuple(Strategy(stage.record) for stage in pipeline.stages)
-
-    @property
-    def microbatches(self) -> int:
-        """In how many parts of its batch a step computes its gradients, one after the other."""
-        return self.record.program.microbatches
-
-    @property
-    def remat(self) -> str | None:
-        """How it was decided what the backward pass computes again, ``"fit"``, ``"auto"`` or ``"full"``; None: nothing is."""
-        return None if self.record.program.remat is None else self.record.program.remat.mode
-
-    @property
-    def offload(self) -> tuple[str, ...]:
-        """The paths of the argument leaves that are in the memory of hosts between steps."""
-        return tuple(self.record.arguments[leaf].path for leaf in self.record.program.offload)
-
-    @property
-    def cost(self) -> Cost:
-        """What the judge predicts."""
-        return self.record.cost
-
-    @property
-    def lower_bound_seconds(self) -> float:
-        """Proven lower bound of the objective over all strategies on this mesh in this placement; 0.0 where nothing is proven."""
-        return self.record.lower_bound_seconds
-
-    @property
-    def gap(self) -> float:
-        """``(objective - lower bound) / objective``; 0.0 where optimality is proven."""
-        return self.record.gap
-
-    @property
-    def stats(self) -> Mapping[str, Any]:
-        """What the search took: ``search_seconds``, of which the searcher ``solve_seconds``; ``trace_seconds``, ``n_ops``, ..."""
-        return self.record.stats
-
-    @property
-    def confirmation(self) -> Confirmation | None:
-        """Which compiler or devices confirmed the strategy, what they say of it, and what became of the other finalists."""
-        return self.record.confirmation
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What was assumed, what stays replicated and why, and which pins disagree, in words; `explain` shows them too."""
-        return self.record.assumptions
-
-    def explain(self, tensor: str | None = None, details: bool = False) -> StrategyReport | TensorReport:
-        """A report that prints in a terminal and shows in a notebook; ``explain().data`` is the same as numbers and names.
-
-        Args:
-            tensor: an argument's path, a pattern, or the end of a path that no other has, such as ``"layers/*/up"``: then the report is
-                why it is sharded so, what each other layout would cost, alone and with everything else chosen anew, and what makes others
-                unavailable. It takes up to 15 seconds of searching.
-            details: whether to add pictures of the shards, the results, the proof of optimality, and what the searcher did.
-        """
-        if tensor is None:
-            return explain(self.record, self._judged, details)
-        if self._traced is None or self._judged is None:
-            raise StrategyError(
-                "other layouts of a tensor are searched in its program, which a strategy from a file lacks, and which a pipeline has in "
-                "parts. Of a file, pass the function: strategy.with_program(fn, *args).explain(tensor)."
-            )
-        graph = self._traced.graph
-        pins = self._pins or user_pins(Asked(), graph, [()] * len(graph.arguments), False)
-        return explain_tensor(self._judged, tensor, pins.on(self.record.mesh))
-
-    def what_if(
-        self,
-        *,
-        pins: WantedPins | None = None,
-        cluster: Cluster | str | os.PathLike[str] | None = None,
-        mesh: Mapping[str, int] | jax.sharding.Mesh | int | None = None,
-        batch: int | None = None,
-    ) -> WhatIf:
-        """The difference that other pins, devices, meshes or batches would make; ``.strategy`` is the other strategy.
-
-        The program is searched again by dynamic programming, in about a second for a thousand operations, and traced again for another
-        batch only.
-
-        Args:
-            pins: as for `search`, beside the strategy's own, which they override.
-            cluster: other devices; its mesh is then searched, with up to two axes.
-            mesh: axis sizes by name; None keeps the mesh where the devices are the same.
-            batch: the size of the whole batch: of the dimension that `data_parallel` would split.
-
-        Raises:
-            StrategyError: the strategy has no program; says to pass it by `with_program`. Or it is a pipeline.
-        """
-        from autoshard.api.comparing import what_if
-
-        return what_if(self, pins=pins, cluster=cluster, mesh=mesh, batch=batch)
-
-    def report(self) -> HtmlReport:
-        """The strategy as a page with timeline, memory, mesh, tables and graph, which a notebook shows.
-
-        ``report().save_html(path)`` writes it as one file that opens offline, ``report().save_trace(path)`` the timeline for
-        ui.perfetto.dev. Of a strategy from a file the page has what the record has; `with_program` gives it the rest.
-
-        >>> import jax.numpy as jnp
-        >>> import autoshard
-        >>> strategy = autoshard.search(lambda w, x: x @ w, jnp.ones((4, 4)), jnp.ones((8, 4)), cluster="cpu:8")
-        >>> strategy.report().html[:15]
-        '<!DOCTYPE html>'
-        """
-        pipeline = self.record.pipeline
-        schedule = None if pipeline is None else timeline_of(self.record, pipeline)
-        return report(self.record, explanation_of(self.record, self._judged), self._judged, schedule)
-
-    @cached_property
-    def _judged(self) -> Judged | None:
-        """The program with the assignment judged; None where the strategy came from a file, or runs as a pipeline."""
-        if self._traced is None or self.record.pipeline is not None:
-            return None
-        cluster, graph = Cluster.from_dict(self.record.cluster), self._traced.graph
-        facts = program_facts(graph, rules_of(graph), compiler_of(cluster))
-        return Judged(self.record, facts, CostModel(cluster, self.record.mesh))
-
-    def with_program(self, fn: Callable, *args: Any) -> Strategy:
-        """The same strategy with its program, which one from a file lacks: `explain` then has compute by layer and memory by group.
-
-        Args:
-            fn, args: the program that the strategy is for; arrays may be `jax.ShapeDtypeStruct`.
-
-        Raises:
-            StrategyError: ``fn`` is not the program the strategy is for.
-        """
-        with outside_mesh(keep_auto=True):
-            traced, _, _ = program_of(fn, args, self.record, before=self._traced)
-        return Strategy(self.record, traced, call=(fn, args))
 
     @outside_mesh(keep_auto=True)
     def pins(self, fn: Callable, *args: Any, budget_seconds: float = 30.0, progress: Progress = silent) -> Pins:
@@ -276,14 +81,6 @@ class Strategy:
             argument_names=argument_names(fn, len(args)),
             has_modules=traced.modules is not None,
         )
-
-    def with_record(self, record: Record) -> Strategy:
-        """The strategy of another record of the same program."""
-        return Strategy(record, self._traced, self._pins, self._call)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the strategy as canonical JSON, whole or not at all; equal strategies are equal files, so what took how long stays out."""
-        save_record(lasting(self.record), path)
 
     # -- running it ------------------------------------------------------------------------------------------------
 

@@ -51,6 +51,19 @@ def message_bound(
     return bound, replace(hints, messages=messages) if live is None else replace(hints, priced_messages=messages)
 
 
+def quotient_bound(problem: Problem, max_sweeps: int, enough: float) -> float:
+    """The lower bound of the objective over the assignments that are the same in equal layers; of all where there are no such layers.
+
+    It takes the time of a layer or two, and is no proof that another assignment costs as much; arguments are those of `message_bound`.
+    """
+    small = symmetry.apply(problem)
+    if small is None or not _tabulated(problem):
+        return message_bound(problem, max_sweeps, enough)[0]
+    passing = MessagePassing(small.whole_tables())
+    passing.run(max_sweeps, enough - problem.fixed_seconds(), give_up=True)
+    return max(problem.fixed_seconds() + passing.bound(), problem.compute_bound())
+
+
 def first_bound(problem: Problem) -> float:
     """The lower bound after `Budgets.first_sweeps` sweeps, of the quotient problem if there is one; infinity for too large tables."""
     if not _tabulated(problem):

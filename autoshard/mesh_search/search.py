@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from autoshard.budgets import BUDGETS
 from autoshard.errors import AutoshardError, InfeasibleError, SearchLimitError, ShardingError
 from autoshard.mesh_search.anytime import Incumbent
-from autoshard.mesh_search.bounds import bounded, first_bound, message_bound
+from autoshard.mesh_search.bounds import bounded, first_bound, message_bound, quotient_bound
 from autoshard.mesh_search.finalists import BASELINES, finalists
 from autoshard.problem import NO_HINTS, Hints, Problem
 from autoshard.progress import Progress, part, silent
@@ -46,6 +46,8 @@ def search_meshes(
     finer: Finer | None = None,
     n_finalists: int = 1,
     refused: Refused | None = None,
+    warm: Hints = NO_HINTS,
+    quick: bool = False,
 ) -> tuple[Solution, Problem]:
     """The best solution over problems that differ in their mesh, and its problem; its statistics count the cut meshes.
 
@@ -60,12 +62,16 @@ def search_meshes(
         n_finalists: the number of distinct solutions to return: the best one and its ``others``. Baselines are among them if the searcher
             is automatic.
         refused: called with each problem in which nothing was found within the memory limit, though something may be, and the error.
+        warm: hints of an earlier search of the program, with which the first problem's search begins.
+        quick: whether the bound of a quotient problem cuts a mesh, which is no proof, but takes a fraction of the time of one.
 
     Raises:
         InfeasibleError: no mesh has a solution within the memory limit; names the smallest peak found.
         ShardingError: the pins leave no mesh a legal sharding.
     """
-    search = _Search(searcher, list(problems), solve, progress, observed=bool(ends), finer=finer, n_finalists=n_finalists, refused=refused)
+    search = _Search(
+        searcher, list(problems), solve, progress, bool(ends), finer, n_finalists=n_finalists, refused=refused, warm=warm, quick=quick
+    )
     try:
         search.run()
         search.add_baselines()
@@ -88,7 +94,7 @@ class _Search:
     """The problems of one program, searched one after the other, and the best solution so far.
 
     Attributes:
-        searcher, solve, progress, finer, refused: as in `search_meshes`.
+        searcher, solve, progress, finer, refused, warm, quick: as in `search_meshes`.
         problems: those given, then that of more axes, if there is one. Below, a problem is given by its number here.
         observed: whether incumbents are kept, since the search may end early.
         n_finalists, finalists: how many of the best distinct solutions are kept, and which.
@@ -113,6 +119,8 @@ class _Search:
     finer: Finer | None
     n_finalists: int = 1
     refused: Refused | None = None
+    warm: Hints = NO_HINTS
+    quick: bool = False
     finalists: tuple[Solution, ...] = ()
     best: tuple[float, int, Solution] | None = None
     failure: AutoshardError | None = None
@@ -143,7 +151,7 @@ class _Search:
 
     def _try(self, number: int, progress: Progress) -> None:
         """Searches a problem, unless it is cut or another placement's answer serves."""
-        hints = self.hints.setdefault(number, NO_HINTS)
+        hints = self.hints.setdefault(number, self.warm)
         if self.best is not None:
             self.hints[number] = replace(self.hints[self.best[1]], least=self.least, start=hints.start)
         progress(f"mesh {self.problems[number].mesh}", 0.0)
@@ -213,7 +221,10 @@ class _Search:
         if self.best is None or not self.searcher.automatic:
             return False
         enough = self.least * (1 - BUDGETS.least_gain)
-        bound, self.hints[number] = message_bound(self.problems[number], BUDGETS.screening_sweeps, enough, self.hints[number])
+        problem = self.problems[number]
+        if self.quick:
+            return quotient_bound(problem, BUDGETS.screening_sweeps, enough) >= enough
+        bound, self.hints[number] = message_bound(problem, BUDGETS.screening_sweeps, enough, self.hints[number])
         return bound >= enough
 
     def _keep(self, number: int, solution: Solution) -> None:

@@ -87,25 +87,28 @@ class CostTables:
         """Tables to be computed on demand.
 
         Args:
-            like: tables of the same domains. On the same cluster, seconds of compute and lists of collectives are shared, since these do
-                not depend on the placement of mesh axes.
+            like: tables of the same domains, whose decisions have the same kinds. Under the same cost model all tables are shared; on the
+                same cluster seconds of compute and lists of collectives, since these do not depend on the placement of mesh axes.
         """
         self.facts = facts
         self.model = model
         self.decisions = decisions
         self.domains = domains
-        like = like if like is not None and like.model.cluster == model.cluster else None
+        near = like if like is not None and like.model.cluster == model.cluster else None
+        same = near if near is not None and near.model is model else None
         # By op and the factors that it splits; by signature and position, then by layout number; by op and domain.
-        self._op_seconds: dict[tuple[int, tuple[int, ...]], float] = {} if like is None else like._op_seconds
-        self._follower_seconds: dict[tuple[int, int], dict[int, float]] = {} if like is None else like._follower_seconds
-        self._op_costs: dict[tuple[int, Domain], _OpCosts] = {} if like is None else like._op_costs
-        self._steps_seconds: dict[tuple[Step, ...], float] = {}
-        self._domains: dict[tuple[int, Label, tuple[int, ...]], CostedDomain] = {}  # by kind, label and free axes
-        self._followers: dict[tuple[int, Label], tuple[Choice, ...]] = {}  # by kind and label
-        self._layouts: dict[tuple[int, Label, int], Layout] = {}  # by kind, label and slot
-        self._coupling_tables: dict[tuple[int, CostedDomain, CostedDomain], np.ndarray] = {}  # by number and domains
-        self._kept: dict[CostedDomain, np.ndarray] = {}
-        self._distinct: dict[tuple[tuple[int, ...], int], np.ndarray] = {}  # the first of equal tables, by shape and hash
+        self._op_seconds: dict[tuple[int, tuple[int, ...]], float] = {} if near is None else near._op_seconds
+        self._follower_seconds: dict[tuple[int, int], dict[int, float]] = {} if near is None else near._follower_seconds
+        self._op_costs: dict[tuple[int, Domain], _OpCosts] = {} if near is None else near._op_costs
+        self._steps_seconds: dict[tuple[Step, ...], float] = {} if same is None else same._steps_seconds
+        # By kind, label and free axes; by kind and label; by kind, label and slot; by number and domains.
+        self._domains: dict[tuple[int, Label, tuple[int, ...]], CostedDomain] = {} if same is None else same._domains
+        self._followers: dict[tuple[int, Label], tuple[Choice, ...]] = {} if same is None else same._followers
+        self._layouts: dict[tuple[int, Label, int], Layout] = {} if same is None else same._layouts
+        self._coupling_tables: dict[tuple[int, CostedDomain, CostedDomain], np.ndarray] = {} if same is None else same._coupling_tables
+        self._kept: dict[CostedDomain, np.ndarray] = {} if same is None else same._kept
+        # The first of equal tables, by shape and hash.
+        self._distinct: dict[tuple[tuple[int, ...], int], np.ndarray] = {} if same is None else same._distinct
 
     # -- domains ---------------------------------------------------------------------------------------------------
 

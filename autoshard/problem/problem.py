@@ -7,7 +7,8 @@ axes for a joint search, one for a search that goes axis by axis.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, Protocol, TypeVar
 
@@ -72,8 +73,8 @@ class Problem:
         """A problem, of which as much as possible is shared with another one.
 
         Args:
-            like: the other problem. Variables are shared where program and pins are the same; then domains and compute seconds, too, where
-                mesh sizes and cluster are the same, and all tables where the cost model is the same.
+            like: the other problem. Variables are shared where program and pins are the same, or the pins of arguments alone differ; then
+                domains and compute seconds, too, where mesh sizes and cluster are the same, and tables where the cost model is the same.
         """
         self.facts = facts
         self.graph = facts.graph
@@ -83,15 +84,15 @@ class Problem:
         self.pins: Mapping[int, Pin] = dict(pins or {})
         self.memory_limit_bytes = memory_limit_bytes
         self.observer = observer
-        if like is not None and like.facts is facts and like.pins == self.pins:
-            self.decisions, self._facts_of_decisions = like.decisions, like._facts_of_decisions
-        else:
-            self.decisions = decisions_of(facts, self.pins)
-            self._facts_of_decisions: dict[Callable, Any] = {}
-        if like is None or like.decisions is not self.decisions or like.mesh.sizes != self.mesh.sizes:
+        like = like if like is not None and like.facts is facts else None
+        known = None if like is None else like.decisions if like.pins == self.pins else like.decisions.repinned(facts, like.pins, self.pins)
+        self.decisions = decisions_of(facts, self.pins) if known is None else known
+        same = like is not None and like.decisions is self.decisions
+        self._facts_of_decisions: dict[Callable, Any] = like._facts_of_decisions if same else {}
+        if like is None or known is None or like.mesh.sizes != self.mesh.sizes:
             domains = Domains(self.decisions.signatures, self.mesh.sizes)
             self.costs, self._facts = CostTables(facts, model, self.decisions, domains), {}
-        elif like.model is model:
+        elif same and like.model is model:
             self.costs, self._facts = like.costs, like._facts
         else:
             self.costs = CostTables(facts, model, self.decisions, like.costs.domains, like.costs)
@@ -265,25 +266,19 @@ class Problem:
         return self.cached(_all_free)
 
     def table_entries(self, free: Sequence[int], limit: int) -> int:
-        """The number of entries of the pair tables with these axes free; counting stops beyond the limit, and makes no large table."""
+        """The number of entries of the pair tables with these axes free; beyond the limit a rough one. No large table is made."""
         free = tuple(free)
         sizes: dict[int, int] = {}  # by kind
-        kinds, domains = self.decisions.kinds, self.costs.domains
-        for i, (variable, kind) in enumerate(zip(self.decisions.variables, kinds, strict=True)):
-            if kind not in sizes:
-                if (most := domains.most_labels(variable, len(free))) > limit // 1000:
-                    return most * 1000
-                sizes[kind] = len(self.costs.domain(i, self.costs.replicated(i), free).labels)
-        entries = 0
-        for i, j in self.pairs():
-            entries += sizes[kinds[i]] * sizes[kinds[j]]
-            if entries > limit:
-                break
-        return entries
+        variables, domains = self.decisions.variables, self.costs.domains
+        for kind, i in self.cached_for_all_meshes(_first_of_kinds).items():
+            if (most := domains.most_labels(variables[i], len(free))) > limit // 1000:
+                return most * 1000
+            sizes[kind] = len(self.costs.domain(i, self.costs.replicated(i), free).labels)
+        return sum(n * sizes[one] * sizes[other] for (one, other), n in self.kind_pairs().items())
 
-    def pairs(self) -> Iterable[tuple[int, int]]:
-        """The pairs of variables that have pair tables; of a reduction, of the variables that stand for its own."""
-        return ((one.first, one.last) for one in self.decisions.couplings if one.first != one.last)
+    def kind_pairs(self) -> Mapping[tuple[int, int], int]:
+        """The number of pair tables by the kinds of their two variables; of a reduction, of the variables that stand for its own."""
+        return self.cached_for_all_meshes(_kind_pairs)
 
     def slots(self, variable: int) -> tuple[np.ndarray, ...]:
         """Per slot of a variable the layout numbers ``(n,)`` by its labels with all axes free."""
@@ -355,6 +350,19 @@ class Problem:
     def compute_bound(self) -> float:
         """A lower bound of the objective over all assignments of the mesh: every op split over all devices, nothing communicated."""
         return self.cached(_split_evenly)
+
+
+def _first_of_kinds(problem: Problem) -> dict[int, int]:
+    """By kind its first variable."""
+    found: dict[int, int] = {}
+    for variable, kind in enumerate(problem.decisions.kinds):
+        found.setdefault(kind, variable)
+    return found
+
+
+def _kind_pairs(problem: Problem) -> Counter[tuple[int, int]]:
+    kinds = problem.decisions.kinds
+    return Counter((kinds[one.first], kinds[one.last]) for one in problem.decisions.couplings if one.first != one.last)
 
 
 def _all_free(problem: Problem) -> Tables:

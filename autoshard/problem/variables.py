@@ -10,7 +10,7 @@ Equal derivations are one slot, so two values have equal layouts under all label
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from autoshard.compilers.program_facts import ProgramFacts
@@ -107,6 +107,7 @@ class Decisions:
         home: by value, the ``(variable, slot)`` that determines its layout; values that are always replicated are absent.
         copies: by value, the variable of the copy that its readers share.
         kinds: per variable a number, equal for variables of equal domains and unary tables.
+        numbers: the kinds by `Variable.key`; decisions under other pins add theirs, so that all of them share tables by kind.
         couplings: the edges, grouped by their two variables.
     """
 
@@ -116,7 +117,26 @@ class Decisions:
     home: Mapping[int, tuple[int, int]]
     copies: Mapping[int, int]
     kinds: tuple[int, ...]
+    numbers: dict[tuple, int]
     couplings: tuple[Coupling, ...]
+
+    def repinned(self, facts: ProgramFacts, before: Mapping[int, Pin], pins: Mapping[int, Pin]) -> Decisions | None:
+        """The decisions under other pins of arguments, in time linear in those that differ; None where other pins differ, too.
+
+        A pin of an argument only takes labels from its variable; one of a computed value decides which operations lead.
+        """
+        arguments = frozenset(facts.graph.arguments)
+        changed = [value for value in {**before, **pins} if before.get(value) != pins.get(value)]
+        if not arguments.issuperset(changed):
+            return None
+        variables, kinds = list(self.variables), list(self.kinds)
+        for value in changed:
+            number, slot = self.home.get(value, (-1, 0))
+            if number >= 0:
+                pin = [(slot, facts.graph.values[value].rank, pins[value])] if value in pins else []
+                variables[number] = one = replace(variables[number], pins=pin)
+                kinds[number] = self.numbers.setdefault(one.key(), len(self.numbers))
+        return replace(self, variables=tuple(variables), kinds=tuple(kinds))
 
 
 def decisions_of(facts: ProgramFacts, pins: Mapping[int, Pin]) -> Decisions:
@@ -306,7 +326,7 @@ class _Builder:
         numbers: dict[tuple, int] = {}
         kinds = tuple(numbers.setdefault(variable.key(), len(numbers)) for variable in self.variables)
         variables, couplings = tuple(self.variables), self._couplings(edges)
-        return Decisions(tuple(self.signatures), variables, tuple(edges), self.home, copies, kinds, couplings)
+        return Decisions(tuple(self.signatures), variables, tuple(edges), self.home, copies, kinds, numbers, couplings)
 
     def _edge(self, value: int, source: tuple[int, int], target: int, target_slots: tuple[int, ...], trips: int) -> Edge:
         late_sum = self.facts.sums.made_by.get(value, -1) == self.variables[source[0]].leader >= 0

@@ -10,7 +10,7 @@ layer or two however deep the program is; the whole problem's lower bound shows 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -60,6 +60,15 @@ def _counted_couplings(problem: Problem) -> dict[tuple[int, int, int], tuple[int
         key = classes[one.first], classes[one.last], one.number
         counted[key] = (counted[key][0] if key in counted else 0) + 1, one
     return counted
+
+
+def _kind_pairs(problem: Problem) -> Counter[tuple[int, int]]:
+    """The number of pairs of colours with tables, by the kinds of their variables."""
+    classes, kinds = problem.cached_for_all_meshes(_classes).tolist(), problem.decisions.kinds
+    between = ((one.first, one.last) for one in problem.decisions.couplings)
+    ends = {(min(classes[i], classes[j]), max(classes[i], classes[j])) for i, j in between if classes[i] != classes[j]}
+    kind_of = {number: kinds[variable] for variable, number in reversed([*enumerate(classes)])}
+    return Counter((kind_of[a], kind_of[b]) for a, b in ends)
 
 
 def _mixed(numbers: np.ndarray) -> np.ndarray:
@@ -207,10 +216,8 @@ class Quotient(Problem):
     def whole_tables(self) -> Tables:
         return self.tables(range(len(self.mesh.axes)), self.start())
 
-    def pairs(self) -> Iterable[tuple[int, int]]:
-        classes = self.classes.tolist()
-        pairs = {(min(a, b), max(a, b)) for a, b in ((classes[i], classes[j]) for i, j in self.whole.pairs()) if a != b}
-        return ((int(self._firsts[a]), int(self._firsts[b])) for a, b in pairs)
+    def kind_pairs(self) -> Mapping[tuple[int, int], int]:
+        return self.whole.cached_for_all_meshes(_kind_pairs)
 
     def assignment(self, labels: Sequence[Label]) -> Assignment:
         return self.whole.assignment(self.invert(labels))

@@ -275,6 +275,11 @@ class Record:
         return Assignment(self.mesh, self.choices, self.layouts, self.copies, self.ahead, self.windows)
 
     @property
+    def memory_limit_bytes(self) -> float | None:
+        """The memory limit that the search was given; None: that of the cluster."""
+        return self.stats.get("memory_limit_bytes")
+
+    @property
     def gap(self) -> float:
         """``(objective - lower bound) / objective``, the greatest possible distance to the optimum; 0.0 where it is proven optimal."""
         objective = self.cost.objective_seconds

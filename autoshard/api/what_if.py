@@ -1,0 +1,180 @@
+"""A strategy compared with what it would be otherwise: the same program, searched again under one change.
+
+What the strategy's own search knows serves the new one: the facts of the program where the compiler is the same, all cost tables where the
+mesh is, and the messages of its bound as a warm start. Other pins of arguments leave all tables but those of the pinned arguments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from autoshard.api.comparing import Comparison
+from autoshard.api.meshes import given_mesh, meshes_of
+from autoshard.api.prepared import Prepared, cluster_of, limit_of, searched_on_meshes, traced_of, within
+from autoshard.api.strategy import Strategy
+from autoshard.api.user_pins import Asked, Pins, UserPins, user_pins
+from autoshard.cluster import Cluster
+from autoshard.compilers import compiler_of
+from autoshard.compilers.program_facts import ProgramFacts, program_facts
+from autoshard.errors import StrategyError
+from autoshard.explanation.difference import difference_of
+from autoshard.explanation.difference_text import difference_parts
+from autoshard.explanation.tensor import by_first_that_holds
+from autoshard.ir import Mesh
+from autoshard.ir.naming import matching
+from autoshard.judge.model import CostModel
+from autoshard.problem import Hints, Problem
+from autoshard.progress import silent
+from autoshard.render import Report
+from autoshard.search import Searcher, Solution, batch_dims
+from autoshard.trace import SplitModules, Traced, outside_mesh
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf(Comparison):
+    """The comparison of a strategy with another one that was searched for it: ``strategy``, which runs, saves and explains as any."""
+
+    strategy: Strategy
+
+    # A slotted dataclass is a class made anew, and what it inherits of `Report` is found by name.
+    __str__, _repr_html_ = Report.__str__, Report._repr_html_
+
+
+@outside_mesh(keep_auto=True)
+def what_if(
+    strategy: Strategy,
+    *,
+    pins: Pins | None = None,
+    cluster: Cluster | str | Path | None = None,
+    mesh: Mapping[str, int] | jax.sharding.Mesh | int | None = None,
+    batch: int | None = None,
+    memory_limit_bytes: float | None = None,
+) -> WhatIf:
+    """As `Strategy.what_if` says."""
+    traced, call, record = strategy._traced, strategy._call, strategy.record
+    if traced is None:
+        raise StrategyError(
+            "what_if searches the program again, and a strategy from a file has none. Pass the function: "
+            "strategy.with_program(fn, *args).what_if(...); on the command line autoshard what-if FILE module:function --args ..."
+        )
+    if record.pipeline is not None:
+        raise StrategyError("what_if changes the sharding of a whole step, and this strategy is a pipeline. Search again with stages=.")
+    own_cluster = Cluster.from_dict(record.cluster)
+    there = own_cluster if cluster is None else cluster_of(cluster)
+    limit = limit_of(there, memory_limit_bytes if memory_limit_bytes is not None else _own_limit(strategy, own_cluster, there))
+    asked = Asked.of(pins)
+    given = record.mesh if mesh is None and cluster is None else mesh
+    wanted = None if given is None or isinstance(given, int) else given_mesh(given)
+    if wanted is not None:
+        there.check(wanted)
+    if batch is None:
+        facts, seconds = _facts(strategy, there), {}
+    else:
+        traced, facts, seconds, call = _traced_again(strategy, there, batch, wanted, asked)
+    both = _with(strategy._pins, asked, traced, wanted is None)
+    meshes, _ = meshes_of(there, both, wanted, given if isinstance(given, int) else 2)
+    known = strategy._searched
+    prepared = Prepared(traced, facts, there, meshes, 0, both, limit, seconds, call, known.problem if facts is known.facts else None)
+    solution, problem, searcher = _searched(prepared, known.hints, given)
+    after = prepared.strategy(problem.mesh, _with_notes(solution, strategy), searcher, problem)
+    found = difference_of(record, after.record, ("now", "what if"), (strategy._judged, after._judged))
+    words = _asked_words(pins, cluster, mesh, batch, memory_limit_bytes)
+    return WhatIf(f"What if: {words}", tuple(difference_parts(found)), found, after)
+
+
+def _own_limit(strategy: Strategy, before: Cluster, there: Cluster) -> float | None:
+    """The limit that the strategy was searched with, on devices of the same memory; None: the cluster's."""
+    same = before.device.memory_bytes == there.device.memory_bytes
+    return strategy.record.memory_limit_bytes if same else None
+
+
+def _facts(strategy: Strategy, there: Cluster) -> ProgramFacts:
+    """The program's facts for a cluster's compiler."""
+    known = strategy._searched.facts
+    compiler = compiler_of(there)
+    return known if known.compiler == compiler else program_facts(known.graph, known.rules, compiler)
+
+
+def _traced_again(
+    strategy: Strategy, there: Cluster, batch: int, mesh: Mesh | None, asked: Asked
+) -> tuple[Traced, ProgramFacts, Mapping[str, float], tuple]:
+    """The program with another batch, as `traced_of` gives it, and its call; in as many microbatches, with as much on hosts."""
+    call, record = strategy._call, strategy.record
+    if call is None:
+        raise StrategyError(
+            "another batch is another program, which is traced anew. Pass the function: strategy.with_program(fn, *args).what_if(...)."
+        )
+    args = with_batch_size(strategy, call[1], batch)
+    axes = (*(record.mesh.names if mesh is None else mesh.names), *asked.axes)
+    program = record.program
+    found = traced_of(call[0], args, record.donate_argnums, axes, there, program.microbatches, program.remat, offload=bool(program.offload))
+    return *found, (call[0], args)
+
+
+def _searched(prepared: Prepared, hints: Hints, mesh: Any) -> tuple[Solution, Problem, Searcher]:
+    """The best on any of the meshes, by the first searcher that can hold the program."""
+    warm = replace(hints, least=math.inf, start=None)
+
+    def by(searcher: Searcher) -> tuple[Solution, Problem, Searcher]:
+        searched = partial(searched_on_meshes, prepared, searcher, silent, (), 1, None, warm=warm)
+        return *within(prepared, searched, True, mesh), searcher
+
+    return by_first_that_holds(by)
+
+
+def _with_notes(solution: Solution, strategy: Strategy) -> Solution:
+    """The solution with a note on pins that a strategy from a file does not have."""
+    n = strategy.record.stats.get("pins", 0) if strategy._pins is None else 0
+    pins = "the pin of its search, which is" if n == 1 else f"the {n} pins of its search, which are"
+    note = f"the strategy's file does not have {pins} not kept here: pass pins="
+    return replace(solution, notes=(*solution.notes, note)) if n else solution
+
+
+def _with(own: UserPins | None, asked: Asked, traced: Traced, is_searched: bool) -> UserPins:
+    """The strategy's own pins, and those of the question, which come before."""
+    graph = traced.graph
+    if own is None:
+        return user_pins(asked, graph, [()] * len(graph.arguments), is_searched)
+    given = {at: spec for pattern, spec in asked.specs.items() for at in matching(pattern, graph.argument_paths)}
+    kept = {at: each for at, each in own.kept.items() if at not in given}
+    both = Asked({**own.asked.specs, **asked.specs}, own.asked.arguments, own.asked.batch_axes)
+    return replace(own, asked=both, graph=graph, given={**own.given, **given}, kept=kept)
+
+
+def with_batch_size(strategy: Strategy, args: tuple, batch: int) -> tuple:
+    """Arguments like some, their batch of another size.
+
+    Raises:
+        StrategyError: the size is no positive number, or no argument has a batch.
+    """
+    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+        raise StrategyError(f"a batch is a positive number of examples, got {batch!r}. Use 512, for instance.")
+    known, record = strategy._searched, strategy.record
+    graph = known.facts.graph
+    dims = batch_dims(known.problem or Problem(known.facts, CostModel(Cluster.from_dict(record.cluster), record.mesh)))
+    if not dims:
+        raise StrategyError(f"no argument of {graph.name!r} has a batch that can be split. Pass other arguments to autoshard.search.")
+    split = SplitModules(args)
+    leaves, tree = jax.tree.flatten(split.states)
+    changed = []
+    for value, leaf in zip(graph.arguments, leaves, strict=True):
+        dim = dims.get(value)
+        if dim is not None:
+            leaf = jax.ShapeDtypeStruct((*leaf.shape[:dim], batch, *leaf.shape[dim + 1 :]), leaf.dtype)
+        changed.append(leaf)
+    return split.rebuild(tree.unflatten(changed))
+
+
+def _asked_words(pins: Any, cluster: Any, mesh: Any, batch: Any, limit: Any) -> str:
+    """``cluster=v5e:4x8, batch=1024``."""
+    asked: Sequence[tuple[str, Any]] = (
+        ("pins", pins), ("cluster", cluster), ("mesh", mesh), ("batch", batch), ("memory_limit_bytes", limit)
+    )  # fmt: skip
+    return ", ".join(f"{name}={value}" for name, value in asked if value is not None) or "searched again"

@@ -1,0 +1,161 @@
+"""What-ifs are searches of the same program under one change: with the same options, and with what the first search computed."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import autoshard
+from autoshard.errors import ClusterError, InfeasibleError, StrategyError
+from autoshard.problem.cost_tables import CostTables
+
+OPTIONS = {"cluster": "v5e:2x4", "searcher": "dynamic_programming", "donate_argnums": 0}
+
+
+def train_step(state, x):
+    def loss(params):
+        return jnp.mean((jnp.tanh(x @ params["up"]) @ params["down"]) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(state["params"])
+    return {"params": jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)}, value
+
+
+def shapes(batch=256):
+    def leaf(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    return {"params": {"up": leaf(512, 2048), "down": leaf(2048, 512)}}, leaf(batch, 512)
+
+
+@cache
+def strategy():
+    return autoshard.search(train_step, *shapes(), mesh={"data": 8}, **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("change", "program"),
+    [
+        ({"pins": {"*up*": P(None, "data")}}, {"mesh": {"data": 8}, "pins": {"*up*": P(None, "data")}}),
+        ({"mesh": {"data": 2, "model": 4}}, {"mesh": {"data": 2, "model": 4}}),
+        ({"batch": 64}, {"mesh": {"data": 8}}),
+        ({"cluster": "v5e:4x4", "mesh": {"data": 16}}, {"mesh": {"data": 16}, "cluster": "v5e:4x4"}),
+    ],
+    ids=lambda change: ",".join(change),
+)
+def test_a_what_if_is_the_search_with_that_change(change, program):
+    """Its strategy has the cost that a search from the function has under the same change, and both sides' figures are theirs."""
+    found = strategy().what_if(**change)
+    searched = autoshard.search(train_step, *shapes(change.get("batch", 256)), **{**OPTIONS, **program})
+    assert found.strategy.cost.makespan_seconds == pytest.approx(searched.cost.makespan_seconds, rel=1e-9)
+    assert found.data.before.step_seconds == strategy().cost.makespan_seconds
+    assert found.data.after.step_seconds == found.strategy.cost.makespan_seconds
+    assert found.strategy.record.program.fingerprint == searched.record.program.fingerprint
+    assert next(iter(change)) in str(found).splitlines()[0]
+
+
+def test_only_another_batch_is_traced_again(monkeypatch):
+    """Other pins, meshes and clusters take the program as it was traced."""
+    monkeypatch.setattr("autoshard.api.prepared.trace", None)
+    assert strategy().what_if(cluster="v5e:4x4").strategy.mesh_shape
+    with pytest.raises(TypeError):
+        strategy().what_if(batch=64)
+
+
+def test_a_search_s_own_pins_stay():
+    """They hold in a what-if, and give way to one of the same tensor."""
+    pinned = autoshard.search(train_step, *shapes(), mesh={"data": 8}, pins={"*up*": P("data"), "x": P()}, **OPTIONS)
+    (up,) = (t for t in pinned.what_if(pins={"x": P("data")}).strategy.record.arguments if "up" in t.path)
+    assert up.spec == ("data", None)
+    found = pinned.what_if(pins={"*up*": P()}).strategy
+    assert [t.spec for t in found.record.arguments if "up" in t.path or t.path == "x"] == [(None, None), (None, None)]
+
+
+def test_a_strategy_from_a_file_wants_its_program(tmp_path):
+    """It says so; with the program it gives the same, for another batch too."""
+    strategy().save(tmp_path / "s.json")
+    loaded = autoshard.load(tmp_path / "s.json")
+    with pytest.raises(StrategyError, match="with_program"):
+        loaded.what_if(batch=64)
+    with pytest.raises(StrategyError, match="with_program"):
+        loaded.explain("up")
+    whole = loaded.with_program(train_step, *shapes())
+    assert whole.what_if(batch=64).data == strategy().what_if(batch=64).data
+
+
+@pytest.mark.parametrize(
+    ("change", "error"), [({"batch": 0}, StrategyError), ({"batch": True}, StrategyError), ({"mesh": {"data": 3}}, ClusterError)]
+)
+def test_what_cannot_be_is_refused(change, error):
+    """A batch is a positive number, and a mesh covers the devices."""
+    with pytest.raises(error):
+        strategy().what_if(**change)
+
+
+def test_modules_are_not_kept_alive():
+    """A strategy of NNX modules asks for the function again where another batch is traced, and takes it from with_program."""
+
+    def forward(model, x):
+        return model(x)
+
+    model, x = nnx.Linear(16, 32, rngs=nnx.Rngs(0)), jnp.ones((64, 16))
+    found = autoshard.search(forward, model, x, mesh={"data": 8}, cluster="cpu:8", searcher="dynamic_programming")
+    with pytest.raises(StrategyError, match="with_program"):
+        found.what_if(batch=128)
+    other = found.with_program(forward, model, x).what_if(batch=128).strategy
+    assert other.record.arguments[-1].shape == (128, 16)
+
+
+def test_the_search_s_memory_limit_stays():
+    """It holds on devices of the same memory, for any change, and gives way to one of the question."""
+    free = strategy()
+    limit = 1.2 * free.cost.peak_bytes
+    bound = autoshard.search(train_step, *shapes(), mesh={"data": 8}, memory_limit_bytes=limit, **OPTIONS)
+    with pytest.raises(InfeasibleError):
+        bound.what_if(batch=4096)
+    found = bound.what_if(pins={"x": P("data")}).strategy
+    assert found.cost.peak_bytes <= limit and found.record.memory_limit_bytes == limit
+    assert bound.what_if(memory_limit_bytes=1e9).strategy.cost.peak_bytes == free.cost.peak_bytes
+    assert bound.what_if(cluster="v5p:2x2x1", mesh={"data": 4}).strategy.record.memory_limit_bytes is None
+    assert "memory_limit_bytes allows" in str(bound.explain())
+
+
+def test_a_search_s_own_options_stay():
+    """Microbatches, recomputation, donation and what is on hosts are those of the strategy for another batch as well."""
+
+    def adam(state, x):
+        value, grads = jax.value_and_grad(lambda params: jnp.mean((jnp.tanh(x @ params["up"]) @ params["down"]) ** 2))(state["params"])
+        moments = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["moments"], grads)
+        return {"params": jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], moments), "moments": moments}, value
+
+    params, x = shapes()
+    state = {"params": params["params"], "moments": params["params"]}
+    found = autoshard.search(adam, state, x, mesh={"data": 8}, offload="optimizer", microbatches=2, remat="full", **OPTIONS)
+    for change in ({"batch": 512}, {"mesh": {"data": 2, "model": 4}}, {"pins": {"x": P("data")}}):
+        other = found.what_if(**change).strategy
+        assert (other.offload, other.microbatches, other.remat) == (found.offload, 2, found.remat) and other.offload
+        assert other.record.donate_argnums == found.record.donate_argnums
+
+
+def test_what_a_search_computed_serves_its_what_ifs(monkeypatch):
+    """Other pins and meshes need no facts of the program again; another pin of an argument none of the other tables."""
+    found = autoshard.search(train_step, *shapes(), mesh={"data": 8}, **OPTIONS)
+    monkeypatch.setattr("autoshard.api.what_if.program_facts", None)
+    monkeypatch.setattr("autoshard.api.answer.program_facts", None)
+    assert found.what_if(mesh={"data": 2, "model": 4}).strategy.what_if(cluster="v5e:4x4").data.after.n_devices == 16
+    monkeypatch.setattr("autoshard.problem.problem.decisions_of", None)
+    made = []
+    costed = CostTables._costed
+    monkeypatch.setattr(CostTables, "_costed", lambda *args: made.append(args[1]) or costed(*args))
+    assert found.what_if(pins={"x": P("data")}).strategy.in_specs[1] == P("data", None)
+    assert {one.label_type for one in made} == {("layout", (256, 512), 4, True)}
+
+
+def test_a_file_without_its_pins_says_so(tmp_path):
+    """Pins are no part of a file; the what-if of a strategy from one says that they are not kept."""
+    pinned = autoshard.search(train_step, *shapes(), mesh={"data": 8}, pins={"x": P()}, **OPTIONS)
+    pinned.save(tmp_path / "s.json")
+    loaded = autoshard.load(tmp_path / "s.json").with_program(train_step, *shapes())
+    assert any("does not have the pin of its search" in note for note in loaded.what_if(batch=512).strategy.notes)
