@@ -63,6 +63,7 @@ class Prepared:
         seconds: what tracing took, and the number of ops.
         call: the function and its arguments' types; None where some are modules.
         known: a problem of the same program from an earlier search, whose tables serve; None: there is none.
+        is_limited: whether the user gave the limit.
     """
 
     traced: Traced
@@ -75,6 +76,7 @@ class Prepared:
     seconds: Mapping[str, float]
     call: Call | None = None
     known: Problem | None = None
+    is_limited: bool = False
 
     def problem(self, mesh: Mesh, limit: float | None, others: Collection[Problem]) -> Problem:
         """The search problem on a mesh; of others of the same program one, of the same sizes if there is such, shares what it can."""
@@ -104,7 +106,7 @@ class Prepared:
         solution = replace(solution, judgement=overlapped(self.facts, model, solution.judgement, self.limit))
         solution = with_recomputation(self.facts, model, solution)
         asked: dict[str, float] = {"pins": len(pinned)} if (pinned := self.pins.on(mesh)) else {}
-        if self.limit != self.cluster.memory_limit_bytes:
+        if self.is_limited:
             asked["memory_limit_bytes"] = self.limit
         solution = replace(solution, stats={**self.seconds, "meshes": len(self.meshes), **solution.stats, **asked})
         notes = [*without_rules(self.facts), *lowered_otherwise(self.facts.graph, mesh), *whole(self.facts, solution.assignment)]
@@ -140,8 +142,9 @@ def prepare(
     traced, facts, seconds = traced_of(fn, args, donate_argnums, axes, cluster, microbatches, remat, whole, offload, stages)
     pins = user_pins(asked, traced.graph, own_annotations(fn, args, traced), given is None)
     meshes, is_free = meshes_of(cluster, pins, given, most, stages)
+    is_limited = memory_limit_bytes is not None
     finest = (mesh or MOST_AXES) if is_free and searcher.automatic else 0
-    prepared = Prepared(traced, facts, cluster, meshes, finest, pins, limit, seconds, abstract_call(fn, args))
+    prepared = Prepared(traced, facts, cluster, meshes, finest, pins, limit, seconds, abstract_call(fn, args), None, is_limited)
     return prepared if not asked.batch_axes else _with_batch(prepared)
 
 

@@ -68,7 +68,7 @@ def what_if(
         raise StrategyError("what_if changes the sharding of a whole step, and this strategy is a pipeline. Search again with stages=.")
     own_cluster = Cluster.from_dict(record.cluster)
     there = own_cluster if cluster is None else cluster_of(cluster)
-    limit = limit_of(there, memory_limit_bytes if memory_limit_bytes is not None else _own_limit(strategy, own_cluster, there))
+    limit = memory_limit_bytes if memory_limit_bytes is not None else _own_limit(strategy, own_cluster, there)
     asked = Asked.of(pins)
     given = record.mesh if mesh is None and cluster is None else mesh
     wanted = None if given is None or isinstance(given, int) else given_mesh(given)
@@ -81,7 +81,9 @@ def what_if(
     both = _with(strategy._pins, asked, traced, wanted is None)
     meshes, _ = meshes_of(there, both, wanted, given if isinstance(given, int) else 2)
     known = strategy._searched
-    prepared = Prepared(traced, facts, there, meshes, 0, both, limit, seconds, call, known.problem if facts is known.facts else None)
+    tables = known.problem if facts is known.facts else None
+    bytes_limit = limit_of(there, limit)
+    prepared = Prepared(traced, facts, there, meshes, 0, both, bytes_limit, seconds, call, tables, limit is not None)
     solution, problem, searcher = _searched(prepared, known.hints, given)
     after = prepared.strategy(problem.mesh, _with_notes(solution, strategy), searcher, problem)
     found = difference_of(record, after.record, ("now", "what if"), (strategy._judged, after._judged))
