@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
@@ -25,6 +26,7 @@ from autoshard.cost.record import Cost
 from autoshard.errors import StrategyError
 from autoshard.explanation import Judged, explanation_of
 from autoshard.judge.model import CostModel
+from autoshard.problem import Problem
 from autoshard.report import HtmlReport, report
 from autoshard.rules import rules_of
 from autoshard.strategy import Confirmation, Record, save_record
@@ -147,25 +149,43 @@ class Answer:
         """What was assumed, what stays replicated and why, and which pins disagree, in words; `explain` shows them too."""
         return self.record.assumptions
 
-    def explain(self, tensor: str | None = None, details: bool = False) -> StrategyReport | TensorReport:
+    def explain(self, tensor: str | None = None, details: bool = False, spec: PartitionSpec | None = None) -> StrategyReport | TensorReport:
         """A report that prints in a terminal and shows in a notebook; ``explain().data`` is the same as numbers and names.
 
         Args:
-            tensor: an argument's path, a pattern, or the end of a path that no other has, such as ``"layers/*/up"``: then the report is
-                why it is sharded so, what each other layout would cost, alone and with everything else chosen anew, and what makes others
-                unavailable. It takes up to 15 seconds of searching.
-            details: whether to add pictures of the shards, the results, the proof of optimality, and what the searcher did.
+            tensor: the path of an argument or a result, a pattern, or the end of a path that no other has, such as ``"layers/*/up"``; or
+                of a computed value the name that `jax.ad_checkpoint.checkpoint_name` gives it, its source line, as ``"model.py:41"``, its
+                layer, or its operation, as ``"op 57"``. Then the report is why it is sharded so, what other layouts would cost, alone and
+                with everything else chosen anew, and what makes others unavailable.
+            details: whether to add pictures of the shards, the results, the proof of optimality, and what the searcher did; of a tensor
+                of a large program, whether all its layouts are searched rather than a few.
+            spec: a layout of which to say why the tensor does not have it.
+
+        Raises:
+            StrategyError: the strategy is from a file and has no program; or no tensor has the name, or several have.
         """
         if tensor is None:
+            if spec is not None:
+                raise StrategyError("spec= is a layout of one tensor, and none is named. Pass both: explain('up', spec=P('model')).")
             return explain(self.record, self._judged, details)
         if self._traced is None or self._judged is None:
             raise StrategyError(
                 "other layouts of a tensor are searched in its program, which a strategy from a file lacks, and which a pipeline has in "
-                "parts. Of a file, pass the function: strategy.with_program(fn, *args).explain(tensor)."
+                "parts. Of a file, pass the function: strategy.with_program(fn, *args).explain(tensor); on the command line autoshard "
+                "explain FILE MODULE:FUNCTION --args MODULE:NAME --tensor NAME."
             )
-        graph = self._traced.graph
-        pins = self._pins or user_pins(Asked(), graph, [()] * len(graph.arguments), False)
-        return explain_tensor(self._judged, tensor, pins.on(self.record.mesh))
+        return explain_tensor(self._judged, tensor, self._in_question(), spec, details)
+
+    def _in_question(self) -> Searched:
+        """What the search knows, with its problem; of a sharding that was given, or from a file, that is made for the first question."""
+        known, record = self._searched, self.record
+        if known.problem is None or known.problem.mesh != record.mesh:
+            graph, judged = known.facts.graph, self._judged
+            assert judged is not None, "a strategy with its program"
+            pins = self._pins or user_pins(Asked(), graph, [()] * len(graph.arguments), False)
+            limit = record.memory_limit_bytes or judged.model.cluster.memory_limit_bytes
+            self._known = known = replace(known, problem=Problem(known.facts, judged.model, pins.on(record.mesh), limit))
+        return known
 
     def what_if(
         self,

@@ -10,6 +10,7 @@ from typing import Any
 
 from autoshard.api.explain_pipeline import pipeline_parts
 from autoshard.api.explain_tensors import mesh_picture, tensor_picture
+from autoshard.api.searched import Searched
 from autoshard.cluster import Cluster
 from autoshard.cost.record import Cost
 from autoshard.explanation import Explanation, Judged, explanation_of
@@ -21,7 +22,6 @@ from autoshard.explanation.tensor_text import tensor_parts
 from autoshard.explanation.text import argument_parts as argument_table
 from autoshard.explanation.text import body, opening, to_json
 from autoshard.ir import Spec
-from autoshard.problem import Pin
 from autoshard.render import (
     Gallery,
     Heading,
@@ -88,17 +88,18 @@ class TensorReport(Report):
     __str__, _repr_html_ = Report.__str__, Report._repr_html_
 
 
-def explain_tensor(judged: Judged, name: str, pins: Mapping[int, Pin]) -> TensorReport:
-    """The report on an argument's layout.
+def explain_tensor(judged: Judged, name: str, searched: Searched, spec: Spec | None = None, details: bool = False) -> TensorReport:
+    """The report on a tensor's layout.
 
     Args:
         judged: the program.
-        name: of the argument.
-        pins: the user's, by value number.
+        name: of the tensor.
+        searched: the strategy's problem, and the hints of its search.
+        spec: the layout in question.
+        details: whether all layouts are searched.
     """
-    record = judged.record
-    limit = record.memory_limit_bytes or Cluster.from_dict(record.cluster).memory_limit_bytes
-    data = tensor_explanation(judged, name, pins, limit)
+    assert searched.problem is not None, "made for the first question"
+    data = tensor_explanation(judged, name, searched.problem, searched.hints, spec, details)
     return TensorReport(f"{data.group.name} on mesh {judged.record.mesh}", tuple(tensor_parts(data)), data)
 
 

@@ -7,7 +7,8 @@ import sys
 from contextlib import redirect_stdout
 
 from autoshard.cli.found import record_of
-from autoshard.cli.options import command
+from autoshard.cli.options import SPEC_HELP, command
+from autoshard.cli.options import spec as layout
 from autoshard.cli.program import load
 from autoshard.cli.terminal import show, show_json
 
@@ -26,8 +27,10 @@ def add(commands) -> None:
     parser.add_argument(
         "--tensor",
         metavar="NAME",
-        help="why an argument is sharded as it is, and what other layouts cost: its path, a pattern, or the end of one, as layers/*/up",
+        help="why a tensor is sharded as it is, and what other layouts cost: a path, a pattern, or the end of one, as layers/*/up; of a "
+        "computed value its checkpoint_name, source line (model.py:41), layer or operation (op 57)",
     )
+    parser.add_argument("--spec", metavar="SPEC", type=layout, help=f"with --tensor: why it is not sharded like this. {SPEC_HELP}")
     parser.add_argument(
         "--details", action="store_true", help="add pictures of shards, results, the proof of optimality, and what the searcher did"
     )
@@ -37,6 +40,8 @@ def add(commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Loads and explains; writes the report and the trace instead, where they are asked for."""
+    from jax.sharding import PartitionSpec
+
     strategy = strategy_of(options)
     if options.html is not None or options.trace is not None:
         page = strategy.report()
@@ -45,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
         if options.trace is not None:
             page.save_trace(options.trace)
         return 0
-    report = strategy.explain(options.tensor, details=options.details)
+    report = strategy.explain(options.tensor, details=options.details, spec=None if options.spec is None else PartitionSpec(*options.spec))
     show_json(report.to_json()) if options.json else show(report)
     return 0
 

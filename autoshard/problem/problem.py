@@ -69,12 +69,14 @@ class Problem:
         memory_limit_bytes: float | None = None,
         like: Problem | None = None,
         observer: Observer | None = None,
+        restricted: Mapping[int, Pin] | None = None,
     ):
         """A problem, of which as much as possible is shared with another one.
 
         Args:
             like: the other problem. Variables are shared where program and pins are the same, or the pins of arguments alone differ; then
                 domains and compute seconds, too, where mesh sizes and cluster are the same, and tables where the cost model is the same.
+            restricted: layouts of values that the other problem has, restricted as pins are.
         """
         self.facts = facts
         self.graph = facts.graph
@@ -86,10 +88,11 @@ class Problem:
         self.observer = observer
         like = like if like is not None and like.facts is facts else None
         known = None if like is None else like.decisions if like.pins == self.pins else like.decisions.repinned(facts, like.pins, self.pins)
-        self.decisions = decisions_of(facts, self.pins) if known is None else known
+        known = decisions_of(facts, self.pins) if known is None else known
+        self.decisions = known.restricted(facts, restricted) if restricted else known
         same = like is not None and like.decisions is self.decisions
         self._facts_of_decisions: dict[Callable, Any] = like._facts_of_decisions if same else {}
-        if like is None or known is None or like.mesh.sizes != self.mesh.sizes:
+        if like is None or like.decisions.signatures is not known.signatures or like.mesh.sizes != self.mesh.sizes:
             domains = Domains(self.decisions.signatures, self.mesh.sizes)
             self.costs, self._facts = CostTables(facts, model, self.decisions, domains), {}
         elif same and like.model is model:
@@ -114,6 +117,13 @@ class Problem:
     def observed_by(self, observer: Observer) -> Problem:
         """The same problem with an observer of its searches; the two share all tables."""
         return Problem(self.facts, self.model, self.pins, self.memory_limit_bytes, self, observer)
+
+    def restricted(self, pins: Mapping[int, Pin]) -> Problem:
+        """The same problem with the layouts of some values restricted as by pins, computed ones too; the two share all other tables.
+
+        An assignment of it is one of this problem. A pin of a computed value would let its operation lead, which is another problem.
+        """
+        return Problem(self.facts, self.model, self.pins, self.memory_limit_bytes, self, restricted=pins)
 
     @property
     def n_variables(self) -> int:

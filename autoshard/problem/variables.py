@@ -138,6 +138,16 @@ class Decisions:
                 kinds[number] = self.numbers.setdefault(one.key(), len(self.numbers))
         return replace(self, variables=tuple(variables), kinds=tuple(kinds))
 
+    def restricted(self, facts: ProgramFacts, pins: Mapping[int, Pin]) -> Decisions:
+        """The same decisions with the layouts of some values restricted: labels go, and the same operations lead."""
+        variables, kinds = list(self.variables), list(self.kinds)
+        for value, pin in pins.items():
+            number, slot = self.home[value]
+            one = variables[number]
+            variables[number] = one = replace(one, pins=[*one.pins, (slot, facts.graph.values[value].rank, pin)])
+            kinds[number] = self.numbers.setdefault(one.key(), len(self.numbers))
+        return replace(self, variables=tuple(variables), kinds=tuple(kinds))
+
 
 def decisions_of(facts: ProgramFacts, pins: Mapping[int, Pin]) -> Decisions:
     """The decision variables of a program, in time linear in its size."""

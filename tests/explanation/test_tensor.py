@@ -1,4 +1,4 @@
-"""Why a tensor is sharded as it is: names, costs of other layouts as the judge and searches have them, and what is not available."""
+"""Why a tensor is sharded as it is: costs of other layouts as the judge and searches have them, and what is not available."""
 
 from dataclasses import replace
 from functools import cache
@@ -6,21 +6,23 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
-from strategy_records import EXAMPLE
 
 import autoshard
 from autoshard.errors import StrategyError
-from autoshard.explanation.tensor import group_of
 from autoshard.explanation.tensor_text import tensor_parts
+from autoshard.explanation.text import format_spec
 from autoshard.judge.evaluate import evaluate
+from autoshard.problem import Problem
+from autoshard.problem.cost_tables import CostTables
 from autoshard.render import Paragraph
-from autoshard.strategy import TensorRecord
 
 
 def train_step(state, x):
     def loss(params):
-        return jnp.mean((jnp.tanh(x @ params["up"]) @ params["down"] + jnp.sum(jnp.cos(params["bias"]))) ** 2)
+        hidden = checkpoint_name(jnp.tanh(x @ params["up"]), "hidden")
+        return jnp.mean((hidden @ params["down"] + jnp.sum(jnp.cos(params["bias"]))) ** 2)
 
     grads = jax.grad(loss)(state["params"])
     return {"params": jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)}
@@ -34,8 +36,8 @@ def shapes():
 
 
 @cache
-def strategy(searcher="dynamic_programming"):
-    return autoshard.search(train_step, *shapes(), cluster="v5e:2x4", mesh={"data": 8}, searcher=searcher, donate_argnums=0)
+def strategy(searcher="dynamic_programming", mesh=(("data", 8),)):
+    return autoshard.search(train_step, *shapes(), cluster="v5e:2x4", mesh=dict(mesh), searcher=searcher, donate_argnums=0)
 
 
 def by_spec(data):
@@ -82,38 +84,57 @@ def test_a_better_layout_than_somebodys_is_said():
     assert "It is not the fastest" in first.text
 
 
-@pytest.mark.parametrize(
-    ("name", "group"),
-    [
-        ("state['params']['layers'][*]['up']", "state['params']['layers'][*]['up']"),
-        ("state['params']['layers'][0]['up']", "state['params']['layers'][*]['up']"),
-        ("layers/*/up", "state['params']['layers'][*]['up']"),
-        ("params.layers.1.up", "state['params']['layers'][*]['up']"),
-        ("norm", "state['params']['norm']"),
-        ("mu/norm", "state['params']['norm']"),
-        ("b?tch", "batch"),
-    ],
-)
-def test_names_are_paths_patterns_and_ends(name, group):
-    """A parameter comes before the moments that mirror it, and these name its group too."""
-    assert group_of(model(), name).name == group
+def test_a_computed_value_is_explained_as_an_argument_is():
+    """Its layouts cost what a search of the program costs that may choose no other; its own layout is that of the strategy."""
+    data = strategy().explain("hidden").data
+    found = by_spec(data)
+    assert data.kind == "value" and len(found) == 3 and found[data.own.spec].step_seconds == strategy().cost.makespan_seconds
+    assert all(each.fixed_seconds is None for each in data.alternatives)
+    judged = strategy()._judged
+    problem = Problem(judged.facts, judged.model)
+    (op,) = (op for op in judged.facts.graph.walk() if op.primitive == "name")
+    for dim, spec in enumerate([("data", None), (None, "data")]):
+        restricted = problem.restricted({op.results[0]: (frozenset((dim,)),)})
+        solution = autoshard.DynamicProgramming(tolerance=0.0).solve(restricted)
+        assert solution.assignment.layout(op.results[0]) == (dim,)
+        if not found[spec].is_own:
+            assert found[spec].step_seconds == pytest.approx(solution.judgement.cost.makespan_seconds)
 
 
-@pytest.mark.parametrize(
-    ("name", "words"), [("norn", "Near ones: state['params']['norm']"), ("layers/*/*", "names 3 groups"), ("", "no argument of")]
-)
-def test_other_names_get_near_ones(name, words):
-    """What is misspelt gets the nearest names, and what is ambiguous the groups."""
-    with pytest.raises(StrategyError, match=words.replace("[", r"\[").replace("*", r"\*")):
-        group_of(model(), name)
+def test_why_not_is_answered_for_the_layout_that_is_asked():
+    """One that is available says what it costs, and of what; its own says so; one that does not divide says that."""
+    own = strategy().explain("up").data.own.spec
+    others = [spec for spec in by_spec(strategy().explain("up").data) if spec != own]
+    for spec in others:
+        found = strategy().explain("up", spec=P(*spec))
+        assert found.data.in_question.spec == spec and f"Why not {format_spec(spec)}: with it" in str(found).replace("\n", " ")
+    assert "that is its layout" in str(strategy().explain("up", spec=P(*own)))
+    assert "it is not available; dim 0 has size 6" in str(strategy().explain("bias", spec=P("data"))).replace("\n", " ")
+    with pytest.raises(StrategyError, match="'model'"):
+        strategy().explain("up", spec=P("model"))
+    with pytest.raises(StrategyError, match="Pass both"):
+        strategy().explain(spec=P("data"))
 
 
-def model():
-    def tensor(path, *shape):
-        return TensorRecord(path, shape, "float32", (None,) * len(shape))
+def test_of_large_programs_the_most_promising_layouts_are_searched(monkeypatch):
+    """So many as its operations allow, the asked one among them, and the fastest of all; with details all of them."""
+    everything = strategy(mesh=(("data", 2), ("model", 4))).explain("up").data
+    monkeypatch.setattr("autoshard.explanation.tensor.SEARCHED_OPS", 0)
+    few = strategy(mesh=(("data", 2), ("model", 4))).explain("up", spec=P("data", "model"))
+    searched = [each for each in few.data.alternatives if each.step_seconds is not None and not each.is_own]
+    assert len(searched) == 3 and few.data.in_question in searched and "What is empty was not searched" in str(few)
+    assert few.data.next_best.spec == everything.next_best.spec
+    assert len(strategy(mesh=(("data", 2), ("model", 4))).explain("up", details=True).data.alternatives) == len(everything.alternatives)
+    assert all(each.step_seconds for each in strategy(mesh=(("data", 2), ("model", 4))).explain("up", details=True).data.alternatives)
 
-    params = [("layers'][0]['up", 64, 32), ("layers'][1]['up", 64, 32), ("layers'][0]['down", 32, 64), ("norm", 64)]
-    own = [tensor(f"state['params']['{name}']", *shape) for name, *shape in params]
-    moments = [tensor(f"state['optimizer'][0].mu['{name}']", *shape) for name, *shape in params]
-    own += [tensor("state['params']['layers'][1]['down']", 32, 64)]
-    return replace(EXAMPLE, arguments=tuple([*own, *moments, tensor("batch", 16, 64)]))
+
+def test_a_question_about_a_tensor_builds_no_tables_but_its_own(monkeypatch):
+    """Those of the search serve; what is restricted are labels of one variable."""
+    found = strategy()
+    found.explain("up")
+    monkeypatch.setattr("autoshard.problem.problem.decisions_of", None)
+    made = []
+    costed = CostTables._costed
+    monkeypatch.setattr(CostTables, "_costed", lambda *args: made.append(args[1]) or costed(*args))
+    found.explain("down")
+    assert {one.label_type[1] for one in made} <= {(2048, 512)}

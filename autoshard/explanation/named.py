@@ -1,0 +1,175 @@
+"""The tensors that a name is of: arguments, results, or values that the program computes.
+
+An argument or a result is named by its path, a pattern, or the end of one that no other has. A computed value is named as
+`jax.ad_checkpoint.checkpoint_name` names it, by its source line (``gpt.py:41``), by its layer, or by its operation (``op 57``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from autoshard.errors import StrategyError
+from autoshard.explanation.data import TensorGroup
+from autoshard.explanation.groups import argument_groups, shard_bytes
+from autoshard.explanation.layers import line_of, pass_of
+from autoshard.explanation.program import Judged
+from autoshard.ir import Op, layout_to_spec
+from autoshard.ir.words import array_type
+
+NEAR = 3  # names that are suggested
+_OP = re.compile(r"(?:op|#)\s*(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """Tensors of one name.
+
+    Attributes:
+        kind: ``"argument"``, ``"result"`` or ``"value"``, one that the program computes.
+        group: what they have in common.
+        values: their numbers.
+        mirrors: those of arguments that mirror them, as an optimizer's moments do.
+        remark: a sentence on what else the name is of, or on a result that is an argument's new value; empty where there is none.
+    """
+
+    kind: str
+    group: TensorGroup
+    values: tuple[int, ...]
+    mirrors: tuple[int, ...] = ()
+    remark: str = ""
+
+
+def named(judged: Judged, name: str) -> Named:
+    """The tensors that a name is of: arguments before results, results before computed values.
+
+    Brackets, quotes, dots and slashes all separate components: ``layers/*/up`` is the end of ``state['params']['layers'][0]['up']``.
+
+    Raises:
+        StrategyError: none is named so, with the nearest names; or several arguments or results are.
+    """
+    record, graph = judged.record, judged.facts.graph
+    groups = argument_groups(record.arguments, record.mesh)
+    if (group := _group(groups, name)) is not None:
+        return _argument(judged, group)
+    if (result := _group(argument_groups(record.results, record.mesh), name.removeprefix("result"))) is not None:
+        position = graph.result_paths.index(result.paths[0])
+        replaced = next((graph.argument_paths[argument] for one, argument in graph.aliases if one == position), None)
+        if replaced is not None:
+            group = next(group for group in groups if replaced in group.paths)
+            return _argument(judged, group, f"The result {result.name} replaces it in the next step, and has its layout.")
+        at = dict(zip(graph.result_paths, graph.results, strict=True))
+        return Named("result", replace(result, name=f"result{result.name}"), tuple(at[path] for path in result.paths))
+    if (computed := _computed(judged, name)) is not None:
+        return computed
+    paths = [path for group in groups for path in (group.name, *group.paths)]
+    near = dict.fromkeys(_group_of(groups, path) for path in _near(name, paths))
+    raise StrategyError(
+        f"a tensor is an argument or a result, named by its path, a pattern, or the end of one; or a computed value, named by "
+        f"checkpoint_name, by a source line as model.py:41, by a layer, or by an operation as 'op 57'. Nothing in "
+        f"{record.program.name!r} is named {name!r}. Near ones: {', '.join([*near][:NEAR])}."
+    )
+
+
+def _argument(judged: Judged, group: TensorGroup, remark: str = "") -> Named:
+    """The arguments of a group."""
+    graph = judged.facts.graph
+    at = dict(zip(graph.argument_paths, graph.arguments, strict=True))
+    numbers = [at[path] for path in group.paths]
+    return Named("argument", group, tuple(numbers[: group.n]), tuple(numbers[group.n :]), remark)
+
+
+def _group(groups: Sequence[TensorGroup], name: str) -> TensorGroup | None:
+    """The group of arguments or results that a name is of; None: it is of none.
+
+    Raises:
+        StrategyError: it is of several.
+    """
+    for paths_of in (lambda group: group.paths[: group.n], lambda group: group.paths):
+        found = [group for group in groups if any(path == name for path in (group.name, *paths_of(group)))]
+        found = found or [group for group in groups if any(_ends(path, name) for path in paths_of(group))]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            names = ", ".join(group.name for group in found[:6])
+            raise StrategyError(
+                f"a tensor is named by its path, a pattern, or the end of one that no other has; {name!r} names {len(found)} groups: "
+                f"{names}. Write more of the path."
+            )
+    return None
+
+
+def _group_of(groups: Sequence[TensorGroup], path: str) -> str:
+    """The name of the group that a path belongs to."""
+    return next(group.name for group in groups if path == group.name or path in group.paths)
+
+
+def _parts(path: str) -> tuple[str, ...]:
+    return tuple(re.findall(r"[^\[\]'\"./]+", path))
+
+
+def _ends(path: str, name: str) -> bool:
+    """Whether a path ends as a name says, component by component."""
+    whole, end = _parts(path), _parts(name)
+    return 0 < len(end) <= len(whole) and all(fnmatchcase(a, b) for a, b in zip(whole[-len(end) :], end, strict=True))
+
+
+def _near(name: str, paths: Sequence[str]) -> list[str]:
+    """The paths that look most like a name, or that end most like it."""
+    plain = {"/".join(_parts(path)[at:]): path for path in paths for at in range(len(_parts(path)))}
+    found = get_close_matches("/".join(_parts(name)), plain, n=3 * NEAR, cutoff=0.3)
+    return [plain[each] for each in found] or list(paths[:NEAR])
+
+
+# -- computed values -----------------------------------------------------------------------------------------------------
+
+
+def _computed(judged: Judged, name: str) -> Named | None:
+    """The computed values of a name: the largest of those that are alike, and what else the name is of."""
+    graph, record = judged.facts.graph, judged.record
+    alike: dict[tuple, list[Op]] = defaultdict(list)
+    for op in _ops(judged, name):
+        for value in op.results:
+            found = graph.values[value]
+            if found.rank and not judged.facts.free[value]:
+                spec = layout_to_spec(record.assignment.layout(value), record.mesh.names, found.rank)
+                alike[pass_of(op), op.primitive, line_of(op.origin), op.results.index(value), found.shape, found.dtype, spec].append(op)
+    if not alike:
+        return None
+    groups = [_group_of_ops(judged, key, ops) for key, ops in alike.items()]
+    forward = [one for one in groups if one[0] == "forward"] or groups
+    _, ops, chosen = max(forward, key=lambda one: (one[2].whole_bytes, -one[1][0].index))
+    position = next(key[3] for key, members in alike.items() if members is ops)
+    others = sorted((one for one in groups if one[2] is not chosen), key=lambda one: -one[2].whole_bytes)
+    beside = "; ".join(f"op {ops[0].index}, {one.name}, {array_type(one.dtype, one.shape)}" for _, ops, one in others[:NEAR])
+    remark = f"The name is also of {beside}: write 'op' and a number for one of them." if beside else ""
+    return Named("value", chosen, tuple(op.results[position] for op in ops), remark=remark)
+
+
+def _group_of_ops(judged: Judged, key: tuple, ops: list[Op]) -> tuple[str, list[Op], TensorGroup]:
+    """The pass of results that are alike, their operations, and the results as a group."""
+    which, primitive, line, _, shape, dtype, spec = key
+    nbytes = len(ops) * shard_bytes(shape, dtype, spec, judged.record.mesh)
+    name = str(ops[0].params["name"]) if primitive == "name" else primitive
+    where = "" if which == "forward" else f", {which}"
+    return which, ops, TensorGroup(f"{name} at {line}{where}", len(ops), 0, shape, dtype, spec, nbytes)
+
+
+def _ops(judged: Judged, name: str) -> Iterator[Op]:
+    """The operations that a name is of, by the first way of naming that any has."""
+    ops = [op for op in judged.facts.graph.walk() if op.results and not op.bodies]
+    if match := _OP.fullmatch(name.strip()):
+        yield from (op for op in ops if op.index == int(match[1]))
+        return
+    marked = [op for op in ops if op.primitive == "name" and op.params.get("name") == name]
+    lines = [op for op in ops if _is_line(line_of(op.origin), name)]
+    yield from marked or lines or [op for op in ops if name and judged.layer(op) == name]
+
+
+def _is_line(line: str, name: str) -> bool:
+    """Whether a name is of a source line: ``gpt.py:41``, ``gpt.py:41 (loss)``, or a layer before that."""
+    return bool(line) and (name == line or name == line.split(" ")[0] or name.endswith(f", {line}"))
