@@ -1,7 +1,8 @@
 """Assertions for tests of shardings: the collectives of a step, and golden files of strategies.
 
-They take no part in anything else. With pytest, a golden file is written anew where the environment variable ``AUTOSHARD_UPDATE_GOLDENS``
-is set; see docs/testing.md.
+They take no part in anything else. A golden file is written anew where the environment variable ``AUTOSHARD_UPDATE_GOLDENS`` is set. This
+module is a plug-in of pytest, too, with an option that sets it: ``--update-goldens``, where ``conftest.py`` has
+``pytest_plugins = ["autoshard.testing"]``; see docs/testing.md.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,9 @@ from autoshard.ir.words import array_type
 from autoshard.render import format_bytes
 
 UPDATE = "AUTOSHARD_UPDATE_GOLDENS"
+OPTION = "--update-goldens"
+
+_HOW = f"{OPTION} (pytest, where conftest.py has pytest_plugins = ['autoshard.testing']) or {UPDATE}=1"
 
 Expected = Mapping[str | tuple[str, ...], int]
 """Executions in a step by kind, ``"all_reduce"``, or by kind and mesh axes, ``("all_gather", "data")``."""
@@ -95,7 +100,7 @@ def _listed(strategy: Strategy) -> Iterable[str]:
 def assert_matches_golden(strategy: Strategy, path: str | os.PathLike[str]) -> None:
     """Asserts that a strategy shards as a golden file says: mesh, argument specs by group, and collectives; no predicted seconds.
 
-    Where the environment variable ``AUTOSHARD_UPDATE_GOLDENS`` is set, the file is written instead.
+    With ``pytest --update-goldens``, or where the environment variable ``AUTOSHARD_UPDATE_GOLDENS`` is set, the file is written instead.
 
     Raises:
         AssertionError: it differs, with the lines that do; or there is no such file.
@@ -106,12 +111,12 @@ def assert_matches_golden(strategy: Strategy, path: str | os.PathLike[str]) -> N
         path.write_text(text, encoding="utf-8")
         return
     if not path.exists():
-        raise AssertionError(f"there is no golden file {path}. Run the test once with {UPDATE}=1, and read what it writes.")
+        raise AssertionError(f"there is no golden file {path}. Run the test once with {_HOW}, and read what it writes.")
     golden = path.read_text(encoding="utf-8")
     if golden != text:
         lines = difflib.unified_diff(golden.splitlines(), text.splitlines(), str(path), "the strategy", lineterm="", n=1)
         told = "\n".join(lines)
-        raise AssertionError(f"{strategy!r} shards otherwise than its golden file. If it should, set {UPDATE}=1.\n{told}")
+        raise AssertionError(f"{strategy!r} shards otherwise than its golden file. If it should, run the test with {_HOW}.\n{told}")
 
 
 def golden_text(strategy: Strategy) -> str:
@@ -127,3 +132,19 @@ def golden_text(strategy: Strategy) -> str:
     lines = [f"{kind} over {', '.join(axes)}: {count} x {nbytes:.0f} bytes" for (kind, axes, nbytes), count in sorted(collectives.items())]
     found = {"program": record.program.name, "mesh": dict(record.mesh.axes), "arguments": arguments, "collectives": lines}
     return json.dumps(found, indent=1) + "\n"
+
+
+# -- the plug-in of pytest -----------------------------------------------------------------------------------------------
+
+
+def pytest_addoption(parser: Any) -> None:
+    """Adds the option; another plug-in's of that name serves as well."""
+    with suppress(ValueError):
+        parser.addoption(OPTION, action="store_true", default=False, help="write golden files of strategies rather than compare with them")
+
+
+def pytest_configure(config: Any) -> None:
+    """Has golden files written for this run, where the option says so."""
+    if config.getoption(OPTION) and UPDATE not in os.environ:
+        os.environ[UPDATE] = "1"
+        config.add_cleanup(lambda: os.environ.pop(UPDATE, None))

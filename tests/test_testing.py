@@ -1,5 +1,9 @@
 """The assertions for users' tests hold where they should, and say what is otherwise."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -67,3 +71,15 @@ def test_golden_files_are_written_on_request_and_compared(tmp_path, monkeypatch)
     assert_matches_golden(split, file)
     with pytest.raises(AssertionError, match="all_reduce over data"):
         assert_matches_golden(whole, file)
+
+
+def test_golden_files_are_written_by_an_option_of_pytest(tmp_path):
+    """`--update-goldens` writes them in that run alone: without it they are compared, before and after."""
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["autoshard.testing"]\n')
+    file = tmp_path / "test_golden.py"
+    program = "from strategy_records import EXAMPLE\nimport autoshard\nfrom autoshard.testing import assert_matches_golden\n\n\n"
+    file.write_text(f'{program}def test_it():\n    assert_matches_golden(autoshard.Strategy(EXAMPLE), "{tmp_path}/goldens/it.json")\n')
+    runs = f"[int(pytest.main(['-q', '-p', 'no:cacheprovider', '{file}', *more])) for more in ([], ['--update-goldens'], [])]"
+    code = f"import pytest; import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); print({runs})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert done.stdout.splitlines()[-1] == "[1, 0, 0]" and "--update-goldens" in done.stdout

@@ -306,7 +306,7 @@ def _stat(name: str, value) -> str:
 # -- several strategies ---------------------------------------------------------------------------------------------------
 
 
-def compare(records: Mapping[str, Record], title: str = "Strategies") -> Report:
+def side_by_side(records: Mapping[str, Record], title: str = "Strategies") -> Report:
     """The report that puts strategies side by side, by name; times are also given as multiples of the program's fastest."""
     fastest: dict[str, float] = {}
     for record in records.values():

@@ -18,17 +18,17 @@ def add(commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Loads and compares."""
-    from autoshard.api.comparing import compare as difference
-    from autoshard.api.explain import compare, summary
+    from autoshard.api.comparing import compare
+    from autoshard.api.explain import side_by_side, summary
     from autoshard.api.strategy import Strategy
 
     records = {name: record_of(name) for name in options.strategies}
-    two = difference(*map(Strategy, records.values()), names=tuple(records)) if len(records) == 2 else None
+    two = compare(*map(Strategy, records.values()), names=tuple(records)) if len(records) == 2 else None
     if options.json:
         rows = [{"strategy": name, **summary(record)} for name, record in records.items()]
         show_json(rows if two is None else {"strategies": rows, "difference": two.to_dict()})
         return 0
-    show(compare(records))
+    show(side_by_side(records))
     if two is not None:
         print()
         show(two)

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 import autoshard
-from autoshard.api.explain import argument_parts, compare
+from autoshard.api.explain import argument_parts, side_by_side
 from autoshard.api.explain import summary as strategy_summary
 from autoshard.api.strategy import Strategy
 from autoshard.demo.programs import Program
@@ -111,7 +111,7 @@ def report(outcome: Outcome) -> Report:
     found = outcome.strategy.record
     parts = (
         Heading(f"Predicted for {CLUSTER}"),
-        *compare(records).parts,
+        *side_by_side(records).parts,
         Heading(f"The sharding found: mesh {found.mesh}"),
         *argument_parts(found)[1:],
         *_loss_parts(outcome),

@@ -1,46 +1,66 @@
 """A step's timeline as a trace file of Chrome's format, which ui.perfetto.dev and chrome://tracing open.
 
-The format is "Trace Event Format" of the Catapult project: complete events (``"ph": "X"``) with times in microseconds.
+The format is "Trace Event Format" of the Catapult project: complete events (``"ph": "X"``) with times in microseconds, of each row in the order
+of their starts, which follow or enclose each other. Numbers of the process and of rows begin at 1: Perfetto takes 0 for an idle process.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from autoshard.pipeline.schedule import Timeline
 from autoshard.report.timeline import Loop
 
 MOST_EVENTS = 200_000  # viewers stay quick; loops beyond it are shown as one event
-COMPUTE = 0  # the number of compute's row; each axis has the next
+PROCESS = 1
+COMPUTE = "compute"
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """An event before it has a row: the row's name, what it is, and when, in microseconds."""
+
+    row: str
+    name: str
+    category: str
+    begin: float
+    end: float
+    more: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, row: str, name: str, category: str, start: float, seconds: float, **more: Any) -> _Span:
+        return cls(row, name, category, _us(start), _us(start + seconds), more)
 
 
 def step_trace(step: Loop, axes: Sequence[str], title: str) -> dict[str, Any]:
-    """The trace of a step: one row for compute, and one for the links of each mesh axis."""
-    rows = {COMPUTE: "compute"} | {k: f"links of axis {axis}" for k, axis in enumerate(axes, COMPUTE + 1)}
-    numbers = {axis: k for k, axis in enumerate(axes, COMPUTE + 1)}
-    budget = [MOST_EVENTS]
-    return _trace([*_named(0, title, rows), *_events(step, 0.0, numbers, budget)])
+    """The trace of a step: a row for compute, and one for the links of each mesh axis."""
+    return _trace(title, [COMPUTE, *map(_links, axes)], _events(step, 0.0, [MOST_EVENTS]))
 
 
-def _events(loop: Loop, start: float, rows: dict[str, int], budget: list[int]) -> Iterator[dict[str, Any]]:
+def _links(axis: str) -> str:
+    return f"links of axis {axis}"
+
+
+def _events(loop: Loop, start: float, budget: list[int]) -> Iterator[_Span]:
     for event in loop.events:
         begin, inner = start + event.start_seconds, event.loop
         budget[0] -= 1
         if inner is not None:
-            yield _complete(f"{event.name}, {inner.trips} trips", "loop", begin, event.seconds, COMPUTE, layer=event.layer)
+            yield _Span.of(COMPUTE, f"{event.name}, {inner.trips} trips", "loop", begin, event.seconds, layer=event.layer)
             if inner.trips * _size(inner) <= budget[0]:
                 for trip in range(inner.trips):
-                    yield from _events(inner, begin + trip * inner.seconds, rows, budget)
+                    yield from _events(inner, begin + trip * inner.seconds, budget)
             continue
         more: dict[str, Any] = {"layer": event.layer, "pass": event.stage}
         if not event.axes:
-            yield _complete(event.name, "compute", begin, event.seconds, COMPUTE, **more)
+            yield _Span.of(COMPUTE, event.name, "compute", begin, event.seconds, **more)
             continue
         more |= {"bytes": event.bytes, "axes": ", ".join(event.axes), "waiting_us": _us(event.exposed_seconds)}
         for axis in event.axes:
-            yield _complete(f"{event.kind} of {event.name}", event.kind, begin, event.seconds, rows[axis], **more)
+            yield _Span.of(_links(axis), f"{event.kind} of {event.name}", event.kind, begin, event.seconds, **more)
 
 
 def _size(loop: Loop) -> int:
@@ -48,38 +68,48 @@ def _size(loop: Loop) -> int:
 
 
 def pipeline_trace(timeline: Timeline, title: str) -> dict[str, Any]:
-    """The trace of a pipeline's schedule: one row for each stage, and one for what each stage sends to another."""
-    stages = {k: f"stage {k}" for k in range(len(timeline.spans))}
+    """The trace of a pipeline's schedule: a row for each stage, and one for what each stage sends to another."""
+    stages = [f"stage {k}" for k in range(len(timeline.spans))]
     pairs = sorted({(each.source, each.target) for each in timeline.transfers})
-    rows = {pair: len(stages) + k for k, pair in enumerate(pairs)}
-    named = _named(0, title, stages | {row: f"stage {source} sends to {target}" for (source, target), row in rows.items()})
     tasks = (
-        _complete(str(span.task), span.task.kind, span.start_seconds, span.end_seconds - span.start_seconds, stage)
+        _Span.of(stages[stage], str(span.task), span.task.kind, span.start_seconds, span.end_seconds - span.start_seconds)
         for stage, spans in enumerate(timeline.spans)
         for span in spans
     )
     sent = (
-        _complete(
-            f"result of {each.task}", "send", each.start_seconds, each.end_seconds - each.start_seconds, rows[each.source, each.target]
-        )
+        _Span.of(_sends(each.source, each.target), f"result of {each.task}", "send", start, each.end_seconds - start)
         for each in timeline.transfers
+        for start in (each.start_seconds,)
     )
-    return _trace([*named, *tasks, *sent])
+    return _trace(title, [*stages, *(_sends(*pair) for pair in pairs)], [*tasks, *sent])
 
 
-def _trace(events: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"displayTimeUnit": "ms", "traceEvents": events}
+def _sends(source: int, target: int) -> str:
+    return f"stage {source} sends to {target}"
 
 
-def _named(process: int, title: str, rows: dict[int, str]) -> Iterator[dict[str, Any]]:
-    yield {"ph": "M", "pid": process, "tid": 0, "name": "process_name", "args": {"name": title}}
-    for row, name in rows.items():
-        yield {"ph": "M", "pid": process, "tid": row, "name": "thread_name", "args": {"name": name}}
-        yield {"ph": "M", "pid": process, "tid": row, "name": "thread_sort_index", "args": {"sort_index": row}}
+def _trace(title: str, rows: Sequence[str], spans: Iterable[_Span]) -> dict[str, Any]:
+    """The file's contents: names of rows, then events by row and time."""
+    of_row: dict[str, list[_Span]] = {row: [] for row in rows}
+    for span in spans:
+        of_row[span.row].append(span)
+    named, events = [_metadata("process_name", PROCESS, {"name": title})], []
+    for number, (row, own) in enumerate(of_row.items(), 1):
+        named.append(_metadata("thread_name", number, {"name": row}))
+        named.append(_metadata("thread_sort_index", number, {"sort_index": number}))
+        events += [_complete(span, number) for span in sorted(own, key=lambda span: (span.begin, -span.end))]
+    return {"displayTimeUnit": "ms", "traceEvents": [*named, *events]}
 
 
-def _complete(name: str, category: str, start: float, seconds: float, row: int, **more: Any) -> dict[str, Any]:
-    return {"ph": "X", "pid": 0, "tid": row, "name": name, "cat": category, "ts": _us(start), "dur": _us(seconds), "args": more}
+def _metadata(name: str, row: int, args: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "pid": PROCESS, "tid": row, "name": name, "args": args}
+
+
+def _complete(span: _Span, row: int) -> dict[str, Any]:
+    length = round(max(0.0, span.end - span.begin), 6)
+    return {
+        "ph": "X", "pid": PROCESS, "tid": row, "name": span.name, "cat": span.category, "ts": span.begin, "dur": length, "args": span.more
+    }  # fmt: skip
 
 
 def _us(seconds: float) -> float:

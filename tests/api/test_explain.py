@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from strategy_records import EXAMPLE
 
 from autoshard.api import explain as module
-from autoshard.api.explain import argument_parts, compare, explain, summary
+from autoshard.api.explain import argument_parts, explain, side_by_side, summary
 from autoshard.api.explain_tensors import mesh_picture, tensor_picture
 from autoshard.explanation.groups import shard_bytes
 from autoshard.ir import Collective, Mesh, MovedValue, Origin, Reason, ServedOp, Split, layout_to_spec
@@ -162,7 +162,7 @@ def test_comparisons_give_ratios_within_a_program_only():
     """Strategies of one program are set against its fastest; another program has its own."""
     slow = replace(EXAMPLE, cost=replace(EXAMPLE.cost, makespan_seconds=5e-6))
     other = replace(slow, program=replace(EXAMPLE.program, fingerprint="00"))
-    rows = compare({"fast": EXAMPLE, "slow": slow, "other": other}).parts[0].rows
+    rows = side_by_side({"fast": EXAMPLE, "slow": slow, "other": other}).parts[0].rows
     assert [row[4] for row in rows] == ["1.00 x", "2.00 x", "1.00 x"]
     assert summary(slow)["makespan_seconds"] == 5e-6 and summary(slow)["mesh"] == {"data": 4, "model": 2}
 

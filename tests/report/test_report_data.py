@@ -19,7 +19,6 @@ from autoshard.report.data import to_data
 from autoshard.report.devices import devices_of, devices_of_stages
 from autoshard.report.program import Node
 from autoshard.report.timeline import Event, Loop
-from autoshard.report.trace import step_trace
 
 # Each on a cluster whose compiler overlaps otherwise; of a scan, of unrolled layers, and of layers without names.
 PROGRAMS = {"gpt": (gpt, "v5e:4x4"), "gpt_scan": (gpt_scan, "h100:4x2"), "mlp": (mlp, "cpu:8")}
@@ -143,35 +142,6 @@ def test_stages_stand_on_their_parts():
     assert found is not None
     assert [at[0] for at in found.coordinates] == [0] * 4 + [1] * 4
     assert all(found.coordinates[a][0] == found.coordinates[b][0] for a, b, _ in found.links)
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_the_trace_has_every_event_on_the_rows_of_its_axes(name):
-    """In Chrome's format: rows are named, complete events lie within the step, a collective is on each of its axes' rows."""
-    report = report_of(name)
-    trace = json.loads(json.dumps(report.trace, allow_nan=False))
-    rows = {event["tid"]: event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"}
-    assert rows == {0: "compute", 1: "links of axis data", 2: "links of axis model"}
-    complete = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    end = strategy_of(name).cost.makespan_seconds * 1e6
-    assert all(event["ts"] >= 0 and event["ts"] + event["dur"] <= end * (1 + 1e-6) for event in complete)
-    assert report.content.step is not None
-    shown = [event for event in complete if event["cat"] != "loop"]
-    assert len(shown) == sum(max(len(event.axes), 1) for event in unrolled(report.content.step))
-
-
-def test_a_collective_over_several_axes_is_on_the_links_of_each():
-    """In the trace as on the page: it keeps all of them busy."""
-    sent = Event(0.0, 1e-3, "w", "block", "forward", "all_gather", ("data", "model"), 8.0)
-    complete = [event for event in step_trace(Loop(1, 1e-3, (sent,)), ("data", "model"), "t")["traceEvents"] if event["ph"] == "X"]
-    assert [(event["tid"], event["ts"], event["dur"]) for event in complete] == [(1, 0.0, 1000.0), (2, 0.0, 1000.0)]
-
-
-def test_a_loop_of_too_many_trips_is_one_event_of_the_trace():
-    """Viewers stay usable."""
-    inner = Loop(10**6, 1e-6, (Event(0.0, 1e-6, "dot", "block", "forward", "compute"),))
-    step = Loop(1, 1.0, (Event(0.0, 1.0, "scan", "block", "forward", "compute", loop=inner),))
-    assert sum(event["ph"] == "X" for event in step_trace(step, (), "t")["traceEvents"]) == 1
 
 
 def test_a_file_without_its_program_says_what_is_missing(tmp_path):
