@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any, Self
 import jax
 from jax.sharding import PartitionSpec
 
-from autoshard.api.explain import StrategyReport, TensorReport, explain, explain_tensor
+from autoshard.api.explain import StrategyReport, explain
 from autoshard.api.explain_pipeline import timeline_of
+from autoshard.api.pipeline_step import staged_as
 from autoshard.api.recorded import WRITTEN_BACK, Call, lasting
 from autoshard.api.searched import Searched
 from autoshard.api.step import program_of
 from autoshard.api.structure import rebuild
-from autoshard.api.user_pins import Asked, UserPins, user_pins
+from autoshard.api.tensor_report import TensorReport, explain_tensor, explain_tensor_of_stages
+from autoshard.api.user_pins import Asked, UserPins, stage_pins, user_pins
 from autoshard.api.user_pins import Pins as WantedPins
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
@@ -50,12 +52,14 @@ class Answer:
         pins: UserPins | None = None,
         call: Call | None = None,
         searched: Searched | None = None,
+        parts: tuple[Self, ...] = (),
     ):
         self.record = record
         self._traced = traced
         self._pins = pins  # those of the search
         self._call = call  # what was searched, for another trace; None where arguments are modules, which it would keep alive
         self._known = searched  # what later questions need not compute again
+        self._parts = parts  # the strategies of a pipeline's stages, with their programs
 
     def __repr__(self) -> str:
         record = self.record
@@ -98,11 +102,17 @@ class Answer:
             return rebuild(structure["children"][0] if written else structure, specs)
         return self._traced.out_tree.unflatten(specs[: self._traced.out_tree.num_leaves])
 
-    @property
+    @cached_property
     def stages(self) -> tuple[Self, ...]:
         """The strategies of a pipeline's stages, each of the stage's own program on its part of the devices; () where there are none."""
         pipeline = self.record.pipeline
-        return () if pipeline is None else tuple(type(self)(stage.record) for stage in pipeline.stages)
+        if pipeline is None or self._parts:
+            return self._parts
+        if self._traced is None:
+            return tuple(type(self)(stage.record) for stage in pipeline.stages)
+        stages = staged_as(self._traced, self.record, pipeline).stages
+        found = zip(pipeline.stages, stages, strict=True)
+        return tuple(type(self)(saved.record, stage.traced, stage_pins(Asked(), stage, False)) for saved, stage in found)
 
     @property
     def microbatches(self) -> int:
@@ -168,12 +178,16 @@ class Answer:
             if spec is not None:
                 raise StrategyError("spec= is a layout of one tensor, and none is named. Pass both: explain('up', spec=P('model')).")
             return explain(self.record, self._judged, details)
-        if self._traced is None or self._judged is None:
+        if self._traced is None:
             raise StrategyError(
-                "other layouts of a tensor are searched in its program, which a strategy from a file lacks, and which a pipeline has in "
-                "parts. Of a file, pass the function: strategy.with_program(fn, *args).explain(tensor); on the command line autoshard "
-                "explain FILE MODULE:FUNCTION --args MODULE:NAME --tensor NAME."
+                "other layouts of a tensor are searched in its program, which a strategy from a file lacks. Pass the function: "
+                "strategy.with_program(fn, *args).explain(tensor); on the command line autoshard explain FILE MODULE:FUNCTION --args "
+                "MODULE:NAME --tensor NAME."
             )
+        if self.record.pipeline is not None:
+            judged = [(stage._judged, stage._in_question()) for stage in self.stages]
+            return explain_tensor_of_stages([(one, known) for one, known in judged if one is not None], tensor, spec, details)
+        assert self._judged is not None, "a strategy with its program"
         return explain_tensor(self._judged, tensor, self._in_question(), spec, details)
 
     def _in_question(self) -> Searched:
@@ -264,7 +278,7 @@ class Answer:
 
     def with_record(self, record: Record) -> Self:
         """The strategy of another record of the same program."""
-        return type(self)(record, self._traced, self._pins, self._call, self._known)
+        return type(self)(record, self._traced, self._pins, self._call, self._known, self._parts)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the strategy as canonical JSON, whole or not at all; equal strategies are equal files, so what took how long stays out."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,15 +9,11 @@ from typing import Any
 
 from autoshard.api.explain_pipeline import pipeline_parts
 from autoshard.api.explain_tensors import mesh_picture, tensor_picture
-from autoshard.api.searched import Searched
 from autoshard.cluster import Cluster
 from autoshard.cost.record import Cost
 from autoshard.explanation import Explanation, Judged, explanation_of
 from autoshard.explanation.build import placement_words
 from autoshard.explanation.groups import alike, argument_groups, by_pattern, common_ending, shard_bytes
-from autoshard.explanation.tensor import TensorExplanation
-from autoshard.explanation.tensor import explain_tensor as tensor_explanation
-from autoshard.explanation.tensor_text import tensor_parts
 from autoshard.explanation.text import argument_parts as argument_table
 from autoshard.explanation.text import body, opening, to_json
 from autoshard.ir import Spec
@@ -36,7 +31,6 @@ from autoshard.render import (
     format_seconds,
 )
 from autoshard.strategy import Record, TensorRecord
-from autoshard.strategy.record import plain
 
 PICTURES = 5
 
@@ -73,34 +67,6 @@ def explain(record: Record, judged: Judged | None = None, details: bool = False)
         *(_details(record, cluster) if details else ()),
     ]
     return StrategyReport(data.title, tuple(parts), data)
-
-
-@dataclass(frozen=True, slots=True)
-class TensorReport(Report):
-    """Why a tensor is sharded as it is; ``data`` is the same as numbers and names."""
-
-    data: TensorExplanation
-
-    def to_json(self) -> str:
-        """The explanation as JSON."""
-        return json.dumps(plain(self.data), indent=1, allow_nan=False)
-
-    __str__, _repr_html_ = Report.__str__, Report._repr_html_
-
-
-def explain_tensor(judged: Judged, name: str, searched: Searched, spec: Spec | None = None, details: bool = False) -> TensorReport:
-    """The report on a tensor's layout.
-
-    Args:
-        judged: the program.
-        name: of the tensor.
-        searched: the strategy's problem, and the hints of its search.
-        spec: the layout in question.
-        details: whether all layouts are searched.
-    """
-    assert searched.problem is not None, "made for the first question"
-    data = tensor_explanation(judged, name, searched.problem, searched.hints, spec, details)
-    return TensorReport(f"{data.group.name} on mesh {judged.record.mesh}", tuple(tensor_parts(data)), data)
 
 
 # -- sections, from top to bottom ----------------------------------------------------------------------------------------

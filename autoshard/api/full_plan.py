@@ -198,7 +198,7 @@ def _answer(found: list[Strategy], plans: Plans | None) -> Strategy:
         note += f". Without overlap none is below {format_seconds(bound)} (gap {format_percent(gap)})"
         stats["plan_bound_seconds"] = bound
     record = replace(best.record, assumptions=(*best.record.assumptions, note), stats={**best.record.stats, **stats})
-    return Strategy(record, best._traced)
+    return best.with_record(record)
 
 
 def _named(strategy: Strategy) -> str:

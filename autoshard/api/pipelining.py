@@ -147,7 +147,8 @@ def pipelined(
         assert failure is not None
         raise failure
     best = min(found, key=lambda plan: plan.makespan_seconds)
-    return Strategy(_record(traced, cluster, asked, best, searcher, spent), traced)
+    parts = tuple(each.strategy for each in best.stages)
+    return Strategy(_record(traced, cluster, asked, best, searcher, spent), traced, parts=parts)
 
 
 def _numbers(traced: Traced, asked: Pipeline) -> list[int]:

@@ -17,8 +17,10 @@ from autoshard.api.microbatching import Microbatches
 from autoshard.api.pipelining import USUAL, Pipeline, pipelined
 from autoshard.api.prepared import RESERVE, Prepared, barely, cluster_of, limit_of, searched_on_meshes, traced_of
 from autoshard.api.recomputing import staged_remat
+from autoshard.api.recorded import abstract_call
+from autoshard.api.searched import Searched
 from autoshard.api.strategy import Strategy
-from autoshard.api.user_pins import Asked, user_pins
+from autoshard.api.user_pins import Asked, stage_pins, user_pins
 from autoshard.budgets import BUDGETS
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
@@ -114,14 +116,11 @@ def in_stages(call: Call, n_stages: int, known: tuple[Traced, ProgramFacts, Mapp
         nonlocal until
         program = stage.traced
         facts = program_facts(program.graph, rules_of(program.graph), compiler_of(cluster))
-        pins = user_pins(asked.among(program.graph.argument_paths), program.graph, [], mesh is None)
-        first = len(stage.arguments)
-        stacked = tuple(first + k for k, message in enumerate(stage.receives) if message.kind == "loop")
-        pins = replace(pins, stacked=stacked, fixed=fixed)
+        pins = replace(stage_pins(asked, stage, mesh is None), fixed=fixed)
         meshes, _ = meshes_of(part_of, pins, mesh, most)
         counts = {"trace_seconds": 0.0, "n_ops": len(program.graph.walk())}
         prepared = Prepared(program, facts, part_of, meshes, 0, pins, limit, counts)
-        key = program.graph.fingerprint, program.graph.donated, tuple(pins.given.items()), stacked, mesh, tuple(fixed.items()), limit
+        key = program.graph.fingerprint, program.graph.donated, tuple(pins.given.items()), pins.stacked, mesh, tuple(fixed.items()), limit
         if key in found:
             problem = prepared.problem(found[key].assignment.mesh, limit, ())
             solution = replace(found[key], judgement=problem.evaluate(found[key].assignment), stats={})
@@ -144,12 +143,21 @@ def in_stages(call: Call, n_stages: int, known: tuple[Traced, ProgramFacts, Mapp
 
         return staged_remat(attempt, call.remat, lambda: Options(traced, facts, cluster.device).all, call.recomputed)
 
+    def finished(strategy: Strategy) -> Strategy:
+        """The strategy with what questions about it need."""
+        record, own = strategy.record, strategy._traced
+        if call.memory_limit_bytes is not None:
+            record = replace(record, stats={**record.stats, "memory_limit_bytes": call.memory_limit_bytes})
+        pins = user_pins(asked, traced.graph, [()] * len(traced.graph.arguments), given is None)
+        known = Searched(facts) if own is traced else None
+        return Strategy(record, own, pins, abstract_call(call.fn, call.args), known, strategy.stages)
+
     try:
-        return within(call.limit)
+        return finished(within(call.limit))
     except InfeasibleError as error:
         if not call.reserves or (error.smallest_peak_bytes or math.inf) > call.whole_limit:
             raise
-    return noted(within(call.whole_limit), barely(call.whole_limit))
+    return finished(noted(within(call.whole_limit), barely(call.whole_limit)))
 
 
 def full(call: Call, whole: Callable[..., Strategy], remat: str | None) -> Strategy:

@@ -17,6 +17,7 @@ from autoshard.errors import ShardingError
 from autoshard.ir import Assignment, Graph, Layout, Mesh, check_divides, layout_to_spec, spec_to_layout
 from autoshard.ir.naming import matches_of, matching
 from autoshard.lower import STAGE_AXIS
+from autoshard.pipeline.stages import Stage
 from autoshard.problem import Pin
 from autoshard.trace import Annotation, axes_of, constraint_spec
 
@@ -285,6 +286,17 @@ def user_pins(asked: Asked, graph: Graph, annotations: Sequence[tuple[Annotation
             f"metadata without rules names {quoted(names)}, taken for axes of the mesh: of logical axes give rules, as for jax.jit"
         )
     return UserPins(asked, graph, given, kept, {at: each for at, each in left.items() if at in given}, notes=tuple(notes))
+
+
+def stage_pins(asked: Asked, stage: Stage, is_searched: bool) -> UserPins:
+    """The pins of a stage's program, in which the messages of all microbatches keep their first dimension whole.
+
+    Args:
+        is_searched: as for `user_pins`.
+    """
+    graph, first = stage.traced.graph, len(stage.arguments)
+    stacked = tuple(first + k for k, message in enumerate(stage.receives) if message.kind == "loop")
+    return replace(user_pins(asked.among(graph.argument_paths), graph, [], is_searched), stacked=stacked)
 
 
 def _named_alone(kept: Iterable[Annotation]) -> list[str]:

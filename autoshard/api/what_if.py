@@ -18,6 +18,8 @@ import jax
 from autoshard.api.comparing import Comparison
 from autoshard.api.meshes import given_mesh, meshes_of
 from autoshard.api.prepared import Prepared, cluster_of, limit_of, searched_on_meshes, traced_of, within
+from autoshard.api.stage_searches import Call as StageCall
+from autoshard.api.stage_searches import in_stages
 from autoshard.api.strategy import Strategy
 from autoshard.api.user_pins import Asked, Pins, UserPins, user_pins
 from autoshard.cluster import Cluster
@@ -34,7 +36,10 @@ from autoshard.problem import Hints, Problem
 from autoshard.progress import silent
 from autoshard.render import Report
 from autoshard.search import Searcher, Solution, batch_dims
+from autoshard.strategy import PipelineRecord
 from autoshard.trace import SplitModules, Traced, outside_mesh
+
+NO_CALL = "another batch is another program, which is traced anew. Pass the function: strategy.with_program(fn, *args).what_if(...)."
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +69,14 @@ def what_if(
             "what_if searches the program again, and a strategy from a file has none. Pass the function: "
             "strategy.with_program(fn, *args).what_if(...); on the command line autoshard what-if FILE module:function --args ..."
         )
-    if record.pipeline is not None:
-        raise StrategyError("what_if changes the sharding of a whole step, and this strategy is a pipeline. Search again with stages=.")
     own_cluster = Cluster.from_dict(record.cluster)
     there = own_cluster if cluster is None else cluster_of(cluster)
     limit = memory_limit_bytes if memory_limit_bytes is not None else _own_limit(strategy, own_cluster, there)
     asked = Asked.of(pins)
+    words = _asked_words(pins, cluster, mesh, batch, memory_limit_bytes)
+    if record.pipeline is not None:
+        after = _pipeline(strategy, record.pipeline, asked, there, _stage_mesh(record.pipeline, mesh, cluster), batch, limit)
+        return _compared(words, strategy, after)
     given = record.mesh if mesh is None and cluster is None else mesh
     wanted = None if given is None or isinstance(given, int) else given_mesh(given)
     if wanted is not None:
@@ -85,10 +92,49 @@ def what_if(
     bytes_limit = limit_of(there, limit)
     prepared = Prepared(traced, facts, there, meshes, 0, both, bytes_limit, seconds, call, tables, limit is not None)
     solution, problem, searcher = _searched(prepared, known.hints, given)
-    after = prepared.strategy(problem.mesh, _with_notes(solution, strategy), searcher, problem)
-    found = difference_of(record, after.record, ("now", "what if"), (strategy._judged, after._judged))
-    words = _asked_words(pins, cluster, mesh, batch, memory_limit_bytes)
+    return _compared(words, strategy, prepared.strategy(problem.mesh, _with_notes(solution, strategy), searcher, problem))
+
+
+def _compared(words: str, before: Strategy, after: Strategy) -> WhatIf:
+    found = difference_of(before.record, after.record, ("now", "what if"), (before._judged, after._judged))
     return WhatIf(f"What if: {words}", tuple(difference_parts(found)), found, after)
+
+
+def _stage_mesh(pipeline: PipelineRecord, mesh: Any, cluster: Any) -> Any:
+    """The mesh of each stage: that of the question, else the strategy's where the devices are the same, else any."""
+    return dict(pipeline.stages[0].record.mesh.axes) if mesh is None and cluster is None else mesh
+
+
+def _pipeline(
+    strategy: Strategy, pipeline: PipelineRecord, asked: Asked, there: Cluster, mesh: Any, batch: int | None, limit: float | None
+) -> Strategy:
+    """The pipeline of as many stages, microbatches and chunks, on the same schedule, with its stages searched again."""
+    traced, call, record = strategy._traced, strategy._call, strategy.record
+    assert traced is not None, "a strategy with its program"
+    if batch is not None and call is None:
+        raise StrategyError(NO_CALL)
+    args = () if call is None else call[1] if batch is None else with_batch_size(strategy, call[1], batch)
+    own, remat = strategy._pins, record.program.remat
+    pins = asked if own is None else replace(own.asked, specs={**own.asked.specs, **asked.specs})
+    known = None
+    if batch is None and remat is None:
+        known = traced, _facts(strategy, there), {"trace_seconds": 0.0, "n_ops": len(traced.graph.walk())}
+    elif call is None:
+        raise StrategyError(NO_CALL)
+
+    def by(searcher: Searcher) -> Strategy:
+        fn = _no_function if call is None else call[0]
+        again = StageCall(
+            fn, args, there, searcher, mesh, pins, limit, record.donate_argnums, record.program.microbatches, pipeline.schedule,
+            None if remat is None else remat.mode, (), None, silent,
+        )  # fmt: skip
+        return in_stages(again, pipeline.n_parts, known)
+
+    return by_first_that_holds(by)
+
+
+def _no_function(*_: Any) -> Any:
+    raise StrategyError(NO_CALL)
 
 
 def _own_limit(strategy: Strategy, before: Cluster, there: Cluster) -> float | None:
@@ -110,9 +156,7 @@ def _traced_again(
     """The program with another batch, as `traced_of` gives it, and its call; in as many microbatches, with as much on hosts."""
     call, record = strategy._call, strategy.record
     if call is None:
-        raise StrategyError(
-            "another batch is another program, which is traced anew. Pass the function: strategy.with_program(fn, *args).what_if(...)."
-        )
+        raise StrategyError(NO_CALL)
     args = with_batch_size(strategy, call[1], batch)
     axes = (*(record.mesh.names if mesh is None else mesh.names), *asked.axes)
     program = record.program
@@ -160,7 +204,8 @@ def with_batch_size(strategy: Strategy, args: tuple, batch: int) -> tuple:
         raise StrategyError(f"a batch is a positive number of examples, got {batch!r}. Use 512, for instance.")
     known, record = strategy._searched, strategy.record
     graph = known.facts.graph
-    dims = batch_dims(known.problem or Problem(known.facts, CostModel(Cluster.from_dict(record.cluster), record.mesh)))
+    own = record if record.pipeline is None else record.pipeline.stages[0].record  # whose mesh has no axis of stages
+    dims = batch_dims(known.problem or Problem(known.facts, CostModel(Cluster.from_dict(own.cluster), own.mesh)))
     if not dims:
         raise StrategyError(f"no argument of {graph.name!r} has a batch that can be split. Pass other arguments to autoshard.search.")
     split = SplitModules(args)

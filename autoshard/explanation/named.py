@@ -20,6 +20,7 @@ from autoshard.explanation.layers import line_of, pass_of
 from autoshard.explanation.program import Judged
 from autoshard.ir import Op, layout_to_spec
 from autoshard.ir.words import array_type
+from autoshard.primitives import moves
 
 NEAR = 3  # names that are suggested
 _OP = re.compile(r"(?:op|#)\s*(\d+)")
@@ -52,6 +53,25 @@ def named(judged: Judged, name: str) -> Named:
     Raises:
         StrategyError: none is named so, with the nearest names; or several arguments or results are.
     """
+    if (found := found_by(judged, name)) is not None:
+        return found
+    record = judged.record
+    groups = argument_groups(record.arguments, record.mesh)
+    paths = [path for group in groups for path in (group.name, *group.paths)]
+    near = dict.fromkeys(_group_of(groups, path) for path in _near(name, paths))
+    raise StrategyError(
+        f"a tensor is an argument or a result, named by its path, a pattern, or the end of one; or a computed value, named by "
+        f"checkpoint_name, by a source line as model.py:41, by a layer, or by an operation as 'op 57'. Nothing in "
+        f"{record.program.name!r} is named {name!r}. Near ones: {', '.join([*near][:NEAR])}."
+    )
+
+
+def found_by(judged: Judged, name: str) -> Named | None:
+    """As `named`; None where nothing has the name.
+
+    Raises:
+        StrategyError: several arguments or results have it.
+    """
     record, graph = judged.record, judged.facts.graph
     groups = argument_groups(record.arguments, record.mesh)
     if (group := _group(groups, name)) is not None:
@@ -64,15 +84,7 @@ def named(judged: Judged, name: str) -> Named:
             return _argument(judged, group, f"The result {result.name} replaces it in the next step, and has its layout.")
         at = dict(zip(graph.result_paths, graph.results, strict=True))
         return Named("result", replace(result, name=f"result{result.name}"), tuple(at[path] for path in result.paths))
-    if (computed := _computed(judged, name)) is not None:
-        return computed
-    paths = [path for group in groups for path in (group.name, *group.paths)]
-    near = dict.fromkeys(_group_of(groups, path) for path in _near(name, paths))
-    raise StrategyError(
-        f"a tensor is an argument or a result, named by its path, a pattern, or the end of one; or a computed value, named by "
-        f"checkpoint_name, by a source line as model.py:41, by a layer, or by an operation as 'op 57'. Nothing in "
-        f"{record.program.name!r} is named {name!r}. Near ones: {', '.join([*near][:NEAR])}."
-    )
+    return _computed(judged, name)
 
 
 def _argument(judged: Judged, group: TensorGroup, remark: str = "") -> Named:
@@ -142,7 +154,7 @@ def _computed(judged: Judged, name: str) -> Named | None:
         return None
     groups = [_group_of_ops(judged, key, ops) for key, ops in alike.items()]
     forward = [one for one in groups if one[0] == "forward"] or groups
-    _, ops, chosen = max(forward, key=lambda one: (one[2].whole_bytes, -one[1][0].index))
+    _, ops, chosen = max(forward, key=lambda one: (not moves(one[1][0].primitive), one[2].whole_bytes, -one[1][0].index))
     position = next(key[3] for key, members in alike.items() if members is ops)
     others = sorted((one for one in groups if one[2] is not chosen), key=lambda one: -one[2].whole_bytes)
     beside = "; ".join(f"op {ops[0].index}, {one.name}, {array_type(one.dtype, one.shape)}" for _, ops, one in others[:NEAR])

@@ -1,7 +1,7 @@
 """A step's timeline as a trace file of Chrome's format, which ui.perfetto.dev and chrome://tracing open.
 
-The format is "Trace Event Format" of the Catapult project: complete events (``"ph": "X"``) with times in microseconds, of each row in the order
-of their starts, which follow or enclose each other. Numbers of the process and of rows begin at 1: Perfetto takes 0 for an idle process.
+The format is "Trace Event Format" of the Catapult project: complete events (``"ph": "X"``) with times in microseconds, of each row in the
+order of their starts, which follow or enclose each other. The process and rows count from 1: Perfetto takes 0 for an idle process.
 """
 
 from __future__ import annotations

@@ -159,3 +159,50 @@ def test_a_file_without_its_pins_says_so(tmp_path):
     pinned.save(tmp_path / "s.json")
     loaded = autoshard.load(tmp_path / "s.json").with_program(train_step, *shapes())
     assert any("does not have the pin of its search" in note for note in loaded.what_if(batch=512).strategy.notes)
+
+
+@cache
+def pipeline():
+    return autoshard.search(train_step, *shapes(), cluster="v5e:2x4", stages=2, microbatches=4, donate_argnums=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "program"),
+    [
+        ({"batch": 512}, {"mesh": {"data": 4}}),
+        ({"mesh": {"data": 2, "model": 2}}, {"mesh": {"data": 2, "model": 2}}),
+        ({"pins": {"*up*": P(None, "data")}}, {"mesh": {"data": 4}, "pins": {"*up*": P(None, "data")}}),
+    ],
+    ids=lambda change: ",".join(change),
+)
+def test_a_what_if_of_a_pipeline_is_the_search_with_that_change(change, program):
+    """Of as many stages and microbatches, on the same schedule; meshes are those of each stage."""
+    found = pipeline().what_if(**change).strategy
+    options = {"cluster": "v5e:2x4", "stages": 2, "microbatches": 4, "donate_argnums": 0, "searcher": "dynamic_programming"}
+    searched = autoshard.search(train_step, *shapes(change.get("batch", 256)), **options | program)
+    assert found.cost.makespan_seconds == pytest.approx(searched.cost.makespan_seconds, rel=1e-9)
+    assert found.record.pipeline.schedule == "1f1b" and found.microbatches == 4
+
+
+def test_a_pipeline_s_tensors_are_explained_in_their_stage(tmp_path):
+    """By the program of the first stage that has the name, which the answer says; of a strategy from a file, too."""
+    pipeline().save(tmp_path / "s.json")
+    loaded = autoshard.load(tmp_path / "s.json")
+    with pytest.raises(StrategyError, match="with_program"):
+        loaded.explain("down")
+    for strategy in (pipeline(), loaded.with_program(train_step, *shapes())):
+        home = strategy.record.pipeline.argument_stages[[t.path for t in strategy.record.arguments].index("state['params']['down']")]
+        report = strategy.explain("down")
+        assert f"In stage {home}" in str(report)
+        assert report.data.step_seconds == strategy.stages[home].cost.makespan_seconds
+    with pytest.raises(StrategyError, match="Near ones"):
+        pipeline().explain("sideways")
+
+
+def test_a_pipeline_keeps_its_memory_limit():
+    """As other strategies do."""
+    limited = autoshard.search(
+        train_step, *shapes(), cluster="v5e:2x4", stages=2, microbatches=4, donate_argnums=0, memory_limit_bytes=1e9
+    )  # fmt: skip
+    assert limited.record.memory_limit_bytes == limited.what_if(mesh={"data": 4}).strategy.record.memory_limit_bytes == 1e9
+    assert pipeline().record.memory_limit_bytes is None
