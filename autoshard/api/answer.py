@@ -243,7 +243,9 @@ class Answer:
         """
         pipeline = self.record.pipeline
         schedule = None if pipeline is None else timeline_of(self.record, pipeline)
-        return report(self.record, explanation_of(self.record, self._judged), self._judged, schedule)
+        programs = (stage._judged for stage in self.stages)  # none of a file
+        stages = [judged for judged in programs if judged is not None]
+        return report(self.record, explanation_of(self.record, self._judged), self._judged, schedule, stages)
 
     @cached_property
     def _judged(self) -> Judged | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -68,7 +69,13 @@ class HtmlReport:
         return framed(self.html)
 
 
-def report(record: Record, explanation: Explanation, judged: Judged | None = None, schedule: Timeline | None = None) -> HtmlReport:
+def report(
+    record: Record,
+    explanation: Explanation,
+    judged: Judged | None = None,
+    schedule: Timeline | None = None,
+    stages: Sequence[Judged] = (),
+) -> HtmlReport:
     """The report on a strategy.
 
     Args:
@@ -76,5 +83,6 @@ def report(record: Record, explanation: Explanation, judged: Judged | None = Non
         explanation: of it.
         judged: its program; None where only the record is at hand, and the report says what it lacks.
         schedule: the simulated schedule of a pipeline.
+        stages: the programs of its stages, if they are at hand.
     """
-    return HtmlReport(content_of(record, explanation, judged, schedule))
+    return HtmlReport(content_of(record, explanation, judged, schedule, stages))

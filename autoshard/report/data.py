@@ -5,7 +5,7 @@ The page's script reads it as it is: ``DATA`` in the files of ``autoshard/report
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ class Content:
         step: the events of a step; None where the program is not at hand.
         memory, program: as `step`.
         schedule: of a pipeline's stages; None where there are none.
+        stages: what is inside each stage of a pipeline, whose programs are at hand.
     """
 
     record: Record
@@ -39,12 +40,16 @@ class Content:
     memory: MemoryCurve | None = None
     program: Node | None = None
     schedule: Timeline | None = None
+    stages: tuple[Content, ...] = ()
 
 
-def content_of(record: Record, explanation: Explanation, judged: Judged | None, schedule: Timeline | None) -> Content:
+def content_of(
+    record: Record, explanation: Explanation, judged: Judged | None, schedule: Timeline | None, stages: Sequence[Judged] = ()
+) -> Content:
     """What a report on a strategy is made of; the program is not known of a loaded record, and of a pipeline each stage has its own."""
     if judged is None or record.pipeline is not None:
-        return Content(record, explanation, schedule=schedule)
+        inside = tuple(content_of(stage.record, explanation, stage, None) for stage in stages)
+        return Content(record, explanation, schedule=schedule, stages=inside)
     return Content(record, explanation, timeline(judged), memory_curve(judged), program(judged))
 
 
@@ -62,17 +67,25 @@ def to_data(content: Content) -> dict[str, Any]:
         "sentences": list(found.sentences),
         "figures": _figures(found),
         "notes": list(found.notes),
-        "timeline": None if content.step is None else _loop(content.step, texts),
-        "memory": None if content.memory is None else _memory(content.memory, found, texts),
+        **_inside(content, found, texts),
         "mesh": _mesh(record),
         "tensors": _tensors(record, found),
         "collectives": _collectives(found),
         "layers": _places(found.layers),
         "lines": _places(found.lines),
-        "graph": None if content.program is None else _graph(content.program, texts),
+        "stages": [_inside(stage, found, texts) for stage in content.stages],
         "schedule": None if content.schedule is None else _schedule(content.schedule, record),
     }
     return data | {"texts": texts.all}
+
+
+def _inside(content: Content, found: Explanation, texts: Texts) -> dict[str, Any]:
+    """What a program has inside: its timeline, memory and graph."""
+    return {
+        "timeline": None if content.step is None else _loop(content.step, texts),
+        "memory": None if content.memory is None else _memory(content.memory, found, texts),
+        "graph": None if content.program is None else _graph(content.program, texts),
+    }
 
 
 class Texts:

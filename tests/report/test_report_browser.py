@@ -198,3 +198,20 @@ def test_a_llama_of_32_layers_is_a_small_file(browser, tmp_path):
         print(f"{path.stat().st_size / 1e6:.2f} MB, open after {page.evaluate('performance.now()') / 1e3:.2f} s")
         page.locator("#program").get_by_role("button", name="Operations").click()
         assert page.locator("#program").get_by_text("dot_general").first.is_visible()
+
+
+def test_the_stages_of_a_pipeline_have_a_timeline_memory_and_a_program(browser, tmp_path):
+    """Those of the stage that is chosen, each section once, with the axes of the stage's own mesh; another choice shows others."""
+    function, args = gpt()
+    found = autoshard.search(function, *args, cluster="cpu:8", stages=2, microbatches=2, mesh={"data": 4}, donate_argnums=0)
+    found.report().save_html(tmp_path / "report.html")
+    with opened(browser, tmp_path / "report.html") as page:
+        for section in ("timeline", "memory", "program"):
+            assert page.locator(f"#{section}").count() == 1
+        before = page.locator("#timeline table").inner_text()
+        assert page.locator("#timeline canvas").count() and "stage" not in page.locator("#program .legend").inner_text()
+        page.select_option("#stage-choice", "1")
+        assert page.locator("#timeline table").inner_text() != before
+        assert page.locator("#timeline").count() == page.locator("#memory").count() == 1
+        names = page.locator("#sections a").all_inner_texts()
+        assert names[1:6] == ["Pipeline", "Inside a stage", "Timeline", "Memory", "Program"]

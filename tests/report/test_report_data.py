@@ -60,6 +60,17 @@ def test_the_timeline_is_the_step(name):
     assert sum(event.exposed_seconds for event in events) == pytest.approx(cost.exposed_communication_seconds, rel=1e-6, abs=1e-12)
 
 
+def test_a_pipeline_s_stages_have_a_timeline_memory_and_graph():
+    """Each is that of the stage's own program; of a file without the program there are none."""
+    function, args = mlp()
+    found = autoshard.search(function, *args, cluster="cpu:8", stages=2, microbatches=2, donate_argnums=0)
+    stages = found.report().content.stages
+    assert [stage.step.seconds for stage in stages] == pytest.approx([stage.cost.makespan_seconds for stage in found.stages], rel=1e-9)
+    data = to_data(found.report().content)
+    assert all(stage["memory"] and stage["graph"] and stage["timeline"] for stage in data["stages"]) and len(data["stages"]) == 2
+    assert data["timeline"] is None and to_data(autoshard.Strategy(found.record).report().content)["stages"] == []
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_no_two_events_use_the_same_thing_at_once(name):
     """Compute runs one kernel at a time, and the links one collective; a blocking collective holds up both."""

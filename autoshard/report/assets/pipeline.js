@@ -29,3 +29,31 @@ function pipelineSection() {
     make("p", { class: "hint" }, "Each stage has a program of its own: strategy.stages[k].report() has its tables."));
   chart.paint();
 }
+
+// What is inside the stage that is chosen: its timeline, memory and graph.
+function stageSection() {
+  const inside = DATA.stages;
+  if (!inside.length) return;
+  const parts = [["timeline", timelineSection], ["memory", memorySection], ["program", programSection]];
+  const choice = make("select", { id: "stage-choice", onchange: () => { show(); links(); } }, inside.map((_, k) => make("option", { value: k }, `stage ${k}`)));
+  const host = section("stage", "Inside a stage",
+    make("p", {}, make("label", { for: "stage-choice" }, "Timeline, memory and program below are those of "), choice,
+      " They are of all microbatches, computed without waiting for other stages, with what the stage's own program holds: the table above " +
+      "has the peak with the microbatches that are in flight."));
+  let own = [];
+
+  function show() {
+    redraws.splice(0, redraws.length, ...redraws.filter((run) => !own.includes(run)));
+    const before = [...redraws];
+    Object.assign(DATA, inside[choice.value]);
+    let last = host;
+    for (const [id, part] of parts) {
+      document.getElementById(id)?.remove();
+      part();
+      last.after(document.getElementById(id));
+      last = last.nextElementSibling;
+    }
+    own = redraws.filter((run) => !before.includes(run));
+  }
+  show();
+}

@@ -16,7 +16,7 @@ function programSection() {
   section("program", "Program",
     make("p", {}, "The step from top to bottom, folded: layers that differ by a number only are one box, and × says how many. " +
       "The stripe of a box shows over which axes its values are split: the higher the colour, the more bytes. Grey values are whole on each device."),
-    legend([...AXES.map((axis) => [axisColour(axis), `split over ${axis}`]), ["var(--line)", "whole"]]),
+    legend([...LINK_ROWS.map((axis) => [axisColour(axis), `split over ${axis}`]), ["var(--line)", "whole"]]),
     make("div", { class: "tools" },
       make("button", { type: "button", onclick: () => all(["pass"]) }, "Layers"),
       make("button", { type: "button", onclick: () => all(["pass", "layer"]) }, "Lines"),
@@ -52,13 +52,13 @@ function programSection() {
   }
 
   function box(node) {
-    const name = TEXT[node.n], shares = node.a ?? [], axes = AXES.filter((_, k) => (shares[k] ?? 0) > 0.005);
+    const name = TEXT[node.n], shares = node.a ?? [], axes = LINK_ROWS.filter((_, k) => (shares[k] ?? 0) > 0.005);
     const facts = [node.c ? `${seconds(node.c)} compute` : "", node.s ? `${seconds(node.s)} sent` : ""].filter(Boolean).join(", ");
     const head = [
       make("span", { class: "stripe", style: `background:${stripe(shares)}` }),
       make("span", { class: "text" },
         make("span", { class: "name" }, make("strong", {}, name), node.x > 1 ? ` × ${count(node.x)}` : ""),
-        make("span", { class: "small" }, facts, facts ? " · " : "", axes.length ? axes.map((axis) => `${axis} ${percent(shares[AXES.indexOf(axis)])}`).join(", ") : "whole"),
+        make("span", { class: "small" }, facts, facts ? " · " : "", axes.length ? axes.map((axis) => `${axis} ${percent(shares[LINK_ROWS.indexOf(axis)])}`).join(", ") : "whole"),
         node.v ? make("span", { class: "small mono" }, node.v) : ""),
     ];
     if (!node.i) return kinded(make("div", { class: "node" }, make("div", { class: "head" }, head)), node);
