@@ -18,8 +18,8 @@ from autoshard.explanation.data import TensorGroup
 from autoshard.explanation.groups import argument_groups, shard_bytes
 from autoshard.explanation.layers import line_of, pass_of
 from autoshard.explanation.program import Judged
-from autoshard.ir import Op, layout_to_spec
-from autoshard.ir.words import array_type
+from autoshard.ir import Op, Spec, layout_to_spec
+from autoshard.ir.words import array_type, spec_words
 from autoshard.primitives import moves
 
 NEAR = 3  # names that are suggested
@@ -74,9 +74,10 @@ def found_by(judged: Judged, name: str) -> Named | None:
     """
     record, graph = judged.record, judged.facts.graph
     groups = argument_groups(record.arguments, record.mesh)
-    if (group := _group(groups, name)) is not None:
-        return _argument(judged, group)
-    if (result := _group(argument_groups(record.results, record.mesh), name.removeprefix("result"))) is not None:
+    if found := _of_name(groups, name):
+        return _read_most(judged, found, name)
+    if found := _of_name(argument_groups(record.results, record.mesh), name.removeprefix("result")):
+        result = _only(found, name)
         position = graph.result_paths.index(result.paths[0])
         replaced = next((graph.argument_paths[argument] for one, argument in graph.aliases if one == position), None)
         if replaced is not None:
@@ -95,24 +96,48 @@ def _argument(judged: Judged, group: TensorGroup, remark: str = "") -> Named:
     return Named("argument", group, tuple(numbers[: group.n]), tuple(numbers[group.n :]), remark)
 
 
-def _group(groups: Sequence[TensorGroup], name: str) -> TensorGroup | None:
-    """The group of arguments or results that a name is of; None: it is of none.
+def _read_most(judged: Judged, groups: Sequence[TensorGroup], name: str) -> Named:
+    """The only group of a name; of tensors of one type, such as a parameter and moments that are sharded otherwise, the one most read.
 
     Raises:
-        StrategyError: it is of several.
+        StrategyError: it is of several types.
     """
+    first = groups[0]
+    if any((group.shape, group.dtype, group.n) != (first.shape, first.dtype, first.n) for group in groups[1:]):
+        groups = [_only(groups, name)]
+    at = dict(zip(judged.facts.graph.argument_paths, judged.facts.graph.arguments, strict=True))
+    chosen = max(groups, key=lambda group: len(judged.facts.readers[at[group.paths[0]]]))
+    others = ", ".join(f"{group.name}, {_words(group.spec)}" for group in groups if group is not chosen)
+    return _argument(judged, chosen, f"The name is also of {others}: write more of the path for it." if others else "")
+
+
+def _words(spec: Spec) -> str:
+    return f"sharded as {spec_words(spec)}" if any(spec) else "replicated"
+
+
+def _only(groups: Sequence[TensorGroup], name: str) -> TensorGroup:
+    """The group, if there is one.
+
+    Raises:
+        StrategyError: there are several.
+    """
+    if len(groups) == 1:
+        return groups[0]
+    names = ", ".join(group.name for group in groups[:6])
+    raise StrategyError(
+        f"a tensor is named by its path, a pattern, or the end of one that no other has; {name!r} names {len(groups)} groups: {names}. "
+        "Write more of the path."
+    )
+
+
+def _of_name(groups: Sequence[TensorGroup], name: str) -> list[TensorGroup]:
+    """The groups of arguments or results that a name is of: by whole paths before ends of some, and before what mirrors them."""
     for paths_of in (lambda group: group.paths[: group.n], lambda group: group.paths):
         found = [group for group in groups if any(path == name for path in (group.name, *paths_of(group)))]
         found = found or [group for group in groups if any(_ends(path, name) for path in paths_of(group))]
-        if len(found) == 1:
-            return found[0]
         if found:
-            names = ", ".join(group.name for group in found[:6])
-            raise StrategyError(
-                f"a tensor is named by its path, a pattern, or the end of one that no other has; {name!r} names {len(found)} groups: "
-                f"{names}. Write more of the path."
-            )
-    return None
+            return found
+    return []
 
 
 def _group_of(groups: Sequence[TensorGroup], path: str) -> str:

@@ -13,7 +13,7 @@ from strategy_records import EXAMPLE
 import autoshard
 from autoshard.errors import StrategyError
 from autoshard.explanation.groups import argument_groups
-from autoshard.explanation.named import _group, named
+from autoshard.explanation.named import _of_name, named
 from autoshard.strategy import TensorRecord
 
 
@@ -97,7 +97,8 @@ def test_other_names_get_near_ones(name, words):
 
 def group_of(name):
     found = model()
-    return _group(argument_groups(found.arguments, found.mesh), name)
+    (group,) = _of_name(argument_groups(found.arguments, found.mesh), name)
+    return group
 
 
 def model():
@@ -109,3 +110,18 @@ def model():
     moments = [tensor(f"state['optimizer'][0].mu['{name}']", *shape) for name, *shape in params]
     own += [tensor("state['params']['layers'][1]['down']", 32, 64)]
     return replace(EXAMPLE, arguments=tuple([*own, *moments, tensor("batch", 16, 64)]))
+
+
+def test_a_parameter_comes_before_moments_that_are_sharded_otherwise():
+    """The end of their paths names the one that the program reads most; the answer names the others."""
+
+    def momentum(state, x):
+        grads = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) @ w.T))(state["w"]["up"])
+        moment = 0.9 * state["a"]["up"] + grads
+        return {"w": {"up": state["w"]["up"] - moment}, "a": {"up": moment}}
+
+    leaf = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    specs = {"x": jax.P("data"), "*a*": jax.P("data"), "*w*": jax.P()}
+    found = autoshard.evaluate(momentum, {"w": {"up": leaf}, "a": {"up": leaf}}, leaf, cluster="cpu:8", mesh={"data": 8}, in_specs=specs)
+    tensors = named(found._judged, "up")
+    assert tensors.group.name == "state['w']['up']" and "state['a']['up'], sharded as P('data', None)" in tensors.remark
