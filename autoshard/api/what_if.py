@@ -86,7 +86,7 @@ def what_if(
     else:
         traced, facts, seconds, call = _traced_again(strategy, there, batch, wanted, asked)
     both = _with(strategy._pins, asked, traced, wanted is None)
-    meshes, _ = meshes_of(there, both, wanted, given if isinstance(given, int) else 2)
+    meshes, _ = meshes_of(there, both, wanted, given if isinstance(given, int) else 2, record.program.stages)
     known = strategy._searched
     tables = known.problem if facts is known.facts else None
     bytes_limit = limit_of(there, limit)
@@ -160,7 +160,8 @@ def _traced_again(
     args = with_batch_size(strategy, call[1], batch)
     axes = (*(record.mesh.names if mesh is None else mesh.names), *asked.axes)
     program = record.program
-    found = traced_of(call[0], args, record.donate_argnums, axes, there, program.microbatches, program.remat, offload=bool(program.offload))
+    rewritten = {"microbatches": program.microbatches, "remat": program.remat, "stages": program.stages}
+    found = traced_of(call[0], args, record.donate_argnums, axes, there, **rewritten, offload=bool(program.offload))
     return *found, (call[0], args)
 
 
