@@ -86,11 +86,13 @@ def what_if(
     else:
         traced, facts, seconds, call = _traced_again(strategy, there, batch, wanted, asked)
     both = _with(strategy._pins, asked, traced, wanted is None)
-    meshes, _ = meshes_of(there, both, wanted, given if isinstance(given, int) else 2, record.program.stages)
+    meshes, is_free = meshes_of(there, both, wanted, given if isinstance(given, int) else 2, record.program.stages)
+    own_axes = len(record.mesh.axes)
+    most = own_axes if is_free and own_axes > 2 and mesh is None else 0  # a strategy on three axes is compared with one on three
     known = strategy._searched
     tables = known.problem if facts is known.facts else None
     bytes_limit = limit_of(there, limit)
-    prepared = Prepared(traced, facts, there, meshes, 0, both, bytes_limit, seconds, call, tables, limit is not None)
+    prepared = Prepared(traced, facts, there, meshes, most, both, bytes_limit, seconds, call, tables, limit is not None)
     solution, problem, searcher = _searched(prepared, known.hints, given)
     return _compared(words, strategy, prepared.strategy(problem.mesh, _with_notes(solution, strategy), searcher, problem))
 
@@ -126,7 +128,7 @@ def _pipeline(
         fn = _no_function if call is None else call[0]
         again = StageCall(
             fn, args, there, searcher, mesh, pins, limit, record.donate_argnums, record.program.microbatches, pipeline.schedule,
-            None if remat is None else remat.mode, (), None, silent,
+            None if remat is None else remat.mode, (), None, silent, remat,
         )  # fmt: skip
         return in_stages(again, pipeline.n_parts, known)
 

@@ -24,15 +24,32 @@ def difference_parts(found: Difference) -> list[Part]:
 
 
 def _sentence(found: Difference) -> str:
+    """How much longer or shorter a step is, on how many devices, why, and what the peak of memory becomes."""
     one, two = found.before, found.after
     first, second = found.names
-    ratio = two.step_seconds / one.step_seconds if one.step_seconds else 1.0
-    told = f"A step takes {format_seconds(two.step_seconds)} ({second}), "
-    told += f"as {first}" if abs(ratio - 1) < SAME else f"{ratio:.2f} times the {format_seconds(one.step_seconds)} of {first}"
-    devices = "" if one.n_devices == two.n_devices else f", on {two.n_devices} devices for {one.n_devices}"
-    peak = f"; the peak of a device goes from {format_bytes(one.peak_bytes)} to {format_bytes(two.peak_bytes)}"
-    only = f" Arguments of one of them alone: {', '.join(found.only)}." if found.only else ""
-    return f"{told}{devices}{peak if abs(one.peak_bytes - two.peak_bytes) > SAME * one.peak_bytes else ''}.{only}"
+    more = two.step_seconds - one.step_seconds
+    step = one.step_seconds or 1.0
+    told = f"A step takes {format_seconds(two.step_seconds)} ({second})"
+    if abs(more) < SAME * step:
+        told += f", as long as {first}"
+    else:
+        told += f", {format_percent(abs(more) / step)} {'longer' if more > 0 else 'shorter'} than the {format_seconds(step)} of {first}"
+    if one.n_devices != two.n_devices:
+        ratio = two.step_seconds * two.n_devices / (step * one.n_devices)
+        told += f", on {two.n_devices} devices instead of {one.n_devices}: a step costs {ratio:.2f} times as many device seconds"
+    told += "."
+    reasons = [
+        f"{format_seconds(abs(change))} {'more' if change > 0 else 'less'} {what}"
+        for what, change in (
+            ("compute", two.compute_seconds - one.compute_seconds),
+            ("waiting for collectives", two.exposed_seconds - one.exposed_seconds),
+        )
+        if abs(change) >= SAME * step
+    ]
+    told += f" A device has {' and '.join(reasons)}." if reasons else ""
+    if abs(one.peak_bytes - two.peak_bytes) > SAME * one.peak_bytes:
+        told += f" Its peak of memory goes from {format_bytes(one.peak_bytes)} to {format_bytes(two.peak_bytes)}."
+    return told + (f" Arguments of one of them alone: {', '.join(found.only)}." if found.only else "")
 
 
 def _figures(found: Difference) -> Table:

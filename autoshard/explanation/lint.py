@@ -109,11 +109,15 @@ def _replicated(judged: Judged) -> Iterator[Finding]:
             yield Finding(
                 "replicated-activation",
                 line,
-                f"{len(values)} values, the largest {array_type(largest.dtype, largest.shape)}, whole on each of {mesh.size} devices",
+                f"{_counted(len(values), array_type(largest.dtype, largest.shape))}, whole on each of {mesh.size} devices",
                 sum(value.nbytes for value in values),
                 0.0,
                 "Constrain it with jax.lax.with_sharding_constraint, or shard an argument that it has its dimensions from, as the batch.",
             )
+
+
+def _counted(n: int, largest: str) -> str:
+    return f"a value, {largest}" if n == 1 else f"{n} values, the largest {largest}"
 
 
 def _repeated(judged: Judged) -> Iterator[Finding]:

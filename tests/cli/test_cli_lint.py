@@ -34,7 +34,7 @@ def test_a_what_if_compares_and_saves(search, run, tmp_path):
     """It prints the difference, and saves the other strategy; a tensor is explained by the end of its path."""
     assert search("--mesh", "data=8", "--searcher", "dynamic_programming", "--save", "s.json")[0] == 0
     code, out, _ = run("what-if", "s.json", *PROGRAM, "--cluster", "cpu:16", "--save", "other.json")
-    assert code == 0 and "on 16 devices for 8" in " ".join(out.split()) and (tmp_path / "other.json").exists()
+    assert code == 0 and "on 16 devices instead of 8" in " ".join(out.split()) and (tmp_path / "other.json").exists()
     found = json.loads(run("what-if", "s.json", *PROGRAM, "--batch", "64", "--json")[1])
     assert found["after"]["n_devices"] == 8
     code, out, _ = run("explain", "s.json", *PROGRAM, "--tensor", "params/up")
