@@ -15,7 +15,7 @@ from autoshard.cluster import Cluster
 from autoshard.errors import InfeasibleError, ShardingError
 from autoshard.ir import Mesh
 from autoshard.judge.model import CostModel
-from autoshard.mesh_search.bounds import message_bound
+from autoshard.mesh_search.bounds import message_bound, quotient_bound
 from autoshard.mesh_search.candidates import placed
 from autoshard.mesh_search.search import search_meshes, transferred
 from autoshard.problem import Problem, cost_tables
@@ -54,6 +54,19 @@ def test_bounds_rise_with_sweeps_and_stay_below_the_optimum(program):
     bounds = [problem.compute_bound(), *(message_bound(problem, sweeps)[0] for sweeps in (1, 4, 20))]
     assert bounds == sorted(bounds)
     assert bounds[-1] <= RecursiveProgramming().solve(problem).judgement.cost.objective_seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("program", ["mlp", "gpt"])
+def test_quick_bounds_stay_below_what_is_found(program):
+    """Those by which a what-if cuts meshes, of answers that are the same in equal layers; the search with them finds as good an answer."""
+    every = problems(program)[:3]
+    found, _ = search_meshes(DynamicProgramming(), every, solve, quick=True)
+    whole, _ = search_meshes(DynamicProgramming(), every, solve)
+    least = found.judgement.cost.objective_seconds
+    assert least * (1 - BUDGETS.least_gain) <= whole.judgement.cost.objective_seconds * (1 + 1e-9)
+    for problem in every:
+        optimum = DynamicProgramming().solve(problem).judgement.cost.objective_seconds
+        assert quotient_bound(problem, 20, float("inf")) <= optimum * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("searcher", [RecursiveProgramming(), DataParallel()], ids=lambda one: one.name)
