@@ -59,7 +59,8 @@ def _why(found: TensorExplanation) -> str:
         return f"{why}: it is the fastest. With the next best{rest}, {other}, and everything else chosen anew, {_change(found, best)}."
     return (
         f"It is not the fastest: with {other}, and everything else chosen anew, {_change(found, best)}. "
-        "The search may have left it for memory, or somebody chose this layout."
+        "A search may leave it for memory, or since it ranks answers by compute and communication before these overlap; or somebody chose "
+        "this layout."
     )
 
 
@@ -82,7 +83,7 @@ def _change(found: TensorExplanation, each: Alternative) -> str:
         )
         if abs(change) >= SAME * step
     ]
-    said = f"the step would take {format_percent(abs(more) / step)} {'longer' if more > 0 else 'less'} ({format_seconds(abs(more))})"
+    said = f"the step would be {format_percent(abs(more) / step)} {'longer' if more > 0 else 'shorter'} ({format_seconds(abs(more))})"
     said = "the step would take as long" if abs(more) < SAME * step else said
     peak = (each.peak_bytes or 0.0) - (own.peak_bytes or 0.0)
     of_peak = abs(peak) >= SAME * (own.peak_bytes or 1.0)
