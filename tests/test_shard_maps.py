@@ -131,6 +131,19 @@ def partly(w, x):
     return jnp.mean(mapped(lambda x: lax.psum(jnp.sin(x), "b"), P("b"), P(None), GRID, axis_names={"b"})(x @ w[0]) ** 2)
 
 
+HALVES, PAIRS = [[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+def grouped(w, x):
+    """Collectives among groups of an axis' devices: its halves, and pairs across them."""
+
+    def body(x):
+        x = lax.all_gather(x - lax.pmean(x, "i", axis_index_groups=HALVES), "i", axis_index_groups=PAIRS, tiled=True)
+        return lax.psum_scatter(x, "i", axis_index_groups=HALVES, tiled=True)
+
+    return jnp.mean(mapped(body, P("i"), P("i"), check_vma=False)(x @ w[0]) ** 2)
+
+
 ROW, SHARD = N // 8 * D * 4, D * D * 4
 OWN = {  # the collectives that each program writes itself: kind, axes, bytes and count of each
     "attended": (stepped(attended), [("collective_permute", ("i",), ROW, 8)] * 4),
@@ -140,6 +153,7 @@ OWN = {  # the collectives that each program writes itself: kind, axes, bytes an
     "sequential": (stepped(sequential), [("all_gather", ("i",), 8 * ROW, 1)] * 4 + [("reduce_scatter", ("i",), 8 * ROW, 1)] * 4),
     "two_axes": (stepped(two_axes), None),
     "branches": (stepped(branches), None),
+    "grouped": (grouped, [("all_reduce", ("i",), ROW, 1), ("all_gather", ("i",), 2 * ROW, 1), ("reduce_scatter", ("i",), 2 * ROW, 1)]),
     "partly": (stepped(partly), [("all_reduce", ("b",), N // 4 * D * 4, 1)]),
 }
 

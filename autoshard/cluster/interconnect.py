@@ -215,6 +215,22 @@ class Link:
             return 1
         return math.prod(span.extent for span in self.spans if span.dim == 0)
 
+    def part(self, extent: int, stride: int) -> Link | None:
+        """The link of every group of ``extent`` devices that are ``stride`` apart on an axis; None where they are on parts of no spans."""
+        spans: list[Span] = []
+        skipped, wanted = stride, extent
+        for span in sorted(self.spans, key=lambda span: (-span.dim, span.stride)):  # from the innermost
+            before = math.gcd(skipped, span.extent)
+            skipped //= before
+            taken = math.gcd(wanted, span.extent // before) if skipped == 1 else 1
+            wanted //= taken
+            if taken > 1:
+                closes = span.ring and before * taken == span.extent
+                spans.append(Span(span.dim, taken, span.stride * before, closes, span.straddles))
+            if skipped > 1 and before < span.extent:
+                return None
+        return join([Link(self.interconnect, tuple(spans), self.length)]) if skipped == wanted == 1 else None
+
     def _span_bandwidth(self, span: Span) -> float:
         share = span.stride * (2 if span.straddles else 1)
         return self.interconnect.bandwidth_bytes_per_second * (2 if span.ring else 1) / share

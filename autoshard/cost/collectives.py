@@ -38,6 +38,8 @@ from autoshard.cluster import Link, Protocol, join
 COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "collective_permute")
 
 Bytes = TypeVar("Bytes", float, np.ndarray)
+Groups = tuple[int, int]
+"""Of groups of devices of an axis, how many are in each, and how far apart they are on it."""
 Line = tuple[float, float]
 """Seconds of an empty collective, and seconds a byte."""
 
@@ -53,28 +55,29 @@ class Communication:
 
     links: tuple[Link, ...]
     shares: Mapping[str, float] = field(default_factory=dict)
-    _lines: dict[tuple[str, frozenset[int]], tuple[Line, ...]] = field(default_factory=dict, repr=False)
+    _lines: dict[tuple[str, frozenset[int], Groups | None], tuple[Line, ...]] = field(default_factory=dict, repr=False)
 
-    def seconds(self, kind: str, nbytes: Bytes, axes: tuple[int, ...]) -> Bytes:
+    def seconds(self, kind: str, nbytes: Bytes, axes: tuple[int, ...], groups: Groups | None = None) -> Bytes:
         """Seconds of one collective over the given axes jointly; elementwise where ``nbytes`` is an array.
 
         Args:
             kind: one of `COLLECTIVES`.
             nbytes: the larger of operand and result of one device.
             axes: numbers of the mesh axes, in any order.
+            groups: of a collective in each of several groups of one axis' devices; None: among all of them.
         """
-        key = (kind, frozenset(axes))
+        key = (kind, frozenset(axes), groups)
         lines = self._lines.get(key)
         if lines is None:
             share = self.shares.get(kind, 1.0)
-            lines = self._lines[key] = tuple((fixed * share, each * share) for fixed, each in self._find(kind, sorted(key[1])))
+            lines = self._lines[key] = tuple((fixed * share, each * share) for fixed, each in self._find(kind, sorted(key[1]), groups))
         least = _on(lines[0], nbytes)
         for line in lines[1:]:
             other = _on(line, nbytes)
             least = np.minimum(least, other) if isinstance(least, np.ndarray) else min(least, other)
         return least
 
-    def _find(self, kind: str, axes: list[int]) -> tuple[Line, ...]:
+    def _find(self, kind: str, axes: list[int], groups: Groups | None) -> tuple[Line, ...]:
         """The lines of the protocols of a collective, without dominated ones."""
         if kind not in COLLECTIVES:
             raise ValueError(f"a collective is one of {COLLECTIVES}, got {kind!r}.")
@@ -82,6 +85,8 @@ class Communication:
         if not links:
             return ((0.0, 0.0),)
         link = join(links)
+        if groups is not None:
+            link = link.part(*groups) or link
         if kind in ("all_to_all", "collective_permute"):
             return (_exchange(kind, link),)
         protocols = [_protocol(kind, link, protocol) for protocol in link.interconnect.protocols]

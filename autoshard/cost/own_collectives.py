@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from autoshard.cost.collectives import Communication
+from autoshard.cost.collectives import Communication, Groups
 from autoshard.cost.reshard import Step
 from autoshard.ir import Mesh, Op, Value, axes_of_product
 from autoshard.primitives import primitive
@@ -16,7 +16,7 @@ def own_collectives(
 ) -> tuple[Step, ...]:
     """The collectives of an op of a shard_map's body, one for each of its arrays; none where the mesh is not the shard_map's.
 
-    A collective among groups of devices of an axis counts as one over the axis.
+    Groups of devices of an axis (``axis_index_groups``) communicate as a part of the axis, where they are regular; else as all of it.
 
     Args:
         op: any op with ``mapped`` axes.
@@ -31,12 +31,13 @@ def own_collectives(
     axes = tuple(sorted(axis for name in _names(op) for axis in by_name.get(name, ())))
     if math.prod(mesh.sizes[axis] for axis in axes) == 1:
         return ()
+    groups = _groups(op) if len(axes) == 1 else None
     layout, steps = (-1,) * len(mesh.axes), []
     for read, made in zip(op.operands, op.results, strict=False):
         nbytes = max(values[read].nbytes, values[made].nbytes)
         if made in shares and nbytes:
             sent = nbytes * shares[made]
-            seconds = float(communication.seconds(kind, sent, axes))
+            seconds = float(communication.seconds(kind, sent, axes, groups))
             steps.append(Step(kind, axes, layout, layout, nbytes, seconds, compiled_nbytes=0.0 if sent == nbytes else sent))
     return tuple(steps)
 
@@ -45,3 +46,13 @@ def _names(op: Op) -> tuple[str, ...]:
     """The axes of the shard_map's mesh that a collective is over."""
     found = op.params.get("axes", op.params.get("axis_name", ()))
     return tuple(name for name in (found if isinstance(found, tuple | list) else (found,)) if isinstance(name, str))
+
+
+def _groups(op: Op) -> Groups | None:
+    """The size of a collective's groups of devices of an axis, and the distance of their devices; None where they have none."""
+    listed = op.params.get("axis_index_groups")
+    if not listed or len(listed[0]) < 2:
+        return None
+    size, stride = len(listed[0]), listed[0][1] - listed[0][0]
+    wanted = {tuple(range(start, start + size * stride, stride)) for start, *_ in listed} if stride > 0 else set()
+    return (size, stride) if wanted == set(map(tuple, listed)) else None

@@ -17,7 +17,7 @@ class Collective:
 
     Attributes:
         kind: its HLO name in snake case, one of `KINDS`.
-        mesh_axes: the axes of its device groups, in mesh order; ``("?",)`` where the groups match no subset of axes.
+        mesh_axes: the axes of its device groups, in mesh order; also of groups of some of an axis' devices. ``("?",)`` where it has none.
         bytes: the larger of operand and result on one device, in one execution.
         count: executions in one step, loop trips included.
         op: the operation it serves; None if unknown.

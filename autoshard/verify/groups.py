@@ -26,7 +26,9 @@ _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 
 
 def axes_of(attributes: str, mesh: Mesh) -> tuple[str, ...]:
-    """The mesh axes along which the instruction with these attributes communicates; ``("?",)`` where its groups match none.
+    """The mesh axes along which the instruction with these attributes communicates; ``("?",)`` where it has no groups.
+
+    Groups that are parts of an axis' devices are of that axis, as the pairs of a permute are.
 
     >>> axes_of("replica_groups=[4,2]<=[2,4]T(1,0)", Mesh.of({"x": 2, "y": 4}))
     ('x',)
@@ -37,12 +39,20 @@ def axes_of(attributes: str, mesh: Mesh) -> tuple[str, ...]:
     if pairs:
         return axes_of_pairs(np.array(re.findall(r"\{(\d+),(\d+)\}", pairs[1]), dtype=int), mesh)
     groups = parse_groups(attributes, mesh.size)
-    return UNKNOWN if groups is None else _known(mesh).get(groups, UNKNOWN)
+    return UNKNOWN if groups is None else _spanned(groups, mesh)
 
 
 def axes_of_groups(groups: np.ndarray, mesh: Mesh) -> tuple[str, ...]:
-    """The mesh axes that span groups of devices, given as rows; ``("?",)`` where they match none."""
-    return _known(mesh).get(_rows(groups), UNKNOWN)
+    """The fewest mesh axes that span groups of devices, given as rows."""
+    return _spanned(_rows(groups), mesh)
+
+
+def _spanned(groups: Groups, mesh: Mesh) -> tuple[str, ...]:
+    """The axes of whose devices the groups are all, or else those along which devices of a group differ."""
+    if (known := _known(mesh).get(groups)) is not None:
+        return known
+    pairs = [(first, other) for group in groups for first in [min(group)] for other in group]
+    return axes_of_pairs(np.array(pairs, dtype=int), mesh)
 
 
 def axes_of_pairs(pairs: np.ndarray, mesh: Mesh) -> tuple[str, ...]:

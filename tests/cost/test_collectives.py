@@ -91,6 +91,19 @@ def test_one_device_is_free(kind):
     assert model.seconds(kind, 1e9, (0, 1)) == model.seconds(kind, 1e9, (1,)) > 0
 
 
+@pytest.mark.parametrize("kind", COLLECTIVES)
+@pytest.mark.parametrize("place", ["v5e:4x4", "v5e:16x16", "h100:8x4", "a100:8", "cpu:8"])
+def test_groups_of_an_axis_cost_what_axes_of_their_own_would(kind, place):
+    """Blocks and strides of one axis are as the inner and the outer axis of a mesh of two; a group of all devices is the axis."""
+    n = Cluster.parse(place).n_devices
+    whole = communication(place, (n,))
+    for inner in (2, 4):
+        axes = communication(place, (n // inner, inner))
+        assert whole.seconds(kind, 1e8, (0,), (inner, 1)) == pytest.approx(axes.seconds(kind, 1e8, (1,)))
+        assert whole.seconds(kind, 1e8, (0,), (n // inner, inner)) == pytest.approx(axes.seconds(kind, 1e8, (0,)))
+    assert whole.seconds(kind, 1e8, (0,), (n, 1)) == whole.seconds(kind, 1e8, (0,))
+
+
 def test_unknown_collectives_are_refused():
     """A collective that nobody defined is a programming error."""
     with pytest.raises(ValueError, match="all_gather"):
