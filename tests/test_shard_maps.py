@@ -144,6 +144,21 @@ def grouped(w, x):
     return jnp.mean(mapped(body, P("i"), P("i"), check_vma=False)(x @ w[0]) ** 2)
 
 
+def nested(w, x):
+    """Tensor parallelism over one axis inside data parallelism over the other."""
+
+    def layer(x, up, down):
+        return lax.psum(jnp.tanh(x @ up) @ down, "b")
+
+    def shard(x, w):
+        over_b = {"in_specs": (P(), P(None, "b"), P("b")), "out_specs": P(), "axis_names": {"b"}, "check_vma": False}
+        x = jax.shard_map(layer, **over_b)(x, w[0], w[1])
+        half = jax.shard_map(lambda x: jnp.sin(x), in_specs=P("b"), out_specs=P("b"), axis_names={"b"}, check_vma=False)(x)
+        return half - lax.pmean(half.mean(0), "a")
+
+    return jnp.mean(mapped(shard, (P("a"), P()), P("a"), GRID, axis_names={"a"}, check_vma=False)(x @ w[2], w[:2]) ** 2)
+
+
 ROW, SHARD = N // 8 * D * 4, D * D * 4
 OWN = {  # the collectives that each program writes itself: kind, axes, bytes and count of each
     "attended": (stepped(attended), [("collective_permute", ("i",), ROW, 8)] * 4),
@@ -154,6 +169,7 @@ OWN = {  # the collectives that each program writes itself: kind, axes, bytes an
     "two_axes": (stepped(two_axes), None),
     "branches": (stepped(branches), None),
     "grouped": (grouped, [("all_reduce", ("i",), ROW, 1), ("all_gather", ("i",), 2 * ROW, 1), ("reduce_scatter", ("i",), 2 * ROW, 1)]),
+    "nested": (nested, [("all_reduce", ("b",), N // 2 * D * 4, 1), ("all_reduce", ("a",), D * 4, 1)]),
     "partly": (stepped(partly), [("all_reduce", ("b",), N // 4 * D * 4, 1)]),
 }
 

@@ -66,11 +66,6 @@ def obstacle(graph: Graph, mesh: Mesh) -> str | None:
     for op in graph.walk():
         if op.primitive != MAPPED:
             continue
-        if "entries" not in op.params:
-            return (
-                f"a shard_map inside another one has no manual lowering, such as the one at {op.origin}. The step is lowered by sharding "
-                "constraints instead, from which XLA's partitioner makes the collectives."
-            )
         if not in_order(op):
             return (
                 "axes that split one dimension are in the order of the mesh where a program is lowered manually, and a spec of the "
@@ -409,20 +404,25 @@ class _Region(Interpreter):
         results = _on_one_device(eqn, read, self.plan.mesh) if is_stateful(op.primitive) else bind_unplaced(eqn, read)
         return [self.plan.resharded(x, value, whole, self.plan.layout(value)) for x, value in zip(results, op.results, strict=True)]
 
-    def mapped(self, eqn: JaxprEqn, operands: list[Any], path: Path) -> list[Any]:
-        """The results of a user's shard_map over the same devices, inlined."""
+    def mapped(self, eqn: JaxprEqn, operands: list[Any], path: Path, nested: bool = False) -> list[Any]:
+        """The results of a user's shard_map over the same devices, inlined; one inside another takes apart what each device has."""
         plan, axes = self.plan, axes_of(eqn.params["mesh"], self.plan.mesh)
         assert axes is not None, "an obstacle"
         entering, leaving = ([plan.ops.get((*path, side, k)) for k in range(n)] for side, n in _ends(eqn))
-        read = [
-            unread(v) if op is None else self.read(x, op.operands[0], self._given(op, enters=True))
-            for x, op, v in zip(operands, entering, opened(eqn.params["jaxpr"])[0].invars, strict=True)
-        ]
-        results = Inside(axes, plan.ops).run(*opened(eqn.params["jaxpr"]), read, (*path, BODY))
-        return [
-            None if op is None else plan.resharded(x, op.results[0], self._given(op, enters=False), plan.layout(op.results[0]))
-            for x, op in zip(results, leaving, strict=True)
-        ]
+
+        def entered(op: Op, x: Any) -> Any:
+            value, given = op.operands[0], self._given(op, enters=True)
+            return plan.resharded(x, value, plan.whole, given) if nested else self.read(x, value, given)
+
+        def left(op: Op, x: Any) -> Any:
+            value, given = op.results[0], self._given(op, enters=False)
+            return plan.resharded(x, value, given, plan.whole if nested else plan.layout(value))
+
+        inputs = zip(operands, entering, opened(eqn.params["jaxpr"])[0].invars, strict=True)
+        read = [unread(v) if op is None else entered(op, x) for x, op, v in inputs]
+        inside = Inside(axes, plan.ops, lambda *of_nested: self.mapped(*of_nested, nested=True))
+        results = inside.run(*opened(eqn.params["jaxpr"]), read, (*path, BODY))
+        return [None if op is None else left(op, x) for x, op in zip(results, leaving, strict=True)]
 
     def _given(self, op: Op, enters: bool) -> Layout:
         """The layout of a shard_map's operand or result."""

@@ -21,6 +21,7 @@ from autoshard.ir import Op, axes_of_product
 from autoshard.lower.interpret import Interpreter, Path, bind_unplaced
 
 Mesh = jax.sharding.Mesh | AbstractMesh
+Nested = Callable[[JaxprEqn, list[Any], Path], list[Any]]
 
 
 def axes_of(inner: Mesh, ours: Mesh) -> dict[str, tuple[str, ...]] | None:
@@ -47,11 +48,13 @@ class Inside(Interpreter):
     Attributes:
         axes: per axis of its mesh, the program's axes.
         ops: by path, those of the program. Equations without one are not read, and of these no collective is made.
+        nested: evaluates a shard_map inside, from its equation, its operands and its path.
     """
 
-    def __init__(self, axes: Mapping[str, tuple[str, ...]], ops: Mapping[Path, Op]):
+    def __init__(self, axes: Mapping[str, tuple[str, ...]], ops: Mapping[Path, Op], nested: Nested):
         super().__init__(ops, differentiable=False)
         self.axes = axes
+        self.nested = nested
 
     def region(self) -> Inside:
         return self
@@ -61,6 +64,9 @@ class Inside(Interpreter):
 
     def dead(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         return [unread(variable) for variable in eqn.outvars]
+
+    def mapped(self, eqn: JaxprEqn, operands: list[Any], path: Path) -> list[Any]:
+        return self.nested(eqn, operands, path)
 
     def op(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         operands = [x if isinstance(x, Tracer) else np.asarray(x) for x in operands]  # literals have a mesh

@@ -140,7 +140,7 @@ class _Flat:
                 (body,) = subjaxprs(eqn)
                 inside = origin if outer is not None or calls_library(eqn) else None
                 results = self._run(*opened(body), operands, steps, (*here, 0), trips, inside, origin.name_stack)
-            elif eqn.primitive.name == MAPPED and not self._mapped:
+            elif eqn.primitive.name == MAPPED:
                 results = self._shard_map(eqn, operands, steps, here, trips, outer, origin)
             else:
                 step = self._step(eqn, operands, origin, here, trips, outer)
@@ -154,7 +154,7 @@ class _Flat:
     ) -> list[int]:
         """The numbers of a shard_map's results; the steps of its operands, its body and its results are appended to ``steps``."""
         jaxpr, consts = opened(eqn.params["jaxpr"])
-        self._mapped = axes_of_mesh(eqn)
+        around, self._mapped = self._mapped, axes_of_mesh(eqn)
         inputs = [self._new(v.aval) for v in jaxpr.invars]
         for k, (boundary, whole, shard) in enumerate(zip(boundaries(eqn, True), operands, inputs, strict=True)):
             steps.append(_Step(boundary, [whole], [shard], origin, (*path, ENTERING, k), trips, mapped=self._mapped))
@@ -162,7 +162,7 @@ class _Flat:
         results = [self._new(v.aval) for v in eqn.outvars]
         for k, (boundary, shard, whole) in enumerate(zip(boundaries(eqn, False), shards, results, strict=True)):
             steps.append(_Step(boundary, [shard], [whole], origin, (*path, LEAVING, k), trips, mapped=self._mapped))
-        self._mapped = ()
+        self._mapped = around
         return results
 
     def _step(self, eqn: JaxprEqn, operands: list[int], origin: Origin, path: tuple, trips: int, outer: Origin | None) -> _Step:
