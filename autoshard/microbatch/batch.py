@@ -17,7 +17,7 @@ from autoshard.rules import rules_of
 from autoshard.search import alike_arguments
 from autoshard.trace import Traced, rebuilt, types_of
 
-CLEAR_SHARE = 0.75  # of the products in the loop: this is the batch, whatever else others depend on
+CLEAR_SHARE = 0.75  # of the products in the loop: this is the batch, whatever else depends on others
 
 
 def microbatched(traced: Traced, n: int) -> Traced:
@@ -77,13 +77,14 @@ def loop_of_batch(graph: Graph, rules: Sequence[Rule | None], n: int) -> Loop:
 
 
 def _most_inside(graph: Graph, rules: Sequence[Rule | None], n: int) -> Loop:
-    """The plan of what is most likely the batch: most of the products are in its loop, or else depend on it.
+    """The plan of what is most likely the batch: most of the products are in its loop, or it leads arrays, or most products depend on it.
 
     Raises:
         TraceError: nothing in the arguments is a batch that ``n`` divides.
     """
     total = product_flops(graph.ops, rules, graph)
-    best: tuple[tuple[bool, float, float], Loop] | None = None
+    best: tuple[tuple[bool, bool, float, float], Loop] | None = None
+    seen: list[set[tuple[int, int]]] = []
     indivisible: list[str] = []
     for batch in _batches(graph):
         sizes = {value: graph.values[value].shape[dim] for value, dim in batch.items()}
@@ -96,8 +97,12 @@ def _most_inside(graph: Graph, rules: Sequence[Rule | None], n: int) -> Loop:
             continue
         loop = plan_loop(graph, rules, batch, n)
         inside = _flops_inside(graph, rules, loop)
-        is_clear = inside >= CLEAR_SHARE * total and loop.obstacle(total) is None
-        key = is_clear, inside + sum(flops for _, flops in loop.coupled), inside
+        runs, pairs = loop.obstacle(total) is None, set(batch.items())
+        is_part = any(pairs < others for others in seen)
+        seen.append(pairs)
+        waiting = sum(flops for _, flops in loop.coupled)
+        leads = runs and not is_part and not any(batch.values())
+        key = runs and inside >= CLEAR_SHARE * total, leads, inside + waiting, inside
         if best is None or key > best[0]:
             best = key, loop
         if inside >= total * (1 - LEAST_SHARE):

@@ -38,6 +38,22 @@ def test_a_batch_behind_other_dimensions():
     assert split(trace(step, W, jax.ShapeDtypeStruct((5, 12, 8), jnp.float32)), 3) == "xs along dimension 1"
 
 
+def test_a_batch_on_which_few_products_depend():
+    """As where a discriminator reads examples, and noise more often: features, which most products depend on, are no batch."""
+
+    def step(both, x, key):
+        drawn = jax.random.normal(key, (12, 8))
+
+        def loss(both):
+            made = jnp.tanh(drawn @ both[0]) @ both[0]
+            return sum(jnp.mean(jnp.tanh(each @ both[1]) ** 2) for each in (x, made, jnp.tanh(made)))
+
+        return jax.tree.map(jnp.subtract, both, jax.grad(loss)(both))
+
+    traced = trace(step, [W, W], X, jax.eval_shape(lambda: jax.random.key(0)))
+    assert split(traced) == "x along dimension 0"
+
+
 def normalised(weights, x):
     x = x @ weights
     x = (x - x.mean(0)) / x.std(0)
