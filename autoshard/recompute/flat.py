@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
 
-from autoshard.ir import Op
+from autoshard.ir import Body, Op
 from autoshard.lower import Path
 from autoshard.primitives import is_inlined
 from autoshard.trace import subjaxprs
+from autoshard.trace.mapped import LEAVING, MAPPED
 from autoshard.trace.structure import opened
 
 Atom = Var | Literal
@@ -70,9 +71,9 @@ class _Inlining:
         eqn = eqn.replace(invars=self.renamed(eqn.invars))
         if is_inlined(eqn.primitive.name):
             self._names.update(zip(eqn.outvars, self._call(eqn, path), strict=True))
-        elif path in self.ops:
+        elif (op := self._op(eqn, path)) is not None:
             self.eqns.append(eqn)
-            self.found.append(self.ops[path])
+            self.found.append(op)
 
     def _call(self, call: JaxprEqn, path: Path) -> list[Atom]:
         """Appends the equations of a call; gives its results."""
@@ -90,11 +91,23 @@ class _Inlining:
             inner = eqn.replace(invars=renamed(eqn.invars), source_info=eqn.source_info.replace(name_stack=stack))
             if is_inlined(eqn.primitive.name):
                 names.update(zip(eqn.outvars, self._call(inner, here), strict=True))
-            elif here in self.ops:
+            elif (op := self._op(eqn, here)) is not None:
                 names.update(zip(eqn.outvars, made, strict=True))
                 self.eqns.append(inner.replace(outvars=made))
-                self.found.append(self.ops[here])
+                self.found.append(op)
         return [atom if isinstance(atom, Literal) else names.get(atom, atom) for atom in jaxpr.outvars]
+
+    def _op(self, eqn: JaxprEqn, path: Path) -> Op | None:
+        """The op of an equation; None for dead code. One for a shard_map, of which the graph has parts, has all of them in its body."""
+        if eqn.primitive.name != MAPPED:
+            return self.ops.get(path)
+        inside = [replace(op, bodies=()) for at, op in self.ops.items() if at[: len(path)] == path]
+        ends = {op.path[-1]: op for op in inside if op.path[:-1] == (*path, LEAVING)}
+        if not ends:
+            return None
+        end = next(iter(ends.values()))
+        results = tuple(ends.get(k, end).results[0] for k in range(len(eqn.outvars)))
+        return replace(end, path=path, results=results, bodies=(Body((), (), tuple(inside)),))
 
     def _constant(self, var: Var, value: Any) -> Var:
         if id(value) not in self._captured:

@@ -163,6 +163,37 @@ def test_what_calls_python_is_not_called_again():
         assert sum(op.primitive == "pure_callback" for op in program.graph.walk()) == 4
 
 
+def test_shard_maps_are_not_run_again():
+    """What is computed around them is; results stay the same, in layers one after the other and in a scan over them."""
+    mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def summed(x):
+        return jax.lax.psum(jnp.sin(x), "i"), jax.lax.axis_index("i")[None]
+
+    def layer(x, weight):
+        total, _ = jax.shard_map(summed, mesh=mesh, in_specs=jax.P(None, "i"), out_specs=(jax.P(), jax.P("i")))(jnp.tanh(x @ weight))
+        return jnp.tanh(x + jnp.tile(total, (1, 8)) @ weight), None
+
+    def loss(weights, scanned, x):
+        for weight in weights:
+            x, _ = layer(x, weight)
+        return jnp.sum(jax.lax.scan(layer, x, scanned)[0] ** 2)
+
+    def step(weights, scanned, x):
+        return jax.grad(loss, (0, 1))(weights, scanned, x)
+
+    shapes = [jax.ShapeDtypeStruct((16, 16), "float32")] * 3, jax.ShapeDtypeStruct((3, 16, 16), "float32")
+    traced = trace(step, *shapes, jax.ShapeDtypeStruct((64, 16), "float32"))
+    full = rematerialised(traced, options_of(traced).full)
+    assert n_regions(full)
+
+    def n_sums(program):
+        return sum(op.trips for op in program.graph.walk() if op.primitive in ("psum", "psum_invariant"))
+
+    assert n_sums(full) == n_sums(traced)
+    compared(traced, full, tolerance=2e-5)
+
+
 def test_microbatches_of_a_program_that_computes_again():
     """Both rewrites together give the results of the plain program."""
     traced = trace(*flattened(PROGRAMS["gpt"]()))
