@@ -104,7 +104,10 @@ class Answer:
 
     @cached_property
     def stages(self) -> tuple[Self, ...]:
-        """The strategies of a pipeline's stages, each of the stage's own program on its part of the devices; () where there are none."""
+        """The strategies of a pipeline's stages, each of the stage's own program on its part of the devices.
+
+        () where there are none, also where stages are one program: this strategy is all of theirs.
+        """
         pipeline = self.record.pipeline
         if pipeline is None or self._parts:
             return self._parts

@@ -17,6 +17,7 @@ from autoshard.api.offloading import best_offload, check_offload
 from autoshard.api.prepared import Prepared, noted_if_barely, searched_on_meshes, within
 from autoshard.api.recomputing import best_remat, least_remat, or_refused
 from autoshard.api.strategy import Strategy
+from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.errors import InfeasibleError
 from autoshard.ir.remat import Remat
 from autoshard.mesh_search.anytime import timed
@@ -30,6 +31,9 @@ from autoshard.trace import Traced
 
 Found = tuple[Prepared, Solution, Problem]
 """What an attempt found: the program and its meshes, the solution, and the problem of its mesh."""
+
+Whole = tuple[Traced, ProgramFacts]
+"""A step as it was traced, and its facts."""
 
 
 @dataclass(eq=False)
@@ -45,6 +49,7 @@ class Attempts:
         ends: the exceptions that end a search early.
         seconds: how long to search, from the making of this on; None: without a limit.
         n_finalists: how many distinct solutions are wanted.
+        whole: the step as it was traced, and its facts, where `ask` rewrites it beyond that; None: `ask` gives it in one microbatch.
     """
 
     ask: Callable[[int, Remat | None, Traced | None, bool], Prepared]
@@ -59,11 +64,12 @@ class Attempts:
     ends: tuple[type[BaseException], ...]
     seconds: float | None
     n_finalists: int
+    whole: Whole | None = None
     refused: list[tuple[float, Prepared, Problem]] = field(default_factory=list, init=False)
 
     def __post_init__(self):
         self.first = self.microbatches if isinstance(self.microbatches, int) else 1
-        self.asked = self.ask(self.first, None, None, False)
+        self.asked = self.ask(self.first, None, None if self.whole is None else self.whole[0], False)
         check_offload(self.offload, self.asked.cluster, self.asked.traced)
         self.started = time.perf_counter()
 
@@ -94,12 +100,16 @@ class Attempts:
     @cached_property
     def options(self) -> Sequence[Remat]:
         """The recomputations that there are."""
-        whole = self.asked if self.first == 1 else self.ask(1, None, None, False)
-        return Options(whole.traced, whole.facts, whole.cluster.device).all
+        if self.whole is None:
+            prepared = self.asked if self.first == 1 else self.ask(1, None, None, False)
+            return Options(prepared.traced, prepared.facts, prepared.cluster.device).all
+        return Options(*self.whole, self.asked.cluster.device).all
 
     @property
     def _whole(self) -> Traced | None:
-        """The step as it was traced, if it was in one microbatch."""
+        """The step as it was traced, if that is known."""
+        if self.whole is not None:
+            return self.whole[0]
         return self.asked.traced if self.first == 1 else None
 
     def _left(self) -> float | None:
@@ -142,5 +152,7 @@ class Attempts:
         untried = [*(["microbatches='fit'"] if self.microbatches in (None, 1) else []), *(["remat='fit'"] if self.remat is None else [])]
         if self.offload is None and self.asked.cluster.device.host_bandwidth_bytes_per_second and optimizer_state(self.asked.traced):
             untried.append("offload='auto'")
-        text = f"{error} Not tried: {', '.join([*untried, 'pipelines (stages=2)'])}."
+        if self.asked.traced.stages == 1:
+            untried.append("pipelines (stages=2)")
+        text = f"{error} Not tried: {', '.join(untried)}." if untried else str(error)
         return InfeasibleError(text, error.smallest_peak_bytes, error.proven)

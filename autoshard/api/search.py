@@ -14,7 +14,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.api.agreement import agreed, finalists_of_process_0
-from autoshard.api.attempts import Attempts
+from autoshard.api.attempts import Attempts, Whole
 from autoshard.api.collecting import rarely_collecting
 from autoshard.api.confirm import Confirm, confirm_of, confirmed, noted
 from autoshard.api.finalists import Board
@@ -24,7 +24,7 @@ from autoshard.api.microbatching import Microbatches, checked_number
 from autoshard.api.notes import whole, without_rules
 from autoshard.api.offloading import checked_offload
 from autoshard.api.pipelining import check_pipeline
-from autoshard.api.prepared import cluster_of, own_annotations, prepare, traced_of, whole_of, with_recomputation
+from autoshard.api.prepared import cluster_of, own_annotations, prepare, traced_of, with_recomputation
 from autoshard.api.recomputing import checked_remat
 from autoshard.api.recorded import abstract_call, record_of
 from autoshard.api.searched import Searched
@@ -170,14 +170,17 @@ def search(
         n_finalists = 1 if how is None else how.finalists
         reserves = memory_limit_bytes is None
 
-        def attempts(number: Microbatches, seconds: float | None, progress: Progress) -> Attempts:
-            return Attempts(asked, chosen, number, remat, offload, mesh, start, reserves, progress, ends, seconds, n_finalists)
+        def attempts(number: Microbatches, seconds: float | None, progress: Progress, whole: Whole | None = None) -> Attempts:
+            return Attempts(asked, chosen, number, remat, offload, mesh, start, reserves, progress, ends, seconds, n_finalists, whole)
 
         if n_stages > 1:
-            check_parts(cluster_of(cluster), n_stages)
+            devices = cluster_of(cluster)
+            check_parts(devices, n_stages, microbatches)
+            axes = wanted.axes if mesh is None or isinstance(mesh, int) else (*wanted.axes, *given_mesh(mesh).names)
+            traced, facts, _ = traced_of(fn, args, donate_argnums, axes, devices)
             asked = partial(asked, stages=n_stages)
-            once = partial(whole_of, fn, args, donate_argnums, wanted.axes)
-            (prepared, solution, problem), started = fastest(attempts, once, n_stages, microbatches, given, own)
+            tried = partial(attempts, whole=(traced, facts))
+            (prepared, solution, problem), started = fastest(tried, traced, n_stages, microbatches, given, own)
         else:
             one = attempts(microbatches, given, own)
             (prepared, solution, problem), started = one.found(), one.started

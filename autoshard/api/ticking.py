@@ -34,8 +34,13 @@ def is_one_program(schedule: Any, stages: Any, plan: Any) -> bool:
     return True
 
 
-def check_parts(cluster: Cluster, stages: int) -> None:
-    """Raises `ClusterError` where stages do not have as many devices each."""
+def check_parts(cluster: Cluster, stages: int, microbatches: Microbatches) -> None:
+    """Raises `ClusterError` where stages do not have as many devices each, `ShardingError` where there are no microbatches for them."""
+    if microbatches == 1:
+        raise ShardingError(
+            f"stages of one program compute different microbatches at the same time, got microbatches=1 for {stages} stages. Use "
+            f"{stages} or more, or leave microbatches out."
+        )
     if cluster.n_devices % stages:
         raise ClusterError(
             f"stages have as many devices each: {cluster.name} has {cluster.n_devices}, got stages={stages}. Use a divisor of the devices."
@@ -44,7 +49,7 @@ def check_parts(cluster: Cluster, stages: int) -> None:
 
 def fastest(
     attempts: Callable[[int, float | None, Progress], Attempts],
-    traced: Callable[[], Traced],
+    traced: Traced,
     stages: int,
     microbatches: Microbatches,
     seconds: float | None,
@@ -62,7 +67,7 @@ def fastest(
         InfeasibleError: nothing fits in any.
         SearchLimitError: the time was over before anything was found.
     """
-    numbers = [microbatches] if isinstance(microbatches, int) else _numbers(traced(), stages)
+    numbers = [microbatches] if isinstance(microbatches, int) else _numbers(traced, stages)
     found: list[Found] = []
     failure: Exception | None = None
     started: float | None = None

@@ -203,8 +203,7 @@ class _Stack:
     """A scan over layers, in ticks."""
 
     def __init__(self, op: Op, eqn: JaxprEqn, graph: Graph, loop: Loop, n_stages: int, inside: Callable[[Any], Inside], staged: Callable):
-        self.op, self.eqn, self.graph, self.loop, self.inside = op, eqn, graph, loop, inside
-        self.staged = staged
+        self.op, self.eqn, self.graph, self.inside, self.staged = op, eqn, graph, inside, staged
         self.n_stages, self.n, self.n_layers = n_stages, loop.n, eqn.params["length"] // n_stages
         self.reverse = bool(eqn.params["reverse"])
         self.n_consts, self.n_carry = eqn.params["num_consts"], eqn.params["num_carry"]
@@ -212,6 +211,7 @@ class _Stack:
         self.entering = [loop.status(value) for value in body.inputs]
         self.leaving = [loop.status(value) for value in body.outputs]
         self.outputs = body.outputs
+        self.types = types_of(opened(subjaxprs(eqn)[0])[0].invars)
 
     @property
     def n_ticks(self) -> int:
@@ -233,11 +233,13 @@ class _Stack:
         consts, carry, scanned = operands[:a], operands[a:b], operands[b:]
         carried = self.entering[a:b]
         reads = [self._const(_plain(x), status) for x, status in zip(consts, self.entering[:a], strict=True)]
-        enters = [self._entering(_plain(x), k, status) for k, (x, status) in enumerate(zip(carry, carried, strict=True))]
+        carry = [jnp.asarray(_plain(x), type.dtype) for x, type in zip(carry, self.types[a:b], strict=True)]
+        each = [*zip(range(self.n_carry), carry, carried, strict=True)]
+        enters = [self._entering(x, self.op.bodies[0].inputs[a + k], status) for k, x, status in each]
         slices = [self._scanned(x, status) for x, status in zip(scanned, self.entering[b:], strict=True)]
         outputs = self.leaving[self.n_carry :]
         totals = [self._total(self.outputs[self.n_carry + k], status, (self.n_layers,)) for k, status in enumerate(outputs)]
-        sums = [self._total(self.outputs[k], status, (), of_carry=True) for k, status in enumerate(carried)]
+        sums = [self._on_each(x) if status.is_whole else self._total(self.outputs[k], status, ()) for k, x, status in each]
 
         def tick(state: tuple, given: tuple) -> tuple[tuple, tuple]:
             buffers, totals, sums = [_on_stages(x) for x in state[0]], state[1], state[2]
@@ -257,8 +259,7 @@ class _Stack:
             through = [x if status.kind == "slice" else None for x, status in zip(left, carried, strict=True)]
             return (left, kept, ended), (through, by_tick)
 
-        types = types_of(opened(subjaxprs(self.eqn)[0])[0].invars[a:b])
-        start = [self._empty(enter, type) for enter, type in zip(enters, types, strict=True)]
+        start = [self._on_each(x) if status.is_whole else self._empty(enters[k], x) for k, x, status in each]
         given = jnp.arange(self.n_ticks, dtype=jnp.int32), [enter.slices for enter in enters], [read.slices for read in slices]
         (_, totals, sums), (through, by_tick) = lax.scan(tick, (start, totals, sums), given, self.n_ticks, self.reverse)
         results = [self._left(x, total, status, k) for k, (x, total, status) in enumerate(zip(through, sums, carried, strict=True))]
@@ -266,7 +267,9 @@ class _Stack:
             if status.kind == "slice":
                 results.append(_Ticks(x, status, self.n))
             else:
-                results.append(_layered(total).astype(self.graph.values[self.outputs[self.n_carry + k]].dtype))
+                made = _layered(total)
+                narrow = self.graph.values[self.outputs[self.n_carry + k]].dtype
+                results.append(made.astype(narrow) if status.kind == "partial" else made)
         return results
 
     # -- what enters -----------------------------------------------------------------------------------------------------------
@@ -280,16 +283,15 @@ class _Stack:
         parts = parts_of(jnp.asarray(x), status, self.n)
         return _Read(None, lambda _, at: (jnp.take(parts, at, axis=0), 0))
 
-    def _entering(self, x: Any, k: int, status: Status) -> _Read:
+    def _entering(self, x: Any, value: int, status: Status) -> _Read:
         """What enters the first stage, by tick: one microbatch after the other. Of sums over examples all enters with the first one."""
-        x = jnp.asarray(x, types_of(opened(subjaxprs(self.eqn)[0])[0].invars[self.n_consts : self.n_consts + self.n_carry])[k].dtype)
         if status.kind == "slice":
-            before, behind = (self.first, self.n_ticks - self.n - self.first)
+            before, behind = self.first, self.last
             parts = parts_of(x, status, self.n)
             filled = jnp.zeros((before, *parts.shape[1:]), parts.dtype), parts, jnp.zeros((behind, *parts.shape[1:]), parts.dtype)
             return _Read(lax.concatenate([part for part in filled if part.shape[0]], 0), lambda part, own: part)
         if status.kind == "partial":
-            nothing = neutral(self.graph, self.op.bodies[0].inputs[self.n_consts + k], status.operator).astype(x.dtype)
+            nothing = neutral(self.graph, value, status.operator).astype(x.dtype)
             return _Read(None, lambda _, own: jnp.where(own[self.first] == 0, x, nothing))
         return _Read(None, lambda _, own: x)
 
@@ -314,10 +316,14 @@ class _Stack:
 
         return _Read(None, take)
 
-    def _empty(self, enter: _Read, type: jax.ShapeDtypeStruct) -> Any:
+    def _empty(self, enter: _Read, x: Any) -> Any:
         """The buffer before the first tick."""
-        shape = type.shape if enter.slices is None else enter.slices.shape[1:]
-        return _on_stages(jnp.zeros((self.n_stages, *shape), type.dtype))
+        shape = x.shape if enter.slices is None else enter.slices.shape[1:]
+        return _on_stages(jnp.zeros((self.n_stages, *shape), x.dtype))
+
+    def _on_each(self, x: Any) -> Any:
+        """What is the same for all examples, such as a key or a count of layers, on each stage."""
+        return _on_stages(jnp.broadcast_to(x, (self.n_stages, *x.shape)))
 
     # -- in a tick -------------------------------------------------------------------------------------------------------------
 
@@ -358,10 +364,12 @@ class _Stack:
         left, made = lax.scan(trip, tuple(carry), tuple(slices), self.n_layers, self.reverse, self.eqn.params["unroll"])
         return list(left), list(made)
 
-    def _total(self, value: int, status: Status, shape: tuple[int, ...], of_carry: bool = False) -> Any:
+    def _total(self, value: int, status: Status, shape: tuple[int, ...]) -> Any:
         """What is summed over microbatches, or the same for all of them, before the first one; None for what each has its own of."""
         if status.kind == "slice":
             return None
+        if "key" in self.graph.values[value].dtype:
+            raise self._refused("makes random keys layer by layer, which are arrays of another kind")
         operator = status.operator if status.kind == "partial" else "sum"
         start = neutral(self.graph, value, operator)
         start = start if status.kind == "partial" else start.astype(self.graph.values[value].dtype)
@@ -379,11 +387,11 @@ class _Stack:
 
     def _left(self, through: Any, total: Any, status: Status, k: int) -> Any:
         """What the scan carries out of its last layer."""
-        dtype = self.graph.values[self.outputs[k]].dtype
         if status.kind == "slice":
             kept = lax.slice_in_dim(_on_stages(through, 1), self.last, self.last + self.n)  # ticks in which microbatches leave
             return put_together(self._of_last(kept, 1), status)
-        return self._of_last(total, 0).astype(dtype)
+        last = self._of_last(total, 0)
+        return last.astype(self.types[self.n_consts + k].dtype) if status.kind == "partial" else last
 
     def _of_last(self, x: Any, axis: int) -> Any:
         """The part of an array that the last stage has: a sum over stages, which puts it wherever its readers are."""

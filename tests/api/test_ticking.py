@@ -112,6 +112,17 @@ def test_a_saved_strategy_runs_as_before(tmp_path):
     assert "stage 3 .........F0 F1 F2 F3 B3 B2 B1 B0" in explained
 
 
+@pytest.mark.parametrize("remat", ["full", pytest.param("fit", marks=pytest.mark.slow)])
+def test_layers_are_computed_again_within_stages(remat):
+    """Recomputation is chosen for the step as it was traced, and saved with the stages; numbers stay the same."""
+    options = {"stages": 4, "schedule": "one_program", "microbatches": 4, "searcher": "data_parallel", "donate_argnums": 0}
+    kept = autoshard.search(train_step, *example(), cluster="cpu:8", **options, remat=None)
+    limit = None if remat == "full" else 0.9 * kept.cost.peak_bytes
+    strategy = autoshard.search(train_step, *example(), cluster="cpu:8", **options, remat=remat, memory_limit_bytes=limit)
+    assert strategy.remat == remat and strategy.cost.peak_bytes < kept.cost.peak_bytes
+    check_trained(strategy, train_step, *example(), steps=1)
+
+
 def test_a_decorated_step_takes_the_schedule():
     """`parallelize` has the same options."""
     options = {"stages": 4, "schedule": "one_program", "microbatches": 4, "searcher": "data_parallel", "progress": False}
@@ -158,6 +169,7 @@ def unrolled(state, batch):
         (train_step, {}, ShardingError, "has a given number of stages, 2 or more.*got stages=None"),
         (train_step, {"plan": "full"}, ShardingError, "plan='full' decides nothing; got plan='full'"),
         (train_step, {"stages": 2, "mesh": {"data": 8}}, ClusterError, "stage=2 x data=8"),
+        (train_step, {"stages": 2, "microbatches": 1}, ShardingError, "got microbatches=1 for 2 stages. Use 2 or more"),
         (unrolled, {"stages": 2, "microbatches": 2}, PipelineError, "has no scan"),
     ],
 )

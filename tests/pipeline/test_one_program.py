@@ -63,7 +63,23 @@ def layered(layer, remat=False, taps=False):
     return train_step_of(loss, {"in": abstract((WIDTH, WIDTH)), "layers": weights}, *given, optimizer=optax.adam(1e-2))
 
 
+def keyed():
+    """Layers that split a key which they carry, and drop out by it."""
+
+    def loss(params, x, key):
+        def body(carry, w):
+            x, key = carry
+            key, own = jax.random.split(key)
+            return (dropped(x, w, {"key": own}), key), None
+
+        return jnp.mean(lax.scan(body, (x, key), params)[0][0] ** 2)
+
+    weights = {"up": abstract((LAYERS, WIDTH, WIDTH)), "bias": abstract((LAYERS, WIDTH)), "down": abstract((LAYERS, WIDTH, WIDTH))}
+    return train_step_of(loss, weights, abstract((BATCH, WIDTH)), jax.ShapeDtypeStruct((), jax.random.key(0).dtype))
+
+
 PROGRAMS = {
+    "keyed": keyed,
     "plain": partial(layered, plain),
     "remat": partial(layered, plain, remat=True),
     "taps": partial(layered, plain, taps=True),
@@ -88,8 +104,8 @@ def slow(*case):
 
 
 CASES = [
-    ("norm", 4, 4), ("dropout", 2, 2), ("masks", 4, 2),
-    slow("plain", 8, 16), slow("taps", 2, 8), slow("remat", 8, 4), slow("masks", 8, 8),
+    ("norm", 4, 4), ("keyed", 2, 2), ("masks", 4, 2),
+    slow("dropout", 2, 2),    slow("plain", 8, 16), slow("taps", 2, 8), slow("remat", 8, 4), slow("masks", 8, 8),
     slow("gpt", 2, 8), slow("gpt_remat", 4, 2), slow("llama", 4, 4), slow("moe", 2, 2),
 ]  # fmt: skip
 
