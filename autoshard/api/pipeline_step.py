@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from autoshard.api.collecting import rarely_collecting
 from autoshard.api.saved_graphs import save_plan
-from autoshard.api.step import ANY_PLATFORM, Program, Step, program_of
+from autoshard.api.step import ANY_PLATFORM, Program, Step, check_effects, program_of
 from autoshard.cluster import Cluster
 from autoshard.errors import StrategyError
 from autoshard.judge.model import CostModel
@@ -48,6 +48,21 @@ class PipelineStep(Step):
             raise StrategyError(f"tasks of a pipeline are lowered by 'manual', got lowering={lowering!r}. Leave it out.")
         self._meshes = tuple(meshes)
         self._running: Pipelined | None = None
+        self._waits = False
+
+    def checked(self, *args: Any) -> Any:
+        """What a call returns, with one task run after the other, so that an error is that of the task in which it happens.
+
+        Programs run while the host goes on: in a usual call an error inside one may come up in a later task, or where results are read.
+
+        Raises:
+            PipelineError: a task fails; names its stage, its microbatch and the lines of the user's program that the stage computes.
+        """
+        self._waits = True
+        try:
+            return self(*args)
+        finally:
+            self._waits = False
 
     @property
     def executed(self) -> tuple[tuple[int, Task], ...]:
@@ -78,6 +93,7 @@ class PipelineStep(Step):
         traced, _, _ = program_of(self._fn, args, record, self._weak_before(args), self._traced)
         pipeline = record.pipeline
         assert pipeline is not None
+        check_effects(traced.graph, record.mesh.size)
         staged = staged_as(traced, record, pipeline)
         plans = [plan_of(staged, number, record, mesh) for number, mesh in enumerate(self._meshes)]
         if self._graphs is not None:
@@ -86,7 +102,7 @@ class PipelineStep(Step):
         run = self._running = Pipelined(staged, plans, schedule_as(record, pipeline), self._compiler_options)
 
         def step(*pure: Any) -> Any:
-            return traced.pack(run(*jax.tree.leaves(pure)))
+            return traced.pack((run.checked if self._waits else run)(*jax.tree.leaves(pure)))
 
         state = {argument for _, argument in traced.graph.aliases}
         is_state = tuple(argument in state for argument in range(len(run.in_shardings)))

@@ -234,7 +234,7 @@ class Step(Sharded):
         graph, assignment = traced.graph, record.assignment
         if self._graphs is not None:
             save_plan(self._graphs, record, graph, rules)
-        _check_effects(graph, record.mesh.size)
+        check_effects(graph, record.mesh.size)
         mesh = lowering_mesh(record.mesh, graph) if self._mesh is None else self._mesh
         flat = self._flat(traced, rules, path, mesh, differentiable)
 
@@ -345,7 +345,7 @@ def _for_users(shardings: Sequence[NamedSharding], traced: Traced, around: Mesh)
     return [whole if found.is_fully_replicated and free else found for found, free in zip(shardings, metrics, strict=True)]
 
 
-def _check_effects(graph: Graph, n_devices: int) -> None:
+def check_effects(graph: Graph, n_devices: int) -> None:
     """Raises `StrategyError` for effects in an order, which JAX has on a single device only."""
     ordered = next((op for op in graph.walk() if op.params.get("ordered") is True), None)
     if ordered is not None and n_devices > 1:

@@ -122,7 +122,8 @@ def _refusal(graph: Graph, rules: Sequence[Rule | None], loop: Loop) -> TraceErr
         return None
     return TraceError(
         f"microbatches are computed one after the other, and {held_up[0]}; {held_up[1] / total:.0%} of the products wait for it. "
-        "Compute it for each example by itself, as group or layer normalisation does, or leave microbatches and stages out."
+        "Compute it for each example by itself, as group or layer normalisation does, or leave microbatches out: "
+        "stages run with microbatches=1."
     )
 
 

@@ -22,6 +22,7 @@ from autoshard.microbatch.status import (
     Coupled,
     Move,
     Status,
+    as_it_is,
     factor_of,
     joined,
     literal_status,
@@ -132,9 +133,12 @@ class _Planner:
     def _place(self, op: Op) -> None:
         """Decides the phase of an op of the top level."""
         reads = operand_statuses(op, self.status)
-        makers = [self.makers.get(value) for value in op.operands]
         light = self._is_light(op)
         self.light.update(dict.fromkeys(op.results, light))
+        if self.n == 1 and any(status.kind == "slice" for status in reads):
+            self._made_inside(op.operands)
+            reads = operand_statuses(op, self.status)
+        makers = [self.makers.get(value) for value in op.operands]
         combined = [maker for maker in makers if maker is not None and self.phases[maker.index] == "after"]
         if combined:
             self.phases[op.index] = "after"
@@ -220,6 +224,16 @@ class _Planner:
                 self.twice.add(maker.index)
                 waiting.extend(maker.operands)
 
+    def _made_inside(self, values: Collection[int]) -> None:
+        """Has values that are computed after the loop computed in it: its only microbatch has all that they are computed of."""
+        waiting = list(values)
+        while waiting:
+            maker = self.makers.get(waiting.pop())
+            if maker is not None and self.phases[maker.index] == "after":
+                self.phases[maker.index] = "inside"
+                self._set(maker, as_it_is(len(maker.operands), len(maker.results)))
+                waiting.extend(maker.operands)
+
     # -- operations with bodies ----------------------------------------------------------------------------------------------
 
     def _moved(self, op: Op, reads: tuple[Status, ...]) -> Move:
@@ -227,27 +241,41 @@ class _Planner:
             return moved(op, self.rules[op.index], reads, self.n)
         if all(status.is_whole for status in reads):
             return Move(reads, (WHOLE,) * len(op.results))
+        try:
+            return Move(reads, self._of_bodies(op, reads))
+        except Coupled:
+            if self.n > 1 or not any(status.kind == "slice" for status in reads):
+                raise
+            return as_it_is(len(op.operands), len(op.results))
+
+    def _of_bodies(self, op: Op, reads: tuple[Status, ...]) -> tuple[Status, ...]:
         match op.primitive:
             case "scan":
-                makes = self._scanned(op, reads)
+                return self._scanned(op, reads)
             case "while":
-                makes = self._repeated(op, reads)
+                return self._repeated(op, reads)
             case "cond":
-                makes = self._chosen(op, reads)
+                return self._chosen(op, reads)
             case "remat2":
-                makes = self._run(op, 0, reads)
-            case _:
-                raise Coupled(op, "is opaque, and reads the examples")
-        return Move(reads, makes)
+                return self._run(op, 0, reads)
+        raise Coupled(op, "is opaque, and reads the examples")
 
     def _run(self, op: Op, number: int, entering: Sequence[Status]) -> tuple[Status, ...]:
         """The statuses of a body's outputs; all its ops run inside."""
         body = op.bodies[number]
         self.statuses.update(zip(body.inputs, entering, strict=True))
         for inner in body.ops:
-            self._set(inner, self._moved(inner, operand_statuses(inner, self.status)))
+            self._set(inner, self._moved_in_body(inner))
         written, _ = opened(subjaxprs(op.equation)[number])
         return tuple(_of_output(atom, self.status(value)) for atom, value in zip(written.outvars, body.outputs, strict=True))
+
+    def _moved_in_body(self, op: Op) -> Move:
+        try:
+            return self._moved(op, operand_statuses(op, self.status))
+        except Coupled:
+            if self.n > 1:
+                raise
+            return as_it_is(len(op.operands), len(op.results))
 
     def _settled(self, op: Op, carry: Sequence[Status], trip) -> tuple[list[Status], tuple[Status, ...]]:
         """The statuses of a loop's carry, once they are those that it begins a trip with, and of the rest of what a trip makes."""
@@ -335,7 +363,8 @@ class _Planner:
         for op in self.graph.ops:
             if self.phases[op.index] != "after":
                 continue
-            first = op.index if op.index in self.coupled else next((cause[value] for value in op.operands if value in cause), None)
+            own = op.index if op.index in self.coupled else None
+            first = next((cause[value] for value in op.operands if value in cause), own)
             if first is None:
                 continue
             cause.update(dict.fromkeys(op.results, first))

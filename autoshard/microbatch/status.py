@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jax.extend.core import Literal
@@ -81,16 +81,26 @@ def moved(op: Op, rule: Rule | None, reads: Sequence[Status], n: int) -> Move:
     """How an operation without bodies carries the statuses of its operands on.
 
     Raises:
-        Coupled: it needs more than one of the ``n`` microbatches at a time.
+        Coupled: it needs more than one of the ``n`` microbatches at a time; of one, it reads no slice and is not linear in sums.
     """
     statuses = tuple(reads)
     if all(status.is_whole for status in statuses):
         return Move(statuses, (ZERO if _is_zero(op, statuses) else WHOLE,) * len(op.results))
-    if any(effect for effect in getattr(op.equation, "effects", ())):
+    if n > 1 and any(effect for effect in getattr(op.equation, "effects", ())):
         raise Coupled(op, "has an effect, which would happen once a microbatch")
     if not any(status.kind == "slice" for status in statuses):
         return Move(statuses, (_carried(op, statuses),) * len(op.results))
-    return _split(op, rule, statuses, n)
+    try:
+        return _split(op, rule, statuses, n)
+    except Coupled:
+        if n > 1:
+            raise
+        return _undivided(rule, statuses, len(op.results))
+
+
+def as_it_is(n_operands: int, n_results: int) -> Move:
+    """The move of an operation on the only microbatch: its results are all there is of their sums."""
+    return Move((WHOLE,) * n_operands, (partial("sum"),) * n_results)
 
 
 def joined(op: Op, one: Status, other: Status) -> Status:
@@ -135,6 +145,19 @@ def _split(op: Op, rule: Rule | None, statuses: tuple[Status, ...], n: int) -> M
     if None in places:
         raise Coupled(op, "has a result that depends on all examples")
     return Move(statuses, tuple(slice_along(dim, inner * within) for dim, within in filter(None, places)), factor, inner)
+
+
+def _undivided(rule: Rule | None, statuses: Sequence[Status], n_results: int) -> Move:
+    """The move of an operation that couples examples which are all in one microbatch.
+
+    Nothing is divided, and so any status is right; these keep what has the examples' dimension apart from sums over it, such as gradients.
+    """
+    move = as_it_is(len(statuses), n_results)
+    if rule is None:
+        return move
+    split = {f for dims, each in zip(rule.operands, statuses, strict=True) if each.kind == "slice" for f in dims[each.dim]}
+    places = [next((dim for dim, factors in enumerate(dims) if split.intersection(factors)), None) for dims in rule.results]
+    return replace(move, makes=tuple(makes if dim is None else slice_along(dim) for makes, dim in zip(move.makes, places, strict=True)))
 
 
 def _split_factor(op: Op, rule: Rule, statuses: Sequence[Status], n: int) -> tuple[int, int]:

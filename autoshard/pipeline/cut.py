@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import groupby, pairwise
-from typing import NoReturn
 
 import numpy as np
 from scipy.optimize import linprog
@@ -32,6 +31,7 @@ from autoshard.primitives import is_matrix
 
 SLACK = 0.03  # of the largest stage's work, for fewer bytes between stages
 NEAR = 0.25  # of a stage's work: how near two places to cut are between which bytes decide
+MOST_OF_WORK = 0.9  # of the products in one operation: stages would wait for the one that has it
 EVERYWHERE = -1  # an operation of each stage that reads its results
 BYTE_FLOPS = 0.01  # products' FLOPs that weigh as much as a byte moved: so few that products decide
 
@@ -76,7 +76,7 @@ def cut_of(micro: Micro, n_stages: int) -> Cut:
     """The cut of a step into stages; deterministic.
 
     Raises:
-        PipelineError: the forward pass has fewer operations with products than stages, or one of them is most of the work.
+        PipelineError: the forward pass has fewer operations with products than stages, or one of them has nearly all.
     """
     check_stages(n_stages)
     return _Cutter(micro, n_stages).cut()
@@ -186,19 +186,19 @@ class _Cutter:
                 f"A pipeline's stages are parts of the forward pass with products in each; got {self.n} stages for "
                 f"{np.count_nonzero(products)} operations with products. Use fewer stages."
             )
-        work = products + BYTE_FLOPS * np.array([self._bytes(self.ops[k]) for k in order])
-        bounds = _cuts(work, self._crossing(order), products > 0, self.n)
-        if bounds is None:
+        if products.max() > MOST_OF_WORK * products.sum() and self.n > 1:
             self._refuse(order, products)
+        work = products + BYTE_FLOPS * np.array([self._bytes(self.ops[k]) for k in order])
+        bounds = _cuts(work, products > 0, self._crossing(order), self.n)
         for s, (first, last) in enumerate(zip([0, *bounds], [*bounds, len(order)], strict=True)):
             self.stage.update(dict.fromkeys(order[first:last], s))
 
-    def _refuse(self, order: Sequence[int], products: np.ndarray) -> NoReturn:
+    def _refuse(self, order: Sequence[int], products: np.ndarray) -> None:
         largest = self.ops[order[int(np.argmax(products))]]
         share = products.max() / products.sum()
         raise PipelineError(
-            f"A pipeline's stages have about as much work each, and one operation belongs to one stage: {largest.primitive} at "
-            f"{largest.origin} has {share:.0%} of the forward pass's products, got {self.n} stages. Use fewer stages, or write its layers "
+            f"A pipeline's stages share the work, and one operation belongs to one stage: {largest.primitive} at "
+            f"{largest.origin} has {share:.0%} of the forward pass's products, got {self.n} stages. Leave stages out, or write its layers "
             "one after the other or as a scan over their stacked weights."
         )
 
@@ -308,48 +308,47 @@ class _Cutter:
         return found
 
 
-def _cuts(work: np.ndarray, crossing: np.ndarray, has_product: np.ndarray, n: int) -> list[int] | None:
-    """Where to cut a line of work into ``n`` parts with a product each; None where there are none.
-
-    The largest is as small as can be, or up to 3 % larger where fewer bytes cross.
-
-    Dynamic programming over positions, as for layers in Zheng et al., Alpa (OSDI 2022), section 5; O(n x positions) reductions.
+def _cuts(work: np.ndarray, has_product: np.ndarray, crossing: np.ndarray, n: int) -> list[int]:
+    """Where to cut a line of work into ``n`` parts with a product in each: the largest as small as can be, or up to 3 % more where fewer
+    bytes cross.
     """
-    everywhere, n_products = (np.concatenate([[0], np.cumsum(each)]) for each in (work, has_product))
-    narrow = _narrow(everywhere, crossing, NEAR * everywhere[-1] / n)
-    for places in (narrow, np.arange(len(everywhere))):
-        if len(places) > n and (found := _at_places(everywhere[places], crossing[places], n_products[places], n)):
-            return [int(places[end]) for end in found]
-    return None
+    everywhere, counts = (np.concatenate([[0], np.cumsum(each)]) for each in (work, has_product))
+    places = _narrow(everywhere, crossing, NEAR * everywhere[-1] / n)
+    if len(np.unique(counts[places])) <= n:
+        places = np.arange(len(everywhere))
+    total, count = everywhere[places], counts[places]
+    limit = _least(total, n) * (1 + SLACK)
+    while (found := _parts(total, count, crossing[places], n, limit)) is None:  # work before the first product needs more
+        limit *= 1 + SLACK
+    return [int(places[end]) for end in found]
 
 
-def _at_places(total: np.ndarray, bytes_at: np.ndarray, n_products: np.ndarray, n: int) -> list[int] | None:
-    """The numbers of the places at which to cut; None where the parts cannot have a product each.
+def _parts(total: np.ndarray, count: np.ndarray, bytes_at: np.ndarray, n: int, limit: float) -> list[int] | None:
+    """The places between ``n`` parts of a line with the fewest bytes, each part of at most so much work; None where there are none.
+
+    Dynamic programming over places, as for layers in Zheng et al., Alpa (OSDI 2022), section 5; O(n x places) reductions.
 
     Args:
-        total, n_products: per place the work and the number of products before it.
-        bytes_at: per place what crosses it.
+        total, count: the work, and how many products, before each place.
     """
     last = len(total) - 1
-    limit = _least(total, n) * (1 + SLACK)
     best = np.full((n + 1, last + 1), np.inf)
     before = np.zeros((n + 1, last + 1), int)
     best[0, 0] = 0.0
     for s in range(1, n + 1):
         for end in range(s, last + 1):
-            first = int(np.searchsorted(total, total[end] - limit))
-            stop = int(np.searchsorted(n_products, n_products[end]))  # what begins there or later has no product
-            if first < stop:
-                start = first + int(np.argmin(best[s - 1, first:stop]))
+            first, until = int(np.searchsorted(total, total[end] - limit)), int(np.searchsorted(count, count[end]))
+            if first < until:
+                start = first + int(np.argmin(best[s - 1, first:until]))
                 best[s, end] = best[s - 1, start] + (bytes_at[end] if end < last else 0.0)
                 before[s, end] = start
     if not np.isfinite(best[n, last]):
         return None
-    bounds, end = [], last
+    ends, end = [], last
     for s in range(n, 1, -1):
         end = int(before[s, end])
-        bounds.append(end)
-    return bounds[::-1]
+        ends.append(end)
+    return ends[::-1]
 
 
 def _least(total: np.ndarray, n: int) -> float:

@@ -11,6 +11,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from jax.extend.source_info_util import current_name_stack, user_context
 
 from autoshard.lower import bind, manual_context
+from autoshard.trace.mapped import has_effects
 
 
 def value(atom: Any, env: dict[Var, Any]) -> Any:
@@ -28,12 +29,12 @@ def nbytes(var: Any) -> float:
     return 0.0 if jnp.issubdtype(aval.dtype, jax.dtypes.extended) else float(aval.size * aval.dtype.itemsize)
 
 
-def needed_by(eqns: Sequence[JaxprEqn], outputs: Iterable[Any]) -> set[int]:
-    """The positions of the equations that outputs depend on, and of those with effects."""
+def needed_by(eqns: Sequence[JaxprEqn], outputs: Iterable[Any], effects: bool = False) -> set[int]:
+    """The positions of the equations that outputs depend on, and with ``effects`` those that effects such as prints depend on."""
     live = {v for v in outputs if isinstance(v, Var)}
     found = set()
     for k in reversed(range(len(eqns))):
-        if any(v in live for v in eqns[k].outvars):
+        if any(v in live for v in eqns[k].outvars) or (effects and has_effects(eqns[k])):
             found.add(k)
             live.update(a for a in eqns[k].invars if isinstance(a, Var))
     return found

@@ -286,7 +286,7 @@ class _Call:
             for send in sends:
                 self.messages[send.target][send.position] = send.placed(gives[n_results + send.place])
         except Exception as error:
-            raise self._failure(piece, "what comes around the loop over microbatches", error) from error
+            raise self._failure(piece, "what comes around the loop over microbatches", error, (arguments, before)) from error
 
     def start(self, start: _Start) -> None:
         """Starts a task, and what it sends."""
@@ -298,21 +298,23 @@ class _Call:
             for send in start.sends:
                 self.arrived[send.target][send.position, i] = send.placed(None)
             return
+        messages = tuple([arrived[k, i] for k in program.receives])
+        before = tuple([residuals[kind, i] for kind in program.reads])
         try:
             self.totals[piece][program.kind], sent, handed = (program.keeping if self.waits else program.call)(
                 run._indices[piece][i],
                 tuple([self.placed[piece, k] for k in program.arguments]),
                 self.constants[piece],
                 self.totals[piece][program.kind],
-                tuple([arrived[k, i] for k in program.receives]),
-                tuple([residuals[kind, i] for kind in program.reads]),
+                messages,
+                before,
             )
             if self.waits:
                 jax.block_until_ready((self.totals[piece][program.kind], sent, handed))
             for send in start.sends:
                 self.arrived[send.target][send.position, i] = send.placed(sent[send.place])
         except Exception as error:
-            raise self._failure(piece, f"{start.task.kind} of microbatch {i}", error) from error
+            raise self._failure(piece, f"{start.task.kind} of microbatch {i}", error, (messages, before, self.totals[piece])) from error
         if handed:
             residuals[program.kind, i] = handed
         for k in start.drops:
@@ -328,10 +330,25 @@ class _Call:
                 self.made[stage.results[k]] = self.placed[piece, argument]
         return [given(self.made.get(k)) for k, (_, given) in enumerate(self.run._results)]
 
-    def _failure(self, piece: int, what: str, error: Exception) -> PipelineError:
+    def _failure(self, piece: int, what: str, error: Exception, read: Any) -> PipelineError:
+        """The error of a program, which may be that of an earlier one: what this one ``read`` tells."""
         stage, n_stages = self.run.staged.stages[piece], self.run.schedule.n_stages
         where = f"stage {piece % n_stages}" + (f", chunk {piece // n_stages}" if self.run.schedule.n_chunks > 1 else "")
+        if _has_failed(read):
+            return PipelineError(
+                f"Every task of a pipeline has to succeed: one that was started before {what} on {where} failed, there or on another stage: "
+                f"{type(error).__name__}: {error} Use step.checked(...), which runs one task after the other, for its stage and lines."
+            )
         return PipelineError(
             f"Every task of a pipeline has to succeed: {what} failed on {where}, which computes {stage.lines}: "
             f"{type(error).__name__}: {error}"
         )
+
+
+def _has_failed(arrays: Any) -> bool:
+    """Whether a program that makes one of these arrays failed."""
+    try:
+        jax.block_until_ready([x for x in jax.tree.leaves(arrays) if not x.is_deleted()])
+    except Exception:
+        return True
+    return False

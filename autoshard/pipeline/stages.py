@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -208,10 +208,17 @@ class _Builder:
         outers = [self._outer(stage, [v for v, home in zip(graph.results, homes, strict=True) if home == stage]) for stage in self._numbers]
         messages = self._messages(outers)
         readers = Counter(k for outer in outers for k in outer.arguments)
+        outers[0] = replace(outers[0], arguments=tuple(k for k in range(len(graph.arguments)) if k in outers[0].arguments or not readers[k]))
+        argument_homes = tuple(self._argument_home(k, outers, homes) for k in range(len(graph.arguments)))
         shared = {k for k, n in readers.items() if n > 1}
-        stages = tuple(self._stage(outer, tuple(homes), messages, shared) for outer in outers)
-        argument_homes = tuple(around.home(value) for value in graph.arguments)
+        stages = tuple(self._stage(outer, tuple(homes), argument_homes, messages, shared) for outer in outers)
         return Staged(self.traced, self.micro, self.cut, stages, around.loop_level, argument_homes, tuple(homes))
+
+    def _argument_home(self, k: int, outers: Sequence[_Outer], result_homes: Sequence[int]) -> int:
+        """The stage that has an argument between steps: of those that read it the one of what it belongs to, or that replaces it."""
+        readers = [outer.stage for outer in outers if k in outer.arguments]
+        replacing = [result_homes[result] for result, argument in self.micro.graph.aliases if argument == k]
+        return next(stage for stage in (self.around.home(self.micro.graph.arguments[k]), *replacing, *readers) if stage in readers)
 
     @property
     def _numbers(self) -> range:
@@ -260,7 +267,12 @@ class _Builder:
         return Message(kind, value, source, targets, level, backward, found.shape, found.dtype, origin)
 
     def _stage(
-        self, outer: _Outer, result_homes: tuple[int, ...], messages: Mapping[tuple[str, int, int], Message], shared: Collection[int]
+        self,
+        outer: _Outer,
+        result_homes: tuple[int, ...],
+        argument_homes: tuple[int, ...],
+        messages: Mapping[tuple[str, int, int], Message],
+        shared: Collection[int],
     ) -> Stage:
         graph, stage, loop = self.micro.graph, outer.stage, self.loops[outer.stage]
         results = tuple(position for position, home in enumerate(result_homes) if home == stage)
@@ -273,7 +285,7 @@ class _Builder:
         function = self._function(outer, loop, results, receives, sends)
         types = types_of([self.micro.traced.jaxpr.jaxpr.invars[k] for k in outer.arguments])
         types += [self._type(message) for message in receives]
-        homes = tuple(self.around.home(graph.arguments[k]) == stage for k in outer.arguments)
+        homes = tuple(argument_homes[k] == stage for k in outer.arguments)
         donated = {k for k in graph.donated if k not in shared}  # chunks on the same devices read the same array
         places = {position: k for k, position in enumerate(outer.arguments)}
         replaced = dict(graph.aliases)

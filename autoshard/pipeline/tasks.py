@@ -150,8 +150,8 @@ class _Divided:
         first = leaving[: self.n_carry + self.n_stacked]
         forward = [v for v, is_forward in zip(leaving, self.stage.forward, strict=True) if is_forward]
         sent = leaving[len(first) :]
-        live = needed_by(eqns, leaving)
-        in_forward = needed_by(eqns, forward)
+        live = needed_by(eqns, leaving, effects=True)
+        in_forward = self._with_effects(needed_by(eqns, forward), live - needed_by(eqns, leaving))
         in_backward = (needed_by(eqns, sent) if self.splits_weights else live) - in_forward
         found: dict[str, list[JaxprEqn]] = {"F": [], "B": [], "W": []}
         for k, eqn in enumerate(eqns):
@@ -159,6 +159,17 @@ class _Divided:
                 in_first = k in in_forward
                 found["B" if in_first and self.joins else "F" if in_first else "B" if k in in_backward else "W"].append(eqn)
         return {kind: self._with_free(own) for kind, own in found.items()}
+
+    def _with_effects(self, in_forward: set[int], acting: set[int]) -> set[int]:
+        """The equations of the forward task, and of those that effects alone need the ones that read no more than it has."""
+        backward = {v for v, message in zip(self.arrivals, self.stage.receives[self.first_received :], strict=True) if message.backward}
+        known = {*self.body.jaxpr.constvars, *self.body.jaxpr.invars} - backward
+        found = set(in_forward)
+        for k, eqn in enumerate(self.body.jaxpr.eqns):
+            if k in found or (k in acting and known.issuperset(filter(is_var, eqn.invars))):
+                found.add(k)
+                known.update(eqn.outvars)
+        return found
 
     def _free(self) -> set[Var]:
         """What the body makes cheaply of what all microbatches share, such as masks and casts of weights: each task makes its own."""
@@ -366,7 +377,7 @@ class _Divided:
         kept = [self.entering[v] for v in self.handed] + list(self.started)
         early = [v for k, v in self.given if k >= n_results and isinstance(v, Var) and level.get(v, 0) < self.loop_level]
         before = needed_by(eqns, [*kept, *early])
-        live = needed_by(eqns, [*kept, *(v for _, v in self.given)])
+        live = needed_by(eqns, [*kept, *(v for _, v in self.given)], effects=True)
         self.around: dict[int, list[JaxprEqn]] = {}
         for k, eqn in enumerate(eqns):
             if k in live:

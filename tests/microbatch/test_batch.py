@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.extend.core import jaxpr_as_fun
 
 from autoshard.errors import TraceError
-from autoshard.microbatch import divisors, microbatched
+from autoshard.microbatch import divisors, in_loop, microbatched
 from autoshard.trace import trace
 
 W, X = jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.ShapeDtypeStruct((12, 8), jnp.float32)
@@ -85,6 +87,40 @@ def test_coupled_examples_are_refused(function, reason):
     """The message has the operation, its line, why, and how much waits for it."""
     with pytest.raises(TraceError, match=f"(?s)microbatches are computed one after the other, and {reason}; [0-9]+% of the products wait"):
         microbatched(trace(jax.grad(function), W, X), 2)
+
+
+def normalised_layers(weights, x):
+    def layer(x, _):
+        x = jnp.tanh(x @ weights)
+        return (x - x.mean(0)) / x.std(0), x.max(0)
+
+    x, most = jax.lax.scan(jax.checkpoint(layer), x, None, 3)
+    return ((x @ weights) ** 2).sum() + most.sum()
+
+
+def chosen_by_the_batch(weights, x):
+    x = jax.lax.cond(x.sum() > 0, lambda x: x @ weights, lambda x: x @ weights.T, x)
+    fixed = jax.lax.stop_gradient(weights)
+    x += jax.lax.while_loop(lambda x: jnp.abs(x).max() > 1e-3, lambda x: 0.5 * jnp.tanh(x @ fixed), jax.lax.stop_gradient(x))
+    return ((x[jnp.argsort(x[:, 0])] @ weights) ** 2).sum()
+
+
+@pytest.mark.parametrize("function", [normalised, contrasted, sorted_first, printed, normalised_layers, chosen_by_the_batch])
+def test_one_microbatch_couples_nothing(function):
+    """A loop of one trip has all examples: every product and effect of the step is in it, and what it makes is what the step makes."""
+
+    def step(weights, momentum, x):
+        value, gradient = jax.value_and_grad(function)(weights, x)
+        momentum = 0.9 * momentum + gradient / jnp.linalg.norm(gradient)
+        return weights - momentum, momentum, value
+
+    given = [jax.random.normal(jax.random.key(k), each.shape, each.dtype) / 4 for k, each in enumerate((W, W, X))]
+    traced = trace(step, W, W, X)
+    many = in_loop(traced, 1)
+    assert [op for op in many.graph.ops if op.primitive in ("dot_general", "remat2", "while", "cond")] == []
+    assert "sqrt" in [op.primitive for op in many.graph.ops], "the update is made after the loop"
+    for one, other in zip(*(jax.jit(jaxpr_as_fun(each.jaxpr))(*given) for each in (traced, many)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_effects_happen_once():

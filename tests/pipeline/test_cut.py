@@ -1,0 +1,54 @@
+"""Stages have about equal work, whatever the number of layers is."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autoshard.errors import PipelineError
+from autoshard.pipeline import stages_of
+from autoshard.trace import trace
+from tests.programs import abstract, train_step_of
+
+WIDTH = 8
+
+
+def layers_of(n_layers, scanned, extra=0):
+    """A step with so many layers of one width, one after the other or scanned, before a product with a wider weight."""
+
+    def loss(params, x):
+        if scanned:
+            x = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["layers"])[0]
+        else:
+            for w in params["layers"]:
+                x = jnp.tanh(x @ w)
+        return jnp.mean(x if not extra else (x @ params["wide"]) ** 2)
+
+    layers = abstract((n_layers, WIDTH, WIDTH)) if scanned else [abstract((WIDTH, WIDTH))] * n_layers
+    step, args = train_step_of(loss, {"layers": layers, "wide": abstract((WIDTH, max(extra, 1)))}, abstract((8, WIDTH)))
+    return trace(step, *args)
+
+
+def forward_products(staged):
+    """Per stage the products of the forward pass in its loop, bodies included, each with its trips."""
+    found = [0] * len(staged.stages)
+    for op, stage in zip(staged.micro.body.ops, staged.cut.stages, strict=True):
+        inner = [each for each in op.walk() if each.primitive == "dot_general" and "transpose(" not in each.origin.name_stack]
+        found[max(stage, 0)] += sum(each.trips for each in inner) // staged.n_microbatches
+    return found
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("n_stages", [4, 5])
+def test_layers_that_stages_do_not_divide(n_stages, scanned):
+    """Six equal layers on four or five stages: each has one or two."""
+    found = forward_products(stages_of(layers_of(6, scanned), n_stages, 4))
+    assert sum(found) == 6 and set(found) == {1, 2}, found
+
+
+def test_one_operation_with_most_of_the_work():
+    """An operation is on one stage: with half of the work it is, with nearly all the step is refused with the numbers and the line."""
+    assert forward_products(stages_of(layers_of(2, False, 2 * WIDTH), 2, 4)) == [2, 1]
+    with pytest.raises(PipelineError, match=r"dot_general at .*test_cut.py.* has 97% of .*got 2 stages. Leave stages out"):
+        stages_of(layers_of(2, False, 64 * WIDTH), 2, 4)
