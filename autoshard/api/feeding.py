@@ -31,13 +31,15 @@ class Fed:
         argnums: their positions.
         leaves: their arrays, and where they are.
         batch_size: rows of a global batch: the size of dim 0 that most of them have, first of all those that are split along it.
-        shard: what this process reads.
+        shard: what this process reads; what the first process does that needs any of them, where this one, of another stage, needs none.
+        several: whether several processes read.
     """
 
     argnums: tuple[int, ...]
     leaves: Leaves
     batch_size: int
     shard: DataShard
+    several: bool
 
     @classmethod
     def of(cls, argnums: tuple[int, ...], arguments: Sequence[Leaves]) -> Fed:
@@ -56,7 +58,11 @@ class Fed:
             if tensor.shape[:1] == (batch_size,):
                 for device, index in sharding.devices_indices_map(tensor.shape).items():
                     needed.append((device.process_index, *index[0].indices(batch_size)[:2]))
-        return cls(argnums, leaves, batch_size, shard_of(needed, batch_size, jax.process_index()))
+        everyone = {device.process_index for _, sharding in chain.from_iterable(arguments) for device in sharding.device_set}
+        process = jax.process_index()
+        if process in everyone and process not in (reading := {process for process, _, _ in needed}):
+            process = min(reading)
+        return cls(argnums, leaves, batch_size, shard_of(needed, batch_size, process), len(everyone) > 1)
 
     def has_rows(self, tensor: TensorRecord) -> bool:
         """Whether an array has a row for each of the batch's, rather than being the same in all processes."""
@@ -91,7 +97,7 @@ class Fed:
         for x, (tensor, sharding) in zip(leaves, self.leaves, strict=True):
             is_part = self.has_rows(tensor) and len(x) != self.batch_size
             host = np.asarray(x) if isinstance(x, Number) else _converted(x, tensor)
-            if len(sharding.device_set) > len(sharding.addressable_devices):
+            if self.several:
                 sums[not is_part] = zlib.crc32(np.ascontiguousarray(host).reshape(-1).view(np.uint8).data, sums[not is_part])
             arrays.append(x if isinstance(x, Number) else self._global(host, tensor, sharding, is_part))
         return arrays, sums[0], sums[1]
@@ -142,9 +148,9 @@ class Matching:
 
     @property
     def devices(self) -> list[Any]:
-        """Those of the strategy's mesh."""
-        _, sharding = next(chain.from_iterable(self._arguments))
-        return list(sharding.mesh.devices.flat)  # pyright: ignore[reportOptionalMemberAccess]
+        """Those of the strategy's mesh, or meshes."""
+        meshes = dict.fromkeys(sharding.mesh for _, sharding in chain.from_iterable(self._arguments))
+        return list(dict.fromkeys(chain.from_iterable(mesh.devices.flat for mesh in meshes)))  # pyright: ignore[reportAttributeAccessIssue]
 
     def fed(self, argnums: int | Sequence[int]) -> Fed:
         """Arguments by their positions.

@@ -102,7 +102,7 @@ class PipelineStep(Step):
         run = self._running = Pipelined(staged, plans, schedule_as(record, pipeline), self._compiler_options)
 
         def step(*pure: Any) -> Any:
-            return traced.pack((run.checked if self._waits else run)(*jax.tree.leaves(pure)))
+            return traced.pack(run.of_placed(jax.tree.leaves(pure), self._waits))
 
         state = {argument for _, argument in traced.graph.aliases}
         is_state = tuple(argument in state for argument in range(len(run.in_shardings)))

@@ -202,7 +202,7 @@ class Pipelined:
         Raises:
             PipelineError: a task fails; the message has its stage, microbatch and lines of the user's program.
         """
-        return self._called(arguments, waits=False)
+        return self.of_placed([self._placed(k, x) for k, x in enumerate(arguments)])
 
     def checked(self, *arguments: Any) -> list[Any]:
         """The same, one task after the other: an error is that of the task that it happens in.
@@ -213,10 +213,15 @@ class Pipelined:
         Raises:
             PipelineError: a task fails; the message has its stage, microbatch and lines of the user's program.
         """
-        return self._called(arguments, waits=True)
+        return self.of_placed([self._placed(k, x) for k, x in enumerate(arguments)], waits=True)
 
-    def _called(self, arguments: Sequence[Any], waits: bool) -> list[Any]:
-        call = _Call(self, arguments, waits)
+    def _placed(self, k: int, x: Any) -> Any:
+        """An argument where ``in_shardings`` says; as it is in processes that have none of it."""
+        return put(x, self.in_shardings[k]) if self.is_here[self.staged.argument_homes[k]] else x
+
+    def of_placed(self, arguments: Sequence[Any], waits: bool = False) -> list[Any]:
+        """The same as a call, or with ``waits`` as `checked`, for arguments of which all arrays are where ``in_shardings`` says."""
+        call = _Call(self, [x if isinstance(x, jax.Array) else self._placed(k, x) for k, x in enumerate(arguments)], waits)
         for outer in self._before:
             call.around(*outer)
         executed = []
@@ -247,11 +252,11 @@ class _Call:
         self.run, self.waits = run, waits
         self.placed: dict[tuple[int, int], Any] = {}
         for piece, k, position, way in run._arguments:
+            home, x = run.staged.argument_homes[position], arguments[position]
             if way is not None:
-                home = run.staged.argument_homes[position]
-                self.placed[piece, k] = way(put(arguments[position], way.source) if run.is_here[home] else None)
+                self.placed[piece, k] = way(x if run.is_here[home] else None)
             elif run.is_here[piece]:
-                self.placed[piece, k] = put(arguments[position], run._programs[piece].argument_shardings[k])
+                self.placed[piece, k] = x if home == piece else put(x, run._programs[piece].argument_shardings[k])
         n = len(run.staged.stages)
         self.messages: list[dict[int, Any]] = [{} for _ in range(n)]  # outside the loop
         self.arrived: list[dict[tuple[int, int], Any]] = [{} for _ in range(n)]  # per position and microbatch
@@ -336,7 +341,7 @@ class _Call:
         where = f"stage {piece % n_stages}" + (f", chunk {piece // n_stages}" if self.run.schedule.n_chunks > 1 else "")
         if _has_failed(read):
             return PipelineError(
-                f"Every task of a pipeline has to succeed: one that was started before {what} on {where} failed, there or on another stage: "
+                f"Every task of a pipeline has to succeed: one that was started before {what} on {where} failed: "
                 f"{type(error).__name__}: {error} Use step.checked(...), which runs one task after the other, for its stage and lines."
             )
         return PipelineError(

@@ -208,7 +208,8 @@ class _Builder:
         outers = [self._outer(stage, [v for v, home in zip(graph.results, homes, strict=True) if home == stage]) for stage in self._numbers]
         messages = self._messages(outers)
         readers = Counter(k for outer in outers for k in outer.arguments)
-        outers[0] = replace(outers[0], arguments=tuple(k for k in range(len(graph.arguments)) if k in outers[0].arguments or not readers[k]))
+        unread = [k for k in range(len(graph.arguments)) if not readers[k]]
+        outers[0] = replace(outers[0], arguments=tuple(sorted((*outers[0].arguments, *unread))))
         argument_homes = tuple(self._argument_home(k, outers, homes) for k in range(len(graph.arguments)))
         shared = {k for k, n in readers.items() if n > 1}
         stages = tuple(self._stage(outer, tuple(homes), argument_homes, messages, shared) for outer in outers)
