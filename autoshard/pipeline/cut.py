@@ -32,6 +32,10 @@ from autoshard.primitives import is_matrix
 SLACK = 0.03  # of the largest stage's work, for fewer bytes between stages
 NEAR = 0.25  # of a stage's work: how near two places to cut are between which bytes decide
 MOST_OF_WORK = 0.9  # of the products in one operation: stages would wait for the one that has it
+LOOPS = (
+    ", or write layers one after the other or as a scan over their stacked weights, and leave a loop that adds up gradients of parts of "
+    "the batch to microbatches."
+)
 EVERYWHERE = -1  # an operation of each stage that reads its results
 BYTE_FLOPS = 0.01  # products' FLOPs that weigh as much as a byte moved: so few that products decide
 
@@ -182,9 +186,10 @@ class _Cutter:
         micro, order = self.micro, self.forward
         products = np.array([product_flops([self.ops[k]], micro.rules, micro.graph) for k in order])
         if np.count_nonzero(products) < self.n:
+            largest = f", the largest {self._largest(order, products)}" if products.any() else ""
             raise PipelineError(
                 f"A pipeline's stages are parts of the forward pass with products in each; got {self.n} stages for "
-                f"{np.count_nonzero(products)} operations with products. Use fewer stages."
+                f"{np.count_nonzero(products)} operations with products{largest}. Use fewer stages{LOOPS}"
             )
         if products.max() > MOST_OF_WORK * products.sum() and self.n > 1:
             self._refuse(order, products)
@@ -194,13 +199,15 @@ class _Cutter:
             self.stage.update(dict.fromkeys(order[first:last], s))
 
     def _refuse(self, order: Sequence[int], products: np.ndarray) -> None:
-        largest = self.ops[order[int(np.argmax(products))]]
         share = products.max() / products.sum()
         raise PipelineError(
-            f"A pipeline's stages share the work, and one operation belongs to one stage: {largest.primitive} at "
-            f"{largest.origin} has {share:.0%} of the forward pass's products, got {self.n} stages. Leave stages out, or write its layers "
-            "one after the other or as a scan over their stacked weights."
+            f"A pipeline's stages share the work, and one operation belongs to one stage: {self._largest(order, products)} has {share:.0%} "
+            f"of the forward pass's products, got {self.n} stages. Leave stages out{LOOPS}"
         )
+
+    def _largest(self, order: Sequence[int], products: np.ndarray) -> str:
+        op = self.ops[order[int(np.argmax(products))]]
+        return f"{op.primitive} at {op.origin}"
 
     def _bytes(self, op: Op) -> float:
         return op.trips * sum(self.values[value].nbytes for value in (*op.operands, *op.results))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -102,7 +103,9 @@ class _Lowering:
         )
         lowered, made = self._lowered(task.call, groups)
         self.residuals[kind] = made[2]
-        own = sum(other.residual_bytes for other in self.programs.tasks.values())
+        tasks = self.programs.tasks.values()
+        readers = Counter(k for other in tasks for k in other.receives)
+        own = sum(other.residual_bytes for other in tasks) + self._bytes([self.messages[k] for k, n in readers.items() if n > 1])
         beside = self._bytes(self.arguments) - self._bytes(read) + (self.in_flight - 1) * own
         beside += sum(self._bytes(total) for other, total in self.totals.items() if other != kind)
         return LoweredProgram(kind, self.n, lowered, beside)
