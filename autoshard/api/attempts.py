@@ -9,13 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 from autoshard.api.microbatching import Microbatches, best
-from autoshard.api.offloading import best_offload, check_offload
+from autoshard.api.offloading import Hosted, best_offload, check_offload, kinds_of
 from autoshard.api.prepared import Prepared, noted_if_barely, searched_on_meshes, within
-from autoshard.api.recomputing import best_remat, least_remat, or_refused
+from autoshard.api.recomputing import AGAIN, best_remat, least_remat
+from autoshard.api.refusals import or_refused
 from autoshard.api.strategy import Strategy
 from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.errors import InfeasibleError
@@ -80,30 +81,36 @@ class Attempts:
             InfeasibleError: nothing fits the memory limit; says what was not tried.
         """
         try:
-            return best_offload(self._found, self.offload)
+            return best_offload(self._found, self.offload, lambda: kinds_of(self.asked.traced, self.remat))
         except InfeasibleError as error:
             if (last := self._by_last_resort()) is not None:
                 return last
             raise self._advised(error) from None
 
-    def _found(self, on_host: bool) -> Found:
-        """The best that is found with optimizer state on devices or on hosts, without the last resort."""
+    def _found(self, hosted: Hosted) -> Found:
+        """The best that is found with some kinds of values on hosts, without the last resort."""
         numbers = partial(best, microbatches=self.microbatches, limit=self.asked.limit, numbers=lambda: divisors(self.asked.traced))
-        searched = partial(self._searched, on_host)
+        searched, options = partial(self._searched, "optimizer" in hosted), self._options["activations" in hosted]
         try:
-            return numbers(lambda n: best_remat(partial(searched, n), self.remat, lambda: self.options))
+            return numbers(lambda n: best_remat(partial(searched, n), self.remat, options))
         except InfeasibleError as error:
             if self.remat != "fit":
                 raise
-            return or_refused(error, lambda: numbers(lambda n: least_remat(partial(searched, n), lambda: self.options)))
+            return or_refused(error, lambda: numbers(lambda n: least_remat(partial(searched, n), options)), AGAIN)
 
     @cached_property
-    def options(self) -> Sequence[Remat]:
-        """The recomputations that there are."""
-        if self.whole is None:
+    def _options(self) -> tuple[Callable[[], Sequence[Remat]], Callable[[], Sequence[Remat]]]:
+        """The recomputations that there are: all on devices, and with what may be on hosts."""
+
+        @cache
+        def options(hosts: bool) -> Sequence[Remat]:
+            device = self.asked.cluster.device
+            if self.whole is not None:
+                return Options(*self.whole, device, hosts).all
             prepared = self.asked if self.first == 1 else self.ask(1, None, None, False)
-            return Options(prepared.traced, prepared.facts, prepared.cluster.device).all
-        return Options(*self.whole, self.asked.cluster.device).all
+            return Options(prepared.traced, prepared.facts, device, hosts).all
+
+        return partial(options, False), partial(options, True)
 
     @property
     def _whole(self) -> Traced | None:

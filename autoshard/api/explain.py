@@ -148,6 +148,7 @@ def _rematerialised(record: Record) -> list[tuple[str, str]]:
     if remat is None:
         return []
     saved = f"{format_bytes(remat.kept_bytes)} of {format_bytes(remat.plain_bytes)} are kept for the backward pass"
+    saved += f", and {format_bytes(remat.hosted_bytes)} in the memory of hosts" if remat.hosted_bytes else ""
     return [
         ("computed again", f"the rest of the forward pass: {saved}, for {format_seconds(remat.seconds)} more; on one device, unsharded")
     ]

@@ -254,7 +254,7 @@ def parallelize(
         "confirm": confirm_of(confirm),
         "microbatches": checked_number(microbatches),
         "remat": checked_remat(remat),
-        "offload": checked_offload(offload),
+        "offload": checked_offload(offload, remat),
         "stages": stages,
         "schedule": schedule,
         "plan": plan,

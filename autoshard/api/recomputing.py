@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
+from autoshard.api.refusals import or_refused
 from autoshard.api.strategy import Strategy
 from autoshard.errors import InfeasibleError, SearchLimitError, ShardingError
 from autoshard.ir.remat import Remat
-from autoshard.render import format_bytes
 
 WORDS = ("fit", "auto", "full")
+AGAIN = "where the backward pass computes again what it reads"
 
 Found = TypeVar("Found", bound=tuple[Any, ...])
 T = TypeVar("T")
@@ -89,23 +91,8 @@ def staged_remat(
         choices = () if remat is None else [each for each in options() if first is None or each.kept_bytes < first.kept_bytes]
         if not choices:
             raise
-        return or_refused(error, lambda: min(_least_that_fits(attempt, choices), key=lambda each: each.cost.makespan_seconds))
-
-
-def or_refused(error: InfeasibleError, recomputing: Callable[[], T]) -> T:
-    """What is found with recomputation; where nothing is, the refusal without it, with what was tried.
-
-    Raises:
-        InfeasibleError: nothing fits.
-    """
-    try:
-        return recomputing()
-    except InfeasibleError as other:
-        if other.smallest_peak_bytes is None:  # there is nothing to compute again
-            raise error from None
-        smallest = min(filter(None, (error.smallest_peak_bytes, other.smallest_peak_bytes)))
-        again = f"Nor does it fit where the backward pass computes again what it reads: the smallest peak is {format_bytes(smallest)}."
-        raise InfeasibleError(f"{error} {again}", smallest) from None
+        fastest = partial(min, key=lambda each: each.cost.makespan_seconds)
+        return or_refused(error, lambda: fastest(_least_that_fits(attempt, choices)), AGAIN)
 
 
 def _least_that_fits(attempt: Callable[[Remat | None], T], options: Sequence[Remat]) -> list[T]:

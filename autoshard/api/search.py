@@ -112,10 +112,11 @@ def search(
         remat: what the backward pass computes again rather than to read what the forward pass kept (`autoshard.recompute`). ``"fit"``:
             what makes the step fit in the least predicted time, where nothing fits otherwise; ``"auto"``: the same wherever memory binds;
             ``"full"``: all repeated layers; None: nothing but what the step's own `jax.checkpoint` says. Results stay the same.
-        offload: what is in the memory of hosts between steps, and moved to devices for its use (`autoshard.recompute.offload`).
+        offload: what is in the memory of hosts while it is not used (`autoshard.recompute.offload`, `autoshard.recompute.hosting`).
             ``"optimizer"``: optimizer state, leaves of 1 MiB or more that the step replaces and no product or loop reads, such as Adam's
-            moments; ``"auto"``: the same where nothing fits otherwise, or where memory binds and the step is faster so. Transfers are
-            charged on the link of each device to its host, as if nothing ran beside them. None: nothing.
+            moments; ``"activations"``: what the forward pass keeps for the backward pass, a further choice of ``remat``; ``"auto"``: either
+            or both where nothing fits otherwise, or where memory binds and the step is faster so. Transfers are charged on the link of
+            each device to its host, as if nothing ran beside them. None: nothing.
         stages: of a pipeline: into how many equal parts the devices are divided, each of which computes a part of the step, microbatch by
             microbatch (`autoshard.pipeline`). Without a number of ``microbatches`` as many, twice and four times as many are tried.
             None: every device computes the whole step.
@@ -143,7 +144,7 @@ def search(
     """
     chosen, how = searcher_of(searcher), confirm_of(confirm)
     microbatches, remat, start = checked_number(microbatches), checked_remat(remat), checked(start, chosen)
-    offload = checked_offload(offload)
+    offload = checked_offload(offload, remat)
     limit_seconds = checked_seconds(time_limit_seconds)
     given = limit_seconds if how is None or limit_seconds is None else limit_seconds / 2
     if given is not None:

@@ -106,10 +106,10 @@ def add(commands) -> None:
     )
     parser.add_argument(
         "--offload",
-        choices=("none", "optimizer", "auto"),
+        choices=("none", "optimizer", "activations", "auto"),
         default="none",
-        help="what is in the memory of hosts between steps; optimizer: moments and the like; auto: the same where nothing fits otherwise "
-        "or it is faster; none (default): nothing",
+        help="what is in the memory of hosts while it is not used; optimizer: moments and the like; activations: what the backward pass "
+        "reads, a further choice of --remat; auto: either where nothing fits otherwise or it is faster; none (default): nothing",
     )
     parser.add_argument(
         "--stages", metavar="N", type=positive, help="a pipeline: divide the devices into so many parts, each of which computes a stage"

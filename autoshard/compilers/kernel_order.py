@@ -67,7 +67,7 @@ def program_orders(graph: Graph, fusion: Fusion) -> tuple[Lifetimes, ...]:
     kept = frozenset(fusion.root[value] for value in (*graph.arguments, *graph.constants, *graph.results))
 
     def nbytes(value: int) -> float:
-        return 0.0 if value in kept else graph.values[value].nbytes
+        return 0.0 if value in kept else _on_device(graph, value)
 
     def arranged(kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
         inner = (replace(k, inner=tuple(map(arranged, k.inner))) if k.inner else k for k in kernels)
@@ -77,6 +77,11 @@ def program_orders(graph: Graph, fusion: Fusion) -> tuple[Lifetimes, ...]:
     if not any(kernel.inner for kernel in fusion.kernels):
         found.append(listed(fusion.kernels, nbytes, kept))
     return tuple(_lifetimes(graph, fusion, kernels) for kernels in found)
+
+
+def _on_device(graph: Graph, value: int) -> float:
+    """The bytes of a whole value in the device's memory."""
+    return 0.0 if graph.values[value].on_host else graph.values[value].nbytes
 
 
 def gradients_last(graph: Graph, fusion: Fusion) -> tuple[Lifetimes, frozenset[int]]:
@@ -130,7 +135,7 @@ def shortest(graph: Graph, found: Iterable[Lifetimes]) -> Lifetimes:
     """The lifetimes of the lowest peak, by unsharded sizes."""
 
     def peak(times: Lifetimes) -> float:
-        sizes = np.array([graph.values[value].nbytes for value in times.values])
+        sizes = np.array([_on_device(graph, value) for value in times.values])
         return usage(times.moments, sizes, times.born, times.dies).max()
 
     return min(found, key=peak)

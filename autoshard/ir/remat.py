@@ -15,11 +15,13 @@ class Kept:
         turn: how many equations the forward pass has.
         places: where its segments begin, except the first; each segment's backward pass computes what it needs of the segment again.
         values: what is kept, as pairs of an equation's number and a result of it; `CARRIED` and the carry's number for a loop's.
+        hosted: those of them that are in the memory of hosts between the passes.
     """
 
     turn: int
     places: tuple[int, ...]
     values: tuple[tuple[int, int], ...]
+    hosted: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +42,9 @@ class Remat:
         path: the position of the loop whose body has the forward and the backward pass, ``(equation, 0)``; () for the program itself.
         kept: what the program, or that body, keeps.
         loops: what its loops keep.
-        kept_bytes, plain_bytes: what is kept for the backward pass, of the whole batch, and what is without recomputation.
+        kept_bytes, plain_bytes: what devices keep for the backward pass, of the whole batch, and what they do without recomputation.
         seconds: the time on one device of what is computed again, as long as nothing is sharded.
+        hosted_bytes: what is kept in the memory of hosts, of the whole batch.
     """
 
     mode: str
@@ -51,3 +54,4 @@ class Remat:
     kept_bytes: float
     plain_bytes: float
     seconds: float
+    hosted_bytes: float = 0.0

@@ -2,8 +2,8 @@
 
 from autoshard.cost.reshard import ReshardPath
 from autoshard.lower.constrain import constrained
-from autoshard.lower.interpret import Interpreter, Path, bind, bind_unplaced, ops_by_path, retraced
-from autoshard.lower.manual import derived_from, manual_context, manual_program, obstacle
+from autoshard.lower.interpret import Interpreter, Path, bind, bind_unplaced, manual_context, ops_by_path, retraced
+from autoshard.lower.manual import derived_from, manual_program, obstacle
 from autoshard.lower.mesh import HOST, STAGE_AXIS, abstract_mesh, jax_mesh, lowering_mesh, mesh_of_stages, stage_meshes, to_named_sharding
 from autoshard.lower.plan import holder_values, stored_layout
 from autoshard.lower.shards import Sharded

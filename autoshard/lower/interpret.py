@@ -8,7 +8,7 @@ result may be differentiated; otherwise they are inlined, too, so that their bod
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Self
 
 import jax
@@ -186,3 +186,15 @@ def retraced(
         passed_in = jax.make_jaxpr(lambda *given: jaxpr_as_fun(ClosedJaxpr(new.jaxpr, given[:n]))(*given[n:]))
         return passed_in(*new.consts, *types).jaxpr, list(new.consts)
     return new.jaxpr, []
+
+
+def manual_context(eqn: JaxprEqn) -> AbstractContextManager:
+    """The JAX context of an equation, with the mesh of the manual computation."""
+    context = eqn.ctx
+    usual = context.threefry_partitionable == jax.config.jax_threefry_partitionable  # pyright: ignore[reportAttributeAccessIssue]
+    if usual and context.compute_type is None and not context.xla_metadata:
+        return nullcontext()
+    stack, mesh = ExitStack(), jax.sharding.get_abstract_mesh()
+    stack.enter_context(context.manager)
+    stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
+    return stack

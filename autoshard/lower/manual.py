@@ -12,7 +12,7 @@ inlined where it has the same mesh; otherwise there is no manual lowering (`obst
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -49,11 +49,12 @@ from autoshard.ir import (
     view_of,
 )
 from autoshard.lower.collectives import combined, moved
-from autoshard.lower.interpret import Interpreter, Path, bind, bind_unplaced, ops_by_path
+from autoshard.lower.interpret import Interpreter, Path, bind, bind_unplaced, manual_context, ops_by_path
 from autoshard.lower.mesh import to_named_sharding
 from autoshard.lower.nested import Inside, Mesh, axes_of, unread
 from autoshard.lower.plan import Plan, holder_values
 from autoshard.lower.shards import Sharded
+from autoshard.lower.transfers import Waiting
 from autoshard.lower.windows import windowed
 from autoshard.primitives import is_placement, is_rearrangement, is_stateful
 from autoshard.rules import in_order, registered, same_on_shards
@@ -169,18 +170,6 @@ def _late_transposes(plan: _Plan) -> frozenset[int]:
     return frozenset(found)
 
 
-def manual_context(eqn: JaxprEqn) -> AbstractContextManager:
-    """The JAX context of an equation, with the mesh of the manual computation."""
-    context = eqn.ctx
-    usual = context.threefry_partitionable == jax.config.jax_threefry_partitionable  # pyright: ignore[reportAttributeAccessIssue]
-    if usual and context.compute_type is None and not context.xla_metadata:
-        return nullcontext()
-    stack, mesh = ExitStack(), jax.sharding.get_abstract_mesh()
-    stack.enter_context(context.manager)
-    stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
-    return stack
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Plan(Plan):
     """The plan of a manual lowering.
@@ -224,6 +213,7 @@ class _Region(Interpreter):
         recipes: per free value its op and equation, and the literals among its operands.
         views: per result of an op that rearranges its operand, the op and its equation.
         partial: per late value, the collectives that combine it.
+        waiting: the order of transfers between the device and its host.
         ahead: per value and layout, the array that the previous trip has gathered.
     """
 
@@ -234,6 +224,7 @@ class _Region(Interpreter):
         self.recipes: dict[int, tuple[Op, JaxprEqn, list[Any]]] = {}
         self.views: dict[int, tuple[Op, JaxprEqn]] = {}
         self.partial: dict[int, tuple[Combination, ...]] = {}
+        self.waiting = Waiting()
         self.ahead: dict[tuple[int, Layout], Any] = {} if ahead is None else ahead
         self.copies.update(self.ahead)
 
@@ -340,15 +331,16 @@ class _Region(Interpreter):
             results = read
         else:
             results = self._sharded(op, eqn, choice).computed(read)
-        return [self._stored(x, op, rule, choice, k) for k, x in enumerate(results)]
+        return self.waiting.computed(op, [self._stored(x, op, rule, choice, k) for k, x in enumerate(results)], plan.graph.values)
 
     def _transferred(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         """The value in the other memory. It is resharded in the device's alone: results of the program are moved to hosts when they are."""
         plan, (value,), (made,) = self.plan, op.operands, op.results
         if plan.graph.values[made].on_host:
             x = self.read(operands[0], value, plan.layout(made))
-            return [x] if made in plan.graph.results else bind(eqn, [x])
-        return [plan.resharded(bind(eqn, operands)[0], made, plan.layout(value), plan.layout(made))]
+            return [x] if made in plan.graph.results else self.waiting.sent(bind(eqn, [x]))
+        arrived = self.waiting.fetched(value, lambda: bind(eqn, operands)[0])
+        return [plan.resharded(arrived, made, plan.layout(value), plan.layout(made))]
 
     def dead(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         """The results of an unread equation; none where an operand is a free value, which has no array."""
@@ -444,7 +436,7 @@ class _Region(Interpreter):
             names = tuple(plan.assignment.mesh.names[axis] for axis in axes)
             summed = lax.optimization_barrier(combined(results[k - op.params["num_consts"]], "sum", names))
             results[k - op.params["num_consts"]] = started[k] + summed
-        return results
+        return self.waiting.computed(op, results, plan.graph.values)
 
     def _ahead(self, op: Op, eqn: JaxprEqn, entering: Sequence[Any], found: Sequence[Prefetch]) -> list[Any]:
         """The results of a scan with prefetching: each trip gathers for the next one."""

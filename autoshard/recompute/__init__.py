@@ -2,7 +2,7 @@
 
 `flat` makes one list of the program's equations; `block` finds the forward and the backward pass and the segments of the former; `choice`
 decides what is kept; `loops` handles a scan and the scan that differentiates it; `regions` makes the backward pass of each segment one
-`jax.checkpoint`; `program` does it all. `offload` keeps optimizer state in the memory of hosts.
+`jax.checkpoint`; `program` does it all. `hosting` moves kept values to the memory of hosts, `offload` keeps optimizer state there.
 """
 
 from autoshard.recompute.offload import LEAST_BYTES, offloaded, optimizer_state

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -12,6 +12,8 @@ from autoshard.ir import Op
 from autoshard.lower import Path
 from autoshard.recompute.block import Block, nbytes, stacked, variables
 from autoshard.recompute.flat import Atom, Flat, flat
+from autoshard.recompute.hosting import hostable
+from autoshard.recompute.offload import moved, on_host
 from autoshard.recompute.regions import backward, jaxpr_of
 
 
@@ -55,23 +57,34 @@ class Pair:
     def _renamed(self, atoms: Sequence[Atom]) -> list[Atom]:
         return [atom if isinstance(atom, Literal) else self.read.get(atom, atom) for atom in atoms]
 
-    def rewritten(self, kept: frozenset[Var]) -> tuple[JaxprEqn, JaxprEqn]:
-        """Both scans, the first with stacks of what is kept of each trip, the other computing the rest again."""
+    def hostable(self, kept: frozenset[Var]) -> list[Var]:
+        """Those of the kept values of a trip whose stacks may be on hosts."""
+        elsewhere = [self.one.outputs[k] for k in self.returned if k >= self.forward.params["num_carry"]]
+        return hostable(self.block, (), kept, elsewhere, self.forward.params["length"])
+
+    def rewritten(self, kept: frozenset[Var], hosted: Collection[Var] = ()) -> tuple[JaxprEqn, JaxprEqn]:
+        """Both scans, the first with stacks of what is kept of each trip, the other computing the rest again.
+
+        Args:
+            hosted: those of the kept values whose stacks are on hosts.
+        """
         fwd, bwd = self.forward, self.backward
         n, n_carry, length = fwd.params["num_consts"], fwd.params["num_carry"], fwd.params["length"]
         results = self._renamed(self.other.outputs)
         eqns = backward(self.block, (), kept, results)
         wanted = dict.fromkeys(v for eqn in eqns for v in variables(eqn.invars)) | dict.fromkeys(variables(results))
         inside = self.block.made
-        stacks = {v: stacked(v, length) for v in wanted if v in inside}
+        hosts = {v: on_host(v) for v in hosted if v in wanted}
+        stacks = {v: stacked(hosts.get(v, v), length) for v in wanted if v in inside}
 
         outer = range(n_carry, len(fwd.outvars))
-        stays = [k for k in outer if k in self.returned or (isinstance(self.one.outputs[k], Var) and self.one.outputs[k] in stacks)]
+        own_stacks = stacks.keys() - hosts.keys()
+        stays = [k for k in outer if k in self.returned or (isinstance(self.one.outputs[k], Var) and self.one.outputs[k] in own_stacks)]
         found = {self.one.outputs[k]: fwd.outvars[k] for k in stays if isinstance(self.one.outputs[k], Var)}
         new = {v: stack for v, stack in stacks.items() if v not in found}
-        outputs = [*self.one.outputs[:n_carry], *(self.one.outputs[k] for k in stays), *new]
+        outputs = [*self.one.outputs[:n_carry], *(self.one.outputs[k] for k in stays), *(hosts.get(v, v) for v in new)]
         constants = tuple(self.one.constants)
-        body = ClosedJaxpr(jaxpr_of(self.one.inputs, outputs, self.one.eqns, constants), [*self.one.constants.values()])
+        body = ClosedJaxpr(jaxpr_of(self.one.inputs, outputs, _sent(self.one.eqns, hosts), constants), [*self.one.constants.values()])
         made = [*fwd.outvars[:n_carry], *(fwd.outvars[k] for k in stays), *new.values()]
         forward = fwd.replace(outvars=made, params={**fwd.params, "jaxpr": body})
 
@@ -81,7 +94,7 @@ class Pair:
         n_consts, m_carry = bwd.params["num_consts"], bwd.params["num_carry"]
         own = list(zip(self.other.inputs, bwd.invars, strict=True))
         xs = [(v, operand) for v, operand in own[n_consts + m_carry :] if v not in self.read]
-        kept_stacks = [(v, found.get(v, stack)) for v, stack in stacks.items()]
+        kept_stacks = [(hosts.get(v, v), found.get(v, stack)) for v, stack in stacks.items()]
         read = [
             *own[:n_consts],
             *((v, places[v]) for v in consts),
@@ -91,9 +104,19 @@ class Pair:
             *((v, places[v]) for v in slices),
         ]
         both = {**self.one.constants, **self.other.constants}
-        jaxpr = jaxpr_of([v for v, _ in read], results, eqns, tuple(both))
+        jaxpr = jaxpr_of([v for v, _ in read], results, [*(moved(host, v) for v, host in hosts.items()), *eqns], tuple(both))
         params = {**bwd.params, "jaxpr": ClosedJaxpr(jaxpr, [*both.values()]), "num_consts": n_consts + len(consts)}
         return forward, bwd.replace(invars=[operand for _, operand in read], params=params)
+
+
+def _sent(eqns: Sequence[JaxprEqn], hosts: Mapping[Var, Var]) -> list[JaxprEqn]:
+    """A trip's equations with the transfers of what it makes, or carries, to hosts."""
+    made = {v for eqn in eqns for v in eqn.outvars}
+    found = [moved(v, host) for v, host in hosts.items() if v not in made]
+    for eqn in eqns:
+        found.append(eqn)
+        found += (moved(v, hosts[v]) for v in eqn.outvars if v in hosts)
+    return found
 
 
 def pairs(whole: Flat, turn: int, ops: Mapping[Path, Op]) -> Iterator[Pair]:

@@ -57,31 +57,32 @@ def offloaded(traced: Traced, leaves: Collection[int]) -> Traced:
     inputs = list(whole.inputs)
     entering: dict[Var, JaxprEqn] = {}
     for leaf in leaves:
-        inputs[leaf] = _on_host(whole.inputs[leaf])
-        entering[whole.inputs[leaf]] = _moved(inputs[leaf], whole.inputs[leaf], jax.memory.Space.Device)
+        inputs[leaf] = on_host(whole.inputs[leaf])
+        entering[whole.inputs[leaf]] = moved(inputs[leaf], whole.inputs[leaf])
     outputs, leaving = list(whole.outputs), {}
     for result, argument in traced.graph.aliases:
         if argument in leaves:
             made = whole.outputs[result]
-            outputs[result] = _on_host(made)
-            leaving.setdefault(made, []).append(_moved(made, outputs[result], jax.memory.Space.Host))
+            outputs[result] = on_host(made)
+            leaving.setdefault(made, []).append(moved(made, outputs[result]))
     eqns: list[JaxprEqn] = []
     for eqn in whole.eqns:
         eqns += (entering.pop(v) for v in dict.fromkeys(variables(eqn.invars)) if v in entering)
         eqns.append(eqn)
-        eqns += (moved for v in eqn.outvars for moved in leaving.get(v, ()))
+        eqns += (move for v in eqn.outvars for move in leaving.get(v, ()))
     inner = jaxpr_of(inputs, outputs, eqns, tuple(whole.constants))
     jaxpr = ClosedJaxpr(inner, [*whole.constants.values()])
     return replace(rebuilt(traced, jaxpr, traced.microbatches), offload=tuple(sorted(leaves)))
 
 
-def _on_host(var: Var) -> Var:
+def on_host(var: Var) -> Var:
+    """A variable for a value in the memory of hosts."""
     return Var(var.aval.update(memory_space=jax.memory.Space.Host))
 
 
-def _moved(source: Var, target: Var, to: jax.memory.Space) -> JaxprEqn:
-    """The transfer of a value."""
-    return _template(to).replace(invars=[source], outvars=[target])
+def moved(source: Var, target: Var) -> JaxprEqn:
+    """The transfer of a value to the memory in which the target is."""
+    return _template(target.aval.memory_space).replace(invars=[source], outvars=[target])
 
 
 @cache

@@ -20,12 +20,14 @@ from autoshard.primitives import is_matrix
 from autoshard.recompute.block import Block, nbytes, segments, turning_point, variables
 from autoshard.recompute.choice import Chooser
 from autoshard.recompute.flat import Flat, flat
+from autoshard.recompute.hosting import fetched, hostable, sent
 from autoshard.recompute.loops import Pair, pairs, with_pairs
 from autoshard.recompute.regions import backward, jaxpr_of
 from autoshard.trace import Traced, rebuilt
 from autoshard.trace.structure import around, opened, subjaxprs
 
 LEAST_SAVED = 0.01  # of what is kept without recomputation: a choice that saves no more than that over a faster one is left out
+HOSTED = (0.5, 1.0)  # shares of what is kept that are tried in the memory of hosts
 PRICES = tuple(10.0**k for k in np.arange(-2.0, 3.01, 0.25))  # of a byte, times all that could be run again by all that is kept
 
 
@@ -93,12 +95,13 @@ def _rewritten(passes: _Passes, remat: Remat, jaxpr: ClosedJaxpr) -> ClosedJaxpr
     found = {(pair.first, pair.last): pair for pair in passes.pairs}
     for loop in remat.loops:
         pair = found[loop.forward, loop.backward]
-        scans[pair.first], scans[pair.last] = pair.rewritten(_values(pair.block, loop.kept))
+        scans[pair.first], scans[pair.last] = pair.rewritten(*_values(pair.block, loop.kept))
     block = passes.block(scans)
-    kept = _values(block, remat.kept)
+    kept, hosted = _values(block, remat.kept)
     again = backward(block, remat.kept.places, kept, passes.whole.outputs)
+    forward, hosts = sent(block.eqns[: block.turn], remat.kept.places, hosted)
     whole = passes.whole
-    inner = jaxpr_of(whole.inputs, whole.outputs, [*block.eqns[: block.turn], *again], tuple(whole.constants))
+    inner = jaxpr_of(whole.inputs, whole.outputs, [*forward, *fetched(again, hosts)], tuple(whole.constants))
     if not remat.path:
         return ClosedJaxpr(inner, [*whole.constants.values()])
     position, _ = remat.path
@@ -110,8 +113,9 @@ def _rewritten(passes: _Passes, remat: Remat, jaxpr: ClosedJaxpr) -> ClosedJaxpr
     return ClosedJaxpr(jaxpr.jaxpr.replace(eqns=eqns), jaxpr.consts)
 
 
-def _values(block: Block, kept: Kept) -> frozenset[Var]:
-    return frozenset(block.value(number) for number in kept.values)
+def _values(block: Block, kept: Kept) -> tuple[frozenset[Var], list[Var]]:
+    """What a block keeps, and what of it on hosts."""
+    return frozenset(map(block.value, kept.values)), [*map(block.value, kept.hosted)]
 
 
 class Options:
@@ -120,10 +124,12 @@ class Options:
     Args:
         traced, facts: the program, which is not rewritten yet.
         device: that computes.
+        hosts: whether what is kept may be in the memory of hosts; the device has a link to its host.
     """
 
-    def __init__(self, traced: Traced, facts: ProgramFacts, device: Device):
+    def __init__(self, traced: Traced, facts: ProgramFacts, device: Device, hosts: bool = False):
         self.passes = _Passes.of(traced)
+        self._transfer = 2 / device.host_bandwidth_bytes_per_second if hosts else np.inf  # seconds for a byte, there and back
         self._roofline, self._facts = Roofline(device), facts
         graph, fusion = traced.graph, facts.fusion
         self._stored = lambda op: [fusion.materialised[value] for value in op.results]
@@ -134,15 +140,20 @@ class Options:
 
     @cached_property
     def all(self) -> tuple[Remat, ...]:
-        """Those among which a price per byte decides, of which none takes both more time and more memory than another."""
+        """Those among which a price per byte decides, of which none takes both more time and more memory than another.
+
+        No byte is worth more than its transfer to a host and back: at that price what is still kept is there, in part or all of it.
+        """
         scale = self._scale
         if not scale:
             return ()
         found: list[Remat] = []
-        for price in PRICES:
-            remat = self.at(price * scale, "auto")
+        most = min(PRICES[-1] * scale, self._transfer)
+        priced = [(price * scale, 0.0) for price in PRICES if price * scale <= most]
+        for price, share in (*priced, *((most, share) for share in HOSTED if np.isfinite(self._transfer))):
+            remat = self.at(price, "auto", share)
             before = found[-1].kept_bytes if found else remat.plain_bytes
-            if remat.seconds > 0 and remat.kept_bytes < before - LEAST_SAVED * remat.plain_bytes:
+            if (remat.seconds > 0 or remat.hosted_bytes > 0) and remat.kept_bytes < before - LEAST_SAVED * remat.plain_bytes:
                 found.append(remat)
         return tuple(found)
 
@@ -161,30 +172,37 @@ class Options:
     def _forward_seconds(self) -> list[tuple[float, int]]:
         return [(sum(self._seconds(self.passes.whole.ops[k]) for k in range(self.passes.turn)), 1)]
 
-    def at(self, price: float, mode: str) -> Remat:
-        """The choice at a price, in seconds a byte."""
+    def at(self, price: float, mode: str, share: float = 0.0) -> Remat:
+        """The choice at a price, in seconds a byte.
+
+        Args:
+            share: of the bytes that are kept and may be on hosts those that are, the first of the forward pass.
+        """
         scans: dict[int, JaxprEqn] = {}
         loops: list[LoopKept] = []
-        held = plain = seconds = 0.0
+        held = plain = seconds = hosted = 0.0
         for pair, chooser in self._pairs:
             kept = chooser.kept(price)
             length, block = pair.forward.params["length"], pair.block
             without = length * sum(map(nbytes, block.needed))
             plain += without
-            again = chooser.seconds(kept)
-            if not again:
+            again, there = chooser.seconds(kept), _first(pair.hostable(kept), share)
+            if not again and not there:
                 held += without
                 continue
-            held += length * sum(map(nbytes, kept))
+            held += length * sum(map(nbytes, kept.difference(there)))
+            hosted += length * sum(map(nbytes, there))
             seconds += length * again
-            scans[pair.first], scans[pair.last] = pair.rewritten(kept)
-            loops.append(LoopKept(pair.first, pair.last, _numbers(block, (), kept)))
+            scans[pair.first], scans[pair.last] = pair.rewritten(kept, there)
+            loops.append(LoopKept(pair.first, pair.last, _numbers(block, (), kept, there)))
         chooser, own = self._around(tuple(loops), scans)
         block, kept = chooser.block, chooser.kept(price)
-        held += sum(map(nbytes, chooser.held(kept) - own))
+        there = _first(hostable(block, self._places, kept, self.passes.whole.outputs), share)
+        held += sum(map(nbytes, chooser.held(kept) - own.union(there)))
+        hosted += sum(map(nbytes, there))
         plain += sum(map(nbytes, block.held(block.needed, chooser.stored) - own))
         seconds += chooser.seconds(kept)
-        return Remat(mode, self.passes.path, _numbers(block, self._places, kept), tuple(loops), held, plain, seconds)
+        return Remat(mode, self.passes.path, _numbers(block, self._places, kept, there), tuple(loops), held, plain, seconds, hosted)
 
     @cached_property
     def _places(self) -> tuple[int, ...]:
@@ -230,10 +248,11 @@ class Options:
         return float(self._roofline.seconds(is_matrix(op.primitive), facts.flops[op.index], dtype, moved, traffic.starts))
 
 
-def _numbers(block: Block, places: tuple[int, ...], kept: frozenset[Var]) -> Kept:
-    return Kept(block.turn, places, tuple(sorted(map(block.number, kept))))
+def _numbers(block: Block, places: tuple[int, ...], kept: frozenset[Var], hosted: Sequence[Var]) -> Kept:
+    return Kept(block.turn, places, tuple(sorted(map(block.number, kept))), tuple(sorted(map(block.number, hosted))))
 
 
-def options(traced: Traced, facts: ProgramFacts, device: Device) -> Options:
-    """The choices of what a program keeps between its passes."""
-    return Options(traced, facts, device)
+def _first(values: Sequence[Var], share: float) -> list[Var]:
+    """The first values with so large a share of the bytes of all."""
+    sizes = np.cumsum([nbytes(v) for v in values])
+    return [v for v, size in zip(values, sizes, strict=True) if size <= share * sizes[-1]]

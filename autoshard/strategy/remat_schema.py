@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from typing import Any
+
 from autoshard.ir.remat import CARRIED, Kept, LoopKept, Remat
 from autoshard.strategy.reader import Node
 
 
+def encode_remat(remat: Remat) -> dict[str, Any]:
+    """The written form; what is on hosts only where something is."""
+    return _written(asdict(remat))
+
+
+def _written(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: _filled(value) for name, value in fields.items() if not (name in ("hosted", "hosted_bytes") and not value)}
+
+
+def _filled(value: Any) -> Any:
+    if isinstance(value, dict):
+        return _written(value)
+    return [_filled(each) for each in value] if isinstance(value, list | tuple) else value
+
+
 def decode_remat(node: Node) -> Remat:
-    """What a file says is computed again; `dataclasses.asdict` writes it."""
-    part = node.fields("mode", "path", "kept", "loops", "kept_bytes", "plain_bytes", "seconds")
+    """What a file says is computed again, as `encode_remat` writes it."""
+    part = node.fields("mode", "path", "kept", "loops", "kept_bytes", "plain_bytes", "seconds", optional=("hosted_bytes",))
     return Remat(
         part["mode"].text(),
         tuple(one.integer(0) for one in part["path"].items()),
@@ -17,14 +35,19 @@ def decode_remat(node: Node) -> Remat:
         part["kept_bytes"].number(),
         part["plain_bytes"].number(),
         part["seconds"].number(),
+        part["hosted_bytes"].number() if "hosted_bytes" in part else 0.0,
     )
 
 
 def _kept(node: Node) -> Kept:
-    part = node.fields("turn", "places", "values")
-    pairs = (one.items(2) for one in part["values"].items())
-    values = tuple((first.integer(CARRIED), second.integer(0)) for first, second in pairs)
-    return Kept(part["turn"].integer(0), tuple(one.integer(0) for one in part["places"].items()), values)
+    part = node.fields("turn", "places", "values", optional=("hosted",))
+    places = tuple(one.integer(0) for one in part["places"].items())
+    return Kept(part["turn"].integer(0), places, _numbers(part["values"]), _numbers(part["hosted"]) if "hosted" in part else ())
+
+
+def _numbers(node: Node) -> tuple[tuple[int, int], ...]:
+    pairs = (one.items(2) for one in node.items())
+    return tuple((first.integer(CARRIED), second.integer(0)) for first, second in pairs)
 
 
 def _loop(node: Node) -> LoopKept:

@@ -30,7 +30,7 @@ from autoshard.strategy.record import (
     TensorRecord,
     plain,
 )
-from autoshard.strategy.remat_schema import decode_remat
+from autoshard.strategy.remat_schema import decode_remat, encode_remat
 
 MAX_AXES = 16
 
@@ -47,7 +47,7 @@ def encode(record: Record) -> dict[str, Any]:
         {
             "schema": SCHEMA,
             "name": record.name,
-            "program": {name: value for name, value in asdict(record.program).items() if (name, value) not in NOT_WRITTEN},
+            "program": _encode_program(record.program),
             "mesh": record.mesh.axes,
             **({} if record.mesh.placement is None else {"placement": asdict(record.mesh.placement)}),
             "searcher": {"name": record.searcher.name, "options": _sorted(record.searcher.options)},
@@ -125,6 +125,11 @@ def decode(document: Node) -> Record:
 def _stat(node: Node) -> int | float:
     node.number()
     return node.value
+
+
+def _encode_program(program: Program) -> dict[str, Any]:
+    written = {name: value for name, value in asdict(program).items() if (name, value) not in NOT_WRITTEN}
+    return written if program.remat is None else written | {"remat": encode_remat(program.remat)}
 
 
 def _program(node: Node) -> Program:

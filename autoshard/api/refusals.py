@@ -1,0 +1,30 @@
+"""The refusal of a search that has tried another way, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from autoshard.errors import InfeasibleError
+from autoshard.render import format_bytes
+
+T = TypeVar("T")
+
+
+def or_refused(error: InfeasibleError, otherwise: Callable[[], T], tried: str) -> T:
+    """What is found otherwise; where nothing is, the first refusal, with what was tried.
+
+    Args:
+        otherwise: searches in the other way; its refusal without a smallest peak says that there is no such way.
+        tried: the other way, to be read after "Nor does it fit".
+
+    Raises:
+        InfeasibleError: nothing fits.
+    """
+    try:
+        return otherwise()
+    except InfeasibleError as other:
+        if other.smallest_peak_bytes is None:
+            raise error from None
+        smallest = min(filter(None, (error.smallest_peak_bytes, other.smallest_peak_bytes)))
+        raise InfeasibleError(f"{error} Nor does it fit {tried}: the smallest peak is {format_bytes(smallest)}.", smallest) from None
