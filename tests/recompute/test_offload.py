@@ -114,7 +114,7 @@ def test_what_cannot_be_offloaded_is_refused():
         autoshard.search(lambda w, x: x @ w, jnp.ones((8, 8)), jnp.ones((8, 8)), cluster="cpu:8", offload="optimizer")
     with pytest.raises(ShardingError, match="without offload"):
         _search(offload="optimizer", stages=2, mesh=None)
-    with pytest.raises(ShardingError, match="'optimizer', 'auto' or None, got 'all'"):
+    with pytest.raises(ShardingError, match="'activations', 'auto' or None, got 'all'"):
         _search(offload="all")
     with pytest.raises(StrategyError, match="keeps state on hosts"):
         _search(offload="optimizer").pins(_step, STATE, X)
