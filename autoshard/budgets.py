@@ -45,7 +45,7 @@ class Budgets:
         near_objective: times the least one: so near, further starts are not worth their time.
         last_resort_entries, last_resort_nodes, last_resort_rounds: of integer programming where nothing else fits the limit: of all
             tables, of branch and bound in one model, and models solved. A model of so many entries takes HiGHS a second.
-        counted_entries: of tables; above it the least bytes of labels are not computed.
+        counted_labels: of all kinds of variables; above it their least bytes are not computed. So many take some seconds.
         bound_entries: of tables that are made for a bound alone: 256 MiB.
         quotient_sweeps: of the quotient problem for a bound, which are cheap; some of the whole follow.
         first_sweeps: for the order of meshes: a GPT's placements on 2 x 4 devices are in the order of their optima by then.
@@ -96,7 +96,7 @@ class Budgets:
     last_resort_entries: int = 1 << 17
     last_resort_nodes: int = 200
     last_resort_rounds: int = 24
-    counted_entries: int = 1 << 26
+    counted_labels: int = 1 << 18
     bound_entries: int = 1 << 25
     quotient_sweeps: int = 120
     first_sweeps: int = 2

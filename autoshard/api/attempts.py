@@ -26,8 +26,9 @@ from autoshard.microbatch import divisors
 from autoshard.problem import Problem
 from autoshard.progress import Progress
 from autoshard.recompute import Options, optimizer_state
+from autoshard.render import format_bytes
 from autoshard.search import Searcher, Solution
-from autoshard.search.integer_programming import IntegerProgramming, first_that_fits
+from autoshard.search.integer_programming import LastResort
 from autoshard.trace import Traced
 
 Found = tuple[Prepared, Solution, Problem]
@@ -66,12 +67,13 @@ class Attempts:
     seconds: float | None
     n_finalists: int
     whole: Whole | None = None
-    refused: list[tuple[float, Prepared, Problem]] = field(default_factory=list, init=False)
+    prepared: dict[int, Prepared] = field(default_factory=dict, init=False)  # by the identities of their facts
 
     def __post_init__(self):
         self.first = self.microbatches if isinstance(self.microbatches, int) else 1
         self.asked = self.ask(self.first, None, None if self.whole is None else self.whole[0], False)
         check_offload(self.offload, self.asked.cluster, self.asked.traced)
+        self.last = LastResort(self.searcher.last_resort)
         self.started = time.perf_counter()
 
     def found(self) -> Found:
@@ -89,6 +91,12 @@ class Attempts:
 
     def _found(self, hosted: Hosted) -> Found:
         """The best that is found with some kinds of values on hosts, without the last resort."""
+        if "optimizer" not in hosted and (alone := self._argument_bytes()) > self.asked.limit:
+            try:
+                return self._searched(False, self.first, None)
+            except InfeasibleError as error:
+                text = f"{error} The arguments alone, split over all devices, take {format_bytes(alone)}, whatever else is tried."
+                raise InfeasibleError(text, error.smallest_peak_bytes, error.proven) from None
         numbers = partial(best, microbatches=self.microbatches, limit=self.asked.limit, numbers=lambda: divisors(self.asked.traced))
         searched, options = partial(self._searched, "optimizer" in hosted), self._options["activations" in hosted]
         try:
@@ -97,6 +105,12 @@ class Attempts:
             if self.remat != "fit":
                 raise
             return or_refused(error, lambda: numbers(lambda n: least_remat(partial(searched, n), options)), AGAIN)
+
+    def _argument_bytes(self) -> float:
+        """The bytes of the arguments on a device, were each split over all."""
+        graph, mesh = self.asked.traced.graph, self.asked.meshes[0]
+        held = (graph.values[value] for value in graph.arguments if not graph.values[value].on_host)
+        return sum(value.nbytes for value in held) / mesh.size
 
     @cached_property
     def _options(self) -> tuple[Callable[[], Sequence[Remat]], Callable[[], Sequence[Remat]]]:
@@ -131,27 +145,18 @@ class Attempts:
         quick, progress = self.searcher.without_last_resort(), timed(self.progress, self.seconds if is_first else self._left())
 
         def refused(problem: Problem, error: InfeasibleError) -> None:
-            share = (error.smallest_peak_bytes or float("inf")) / prepared.limit
-            self.refused.append((share, prepared, problem.within(prepared.limit)))
+            self.prepared[id(prepared.facts)] = prepared
+            self.last.refuse(problem.within(prepared.limit), error)
 
         searched = partial(searched_on_meshes, prepared, quick, progress, self.ends, self.n_finalists, self.start, refused=refused)
         return prepared, *within(prepared, searched, self.reserves, self.mesh)
 
     def _by_last_resort(self) -> Found | None:
         """What the searcher's last resort finds, nearest to the limit first; None: nothing, or there is no time left."""
-        last, left = self.searcher.last_resort, self._left()
-        if not isinstance(last, IntegerProgramming) or left == 0.0:
-            return None
-        nearest: dict[tuple[int, tuple[int, ...]], tuple[Prepared, Problem]] = {}  # by program and mesh, which two limits may both refuse
-        for _, prepared, problem in sorted(self.refused, key=lambda each: each[0]):
-            nearest.setdefault((id(prepared), problem.mesh.sizes), (prepared, problem))
-        problems = {problem: prepared for prepared, problem in nearest.values()}
-        if (found := first_that_fits(last if left is None else last.limited(left), [*problems], self.progress)) is None:
+        if (found := self.last.found(self.progress, self._left())) is None:
             return None
         solution, problem = found
-        note = f"found by {last.name}, where nothing else was found within the memory limit"
-        solution = replace(solution, notes=(note, *solution.notes), finder=last.name)
-        prepared = problems[problem]
+        prepared = self.prepared[id(problem.facts)]
         return prepared, noted_if_barely(solution, prepared.limit) if self.reserves else solution, problem
 
     def _advised(self, error: InfeasibleError) -> InfeasibleError:

@@ -31,6 +31,7 @@ from autoshard.problem import NO_HINTS, Hints, Problem
 from autoshard.progress import Progress, part, silent
 from autoshard.render import Paragraph, Report, Table, format_bytes, format_percent, format_seconds
 from autoshard.search import DataParallel, FullySharded, Searcher, Solution, TensorParallel, searcher_of
+from autoshard.search.integer_programming import LastResort
 from autoshard.trace import outside_mesh
 
 BASELINES: tuple[Searcher, ...] = (DataParallel(), FullySharded(stage=1), FullySharded(stage=2), FullySharded(stage=3), TensorParallel())
@@ -166,10 +167,11 @@ def frontier(
         asked = ask(first)
         limited, ends = timed(callback, time_limit_seconds), endings(time_limit_seconds, interruptible)
         searches: list[_Search] = []
+        last = LastResort(chosen.last_resort)
 
         def attempt(n: int) -> _Search:
-            searches.append(_Search(asked if n == first else ask(n), chosen, limited))
-            searches[-1].run(points)
+            searches.append(_Search(asked if n == first else ask(n), chosen.without_last_resort(), limited))
+            searches[-1].run(points, last)
             return searches[-1]
 
         notes = ()
@@ -213,8 +215,8 @@ class _Search:
         self.hints: dict[Mesh, Hints] = {}
         self.bounds: dict[Mesh, list[tuple[float, float]]] = defaultdict(list)
 
-    def run(self, points: int) -> None:
-        """First what searcher and baselines find on every mesh, then what lies between."""
+    def run(self, points: int, last: LastResort) -> None:
+        """First what searcher and baselines find on every mesh, then what lies between; the last resort, if nothing fits."""
         prepared, failure = self.prepared, None
         n = len(prepared.meshes)
         for number, candidate in enumerate(prepared.meshes):
@@ -239,6 +241,8 @@ class _Search:
             while (least := min(point.cost[0] for point in self.front)) <= limit:  # what was asked for was met: there may be less
                 limit = LESS * least
                 self._ask(self.problems[candidate], self.searcher, limit, part(self.progress, 1 / 3 + number * share, share))
+        if min(point.cost[0] for point in self.front) > prepared.limit:
+            self._ask_last(last)
         limits = _limits(self.front, prepared.limit, points)
         for number, (lower, limit) in enumerate(pairwise(limits)):
             before, share = (2 + number / len(limits)) / 3, 1 / len(limits) / 3
@@ -271,6 +275,13 @@ class _Search:
             found = searcher.solve(watched, progress, hints)
             self.hints[problem.mesh] = found.hints
             self.bounds[problem.mesh].append((math.inf if limit is None else limit, found.lower_bound_seconds))
+
+    def _ask_last(self, last: LastResort) -> None:
+        """Puts what the last resort finds within the limit on the front."""
+        for point in self.front:
+            watched = point.problem.within(self.prepared.limit).observed_by(_Observer(self.front, point.problem, self.searcher))
+            last.refuse(watched, InfeasibleError("", point.cost[0]))
+        last.found(self.progress)
 
     def solution(self, point: _Point) -> Solution:
         """What a point is as an answer, with the best bound known of all that hold as little on its mesh."""

@@ -13,7 +13,7 @@ Microbatches = int | str | None
 """A number; ``"fit"``: more than one where nothing fits otherwise; ``"auto"``: the fastest of a few; None: one."""
 
 WORDS = ("fit", "auto")
-TRIES = 3  # of numbers of microbatches, where the first does not fit
+TRIES = 5  # of numbers of microbatches, where the first does not fit
 AUTO = (2, 4, 8)  # beside one
 
 Found = TypeVar("Found")
@@ -56,8 +56,9 @@ def _fewest(attempt: Callable[[int], Found], error: InfeasibleError, limit: floa
     """What is found with the fewest microbatches of `TRIES` numbers that are tried.
 
     A step's peak is taken for a constant plus a part in inverse proportion to the number of microbatches: the first number that is tried is
-    right if there is no constant, the next ones follow from the peaks before. Where one fits, a number between it and the last that did not
-    is tried, too, if it may fit without a constant.
+    right if there is no constant, the next ones follow from the peaks before. Where a peak is higher than with fewer, since microbatches of
+    few examples are split over devices otherwise, the next number is one beside that of the smallest peak. Where one fits, a number
+    between it and the last that did not is tried, too, if it may fit without a constant.
 
     Args:
         error: of the search in one.
@@ -68,16 +69,17 @@ def _fewest(attempt: Callable[[int], Found], error: InfeasibleError, limit: floa
     """
     peaks = {1: error.smallest_peak_bytes or math.inf}
     found: Found | None = None
-    too_few, left = 1, [n for n in numbers if n > 1]
+    left = [n for n in numbers if n > 1]
     for _ in range(TRIES):
-        if not left:
+        n = _next(left, peaks, limit) if found is None else left[(len(left) - 1) // 2] if left else None
+        if n is None:
             break
-        n = _next(left, peaks, limit) if found is None else left[(len(left) - 1) // 2]
+        few = max(other for other in peaks if other < n)
         try:
-            least = too_few * peaks[too_few] / limit if math.isfinite(peaks[too_few]) else 0.0
-            found, left = attempt(n), [other for other in left if max(too_few + 1, least) <= other < n]
+            least = few * peaks[few] / limit if math.isfinite(peaks[few]) else 0.0
+            found, left = attempt(n), [other for other in left if max(few + 1, least) <= other < n]
         except InfeasibleError as other:
-            too_few, left = n, [other for other in left if other > n]
+            left = [number for number in left if number != n and (found is None or number > n)]
             peaks[n] = other.smallest_peak_bytes or math.inf
         except SearchLimitError:
             break
@@ -90,13 +92,19 @@ def _fewest(attempt: Callable[[int], Found], error: InfeasibleError, limit: floa
         return found
     if len(peaks) == 1:
         raise error
-    tried, least = ", ".join(map(str, sorted(peaks)[1:])), min(peaks.values())
-    text = f"{error} Nor does it fit in microbatches, of which {tried} were tried: the smallest peak is {format_bytes(least)}."
-    raise InfeasibleError(text, least, error.proven)
+    tried, smallest = ", ".join(map(str, sorted(peaks)[1:])), min(peaks.values())
+    text = f"{error} Nor does it fit in microbatches, of which {tried} were tried: the smallest peak is {format_bytes(smallest)}."
+    raise InfeasibleError(text, smallest, error.proven)
 
 
-def _next(numbers: Sequence[int], peaks: Mapping[int, float], limit: float) -> int:
-    """The least of some numbers of microbatches with which a step may fit, by the peaks that were found with fewer."""
+def _next(numbers: Sequence[int], peaks: Mapping[int, float], limit: float) -> int | None:
+    """The number of microbatches to try next, by the peaks that were found with others; None: none may fit."""
+    best = min(peaks, key=lambda n: (peaks[n], -n))
+    around = [n for n in numbers if not any(n < other < best or best < other < n for other in peaks)]
+    if not around:
+        return None
+    if best < max(peaks):  # of numbers beyond, peaks rise
+        return around[(len(around) - 1) // 2]
     (last, peak), *before = sorted(peaks.items(), reverse=True)
     least = last * peak / limit if math.isfinite(peak) else 2 * last
     if before:
@@ -104,7 +112,8 @@ def _next(numbers: Sequence[int], peaks: Mapping[int, float], limit: float) -> i
         shrinks = (higher - peak) / (1 / few - 1 / last) if math.isfinite(higher) and higher > peak else 0.0
         constant = peak - shrinks / last
         least = max(least, shrinks / (limit - constant) if shrinks and constant < limit else 4 * last)
-    return next((n for n in numbers if n >= least), numbers[-1])
+    larger = [n for n in around if n > last]
+    return next((n for n in larger if n >= least), larger[-1] if larger else None)
 
 
 def _fastest(attempt: Callable[[int], Any]) -> Any:

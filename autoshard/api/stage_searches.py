@@ -39,6 +39,7 @@ from autoshard.progress import Progress, part
 from autoshard.recompute import Options, rematerialised
 from autoshard.rules import rules_of
 from autoshard.search import Searcher, Solution
+from autoshard.search.integer_programming import LastResort
 from autoshard.trace import Traced
 
 RECOMPUTED = (0.5, 1.0)  # of the way from the least time to the least memory: what plans are compared with
@@ -109,6 +110,7 @@ def in_stages(call: Call, n_stages: int, known: tuple[Traced, ProgramFacts, Mapp
     asked.check(traced.graph.argument_paths)
     until = None if call.seconds is None else time.perf_counter() + call.seconds
     found: dict[tuple, Solution] = {}  # equal stages are searched once
+    last, quick = LastResort(searcher.last_resort), searcher.without_last_resort()  # which all stages share
 
     def searched(
         stage: Stage, mesh: Mesh | None, fixed: Mapping[int, Layout], limit: float, progress: Progress, n_left: int
@@ -128,7 +130,15 @@ def in_stages(call: Call, n_stages: int, known: tuple[Traced, ProgramFacts, Mapp
         started = time.perf_counter()
         left = None if until is None else max(0.0, until - started) / n_left
         ends = call.ends if until is None else tuple({*call.ends, OutOfTime})
-        solution, problem = searched_on_meshes(prepared, searcher, timed(progress, left), ends, 1, None, limit)
+        limited = timed(progress, left)
+        try:
+            solution, problem = searched_on_meshes(prepared, quick, limited, ends, 1, None, limit, refused=last.refuse)
+        except InfeasibleError:
+            if (at_last := last.found(limited, None if left is None else max(0.0, started + left - time.perf_counter()))) is None:
+                raise
+            solution, problem = at_last
+        finally:
+            last.refused = []
         if solution.stats.get("ended_early") and (left is None or time.perf_counter() - started < left):
             until = time.perf_counter()  # Ctrl-C is for all stages: those that are left have their first answers
         found[key] = solution

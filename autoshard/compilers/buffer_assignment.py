@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,16 @@ from autoshard.ir import Assignment, Layout, Op, operand_layout, shards
 
 if TYPE_CHECKING:
     from autoshard.compilers.program_facts import ProgramFacts
+
+
+class CopiesOf(NamedTuple):
+    """The copies of a value in other layouts."""
+
+    value: int
+
+
+Buffer = int | CopiesOf
+"""What is stored, and pays a price on bytes: a value by its number, the partial result of an op as ``~op``, or copies of a value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +58,10 @@ class Peak:
     spare_bytes: float
 
     @property
-    def charged(self) -> list[int]:
-        """What pays a price on bytes: values by their numbers, those with copies included, and the partial results of ops by ``~op``."""
-        return sorted({*self.alive, *(value for value, _ in self.copies), *(~op for op, _ in self.partials)})
+    def charged(self) -> list[Buffer]:
+        """What pays a price on bytes: values, those with copies included, partial results, and copies; each kind in order."""
+        copied = sorted({value for value, _ in self.copies})
+        return [*sorted({*self.alive, *copied, *(~op for op, _ in self.partials)}), *map(CopiesOf, copied)]
 
 
 @dataclass(frozen=True, slots=True)

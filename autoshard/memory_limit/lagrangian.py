@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard.budgets import BUDGETS
+from autoshard.compilers.buffer_assignment import Buffer, CopiesOf
 from autoshard.errors import InfeasibleError
 from autoshard.judge.evaluate import Judgement
 from autoshard.memory_limit.repair import Answer, Repair
@@ -19,8 +20,8 @@ from autoshard.problem import NO_HINTS, Hints, Label, MemoryTables, Problem
 from autoshard.problem.problem import leading_variables
 from autoshard.render import format_bytes
 
-Priced = Callable[[Mapping[int, float]], Answer]
-"""A search under prices: from seconds a byte on a device, by value, to the answer."""
+Priced = Callable[[Mapping[Buffer, float]], Answer]
+"""A search under prices: from seconds a byte on a device, by what is stored, to the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +99,10 @@ def fitted(
 
 
 def least_peak(problem: Problem, found: Answer) -> float:
-    """A lower bound of the bytes at an answer's moment of peak, over all strategies; 0.0 where tables would be too large to say."""
+    """A lower bound of the bytes at an answer's moment of peak, over all strategies; 0.0 where labels are too many to say."""
     judgement, labels = found
     problem, labels = problem.original, problem.invert(labels)
-    if problem.table_entries(range(len(problem.mesh.axes)), BUDGETS.counted_entries) > BUDGETS.counted_entries:
+    if problem.most_labels() > BUDGETS.counted_labels:
         return 0.0
     memory, positions, peak = problem.cached(MemoryTables), problem.positions(labels), judgement.peak
     least = []
@@ -128,14 +129,14 @@ class _Tried:
     Attributes:
         best: the fastest answer found within the limit.
         above: the one just beyond it, or of the smallest peak.
-        priced: the values that had a price.
+        priced: what had a price.
         price: seconds a byte.
         beyond: all answers found beyond it, the one without prices first.
     """
 
     best: Answer | None
     above: Answer
-    priced: set[int]
+    priced: list[Buffer]
     price: float
     beyond: list[Answer]
 
@@ -143,43 +144,53 @@ class _Tried:
 def _by_prices(problem: Problem, search: Priced, free: Answer, steps: int, known: float) -> _Tried:
     """The answers under prices that rise until the limit is kept, then close in on the one at which answers on both sides cost the same.
 
-    A known price (not 0.0) comes first. The steps end where no price between would find another answer, and where the answer within the
-    limit is as fast as the one without prices.
+    A known price (not 0.0) comes first. One that raises the peak by what had no price is tried again, with that charged; where it still
+    does, no higher one is tried. The steps end where no price between would find another answer, and where the answer within the limit is
+    as fast as the one without prices.
     """
     limit = problem.memory_limit_bytes or 0.0
     above, best, before = free, None, free
-    priced = set(free[0].peak.charged)
+    priced = dict.fromkeys(free[0].peak.charged)
     first = _even_price(free)
     price, factor = (known, BUDGETS.price_factor_known) if known else (first, BUDGETS.price_factor)
     shares = alive_shares(problem)
     too_low, enough, below, beyond = 0.0, None, None, [free]
+    again = False  # whether the last price is tried once more
     for _ in range(steps):
-        weights = shares | dict.fromkeys(sorted(priced), 1.0)
-        found = search({value: price * weight for value, weight in weights.items()})
-        cost, news, same = found[0].cost, set(found[0].peak.charged) - priced, found[1] == before[1]
+        weights = shares | dict.fromkeys(priced, 1.0)
+        found = search({buffer: price * weight for buffer, weight in weights.items()})
+        cost, same = found[0].cost, found[1] == before[1]
+        news = [buffer for buffer in found[0].peak.charged if buffer not in priced]
         between = enough is not None and found[1] in (above[1], below[1] if below else None)
         if cost.peak_bytes <= limit:
             if best is None or cost.objective_seconds < best[0].cost.objective_seconds:
                 best = found
-            enough, below = price, found
+            enough, below, again = price, found, False
             if cost.objective_seconds <= free[0].cost.objective_seconds * (1 + BUDGETS.price_tolerance):
                 break
         else:
             if not same:
                 beyond.append(found)
+            rises = cost.peak_bytes > above[0].cost.peak_bytes
+            if enough is None and rises and again:
+                break  # the bytes of other moments decide by now
+            again = bool(news) and rises and not again
+            if again:  # it evades the price by buffers that had none
+                priced |= dict.fromkeys(news)
+                continue
             if enough is None and not news and same and price > BUDGETS.price_dear * first:
                 break  # the very same answer at a higher price, where bytes decide alone: no price does better
             if enough is not None or cost.peak_bytes < above[0].cost.peak_bytes:
                 above = found
             between = between and not news  # what had no price so far may change the answer
-            priced |= news
+            priced |= dict.fromkeys(news)
             too_low = price
         before = found
         if enough is not None and (between or enough - too_low < 0.2 * enough):
             break
         price = price * factor if below is None else _between(too_low, enough or price, above, below)
         factor = min(factor**2, BUDGETS.price_factor)
-    return _Tried(best, above, priced, enough or too_low, beyond)
+    return _Tried(best, above, [*priced], enough or too_low, beyond)
 
 
 def _between(too_low: float, enough: float, above: Answer, below: Answer) -> float:
@@ -201,17 +212,23 @@ def _even_price(found: Answer) -> float:
     return found[0].cost.objective_seconds / found[0].cost.peak_bytes
 
 
-def alive_shares(problem: Problem) -> dict[int, float]:
-    """Per stored value, and per op that may keep its partial result, the share of the program in which it is alive.
+def alive_shares(problem: Problem) -> dict[Buffer, float]:
+    """The share of the program in which each buffer may be alive: values, partial results that ops may keep, copies that several read.
 
     That is the weight of its bytes until it is part of a peak.
 
     Without any weight, values of no peak so far would grow wherever that saves bytes of others.
     """
-    lives = problem.facts.lifetimes
-    shares = (lives.dies - lives.born) / max(lives.moments, 1)
+    lives, readers = problem.facts.lifetimes, problem.facts.readers
+    whole = max(lives.moments, 1)
+    shares = (lives.dies - lives.born) / whole
     rules = ((op, problem.rules[op]) for op in leading_variables(problem))
     sums = [op for op, rule in rules if rule is not None and any(factor.kind == "reduction" for factor in rule.factors)]
     last = max((lives.ends[op] for op in sums), default=0)
-    partials = {~op: (last - lives.starts[op]) / max(lives.moments, 1) for op in sums}
-    return partials | dict(sorted(zip(lives.values, shares.tolist(), strict=True)))
+    partials = {~op: (last - lives.starts[op]) / whole for op in sums}
+    copies = {
+        CopiesOf(value): (max(lives.ends[op] for op in readers[value]) - min(lives.starts[op] for op in readers[value])) / whole
+        for value in problem.decisions.copies
+        if readers[value]
+    }
+    return partials | copies | dict(sorted(zip(lives.values, shares.tolist(), strict=True)))

@@ -14,6 +14,7 @@ from itertools import accumulate
 import numpy as np
 
 from autoshard.budgets import BUDGETS
+from autoshard.compilers.buffer_assignment import Buffer
 from autoshard.judge.evaluate import Judgement
 from autoshard.problem import Label, Problem
 
@@ -44,7 +45,7 @@ class Repair:
             return ours < theirs
         return ours <= self.limit and found[0].cost.objective_seconds < than[0].cost.objective_seconds * (1 - BUDGETS.rounding)
 
-    def mixed(self, below: Answer, above: Answer, priced: Iterable[int]) -> Answer:
+    def mixed(self, below: Answer, above: Answer, priced: Iterable[Buffer]) -> Answer:
         """The answer within the limit, with as many parts of one above it as fit, most seconds a byte first."""
         parts = self._parts(below[1], above[1], priced)
         sums = list(accumulate((taken for _, taken in parts), initial=0.0))
@@ -68,7 +69,7 @@ class Repair:
                 too_many = some
         return best
 
-    def _parts(self, below: list[Label], above: list[Label], priced: Iterable[int]) -> list[tuple[list[int], float]]:
+    def _parts(self, below: list[Label], above: list[Label], priced: Iterable[Buffer]) -> list[tuple[list[int], float]]:
         """The variables in which two answers differ, as parts that share no table, with the bytes each takes; only those that gain time."""
         differ = {variable: variable for variable, (one, other) in enumerate(zip(below, above, strict=True)) if one != other}
 
@@ -77,7 +78,7 @@ class Repair:
                 differ[variable] = variable = differ[differ[variable]]
             return variable
 
-        bytes_of = dict.fromkeys(sorted(priced), 1.0)
+        bytes_of = dict.fromkeys(priced, 1.0)
         ours, theirs, charged, refunded = (
             self.problem.tables((), labels, prices) for prices in (None, bytes_of) for labels in (below, above)
         )
@@ -90,9 +91,11 @@ class Repair:
             gain = float(ours.unary[variable][0] - theirs.unary[variable][0])
             gains[first(variable)] += gain
             taken[first(variable)] += float(refunded.unary[variable][0] - charged.unary[variable][0]) + gain
-        for (i, j), table in ours.pairs.items():
-            if (variable := i if i in differ else j) in differ:
-                gains[first(variable)] += float(table[0, 0] - theirs.pairs[i, j][0, 0])
+        for pair, table in ours.pairs.items():
+            if (variable := pair[0] if pair[0] in differ else pair[1]) in differ:
+                gain = float(table[0, 0] - theirs.pairs[pair][0, 0])
+                gains[first(variable)] += gain
+                taken[first(variable)] += float(refunded.pairs[pair][0, 0] - charged.pairs[pair][0, 0]) + gain
         parts: dict[int, list[int]] = {part: [] for part in gains}
         for variable in differ:
             parts[first(variable)].append(variable)
@@ -141,13 +144,14 @@ class Repair:
             charged = self.problem.tables((axis,), labels, bytes_of)
             domains.append(tables.labels)
             now = tables.incumbent
-            costs = list(tables.unary)
-            for (i, j), table in tables.pairs.items():
-                costs[i] = costs[i] + table[:, now[j]]
-                costs[j] = costs[j] + table[now[i]]
+            costs, together = ([*each.unary] for each in (tables, charged))
+            for each, sums in ((tables, costs), (charged, together)):
+                for (i, j), table in each.pairs.items():
+                    sums[i] = sums[i] + table[:, now[j]]
+                    sums[j] = sums[j] + table[now[i]]
             for variable, cost in enumerate(costs):
                 lost = cost - cost[now[variable]]
-                taken = charged.unary[variable] - tables.unary[variable]
+                taken = together[variable] - cost
                 saved = taken[now[variable]] - taken
                 ranks = lost if fits else np.where(saved > 0, lost, np.inf) / np.maximum(saved, 1.0)
                 worth = np.flatnonzero(lost < -BUDGETS.rounding * abs(cost[now[variable]]) if fits else saved > 0)

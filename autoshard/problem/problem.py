@@ -9,20 +9,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache, partial, reduce
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from autoshard.compilers.buffer_assignment import Buffer, CopiesOf
 from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.cost.reshard import path_seconds
+from autoshard.inference.model import Pair
 from autoshard.ir import NOWHERE, Assignment, Choice, Layout, given_choice, layouts, shards
 from autoshard.judge.evaluate import Judgement, evaluate
 from autoshard.judge.model import CostModel
 from autoshard.problem.cost_tables import CostedDomain, CostTables, Tables
 from autoshard.problem.domains import Domains, Label
 from autoshard.problem.hints import Hints
-from autoshard.problem.variables import Pin, decisions_of
+from autoshard.problem.variables import Edge, Pin, decisions_of
 
 Fact = TypeVar("Fact")
 
@@ -209,14 +211,14 @@ class Problem:
 
     # -- tables ----------------------------------------------------------------------------------------------------
 
-    def tables(self, free: Sequence[int], labels: Sequence[Label], prices: Mapping[int, float] | None = None) -> Tables:
+    def tables(self, free: Sequence[int], labels: Sequence[Label], prices: Mapping[Buffer, float] | None = None) -> Tables:
         """The costs with some mesh axes free and the given labels on all others.
 
         Args:
             free: the free mesh axes.
             labels: the present label of every variable.
-            prices: seconds charged for each byte on a device (Lagrange multipliers), of values by their numbers, of the partial result that
-                an op keeps whole by ``~op``.
+            prices: seconds charged for each byte on a device (Lagrange multipliers), by what is stored; an op's partial result is charged
+                where the op keeps it whole.
         """
         free = tuple(free)
         domains = self.costs.domains_of(labels, free)
@@ -229,20 +231,31 @@ class Problem:
                 unary[i] = table
             else:
                 pairs[i, j] = table
-        self.charge(unary, domains, prices or {})
+        self.charge(unary, pairs, domains, prices or {})
         incumbent = np.fromiter(map(CostedDomain.position, domains, labels), dtype=np.int64, count=len(labels))
         return Tables(tuple(unary), pairs, tuple(domain.labels for domain in domains), incumbent)
 
-    def charge(self, unary: list[np.ndarray], domains: Sequence[CostedDomain], prices: Mapping[int, float]) -> None:
-        """Replaces unary tables by such that charge prices for the bytes of values; equal tables stay one array.
+    def charge(
+        self, unary: list[np.ndarray], pairs: dict[Pair, np.ndarray], domains: Sequence[CostedDomain], prices: Mapping[Buffer, float]
+    ) -> None:
+        """Replaces tables by such that charge prices for bytes; equal tables stay one array.
 
         Args:
             unary: per variable its table ``(n,)``, to be replaced.
+            pairs: by two variables their table ``(n_i, n_j)``, to be replaced.
             domains: of the variables.
             prices: as in `tables`.
         """
         charged: dict[tuple, tuple[np.ndarray, np.ndarray]] = {}  # by identities; the value keeps its key's table alive
         for buffer, price in prices.items():
+            for edge in self.copying(buffer):
+                first, last = domains[edge.source].slots[edge.source_slot], [domains[edge.target].slots[slot] for slot in edge.target_slots]
+                one, pair = self.graph.values[edge.value], (min(edge.source, edge.target), max(edge.source, edge.target))
+                key = id(pairs[pair]), pair[0] == edge.source, id(first), *map(id, last), one.rank, one.nbytes, price
+                if key not in charged:
+                    nbytes = self.copied_bytes(edge, first, last)
+                    charged[key] = pairs[pair], pairs[pair] + price * (nbytes if pair[0] == edge.source else nbytes.T)
+                pairs[pair] = charged[key][1]
             for charge in self.charges(buffer):
                 variable, slot = charge[:2]
                 domain = domains[variable]
@@ -251,8 +264,10 @@ class Problem:
                     charged[key] = unary[variable], unary[variable] + price * self.charged_bytes(charge, variable, domain)
                 unary[variable] = charged[key][1]
 
-    def charges(self, buffer: int) -> list[Charge]:
-        """What a price is on: every place that stores a value, or the partial result of an op, given as ``~op``."""
+    def charges(self, buffer: Buffer) -> list[Charge]:
+        """What a price is on: every place that stores a value, or the partial result of an op."""
+        if isinstance(buffer, CopiesOf):
+            return []
         if buffer < 0:
             variable = self.cached_for_all_meshes(leading_variables).get(~buffer)
             return [] if variable is None else [(variable, -1, 0, 0.0)]
@@ -266,7 +281,20 @@ class Problem:
             return self.costs.kept_partials(variable, domain)
         return nbytes / _shards_by_number(rank, self.mesh.sizes)[domain.slots[slot]]
 
-    def cost_of(self, labels: Sequence[Label], prices: Mapping[int, float] | None = None) -> float:
+    def copying(self, buffer: Buffer) -> Sequence[Edge]:
+        """The reads of a value whose copies a price is on; none of other buffers, nor where the copy has a variable of its own."""
+        return self.cached_for_all_meshes(_reads_of_values).get(buffer.value, ()) if isinstance(buffer, CopiesOf) else ()
+
+    def copied_bytes(self, edge: Edge, source: np.ndarray, targets: Sequence[np.ndarray]) -> np.ndarray:
+        """The share ``(n_source, n_target)`` of a copy's bytes on a device that one of its readers is charged, by the layouts' numbers.
+
+        A copy is stored from its first reader to its last, so that each of ``n`` readers is charged the ``n``-th part.
+        """
+        one, readers = self.graph.values[edge.value], len(self.copying(CopiesOf(edge.value)))
+        shares = _copied_shares(one.rank, self.mesh.sizes)
+        return one.nbytes / readers * reduce(np.maximum, [shares[source[:, None], target] for target in targets])
+
+    def cost_of(self, labels: Sequence[Label], prices: Mapping[Buffer, float] | None = None) -> float:
         """The tables' cost of some labels, in seconds: the objective less `fixed_seconds`."""
         tables = self.tables((), labels, prices)
         return tables.energy(tables.incumbent)
@@ -289,6 +317,11 @@ class Problem:
     def kind_pairs(self) -> Mapping[tuple[int, int], int]:
         """The number of pair tables by the kinds of their two variables; of a reduction, of the variables that stand for its own."""
         return self.cached_for_all_meshes(_kind_pairs)
+
+    def most_labels(self) -> int:
+        """The number of labels of one variable of each kind, legal or not."""
+        variables, most = self.decisions.variables, self.costs.domains.most_labels
+        return sum(most(variables[i], len(self.mesh.axes)) for i in self.cached_for_all_meshes(_first_of_kinds).values())
 
     def slots(self, variable: int) -> tuple[np.ndarray, ...]:
         """Per slot of a variable the layout numbers ``(n,)`` by its labels with all axes free."""
@@ -404,6 +437,23 @@ def _other_places(problem: Problem) -> dict[int, list[tuple[int, int]]]:
         if variable.leader < 0 and (number in copied or root[variable.value] != variable.value):
             places.setdefault(copied.get(number, root[variable.value]), []).append((number, 0))
     return places
+
+
+def _reads_of_values(problem: Problem) -> dict[int, list[Edge]]:
+    """By value its reads by other variables, but for that of a shared copy."""
+    reads: dict[int, list[Edge]] = {}
+    for edge in problem.decisions.edges:
+        if edge.source != edge.target and problem.decisions.copies.get(edge.value) != edge.target:
+            reads.setdefault(edge.value, []).append(edge)
+    return reads
+
+
+@cache
+def _copied_shares(rank: int, sizes: tuple[int, ...]) -> np.ndarray:
+    """The share of a tensor on a device ``(n, n)`` that is sent there for one layout, from another: a slice of what is there is not."""
+    dims = np.array(layouts(rank, len(sizes)))
+    sent = ((dims[:, None] >= 0) & (dims[:, None] != dims)).any(axis=2)
+    return sent / _shards_by_number(rank, sizes)
 
 
 @cache

@@ -16,13 +16,14 @@ from typing import Any, TypeVar
 import numpy as np
 
 from autoshard.budgets import BUDGETS
+from autoshard.compilers.buffer_assignment import Buffer
 from autoshard.inference.model import Messages, Pair
 from autoshard.inference.trw_s import MessagePassing
 from autoshard.ir import Assignment
 from autoshard.problem import Label, Problem, Tables
 from autoshard.problem.cost_tables import CostedDomain
 from autoshard.problem.problem import Charge, Fact
-from autoshard.problem.variables import Coupling
+from autoshard.problem.variables import Coupling, Edge
 
 Part = TypeVar("Part")
 
@@ -91,7 +92,7 @@ class Quotient(Problem):
         self.whole = whole
         self.classes = classes
         _, self._firsts = np.unique(classes, return_index=True)
-        self._charges_of: dict[int, tuple[Charge, ...]] = {}
+        self._charges_of: dict[Buffer, tuple[Charge, ...]] = {}
         self._charged: list[Any] = []  # the last prices, and their sums by charge
         super().__init__(whole.facts, whole.model, whole.pins, whole.memory_limit_bytes, whole, whole.observer)
 
@@ -173,7 +174,7 @@ class Quotient(Problem):
     def pinned(self, axis: int) -> list[int]:
         return list(dict.fromkeys(int(self.classes[variable]) for variable in self.whole.pinned(axis)))
 
-    def tables(self, free: Sequence[int], labels: Sequence[Label], prices: Mapping[int, float] | None = None) -> Tables:
+    def tables(self, free: Sequence[int], labels: Sequence[Label], prices: Mapping[Buffer, float] | None = None) -> Tables:
         """The tables that `project_tables` makes of the whole's; each of equal ones is made once and multiplied by its count."""
         whole, free = self.whole, tuple(free)
         domains = [whole.costs.domain(int(variable), label, free) for variable, label in zip(self._firsts, labels, strict=True)]
@@ -189,23 +190,45 @@ class Quotient(Problem):
                 pair, table = ((a, b), one) if a < b else ((b, a), one.T)
                 pairs[pair] = pairs[pair] + count * table if pair in pairs else count * table
         if prices:
-            self._charge(unary, domains, prices)
+            self._charge(unary, pairs, domains, prices)
         incumbent = np.array([domain.position(label) for domain, label in zip(domains, labels, strict=True)], dtype=np.int64)
         return Tables(tuple(unary), pairs, tuple(domain.labels for domain in domains), incumbent)
 
-    def _charge(self, unary: list[np.ndarray], domains: Sequence[CostedDomain], prices: Mapping[int, float]) -> None:
-        """Adds prices of bytes to unary tables: equal buffers of a class are charged once, at the sum of their prices."""
+    def _charge(
+        self, unary: list[np.ndarray], pairs: dict[Pair, np.ndarray], domains: Sequence[CostedDomain], prices: Mapping[Buffer, float]
+    ) -> None:
+        """Adds prices of bytes to tables: equal buffers of a class are charged once, at the sum of their prices."""
+        whole = self.whole
         if not self._charged or self._charged[0] is not prices:
-            sums: dict[Charge, float] = {}
-            for charged, price in prices.items():
-                for charge in self._charges(charged):
-                    sums[charge] = sums.get(charge, 0.0) + price
-            self._charged[:] = prices, sums  # searches ask for the tables of several axes under the same prices
+            self._charged[:] = prices, *self._summed(prices)  # searches ask for the tables of several axes under the same prices
         for charge, price in self._charged[1].items():
             number, domain = charge[0], domains[charge[0]]
-            unary[number] = unary[number] + price * self.whole.charged_bytes(charge, int(self._firsts[number]), domain)
+            unary[number] = unary[number] + price * whole.charged_bytes(charge, int(self._firsts[number]), domain)
+        for (a, b, *_), (price, edge) in self._charged[2].items():
+            slots = domains[b].slots
+            nbytes = price * whole.copied_bytes(edge, domains[a].slots[edge.source_slot], [slots[slot] for slot in edge.target_slots])
+            if a == b:
+                unary[a] = unary[a] + np.diagonal(nbytes)
+            else:
+                pair, table = ((a, b), nbytes) if a < b else ((b, a), nbytes.T)
+                pairs[pair] = pairs[pair] + table
 
-    def _charges(self, charged: int) -> tuple[Charge, ...]:
+    def _summed(self, prices: Mapping[Buffer, float]) -> tuple[dict[Charge, float], dict[tuple, tuple[float, Edge]]]:
+        """The sums of prices by charge; and by the classes and kinds of reads that copy, with one of these reads."""
+        sums: dict[Charge, float] = {}
+        copied: dict[tuple, tuple[float, Edge]] = {}
+        for buffer, price in prices.items():
+            for charge in self._charges(buffer):
+                sums[charge] = sums.get(charge, 0.0) + price
+            reads = self.whole.copying(buffer)
+            for edge in reads:
+                one = self.graph.values[edge.value]
+                classes = int(self.classes[edge.source]), int(self.classes[edge.target])
+                key = *classes, edge.source_slot, edge.target_slots, one.rank, one.nbytes, len(reads)
+                copied[key] = (copied[key][0] if key in copied else 0.0) + price, edge
+        return sums, copied
+
+    def _charges(self, charged: Buffer) -> tuple[Charge, ...]:
         """What a price of the whole problem is on, with classes for variables."""
         if (found := self._charges_of.get(charged)) is None:
             charges = self.whole.charges(charged)

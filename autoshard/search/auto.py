@@ -7,10 +7,11 @@ assignments of the mesh.
 *Members.* All baselines are run. Automatic searchers, which all minimise the judge's objective, are run until an answer is *settled*: the
 cluster waits for all collectives but permutes, the objective is within `Budgets.settled_gap` of the lower bound, and so is the makespan of
 the objective. No other objective can be less by more than that, and no other makespan by more than its hidden permutes and the collectives
-that compilers combine or narrow.
+that compilers combine or narrow. Where layers are equal and one found nothing within the memory limit, the next ones would try the same
+prices of bytes on the same layers, and are not run.
 
 *Last resort.* Where no member finds anything within the memory limit, integer programming searches, if the problem is small. A search of
-several meshes runs it once for all of them (`autoshard.api.attempts`).
+several meshes runs it once for all of them (`integer_programming.LastResort`).
 
 *Hidden communication.* The objective charges all communication, the makespan only its exposed part. So where no answer is settled and some
 communication is hidden, recursive programming runs once more, with each kind of collective charged the share of its seconds that is exposed
@@ -33,10 +34,11 @@ from autoshard.judge.model import CostModel
 from autoshard.memory_limit.lagrangian import nothing_fits
 from autoshard.problem import NO_HINTS, Hints, Problem
 from autoshard.progress import Progress, part, silent
+from autoshard.reductions import symmetry
 from autoshard.render import format_percent
 from autoshard.search.baselines import DataParallel, FullySharded
 from autoshard.search.dynamic_programming import DynamicProgramming
-from autoshard.search.integer_programming import IntegerProgramming, first_that_fits
+from autoshard.search.integer_programming import IntegerProgramming, LastResort
 from autoshard.search.recursive_programming import RecursiveProgramming
 from autoshard.search.searcher import Searcher, Solution
 from autoshard.search.tensor_parallel import TensorParallel
@@ -94,10 +96,12 @@ class Auto(Searcher):
         started = time.perf_counter()
         found: list[tuple[Solution, Searcher]] = []
         refused: list[InfeasibleError] = []
+        in_vain = False  # whether automatic members have found nothing within the limit
         too_large: list[SearchLimitError] = []
         share = 1 / (1 + len(self.members))  # of the progress, a member's; the last is for hidden communication
         for number, member in enumerate(self.members):
-            if member.automatic and any(_settled(problem, solution) for solution, _ in found):
+            folded = in_vain and symmetry.apply(problem) is not None
+            if member.automatic and (folded or any(_settled(problem, solution) for solution, _ in found)):
                 continue
             own = part(progress, number * share, share)
             own(member.name, 0.0)
@@ -106,16 +110,19 @@ class Auto(Searcher):
                 known = hints if member.automatic else replace(hints, least=min(least, hints.least))
                 found.append((member.solve(problem, own, known), member))
                 hints = replace(found[-1][0].hints, least=hints.least)
+                in_vain = in_vain and not member.automatic
             except SearchLimitError as error:
                 too_large.append(error)
             except InfeasibleError as error:
                 if error.proven:
                     raise
                 refused.append(error)
+                in_vain = in_vain or (member.automatic and not any(one.automatic for _, one in found))
         if not found and refused and self.last_resort is not None:
-            last = first_that_fits(self.last_resort, [problem], progress, hints)
-            found += [] if last is None else [(last[0], self.last_resort)]
-        if not any(_settled(problem, solution) for solution, _ in found):
+            last = LastResort(self.last_resort)
+            last.refuse(problem, refused[0])
+            found += [(solution, self.last_resort) for solution, _ in filter(None, [last.found(progress)])]
+        if not in_vain and not any(_settled(problem, solution) for solution, _ in found):
             last = part(progress, len(self.members) * share, share)
             found += self._with_exposed_shares(problem, [solution.judgement.cost for solution, _ in found], last, hints)
         if not found:

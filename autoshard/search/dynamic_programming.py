@@ -34,6 +34,7 @@ from typing import ClassVar
 import numpy as np
 
 from autoshard.budgets import BUDGETS
+from autoshard.compilers.buffer_assignment import Buffer
 from autoshard.errors import InfeasibleError, SearchLimitError
 from autoshard.inference.model import Messages
 from autoshard.inference.reduced_cost_fixing import ReducedCostFixing
@@ -98,7 +99,7 @@ class DynamicProgramming(Searcher):
                     return replace(own, judgement=other.judgement)
         return own
 
-    def priced(self, problem: Problem, prices: Mapping[int, float], messages: Messages) -> tuple[Answer, Messages]:
+    def priced(self, problem: Problem, prices: Mapping[Buffer, float], messages: Messages) -> tuple[Answer, Messages]:
         """The best answer where bytes of values have prices, whatever the memory limit, and the messages for the next price."""
         run = _Run(self, problem, silent, replace(NO_HINTS, messages=messages))
         answer = run.optimum(prices)
@@ -175,7 +176,7 @@ class _Run:
         self.bound = 0.0
         self.n_free_variables = 0
 
-    def optimum(self, prices: Mapping[int, float]) -> Answer:
+    def optimum(self, prices: Mapping[Buffer, float]) -> Answer:
         """The judgement and the labels, of the whole problem, of the best answer under memory prices."""
         tables = self._tables(self.small or self.problem, prices)
         found, bound, self.messages = self._solved(tables, self.messages, BUDGETS.table_sweeps if prices else None)
@@ -275,7 +276,7 @@ class _Run:
                 return bound, bound >= enough
         raise AssertionError("attempts end when no sweeps are left")
 
-    def _tables(self, problem: Problem, prices: Mapping[int, float] | None = None) -> Tables:
+    def _tables(self, problem: Problem, prices: Mapping[Buffer, float] | None = None) -> Tables:
         """All axes' tables, if they are not too large."""
         limit = self.searcher.max_problem_entries
         axes = range(len(problem.mesh.axes))

@@ -12,7 +12,11 @@ from autoshard.search.tensor_parallel import TensorParallel
 
 
 def low_memory_starts(problem: Problem) -> list[Answer]:
-    """The answers of fully sharded data parallelism and of tensor parallelism, whatever the memory limit."""
+    """The answers of fully sharded data parallelism and of tensor parallelism, whatever the memory limit; found once a problem."""
+    return problem.cached(_starts)
+
+
+def _starts(problem: Problem) -> list[Answer]:
     unlimited, found = problem.within(None), []
     for searcher in (FullySharded(stage=3), TensorParallel()):
         with suppress(InfeasibleError, SearchLimitError, ShardingError):

@@ -9,7 +9,7 @@ the whole is a coordinate descent, and its answer a heuristic.
 (`autoshard.inference.reduced_cost_fixing`): each step is then within `Budgets.axis_tolerance` of its axis's minimum. The same is done where
 tables would otherwise be too large.
 
-*Memory.* Where the limit binds, the bytes alive at the peak get a price (`autoshard.memory_limit.lagrangian`), and layers may differ.
+*Memory.* Where the limit binds, the bytes alive at the peak get a price, and layers may differ (`autoshard.memory_limit.repair`).
 
 *Meshes.* The axes here are a mesh's own. `autoshard.mesh_search.refinement` uses the same descent over their prime factors.
 
@@ -23,14 +23,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
 
 from autoshard.budgets import BUDGETS
-from autoshard.errors import InfeasibleError, SearchLimitError
+from autoshard.compilers.buffer_assignment import Buffer
+from autoshard.errors import SearchLimitError
 from autoshard.inference.elimination import Eliminator
 from autoshard.inference.reduced_cost_fixing import ReducedCostFixing
 from autoshard.judge.evaluate import Judgement
@@ -87,19 +87,14 @@ class RecursiveProgramming(Searcher):
     def _found(self, problem: Problem, progress: Progress, hints: Hints) -> tuple[Descent, Fitted]:
         """The best answer, and the run that found it."""
         fixing = ReducedCostFixing(self.max_entries, BUDGETS.table_sweeps, BUDGETS.axis_tolerance, progress)
-        limit = problem.memory_limit_bytes
         if (small := symmetry.apply(problem)) is not None:
             run = Descent(self, small, progress, fixing, hints.start)
-            judgement, labels = run.descend({})
-            if limit is None or judgement.cost.peak_bytes <= limit:
-                return run, Fitted(judgement, labels)
-            with suppress(InfeasibleError):
-                return run, fitted(problem, run.descend, self.price_steps, low_memory_starts, hints=hints)
+            return run, fitted(problem, run.descend, self.price_steps, low_memory_starts, hints=hints)
         run = Descent(self, problem, progress, start=hints.start)
         try:
             return run, fitted(problem, run.descend, self.price_steps, low_memory_starts, hints=hints)
         except SearchLimitError:
-            run = Descent(self, small or problem, progress, fixing, hints.start)
+            run = Descent(self, problem, progress, fixing, hints.start)
             return run, fitted(problem, run.descend, self.price_steps, low_memory_starts, hints=hints)
 
 
@@ -128,7 +123,7 @@ class Descent:
         self.judged: dict[tuple[Label, ...], Judgement] = {}
         self.n_free_variables = self.width = self.sweeps = 0
 
-    def descend(self, prices: Mapping[int, float]) -> Answer:
+    def descend(self, prices: Mapping[Buffer, float]) -> Answer:
         """Labels of the whole problem that no single axis can improve: the better of descents from all replicated, and from the start."""
         problem = self.problem
         labels = self.settle(problem.start(), prices)
@@ -139,7 +134,7 @@ class Descent:
             self.judged[key] = problem.evaluate(problem.assignment(labels))
         return self.judged[key], problem.invert(labels)
 
-    def settle(self, labels: list[Label], prices: Mapping[int, float]) -> list[Label]:
+    def settle(self, labels: list[Label], prices: Mapping[Buffer, float]) -> list[Label]:
         """Labels that no single axis can improve, from given ones."""
         problem, searcher = self.problem, self.searcher
         axes = _slowest_first(problem.model)
@@ -157,7 +152,7 @@ class Descent:
                 break
         return labels
 
-    def _free(self, axis: int, labels: list[Label], prices: Mapping[int, float]) -> tuple[list[Label], float]:
+    def _free(self, axis: int, labels: list[Label], prices: Mapping[Buffer, float]) -> tuple[list[Label], float]:
         """The best labels when one axis is free, and the seconds gained (0.0: nothing better than a rounding error)."""
         tables = self.problem.tables((axis,), labels, prices)
         self.n_free_variables = max(self.n_free_variables, sum(len(options) > 1 for options in tables.labels))

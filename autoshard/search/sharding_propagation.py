@@ -28,6 +28,7 @@ from typing import ClassVar
 import numpy as np
 
 from autoshard.budgets import BUDGETS
+from autoshard.compilers.buffer_assignment import Buffer
 from autoshard.errors import ShardingError
 from autoshard.inference.elimination import Eliminator
 from autoshard.inference.model import PairwiseModel
@@ -108,7 +109,7 @@ class PropagationSearch:
     rounds: int = 0
     eliminate: Eliminator = field(default_factory=lambda: Eliminator(BUDGETS.propagation_entries))
 
-    def search(self, prices: Mapping[int, float]) -> tuple[Judgement, list[Label]]:
+    def search(self, prices: Mapping[Buffer, float]) -> tuple[Judgement, list[Label]]:
         """The labels that follow under memory prices, and their judgement."""
         problem, n_axes = self.problem, len(self.problem.mesh.axes)
         labels = problem.start()

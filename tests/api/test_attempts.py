@@ -10,10 +10,11 @@ import pytest
 from small_graphs import random_small
 
 import autoshard
+from autoshard.api import attempts
 from autoshard.errors import InfeasibleError
 from autoshard.search import Auto, DataParallel
 from autoshard.search.auto import LAST_RESORT
-from autoshard.search.integer_programming import Model
+from autoshard.search.integer_model import Model
 
 OPTIONS = {"cluster": "cpu:8", "donate_argnums": 0}
 
@@ -85,3 +86,12 @@ def test_a_refusal_advises_what_was_not_tried(asked, advised, tried):
     text = str(refused.value)
     assert "Use more devices, a smaller batch, or a higher memory limit." in text and "rematerialisation" not in text
     assert all(each in text for each in advised) and not any(each in text for each in tried)
+
+
+def test_no_other_attempt_is_made_where_the_arguments_are_too_large(monkeypatch):
+    """Split over all devices they are beyond the limit, which neither microbatches nor recomputation change."""
+    asked, searched = [], attempts.searched_on_meshes
+    monkeypatch.setattr(attempts, "searched_on_meshes", lambda *args, **options: asked.append(args) or searched(*args, **options))
+    with pytest.raises(InfeasibleError, match="The arguments alone, split over all devices, take 135 kB"):
+        autoshard.search(step, *arguments(), memory_limit_bytes=100e3, mesh={"data": 8}, **OPTIONS)
+    assert len(asked) == 1

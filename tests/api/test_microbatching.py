@@ -119,6 +119,24 @@ def test_fit_takes_the_fewest_that_fit(limit, fewest):
         best(partial(attempt, limit=0.05), "fit", 0.05, lambda: numbers)
 
 
+@pytest.mark.parametrize("batch", [64, 96, 360, 1024])
+@pytest.mark.parametrize("whole", [2, 4, 16])
+@pytest.mark.parametrize("rise", [0.01, 0.1, 0.5])
+def test_fit_goes_back_where_more_microbatches_hold_more(batch, whole, rise):
+    """Beyond some number microbatches are too small to be split over all devices: what fits with any of two numbers is found."""
+    numbers = [n for n in range(1, batch + 1) if batch % n == 0]
+    peaks = {n: 0.1 + 0.9 / n + rise * max(0.0, n / whole - 1) for n in numbers}
+
+    def attempt(n, limit):
+        if peaks[n] > limit:
+            raise autoshard.InfeasibleError("too much", peaks[n], False)
+        return n, None, None
+
+    for limit in sorted(peaks.values())[1:-1]:
+        found, *_ = best(partial(attempt, limit=limit), "fit", limit, lambda: numbers)
+        assert peaks[found] <= limit
+
+
 def test_auto_is_never_slower_than_one():
     """Of 1, 2, 4 and 8 microbatches the fastest is returned."""
     found = autoshard.search(step, *arguments(), cluster="v5e:2x4", mesh={"data": 8}, microbatches="auto")
@@ -164,7 +182,7 @@ def test_what_cannot_be_split_is_refused():
     with pytest.raises(autoshard.TraceError, match=r"reads each example together with what comes of all of them"):
         autoshard.search(coupled, *args, cluster="cpu:8", microbatches=2)
     with pytest.raises(autoshard.InfeasibleError, match=r"(?s)must fit.*Nor could it run in microbatches: .*reads each example together"):
-        autoshard.search(coupled, *args, cluster="cpu:8", memory_limit_bytes=1e4)
+        autoshard.search(coupled, *args, cluster="cpu:8", memory_limit_bytes=2e5)
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "all"])

@@ -18,8 +18,8 @@ from autoshard.errors import InfeasibleError, SearchLimitError
 from autoshard.inference.elimination import eliminate
 from autoshard.inference.reparametrisation import reparametrise
 from autoshard.problem import MemoryTables
-from autoshard.search import BruteForce, DynamicProgramming, IntegerProgramming, integer_programming
-from autoshard.search.integer_programming import Model, memory_rows
+from autoshard.search import BruteForce, DynamicProgramming, IntegerProgramming, integer_model
+from autoshard.search.integer_model import Model, memory_rows
 
 
 @settings(max_examples=200, deadline=None)
@@ -163,7 +163,7 @@ def test_a_child_solves_what_may_take_long(monkeypatch):
     fn, args = PROGRAMS["mlp"]()
     problem = problem_of(fn, *args)
     here = IntegerProgramming().solve(problem).judgement.cost
-    monkeypatch.setattr(integer_programming, "IN_PROCESS", 0)
+    monkeypatch.setattr(integer_model, "IN_PROCESS", 0)
     assert IntegerProgramming().solve(problem).judgement.cost.objective_seconds == pytest.approx(here.objective_seconds, rel=1e-9)
     children = []
 
