@@ -5,7 +5,8 @@ microbatch are divided among its forward task, its backward task and the gradien
 and exposed collectives.
 
 *Memory.* The program's peak has one microbatch between its forward and its backward pass, and what is sent and received of all
-microbatches. A schedule has as many microbatches there as are in flight, and only theirs of what is received.
+microbatches. A schedule has as many microbatches there as are in flight, and only theirs of what is received. Where the two passes are
+programs of their own, what the first hands on is there until the second ends, beside all that the second makes for itself.
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
+from autoshard.compilers.buffer_assignment import buffers
+from autoshard.compilers.kernel_order import usage
 from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.ir import Op, shards
 from autoshard.judge.evaluate import Judgement
@@ -34,8 +39,9 @@ class StageFigures:
         objective_seconds: the same without overlap.
         after_seconds: what runs once a step.
         residual_bytes: what a microbatch keeps between its forward and its backward task, what it received included.
-        lasting_bytes: what is there throughout: arguments that stay, and totals such as gradients.
+        lasting_bytes: what is there throughout: arguments that stay, what is made of them for all microbatches, totals such as gradients.
         working_bytes: the peak with one microbatch, forward and backward in one program.
+        backward_bytes: the most that the backward pass makes for itself at once, gradients of activations among it.
     """
 
     seconds: Mapping[str, float]
@@ -44,6 +50,7 @@ class StageFigures:
     residual_bytes: float
     lasting_bytes: float
     working_bytes: float
+    backward_bytes: float
 
     def peak_bytes(self, in_flight: int, joins: bool) -> float:
         """The peak where so many microbatches are between their forward and their backward tasks.
@@ -52,7 +59,7 @@ class StageFigures:
             joins: whether both tasks are one program (`autoshard.pipeline.tasks.joins_tasks`), which hands on nothing.
         """
         peak = self.working_bytes + max(in_flight - 1, 0) * self.residual_bytes
-        return max(peak, self.held_bytes(in_flight, joins))
+        return peak if joins else max(peak, self.held_bytes(in_flight, joins) + self.backward_bytes)
 
     def held_bytes(self, in_flight: int, joins: bool) -> float:
         """What is there between the stage's tasks where so many microbatches are in flight, such as while another chunk runs."""
@@ -85,14 +92,16 @@ def stage_figures(stage: Stage, facts: ProgramFacts, model: CostModel, judgement
     sent = _message_bytes(stage.sends, stage.traced.graph.results[len(stage.results) :], nbytes, n)
     kept = _kept_bytes(stage, facts, model, judgement, loop, kinds)
     own = stage.traced.graph.arguments[: len(stage.arguments)]
+    made = {value for op in stage.traced.graph.ops for value in op.results}.intersection(loop.operands[: loop.params["num_consts"]])
     one = received["F"] + received["B"] + sent["F"] + sent["B"]
     return StageFigures(
         seconds={kind: both[0] * scale for kind, both in inside.items()},
         objective_seconds={kind: both[1] / n for kind, both in inside.items()},
         after_seconds=once[0],
         residual_bytes=kept + received["F"],
-        lasting_bytes=sum(map(nbytes, [*own, *loop.results[: loop.params["num_carry"]]])),
+        lasting_bytes=sum(map(nbytes, [*own, *made, *loop.results[: loop.params["num_carry"]]])),
         working_bytes=max(cost.peak_bytes - (n - 1) * one, 0.0),
+        backward_bytes=_backward_bytes(facts, judgement, loop, kinds),
     )
 
 
@@ -140,6 +149,19 @@ def _kept_bytes(stage: Stage, facts: ProgramFacts, model: CostModel, judgement: 
                 n = max(shards(before, sizes), shards(after, sizes))
                 parts[value] = min(n, parts.get(value, n))
     return sum(stage.traced.graph.values[value].nbytes / n for value, n in parts.items())
+
+
+def _backward_bytes(facts: ProgramFacts, judgement: Judgement, loop: Op, kinds: Mapping[int, str]) -> float:
+    """The most bytes at once of what the backward tasks make, copies in other layouts and partial sums included, but for totals."""
+    found = buffers(facts, judgement.assignment, judgement.copies, judgement.partials)
+    later = {op for op, kind in kinds.items() if kind != FORWARD}
+    totals = set(loop.bodies[0].outputs[: loop.params["num_carry"]])
+    made = {value for op in loop.walk() if op.index in later for value in op.results} - totals
+    own = [value in made for value in found.times.values]
+    own += [copy.first in later for copy in judgement.copies.values()]
+    own += [op in later for op in found.partials]
+    n = len(own)
+    return float(usage(found.times.moments, np.where(own, found.held[:n], 0.0), found.born[:n], found.dies[:n]).max())
 
 
 def spent_seconds(facts: ProgramFacts, model: CostModel, judgement: Judgement, kinds: Mapping[int, str]) -> dict[str, tuple[float, float]]:

@@ -8,7 +8,7 @@ import pytest
 
 from autoshard.ir import Mesh
 from autoshard.pipeline import stages_of
-from autoshard.pipeline.figures import task_kinds
+from autoshard.pipeline.figures import StageFigures, task_kinds
 from autoshard.pipeline.micro import loop_of
 from autoshard.pipeline.tasks import _Divided
 from autoshard.rules import rules_of
@@ -36,3 +36,10 @@ def test_the_figures_divide_a_program_as_its_tasks_do(program):
         divided = _Divided(stage, plan, staged.loop_level, splits_weights=True, joins=False)
         assert charged == Counter({kind: n for kind, eqns in divided.kinds.items() if (n := sum(map(products, eqns)))})
         assert set("FW") <= set(charged)
+
+
+def test_what_a_forward_task_hands_on_is_there_while_the_backward_task_runs():
+    """Beside what the latter makes for itself; in one program of both it is not, and each microbatch more hands on as much again."""
+    figures = StageFigures({}, {}, 0.0, residual_bytes=10.0, lasting_bytes=100.0, working_bytes=112.0, backward_bytes=7.0)
+    assert [figures.peak_bytes(n, joins=False) for n in (1, 3)] == [117.0, 137.0]
+    assert [figures.peak_bytes(n, joins=True) for n in (1, 3)] == [112.0, 132.0]
