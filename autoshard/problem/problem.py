@@ -271,8 +271,10 @@ class Problem:
         if buffer < 0:
             variable = self.cached_for_all_meshes(leading_variables).get(~buffer)
             return [] if variable is None else [(variable, -1, 0, 0.0)]
-        one = self.graph.values[buffer]
-        return [(variable, slot, one.rank, one.nbytes) for variable, slot in self.places(buffer)]
+        one, values, variables = self.graph.values[buffer], self.graph.values, self.decisions.variables
+        places = self.places(buffer)  # the name under which a body reads it may be a view of another rank
+        ranks = [values[variables[number].value].rank if variables[number].leader < 0 else one.rank for number, _ in places]
+        return [(number, slot, rank, one.nbytes) for (number, slot), rank in zip(places, ranks, strict=True)]
 
     def charged_bytes(self, charge: Charge, variable: int, domain: CostedDomain) -> np.ndarray:
         """The bytes on a device ``(n,)`` that a charge is for, by the labels of a variable's domain."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import pytest
 from problems import problem_of
 from programs import PROGRAMS, gpt
@@ -48,6 +50,21 @@ def test_a_search_leaves_nothing_behind(searcher, share):
     assert second.judgement.cost == first.judgement.cost
     assert second.lower_bound_seconds == first.lower_bound_seconds
     assert {**second.stats, "search_seconds": 0.0} == {**first.stats, "search_seconds": 0.0}
+
+
+def test_prices_of_a_vector_that_a_body_reads_as_a_matrix():
+    """A price on a bias is one on each name that stores it, in the layouts of that name's rank."""
+
+    def scanned(bias, xs):
+        row = bias.reshape(1, 1, 32)
+        return jax.lax.scan(lambda carry, x: (carry, jnp.sin(x + row)), 0.0, xs)[1], bias * 2
+
+    problem = problem_of(scanned, *(jax.ShapeDtypeStruct(shape, "float32") for shape in ((32,), (4, 8, 16, 32))))
+    bias = problem.graph.arguments[0]
+    assert {rank for _, _, rank, _ in problem.charges(bias)} == {1, 3}
+    free = range(len(problem.mesh.axes))
+    plain, charged = (problem.tables(free, problem.start(), prices) for prices in (None, {bias: 1e-3}))
+    assert any((after > before).any() for before, after in zip(plain.unary, charged.unary, strict=True))
 
 
 def test_messages_start_the_next_search():
