@@ -271,10 +271,12 @@ class Problem:
         if buffer < 0:
             variable = self.cached_for_all_meshes(leading_variables).get(~buffer)
             return [] if variable is None else [(variable, -1, 0, 0.0)]
-        one, values, variables = self.graph.values[buffer], self.graph.values, self.decisions.variables
-        places = self.places(buffer)  # the name under which a body reads it may be a view of another rank
-        ranks = [values[variables[number].value].rank if variables[number].leader < 0 else one.rank for number, _ in places]
-        return [(number, slot, rank, one.nbytes) for (number, slot), rank in zip(places, ranks, strict=True)]
+        one, own = self.graph.values[buffer], (self.decisions.home.get(buffer, (-1, 0))[0], self.decisions.copies.get(buffer, -1))
+        found = []
+        for variable, slot in self.places(buffer):  # another name under which a body reads it may be a view of another rank
+            name = buffer if variable in own else self.decisions.variables[variable].value
+            found.append((variable, slot, self.graph.values[name].rank, one.nbytes))
+        return found
 
     def charged_bytes(self, charge: Charge, variable: int, domain: CostedDomain) -> np.ndarray:
         """The bytes on a device ``(n,)`` that a charge is for, by the labels of a variable's domain."""
