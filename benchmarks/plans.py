@@ -3,14 +3,16 @@
 ``python -m benchmarks.plans [NAME ...]``: both plans are evaluated by this library's cost model, by the costs of the model's own layers
 (`autoshard.pipeline.plan_search`). Of a published plan its stages, its number of microbatches, the mesh of a stage and the weights' specs,
 where it says these, are fixed; all that it leaves open is chosen best, the stages' borders and the sharding of optimizer state among it, so
-that it is evaluated no slower than it is. What is measured is shown where it was published: it has other kernels than XLA's.
+that it is evaluated no slower than it is.
 
-Sources. *Megatron-LM*: Narayanan et al., SC 2021 (arXiv 2104.04473), tables 1 and 2: tensor and pipeline parallel sizes, batch, TFLOP/s of
-a GPU, from which step times follow by equation 3 there. *Alpa*: Zheng et al., OSDI 2022 (arXiv 2201.12023): the solutions that its artifact
-lists for p3.16xlarge hosts, `suite_auto_gpt.py` and `suite_auto_moe.py` of github.com/alpa-projects/alpa, benchmark/alpa. *Galvatron*: Miao
-et al., VLDB 2022 (arXiv 2211.13878): plans found by it, `galvatron_config_*.json` of github.com/AFDWang/Hetu-Galvatron, galvatron/models;
-the files name the memory and not the device, which is taken to be an A100. *Aceso*: Liu et al., EuroSys 2024: its artifact has step times
-alone.
+Sources. *Megatron-LM*: Narayanan et al., SC 2021 (arXiv 2104.04473), with the scripts of its runs, `run_table_1.sh` and `run_figure_12.sh`
+of github.com/NVIDIA/Megatron-LM, examples/sc21: layers, width, heads, tensor and pipeline parallel sizes, batch, examples of a microbatch,
+nodes of eight A100, and whether the schedule is interleaved; it may have more than our two chunks. Activations are computed again. *Alpa*:
+Zheng et al., OSDI 2022 (arXiv 2201.12023): the solutions that its artifact lists for p3.16xlarge hosts, `suite_auto_gpt.py` and
+`suite_auto_moe.py` of github.com/alpa-projects/alpa, benchmark/alpa. *Galvatron*: Miao et al., VLDB 2022 (arXiv 2211.13878): plans found by
+it, `galvatron_config_*.json` of github.com/AFDWang/Hetu-Galvatron, galvatron/models; the files name the memory and not the device, which is
+taken to be an A100. *Aceso*: Liu et al., EuroSys 2024: the one plan in its README has stages of 1, 1 and 2 GPUs, and ours have equal parts;
+nothing else that it publishes is a plan.
 """
 
 from __future__ import annotations
@@ -23,20 +25,14 @@ from functools import partial
 
 from jax.sharding import PartitionSpec as P
 
-from autoshard.api.meshes import meshes_of
 from autoshard.api.prepared import RESERVE, traced_of
+from autoshard.api.stage_searches import problems_on
 from autoshard.api.user_pins import Asked as Pins
-from autoshard.api.user_pins import user_pins
 from autoshard.cluster import Cluster
-from autoshard.compilers import compiler_of
-from autoshard.compilers.program_facts import program_facts
 from autoshard.ir import Mesh
-from autoshard.judge.model import CostModel
 from autoshard.pipeline.plan_search import search_plans
 from autoshard.pipeline.plans import FILL, Asked, Estimate, Plans
-from autoshard.problem import Problem
 from autoshard.render import Report, Table, format_bytes, format_percent, format_seconds
-from autoshard.rules import rules_of
 from autoshard.trace import Traced
 from benchmarks import models
 
@@ -54,7 +50,6 @@ class Published:
         mesh: of a stage's devices: over ``data`` the batch is split.
         schedule: the plan's.
         pins: the specs of weights; what is not among them is chosen best.
-        seconds: of a step, as measured; None: not published.
     """
 
     name: str
@@ -66,7 +61,6 @@ class Published:
     mesh: Mapping[str, int]
     schedule: str = "1f1b"
     pins: Mapping[str, P] | None = None
-    seconds: float | None = None
 
 
 # -- devices --------------------------------------------------------------------------------------------------------------
@@ -108,27 +102,24 @@ def _a100_40(hosts: int, gigabytes: float) -> Cluster:
 # -- plans ----------------------------------------------------------------------------------------------------------------
 
 _GPT = models.language(models.GPT)
-_LENGTH, _VOCABULARY = 2048, 51_200  # Megatron-LM, section 5.1
+_LENGTH, _VOCABULARY = 2048, 51_200  # Megatron-LM's README
 
 
 def _megatron(
-    name: str, table: int, layers: int, width: int, heads: int, n: int, tensor: int, stages: int, batch: int, micro: int, teraflops: float
+    name: str, source: str, layers: int, width: int, heads: int, nodes: int, stages: int, batch: int, micro: int, interleaved: bool = False
 ) -> Published:
-    """A row of Megatron-LM's tables; with several stages its schedule is interleaved (section 2.2)."""
-    data = n // tensor // stages
-    words = 1 + _LENGTH / (6 * width) + _VOCABULARY / (16 * layers * width)
-    flops = 96 * batch * _LENGTH * layers * width**2 * words  # equation 3, activations computed again
+    """One of Megatron-LM's runs, all of tensor parallel size 8."""
+    data = nodes // stages
     return Published(
-        f"GPT {name}, {n} A100",
-        f"Megatron-LM, table {table}",
+        f"GPT {name}, {8 * nodes} A100",
+        f"Megatron-LM, {source}",
         partial(models.gpt, layers, width, heads, _VOCABULARY, batch, _LENGTH, remat=True),
-        Cluster.parse(f"a100:8x{n // 8}"),
+        Cluster.parse(f"a100:8x{nodes}"),
         stages,
         batch // data // micro,
-        {"data": data, "model": tensor},
-        "interleaved" if stages > 1 else "1f1b",
+        {"data": data, "model": 8},
+        "interleaved" if interleaved else "1f1b",
         _GPT,
-        flops / (n * teraflops * 1e12),
     )
 
 
@@ -148,11 +139,11 @@ def _alpa_moe(layers: int, width: int, experts: int) -> Callable[[], models.Prog
 
 
 PLANS: Sequence[Published] = (
-    _megatron("18.4B", 1, 40, 6144, 48, 256, 8, 1, 1024, 4, 135),
-    _megatron("39.1B", 1, 48, 8192, 64, 512, 8, 2, 1536, 4, 138),
-    _megatron("174.6B", 2, 96, 12288, 96, 384, 8, 12, 1536, 1, 153),
-    _megatron("174.6B", 2, 96, 12288, 96, 768, 8, 12, 1536, 1, 149),
-    _megatron("174.6B", 2, 96, 12288, 96, 1536, 8, 12, 1536, 1, 141),
+    _megatron("18B", "table 1", 40, 6144, 48, 32, 1, 1024, 8),
+    _megatron("39B", "table 1", 48, 8192, 64, 64, 2, 1536, 4),
+    _megatron("76B", "table 1", 60, 10240, 80, 128, 4, 1792, 2, True),
+    _megatron("145B", "table 1", 80, 12288, 96, 192, 8, 2304, 2, True),
+    _megatron("175B", "figure 12", 96, 12288, 96, 12, 12, 60, 1, True),
     _alpa("GPT 1.3B", _alpa_gpt(24, 2048, 32), 1, 2, 128, 2, 1),
     _alpa("GPT 6.7B", _alpa_gpt(32, 4096, 32), 2, 2, 64, 2, 4),
     _alpa("GPT 15B", _alpa_gpt(48, 5120, 40), 4, 4, 128, 2, 4),
@@ -173,27 +164,18 @@ PLANS: Sequence[Published] = (
 # -- evaluation -----------------------------------------------------------------------------------------------------------
 
 
-def _problems(mesh: Mesh | None, specs: Mapping[str, P], program: Traced, devices: Cluster) -> list[Problem]:
-    """A program's search problems: on one mesh with some specs, or on all."""
-    pins = user_pins(Pins.of(dict(specs), None).among(program.graph.argument_paths), program.graph, [], mesh is None)
-    facts = program_facts(program.graph, rules_of(program.graph), compiler_of(devices))
-    found: list[Problem] = []
-    for each in meshes_of(devices, pins, mesh, 2)[0]:
-        found.append(Problem(facts, CostModel(devices, each), pins.on(each), None, found[0] if found else None))
-    return found
-
-
 def theirs(plan: Published, traced: Traced) -> Estimate | None:
     """The published plan under our cost model: the fastest way to fill in what it leaves open; None where it does not fit."""
     mesh = Mesh(tuple(plan.mesh.items()))
     specs = dict(plan.pins or {}) | {"batch*": P("data")}
     asked = Asked(_limit(plan), (plan.schedule,), [plan.stages], plan.microbatches)
-    return next(iter(_found(search_plans(traced, plan.cluster, partial(_problems, mesh, specs), asked)).ranked), None)
+    problems = partial(problems_on, Pins.of(specs, None), mesh=mesh)
+    return next(iter(_found(search_plans(traced, plan.cluster, problems, asked)).ranked), None)
 
 
 def ours(plan: Published, traced: Traced) -> Plans:
     """What the search of all plans finds."""
-    return _found(search_plans(traced, plan.cluster, partial(_problems, None, {}), Asked(_limit(plan), tuple(FILL))))
+    return _found(search_plans(traced, plan.cluster, partial(problems_on, Pins.of({}, None)), Asked(_limit(plan), tuple(FILL))))
 
 
 def _limit(plan: Published) -> float:
@@ -205,7 +187,7 @@ def _found(plans: Plans | None) -> Plans:
     return plans
 
 
-COLUMNS = ("model, devices", "plan of", "its plan", ">measured", ">predicted", ">peak", "our plan", ">predicted", ">peak", ">ratio", ">gap",
+COLUMNS = ("model, devices", "plan of", "its plan", ">predicted", ">peak", "our plan", ">predicted", ">peak", ">ratio", ">gap",
            ">found in")  # fmt: skip
 
 
@@ -221,9 +203,8 @@ def row(plan: Published) -> tuple[str, ...]:
     ratio = "" if other is None or best is None else f"{best.makespan_seconds / other.makespan_seconds:.2f}"
     mesh = "x".join(map(str, plan.mesh.values()))
     named = f"{plan.stages} stages of {mesh}, {plan.microbatches} microbatches, {plan.schedule}"
-    measured = "" if plan.seconds is None else format_seconds(plan.seconds)
     gap = format_percent(plans.gap)
-    return plan.name, plan.source, named, measured, *_figures(other), _named(best), *_figures(best), ratio, gap, format_seconds(seconds)
+    return plan.name, plan.source, named, *_figures(other), _named(best), *_figures(best), ratio, gap, format_seconds(seconds)
 
 
 def _figures(found: Estimate | None) -> tuple[str, str]:

@@ -6,7 +6,8 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,17 @@ def in_stages(call: Call, n_stages: int, known: tuple[Traced, ProgramFacts, Mapp
     return finished(noted(within(call.whole_limit), barely(call.whole_limit)))
 
 
+def problems_on(asked: Asked, program: Traced, devices: Cluster, mesh: Mesh | None = None) -> list[Problem]:
+    """The search problems of a program on some devices, without a memory limit: one a placement of a mesh, or of all meshes of two axes."""
+    pins = user_pins(asked.among(program.graph.argument_paths), program.graph, [], mesh is None)
+    facts = program_facts(program.graph, rules_of(program.graph), compiler_of(devices))
+    found: list[Problem] = []
+    for each in meshes_of(devices, pins, mesh, 2)[0]:
+        alike = (other for other in found if other.mesh.sizes == each.sizes)  # shares most with this one
+        found.append(Problem(facts, CostModel(devices, each), pins.on(each), None, next(chain(alike, found), None)))
+    return found
+
+
 def full(call: Call, whole: Callable[..., Strategy], remat: str | None) -> Strategy:
     """The best strategy with stages or without.
 
@@ -188,14 +200,6 @@ def full(call: Call, whole: Callable[..., Strategy], remat: str | None) -> Strat
             given["remat"] = "auto"
         return whole(progress=part(call.progress, 0.3, 0.3), time_limit_seconds=left, **given)
 
-    def problems(program: Traced, devices: Cluster) -> list[Problem]:
-        pins = user_pins(asked.among(program.graph.argument_paths), program.graph, [], True)
-        facts = program_facts(program.graph, rules_of(program.graph), compiler_of(cluster))
-        found: list[Problem] = []
-        for mesh in meshes_of(devices, pins, None, 2)[0]:
-            found.append(Problem(facts, CostModel(devices, mesh), pins.on(mesh), None, found[0] if found else None))
-        return found
-
     @cache
     def again() -> tuple[Remat, ...]:
         """The recomputations that plans may have; none that saves little."""
@@ -212,7 +216,7 @@ def full(call: Call, whole: Callable[..., Strategy], remat: str | None) -> Strat
         program = recomputing()[-1] if remat == "full" and again() else traced
         others = tuple if remat == "full" else recomputing
         wanted = Wanted(call.limit, schedules, None, call.number, others, until, cpu_seconds, call.ends, BUDGETS.least_gain)
-        return search_plans(program, cluster, problems, wanted, progress)
+        return search_plans(program, cluster, partial(problems_on, asked), wanted, progress)
 
     def staged(n_stages: int, like: Estimate | None, left: float | None) -> Strategy:
         own = replace(call, ends=endings(left, KeyboardInterrupt in call.ends), seconds=left, progress=part(call.progress, 0.6, 0.4))

@@ -13,7 +13,7 @@ import pytest
 import autoshard
 from autoshard.api.full_plan import LEAST_SECONDS, Searches, checked_plan, checked_schedule, fullest
 from autoshard.api.prepared import traced_of
-from autoshard.api.stage_searches import Call, in_stages
+from autoshard.api.stage_searches import Call, in_stages, problems_on
 from autoshard.api.strategy import Strategy
 from autoshard.api.user_pins import Asked
 from autoshard.cluster import Cluster
@@ -26,7 +26,6 @@ from autoshard.progress import silent
 from autoshard.recompute import Options, rematerialised
 from autoshard.search import DynamicProgramming
 from benchmarks import models
-from benchmarks.plans import _problems
 
 
 def small(n_layers=4, batch=8):
@@ -149,7 +148,7 @@ def test_a_planned_pipeline_computes_again_what_its_plan_says():
 
     def plan(limit):
         asked = Wanted(limit, stages=[2], microbatches=8, recomputing=lambda: [program])
-        return search_plans(known[0], CLUSTER, partial(_problems, None, {}), asked).ranked[0]
+        return search_plans(known[0], CLUSTER, partial(problems_on, Asked.of({}, None)), asked).ranked[0]
 
     free = plan(1e15)
     limit = 0.75 * max(free.layering.peak_bytes)
