@@ -118,7 +118,7 @@ def in_stages(call: Call, n_stages: int, known: tuple[Traced, ProgramFacts, Mapp
     ) -> tuple[Strategy, Problem]:
         nonlocal until
         program = stage.traced
-        facts = program_facts(program.graph, rules_of(program.graph), compiler_of(cluster))
+        facts = _facts_of(program, cluster)
         pins = replace(stage_pins(asked, stage, mesh is None), fixed=fixed)
         meshes, _ = meshes_of(part_of, pins, mesh, most)
         counts = {"trace_seconds": 0.0, "n_ops": len(program.graph.walk())}
@@ -174,12 +174,24 @@ def in_stages(call: Call, n_stages: int, known: tuple[Traced, ProgramFacts, Mapp
 def problems_on(asked: Asked, program: Traced, devices: Cluster, mesh: Mesh | None = None) -> list[Problem]:
     """The search problems of a program on some devices, without a memory limit: one a placement of a mesh, or of all meshes of two axes."""
     pins = user_pins(asked.among(program.graph.argument_paths), program.graph, [], mesh is None)
-    facts = program_facts(program.graph, rules_of(program.graph), compiler_of(devices))
+    facts = _facts_of(program, devices)
     found: list[Problem] = []
     for each in meshes_of(devices, pins, mesh, 2)[0]:
         alike = (other for other in found if other.mesh.sizes == each.sizes)  # shares most with this one
         found.append(Problem(facts, CostModel(devices, each), pins.on(each), None, next(chain(alike, found), None)))
     return found
+
+
+def _facts_of(program: Traced, cluster: Cluster) -> ProgramFacts:
+    """The facts of a program on some devices."""
+    return program_facts(program.graph, rules_of(program.graph), compiler_of(cluster))
+
+
+def _saving(program: Traced, facts: ProgramFacts, cluster: Cluster) -> list[Remat]:
+    """The recomputations at `RECOMPUTED`, of those that save much; none where no one does."""
+    options = Options(program, facts, cluster.device).all
+    saving = [each for each in options if each.kept_bytes < (1 - LEAST_SAVED) * each.plain_bytes]
+    return [saving[round(share * (len(saving) - 1))] for share in RECOMPUTED] if saving else []
 
 
 def full(call: Call, whole: Callable[..., Strategy], remat: str | None) -> Strategy:
@@ -201,20 +213,20 @@ def full(call: Call, whole: Callable[..., Strategy], remat: str | None) -> Strat
         return whole(progress=part(call.progress, 0.3, 0.3), time_limit_seconds=left, **given)
 
     @cache
-    def again() -> tuple[Remat, ...]:
-        """The recomputations that plans may have; none that saves little."""
-        options = () if remat is None else Options(traced, facts, cluster.device).all
-        saving = [each for each in options if each.kept_bytes < (1 - LEAST_SAVED) * each.plain_bytes]
-        return tuple(dict.fromkeys(saving[round(share * (len(saving) - 1))] for share in RECOMPUTED if saving))
+    def again() -> list[Remat | None]:
+        """The recomputations that plans may have, of the whole step; None for one like another."""
+        chosen = [] if remat is None else _saving(traced, facts, cluster)
+        return [None if each in chosen[:k] else each for k, each in enumerate(chosen)]
+
+    def recomputing(number: int, program: Traced) -> Traced | None:
+        own = again() if program is traced else _saving(program, _facts_of(program, cluster), cluster)
+        chosen = own[number] if own else None
+        return None if chosen is None else rematerialised(program, chosen)
 
     def plans(until: float, cpu_seconds: float, progress: Progress) -> Plans | None:
         schedules = tuple(FILL) if call.schedule is None else (call.schedule,)
-
-        def recomputing() -> list[Traced]:
-            return [rematerialised(traced, each) for each in again()]
-
-        program = recomputing()[-1] if remat == "full" and again() else traced
-        others = tuple if remat == "full" else recomputing
+        others = [] if remat in (None, "full") else [partial(recomputing, number) for number in range(len(RECOMPUTED))]
+        program = rematerialised(traced, Options(traced, facts, cluster.device).full) if remat == "full" else traced
         wanted = Wanted(call.limit, schedules, None, call.number, others, until, cpu_seconds, call.ends, BUDGETS.least_gain)
         return search_plans(program, cluster, partial(problems_on, asked), wanted, progress)
 

@@ -315,13 +315,19 @@ class _Planning:
     def shorter_again(self) -> Iterator[tuple[int, int, tuple[Traced, Traced]]]:
         """Of each recomputation its number, and its program with a few layers, how many, and with one more.
 
-        Its first or last layer may differ from the others and so not be among the repetitions.
+        Its first or last layer may differ from the others and so not be among the repetitions. Where no layers can be taken out of the
+        program, it is made of the plain ones with few layers: they are cut into segments a little differently.
         """
-        for number, program in enumerate(self.asked.recomputing()):
+        for number, recomputing in enumerate(self.asked.recomputing):
+            if (program := recomputing(self.traced)) is None:
+                continue
             layers = layers_of(program.graph)
-            programs = None if layers is None else _shorter(program, layers)
-            if layers is not None and programs is not None and layers.count <= self.layers.count:
+            if layers is not None and layers.count <= self.layers.count and (programs := _shorter(program, layers)) is not None:
                 yield number, FEWER + self.layers.count - layers.count, programs
+                continue
+            fewer, more = map(recomputing, self.programs)
+            if fewer is not None and more is not None:
+                yield number, FEWER, (fewer, more)
 
     def layered(self, candidate: Candidate, options: Sequence[Option]) -> list[Estimate]:
         """The best plan of each schedule that fits, of stages that all have one mesh and recomputation, and one of these options each."""

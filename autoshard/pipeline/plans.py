@@ -21,6 +21,10 @@ Two chunks a stage halve it; ZB-H1 fills what the gradients of weights take, a t
 """
 
 
+Recomputing = Callable[[Traced], "Traced | None"]
+"""From the step, or one of fewer layers, to a program that computes again what it does not keep; None where that saves little."""
+
+
 class Problems(Protocol):
     """The search problems of a program on some devices, without a memory limit: one a mesh and placement, in an order of its own."""
 
@@ -104,8 +108,7 @@ class Asked:
         schedules: names to choose from.
         stages: numbers to try; None: all with which the cluster has equal parts.
         microbatches: the only number to try; None: several.
-        recomputing: makes other programs of the step, that compute again what they do not keep, from little time to little memory; called
-            where memory binds.
+        recomputing: the recomputations, from little time to little memory; called where memory binds.
         until: the time (`time.perf_counter`) at which the search ends with what it has.
         cpu_seconds: of this thread, after which it does so, too.
         ends: exceptions after which it does so, too.
@@ -116,7 +119,7 @@ class Asked:
     schedules: Sequence[str] = ("1f1b",)
     stages: Sequence[int] | None = None
     microbatches: int | None = None
-    recomputing: Callable[[], Sequence[Traced]] = tuple
+    recomputing: Sequence[Recomputing] = ()
     until: float = math.inf
     cpu_seconds: float = math.inf
     ends: tuple[type[BaseException], ...] = ()
