@@ -18,15 +18,17 @@ from autoshard.api.prepared import Prepared, noted_if_barely, searched_on_meshes
 from autoshard.api.recomputing import AGAIN, best_remat, least_remat
 from autoshard.api.refusals import or_refused
 from autoshard.api.strategy import Strategy
-from autoshard.compilers.program_facts import ProgramFacts
+from autoshard.compilers import compiler_of
+from autoshard.compilers.program_facts import ProgramFacts, program_facts
 from autoshard.errors import InfeasibleError
 from autoshard.ir.remat import Remat
 from autoshard.mesh_search.anytime import timed
 from autoshard.microbatch import divisors
 from autoshard.problem import Problem
 from autoshard.progress import Progress
-from autoshard.recompute import Options, optimizer_state
+from autoshard.recompute import Options, optimizer_state, without_checkpoints
 from autoshard.render import format_bytes
+from autoshard.rules import rules_of
 from autoshard.search import Searcher, Solution
 from autoshard.search.integer_programming import LastResort
 from autoshard.trace import Traced
@@ -119,10 +121,15 @@ class Attempts:
         @cache
         def options(hosts: bool) -> Sequence[Remat]:
             device = self.asked.cluster.device
-            if self.whole is not None:
-                return Options(*self.whole, device, hosts).all
-            prepared = self.asked if self.first == 1 else self.ask(1, None, None, False)
-            return Options(prepared.traced, prepared.facts, device, hosts).all
+            prepared = self.asked if self.first == 1 or self.whole is not None else self.ask(1, None, None, False)
+            traced, facts = self.whole or (prepared.traced, prepared.facts)
+            if self.remat != "replace":
+                return Options(traced, facts, device, hosts).all
+            opened = without_checkpoints(traced)
+            if opened is traced:
+                return ()
+            facts = program_facts(opened.graph, rules_of(opened.graph), compiler_of(self.asked.cluster))
+            return Options(opened, facts, device, hosts).replaced
 
         return partial(options, False), partial(options, True)
 

@@ -11,7 +11,7 @@ from autoshard.api.strategy import Strategy
 from autoshard.errors import InfeasibleError, SearchLimitError, ShardingError
 from autoshard.ir.remat import Remat
 
-WORDS = ("fit", "auto", "full")
+WORDS = ("fit", "auto", "full", "replace")
 AGAIN = "where the backward pass computes again what it reads"
 
 Found = TypeVar("Found", bound=tuple[Any, ...])
@@ -25,7 +25,7 @@ def checked_remat(remat: str | None) -> str | None:
         ShardingError: there is not.
     """
     if remat is not None and remat not in WORDS:
-        raise ShardingError(f"remat is 'fit', 'auto', 'full' or None, got {remat!r}. Use 'auto', for instance.")
+        raise ShardingError(f"remat is 'fit', 'auto', 'full', 'replace' or None, got {remat!r}. Use 'auto', for instance.")
     return remat
 
 
@@ -43,6 +43,8 @@ def best_remat(attempt: Callable[[Remat | None], Found], remat: str | None, opti
         return attempt(None)
     if remat == "full":
         return attempt(next(reversed(options()), None))
+    if remat == "replace":
+        return _replaced(attempt, options())
     found: list[Found] = []
     failure: InfeasibleError | None = None
     try:
@@ -57,6 +59,20 @@ def best_remat(attempt: Callable[[Remat | None], Found], remat: str | None, opti
         failure = failure or error
     if not found and failure is not None:
         raise failure
+    return min(found, key=lambda each: each[1].judgement.cost.makespan_seconds)
+
+
+def _replaced(attempt: Callable[[Remat | None], Found], options: Sequence[Remat]) -> Found:
+    """The fastest of what is found with the user's checkpoints, and with the least recomputation that fits in their place."""
+    found: list[Found] = []
+    refused: list[InfeasibleError] = []
+    for choices in (lambda: [attempt(None)], lambda: _least_that_fits(attempt, options)):
+        try:
+            found += choices()
+        except InfeasibleError as error:
+            refused.append(error)
+    if not found:
+        raise min(refused, key=lambda error: error.smallest_peak_bytes or float("inf"))
     return min(found, key=lambda each: each[1].judgement.cost.makespan_seconds)
 
 
@@ -82,7 +98,10 @@ def staged_remat(
 
     Raises:
         InfeasibleError: no pipeline fits with any that was tried.
+        ShardingError: checkpoints are to be replaced.
     """
+    if remat == "replace":
+        raise ShardingError("remat='replace' is for whole steps: stages keep the step's own checkpoints. Use remat='fit', or no stages.")
     if remat == "full":
         return attempt(next(reversed(options()), None))
     try:

@@ -99,10 +99,11 @@ def add(commands) -> None:
     )
     parser.add_argument(
         "--remat",
-        choices=("none", "fit", "auto", "full"),
+        choices=("none", "fit", "auto", "full", "replace"),
         default="fit",
         help="compute values of the forward pass again in the backward pass; fit (default): where nothing fits otherwise, in microbatches "
-        "either; auto: as far as memory binds, in the least time; full: all repeated layers; none: never",
+        "either; auto: as far as memory binds, in the least time; full: all repeated layers; replace: instead of what the program's "
+        "own checkpoints do, if that is faster; none: never",
     )
     parser.add_argument(
         "--offload",

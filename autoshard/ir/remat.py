@@ -45,6 +45,7 @@ class Remat:
         kept_bytes, plain_bytes: what devices keep for the backward pass, of the whole batch, and what they do without recomputation.
         seconds: the time on one device of what is computed again, as long as nothing is sharded.
         hosted_bytes: what is kept in the memory of hosts, of the whole batch.
+        replaces: whether it is of the program without the user's own checkpoints.
     """
 
     mode: str
@@ -55,3 +56,4 @@ class Remat:
     plain_bytes: float
     seconds: float
     hosted_bytes: float = 0.0
+    replaces: bool = False

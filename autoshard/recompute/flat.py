@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,10 +36,14 @@ class Flat:
     ops: tuple[Op, ...]
 
 
-def flat(body: ClosedJaxpr | Jaxpr, ops: Mapping[Path, Op], path: Path = ()) -> Flat:
-    """The program of a jaxpr whose equations' paths begin with ``path``."""
+def flat(body: ClosedJaxpr | Jaxpr, ops: Mapping[Path, Op], path: Path = (), opens: Collection[str] = ()) -> Flat:
+    """The program of a jaxpr whose equations' paths begin with ``path``.
+
+    Args:
+        opens: primitives that are taken for calls, too.
+    """
     jaxpr, consts = opened(body)
-    inlining = _Inlining(ops)
+    inlining = _Inlining(ops, opens)
     inlining.constants.update(zip(jaxpr.constvars, consts, strict=True))
     for eqn, here in _numbered(jaxpr, path):
         inlining.equation(eqn, here)
@@ -54,8 +58,8 @@ def _numbered(jaxpr: Jaxpr, path: Path) -> Iterator[tuple[JaxprEqn, Path]]:
 class _Inlining:
     """The equations inlined so far; variables of a call are new ones each time, since several calls share a body."""
 
-    def __init__(self, ops: Mapping[Path, Op]):
-        self.ops = ops
+    def __init__(self, ops: Mapping[Path, Op], opens: Collection[str]):
+        self.ops, self._opens = ops, opens
         self.constants: dict[Var, Any] = {}
         self.eqns: list[JaxprEqn] = []
         self.found: list[Op] = []
@@ -69,11 +73,14 @@ class _Inlining:
     def equation(self, eqn: JaxprEqn, path: Path) -> None:
         """Appends an equation of the program itself."""
         eqn = eqn.replace(invars=self.renamed(eqn.invars))
-        if is_inlined(eqn.primitive.name):
+        if self._is_call(eqn):
             self._names.update(zip(eqn.outvars, self._call(eqn, path), strict=True))
         elif (op := self._op(eqn, path)) is not None:
             self.eqns.append(eqn)
             self.found.append(op)
+
+    def _is_call(self, eqn: JaxprEqn) -> bool:
+        return is_inlined(eqn.primitive.name) or eqn.primitive.name in self._opens
 
     def _call(self, call: JaxprEqn, path: Path) -> list[Atom]:
         """Appends the equations of a call; gives its results."""
@@ -89,7 +96,7 @@ class _Inlining:
             stack = call.source_info.name_stack + eqn.source_info.name_stack
             made = [var if isinstance(var, DropVar) else Var(var.aval) for var in eqn.outvars]
             inner = eqn.replace(invars=renamed(eqn.invars), source_info=eqn.source_info.replace(name_stack=stack))
-            if is_inlined(eqn.primitive.name):
+            if self._is_call(eqn):
                 names.update(zip(eqn.outvars, self._call(inner, here), strict=True))
             elif (op := self._op(eqn, here)) is not None:
                 names.update(zip(eqn.outvars, made, strict=True))

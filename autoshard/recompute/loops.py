@@ -119,8 +119,8 @@ def _sent(eqns: Sequence[JaxprEqn], hosts: Mapping[Var, Var]) -> list[JaxprEqn]:
     return found
 
 
-def pairs(whole: Flat, turn: int, ops: Mapping[Path, Op]) -> Iterator[Pair]:
-    """The scans of the forward pass with those of the backward pass that read most of their stacks."""
+def pairs(whole: Flat, turn: int, ops: Mapping[Path, Op], opens: Collection[str] = ()) -> Iterator[Pair]:
+    """The scans of the forward pass with those of the backward pass that read most of their stacks; ``opens`` as for `flat`."""
     readers: dict[Var, list[int]] = {}
     for k, eqn in enumerate(whole.eqns):
         for v in variables(eqn.invars):
@@ -142,7 +142,7 @@ def pairs(whole: Flat, turn: int, ops: Mapping[Path, Op]) -> Iterator[Pair]:
             continue
         taken.add(last)
         bwd = whole.eqns[last]
-        one, other = (flat(whole.eqns[k].params["jaxpr"], ops, (*whole.ops[k].path, 0)) for k in (first, last))
+        one, other = (flat(whole.eqns[k].params["jaxpr"], ops, (*whole.ops[k].path, 0), opens) for k in (first, last))
         start = bwd.params["num_consts"] + bwd.params["num_carry"]
         read = {
             inner: one.outputs[positions[operand]]

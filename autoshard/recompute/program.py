@@ -23,6 +23,7 @@ from autoshard.recompute.flat import Flat, flat
 from autoshard.recompute.hosting import fetched, hostable, sent
 from autoshard.recompute.loops import Pair, pairs, with_pairs
 from autoshard.recompute.regions import backward, jaxpr_of
+from autoshard.recompute.replacing import without_checkpoints
 from autoshard.trace import Traced, rebuilt
 from autoshard.trace.structure import around, opened, subjaxprs
 
@@ -39,6 +40,7 @@ def rematerialised(traced: Traced, remat: Remat | None) -> Traced:
     """
     if remat is None or traced.remat is not None:
         return traced
+    traced = without_checkpoints(traced) if remat.replaces else traced
     try:
         jaxpr = _rewritten(_Passes.at(traced, remat.path, remat.kept.turn), remat, traced.jaxpr)
     except (IndexError, KeyError, ValueError):
@@ -156,6 +158,11 @@ class Options:
             if (remat.seconds > 0 or remat.hosted_bytes > 0) and remat.kept_bytes < before - LEAST_SAVED * remat.plain_bytes:
                 found.append(remat)
         return tuple(found)
+
+    @cached_property
+    def replaced(self) -> tuple[Remat, ...]:
+        """The same of a program without its user's checkpoints: all that is kept first."""
+        return tuple(replace(remat, replaces=True) for remat in (self.at(0.0, "replace"), *self.all))
 
     @cached_property
     def full(self) -> Remat | None:

@@ -10,12 +10,12 @@ from autoshard.strategy.reader import Node
 
 
 def encode_remat(remat: Remat) -> dict[str, Any]:
-    """The written form; what is on hosts only where something is."""
+    """The written form; without what is on hosts where nothing is, and the like."""
     return _written(asdict(remat))
 
 
 def _written(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: _filled(value) for name, value in fields.items() if not (name in ("hosted", "hosted_bytes") and not value)}
+    return {name: _filled(value) for name, value in fields.items() if not (name in ("hosted", "hosted_bytes", "replaces") and not value)}
 
 
 def _filled(value: Any) -> Any:
@@ -26,7 +26,7 @@ def _filled(value: Any) -> Any:
 
 def decode_remat(node: Node) -> Remat:
     """What a file says is computed again, as `encode_remat` writes it."""
-    part = node.fields("mode", "path", "kept", "loops", "kept_bytes", "plain_bytes", "seconds", optional=("hosted_bytes",))
+    part = node.fields("mode", "path", "kept", "loops", "kept_bytes", "plain_bytes", "seconds", optional=("hosted_bytes", "replaces"))
     return Remat(
         part["mode"].text(),
         tuple(one.integer(0) for one in part["path"].items()),
@@ -36,7 +36,14 @@ def decode_remat(node: Node) -> Remat:
         part["plain_bytes"].number(),
         part["seconds"].number(),
         part["hosted_bytes"].number() if "hosted_bytes" in part else 0.0,
+        "replaces" in part and _true(part["replaces"]),
     )
+
+
+def _true(node: Node) -> bool:
+    if node.value is not True:
+        raise node.error("true, where it is written")
+    return True
 
 
 def _kept(node: Node) -> Kept:

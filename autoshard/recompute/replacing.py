@@ -1,0 +1,127 @@
+"""A program without the user's own checkpoints: what these compute again is what the forward pass made, and is read from there.
+
+JAX differentiates a `jax.checkpoint` into one equation of the backward pass that runs the forward equations again. Opened, these equal
+those of the forward pass, and one of each is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+
+from autoshard.ir import Op
+from autoshard.lower import ops_by_path
+from autoshard.recompute.block import turning_point
+from autoshard.recompute.flat import Atom, flat
+from autoshard.recompute.loops import Pair, pairs, with_pairs
+from autoshard.recompute.regions import jaxpr_of
+from autoshard.trace import Traced, rebuilt
+from autoshard.trace.structure import subjaxprs
+
+CHECKPOINT = frozenset({"remat2"})
+
+
+def without_checkpoints(traced: Traced) -> Traced:
+    """The program that keeps what its checkpoints compute again, in layers and in loops over layers; results are the same."""
+    if not any(op.primitive in CHECKPOINT for op in traced.graph.walk()):
+        return traced
+    ops = ops_by_path(traced.graph)
+    whole = flat(traced.jaxpr, ops, opens=CHECKPOINT)
+    turn, _ = turning_point(whole.eqns, whole.ops)
+    loops: dict[int, JaxprEqn] = {}
+    outside = _numbered(whole.eqns[:turn])
+    for pair in pairs(whole, turn, ops, CHECKPOINT):
+        merged = _merged(pair, outside)
+        loops[pair.first], loops[pair.last] = merged.rewritten(merged.block.needed)
+    whole = with_pairs(whole, loops)
+    eqns, _, names = _unique(whole.eqns, whole.ops)
+    inner = jaxpr_of(whole.inputs, _renamed(whole.outputs, names), eqns, tuple(whole.constants))
+    return rebuilt(traced, ClosedJaxpr(inner, [*whole.constants.values()]), traced.microbatches)
+
+
+def _merged(pair: Pair, outside: Mapping[tuple, Sequence[Var]]) -> Pair:
+    """A pair of loops whose backward body reads from the forward body what it computed again.
+
+    Args:
+        outside: the results of equations around the loops, by what they compute: JAX moves a mask out of the forward loop, and the backward
+            one makes it again.
+    """
+    places = {(is_const, operand): v for v, operand, is_const in _outer(pair.one.inputs, pair.forward) if isinstance(operand, Var)}
+    of_backward = _outer(pair.other.inputs, pair.backward)
+    same = {v: places[is_const, operand] for v, operand, is_const in of_backward if (is_const, operand) in places}
+    pair = replace(pair, read={**same, **pair.read})
+    block, n = pair.block, len(pair.one.eqns)
+    constants = {operand: v for (is_const, operand), v in places.items() if is_const}
+    eqns, ops, names = _unique(block.eqns, block.ops, n, outside, constants)
+    outputs = tuple(_renamed(_renamed(pair.other.outputs, pair.read), names))
+    return replace(pair, other=replace(pair.other, eqns=tuple(eqns[n:]), ops=tuple(ops[n:]), outputs=outputs))
+
+
+def _outer(inputs: Sequence[Var], loop: JaxprEqn) -> Iterable[tuple[Var, Atom, bool]]:
+    """A loop's constants and slices: the variable of the body, the operand, and whether it is a constant."""
+    n, n_carry = loop.params["num_consts"], loop.params["num_carry"]
+    for k, (v, operand) in enumerate(zip(inputs, loop.invars, strict=True)):
+        if not n <= k < n + n_carry:
+            yield v, operand, k < n
+
+
+def _unique(
+    eqns: Sequence[JaxprEqn],
+    ops: Sequence[Op],
+    first: int = 0,
+    outside: Mapping[tuple, Sequence[Var]] | None = None,
+    constants: Mapping[Var, Var] | None = None,
+) -> tuple[list[JaxprEqn], list[Op], dict[Var, Atom]]:
+    """The equations of which no earlier one is the same, their ops, and the names of others' results.
+
+    Args:
+        first: how many are kept in any case.
+        outside: the results of equations around these, by what they compute.
+        constants: of these results the names here.
+    """
+    names: dict[Var, Atom] = {}
+    known: dict[Var, Var] = {v: outer for outer, v in (constants or {}).items()}  # per variable that of the same value outside
+    made: dict[tuple, Sequence[Var]] = {}
+    found: list[JaxprEqn] = []
+    kept: list[Op] = []
+    for k, (eqn, op) in enumerate(zip(eqns, ops, strict=True)):
+        eqn = eqn.replace(invars=_renamed(eqn.invars, names))
+        key = _key(eqn, known)
+        outer = () if outside is None or key is None else outside.get(key, ())
+        known.update(zip(eqn.outvars, outer, strict=False))
+        before = made.get(key) if key is not None else None
+        if constants and outer and all(v in constants for v in outer):
+            before = [constants[v] for v in outer]
+        if k >= first and before is not None:
+            names.update(zip(eqn.outvars, before, strict=True))
+            continue
+        if key is not None:
+            made.setdefault(key, eqn.outvars)
+        found.append(eqn)
+        kept.append(op)
+    return found, kept, names
+
+
+def _numbered(eqns: Sequence[JaxprEqn]) -> dict[tuple, Sequence[Var]]:
+    """The results of equations, by what they compute."""
+    found: dict[tuple, Sequence[Var]] = {}
+    known: dict[Var, Var] = {}
+    for eqn in eqns:
+        if (key := _key(eqn, known)) is not None:
+            known.update(zip(eqn.outvars, found.setdefault(key, eqn.outvars), strict=True))
+    return found
+
+
+def _key(eqn: JaxprEqn, known: Mapping[Var, Var]) -> tuple | None:
+    """What an equation computes; None where that is not compared."""
+    if eqn.effects or subjaxprs(eqn):
+        return None
+    atoms = eqn.invars
+    operands = tuple((str(x.aval), repr(x.val)) if isinstance(x, Literal) else (id(known.get(x, x)),) for x in atoms)
+    return eqn.primitive.name, operands, tuple(sorted((name, repr(value)) for name, value in eqn.params.items()))
+
+
+def _renamed(atoms: Sequence[Atom], names: Mapping[Var, Atom]) -> list[Atom]:
+    return [names.get(atom, atom) if isinstance(atom, Var) else atom for atom in atoms]
