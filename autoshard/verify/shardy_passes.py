@@ -299,7 +299,9 @@ def propagated(
     axes = Mesh(tuple(mesh.shape.items()))
     module = _run(lowered, PROPAGATE)
     values = _marked(module, axes)
-    return values, _sides(_passed(module, RESHARD), graph, axes)
+    constrained = {op.index: op.results[0] for op in graph.walk() if op.primitive == "sharding_constraint" and op.results[0] in values}
+    pinned = {index: ((values[value],), (values[value],)) for index, value in constrained.items()}
+    return values, pinned | _sides(_passed(module, RESHARD), graph, axes)
 
 
 def lowered_flat(
@@ -370,19 +372,20 @@ class _Marker(Interpreter):
     def marks(self, arrays: Sequence[Any], values: Sequence[int]) -> list[Any]:
         return [self._mark(x, value) for x, value in zip(arrays, values, strict=True)]
 
-    def _mark(self, x: Any, value: int) -> Any:
+    def _mark(self, x: Any, value: int, spec: PartitionSpec | None = None) -> Any:
+        """The array under a constraint named after its value: open, so that propagation fills it in, unless the user has a spec for it."""
         rank = getattr(x, "ndim", 0)
         if not rank or self.free[value]:
             return x
         with jax.named_scope(f"{MARK}{value}"):
-            return self._constrain(x, PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * rank))
+            return self._constrain(x, PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * rank) if spec is None else spec)
 
     def _constrain(self, x: Any, spec: PartitionSpec) -> Any:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
     def op(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-        if op.primitive == "sharding_constraint":
-            operands = [self._constrain(operands[0], self._known(constraint_spec(op)[0]))]
+        if op.primitive == "sharding_constraint":  # its result has the user's spec, whatever the layout of those that read it
+            return [self._mark(operands[0], op.results[0], self._known(constraint_spec(op)[0]))]
         with jax.named_scope(f"{OP_MARK}{op.index}"):
             results = apply(eqn, operands)
         return self.marks(results, op.results)

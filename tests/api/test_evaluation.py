@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -40,3 +41,16 @@ def test_evaluation_predicts_what_plain_jit_does(program, specs):
     actual = explicit_collectives(jitted.lower(*args), Mesh.of(MESH))
     predicted, actual = ({(c.kind, c.mesh_axes, c.bytes) for c in collectives} for collectives in (strategy.cost.collectives, actual))
     assert predicted == actual
+
+
+def test_a_replicated_constraint_gathers_a_value_whose_readers_are_split():
+    """XLA gathers the value at the constraint, although its reader takes only a shard: so does the cost."""
+
+    def constrained(up, down, x):
+        h = jax.lax.with_sharding_constraint(jnp.tanh(x @ up), P(None, None))
+        return h @ down
+
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((256, 512), (512, 256), (1024, 256))]
+    specs = (P(), P(), P("data"))
+    strategy = autoshard.evaluate(constrained, *args, cluster="cpu:8", mesh={"data": 8}, in_specs=specs)
+    assert [(each.kind, each.bytes, each.count) for each in strategy.cost.collectives] == [("all_gather", 1024 * 512 * 4, 1)]
