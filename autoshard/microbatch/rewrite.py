@@ -159,10 +159,12 @@ class _Strided(Sharded):
     Attributes:
         index: of the microbatch.
         inner: how many indices in a row of the factor that is split an example has.
+        origin: the source line of the op.
     """
 
     index: Any = 0
     inner: int = 1
+    origin: Any = None
 
     def positions(self, layout: Layout, shape: tuple[int, ...], dim: int, counted: int, dtype: Any) -> Any:
         steps, inner = lax.broadcasted_iota(dtype, shape, dim), jnp.asarray(self.inner, dtype)
@@ -181,7 +183,8 @@ class _Strided(Sharded):
         """
         if layout[0] == dim:
             raise TraceError(
-                f"microbatches have every n-th example each, and {self.primitive} looks examples up by position. Leave microbatches out."
+                f"microbatches have every n-th example each, and {self.primitive} at {self.origin} looks examples up by position. "
+                "Leave microbatches out."
             )
         return 0
 
@@ -249,7 +252,8 @@ class Inside(Interpreter):
 
         whole, made = (tuple(values[value].shape for value in side) for side in (op.operands, op.results))
         mesh = Mesh.of({"microbatch": n})
-        return _Strided(op.primitive, op.params, bound, rule, choice, mesh, whole, made, self._index, move.inner).computed(operands)
+        part = _Strided(op.primitive, op.params, bound, rule, choice, mesh, whole, made, self._index, move.inner, op.origin)
+        return part.computed(operands)
 
     def _operands(self, op: Op, given: Sequence[Any]) -> list[Any]:
         """The operands as this microbatch reads them; ``given`` are those made in it, constants, and arguments whole."""

@@ -190,8 +190,8 @@ def test_stages_share_the_time_and_an_interrupt(monkeypatch):
     autoshard.search(train_step, *example(), time_limit_seconds=1000, **options)
     assert given == sorted(given) and 240 < given[0] <= 250
 
-    def interrupted(*arguments):
-        solution, problem = searched_on_meshes(*arguments)
+    def interrupted(*arguments, **options):
+        solution, problem = searched_on_meshes(*arguments, **options)
         return replace(solution, stats={**solution.stats, "ended_early": 1}), problem
 
     monkeypatch.setattr(module, "searched_on_meshes", interrupted)

@@ -77,6 +77,8 @@ DIFFERENCES = {
     "conv_grouped": "XLA:CPU aborts on sharded groups",
     "conv_depthwise": "XLA:CPU aborts on sharded groups",
     "conv_batch_grouped": "XLA:CPU aborts on sharded groups",
+    "pad_shifts": "Shardy splits the dimension, along which elements then move between neighbours",
+    "pad_shifts_back": "Shardy splits the dimension, along which elements then move between neighbours",
     "reduce_xor": "XLA has no all_reduce by xor",
     "reduce_and_bits": "XLA has all_reduce by and for booleans alone",
     "reduce": "Shardy takes any function for one that an all_reduce could apply",
