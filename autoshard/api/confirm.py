@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 
@@ -12,10 +14,12 @@ from autoshard.api.compiled_finalists import FinalistCompiler, finalist_compiler
 from autoshard.api.finalists import Board, in_words
 from autoshard.api.strategy import Strategy
 from autoshard.api.timed_finalists import FinalistDevices, devices_of
+from autoshard.cluster import Cluster
 from autoshard.errors import ClusterError, CompilerError, InfeasibleError, SearcherError
 from autoshard.mesh_search.anytime import OutOfTime
+from autoshard.progress import silent
 from autoshard.render import format_bytes
-from autoshard.strategy import Confirmation
+from autoshard.strategy import Confirmation, Record
 
 BY = ("compiler", "devices")
 
@@ -79,6 +83,54 @@ def confirmed(board: Board, how: Confirm) -> Strategy:
     found = _taken(board, how, judge, ended) if board.accepted else _unconfirmed(board, judge, ended)
     stats = {**found.record.stats, "confirm_seconds": time.perf_counter() - started}
     return found.with_record(replace(found.record, stats=stats))
+
+
+def confirmation_of(strategy: Strategy, fn: Callable, *args: Any) -> Confirmation:
+    """What the compiler of a strategy's cluster makes of it, ahead of time and without devices; the strategy is the only finalist.
+
+    Args:
+        strategy: of this program, from a file too.
+        fn, args: the program; arrays may be `jax.ShapeDtypeStruct`.
+
+    Raises:
+        ClusterError: no compiler compiles for such devices without them.
+        CompilerError: it is not installed, it fails on the program, or the program does not fit the devices' memory.
+    """
+    record = strategy.record
+    judge = finalist_compiler_of(Cluster.from_dict(record.cluster))
+    board = Board([strategy], [record.searcher.name], fn, args, None, None, silent)
+    judge.decide(board)
+    [found] = board.found
+    if found.outcome == "failed":
+        raise CompilerError(f"a strategy is confirmed where {judge.name} compiles it, and it failed: {found.reason}")
+    if found.outcome == "does not fit":
+        needed = "more than there is" if found.needed_bytes is None else format_bytes(found.needed_bytes)
+        raise CompilerError(
+            f"a strategy is confirmed where it fits, and {judge.name} needs {needed} of {format_bytes(board.cluster.memory_limit_bytes)} "
+            f"a device; {format_bytes(record.cost.peak_bytes)} were predicted. Search with a lower memory_limit_bytes."
+        )
+    # Without a correction: where bytes and FLOPs are the predicted ones, it is the prediction again.
+    return Confirmation("compiler", judge.name, judge.version, (replace(found, outcome="taken", measure=None, seconds=None),))
+
+
+def with_confirmation_of(record: Record, earlier: Record) -> Record:
+    """A record with the confirmation of an earlier one, where both are one plan; else unchanged.
+
+    What a compiler makes of a plan does not depend on its predicted cost, so that a confirmation outlives changes of the cost model.
+    """
+    kept = earlier.confirmation
+    if record.confirmation is not None or kept is None or len(kept.finalists) > 1 or _plan(record) != _plan(earlier):
+        return record
+    finalist = replace(kept.taken, found_by=record.searcher.name, predicted_seconds=record.cost.makespan_seconds)
+    return replace(record, confirmation=replace(kept, finalists=(finalist,)))
+
+
+def _plan(record: Record) -> tuple:
+    """All of a record that its compiled program depends on."""
+    remat = record.program.remat
+    program = replace(record.program, remat=remat and replace(remat, kept_bytes=0.0, plain_bytes=0.0, seconds=0.0))
+    decided = record.mesh, record.choices, record.layouts, record.copies, record.ahead, record.windows
+    return program, record.cluster["name"], record.donate_argnums, decided
 
 
 def _taken(board: Board, how: Confirm, judge: FinalistCompiler | FinalistDevices, ended: str) -> Strategy:

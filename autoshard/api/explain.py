@@ -16,7 +16,7 @@ from autoshard.explanation.build import placement_words
 from autoshard.explanation.groups import alike, argument_groups, by_pattern, common_ending, shard_bytes
 from autoshard.explanation.text import argument_parts as argument_table
 from autoshard.explanation.text import body, opening, to_json
-from autoshard.ir import Spec
+from autoshard.ir import Spec, as_compiled
 from autoshard.render import (
     Gallery,
     Heading,
@@ -111,10 +111,16 @@ def _confirmed_time(record: Record) -> str:
 
 
 def _confirmation(record: Record) -> list[Part]:
-    """The finalists with what was compiled or timed, and what became of them."""
+    """What was compiled next to what was predicted; of several finalists what was compiled or timed, and what became of them."""
     confirmation = record.confirmation
     if confirmation is None:
         return []
+    version = f" ({confirmation.version})" if confirmation.version else ""
+    seconds = record.stats.get("confirm_seconds")
+    duration = "" if seconds is None else f" in {format_seconds(seconds)}"
+    title = Heading(f"Confirmed by {confirmation.name}{version}{duration}")
+    if len(confirmation.finalists) == 1 and confirmation.by == "compiler":
+        return [title, compiled_table(record)]
 
     def known(figure: float | None, written: Callable[[float], str]) -> str:
         return "" if figure is None else written(figure)
@@ -126,13 +132,27 @@ def _confirmation(record: Record) -> list[Part]:
         + (f"{each.outcome}: {each.reason}" if each.reason else each.outcome,)
         for each in confirmation.finalists
     )
-    version = f" ({confirmation.version})" if confirmation.version else ""
-    seconds = record.stats.get("confirm_seconds")
-    duration = "" if seconds is None else f" in {format_seconds(seconds)}"
     measures = {each.measure for each in confirmation.finalists if each.measure and each.seconds is not None}
     notes = [_MEASURES[measure] for measure in _MEASURES if measure in measures]
     columns = ("found by", "mesh", ">predicted", ">confirmed", "", ">sent", ">work", ">peak memory", "")
-    return [Heading(f"Confirmed by {confirmation.name}{version}{duration}"), Table(columns, rows, tuple(notes))]
+    return [title, Table(columns, rows, tuple(notes))]
+
+
+def compiled_table(record: Record) -> Table:
+    """The predicted figures that a compiler also knows, next to its own, of one device and step; the record has a confirmation."""
+    assert record.confirmation is not None
+    taken, sent = record.confirmation.taken, sum(each.bytes * each.count for each in as_compiled(record.cost.collectives))
+    figures = (
+        ("sent by collectives", sent, taken.collective_bytes, format_bytes),
+        ("work of products", record.cost.flops, taken.flops, format_flops),
+        ("peak memory", record.cost.compiled_peak_bytes, taken.peak_bytes, format_bytes),
+    )
+    rows = tuple(
+        (what, written(predicted), written(compiled), format_percent(compiled / predicted) if predicted else "")
+        for what, predicted, compiled, written in figures
+        if compiled is not None
+    )
+    return Table(("", ">predicted", ">compiled", ">"), rows)
 
 
 _MEASURES = {

@@ -17,9 +17,6 @@ def add(commands) -> None:
     parser = command(commands, "demo", run, what, "autoshard demo --steps 10")
     parser.add_argument("--steps", metavar="N", type=positive, default=STEPS, help=f"training steps of each model (default {STEPS})")
     parser.add_argument("--only", metavar="NAME", help="one of the models: gpt or lenet")
-    parser.add_argument(
-        "--write-strategies", metavar="FOLDER", nargs="?", const="strategies", help="instead search both and write their strategy files"
-    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -29,14 +26,8 @@ def run(options: argparse.Namespace) -> int:
     virtual_devices(8)  # before anything else: JAX takes its devices when it starts
     from autoshard.demo.programs import named
     from autoshard.demo.run import report, summary, train
-    from autoshard.demo.strategies import write
 
     programs = named(options.only)
-    if options.write_strategies is not None:
-        with progress(options.json) as callback:
-            files = write(options.write_strategies, programs, callback)
-        show_json([str(file) for file in files]) if options.json else print("\n".join(map(str, files)))
-        return 0
     outcomes = []
     for program in programs:
         with progress(options.json) as callback:

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The exit code of a command line: 0, 1 where a check failed, 2 where the input was bad, 130 where the user interrupted."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
-        options = parser().parse_args(_with_defaults(arguments))
+        options = _parsed(_with_defaults(arguments))
     except SystemExit as stop:  # argparse has printed help, version or what is wrong
         return stop.code if isinstance(stop.code, int) else USAGE_ERROR
     if options.run is None:
@@ -65,6 +65,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         print(f"autoshard {options.command}: {describe(error)}", file=sys.stderr)
         return USAGE_ERROR
+
+
+def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options; names of strategies may stand before and after an option, where argparse ends a list of names at the first one.
+
+    >>> _parsed(["strategies", "refresh", "--all", "gpt*"]).names
+    ['refresh', 'gpt*']
+    """
+    whole = parser()
+    options, left = whole.parse_known_args(arguments)
+    if getattr(options, "names", None) and not any(word.startswith("-") for word in left):
+        options.names, left = [*options.names, *left], []
+    if left:
+        whole.error(f"unrecognized arguments: {' '.join(left)}")
+    return options
 
 
 def _with_defaults(arguments: Sequence[str]) -> list[str]:

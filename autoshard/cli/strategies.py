@@ -6,32 +6,34 @@ import argparse
 import shlex
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from autoshard.cli.options import command
 from autoshard.cli.terminal import show, show_json
 
-ACTIONS = ("list", "show", "verify", "refresh")
+ACTIONS = ("list", "show", "verify", "refresh", "confirm")
 
 
 def add(commands) -> None:
     """Adds the subcommand's options."""
-    what = "list, show, verify or make anew the strategies that come with autoshard"
+    what = "list, show, verify, make anew or confirm the strategies that come with autoshard"
     parser = command(commands, "strategies", run, what, "autoshard strategies list 'gpt*' --cluster 'v5e*'")
     parser.description = (
         f"{parser.description} verify says whether programs and predicted costs are still those of the files, with exit code 1 where one "
-        "is not. refresh searches these again, by the commands in the files, one after the other; verify and refresh run where the "
-        "programs can be imported, as in a checkout."
+        "is not. refresh searches these again, by the commands in the files, one after the other. confirm compiles those that no compiler "
+        "has confirmed, for their clusters and without these, and records the compiled figures in the files; refresh keeps them where it "
+        "finds the same strategy. All three run where the programs can be imported, as in a checkout."
     )
     parser.add_argument(
         "names",
         metavar="ACTION NAME",
         nargs="*",
-        help="list (default), show, verify or refresh; names or patterns of strategies, all unless given",
+        help="list (default), show, verify, refresh or confirm; names or patterns of strategies, all unless given",
     )
     parser.add_argument("--cluster", metavar="PATTERN", default="*", help="those on such clusters only, as v5e*")
-    parser.add_argument("--all", action="store_true", help="refresh: also what is reproduced")
+    parser.add_argument("--all", action="store_true", help="refresh: also what is reproduced; confirm: also what is confirmed")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -40,21 +42,20 @@ def run(options: argparse.Namespace) -> int:
         options.names if options.names[:1] and options.names[0] in ACTIONS else ("show" if options.names else "list", *options.names)
     )
     records = _chosen(patterns, options.cluster)
-    if action == "verify":
-        return _verify(records, options)
-    if action == "refresh":
-        return _refresh(records, options)
+    if action in _WORK:
+        return _WORK[action](records, options)
     if options.json:
-        from autoshard import library
         from autoshard.api.explain import summary
 
-        ratios = library.against_expert(_chosen((), "*"))
+        ratios = _against_experts(records)
         show_json([{"strategy": name, **summary(record), "against_expert": ratios[name]} for name, record in records.items()])
     elif action == "show":
         from autoshard.api.explain import explain
 
-        for record in records.values():
+        for name, record in records.items():
             show(explain(record))
+            if record.confirmation is None:
+                print(f"No compiler has confirmed these predictions; autoshard strategies confirm {name} compiles it, without the devices.")
     else:
         show(_table(records))
     return 0
@@ -74,86 +75,134 @@ def _matching(pattern: str, known: tuple[str, ...]) -> list[str]:
     return [name for name in known if fnmatchcase(name, pattern)] or [pattern]  # a name that is unknown is refused when it is loaded
 
 
+def _against_experts(records: dict[str, Any]) -> dict[str, float | None]:
+    """The step times in multiples of the experts', which need not be among the records."""
+    from autoshard import library
+
+    return library.against_expert(records if len(records) == len(library.names()) else _chosen((), "*"))
+
+
 def _table(records: dict[str, Any]):
     """A line a strategy."""
     from autoshard import library
     from autoshard.render import Report, Table, format_bytes, format_percent, format_seconds
 
-    ratios = library.against_expert(_chosen((), "*"))
+    ratios = _against_experts(records)
     rows = tuple(
         (
             name,
-            record.cluster["name"],
             str(record.mesh),
             format_seconds(record.cost.makespan_seconds),
             format_bytes(record.cost.peak_bytes),
             format_percent(record.gap) if record.lower_bound_seconds else "",
             "" if ratios[name] is None or record.searcher.name in library.EXPERTS else f"{ratios[name]:.2f} x",
+            "" if record.confirmation is None else record.confirmation.name,
         )
         for name, record in records.items()
     )
     notes = (
         "gap: how far the step time may be from the optimum on this mesh, where that is known.",
         "expert: step time in multiples of that of the sharding that is usual for the model, on the same cluster.",
+        "confirmed: by the compiler whose collectives, FLOPs and memory are in the file next to the predicted ones.",
     )
-    columns = ("strategy", "cluster", "mesh", ">step time", ">peak", ">gap", ">expert")
+    columns = ("strategy", "mesh", ">step time", ">peak", ">gap", ">expert", "confirmed")
     return Report("Strategies of the library", (Table(columns, rows, notes),))
 
 
 def _verify(records: dict[str, Any], options: argparse.Namespace) -> int:
     found = []
     for name, words in _reproduced(records):
-        found.append({"strategy": name, "reproduced": None if words is None else not words, "differences": words or []})
+        found.append({"strategy": name, "reproduced": not words, "differences": words})
         if not options.json:
-            print(f"{name}: {UNCHECKED if words is None else '; '.join(words) or 'reproduced'}", flush=True)
+            print(f"{name}: {'; '.join(words) or 'reproduced'}", flush=True)
     if options.json:
         show_json(found)
     return int(any(each["differences"] for each in found))
 
 
-UNCHECKED = "not checked, since its command is no search"
-
-
-def _reproduced(records: dict[str, Any]) -> Iterator[tuple[str, list[str] | None]]:
-    """Per strategy what of it is not reproduced today, in words; None where its command does not say what its program is."""
+def _reproduced(records: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
+    """Per strategy what of it is not reproduced today, in words."""
     from autoshard.api.reproduced import differences
     from autoshard.api.strategy import Strategy
     from autoshard.errors import AutoshardError
 
     for name, record in records.items():
-        given = _given(record.provenance.command)
         try:
-            yield name, None if given is None else differences(Strategy(record), *_program(given))
+            yield name, differences(Strategy(record), *_program(record))
         except AutoshardError as error:
             yield name, [str(error)]
 
 
-def _program(given: argparse.Namespace) -> tuple:
-    """The function and its arguments, in one tuple."""
-    from autoshard.cli.program import load
+def _program(record: Any) -> tuple:
+    """The function and its arguments that a record's search was given, in one tuple."""
+    from autoshard.cli.main import parser
+    from autoshard.cli.program import ProgramError, load
 
+    words = shlex.split(record.provenance.command)[1:]
+    if words[:1] != ["search"]:
+        raise ProgramError(
+            f"the program of a strategy is that of the autoshard search in its file, and {record.name!r} was made by "
+            f"{record.provenance.command or 'no command'!r}. Search it on the command line, with --save."
+        )
+    given = parser().parse_args(words)
     function, arguments = load(given.program, given.args)
     return function, *arguments
 
 
-def _given(line: str) -> argparse.Namespace | None:
-    """The options of a search's command line; None where it is another command."""
-    from autoshard.cli.main import parser
-
-    words = shlex.split(line)[1:]
-    return parser().parse_args(words) if words[:1] == ["search"] else None
-
-
 def _refresh(records: dict[str, Any], options: argparse.Namespace) -> int:
     """Runs the commands of strategies that are not reproduced; an interrupted run goes on with those that are left."""
+    from autoshard import library
+    from autoshard.api.confirm import with_confirmation_of
     from autoshard.cli.main import main
+    from autoshard.strategy import save_record
 
     failed = 0
     for name, words in _reproduced(records):
         line = records[name].provenance.command
-        if options.all or words:
-            print(f"{name}: {line}", file=sys.stderr)
-            failed |= main(shlex.split(line)[1:])
-        else:
-            print(f"{name}: {UNCHECKED if words is None else 'reproduced'}", file=sys.stderr)
+        if not options.all and not words:
+            print(f"{name}: reproduced", file=sys.stderr)
+            continue
+        print(f"{name}: {line}", file=sys.stderr)
+        code = main(shlex.split(line)[1:])
+        failed |= code
+        if code == 0:
+            save_record(with_confirmation_of(library.load(name), records[name]), library.path(name))
     return int(bool(failed))
+
+
+def _confirm(records: dict[str, Any], options: argparse.Namespace) -> int:
+    """Compiles strategies and records what the compiler makes of them; one that it refuses keeps its file, and the exit code is 1."""
+    from autoshard import library
+    from autoshard.api.confirm import confirmation_of
+    from autoshard.api.strategy import Strategy
+    from autoshard.errors import AutoshardError
+    from autoshard.strategy import save_record
+
+    found = []
+    for name, record in records.items():
+        if record.confirmation is None or options.all:
+            try:
+                record = replace(record, confirmation=confirmation_of(Strategy(record), *_program(record)))
+                save_record(record, library.path(name))
+                told = _confirmed(record)
+            except AutoshardError as error:
+                record, told = replace(record, confirmation=None), str(error)
+        else:
+            told = _confirmed(record)
+        found.append({"strategy": name, "confirmed": record.confirmation is not None, "words": told})
+        if not options.json:
+            print(f"{name}: {told}", flush=True)
+    if options.json:
+        show_json(found)
+    return int(not all(each["confirmed"] for each in found))
+
+
+def _confirmed(record: Any) -> str:
+    """The compiled figures next to the predicted ones, in words."""
+    from autoshard.api.explain import compiled_table
+
+    shares = (f"{share} of {what}" for what, _, _, share in compiled_table(record).rows if share)
+    return f"confirmed by {record.confirmation.name} ({record.confirmation.version}); of what was predicted it has {', '.join(shares)}"
+
+
+_WORK = {"verify": _verify, "refresh": _refresh, "confirm": _confirm}

@@ -76,6 +76,11 @@ def example() -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     return tokens, tokens
 
 
+def arguments() -> tuple:
+    """The arguments of `train_step`, abstract."""
+    return *nnx.eval_shape(init), *example()
+
+
 def batches(steps: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Random pieces of the text and the byte after each of theirs, ``(batch, length) int32``; equal every time."""
     text = np.frombuffer(corpus(), dtype=np.uint8).astype(np.int32)

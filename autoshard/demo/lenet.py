@@ -57,6 +57,11 @@ def example() -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     return jax.ShapeDtypeStruct((BATCH, SIDE, SIDE, 1), np.float32), jax.ShapeDtypeStruct((BATCH,), np.int32)
 
 
+def arguments() -> tuple:
+    """The arguments of `train_step`, abstract."""
+    return *nnx.eval_shape(init), *example()
+
+
 def batches(steps: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Random images ``(batch, 32, 32, 1) float32`` in [0, 1] with their labels ``(batch,) int32``; equal every time."""
     images, labels = digits()

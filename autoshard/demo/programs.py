@@ -19,7 +19,7 @@ class Program:
         init: makes the model and the optimizer; equal every time.
         train_step: ``(model, optimizer, *batch) -> loss``, updating both.
         batches: the batches of a number of steps; equal every time.
-        example: one batch as `jax.ShapeDtypeStruct`.
+        arguments: those of the train step, abstract.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Program:
     init: Callable[[], tuple[Any, Any]]
     train_step: Callable[..., Any]
     batches: Callable[[int], Iterable[tuple]]
-    example: Callable[[], tuple]
+    arguments: Callable[[], tuple]
 
 
 PROGRAMS = (
@@ -37,7 +37,7 @@ PROGRAMS = (
         gpt.init,
         gpt.train_step,
         gpt.batches,
-        gpt.example,
+        gpt.arguments,
     ),
     Program(
         "lenet",
@@ -45,7 +45,7 @@ PROGRAMS = (
         lenet.init,
         lenet.train_step,
         lenet.batches,
-        lenet.example,
+        lenet.arguments,
     ),
 )
 

@@ -72,8 +72,7 @@ class Outcome:
 
 def search(program: Program, searcher: str, progress: Progress) -> Strategy:
     """The strategy that a searcher finds for a program, its mesh included."""
-    state = nnx.eval_shape(program.init)
-    return autoshard.search(program.train_step, *state, *program.example(), cluster=CLUSTER, searcher=searcher, progress=progress)
+    return autoshard.search(program.train_step, *program.arguments(), cluster=CLUSTER, searcher=searcher, progress=progress)
 
 
 def train(program: Program, steps: int, progress: Progress) -> Outcome:

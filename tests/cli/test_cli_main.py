@@ -77,7 +77,7 @@ def test_strategies_lists_and_shows_the_library(run):
     code, out, _ = run("strategies", "--json")
     names = [entry["strategy"] for entry in json.loads(out)]
     assert code == 0 and "demo_lenet_data_parallel" in names
-    assert run("strategies", "demo_lenet_data_parallel")[1] == run("explain", "demo_lenet_data_parallel")[1]
+    assert run("strategies", "demo_lenet_data_parallel")[1].startswith(run("explain", "demo_lenet_data_parallel")[1])
     text = run("strategies")[1]
     assert all(name in text for name in names)
     code, _, err = run("strategies", "demo_lenet_dat")

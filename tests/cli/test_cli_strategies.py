@@ -34,7 +34,8 @@ def test_strategies_are_listed_against_experts(shelf, run):
     assert f"{entries[NAMES[0]]['against_expert']:.2f} x" in text
     assert NAMES[1] not in run("strategies", "list", "*auto")[1]
     assert json.loads(run("strategies", "list", "--cluster", "v5e*", "--json")[1]) == []
-    assert run("strategies", "show", NAMES[0])[1] == run("strategies", NAMES[0])[1] == run("explain", NAMES[0])[1]
+    text = run("strategies", "show", NAMES[0])[1]
+    assert text == run("strategies", NAMES[0])[1] and text.startswith(run("explain", NAMES[0])[1]) and "No compiler has confirmed" in text
 
 
 def test_what_is_not_reproduced_is_found_and_made_again(shelf, run):
@@ -48,8 +49,35 @@ def test_what_is_not_reproduced_is_found_and_made_again(shelf, run):
     assert json.loads(run("strategies", "verify", NAMES[0], "--json")[1])[0]["reproduced"] is False
     assert run("strategies", "refresh")[0] == 0
     assert path.read_bytes() == kept and other.stat().st_mtime_ns == written
-    assert run("strategies", "refresh", NAMES[1], "--all")[0] == 0
-    assert other.stat().st_mtime_ns > written
+    assert run("strategies", "refresh", "--all", NAMES[1])[0] == 0
+    assert other.stat().st_mtime_ns > written and path.read_bytes() == kept
+    assert run("strategies", "refresh", "--all", NAMES[1], "--any")[0] == 2
+
+
+def test_what_a_compiler_makes_of_a_strategy_stays_with_its_plan(shelf, run):
+    """`confirm` writes the compiled figures into the file, which `show` prints; a refresh keeps them for the same plan, and no other."""
+    code, text, _ = run("strategies", "confirm", NAMES[1])
+    path, record = Path(shelf, f"{NAMES[1]}.json"), library.load(NAMES[1])
+    assert code == 0 and "100 % of sent by collectives" in text and "confirmed by XLA:CPU" in text
+    taken = record.confirmation.taken
+    assert (taken.flops, taken.collective_bytes) == (record.cost.flops, sum(each.bytes * each.count for each in record.cost.collectives))
+    assert "Confirmed by XLA:CPU" in run("strategies", "show", NAMES[1])[1]
+    written = path.read_bytes()
+    assert run("strategies", "confirm", NAMES[1])[0] == 0  # nothing is compiled again
+    save_record(replace(record, cost=replace(record.cost, makespan_seconds=1.0)), path)
+    assert run("strategies", "refresh", NAMES[1])[0] == 0 and path.read_bytes() == written
+    save_record(replace(record, cost=replace(record.cost, makespan_seconds=1.0), layouts={}), path)
+    assert run("strategies", "refresh", NAMES[1])[0] == 0 and library.load(NAMES[1]) == replace(record, confirmation=None)
+
+
+def test_a_strategy_whose_program_is_not_known_is_an_error(shelf, run):
+    """Where the command in a file is no search, nothing says that it is reproduced, and it cannot be confirmed."""
+    path = Path(shelf, f"{NAMES[0]}.json")
+    record = load_record(path)
+    save_record(replace(record, provenance=replace(record.provenance, command="autoshard demo")), path)
+    for action in ("verify", "confirm"):
+        code, text, _ = run("strategies", action, NAMES[0])
+        assert code == 1 and "was made by 'autoshard demo'" in text
 
 
 def test_a_search_starts_from_a_strategy(shelf, search, run, tmp_path):
