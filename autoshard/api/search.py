@@ -111,8 +111,8 @@ def search(
             ``"auto"``: the fastest of 1, 2, 4 and 8, each searched; None: one. Results are those of the whole batch.
         remat: what the backward pass computes again rather than to read what the forward pass kept (`autoshard.recompute`). ``"fit"``:
             what makes the step fit in the least predicted time, where nothing fits otherwise; ``"auto"``: the same wherever memory binds;
-            ``"full"``: all repeated layers; ``"replace"``: the least that fits, of the step without its own `jax.checkpoint`, if that is faster
-            than with it; None: nothing but what these say. Results stay the same.
+            ``"full"``: all repeated layers; ``"replace"``: the least that fits, of the step without its own `jax.checkpoint`, if that is
+            faster than with it; None: nothing but what these say. Results stay the same.
         offload: what is in the memory of hosts while it is not used (`autoshard.recompute.offload`, `autoshard.recompute.hosting`).
             ``"optimizer"``: optimizer state, leaves of 1 MiB or more that the step replaces and no product or loop reads, such as Adam's
             moments; ``"activations"``: what the forward pass keeps for the backward pass, a further choice of ``remat``; ``"auto"``: either
