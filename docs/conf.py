@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from itertools import product
 from pathlib import Path
 
 from docutils import nodes
@@ -14,6 +15,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # of the reference models
 
 EXAMPLE = "gpt_2_v5e_4x4_auto"
+PICTURES = {f"report_{width}_{scheme}.png": (width, scheme) for width, scheme in product((1440, 375), ("light", "dark"))}
+PLACE = "<!-- Pictures of the report, where the build has a browser. -->"
 
 project = "autoshard"
 author = copyright = "The autoshard authors"
@@ -54,7 +57,10 @@ def setup(app: Sphinx) -> None:
     """Adds formulas without a script, the notebooks, and an example of a report."""
     app.add_html_math_renderer("mathml", inline_renderers=(_inline, None), block_renderers=(_block, None))
     shutil.copytree(ROOT / "notebooks", ROOT / "docs" / "notebooks", dirs_exist_ok=True, ignore=lambda *_: [".ipynb_checkpoints"])
-    _write_example(ROOT / "docs" / "_extra")
+    extra = ROOT / "docs" / "_extra"
+    _write_example(extra)
+    _photograph(extra)
+    app.connect("source-read", _with_pictures)
 
 
 def _write_example(folder: Path) -> None:
@@ -65,6 +71,40 @@ def _write_example(folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     strategy = autoshard.load(ROOT / "strategies" / f"{EXAMPLE}.json")
     strategy.with_program(published.gpt_2.step, *published.gpt_2.arguments).report().save_html(folder / "example_report.html")
+
+
+def _photograph(folder: Path) -> None:
+    """Takes pictures of the report, narrow and wide, light and dark, if playwright and Chromium are installed."""
+    for name in PICTURES:
+        (folder / name).unlink(missing_ok=True)
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        return
+    if chromium is None:
+        return
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        for name, (width, scheme) in PICTURES.items():
+            page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+            page.goto((folder / "example_report.html").as_uri())
+            page.wait_for_function("document.documentElement.dataset.ready")
+            page.screenshot(path=folder / name)
+            page.close()
+        browser.close()
+
+
+def _with_pictures(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Puts the pictures, if there are any, into the page that has a place for them."""
+    shown = [name for name in PICTURES if (ROOT / "docs" / "_extra" / name).exists()]
+    images = [f'<img src="{name}" alt="{_described(name)}" style="max-height: 24rem">' for name in shown]
+    source[0] = source[0].replace(PLACE, f'<a href="example_report.html">{" ".join(images)}</a>' if images else "")
+
+
+def _described(name: str) -> str:
+    width, scheme = PICTURES[name]
+    return f"The report on GPT-2, {width} pixels wide, {scheme}"
 
 
 def _inline(writer, node: nodes.math) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,14 @@ def test_pages_open_offline(site):
     for page in site.rglob("*.html"):
         found = re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="(https?://[^"]+)"', page.read_text(encoding="utf-8"))
         assert not found, page
+
+
+def test_the_report_is_pictured_where_there_is_a_browser(site):
+    """Narrow and wide, light and dark, on the page about it; without a browser the page has no pictures, and the example all the same."""
+    shown = re.findall(r'<img src="(report_\w+\.png)"', (site / "explain.html").read_text(encoding="utf-8"))
+    has_browser = find_spec("playwright") and any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome")))
+    assert len(shown) == (4 if has_browser else 0) and all((site / name).stat().st_size > 10_000 for name in shown)
+    assert (site / "example_report.html").exists()
 
 
 @pytest.mark.parametrize("page", RUN)
