@@ -5,7 +5,6 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
 from jax.sharding import PartitionSpec as P
 from problems import problem_of
 from programs import gpt
@@ -54,9 +53,7 @@ def test_random_bits_are_split_like_their_readers(searcher):
 def test_labels_are_split_with_what_they_label():
     """LeNet's labels could as well be whole, since slicing them is free: arrays that share the batch dimension are all handed in split."""
     (lenet,) = named("lenet")
-    found = autoshard.search(
-        lenet.train_step, *nnx.eval_shape(lenet.init), *lenet.example(), cluster="cpu:8", mesh={"data": 8}, searcher="data_parallel"
-    )
+    found = autoshard.search(lenet.train_step, *lenet.arguments(), cluster="cpu:8", mesh={"data": 8}, searcher="data_parallel")
     *_, images, labels = found.in_specs
     assert images[0] == labels[0] == "data"
 
