@@ -1,4 +1,5 @@
-"""Small and large JAX programs for tests: each function returns ``(fn, args)`` with abstract arguments.
+"""Small and large JAX programs for tests: each function returns ``(fn, args)`` with abstract arguments,
+but `two_products`, which returns those of `two_products_step`.
 
 `concrete` turns the arguments into real arrays: floats are small normal numbers, integers lie below the bound given.
 Parameters are plain dictionaries, optimizers are optax's, so a program's argument paths read ``state['params']['embed']``.
@@ -248,6 +249,21 @@ def control_flow(width=16, batch=8):
         return jax.lax.cond(flag, lambda x: x @ w, lambda x: x + 1.0, x)
 
     return program, (abstract((width, width)), abstract((batch, width)), abstract((), jnp.int32), abstract((), jnp.bool_))
+
+
+def two_products_step(state, x):
+    """A step of gradient descent for two products with a tanh between them."""
+
+    def loss(params):
+        return jnp.mean((jnp.tanh(x @ params["up"]) @ params["down"]) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(state["params"])
+    return {"params": jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)}, value
+
+
+def two_products(batch=256):
+    """The arguments of `two_products_step`."""
+    return {"params": {"up": abstract((512, 2048)), "down": abstract((2048, 512))}}, abstract((batch, 512))
 
 
 PROGRAMS = {

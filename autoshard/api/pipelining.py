@@ -128,7 +128,7 @@ def pipelined(
     """
     found: list[_Plan] = []
     failure: InfeasibleError | SearchLimitError | None = None
-    numbers = _numbers(traced, asked)
+    numbers = numbers_of_microbatches(traced, asked.n_parts, asked.microbatches)
     for k, n in enumerate(numbers):
         try:
             schedule = schedule_of(asked.schedule, asked.n_parts, n, asked.chunks)
@@ -151,12 +151,16 @@ def pipelined(
     return Strategy(_record(traced, cluster, asked, best, searcher, spent), traced, parts=parts)
 
 
-def _numbers(traced: Traced, asked: Pipeline) -> list[int]:
-    """The numbers of microbatches to try."""
-    if asked.microbatches is not None:
-        return [asked.microbatches]
+def numbers_of_microbatches(traced: Traced, n_stages: int, given: int | None) -> list[int]:
+    """The numbers of microbatches to try: the one that is given, or as many as stages and a few times as many.
+
+    Raises:
+        TraceError: no number of them divides the batch.
+    """
+    if given is not None:
+        return [given]
     possible = divisors(traced)
-    wanted = [asked.n_parts * times for times in MICROBATCHES]
+    wanted = [n_stages * times for times in MICROBATCHES]
     found = [n for n in wanted if n in possible] or [n for n in possible if n > 1][-1:]
     if not found:
         raise TraceError(

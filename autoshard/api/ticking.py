@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from autoshard.api.attempts import Attempts, Found
 from autoshard.api.microbatching import Microbatches
-from autoshard.api.pipelining import MICROBATCHES
+from autoshard.api.pipelining import numbers_of_microbatches
 from autoshard.cluster import Cluster
-from autoshard.errors import ClusterError, InfeasibleError, SearchLimitError, ShardingError, TraceError
-from autoshard.microbatch import divisors
+from autoshard.errors import ClusterError, InfeasibleError, SearchLimitError, ShardingError
 from autoshard.pipeline.schedule import ONE_PROGRAM
 from autoshard.progress import Progress, part
 from autoshard.trace import Traced
@@ -67,7 +66,7 @@ def fastest(
         InfeasibleError: nothing fits in any.
         SearchLimitError: the time was over before anything was found.
     """
-    numbers = [microbatches] if isinstance(microbatches, int) else _numbers(traced, stages)
+    numbers = numbers_of_microbatches(traced, stages, microbatches if isinstance(microbatches, int) else None)
     found: list[Found] = []
     failure: Exception | None = None
     started: float | None = None
@@ -86,15 +85,3 @@ def fastest(
         raise failure
     assert started is not None
     return min(found, key=lambda each: each[1].judgement.cost.makespan_seconds), started
-
-
-def _numbers(traced: Traced, stages: int) -> Sequence[int]:
-    """Numbers of microbatches to try: as many as stages and a few times as many."""
-    possible = divisors(traced)
-    found = [n for n in (stages * times for times in MICROBATCHES) if n in possible] or [n for n in possible if n > 1][-1:]
-    if not found:
-        raise TraceError(
-            f"a pipeline computes microbatches, whose number divides the batch, and the batch of {traced.graph.name!r} has no divisor. "
-            "Use a larger batch, or leave stages out."
-        )
-    return found

@@ -71,14 +71,12 @@ def add_program(parser: argparse.ArgumentParser) -> None:
 
 def add_in_specs(parser: argparse.ArgumentParser, otherwise: str) -> None:
     """The arguments' shardings; ``otherwise`` says what those have that none is given for."""
-    parser.add_argument(
-        "--in-spec",
-        metavar="PATH=SPEC",
-        type=path_spec,
-        action="append",
-        default=[],
-        help=f"an argument's sharding; repeatable, later ones override; {otherwise}. {SPEC_HELP}",
-    )
+    add_specs(parser, "--in-spec", f"an argument's sharding; repeatable, later ones override; {otherwise}")
+
+
+def add_specs(parser: argparse.ArgumentParser, flag: str, meaning: str) -> None:
+    """An option that may be given for several arguments, each with its path and a spec."""
+    parser.add_argument(flag, metavar="PATH=SPEC", type=path_spec, action="append", default=[], help=f"{meaning}. {SPEC_HELP}")
 
 
 def cluster_of(text: str):

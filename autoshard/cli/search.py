@@ -8,14 +8,13 @@ from contextlib import redirect_stdout
 
 from autoshard.cli.found import finish, finish_frontier, record_of
 from autoshard.cli.options import (
-    SPEC_HELP,
     add_program,
+    add_specs,
     cluster_of,
     command,
     mesh_or_axes,
     microbatches,
     names,
-    path_spec,
     positive,
     seconds,
     size,
@@ -53,14 +52,7 @@ def add(commands) -> None:
         type=mesh_or_axes,
         help="mesh axes, outermost first; searched unless given: two axes at most and a third where it pays, or as many as a number says",
     )
-    parser.add_argument(
-        "--pin",
-        metavar="PATH=SPEC",
-        type=path_spec,
-        action="append",
-        default=[],
-        help=f"keep an argument's sharding; repeatable. {SPEC_HELP}",
-    )
+    add_specs(parser, "--pin", "keep an argument's sharding; repeatable")
     parser.add_argument(
         "--pins-from",
         choices=("arguments",),

@@ -7,7 +7,7 @@ import sys
 from contextlib import redirect_stdout
 
 from autoshard.cli.explain import strategy_of
-from autoshard.cli.options import SPEC_HELP, cluster_of, command, mesh_or_axes, path_spec, positive, size
+from autoshard.cli.options import add_specs, cluster_of, command, mesh_or_axes, positive, size
 from autoshard.cli.terminal import show, show_json
 
 EXAMPLE = "autoshard what-if found.json train:train_step --args train:example_args --cluster v5e:4x8"
@@ -25,9 +25,7 @@ def add(commands) -> None:
     parser.add_argument("--mesh", metavar="NAME=SIZE,...", type=mesh_or_axes, help="mesh axes, or how many there may be")
     parser.add_argument("--batch", metavar="N", type=positive, help="examples of the whole batch")
     parser.add_argument("--memory-limit", metavar="SIZE", type=size, help="memory a device may use; the strategy's unless given")
-    parser.add_argument(
-        "--pin", metavar="PATH=SPEC", type=path_spec, action="append", default=[], help=f"fix a sharding; repeatable. {SPEC_HELP}"
-    )
+    add_specs(parser, "--pin", "fix a sharding; repeatable")
     parser.add_argument("--save", metavar="FILE", help="write the other strategy to a JSON file")
 
 

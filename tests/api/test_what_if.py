@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from programs import two_products, two_products_step
 
 import autoshard
 from autoshard.errors import ClusterError, InfeasibleError, StrategyError
@@ -15,24 +16,9 @@ from autoshard.problem.cost_tables import CostTables
 OPTIONS = {"cluster": "v5e:2x4", "searcher": "dynamic_programming", "donate_argnums": 0}
 
 
-def train_step(state, x):
-    def loss(params):
-        return jnp.mean((jnp.tanh(x @ params["up"]) @ params["down"]) ** 2)
-
-    value, grads = jax.value_and_grad(loss)(state["params"])
-    return {"params": jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)}, value
-
-
-def shapes(batch=256):
-    def leaf(*shape):
-        return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-    return {"params": {"up": leaf(512, 2048), "down": leaf(2048, 512)}}, leaf(batch, 512)
-
-
 @cache
 def strategy():
-    return autoshard.search(train_step, *shapes(), mesh={"data": 8}, **OPTIONS)
+    return autoshard.search(two_products_step, *two_products(), mesh={"data": 8}, **OPTIONS)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +34,7 @@ def strategy():
 def test_a_what_if_is_the_search_with_that_change(change, program):
     """Its strategy has the cost that a search from the function has under the same change, and both sides' figures are theirs."""
     found = strategy().what_if(**change)
-    searched = autoshard.search(train_step, *shapes(change.get("batch", 256)), **{**OPTIONS, **program})
+    searched = autoshard.search(two_products_step, *two_products(change.get("batch", 256)), **{**OPTIONS, **program})
     assert found.strategy.cost.makespan_seconds == pytest.approx(searched.cost.makespan_seconds, rel=1e-9)
     assert found.data.before.step_seconds == strategy().cost.makespan_seconds
     assert found.data.after.step_seconds == found.strategy.cost.makespan_seconds
@@ -66,7 +52,7 @@ def test_only_another_batch_is_traced_again(monkeypatch):
 
 def test_a_search_s_own_pins_stay():
     """They hold in a what-if, and give way to one of the same tensor."""
-    pinned = autoshard.search(train_step, *shapes(), mesh={"data": 8}, pins={"*up*": P("data"), "x": P()}, **OPTIONS)
+    pinned = autoshard.search(two_products_step, *two_products(), mesh={"data": 8}, pins={"*up*": P("data"), "x": P()}, **OPTIONS)
     (up,) = (t for t in pinned.what_if(pins={"x": P("data")}).strategy.record.arguments if "up" in t.path)
     assert up.spec == ("data", None)
     found = pinned.what_if(pins={"*up*": P()}).strategy
@@ -81,7 +67,7 @@ def test_a_strategy_from_a_file_wants_its_program(tmp_path):
         loaded.what_if(batch=64)
     with pytest.raises(StrategyError, match="with_program"):
         loaded.explain("up")
-    whole = loaded.with_program(train_step, *shapes())
+    whole = loaded.with_program(two_products_step, *two_products())
     assert whole.what_if(batch=64).data == strategy().what_if(batch=64).data
 
 
@@ -112,7 +98,7 @@ def test_the_search_s_memory_limit_stays():
     """It holds on devices of the same memory, for any change, and gives way to one of the question."""
     free = strategy()
     limit = 1.2 * free.cost.peak_bytes
-    bound = autoshard.search(train_step, *shapes(), mesh={"data": 8}, memory_limit_bytes=limit, **OPTIONS)
+    bound = autoshard.search(two_products_step, *two_products(), mesh={"data": 8}, memory_limit_bytes=limit, **OPTIONS)
     with pytest.raises(InfeasibleError):
         bound.what_if(batch=4096)
     found = bound.what_if(pins={"x": P("data")}).strategy
@@ -130,7 +116,7 @@ def test_a_search_s_own_options_stay():
         moments = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["moments"], grads)
         return {"params": jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], moments), "moments": moments}, value
 
-    params, x = shapes()
+    params, x = two_products()
     state = {"params": params["params"], "moments": params["params"]}
     found = autoshard.search(adam, state, x, mesh={"data": 8}, offload="optimizer", microbatches=2, remat="full", **OPTIONS)
     for change in ({"batch": 512}, {"mesh": {"data": 2, "model": 4}}, {"pins": {"x": P("data")}}):
@@ -141,7 +127,7 @@ def test_a_search_s_own_options_stay():
 
 def test_what_a_search_computed_serves_its_what_ifs(monkeypatch):
     """Other pins and meshes need no facts of the program again; another pin of an argument none of the other tables."""
-    found = autoshard.search(train_step, *shapes(), mesh={"data": 8}, **OPTIONS)
+    found = autoshard.search(two_products_step, *two_products(), mesh={"data": 8}, **OPTIONS)
     monkeypatch.setattr("autoshard.api.what_if.program_facts", None)
     monkeypatch.setattr("autoshard.api.answer.program_facts", None)
     assert found.what_if(mesh={"data": 2, "model": 4}).strategy.what_if(cluster="v5e:4x4").data.after.n_devices == 16
@@ -155,15 +141,15 @@ def test_what_a_search_computed_serves_its_what_ifs(monkeypatch):
 
 def test_a_file_without_its_pins_says_so(tmp_path):
     """Pins are no part of a file; the what-if of a strategy from one says that they are not kept."""
-    pinned = autoshard.search(train_step, *shapes(), mesh={"data": 8}, pins={"x": P()}, **OPTIONS)
+    pinned = autoshard.search(two_products_step, *two_products(), mesh={"data": 8}, pins={"x": P()}, **OPTIONS)
     pinned.save(tmp_path / "s.json")
-    loaded = autoshard.load(tmp_path / "s.json").with_program(train_step, *shapes())
+    loaded = autoshard.load(tmp_path / "s.json").with_program(two_products_step, *two_products())
     assert any("does not have the pin of its search" in note for note in loaded.what_if(batch=512).strategy.notes)
 
 
 @cache
 def pipeline():
-    return autoshard.search(train_step, *shapes(), cluster="v5e:2x4", stages=2, microbatches=4, donate_argnums=0)
+    return autoshard.search(two_products_step, *two_products(), cluster="v5e:2x4", stages=2, microbatches=4, donate_argnums=0)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +165,7 @@ def test_a_what_if_of_a_pipeline_is_the_search_with_that_change(change, program)
     """Of as many stages and microbatches, on the same schedule; meshes are those of each stage."""
     found = pipeline().what_if(**change).strategy
     options = {"cluster": "v5e:2x4", "stages": 2, "microbatches": 4, "donate_argnums": 0, "searcher": "dynamic_programming"}
-    searched = autoshard.search(train_step, *shapes(change.get("batch", 256)), **options | program)
+    searched = autoshard.search(two_products_step, *two_products(change.get("batch", 256)), **options | program)
     assert found.cost.makespan_seconds == pytest.approx(searched.cost.makespan_seconds, rel=1e-9)
     assert found.record.pipeline.schedule == "1f1b" and found.microbatches == 4
 
@@ -190,7 +176,7 @@ def test_a_pipeline_s_tensors_are_explained_in_their_stage(tmp_path):
     loaded = autoshard.load(tmp_path / "s.json")
     with pytest.raises(StrategyError, match="with_program"):
         loaded.explain("down")
-    for strategy in (pipeline(), loaded.with_program(train_step, *shapes())):
+    for strategy in (pipeline(), loaded.with_program(two_products_step, *two_products())):
         home = strategy.record.pipeline.argument_stages[[t.path for t in strategy.record.arguments].index("state['params']['down']")]
         report = strategy.explain("down")
         assert f"In stage {home}" in str(report)
@@ -202,7 +188,7 @@ def test_a_pipeline_s_tensors_are_explained_in_their_stage(tmp_path):
 def test_a_pipeline_keeps_its_memory_limit():
     """As other strategies do."""
     limited = autoshard.search(
-        train_step, *shapes(), cluster="v5e:2x4", stages=2, microbatches=4, donate_argnums=0, memory_limit_bytes=1e9
+        two_products_step, *two_products(), cluster="v5e:2x4", stages=2, microbatches=4, donate_argnums=0, memory_limit_bytes=1e9
     )  # fmt: skip
     assert limited.record.memory_limit_bytes == limited.what_if(mesh={"data": 4}).strategy.record.memory_limit_bytes == 1e9
     assert pipeline().record.memory_limit_bytes is None
