@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from autoshard.api.explain import StrategyReport, explain
 from autoshard.api.explain_pipeline import timeline_of
 from autoshard.api.pipeline_step import staged_as
-from autoshard.api.recorded import WRITTEN_BACK, Call, lasting
+from autoshard.api.recorded import WRITTEN_BACK, Call, abstract_call, lasting
 from autoshard.api.searched import Searched
 from autoshard.api.step import program_of
 from autoshard.api.structure import rebuild
@@ -57,7 +57,7 @@ class Answer:
         self.record = record
         self._traced = traced
         self._pins = pins  # those of the search
-        self._call = call  # what was searched, for another trace; None where arguments are modules, which it would keep alive
+        self._call = call  # what was searched, with abstract arguments, for another trace; None of a strategy without its program
         self._known = searched  # what later questions need not compute again
         self._parts = parts  # the strategies of a pipeline's stages, with their programs
 
@@ -226,7 +226,8 @@ class Answer:
             memory_limit_bytes: as for `search`; None: that of the strategy, where devices have as much memory.
 
         Raises:
-            StrategyError: the strategy has no program; says to pass it by `with_program`. Or it is a pipeline.
+            StrategyError: the strategy has no program; says to pass it by `with_program`. Or no argument has a batch.
+            TraceError: the step cannot be computed with a batch of that size.
         """
         from autoshard.api.what_if import what_if
 
@@ -279,7 +280,7 @@ class Answer:
         """
         with outside_mesh(keep_auto=True):
             traced, _, _ = program_of(fn, args, self.record, before=self._traced)
-        return type(self)(self.record, traced, call=(fn, args))
+        return type(self)(self.record, traced, call=abstract_call(fn, args))
 
     def with_record(self, record: Record) -> Self:
         """The strategy of another record of the same program."""

@@ -114,7 +114,7 @@ def lint(
         found += _uneven_constraints(graph, on)
         strategy = evaluate(fn, *args, cluster=there, mesh=dict(on.axes), in_specs=even, donate_argnums=donate_argnums)
     assert strategy._judged is not None, "it was just traced"
-    found += findings(strategy._judged)
+    found += findings(strategy._judged, {path for paths in padded.values() for path in paths})
     return Lint(f"Sharding of {graph.name} on {there.name}, mesh {on}", tuple(_parts(found, strategy)), tuple(found), strategy)
 
 

@@ -61,7 +61,7 @@ class Prepared:
         pins: the user's.
         limit: bytes that a device may hold.
         seconds: what tracing took, and the number of ops.
-        call: the function and its arguments' types; None where some are modules.
+        call: the function and its arguments' types.
         known: a problem of the same program from an earlier search, whose tables serve; None: there is none.
         is_limited: whether the user gave the limit.
     """

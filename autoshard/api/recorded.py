@@ -23,14 +23,15 @@ Call = tuple[Callable, tuple]
 WRITTEN_BACK = "result and updates of NNX objects"
 
 
-def abstract_call(fn: Callable, args: tuple) -> Call | None:
-    """The call with the types of its arrays, so that no array is kept alive; None where arguments hold NNX modules."""
+def abstract_call(fn: Callable, args: tuple) -> Call:
+    """The call with the types of its arrays, also of those in NNX and Equinox modules, so that no array is kept alive."""
 
     def typed(x: Any) -> Any:
         is_array = isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False)) if is_array else x
 
-    return None if SplitModules(args).states is not args else (fn, jax.tree.map(typed, args))
+    split = SplitModules(args)
+    return fn, split.rebuild(jax.tree.map(typed, split.states))
 
 
 def record_of(

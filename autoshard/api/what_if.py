@@ -7,7 +7,8 @@ mesh is, and the messages of its bound as a warm start. Other pins of arguments 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,17 +16,20 @@ from typing import Any
 
 import jax
 
+from autoshard.api.argument_shardings import some
 from autoshard.api.comparing import Comparison
 from autoshard.api.meshes import given_mesh, meshes_of
 from autoshard.api.prepared import Prepared, cluster_of, limit_of, searched_on_meshes, traced_of, within
+from autoshard.api.recorded import Call
 from autoshard.api.stage_searches import Call as StageCall
 from autoshard.api.stage_searches import in_stages
+from autoshard.api.step import plain
 from autoshard.api.strategy import Strategy
 from autoshard.api.user_pins import Asked, Pins, UserPins, user_pins
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
 from autoshard.compilers.program_facts import ProgramFacts, program_facts
-from autoshard.errors import StrategyError
+from autoshard.errors import StrategyError, TraceError
 from autoshard.explanation.difference import difference_of
 from autoshard.explanation.difference_text import difference_parts
 from autoshard.explanation.tensor import by_first_that_holds
@@ -37,9 +41,7 @@ from autoshard.progress import silent
 from autoshard.render import Report
 from autoshard.search import Searcher, Solution, batch_dims
 from autoshard.strategy import PipelineRecord
-from autoshard.trace import SplitModules, Traced, outside_mesh
-
-NO_CALL = "another batch is another program, which is traced anew. Pass the function: strategy.with_program(fn, *args).what_if(...)."
+from autoshard.trace import SplitModules, Traced, held, outside_mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +75,10 @@ def what_if(
     there = own_cluster if cluster is None else cluster_of(cluster)
     limit = memory_limit_bytes if memory_limit_bytes is not None else _own_limit(strategy, own_cluster, there)
     asked = Asked.of(pins)
-    words = _asked_words(pins, cluster, mesh, batch, memory_limit_bytes)
+    words = _asked_words(strategy, pins, cluster, mesh, batch, memory_limit_bytes)
     if record.pipeline is not None:
-        after = _pipeline(strategy, record.pipeline, asked, there, _stage_mesh(record.pipeline, mesh, cluster), batch, limit)
+        with _told_of_batch(strategy, batch):
+            after = _pipeline(strategy, record.pipeline, asked, there, _stage_mesh(record.pipeline, mesh, cluster), batch, limit)
         return _compared(words, strategy, after)
     given = record.mesh if mesh is None and cluster is None else mesh
     wanted = None if given is None or isinstance(given, int) else given_mesh(given)
@@ -84,7 +87,8 @@ def what_if(
     if batch is None:
         facts, seconds = _facts(strategy, there), {}
     else:
-        traced, facts, seconds, call = _traced_again(strategy, there, batch, wanted, asked)
+        with _told_of_batch(strategy, batch):
+            traced, facts, seconds, call = _traced_again(strategy, there, batch, wanted, asked)
     both = _with(strategy._pins, asked, traced, wanted is None)
     meshes, is_free = meshes_of(there, both, wanted, given if isinstance(given, int) else 2, record.program.stages)
     own_axes = len(record.mesh.axes)
@@ -112,20 +116,15 @@ def _pipeline(
 ) -> Strategy:
     """The pipeline of as many stages, microbatches and chunks, on the same schedule, with its stages searched again."""
     traced, call, record = strategy._traced, strategy._call, strategy.record
-    assert traced is not None, "a strategy with its program"
-    if batch is not None and call is None:
-        raise StrategyError(NO_CALL)
-    args = () if call is None else call[1] if batch is None else with_batch_size(strategy, call[1], batch)
+    assert traced is not None and call is not None, "a strategy with its program"
+    fn, args = call if batch is None else with_batch_size(strategy, batch)
     own, remat = strategy._pins, record.program.remat
     pins = asked if own is None else replace(own.asked, specs={**own.asked.specs, **asked.specs})
     known = None
     if batch is None and remat is None:
         known = traced, _facts(strategy, there), {"trace_seconds": 0.0, "n_ops": len(traced.graph.walk())}
-    elif call is None:
-        raise StrategyError(NO_CALL)
 
     def by(searcher: Searcher) -> Strategy:
-        fn = _no_function if call is None else call[0]
         again = StageCall(
             fn, args, there, searcher, mesh, pins, limit, record.donate_argnums, record.program.microbatches, pipeline.schedule,
             None if remat is None else remat.mode, (), None, silent, remat,
@@ -133,10 +132,6 @@ def _pipeline(
         return in_stages(again, pipeline.n_parts, known)
 
     return by_first_that_holds(by)
-
-
-def _no_function(*_: Any) -> Any:
-    raise StrategyError(NO_CALL)
 
 
 def _own_limit(strategy: Strategy, before: Cluster, there: Cluster) -> float | None:
@@ -154,17 +149,15 @@ def _facts(strategy: Strategy, there: Cluster) -> ProgramFacts:
 
 def _traced_again(
     strategy: Strategy, there: Cluster, batch: int, mesh: Mesh | None, asked: Asked
-) -> tuple[Traced, ProgramFacts, Mapping[str, float], tuple]:
+) -> tuple[Traced, ProgramFacts, Mapping[str, float], Call]:
     """The program with another batch, as `traced_of` gives it, and its call; in as many microbatches, with as much on hosts."""
-    call, record = strategy._call, strategy.record
-    if call is None:
-        raise StrategyError(NO_CALL)
-    args = with_batch_size(strategy, call[1], batch)
+    fn, args = with_batch_size(strategy, batch)
+    record = strategy.record
     axes = (*(record.mesh.names if mesh is None else mesh.names), *asked.axes)
     program = record.program
     rewritten = {"microbatches": program.microbatches, "remat": program.remat, "stages": program.stages}
-    found = traced_of(call[0], args, record.donate_argnums, axes, there, **rewritten, offload=bool(program.offload))
-    return *found, (call[0], args)
+    found = traced_of(fn, args, record.donate_argnums, axes, there, **rewritten, offload=bool(program.offload))
+    return *found, (fn, args)
 
 
 def _searched(prepared: Prepared, hints: Hints, mesh: Any) -> tuple[Solution, Problem, Searcher]:
@@ -197,34 +190,68 @@ def _with(own: UserPins | None, asked: Asked, traced: Traced, is_searched: bool)
     return replace(own, asked=both, graph=graph, given={**own.given, **given}, kept=kept)
 
 
-def with_batch_size(strategy: Strategy, args: tuple, batch: int) -> tuple:
-    """Arguments like some, their batch of another size.
+def with_batch_size(strategy: Strategy, batch: int) -> Call:
+    """The strategy's call with a batch of another size.
 
     Raises:
-        StrategyError: the size is no positive number, or no argument has a batch.
+        StrategyError: the size is no positive number, no argument has a batch, or the strategy is a stage's.
     """
+    if strategy._call is None:
+        raise StrategyError("a stage of a pipeline has no batch of its own. Call what_if(batch=...) of the pipeline's strategy.")
+    fn, args = strategy._call
     if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
         raise StrategyError(f"a batch is a positive number of examples, got {batch!r}. Use 512, for instance.")
-    known, record = strategy._searched, strategy.record
-    graph = known.facts.graph
-    own = record if record.pipeline is None else record.pipeline.stages[0].record  # whose mesh has no axis of stages
-    dims = batch_dims(known.problem or Problem(known.facts, CostModel(Cluster.from_dict(own.cluster), own.mesh)))
-    if not dims:
-        raise StrategyError(f"no argument of {graph.name!r} has a batch that can be split. Pass other arguments to autoshard.search.")
-    split = SplitModules(args)
+    dims = _batch(strategy)
+    split = SplitModules(held(plain(fn), args))
     leaves, tree = jax.tree.flatten(split.states)
     changed = []
-    for value, leaf in zip(graph.arguments, leaves, strict=True):
+    for value, leaf in zip(strategy._searched.facts.graph.arguments, leaves, strict=True):
         dim = dims.get(value)
         if dim is not None:
             leaf = jax.ShapeDtypeStruct((*leaf.shape[:dim], batch, *leaf.shape[dim + 1 :]), leaf.dtype)
         changed.append(leaf)
-    return split.rebuild(tree.unflatten(changed))
+    return fn, split.rebuild(tree.unflatten(changed))
 
 
-def _asked_words(pins: Any, cluster: Any, mesh: Any, batch: Any, limit: Any) -> str:
-    """``cluster=v5e:4x8, batch=1024``."""
+def _batch(strategy: Strategy) -> Mapping[int, int]:
+    """By value number the dimension of the batch of each argument that has it.
+
+    Raises:
+        StrategyError: none has.
+    """
+    known, record = strategy._searched, strategy.record
+    own = record if record.pipeline is None else record.pipeline.stages[0].record  # whose mesh has no axis of stages
+    dims = batch_dims(known.problem or Problem(known.facts, CostModel(Cluster.from_dict(own.cluster), own.mesh)))
+    if not dims:
+        name = known.facts.graph.name
+        raise StrategyError(f"no argument of {name!r} has a batch that can be split. Pass other arguments to autoshard.search.")
+    return dims
+
+
+def _batch_words(strategy: Strategy) -> str:
+    """``dim 0 of batch['x'], batch['y'], 256 now``."""
+    graph, dims = strategy._searched.facts.graph, _batch(strategy)
+    paths = [path for value, path in zip(graph.arguments, graph.argument_paths, strict=True) if value in dims]
+    value, dim = next(iter(dims.items()))
+    return f"dim {dim} of {some(paths)}, {graph.values[value].shape[dim]} now"
+
+
+@contextmanager
+def _told_of_batch(strategy: Strategy, batch: int | None) -> Iterator[None]:
+    """Errors of a step that does not compute another batch say which arrays were given another size."""
+    try:
+        yield
+    except TraceError as error:
+        if batch is None:
+            raise
+        told = f"what_if(batch={batch}) traces the step again ({_batch_words(strategy)}), which must be able to compute such a batch."
+        raise TraceError(f"{told} {error} Or ask for another size.") from error
+
+
+def _asked_words(strategy: Strategy, pins: Any, cluster: Any, mesh: Any, batch: Any, limit: Any) -> str:
+    """``cluster=v5e:4x8, batch=1024 (dim 0 of x, 256 now)``."""
+    size = None if batch is None else f"{batch} ({_batch_words(strategy)})"
     asked: Sequence[tuple[str, Any]] = (
-        ("pins", pins), ("cluster", cluster), ("mesh", mesh), ("batch", batch), ("memory_limit_bytes", limit)
+        ("pins", pins), ("cluster", cluster), ("mesh", mesh), ("batch", size), ("memory_limit_bytes", limit)
     )  # fmt: skip
     return ", ".join(f"{name}={value}" for name, value in asked if value is not None) or "searched again"

@@ -6,7 +6,7 @@ Thresholds are shares: a finding costs at least a hundredth of a device's memory
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from autoshard.explanation.breakdown import collective_groups
@@ -54,17 +54,20 @@ class Finding:
     advice: str
 
 
-def findings(judged: Judged) -> tuple[Finding, ...]:
-    """The findings of a strategy's program, those that take most time first, then those that take most memory."""
-    found = (*_unsharded(judged), *_replicated(judged), *_repeated(judged), *_resharded(judged))
+def findings(judged: Judged, uneven: Collection[str] = ()) -> tuple[Finding, ...]:
+    """The findings of a strategy's program, those that take most time first, then those that take most memory.
+
+    Args:
+        uneven: paths of arguments that are whole only because the mesh does not divide them, which is a finding already.
+    """
+    found = (*_unsharded(judged, uneven), *_replicated(judged), *_repeated(judged), *_resharded(judged))
     return tuple(sorted(found, key=lambda each: (-each.seconds, -each.bytes, each.rule, each.where)))
 
 
-def _unsharded(judged: Judged) -> Iterator[Finding]:
+def _unsharded(judged: Judged, uneven: Collection[str]) -> Iterator[Finding]:
     record, mesh = judged.record, judged.record.mesh
-    groups = argument_groups(record.arguments, mesh)
-    total = sum(group.bytes for group in groups)
-    for group in groups:
+    total = sum(group.bytes for group in argument_groups(record.arguments, mesh))
+    for group in argument_groups([tensor for tensor in record.arguments if tensor.path not in uneven], mesh):
         if mesh.size > 1 and _is_whole(group.spec) and group.bytes > LARGE * total:
             dims = [dim for dim, size in enumerate(group.shape) if size % mesh.size == 0]
             fits = f"dim {dims[0]} of size {group.shape[dims[0]]} divides" if dims else _divisible(group.shape, mesh)

@@ -392,8 +392,13 @@ def _failure(fn: Callable, error: Exception) -> TraceError:
     return TraceError(f"{rule}: tracing '{function_name(fn)}' failed{where} with {type(error).__name__}: {_reason(error)} {advice}")
 
 
+REASON = 500  # characters of an error's message that are told; the rest is in the error it comes from
+
+
 def _reason(error: Exception) -> str:
-    """The first paragraph of an error's message, on one line."""
-    text = " ".join(str(error).split("\n\n")[0].split("\nSee http")[0].split()) or "no message"
-    text = text if len(text) <= 400 else f"{text[:397]}..."
+    """The first paragraph of an error's message, on one line; where that ends with a colon, what follows it too, as far as it is short."""
+    text = str(error).split("\nSee http")[0]
+    first = text.split("\n\n")[0]
+    text = " ".join((text if first.rstrip().endswith(":") else first).split()) or "no message"
+    text = text if len(text) <= REASON else f"{text[: REASON - 3]}..."
     return f"{text.rstrip('.!?')}."

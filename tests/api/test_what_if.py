@@ -1,7 +1,10 @@
 """What-ifs are searches of the same program under one change: with the same options, and with what the first search computed."""
 
+import gc
+import weakref
 from functools import cache
 
+import equinox
 import jax
 import jax.numpy as jnp
 import pytest
@@ -10,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from programs import two_products, two_products_step
 
 import autoshard
-from autoshard.errors import ClusterError, InfeasibleError, StrategyError
+from autoshard.errors import ClusterError, InfeasibleError, StrategyError, TraceError
 from autoshard.problem.cost_tables import CostTables
 
 OPTIONS = {"cluster": "v5e:2x4", "searcher": "dynamic_programming", "donate_argnums": 0}
@@ -80,18 +83,47 @@ def test_what_cannot_be_is_refused(change, error):
         strategy().what_if(**change)
 
 
-def test_modules_are_not_kept_alive():
-    """A strategy of NNX modules asks for the function again where another batch is traced, and takes it from with_program."""
+def test_modules_are_traced_with_another_batch_and_not_kept_alive():
+    """Of Flax NNX and Equinox modules the strategy keeps the types alone, from which another batch is traced."""
 
     def forward(model, x):
         return model(x)
 
+    def mapped(model, x):
+        return jax.vmap(model)(x)
+
     model, x = nnx.Linear(16, 32, rngs=nnx.Rngs(0)), jnp.ones((64, 16))
-    found = autoshard.search(forward, model, x, mesh={"data": 8}, cluster="cpu:8", searcher="dynamic_programming")
-    with pytest.raises(StrategyError, match="with_program"):
-        found.what_if(batch=128)
-    other = found.with_program(forward, model, x).what_if(batch=128).strategy
-    assert other.record.arguments[-1].shape == (128, 16)
+    other = equinox.nn.MLP(16, 32, 64, 1, key=jax.random.key(0))  # with activation functions and numbers, which are static
+    arrays = [weakref.ref(leaf) for leaf in jax.tree.leaves((nnx.state(model), equinox.filter(other, equinox.is_array)))]
+    options = {"mesh": {"data": 8}, "cluster": "cpu:8", "searcher": "dynamic_programming"}
+    found = autoshard.search(forward, model, x, **options), autoshard.search(mapped, other, x, **options)
+    del model, other
+    gc.collect()
+    assert len(arrays) == 6 and not any(array() is not None for array in arrays)
+    for strategy in found:
+        answer = strategy.what_if(batch=128)
+        assert answer.strategy.record.arguments[-1].shape == (128, 16)
+        assert answer.strategy.what_if(batch=256).strategy.record.arguments[-1].shape == (256, 16)
+        assert "batch=128 (dim 0 of x, 64 now)" in str(answer)
+
+
+def test_static_arguments_stay_as_they_are():
+    """Of a jitted step they are no arrays, and another batch leaves them."""
+    step = jax.jit(lambda w, x, n: sum(jnp.sum(x @ w) for _ in range(n)), static_argnums=2)
+    found = autoshard.search(step, jnp.ones((16, 16)), jnp.ones((64, 16)), 2, mesh={"data": 8}, cluster="cpu:8", searcher="data_parallel")
+    assert found.what_if(batch=128).strategy.record.arguments[-1].shape == (128, 16)
+
+
+def test_a_batch_that_the_step_cannot_compute_is_refused_by_size():
+    """The error of a user's shard_map says which arrays got which size, and what of them does not divide."""
+    mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def step(w, x):
+        return jax.shard_map(lambda w, x: jnp.tanh(x @ w), mesh=mesh, in_specs=(P(), P("i")), out_specs=P("i"))(w, x)
+
+    found = autoshard.search(step, jnp.ones((16, 16)), jnp.ones((64, 16)), cluster="cpu:8", searcher="data_parallel")
+    with pytest.raises(TraceError, match=r"batch=100\) .*\(dim 0 of x, 64 now\).*8 does not evenly divide 100"):
+        found.what_if(batch=100)
 
 
 def test_the_search_s_memory_limit_stays():

@@ -90,6 +90,17 @@ def test_what_the_mesh_does_not_divide_is_found_once_for_equal_layers():
     assert (uneven.where, uneven.bytes) == ("params[*]", 3 * 4 * 1024 * 4) and "Pad it to 16" in uneven.advice
 
 
+def test_a_weight_that_is_split_unevenly_is_one_finding():
+    """It is evaluated whole, which is no finding beside its padding; a weight that nothing splits still is one."""
+    args = {"w": jax.ShapeDtypeStruct((1024, 1003), jnp.float32), "v": jax.ShapeDtypeStruct((1003, 1024), jnp.float32)}
+    x = jax.ShapeDtypeStruct((64, 1024), jnp.float32)
+    specs = {"x": P("data"), "*w*": P(None, "data")}
+    options = {"cluster": "v5e:2x4", "mesh": {"data": 8}, "in_specs": specs}
+    lint = autoshard.lint(lambda params, x: jnp.sum(x @ params["w"] @ params["v"]), args, x, **options)
+    found = [(each.rule, each.where) for each in lint.findings if each.where.startswith("params")]
+    assert found == [("uneven-padding", "params['w']"), ("unsharded-parameter", "params['v']")]
+
+
 def test_shardings_of_arguments_are_checked():
     """Without specs the shardings that arguments have count, on the mesh that they are on; without any the mesh is asked for."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
