@@ -80,6 +80,7 @@ def confirmed(board: Board, how: Confirm) -> Strategy:
         if board.together and jax.process_count() > 1:
             raise
         ended = "it was interrupted"
+    board.ended = bool(ended)
     found = _taken(board, how, judge, ended) if board.accepted else _unconfirmed(board, judge, ended)
     stats = {**found.record.stats, "confirm_seconds": time.perf_counter() - started}
     return found.with_record(replace(found.record, stats=stats))

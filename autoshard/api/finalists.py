@@ -33,6 +33,7 @@ class Board:
         together: whether all processes decide on the finalists together, and so end together.
         progress: called with what is being done and the fraction that is done.
         found: per finalist what there is to record of it; one that was accepted is "slower" until it is taken.
+        ended: whether the time, or Ctrl-C, ended the decision.
     """
 
     strategies: Sequence[Strategy]
@@ -44,6 +45,7 @@ class Board:
     progress: Progress
     together: bool = False
     found: list[Finalist] = field(init=False)
+    ended: bool = field(default=False, init=False)
 
     def __post_init__(self):
         self.found = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autoshard.api.agreement import agreed, finalists_of_process_0
 from autoshard.api.attempts import Attempts, Whole
 from autoshard.api.collecting import rarely_collecting
-from autoshard.api.confirm import Confirm, confirm_of, confirmed, noted
+from autoshard.api.confirm import Confirm, confirm_of, noted
 from autoshard.api.finalists import Board
 from autoshard.api.full_plan import checked_plan, checked_schedule
 from autoshard.api.meshes import check_meshes, fixed_mesh, given_mesh
@@ -24,9 +25,10 @@ from autoshard.api.microbatching import Microbatches, checked_number
 from autoshard.api.notes import whole, without_rules
 from autoshard.api.offloading import checked_offload
 from autoshard.api.pipelining import check_pipeline
-from autoshard.api.prepared import cluster_of, own_annotations, prepare, traced_of, with_recomputation
+from autoshard.api.prepared import cluster_of, limit_of, own_annotations, prepare, traced_of, with_recomputation
 from autoshard.api.recomputing import checked_remat
 from autoshard.api.recorded import abstract_call, record_of
+from autoshard.api.rounds import Rounds
 from autoshard.api.searched import Searched
 from autoshard.api.stage_searches import Call, full, in_stages
 from autoshard.api.start import checked
@@ -104,8 +106,8 @@ def search(
             time and without devices, and takes the fastest of those that fit: by the TPU compiler's schedule where they are close (a minute
             each), else by the prediction corrected by compiled collectives and FLOPs. ``"devices"`` runs them on the program's devices,
             on zeros; several processes do so together. What was found is in ``strategy.confirmation``; where nothing could be confirmed,
-            ``strategy.notes`` say why.
-            None: the prediction decides.
+            ``strategy.notes`` say why. Where nothing fits as compiled, the search is repeated within less predicted memory, and where
+            nothing is predicted to fit, but nearly, that is compiled (`autoshard.api.rounds`). None: the prediction decides.
         microbatches: in how many parts of its batch a step computes its gradients, one after the other; they are added up and combined
             over devices once (`autoshard.microbatch`). A number; ``"fit"``: the fewest with which it fits, where nothing does in one;
             ``"auto"``: the fastest of 1, 2, 4 and 8, each searched; None: one. Results are those of the whole batch.
@@ -167,49 +169,63 @@ def search(
                                       interruptible=interruptible), remat)  # fmt: skip
     with shown(progress) as callback, rarely_collecting(), outside_mesh(keep_auto=True):
         wanted = Asked.of(pins, batch_axes)
-        asked = partial(prepare, fn, args, cluster, chosen, mesh, wanted, memory_limit_bytes, donate_argnums)
-        ends, own = endings(given, interruptible), part(callback, 0.0, 1.0 if how is None else SEARCHING)
-        n_finalists = 1 if how is None else how.finalists
-        reserves = memory_limit_bytes is None
+        ends, n_finalists, until = endings(given, interruptible), 1 if how is None else how.finalists, math.inf
 
-        def attempts(number: Microbatches, seconds: float | None, progress: Progress, whole: Whole | None = None) -> Attempts:
-            return Attempts(asked, chosen, number, remat, offload, mesh, start, reserves, progress, ends, seconds, n_finalists, whole)
+        def searched(within: float | None, progress: Progress) -> Board | Strategy:
+            """The finalists within a limit, None for the user's; where nothing is to be confirmed, or Ctrl-C ended the search, the best."""
+            nonlocal until
+            limit = memory_limit_bytes if within is None else within
+            seconds = given if until == math.inf else max((until - time.perf_counter()) / 2, 0.0)
+            own = part(progress, 0.0, 1.0 if how is None else SEARCHING)
+            asked = partial(prepare, fn, args, cluster, chosen, mesh, wanted, limit, donate_argnums)
 
-        if n_stages > 1:
-            devices = cluster_of(cluster)
-            check_parts(devices, n_stages, microbatches)
-            axes = wanted.axes if mesh is None or isinstance(mesh, int) else (*wanted.axes, *given_mesh(mesh).names)
-            traced, facts, _ = traced_of(fn, args, donate_argnums, axes, devices)
-            asked = partial(asked, stages=n_stages)
-            tried = partial(attempts, whole=(traced, facts))
-            (prepared, solution, problem), started = fastest(tried, traced, n_stages, microbatches, given, own)
-        else:
-            one = attempts(microbatches, given, own)
-            (prepared, solution, problem), started = one.found(), one.started
-        solving, searching = solution.stats.get("search_seconds", 0.0), time.perf_counter() - started
-        stats = {**solution.stats, "solve_seconds": solving, "search_seconds": searching}
-        strategies = [prepared.strategy(problem.mesh, replace(solution, stats=stats), chosen, problem)]
+            def attempts(number: Microbatches, seconds: float | None, progress: Progress, whole: Whole | None = None) -> Attempts:
+                reserves = limit is None
+                return Attempts(asked, chosen, number, remat, offload, mesh, start, reserves, progress, ends, seconds, n_finalists, whole)
+
+            if n_stages > 1:
+                devices = cluster_of(cluster)
+                check_parts(devices, n_stages, microbatches)
+                axes = wanted.axes if mesh is None or isinstance(mesh, int) else (*wanted.axes, *given_mesh(mesh).names)
+                traced, facts, _ = traced_of(fn, args, donate_argnums, axes, devices)
+                asked = partial(asked, stages=n_stages)
+                tried = partial(attempts, whole=(traced, facts))
+                (prepared, solution, problem), started = fastest(tried, traced, n_stages, microbatches, seconds, own)
+            else:
+                one = attempts(microbatches, seconds, own)
+                (prepared, solution, problem), started = one.found(), one.started
+            solving, searching = solution.stats.get("search_seconds", 0.0), time.perf_counter() - started
+            stats = {**solution.stats, "solve_seconds": solving, "search_seconds": searching}
+            strategies = [prepared.strategy(problem.mesh, replace(solution, stats=stats), chosen, problem)]
+            if how is None:
+                return strategies[0]
+            for other in solution.others:
+                strategies.append(prepared.strategy(other.assignment.mesh, replace(other, stats=stats), chosen))
+            finders = [each.finder or chosen.name for each in (solution, *solution.others)]
+            is_over = bool(solution.stats.get("ended_early")) and (seconds is None or searching < seconds)
+            if how.by == "devices":
+                strategies, finders, is_over = finalists_of_process_0(strategies, finders, is_over)
+            if is_over:
+                return noted(strategies[0], "not confirmed: the search was interrupted")
+            if limit_seconds is not None:
+                until = min(until, started + limit_seconds)
+            return Board(
+                strategies,
+                finders=finders,
+                fn=fn,
+                args=args,
+                memory_limit_bytes=memory_limit_bytes,
+                until=None if limit_seconds is None else until,
+                progress=part(progress, SEARCHING, 1 - SEARCHING),
+                together=how.by == "devices",
+            )
+
         if how is None:
-            return strategies[0]
-        for other in solution.others:
-            strategies.append(prepared.strategy(other.assignment.mesh, replace(other, stats=stats), chosen))
-        finders = [each.finder or chosen.name for each in (solution, *solution.others)]
-        is_over = bool(solution.stats.get("ended_early")) and (given is None or searching < given)
-        if how.by == "devices":
-            strategies, finders, is_over = finalists_of_process_0(strategies, finders, is_over)
-        if is_over:
-            return noted(strategies[0], "not confirmed: the search was interrupted")
-        board = Board(
-            strategies,
-            finders=finders,
-            fn=fn,
-            args=args,
-            memory_limit_bytes=memory_limit_bytes,
-            until=None if limit_seconds is None else started + limit_seconds,
-            progress=part(callback, SEARCHING, 1 - SEARCHING),
-            together=how.by == "devices",
-        )
-        return confirmed(board, how)
+            found = searched(None, callback)
+            assert isinstance(found, Strategy)
+            return found
+        devices = cluster_of(cluster)
+        return Rounds(searched, how, devices, limit_of(devices, memory_limit_bytes)).found(callback)
 
 
 @outside_mesh(keep_auto=True)

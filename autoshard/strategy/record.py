@@ -130,7 +130,7 @@ class Confirmation:
         by: ``"compiler"`` or ``"devices"``.
         name: the compiler, such as ``XLA:TPU``, or JAX's name of the devices' kind.
         version: the compiler's package and version, such as ``libtpu 0.0.42``.
-        finalists: in the order of their predicted step times, one of them taken.
+        finalists: of each search one after the other, in the order of their predicted step times; one of them is taken.
     """
 
     by: str
