@@ -30,7 +30,7 @@ SHARE = 0.4  # of a time limit, for the comparison of plans, and for the search 
 EXPLORING = 60.0  # seconds of one core in which plans are compared: not of the clock, so that other programs leave the answer as it is
 DEEP_OPS = 10_000  # a step of more is searched on the mesh on which its layers are fastest, and others on any
 LEAST_SECONDS = 1e-3  # of a search whose time is over: it has its first answer
-DEEP_SECONDS = 60.0  # in which such a step, or a pipeline of it, is searched, without a time limit
+DEEP_SECONDS = 60.0  # of one core, in which such a step, or a pipeline of it, is searched, without a time limit
 REFUSED = (InfeasibleError, PipelineError, SearchLimitError, TraceError, ShardingError)
 
 
@@ -105,19 +105,20 @@ def fullest(
     found: list[Strategy] = []
     failure: AutoshardError | None = None
     plans: Plans | None = None
-    deep = DEEP_SECONDS if searches.is_deep else None
 
-    def left(most: float | None = None) -> float | None:
+    def left(most: float = math.inf) -> float | None:
         """Seconds that are left, ``most`` at most; None for no limit."""
-        seconds = min(until - time.perf_counter(), math.inf if most is None else most)
+        seconds = min(until - time.perf_counter(), most)
         return None if seconds == math.inf else max(seconds, LEAST_SECONDS)
 
     def keep(search: Callable[[float | None], Strategy], seconds: float | None) -> None:
         """Searches; Ctrl-C is for the searches that are left, too, which then have no time."""
         nonlocal until
-        started = time.perf_counter()
+        started, computing = time.perf_counter(), time.thread_time()
         found.append(search(seconds))
-        if found[-1].record.stats.get("ended_early") and (seconds is None or time.perf_counter() - started < seconds):
+        is_over = seconds is not None and time.perf_counter() - started >= seconds
+        is_over = is_over or (searches.is_deep and time.thread_time() - computing >= DEEP_SECONDS)
+        if found[-1].record.stats.get("ended_early") and not is_over:
             until = -math.inf
 
     try:
@@ -133,7 +134,7 @@ def fullest(
         if not _is_far(alone, ranked):
             try:
                 like = alone if searches.is_deep else None
-                keep(lambda seconds: searches.whole(seconds, like), left(deep if limit_seconds is None else SHARE * limit_seconds))
+                keep(lambda seconds: searches.whole(seconds, like), left(math.inf if limit_seconds is None else SHARE * limit_seconds))
             except REFUSED as error:
                 failure = error
         tried = 0
@@ -143,7 +144,7 @@ def fullest(
             if tried == TRIES or (found and is_over) or (like is not None and like.makespan_seconds >= fastest):
                 break
             try:
-                keep(partial(searches.staged, n_stages, like), left(deep))
+                keep(partial(searches.staged, n_stages, like), left())
                 tried += 1
             except REFUSED as error:
                 failure = failure or error

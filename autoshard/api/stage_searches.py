@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.api.confirm import noted
-from autoshard.api.full_plan import DEEP_OPS, Searches, fullest
+from autoshard.api.full_plan import DEEP_OPS, DEEP_SECONDS, Searches, fullest
 from autoshard.api.meshes import given_mesh, meshes_of, most_axes
 from autoshard.api.microbatching import Microbatches
 from autoshard.api.pipelining import USUAL, Pipeline, pipelined
@@ -203,6 +203,13 @@ def full(call: Call, whole: Callable[..., Strategy], remat: str | None) -> Strat
     """
     cluster, asked = cluster_of(call.cluster), call.asked
     traced, facts, spent = traced_of(call.fn, call.args, call.donate_argnums, asked.axes, cluster)
+    is_deep = len(traced.graph.walk()) > DEEP_OPS
+
+    def limited(left: float | None, progress: Progress) -> tuple[float | None, Progress]:
+        """The time limit and the progress of a search, which ends after some seconds of one core where the step is deep."""
+        if left is not None or not is_deep:
+            return left, progress
+        return math.inf, timed(progress, DEEP_SECONDS, time.thread_time)
 
     def alone(left: float | None, like: Estimate | None = None) -> Strategy:
         given = {} if like is None else {"mesh": dict(like.mesh.axes)}
@@ -210,7 +217,8 @@ def full(call: Call, whole: Callable[..., Strategy], remat: str | None) -> Strat
             given["microbatches"] = like.candidate.n_microbatches
         if like is not None and like.again is not None:
             given["remat"] = "auto"
-        return whole(progress=part(call.progress, 0.3, 0.3), time_limit_seconds=left, **given)
+        left, progress = limited(left, part(call.progress, 0.3, 0.3))
+        return whole(progress=progress, time_limit_seconds=left, **given)
 
     @cache
     def again() -> list[Remat | None]:
@@ -231,11 +239,12 @@ def full(call: Call, whole: Callable[..., Strategy], remat: str | None) -> Strat
         return search_plans(program, cluster, partial(problems_on, asked), wanted, progress)
 
     def staged(n_stages: int, like: Estimate | None, left: float | None) -> Strategy:
-        own = replace(call, ends=endings(left, KeyboardInterrupt in call.ends), seconds=left, progress=part(call.progress, 0.6, 0.4))
+        left, progress = limited(left, part(call.progress, 0.6, 0.4))
+        own = replace(call, ends=endings(left, KeyboardInterrupt in call.ends), seconds=left, progress=progress)
         if like is not None:
             own = replace(own, microbatches=like.candidate.n_microbatches, schedule=like.schedule, mesh=dict(like.mesh.axes))
             own = replace(own, recomputed=None if like.again is None else again()[like.again])
         return in_stages(own, n_stages, (traced, facts, spent))
 
-    searches = Searches(alone, plans, staged, len(traced.graph.walk()) > DEEP_OPS)
+    searches = Searches(alone, plans, staged, is_deep)
     return fullest(searches, cluster, call.seconds, call.progress, call.ends)

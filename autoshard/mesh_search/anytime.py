@@ -33,14 +33,18 @@ def checked_seconds(seconds: float | None) -> float | None:
     return seconds
 
 
-def timed(progress: Progress, seconds: float | None) -> Progress:
-    """The progress callback, which also raises `OutOfTime` once so many seconds from now, 0 or more, are over; None: it never does."""
+def timed(progress: Progress, seconds: float | None, clock: Callable[[], float] = time.perf_counter) -> Progress:
+    """The progress callback, which also raises `OutOfTime` once so many seconds from now, 0 or more, are over; None: it never does.
+
+    Args:
+        clock: what counts the seconds; `time.thread_time` counts those that this thread computes.
+    """
     if seconds is None:
         return progress
-    until = time.perf_counter() + seconds
+    until = clock() + seconds
 
     def limited(what: str, fraction: float) -> None:
-        if time.perf_counter() > until:
+        if clock() > until:
             raise OutOfTime(
                 f"the search was given {seconds:g} s, and found no strategy within the memory limit by then. "
                 "Use a longer time_limit_seconds, or searcher='recursive_programming'."

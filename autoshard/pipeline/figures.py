@@ -11,7 +11,7 @@ programs of their own, what the first hands on is there until the second ends, b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -101,7 +101,7 @@ def stage_figures(stage: Stage, facts: ProgramFacts, model: CostModel, judgement
         residual_bytes=kept + received["F"],
         lasting_bytes=sum(map(nbytes, [*own, *made, *loop.results[: loop.params["num_carry"]]])),
         working_bytes=max(cost.peak_bytes - (n - 1) * one, 0.0),
-        backward_bytes=_backward_bytes(facts, judgement, loop, kinds),
+        backward_bytes=backward_bytes(facts, judgement, loop, {op for op, kind in kinds.items() if kind != FORWARD}),
     )
 
 
@@ -151,10 +151,14 @@ def _kept_bytes(stage: Stage, facts: ProgramFacts, model: CostModel, judgement: 
     return sum(stage.traced.graph.values[value].nbytes / n for value, n in parts.items())
 
 
-def _backward_bytes(facts: ProgramFacts, judgement: Judgement, loop: Op, kinds: Mapping[int, str]) -> float:
-    """The most bytes at once of what the backward tasks make, copies in other layouts and partial sums included, but for totals."""
+def backward_bytes(facts: ProgramFacts, judgement: Judgement, loop: Op, later: Collection[int]) -> float:
+    """The most bytes at once of what the backward pass makes, copies in other layouts and partial sums included, but for totals.
+
+    Args:
+        loop: over microbatches.
+        later: the indices of the ops of the backward pass.
+    """
     found = buffers(facts, judgement.assignment, judgement.copies, judgement.partials)
-    later = {op for op, kind in kinds.items() if kind != FORWARD}
     totals = set(loop.bodies[0].outputs[: loop.params["num_carry"]])
     made = {value for op in loop.walk() if op.index in later for value in op.results} - totals
     own = [value in made for value in found.times.values]

@@ -3,7 +3,9 @@
 The costs of a step of equal layers on given devices are affine in the number of layers: each layer adds the same seconds and bytes. So
 solutions of the step with a few of its own layers (`autoshard.pipeline.repeats`) and with one more give those of a stage with any number.
 
-*Memory.* What a microbatch keeps between its forward and its backward pass is held once for each microbatch in flight, all else once.
+*Memory.* What a microbatch keeps between its forward and its backward pass is held once for each microbatch in flight, all else once. Where
+the two passes are programs of their own, on all stages but the last, the second makes its own values beside all that the first handed on
+(`autoshard.pipeline.figures`).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import numpy as np
 from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.ir import Body, Op, shards
 from autoshard.judge.evaluate import Judgement
-from autoshard.pipeline.figures import spent_seconds
+from autoshard.pipeline.figures import backward_bytes, spent_seconds
 from autoshard.pipeline.micro import loop_of
 from autoshard.pipeline.tasks import CHEAP
 from autoshard.primitives import primitive
@@ -35,7 +37,8 @@ class Costs:
         floor_seconds: computing of one microbatch, divided evenly: no sharding takes less.
         state_bytes: arguments, and what the loop over microbatches adds up: weights, optimizer state, gradients.
         kept_bytes: what a microbatch keeps between its forward and its backward pass.
-        other_bytes: all other memory at the peak.
+        other_bytes: all other memory at the peak, where one program computes both passes.
+        backward_bytes: the most that the backward pass makes for itself at once.
     """
 
     microbatch_seconds: float
@@ -46,6 +49,7 @@ class Costs:
     state_bytes: float
     kept_bytes: float
     other_bytes: float
+    backward_bytes: float
 
     def plus(self, other: Costs, times: float = 1.0) -> Costs:
         """The sum with a multiple of other costs."""
@@ -56,8 +60,8 @@ class Costs:
 class LayerCosts:
     """The costs of one layer, and of what is not in layers: embeddings, logits, the loss.
 
-    What a layer adds to the peak is there throughout. What is not in layers is on one stage, but for its `other_bytes`: that much memory
-    any stage may need while it works.
+    What a layer adds to the peak is there throughout. What is not in layers is on one stage, but for its `other_bytes` and
+    `backward_bytes`: that much memory any stage may need while it works.
     """
 
     layer: Costs
@@ -65,13 +69,16 @@ class LayerCosts:
 
     def of(self, n_layers: float, share: float = 1.0) -> Costs:
         """The costs of some layers and a share of the ends."""
-        return Costs(*[0.0] * 8).plus(self.layer, n_layers).plus(self.ends, share)
+        return Costs(*[0.0] * len(fields(Costs))).plus(self.layer, n_layers).plus(self.ends, share)
 
     def peak_bytes(self, n_layers: np.ndarray | int, in_flight: int, has_ends: bool) -> np.ndarray | float:
-        """The peak of a stage with some layers and microbatches in flight."""
+        """The peak of a stage with some layers and microbatches in flight; the one with the ends computes both passes in one program."""
         layer, ends = self.layer, self.ends
-        of_layers = n_layers * (layer.state_bytes + layer.other_bytes + in_flight * layer.kept_bytes)
-        return of_layers + ends.other_bytes + (ends.state_bytes + in_flight * ends.kept_bytes if has_ends else 0.0)
+        held = n_layers * (layer.state_bytes + in_flight * layer.kept_bytes)
+        working = n_layers * layer.other_bytes + ends.other_bytes
+        if has_ends:
+            return held + working + ends.state_bytes + in_flight * ends.kept_bytes
+        return held + np.maximum(working, n_layers * layer.backward_bytes + ends.backward_bytes)
 
 
 def layer_costs(fewer: Costs, more: Costs, n_fewer: int) -> LayerCosts:
@@ -98,7 +105,11 @@ def costs_of(problem: Problem, judgement: Judgement, n_microbatches: int) -> Cos
     def nbytes(values: Iterable[int]) -> float:
         return sum(facts.graph.values[value].nbytes / shards(layout(value), problem.mesh.sizes) for value in values)
 
-    state, kept = nbytes((*facts.graph.arguments, *sums)), nbytes(kept_values(facts, loop))
+    state, (kept, backward) = nbytes((*facts.graph.arguments, *sums)), (0.0, 0.0)
+    if loop is not None:
+        (turn, values), starts = _turn(facts, loop), facts.lifetimes.starts
+        later = {op.index for op in loop.walk() if starts[op.index] > turn}
+        kept, backward = nbytes(values), backward_bytes(facts, judgement, loop, later)
     return Costs(
         microbatch_seconds=max(cost.makespan_seconds - after, 0.0) / n_microbatches,
         objective_seconds=max(cost.objective_seconds - once, 0.0) / n_microbatches,
@@ -108,6 +119,7 @@ def costs_of(problem: Problem, judgement: Judgement, n_microbatches: int) -> Cos
         state_bytes=state,
         kept_bytes=kept,
         other_bytes=max(cost.peak_bytes - state - kept, 0.0),
+        backward_bytes=backward,
     )
 
 
@@ -125,12 +137,15 @@ def _floor(problem: Problem, loop: Op) -> float:
 
 
 def kept_values(facts: ProgramFacts, loop: Op | None) -> frozenset[int]:
-    """What one microbatch makes and has at the moment at which it has most, unsharded: that is what its backward pass reads.
+    """What one microbatch keeps between its forward and its backward pass."""
+    return frozenset() if loop is None else _turn(facts, loop)[1]
+
+
+def _turn(facts: ProgramFacts, loop: Op) -> tuple[int, frozenset[int]]:
+    """The moment at which one microbatch has most, unsharded, and the values that it has: those are what its backward pass reads.
 
     Left out is what it makes cheaply of what all microbatches share, such as casts of weights, and what is only added up: gradients.
     """
-    if loop is None:
-        return frozenset()
     body, shared = loop.bodies[0], {*facts.graph.literals, *facts.graph.constants}
     shared.update(body.inputs[: loop.params["num_consts"]])
     made: set[int] = set()
@@ -147,7 +162,7 @@ def kept_values(facts: ProgramFacts, loop: Op | None) -> frozenset[int]:
         change[times.born[k]] += facts.graph.values[value].nbytes
         change[times.dies[k]] -= facts.graph.values[value].nbytes
     turn = int(np.argmax(np.cumsum(change)))
-    return frozenset(value for k, value in values if times.born[k] <= turn < times.dies[k])
+    return turn, frozenset(value for k, value in values if times.born[k] <= turn < times.dies[k])
 
 
 def _added_up(body: Body) -> set[int]:

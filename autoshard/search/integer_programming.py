@@ -80,7 +80,9 @@ class IntegerProgramming(Searcher):
         return _Run(self, problem, progress, hints).solution()
 
     def limited(self, seconds: float) -> IntegerProgramming:
-        """The searcher with a time limit of its own, since HiGHS calls no progress callback."""
+        """The searcher with a time limit of its own, since HiGHS calls no progress callback; infinity is none."""
+        if math.isinf(seconds):
+            return self
         return replace(self, time_limit_seconds=seconds if self.time_limit_seconds is None else min(seconds, self.time_limit_seconds))
 
 

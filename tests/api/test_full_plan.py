@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import autoshard
-from autoshard.api.full_plan import LEAST_SECONDS, Searches, checked_plan, checked_schedule, fullest
+from autoshard.api.full_plan import DEEP_SECONDS, LEAST_SECONDS, Searches, checked_plan, checked_schedule, fullest
 from autoshard.api.prepared import traced_of
 from autoshard.api.stage_searches import Call, in_stages, problems_on
 from autoshard.api.strategy import Strategy
@@ -99,6 +99,24 @@ def test_a_deep_step_is_searched_as_its_layers_are_fastest(found):
 
         fullest(Searches(whole, lambda *_: plans, refused, is_deep), CLUSTER, None, silent)
         assert told == [plans.ranked[0] if is_deep else None]
+
+
+def test_a_deep_search_whose_seconds_are_over_is_no_interrupt(found, monkeypatch):
+    """Each search of a deep step has its own seconds of one core; one that ends early before those was interrupted, and ends all."""
+    plain, pipeline = found
+    early = Strategy(replace(plain.record, stats={"ended_early": 1}), plain._traced)
+    for computing, expected in ((DEEP_SECONDS, [None]), (0.0, [])):
+        clock = iter([0.0, computing, 0.0, 0.0])
+        monkeypatch.setattr("autoshard.api.full_plan.time.thread_time", clock.__next__)
+        given = []
+
+        def staged(n_stages, like, seconds, given=given):
+            given.append(seconds)
+            return pipeline
+
+        plans = Plans((estimate(1, 1e-9), estimate(2, 1e-9)), 0.0, 2, 2)
+        fullest(Searches(lambda *_: early, lambda *_, plans=plans: plans, staged, True), CLUSTER, None, silent)
+        assert given == expected
 
 
 def test_the_gap_is_a_share_of_the_answer(found):

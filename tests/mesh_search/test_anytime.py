@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,8 @@ from programs import PROGRAMS
 import autoshard
 from autoshard.cluster import Cluster
 from autoshard.errors import SearcherError, SearchLimitError
+from autoshard.mesh_search.anytime import OutOfTime, timed
+from autoshard.progress import silent
 
 OPTIONS = {"cluster": "v5e:2x4", "searcher": "auto"}
 
@@ -55,6 +58,17 @@ def test_the_time_limit_ends_a_search():
         autoshard.search(fn, *args, time_limit_seconds=1e-6, memory_limit_bytes=10.0, **OPTIONS)
     with pytest.raises(SearcherError, match="positive number of seconds"):
         autoshard.search(fn, *args, time_limit_seconds=0, **OPTIONS)
+
+
+def test_another_clock_may_count_the_seconds():
+    """Of a thread's own time none passes while others compute, so that these leave the answer as it is; infinitely many never pass."""
+    clock = iter([0.0, 1.0, 3.0]).__next__
+    progress = timed(silent, 2.0, clock)
+    progress("", 0.0)
+    with pytest.raises(OutOfTime, match="2 s"):
+        progress("", 0.0)
+    timed(silent, math.inf)("", 0.0)
+    assert autoshard.IntegerProgramming().limited(math.inf) == autoshard.IntegerProgramming()
 
 
 @pytest.mark.parametrize("program", ["gpt", "moe", "convnet"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -11,13 +12,14 @@ from hypothesis import strategies as st
 from autoshard.pipeline.layer_costs import Costs, LayerCosts
 from autoshard.pipeline.layering import best_layering
 
-NOTHING = Costs(*[0.0] * 8)
+NOTHING = Costs(*[0.0] * 9)
 
 
 def costs(seconds, state=0.0, residual=0.0, end_seconds=0.0, end_state=0.0):
     """Costs of a layer and of the ends."""
     return LayerCosts(
-        Costs(seconds, seconds, 0.0, 0.0, 0.0, state, residual, 0.0), Costs(end_seconds, end_seconds, 0.0, 0.0, 0.0, end_state, 0.0, 0.0)
+        replace(NOTHING, microbatch_seconds=seconds, objective_seconds=seconds, state_bytes=state, kept_bytes=residual),
+        replace(NOTHING, microbatch_seconds=end_seconds, objective_seconds=end_seconds, state_bytes=end_state),
     )
 
 
