@@ -6,12 +6,13 @@ than the cotangents are there.
 
 Backward equations are grouped by the segment from which on they can run: the least of those whose values they, or what they read, read.
 No equation reads what a lower segment's group makes, so the groups are run in order. A group's region is what is between its equations that
-read recomputed values.
+read recomputed values. Arrays of one constant, such as the zeros with which a mask is differentiated, are made in each region that reads
+them: before its barrier they would be stored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from heapq import heappop, heappush
@@ -20,9 +21,12 @@ import jax
 from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var
 
 from autoshard.ir.remat import CARRIED
+from autoshard.primitives import primitive
 from autoshard.recompute.block import Block, segment_of, variables
 from autoshard.recompute.flat import Atom
 
+SPREADING = ("broadcast", "creation")
+"""Kinds of primitives that make large arrays of no more than a number."""
 OUTSIDE = -1  # in place of a region's number
 AGAIN = "rematted_computation"  # what JAX calls it in the names of operations
 
@@ -37,16 +41,18 @@ def backward(block: Block, places: Sequence[int], kept: frozenset[Var], results:
     """
     again = frozenset(block.again(kept))
     eqns = block.eqns[block.turn :]
-    regions = _regions(block, places, kept)
-    inside = {j: number for number, region in enumerate(regions) for j in region}
+    filled = _filled(block)
+    regions = [_with_filled(region, eqns, filled) for region in _regions(block, places, kept)]
+    inside = {j: number for number, region in enumerate(regions) for j in region if j not in filled}
     readers: dict[Var, set[int]] = {v: {OUTSIDE} for v in variables(results)}
     for j, eqn in enumerate(eqns):
         for v in variables(eqn.invars):
             readers.setdefault(v, set()).add(inside.get(j, OUTSIDE))
     nodes = [_Node(j, eqn) for j, eqn in enumerate(eqns) if j not in inside]
     for number, region in enumerate(regions):
-        made = [v for j in region for v in eqns[j].outvars if readers.get(v, set()) - {number}]
-        nodes.append(_Node(min(region), _checkpoint(block, [eqns[j] for j in region], kept, again, made)))
+        own = [j for j in region if j not in filled]
+        made = [v for j in own for v in eqns[j].outvars if readers.get(v, set()) - {number}]
+        nodes.append(_Node(min(own), _checkpoint(block, [eqns[j] for j in region], kept, again, made)))
     return _ordered(nodes)
 
 
@@ -75,6 +81,27 @@ def _regions(block: Block, places: Sequence[int], kept: frozenset[Var]) -> list[
         if down[j] and up[j]:
             groups.setdefault(label[j], []).append(j)
     return [groups[number] for number in sorted(groups, reverse=True)]
+
+
+def _filled(block: Block) -> dict[int, JaxprEqn]:
+    """The backward equations, by their numbers in the backward pass, that only spread constants over larger arrays."""
+    found: dict[int, JaxprEqn] = {}
+    made: set[Var] = set()
+    for j, eqn in enumerate(block.eqns[block.turn :]):
+        if primitive(eqn.primitive.name).kind in SPREADING and made.issuperset(variables(eqn.invars)):
+            found[j] = eqn
+            made.update(eqn.outvars)
+    return found
+
+
+def _with_filled(region: list[int], eqns: Sequence[JaxprEqn], filled: Mapping[int, JaxprEqn]) -> list[int]:
+    """A region with the equations of `_filled` that it reads."""
+    found, wanted = set(region), {v for j in region for v in variables(eqns[j].invars)}
+    for j in sorted(filled, reverse=True):
+        if not wanted.isdisjoint(filled[j].outvars):
+            found.add(j)
+            wanted.update(variables(filled[j].invars))
+    return sorted(found)
 
 
 def _checkpoint(block: Block, eqns: list[JaxprEqn], kept: frozenset[Var], again: frozenset[int], results: list[Var]) -> JaxprEqn:

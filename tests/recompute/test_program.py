@@ -75,6 +75,17 @@ PROGRAMS = {
 SLOW = ("moe", "unet", "resnet")
 
 
+def test_regions_make_their_own_arrays_of_a_constant():
+    """A region that reads zeros, as where a mask is differentiated, makes them: before its barrier they would be stored."""
+    function, arguments = models.gpt(3, 32, 4, 64, batch=8, length=8, **SMALL)
+    traced = trace(function, *arguments)
+    again = rematerialised(traced, options_of(traced).full)
+    literals = set(again.graph.literals)
+    filled = {op.results[0] for op in again.graph.ops if op.primitive == "broadcast_in_dim" and literals.issuperset(op.operands)}
+    regions = [op for op in again.graph.ops if op.primitive == "remat2"]
+    assert regions and not any(filled.intersection(op.operands) for op in regions)
+
+
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in PROGRAMS])
 def test_results_are_those_of_the_program_that_keeps_everything(name):
     """With all layers computed again, and with a choice in between, every result is equal to 1e-6."""
