@@ -14,7 +14,7 @@ from autoshard.recompute.block import Block, nbytes, stacked, variables
 from autoshard.recompute.flat import Atom, Flat, flat
 from autoshard.recompute.hosting import hostable
 from autoshard.recompute.offload import moved, on_host
-from autoshard.recompute.regions import backward, jaxpr_of
+from autoshard.recompute.regions import backward, broadcasts, jaxpr_of
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Pair:
         one, other: their bodies.
         read: per input of the backward body that is a trip of one of the forward scan's stacks, the result of the forward body.
         returned: the results of the forward scan, by position, that others read too.
-        ops: of the two bodies' equations.
+        spread: per value around the loops that is a broadcast its equation.
     """
 
     first: int
@@ -38,6 +38,7 @@ class Pair:
     other: Flat
     read: Mapping[Var, Atom]
     returned: frozenset[int]
+    spread: Mapping[Var, JaxprEqn]
 
     @cached_property
     def block(self) -> Block:
@@ -71,7 +72,8 @@ class Pair:
         fwd, bwd = self.forward, self.backward
         n, n_carry, length = fwd.params["num_consts"], fwd.params["num_carry"], fwd.params["length"]
         results = self._renamed(self.other.outputs)
-        eqns = backward(self.block, (), kept, results)
+        outside, entering = self._broadcasts()
+        eqns = backward(self.block, (), kept, results, outside)
         wanted = dict.fromkeys(v for eqn in eqns for v in variables(eqn.invars)) | dict.fromkeys(variables(results))
         inside = self.block.made
         hosts = {v: on_host(v) for v in hosted if v in wanted}
@@ -93,10 +95,13 @@ class Pair:
         slices = [v for v in self.one.inputs[n + n_carry :] if v in wanted]
         n_consts, m_carry = bwd.params["num_consts"], bwd.params["num_carry"]
         own = list(zip(self.other.inputs, bwd.invars, strict=True))
+        own_consts = [(v, operand) for v, operand in own[:n_consts] if v in wanted]
+        more = [(v, operand) for v, operand in entering.items() if v in wanted]
         xs = [(v, operand) for v, operand in own[n_consts + m_carry :] if v not in self.read]
         kept_stacks = [(hosts.get(v, v), found.get(v, stack)) for v, stack in stacks.items()]
         read = [
-            *own[:n_consts],
+            *own_consts,
+            *more,
             *((v, places[v]) for v in consts),
             *own[n_consts : n_consts + m_carry],
             *xs,
@@ -105,8 +110,20 @@ class Pair:
         ]
         both = {**self.one.constants, **self.other.constants}
         jaxpr = jaxpr_of([v for v, _ in read], results, [*(moved(host, v) for v, host in hosts.items()), *eqns], tuple(both))
-        params = {**bwd.params, "jaxpr": ClosedJaxpr(jaxpr, [*both.values()]), "num_consts": n_consts + len(consts)}
+        params = {**bwd.params, "jaxpr": ClosedJaxpr(jaxpr, [*both.values()]), "num_consts": len(own_consts) + len(more) + len(consts)}
         return forward, bwd.replace(invars=[operand for _, operand in read], params=params)
+
+    def _broadcasts(self) -> tuple[list[JaxprEqn], dict[Var, Atom]]:
+        """The equations of those of the loops' constants that are broadcasts, and per variable that they read the one around the loops."""
+        found, entering = list[JaxprEqn](), dict[Var, Atom]()
+        for flat_body, loop in ((self.one, self.forward), (self.other, self.backward)):
+            for v, operand in zip(flat_body.inputs[: loop.params["num_consts"]], loop.invars, strict=False):
+                if isinstance(operand, Var) and operand in self.spread:
+                    eqn = self.spread[operand]
+                    read = [x if isinstance(x, Literal) else Var(x.aval) for x in eqn.invars]
+                    entering.update((new, x) for new, x in zip(read, eqn.invars, strict=True) if isinstance(new, Var))
+                    found.append(eqn.replace(invars=read, outvars=[v]))
+        return found, entering
 
 
 def _sent(eqns: Sequence[JaxprEqn], hosts: Mapping[Var, Var]) -> list[JaxprEqn]:
@@ -125,7 +142,7 @@ def pairs(whole: Flat, turn: int, ops: Mapping[Path, Op], opens: Collection[str]
     for k, eqn in enumerate(whole.eqns):
         for v in variables(eqn.invars):
             readers.setdefault(v, []).append(k)
-    returned = set(variables(whole.outputs))
+    returned, spread = set(variables(whole.outputs)), broadcasts(whole.eqns)
     taken: set[int] = set()
     for first, fwd in enumerate(whole.eqns[:turn]):
         if fwd.primitive.name != "scan":
@@ -154,7 +171,7 @@ def pairs(whole: Flat, turn: int, ops: Mapping[Path, Op], opens: Collection[str]
             for k, v in enumerate(fwd.outvars)
             if v in returned or any(reader != last or v in variables(bwd.invars[:start]) for reader in readers.get(v, ()))
         }
-        yield Pair(first, last, fwd, bwd, one, other, read, frozenset(elsewhere))
+        yield Pair(first, last, fwd, bwd, one, other, read, frozenset(elsewhere), spread)
 
 
 def _trips(eqn: JaxprEqn) -> int | None:

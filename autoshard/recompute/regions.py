@@ -6,13 +6,15 @@ than the cotangents are there.
 
 Backward equations are grouped by the segment from which on they can run: the least of those whose values they, or what they read, read.
 No equation reads what a lower segment's group makes, so the groups are run in order. A group's region is what is between its equations that
-read recomputed values. Arrays of one constant, such as the zeros with which a mask is differentiated, are made in each region that reads
-them: before its barrier they would be stored.
+read recomputed values.
+
+The barrier has a compiler store all that a region reads, and so a mask or a zero that is broadcast to the size of attention scores, which
+it would otherwise fuse into readers. A region has its own copies of such broadcasts, and reads their operands.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from heapq import heappop, heappush
@@ -21,39 +23,57 @@ import jax
 from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var
 
 from autoshard.ir.remat import CARRIED
-from autoshard.primitives import primitive
-from autoshard.recompute.block import Block, segment_of, variables
+from autoshard.primitives import of_kind
+from autoshard.recompute.block import Block, nbytes, segment_of, variables
 from autoshard.recompute.flat import Atom
 
-SPREADING = ("broadcast", "creation")
-"""Kinds of primitives that make large arrays of no more than a number."""
 OUTSIDE = -1  # in place of a region's number
 AGAIN = "rematted_computation"  # what JAX calls it in the names of operations
 
 
-def backward(block: Block, places: Sequence[int], kept: frozenset[Var], results: Sequence[Atom]) -> list[JaxprEqn]:
+SPREADING = frozenset((*of_kind("broadcast"), *of_kind("creation")))
+"""Primitives that make large arrays of smaller ones, or of none."""
+
+
+def backward(
+    block: Block, places: Sequence[int], kept: frozenset[Var], results: Sequence[Atom], outside: Sequence[JaxprEqn] = ()
+) -> list[JaxprEqn]:
     """The equations of the backward pass.
 
     Args:
         places: where segments begin, except the first.
         kept: what is not computed again.
         results: what is read after the backward pass.
+        outside: equations around a loop whose results its trips read.
     """
+    spread = broadcasts([*outside, *block.eqns])
     again = frozenset(block.again(kept))
     eqns = block.eqns[block.turn :]
-    filled = _filled(block)
-    regions = [_with_filled(region, eqns, filled) for region in _regions(block, places, kept)]
-    inside = {j: number for number, region in enumerate(regions) for j in region if j not in filled}
+    regions = _regions(block, places, kept)
+    inside = {j: number for number, region in enumerate(regions) for j in region}
     readers: dict[Var, set[int]] = {v: {OUTSIDE} for v in variables(results)}
     for j, eqn in enumerate(eqns):
-        for v in variables(eqn.invars):
+        for v in _sources(variables(eqn.invars), spread):
             readers.setdefault(v, set()).add(inside.get(j, OUTSIDE))
     nodes = [_Node(j, eqn) for j, eqn in enumerate(eqns) if j not in inside]
     for number, region in enumerate(regions):
-        own = [j for j in region if j not in filled]
-        made = [v for j in own for v in eqns[j].outvars if readers.get(v, set()) - {number}]
-        nodes.append(_Node(min(own), _checkpoint(block, [eqns[j] for j in region], kept, again, made)))
+        made = [v for j in region for v in eqns[j].outvars if readers.get(v, set()) - {number}]
+        nodes.append(_Node(min(region), _checkpoint(block, [eqns[j] for j in region], kept, again, made, spread)))
     return _ordered(nodes)
+
+
+def broadcasts(eqns: Sequence[JaxprEqn]) -> dict[Var, JaxprEqn]:
+    """Per value that is larger than what it is broadcast from, if from anything, its equation."""
+    found = (eqn for eqn in eqns if eqn.primitive.name in SPREADING)
+    return {eqn.outvars[0]: eqn for eqn in found if nbytes(eqn.outvars[0]) > sum(map(nbytes, variables(eqn.invars)))}
+
+
+def _sources(read: Sequence[Var], spread: Mapping[Var, JaxprEqn]) -> Iterator[Var]:
+    """Values, and what they are broadcast from."""
+    for v in read:
+        yield v
+        if v in spread:
+            yield from _sources(variables(spread[v].invars), spread)
 
 
 def _regions(block: Block, places: Sequence[int], kept: frozenset[Var]) -> list[list[int]]:
@@ -83,29 +103,15 @@ def _regions(block: Block, places: Sequence[int], kept: frozenset[Var]) -> list[
     return [groups[number] for number in sorted(groups, reverse=True)]
 
 
-def _filled(block: Block) -> dict[int, JaxprEqn]:
-    """The backward equations, by their numbers in the backward pass, that only spread constants over larger arrays."""
-    found: dict[int, JaxprEqn] = {}
-    made: set[Var] = set()
-    for j, eqn in enumerate(block.eqns[block.turn :]):
-        if primitive(eqn.primitive.name).kind in SPREADING and made.issuperset(variables(eqn.invars)):
-            found[j] = eqn
-            made.update(eqn.outvars)
-    return found
-
-
-def _with_filled(region: list[int], eqns: Sequence[JaxprEqn], filled: Mapping[int, JaxprEqn]) -> list[int]:
-    """A region with the equations of `_filled` that it reads."""
-    found, wanted = set(region), {v for j in region for v in variables(eqns[j].invars)}
-    for j in sorted(filled, reverse=True):
-        if not wanted.isdisjoint(filled[j].outvars):
-            found.add(j)
-            wanted.update(variables(filled[j].invars))
-    return sorted(found)
-
-
-def _checkpoint(block: Block, eqns: list[JaxprEqn], kept: frozenset[Var], again: frozenset[int], results: list[Var]) -> JaxprEqn:
-    """A region as one equation with these results."""
+def _checkpoint(
+    block: Block,
+    eqns: list[JaxprEqn],
+    kept: frozenset[Var],
+    again: frozenset[int],
+    results: list[Var],
+    spread: Mapping[Var, JaxprEqn],
+) -> JaxprEqn:
+    """A region as one equation with these results; ``spread`` has the broadcasts of which it has copies."""
     wanted: set[int] = set()
     waiting = [v for eqn in eqns for v in variables(eqn.invars)]
     while waiting:
@@ -116,6 +122,7 @@ def _checkpoint(block: Block, eqns: list[JaxprEqn], kept: frozenset[Var], again:
             waiting += variables(block.eqns[k].invars)
     names: dict[Var, Var] = {}
     inputs: dict[Var, Var] = {}
+    body: list[JaxprEqn] = []
 
     def renamed(atoms: Sequence[Atom]) -> list[Atom]:
         found: list[Atom] = []
@@ -123,12 +130,14 @@ def _checkpoint(block: Block, eqns: list[JaxprEqn], kept: frozenset[Var], again:
             if isinstance(atom, Literal):
                 found.append(atom)
                 continue
-            if atom not in names:
+            if atom not in names and atom in spread:
+                read, names[atom] = renamed(spread[atom].invars), Var(atom.aval)
+                body.append(spread[atom].replace(invars=read, outvars=[names[atom]]))
+            elif atom not in names:
                 names[atom] = inputs[atom] = Var(atom.aval)
             found.append(names[atom])
         return found
 
-    body = []
     for repeated, eqn in [*((True, block.eqns[k]) for k in sorted(wanted)), *((False, eqn) for eqn in eqns)]:
         read = renamed(eqn.invars)
         made = []

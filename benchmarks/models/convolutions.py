@@ -20,6 +20,7 @@ def resnet(
     groups: int = 0,
     dtype: Any = BF16,
     params: Any = F32,
+    remat: bool = False,
 ) -> Program:
     """A residual network of bottlenecks (arXiv 1512.03385); norms are over the batch, or over so many groups of channels."""
 
@@ -28,6 +29,8 @@ def resnet(
         y = jax.nn.relu(_channel_norm(_conv(y, p["spatial"], stride), p["norm2"], groups))
         y = _channel_norm(_conv(y, p["expand"]), p["norm3"], groups)
         return jax.nn.relu(y + (_conv(x, p["shortcut"], stride) if "shortcut" in p else x))
+
+    block = jax.checkpoint(block, static_argnums=2) if remat else block
 
     def loss(weights: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
         x = jax.nn.relu(_channel_norm(_conv(images, weights["stem"], 2), weights["norm"], groups))
@@ -72,12 +75,15 @@ def unet(
     resizes: bool = False,
     dtype: Any = BF16,
     params: Any = F32,
+    remat: bool = False,
 ) -> Program:
     """A U-Net (arXiv 1505.04597): halved with strides, doubled with transposed convolutions or by resizing, skips concatenated."""
 
     def double(x: jax.Array, p: Any) -> jax.Array:
         x = jax.nn.silu(_channel_norm(_conv(x, p["first"]), p["norm1"], groups))
         return jax.nn.silu(_channel_norm(_conv(x, p["second"]), p["norm2"], groups))
+
+    double = jax.checkpoint(double) if remat else double
 
     def upwards(x: jax.Array, kernel: jax.Array) -> jax.Array:
         if resizes:

@@ -12,13 +12,26 @@ import optax
 from benchmarks.models.step import BF16, F32, Program, _train_step, cast, leaf
 
 
-def mlp(layers: int = 4, width: int = 4096, hidden: int = 16_384, batch: int = 16_384, dtype: Any = BF16, params: Any = F32) -> Program:
+def mlp(
+    layers: int = 4,
+    width: int = 4096,
+    hidden: int = 16_384,
+    batch: int = 16_384,
+    dtype: Any = BF16,
+    params: Any = F32,
+    remat: bool = False,
+) -> Program:
     """A residual network of dense layers: regression on vectors."""
+
+    def block(x: jax.Array, layer: Any) -> jax.Array:
+        p = cast(layer, dtype)
+        return x + jax.nn.gelu(x @ p["up"] + p["inner"]) @ p["down"] + p["outer"]
+
+    block = jax.checkpoint(block) if remat else block
 
     def loss(weights: Any, x: jax.Array, targets: jax.Array) -> jax.Array:
         for layer in weights:
-            p = cast(layer, dtype)
-            x = x + jax.nn.gelu(x @ p["up"] + p["inner"]) @ p["down"] + p["outer"]
+            x = block(x, layer)
         return ((x - targets).astype(jnp.float32) ** 2).mean()
 
     each = {"up": leaf(width, hidden), "inner": leaf(hidden), "down": leaf(hidden, width), "outer": leaf(width)}

@@ -20,6 +20,7 @@ def lstm(
     length: int = 256,
     dtype: Any = BF16,
     params: Any = F32,
+    remat: bool = False,
 ) -> Program:
     """A recurrent language model: each layer scans over time, time first."""
 
@@ -30,6 +31,8 @@ def lstm(
         memory = jax.nn.sigmoid(keep) * memory + jax.nn.sigmoid(take) * jnp.tanh(new)
         hidden = jax.nn.sigmoid(give) * jnp.tanh(memory)
         return (hidden, memory), hidden
+
+    cell = jax.checkpoint(cell) if remat else cell
 
     def loss(weights: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
         x = cast(weights["embed"], dtype)[tokens]

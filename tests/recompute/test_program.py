@@ -248,3 +248,15 @@ def test_moments_that_a_gradient_updates_come_after_it():
 
     traced = trace(step, weights, jax.eval_shape(optimizer.init, weights), jax.ShapeDtypeStruct((64, 16), "float32"))
     compared(traced, rematerialised(traced, options_of(traced).full))
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama scanned"])
+def test_regions_read_no_broadcasts(name):
+    """What is computed again reads masks and zeros at the size that they are broadcast from: its barrier would have them stored."""
+    traced = trace(*flattened(PROGRAMS[name]()))
+    full = rematerialised(traced, options_of(traced).full)
+    values = full.graph.values
+    made = {value: op for op in full.graph.walk() for value in op.results}
+    read = {value for op in full.graph.walk() if op.primitive == "remat2" for value in op.operands}
+    wide = [made[value] for value in read if value in made and made[value].primitive == "broadcast_in_dim"]
+    assert read and not [op for op in wide if values[op.results[0]].nbytes > sum(values[value].nbytes for value in op.operands)]
