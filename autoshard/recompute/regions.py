@@ -27,12 +27,10 @@ from autoshard.primitives import of_kind
 from autoshard.recompute.block import Block, nbytes, segment_of, variables
 from autoshard.recompute.flat import Atom
 
+# Primitives that make large arrays of smaller ones, or of none.
+SPREADING = frozenset((*of_kind("broadcast"), *of_kind("creation")))
 OUTSIDE = -1  # in place of a region's number
 AGAIN = "rematted_computation"  # what JAX calls it in the names of operations
-
-
-SPREADING = frozenset((*of_kind("broadcast"), *of_kind("creation")))
-"""Primitives that make large arrays of smaller ones, or of none."""
 
 
 def backward(
