@@ -191,7 +191,8 @@ def frontier(
     found = []
     for point in dict.fromkeys(_fastest(front, limit) for limit in _limits(front, asked.limit, points)):
         search = owners[point.problem.facts]
-        found.append(search.prepared.strategy(point.mesh, search.solution(point), point.searcher))
+        [solution] = search.prepared.overlapped([search.solution(point)], point.problem.within(asked.limit))
+        found.append(search.prepared.strategy(point.mesh, solution, point.searcher))
     return Frontier(found, notes)
 
 

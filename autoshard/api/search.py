@@ -25,7 +25,7 @@ from autoshard.api.microbatching import Microbatches, checked_number
 from autoshard.api.notes import whole, without_rules
 from autoshard.api.offloading import checked_offload
 from autoshard.api.pipelining import check_pipeline
-from autoshard.api.prepared import cluster_of, limit_of, own_annotations, prepare, traced_of, with_recomputation
+from autoshard.api.prepared import MOST_OVERLAPPED, cluster_of, limit_of, own_annotations, prepare, traced_of, with_recomputation
 from autoshard.api.recomputing import checked_remat
 from autoshard.api.recorded import abstract_call, record_of
 from autoshard.api.rounds import Rounds
@@ -170,6 +170,7 @@ def search(
     with shown(progress) as callback, rarely_collecting(), outside_mesh(keep_auto=True):
         wanted = Asked.of(pins, batch_axes)
         ends, n_finalists, until = endings(given, interruptible), 1 if how is None else how.finalists, math.inf
+        n_kept = MOST_OVERLAPPED if how is None and chosen.includes_baselines else n_finalists
 
         def searched(within: float | None, progress: Progress) -> Board | Strategy:
             """The finalists within a limit, None for the user's; where nothing is to be confirmed, or Ctrl-C ended the search, the best."""
@@ -181,7 +182,7 @@ def search(
 
             def attempts(number: Microbatches, seconds: float | None, progress: Progress, whole: Whole | None = None) -> Attempts:
                 reserves = limit is None
-                return Attempts(asked, chosen, number, remat, offload, mesh, start, reserves, progress, ends, seconds, n_finalists, whole)
+                return Attempts(asked, chosen, number, remat, offload, mesh, start, reserves, progress, ends, seconds, n_kept, whole)
 
             if n_stages > 1:
                 devices = cluster_of(cluster)
@@ -196,12 +197,11 @@ def search(
                 (prepared, solution, problem), started = one.found(), one.started
             solving, searching = solution.stats.get("search_seconds", 0.0), time.perf_counter() - started
             stats = {**solution.stats, "solve_seconds": solving, "search_seconds": searching}
-            strategies = [prepared.strategy(problem.mesh, replace(solution, stats=stats), chosen, problem)]
+            solutions = prepared.overlapped((solution, *solution.others), problem, n_finalists)
+            strategies = [prepared.strategy(each.assignment.mesh, replace(each, stats=stats), chosen, problem) for each in solutions]
             if how is None:
                 return strategies[0]
-            for other in solution.others:
-                strategies.append(prepared.strategy(other.assignment.mesh, replace(other, stats=stats), chosen))
-            finders = [each.finder or chosen.name for each in (solution, *solution.others)]
+            finders = [each.finder or chosen.name for each in solutions]
             is_over = bool(solution.stats.get("ended_early")) and (seconds is None or searching < seconds)
             if how.by == "devices":
                 strategies, finders, is_over = finalists_of_process_0(strategies, finders, is_over)

@@ -98,7 +98,8 @@ def what_if(
     bytes_limit = limit_of(there, limit)
     prepared = Prepared(traced, facts, there, meshes, most, both, bytes_limit, seconds, call, tables, limit is not None)
     solution, problem, searcher = _searched(prepared, known.hints, given)
-    return _compared(words, strategy, prepared.strategy(problem.mesh, _with_notes(solution, strategy), searcher, problem))
+    [solution] = prepared.overlapped([_with_notes(solution, strategy)], problem)
+    return _compared(words, strategy, prepared.strategy(problem.mesh, solution, searcher, problem))
 
 
 def _compared(words: str, before: Strategy, after: Strategy) -> WhatIf:

@@ -136,11 +136,10 @@ def evaluated_without(strategy):
 
 
 def test_search_windows_what_hides_a_collective():
-    """Where XLA:TPU waits for an all_gather, its large product sends blocks round a ring; nowhere else does one."""
+    """Where XLA:TPU waits for an all_gather of activations or of a weight, its large product sends blocks round a ring; no other does."""
     found = searched("v5p:2x2x2")
-    (operand,) = found.record.windows.values()
     permutes = [each for each in found.cost.collectives if each.kind == "collective_permute"]
-    assert operand == 0 and len(permutes) == MESH.sizes[1] - 1
+    assert len(found.record.windows) == 1 and len(permutes) == MESH.sizes[1] - 1
     assert sum(each.exposed_seconds for each in permutes) < 0.5 * sum(each.seconds for each in permutes)
     plain = evaluated_without(found)
     assert found.cost.makespan_seconds < 0.95 * plain.makespan_seconds
