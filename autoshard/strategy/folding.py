@@ -1,6 +1,6 @@
 """The compact form of strategy files: what repeats, such as layers, is written once.
 
-Three rules, on the JSON values that `autoshard.strategy.schema` encodes and decodes:
+Four rules, on the JSON values that `autoshard.strategy.schema` encodes and decodes:
 
 - Leaves of arguments and results whose paths differ in one number share a line: ``"path": "state['layers'][*]['up']", "first": 0,
   "count": 12, "every": 9`` are twelve leaves, numbered from 0, of which each is the ninth after the one before. Lines are in the order
@@ -11,6 +11,7 @@ Three rules, on the JSON values that `autoshard.strategy.schema` encodes and dec
   that start 8 entries before, with numbers greater by 45; these may reach into the 24 themselves, which makes three more layers of
   eight entries, as in LZ77 (Ziv, Lempel 1977). The numbers are those of ops and values, the leaves' in pytrees. Collectives have a
   shift of each kind of number: ``ops``, and places in the lists of ``arguments`` and ``results``, whose paths they name.
+- A collective that is left may be an earlier line with other fields (`autoshard.strategy.changes`).
 
 `unfold` gives back what `fold` was given.
 """
@@ -24,6 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from autoshard.strategy.changes import with_changes, without_changes
 from autoshard.strategy.reader import MAX_DEPTH, MAX_INTEGER, Node
 
 NUMBERED = ("choices", "layouts", "copies", "ahead", "windows")
@@ -52,7 +54,7 @@ def fold(document: dict[str, Any]) -> dict[str, Any]:
     for name in STRUCTURES:
         folded[name] = _fold_structure(document[name])
     collectives = _fold_list(document["cost"]["collectives"], lambda item: _collective(item, places))
-    folded["cost"] = document["cost"] | {"collectives": collectives}
+    folded["cost"] = document["cost"] | {"collectives": with_changes(collectives)}
     if "pipeline" in document:
         stages = [stage | {"strategy": fold(stage["strategy"])} for stage in document["pipeline"]["stages"]]
         folded["pipeline"] = document["pipeline"] | {"stages": stages}
@@ -95,7 +97,7 @@ def _unfold(document: Node, budget: _Budget) -> Any:
             found[name] = _unfold_structure(parts[name], budget)
     cost, pipeline = found.get("cost"), found.get("pipeline")
     if isinstance(cost, dict) and isinstance(cost.get("collectives"), list):
-        node, places = dict(parts["cost"].members())["collectives"], _places(found)
+        node, places = without_changes(dict(parts["cost"].members())["collectives"]), _places(found)
         found["cost"] = cost | {"collectives": _unfold_list(node, lambda *each: _shift_collective(*each, places), 3, budget)}
     if isinstance(pipeline, dict) and isinstance(pipeline.get("stages"), list):
         stages = [
