@@ -7,6 +7,7 @@ from strategy_records import EXAMPLE
 
 from autoshard import library
 from autoshard.errors import StrategyError
+from autoshard.ir import as_compiled
 from autoshard.strategy import save_record, to_json
 
 
@@ -73,11 +74,33 @@ def test_found_strategies_are_no_slower_than_experts(records):
     """Each model on each cluster has both, and what `auto` found is predicted to take no longer than what experts do."""
     ratios = library.against_expert(records)
     found = {name: ratios[name] for name, record in records.items() if record.searcher.name == "auto"}
-    assert len(found) >= 16
+    assert len(found) >= 34
     assert all(ratio is not None and ratio <= 1 for ratio in found.values()), found
 
 
+def test_what_takes_the_reserve_of_memory_says_so(records):
+    """A peak of more than 98 % of what a program may have is noted, as where nothing else fits."""
+    for name, record in records.items():
+        share = record.cost.peak_bytes / record.cluster["memory_limit_bytes"]
+        assert share <= 0.98 or any("ask the compiler" in note for note in record.assumptions), (name, share)
+
+
+def test_confirmations_are_of_the_strategies_in_their_files(records):
+    """Most have been compiled: on their meshes, with the predicted FLOPs within 5 %, nearly all with the predicted bytes within 7 %."""
+    confirmed = {name: record for name, record in records.items() if record.confirmation is not None}
+    assert len(confirmed) >= 0.8 * len(records), sorted(set(records) - set(confirmed))
+    far = []
+    for name, record in confirmed.items():
+        [taken] = record.confirmation.finalists
+        assert taken.mesh.axes == record.mesh.axes and taken.predicted_seconds == record.cost.makespan_seconds, name
+        assert taken.needed_bytes <= record.cluster["memory_limit_bytes"], name
+        assert abs(taken.flops / record.cost.flops - 1) < 0.05, name
+        sent = sum(each.bytes * each.count for each in as_compiled(record.cost.collectives))
+        far += [name] if abs(taken.collective_bytes / sent - 1) > 0.07 else []
+    assert len(far) <= 0.03 * len(confirmed), far
+
+
 def test_files_are_small(records):
-    """Repeated layers are written once: models of up to 96 layers take about 20 kB."""
+    """Repeated layers are written once: models of up to 96 layers take about 20 kB, convolutional networks of unequal stages more."""
     sizes = sorted(library.path(name).stat().st_size for name in records)
-    assert sizes[len(sizes) // 2] < 25_000 and sizes[-1] < 80_000, sizes
+    assert sizes[len(sizes) // 2] < 20_000 and sizes[-1] < 80_000, sizes
