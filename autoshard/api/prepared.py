@@ -84,9 +84,10 @@ class Prepared:
     def problem(self, mesh: Mesh, limit: float | None, others: Collection[Problem]) -> Problem:
         """The search problem on a mesh; of others of the same program one, of the same sizes if there is such, shares what it can."""
         others = [*others] if self.known is None else [self.known, *others]
-        same = (other for other in others if other.mesh == mesh and other.model.cluster == self.cluster)
-        alike = (other for other in others if other.mesh.sizes == mesh.sizes)
-        like = next(chain(same, alike, others), None)
+        here = [other for other in others if other.model.cluster == self.cluster]
+        same = (other for other in here if other.mesh == mesh)
+        alike = (other for other in (*here, *others) if other.mesh.sizes == mesh.sizes)
+        like = next(chain(same, alike, here, others), None)
         is_same = like is not None and like.mesh == mesh and like.model.cluster == self.cluster
         return Problem(self.facts, like.model if is_same else CostModel(self.cluster, mesh), self.pins.on(mesh), limit, like)
 

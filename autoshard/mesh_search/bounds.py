@@ -51,30 +51,31 @@ def message_bound(
     return bound, replace(hints, messages=messages) if live is None else replace(hints, priced_messages=messages)
 
 
-def quotient_bound(problem: Problem, max_sweeps: int, enough: float) -> float:
+def quotient_bound(problem: Problem, max_sweeps: int, enough: float, passing: MessagePassing | None) -> float:
     """The lower bound of the objective over the assignments that are the same in equal layers; of all where there are no such layers.
 
     It takes the time of a layer or two, and is no proof that another assignment costs as much; arguments are those of `message_bound`.
+
+    Args:
+        passing: over the quotient problem's tables, which goes on from where it is; None: there is no such problem.
     """
-    small = symmetry.apply(problem)
-    if small is None or not _tabulated(problem):
+    if passing is None:
         return message_bound(problem, max_sweeps, enough)[0]
-    passing = MessagePassing(small.whole_tables())
     passing.run(max_sweeps, enough - problem.fixed_seconds(), give_up=True)
     return max(problem.fixed_seconds() + passing.bound(), problem.compute_bound())
 
 
-def first_bound(problem: Problem) -> float:
-    """The lower bound after `Budgets.first_sweeps` sweeps, of the quotient problem if there is one; infinity for too large tables."""
+def first_bound(problem: Problem) -> tuple[float, MessagePassing | None]:
+    """The lower bound after `Budgets.first_sweeps` sweeps, of the quotient problem if there is one; infinity for too large tables.
+
+    The second is the message passing over the quotient problem's tables, if there is one.
+    """
     if not _tabulated(problem):
-        return float("inf")
+        return float("inf"), None
     small = symmetry.apply(problem)
-    if small is None:
-        passing = low_degree.message_passing(problem)
-    else:
-        passing = MessagePassing(small.whole_tables())
+    passing = low_degree.message_passing(problem) if small is None else MessagePassing(small.whole_tables())
     passing.run(BUDGETS.first_sweeps)
-    return problem.fixed_seconds() + passing.bound()
+    return problem.fixed_seconds() + passing.bound(), None if small is None else passing
 
 
 def _tabulated(problem: Problem) -> bool:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 
 from autoshard.budgets import BUDGETS
 from autoshard.errors import AutoshardError, InfeasibleError, SearchLimitError, ShardingError
+from autoshard.inference.trw_s import MessagePassing
 from autoshard.mesh_search.anytime import Incumbent
 from autoshard.mesh_search.bounds import bounded, first_bound, message_bound, quotient_bound
 from autoshard.mesh_search.finalists import BASELINES, finalists
@@ -108,6 +109,7 @@ class _Search:
         solutions: by problem.
         infeasible: the mesh sizes without a solution.
         nearest: of the problems without a solution, the one of the smallest peak.
+        passings: of a quick search by problem the message passing over its quotient problem, which the next bound goes on with.
         n_given: the number of given problems.
     """
 
@@ -132,6 +134,7 @@ class _Search:
     solutions: dict[int, Solution] = field(default_factory=dict)
     infeasible: set[tuple[int, ...]] = field(default_factory=set)
     nearest: int | None = None
+    passings: dict[int, MessagePassing] = field(default_factory=dict)
     n_given: int = field(init=False)
 
     def __post_init__(self):
@@ -205,7 +208,9 @@ class _Search:
             self.progress(f"mesh {problem.mesh}, first bound", 0.0)
             firsts.append(float("inf"))
             with suppress(ShardingError):  # pins that leave no legal sharding are reported when the mesh is searched
-                firsts[-1] = first_bound(problem)
+                firsts[-1], passing = first_bound(problem)
+                if self.quick and passing is not None:
+                    self.passings[len(firsts) - 1] = passing
         least = min(firsts)
 
         def rank(number: int) -> tuple[float, ...]:
@@ -223,7 +228,7 @@ class _Search:
         enough = self.least * (1 - BUDGETS.least_gain)
         problem = self.problems[number]
         if self.quick:
-            return quotient_bound(problem, BUDGETS.screening_sweeps, enough) >= enough
+            return quotient_bound(problem, BUDGETS.screening_sweeps, enough, self.passings.pop(number, None)) >= enough
         bound, self.hints[number] = message_bound(problem, BUDGETS.screening_sweeps, enough, self.hints[number])
         return bound >= enough
 

@@ -87,15 +87,18 @@ class CostTables:
         """Tables to be computed on demand.
 
         Args:
-            like: tables of the same domains, whose decisions have the same kinds. Under the same cost model all tables are shared; on the
-                same cluster seconds of compute and lists of collectives, since these do not depend on the placement of mesh axes.
+            like: tables whose decisions have the same kinds. Of the same cost model all are shared; on the same cluster seconds of compute,
+                and, of the same domains, lists of collectives, since neither depends on the placement of mesh axes.
         """
         self.facts = facts
         self.model = model
         self.decisions = decisions
         self.domains = domains
-        near = like if like is not None and like.model.cluster == model.cluster else None
+        there = like if like is not None and like.model.cluster == model.cluster else None
+        near = there if there is not None and there.domains is domains else None
         same = near if near is not None and near.model is model else None
+        # By op and into how many parts it splits which factors, on meshes of any sizes.
+        self._computed: dict[tuple[int, tuple[tuple[int, int], ...]], float] = {} if there is None else there._computed
         # By op and the factors that it splits; by signature and position, then by layout number; by op and domain.
         self._op_seconds: dict[tuple[int, tuple[int, ...]], float] = {} if near is None else near._op_seconds
         self._follower_seconds: dict[tuple[int, int], dict[int, float]] = {} if near is None else near._follower_seconds
@@ -198,11 +201,22 @@ class CostTables:
         for label in labels:
             factors = tuple(factor for factor, _ in label)  # compute does not depend on the dimension that sums are scattered to
             if (computed := known.get((op.index, factors))) is None:
-                computed = known[op.index, factors] = model.op_seconds(self.facts, op, label)
+                computed = known[op.index, factors] = self._seconds(op, label)
             seconds.append(computed)
             steps = () if communicating.isdisjoint(factors) else model.own_steps(self.facts, op, label)
             which.append(distinct.setdefault(steps, len(distinct)))
         return np.array(seconds), tuple(distinct), np.array(which, dtype=np.int64)
+
+    def _seconds(self, op: Op, choice: Choice) -> float:
+        """The seconds that an op computes, which depend on the number of parts of each factor alone."""
+        parts: dict[int, int] = {}
+        for (factor, _), size in zip(choice, self.model.mesh.sizes, strict=True):
+            if factor >= 0:
+                parts[factor] = parts.get(factor, 1) * size
+        key = op.index, tuple(sorted(parts.items()))
+        if (seconds := self._computed.get(key)) is None:
+            seconds = self._computed[key] = self.model.op_seconds(self.facts, op, choice)
+        return seconds
 
     def kept_partials(self, variable: int, domain: CostedDomain) -> np.ndarray:
         """The bytes ``(n,)`` of a leader's partial result that a device keeps until all such are combined, by the labels of its domain.
@@ -235,7 +249,7 @@ class CostTables:
             rule, op = entry.rule, self.facts.graph.walk()[entry.op]
             for number in new:
                 choice = _followed(rule, position, layout_of(number, len(rule.operands[position]), len(self.model.mesh.axes)))
-                known[number] = entry.trips * self.model.op_seconds(self.facts, op, choice)
+                known[number] = entry.trips * self._seconds(op, choice)
         return np.array([known[number] for number in wanted])
 
     def _describe(self, variable: Variable) -> str:

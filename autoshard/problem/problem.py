@@ -77,7 +77,7 @@ class Problem:
 
         Args:
             like: the other problem. Variables are shared where program and pins are the same, or the pins of arguments alone differ; then
-                domains and compute seconds, too, where mesh sizes and cluster are the same, and tables where the cost model is the same.
+                compute seconds, too, where the cluster is the same, domains where mesh sizes are, and tables where the cost model is.
             restricted: layouts of values that the other problem has, restricted as pins are.
         """
         self.facts = facts
@@ -94,13 +94,13 @@ class Problem:
         self.decisions = known.restricted(facts, restricted) if restricted else known
         same = like is not None and like.decisions is self.decisions
         self._facts_of_decisions: dict[Callable, Any] = like._facts_of_decisions if same else {}
-        if like is None or like.decisions.signatures is not known.signatures or like.mesh.sizes != self.mesh.sizes:
-            domains = Domains(self.decisions.signatures, self.mesh.sizes)
-            self.costs, self._facts = CostTables(facts, model, self.decisions, domains), {}
-        elif same and like.model is model:
+        like = like if like is not None and like.decisions.signatures is known.signatures else None
+        if like is not None and same and like.model is model:
             self.costs, self._facts = like.costs, like._facts
         else:
-            self.costs = CostTables(facts, model, self.decisions, like.costs.domains, like.costs)
+            alike = like is not None and like.mesh.sizes == self.mesh.sizes
+            domains = like.costs.domains if like is not None and alike else Domains(self.decisions.signatures, self.mesh.sizes)
+            self.costs = CostTables(facts, model, self.decisions, domains, None if like is None else like.costs)
             self._facts: dict[Callable, Any] = {}
         self._made = True
 
@@ -385,14 +385,7 @@ class Problem:
 
     def fixed_seconds(self) -> float:
         """The cost of ops that no variable decides, such as those on scalars: the objective is this plus the tables."""
-        variables = self.decisions.variables
-        decided = {variable.leader for variable in variables} | {op for variable in variables for op, _, _ in variable.followers}
-        whole = (NOWHERE,) * len(self.mesh.axes)
-        return sum(
-            op.trips * (self.model.op_seconds(self.facts, op, whole) + path_seconds(self.model.exchange_path(self.facts, op, whole)))
-            for op in self.graph.walk()
-            if op.index not in decided and not (op.results and self.rules[op.index] and all(self.facts.free[v] for v in op.results))
-        )
+        return self.cached(_undecided)
 
     def compute_bound(self) -> float:
         """A lower bound of the objective over all assignments of the mesh: every op split over all devices, nothing communicated."""
@@ -414,6 +407,17 @@ def _kind_pairs(problem: Problem) -> Counter[tuple[int, int]]:
 
 def _all_free(problem: Problem) -> Tables:
     return problem.tables(range(len(problem.mesh.axes)), problem.start())
+
+
+def _undecided(problem: Problem) -> float:
+    variables, facts, model = problem.decisions.variables, problem.facts, problem.model
+    decided = {variable.leader for variable in variables} | {op for variable in variables for op, _, _ in variable.followers}
+    whole = (NOWHERE,) * len(problem.mesh.axes)
+    return sum(
+        op.trips * (model.op_seconds(facts, op, whole) + path_seconds(model.exchange_path(facts, op, whole)))
+        for op in problem.graph.walk()
+        if op.index not in decided and not (op.results and problem.rules[op.index] and all(facts.free[v] for v in op.results))
+    )
 
 
 def _split_evenly(problem: Problem) -> float:

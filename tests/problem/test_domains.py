@@ -60,9 +60,10 @@ def test_no_legal_choice_is_forgotten(program):
             assert set(problem.costs.whole_domain(index).labels) == every
 
 
-def test_another_placement_has_the_tables_it_would_have_alone():
+@pytest.mark.parametrize("program", ["gpt", "convnet", "moe"])
+def test_another_placement_has_the_tables_it_would_have_alone(program):
     """Sharing with a problem on another placement of the mesh, or on another mesh, changes no table."""
-    fn, args = PROGRAMS["gpt"]()
+    fn, args = PROGRAMS[program]()
     cluster = Cluster.parse("v5e:2x4")
     first = problem_of(fn, *args, cluster=cluster)
     meshes = placed(cluster, [first.mesh, replace(first.mesh, axes=(("data", 2), ("model", 4)))], renamed=False)
