@@ -28,6 +28,7 @@ from autoshard.cost.record import Cost
 from autoshard.errors import StrategyError
 from autoshard.explanation import Judged, explanation_of
 from autoshard.judge.model import CostModel
+from autoshard.pipeline.figures import stage_kinds
 from autoshard.problem import Problem
 from autoshard.report import HtmlReport, report
 from autoshard.rules import rules_of
@@ -247,8 +248,10 @@ class Answer:
         """
         pipeline = self.record.pipeline
         schedule = None if pipeline is None else timeline_of(self.record, pipeline)
-        programs = (stage._judged for stage in self.stages)  # none of a file
-        stages = [judged for judged in programs if judged is not None]
+        stages = []
+        if pipeline is not None and self._traced is not None:  # none of a file
+            programs = staged_as(self._traced, self.record, pipeline).stages
+            stages = [(one._judged, stage_kinds(stage)) for one, stage in zip(self.stages, programs, strict=True) if one._judged]
         return report(self.record, explanation_of(self.record, self._judged), self._judged, schedule, stages)
 
     @cached_property

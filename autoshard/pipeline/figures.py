@@ -26,6 +26,7 @@ from autoshard.pipeline.micro import loop_of
 from autoshard.pipeline.stages import Message, Stage
 from autoshard.pipeline.tasks import CHEAP
 from autoshard.primitives import primitive
+from autoshard.rules import rules_of
 
 FORWARD, BACKWARD, WEIGHTS = "F", "B", "W"
 
@@ -103,6 +104,12 @@ def stage_figures(stage: Stage, facts: ProgramFacts, model: CostModel, judgement
         working_bytes=max(cost.peak_bytes - (n - 1) * one, 0.0),
         backward_bytes=backward_bytes(facts, judgement, loop, {op for op, kind in kinds.items() if kind != FORWARD}),
     )
+
+
+def stage_kinds(stage: Stage) -> dict[int, str]:
+    """`task_kinds` of a stage's program."""
+    graph = stage.traced.graph
+    return task_kinds(stage, loop_of(graph, rules_of(graph), stage.traced.microbatches))
 
 
 def task_kinds(stage: Stage, loop: Op) -> dict[int, str]:

@@ -13,9 +13,9 @@ from typing import Any
 from autoshard.errors import StrategyError
 from autoshard.explanation import Explanation, Judged
 from autoshard.pipeline.schedule import Timeline
-from autoshard.report.data import Content, content_of, to_data
+from autoshard.report.data import Content, InStage, content_of, to_data
 from autoshard.report.page import framed, page
-from autoshard.report.trace import pipeline_trace, step_trace
+from autoshard.report.trace import Inside, pipeline_trace, step_trace
 from autoshard.strategy import Record
 
 __all__ = ["HtmlReport", "report"]
@@ -45,7 +45,8 @@ class HtmlReport:
         """
         content, title = self.content, self.content.explanation.title
         if content.schedule is not None:
-            return pipeline_trace(content.schedule, title)
+            insides = [Inside(each.record.mesh.names, each.step) for each in content.stages if each.step is not None]
+            return pipeline_trace(content.schedule, title, insides)
         if content.step is None:
             raise StrategyError(
                 "a trace has the events of a program, and a strategy from a file has no program. Name it: autoshard explain FILE.json "
@@ -74,7 +75,7 @@ def report(
     explanation: Explanation,
     judged: Judged | None = None,
     schedule: Timeline | None = None,
-    stages: Sequence[Judged] = (),
+    stages: Sequence[InStage] = (),
 ) -> HtmlReport:
     """The report on a strategy.
 
@@ -83,6 +84,6 @@ def report(
         explanation: of it.
         judged: its program; None where only the record is at hand, and the report says what it lacks.
         schedule: the simulated schedule of a pipeline.
-        stages: the programs of its stages, if they are at hand.
+        stages: the programs of its stages, if they are at hand, each with the kinds of tasks that run its operations.
     """
     return HtmlReport(content_of(record, explanation, judged, schedule, stages))

@@ -43,14 +43,22 @@ class Content:
     stages: tuple[Content, ...] = ()
 
 
+InStage = tuple[Judged, Mapping[int, str]]
+"""The program of a pipeline's stage, and by operation the kind of task that runs it."""
+
+
 def content_of(
-    record: Record, explanation: Explanation, judged: Judged | None, schedule: Timeline | None, stages: Sequence[Judged] = ()
+    record: Record, explanation: Explanation, judged: Judged | None, schedule: Timeline | None, stages: Sequence[InStage] = ()
 ) -> Content:
     """What a report on a strategy is made of; the program is not known of a loaded record, and of a pipeline each stage has its own."""
     if judged is None or record.pipeline is not None:
-        inside = tuple(content_of(stage.record, explanation, stage, None) for stage in stages)
+        inside = tuple(_content(stage.record, explanation, stage, kinds) for stage, kinds in stages)
         return Content(record, explanation, schedule=schedule, stages=inside)
-    return Content(record, explanation, timeline(judged), memory_curve(judged), program(judged))
+    return _content(record, explanation, judged, {})
+
+
+def _content(record: Record, explanation: Explanation, judged: Judged, kinds: Mapping[int, str]) -> Content:
+    return Content(record, explanation, timeline(judged, kinds), memory_curve(judged), program(judged))
 
 
 def to_data(content: Content) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from autoshard.cost.schedule import BOTH, CARRIED, WIRES
@@ -29,6 +29,7 @@ class Event:
         exposed_seconds: the part in which nothing is computed.
         is_blocking: whether a collective holds up compute as long as it runs.
         loop: the trips of a loop, if it is one.
+        task: in a pipeline's stage the kind of task that runs it: ``F``, ``B`` or ``W``; empty outside the loop over microbatches.
     """
 
     start_seconds: float
@@ -42,6 +43,7 @@ class Event:
     exposed_seconds: float = 0.0
     is_blocking: bool = False
     loop: Loop | None = None
+    task: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +55,16 @@ class Loop:
     events: tuple[Event, ...]
 
 
-def timeline(judged: Judged) -> Loop:
+def timeline(judged: Judged, kinds: Mapping[int, str] | None = None) -> Loop:
     """The events of a step, which runs once; those of loops are inside them.
 
     A collective has one place in time, on the links of all of its axes. The step's seconds are those of the record.
+
+    Args:
+        kinds: of a pipeline's stage by operation the kind of task that runs it (`autoshard.pipeline.figures.task_kinds`).
     """
     _, tasks = scheduled(judged.facts, judged.model, judged.record.assignment)
-    return _loop(tasks.region, 1, _describer(judged, tasks))
+    return _loop(tasks.region, 1, _describer(judged, tasks), kinds or {})
 
 
 _Described = tuple[str, str, str, str, tuple[str, ...], float]
@@ -82,7 +87,7 @@ def _describer(judged: Judged, tasks: TaskGraph) -> Callable[[Region, int], _Des
     return described
 
 
-def _loop(region: Region, trips: int, described: Callable[[Region, int], _Described]) -> Loop:
+def _loop(region: Region, trips: int, described: Callable[[Region, int], _Described], kinds: Mapping[int, str]) -> Loop:
     times = region.times
     assert times is not None, "every region is scheduled"
     events = []
@@ -90,7 +95,8 @@ def _loop(region: Region, trips: int, described: Callable[[Region, int], _Descri
         if seconds <= LEAST_SECONDS:
             continue
         inner = region.loops.get(task)
-        loop = None if inner is None else _loop(inner, inner.runs // (region.runs or 1), described)
+        loop = None if inner is None else _loop(inner, inner.runs // (region.runs or 1), described, kinds)
         exposed = times.exposed_seconds.get(task, 0.0) if stream in (WIRES, BOTH, CARRIED) else 0.0
-        events.append(Event(start, seconds, *described(region, task), exposed, stream == BOTH, loop))
+        kind = kinds.get(region.ops[task], "")
+        events.append(Event(start, seconds, *described(region, task), exposed, stream == BOTH, loop, kind))
     return Loop(trips, times.makespan_seconds, tuple(sorted(events, key=lambda event: event.start_seconds)))

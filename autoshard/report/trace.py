@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from autoshard.pipeline.schedule import Timeline
-from autoshard.report.timeline import Loop
+from autoshard.report.timeline import Event, Loop
 
 MOST_EVENTS = 200_000  # viewers stay quick; loops beyond it are shown as one event
 PROCESS = 1
@@ -67,9 +69,23 @@ def _size(loop: Loop) -> int:
     return sum(1 if event.loop is None else event.loop.trips * _size(event.loop) for event in loop.events)
 
 
-def pipeline_trace(timeline: Timeline, title: str) -> dict[str, Any]:
-    """The trace of a pipeline's schedule: a row for each stage, and one for what each stage sends to another."""
-    stages = [f"stage {k}" for k in range(len(timeline.spans))]
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """What is inside a stage: the axes of its mesh, and the events of its program, each with the kind of task that runs it."""
+
+    axes: tuple[str, ...]
+    step: Loop
+
+
+def pipeline_trace(timeline: Timeline, title: str, insides: Sequence[Inside] = ()) -> dict[str, Any]:
+    """The trace of a pipeline's schedule: a row for each stage, and one for what each stage sends to another.
+
+    Args:
+        insides: of each stage's program; the compute of each task, and its collectives by mesh axis, then have rows below the stage's. Of
+            more events than viewers take, those of the first microbatches.
+    """
+    n_parts = len(timeline.spans)
+    stages = [f"stage {k}" for k in range(n_parts)]
     pairs = sorted({(each.source, each.target) for each in timeline.transfers})
     tasks = (
         _Span.of(stages[stage], str(span.task), span.task.kind, span.start_seconds, span.end_seconds - span.start_seconds)
@@ -81,7 +97,44 @@ def pipeline_trace(timeline: Timeline, title: str) -> dict[str, Any]:
         for each in timeline.transfers
         for start in (each.start_seconds,)
     )
-    return _trace(title, [*stages, *(_sends(*pair) for pair in pairs)], [*tasks, *sent])
+    rows = []
+    for stage, name in enumerate(stages):
+        inner = [COMPUTE, *map(_links, insides[stage].axes)] if insides else []
+        rows += [name, *(f"{name}: {row}" for row in inner)]
+    return _trace(title, [*rows, *(_sends(*pair) for pair in pairs)], [*tasks, *_inside(timeline, insides), *sent])
+
+
+def _inside(timeline: Timeline, insides: Sequence[Inside]) -> Iterator[_Span]:
+    """The events of each task, in the time of the task; of so many microbatches as viewers take."""
+    loops = [_of_microbatch(inside.step) for inside in insides]
+    most = max(1, MOST_EVENTS // max(1, sum(map(_size, loops))))
+    splits = any(span.task.kind == "W" for spans in timeline.spans for span in spans)
+    for stage, spans in enumerate(timeline.spans if insides else ()):
+        for span in spans:
+            kinds = span.task.kind if splits or span.task.kind == "F" else "BW"  # gradients of weights are part of the backward task
+            events = tuple(event for event in loops[span.task.chunk * len(timeline.spans) + stage].events if event.task in kinds)
+            if span.task.microbatch < most and events:
+                yield from _squeezed(f"stage {stage}: ", events, span.start_seconds, span.end_seconds - span.start_seconds)
+
+
+def _of_microbatch(step: Loop) -> Loop:
+    """The trip of the loop over microbatches, whose events are parts of tasks; one without events where there is none."""
+    loops = (event.loop for event in step.events if event.loop is not None and any(inner.task for inner in event.loop.events))
+    return next(loops, Loop(1, 0.0, ()))
+
+
+def _squeezed(row: str, events: Sequence[Event], start: float, seconds: float) -> Iterator[_Span]:
+    """The events in so many seconds from a start, in proportion, without the time in which there is none of them."""
+    edges, places = [0.0], [0.0]  # of the time in which there are some: moments in seconds, and how much of it is before each
+    for event in sorted(events, key=lambda event: event.start_seconds):
+        begin, end = max(event.start_seconds, edges[-1]), event.start_seconds + event.seconds
+        if end > begin:
+            edges += [begin, end]
+            places += [places[-1], places[-1] + end - begin]
+    scale = seconds / places[-1] if places[-1] else 0.0
+    for span in _events(Loop(1, edges[-1], tuple(events)), 0.0, [MOST_EVENTS]):
+        begin, end = (_us(start + scale * float(np.interp(moment * 1e-6, edges, places))) for moment in (span.begin, span.end))
+        yield replace(span, row=row + span.row, begin=begin, end=end)
 
 
 def _sends(source: int, target: int) -> str:

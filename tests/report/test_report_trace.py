@@ -11,7 +11,7 @@ from programs import gpt, gpt_scan, mlp
 
 import autoshard
 from autoshard.cluster import Cluster
-from autoshard.pipeline.schedule import PieceSeconds, schedule_of, simulate
+from autoshard.pipeline.schedule import SCHEDULES, PieceSeconds, schedule_of, simulate
 from autoshard.report.timeline import Event, Loop
 from autoshard.report.trace import pipeline_trace, step_trace
 
@@ -78,10 +78,19 @@ def pipeline():
     return pipeline_trace(simulate(schedule_of("gpipe", 2, 4, 1), pieces, [3e-3], [3e-3]), "pipeline")
 
 
-@pytest.mark.parametrize("name", [*PROGRAMS, "pipeline"])
+@cache
+def staged(schedule):
+    """The strategy of a pipeline of two parts, whose stages split their batch and their weights."""
+    function, args = mlp(4)
+    options = {"stages": 2, "schedule": schedule, "microbatches": 2, "mesh": {"data": 2, "model": 2}}
+    return autoshard.search(function, *args, cluster="cpu:8", searcher="dynamic_programming", donate_argnums=0, **options)
+
+
+@pytest.mark.parametrize("name", [*PROGRAMS, "pipeline", "1f1b", "zero_bubble", "interleaved"])
 def test_a_trace_keeps_the_rules_of_the_format(name):
-    """Of steps, of loops, of pipelines; as it is read back from JSON."""
-    trace = pipeline() if name == "pipeline" else report_of(name).trace
+    """Of steps, of loops, of pipelines, with and without what is inside their stages; as it is read back from JSON."""
+    own = staged(name).report() if name in SCHEDULES else None
+    trace = pipeline() if name == "pipeline" else report_of(name).trace if own is None else own.trace
     assert violations(json.loads(json.dumps(trace, allow_nan=False))) == []
 
 
@@ -150,3 +159,43 @@ def test_a_loop_of_too_many_trips_is_one_event_of_the_trace():
     inner = Loop(10**6, 1e-6, (Event(0.0, 1e-6, "dot", "block", "forward", "compute"),))
     step = Loop(1, 1.0, (Event(0.0, 1.0, "scan", "block", "forward", "compute", loop=inner),))
     assert sum(event["ph"] == "X" for event in step_trace(step, (), "t")["traceEvents"]) == 1
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", "interleaved"])
+def test_the_tasks_of_a_pipeline_have_their_compute_and_collectives_below_them(schedule):
+    """Each from its task's start to its end, on rows of the stage; all events of a microbatch, in the tasks of its stage's pieces."""
+    report = staged(schedule).report()
+    events = report.trace["traceEvents"]
+    rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert [*rows.values()][:4] == ["stage 0", "stage 0: compute", "stage 0: links of axis data", "stage 0: links of axis model"]
+    complete = [event for event in events if event["ph"] == "X"]
+    for stage in (0, 1):
+        inside = [event for event in complete if rows[event["tid"]].startswith(f"stage {stage}: ")]
+        for task in (event for event in complete if rows[event["tid"]] == f"stage {stage}" and event["dur"]):
+            middle = [(event, event["ts"] + event["dur"] / 2) for event in inside]
+            own = [event for event, at in middle if task["ts"] < at < task["ts"] + task["dur"]]
+            assert min(event["ts"] for event in own) == pytest.approx(task["ts"], abs=1e-3)
+            assert max(event["ts"] + event["dur"] for event in own) == pytest.approx(task["ts"] + task["dur"], abs=1e-3)
+            passes = {event["args"]["pass"] for event in own if event["cat"] != "loop"}
+            assert ("backward" in passes) == (task["cat"] != "F")
+        pieces = report.content.stages[stage::2]
+        loops = [event.loop for piece in pieces for event in piece.step.events if event.loop and event.loop.trips == 2]
+        shown = sum(max(len(event.axes), 1) for loop in loops for _ in range(loop.trips) for event in unrolled(loop))
+        assert len([event for event in inside if event["cat"] != "loop"]) == shown
+
+
+def test_a_pipeline_without_its_program_has_the_rows_of_its_schedule():
+    """That is all a file has."""
+    events = autoshard.Strategy(staged("1f1b").record).report().trace["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
+    assert names == ["stage 0", "stage 1", "stage 0 sends to 1", "stage 1 sends to 0"]
+
+
+def test_of_too_many_events_the_first_microbatches_are_shown(monkeypatch):
+    """At least one, however many events it has."""
+    monkeypatch.setattr("autoshard.report.trace.MOST_EVENTS", 1)
+    events = staged("1f1b").report().trace["traceEvents"]
+    complete = [event for event in events if event["ph"] == "X"]
+    second = next(event for event in complete if (event["name"], event["tid"]) == ("F1", 1))
+    middles = [event["ts"] + event["dur"] / 2 for event in complete if event["tid"] == 2]
+    assert middles and not any(second["ts"] < middle < second["ts"] + second["dur"] for middle in middles)
