@@ -42,7 +42,7 @@ def plans_of(staged: Staged, n_stages: int, mesh: Mesh, searcher: str | int) -> 
 def pipelined(fn, args, n_stages, n_microbatches, schedule="1f1b", mesh=None, searcher="data_parallel", n_chunks=1) -> Pipelined:
     """A step as a pipeline; each stage has as many of the eight devices."""
     mesh = Mesh.of({"data": 8 // n_stages} if mesh is None else mesh)
-    staged = stages_of(trace(fn, *args), n_stages * n_chunks, n_microbatches)
+    staged = stages_of(trace(fn, *args), n_stages * n_chunks, n_microbatches, rows=None if n_chunks == 1 else ())
     plans = plans_of(staged, n_stages, mesh, searcher)
     return Pipelined(staged, plans, schedule_of(schedule, n_stages, n_microbatches, n_chunks))
 

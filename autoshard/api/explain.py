@@ -30,7 +30,7 @@ from autoshard.render import (
     format_percent,
     format_seconds,
 )
-from autoshard.strategy import Record, TensorRecord
+from autoshard.strategy import BY_ROWS, Record, TensorRecord
 
 PICTURES = 5
 
@@ -219,9 +219,10 @@ def argument_parts(record: Record) -> list[Part]:
     if record.pipeline is None:
         return argument_table(argument_groups(record.arguments, record.mesh))
     parts: list[Part] = []
-    for stage in range(len(record.pipeline.stages)):
+    titles = {stage: f"Arguments of stage {stage}" for stage in range(len(record.pipeline.stages))}
+    for stage, title in {BY_ROWS: "Arguments of which every stage has the rows of its own layers", **titles}.items():
         own = [tensor for tensor, place in zip(record.arguments, record.pipeline.argument_stages, strict=True) if place == stage]
-        parts += argument_table(argument_groups(own, record.mesh), f"Arguments of stage {stage}")
+        parts += argument_table(argument_groups(own, record.mesh), title) if own or stage != BY_ROWS else []
     return parts
 
 

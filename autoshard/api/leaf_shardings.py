@@ -9,7 +9,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.lower import HOST, jax_mesh, mesh_of_stages, stage_meshes
-from autoshard.strategy import Record, TensorRecord
+from autoshard.strategy import BY_ROWS, Record, TensorRecord
 
 
 def strategy_mesh(record: Record, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
@@ -48,5 +48,7 @@ def leaf_shardings(record: Record, devices: Sequence[Any] | None = None) -> list
 
 
 def stage_shardings(tensors: Sequence[TensorRecord], places: Sequence[int], meshes: Sequence[jax.sharding.Mesh]) -> list[NamedSharding]:
-    """The shardings of leaves of a pipeline, each on the mesh of its stage."""
-    return [NamedSharding(meshes[place], PartitionSpec(*tensor.spec)) for tensor, place in zip(tensors, places, strict=True)]
+    """The shardings of leaves of a pipeline, each on the mesh of its stage, or of all stages where each has some rows."""
+    every = mesh_of_stages(meshes) if BY_ROWS in places else None
+    found = [(tensor, every if place == BY_ROWS else meshes[place]) for tensor, place in zip(tensors, places, strict=True)]
+    return [NamedSharding(mesh, PartitionSpec(*tensor.spec)) for tensor, mesh in found]

@@ -20,7 +20,7 @@ from autoshard.pipeline.programs import StagePlan
 from autoshard.pipeline.run import Pipelined
 from autoshard.pipeline.schedule import Schedule, Task, schedule_of
 from autoshard.rules import rules_of
-from autoshard.strategy import PipelineRecord, Record, check_program
+from autoshard.strategy import BY_ROWS, PipelineRecord, Record, check_program
 from autoshard.trace import Traced, held, outside_mesh
 from autoshard.verify import Options
 
@@ -125,8 +125,8 @@ def plan_of(staged: Staged, number: int, record: Record, mesh: Mesh | AbstractMe
 
 def staged_as(traced: Traced, record: Record, pipeline: PipelineRecord) -> Staged:
     """The stages of a program as a record has them."""
-    n = len(pipeline.stages)
-    return stages_of(traced, n, record.program.microbatches, Cut(n, pipeline.cut))
+    n, rows = len(pipeline.stages), [k for k, stage in enumerate(pipeline.argument_stages) if stage == BY_ROWS]
+    return stages_of(traced, n, record.program.microbatches, Cut(n, pipeline.cut), rows)
 
 
 def schedule_as(record: Record, pipeline: PipelineRecord) -> Schedule:

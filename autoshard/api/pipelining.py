@@ -25,7 +25,7 @@ from autoshard.errors import InfeasibleError, SearchLimitError, ShardingError, T
 from autoshard.ir import Layout, Mesh, shards
 from autoshard.judge.evaluate import evaluate
 from autoshard.judge.model import CostModel
-from autoshard.lower import STAGE_AXIS
+from autoshard.lower import STAGE_AXIS, rows_spec
 from autoshard.mesh_search.anytime import OutOfTime
 from autoshard.microbatch import divisors
 from autoshard.pipeline import Stage, Staged, stages_of
@@ -37,7 +37,7 @@ from autoshard.problem import Problem
 from autoshard.progress import Progress, part
 from autoshard.render import format_bytes
 from autoshard.rules import rules_of
-from autoshard.strategy import PipelineRecord, Program, Provenance, Record, SearcherRecord, StageRecord, TensorRecord
+from autoshard.strategy import BY_ROWS, PipelineRecord, Program, Provenance, Record, SearcherRecord, StageRecord, TensorRecord
 from autoshard.trace import Traced
 
 USUAL = "1f1b"  # the schedule where none is asked for
@@ -132,7 +132,8 @@ def pipelined(
     for k, n in enumerate(numbers):
         try:
             schedule = schedule_of(asked.schedule, asked.n_parts, n, asked.chunks)
-            staged = stages_of(traced, asked.n_parts * asked.chunks, n)
+            rows = () if asked.chunks > 1 else None  # the chunks of a part have rows that are no neighbours
+            staged = stages_of(traced, asked.n_parts * asked.chunks, n, rows=rows)
             own = part(progress, k / len(numbers), 1 / len(numbers))
             found.append(_Planner(staged, schedule, cluster, asked, search, own, len(numbers) - k).best())
         except (InfeasibleError, SearchLimitError) as error:
@@ -262,17 +263,20 @@ class _Planner:
         return min(plans, key=lambda plan: plan.makespan_seconds)
 
     def _plan(self, mesh: Mesh) -> _Plan:
-        """The plan on one mesh. What a stage sends has the layout in which another one reads it, so that no device waits for the host."""
+        """The plan on one mesh. What a stage sends has the layout in which another one reads it, so that no device waits for the host; and
+        the rows of an array have one layout on all stages.
+        """
         known: dict[tuple, Layout] = {}
         found = []
         for k, stage in enumerate(self.staged.stages):
-            values = _message_values(stage)
+            values, rows = _message_values(stage), _row_values(self.staged, stage)
             fixed = {value: known[key] for value, key in values.items() if key in known}
             fixed |= {inner: _inside(fixed[value]) for value, inner in _slices(stage).items() if value in fixed}
+            fixed |= {value: known[key] for value, key in rows.items() if key in known}
             n = len(self.staged.stages)
             found.append(self._stage(stage, mesh, fixed, part(self.progress, k / n, 1 / n)))
             layout = found[-1].strategy.record.assignment.layout
-            known |= {key: layout(value) for value, key in values.items() if key not in known}
+            known |= {key: layout(value) for value, key in (values | rows).items() if key not in known}
         return _Plan(self.staged, self.schedule, tuple(found), mesh)
 
     def _stage(self, stage: Stage, mesh: Mesh | None, fixed: Mapping[int, Layout], progress: Progress) -> _Found:
@@ -332,6 +336,12 @@ def _message_values(stage: Stage) -> dict[int, tuple]:
     return {value: message.key for value, message in (*received, *sent) if message.kind == "loop"}
 
 
+def _row_values(staged: Staged, stage: Stage) -> dict[int, tuple]:
+    """The arguments by rows, by value number of a stage's program."""
+    values = dict(zip(stage.arguments, stage.traced.graph.arguments, strict=False))
+    return {values[part]: ("rows", k) for k in staged.divided.rows for part in staged.divided.arguments[k] if part in values}
+
+
 def _slices(stage: Stage) -> dict[int, int]:
     """Per message that a stage's loop reads, by value number, the slice of it that a microbatch gets."""
     graph = stage.traced.graph
@@ -354,8 +364,8 @@ def _unplaced(mesh: Mesh) -> Mesh:
 def _record(traced: Traced, cluster: Cluster, asked: Pipeline, plan: _Plan, searcher: Any, spent: Mapping[str, float]) -> Record:
     graph, staged = traced.graph, plan.staged
     mesh = Mesh(((STAGE_AXIS, asked.n_parts), *plan.mesh.axes))
-    arguments = [_leaf(plan, home, "arguments", position) for position, home in enumerate(staged.argument_homes)]
-    results = [_leaf(plan, home, "results", position) for position, home in enumerate(staged.result_homes)]
+    arguments = [_leaf(plan, "arguments", parts) for parts in staged.divided.arguments]
+    results = [_leaf(plan, "results", parts) for parts in staged.divided.results]
     options = SearcherRecord(searcher.name, plan.stages[0].strategy.record.searcher.options)
     return Record(
         name=f"{graph.name}_{searcher.name}",
@@ -381,8 +391,8 @@ def _record(traced: Traced, cluster: Cluster, asked: Pipeline, plan: _Plan, sear
             chunks=asked.chunks,
             cut=staged.cut.stages,
             stages=tuple(map(_stage_record, plan.stages)),
-            argument_stages=staged.argument_homes,
-            result_stages=staged.result_homes,
+            argument_stages=_places(staged.divided.arguments, staged.argument_homes),
+            result_stages=_places(staged.divided.results, staged.result_homes),
         ),
     )
 
@@ -397,11 +407,19 @@ def _notes(plan: _Plan) -> tuple[str, ...]:
     return tuple(note if len(at) == n else f"stage{'s' * (len(at) > 1)} {', '.join(map(str, at))}: {note}" for note, at in stages.items())
 
 
-def _leaf(plan: _Plan, home: int, kind: str, position: int) -> TensorRecord:
-    """An argument or result of the step as its stage has it."""
-    stage = plan.staged.stages[home]
-    record = plan.stages[home].strategy.record
-    return getattr(record, kind)[getattr(stage, kind).index(position)]
+def _leaf(plan: _Plan, kind: str, parts: Sequence[int]) -> TensorRecord:
+    """An argument or result of the step as its stage has it, or as all stages have it by rows."""
+    staged, position = plan.staged, parts[0]
+    home = (staged.argument_homes if kind == "arguments" else staged.result_homes)[position]
+    tensor = getattr(plan.stages[home].strategy.record, kind)[getattr(staged.stages[home], kind).index(position)]
+    if len(parts) == 1:
+        return tensor
+    return replace(tensor, shape=(tensor.shape[0] * len(parts), *tensor.shape[1:]), spec=tuple(rows_spec(tensor.spec)))
+
+
+def _places(leaves: Sequence[Sequence[int]], homes: Sequence[int]) -> tuple[int, ...]:
+    """The stage of each leaf, or `BY_ROWS`."""
+    return tuple(homes[parts[0]] if len(parts) == 1 else BY_ROWS for parts in leaves)
 
 
 def _stage_record(found: _Found) -> StageRecord:

@@ -4,7 +4,18 @@ from autoshard.cost.reshard import ReshardPath
 from autoshard.lower.constrain import constrained
 from autoshard.lower.interpret import Interpreter, Path, bind, bind_unplaced, manual_context, ops_by_path, retraced
 from autoshard.lower.manual import derived_from, manual_program, obstacle
-from autoshard.lower.mesh import HOST, STAGE_AXIS, abstract_mesh, jax_mesh, lowering_mesh, mesh_of_stages, stage_meshes, to_named_sharding
+from autoshard.lower.mesh import (
+    HOST,
+    STAGE_AXIS,
+    abstract_mesh,
+    by_rows,
+    jax_mesh,
+    lowering_mesh,
+    mesh_of_stages,
+    rows_spec,
+    stage_meshes,
+    to_named_sharding,
+)
 from autoshard.lower.plan import holder_values, stored_layout
 from autoshard.lower.shards import Sharded
 
@@ -18,6 +29,7 @@ __all__ = [
     "abstract_mesh",
     "bind",
     "bind_unplaced",
+    "by_rows",
     "constrained",
     "derived_from",
     "holder_values",
@@ -29,6 +41,7 @@ __all__ = [
     "obstacle",
     "ops_by_path",
     "retraced",
+    "rows_spec",
     "stage_meshes",
     "stored_layout",
     "to_named_sharding",

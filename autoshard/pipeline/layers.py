@@ -2,13 +2,17 @@
 
 A scan over stacked weights becomes scans over parts of them, one after the other. What is stacked along the layers, such as gradients and
 the optimizer state of these weights, is computed in the same parts, by the sharding rules: as if the layers' dimension were split over
-devices. A stacked weight is then read as slices of its rows, and replaced by rows that are computed one part after the other.
+devices.
+
+*Rows.* Where each stage has one part, a stacked argument becomes one argument a part, and so does the result that replaces it: each stage
+keeps the rows of its own layers between steps. Any other stacked weight is read as slices of its rows, and put together again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import jax
@@ -27,24 +31,101 @@ from autoshard.rules import rules_of
 from autoshard.trace import Traced, rebuilt, types_of
 
 
-def with_divided_layers(traced: Traced, n_stages: int, n_microbatches: int) -> Traced:
-    """The step with its scans over layers in as many parts as stages need; itself where it has none."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Divided:
+    """A step with its scans over layers in parts.
+
+    Attributes:
+        traced: the program.
+        arguments, results: per flat argument and result of the step the positions of its parts among the program's: one where it is whole.
+    """
+
+    traced: Traced
+    arguments: tuple[tuple[int, ...], ...]
+    results: tuple[tuple[int, ...], ...]
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The flat arguments of the step that are arguments by rows."""
+        return tuple(k for k, parts in enumerate(self.arguments) if len(parts) > 1)
+
+
+def with_divided_layers(traced: Traced, n_stages: int, n_microbatches: int, rows: Collection[int] | None = None) -> Divided:
+    """The step with its scans over layers in as many parts as stages need; itself where it has none.
+
+    Args:
+        rows: the positions of stacked arguments that become one argument a stage; None: all that have a part for each stage.
+    """
     graph, rules = traced.graph, rules_of(traced.graph)
     try:
         loop = loop_of_batch(graph, rules, n_microbatches)
+        parts = _scans_of_layers(graph, loop, n_stages)
     except TraceError:
-        return traced  # refused, with the reason, where it is put into microbatches
-    parts = _scans_of_layers(graph, loop, n_stages)
+        parts = {}  # refused, with the reason, where it is put into microbatches
     if not parts:
-        return traced
+        return Divided(traced, _positions([1] * len(graph.arguments)), _positions([1] * len(graph.results)))
     ops, stacked = ops_by_path(graph), _stacked_arguments(graph, loop, parts)
+    possible = {k for k, value in enumerate(graph.arguments) if stacked.get(value) == n_stages and _has_rows(graph.values[value].dtype)}
+    found = possible if rows is None else possible.intersection(rows)
+    replaced = {result for result, argument in graph.aliases if argument in found}
+    arguments = _positions([n_stages if k in found else 1 for k in range(len(graph.arguments))])
+    results = _positions([n_stages if k in replaced else 1 for k in range(len(graph.results))])
 
-    def function(*arguments: Any) -> list[Any]:
-        given = [Rows(stacked[value], whole=x) if value in stacked else x for value, x in zip(graph.arguments, arguments, strict=True)]
-        results = _Divided(ops, rules, graph, parts).run(traced.jaxpr.jaxpr, traced.jaxpr.consts, given)
-        return [whole(x) for x in results]
+    def function(*flat: Any) -> list[Any]:
+        given = []
+        for value, places in zip(graph.arguments, arguments, strict=True):
+            if len(places) > 1:
+                given.append(Rows(n_stages, [flat[place] for place in places]))
+            else:
+                given.append(Rows(stacked[value], whole=flat[places[0]]) if value in stacked else flat[places[0]])
+        made = _Divided(ops, rules, graph, parts).run(traced.jaxpr.jaxpr, traced.jaxpr.consts, given)
+        return [x for result, places in zip(made, results, strict=True) for x in _apart(result, len(places))]
 
-    return rebuilt(traced, jax.make_jaxpr(function)(*types_of(traced.jaxpr.jaxpr.invars)), traced.microbatches)
+    types = [_rows_of(type_, len(places)) for type_, places in zip(types_of(traced.jaxpr.jaxpr.invars), arguments, strict=True)]
+    program = traced if not found else replace(traced, graph=_with_leaves(graph, arguments, results))
+    program = replace(program, in_tree=jax.tree.structure((0,) * sum(map(len, arguments)))) if found else program
+    made = jax.make_jaxpr(function)(*chain.from_iterable(types))
+    return Divided(rebuilt(program, made, traced.microbatches), arguments, results)
+
+
+def _positions(sizes: Iterable[int]) -> tuple[tuple[int, ...], ...]:
+    """Consecutive numbers in groups of these sizes.
+
+    >>> _positions([1, 2, 1])
+    ((0,), (1, 2), (3,))
+    """
+    numbers = iter(range(sum(sizes := list(sizes))))
+    return tuple(tuple(next(numbers) for _ in range(size)) for size in sizes)
+
+
+def _has_rows(dtype: str) -> bool:
+    """Whether arrays of a type are taken apart by rows: random keys are not."""
+    return not dtype.startswith("key")
+
+
+def _rows_of(type_: Any, n: int) -> list[Any]:
+    """The types of an array's ``n`` parts."""
+    return [type_] if n == 1 else [jax.ShapeDtypeStruct((type_.shape[0] // n, *type_.shape[1:]), type_.dtype)] * n
+
+
+def _apart(x: Any, n: int) -> list[Any]:
+    """A result in ``n`` parts, or whole."""
+    if n == 1:
+        return [whole(x)]
+    rows = x if isinstance(x, Rows) and x.n == n else Rows(n, whole=whole(x))
+    return [rows.part(k) for k in range(n)]
+
+
+def _with_leaves(graph: Graph, arguments: Sequence[Sequence[int]], results: Sequence[Sequence[int]]) -> Graph:
+    """The graph with the names, aliases and donations of arguments and results in parts; a part has the name of its array."""
+    aliases = [pair for result, argument in graph.aliases for pair in zip(results[result], arguments[argument], strict=True)]
+    return replace(
+        graph,
+        argument_paths=tuple(path for path, places in zip(graph.argument_paths, arguments, strict=True) for _ in places),
+        result_paths=tuple(path for path, places in zip(graph.result_paths, results, strict=True) for _ in places),
+        aliases=tuple(sorted(aliases)),
+        donated=tuple(place for argument in graph.donated for place in arguments[argument]),
+    )
 
 
 def parts_of(layers: int, n_stages: int) -> int:

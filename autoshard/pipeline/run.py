@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.errors import PipelineError
 from autoshard.pipeline.programs import Options, Outer, StagePlan, TaskProgram
+from autoshard.pipeline.rows import RowsOfStages, rows_of_stages
 from autoshard.pipeline.schedule import Schedule, Task
 from autoshard.pipeline.sending import Sending, absent, is_alone, is_here, put, sending, to_everyone
 from autoshard.pipeline.stages import Staged
@@ -58,7 +59,8 @@ class Pipelined:
 
     Attributes:
         staged, plans, schedule: what it was made of.
-        in_shardings, out_shardings: of the step's flat arguments and results, on the devices of the stages that have them.
+        in_shardings, out_shardings: of the step's flat arguments and results, on the devices of the stages that have them: of all, where
+            each has some of the rows.
         order: the tasks in the order in which they are started, each with its stage.
         executed: the tasks that the last call started, in order; in several processes those that this one takes part in.
         residual_bytes: per piece what a device holds of one microbatch between its tasks.
@@ -92,14 +94,15 @@ class Pipelined:
             [jax.device_put(np.int32(i), whole) for i in range(staged.n_microbatches)] if here else []
             for whole, here in zip(wholes, self.is_here, strict=True)
         ]
-        self.in_shardings = tuple(self._in_sharding(k) for k in range(len(staged.argument_homes)))
+        self._places = [self._place(k) for k in range(len(staged.argument_homes))]
+        self.in_shardings, self._rows_in = _of_step(self._places, staged.divided.arguments)
         self._arguments = [
             (piece, k, position, self._way_of(piece, k))
             for piece, stage in enumerate(staged.stages)
             for k, position in enumerate(stage.arguments)
         ]
         self._results = [self._result(k) for k in range(len(staged.result_homes))]
-        self.out_shardings = tuple(sharding for sharding, _ in self._results)
+        self.out_shardings, self._rows_out = _of_step([sharding for sharding, _ in self._results], staged.divided.results)
 
     # -- what is known before the first call ----------------------------------------------------------------------------------
 
@@ -165,7 +168,8 @@ class Pipelined:
         frees = tuple(kind for kind in program.reads if not any(kind in tasks[other].reads for other in left))
         return _Start(piece, stage, task, program, self._of_program(piece, program.sends), drops, frees)
 
-    def _in_sharding(self, k: int) -> NamedSharding:
+    def _place(self, k: int) -> NamedSharding:
+        """The sharding of an argument of the divided step, on the stage that has it."""
         home = self.staged.argument_homes[k]
         stage, programs = self.staged.stages[home], self._programs[home]
         if k in stage.arguments:
@@ -177,8 +181,8 @@ class Pipelined:
         position = self.staged.stages[piece].arguments[k]
         if self.is_alone or self.staged.argument_homes[position] == piece:
             return None
-        aval = self.staged.traced.jaxpr.jaxpr.invars[position].aval
-        return sending(self.in_shardings[position], self._programs[piece].argument_shardings[k], aval.shape, aval.dtype)
+        aval = self.staged.divided.traced.jaxpr.jaxpr.invars[position].aval
+        return sending(self._places[position], self._programs[piece].argument_shardings[k], aval.shape, aval.dtype)
 
     def _result(self, k: int) -> tuple[NamedSharding, Callable[[Any], Any]]:
         """Where a result is, and how it is made of what its stage returns, or of None in processes that have no part of it.
@@ -187,9 +191,10 @@ class Pipelined:
         """
         home = self.staged.result_homes[k]
         stage, programs = self.staged.stages[home], self._programs[home]
-        sharding, aval = programs.result_shardings[stage.results.index(k)], self.staged.traced.jaxpr.jaxpr.outvars[k].aval
+        step = self.staged.divided.traced
+        sharding, aval = programs.result_shardings[stage.results.index(k)], step.jaxpr.jaxpr.outvars[k].aval
         is_number = not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
-        if self.is_alone or not is_number or not sharding.is_fully_replicated or k in dict(self.staged.traced.graph.aliases):
+        if self.is_alone or not is_number or not sharding.is_fully_replicated or k in dict(step.graph.aliases):
             return sharding, lambda x: absent(aval.shape, aval.dtype, sharding) if x is None else x
         meshes = [plan.mesh for plan in self.plans]
         return to_everyone(sharding, meshes, aval.shape, aval.dtype)
@@ -217,11 +222,12 @@ class Pipelined:
 
     def _placed(self, k: int, x: Any) -> Any:
         """An argument where ``in_shardings`` says; as it is in processes that have none of it."""
-        return put(x, self.in_shardings[k]) if self.is_here[self.staged.argument_homes[k]] else x
+        return put(x, self.in_shardings[k]) if is_here(self.in_shardings[k]) else x
 
     def of_placed(self, arguments: Sequence[Any], waits: bool = False) -> list[Any]:
         """The same as a call, or with ``waits`` as `checked`, for arguments of which all arrays are where ``in_shardings`` says."""
-        call = _Call(self, [x if isinstance(x, jax.Array) else self._placed(k, x) for k, x in enumerate(arguments)], waits)
+        there = [x if isinstance(x, jax.Array) else self._placed(k, x) for k, x in enumerate(arguments)]
+        call = _Call(self, [part for x, rows in zip(there, self._rows_in, strict=True) for part in (rows.apart(x) if rows else [x])], waits)
         for outer in self._before:
             call.around(*outer)
         executed = []
@@ -232,7 +238,9 @@ class Pipelined:
         self.executed = tuple(executed)
         for outer in self._after:
             call.around(*outer)
-        return call.results()
+        made = zip(self.staged.divided.results, self._rows_out, strict=True)
+        results = call.results()
+        return [rows.together([results[k] for k in parts]) if rows else results[parts[0]] for parts, rows in made]
 
     def _by_level(self, side: str) -> list[tuple[int, int, Outer, tuple[_Send, ...]]]:
         """The programs around the loop, level by level: piece, number among its own, the program, and what it sends."""
@@ -243,6 +251,14 @@ class Pipelined:
             if (outer.level < self.staged.loop_level) == (side == "before")
         ]
         return sorted(found, key=lambda each: (each[2].level, *each[:2]))
+
+
+def _of_step(
+    places: Sequence[NamedSharding], leaves: Sequence[Sequence[int]]
+) -> tuple[tuple[NamedSharding, ...], list[RowsOfStages | None]]:
+    """The shardings of a step's arguments or results, given those of the divided step's; and of those by rows where each stage's are."""
+    rows = [rows_of_stages([places[k] for k in parts]) if len(parts) > 1 else None for parts in leaves]
+    return tuple(each.sharding if each else places[parts[0]] for each, parts in zip(rows, leaves, strict=True)), rows
 
 
 class _Call:
@@ -328,7 +344,7 @@ class _Call:
             residuals.pop((kind, i), None)
 
     def results(self) -> list[Any]:
-        """The step's results."""
+        """The divided step's results."""
         for piece, programs in enumerate(self.run._programs):
             stage = self.run.staged.stages[piece]
             for k, argument in programs.passed.items() if self.run.is_here[piece] else ():

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from autoshard.errors import PipelineError
 from autoshard.ir import Op
 from autoshard.pipeline.around import Around, around_of
 from autoshard.pipeline.cut import EVERYWHERE, Cut, check_stages, cut_of, is_backward
-from autoshard.pipeline.layers import with_divided_layers
+from autoshard.pipeline.layers import Divided, with_divided_layers
 from autoshard.pipeline.micro import Evaluator, Micro, Sum, micro_of
 from autoshard.trace import Traced, of_jaxpr, subjaxprs, types_of
 from autoshard.trace.structure import opened
@@ -65,9 +66,9 @@ class Stage:
 
     Attributes:
         number: from 0 for the first.
-        traced: its program over all microbatches. Arguments: those of the step at ``arguments``, then ``receives`` in order, where those of
-            the loop have all microbatches along a new dimension 0. Results: those of the step at ``results``, then ``sends``, alike.
-        arguments, results: positions among the step's flat arguments and results.
+        traced: its program over all microbatches. Arguments: those at ``arguments``, then ``receives`` in order, where those of
+            the loop have all microbatches along a new dimension 0. Results: those at ``results``, then ``sends``, alike.
+        arguments, results: positions among the flat arguments and results of the step with its rows apart (`Staged.divided`).
         homes: which of ``arguments`` stay on this stage between steps; other stages may read them too, and are sent them each step.
         receives, sends: messages; those of the loop come last.
         forward: per result of the program's loop, carries and stacked values, whether the forward pass makes it.
@@ -91,14 +92,16 @@ class Staged:
 
     Attributes:
         traced: the step as it was traced.
-        micro: the step in microbatches.
+        divided: the step with its scans over layers in parts; arguments and results that stages have by rows are several of its own.
+        micro: the same in microbatches.
         cut: plain numbers from which the same stages are made again.
         stages: the stages, first to last.
         loop_level: the level of the loop over microbatches among messages outside it.
-        argument_homes, result_homes: per flat argument and result of the step the stage that has it between steps.
+        argument_homes, result_homes: per flat argument and result of the divided step the stage that has it between steps.
     """
 
     traced: Traced
+    divided: Divided
     micro: Micro
     cut: Cut
     stages: tuple[Stage, ...]
@@ -112,7 +115,7 @@ class Staged:
         return self.micro.n
 
 
-def stages_of(traced: Traced, n_stages: int, n_microbatches: int, cut: Cut | None = None) -> Staged:
+def stages_of(traced: Traced, n_stages: int, n_microbatches: int, cut: Cut | None = None, rows: Collection[int] | None = None) -> Staged:
     """The stages of a step: parts of about equal work, cut where few bytes go from one to the next.
 
     Args:
@@ -120,28 +123,33 @@ def stages_of(traced: Traced, n_stages: int, n_microbatches: int, cut: Cut | Non
         n_stages: how many stages; with several chunks a stage, of chunks in all.
         n_microbatches: how many microbatches the batch is divided into.
         cut: the cut of an earlier call for the same step and numbers; None finds it.
+        rows: the flat arguments of which each stage has the rows of its own layers; None: all stacked ones of which each stage has equally
+            many. The first rows are on the first stage, and so on.
 
     Raises:
         TraceError: the batch has no such microbatches.
         PipelineError: the step has no such stages, or the cut is another step's.
     """
     check_stages(n_stages)
-    micro = micro_of(with_divided_layers(traced, n_stages, n_microbatches), n_microbatches)
-    if cut is None:
-        cut = cut_of(micro, n_stages)
-    elif cut.n_stages != n_stages or len(cut.stages) != len(micro.body.ops):
+    divided = with_divided_layers(traced, n_stages, n_microbatches, rows)
+    micro = micro_of(divided.traced, n_microbatches)
+    if cut is not None and (cut.n_stages != n_stages or len(cut.stages) != len(micro.body.ops)):
         raise PipelineError(
             f"A cut has a stage for each operation of a microbatch: got one of {cut.n_stages} stages for {len(cut.stages)} operations, "
             f"and the step has {len(micro.body.ops)} and is asked for {n_stages}. Cut the step again."
         )
-    return _Builder(traced, micro, cut).staged()
+    builder = _Builder(traced, divided, micro, cut_of(micro, n_stages) if cut is None else cut)
+    elsewhere = builder.elsewhere() if rows is None else set()
+    if elsewhere:  # layers are not divided equally, or several stages read them
+        return stages_of(traced, n_stages, n_microbatches, None, [k for k in divided.rows if k not in elsewhere])
+    return builder.staged()
 
 
 class _Builder:
     """What all stages of a step share while they are made."""
 
-    def __init__(self, traced: Traced, micro: Micro, cut: Cut):
-        self.traced, self.micro, self.cut = traced, micro, cut
+    def __init__(self, traced: Traced, divided: Divided, micro: Micro, cut: Cut):
+        self.traced, self.divided, self.micro, self.cut = traced, divided, micro, cut
         self.ops, self.values = micro.body.ops, micro.graph.values
         self.stage_of = {value: stage for op, stage in zip(self.ops, cut.stages, strict=True) for value in op.results}
         self.backward = {op.index: backward for op, backward in zip(self.ops, is_backward(micro), strict=True)}
@@ -197,6 +205,25 @@ class _Builder:
 
     def staged(self) -> Staged:
         """The stages."""
+        outers, argument_homes, result_homes = self._homes
+        messages, readers = self._messages(outers), Counter(k for outer in outers for k in outer.arguments)
+        shared = {k for k, n in readers.items() if n > 1}
+        stages = tuple(self._stage(outer, result_homes, argument_homes, messages, shared) for outer in outers)
+        return Staged(self.traced, self.divided, self.micro, self.cut, stages, self.around.loop_level, argument_homes, result_homes)
+
+    def elsewhere(self) -> set[int]:
+        """The flat arguments of the step with rows that are not on the stages in order, or whose new rows are not."""
+        _, argument_homes, result_homes = self._homes
+        order = tuple(self._numbers)
+        found = {k for k in self.divided.rows if tuple(argument_homes[part] for part in self.divided.arguments[k]) != order}
+        for result, argument in self.traced.graph.aliases:
+            if len(parts := self.divided.results[result]) > 1 and tuple(result_homes[part] for part in parts) != order:
+                found.add(argument)
+        return found
+
+    @cached_property
+    def _homes(self) -> tuple[list[_Outer], tuple[int, ...], tuple[int, ...]]:
+        """What each stage computes outside the loop, and the stages that have arguments and results between steps."""
         graph, around = self.micro.graph, self.around
         replaced = {result: argument for result, argument in graph.aliases}
         copied = {value for index, at in around.stages.items() if at == EVERYWHERE for value in self.outside[index].results}
@@ -206,14 +233,10 @@ class _Builder:
             of = graph.arguments[replaced[position]] if is_anywhere and position in replaced else value
             homes.append(around.home(of))
         outers = [self._outer(stage, [v for v, home in zip(graph.results, homes, strict=True) if home == stage]) for stage in self._numbers]
-        messages = self._messages(outers)
-        readers = Counter(k for outer in outers for k in outer.arguments)
-        unread = [k for k in range(len(graph.arguments)) if not readers[k]]
+        readers = {k for outer in outers for k in outer.arguments}
+        unread = [k for k in range(len(graph.arguments)) if k not in readers]
         outers[0] = replace(outers[0], arguments=tuple(sorted((*outers[0].arguments, *unread))))
-        argument_homes = tuple(self._argument_home(k, outers, homes) for k in range(len(graph.arguments)))
-        shared = {k for k, n in readers.items() if n > 1}
-        stages = tuple(self._stage(outer, tuple(homes), argument_homes, messages, shared) for outer in outers)
-        return Staged(self.traced, self.micro, self.cut, stages, around.loop_level, argument_homes, tuple(homes))
+        return outers, tuple(self._argument_home(k, outers, homes) for k in range(len(graph.arguments))), tuple(homes)
 
     def _argument_home(self, k: int, outers: Sequence[_Outer], result_homes: Sequence[int]) -> int:
         """The stage that has an argument between steps: of those that read it the one of what it belongs to, or that replaces it."""

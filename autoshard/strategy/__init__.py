@@ -3,6 +3,7 @@
 from autoshard.strategy.check import check_program
 from autoshard.strategy.file import from_json, load_record, save_record, to_json
 from autoshard.strategy.record import (
+    BY_ROWS,
     SCHEMA,
     Confirmation,
     Finalist,
@@ -16,6 +17,7 @@ from autoshard.strategy.record import (
 )
 
 __all__ = [
+    "BY_ROWS",
     "SCHEMA",
     "Confirmation",
     "Finalist",

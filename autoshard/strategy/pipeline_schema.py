@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from autoshard.strategy.reader import Node
-from autoshard.strategy.record import PipelineRecord, Record, StageRecord
+from autoshard.strategy.record import BY_ROWS, PipelineRecord, Record, StageRecord
 
 _FIGURES = tuple(field.name for field in fields(StageRecord) if field.name != "record")
 
@@ -39,7 +39,8 @@ def decode_pipeline(node: Node, n_arguments: int, n_results: int, n_devices: int
         raise part["stages"].error(f"two stages or more, {chunks} on each part of the devices, that have all {n_devices} among them")
 
     def numbers(name: str, length: int) -> tuple[int, ...]:
-        return tuple(child.integer(0, len(stages) - 1) for child in part[name].items(length))
+        least = BY_ROWS if chunks == 1 else 0
+        return tuple(child.integer(least, len(stages) - 1) for child in part[name].items(length))
 
     return PipelineRecord(
         schedule=part["schedule"].text(),

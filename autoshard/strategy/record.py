@@ -188,6 +188,10 @@ class StageRecord:
     peak_bytes: float
 
 
+BY_ROWS = -1
+"""Stands for the stage of a leaf of which every stage has some rows."""
+
+
 @dataclass(frozen=True, slots=True)
 class PipelineRecord:
     """How a program runs as a pipeline of stages, each on its part of the devices.
@@ -197,7 +201,8 @@ class PipelineRecord:
         chunks: how many parts of the program each part of the devices has: stages ``s``, ``s + n``, ... where there are n parts of devices.
         cut: the numbers from which the program is cut into the same stages again.
         stages: in the order of the program.
-        argument_stages, result_stages: per leaf the stage that has it between steps.
+        argument_stages, result_stages: per leaf the stage that has it between steps; `BY_ROWS` where each has the rows of its own layers:
+            the leaf is then on the devices of all stages, and its first dimension is split over them.
     """
 
     schedule: str

@@ -33,7 +33,7 @@ def test_parts_compute_the_same(layers):
     """Up to rounding, and each scan has a part of the layers."""
     fn, args = scanned(layers)
     traced = trace(fn, *args)
-    divided = with_divided_layers(traced, 2, 4)
+    divided = with_divided_layers(traced, 2, 4, rows=()).traced
     lengths = [op.params["length"] for op in divided.graph.ops if op.primitive == "scan"]
     assert lengths == ([2] * 4 if layers == 4 else [1] * 10)
     given = [jnp.asarray(x) for x in jax.tree.leaves(concrete(args))]

@@ -63,7 +63,7 @@ def test_a_pipeline_is_saved_with_the_strategy_of_each_stage():
     ("changes", "pattern"),
     [
         ({"stages": PIPELINED.pipeline.stages[:1]}, "expected two stages or more, 1 on each part of the devices, that have all 8"),
-        ({"argument_stages": (0, 2)}, "at pipeline.argument_stages.1.: expected a whole number from 0 to 1"),
+        ({"argument_stages": (0, 2)}, "at pipeline.argument_stages.1.: expected a whole number from -1 to 1"),
         ({"result_stages": (0,)}, "expected a list of 2"),
         ({"stages": (replace(PIPELINED.pipeline.stages[0], record=PIPELINED),) * 2}, "pipeline.stages"),
         ({"schedule": ""}, "a string that is not empty"),
