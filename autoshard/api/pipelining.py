@@ -7,13 +7,14 @@ schedule. A stage's search is told how much memory the microbatches in flight le
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any, Protocol
 
 import jax
 
+from autoshard.api.argument_shardings import some
 from autoshard.api.recorded import result_structure
 from autoshard.api.strategy import Strategy
 from autoshard.api.structure import describe
@@ -339,7 +340,7 @@ def _message_values(stage: Stage) -> dict[int, tuple]:
 def _row_values(staged: Staged, stage: Stage) -> dict[int, tuple]:
     """The arguments by rows, by value number of a stage's program."""
     values = dict(zip(stage.arguments, stage.traced.graph.arguments, strict=False))
-    return {values[part]: ("rows", k) for k in staged.divided.rows for part in staged.divided.arguments[k] if part in values}
+    return {values[part]: ("rows", k) for k in staged.divided.argument_dims for part in staged.divided.arguments[k] if part in values}
 
 
 def _slices(stage: Stage) -> dict[int, int]:
@@ -364,8 +365,8 @@ def _unplaced(mesh: Mesh) -> Mesh:
 def _record(traced: Traced, cluster: Cluster, asked: Pipeline, plan: _Plan, searcher: Any, spent: Mapping[str, float]) -> Record:
     graph, staged = traced.graph, plan.staged
     mesh = Mesh(((STAGE_AXIS, asked.n_parts), *plan.mesh.axes))
-    arguments = [_leaf(plan, "arguments", parts) for parts in staged.divided.arguments]
-    results = [_leaf(plan, "results", parts) for parts in staged.divided.results]
+    arguments = [_leaf(plan, "arguments", parts, staged.divided.argument_dims.get(k)) for k, parts in enumerate(staged.divided.arguments)]
+    results = [_leaf(plan, "results", parts, staged.divided.result_dims.get(k)) for k, parts in enumerate(staged.divided.results)]
     options = SearcherRecord(searcher.name, plan.stages[0].strategy.record.searcher.options)
     return Record(
         name=f"{graph.name}_{searcher.name}",
@@ -398,23 +399,35 @@ def _record(traced: Traced, cluster: Cluster, asked: Pipeline, plan: _Plan, sear
 
 
 def _notes(plan: _Plan) -> tuple[str, ...]:
-    """The notes of all stages, each with the stages that have it where not all do."""
+    """The notes of all stages, each with the stages that have it where not all do; and what is stacked along layers but whole."""
     stages: dict[str, list[int]] = {}
     for number, found in enumerate(plan.stages):
         for note in found.strategy.record.assumptions:
             stages.setdefault(note, []).append(number)
     n = len(plan.stages)
-    return tuple(note if len(at) == n else f"stage{'s' * (len(at) > 1)} {', '.join(map(str, at))}: {note}" for note, at in stages.items())
+    found = [note if len(at) == n else f"stage{'s' * (len(at) > 1)} {', '.join(map(str, at))}: {note}" for note, at in stages.items()]
+    return (*found, *_left_whole(plan.staged))
 
 
-def _leaf(plan: _Plan, kind: str, parts: Sequence[int]) -> TensorRecord:
-    """An argument or result of the step as its stage has it, or as all stages have it by rows."""
+def _left_whole(staged: Staged) -> Iterator[str]:
+    """Which stacked arguments are whole on one stage, and why."""
+    if staged.divided.whole:
+        yield (
+            "each stage has the rows of its own layers of an array stacked along scanned layers where all stages have equally many of "
+            "them and each part of the devices has one stage; whole on one stage, which sends the others theirs in every step: "
+            f"{some([staged.traced.graph.argument_paths[k] for k in staged.divided.whole])}"
+        )
+
+
+def _leaf(plan: _Plan, kind: str, parts: Sequence[int], dim: int | None) -> TensorRecord:
+    """An argument or result of the step as its stage has it, or as all stages have it in parts along a dimension."""
     staged, position = plan.staged, parts[0]
     home = (staged.argument_homes if kind == "arguments" else staged.result_homes)[position]
     tensor = getattr(plan.stages[home].strategy.record, kind)[getattr(staged.stages[home], kind).index(position)]
-    if len(parts) == 1:
+    if dim is None:
         return tensor
-    return replace(tensor, shape=(tensor.shape[0] * len(parts), *tensor.shape[1:]), spec=tuple(rows_spec(tensor.spec)))
+    shape = tuple(size * len(parts) if d == dim else size for d, size in enumerate(tensor.shape))
+    return replace(tensor, shape=shape, spec=tuple(rows_spec(tensor.spec, dim)))
 
 
 def _places(leaves: Sequence[Sequence[int]], homes: Sequence[int]) -> tuple[int, ...]:

@@ -84,24 +84,26 @@ def mesh_of_stages(stages: Sequence[jax.sharding.Mesh]) -> jax.sharding.Mesh:
     return jax.sharding.Mesh(devices, (STAGE_AXIS, *first.axis_names), axis_types=(AxisType.Auto,) * devices.ndim)
 
 
-def by_rows(parts: Sequence[NamedSharding]) -> NamedSharding:
-    """The sharding of an array over all stages, of which each one has equally many rows with its sharding, of the first one's spec.
+def by_rows(parts: Sequence[NamedSharding], dim: int = 0) -> NamedSharding:
+    """The sharding of an array over all stages, each of which has an equal part along a dimension, all with the first one's spec.
 
     Raises:
         ClusterError: as for `mesh_of_stages`.
     """
-    return NamedSharding(mesh_of_stages([part.mesh for part in parts]), rows_spec(parts[0].spec))
+    return NamedSharding(mesh_of_stages([part.mesh for part in parts]), rows_spec(parts[0].spec, dim))
 
 
-def rows_spec(spec: PartitionSpec | Sequence[Any]) -> PartitionSpec:
-    """The spec of an array over all stages, given that of the rows that each one has.
+def rows_spec(spec: PartitionSpec | Sequence[Any], dim: int = 0) -> PartitionSpec:
+    """The spec of an array over all stages, given that of the equal part along a dimension that each one has.
 
-    >>> rows_spec(PartitionSpec("data", None)), rows_spec(PartitionSpec())
-    (PartitionSpec(('stage', 'data'), None), PartitionSpec('stage',))
+    >>> rows_spec(PartitionSpec("data", None)), rows_spec(PartitionSpec(), 1)
+    (PartitionSpec(('stage', 'data'), None), PartitionSpec(None, 'stage'))
     """
-    first, *rest = tuple(spec) or (None,)
+    entries = [*spec, *(None,) * (dim + 1 - len(spec))]
+    first = entries[dim]
     own = () if first is None else first if isinstance(first, tuple) else (first,)
-    return PartitionSpec((STAGE_AXIS, *own) if own else STAGE_AXIS, *rest)
+    entries[dim] = (STAGE_AXIS, *own) if own else STAGE_AXIS
+    return PartitionSpec(*entries)
 
 
 def _coordinates(device: Any) -> tuple[int, ...]:

@@ -14,6 +14,9 @@ decides the stage of each of its operations, and `around` those of what comes be
     results = run(*flat_arguments)                                # flat results of the step; state stays on its stage's devices
     run.in_shardings, run.out_shardings, run.executed             # of flat arguments and results; the tasks of the last call in order
 
+Of weights and state that are stacked along scanned layers each stage has the rows of its own layers (`layers`): its program has an argument
+of these, and `run` takes them from the step's one array and puts the new ones together (`rows`).
+
 With several chunks a stage (``interleaved``), ``n_stages`` counts chunks: chunk ``c`` of stage ``s`` is ``staged.stages[c * S + s]``, and
 its plan's mesh is that of stage ``s``.
 

@@ -2,7 +2,7 @@
 
 A scan over stacked weights becomes scans over parts of them, one after the other. What is stacked along the layers, such as gradients and
 the optimizer state of these weights, is computed in the same parts, by the sharding rules: as if the layers' dimension were split over
-devices.
+devices. That is the first dimension of what a scan reads, and any dimension of the weight of which that is made.
 
 *Rows.* Where each stage has one part, a stacked argument becomes one argument a part, and so does the result that replaces it: each stage
 keeps the rows of its own layers between steps. Any other stacked weight is read as slices of its rows, and put together again.
@@ -10,9 +10,9 @@ keeps the rows of its own layers between steps. Any other stacked weight is read
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import jax
@@ -38,16 +38,16 @@ class Divided:
     Attributes:
         traced: the program.
         arguments, results: per flat argument and result of the step the positions of its parts among the program's: one where it is whole.
+        argument_dims, result_dims: of those in parts the dimension along which they are, that of the layers.
+        whole: the flat arguments that are stacked along scanned layers and are no arguments in parts.
     """
 
     traced: Traced
     arguments: tuple[tuple[int, ...], ...]
     results: tuple[tuple[int, ...], ...]
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """The flat arguments of the step that are arguments by rows."""
-        return tuple(k for k, parts in enumerate(self.arguments) if len(parts) > 1)
+    argument_dims: Mapping[int, int]
+    result_dims: Mapping[int, int]
+    whole: tuple[int, ...] = ()
 
 
 def with_divided_layers(traced: Traced, n_stages: int, n_microbatches: int, rows: Collection[int] | None = None) -> Divided:
@@ -63,56 +63,86 @@ def with_divided_layers(traced: Traced, n_stages: int, n_microbatches: int, rows
     except TraceError:
         parts = {}  # refused, with the reason, where it is put into microbatches
     if not parts:
-        return Divided(traced, _positions([1] * len(graph.arguments)), _positions([1] * len(graph.results)))
-    ops, stacked = ops_by_path(graph), _stacked_arguments(graph, loop, parts)
-    possible = {k for k, value in enumerate(graph.arguments) if stacked.get(value) == n_stages and _has_rows(graph.values[value].dtype)}
-    found = possible if rows is None else possible.intersection(rows)
-    replaced = {result for result, argument in graph.aliases if argument in found}
-    arguments = _positions([n_stages if k in found else 1 for k in range(len(graph.arguments))])
-    results = _positions([n_stages if k in replaced else 1 for k in range(len(graph.results))])
-
-    def function(*flat: Any) -> list[Any]:
-        given = []
-        for value, places in zip(graph.arguments, arguments, strict=True):
-            if len(places) > 1:
-                given.append(Rows(n_stages, [flat[place] for place in places]))
-            else:
-                given.append(Rows(stacked[value], whole=flat[places[0]]) if value in stacked else flat[places[0]])
-        made = _Divided(ops, rules, graph, parts).run(traced.jaxpr.jaxpr, traced.jaxpr.consts, given)
-        return [x for result, places in zip(made, results, strict=True) for x in _apart(result, len(places))]
-
-    types = [_rows_of(type_, len(places)) for type_, places in zip(types_of(traced.jaxpr.jaxpr.invars), arguments, strict=True)]
-    program = traced if not found else replace(traced, graph=_with_leaves(graph, arguments, results))
-    program = replace(program, in_tree=jax.tree.structure((0,) * sum(map(len, arguments)))) if found else program
-    made = jax.make_jaxpr(function)(*chain.from_iterable(types))
-    return Divided(rebuilt(program, made, traced.microbatches), arguments, results)
+        return Divided(traced, _positions([1] * len(graph.arguments)), _positions([1] * len(graph.results)), {}, {})
+    stacked, aliases = _stacked_arguments(graph, rules, loop, parts), dict(graph.aliases)
+    program = _Program(traced, rules, parts, n_stages, frozenset(range(len(graph.arguments)) if rows is None else rows))
+    divided, made = program.divided(stacked)
+    while more := {aliases[k]: dim for k, dim in made.items() if aliases.get(k) in program.rows and k not in divided.result_dims}:
+        stacked |= {graph.arguments[k]: (n_stages, dim) for k, dim in more.items()}  # state of fewer dimensions than the weights
+        divided, made = program.divided(stacked)
+    return divided
 
 
-def _positions(sizes: Iterable[int]) -> tuple[tuple[int, ...], ...]:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Program:
+    """A step to be divided: its scans in ``parts``, and which of its stacked arguments may be ``rows``, one argument a stage."""
+
+    traced: Traced
+    rules: Sequence[Rule | None]
+    parts: Mapping[int, int]
+    n_stages: int
+    rows: frozenset[int]
+
+    def divided(self, stacked: Mapping[int, tuple[int, int]]) -> tuple[Divided, dict[int, int]]:
+        """The divided step, and per result that is computed in a part for each stage the dimension of the parts.
+
+        Args:
+            stacked: per value number of a stacked argument the number of its parts, and their dimension.
+        """
+        traced, graph, n = self.traced, self.traced.graph, self.n_stages
+        own = {k: stacked[value] for k, value in enumerate(graph.arguments) if value in stacked}
+        dims = {k: dim for k, (n_parts, dim) in own.items() if self._has_rows(k, n_parts)}
+        replacing = {result: dims[argument] for result, argument in graph.aliases if argument in dims}
+        arguments = _positions([n if k in dims else 1 for k in range(len(graph.arguments))])
+        results = _positions([n if k in replacing else 1 for k in range(len(graph.results))])
+        ops, in_parts = ops_by_path(graph), dict[int, int]()
+
+        def function(*flat: Any) -> list[Any]:
+            given = []
+            for k, places in enumerate(arguments):
+                if k in dims:
+                    given.append(Rows(n, [flat[place] for place in places], dim=dims[k]))
+                else:
+                    (x,) = (flat[place] for place in places)
+                    given.append(Rows(own[k][0], whole=x, dim=own[k][1]) if k in own else x)
+            made = _Divided(ops, self.rules, graph, self.parts).run(traced.jaxpr.jaxpr, traced.jaxpr.consts, given)
+            in_parts.update((k, x.dim) for k, x in enumerate(made) if isinstance(x, Rows) and x.n == n)
+            return [part for k, x in enumerate(made) for part in (_apart(x, n, replacing[k]) if k in replacing else [whole(x)])]
+
+        types = types_of(traced.jaxpr.jaxpr.invars)
+        flat = chain.from_iterable(_rows_of(each, n, dims[k]) if k in dims else [each] for k, each in enumerate(types))
+        jaxpr = jax.make_jaxpr(function)(*flat)
+        if dims:
+            leaves = jax.tree.structure((0,) * sum(map(len, arguments)))
+            traced = replace(traced, graph=_with_leaves(graph, arguments, results), in_tree=leaves)
+        left = tuple(k for k in own if k not in dims)
+        return Divided(rebuilt(traced, jaxpr, traced.microbatches), arguments, results, dims, replacing, left), in_parts
+
+    def _has_rows(self, k: int, n: int) -> bool:
+        """Whether an argument in so many parts becomes one a stage; random keys do not."""
+        graph = self.traced.graph
+        return k in self.rows and n == self.n_stages and not graph.values[graph.arguments[k]].dtype.startswith("key")
+
+
+def _positions(sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Consecutive numbers in groups of these sizes.
 
     >>> _positions([1, 2, 1])
     ((0,), (1, 2), (3,))
     """
-    numbers = iter(range(sum(sizes := list(sizes))))
-    return tuple(tuple(next(numbers) for _ in range(size)) for size in sizes)
+    ends = [0, *accumulate(sizes)]
+    return tuple(tuple(range(first, last)) for first, last in pairwise(ends))
 
 
-def _has_rows(dtype: str) -> bool:
-    """Whether arrays of a type are taken apart by rows: random keys are not."""
-    return not dtype.startswith("key")
+def _rows_of(type_: Any, n: int, dim: int) -> list[Any]:
+    """The types of an array's ``n`` parts along a dimension."""
+    shape = tuple(size // n if d == dim else size for d, size in enumerate(type_.shape))
+    return [jax.ShapeDtypeStruct(shape, type_.dtype)] * n
 
 
-def _rows_of(type_: Any, n: int) -> list[Any]:
-    """The types of an array's ``n`` parts."""
-    return [type_] if n == 1 else [jax.ShapeDtypeStruct((type_.shape[0] // n, *type_.shape[1:]), type_.dtype)] * n
-
-
-def _apart(x: Any, n: int) -> list[Any]:
-    """A result in ``n`` parts, or whole."""
-    if n == 1:
-        return [whole(x)]
-    rows = x if isinstance(x, Rows) and x.n == n else Rows(n, whole=whole(x))
+def _apart(x: Any, n: int, dim: int) -> list[Any]:
+    """A result in ``n`` parts along a dimension."""
+    rows = x if isinstance(x, Rows) and (x.n, x.dim) == (n, dim) else Rows(n, whole=whole(x), dim=dim)
     return [rows.part(k) for k in range(n)]
 
 
@@ -166,39 +196,53 @@ def _scans_of_layers(graph: Graph, loop: Loop, n_stages: int) -> dict[int, int]:
     return found
 
 
-def _stacked_arguments(graph: Graph, loop: Loop, parts: Mapping[int, int]) -> dict[int, int]:
-    """Per argument that is stacked along layers, weights and what is shaped like them, in how many parts it is divided."""
-    shapes: dict[tuple[int, ...], int] = {}
+def _stacked_arguments(graph: Graph, rules: Sequence[Rule | None], loop: Loop, parts: Mapping[int, int]) -> dict[int, tuple[int, int]]:
+    """Per argument that is stacked along layers, weights and what is shaped like them, the number of its parts, and their dimension."""
+    makers = {value: op for op in graph.ops for value in op.results}
+    found: dict[tuple[int, ...], tuple[int, int]] = {}
     for op in graph.ops:
         if op.index in parts:
-            first = op.params["num_consts"] + op.params["num_carry"]
-            shapes.update((graph.values[v].shape, parts[op.index]) for v in op.operands[first:] if loop.status(v).is_whole)
-    found = {value: shapes.get(graph.values[value].shape) for value in graph.arguments if value not in loop.batch}
-    return {value: n for value, n in found.items() if n is not None}
+            n, first = parts[op.index], op.params["num_consts"] + op.params["num_carry"]
+            waiting = [(value, 0) for value in op.operands[first:] if loop.status(value).is_whole]
+            while waiting:
+                value, dim = waiting.pop()
+                found.setdefault(graph.values[value].shape, (n, dim))
+                if (maker := makers.get(value)) is not None and (rule := rules[maker.index]) is not None:
+                    waiting += _read_along(rule, maker, maker.results.index(value), dim)
+    arguments = [value for value in graph.arguments if value not in loop.batch]
+    return {value: found[graph.values[value].shape] for value in arguments if graph.values[value].shape in found}
+
+
+def _read_along(rule: Rule, op: Op, result: int, dim: int) -> list[tuple[int, int]]:
+    """The operands whose parts along a dimension make those of a result along one, with these dimensions."""
+    factors = rule.results[result][dim]
+    pairs = zip(op.operands, rule.operands, strict=True) if factors else ()
+    return [(value, d) for value, dims in pairs for d in _dims_along(dims, factors[0])]
 
 
 class Rows:
-    """An array in equal parts along dimension 0, as parts or as a whole, whichever is asked for.
+    """An array in equal parts along a dimension, as parts or as a whole, whichever is asked for.
 
     Attributes:
         n: how many parts.
+        dim: the dimension.
     """
 
-    def __init__(self, n: int, parts: Sequence[Any] | None = None, whole: Any = None):
-        self.n = n
+    def __init__(self, n: int, parts: Sequence[Any] | None = None, whole: Any = None, dim: int = 0):
+        self.n, self.dim = n, dim
         self._whole = whole
         self._parts: dict[int, Any] = dict(enumerate(parts or ()))
 
     def part(self, k: int) -> Any:
         """Part ``k``."""
         if k not in self._parts:
-            self._parts[k] = _slice(self._whole, 0, self.n, k)
+            self._parts[k] = _slice(self._whole, self.dim, self.n, k)
         return self._parts[k]
 
     def whole(self) -> Any:
         """The array."""
         if self._whole is None:
-            self._whole = jnp.concatenate([self._parts[k] for k in range(self.n)])
+            self._whole = jnp.concatenate([self._parts[k] for k in range(self.n)], self.dim)
         return self._whole
 
 
@@ -258,7 +302,7 @@ class _Divided(Interpreter):
             return self.rebound(op, eqn, list(map(whole, operands)))
         consts, carries = eqn.params["num_consts"], eqn.params["num_carry"]
         constants, carry = list(map(whole, operands[:consts])), list(map(whole, operands[consts : consts + carries]))
-        slices = [x if isinstance(x, Rows) and x.n == n else Rows(n, whole=jnp.asarray(whole(x))) for x in operands[consts + carries :]]
+        slices = [_along_layers(x, n) for x in operands[consts + carries :]]
         stacked: dict[int, list[Any]] = {}
         order = range(n)
         for k in reversed(order) if eqn.params["reverse"] else order:
@@ -288,14 +332,14 @@ class _Divided(Interpreter):
             made.append(part.computed(read))
         kind, operator = rule.factors[factor].kind, COMBINED.get(rule.factors[factor].operator or "sum")
         results = []
-        for parts in zip(*made, strict=True):
+        for parts, dims in zip(zip(*made, strict=True), rule.results, strict=True):
             if kind == "reduction" and operator is not None:
                 total = parts[0]
                 for other in parts[1:]:
                     total = operator(total, other)
                 results.append(total)
             else:
-                results.append(Rows(n, parts))
+                results.append(Rows(n, parts, dim=_dims_along(dims, factor)[0]))
         return results
 
 
@@ -306,14 +350,24 @@ class _AsItIs(Interpreter):
         return bind(eqn, operands)
 
 
+def _along_layers(x: Any, n: int) -> Rows:
+    """The slices of a scan's operand, in ``n`` parts."""
+    return x if isinstance(x, Rows) and (x.n, x.dim) == (n, 0) else Rows(n, whole=jnp.asarray(whole(x)))
+
+
+def _dims_along(dims: Sequence[Sequence[int]], factor: int) -> list[int]:
+    """The dimensions of which parts are those of a factor."""
+    return [d for d, factors in enumerate(dims) if factors and factors[0] == factor]
+
+
 def _factor(rule: Rule, operands: Sequence[Any], n: int) -> int | None:
     """The factor that is split where operands are in ``n`` parts, and results are in parts too or combined; None where there is none."""
-    factors = {dims[0][0] if dims and dims[0] else None for dims, x in zip(rule.operands, operands, strict=True) if isinstance(x, Rows)}
+    along = [dims[x.dim] if x.dim < len(dims) else () for dims, x in zip(rule.operands, operands, strict=True) if isinstance(x, Rows)]
+    factors = {dim[0] if dim else None for dim in along}
     factor = factors.pop() if len(factors) == 1 else None
     if factor is None or rule.factors[factor].size % n or rule.factors[factor].sends:
         return None
     found = rule.factors[factor]
     if found.kind == "reduction":
         return factor if (found.operator or "sum") in COMBINED and not any(factor in dim for dims in rule.results for dim in dims) else None
-    leading = all(dims and dims[0] and dims[0][0] == factor for dims in rule.results)
-    return factor if found.kind == "pass_through" and leading else None
+    return factor if found.kind == "pass_through" and all(_dims_along(dims, factor) for dims in rule.results) else None

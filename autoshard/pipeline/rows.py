@@ -1,7 +1,7 @@
 """Arrays stacked along layers of which each stage has the rows of its own layers.
 
-To the user one is a single array over the devices of all stages, whose first dimension is split over them; to the programs of a stage it is
-an array of its rows, on the stage's devices. Both have the same buffers, and nothing is copied from one to the other.
+To the user one is a single array over the devices of all stages, whose dimension of layers, mostly the first, is split over them; to the
+programs of a stage it is an array of its rows, on the stage's devices. Both have the same buffers: nothing is copied from one to the other.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ class RowsOfStages:
         sharding: of the whole array.
         stages: per stage that of its rows, as they are in the whole array.
         wanted: the same as the stage's programs have them: where they differ, rows are moved among the stage's devices.
+        dim: the dimension of layers.
     """
 
     sharding: NamedSharding
     stages: tuple[NamedSharding, ...]
     wanted: tuple[NamedSharding, ...]
+    dim: int
 
     def apart(self, x: jax.Array) -> list[Any]:
         """Each stage's rows of an array with the sharding of the whole; None for stages of which this process has no devices."""
-        data = {shard.device: shard.data for shard in x.addressable_shards}
-        shape = (x.shape[0] // len(self.stages), *x.shape[1:])
+        data, n = {shard.device: shard.data for shard in x.addressable_shards}, len(self.stages)
+        shape = tuple(size // n if d == self.dim else size for d, size in enumerate(x.shape))
 
         def rows(own: NamedSharding, wanted: NamedSharding) -> Any:
             arrays = [data[device] for device in own.addressable_devices]
@@ -44,13 +46,13 @@ class RowsOfStages:
 
     def together(self, rows: Sequence[jax.Array]) -> jax.Array:
         """The whole array of each stage's rows; those of stages elsewhere are global arrays without parts in this process."""
-        shape = (rows[0].shape[0] * len(rows), *rows[0].shape[1:])
+        shape = tuple(size * len(rows) if d == self.dim else size for d, size in enumerate(rows[0].shape))
         there = [put(x, own) if is_here(own) else x for x, own in zip(rows, self.stages, strict=True)]
         arrays = [shard.data for x in there for shard in x.addressable_shards]
         return jax.make_array_from_single_device_arrays(shape, self.sharding, arrays)
 
 
-def rows_of_stages(wanted: Sequence[NamedSharding]) -> RowsOfStages:
-    """Where an array is whose rows have these shardings on the stages: in the whole array all have the first stage's spec."""
+def rows_of_stages(wanted: Sequence[NamedSharding], dim: int) -> RowsOfStages:
+    """Where an array is whose parts along a dimension have these shardings on the stages: in the whole array all have the first's spec."""
     stages = tuple(NamedSharding(each.mesh, wanted[0].spec) for each in wanted)
-    return RowsOfStages(by_rows(stages), stages, tuple(wanted))
+    return RowsOfStages(by_rows(stages, dim), stages, tuple(wanted), dim)

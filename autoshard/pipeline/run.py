@@ -8,7 +8,7 @@ same list and starts the programs of the stages that have devices of its own (`a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -95,14 +95,15 @@ class Pipelined:
             for whole, here in zip(wholes, self.is_here, strict=True)
         ]
         self._places = [self._place(k) for k in range(len(staged.argument_homes))]
-        self.in_shardings, self._rows_in = _of_step(self._places, staged.divided.arguments)
+        self.in_shardings, self._rows_in = _of_step(self._places, staged.divided.arguments, staged.divided.argument_dims)
         self._arguments = [
             (piece, k, position, self._way_of(piece, k))
             for piece, stage in enumerate(staged.stages)
             for k, position in enumerate(stage.arguments)
         ]
         self._results = [self._result(k) for k in range(len(staged.result_homes))]
-        self.out_shardings, self._rows_out = _of_step([sharding for sharding, _ in self._results], staged.divided.results)
+        results = [sharding for sharding, _ in self._results]
+        self.out_shardings, self._rows_out = _of_step(results, staged.divided.results, staged.divided.result_dims)
 
     # -- what is known before the first call ----------------------------------------------------------------------------------
 
@@ -254,10 +255,10 @@ class Pipelined:
 
 
 def _of_step(
-    places: Sequence[NamedSharding], leaves: Sequence[Sequence[int]]
+    places: Sequence[NamedSharding], leaves: Sequence[Sequence[int]], dims: Mapping[int, int]
 ) -> tuple[tuple[NamedSharding, ...], list[RowsOfStages | None]]:
     """The shardings of a step's arguments or results, given those of the divided step's; and of those by rows where each stage's are."""
-    rows = [rows_of_stages([places[k] for k in parts]) if len(parts) > 1 else None for parts in leaves]
+    rows = [rows_of_stages([places[part] for part in parts], dims[k]) if k in dims else None for k, parts in enumerate(leaves)]
     return tuple(each.sharding if each else places[parts[0]] for each, parts in zip(rows, leaves, strict=True)), rows
 
 

@@ -141,7 +141,7 @@ def stages_of(traced: Traced, n_stages: int, n_microbatches: int, cut: Cut | Non
     builder = _Builder(traced, divided, micro, cut_of(micro, n_stages) if cut is None else cut)
     elsewhere = builder.elsewhere() if rows is None else set()
     if elsewhere:  # layers are not divided equally, or several stages read them
-        return stages_of(traced, n_stages, n_microbatches, None, [k for k in divided.rows if k not in elsewhere])
+        return stages_of(traced, n_stages, n_microbatches, None, [k for k in divided.argument_dims if k not in elsewhere])
     return builder.staged()
 
 
@@ -215,11 +215,9 @@ class _Builder:
         """The flat arguments of the step with rows that are not on the stages in order, or whose new rows are not."""
         _, argument_homes, result_homes = self._homes
         order = tuple(self._numbers)
-        found = {k for k in self.divided.rows if tuple(argument_homes[part] for part in self.divided.arguments[k]) != order}
-        for result, argument in self.traced.graph.aliases:
-            if len(parts := self.divided.results[result]) > 1 and tuple(result_homes[part] for part in parts) != order:
-                found.add(argument)
-        return found
+        divided, aliases = self.divided, dict(self.traced.graph.aliases)
+        found = {k for k in divided.argument_dims if tuple(argument_homes[part] for part in divided.arguments[k]) != order}
+        return found | {aliases[k] for k in divided.result_dims if tuple(result_homes[part] for part in divided.results[k]) != order}
 
     @cached_property
     def _homes(self) -> tuple[list[_Outer], tuple[int, ...], tuple[int, ...]]:

@@ -132,6 +132,81 @@ def test_the_compiled_tasks_have_the_planned_collectives(target):
     assert "Stage 1" in str(found) and found.to_json()["exact"]
 
 
+STACKED = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
+
+
+def stacked_init(key):
+    up, down = jax.random.split(key)
+    layers = {
+        "up": jax.random.normal(up, (LAYERS, WIDTH, HIDDEN)) / 4,
+        "down": jax.random.normal(down, (HIDDEN, LAYERS, WIDTH)) / 6,
+        "gain": jnp.ones(WIDTH),
+    }
+    return {"params": layers, "optimizer": STACKED.init(layers)}
+
+
+def scanned_step(state, batch):
+    """Scanned layers, of one weight of which the layers are the second dimension; gradients are clipped by the norm of all."""
+
+    def loss(params):
+        layers = params["up"], jnp.moveaxis(params["down"], 1, 0)
+        x, _ = jax.lax.scan(lambda x, layer: (x + jax.nn.relu(x @ layer[0]) @ layer[1], None), batch["x"], layers)
+        return jnp.mean((x * params["gain"] - batch["y"]) ** 2)
+
+    value, gradients = jax.value_and_grad(loss)(state["params"])
+    updates, optimizer = STACKED.update(gradients, state["optimizer"], state["params"])
+    return {"params": optax.apply_updates(state["params"], updates), "optimizer": optimizer}, value
+
+
+def scanned(**options):
+    state, batch = stacked_init(jax.random.key(0)), example()[1]
+    given = {"cluster": "cpu:8", "stages": 2, "microbatches": 4, "donate_argnums": 0} | options
+    return autoshard.search(scanned_step, state, batch, **given)
+
+
+def test_stages_have_the_rows_of_their_own_layers(tmp_path):
+    """Weights, and optimizer state with them, are split over the stages from `init` on; losses and state are those of one device, and so
+    is what a saved strategy computes and a checkpoint restores, also under a strategy without stages.
+    """
+    spec = jax.sharding.PartitionSpec
+    pins = {"*['up']": spec(None, None, "model"), "*['down']": spec("model", None, None)}  # they hold on every stage
+    strategy = scanned(mesh={"data": 2, "model": 2}, pins=pins)
+    specs = strategy.in_specs[0]
+    strategy.save(tmp_path / "s.json")
+    strategy = autoshard.load(tmp_path / "s.json")
+    for layers in (specs["params"], specs["optimizer"][1][0].mu, specs["optimizer"][1][0].nu):
+        assert layers["up"] == spec("stage", None, "model") and layers["down"] == spec("model", "stage", None)
+        assert "stage" not in layers["gain"]
+    run, (state, expected), batch = strategy.apply(scanned_step), [stacked_init(jax.random.key(0)) for _ in range(2)], example()[1]
+    state = strategy.init(stacked_init, jax.random.key(0))
+    wanted = jax.tree.leaves(strategy.shardings(0))
+    assert all(x.sharding == there for x, there in zip(jax.tree.leaves(state), wanted, strict=True))
+    assert state["params"]["up"].addressable_shards[0].data.shape[0] == LAYERS // 2
+    for _ in range(3):
+        given, (state, loss) = state, run(state, batch)
+        expected, value = jax.jit(scanned_step)(expected, batch)
+        assert float(loss) == pytest.approx(float(value), rel=1e-6)
+        assert given["params"]["up"].is_deleted()  # its memory has the new rows
+    assert all(x.sharding.is_equivalent_to(there, x.ndim) for x, there in zip(jax.tree.leaves(state), wanted, strict=True))
+    for here, there in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+        assert jnp.allclose(jax.device_get(here), there, atol=3e-5)
+    plain = autoshard.search(scanned_step, expected, batch, cluster="cpu:4", searcher="data_parallel", mesh={"data": 4})
+    autoshard.checkpoint.save(os.fspath(tmp_path / "a"), state, strategy)
+    there = autoshard.checkpoint.restore(os.fspath(tmp_path / "a"), plain, like=expected)
+    autoshard.checkpoint.save(os.fspath(tmp_path / "b"), there, plain)
+    back = autoshard.checkpoint.restore(os.fspath(tmp_path / "b"), strategy, like=expected)
+    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(back), strict=True):
+        assert x.sharding.is_equivalent_to(y.sharding, x.ndim) and jnp.array_equal(x, y)
+    assert "Arguments of which every stage has the rows of its own layers" in str(strategy.explain())
+
+
+def test_a_note_says_which_stacked_arrays_stay_whole():
+    """Where a part of the devices has two stages, which are no neighbours: one stage has the array."""
+    strategy = scanned(schedule="interleaved", mesh={"data": 4}, searcher="data_parallel")
+    assert autoshard.strategy.BY_ROWS not in strategy.record.pipeline.argument_stages
+    assert any("stacked along scanned layers" in note and "['up']" in note for note in strategy.notes)
+
+
 def test_a_decorated_step_is_a_pipeline():
     """`parallelize(stages=)` searches at the first call."""
     run = autoshard.parallelize(train_step, cluster="cpu:8", stages=2, microbatches=4, donate_argnums=0, progress=False)
@@ -221,7 +296,8 @@ def test_notes_say_which_stage_they_are_of():
     """Where not all stages have them."""
     module = sys.modules["autoshard.api.pipelining"]
     records = [SimpleNamespace(assumptions=notes) for notes in (("a", "b"), ("a",), ("a", "b"))]
-    plan = SimpleNamespace(stages=[SimpleNamespace(strategy=SimpleNamespace(record=record)) for record in records])
+    staged = SimpleNamespace(divided=SimpleNamespace(whole=()))
+    plan = SimpleNamespace(staged=staged, stages=[SimpleNamespace(strategy=SimpleNamespace(record=record)) for record in records])
     assert module._notes(plan) == ("a", "stages 0, 2: b")
 
 

@@ -39,7 +39,30 @@ def train_step(state, batch, key):
     return {"w": weights, "m": moments, "step": state["step"] + 1}, {"loss": value, "norm": norm}
 
 
-def compared(stages, microbatches, schedule, mesh, order=None, has_labels=True):
+def stacked_init(key):
+    w = jax.random.normal(key, (LAYERS, WIDTH, WIDTH)) / 4
+    return {"w": w, "m": jnp.zeros_like(w), "step": jnp.int32(0)}
+
+
+def scanned_step(state, batch, key):
+    """The same with its layers scanned: each stage has the rows of its own layers."""
+
+    def layer(x, given):
+        k, w = given
+        kept = jax.random.bernoulli(jax.random.fold_in(key, k), 0.9, x.shape)
+        return x + jnp.tanh(jnp.where(kept, x, 0.0) @ w), None
+
+    def loss(layers):
+        x, _ = jax.lax.scan(layer, batch["x"], (jnp.arange(LAYERS), layers))
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    value, gradients = jax.value_and_grad(loss)(state["w"])
+    norm = jnp.sqrt(jnp.sum(gradients**2))
+    moments = 0.9 * state["m"] + gradients / jnp.maximum(norm, 0.1)
+    return {"w": state["w"] - 0.01 * moments, "m": moments, "step": state["step"] + 1}, {"loss": value, "norm": norm}
+
+
+def compared(stages, microbatches, schedule, mesh, order=None, has_labels=True, train_step=train_step, init=init):
     """A pipeline's state and losses of two steps are those of one device; each process starts the tasks of its own stages alone.
 
     Batches come from `Strategy.data`: the first stage reads some arrays of it, the last one others, and a process perhaps none.
@@ -73,6 +96,8 @@ if stages == 2:
     compared(2, 2, "1f1b", {"data": 2})
     compared(2, 2, "1f1b", {"data": 2}, order=(0, 2, 1, 3))  # both stages have devices of both processes
     compared(2, 2, "gpipe", {"data": 2}, has_labels=False)
+    for order in (None, (0, 2, 1, 3)):
+        compared(2, 2, "1f1b", {"data": 2}, order, train_step=scanned_step, init=stacked_init)
 elif stages == 4:
     compared(4, 4, "zero_bubble", {"data": 1})
 else:

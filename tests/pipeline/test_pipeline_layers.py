@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.extend.core import jaxpr_as_fun
 
@@ -47,6 +48,82 @@ def test_scanned_layers_on_stages():
     run = pipelined(fn, args, 2, 4)
     compared(run, args)
     assert [message.backward for stage in run.staged.stages for message in stage.sends if message.kind == "loop"] == [False, True]
+
+
+def test_each_stage_has_the_rows_of_its_own_layers():
+    """Of weights and optimizer state, on its devices, and sends none of them to another stage; the step returns them where they were."""
+    fn, args = scanned()
+    staged = stages_of(trace(fn, *args), 2, 4)
+    graph, divided = staged.traced.graph, staged.divided
+    stacked = {k for k, value in enumerate(graph.arguments) if graph.values[value].shape[:1] == (4,)}
+    assert set(divided.argument_dims) == stacked and not divided.whole
+    for stage in staged.stages:
+        own = [stage.traced.graph.values[value].shape for value in stage.traced.graph.arguments]
+        assert sum(shape[:1] == (2,) and len(shape) == 3 for shape in own) == len(stacked)
+        assert not any(message.shape for message in (*stage.sends, *stage.receives) if message.kind != "loop")
+    assert [staged.argument_homes[part] for k in stacked for part in divided.arguments[k]] == [0, 1] * len(stacked)
+
+
+def test_stages_may_split_rows_otherwise_than_each_other():
+    """Random shardings of each stage: to the user an array has the first stage's, and the results are those of one device."""
+    fn, args = scanned()
+    run = pipelined(fn, args, 2, 4, mesh={"data": 2, "model": 2}, searcher=3)
+    rows = next(each for each in run._rows_in if each and each.wanted[0].spec != each.wanted[1].spec)
+    assert rows.stages[0].spec == rows.stages[1].spec
+    results = compared(run, args, steps=1)
+    for result, argument in run.staged.traced.graph.aliases:
+        assert results[result].sharding.device_set == run.in_shardings[argument].device_set
+
+
+def factored(params):
+    """A step with optimizer state of fewer dimensions than the weights; layers are the second dimension of one of them."""
+    optimizer = optax.adafactor(1e-2, min_dim_size_to_factor=8)
+
+    def step(state, x, y):
+        def loss(params):
+            layers = {"w": params["w"], "v": jnp.moveaxis(params["v"], 1, 0)}
+            h, _ = jax.lax.scan(lambda x, p: (x + jnp.tanh(x @ p["w"]) @ p["v"], None), x, layers)
+            return jnp.mean((h - y) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(state[0])
+        updates, memory = optimizer.update(gradients, state[1], state[0])
+        return (optax.apply_updates(state[0], updates), memory), value
+
+    return step, ((params, jax.eval_shape(optimizer.init, params)), abstract((16, 8)), abstract((16, 8)))
+
+
+def test_rows_are_followed_through_the_program():
+    """Layers may be another dimension of a weight, and state may have fewer dimensions; the divided step computes what the step does."""
+    fn, args = factored({"w": abstract((4, 8, 16)), "v": abstract((16, 4, 8))})
+    traced = trace(fn, *args)
+    divided = with_divided_layers(traced, 2, 4)
+    dims = {traced.graph.argument_paths[k]: dim for k, dim in divided.argument_dims.items()}
+    assert {path: dims.get(path) for path in ("state[0]['w']", "state[0]['v']")} == {"state[0]['w']": 0, "state[0]['v']": 1}
+    assert dims["state[1][0].v_row['w']"] == 0 and dims["state[1][0].v_col['w']"] == 0 and len(dims) > 4
+    given = [jnp.asarray(x) for x in jax.tree.leaves(concrete(args))]
+    parts = [jnp.split(x, 2, divided.argument_dims[k]) if k in divided.argument_dims else [x] for k, x in enumerate(given)]
+    found = jax.jit(jaxpr_as_fun(divided.traced.jaxpr))(*[x for each in parts for x in each])
+    expected = jax.jit(jaxpr_as_fun(traced.jaxpr))(*given)
+    for k, (parts, one) in enumerate(zip(divided.results, expected, strict=True)):
+        other = jnp.concatenate([found[part] for part in parts], divided.result_dims[k]) if k in divided.result_dims else found[parts[0]]
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+
+
+def test_a_stack_that_stages_cannot_have_in_equal_parts_is_whole():
+    """Five layers on two stages; and two stacks of which each stage has one."""
+    fn, args = scanned(5)
+    staged = stages_of(trace(fn, *args), 2, 4)
+    assert not staged.divided.argument_dims and staged.divided.whole
+
+    def loss(params, x, y):
+        for weights in params:
+            x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, weights)
+        return jnp.mean((x - y) ** 2)
+
+    fn, args = train_step_of(loss, [abstract((4, 8, 8)), abstract((4, 8, 8))], abstract((16, 8)), abstract((16, 8)))
+    staged = stages_of(trace(fn, *args), 2, 4)
+    assert not staged.divided.argument_dims
+    assert set(staged.argument_homes) == {0, 1}
 
 
 @pytest.mark.parametrize("layers", [5, 6])
