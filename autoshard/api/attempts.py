@@ -99,7 +99,9 @@ class Attempts:
             except InfeasibleError as error:
                 text = f"{error} The arguments alone, split over all devices, take {format_bytes(alone)}, whatever else is tried."
                 raise InfeasibleError(text, error.smallest_peak_bytes, error.proven) from None
-        numbers = partial(best, microbatches=self.microbatches, limit=self.asked.limit, numbers=lambda: divisors(self.asked.traced))
+        fixed = 0.0 if "optimizer" in hosted else self._argument_bytes()
+        parts = partial(divisors, self.asked.traced)
+        numbers = partial(best, microbatches=self.microbatches, limit=self.asked.limit, numbers=parts, fixed_bytes=fixed)
         searched, options = partial(self._searched, "optimizer" in hosted), self._options["activations" in hosted]
         try:
             return numbers(lambda n: best_remat(partial(searched, n), self.remat, options))

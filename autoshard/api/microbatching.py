@@ -31,13 +31,20 @@ def checked_number(microbatches: Microbatches) -> Microbatches:
     return microbatches
 
 
-def best(attempt: Callable[[int], Found], microbatches: Microbatches, limit: float, numbers: Callable[[], Sequence[int]]) -> Found:
+def best(
+    attempt: Callable[[int], Found],
+    microbatches: Microbatches,
+    limit: float,
+    numbers: Callable[[], Sequence[int]],
+    fixed_bytes: float = 0.0,
+) -> Found:
     """What is found with as many microbatches as asked for.
 
     Args:
         attempt: searches with a number of microbatches; for ``"auto"`` the second of what it gives is the solution.
         limit: bytes that a device may hold.
         numbers: those of microbatches that the batch can be divided into, ascending.
+        fixed_bytes: what a device holds in any number, at least.
 
     Raises:
         InfeasibleError: nothing fits with any number that was tried.
@@ -49,20 +56,21 @@ def best(attempt: Callable[[int], Found], microbatches: Microbatches, limit: flo
     try:
         return attempt(1)
     except InfeasibleError as error:
-        return _fewest(attempt, error, limit, numbers())
+        return _fewest(attempt, error, limit, numbers(), fixed_bytes)
 
 
-def _fewest(attempt: Callable[[int], Found], error: InfeasibleError, limit: float, numbers: Sequence[int]) -> Found:
+def _fewest(attempt: Callable[[int], Found], error: InfeasibleError, limit: float, numbers: Sequence[int], fixed: float) -> Found:
     """What is found with the fewest microbatches of `TRIES` numbers that are tried.
 
     A step's peak is taken for a constant plus a part in inverse proportion to the number of microbatches: the first number that is tried is
-    right if there is no constant, the next ones follow from the peaks before. Where a peak is higher than with fewer, since microbatches of
+    right if the constant is what is known of it, the next ones follow from the peaks before. An attempt that nearly fits takes longest. Where a peak is higher than with fewer, since microbatches of
     few examples are split over devices otherwise, the next number is one beside that of the smallest peak. Where one fits, a number
-    between it and the last that did not is tried, too, if it may fit without a constant.
+    between it and the last that did not is tried, too, if it may fit with what is known of the constant.
 
     Args:
         error: of the search in one.
         numbers: to choose from, ascending.
+        fixed: what is known of the constant.
 
     Raises:
         InfeasibleError: nothing fits with any; says which were tried.
@@ -71,12 +79,12 @@ def _fewest(attempt: Callable[[int], Found], error: InfeasibleError, limit: floa
     found: Found | None = None
     left = [n for n in numbers if n > 1]
     for _ in range(TRIES):
-        n = _next(left, peaks, limit) if found is None else left[(len(left) - 1) // 2] if left else None
+        n = _next(left, peaks, limit, fixed) if found is None else left[(len(left) - 1) // 2] if left else None
         if n is None:
             break
         few = max(other for other in peaks if other < n)
         try:
-            least = few * peaks[few] / limit if math.isfinite(peaks[few]) else 0.0
+            least = _least(few, peaks[few], limit, fixed) if math.isfinite(peaks[few]) else 0.0
             found, left = attempt(n), [other for other in left if max(few + 1, least) <= other < n]
         except InfeasibleError as other:
             left = [number for number in left if number != n and (found is None or number > n)]
@@ -97,7 +105,13 @@ def _fewest(attempt: Callable[[int], Found], error: InfeasibleError, limit: floa
     raise InfeasibleError(text, smallest, error.proven)
 
 
-def _next(numbers: Sequence[int], peaks: Mapping[int, float], limit: float) -> int | None:
+def _least(n: int, peak: float, limit: float, fixed: float) -> float:
+    """The number of microbatches with which a peak would be the limit, if all but what is fixed were in inverse proportion to it."""
+    fixed = min(fixed, peak, limit)
+    return n * (peak - fixed) / (limit - fixed) if limit > fixed else n * peak / limit
+
+
+def _next(numbers: Sequence[int], peaks: Mapping[int, float], limit: float, fixed: float) -> int | None:
     """The number of microbatches to try next, by the peaks that were found with others; None: none may fit."""
     best = min(peaks, key=lambda n: (peaks[n], -n))
     around = [n for n in numbers if not any(n < other < best or best < other < n for other in peaks)]
@@ -106,7 +120,7 @@ def _next(numbers: Sequence[int], peaks: Mapping[int, float], limit: float) -> i
     if best < max(peaks):  # of numbers beyond, peaks rise
         return around[(len(around) - 1) // 2]
     (last, peak), *before = sorted(peaks.items(), reverse=True)
-    least = last * peak / limit if math.isfinite(peak) else 2 * last
+    least = _least(last, peak, limit, fixed) if math.isfinite(peak) else 2 * last
     if before:
         few, higher = before[0]
         shrinks = (higher - peak) / (1 / few - 1 / last) if math.isfinite(higher) and higher > peak else 0.0

@@ -119,6 +119,21 @@ def test_fit_takes_the_fewest_that_fit(limit, fewest):
         best(partial(attempt, limit=0.05), "fit", 0.05, lambda: numbers)
 
 
+@pytest.mark.parametrize(("limit", "fewest"), [(0.95, 2), (0.5, 3), (0.45, 3), (0.28, 5), (0.20, 10), (0.13, 30)])
+def test_what_is_known_to_stay_spares_attempts_that_cannot_fit(limit, fewest):
+    """Where all of the part of the peak that stays is known, the first number after one is the fewest, and no other is tried."""
+    tried = []
+
+    def attempt(n):
+        tried.append(n)
+        if (peak := 0.1 + 0.9 / n) > limit:
+            raise autoshard.InfeasibleError("too much", peak, False)
+        return n
+
+    assert best(attempt, "fit", limit, lambda: (1, 2, 3, 5, 6, 8, 10, 15, 30), fixed_bytes=0.1) == fewest
+    assert tried == [1, fewest]
+
+
 @pytest.mark.parametrize("batch", [64, 96, 360, 1024])
 @pytest.mark.parametrize("whole", [2, 4, 16])
 @pytest.mark.parametrize("rise", [0.01, 0.1, 0.5])
