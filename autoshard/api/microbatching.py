@@ -63,9 +63,10 @@ def _fewest(attempt: Callable[[int], Found], error: InfeasibleError, limit: floa
     """What is found with the fewest microbatches of `TRIES` numbers that are tried.
 
     A step's peak is taken for a constant plus a part in inverse proportion to the number of microbatches: the first number that is tried is
-    right if the constant is what is known of it, the next ones follow from the peaks before. An attempt that nearly fits takes longest. Where a peak is higher than with fewer, since microbatches of
-    few examples are split over devices otherwise, the next number is one beside that of the smallest peak. Where one fits, a number
-    between it and the last that did not is tried, too, if it may fit with what is known of the constant.
+    right if the constant is what is known of it, the next ones follow from the peaks before. That spares attempts that nearly fit, which
+    take longest. Where a peak is higher than with fewer, since microbatches of few examples are split over devices otherwise, the next
+    number is one beside that of the smallest peak. Where one fits, a number between it and the last that did not is tried, too, if it may
+    fit with what is known of the constant.
 
     Args:
         error: of the search in one.
