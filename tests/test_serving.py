@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from autoshard import serving
 from autoshard.errors import InfeasibleError, ShardingError
@@ -120,3 +121,38 @@ def test_another_cache_is_refused():
         serving.search(prefill, decode, args_of, cluster="cpu:8", batches=[BATCH], lengths=[LENGTH], objective="speed")
     with pytest.raises(ShardingError, match="batch sizes and lengths"):
         serving.search(prefill, decode, args_of, cluster="cpu:8", batches=[], lengths=[LENGTH])
+
+
+class Attention(nnx.Module):
+    """One layer with its embeddings, in Flax."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
+        self.q, self.k, self.v = (nnx.LinearGeneral(WIDTH, (HEADS, WIDTH // HEADS), rngs=rngs) for _ in "qkv")
+        self.out = nnx.LinearGeneral((HEADS, WIDTH // HEADS), WIDTH, axis=(-2, -1), rngs=rngs)
+
+    def __call__(self, cache, tokens, start=0):
+        x = self.embed(tokens)
+        k, v = (jax.lax.dynamic_update_slice(cache[n], new(x), (0, start, 0, 0)) for n, new in (("k", self.k), ("v", self.v)))
+        visible = jnp.arange(LENGTH) <= jnp.arange(tokens.shape[1])[:, None] + start
+        scores = jnp.where(visible, jnp.einsum("bnhd,bmhd->bhnm", self.q(x), k), -1e9)
+        x = x + self.out(jnp.einsum("bhnm,bmhd->bnhd", jax.nn.softmax(scores), v))
+        return {"k": k, "v": v}, self.embed.attend(x[:, -1])
+
+
+def test_parameters_are_a_flax_module():
+    """One spec for each of its parameters in both steps, and logits as on one device."""
+    model, prompt = Attention(nnx.Rngs(0)), jnp.arange(BATCH * 8).reshape(BATCH, 8)
+    cache = {name: jnp.zeros((BATCH, LENGTH, HEADS, WIDTH // HEADS)) for name in "kv"}
+
+    def whole(batch, length):
+        return (model, cache, prompt), (model, cache, prompt[:, :1], jnp.int32(0))
+
+    row = serving.search(Attention.__call__, Attention.__call__, whole, cluster="cpu:8", batches=[BATCH], lengths=[LENGTH])[0]
+    assert jax.tree.leaves(row.prefill.in_specs[:2]) == jax.tree.leaves(row.decode.in_specs[:2])
+    shared, held, sharded_prompt = row.prefill.shard(model, cache, prompt)
+    held, _ = row.prefill.apply(Attention.__call__)(shared, held, sharded_prompt)
+    held, found = row.decode.apply(Attention.__call__)(shared, held, prompt[:, :1], jnp.int32(8))
+    cache, _ = model(cache, prompt)
+    np.testing.assert_allclose(found, model(cache, prompt[:, :1], 8)[1], rtol=2e-4, atol=2e-4)
+    assert len(held["k"].sharding.device_set) == 8
