@@ -143,6 +143,12 @@ class Link:
         return bool(self.spans) and all(span.ring for span in self.spans)
 
     @property
+    def whole_torus(self) -> bool:
+        """Whether it is all devices of a slice of three dimensions, each of them a ring."""
+        sizes, rings = zip(*self.length, strict=True) if self.length else ((), ())
+        return self.interconnect.kind == "torus" and len(sizes) > 2 and all(rings) and self.size == math.prod(sizes)
+
+    @property
     def kind(self) -> str:
         """``torus`` (rings), ``torus_line``, ``switch``, ``network`` (leaves the host) or ``host``."""
         if self.interconnect.kind == "torus":

@@ -92,6 +92,11 @@ class Compiler:
         return is_formed(value, step, mesh)
 
     @property
+    def gathers_tori(self) -> bool:
+        """Whether one all_gather may be over all devices of a three-dimensional torus."""
+        return True
+
+    @property
     def windows(self) -> bool:
         """Whether products may gain by sending blocks round a ring of permutes."""
         return False

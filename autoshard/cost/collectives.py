@@ -27,7 +27,7 @@ and half of it where a group spans a box of 8 or more chips in two dimensions (f
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -77,14 +77,18 @@ class Communication:
             least = np.minimum(least, other) if isinstance(least, np.ndarray) else min(least, other)
         return least
 
+    def link(self, axes: Iterable[int]) -> Link:
+        """The link of a collective over the given axes jointly."""
+        return join([self.links[axis] for axis in axes])
+
     def _find(self, kind: str, axes: list[int], groups: Groups | None) -> tuple[Line, ...]:
         """The lines of the protocols of a collective, without dominated ones."""
         if kind not in COLLECTIVES:
             raise ValueError(f"a collective is one of {COLLECTIVES}, got {kind!r}.")
-        links = [self.links[axis] for axis in axes if self.links[axis].size > 1]
-        if not links:
+        sending = [axis for axis in axes if self.links[axis].size > 1]
+        if not sending:
             return ((0.0, 0.0),)
-        link = join(links)
+        link = self.link(sending)
         if groups is not None:
             link = link.part(*groups) or link
         if kind in ("all_to_all", "collective_permute"):

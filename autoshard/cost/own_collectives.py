@@ -38,7 +38,7 @@ def own_collectives(
         if made in shares and nbytes:
             sent = nbytes * shares[made]
             seconds = float(communication.seconds(kind, sent, axes, groups))
-            steps.append(Step(kind, axes, layout, layout, nbytes, seconds, compiled_nbytes=0.0 if sent == nbytes else sent))
+            steps.append(Step(kind, axes, layout, layout, nbytes, seconds, compiled_nbytes=0.0 if sent == nbytes else sent, groups=groups))
     return tuple(steps)
 
 

@@ -13,6 +13,9 @@ an idle axis that a wider gather undoes can be faster on a torus, but no partiti
 Exact, by Floyd and Warshall's all-pairs closure for each set of axes: O(n^3) elementwise in numpy for the n = (rank + 1) ** axes layouts,
 once per byte count and divisibility pattern.
 
+*Gathers in two steps.* A compiler may have no all_gather over all devices of a three-dimensional torus. Several axes are gathered one
+after the other then; one axis along the innermost ring first, when shards are small, and then along the two other rings at once.
+
 *Lowering.* Each step is lowered to the collective of its name (`autoshard.lower.collectives`).
 
 *Partial sums* are combined by one reduce_scatter for each dimension that is scattered, then by one all_reduce over the axes that do not
@@ -28,7 +31,7 @@ from functools import cache
 
 import numpy as np
 
-from autoshard.cost.collectives import Communication
+from autoshard.cost.collectives import Communication, Groups
 from autoshard.cost.permute import exchange
 from autoshard.ir import Layout, Mesh, divides, layout_number, layouts, shard_counts, shards
 
@@ -49,6 +52,7 @@ class Step:
         copying_seconds: how long the device's compute is busy with it.
         trips: executions that the compiler merges into one, of which ``seconds`` is one's share; 0: it is merged into another collective.
         compiled_nbytes: bytes of the compiler's collective; 0: ``nbytes``.
+        groups: of a collective in each of several groups of one axis' devices, their size and the distance of their devices.
     """
 
     kind: str
@@ -60,6 +64,7 @@ class Step:
     copying_seconds: float = 0.0
     trips: int = 1
     compiled_nbytes: float = 0.0
+    groups: Groups | None = None
 
 
 ReshardPath = Callable[[int, Layout, Layout], Sequence[Step]]
@@ -85,12 +90,21 @@ class _Table:
 
 
 class Reshards:
-    """Reshards on one mesh; paths are cached per byte count and divisibility pattern, which shapes share."""
+    """Reshards on one mesh; paths are cached per byte count and divisibility pattern, which shapes share.
 
-    def __init__(self, mesh: Mesh, communication: Communication, copying_seconds_per_byte: float = 0.0):
+    Args:
+        mesh, communication: the mesh, and the cost of its collectives.
+        copying_seconds_per_byte: of the device's own work for an all_to_all.
+        gathers_tori: whether one all_gather may be over all devices of a three-dimensional torus.
+    """
+
+    def __init__(
+        self, mesh: Mesh, communication: Communication, copying_seconds_per_byte: float = 0.0, gathers_tori: bool = True
+    ):
         self._sizes = mesh.sizes
         self._copying = {"all_to_all": copying_seconds_per_byte}
         self._communication = communication
+        self._gathers_tori = gathers_tori
         self._tables: dict[tuple, _Table] = {}
         self._by_shape: dict[tuple, _Table] = {}
 
@@ -125,10 +139,25 @@ class Reshards:
             sent = axes if move else exchange(source, after, rank, axes, self._sizes).axes
             parts = shards(source, self._sizes), shards(after, self._sizes)
             nbytes = _nbytes(shape, itemsize) / (max(parts) if kind == "collective_permute" else min(parts))
-            seconds = 0.0 if kind == "slice" else float(self._communication.seconds(kind, nbytes, axes))
-            steps.append(Step(kind, sent, source, after, nbytes, seconds, nbytes * self._copying.get(kind, 0.0)))
+            *earlier, (whole, groups) = self._phases(kind, axes)
+            for share, some in earlier:
+                steps.append(self._step(kind, sent, source, source, share * nbytes, some))
+            steps.append(self._step(kind, sent, source, after, whole * nbytes, groups))
             source = after
         return tuple(steps)
+
+    def _step(self, kind: str, axes: tuple[int, ...], source: Layout, target: Layout, nbytes: float, groups: Groups | None) -> Step:
+        seconds = 0.0 if kind == "slice" else float(self._communication.seconds(kind, nbytes, axes, groups))
+        return Step(kind, axes, source, target, nbytes, seconds, nbytes * self._copying.get(kind, 0.0), groups=groups)
+
+    def _phases(self, kind: str, axes: tuple[int, ...]) -> tuple[tuple[float, Groups | None], ...]:
+        """The collectives of a move, each with its share of the bytes and its groups of devices; none where there is no such move."""
+        if kind != "all_gather" or self._gathers_tori or not (link := self._communication.link(axes)).whole_torus:
+            return ((1.0, None),)
+        if sum(self._sizes[axis] > 1 for axis in axes) > 1:
+            return ()
+        inner = link.length[-1][0]
+        return (inner / link.size, (inner, 1)), (1.0, (link.size // inner, inner))
 
     def _table(self, shape: tuple[int, ...], itemsize: float) -> _Table:
         found = self._by_shape.get((shape, itemsize))
@@ -166,8 +195,10 @@ class Reshards:
             seconds[source, target] = self._communication.seconds("collective_permute", nbytes / parts[target], axes)
         for kind, axes, source, target in _move_arrays(rank, n_axes):
             size = nbytes / np.minimum(parts[source], parts[target])
-            sent = 0.0 if kind == "slice" else self._communication.seconds(kind, size, axes)
-            seconds[source, target] = sent + size * self._copying.get(kind, 0.0)
+            phases = self._phases(kind, axes) if kind != "slice" else ()
+            sent = sum(self._communication.seconds(kind, share * size, axes, groups) for share, groups in phases)
+            if phases or kind == "slice":
+                seconds[source, target] = sent + size * self._copying.get(kind, 0.0)
         return seconds
 
 

@@ -13,6 +13,7 @@ from itertools import chain
 import numpy as np
 
 from autoshard.cluster import Cluster
+from autoshard.compilers import compiler_of
 from autoshard.compilers.bf16_demotion import NARROW_SHARE, is_demoted
 from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.compilers.traffic import Traffic, widened_bytes
@@ -93,7 +94,8 @@ class CostModel:
         self.communication = Communication(cluster.links(mesh), shares or {})
         self._roofline = Roofline(cluster.device)
         self._byte_seconds = 1 / cluster.device.memory_rate
-        self._reshards = Reshards(mesh, self.communication, ALL_TO_ALL_PASSES * self._byte_seconds)
+        gathers_tori = compiler_of(cluster).gathers_tori
+        self._reshards = Reshards(mesh, self.communication, ALL_TO_ALL_PASSES * self._byte_seconds, gathers_tori)
         self._matrices: dict[tuple, np.ndarray] = {}
         self._op_costs: dict[tuple[ProgramFacts, int, Choice], OpCost] = {}
         self._paths: dict[tuple, tuple[Step, ...]] = {}
@@ -346,7 +348,7 @@ class CostModel:
     def own_seconds(self, step: Step) -> float:
         """The seconds of an op's step that was found on a mesh of the same sizes, perhaps on other links."""
         nbytes = step.compiled_nbytes or step.nbytes
-        return 0.0 if step.kind == "slice" else float(self.communication.seconds(step.kind, nbytes, step.axes)) / step.trips
+        return 0.0 if step.kind == "slice" else float(self.communication.seconds(step.kind, nbytes, step.axes, step.groups)) / step.trips
 
 
 def _dtype(op: Op, values: tuple[Value, ...]) -> str:

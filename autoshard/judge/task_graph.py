@@ -180,7 +180,7 @@ class TaskGraph:
     def resize(self, region: Region, task: int, nbytes: float) -> None:
         """Changes the bytes of a collective to those that the compiler makes of the plan's."""
         sent = self.sent[region.sent[task]]
-        seconds = float(self._model.communication.seconds(sent.step.kind, nbytes, sent.step.axes))
+        seconds = float(self._model.communication.seconds(sent.step.kind, nbytes, sent.step.axes, sent.step.groups))
         self._change(region, task, replace(sent, step=replace(sent.step, seconds=seconds), nbytes=nbytes), saves=True)
 
     def drop(self, region: Region, task: int) -> None:

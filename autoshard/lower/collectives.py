@@ -39,7 +39,7 @@ def moved(x: Any, step: Step, mesh: Mesh) -> Any:
     if not x.size:  # empty arrays are not sent
         return lax.reshape(x, _after(x.shape, step, mesh))
     if step.kind == "all_gather":
-        return lax.all_gather(x, axes, axis=step.source[step.axes[0]], tiled=True)
+        return lax.all_gather(x, axes, axis=step.source[step.axes[0]], tiled=True, axis_index_groups=_groups(step, mesh))
     if step.kind == "all_to_all":
         source, target = step.source[step.axes[0]], step.target[step.axes[0]]
         return lax.all_to_all(x, axes, split_axis=target, concat_axis=source, tiled=True)
@@ -61,6 +61,15 @@ def combined(x: Any, operator: str, axes: tuple[str, ...]) -> Any:
 
 
 _COMBINE: dict[str, Callable[[Any, tuple[str, ...]], Any]] = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
+
+
+def _groups(step: Step, mesh: Mesh) -> list[list[int]] | None:
+    """The places on a step's axis of the devices of each group; None where all devices of its axes are one group."""
+    if step.groups is None:
+        return None
+    (size, stride), (axis,) = step.groups, step.axes
+    places = np.arange(mesh.sizes[axis]).reshape(-1, size, stride)
+    return places.transpose(0, 2, 1).reshape(-1, size).tolist()
 
 
 def _sliced(x: Any, step: Step, mesh: Mesh) -> Any:

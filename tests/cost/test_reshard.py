@@ -54,6 +54,36 @@ def test_a_path_is_what_the_matrix_says(case):
     assert sum(step.seconds for step in steps) == pytest.approx(entry, rel=1e-9, abs=1e-15)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((64,), [((4, 1), 64.0), ((16, 4), 1024.0)]),
+        ((64, 1), [((4, 1), 64.0), ((16, 4), 1024.0)]),
+        ((16, 4), [(None, 64.0), (None, 1024.0)]),
+    ],
+)
+def test_gathers_over_a_whole_torus_take_two_steps(sizes, expected):
+    """Where the compiler has no such all_gather, one ring is gathered and then two, and the matrix charges both; elsewhere it is one."""
+    shape, source, target = (512,), (0,) * len(sizes), (-1,) * len(sizes)
+    reshards = Reshards(*parts("v5p:4x4x4", sizes), gathers_tori=False)
+    steps = reshards.path(shape, 2.0, source, target)
+    assert [(step.kind, step.groups, step.nbytes) for step in steps] == [("all_gather", *each) for each in expected]
+    assert steps[0].source == source and steps[-1].target == target
+    assert sum(step.seconds for step in steps) == reshards.matrix(shape, 2.0)[1:][-1, 0]
+    whole = Reshards(*parts("v5p:4x4x4", sizes)).path(shape, 2.0, source, target)
+    assert [(step.kind, step.groups, step.nbytes) for step in whole] == [("all_gather", None, 1024.0)]
+    assert sum(step.seconds for step in steps) > whole[0].seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes", "source"), [("v5p:4x4x4", (32, 2), (0, -1)), ("v5p:2x4x4", (32,), (0,)), ("v5e:4x4", (16,), (0,))]
+)
+def test_gathers_over_less_than_a_torus_stay_one(text, sizes, source):
+    """Over some chips of a torus, over slices without rings, and over two dimensions there is one all_gather for every compiler."""
+    (step,) = Reshards(*parts(text, sizes), gathers_tori=False).path((512,), 2.0, source, (-1,) * len(sizes))
+    assert step.groups is None
+
+
 def used(layout):
     return {axis for axis, dim in enumerate(layout) if dim >= 0}
 

@@ -31,6 +31,11 @@ ELSEWHERE_ASYNCHRONOUS = ("collective_permute",)  # evidence: permutes beside co
 # evidence: products carry all_gathers
 CARRIED = {"v5e": ("all_gather",)}
 
+# An all_gather over all chips of a slice of whole cubes is compiled to an all_reduce of zeros into which each chip writes its shard. That
+# sends twice as much, and the whole operand, which is float32 even where the result is rounded, is stored beside the result. Over one or
+# two of the dimensions, on slices of less than a cube, and on v4, all_gathers stay (libtpu 0.0.42). evidence: all_gathers over tori
+REDUCES_TORI = ("v5p",)
+
 # Options with which collectives run beside compute that are waited for otherwise. XLA:TPU for v5e (libtpu 0.0.42): gradients are
 # reduce_scattered within fusions; without the larger limit of scoped memory programs are refused. A fully sharded GPT of 12 scanned layers
 # was scheduled in 84.9 ms for 88.0, a scanned MLP in 9.9 for 10.8. evidence: scatters beside compute
@@ -81,6 +86,10 @@ class XlaTpu(Compiler):
     @property
     def carried(self) -> tuple[str, ...]:
         return CARRIED.get(self.device.name, ()) if self.overlap else ()
+
+    @property
+    def gathers_tori(self) -> bool:
+        return self.device.name not in REDUCES_TORI
 
     @property
     def windows(self) -> bool:

@@ -129,6 +129,11 @@ for title, (function, args) in GATHERING.items():
         named(f"{title} on {cluster[:3]}", Program(function, args, STARTS, cluster, (SPLIT, SPLIT)))
 
 
+for cluster in ("v5p:4x4x4", "v5p:4x4x8", "v5p:2x4x4"):
+    for title, (function, args) in GATHERING.items():
+        named(f"{title} over {cluster}", Program(function, args, largest("all-reduce"), cluster, (SPLIT, SPLIT)))
+
+
 def ring(x):
     return lax.ppermute(x, "x", [(k, (k + 1) % 8) for k in range(8)])
 
