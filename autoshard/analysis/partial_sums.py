@@ -5,9 +5,11 @@ each, by an all_reduce or a reduce_scatter.
 
 *Accumulated.* Partial sums that a scan adds to a value that it only carries, as a backward scan does with the gradient of a weight, are
 added up partial, and all_reduced once, after the loop, as wide as they are carried. A reduce_scatter stays inside the loop: a device then
-has to carry its own part alone.
+has to carry its own part alone. So are partial sums that a loop inside that one stacks up, as a backward scan over layers does with their
+gradients in a loop over microbatches: one all_reduce then combines those of all layers.
 
-Both reach through ops that only rearrange, scale or widen elements, where their results are read in no other layout than they are made in.
+Both reach through ops that only rearrange, scale, mask or widen elements, where their results are read in no other layout than they are
+made in.
 XLA does the like where it sees fit (``all-reduce-reassociate``, ``reduce-scatter-reassociate``, ``while-loop-all-reduce-code-motion``:
 openxla/xla, xla/hlo/transforms/collectives), but not with what `autoshard.lower.manual` combines: a barrier stands behind each combination.
 """
@@ -18,8 +20,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+
 from autoshard.cost.reshard import Combination, combinations
-from autoshard.ir import Assignment, Graph, Holder, Op, Rule, computed_layout, operand_layout, reductions, result_layout
+from autoshard.ir import Assignment, Graph, Holder, Op, Rule, computed_layout, operand_layout, reductions, result_layout, shift_layout
 from autoshard.primitives import is_addition, linear
 
 
@@ -48,7 +52,8 @@ class Accumulation:
         side: the op that makes the summand.
         between: the values on the way from the addition to that op.
         carrying: those from the carried value to the addition, and from there to the next trip.
-        widened: how many times a number of the side's bytes one of the carried value has.
+        widened: how many times the side's bytes the carried value has: its numbers may be wider, and there may be one for each trip of a
+            loop inside.
     """
 
     holder: int
@@ -66,13 +71,14 @@ class PartialSums:
     Attributes:
         additions: in program order.
         accumulations: innermost loops' too.
-        accumulated: per op index, over how many trips of its innermost loop its result is added up unread, if the layouts on the way are
-            its own; else 1. Searches divide the cost of its combination by that.
+        accumulated: per op index, how often it runs while its result is only added up, if the layouts on the way are its own; else 1.
+            Searches divide the cost of its combination by that.
         over: the same, whatever is on the way.
-        widened: per op index, how many times as wide as such a result the loop's carry is, or 1.
+        widened: per op index, how many times such a result's bytes the loop's carry has, or 1.
         made_by: per such result, and per value that it only passes through, the op that makes it.
         ways: the values on the way to additions, and those that are carried.
         makers: per such value the op that makes it; a loop's carry has none.
+        stacked: per such value that a loop stacks up, what the loop's body makes of it in a trip.
     """
 
     additions: tuple[Addition, ...]
@@ -83,6 +89,7 @@ class PartialSums:
     made_by: Mapping[int, int]
     ways: frozenset[int]
     makers: Mapping[int, int]
+    stacked: Mapping[int, int]
 
 
 def partial_sums(graph: Graph, readers: Sequence[Sequence[int]]) -> PartialSums:
@@ -105,8 +112,8 @@ def partial_sums(graph: Graph, readers: Sequence[Sequence[int]]) -> PartialSums:
             added = [(one.side, one.widened, finder.follows(one.between)) for one in found]
             while added:
                 maker, wider, follows = added.pop()
-                over[maker], widened[maker] = body.trips, wider
-                accumulated[maker] = body.trips if follows else 1
+                over[maker], widened[maker] = ops[maker].trips // op.trips, wider
+                accumulated[maker] = over[maker] if follows else 1
                 if (inner := additions.get(maker)) is not None:
                     ways = zip(inner.sides, inner.between, strict=True)
                     added += [(side, wider, follows and finder.follows(way)) for side, way in ways]
@@ -114,8 +121,9 @@ def partial_sums(graph: Graph, readers: Sequence[Sequence[int]]) -> PartialSums:
     ways = {v for one in additions.values() for way in one.between for v in way}
     ways |= {v for one in accumulations for v in (*one.between, *one.carrying)}
     makers = {value: op.index for op in ops if not op.bodies for value in op.results if value in ways}
+    stacked = {value: inner for op in ops for value in op.results if value in ways and (inner := finder.stacked(op, value)) is not None}
     per_op = tuple(accumulated), tuple(over), tuple(widened)
-    return PartialSums(tuple(additions.values()), tuple(accumulations), *per_op, made_by, frozenset(ways), makers)
+    return PartialSums(tuple(additions.values()), tuple(accumulations), *per_op, made_by, frozenset(ways), makers, stacked)
 
 
 # -- which of them an assignment adds first ------------------------------------------------------------------------------------
@@ -183,12 +191,18 @@ class _Late:
     def _move(self, side: int, way: tuple[int, ...]) -> Combination | None:
         """The one move that combines an op's result at the end of the way, where an addition reads it; None where there is no such one."""
         move = self.pending.get(side) or self._combined(self.ops[side])
+        layout = self.assignment.layout
         for value in reversed(way[:-1]):
+            if (inner := self.sums.stacked.get(value)) is not None:
+                if move is None or move[0] != "all_reduce" or shift_layout(layout(value), -1) != layout(inner):
+                    return None
+                move = (*move[:3], layout(value), layout(value))
+                continue
             op = self.ops[self.sums.makers[value]]
             of_parts = linear(op.primitive) == "carries"  # the other operand of a scaling is split as the sum will be
             if move is None or not self._as_it_is(op) or not (of_parts or move[0] == "all_reduce"):
                 return None
-            move = carried_move(move, op, self.assignment.layout(value))
+            move = carried_move(move, op, layout(value))
         return move
 
     def _combined(self, op: Op) -> Combination | None:
@@ -216,6 +230,9 @@ class _Finder:
         self._values = graph.values
         self._makers = {value: op for op in self._ops for value in op.results}
         self._returned = frozenset(graph.results)
+        self._written = dict(zip(graph.literals, graph.written, strict=True))
+        self._trips = {value: op.trips for op in self._ops for value in op.results}
+        self._trips |= {value: op.trips * body.trips for op in self._ops for body in op.bodies for value in body.inputs}
 
     def addition(self, op: Op) -> Addition | None:
         """An addition with both its sides, where each is made by an op for it alone."""
@@ -226,14 +243,14 @@ class _Finder:
         return Addition(op.index, (one, other), (first, second))
 
     def _keeps(self, way: tuple[int, ...], widened: bool) -> bool:
-        """Whether a way's values, the last one first, have as many elements, which are widened at most, if they may be.
+        """Whether a way's values, the last one first, have as many elements in all trips, which are widened at most, if they may be.
 
         Parts would be rounded each, not once their sum; and one number that is added to many elements would become many partial sums.
         """
         values = [self._values[value] for value in reversed(way)]
         widths = [value.itemsize for value in values]
         keep = all(after >= before if widened else after == before for before, after in pairwise(widths))
-        return keep and len({value.size for value in values}) == 1
+        return keep and len({self._values[value].size * self._trips[value] for value in way}) == 1
 
     def accumulation(self, loop: Op, holder: Holder) -> Accumulation | None:
         """The partial sum that a loop only adds to a carry; None where there is none."""
@@ -246,36 +263,53 @@ class _Finder:
         if addition is None or not is_addition(self._ops[addition].primitive) or reader != addition:
             return None
         added = [value for value in self._ops[addition].operands if value != entering[-1]]
-        side, way = self.made(added[0]) if len(added) == 1 else (None, ())
+        side, way = self.made(added[0], opens=True) if len(added) == 1 else (None, ())
         if side is None or not self._keeps((*after, *way), True) or not self._keeps((*after, *reversed(entering)), True):
             return None
-        widened = self._values[holder.value].itemsize / self._values[self._ops[side].results[0]].itemsize
+        widened = self._values[holder.value].nbytes / self._values[self._ops[side].results[0]].nbytes
         return Accumulation(holder.value, addition, side, way, (*entering, *after), widened)
 
     def follows(self, way: tuple[int, ...]) -> bool:
         """Whether all values on a way have the layout of the first."""
-        return all(linear(self._makers[value].primitive) in ("carries", "scales") for value in way[:-1])
+        return all(self._makers[value].bodies or self._is_elementwise(self._makers[value]) for value in way[:-1])
 
     def carried(self, value: int) -> list[int]:
         """A value of one reader, and the values that it passes through until it is added."""
         found = [value]
-        while self._carried(op := self._ops[self._readers[found[-1]][0]]) == found[-1] and linear(op.primitive) in ("carries", "scales"):
-            found.append(op.results[0])
-        return found
+        while True:
+            op = self._ops[self._readers[found[-1]][0]]
+            if op.primitive == "scan" and found[-1] in op.bodies[0].outputs:
+                found.append(op.results[op.bodies[0].outputs.index(found[-1])])
+            elif self._carried(op) == found[-1] and self._is_elementwise(op):
+                found.append(op.results[0])
+            else:
+                return found
 
-    def made(self, value: int) -> tuple[int | None, tuple[int, ...]]:
-        """The op that computes a value for one reader, seen through ops that pass partial sums on, and the values on the way."""
+    def made(self, value: int, opens: bool = False) -> tuple[int | None, tuple[int, ...]]:
+        """The op that computes a value for one reader, seen through ops that pass partial sums on, and the values on the way.
+
+        Args:
+            opens: whether it may be in the body of a loop that stacks up what it makes.
+        """
         between = []
         while len(self._readers[value]) == 1 and value not in self._returned:
             between.append(value)
             op = self._makers.get(value)
-            if op is None or op.bodies:
+            if op is None:
                 break
-            through = self._carried(op)
+            through = (self.stacked(op, value) if opens else None) if op.bodies else self._carried(op)
             if through is None:
-                return op.index, tuple(between)
+                return (None, ()) if op.bodies else (op.index, tuple(between))
             value = through
         return None, ()
+
+    def stacked(self, op: Op, value: int) -> int | None:
+        """The value of a loop's body of whose trips a result is the stack; None where it is none."""
+        if op.primitive != "scan" or value in op.results[: op.params["num_carry"]]:
+            return None
+        outputs = op.bodies[0].outputs
+        inner = outputs[op.results.index(value)]
+        return inner if outputs.count(inner) == 1 else None
 
     def _onwards(self, value: int) -> tuple[list[int], int | None]:
         """A value and those that it passes through, with the only reader of the last."""
@@ -291,6 +325,9 @@ class _Finder:
         """The operand that an op makes its result of element by element, if partial sums of it make partial sums of the result."""
         if self._rounds(op):
             return None
+        if op.primitive == "select_n":  # a mask, where all other elements are zeros
+            kept = [value for value in op.operands[1:] if not self._is_zero(value)]
+            return kept[0] if len(kept) == 1 else None
         if linear(op.primitive) == "scales":
             first, second = op.operands
             scaled = [(first, second), (second, first)] if op.primitive == "mul" else [(first, second)]
@@ -303,6 +340,16 @@ class _Finder:
         """Whether an op rounds to whole numbers: those of parts would add up to another sum."""
         whole = [self._values[value].dtype.lstrip("u").startswith("int") for value in (op.operands[:1] + op.results[:1])]
         return (op.primitive == "convert_element_type" and whole == [False, True]) or (op.primitive == "div" and any(whole))
+
+    def _is_elementwise(self, op: Op) -> bool:
+        """Whether an op that passes partial sums on has the layout of its operand."""
+        return linear(op.primitive) in ("carries", "scales") or op.primitive == "select_n"
+
+    def _is_zero(self, value: int) -> bool:
+        """Whether all elements of a value are written as 0."""
+        while (maker := self._makers.get(value)) is not None and maker.primitive in ("broadcast_in_dim", "convert_element_type"):
+            value = maker.operands[0]
+        return value in self._written and not np.any(self._written[value])
 
     def _is_number(self, value: int) -> bool:
         """Whether all elements of a value are one number."""

@@ -30,7 +30,7 @@ from autoshard.lower import STAGE_AXIS, Interpreter, Path, ops_by_path
 from autoshard.microbatch.batch import loop_of_batch
 from autoshard.microbatch.plan import Loop
 from autoshard.microbatch.rewrite import COMBINED, AsItIs, Inside, neutral, parts_of, put_together
-from autoshard.microbatch.status import Status, slice_along
+from autoshard.microbatch.status import Status, partial, slice_along
 from autoshard.primitives import is_inlined
 from autoshard.rules import rules_of
 from autoshard.trace import Traced, rebuilt, subjaxprs, types_of
@@ -380,6 +380,8 @@ class _Stack:
         if status.kind == "slice":
             return None
         counts = jnp.broadcast_to(lax.expand_dims(valid, [d for d in range(x.ndim) if d != axis]), x.shape)
+        if status == partial("sum"):  # masked first: devices add up their own parts, and combine them after the last tick
+            return total + jnp.where(counts, x.astype(total.dtype), jnp.zeros((), total.dtype))
         new = COMBINED[status.operator](total, x.astype(total.dtype)) if status.kind == "partial" else x
         return jnp.where(counts, new, total)
 

@@ -237,6 +237,8 @@ class _Builder:
         for body in op.bodies:
             self.build(body.ops)
         for holder in op.holders:
+            if self._stacks_sums(holder.value):
+                continue
             self.store(holder.value, holder.views)
             if self.values[holder.value].rank == 0:  # a trip reads one element of a scanned vector
                 for flow in holder.sources:
@@ -250,12 +252,35 @@ class _Builder:
                     target = self.variables[variable].slot(("shift", slot, rank, flow.shift))
                 self._read(flow.value, variable, target, op.flow_trips(flow))
 
+    def _stacks_sums(self, value: int) -> bool:
+        """Whether a value is a stack of partial sums that an outer loop adds up; it is then placed as they are, to be combined after it."""
+        inner = self.facts.sums.stacked.get(value)
+        if inner is None or inner not in self.home:
+            return False
+        index, slot = self.home[inner]
+        self._place(value, index, self.variables[index].slot(("shift", slot, self.values[inner].rank, 1)))
+        return True
+
     def _op(self, op: Op, rule: Rule) -> None:
+        position = self._masked_sum(op) if op.primitive == "select_n" else None
+        if position is not None:
+            index, base = self.home[op.operands[position]]
+            for value in op.operands:
+                self._read(value, index, base, op.trips)
+            self._follow(op, rule, position)
+            return
         position = self._leading_operand(op, rule)
         if position is None:
             self._lead(op, rule)
         else:
             self._follow(op, rule, position)
+
+    def _masked_sum(self, op: Op) -> int | None:
+        """The position of a partial sum that a mask selects from on its way into a loop's carry; None where there is none."""
+        made_by, shape = self.facts.sums.made_by, self.values[op.results[0]].shape
+        if op.results[0] not in made_by or op.results[0] in self.pins or any(self.values[value].shape != shape for value in op.operands):
+            return None
+        return next((k for k, value in enumerate(op.operands) if value in made_by and value in self.home), None)
 
     def _lead(self, op: Op, rule: Rule) -> None:
         variable = Variable(("op", self._signature(op, rule)), leader=op.index)

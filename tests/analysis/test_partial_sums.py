@@ -165,6 +165,29 @@ def averaged(w, x):
     return total * losses
 
 
+def layered(w, x):
+    """Gradients of layers that a loop stacks up, masked and added up by another one: those of all layers are combined at once."""
+
+    def grow(sums, part):
+        def layer(seen, own):
+            return seen, jax.grad(lambda own: jnp.sum(jnp.tanh(part @ own)))(own)
+
+        _, gradients = jax.lax.scan(layer, None, jnp.stack([w, 2 * w, 3 * w]))
+        return sums + jnp.where(w[0, 0] < 9, gradients, 0.0), None
+
+    return jax.lax.scan(grow, jnp.zeros((3, *w.shape)), x)[0].sum(0)
+
+
+def stacked_twice(w, x):
+    """The same, but what is stacked up is also read."""
+
+    def grow(sums, part):
+        _, gradients = jax.lax.scan(lambda _, own: (None, jax.grad(lambda own: jnp.sum(jnp.tanh(part @ own)))(own)), None, w[None])
+        return sums + gradients * jnp.max(gradients), None
+
+    return jax.lax.scan(grow, jnp.zeros((1, *w.shape)), x)[0][0]
+
+
 def squared(w, x):
     """A square of a sum is no sum of squares."""
 
@@ -206,6 +229,8 @@ def halved(w, x):
         (accumulated, SLICES, P(), {"all_reduce": 1}),
         (nested, SLICES, P(), {"all_reduce": 1}),
         (averaged, SLICES, P(), {"all_reduce": 1}),
+        (layered, SLICES, P(), {"all_reduce": 1}),
+        (stacked_twice, SLICES, P(), {"all_reduce": TRIPS}),
         (squared, SLICES, P(), {}),
         (spread, SLICES, P(), {}),
         (truncated, SLICES, P(), {"all_reduce": TRIPS}),
