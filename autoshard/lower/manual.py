@@ -212,24 +212,29 @@ class _Region(Interpreter):
         copies: per value and other layout, the array that all readers in this region share; of free values all arrays.
         recipes: per free value its op and equation, and the literals among its operands.
         views: per result of an op that rearranges its operand, the op and its equation.
-        partial: per late value, the collectives that combine it.
+        partial: per late value, the collectives that combine it; one record for all regions, since a checkpoint's results may be late.
         waiting: the order of transfers between the device and its host.
         ahead: per value and layout, the array that the previous trip has gathered.
     """
 
-    def __init__(self, plan: _Plan, ahead: dict[tuple[int, Layout], Any] | None = None):
+    def __init__(
+        self,
+        plan: _Plan,
+        ahead: dict[tuple[int, Layout], Any] | None = None,
+        partial: dict[int, tuple[Combination, ...]] | None = None,
+    ):
         super().__init__(plan.ops, differentiable=False)
         self.plan = plan
         self.copies: dict[tuple[int, Layout], Any] = {}
         self.recipes: dict[int, tuple[Op, JaxprEqn, list[Any]]] = {}
         self.views: dict[int, tuple[Op, JaxprEqn]] = {}
-        self.partial: dict[int, tuple[Combination, ...]] = {}
+        self.partial: dict[int, tuple[Combination, ...]] = {} if partial is None else partial
         self.waiting = Waiting()
         self.ahead: dict[tuple[int, Layout], Any] = {} if ahead is None else ahead
         self.copies.update(self.ahead)
 
     def region(self) -> _Region:
-        return _Region(self.plan, self.ahead)
+        return _Region(self.plan, self.ahead, self.partial)
 
     def context(self, eqn: JaxprEqn) -> AbstractContextManager:
         return manual_context(eqn)

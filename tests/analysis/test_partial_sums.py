@@ -46,6 +46,13 @@ def looked_at(w, x):
     return jax.lax.scan(grow, jnp.zeros_like(w), x)[0]
 
 
+def recomputed(w, x):
+    """A weight used twice, in layers that are computed again: each gradient is made in another region than their sum."""
+    first = jax.checkpoint(lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w.T))
+    second = jax.checkpoint(lambda w, x: jnp.sin(x @ w))
+    return jax.grad(lambda w: jnp.sum(second(w, first(w, x))))(w)
+
+
 TIED = tied, (W, X, jax.ShapeDtypeStruct((64, 16), jnp.float32))
 SLICES = W, jax.ShapeDtypeStruct((TRIPS, *X.shape), jnp.float32)
 
@@ -226,6 +233,7 @@ def halved(w, x):
     [
         (*TIED, P(), {"all_reduce": 1}),
         (*TIED, P("data"), {"all_gather": 1, "reduce_scatter": 1}),
+        (recomputed, (W, X), P(), {"all_reduce": 1}),
         (accumulated, SLICES, P(), {"all_reduce": 1}),
         (nested, SLICES, P(), {"all_reduce": 1}),
         (averaged, SLICES, P(), {"all_reduce": 1}),
@@ -240,7 +248,7 @@ def halved(w, x):
 )
 def test_sums_are_added_before_they_are_combined(fn, args, lies, sent):
     """As often as is planned, and the numbers are those of one device."""
-    batch = {name: P("data") if fn is TIED[0] else P(None, "data") for name in ("x", "y")}
+    batch = {name: P("data") if fn in (TIED[0], recomputed) else P(None, "data") for name in ("x", "y")}
     strategy = strategy_of(fn, args, "cpu:8", {"w": lies} | {name: batch[name] for name in ("x", "y")[: len(args) - 1]})
     assert counted(strategy) == sent
     scalars = {each.count for each in as_compiled(strategy.cost.collectives) if each.bytes == 4}
