@@ -230,7 +230,7 @@ class _Finder:
         self._values = graph.values
         self._makers = {value: op for op in self._ops for value in op.results}
         self._returned = frozenset(graph.results)
-        self._written = dict(zip(graph.literals, graph.written, strict=True))
+        self._written = dict(zip(graph.literals, graph.written, strict=False))  # a graph may not say what is written
         self._trips = {value: op.trips for op in self._ops for value in op.results}
         self._trips |= {value: op.trips * body.trips for op in self._ops for body in op.bodies for value in body.inputs}
 
