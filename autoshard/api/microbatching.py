@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from autoshard.errors import InfeasibleError, SearchLimitError, ShardingError, TraceError
+from autoshard.progress import Progress, part
 from autoshard.render import format_bytes
 
 Microbatches = int | str | None
@@ -154,6 +155,41 @@ def all_found(attempt: Callable[[int], Found]) -> list[Found]:
         except InfeasibleError:
             continue
         except (SearchLimitError, TraceError):
+            break
+    if failure is not None and not found:
+        raise failure
+    return found
+
+
+def found_with_each(
+    numbers: Sequence[int],
+    attempt: Callable[[int, int, Progress], Found],
+    progress: Progress,
+    ends: tuple[type[BaseException], ...] = (),
+    is_last: Callable[[Found], bool] = lambda _: False,
+) -> list[Found]:
+    """What is found with each number of microbatches, in order; a number with which nothing is found is left out.
+
+    Args:
+        attempt: searches with a number, given how many numbers are left, this one included, and its progress.
+        ends: exceptions that end the search; what was found until then is returned.
+        is_last: whether what was found ends the search.
+
+    Raises:
+        InfeasibleError, SearchLimitError: nothing is found with any number.
+    """
+    found: list[Found] = []
+    failure: InfeasibleError | SearchLimitError | None = None
+    for k, n in enumerate(numbers):
+        try:
+            found.append(attempt(n, len(numbers) - k, part(progress, k / len(numbers), 1 / len(numbers))))
+        except ends:
+            if not found:
+                raise
+            break
+        except (InfeasibleError, SearchLimitError) as error:
+            failure = error
+        if found and is_last(found[-1]):
             break
     if failure is not None and not found:
         raise failure

@@ -14,7 +14,11 @@ from typing import Any, Protocol
 
 import jax
 
+<<<<<<< HEAD
 from autoshard.api.argument_shardings import some
+=======
+from autoshard.api.microbatching import found_with_each
+>>>>>>> 97d98f2 (Both kinds of pipelines try numbers of microbatches in one loop)
 from autoshard.api.recorded import result_structure
 from autoshard.api.strategy import Strategy
 from autoshard.api.structure import describe
@@ -127,9 +131,14 @@ def pipelined(
         InfeasibleError: a stage does not fit; names the smallest peak found.
         SearchLimitError: the time was over before any pipeline was found.
     """
-    found: list[_Plan] = []
-    failure: InfeasibleError | SearchLimitError | None = None
+
+    def planned(n: int, n_left: int, progress: Progress) -> _Plan:
+        schedule = schedule_of(asked.schedule, asked.n_parts, n, asked.chunks)
+        staged = stages_of(traced, asked.n_parts * asked.chunks, n)
+        return _Planner(staged, schedule, cluster, asked, search, progress, n_left).best()
+
     numbers = numbers_of_microbatches(traced, asked.n_parts, asked.microbatches)
+<<<<<<< HEAD
     for k, n in enumerate(numbers):
         try:
             schedule = schedule_of(asked.schedule, asked.n_parts, n, asked.chunks)
@@ -148,6 +157,9 @@ def pipelined(
     if not found:
         assert failure is not None
         raise failure
+=======
+    found = found_with_each(numbers, planned, progress, (*asked.ends, OutOfTime))
+>>>>>>> 97d98f2 (Both kinds of pipelines try numbers of microbatches in one loop)
     best = min(found, key=lambda plan: plan.makespan_seconds)
     parts = tuple(each.strategy for each in best.stages)
     return Strategy(_record(traced, cluster, asked, best, searcher, spent), traced, parts=parts)

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 from autoshard.api.attempts import Attempts, Found
-from autoshard.api.microbatching import Microbatches
+from autoshard.api.microbatching import Microbatches, found_with_each
 from autoshard.api.pipelining import numbers_of_microbatches
 from autoshard.cluster import Cluster
-from autoshard.errors import ClusterError, InfeasibleError, SearchLimitError, ShardingError
+from autoshard.errors import ClusterError, ShardingError
 from autoshard.pipeline.schedule import ONE_PROGRAM
-from autoshard.progress import Progress, part
+from autoshard.progress import Progress
 from autoshard.trace import Traced
 
 
@@ -66,22 +66,19 @@ def fastest(
         InfeasibleError: nothing fits in any.
         SearchLimitError: the time was over before anything was found.
     """
-    numbers = numbers_of_microbatches(traced, stages, microbatches if isinstance(microbatches, int) else None)
-    found: list[Found] = []
-    failure: Exception | None = None
     started: float | None = None
-    for k, n in enumerate(numbers):
-        left = None if seconds is None else max(0.0, seconds - (time.perf_counter() - started if started else 0.0)) / (len(numbers) - k)
-        tried = attempts(n, left, part(progress, k / len(numbers), 1 / len(numbers)))
+
+    def searched(n: int, n_left: int, progress: Progress) -> Found:
+        nonlocal started
+        left = None if seconds is None else max(0.0, seconds - (time.perf_counter() - started if started else 0.0)) / n_left
+        tried = attempts(n, left, progress)
         started = started or tried.started
-        try:
-            found.append(tried.found())
-        except (InfeasibleError, SearchLimitError) as error:
-            failure = error
-        if found and found[-1][1].stats.get("ended_early") and left is None:
-            break  # by Ctrl-C
-    if not found:
-        assert failure is not None
-        raise failure
-    assert started is not None
+        return tried.found()
+
+    def is_last(found: Found) -> bool:
+        return seconds is None and bool(found[1].stats.get("ended_early"))  # by Ctrl-C
+
+    numbers = numbers_of_microbatches(traced, stages, microbatches if isinstance(microbatches, int) else None)
+    found = found_with_each(numbers, searched, progress, is_last=is_last)
+    assert started is not None, "there is a number"
     return min(found, key=lambda each: each[1].judgement.cost.makespan_seconds), started
