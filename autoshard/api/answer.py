@@ -182,6 +182,10 @@ class Answer:
             if spec is not None:
                 raise StrategyError("spec= is a layout of one tensor, and none is named. Pass both: explain('up', spec=P('model')).")
             return explain(self.record, self._judged, details)
+        if not isinstance(tensor, str):
+            raise StrategyError(f"a tensor is given by its name, got {tensor!r}. Use a path that explain() prints, such as 'layers/*/up'.")
+        if spec is not None and not isinstance(spec, PartitionSpec):
+            raise StrategyError(f"spec= is a PartitionSpec, got {spec!r}. Write P('model', None), for instance.")
         if self._traced is None:
             raise StrategyError(
                 "other layouts of a tensor are searched in its program, which a strategy from a file lacks. Pass the function: "

@@ -205,4 +205,5 @@ def _answer(found: list[Strategy], plans: Plans | None) -> Strategy:
 def _named(strategy: Strategy) -> str:
     pipeline = strategy.record.pipeline
     what = "no stages" if pipeline is None else f"{len(pipeline.stages)} stages"
-    return f"{what} in {strategy.microbatches} microbatches ({format_seconds(strategy.cost.makespan_seconds)})"
+    n = strategy.microbatches
+    return f"{what} in {n} microbatch{'es' * (n > 1)} ({format_seconds(strategy.cost.makespan_seconds)})"

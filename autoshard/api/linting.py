@@ -44,12 +44,13 @@ class Lint(Report):
 
     __str__, _repr_html_ = Report.__str__, Report._repr_html_
 
-    def failing(self, rules: Collection[str]) -> tuple[Finding, ...]:
-        """The findings of some rules; of all where they are ``("any",)``.
+    def failing(self, rules: Collection[str] | str) -> tuple[Finding, ...]:
+        """The findings of some rules, or of one; of all where that is ``"any"``.
 
         Raises:
             ShardingError: there is no such rule.
         """
+        rules = (rules,) if isinstance(rules, str) else rules
         check_rules(rules)
         return tuple(each for each in self.findings if ANY in rules or each.rule in rules)
 

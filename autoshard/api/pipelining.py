@@ -14,11 +14,8 @@ from typing import Any, Protocol
 
 import jax
 
-<<<<<<< HEAD
 from autoshard.api.argument_shardings import some
-=======
 from autoshard.api.microbatching import found_with_each
->>>>>>> 97d98f2 (Both kinds of pipelines try numbers of microbatches in one loop)
 from autoshard.api.recorded import result_structure
 from autoshard.api.strategy import Strategy
 from autoshard.api.structure import describe
@@ -95,7 +92,10 @@ def check_pipeline(stages: Any, schedule: Any, confirm: Any, start: Any, pins: A
         option: the one that asks for a pipeline.
     """
     if isinstance(stages, bool) or not isinstance(stages, int) or stages < 2:
-        raise ShardingError(f"stages are a whole number, 2 or more, or None for no pipeline, got {stages!r}. Use 2, for instance.")
+        raise ShardingError(
+            f"stages are a whole number, 2 or more, or None for no pipeline, got {stages!r}. Use 2, for instance, or "
+            "plan='full', which searches the number."
+        )
     if schedule is not None and schedule not in SCHEDULES:
         names = ", ".join((*SCHEDULES, ONE_PROGRAM))
         raise ShardingError(f"a schedule is one of {names}, got {schedule!r}. Use '1f1b', for instance.")
@@ -134,32 +134,12 @@ def pipelined(
 
     def planned(n: int, n_left: int, progress: Progress) -> _Plan:
         schedule = schedule_of(asked.schedule, asked.n_parts, n, asked.chunks)
-        staged = stages_of(traced, asked.n_parts * asked.chunks, n)
+        rows = () if asked.chunks > 1 else None  # the chunks of a part have rows that are no neighbours
+        staged = stages_of(traced, asked.n_parts * asked.chunks, n, rows=rows)
         return _Planner(staged, schedule, cluster, asked, search, progress, n_left).best()
 
     numbers = numbers_of_microbatches(traced, asked.n_parts, asked.microbatches)
-<<<<<<< HEAD
-    for k, n in enumerate(numbers):
-        try:
-            schedule = schedule_of(asked.schedule, asked.n_parts, n, asked.chunks)
-            rows = () if asked.chunks > 1 else None  # the chunks of a part have rows that are no neighbours
-            staged = stages_of(traced, asked.n_parts * asked.chunks, n, rows=rows)
-            own = part(progress, k / len(numbers), 1 / len(numbers))
-            found.append(_Planner(staged, schedule, cluster, asked, search, own, len(numbers) - k).best())
-        except (InfeasibleError, SearchLimitError) as error:
-            failure = error
-            if isinstance(error, OutOfTime):
-                break
-        except asked.ends:
-            if not found:
-                raise
-            break
-    if not found:
-        assert failure is not None
-        raise failure
-=======
     found = found_with_each(numbers, planned, progress, (*asked.ends, OutOfTime))
->>>>>>> 97d98f2 (Both kinds of pipelines try numbers of microbatches in one loop)
     best = min(found, key=lambda plan: plan.makespan_seconds)
     parts = tuple(each.strategy for each in best.stages)
     return Strategy(_record(traced, cluster, asked, best, searcher, spent), traced, parts=parts)

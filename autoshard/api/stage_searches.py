@@ -26,7 +26,7 @@ from autoshard.budgets import BUDGETS
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
 from autoshard.compilers.program_facts import ProgramFacts, program_facts
-from autoshard.errors import InfeasibleError
+from autoshard.errors import ClusterError, InfeasibleError
 from autoshard.ir import Layout, Mesh
 from autoshard.ir.remat import Remat
 from autoshard.judge.model import CostModel
@@ -104,8 +104,11 @@ def in_stages(call: Call, n_stages: int, known: tuple[Traced, ProgramFacts, Mapp
     cluster, searcher, asked = cluster_of(call.cluster), call.searcher, call.asked
     given = None if call.mesh is None or isinstance(call.mesh, int) else given_mesh(call.mesh)
     part_of, most = cluster.part(n_stages), most_axes(call.mesh, searcher)
-    if given is not None:
-        part_of.check(given)
+    if given is not None and given.size != part_of.n_devices:
+        raise ClusterError(
+            f"with stages={n_stages} a mesh is that of each stage, on {part_of.n_devices} of the {cluster.n_devices} devices of "
+            f"{cluster.name}; the mesh {given} has {given.size}. Use axis sizes whose product is {part_of.n_devices}."
+        )
     axes = (*asked.axes, *(given.names if given else ()))
     traced, facts, spent = known or traced_of(call.fn, call.args, call.donate_argnums, axes, cluster)
     asked.check(traced.graph.argument_paths)

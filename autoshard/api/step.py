@@ -73,7 +73,7 @@ class Sharded:
 
 def several(positions: int | Sequence[int]) -> tuple:
     """Positions of arguments, one or several, as a tuple of what was given."""
-    return tuple(positions) if isinstance(positions, Sequence) else (positions,)
+    return tuple(positions) if isinstance(positions, Sequence) and not isinstance(positions, str) else (positions,)
 
 
 def plain(fn: Callable | Sharded | TracedOnce) -> Callable:

@@ -214,9 +214,9 @@ def sweep(
     >>> [(point.cluster, point.batch) for point in result]
     [('cpu:4', 64), ('cpu:8', 64), ('cpu:4', 128), ('cpu:8', 128)]
     """
+    _check(clusters, batches)
     known = [Cluster.of(cluster) for cluster in clusters]
     asked_prices = [_price(str(given), cluster, prices) for given, cluster in zip(clusters, known, strict=True)]
-    _check(known, batches)
     item = "step" if not batches else "example" if tokens_per_example is None else "token"
     earlier, points, notes = _Saved(save, item, total), [], []
     sizes: Sequence[int | None] = batches or (None,)
@@ -261,9 +261,12 @@ def _with(blank: SweepPoint, strategy: Strategy) -> SweepPoint:
     )
 
 
-def _check(clusters: Sequence[Cluster], batches: Sequence[int]) -> None:
-    if not clusters:
-        raise ShardingError("a sweep has one cluster or more, got none. Write clusters=['v5e:4x4', 'h100:8x8'], for instance.")
+def _check(clusters: Any, batches: Any) -> None:
+    if not isinstance(clusters, list | tuple) or not clusters:
+        got = repr(clusters) if clusters else "none"
+        raise ShardingError(f"clusters= is a list of one cluster or more, got {got}. Write clusters=['v5e:4x4', 'h100:8x8'], for instance.")
+    if not isinstance(batches, Sequence) or isinstance(batches, str):
+        raise ShardingError(f"batches= is a list of batch sizes, got {batches!r}. Write batches=[64, 128].")
     for batch in batches:
         if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
             raise ShardingError(f"a batch size is a whole number of examples, 1 or more, got {batch!r}. Write batches=[64, 128].")

@@ -27,8 +27,8 @@ def is_one_program(schedule: Any, stages: Any, plan: Any) -> bool:
     if plan == "full" or isinstance(stages, bool) or not isinstance(stages, int) or stages < 2:
         got = "plan='full'" if plan == "full" else f"stages={stages!r}"
         raise ShardingError(
-            f"schedule={ONE_PROGRAM!r} has a given number of stages, 2 or more, on each of which plan='full' decides nothing; got {got}. "
-            "Write stages=2, for instance, without plan."
+            f"schedule={ONE_PROGRAM!r} takes a number of stages, 2 or more, which plan='full' does not search; got {got}. Write stages=2, "
+            "for instance, and leave out plan."
         )
     return True
 

@@ -237,6 +237,8 @@ def spec_to_layout(spec: Sequence[None | str | Sequence[str]], mesh: Mesh, rank:
                     f"Use one of {list(mesh.names)}, or give a mesh that has it."
                 )
             axis = mesh.names.index(name)
+            if layout[axis] == dim:
+                raise ShardingError(f"{what}: dim {dim} names mesh axis {name!r} twice; it may be named once. Leave one of them out.")
             if layout[axis] >= 0:
                 raise ShardingError(
                     f"{what}: mesh axis {name!r} shards both dim {layout[axis]} and dim {dim}; it may shard one. Write None for the other."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -35,6 +35,8 @@ def jax_mesh(mesh: Mesh, devices: Sequence[Any] | None = None) -> jax.sharding.M
     Raises:
         ClusterError: there are fewer devices than the mesh needs.
     """
+    if devices is not None and not isinstance(devices, Iterable):
+        raise ClusterError(f"devices= is a list of devices, got {devices!r}. Write devices=jax.devices()[:{mesh.size}], for instance.")
     found = list(jax.devices() if devices is None else devices)
     if len(found) < mesh.size:
         raise ClusterError(

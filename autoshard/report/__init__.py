@@ -55,19 +55,30 @@ class HtmlReport:
         return step_trace(content.step, content.record.mesh.names, title)
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
-        """Writes the page; browsers open it without a network."""
-        Path(path).write_text(self.html, encoding="utf-8")
+        """Writes the page; browsers open it without a network.
+
+        Raises:
+            StrategyError: the file cannot be written.
+        """
+        _write(path, self.html)
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Writes the trace, which ui.perfetto.dev and chrome://tracing open.
 
         Raises:
-            StrategyError: as for `trace`.
+            StrategyError: as for `trace`, or the file cannot be written.
         """
-        Path(path).write_text(json.dumps(self.trace, separators=(",", ":"), allow_nan=False), encoding="utf-8")
+        _write(path, json.dumps(self.trace, separators=(",", ":"), allow_nan=False))
 
     def _repr_html_(self) -> str:
         return framed(self.html)
+
+
+def _write(path: str | os.PathLike[str], text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StrategyError(f"a report is written to a file, and '{path}' cannot be: {error.strerror}. Choose another path.") from None
 
 
 def report(

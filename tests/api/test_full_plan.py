@@ -62,7 +62,7 @@ def test_the_answer_is_the_fastest(found):
     assert alone.record.pipeline is not None
     both = fullest(Searches(lambda *_: plain, lambda *_: None, lambda *_: pipeline), CLUSTER, None, silent)
     assert both.cost.makespan_seconds == min(plain.cost.makespan_seconds, pipeline.cost.makespan_seconds)
-    assert "no stages in 1 microbatches" in both.notes[-1]
+    assert "no stages in 1 microbatch " in both.notes[-1]
     assert "2 stages in 4 microbatches" in both.notes[-1]
     with pytest.raises(autoshard.InfeasibleError, match="none fits"):
         fullest(Searches(refused, lambda *_: None, refused), CLUSTER, None, silent)

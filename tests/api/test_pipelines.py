@@ -337,7 +337,7 @@ def test_pins_hold_on_the_stage_that_has_the_argument():
         ({"stages": 2, "offload": "auto"}, ShardingError, "without offload"),
         ({"plan": "full", "confirm": "compiler"}, ShardingError, "Leave out confirm, or plan."),
         ({"stages": 2, "schedule": "interleaved", "microbatches": 1}, PipelineError, "that its stages divide"),
-        ({"stages": 2, "mesh": {"data": 8}}, ClusterError, "cpu:4 has 4, the mesh"),
+        ({"stages": 2, "mesh": {"data": 8}}, ClusterError, "that of each stage, on 4 of the 8 devices"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )

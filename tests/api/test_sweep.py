@@ -115,5 +115,9 @@ def test_one_tuple_of_arguments_is_enough_without_batches():
         autoshard.sweep(step, args(512), clusters=["cpu:4"], batches=[512])
     with pytest.raises(ShardingError, match="one cluster or more"):
         autoshard.sweep(step, args, clusters=[], batches=[512])
+    with pytest.raises(ShardingError, match="list of one cluster or more, got 'cpu:4'"):
+        autoshard.sweep(step, args, clusters="cpu:4", batches=[512])
+    with pytest.raises(ShardingError, match="list of batch sizes, got 512"):
+        autoshard.sweep(step, args, clusters=["cpu:4"], batches=512)
     with pytest.raises(ShardingError, match="whole number of examples"):
         autoshard.sweep(step, args, clusters=["cpu:4"], batches=[0])

@@ -83,6 +83,14 @@ def test_what_cannot_be_is_refused(change, error):
         strategy().what_if(**change)
 
 
+def test_questions_of_the_wrong_type_say_what_they_take():
+    """A tensor is a name, and its other layout a PartitionSpec."""
+    with pytest.raises(StrategyError, match=r"given by its name, got 3"):
+        strategy().explain(3)
+    with pytest.raises(StrategyError, match=r"spec= is a PartitionSpec, got 'data'"):
+        strategy().explain("up", spec="data")
+
+
 def test_modules_are_traced_with_another_batch_and_not_kept_alive():
     """Of Flax NNX and Equinox modules the strategy keeps the types alone, from which another batch is traced."""
 

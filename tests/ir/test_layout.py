@@ -103,6 +103,7 @@ def test_specs_and_layouts_are_two_ways_to_say_the_same(case):
         (("a", "b", None), "at most one entry a dimension: w has rank 2, got .* with 3 entries. Use 2 at most"),
         (("z",), r"w: dim 0 names mesh axis 'z', and the mesh has a=2 x b=4"),
         (("a", "a"), "w: mesh axis 'a' shards both dim 0 and dim 1; .* Write None"),
+        ((("a", "a"),), "w: dim 0 names mesh axis 'a' twice"),
         ((("b", "a"),), "w: axes .* on dim 0 are not in mesh order"),
     ],
 )

@@ -28,6 +28,12 @@ def test_too_few_devices_are_refused():
         jax_mesh(Mesh.of({"data": 16}))
 
 
+def test_devices_are_a_list():
+    """A number of devices is refused with what to write."""
+    with pytest.raises(ClusterError, match=r"list of devices, got 4.*jax.devices\(\)\[:8\]"):
+        jax_mesh(Mesh.of({"data": 8}), 4)
+
+
 def test_a_layout_becomes_a_named_sharding():
     """Axes on one dimension keep mesh order."""
     mesh = jax_mesh(Mesh.of({"data": 2, "model": 4}))

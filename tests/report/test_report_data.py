@@ -165,6 +165,8 @@ def test_a_file_without_its_program_says_what_is_missing(tmp_path):
     assert "--html" in report.html
     with pytest.raises(StrategyError, match="--trace"):
         report.save_trace(tmp_path / "trace.json")
+    with pytest.raises(StrategyError, match=r"cannot be: No such file or directory\. Choose another path"):
+        report.save_html(tmp_path / "nowhere" / "report.html")
 
 
 def test_a_program_of_nothing_has_a_report():
