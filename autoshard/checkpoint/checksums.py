@@ -38,7 +38,12 @@ def checksums(arrays: Sequence[jax.Array]) -> tuple[int, ...]:
 
 @jax.jit
 def _totals(arrays: tuple[jax.Array, ...]) -> list[jax.Array]:
-    return [jnp.sum(_hashed(_words(x)), dtype=jnp.uint32) for x in arrays]
+    return [jnp.sum(_hashed(_words(_on_device(x))), dtype=jnp.uint32) for x in arrays]
+
+
+def _on_device(x: jax.Array) -> jax.Array:
+    """The array in its devices' memory: offloaded ones are in that of hosts, where nothing is computed."""
+    return x if jax.typeof(x).memory_space == jax.memory.Space.Device else jax.device_put(x, jax.memory.Space.Device)
 
 
 def _hashed(words: jax.Array) -> jax.Array:

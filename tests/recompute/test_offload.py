@@ -130,6 +130,18 @@ def test_a_saved_strategy_keeps_state_on_hosts(tmp_path):
     assert autoshard.verify(loaded, _step, STATE, X).exact
 
 
+@pytest.mark.parametrize(("saved", "restored"), [("optimizer", None), (None, "optimizer"), ("optimizer", "optimizer")])
+def test_checkpoints_are_restored_where_their_strategy_has_them(saved, restored, tmp_path):
+    """State on hosts is saved, and comes back equal in the memory that the strategy says, whichever it was saved from."""
+    before, after = _search(offload=saved), _search(offload=restored, mesh={"data": 4, "model": 2})
+    state = before.init(_state)
+    autoshard.checkpoint.save(tmp_path / "first", state, before)
+    found = autoshard.checkpoint.restore(tmp_path / "first", after)
+    jax.tree.map(np.testing.assert_array_equal, found, state)
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(found["moments"]) if leaf.nbytes >= LEAF}
+    assert kinds == {HOST if restored else "device"}
+
+
 @pytest.mark.slow
 def test_a_tpu_program_needs_as_much_as_predicted():
     """XLA:TPU's peak of a GPT that fits a chip by offload alone is within 10 % of the predicted one: `pytest -m slow tests/recompute`."""
