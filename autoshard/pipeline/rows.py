@@ -6,8 +6,9 @@ programs of a stage it is an array of its rows, on the stage's devices. Both hav
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -26,15 +27,20 @@ class RowsOfStages:
         stages: per stage that of its rows, as they are in the whole array.
         wanted: the same as the stage's programs have them: where they differ, rows are moved among the stage's devices.
         dim: the dimension of layers.
+        latest: the array that was put together last, and its rows: a loop over steps passes it to the next one. It is forgotten with the
+            array, so that it keeps no memory.
     """
 
     sharding: NamedSharding
     stages: tuple[NamedSharding, ...]
     wanted: tuple[NamedSharding, ...]
     dim: int
+    latest: list[Any] = field(default_factory=list)
 
     def apart(self, x: jax.Array) -> list[Any]:
         """Each stage's rows of an array with the sharding of the whole; None for stages of which this process has no devices."""
+        if self.latest and self.latest[0]() is x:
+            return [put(rows, wanted) if is_here(wanted) else None for rows, wanted in zip(self.latest[1], self.wanted, strict=True)]
         data, n = {shard.device: shard.data for shard in x.addressable_shards}, len(self.stages)
         shape = tuple(size // n if d == self.dim else size for d, size in enumerate(x.shape))
 
@@ -49,7 +55,9 @@ class RowsOfStages:
         shape = tuple(size * len(rows) if d == self.dim else size for d, size in enumerate(rows[0].shape))
         there = [put(x, own) if is_here(own) else x for x, own in zip(rows, self.stages, strict=True)]
         arrays = [shard.data for x in there for shard in x.addressable_shards]
-        return jax.make_array_from_single_device_arrays(shape, self.sharding, arrays)
+        made = jax.make_array_from_single_device_arrays(shape, self.sharding, arrays)
+        self.latest[:] = weakref.ref(made, lambda _: self.latest.clear()), there
+        return made
 
 
 def rows_of_stages(wanted: Sequence[NamedSharding], dim: int) -> RowsOfStages:

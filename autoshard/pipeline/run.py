@@ -95,15 +95,17 @@ class Pipelined:
             for whole, here in zip(wholes, self.is_here, strict=True)
         ]
         self._places = [self._place(k) for k in range(len(staged.argument_homes))]
-        self.in_shardings, self._rows_in = _of_step(self._places, staged.divided.arguments, staged.divided.argument_dims)
+        divided, aliases = staged.divided, dict(staged.traced.graph.aliases)
+        rows = {k: rows_of_stages([self._places[part] for part in divided.arguments[k]], dim) for k, dim in divided.argument_dims.items()}
+        self._rows_in, self.in_shardings = _of_step(divided.arguments, rows, self._places)
         self._arguments = [
             (piece, k, position, self._way_of(piece, k))
             for piece, stage in enumerate(staged.stages)
             for k, position in enumerate(stage.arguments)
         ]
         self._results = [self._result(k) for k in range(len(staged.result_homes))]
-        results = [sharding for sharding, _ in self._results]
-        self.out_shardings, self._rows_out = _of_step(results, staged.divided.results, staged.divided.result_dims)
+        replaced = {k: rows[aliases[k]] for k in divided.result_dims}  # new rows are where the next call takes them
+        self._rows_out, self.out_shardings = _of_step(divided.results, replaced, [sharding for sharding, _ in self._results])
 
     # -- what is known before the first call ----------------------------------------------------------------------------------
 
@@ -255,11 +257,11 @@ class Pipelined:
 
 
 def _of_step(
-    places: Sequence[NamedSharding], leaves: Sequence[Sequence[int]], dims: Mapping[int, int]
-) -> tuple[tuple[NamedSharding, ...], list[RowsOfStages | None]]:
-    """The shardings of a step's arguments or results, given those of the divided step's; and of those by rows where each stage's are."""
-    rows = [rows_of_stages([places[part] for part in parts], dims[k]) if k in dims else None for k, parts in enumerate(leaves)]
-    return tuple(each.sharding if each else places[parts[0]] for each, parts in zip(rows, leaves, strict=True)), rows
+    leaves: Sequence[Sequence[int]], rows: Mapping[int, RowsOfStages], places: Sequence[NamedSharding]
+) -> tuple[list[RowsOfStages | None], tuple[NamedSharding, ...]]:
+    """Per argument or result of a step its rows, None where it is whole; and its sharding, of the divided step's ``places``."""
+    found = [rows.get(k) for k in range(len(leaves))]
+    return found, tuple(places[parts[0]] if each is None else each.sharding for each, parts in zip(found, leaves, strict=True))
 
 
 class _Call:

@@ -73,6 +73,7 @@ def test_stages_may_split_rows_otherwise_than_each_other():
     results = compared(run, args, steps=1)
     for result, argument in run.staged.traced.graph.aliases:
         assert results[result].sharding.device_set == run.in_shardings[argument].device_set
+    assert all(rows.latest for rows in run._rows_in if rows)  # the next call takes the new rows as they are
 
 
 def factored(params):

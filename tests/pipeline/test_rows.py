@@ -26,3 +26,6 @@ def test_rows_are_taken_apart_and_put_together_without_a_copy(dim, spec):
         assert all(shard.data.unsafe_buffer_pointer() == buffers[shard.device] for shard in part.addressable_shards)
     again = rows.together(apart)
     assert again.sharding == x.sharding and jnp.array_equal(again, x)
+    assert all(one is other for one, other in zip(rows.apart(again), apart, strict=True))  # without a look at its shards
+    del again
+    assert not rows.latest  # nothing of an array outlives it
