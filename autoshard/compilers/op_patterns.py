@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from autoshard.ir import Graph, Op, Value, is_transfer
-from autoshard.primitives import is_addition, is_anchor, is_control_flow, is_reduction, is_scatter, is_view
+from autoshard.primitives import commutes_with_casts, is_addition, is_anchor, is_control_flow, is_reduction, is_scatter, is_view, of_kind
 
 # Of a product's elements, at least: then leaving out the rest, or padding it, hardly changes the product's work. The compiler makes any
 # product so. evidence: products without their ends
@@ -240,3 +240,53 @@ def _spread(ops: Sequence[Op], shape: Sequence[tuple[int, ...]], found: list[Min
             pair = next((found[value] for value in tensors if found[value]), None)
             for value in tensors:
                 found[value] = found[value] or pair
+
+
+def row_updates(graph: Graph) -> dict[int, tuple[int, ...]]:
+    """Per scatter that adds to zeros the arguments that its sum updates elementwise, where it shares an array with the update.
+
+    Equal constants are one array: the zeros that are added to are also those that the update compares with, or selects. And a sum that is
+    only added to another value is scattered into that value instead.
+    """
+    ops, shapes = graph.walk(), [value.shape for value in graph.values]
+    zeros = {literal for literal, written in zip(graph.literals, graph.written, strict=False) if not _is_other(written)}
+    for op in ops:
+        if op.primitive in ("broadcast_in_dim", "convert_element_type") and op.operands[0] in zeros:
+            zeros.add(op.results[0])
+    kind = frozenset(of_kind("elementwise"))
+    elementwise = [op for op in ops if op.primitive in kind and shapes[op.results[0]]]
+    near: dict[int, list[Op]] = {}
+    for op in elementwise:
+        for value in dict.fromkeys((*op.operands, *op.results)):
+            if shapes[value] == shapes[op.results[0]]:
+                near.setdefault(value, []).append(op)
+    arguments, found = frozenset(graph.arguments), {}
+    for op in ops:
+        if op.primitive != "scatter-add" or op.operands[0] not in zeros or op.results[0] not in near:
+            continue
+        reached, queue, update = {op.results[0]}, [op.results[0]], dict[int, Op]()
+        while queue:
+            for other in near[queue.pop()]:
+                update[other.index] = other
+                new = [value for value in (*other.operands, *other.results) if value in near and value not in reached | zeros]
+                new = [value for value in new if shapes[value] == shapes[op.results[0]]]
+                reached.update(new)
+                queue += new
+        readers = [other for other in update.values() if op.results[0] in other.operands]
+        is_added = len(readers) == 1 and is_addition(readers[0].primitive)
+        if is_added or any(_compares(other, graph.values) and not zeros.isdisjoint(other.operands) for other in update.values()):
+            found[op.index] = tuple(sorted(reached & arguments))
+    return found
+
+
+def _compares(op: Op, values: Sequence[Value]) -> bool:
+    """Whether an op compares or selects: what adds 0 is simplified away."""
+    return commutes_with_casts(op.primitive) or values[op.results[0]].dtype == "bool"
+
+
+def _is_other(written: object) -> bool:
+    """Whether a constant is not the number 0."""
+    try:
+        return bool(written != 0)
+    except (TypeError, ValueError):
+        return True

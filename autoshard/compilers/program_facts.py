@@ -14,7 +14,7 @@ from autoshard.compilers.bf16_demotion import single_rows
 from autoshard.compilers.fused_program import Fusion
 from autoshard.compilers.fusion import fuse
 from autoshard.compilers.kernel_order import Lifetimes, Orders
-from autoshard.compilers.op_patterns import Minor, recomputes
+from autoshard.compilers.op_patterns import Minor, recomputes, row_updates
 from autoshard.compilers.traffic import Traffic, sent_by_op
 from autoshard.cost.compute import op_flops
 from autoshard.ir import Graph, Op, Rule
@@ -55,6 +55,7 @@ class ProgramFacts:
         table_lookups, lookups: the gathers of arguments' elements, and of those of computed values in memory.
         looped_weights: the arguments of three dimensions or more that products in loops read as they are handed in, each with the loops.
         added_to: the scatters that add to values in memory.
+        row_updates: of those, where a scatter shares an array with what it updates, the arguments that it does.
         sending: the ops whose shards may send each other parts of their operands.
     """
 
@@ -84,6 +85,7 @@ class ProgramFacts:
     lookups: tuple[Op, ...]
     looped_weights: dict[int, tuple[int, ...]]
     added_to: tuple[Op, ...]
+    row_updates: dict[int, tuple[int, ...]]
     sending: tuple[Op, ...]
 
     @property
@@ -146,6 +148,7 @@ def program_facts(graph: Graph, rules: tuple[Rule | None, ...], compiler: Compil
         lookups=tuple(op for op in gathers if op.operands[0] not in arguments and fusion.materialised[op.operands[0]]),
         looped_weights=_looped_weights(graph, fusion, readers),
         added_to=tuple(op for op in graph.walk() if op.primitive == "scatter-add" and fusion.stored[fusion.root[op.results[0]]]),
+        row_updates=row_updates(graph),
         sending=tuple(op for op, _ in sending),
     )
 

@@ -19,6 +19,7 @@ from autoshard.compilers.op_patterns import (
     is_one_hot,
     minor,
     recomputes,
+    row_updates,
     sliced,
     stands_alone,
     trims,
@@ -97,6 +98,23 @@ def test_a_scatter_into_zeros_that_is_only_added_is_a_scatter_into_the_summand(p
     assert [(ops[op].primitive, place, ops[scatter].primitive) for op, (place, scatter) in made.items()] == (
         [] if position is None else [("add", position, "scatter-add")]
     )
+
+
+@pytest.mark.parametrize(
+    ("update", "shared"),
+    [
+        (lambda w, g: jnp.maximum(w - g, 0.0), True),
+        (lambda w, g: w - jnp.where(jnp.isfinite(g), g, 0.0), True),
+        (lambda w, g: w + g, True),
+        (lambda w, g: w - jnp.sqrt(g * g + 0.0), False),
+        (lambda w, g: w - jnp.where(g > 1.0, g, 1.0), False),
+    ],
+)
+def test_an_update_shares_the_zeros_that_rows_are_added_to(update, shared):
+    """If it compares with them or selects them, or if it only adds the sum; adding 0 is simplified away."""
+    graph = graph_of(lambda w, places, rows: update(w, jnp.zeros((32, 4)).at[places].add(rows)), floats(32, 4), INDICES, floats(8, 4))
+    found = row_updates(graph)
+    assert ([*found.values()] == [(graph.arguments[0],)]) == shared and bool(found) == shared
 
 
 @pytest.mark.parametrize(("kept", "narrower"), [(1024, True), (1000, True), (512, False)])

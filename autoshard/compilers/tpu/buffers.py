@@ -14,7 +14,7 @@ from autoshard.compilers.buffer_assignment import Buffers, Copy, Draft, scattere
 from autoshard.compilers.kernel_order import Lifetimes, usage
 from autoshard.compilers.op_patterns import MOST_OF
 from autoshard.compilers.program_facts import ProgramFacts
-from autoshard.compilers.tpu.layout_copies import for_lookups, for_products, for_scatters, for_sending, sliced_last
+from autoshard.compilers.tpu.layout_copies import for_lookups, for_products, for_scatters, for_sending, for_updates, sliced_last
 from autoshard.compilers.tpu.tiling import tiles
 from autoshard.cost.reshard import Step
 from autoshard.ir import Assignment, Layout
@@ -52,6 +52,7 @@ def tiled_buffers(
     more += for_products(facts, assignment, copied)
     more += for_lookups(facts, assignment, copied, early)
     more += for_scatters(facts, assignment, partials)
+    more += for_updates(facts, assignment, partials)
     more += for_sending(facts, assignment)
     more += _early(facts, partials, sizes, mesh)
     casts = ((value, lives) for value, lives in fusion.casts.items() if value not in copied)

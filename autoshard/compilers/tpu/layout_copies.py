@@ -99,6 +99,19 @@ def for_scatters(facts: ProgramFacts, assignment: Assignment, partials: Mapping[
     """
     # evidence: tables that rows are added to
     values, times, ops, mesh = facts.graph.values, facts.lifetimes, facts.graph.walk(), assignment.mesh.sizes
+    for op, nbytes in _added_by_rows(facts, assignment, partials):
+        yield nbytes, times.starts[op.index], times.ends[op.index]
+        added = op.operands[2]
+        maker = facts.makers[added]
+        part = local_shape(values[added].shape, _first_read_in(facts, assignment, op, added), mesh)
+        wide = tiled(part[-1], math.prod(part[:-1])) if part else 1.0
+        if wide > padding(part) and (maker is None or ops[maker].primitive != "gather"):
+            yield math.prod(part) * values[added].itemsize * wide, times.starts[op.index], times.ends[op.index]
+
+
+def _added_by_rows(facts: ProgramFacts, assignment: Assignment, partials: Mapping[int, Step]) -> Iterator[tuple[Op, float]]:
+    """The scatters that add rows to a table which is stored row by row meanwhile, with its bytes on a device then."""
+    values, mesh = facts.graph.values, assignment.mesh.sizes
     for op in facts.added_to:
         (total,), added = op.results, op.operands[2]
         layout = partials[op.index].source if op.index in partials else assignment.layout(total)
@@ -106,14 +119,29 @@ def for_scatters(facts: ProgramFacts, assignment: Assignment, partials: Mapping[
         padded = by_rows(local, values[total].itemsize)
         inserted = op.params["dimension_numbers"].inserted_window_dims
         whole = values[added].shape[-1:] == values[total].shape[-1:] and len(local) - 1 not in inserted
-        if not whole or math.prod(local[:-1]) < LANES or padded == padding(local):
-            continue
-        yield math.prod(local) * values[total].itemsize * padded, times.starts[op.index], times.ends[op.index]
-        maker = facts.makers[added]
-        part = local_shape(values[added].shape, _first_read_in(facts, assignment, op, added), mesh)
-        wide = tiled(part[-1], math.prod(part[:-1])) if part else 1.0
-        if wide > padding(part) and (maker is None or ops[maker].primitive != "gather"):
-            yield math.prod(part) * values[added].itemsize * wide, times.starts[op.index], times.ends[op.index]
+        if whole and math.prod(local[:-1]) >= LANES and padded != padding(local):
+            yield op, math.prod(local) * values[total].itemsize * padded
+
+
+def for_updates(facts: ProgramFacts, assignment: Assignment, partials: Mapping[int, Step]) -> Iterator[Held]:
+    """Copies, row by row, of the arguments that a table's gradient updates, from the first such gradient to the end.
+
+    The update is computed row by row, and moved back at the end, where the scatter's zeros are also read by it, since equal constants are
+    one array, or where the scatter adds to one of the update's own values instead: with Adagrad, which compares with 0, with a mask, a
+    projection to positive values or momentum, but not with plain gradient descent, Adam, Lion or RMSProp (libtpu 0.0.42).
+
+    Args:
+        partials: per op index how its result is combined with other devices'; those are moved before.
+    """
+    # evidence: updates row by row
+    times = facts.lifetimes
+    updated = [(op, nbytes) for op, nbytes in _added_by_rows(facts, assignment, partials) if op.index not in partials]
+    looked_up = {op.operands[0]: times.ends[op.index] for op, _ in _short_rows(facts, assignment)}
+    first = min((times.starts[op.index] for op, _ in updated), default=0)
+    for op, nbytes in updated:
+        for value in facts.row_updates.get(op.index, ()):
+            if assignment.layout(value) == assignment.layout(op.results[0]):
+                yield nbytes, looked_up.get(value, first), times.moments
 
 
 def for_sending(facts: ProgramFacts, assignment: Assignment) -> Iterator[Held]:

@@ -77,6 +77,45 @@ for title, function, args in (
 ):
     named(title, Program(function, args, PEAK))
 
+# -- updates of tables -------------------------------------------------------------------------------------------------------
+
+
+def gradient_descent(table, _, gradient):
+    return table - 0.1 * gradient
+
+
+def rmsprop(table, moment, gradient):
+    moment = 0.9 * moment + 0.1 * gradient**2
+    return table - 0.1 * gradient * jax.lax.rsqrt(moment + 1e-7), moment
+
+
+def adagrad(table, moment, gradient):
+    moment = moment + gradient**2
+    return table - 0.1 * gradient * jnp.where(moment > 0, jax.lax.rsqrt(moment + 1e-7), 1.0), moment
+
+
+def projected(table, _, gradient):
+    """Gradient descent that keeps the table positive."""
+    return jnp.maximum(table - 0.1 * gradient, 0.0)
+
+
+def with_momentum(table, moment, gradient):
+    moment = gradient + 0.9 * moment
+    return table - 0.1 * moment, moment
+
+
+def updated(update):
+    def step(table, moment, places, y):
+        return update(table, moment, jax.grad(lambda table: jnp.mean(jnp.sin(table[places]) * y))(table))
+
+    return step
+
+
+SHORT_ROWS, MOMENT = leaf(250_000, 16, dtype=F32), leaf(250_000, 16, dtype=F32)
+for update in (gradient_descent, rmsprop, adagrad, projected, with_momentum):
+    args = SHORT_ROWS, MOMENT, leaf(8192, dtype=jnp.int32), leaf(8192, 16, dtype=F32)
+    named(f"a table of rows of 16 after {update.__name__}", Program(updated(update), args, PEAK))
+
 # -- stacks that replace arguments -----------------------------------------------------------------------------------------
 
 
