@@ -77,14 +77,17 @@ class Chooser:
         )
 
     def _early(self) -> frozenset[Var]:
-        """Keys, and the values that the backward pass reads before it comes to their segment: a region for them would hold up others."""
+        """Keys, and the values that the backward pass reads before it comes to their segment: a region for them would hold up others.
+
+        Whatever reads the last segment's values, as an optimizer reads running statistics at the end, waits for no region, but in a trip.
+        """
         block, found = self.block, set[Var]()
         later = 0
         for eqn in reversed(block.eqns[block.turn :]):
             read = [v for v in variables(eqn.invars) if v in block.made]
             of = [segment_of(self.places, block.made[v]) for v in read]
             found.update(v for v, segment in zip(read, of, strict=True) if segment + 1 < later or is_key(v))
-            later = max([later, *of])
+            later = max([later, *(segment for segment in of if self._is_trip or segment < len(self.places))])
         return frozenset(found)
 
     @cached_property

@@ -104,6 +104,28 @@ def test_all_layers_are_computed_again_as_by_hand():
     assert n_products(plain) < n_products(full) <= n_products(by_hand)
 
 
+def test_what_the_end_of_a_step_reads_does_not_keep_earlier_layers():
+    """Full recomputation runs a product of all layers but the last again, also where a statistic of the last is stored at the end."""
+
+    def step(with_statistic, state, x):
+        def loss(weights):
+            h = x
+            for up, down in weights:
+                h = h + jnp.tanh(h @ up) @ down
+            return jnp.mean(h**2), h
+
+        (value, last), gradients = jax.value_and_grad(loss, has_aux=True)(state["weights"])
+        weights = jax.tree.map(lambda w, g: w - 0.1 * g, state["weights"], gradients)
+        return {"weights": weights, "mean": state["mean"] + jnp.mean(last, axis=0) if with_statistic else state["mean"]}, value
+
+    array = partial(jax.ShapeDtypeStruct, dtype="float32")
+    arguments = {"weights": [(array((32, 128)), array((128, 32)))] * 6, "mean": array((32,))}, array((64, 32))
+    without, with_statistic = (trace(partial(step, flag), *arguments) for flag in (False, True))
+    plain = n_products(without)
+    again = [n_products(rematerialised(traced, options_of(traced).full)) for traced in (without, with_statistic)]
+    assert again == [plain + 5] * 2
+
+
 def flattened(program):
     function, arguments = program
     return function, *arguments
