@@ -8,7 +8,7 @@ import nbformat
 import pytest
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
-SLOW = ("scaling", "serving")  # they search for ten seconds and more: python -m pytest -m slow tests/test_notebooks.py
+SLOW = ("scaling", "searchers", "serving")  # they search for ten seconds and more: python -m pytest -m slow tests/test_notebooks.py
 
 
 def test_there_are_notebooks():

@@ -29,7 +29,7 @@ from autoshard.api.user_pins import Asked, Pins, UserPins, user_pins
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
 from autoshard.compilers.program_facts import ProgramFacts, program_facts
-from autoshard.errors import StrategyError, TraceError
+from autoshard.errors import InfeasibleError, StrategyError, TraceError
 from autoshard.explanation.difference import difference_of
 from autoshard.explanation.difference_text import difference_parts
 from autoshard.explanation.tensor import by_first_that_holds
@@ -97,7 +97,11 @@ def what_if(
     tables = known.problem if facts is known.facts else None
     bytes_limit = limit_of(there, limit)
     prepared = Prepared(traced, facts, there, meshes, most, both, bytes_limit, seconds, call, tables, limit is not None)
-    solution, problem, searcher = _searched(prepared, known.hints, given)
+    try:
+        solution, problem, searcher = _searched(prepared, known.hints, given)
+    except InfeasibleError as error:
+        untried = "other numbers of microbatches, other recomputation, and pipelines; autoshard.search(...) tries the first two"
+        raise InfeasibleError(f"{error} Not tried: {untried}.", error.smallest_peak_bytes, error.proven) from None
     [solution] = prepared.overlapped([_with_notes(solution, strategy)], problem)
     return _compared(words, strategy, prepared.strategy(problem.mesh, solution, searcher, problem))
 

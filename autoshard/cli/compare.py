@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from pathlib import Path
 
 from autoshard.cli.found import record_of
 from autoshard.cli.options import command
@@ -22,10 +24,11 @@ def run(options: argparse.Namespace) -> int:
     from autoshard.api.explain import side_by_side, summary
     from autoshard.api.strategy import Strategy
 
-    records = {name: record_of(name) for name in options.strategies}
+    titles = _titles(options.strategies)
+    records = {title: record_of(path) for path, title in titles.items()}
     two = compare(*map(Strategy, records.values()), names=tuple(records)) if len(records) == 2 else None
     if options.json:
-        rows = [{"strategy": name, **summary(record)} for name, record in records.items()]
+        rows = [{"strategy": path, **summary(record)} for path, record in zip(titles, records.values(), strict=True)]
         show_json(rows if two is None else {"strategies": rows, "difference": two.to_dict()})
         return 0
     show(side_by_side(records))
@@ -33,3 +36,13 @@ def run(options: argparse.Namespace) -> int:
         print()
         show(two)
     return 0
+
+
+def _titles(paths: Sequence[str]) -> dict[str, str]:
+    """By path its file's name without the ending, where no other one has the same.
+
+    >>> _titles(["found/gpt.json", "old/t5.json", "new/t5.json"])
+    {'found/gpt.json': 'gpt', 'old/t5.json': 'old/t5.json', 'new/t5.json': 'new/t5.json'}
+    """
+    stems = [Path(path).stem for path in paths]
+    return {path: stem if stems.count(stem) == 1 else path for path, stem in zip(paths, stems, strict=True)}

@@ -6,6 +6,7 @@ import argparse
 import shlex
 import sys
 from dataclasses import replace
+from difflib import get_close_matches
 
 from autoshard.cli.terminal import show, show_json
 
@@ -49,6 +50,16 @@ def record_of(name: str):
     from pathlib import Path
 
     from autoshard import library
+    from autoshard.errors import StrategyError
     from autoshard.strategy import load_record
 
-    return library.load(name) if name in library.names() and not Path(name).exists() else load_record(name)
+    if Path(name).exists():
+        return load_record(name)
+    if name in library.names():
+        return library.load(name)
+    near = get_close_matches(name, library.names(), 1)
+    known = f" Did you mean {near[0]!r}?" if near else ""
+    raise StrategyError(
+        f"a strategy is a file, or has a name that `autoshard strategies` lists, and {name!r} is neither.{known} Give the path of a file "
+        "that a search saved, or such a name."
+    )

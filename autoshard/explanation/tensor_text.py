@@ -53,8 +53,10 @@ def _why(found: TensorExplanation) -> str:
     more, other = best.step_seconds - step, format_spec(best.spec)
     rest = _left(found)
     if abs(more) < SAME * step:
-        held = f"it would hold {format_bytes(best.bytes)} a device instead of {format_bytes(own.bytes)}"
-        return f"{why}: others are as fast; the best of them{rest}, {other}, is within {format_percent(SAME)} of the step, and {held}."
+        held, would = format_bytes(own.bytes), format_bytes(best.bytes)
+        memory = "" if held == would else f"; a device would hold {would} instead of {held}"
+        same = f"a step differs by less than {format_percent(SAME)}"
+        return f"{why}: it makes little difference. With the best other one{rest}, {other}, {same}{memory}."
     if more > 0:
         return f"{why}: it is the fastest. With the next best{rest}, {other}, and everything else chosen anew, {_change(found, best)}."
     return (

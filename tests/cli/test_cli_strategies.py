@@ -95,3 +95,15 @@ def test_a_search_starts_from_a_strategy(shelf, search, run, tmp_path):
     assert code == 0 and "of its 4 arguments 3 have no place here" in err and "state['params']['down']" in err
     code, _, err = search("--like", NAMES[0], "--frontier")
     assert code == 2 and "--like" in err
+
+
+def test_a_strategy_is_verified_in_any_folder(run):
+    """The search that a file names would save into a folder that is not there: it is not run."""
+    code, out, _ = run("strategies", "verify", "demo_lenet_auto")
+    assert (code, out) == (0, "demo_lenet_auto: reproduced\n")
+
+
+def test_a_name_that_is_no_strategys_is_refused_with_a_near_one(run):
+    """The error tells of files and of the library's names."""
+    code, _, error = run("compare", "demo_gpt_auto", "demo_gpt_aut")
+    assert code == 2 and "'demo_gpt_aut' is neither. Did you mean 'demo_gpt_auto'?" in error

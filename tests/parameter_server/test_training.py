@@ -121,6 +121,7 @@ class Clocks:
         self.most = max(self.most, max(self.done) - min(self.done))
 
 
+@pytest.mark.slow
 def test_lenet_reaches_the_accuracy_of_one_process_asynchronously(ray):
     """Also where one worker is slow: the other stays within the bound. Flax NNX's trees, and functions that workers import by name."""
 

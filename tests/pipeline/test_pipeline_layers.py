@@ -64,6 +64,7 @@ def test_each_stage_has_the_rows_of_its_own_layers():
     assert [staged.argument_homes[part] for k in stacked for part in divided.arguments[k]] == [0, 1] * len(stacked)
 
 
+@pytest.mark.slow
 def test_stages_may_split_rows_otherwise_than_each_other():
     """Random shardings of each stage: to the user an array has the first stage's, and the results are those of one device."""
     fn, args = scanned()
