@@ -221,7 +221,8 @@ class Answer:
         """The difference that other pins, devices, meshes or batches would make; ``.strategy`` is the other strategy.
 
         The program is searched again by dynamic programming, and traced again for another batch only. What the strategy's own search
-        computed serves again, and so do its options: pins, microbatches, recomputation, offload, donation and memory limit.
+        computed serves again, and so do its options: pins, microbatches, recomputation, offload, donation and memory limit. Where nothing
+        fits so, other numbers of microbatches and recomputation are tried, as `search` does by default.
 
         Args:
             pins: as for `search`, beside the strategy's own, which they override.
@@ -233,6 +234,7 @@ class Answer:
         Raises:
             StrategyError: the strategy has no program; says to pass it by `with_program`. Or no argument has a batch.
             TraceError: the step cannot be computed with a batch of that size.
+            InfeasibleError: nothing fits the memory; says what was not tried.
         """
         from autoshard.api.what_if import what_if
 

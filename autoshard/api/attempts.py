@@ -16,7 +16,7 @@ from autoshard.api.microbatching import Microbatches, best
 from autoshard.api.offloading import Hosted, best_offload, check_offload, kinds_of
 from autoshard.api.prepared import Prepared, noted_if_barely, searched_on_meshes, within
 from autoshard.api.recomputing import AGAIN, best_remat, least_remat
-from autoshard.api.refusals import or_refused
+from autoshard.api.refusals import or_refused, with_untried
 from autoshard.api.strategy import Strategy
 from autoshard.compilers import compiler_of
 from autoshard.compilers.program_facts import ProgramFacts, program_facts
@@ -24,7 +24,7 @@ from autoshard.errors import InfeasibleError
 from autoshard.ir.remat import Remat
 from autoshard.mesh_search.anytime import timed
 from autoshard.microbatch import divisors
-from autoshard.problem import Problem
+from autoshard.problem import Hints, Problem
 from autoshard.progress import Progress
 from autoshard.recompute import Options, optimizer_state, without_checkpoints
 from autoshard.render import format_bytes
@@ -54,6 +54,7 @@ class Attempts:
         seconds: how long to search, from the making of this on; None: without a limit.
         n_finalists: how many distinct solutions are wanted.
         whole: the step as it was traced, and its facts, where `ask` rewrites it beyond that; None: `ask` gives it in one microbatch.
+        warm: as for `searched_on_meshes`.
     """
 
     ask: Callable[[int, Remat | None, Traced | None, bool], Prepared]
@@ -69,6 +70,7 @@ class Attempts:
     seconds: float | None
     n_finalists: int
     whole: Whole | None = None
+    warm: Hints | None = None
     prepared: dict[int, Prepared] = field(default_factory=dict, init=False)  # by the identities of their facts
 
     def __post_init__(self):
@@ -157,7 +159,8 @@ class Attempts:
             self.prepared[id(prepared.facts)] = prepared
             self.last.refuse(problem.within(prepared.limit), error)
 
-        searched = partial(searched_on_meshes, prepared, quick, progress, self.ends, self.n_finalists, self.start, refused=refused)
+        how = {"refused": refused, "warm": self.warm}
+        searched = partial(searched_on_meshes, prepared, quick, progress, self.ends, self.n_finalists, self.start, **how)
         return prepared, *within(prepared, searched, self.reserves, self.mesh)
 
     def _by_last_resort(self) -> Found | None:
@@ -175,5 +178,4 @@ class Attempts:
             untried.append("offload='auto'")
         if self.asked.traced.stages == 1:
             untried.append("pipelines (stages=2)")
-        text = f"{error} Not tried: {', '.join(untried)}." if untried else str(error)
-        return InfeasibleError(text, error.smallest_peak_bytes, error.proven)
+        return with_untried(error, untried)

@@ -1,8 +1,8 @@
-"""The refusal of a search that has tried another way, too."""
+"""The refusal of a search that has tried other ways, too, or has not."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from autoshard.errors import InfeasibleError
@@ -28,3 +28,9 @@ def or_refused(error: InfeasibleError, otherwise: Callable[[], T], tried: str) -
             raise error from None
         smallest = min(filter(None, (error.smallest_peak_bytes, other.smallest_peak_bytes)))
         raise InfeasibleError(f"{error} Nor does it fit {tried}: the smallest peak is {format_bytes(smallest)}.", smallest) from None
+
+
+def with_untried(error: InfeasibleError, untried: Sequence[str]) -> InfeasibleError:
+    """The refusal with what was not tried."""
+    text = f"{error} Not tried: {', '.join(untried)}." if untried else str(error)
+    return InfeasibleError(text, error.smallest_peak_bytes, error.proven)

@@ -17,10 +17,12 @@ from typing import Any
 import jax
 
 from autoshard.api.argument_shardings import some
+from autoshard.api.attempts import Attempts, Found
 from autoshard.api.comparing import Comparison
 from autoshard.api.meshes import given_mesh, meshes_of
 from autoshard.api.prepared import Prepared, cluster_of, limit_of, searched_on_meshes, traced_of, within
 from autoshard.api.recorded import Call
+from autoshard.api.refusals import with_untried
 from autoshard.api.stage_searches import Call as StageCall
 from autoshard.api.stage_searches import in_stages
 from autoshard.api.step import plain
@@ -35,10 +37,11 @@ from autoshard.explanation.difference_text import difference_parts
 from autoshard.explanation.tensor import by_first_that_holds
 from autoshard.ir import Mesh
 from autoshard.ir.naming import matching
+from autoshard.ir.remat import Remat
 from autoshard.judge.model import CostModel
-from autoshard.problem import Hints, Problem
+from autoshard.problem import Problem
 from autoshard.progress import silent
-from autoshard.render import Report
+from autoshard.render import Report, format_bytes
 from autoshard.search import Searcher, Solution, batch_dims
 from autoshard.strategy import PipelineRecord
 from autoshard.trace import SplitModules, Traced, held, outside_mesh
@@ -65,8 +68,8 @@ def what_if(
     memory_limit_bytes: float | None = None,
 ) -> WhatIf:
     """As `Strategy.what_if` says."""
-    traced, call, record = strategy._traced, strategy._call, strategy.record
-    if traced is None:
+    record = strategy.record
+    if strategy._traced is None:
         raise StrategyError(
             "what_if searches the program again, and a strategy from a file has none. Pass the function: "
             "strategy.with_program(fn, *args).what_if(...); on the command line autoshard what-if FILE module:function --args ..."
@@ -74,6 +77,7 @@ def what_if(
     own_cluster = Cluster.from_dict(record.cluster)
     there = own_cluster if cluster is None else cluster_of(cluster)
     limit = memory_limit_bytes if memory_limit_bytes is not None else _own_limit(strategy, own_cluster, there)
+    limit_of(there, limit)
     asked = Asked.of(pins)
     words = _asked_words(strategy, pins, cluster, mesh, batch, memory_limit_bytes)
     if record.pipeline is not None:
@@ -84,26 +88,79 @@ def what_if(
     wanted = None if given is None or isinstance(given, int) else given_mesh(given)
     if wanted is not None:
         there.check(wanted)
-    if batch is None:
-        facts, seconds = _facts(strategy, there), {}
-    else:
-        with _told_of_batch(strategy, batch):
-            traced, facts, seconds, call = _traced_again(strategy, there, batch, wanted, asked)
-    both = _with(strategy._pins, asked, traced, wanted is None)
-    meshes, is_free = meshes_of(there, both, wanted, given if isinstance(given, int) else 2, record.program.stages)
-    own_axes = len(record.mesh.axes)
-    most = own_axes if is_free and own_axes > 2 and mesh is None else 0  # a strategy on three axes is compared with one on three
-    known = strategy._searched
-    tables = known.problem if facts is known.facts else None
-    bytes_limit = limit_of(there, limit)
-    prepared = Prepared(traced, facts, there, meshes, most, both, bytes_limit, seconds, call, tables, limit is not None)
-    try:
-        solution, problem, searcher = _searched(prepared, known.hints, given)
-    except InfeasibleError as error:
-        untried = "other numbers of microbatches, other recomputation, and pipelines; autoshard.search(...) tries the first two"
-        raise InfeasibleError(f"{error} Not tried: {untried}.", error.smallest_peak_bytes, error.proven) from None
+    with _told_of_batch(strategy, batch):
+        question = _Question(strategy, asked, there, given, wanted, batch, limit, own_axes=mesh is None)
+        (prepared, solution, problem), searcher = by_first_that_holds(lambda searcher: (question.found(searcher), searcher))
     [solution] = prepared.overlapped([_with_notes(solution, strategy)], problem)
     return _compared(words, strategy, prepared.strategy(problem.mesh, solution, searcher, problem))
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """A search of a strategy's program under one change.
+
+    Attributes:
+        strategy: the strategy.
+        asked, there, given, limit: the pins, the cluster, the mesh or the number of axes, and the memory limit; None: the cluster's.
+        wanted: the mesh, where it is given.
+        batch: the size of the batch; None: as it is.
+        own_axes: whether a mesh that is searched may have as many axes as the strategy's.
+    """
+
+    strategy: Strategy
+    asked: Asked
+    there: Cluster
+    given: Any
+    wanted: Mesh | None
+    batch: int | None
+    limit: float | None
+    own_axes: bool
+
+    def found(self, searcher: Searcher) -> Found:
+        """The best in the strategy's own microbatches and recomputation; where nothing fits so, in those that a search finds.
+
+        Raises:
+            InfeasibleError: nothing fits.
+        """
+        program, warm = self.strategy.record.program, replace(self.strategy._searched.hints, least=math.inf, start=None)
+        own, reserves = (program.microbatches, program.remat, None, bool(program.offload)), self.limit is None
+        if self.strategy._call is None or own != (1, None, None, False):
+            prepared = self.prepared(*own)
+            searched = partial(searched_on_meshes, prepared, searcher, silent, (), 1, None, warm=warm)
+            try:
+                return prepared, *within(prepared, searched, reserves, self.given)
+            except InfeasibleError as error:
+                if self.strategy._call is None or program.stages > 1:
+                    raise with_untried(error, ["other numbers of microbatches", "other recomputation"]) from None
+        offload = "optimizer" if program.offload else None
+        return Attempts(
+            self.prepared, searcher, "fit", "fit", offload, self.given, None, reserves, silent, (), None, 1, warm=warm
+        ).found()  # fmt: skip
+
+    def prepared(self, microbatches: int, remat: Remat | None, whole: Traced | None, on_host: bool) -> Prepared:
+        """The program in so many microbatches, with a recomputation, and with optimizer state on hosts or not; what is known serves."""
+        strategy, there, record = self.strategy, self.there, self.strategy.record
+        program, call, seconds = record.program, strategy._call, {}
+        own = (program.microbatches, program.remat, bool(program.offload))
+        if self.batch is None and (microbatches, remat, on_host) == own:
+            traced, facts = strategy._traced, _facts(strategy, there)
+        else:
+            call = strategy._call if self.batch is None else with_batch_size(strategy, self.batch)
+            assert call is not None, "a stage of a pipeline is searched as it is"
+            axes = (*(record.mesh.names if self.wanted is None else self.wanted.names), *self.asked.axes)
+            traced, facts, seconds = traced_of(
+                *call, record.donate_argnums, axes, there, microbatches, remat, whole, on_host, program.stages
+            )  # fmt: skip
+        assert traced is not None, "a strategy with its program"
+        both = _with(strategy._pins, self.asked, traced, self.wanted is None)
+        most = self.given if isinstance(self.given, int) else 2
+        meshes, is_free = meshes_of(there, both, self.wanted, most, program.stages)
+        n_axes = len(record.mesh.axes)
+        finest = n_axes if is_free and n_axes > 2 and self.own_axes else 0  # a strategy on three axes is compared with one on three
+        known = strategy._searched
+        tables = known.problem if facts is known.facts else None
+        bytes_limit = limit_of(there, self.limit)
+        return Prepared(traced, facts, there, meshes, finest, both, bytes_limit, seconds, call, tables, self.limit is not None)
 
 
 def _compared(words: str, before: Strategy, after: Strategy) -> WhatIf:
@@ -150,30 +207,6 @@ def _facts(strategy: Strategy, there: Cluster) -> ProgramFacts:
     known = strategy._searched.facts
     compiler = compiler_of(there)
     return known if known.compiler == compiler else program_facts(known.graph, known.rules, compiler)
-
-
-def _traced_again(
-    strategy: Strategy, there: Cluster, batch: int, mesh: Mesh | None, asked: Asked
-) -> tuple[Traced, ProgramFacts, Mapping[str, float], Call]:
-    """The program with another batch, as `traced_of` gives it, and its call; in as many microbatches, with as much on hosts."""
-    fn, args = with_batch_size(strategy, batch)
-    record = strategy.record
-    axes = (*(record.mesh.names if mesh is None else mesh.names), *asked.axes)
-    program = record.program
-    rewritten = {"microbatches": program.microbatches, "remat": program.remat, "stages": program.stages}
-    found = traced_of(fn, args, record.donate_argnums, axes, there, **rewritten, offload=bool(program.offload))
-    return *found, (fn, args)
-
-
-def _searched(prepared: Prepared, hints: Hints, mesh: Any) -> tuple[Solution, Problem, Searcher]:
-    """The best on any of the meshes, by the first searcher that can hold the program."""
-    warm = replace(hints, least=math.inf, start=None)
-
-    def by(searcher: Searcher) -> tuple[Solution, Problem, Searcher]:
-        searched = partial(searched_on_meshes, prepared, searcher, silent, (), 1, None, warm=warm)
-        return *within(prepared, searched, True, mesh), searcher
-
-    return by_first_that_holds(by)
 
 
 def _with_notes(solution: Solution, strategy: Strategy) -> Solution:
@@ -256,7 +289,6 @@ def _told_of_batch(strategy: Strategy, batch: int | None) -> Iterator[None]:
 def _asked_words(strategy: Strategy, pins: Any, cluster: Any, mesh: Any, batch: Any, limit: Any) -> str:
     """``cluster=v5e:4x8, batch=1024 (dim 0 of x, 256 now)``."""
     size = None if batch is None else f"{batch} ({_batch_words(strategy)})"
-    asked: Sequence[tuple[str, Any]] = (
-        ("pins", pins), ("cluster", cluster), ("mesh", mesh), ("batch", size), ("memory_limit_bytes", limit)
-    )  # fmt: skip
+    held = None if limit is None else format_bytes(limit)
+    asked: Sequence[tuple[str, Any]] = (("pins", pins), ("cluster", cluster), ("mesh", mesh), ("batch", size), ("memory_limit_bytes", held))
     return ", ".join(f"{name}={value}" for name, value in asked if value is not None) or "searched again"

@@ -24,6 +24,8 @@ class Figures:
         step_seconds, compute_seconds, exposed_seconds, hidden_seconds: predicted, of a step; see `StepTime`.
         peak_bytes, flops: of one device.
         sent_bytes, n_collectives: of all collectives of one device in a step.
+        microbatches: in how many parts of its batch a step computes its gradients.
+        recomputes: whether its backward pass was rewritten to compute values of the forward pass again.
     """
 
     cluster: str
@@ -37,6 +39,8 @@ class Figures:
     flops: float
     sent_bytes: float
     n_collectives: int
+    microbatches: int
+    recomputes: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +128,8 @@ def _figures(record: Record) -> Figures:
         flops=cost.flops,
         sent_bytes=sum(each.bytes * each.count for each in cost.collectives),
         n_collectives=sum(each.count for each in cost.collectives),
+        microbatches=record.program.microbatches,
+        recomputes=record.program.remat is not None,
     )
 
 

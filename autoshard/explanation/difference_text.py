@@ -58,6 +58,10 @@ def _figures(found: Difference) -> Table:
         ("cluster", one.cluster, two.cluster, ""),
         ("mesh", one.mesh_words, two.mesh_words, ""),
     ]
+    if one.microbatches != two.microbatches:
+        rows.append(("microbatches", f"{one.microbatches}", f"{two.microbatches}", ""))
+    if one.recomputes != two.recomputes:
+        rows.append(("recomputation", *("yes" if side.recomputes else "no" for side in (one, two)), ""))
     numbers: tuple[tuple[str, float, float, Callable[[float], str]], ...] = (
         ("step time", one.step_seconds, two.step_seconds, format_seconds),
         ("compute", one.compute_seconds, two.compute_seconds, format_seconds),

@@ -148,6 +148,28 @@ def test_the_search_s_memory_limit_stays():
     assert "memory_limit_bytes allows" in str(bound.explain())
 
 
+@pytest.mark.parametrize("change", [{"memory_limit_bytes": 1.25e6}, {"batch": 512, "memory_limit_bytes": 1.3e6}], ids=["less", "more"])
+def test_where_nothing_fits_microbatches_and_recomputation_are_tried(change):
+    """As in a search within that memory, and the answer says in how many microbatches its step is."""
+    found = strategy().what_if(**change)
+    batch, limit = change.get("batch", 256), change["memory_limit_bytes"]
+    searched = autoshard.search(two_products_step, *two_products(batch), mesh={"data": 8}, memory_limit_bytes=limit, **OPTIONS)
+    assert found.strategy.microbatches == searched.microbatches > 1
+    assert found.strategy.cost.makespan_seconds == pytest.approx(searched.cost.makespan_seconds, rel=1e-9)
+    assert found.strategy.cost.peak_bytes <= limit < strategy().cost.peak_bytes
+    assert f"microbatches 1 {searched.microbatches} " in " ".join(str(found).split())
+
+
+def test_where_nothing_fits_at_all_it_says_what_was_not_tried():
+    """In the words of a search; of a strategy whose own microbatches do not fit, fewer and more are tried."""
+    two = autoshard.search(two_products_step, *two_products(), mesh={"data": 8}, microbatches=2, **OPTIONS)
+    less, least = 1.25e6, 1.115e6  # the arguments take 1.114 MB
+    assert two.what_if(memory_limit_bytes=less).strategy.microbatches == strategy().what_if(memory_limit_bytes=less).strategy.microbatches
+    for one in (strategy(), two):
+        with pytest.raises(InfeasibleError, match=r"in microbatches, of which .* Not tried: pipelines \(stages=2\)\."):
+            one.what_if(memory_limit_bytes=least)
+
+
 def test_a_search_s_own_options_stay():
     """Microbatches, recomputation, donation and what is on hosts are those of the strategy for another batch as well."""
 
