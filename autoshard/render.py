@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from typing import TextIO
 
@@ -383,27 +384,31 @@ def _html_picture(picture: Picture) -> str:
 
 DELAY_SECONDS = 2.0  # before the line appears
 FRAME_SECONDS = 0.2
+LOG_SECONDS = 10.0  # between two lines of a log
 LEAST_DONE = 0.05  # share of the work below which no remaining time is shown
 
 
 @contextmanager
 def progress_line(file: TextIO | None = None) -> Iterator[Callable[[str, float], None]]:
-    """A callback ``(activity, fraction done)`` that keeps a progress line up to date, with the estimated time that remains.
+    """A callback ``(activity, fraction done)`` that keeps a progress line up to date, with the time taken and an estimate of what remains.
 
-    The line is drawn from the third second on, on stderr if that is a terminal or a notebook's, or in ``file``, and erased at the end. In
-    other outputs, such as a job's log, nothing is drawn.
+    The line is drawn from the third second on, on stderr if that is a terminal or a notebook's, or in ``file``, and erased at the end.
+    Other outputs, such as a job's log, get a line of their own every ten seconds, where something else is done by then.
     """
     out = sys.stderr if file is None else file
-    line = _ProgressLine(time.monotonic())
-    if file is None and not (out.isatty() or type(out).__module__.startswith("ipykernel")):
-        yield line.advance
-        return
-    done = threading.Event()
+    line, done = _ProgressLine(time.monotonic()), threading.Event()
+
+    def log() -> None:
+        told = ""
+        while not done.wait(LOG_SECONDS):
+            if told != (told := line.activity):
+                out.write(f"autoshard: {told}\n")
+                out.flush()
 
     def draw() -> None:
         wait, width = DELAY_SECONDS, 0
         while not done.wait(wait):
-            text = line.text(time.monotonic())
+            text = line.text(time.monotonic(), _columns(out))
             width = max(width, len(text))
             out.write("\r" + text.ljust(width))
             out.flush()
@@ -412,7 +417,8 @@ def progress_line(file: TextIO | None = None) -> Iterator[Callable[[str, float],
             out.write("\r" + " " * width + "\r")
             out.flush()
 
-    thread = threading.Thread(target=draw, daemon=True)
+    is_watched = file is not None or out.isatty() or type(out).__module__.startswith("ipykernel")
+    thread = threading.Thread(target=draw if is_watched else log, daemon=True)
     thread.start()
     try:
         yield line.advance
@@ -423,24 +429,37 @@ def progress_line(file: TextIO | None = None) -> Iterator[Callable[[str, float],
 
 @dataclass(slots=True)
 class _ProgressLine:
-    """The current activity, its start on the monotonic clock, and the fraction done."""
+    """When all of it started, on the monotonic clock, and when what can be estimated did; the current activity, and the fraction done."""
 
-    started: float
+    begun: float
+    started: float = field(init=False)
     activity: str = "tracing"
     fraction: float = 0.0
+
+    def __post_init__(self):
+        self.started = self.begun
 
     def advance(self, activity: str, fraction: float) -> None:
         if self.activity == "tracing":
             self.started = time.monotonic()  # tracing time does not predict search time
         self.activity, self.fraction = activity, max(fraction, self.fraction)
 
-    def text(self, now: float) -> str:
+    def text(self, now: float, width: int = PIPE_WIDTH) -> str:
         """The line at a time on the monotonic clock.
 
         >>> _ProgressLine(0.0, "mesh data=8", 0.25).text(3.0)
-        '[#####...............]  25 %, about 9 s left: mesh data=8'
+        '[#####...............]  25 % in 3 s, about 9 s left: mesh data=8'
         """
         filled = round(20 * self.fraction)
         seconds = (now - self.started) * (1 / max(self.fraction, LEAST_DONE) - 1)
         left = f", about {seconds:.0f} s left" if self.fraction >= LEAST_DONE else ""
-        return f"[{'#' * filled}{'.' * (20 - filled)}] {100 * self.fraction:3.0f} %{left}: {self.activity}"[:PIPE_WIDTH]
+        done = f"{100 * self.fraction:3.0f} % in {now - self.begun:.0f} s"
+        return f"[{'#' * filled}{'.' * (20 - filled)}] {done}{left}: {self.activity}"[:width]
+
+
+def _columns(out: TextIO) -> int:
+    """Columns that a line may take without being broken into two, which could not be drawn over."""
+    try:
+        return min(PIPE_WIDTH, os.get_terminal_size(out.fileno()).columns - 1)
+    except (OSError, ValueError):  # no terminal: a notebook, a file
+        return PIPE_WIDTH

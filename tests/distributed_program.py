@@ -63,7 +63,7 @@ def timed(n_devices: int, is_slow: bool) -> list:
     """What confirms a search whose finalists are timed; one process has less time than that takes it."""
 
     def progress(doing: str, _: float) -> None:
-        if is_slow and "devices run" in doing:
+        if is_slow and "timing on" in doing:
             time.sleep(limit)
 
     limit, options = 2.0, {"confirm": "devices", "time_limit_seconds": 60.0, "progress": progress}

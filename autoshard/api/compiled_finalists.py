@@ -112,7 +112,7 @@ class FinalistCompiler:
 
             return begin
 
-        doing = f"{self.name} compiles{' to the end' if cycles else ''}"
+        doing = f"compiling for {board.cluster.name}{' to the end' if cycles else ''}"
         done = len(board.found) - len(numbers)
         return _in_parallel({number: start(number) for number in numbers}, board, doing, done)
 

@@ -85,8 +85,8 @@ class Board:
             OutOfTime: the time is over.
         """
         self.check_time()
-        each = self.found[number]
-        self.progress(f"{doing} {each.found_by} on mesh {each.mesh}", done / len(self.found))
+        each, n = self.found[number], len(self.found)
+        self.progress(f"{doing}, {number + 1} of {n}: {each.found_by} on mesh {each.mesh}", done / n)
 
     def check_time(self) -> None:
         """Raises `OutOfTime` where the time is over, of any process of those that decide together."""

@@ -51,7 +51,7 @@ class FinalistDevices:
             OutOfTime: the time is over; what is recorded by then holds.
         """
         for number in range(len(board.found)):
-            board.tell(f"{len(self.devices)} devices run", number, number)
+            board.tell(f"timing on {len(self.devices)} devices", number, number)
             run, figures = None, {}
             with _noting_failure(board, number):
                 run, figures = self._compiled(board, number)

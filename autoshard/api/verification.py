@@ -19,6 +19,7 @@ from autoshard.cluster import Cluster
 from autoshard.errors import ClusterError, StrategyError
 from autoshard.ir import Collective, Mesh, as_compiled
 from autoshard.lower import abstract_mesh, jax_mesh
+from autoshard.progress import Progress, silent
 from autoshard.render import Paragraph, Part, Report, Table, format_bytes, format_count, format_flops, format_percent, format_seconds
 from autoshard.strategy import Record
 from autoshard.trace import outside_mesh
@@ -197,6 +198,7 @@ def verify(
     compiler_options: Options | None = None,
     bucket_bytes: int | None = None,
     save_graphs: str | os.PathLike[str] | None = None,
+    progress: Progress = silent,
 ) -> Verification | PipelineVerification:
     """What a strategy predicts next to what the target makes of its program.
 
@@ -211,6 +213,7 @@ def verify(
         compiler_options, bucket_bytes: of a target that compiles, as for `Strategy.apply`.
         save_graphs: as for `Strategy.apply`; a target that compiles writes what it compiled.
         lowering: as for `Strategy.apply`; of ``"constraints"`` the target ``"shardy"`` asks the partitioner for its explicit collectives.
+        progress: called with what is being compiled and the fraction that is done.
 
     Raises:
         StrategyError: the function is not the strategy's program, or the target is unknown.
@@ -238,7 +241,7 @@ def verify(
         if lowering != "manual":
             raise StrategyError(f"tasks of a pipeline are lowered by 'manual', got lowering={lowering!r}. Leave it out.")
         return _verified_stages(
-            strategy, fn, args, target, cycles, {**bucket_options(target, bucket_bytes), **(compiler_options or {})}, save_graphs
+            strategy, fn, args, target, cycles, {**bucket_options(target, bucket_bytes), **(compiler_options or {})}, save_graphs, progress
         )
     against = TARGETS[target]
     devices = devices_here(target) if against.here else []
@@ -247,6 +250,8 @@ def verify(
     options = {**bucket_options(target, bucket_bytes), **(compiler_options or {})}
     step = Step(fn, record, mesh, lowering, strategy._traced, options, save_graphs)
     lowered = step.lower(*args, platform=topology.platform) if topology else step.lower(*args)
+    if against.here or against.ahead:
+        progress(f"compiling {record.program.name} for {_compiled_for(record, target)}", 0.0)
     if not (against.here or against.ahead):
         found = _Actual(explicit_collectives(lowered, record.mesh))
     elif topology:
@@ -289,6 +294,7 @@ def _verified_stages(
     cycles: bool,
     options: Options,
     save_graphs: str | os.PathLike[str] | None,
+    progress: Progress,
 ) -> PipelineVerification:
     """What a pipeline predicts next to what the target makes of each stage's programs."""
     record, against = strategy.record, TARGETS[target]
@@ -308,14 +314,21 @@ def _verified_stages(
             return _compiled(lowered.compile(dict(options) or None), own.mesh)  # pyright: ignore[reportArgumentType]
         return _Actual(explicit_collectives(lowered, own.mesh))
 
-    stages = []
+    stages, n = [], len(record.pipeline.stages)
     for stage in stage_programs(fn, args, record, strategy._traced, meshes, platform):
+        if against.here or against.ahead:
+            progress(f"compiling stage {len(stages) + 1} of {n} for {_compiled_for(record, target)}", len(stages) / n)
         found = [(program, actual(program.lowered, stage.record)) for program in stage.programs]
         all_of_it = together(found)
         if save_graphs is not None and all_of_it.text:
             save_text(save_graphs, stage.record.program, "compiled.txt", all_of_it.text)
         stages.append(_verification(stage.record, target, all_of_it, 0, stage.peak_bytes))
     return PipelineVerification(record.program.name, target, tuple(stages))
+
+
+def _compiled_for(record: Record, target: str) -> str:
+    """The devices that a target compiles for, in words."""
+    return record.cluster["name"] if TARGETS[target].ahead else "this machine's devices"
 
 
 def expected(record: Record, target: str) -> tuple[Collective, ...]:

@@ -29,7 +29,7 @@ def show_json(value: Any) -> None:
 
 @contextmanager
 def progress(quiet: bool = False) -> Iterator[Callable[[str, float], None]]:
-    """A callback ``(what is being done, fraction done)`` that draws on stderr where somebody watches; silent when quiet."""
+    """A callback ``(what is being done, fraction done)`` that shows it on stderr (`progress_line`); silent when quiet."""
     if quiet:
         yield lambda what, fraction: None
         return

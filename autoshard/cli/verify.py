@@ -9,7 +9,7 @@ from contextlib import redirect_stdout
 from autoshard.cli.found import record_of
 from autoshard.cli.options import add_saved, command
 from autoshard.cli.program import load
-from autoshard.cli.terminal import show, show_json
+from autoshard.cli.terminal import progress, show, show_json
 
 EXAMPLE = "autoshard verify train:train_step --args train:example_args --strategy s.json --target shardy"
 
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     function, arguments = load(options.program, options.args, devices)
     import autoshard
 
-    with redirect_stdout(sys.stderr):  # stdout is for our output, not the program's
+    with redirect_stdout(sys.stderr), progress(quiet=options.json) as callback:  # stdout is for our output, not the program's
         found = autoshard.verify(
             autoshard.Strategy(record),
             function,
@@ -54,6 +54,7 @@ def run(options: argparse.Namespace) -> int:
             cycles=options.cycles,
             bucket_bytes=options.bucket_bytes,
             save_graphs=options.save_graphs,
+            progress=callback,
         )
     show_json(found.to_json()) if options.json else show(found.report())
     return 0 if found.as_predicted else 1

@@ -77,14 +77,16 @@ def outcomes(strategy):
 def test_close_ones_are_ordered_by_the_compiled_schedule(processes, monkeypatch):
     """Both are compiled to the end; the slower prediction is taken, since its schedule is faster, and its bound stays the model's."""
     monkeypatch.setattr(compiled_finalists, "MARGIN", CLOSE)
-    started = processes(compiles(), compiles(), compiles(10**9), compiles(10**6))
-    found = searched()
+    started, told = processes(compiles(), compiles(), compiles(10**9), compiles(10**6)), []
+    found = searched(progress=lambda doing, done: told.append(doing))
     assert len(started) == 4 and outcomes(found) == ["slower", "taken"]
     first, second = found.confirmation.finalists
     assert first.predicted_seconds < second.predicted_seconds == found.cost.makespan_seconds
     assert first.measure == second.measure == "scheduled" and second.seconds < 1e-3 < 0.6 < first.seconds
     assert 0 <= found.lower_bound_seconds <= found.cost.objective_seconds
     assert (found.confirmation.by, found.confirmation.name) == ("compiler", "XLA:TPU")
+    compiling = [doing.rsplit(": ", 1)[0] for doing in told if "compiling" in doing]
+    assert compiling == [f"compiling for v5e:2x4{how}, {n} of 2" for how in ("", " to the end") for n in (1, 2)]
     assert (found.confirmation.peak_bytes, found.confirmation.flops) == (5, 0) and found.confirmation.collective_bytes > 0
 
 

@@ -33,7 +33,9 @@ def program():
 def test_a_strategy_does_what_it_says(program, target):
     """Of the partitioner's and of the compiler's collectives, none is missing, none is new, and all have the predicted size."""
     fn, args, strategy = program
-    found = autoshard.verify(strategy, fn, *args, target=target)
+    told = []
+    found = autoshard.verify(strategy, fn, *args, target=target, progress=lambda *what: told.append(what))
+    assert told == ([("compiling train_step for this machine's devices", 0.0)] if target == "cpu" else [])
     assert found.exact and found.bytes_ratio == 1.0
     assert sum(row.actual_count for row in found.rows) == sum(c.count for c in strategy.cost.collectives) > 0
     assert (found.actual_peak_bytes or 0) > 0 or target == "shardy"

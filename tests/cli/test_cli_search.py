@@ -1,7 +1,11 @@
 """``autoshard search``, ``evaluate``, ``explain`` and ``compare`` on a program in the current folder."""
 
+import fcntl
 import io
 import json
+import os
+import struct
+import termios
 import time
 
 import pytest
@@ -258,18 +262,34 @@ def impatient(monkeypatch):
     """Progress is drawn at once, and often."""
     monkeypatch.setattr(render, "DELAY_SECONDS", 0.0)
     monkeypatch.setattr(render, "FRAME_SECONDS", 0.01)
+    monkeypatch.setattr(render, "LOG_SECONDS", 0.01)
 
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_progress_is_drawn_for_whoever_watches(terminal, impatient, monkeypatch):
-    """A terminal shows it; a job's log is spared hundreds of lines over one another."""
+    """A terminal shows it on one line; a job's log gets a line for what takes long, once, and none over another."""
     stderr = io.StringIO()
     stderr.isatty = lambda: terminal
     monkeypatch.setattr("sys.stderr", stderr)
     with render.progress_line() as callback:
         callback("mesh data=8", 0.25)
         time.sleep(0.1)
-    assert bool(stderr.getvalue()) == terminal
+    if terminal:
+        assert "% in 0 s, about 0 s left: mesh data=8" in stderr.getvalue()
+    else:
+        assert stderr.getvalue() == "autoshard: mesh data=8\n"
+
+
+def test_a_terminal_shows_no_more_than_a_line_of_it(impatient):
+    """What is wider than the terminal is cut: a line broken into two could not be drawn over."""
+    main, other = os.openpty()
+    fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    with os.fdopen(other, "w") as drawn, render.progress_line(drawn) as callback:
+        callback("compiling for v5e:16x16, 1 of 3: dynamic_programming on mesh data=16 x model=16", 0.5)
+        time.sleep(0.1)
+    lines = os.read(main, 1 << 16).decode().split("\r")
+    os.close(main)
+    assert any("compiling" in line for line in lines) and max(map(len, lines)) == 79
 
 
 def test_the_line_of_progress_is_drawn_and_wiped(impatient):
@@ -280,7 +300,7 @@ def test_the_line_of_progress_is_drawn_and_wiped(impatient):
         deadline = time.monotonic() + 10
         while "left: mesh data=8" not in drawn.getvalue() and time.monotonic() < deadline:
             time.sleep(0.01)
-    assert " 25 %, about " in drawn.getvalue()
+    assert " 25 % in 0 s, about " in drawn.getvalue()
     assert not drawn.getvalue().split("\r")[-2].strip() and drawn.getvalue().endswith("\r")
 
 
