@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -88,6 +89,24 @@ def test_deep_benchmark_measures_small_programs(monkeypatch):
     assert found.peak_bytes <= 10 * least and found.step_seconds <= found.limited_step_seconds
     assert refused.step_seconds is refused.limited_step_seconds is None and refused.fits == ()
     assert all(text in str(deep.report([found, refused], 1e-3)) for text in ("small", "refused", "in 0.001 s"))
+
+
+def test_deep_benchmark_ends_long_searches_and_keeps_rows(monkeypatch, tmp_path):
+    """A search that may take no time is ended and said to be; rows are merged into the file by program and limit."""
+    monkeypatch.syspath_prepend(ROOT)
+    from benchmarks import deep
+    from benchmarks.models import mlp
+
+    case = deep.Case(lambda: mlp(2, 64, 256, 64), "cpu:4")
+    monkeypatch.setitem(deep.CASES, "small", case)
+    monkeypatch.setattr(deep, "FILE", tmp_path / "deep.json")
+    program = case.program()
+    assert deep.least_peak(case, program, 0.0) == math.inf
+    ended, found = (deep.row("small", program, 2.0, 1e9, None, most) for most in (0.0, None))
+    assert ended.over and ended.step_seconds is None and "ended" in str(deep.report([ended], None)) and not found.over
+    for one in (replace(ended, times=1.5), ended, found):
+        deep.record(one)
+    assert [*deep.recorded().values()] == [found, replace(ended, times=1.5)]
 
 
 def test_harness_benchmark_runs():
