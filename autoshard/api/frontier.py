@@ -16,6 +16,7 @@ import jax
 
 from autoshard.api.collecting import rarely_collecting
 from autoshard.api.microbatching import Microbatches, all_found, best, checked_number
+from autoshard.api.offloading import check_offload, checked_offload
 from autoshard.api.prepared import Prepared, prepare
 from autoshard.api.search import shown
 from autoshard.api.strategy import Strategy
@@ -29,6 +30,7 @@ from autoshard.mesh_search.bounds import bounded
 from autoshard.microbatch import divisors
 from autoshard.problem import NO_HINTS, Hints, Problem
 from autoshard.progress import Progress, part, silent
+from autoshard.recompute import optimizer_state
 from autoshard.render import Paragraph, Report, Table, format_bytes, format_percent, format_seconds
 from autoshard.search import DataParallel, FullySharded, Searcher, Solution, TensorParallel, searcher_of
 from autoshard.search.integer_programming import LastResort
@@ -82,7 +84,7 @@ class Frontier(Sequence[Strategy]):
     def report(self) -> Report:
         """A row for each strategy; prints in a terminal and shows in Jupyter."""
         fastest, largest = self[-1].cost.makespan_seconds, self[-1].cost.peak_bytes
-        several = any(strategy.microbatches > 1 for strategy in self)
+        several, hosted = any(strategy.microbatches > 1 for strategy in self), any(strategy.offload for strategy in self)
         rows = tuple(
             (
                 format_bytes(strategy.cost.peak_bytes),
@@ -93,11 +95,12 @@ class Frontier(Sequence[Strategy]):
                 str(strategy.record.mesh),
                 _found_by(strategy),
                 *([str(strategy.microbatches)] if several else []),
+                *([f"{len(strategy.offload)} leaves" if strategy.offload else ""] if hosted else []),
             )
             for strategy in self
         )
         columns = (">peak memory", ">of the fastest's", ">step time", ">ratio", ">gap", "mesh", "found by")
-        columns += (">microbatches",) if several else ()
+        columns += (*((">microbatches",) if several else ()), *((">on hosts",) if hosted else ()))
         record = self[-1].record
         gap = "The gap is the objective's to the best lower bound known of what holds no more on that mesh."
         parts = (Table(columns, rows), Paragraph(gap), *map(Paragraph, self.notes))
@@ -134,6 +137,7 @@ def frontier(
     time_limit_seconds: float | None = None,
     interruptible: bool = False,
     microbatches: Microbatches = "fit",
+    offload: str | None = None,
 ) -> Frontier:
     """The Pareto front of step time against peak memory: what the searcher finds under ever smaller limits, and the baselines.
 
@@ -148,9 +152,12 @@ def frontier(
         points: how many strategies there may be.
         memory_limit_bytes: what a device may hold at its peak; by default the cluster's memory less a reserve.
         microbatches: as for `search`; with ``"auto"`` the front is that of 1, 2, 4 and 8 together, each searched like this.
+        offload: ``"optimizer"`` keeps optimizer state in the memory of hosts, as for `search`; with ``"auto"`` the front is that of steps
+            with it there and on devices together; None: all is on devices.
 
     Raises:
         TraceError: the batch cannot be computed in that many microbatches.
+        ShardingError: nothing can be offloaded, or ``offload`` is for what a frontier does not choose.
         InfeasibleError: nothing fits the memory limit; names the smallest peak found.
 
     >>> import jax.numpy as jnp
@@ -161,18 +168,32 @@ def frontier(
     if isinstance(points, bool) or not isinstance(points, int) or points < 1:
         raise ShardingError(f"a frontier has a whole number of points, 1 or more, got {points!r}.")
     chosen, microbatches = searcher_of(searcher), checked_number(microbatches)
+    if checked_offload(offload, "fit") == "activations":
+        raise ShardingError(
+            "a frontier is of shardings, microbatches and optimizer state on hosts, and offload='activations' is a choice beside "
+            "recomputation, which it does not try. Use offload='optimizer' with it, or autoshard.search with a memory_limit_bytes."
+        )
     with shown(progress) as callback, rarely_collecting(), outside_mesh(keep_auto=True):
         ask = partial(prepare, fn, args, cluster, chosen, mesh, Asked.of(pins, batch_axes), memory_limit_bytes, donate_argnums)
         first = microbatches if isinstance(microbatches, int) else 1
         asked = ask(first)
+        check_offload(offload, asked.cluster, asked.traced)
+        ways = _ways(offload, asked)
         limited, ends = timed(callback, time_limit_seconds), endings(time_limit_seconds, interruptible)
         searches: list[_Search] = []
         last = LastResort(chosen.last_resort)
 
-        def attempt(n: int) -> _Search:
-            searches.append(_Search(asked if n == first else ask(n), chosen.without_last_resort(), limited))
-            searches[-1].run(points, last)
-            return searches[-1]
+        def attempt(n: int) -> None:
+            refused: list[InfeasibleError] = []
+            for on_host in ways:
+                prepared = asked if n == first and not on_host else ask(n, offload=on_host)
+                searches.append(_Search(prepared, chosen.without_last_resort(), limited))
+                try:
+                    searches[-1].run(points, last)
+                except InfeasibleError as error:
+                    refused.append(error)
+            if len(refused) == len(ways):
+                raise min(refused, key=lambda error: error.smallest_peak_bytes or math.inf)
 
         notes = ()
         try:
@@ -194,6 +215,11 @@ def frontier(
         [solution] = search.prepared.overlapped([search.solution(point)], point.problem.within(asked.limit))
         found.append(search.prepared.strategy(point.mesh, solution, point.searcher))
     return Frontier(found, notes)
+
+
+def _ways(offload: str | None, asked: Prepared) -> tuple[bool, ...]:
+    """Whether optimizer state is on hosts, for each of the programs of which a frontier is."""
+    return {"optimizer": (True,), "auto": (False, True) if optimizer_state(asked.traced) else (False,)}.get(offload or "", (False,))
 
 
 class _Search:

@@ -130,6 +130,19 @@ def add(commands) -> None:
 MAY_STAND_ALONE = {"--confirm": "compiler", "--frontier": "8"}  # a program after them is no value of theirs
 
 
+def _check_frontier(options: argparse.Namespace) -> None:
+    """Raises `SearcherError` for options that strategies of a frontier do not have."""
+    import autoshard
+
+    given = {"--stages": options.stages, "--schedule": options.schedule, "--full": options.full}
+    given["--remat"] = options.remat not in ("fit", "none")
+    if names := [name for name, is_given in given.items() if is_given]:
+        raise autoshard.SearcherError(
+            f"--frontier is of shardings, --microbatches and --offload, and has no {', '.join(names)}. Leave out --frontier, and give "
+            "--memory-limit for one strategy at a peak."
+        )
+
+
 def run(options: argparse.Namespace) -> int:
     """Searches, saves, reports."""
     from jax.sharding import PartitionSpec
@@ -140,6 +153,8 @@ def run(options: argparse.Namespace) -> int:
         raise autoshard.SearcherError("--like is one more candidate for one strategy, and --frontier makes several. Leave out one of them.")
     if options.confirm and options.frontier:
         raise autoshard.SearcherError("one strategy is confirmed, and --frontier makes several. Leave out --frontier or --confirm.")
+    if options.frontier:
+        _check_frontier(options)
     function, arguments = load(options.program, options.args, options.devices)
     with redirect_stdout(sys.stderr), progress(quiet=options.json) as callback:  # stdout is for our output, not the program's
         asked = {
@@ -154,10 +169,10 @@ def run(options: argparse.Namespace) -> int:
             "time_limit_seconds": options.time_limit,
             "interruptible": options.interruptible,
             "microbatches": options.microbatches,
+            "offload": None if options.offload == "none" else options.offload,
         }
         if options.frontier is None:
             of_time = {"remat": None if options.remat == "none" else options.remat, "stages": options.stages, "schedule": options.schedule}
-            of_time["offload"] = None if options.offload == "none" else options.offload
             of_time["plan"] = "full" if options.full else "sharding"
             if options.like:
                 of_time["start"] = autoshard.Strategy(record_of(options.like))

@@ -315,6 +315,12 @@ def test_a_search_is_confirmed_by_the_compiler_unless_told_otherwise(search):
     assert code == 0 and "Confirmed by cpu" in out and "on cpu devices" in out
 
 
+def test_a_frontier_refuses_options_that_it_has_not(search):
+    """Stages and recomputation beside --frontier are refused, since they would have no effect."""
+    code, _, err = search("--frontier", "--stages", "2", "--remat", "full")
+    assert code == 2 and "has no --stages, --remat" in err
+
+
 def test_a_frontier_is_not_confirmed(search):
     """Several strategies are not what is asked to be confirmed, and other words are refused."""
     code, _, err = search("--confirm", "--frontier")

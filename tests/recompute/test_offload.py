@@ -104,6 +104,22 @@ def test_state_is_offloaded_where_nothing_fits_otherwise():
         _search(searcher="data_parallel", memory_limit_bytes=limit, microbatches=None, remat=None)
 
 
+def test_each_point_of_a_frontier_has_its_offload():
+    """With ``"optimizer"`` moments of all points are on hosts, with ``"auto"`` those of the least memory and not of the least time."""
+    options = {"cluster": "v5e:1x1", "mesh": {"data": 1}, "donate_argnums": 0, "points": 4}
+    hosted = autoshard.frontier(_step, STATE, X, offload="optimizer", **options)
+    assert all(len(strategy.offload) == 2 for strategy in hosted)
+    both = autoshard.frontier(_step, STATE, X, offload="auto", **options)
+    assert both[0].offload and not both[-1].offload
+    assert both[0].cost.peak_bytes == hosted[0].cost.peak_bytes
+    assert "2 leaves" in str(both)
+    state, value = both[0].apply(_step)(both[0].init(_state), jnp.ones(X.shape))
+    np.testing.assert_allclose(value, _step(_state(), jnp.ones(X.shape))[1], rtol=1e-6)
+    assert state["moments"][0].trace["up"].sharding.memory_kind == HOST
+    with pytest.raises(ShardingError, match="Use offload='optimizer'"):
+        autoshard.frontier(_step, STATE, X, offload="activations", **options)
+
+
 def test_what_cannot_be_offloaded_is_refused():
     """A device without a link, a step without state, a pipeline and an unknown word are refused with what to do."""
     cluster = autoshard.Cluster.parse("cpu:8")
