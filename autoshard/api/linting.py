@@ -36,7 +36,7 @@ class Lint(Report):
     >>> import autoshard
     >>> found = lint(jnp.matmul, jnp.ones((2048, 64)), jnp.ones((64, 2048)), cluster="cpu:8", mesh={"data": 8}, in_specs=jax.P())
     >>> sorted({each.rule for each in found.findings})
-    ['repeated-work', 'unsharded-parameter']
+    ['repeated-work', 'unsharded-batch', 'unsharded-parameter']
     """
 
     findings: tuple[Finding, ...]
@@ -74,10 +74,10 @@ def lint(
     in_specs: Any = ARGUMENTS,
     donate_argnums: int | Sequence[int] = (),
 ) -> Lint:
-    """What looks wrong about a sharding: unsharded large parameters, replicated activations, repeated work, padding, silent resharding.
+    """What looks wrong about a sharding: whole batches and large parameters, replicated activations, repeated work, padding, resharding.
 
     Intermediates are sharded as Shardy propagates the arguments' shardings and the constraints in the program. Each finding has its rule,
-    its source line, what it costs in seconds and bytes, by the prediction, and what to do.
+    its source line, what it costs in seconds and bytes, by the prediction, and what to do; what causes others comes before them.
 
     Args:
         fn, args, cluster, donate_argnums: as for `search`.
@@ -151,6 +151,7 @@ def _parts(found: Sequence[Finding], strategy: Strategy) -> Iterator[Paragraph |
     if not found:
         yield Paragraph(f"Nothing was found; a step takes {step}, by the prediction.")
         return
-    yield Paragraph(f"{format_count(len(found))} findings; a step takes {step}, by the prediction.")
+    some = f"{format_count(len(found))} finding{'s' * (len(found) > 1)}, what causes others first"
+    yield Paragraph(f"{some}; a step takes {step}, by the prediction.")
     rows = tuple((each.rule, each.where, cost_words(each), f"{each.what}\n{each.advice}") for each in found)
     yield Table(("rule", "where", ">costs", "what, and what to do"), rows)

@@ -28,8 +28,8 @@ def add(commands) -> None:
         metavar="RULE,...",
         type=lambda text: tuple(part.strip() for part in text.split(",")),
         default=(),
-        help="exit with code 1 where one of these rules finds something: unsharded-parameter, replicated-activation, repeated-work, "
-        "uneven-padding, silent-resharding, or any",
+        help="exit with code 1 where one of these rules finds something: unsharded-batch, unsharded-parameter, replicated-activation, "
+        "repeated-work, uneven-padding, silent-resharding, or any",
     )
 
 

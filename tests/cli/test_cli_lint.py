@@ -21,7 +21,7 @@ def test_the_exit_code_is_for_ci(run, fail_on, code):
 def test_findings_are_json(run):
     """With --json alone on stdout."""
     code, out, _ = run("lint", *PROGRAM, *SPLIT, "--json")
-    assert code == 0 and {"rule", "where", "bytes", "seconds", "advice", "what"} == set(json.loads(out)["findings"][0])
+    assert code == 0 and {"rule", "where", "bytes", "seconds", "advice", "what", "causes_seconds"} == set(json.loads(out)["findings"][0])
 
 
 def test_an_unknown_rule_is_bad_input(run):

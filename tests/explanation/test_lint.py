@@ -53,10 +53,41 @@ def test_a_whole_batch_repeats_work_and_replicates_activations():
     """Both are found at the line of the product, with the seconds that splitting would save at most."""
     lint = autoshard.lint(step, *shapes(), cluster="v5e:2x4", mesh={"data": 8}, in_specs=P())
     assert rules(lint) >= {"repeated-work", "replicated-activation", "unsharded-parameter"}
+    first, *others = lint.findings
+    assert (first.rule, first.where) == ("unsharded-batch", "x") and "dim 0 of size 4096" in first.what
+    assert all(each.rule == "repeated-work" for each in others[-2:]) and "unsharded-batch" not in {each.rule for each in others}
     lines = {each.where for each in lint.findings if each.rule == "replicated-activation"}
     assert lines and all(line.startswith("test_lint.py:") and "(step)" in line for line in lines)
     repeated = sum(each.seconds for each in lint.findings if each.rule == "repeated-work")
     assert repeated == pytest.approx(lint.strategy.cost.compute_seconds * 7 / 8, rel=0.05)
+    assert first.causes_seconds == pytest.approx(repeated, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("spec", "seconds", "caused"), [(P(), True, False), (P(None, "model"), True, True), (P("data", "model"), False, False)]
+)
+def test_a_constraint_that_gathers_an_activation_is_found_first(spec, seconds, caused):
+    """At its line, with the bytes of the whole value and the seconds of its gathers; where readers stay whole, with what they repeat.
+
+    A constraint that gathers a weight, cast or not, is meant so.
+    """
+
+    def train(params, x):
+        def loss(params):
+            down = jax.lax.with_sharding_constraint(params["down"].astype(jnp.bfloat16), P())
+            h = jax.lax.with_sharding_constraint(jnp.tanh(x @ params["up"]), spec)
+            return jnp.mean((jnp.sin(h) @ down) ** 2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    specs = {"x": P("data"), "*up*": P(None, "model"), "*down*": P("model")}
+    lint = autoshard.lint(train, *shapes(), cluster="v5e:2x4", mesh={"data": 4, "model": 2}, in_specs=specs)
+    constrained = [each for each in lint.findings if "with_sharding_constraint gathers" in each.what]
+    assert len(constrained) == bool(seconds) and (not seconds or lint.findings[0] is constrained[0])
+    for each in constrained:
+        line = train.__code__.co_firstlineno + 3
+        assert each.where.startswith(f"test_lint.py:{line} (") and each.rule == "replicated-activation"
+        assert each.bytes == 4 * 2**24 / (2 if caused else 1) and each.seconds > 0 and bool(each.causes_seconds) == caused
 
 
 def test_an_activation_that_changes_its_sharding_is_found():
