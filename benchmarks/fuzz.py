@@ -1,6 +1,6 @@
 """Is every random JAX program searched, lowered, equal to the unsharded run, and does it send exactly what was predicted?
 
-``python -m benchmarks.fuzz --programs 1000 --seed 0`` writes that many programs (`tests/fuzz.py`) and checks each with three searchers,
+``python -m benchmarks.fuzz --programs 1000 --seed 0`` writes that many programs (`tests/fuzz`) and checks each with three searchers,
 a given sharding and a random legal assignment: numbers on 8 virtual CPU devices, collectives by Shardy's own passes. Workers run in
 processes of their own, so that a compiler that aborts is a failure of one program. Every failure is shrunk and printed as a test
 that can be pasted into ``tests/test_fuzz_regressions.py``.

@@ -1,4 +1,4 @@
-"""What random programs once got wrong, each shrunk to a few lines; see `tests/fuzz.py`."""
+"""What random programs once got wrong, each shrunk to a few lines; see `tests/fuzz`."""
 
 from __future__ import annotations
 
