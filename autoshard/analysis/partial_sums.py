@@ -20,8 +20,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import numpy as np
-
 from autoshard.cost.reshard import Combination, combinations
 from autoshard.ir import Assignment, Graph, Holder, Op, Rule, computed_layout, operand_layout, reductions, result_layout, shift_layout
 from autoshard.primitives import is_addition, linear
@@ -230,7 +228,7 @@ class _Finder:
         self._values = graph.values
         self._makers = {value: op for op in self._ops for value in op.results}
         self._returned = frozenset(graph.results)
-        self._written = dict(zip(graph.literals, graph.written, strict=False))  # a graph may not say what is written
+        self._zeros = graph.zeros
         self._trips = {value: op.trips for op in self._ops for value in op.results}
         self._trips |= {value: op.trips * body.trips for op in self._ops for body in op.bodies for value in body.inputs}
 
@@ -326,7 +324,7 @@ class _Finder:
         if self._rounds(op):
             return None
         if op.primitive == "select_n":  # a mask, where all other elements are zeros
-            kept = [value for value in op.operands[1:] if not self._is_zero(value)]
+            kept = [value for value in op.operands[1:] if value not in self._zeros]
             return kept[0] if len(kept) == 1 else None
         if linear(op.primitive) == "scales":
             first, second = op.operands
@@ -344,12 +342,6 @@ class _Finder:
     def _is_elementwise(self, op: Op) -> bool:
         """Whether an op that passes partial sums on has the layout of its operand."""
         return linear(op.primitive) in ("carries", "scales") or op.primitive == "select_n"
-
-    def _is_zero(self, value: int) -> bool:
-        """Whether all elements of a value are written as 0."""
-        while (maker := self._makers.get(value)) is not None and maker.primitive in ("broadcast_in_dim", "convert_element_type"):
-            value = maker.operands[0]
-        return value in self._written and not np.any(self._written[value])
 
     def _is_number(self, value: int) -> bool:
         """Whether all elements of a value are one number."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from autoshard.ir import Graph, Op, Value, is_transfer
 from autoshard.primitives import commutes_with_casts, is_addition, is_anchor, is_control_flow, is_reduction, is_scatter, is_view, of_kind
@@ -248,45 +248,46 @@ def row_updates(graph: Graph) -> dict[int, tuple[int, ...]]:
     Equal constants are one array: the zeros that are added to are also those that the update compares with, or selects. And a sum that is
     only added to another value is scattered into that value instead.
     """
-    ops, shapes = graph.walk(), [value.shape for value in graph.values]
-    zeros = {literal for literal, written in zip(graph.literals, graph.written, strict=False) if not _is_other(written)}
-    for op in ops:
-        if op.primitive in ("broadcast_in_dim", "convert_element_type") and op.operands[0] in zeros:
-            zeros.add(op.results[0])
-    kind = frozenset(of_kind("elementwise"))
-    elementwise = [op for op in ops if op.primitive in kind and shapes[op.results[0]]]
-    near: dict[int, list[Op]] = {}
-    for op in elementwise:
-        for value in dict.fromkeys((*op.operands, *op.results)):
-            if shapes[value] == shapes[op.results[0]]:
-                near.setdefault(value, []).append(op)
-    arguments, found = frozenset(graph.arguments), {}
-    for op in ops:
-        if op.primitive != "scatter-add" or op.operands[0] not in zeros or op.results[0] not in near:
+    zeros, arguments, found = graph.zeros, frozenset(graph.arguments), dict[int, tuple[int, ...]]()
+    near = _elementwise_neighbours(graph)
+    for op in graph.walk():
+        made = op.results[0] if op.results else None
+        if op.primitive != "scatter-add" or op.operands[0] not in zeros or made not in near:
             continue
-        reached, queue, update = {op.results[0]}, [op.results[0]], dict[int, Op]()
-        while queue:
-            for other in near[queue.pop()]:
-                update[other.index] = other
-                new = [value for value in (*other.operands, *other.results) if value in near and value not in reached | zeros]
-                new = [value for value in new if shapes[value] == shapes[op.results[0]]]
-                reached.update(new)
-                queue += new
-        readers = [other for other in update.values() if op.results[0] in other.operands]
+        reached, update = _update_of(made, near, graph.values, zeros)
+        readers = [other for other in update if made in other.operands]
         is_added = len(readers) == 1 and is_addition(readers[0].primitive)
-        if is_added or any(_compares(other, graph.values) and not zeros.isdisjoint(other.operands) for other in update.values()):
+        if is_added or any(_compares(other, graph.values) and not zeros.isdisjoint(other.operands) for other in update):
             found[op.index] = tuple(sorted(reached & arguments))
     return found
+
+
+def _elementwise_neighbours(graph: Graph) -> dict[int, list[Op]]:
+    """Per value the elementwise ops that read or make it in the shape of their result."""
+    kind, shapes = frozenset(of_kind("elementwise")), [value.shape for value in graph.values]
+    near: dict[int, list[Op]] = {}
+    for op in graph.walk():
+        if op.primitive in kind and (shape := shapes[op.results[0]]):
+            for value in dict.fromkeys((*op.operands, *op.results)):
+                if shapes[value] == shape:
+                    near.setdefault(value, []).append(op)
+    return near
+
+
+def _update_of(
+    value: int, near: Mapping[int, Sequence[Op]], values: Sequence[Value], zeros: frozenset[int]
+) -> tuple[set[int], tuple[Op, ...]]:
+    """The values of its shape that elementwise ops connect with a value, not through zeros, and these ops."""
+    shape, reached, queue, update = values[value].shape, {value}, [value], dict[int, Op]()
+    while queue:
+        for op in near[queue.pop()]:
+            update[op.index] = op
+            new = {other for other in (*op.operands, *op.results) if values[other].shape == shape} - reached - zeros
+            reached.update(new)
+            queue += new
+    return reached, tuple(update.values())
 
 
 def _compares(op: Op, values: Sequence[Value]) -> bool:
     """Whether an op compares or selects: what adds 0 is simplified away."""
     return commutes_with_casts(op.primitive) or values[op.results[0]].dtype == "bool"
-
-
-def _is_other(written: object) -> bool:
-    """Whether a constant is not the number 0."""
-    try:
-        return bool(written != 0)
-    except (TypeError, ValueError):
-        return True

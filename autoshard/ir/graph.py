@@ -20,6 +20,7 @@ from itertools import chain
 from typing import Any
 
 import networkx as nx
+import numpy as np
 
 from autoshard.primitives import is_loop
 
@@ -169,7 +170,7 @@ class Graph:
         arguments, argument_paths: value number and path (``state.params['w']``) of each argument leaf.
         results, result_paths: the same for the results; a value may be returned twice.
         constants: values captured by the function.
-        literals, written: scalar constants written in the program, and their values.
+        literals, written: scalar constants written in the program, and their values where these are known.
         aliases: pairs (result position, argument position) of state that replaces an argument.
         donated: argument positions whose memory may be reused.
         fingerprint: a hash, equal for equal programs, independent of names and process.
@@ -198,6 +199,15 @@ class Graph:
     def walk(self) -> tuple[Op, ...]:
         """Every op, bodies included, in program order: ``walk()[i].index == i``."""
         return self._walked
+
+    @property
+    def zeros(self) -> frozenset[int]:
+        """The values all of whose elements are written as 0: literals, and what broadcasts and casts make of them."""
+        found = {literal for literal, written in zip(self.literals, self.written, strict=False) if not np.any(written)}
+        for op in self.walk():
+            if op.primitive in ("broadcast_in_dim", "convert_element_type") and op.operands[0] in found:
+                found.update(op.results)
+        return frozenset(found)
 
     def loop_constants(self) -> Iterator[Holder]:
         """The holders of loop-invariant values: one value flows in, neither sliced nor carried."""

@@ -104,3 +104,12 @@ def test_an_origin_says_where_it_is():
     """File, line and function; without a function the line, without a file that it is not known."""
     assert str(Origin("model.py", 7, "loss")) == "model.py:7 (loss)" and str(Origin("model.py", 7)) == "model.py:7"
     assert str(Origin()) == "unknown source"
+
+
+def test_zeros_are_written_through_broadcasts_and_casts():
+    """A literal 0, what is broadcast and cast of it; no other numbers, nothing unknown, nothing computed of zeros."""
+    values = tuple(Value(shape, "float32", 4.0) for shape in ((), (), (), (4,), (4,), (4,), (4,)))
+    made = (("broadcast_in_dim", 0, 3), ("convert_element_type", 3, 4), ("broadcast_in_dim", 1, 5), ("exp", 3, 6))
+    ops = tuple(Op(i, name, (read,), (result,), {}, Origin(), (i,)) for i, (name, read, result) in enumerate(made))
+    graph = Graph("f", values, ops, (), (), (6,), ("y",), literals=(0, 1, 2), written=(0.0, 1.0))
+    assert graph.zeros == {0, 3, 4}
