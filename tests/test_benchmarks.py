@@ -109,6 +109,21 @@ def test_deep_benchmark_ends_long_searches_and_keeps_rows(monkeypatch, tmp_path)
     assert [*deep.recorded().values()] == [found, replace(ended, times=1.5)]
 
 
+def test_one_program_benchmark_compiles_what_it_finds(monkeypatch):
+    """Of a small model: collectives and FLOPs are the predicted ones, and the table says what differs where they are not."""
+    monkeypatch.syspath_prepend(ROOT)
+    from benchmarks import one_program
+    from benchmarks.models import gpt_scan
+
+    case = one_program.Case(partial(gpt_scan, 4, 32, 2, 64, 16, 16, dtype="float32"), "cpu:4", (2,), stages=2, microbatches=2)
+    found = one_program.row("small", case, target="cpu")
+    assert found.collectives and not found.differing and found.mesh == "2 x 2" and found.compiled_bytes > 0
+    assert found.flops_ratio == pytest.approx(1.0, abs=0.01)
+    assert "equal" in str(one_program.report([found]))
+    other = replace(found, collectives=False, differing=("another",))
+    assert "another" in str(one_program.report([other]))
+
+
 def test_harness_benchmark_runs():
     """A group JAX can run and one it cannot run all of: every case has an outcome, and none failed."""
     command = [sys.executable, "-m", "benchmarks.harnesses", "--quick", "--groups", "neg,lu", "--random", "1", "--processes", "1", "--json"]
