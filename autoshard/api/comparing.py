@@ -9,7 +9,8 @@ from autoshard.api.strategy import Strategy
 from autoshard.errors import StrategyError
 from autoshard.explanation.difference import Difference, difference_of
 from autoshard.explanation.difference_text import difference_parts
-from autoshard.render import Report
+from autoshard.ir.words import array_type
+from autoshard.render import Paragraph, Report
 from autoshard.strategy.record import plain
 
 
@@ -31,7 +32,7 @@ def compare(before: Strategy, after: Strategy, names: tuple[str, str] = ("first"
     """The differences of two strategies, and what they cost: meshes, arguments by group, seconds by kind and by layer, bytes, collectives.
 
     Args:
-        before, after: the strategies; of different programs, arguments are compared by path.
+        before, after: the strategies; of different programs, which the report says first, arguments are compared by path.
         names: what the report calls them.
 
     Raises:
@@ -49,4 +50,21 @@ def compare(before: Strategy, after: Strategy, names: tuple[str, str] = ("first"
         if not isinstance(each, Strategy):
             raise StrategyError(f"compare takes two strategies, got {each!r:.80}. Pass what autoshard.search or autoshard.load returns.")
     found = difference_of(before.record, after.record, names, (before._judged, after._judged))
-    return Comparison(f"{names[0]} and {names[1]}", tuple(difference_parts(found)), found)
+    told = [] if found.same_program else [Paragraph(_programs(before, after, names))]
+    return Comparison(f"{names[0]} and {names[1]}", (*told, *difference_parts(found)), found)
+
+
+def _programs(before: Strategy, after: Strategy, names: tuple[str, str]) -> str:
+    """In words, how two programs differ."""
+    one, two = (f"{strategy.record.program.name} ({name})" for strategy, name in zip((before, after), names, strict=True))
+    first, second = ({tensor.path: tensor for tensor in strategy.record.arguments} for strategy in (before, after))
+    common = [(tensor, second[path]) for path, tensor in first.items() if path in second]
+    other = next(((a, b) for a, b in common if (a.shape, a.dtype) != (b.shape, b.dtype)), None)
+    if other is not None:
+        a, b = other
+        how = f"{a.path} is {array_type(a.dtype, a.shape)} in one and {array_type(b.dtype, b.shape)} in the other"
+    elif len(common) < max(len(first), len(second)):
+        how = f"of {len(first)} and {len(second)} arguments {len(common)} have the same path"
+    else:
+        how = "their arguments are alike, and what they compute is not"
+    return f"Different programs: {one} and {two}; {how}. So the figures do not tell which sharding is better."

@@ -3,30 +3,55 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 from autoshard.cli.found import record_of
 from autoshard.cli.options import command
+from autoshard.cli.program import ProgramError, load
 from autoshard.cli.terminal import show, show_json
 
 
 def add(commands) -> None:
     """Adds the subcommand's options."""
     what = "put saved strategies side by side; of two, say what differs and what it costs"
-    parser = command(commands, "compare", run, what, "autoshard compare found.json data_parallel.json")
+    parser = command(
+        commands,
+        "compare",
+        run,
+        what,
+        "autoshard compare found.json data_parallel.json --program train:train_step --args train:example_args",
+    )
     parser.add_argument("strategies", metavar="FILE", nargs="+", help="files that --save wrote, or names that autoshard strategies lists")
+    parser.add_argument(
+        "--program",
+        metavar="MODULE:FUNCTION",
+        action="append",
+        default=[],
+        help="of two strategies their program, for what differs by layer; of two programs the option twice, in the order of the files",
+    )
+    parser.add_argument(
+        "--args", metavar="MODULE:NAME", action="append", default=[], help="the program's arguments, as for autoshard search; once or twice"
+    )
+    parser.add_argument("--devices", metavar="N", type=int, help="give JAX N virtual CPU devices, for a program that builds its own mesh")
 
 
 def run(options: argparse.Namespace) -> int:
     """Loads and compares."""
     from autoshard.api.comparing import compare
     from autoshard.api.explain import side_by_side, summary
-    from autoshard.api.strategy import Strategy
 
     titles = _titles(options.strategies)
+    if (options.program and len(titles) != 2) or max(len(options.program), len(options.args)) > 2:
+        raise ProgramError(
+            f"--program and --args are of two strategies, once for both or once for each; got {len(titles)} files, {len(options.program)} "
+            f"programs and {len(options.args)} of --args. Name two files."
+        )
     records = {title: record_of(path) for path, title in titles.items()}
-    two = compare(*map(Strategy, records.values()), names=tuple(records)) if len(records) == 2 else None
+    two = compare(*_strategies([*records.values()], options), names=tuple(records)) if len(records) == 2 else None
     if options.json:
         rows = [{"strategy": path, **summary(record)} for path, record in zip(titles, records.values(), strict=True)]
         show_json(rows if two is None else {"strategies": rows, "difference": two.to_dict()})
@@ -36,6 +61,27 @@ def run(options: argparse.Namespace) -> int:
         print()
         show(two)
     return 0
+
+
+def _strategies(records: Sequence[Any], options: argparse.Namespace) -> list:
+    """Two strategies, with their programs where these are given."""
+    from autoshard.api.strategy import Strategy
+
+    strategies = [Strategy(record) for record in records]
+    if not options.program:
+        return strategies
+    with redirect_stdout(sys.stderr):  # stdout is for our output, not the program's
+        loaded = [load(program, args, options.devices) for program, args in zip(_both(options.program), _both(options.args), strict=True)]
+        return [one.with_program(function, *arguments) for one, (function, arguments) in zip(strategies, loaded, strict=True)]
+
+
+def _both(given: Sequence[str]) -> list[str | None]:
+    """What is given for the first and for the second strategy; what is given once is for both.
+
+    >>> _both(["train:step"])
+    ['train:step', 'train:step']
+    """
+    return [given[0], given[-1]] if given else [None, None]
 
 
 def _titles(paths: Sequence[str]) -> dict[str, str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from autoshard.cluster import Cluster
@@ -13,6 +14,8 @@ from autoshard.explanation.program import Judged
 from autoshard.ir import Spec
 from autoshard.ir.naming import components, starred
 from autoshard.strategy import Record
+
+ROUNDING = 1e-9  # of figures that are sums, in another order perhaps
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,9 @@ class Difference:
 
     Attributes:
         names: of the two.
+        same_program: whether both are of one program; in microbatches or with recomputation, of one whose arguments are alike.
         same_arguments: whether the programs' arguments have equal paths; those of equal paths are compared.
+        n_common: how many arguments have the same path in both.
         before, after: the figures.
         tensors: arguments whose specs differ, the most bytes first.
         only: paths of arguments that one of the two alone has, at most a few.
@@ -89,7 +94,9 @@ class Difference:
     """
 
     names: tuple[str, str]
+    same_program: bool
     same_arguments: bool
+    n_common: int
     before: Figures
     after: Figures
     tensors: tuple[TensorChange, ...]
@@ -102,9 +109,12 @@ def difference_of(
     before: Record, after: Record, names: tuple[str, str], judged: tuple[Judged | None, Judged | None] = (None, None)
 ) -> Difference:
     """The difference of two strategies; layers too where both programs are at hand."""
+    ours, theirs = ({tensor.path for tensor in record.arguments} for record in (before, after))
     return Difference(
         names=names,
-        same_arguments={tensor.path for tensor in before.arguments} == {tensor.path for tensor in after.arguments},
+        same_program=_same_program(before, after),
+        same_arguments=ours == theirs,
+        n_common=len(ours & theirs),
         before=_figures(before),
         after=_figures(after),
         tensors=_tensors(before, after),
@@ -112,6 +122,22 @@ def difference_of(
         collectives=_collectives(before, after),
         layers=_layers(before, after, *judged),
     )
+
+
+def _same_program(before: Record, after: Record) -> bool:
+    """Whether two records are of one program; of programs that are rewritten otherwise, whether they look so."""
+    one, two = before.program, after.program
+    if one.fingerprint == two.fingerprint:
+        return True
+    rewritten = (one.microbatches, one.remat, one.offload, one.stages) != (two.microbatches, two.remat, two.offload, two.stages)
+    rewritten = rewritten or (before.pipeline is None) != (after.pipeline is None)
+    types = ([(tensor.path, tensor.shape, tensor.dtype) for tensor in record.arguments] for record in (before, after))
+    return rewritten and one.name == two.name and next(types) == next(types)
+
+
+def _rounded(seconds: float, whole: float) -> float:
+    """Seconds that are left of a difference; 0.0 where that is rounding."""
+    return seconds if seconds > ROUNDING * whole else 0.0
 
 
 def _figures(record: Record) -> Figures:
@@ -123,7 +149,7 @@ def _figures(record: Record) -> Figures:
         step_seconds=cost.makespan_seconds,
         compute_seconds=cost.compute_seconds,
         exposed_seconds=cost.exposed_communication_seconds,
-        hidden_seconds=max(0.0, cost.communication_seconds - cost.exposed_communication_seconds),
+        hidden_seconds=_rounded(cost.communication_seconds - cost.exposed_communication_seconds, cost.communication_seconds),
         peak_bytes=cost.peak_bytes,
         flops=cost.flops,
         sent_bytes=sum(each.bytes * each.count for each in cost.collectives),
@@ -195,5 +221,11 @@ def _layers(before: Record, after: Record, one: Judged | None, two: Judged | Non
     return _ranked(Change(name, first.get(name, 0.0), second.get(name, 0.0)) for name in {**first, **second})
 
 
-def _ranked(changes) -> tuple[Change, ...]:
-    return tuple(sorted(changes, key=lambda change: (-abs(change.after_seconds - change.before_seconds), change.name)))
+def _ranked(changes: Iterable[Change]) -> tuple[Change, ...]:
+    """The changes, the largest first; seconds that differ by rounding are equal."""
+
+    def equal(change: Change) -> bool:
+        return math.isclose(change.before_seconds, change.after_seconds, rel_tol=ROUNDING)
+
+    snapped = (replace(change, after_seconds=change.before_seconds) if equal(change) else change for change in changes)
+    return tuple(sorted(snapped, key=lambda change: (-abs(change.after_seconds - change.before_seconds), change.name)))

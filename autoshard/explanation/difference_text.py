@@ -86,7 +86,8 @@ def _ratio(before: float, after: float) -> str:
 
 def _tensors(found: Difference) -> list[Part]:
     if not found.tensors:
-        return [Heading("Arguments"), Paragraph("All are sharded alike.")]
+        some = "All" if found.same_arguments else "Those of the same path" if found.n_common else ""
+        return [Heading("Arguments"), Paragraph(f"{some} are sharded alike." if some else "None has the same path in both.")]
     rows = tuple(
         (
             f"{change.name} x {change.n}" if change.n > 1 else change.name,
@@ -112,7 +113,7 @@ def _changes(title: str, column: str, found: Difference, changes: Sequence[Chang
         seconds = format_seconds(change.before_seconds), format_seconds(change.after_seconds)
         change_seconds = change.after_seconds - change.before_seconds
         sign = "+" if change_seconds > 0 else "-" if change_seconds < 0 else ""
-        told = (change.name, *seconds, f"{sign}{format_seconds(abs(change_seconds))}")
+        told = (change.name, *seconds, f"{sign}{format_seconds(abs(change_seconds))}" if sign else "")
         if not sends:
             return told
         return (

@@ -17,6 +17,7 @@ from autoshard.cost.record import Cost
 from autoshard.errors import InfeasibleError, SearchLimitError, ShardingError, StrategyError
 from autoshard.explanation.breakdown import collective_groups
 from autoshard.explanation.data import CollectiveGroup, TensorGroup
+from autoshard.explanation.gradients import gradient_ops
 from autoshard.explanation.groups import shard_bytes
 from autoshard.explanation.layers import line_of
 from autoshard.explanation.named import Named, named
@@ -85,6 +86,7 @@ class TensorExplanation:
         step_seconds: of the strategy.
         pinned: whether the user pinned it.
         moves: the collectives that move it, or bring its new value.
+        gradients: those that combine its gradient over devices.
         alternatives: its own layout first, then those that are available, the fastest first, then the others.
         asked: the layout that the question is about; None: it is about its own.
     """
@@ -95,6 +97,7 @@ class TensorExplanation:
     step_seconds: float
     pinned: bool
     moves: tuple[CollectiveGroup, ...]
+    gradients: tuple[CollectiveGroup, ...]
     alternatives: tuple[Alternative, ...]
     asked: Spec | None = None
 
@@ -158,9 +161,19 @@ def explain_tensor(
         step_seconds=record.cost.makespan_seconds,
         pinned=any(value in problem.pins for value in tensors.values),
         moves=collective_groups(record, judged, moved),
+        gradients=_gradients(judged, tensors),
         alternatives=(own, *others),
         asked=None if wanted is None else layout_to_spec(wanted, mesh.names, rank),
     )
+
+
+def _gradients(judged: Judged, tensors: Named) -> tuple[CollectiveGroup, ...]:
+    """The collectives that combine gradients of arguments over devices."""
+    if tensors.kind != "argument":
+        return ()
+    ops, sent = gradient_ops(judged.facts, {*tensors.values}), judged.record.cost.collectives
+    combined = (each for each in sent if each.op and each.op.index in ops and each.reason and each.reason.kind == "combined")
+    return collective_groups(judged.record, judged, combined)
 
 
 def _layout(asked: Spec, tensors: Named, judged: Judged) -> Layout:
@@ -242,9 +255,7 @@ def _rank(problem: Problem, hints: Hints, tensors: Named, wanted: Layout | None)
     return rank
 
 
-def _searched(
-    judged: Judged, problem: Problem, hints: Hints, tensors: Named, layout: Layout, option: Alternative
-) -> Alternative:
+def _searched(judged: Judged, problem: Problem, hints: Hints, tensors: Named, layout: Layout, option: Alternative) -> Alternative:
     """A layout with its costs: alone, and with everything else chosen anew under it."""
     assignment, limit = judged.record.assignment, problem.memory_limit_bytes or float("inf")
     if tensors.kind == "argument":

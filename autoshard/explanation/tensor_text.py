@@ -100,7 +100,8 @@ def _is_split(each: Alternative) -> bool:
 def _moves(found: TensorExplanation) -> list[Part]:
     if found.kind != "argument":
         return []
-    if not found.moves:
+    moved = [("", group) for group in found.moves] + [("its gradient", group) for group in found.gradients]
+    if not moved:
         return [Heading("What moves it"), Paragraph("No collective does: each device reads the part that it has.")]
     rows = tuple(
         (
@@ -108,9 +109,9 @@ def _moves(found: TensorExplanation) -> list[Part]:
             format_count(group.count),
             format_seconds(group.seconds),
             format_seconds(group.exposed_seconds),
-            blame(group.tensor, group.source, group.cause),
+            "\n".join(filter(None, (what, blame(group.tensor, group.source, group.cause)))),
         )
-        for group in found.moves
+        for what, group in moved
     )
     return [Heading("What moves it"), Table(("collective", ">count", ">seconds", ">exposed", "what, for whom, why"), rows)]
 

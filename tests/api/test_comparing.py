@@ -1,11 +1,14 @@
 """Comparisons of two strategies say what differs and what it costs."""
 
+from dataclasses import replace
+
 import pytest
 from jax.sharding import PartitionSpec as P
 from programs import two_products, two_products_step
 
 import autoshard
 from autoshard.errors import StrategyError
+from autoshard.explanation.difference import Change, _ranked
 
 
 def test_a_comparison_has_what_differs():
@@ -26,3 +29,28 @@ def test_a_comparison_has_what_differs():
     assert autoshard.compare(whole, whole).data.tensors == ()
     with pytest.raises(StrategyError, match="two strategies"):
         autoshard.compare(whole, "split.json")
+
+
+def test_different_programs_are_told():
+    """First of all, with what differs; of one program in microbatches, or under another sharding, nothing is said."""
+    options = {"cluster": "v5e:2x4", "mesh": {"data": 8}, "in_specs": {"*": P()}}
+    one, larger = (autoshard.evaluate(two_products_step, *two_products(batch), **options) for batch in (256, 512))
+    halved = autoshard.evaluate(two_products_step, *two_products(), microbatches=2, **options)
+    other = autoshard.evaluate(lambda w, v: w @ v, *two_products()[0]["params"].values(), **options)
+    assert autoshard.compare(one, halved).data.same_program and "Different programs" not in str(autoshard.compare(one, halved))
+    found = " ".join(str(autoshard.compare(one, larger)).split())
+    assert "Different programs: two_products_step (first) and two_products_step (second); x is float32[256,512] in one" in found
+    found = " ".join(str(autoshard.compare(one, other)).split())
+    assert "of 3 and 2 arguments 0 have the same path" in found and "None has the same path in both." in found
+
+
+def test_rounding_is_no_difference():
+    """Sums of the same seconds in another order are equal, and seconds that overlap are none where all are exposed."""
+    whole = autoshard.evaluate(two_products_step, *two_products(), cluster="v5e:2x4", mesh={"data": 8}, in_specs={"x": P("data")})
+    cost = whole.record.cost
+    assert cost.exposed_communication_seconds > 0
+    dust = cost.exposed_communication_seconds * (1 + 1e-15)
+    other = whole.with_record(replace(whole.record, cost=replace(cost, communication_seconds=dust)))
+    assert autoshard.compare(whole, other).data.after.hidden_seconds in (0.0, autoshard.compare(whole, other).data.before.hidden_seconds)
+    (change,) = _ranked([Change("layer", 0.3, 0.1 + 0.2)])
+    assert change.after_seconds == change.before_seconds

@@ -108,6 +108,11 @@ def test_evaluate_costs_the_given_sharding(run):
     assert code == 0 and 0 < found["makespan_seconds"] <= given["makespan_seconds"]
     code, out, _ = run("compare", "found.json", "given.json")
     assert code == 0 and "1.00 x" in out and "given" in out and ".json" not in out and "sharded otherwise" in out
+    assert "By layer" not in out and "Different programs" not in out
+    code, out, _ = run("compare", "found.json", "given.json", "--program", *program[:3])
+    assert code == 0 and "By layer" in out
+    code, _, error = run("compare", "found.json", "--program", *program[:3])
+    assert code == 2 and "Name two files" in error
 
 
 @pytest.mark.parametrize(

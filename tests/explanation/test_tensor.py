@@ -61,6 +61,30 @@ def test_each_layout_has_its_cost_alone_and_at_best():
             assert found[spec].step_seconds == pytest.approx(pinned.cost.makespan_seconds)
 
 
+@pytest.mark.parametrize("searcher", ["data_parallel", "fully_sharded"])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_weight_s_gradient_moves_too(searcher, microbatches):
+    """What combines it is told beside what gathers the weight, of scanned layers, clipped gradients and microbatches too."""
+
+    def scanned(state, x):
+        def layer(h, w):
+            return jnp.tanh(h @ w["up"]) @ w["down"], None
+
+        grads = jax.grad(lambda params: jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2))(state["params"])
+        norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
+        return {"params": jax.tree.map(lambda p, g: p - 0.1 * g / jnp.maximum(norm, 1.0), state["params"], grads)}
+
+    params = {"up": jax.ShapeDtypeStruct((4, 512, 2048), jnp.float32), "down": jax.ShapeDtypeStruct((4, 2048, 512), jnp.float32)}
+    options = {"cluster": "v5e:2x4", "mesh": {"data": 8}, "donate_argnums": 0, "searcher": searcher, "microbatches": microbatches}
+    found = autoshard.search(scanned, {"params": params}, jax.ShapeDtypeStruct((256, 512), jnp.float32), **options)
+    combined = [each for each in found.cost.collectives if each.reason.kind == "combined" and each.value.name == "dot_general"]
+    told = {name: found.explain(name).data.gradients for name in params}
+    assert all(told.values()) and "its gradient" in str(found.explain("up"))
+    assert sum(group.count for groups in told.values() for group in groups) == sum(each.count for each in combined)
+    assert not found.explain("x").data.gradients
+    assert bool(found.explain("up").data.moves) == (searcher == "fully_sharded")
+
+
 def test_what_is_not_available_says_why():
     """A dimension that does not divide, and a pin, each have their words; a replicated tensor says that it is."""
     data = strategy().explain("bias").data
