@@ -18,6 +18,7 @@ from jax.extend.source_info_util import current_name_stack, user_context
 from autoshard.ir import Graph, Op
 from autoshard.primitives import has_custom_rule, is_inlined
 from autoshard.trace.mapped import MAPPED
+from autoshard.trace.origin import calls_library
 from autoshard.trace.structure import opened, subjaxprs, types_of, with_bodies
 
 Path = tuple[int, ...]
@@ -31,7 +32,10 @@ class Interpreter:
     Attributes:
         ops: per path of an equation, its op.
         differentiable: whether the result may be differentiated, or mapped, once more.
+        called: the traceback of the call of a library's function around this region, whose own lines say nothing to a user.
     """
+
+    called: Any = None
 
     def __init__(self, ops: Mapping[Path, Op], differentiable: bool = True):
         self.ops = ops
@@ -78,7 +82,7 @@ class Interpreter:
 
         for position, eqn in enumerate(jaxpr.eqns):
             names = current_name_stack() + eqn.source_info.name_stack
-            with user_context(eqn.source_info.traceback, name_stack=names), self.context(eqn):
+            with user_context(self.called or eqn.source_info.traceback, name_stack=names), self.context(eqn):
                 results = self._equation(eqn, [read(atom) for atom in eqn.invars], (*path, position))
             arrays.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
@@ -87,14 +91,22 @@ class Interpreter:
         if has_custom_rule(eqn.primitive.name) and self.differentiable:
             return self._custom(eqn, operands, path)
         if is_inlined(eqn.primitive.name):
-            (body,) = subjaxprs(eqn)
-            return self.run(*opened(body), operands, (*path, 0))
+            return self._inlined(eqn, operands, path)
         if eqn.primitive.name == MAPPED:
             return self.mapped(eqn, operands, path)
         op = self.found(eqn, path)
         if op is None:
             return self.dead(eqn, operands)
         return self.control_flow(op, eqn, operands) if op.bodies else self.op(op, eqn, operands)
+
+    def _inlined(self, eqn: JaxprEqn, operands: list[Any], path: Path) -> list[Any]:
+        (body,), around = subjaxprs(eqn), self.called
+        if around is None and calls_library(eqn):
+            self.called = eqn.source_info.traceback
+        try:
+            return self.run(*opened(body), operands, (*path, 0))
+        finally:
+            self.called = around
 
     def _custom(self, eqn: JaxprEqn, operands: list[Any], path: Path) -> list[Any]:
         """The results of the call, bound again around its interpreted primal body with the same derivative rule."""
@@ -124,6 +136,7 @@ class Interpreter:
         def evaluate(number: int, body: ClosedJaxpr | Jaxpr):
             def function(*arguments: Any) -> Sequence[Any]:
                 inner = self.region()
+                inner.called = self.called
                 entered = inner.enter(op, number, arguments)
                 return inner.leave(op, number, inner.run(*opened(body), entered, (*op.path, number)))
 

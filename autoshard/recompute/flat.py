@@ -13,6 +13,7 @@ from autoshard.lower import Path
 from autoshard.primitives import is_inlined
 from autoshard.trace import subjaxprs
 from autoshard.trace.mapped import LEAVING, MAPPED
+from autoshard.trace.origin import calls_library
 from autoshard.trace.structure import opened
 
 Atom = Var | Literal
@@ -82,10 +83,11 @@ class _Inlining:
     def _is_call(self, eqn: JaxprEqn) -> bool:
         return is_inlined(eqn.primitive.name) or eqn.primitive.name in self._opens
 
-    def _call(self, call: JaxprEqn, path: Path) -> list[Atom]:
-        """Appends the equations of a call; gives its results."""
+    def _call(self, call: JaxprEqn, path: Path, in_library: bool = False) -> list[Atom]:
+        """Appends the equations of a call; gives its results. Those of a library's function have the source line of its call."""
         (body,) = subjaxprs(call)
         jaxpr, consts = opened(body)
+        in_library = in_library or calls_library(call)
         names: dict[Var, Atom] = dict(zip(jaxpr.invars, call.invars, strict=True))
         names |= {var: self._constant(var, value) for var, value in zip(jaxpr.constvars, consts, strict=True)}
 
@@ -95,9 +97,10 @@ class _Inlining:
         for eqn, here in _numbered(jaxpr, (*path, 0)):
             stack = call.source_info.name_stack + eqn.source_info.name_stack
             made = [var if isinstance(var, DropVar) else Var(var.aval) for var in eqn.outvars]
-            inner = eqn.replace(invars=renamed(eqn.invars), source_info=eqn.source_info.replace(name_stack=stack))
+            source = call.source_info if in_library else eqn.source_info
+            inner = eqn.replace(invars=renamed(eqn.invars), source_info=source.replace(name_stack=stack))
             if self._is_call(eqn):
-                names.update(zip(eqn.outvars, self._call(inner, here), strict=True))
+                names.update(zip(eqn.outvars, self._call(inner, here, in_library), strict=True))
             elif (op := self._op(eqn, here)) is not None:
                 names.update(zip(eqn.outvars, made, strict=True))
                 self.eqns.append(inner.replace(outvars=made))

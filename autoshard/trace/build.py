@@ -7,8 +7,8 @@ so that equal programs have equal graphs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -72,7 +72,9 @@ def build(closed: ClosedJaxpr) -> Program:
     live = bytearray(len(flat.avals))
     for output in whole.outputs:
         live[output] = True
-    return _Emitter(flat, live).program(whole, _sweep(whole.steps, live))
+    steps = _sweep(whole.steps, live)
+    _locate(steps, Origin())
+    return _Emitter(flat, live).program(whole, steps)
 
 
 class _Flat:
@@ -204,6 +206,28 @@ def _sweep(steps: list[_Step], live: bytearray) -> list[_Step]:
             live[operand] = True
     kept.reverse()
     return kept
+
+
+def _locate(steps: list[_Step], around: Origin) -> None:
+    """Gives steps without a source line, such as those that autoshard adds, that of what reads them, what they read, or around them."""
+    places: dict[int, Origin] = {}
+    for step in reversed(steps):
+        _place(step, (places[result] for result in step.results if result in places))
+        if step.origin.file:
+            places.update(dict.fromkeys(step.operands, step.origin))
+    for step in steps:
+        _place(step, (*(places[operand] for operand in step.operands if operand in places), around))
+        if step.origin.file:
+            places.update(dict.fromkeys(step.results, step.origin))
+        for block in step.blocks:
+            _locate(block.steps, step.origin)
+
+
+def _place(step: _Step, near: Iterable[Origin]) -> None:
+    """Gives a step without a source line the first of those near it."""
+    if not step.origin.file:
+        found = next(iter(near), Origin())
+        step.origin = replace(found, name_stack=step.origin.name_stack)
 
 
 def _always_live(eqn: JaxprEqn | Boundary, output: int) -> bool:

@@ -27,6 +27,7 @@ _LIBRARIES = tuple({
     )
 })  # fmt: skip
 _DEMO = os.path.join(_PACKAGE, "demo", "")  # a user's program like any other
+_OWN = os.path.join(_PACKAGE, "")
 _JAX = tuple(os.path.join(os.path.dirname(os.path.abspath(jax.__file__)), part) for part in ("", "_src"))
 
 
@@ -84,9 +85,10 @@ class Origins:
 
 
 def _innermost(trace: Any) -> tuple[str, int, str, tuple[int, ...]]:
-    """The innermost user frame; if there is none, the innermost one outside JAX."""
+    """The innermost user frame; if there is none, the innermost one outside JAX and autoshard, whose lines say nothing to a user."""
     codes, instructions = trace.raw_frames()
     frames = [(code, at) for code, at in zip(codes, instructions, strict=True) if not code.co_filename.startswith(_JAX)]
+    frames = [frame for frame in frames if not frame[0].co_filename.startswith(_OWN) or frame[0].co_filename.startswith(_DEMO)]
     for code, at in [frame for frame in frames if not is_library(frame[0].co_filename)] or frames:
         return _shown(code.co_filename), trace.code_addr2line(code, at), code.co_qualname, _columns(code, at)
     return "", 0, "", ()

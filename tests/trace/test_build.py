@@ -13,6 +13,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 from programs import PROGRAMS, abstract, concrete, gpt, gpt_scan
 
+import autoshard
 from autoshard.ir import Flow, Graph, Op
 from autoshard.trace import subjaxprs, trace
 from autoshard.trace.build import build
@@ -314,6 +315,27 @@ def test_ops_name_the_users_line():
     assert sine.file.endswith("tests/trace/test_build.py") and sine.function.endswith("fn")
     assert [sine.line, first.line, second.line] == [start + 2, start + 3, start + 4]
     assert "outer" in sine.name_stack
+
+
+@pytest.mark.parametrize("options", [{"stages": 2}, {"remat": "full"}])
+def test_rewritten_programs_keep_the_users_lines(options):
+    """Loops over microbatches, stages and recomputation: what autoshard adds, and what libraries' functions do, is at a line of the step."""
+
+    def step(params, x):
+        def loss(params):
+            y = x
+            for w in params:
+                y = jax.nn.log_softmax(y @ w)
+            return -jnp.mean(y)
+
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+    args = [jnp.ones((16, 16))] * 4, jnp.ones((8, 16))
+    found = autoshard.search(step, *args, cluster="cpu:8", searcher="data_parallel", microbatches=2, **options)
+    lines = range(step.__code__.co_firstlineno, step.__code__.co_firstlineno + 8)
+    for traced in [stage._traced for stage in found.stages or [found]]:
+        places = {(op.origin.file, op.origin.line in lines) for op in traced.graph.walk()}
+        assert {file.rpartition("/")[2] for file, _ in places} == {"test_build.py"} and {inside for _, inside in places} == {True}
 
 
 # --- time -------------------------------------------------------------------------------------------------------------
