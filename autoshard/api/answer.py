@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Self
 
 import jax
@@ -298,3 +299,8 @@ class Answer:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the strategy as canonical JSON, whole or not at all; equal strategies are equal files, so what took how long stays out."""
         save_record(lasting(self.record), path)
+
+
+for _method in vars(Answer).values():  # Python's own errors name methods by the class that users know
+    if isinstance(_method, FunctionType):
+        _method.__qualname__ = f"Strategy.{_method.__name__}"

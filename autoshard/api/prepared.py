@@ -15,7 +15,7 @@ from autoshard.api.meshes import MOST_AXES, given_mesh, meshes_of, most_axes, wi
 from autoshard.api.notes import lowered_otherwise, whole, without_rules
 from autoshard.api.recorded import Call, abstract_call, record_of
 from autoshard.api.searched import Searched
-from autoshard.api.start import better, carried
+from autoshard.api.start import better, carried, unused
 from autoshard.api.step import Sharded, plain, several
 from autoshard.api.strategy import Strategy
 from autoshard.api.tracing import TracedOnce
@@ -298,7 +298,8 @@ def searched_on_meshes(
             failure = error
     if failure is not None and not problems:
         raise failure
-    spare = None if start is None else carried(start, problems)
+    carries = "" if start is None else carried(start, problems)
+    spare = None if isinstance(carries, str) else carries
     try:
         finer = prepared.finer if prepared.most_axes > 1 else None
         found = search_meshes(searcher, problems, solve, progress, ends, finer, n_finalists, refused, warm or NO_HINTS, warm is not None)
@@ -306,7 +307,9 @@ def searched_on_meshes(
         if spare is None:
             raise
         return spare
-    return found if spare is None else better(found, spare, n_finalists)
+    if start is None:
+        return found
+    return (unused(found[0], str(carries)), found[1]) if spare is None else better(start, found, spare, n_finalists)
 
 
 def _with_axes(error: InfeasibleError) -> InfeasibleError:

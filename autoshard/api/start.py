@@ -17,6 +17,7 @@ from autoshard.errors import InfeasibleError, SearchLimitError, ShardingError, S
 from autoshard.ir import Mesh, Spec, local_shape, spec_to_layout
 from autoshard.mesh_search.finalists import finalists
 from autoshard.problem import Problem
+from autoshard.render import format_seconds
 from autoshard.search import Manual, Searcher, Solution
 from autoshard.strategy import Record, check_program
 
@@ -40,33 +41,63 @@ def checked(start: Strategy | None, searcher: Searcher) -> Strategy | None:
     return start
 
 
-def carried(start: Strategy, problems: Sequence[Problem]) -> tuple[Solution, Problem] | None:
-    """The fastest solution that carries a strategy over to the mesh of one of some problems, and that; None: none is legal and fits."""
+def carried(start: Strategy, problems: Sequence[Problem]) -> tuple[Solution, Problem] | str:
+    """The fastest solution that carries a strategy over to the mesh of one of some problems, and that; else why there is none, in words."""
     found: list[tuple[Solution, Problem]] = []
+    refused: list[Exception] = []
+    if not any(carried_specs(start.record, problem) for problem in problems):
+        return f"since no argument here that is not pinned has the path and the rank of one of {start.record.name!r}"
     ranked = sorted(problems, key=lambda problem: _held(start.record, problem))
     sizes = list(dict.fromkeys(problem.mesh.axes for problem in ranked))[:MOST_MESHES]
     for problem in (problem for problem in ranked if problem.mesh.axes in sizes or problem.mesh.axes == start.record.mesh.axes):
-        found += [(solution, problem) for solution in _candidates(start.record, problem)]
-    return min(found, key=lambda pair: pair[0].judgement.cost.makespan_seconds, default=None)
+        found += [(solution, problem) for solution in _candidates(start.record, problem, refused)]
+    if not found:
+        return f"since {str(refused[0]).split('. ')[0] if refused else 'it is for other meshes'}"
+    return min(found, key=lambda pair: pair[0].judgement.cost.makespan_seconds)
 
 
-def better(found: tuple[Solution, Problem], spare: tuple[Solution, Problem], n_finalists: int) -> tuple[Solution, Problem]:
+def use_of(strategy: Strategy) -> str:
+    """Whether a strategy is made of what its search started from, and else why not, in words; empty where its notes do not say."""
+    for note in strategy.notes:
+        if note.startswith("found by start: "):
+            return f"used, {note.removeprefix('found by start: ')}"
+        if note.startswith("start: "):
+            return note.removeprefix("start: ")
+    return ""
+
+
+def unused(found: Solution, why: str) -> Solution:
+    """What was searched, with a note on a start that it is not made of."""
+    return replace(found, notes=(*found.notes, f"start: not used, {why}"))
+
+
+def better(start: Strategy, found: tuple[Solution, Problem], spare: tuple[Solution, Problem], n_finalists: int) -> tuple[Solution, Problem]:
     """The faster one of what was searched and what was carried over, with the other among its finalists."""
     (one, problem), (other, elsewhere) = found, spare
     if one.judgement.cost.makespan_seconds <= other.judgement.cost.makespan_seconds:
-        return replace(one, others=finalists((one, other, *one.others), n_finalists)[1:]), problem
+        kept = replace(one, others=finalists((one, other, *one.others), n_finalists)[1:])
+        told = [format_seconds(each.judgement.cost.makespan_seconds) for each in (other, one)]
+        return unused(
+            start, kept, f"since with the specs of {start.record.name!r} a step takes {told[0]}, and with those found {told[1]}"
+        ), problem
     bound = one.lower_bound_seconds if elsewhere.mesh == problem.mesh else other.lower_bound_seconds
     bound = min(bound, other.judgement.cost.objective_seconds)
     stats, others = {**one.stats, **other.stats}, finalists((other, replace(one, others=()), *one.others), n_finalists)[1:]
     return replace(other, lower_bound_seconds=bound, stats=stats, others=others, hints=one.hints), elsewhere
 
 
-def _candidates(record: Record, problem: Problem) -> Iterator[Solution]:
-    """The strategy's specs as `manual` completes them, and the strategy itself where it is for this program and mesh."""
-    with suppress(ShardingError, InfeasibleError, SearchLimitError):
+def _candidates(record: Record, problem: Problem, refused: list[Exception]) -> Iterator[Solution]:
+    """The strategy's specs as `manual` completes them, and the strategy itself where it is for this program and mesh.
+
+    Args:
+        refused: takes the error where the specs cannot be completed.
+    """
+    try:
         solution = Manual(carried_specs(record, problem)).solve(problem)
         note = f"found by start: the argument specs of {record.name!r}, carried over"
         yield replace(solution, notes=(note, *solution.notes), finder=FINDER)
+    except (ShardingError, InfeasibleError, SearchLimitError) as error:
+        refused.append(error)
     if record.mesh.axes == problem.mesh.axes and not problem.pins:
         with suppress(StrategyError, InfeasibleError):
             check_program(record, problem.graph, problem.rules)

@@ -180,18 +180,21 @@ def run(options: argparse.Namespace) -> int:
         else:
             frontier = autoshard.frontier(function, *arguments, points=options.frontier, **asked)
     if options.like:
-        print(_not_carried(options.like, of_time["start"].record, strategy.record), file=sys.stderr)
+        print(_carried(options.like, of_time["start"].record, strategy), file=sys.stderr)
     return finish(strategy, options) if options.frontier is None else finish_frontier(frontier, options)
 
 
-def _not_carried(name: str, start, found) -> str:
-    """What the strategy that a search started from shards, and this program has not, in words."""
-    here = {tensor.path: len(tensor.shape) for tensor in found.arguments}
+def _carried(name: str, start, strategy) -> str:
+    """Whether the answer is made of the strategy that a search started from, and what of that has no place here, in words."""
+    from autoshard.api.start import use_of
+
+    here = {tensor.path: len(tensor.shape) for tensor in strategy.record.arguments}
     missing = [tensor.path for tensor in start.arguments if here.get(tensor.path) != len(tensor.shape)]
+    used = f"--like {name}: {use_of(strategy) or 'not used, since something else was found before it was tried'}."
     if not missing:
-        return f"--like {name}: all its arguments are arguments here."
+        return f"{used} All its arguments are arguments here."
     more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
     return (
-        f"--like {name}: of its {len(start.arguments)} arguments {len(missing)} have no place here, as no argument of that path and rank "
+        f"{used} Of its {len(start.arguments)} arguments {len(missing)} have no place here, as no argument of that path and rank "
         f"is there: {', '.join(missing[:3])}{more}."
     )

@@ -23,6 +23,7 @@ from autoshard.ir.words import array_type, spec_words
 from autoshard.primitives import moves
 
 NEAR = 3  # names that are suggested
+_LINE = re.compile(r"(?:.*[/\\])?([^/\\]+):(\d+)")
 _OP = re.compile(r"(?:op|#)\s*(\d+)")
 
 
@@ -55,6 +56,8 @@ def named(judged: Judged, name: str) -> Named:
     """
     if (found := found_by(judged, name)) is not None:
         return found
+    if line := _LINE.fullmatch(name.strip()):
+        raise StrategyError(_no_line(judged, line[1], int(line[2])))
     record = judged.record
     groups = argument_groups(record.arguments, record.mesh)
     paths = [path for group in groups for path in (group.name, *group.paths)]
@@ -64,6 +67,27 @@ def named(judged: Judged, name: str) -> Named:
         f"checkpoint_name, by a source line as model.py:41, by a layer, or by an operation as 'op 57'. Nothing in "
         f"{record.program.name!r} is named {name!r}. Near ones: {', '.join([*near][:NEAR])}."
     )
+
+
+def _no_line(judged: Judged, file: str, number: int) -> str:
+    """The refusal of a source line in which nothing is computed that has a layout, with the nearest ones that have."""
+    lines: dict[str, set[int]] = defaultdict(set)
+    for op in judged.facts.graph.walk():
+        if not op.bodies and any(_has_layout(judged, value) for value in op.results):
+            place, _, at = line_of(op.origin).split(" ")[0].rpartition(":")
+            if at.isdecimal():
+                lines[place].add(int(at))
+    near = sorted(sorted(lines[file], key=lambda at: abs(at - number))[:NEAR]) if file in lines else []
+    if near:
+        told = f"The nearest lines that do: {', '.join(f'{file}:{at}' for at in near)}."
+    else:
+        told = f"Its values are computed in {', '.join(sorted(lines)[: 2 * NEAR]) or 'no file that is known'}."
+    return f"a source line names the arrays that it computes, and {file}:{number} computes none in {judged.record.program.name!r}. {told}"
+
+
+def _has_layout(judged: Judged, value: int) -> bool:
+    """Whether a value is an array that devices may have parts of."""
+    return bool(judged.facts.graph.values[value].rank) and not judged.facts.free[value]
 
 
 def found_by(judged: Judged, name: str) -> Named | None:
@@ -172,7 +196,7 @@ def _computed(judged: Judged, name: str) -> Named | None:
     for op in _ops(judged, name):
         for value in op.results:
             found = graph.values[value]
-            if found.rank and not judged.facts.free[value]:
+            if _has_layout(judged, value):
                 spec = layout_to_spec(record.assignment.layout(value), record.mesh.names, found.rank)
                 alike[pass_of(op), op.primitive, line_of(op.origin), op.results.index(value), found.shape, found.dtype, spec].append(op)
     if not alike:
@@ -203,7 +227,9 @@ def _ops(judged: Judged, name: str) -> Iterator[Op]:
         yield from (op for op in ops if op.index == int(match[1]))
         return
     marked = [op for op in ops if op.primitive == "name" and op.params.get("name") == name]
-    lines = [op for op in ops if _is_line(line_of(op.origin), name)]
+    line = name.strip()
+    line = line if (match := _LINE.fullmatch(line)) is None else f"{match[1]}:{match[2]}"
+    lines = [op for op in ops if _is_line(line_of(op.origin), line)]
     yield from marked or lines or [op for op in ops if name and judged.layer(op) == name]
 
 

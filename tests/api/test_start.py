@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard.api.prepared import prepare
-from autoshard.api.start import carried_specs
+from autoshard.api.start import carried_specs, use_of
 from autoshard.api.user_pins import Asked
 from autoshard.search import searcher_of
 
@@ -84,6 +84,19 @@ def test_a_start_is_the_answer_where_nothing_else_is(monkeypatch):
     again = autoshard.search(train_step, PARAMS, X, cluster="cpu:8", mesh={"data": 4, "model": 2}, start=best, searcher=Slow())
     assert again.cost.makespan_seconds <= best.cost.makespan_seconds and any("found by start" in note for note in again.notes)
     assert again.lower_bound_seconds <= again.cost.objective_seconds
+
+
+def test_a_start_that_is_not_used_says_why():
+    """Since what was searched is faster, no argument is the same, or nothing of it fits."""
+    options = {"cluster": "cpu:8", "mesh": {"data": 8}}
+    slow = autoshard.evaluate(train_step, PARAMS, X, in_specs={"*": P()}, **options)
+    assert "used, since with the specs of" in use_of(autoshard.search(train_step, PARAMS, X, start=slow, **options))
+    other = autoshard.search(lambda w, v: jnp.tanh(w @ v), X, X.T, start=slow, **options)
+    assert use_of(other).startswith("not used, since no argument here")
+    found = autoshard.search(train_step, PARAMS, X, **options)
+    limit = {"memory_limit_bytes": 1.05 * found.cost.peak_bytes}
+    assert found.cost.peak_bytes < 0.9 * slow.cost.peak_bytes
+    assert "must fit" in use_of(autoshard.search(train_step, PARAMS, X, start=slow, **options, **limit))
 
 
 def test_what_is_no_start_is_refused():

@@ -89,6 +89,8 @@ def test_questions_of_the_wrong_type_say_what_they_take():
         strategy().explain(3)
     with pytest.raises(StrategyError, match=r"spec= is a PartitionSpec, got 'data'"):
         strategy().explain("up", spec="data")
+    with pytest.raises(TypeError, match=r"^Strategy.what_if\(\) got an unexpected keyword argument 'clusters'"):
+        strategy().what_if(clusters="v5e:4x4")
 
 
 def test_modules_are_traced_with_another_batch_and_not_kept_alive():

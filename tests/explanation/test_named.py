@@ -49,6 +49,7 @@ def judged():
         ("result[1]", "result", "result[1]", 1),
         ("hidden", "value", f"hidden at {LINE} (step.loss)", 2),
         (LINE, "value", f"dot_general at {LINE} (step.loss)", 2),
+        (f"/home/me/{LINE}", "value", f"dot_general at {LINE} (step.loss)", 2),
         (f"{LINE} (step.loss)", "value", f"dot_general at {LINE} (step.loss)", 2),
         ("block_*", "value", f"dot_general at {LINE} (step.loss)", 2),
     ],
@@ -87,7 +88,14 @@ def test_names_are_paths_patterns_and_ends(name, group):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("upp", "Near ones: state['layers'][*]['up']"), ("layers/*/*", "names 2 groups"), ("", "is named ''"), ("op 99999", "is named")],
+    [
+        ("upp", "Near ones: state['layers'][*]['up']"),
+        ("layers/*/*", "names 2 groups"),
+        ("", "is named ''"),
+        ("op 99999", "is named"),
+        (f"test_named.py:{int(LINE.split(':')[1]) - 1}", f"The nearest lines that do: {LINE}, "),
+        ("other.py:7", "Its values are computed in test_named.py."),
+    ],
 )
 def test_other_names_get_near_ones(name, words):
     """What is misspelt gets the nearest names, and what is ambiguous the groups."""
