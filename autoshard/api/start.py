@@ -77,9 +77,8 @@ def better(start: Strategy, found: tuple[Solution, Problem], spare: tuple[Soluti
     if one.judgement.cost.makespan_seconds <= other.judgement.cost.makespan_seconds:
         kept = replace(one, others=finalists((one, other, *one.others), n_finalists)[1:])
         told = [format_seconds(each.judgement.cost.makespan_seconds) for each in (other, one)]
-        return unused(
-            start, kept, f"since with the specs of {start.record.name!r} a step takes {told[0]}, and with those found {told[1]}"
-        ), problem
+        why = f"since with the specs of {start.record.name!r} a step takes {told[0]}, and with those found {told[1]}"
+        return unused(kept, why), problem
     bound = one.lower_bound_seconds if elsewhere.mesh == problem.mesh else other.lower_bound_seconds
     bound = min(bound, other.judgement.cost.objective_seconds)
     stats, others = {**one.stats, **other.stats}, finalists((other, replace(one, others=()), *one.others), n_finalists)[1:]

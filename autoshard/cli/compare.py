@@ -51,7 +51,10 @@ def run(options: argparse.Namespace) -> int:
             f"programs and {len(options.args)} of --args. Name two files."
         )
     records = {title: record_of(path) for path, title in titles.items()}
-    two = compare(*_strategies([*records.values()], options), names=tuple(records)) if len(records) == 2 else None
+    two = None
+    if len(records) == 2:
+        first, second = records
+        two = compare(*_strategies([*records.values()], options), names=(first, second))
     if options.json:
         rows = [{"strategy": path, **summary(record)} for path, record in zip(titles, records.values(), strict=True)]
         show_json(rows if two is None else {"strategies": rows, "difference": two.to_dict()})
@@ -75,7 +78,7 @@ def _strategies(records: Sequence[Any], options: argparse.Namespace) -> list:
         return [one.with_program(function, *arguments) for one, (function, arguments) in zip(strategies, loaded, strict=True)]
 
 
-def _both(given: Sequence[str]) -> list[str | None]:
+def _both(given: Sequence[str]) -> list[Any]:
     """What is given for the first and for the second strategy; what is given once is for both.
 
     >>> _both(["train:step"])
