@@ -29,9 +29,16 @@ STAGES = (2, 4)  # that are tried for a step without equal layers
 SHARE = 0.4  # of a time limit, for the comparison of plans, and for the search without stages
 EXPLORING = 60.0  # seconds of one core in which plans are compared: not of the clock, so that other programs leave the answer as it is
 DEEP_OPS = 10_000  # a step of more is searched on the mesh on which its layers are fastest, and others on any
+DEEP_GAIN = 0.05  # of such a step's seconds, that is worth the searches of a pipeline: they take minutes
 LEAST_SECONDS = 1e-3  # of a search whose time is over: it has its first answer
 DEEP_SECONDS = 60.0  # of one core, in which such a step, or a pipeline of it, is searched, without a time limit
 REFUSED = (InfeasibleError, PipelineError, SearchLimitError, TraceError, ShardingError)
+
+
+class Comparing(Protocol):
+    """The comparison of plans, which goes on where it was left (`autoshard.pipeline.plan_search.Planning.run`)."""
+
+    def __call__(self, progress: Progress, until: float, cpu_seconds: float, below: float, n_stages: int | None) -> Plans | None: ...
 
 
 class Whole(Protocol):
@@ -52,14 +59,13 @@ class Searches:
 
     Attributes:
         whole: of the step without stages.
-        plans: of numbers of stages and microbatches, up to a time (`time.perf_counter`) and within seconds of one core; None where the step
-            has no equal layers.
+        plans: of numbers of stages and microbatches; None where the step has no equal layers.
         staged: of a pipeline.
         is_deep: whether the step has so many operations that it is not searched as a whole on every mesh.
     """
 
     whole: Whole
-    plans: Callable[[float, float, Progress], Plans | None]
+    plans: Comparing
     staged: StagedSearch
     is_deep: bool = False
 
@@ -121,22 +127,33 @@ def fullest(
         if found[-1].record.stats.get("ended_early") and not is_over:
             until = -math.inf
 
-    try:
+    def compare(n_stages: int | None, below: float = math.inf) -> Plans | None:
+        """Compares plans some more; Ctrl-C is for the searches that are left, too."""
+        nonlocal until, plans
+        exploring = until if limit_seconds is None else min(until, time.perf_counter() + SHARE * limit_seconds)
         try:
-            exploring = until if limit_seconds is None else time.perf_counter() + SHARE * limit_seconds
-            plans = searches.plans(exploring, EXPLORING, part(progress, 0.0, 0.3))
+            plans = searches.plans(part(progress, 0.0, 0.3), exploring, EXPLORING, below, n_stages)
         except ends:
             until = -math.inf
         if plans is not None and plans.ended_early:
             until = -math.inf
-        ranked = () if plans is None else plans.ranked
-        alone = next((each for each in ranked if each.candidate.n_stages == 1), None)
-        if not _is_far(alone, ranked):
+        return plans
+
+    try:
+        plans = compare(1)
+        alone = _alone(plans)
+        is_near = alone is not None and plans is not None and alone.makespan_seconds <= BUDGETS.near_makespan * plans.computing_seconds
+        if plans is not None and not is_near:
+            plans = compare(None)
+            alone = _alone(plans)
+        if not _is_far(alone, plans):
             try:
                 like = alone if searches.is_deep else None
                 keep(lambda seconds: searches.whole(seconds, like), left(math.inf if limit_seconds is None else SHARE * limit_seconds))
             except REFUSED as error:
                 failure = error
+        if is_near:
+            plans = compare(None, min((strategy.cost.makespan_seconds for strategy in found), default=math.inf))
         tried = 0
         for n_stages, like in _pipelines(plans, cluster):
             fastest = min((strategy.cost.makespan_seconds for strategy in found), default=math.inf)
@@ -148,7 +165,7 @@ def fullest(
                 tried += 1
             except REFUSED as error:
                 failure = failure or error
-        if not found and _is_far(alone, ranked):
+        if not found and _is_far(alone, plans):
             found.append(searches.whole(left()))
     except ends:
         if not found:
@@ -159,9 +176,16 @@ def fullest(
     return _answer(found, plans)
 
 
-def _is_far(alone: Estimate | None, ranked: tuple[Estimate, ...]) -> bool:
+def _alone(plans: Plans | None) -> Estimate | None:
+    """The fastest plan without stages."""
+    return None if plans is None else next((each for each in plans.ranked if each.candidate.n_stages == 1), None)
+
+
+def _is_far(alone: Estimate | None, plans: Plans | None) -> bool:
     """Whether the step without stages is so much slower than the fastest plan, or does not fit, that it is not worth a search."""
-    return bool(ranked) and (alone is None or alone.makespan_seconds > BUDGETS.near_makespan * ranked[0].makespan_seconds)
+    if plans is None or not plans.ranked:
+        return False
+    return alone is None or alone.makespan_seconds > BUDGETS.near_makespan * plans.ranked[0].makespan_seconds
 
 
 def _pipelines(plans: Plans | None, cluster: Cluster) -> list[tuple[int, Estimate | None]]:
@@ -190,14 +214,16 @@ def _answer(found: list[Strategy], plans: Plans | None) -> Strategy:
     stats: dict[str, float] = {}
     note = f"plan='full' compared {', '.join(map(_named, found))}"
     if plans is not None:
-        note += f"; of {plans.n_candidates} numbers of stages and microbatches it estimated {plans.n_searched}"
-        stats |= {"plans": plans.n_candidates, "plans_searched": plans.n_searched}
-    if plans is not None and plans.n_candidates:
-        objective = best.cost.objective_seconds
-        bound = min(plans.bound_seconds, objective)
-        gap = 1 - bound / objective if objective else 0.0
-        note += f". Without overlap none is below {format_seconds(bound)} (gap {format_percent(gap)})"
-        stats["plan_bound_seconds"] = bound
+        note += f"; of {len(plans.bounds)} numbers of stages and microbatches it estimated {plans.n_searched}"
+        stats |= {"plans": len(plans.bounds), "plans_searched": plans.n_searched}
+    if plans is not None and plans.bounds:
+        makespan, objective = best.cost.makespan_seconds, best.cost.objective_seconds
+        computing, bound = min(plans.computing_seconds, makespan), min(plans.bound_of_faster(makespan), objective)
+        note += (
+            f". No plan takes less than {format_seconds(computing)}, computing alone; none that may be faster takes less than "
+            f"{format_seconds(bound)} without overlap (gap {format_percent(plans.gap_of(makespan, objective))})"
+        )
+        stats |= {"plan_computing_seconds": computing, "plan_bound_seconds": bound, "plan_gap": plans.gap_of(makespan, objective)}
     record = replace(best.record, assumptions=(*best.record.assumptions, note), stats={**best.record.stats, **stats})
     return best.with_record(record)
 

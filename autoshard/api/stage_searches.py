@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.api.confirm import noted
-from autoshard.api.full_plan import DEEP_OPS, DEEP_SECONDS, Searches, fullest
+from autoshard.api.full_plan import DEEP_GAIN, DEEP_OPS, DEEP_SECONDS, Searches, fullest
 from autoshard.api.meshes import given_mesh, meshes_of, most_axes
 from autoshard.api.microbatching import Microbatches
 from autoshard.api.pipelining import USUAL, Pipeline, pipelined
@@ -32,7 +32,7 @@ from autoshard.ir.remat import Remat
 from autoshard.judge.model import CostModel
 from autoshard.mesh_search.anytime import OutOfTime, endings, timed
 from autoshard.pipeline import Stage
-from autoshard.pipeline.plan_search import search_plans
+from autoshard.pipeline.plan_search import Planning
 from autoshard.pipeline.plans import FILL, Estimate, Plans
 from autoshard.pipeline.plans import Asked as Wanted
 from autoshard.problem import Problem
@@ -234,12 +234,19 @@ def full(call: Call, whole: Callable[..., Strategy], remat: str | None) -> Strat
         chosen = own[number] if own else None
         return None if chosen is None else rematerialised(program, chosen)
 
-    def plans(until: float, cpu_seconds: float, progress: Progress) -> Plans | None:
+    @cache
+    def planning() -> Planning | None:
         schedules = tuple(FILL) if call.schedule is None else (call.schedule,)
         others = [] if remat in (None, "full") else [partial(recomputing, number) for number in range(len(RECOMPUTED))]
         program = rematerialised(traced, Options(traced, facts, cluster.device).full) if remat == "full" else traced
-        wanted = Wanted(call.limit, schedules, None, call.number, others, until, cpu_seconds, call.ends, BUDGETS.least_gain)
-        return search_plans(program, cluster, partial(problems_on, asked), wanted, progress)
+        wanted = Wanted(
+            call.limit, schedules, None, call.number, others, ends=call.ends, least_gain=DEEP_GAIN if is_deep else BUDGETS.least_gain
+        )
+        return Planning.of(program, cluster, partial(problems_on, asked), wanted)
+
+    def plans(*limits: Any) -> Plans | None:
+        own = planning()
+        return None if own is None else own.run(*limits)
 
     def staged(n_stages: int, like: Estimate | None, left: float | None) -> Strategy:
         left, progress = limited(left, part(call.progress, 0.6, 0.4))

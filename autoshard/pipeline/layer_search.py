@@ -21,6 +21,7 @@ from autoshard.memory_limit.repair import Answer
 from autoshard.pipeline.layer_costs import LayerCosts, costs_of, kept_values, layer_costs
 from autoshard.pipeline.micro import loop_of
 from autoshard.problem import Problem
+from autoshard.progress import Progress, silent
 from autoshard.search import DynamicProgramming
 from autoshard.trace import Traced
 
@@ -88,8 +89,10 @@ class LayerSearch:
         searcher: DynamicProgramming,
         n_fewer: int = FEWER,
         again: int | None = None,
+        progress: Progress = silent,
     ):
         self.programs, self.n_layers, self.searcher, self.n_fewer, self.again = programs, n_layers, searcher, n_fewer, again
+        self.progress = progress
         self.meshes = [_OnMesh(pair) for pair in zip(*problems, strict=True)]
         self.free: list[Option] = []
         self.lean: list[int] = []
@@ -196,7 +199,7 @@ class LayerSearch:
         if len(mesh.answers) <= which:
             problem = mesh.problems[which]
             try:
-                solution = self.searcher.solve(problem)
+                solution = self.searcher.solve(problem, self.progress)
             except (SearchLimitError, ShardingError):
                 return False
             mesh.answers.append((solution.judgement, problem.labels(solution.assignment)))

@@ -11,9 +11,11 @@ it. At last the least bounds are raised, until they are near the least objective
 *Bounds.* Let ``P`` be a lower bound of the work of all layers on all microbatches with the devices of one stage, and ``f`` one of computing
 one microbatch. Some stage does an ``S``-th of it at least, and the first microbatch passes the others as well: the makespan without overlap
 is at least ``(P + (S - 1) fill f) / S``, where ``fill`` is that of the schedule with the smallest bubble. Before a search ``P`` is that of
-matrix products at the peak rate. A search proves a greater one, which holds for other candidates too. *Smaller microbatches:* of more of
-them ``P`` is no less, since the same sharding of ``k`` of them together takes no more than ``k`` times as long. *More stages:* computing of
-as many examples a device takes no less on fewer devices, but ``P`` may: gradients are added up over fewer.
+computing alone: each operation is divided evenly over the devices, and nothing is communicated. That bounds the makespan with overlap, too:
+candidates that cannot be faster than the fastest plan by a gain that is worth it are not searched. A search proves a greater ``P``, which
+holds for other candidates as well. *Smaller microbatches:* of more of them ``P`` is no less, since the same sharding of ``k`` of them
+together takes no more than ``k`` times as long. *More stages:* computing of as many examples a device takes no less on fewer devices, but
+``P`` may: gradients are added up over fewer.
 *Memory:* the bytes of all stages together are within ``S`` times the limit, which raises ``P`` by a Lagrangian dual bound, of all programs
 that compute again what they do not keep as well; such a program is taken to take no less than the plain one. Bounds of programs with few
 layers are extended to all layers as costs are.
@@ -31,15 +33,15 @@ from autoshard.cluster import Cluster
 from autoshard.cost.collectives import Communication
 from autoshard.errors import ClusterError, InfeasibleError, SearchLimitError, ShardingError, TraceError
 from autoshard.ir import Mesh
+from autoshard.judge.model import CostModel
 from autoshard.microbatch import divisors, in_loop
-from autoshard.microbatch.plan import product_flops
 from autoshard.pipeline.layer_search import FEWER, LayerSearch, Option
 from autoshard.pipeline.layering import best_layering
-from autoshard.pipeline.plans import FILL, Asked, Candidate, Estimate, Plans, Problems
+from autoshard.pipeline.plans import FILL, Asked, Bounds, Candidate, Estimate, Plans, Problems
 from autoshard.pipeline.repeats import Layers, handed_on_bytes, layers_of, shortened
 from autoshard.pipeline.schedule import has_schedule, schedule_of, stages_in_flight
+from autoshard.primitives import is_matrix
 from autoshard.progress import Progress, silent
-from autoshard.rules import rules_of
 from autoshard.search import DynamicProgramming
 from autoshard.trace import Traced
 
@@ -63,11 +65,8 @@ def search_plans(traced: Traced, cluster: Cluster, problems: Problems, asked: As
         problems: of a program on a part of the cluster.
         progress: a callback.
     """
-    layers = layers_of(traced.graph)
-    if layers is None:
-        return None
-    programs = _shorter(traced, layers)
-    return None if programs is None else _Planning(traced, layers, programs, cluster, problems, asked).run(progress)
+    planning = Planning.of(traced, cluster, problems, asked)
+    return None if planning is None else planning.run(progress)
 
 
 def _shorter(traced: Traced, layers: Layers) -> tuple[Traced, Traced] | None:
@@ -82,6 +81,7 @@ class _Known:
 
     Attributes:
         work, floor: lower bounds: of all layers on all microbatches with the devices of one stage, and of computing one microbatch.
+        computing: as ``work``, of computing alone.
         meshes: per mesh the bound of the program of few layers.
         search: its search, once there was one.
         again: those of the programs that compute again, once there were any.
@@ -93,6 +93,7 @@ class _Known:
 
     work: float
     floor: float
+    computing: float
     meshes: list[float] = field(default_factory=list)
     search: LayerSearch | None = None
     again: list[LayerSearch] | None = None
@@ -102,43 +103,83 @@ class _Known:
     needs_less: bool = False
 
 
-class _Planning:
-    """The state of one search: what is known of each candidate."""
+class _TimeIsOver(Exception):
+    """The end of a search in the middle of a candidate's."""
+
+
+class Planning:
+    """The state of one search, which goes on where it was left: what is known of each candidate."""
 
     def __init__(self, traced: Traced, layers: Layers, programs: tuple[Traced, Traced], cluster: Cluster, problems: Problems, asked: Asked):
         self.traced, self.layers, self.cluster, self.problems, self.asked = traced, layers, cluster, problems, asked
         self.programs = programs
         self.again: list[tuple[int, int, tuple[Traced, Traced]]] | None = None  # recomputations, made when they are needed
-        self.until_cpu = time.thread_time() + asked.cpu_seconds
+        self.whole = [problems(program, cluster) for program in programs]  # of the programs without stages or microbatches
         self.fill = min(FILL[name] for name in asked.schedules)
-        self.known: dict[Candidate, _Known] = {}
         self.price = 0.0  # seconds a byte at which something fitted
+        self.until = self.until_cpu = self.below = math.inf
+        self.known: dict[Candidate, _Known] = {}
+        alone: dict[int, tuple[float, float]] = {}
+        for each in self.candidates():
+            if each.n_stages not in alone:
+                alone[each.n_stages] = self.computing_seconds(each.n_stages)
+            computing, products = alone[each.n_stages]
+            self.known[each] = _Known(computing, products / each.n_microbatches, computing)
 
-    def run(self, progress: Progress) -> Plans:
-        products = self.product_seconds()
-        self.known = {each: _Known(products * each.n_stages, products * each.n_stages / each.n_microbatches) for each in self.candidates()}
-        ended_early = False
+    @classmethod
+    def of(cls, traced: Traced, cluster: Cluster, problems: Problems, asked: Asked) -> Planning | None:
+        """The search of a step; None where the program has no equal layers that can be taken apart."""
+        layers = layers_of(traced.graph)
+        programs = None if layers is None else _shorter(traced, layers)
+        return None if layers is None or programs is None else cls(traced, layers, programs, cluster, problems, asked)
+
+    def run(
+        self,
+        progress: Progress = silent,
+        until: float = math.inf,
+        cpu_seconds: float | None = None,
+        below: float = math.inf,
+        n_stages: int | None = None,
+    ) -> Plans:
+        """What is known after some more searches.
+
+        Args:
+            progress: a callback.
+            until: the time (`time.perf_counter`) at which they end.
+            cpu_seconds: of this thread, after which they do so, too; None: those asked for.
+            below: seconds of a step's makespan, in which a plan has been found by other means: slower ones are not searched.
+            n_stages: the only number of stages to search for now; None: all.
+        """
+        self.until = min(until, self.asked.until)
+        self.until_cpu = time.thread_time() + (self.asked.cpu_seconds if cpu_seconds is None else cpu_seconds)
+        self.below, ended_early = below, False
         try:
-            self.explore(progress)
+            self.explore(progress, n_stages)
+        except _TimeIsOver:
+            pass
         except self.asked.ends:
             ended_early = True
         ranked = sorted(self.found(), key=lambda found: (found.makespan_seconds, found.candidate, found.schedule))
         n_searched = sum(known.search is not None for known in self.known.values())
-        bound = min(map(self.bound, self.known), default=0.0)
-        return Plans(tuple(ranked), min(bound, self.least()), len(self.known), n_searched, ended_early)
+        return Plans(tuple(ranked), tuple(map(self.bounds, self.known)), n_searched, ended_early)
 
-    def explore(self, progress: Progress) -> None:
+    def explore(self, progress: Progress, n_stages: int | None) -> None:
         """Searches candidates, and raises bounds, as long as there is time and something to gain."""
-        while self.has_time() and (candidate := self.next()) is not None:
+        while self.has_time() and (candidate := self.next(n_stages)) is not None:
             self.search(candidate, progress)
-        while self.has_time() and (candidate := self.loosest()) is not None:
+        while n_stages is None and self.has_time() and (candidate := self.loosest()) is not None:
             if self.known[candidate].search is None:
                 self.search(candidate, progress)
             else:
                 self.raise_bound(candidate)
 
     def has_time(self) -> bool:
-        return time.perf_counter() < self.asked.until and time.thread_time() < self.until_cpu
+        return time.perf_counter() < self.until and time.thread_time() < self.until_cpu
+
+    def check_time(self, *_: object) -> None:
+        """Ends a search of few layers where the time is over; seconds of this thread only end what has not begun."""
+        if time.perf_counter() >= self.until:
+            raise _TimeIsOver
 
     def found(self) -> list[Estimate]:
         return [each for known in self.known.values() for each in known.found]
@@ -151,6 +192,11 @@ class _Planning:
         """The objective of the fastest plan found, which may exceed the least: another one's communication may be hidden as well."""
         best = min(self.found(), key=lambda found: found.makespan_seconds, default=None)
         return math.inf if best is None else best.objective_seconds
+
+    def may_gain(self, candidate: Candidate, gain: float) -> bool:
+        """Whether the candidate's computing alone leaves so much of the fastest plan's makespan to be gained."""
+        fastest = min((found.makespan_seconds for found in self.found()), default=math.inf)
+        return self.bounds(candidate).computing_seconds < min(fastest, self.below) * (1 - gain)
 
     # -- candidates ---------------------------------------------------------------------------------------------------
 
@@ -182,21 +228,27 @@ class _Planning:
 
     def bound(self, candidate: Candidate) -> float:
         """A lower bound of the candidate's makespan without overlap."""
-        known = self.known[candidate]
-        return (known.work + (candidate.n_stages - 1) * self.fill * known.floor) / candidate.n_stages
+        return self.bounds(candidate).objective_seconds
 
-    def next(self) -> Candidate | None:
-        """The candidate to search, of those whose bound promises a gain: the first of each number of stages, then that of the best guess.
+    def bounds(self, candidate: Candidate) -> Bounds:
+        """The lower bounds of the candidate's makespan."""
+        known, n_stages = self.known[candidate], candidate.n_stages
+        filling = (n_stages - 1) * self.fill * known.floor
+        return Bounds((known.computing + filling) / n_stages, (known.work + filling) / n_stages)
 
-        Where nothing fits so far with a number of stages, it is the one with the fewest microbatches.
+    def next(self, n_stages: int | None) -> Candidate | None:
+        """The candidate to search, of those whose bounds promise a gain: the first of each number of stages, then that of the best guess.
+
+        With ``n_stages`` only of so many. Where nothing fits so far with a number of stages, it is the one with the fewest microbatches.
         """
-        enough = self.fastest_objective() * (1 - self.asked.least_gain)
-        new = ((each, known) for each, known in self.known.items() if known.search is None and not known.needs_less)
-        open_ones = [each for each, _ in new if self.bound(each) < enough]
+        gain = self.asked.least_gain
+        enough = self.fastest_objective() * (1 - gain)
+        new = [each for each, known in self.known.items() if known.search is None and not known.needs_less]
+        open_ones = [each for each in new if n_stages in (None, each.n_stages) and self.bound(each) < enough and self.may_gain(each, gain)]
         chosen = []
-        for n_stages in {each.n_stages for each in open_ones}:
-            own = [each for each in open_ones if each.n_stages == n_stages]
-            searched = [each for each, known in self.known.items() if each.n_stages == n_stages and known.search is not None]
+        for number in {each.n_stages for each in open_ones}:
+            own = [each for each in open_ones if each.n_stages == number]
+            searched = [each for each, known in self.known.items() if each.n_stages == number and known.search is not None]
             if not searched:
                 chosen.append((-1.0, min(own)))
             elif not any(self.known[each].found for each in searched):  # the first that fits
@@ -217,33 +269,43 @@ class _Planning:
 
     def loosest(self) -> Candidate | None:
         """The candidate of the least bound, if that is to be raised and can be."""
-        least = self.least()
-        if math.isinf(least) or not self.known:
+        least, open_ones = self.least(), [each for each in self.known if self.may_gain(each, NEAR_BOUND)]
+        if math.isinf(least) or not open_ones:
             return None
-        candidate = min(self.known, key=lambda each: (self.bound(each), each))
+        candidate = min(open_ones, key=lambda each: (self.bound(each), each))
         known = self.known[candidate]
         return candidate if self.bound(candidate) < least * (1 - NEAR_BOUND) and not known.is_raised else None
 
     # -- costs --------------------------------------------------------------------------------------------------------
 
-    def product_seconds(self) -> float:
-        """A lower bound of a step on all devices: its matrix products at the peak rate."""
-        graph = self.traced.graph
-        rate = max(rate for _, rate in self.cluster.device.flops_per_second) * self.cluster.n_devices
-        return product_flops(graph.ops, rules_of(graph), graph) / rate
+    def computing_seconds(self, n_stages: int) -> tuple[float, float]:
+        """Lower bounds of computing a step with the devices of one stage: of all its operations, and of its matrix products."""
+        part = self.part(n_stages)
+        model = CostModel(part, Mesh((("device", part.n_devices),)))
+        sums = []
+        for problem in (each[0] for each in self.whole):
+            seconds = [(op, op.trips * model.least_op_seconds(problem.facts, op)) for op in problem.graph.walk()]
+            sums.append((sum(s for _, s in seconds), sum(s for op, s in seconds if is_matrix(op.primitive))))
+        (fewer, fewer_products), (more, more_products) = sums
+        times = self.layers.count - FEWER
+        return fewer + times * (more - fewer), fewer_products + times * (more_products - fewer_products)
+
+    def part(self, n_stages: int) -> Cluster:
+        """The devices of one stage."""
+        return self.cluster.part(n_stages) if n_stages > 1 else self.cluster
 
     def search(self, candidate: Candidate, progress: Progress) -> None:
         """Finds the candidate's best plans, and what its costs say of others."""
         known, n = self.known[candidate], sum(each.search is not None for each in self.known.values())
         progress(f"pipelines: {candidate}", min(n / len(self.known), 1.0))
         try:
-            known.search = self.searches(candidate, self.programs)
-            known.search.run(known.meshes or [0.0] * len(known.search.meshes))
+            search = self.searches(candidate, self.programs)
+            search.run(known.meshes or [0.0] * len(search.meshes))
         except (SearchLimitError, ShardingError, TraceError, InfeasibleError):
             known.is_raised = True  # nothing more is to be learned
-            known.search = None
-            known.work = math.inf
+            known.work = known.computing = math.inf
             return
+        known.search = search
         self.tell_others(candidate, known.search)
         known.found = self.layered(candidate, known.search.free)
         if not known.found and self.bound(candidate) < self.fastest_objective():
@@ -251,11 +313,13 @@ class _Planning:
 
     def searches(self, candidate: Candidate, programs: Sequence[Traced], fewer: int = FEWER, again: int | None = None) -> LayerSearch:
         """The searches of a candidate, of the step as it is or as it computes again, which are not run yet."""
-        part = self.cluster.part(candidate.n_stages) if candidate.n_stages > 1 else self.cluster
-        n = candidate.n_microbatches
-        looped = [in_loop(program, n) if n > 1 else program for program in programs]
-        problems = [self.problems(program, part) for program in looped]
-        return LayerSearch(looped, self.layers.count, problems, _SEARCHER, fewer, again)
+        part, n = self.part(candidate.n_stages), candidate.n_microbatches
+        if programs is self.programs and candidate == Candidate(1, 1):
+            looped, problems = list(programs), self.whole
+        else:
+            looped = [in_loop(program, n) if n > 1 else program for program in programs]
+            problems = [self.problems(program, part) for program in looped]
+        return LayerSearch(looped, self.layers.count, problems, _SEARCHER, fewer, again, self.check_time)
 
     def search_less_memory(self, candidate: Candidate, known: _Known) -> None:
         """Finds plans of less memory, where none without a price on bytes fits: with recomputation, and at a few prices.
@@ -389,7 +453,8 @@ class _Planning:
             if not stages or not parts or rest or remains:
                 continue
             known.floor = max(known.floor, search.floor_seconds / parts)
-            known.work = max(known.work, other.n_microbatches * known.floor)
+            known.computing = max(known.computing, other.n_microbatches * known.floor)
+            known.work = max(known.work, known.computing)
             if stages == 1:
                 known.work = max(known.work, search.bound_seconds)
                 known.meshes = [max(pair) for pair in zip(known.meshes or search.mesh_bounds, search.mesh_bounds, strict=True)]

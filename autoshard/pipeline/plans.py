@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from autoshard.cluster import Cluster
 from autoshard.ir import Mesh
@@ -70,20 +70,26 @@ class Estimate:
         return self.layering.makespan_seconds
 
 
+class Bounds(NamedTuple):
+    """Lower bounds of a candidate's makespan: of computing alone, and of the time without overlap."""
+
+    computing_seconds: float
+    objective_seconds: float
+
+
 @dataclass(frozen=True, slots=True)
 class Plans:
     """What a search over candidates found.
 
     Attributes:
         ranked: what fits, fastest first.
-        bound_seconds: a lower bound of the makespan of every candidate, without overlap.
-        n_candidates, n_searched: how many there were, and how many were searched.
+        bounds: of each candidate.
+        n_searched: how many candidates were searched.
         ended_early: whether an exception ended the search.
     """
 
     ranked: tuple[Estimate, ...]
-    bound_seconds: float
-    n_candidates: int
+    bounds: tuple[Bounds, ...]
     n_searched: int
     ended_early: bool = False
 
@@ -93,10 +99,31 @@ class Plans:
         return min((found.objective_seconds for found in self.ranked), default=math.inf)
 
     @property
+    def computing_seconds(self) -> float:
+        """A lower bound of the makespan of every candidate: of computing alone."""
+        return min((each.computing_seconds for each in self.bounds), default=0.0)
+
+    def bound_of_faster(self, makespan_seconds: float) -> float:
+        """A lower bound of the makespan without overlap of the candidates that may have a lesser makespan than this."""
+        faster = (each.objective_seconds for each in self.bounds if each.computing_seconds < makespan_seconds)
+        return min(faster, default=math.inf)
+
+    @property
+    def bound_seconds(self) -> float:
+        """A lower bound of the makespan without overlap of every candidate that may be faster than what was found."""
+        fastest = self.ranked[0].makespan_seconds if self.ranked else math.inf
+        return min(self.bound_of_faster(fastest), self.least_seconds)
+
+    @property
     def gap(self) -> float:
-        """The share of the least makespan without overlap that is above the bound; 1 where nothing fits."""
-        least = self.least_seconds
-        return 1.0 if math.isinf(least) else max(1.0 - self.bound_seconds / least, 0.0)
+        """`gap_of` the fastest; 1 where nothing fits."""
+        return self.gap_of(self.ranked[0].makespan_seconds, self.least_seconds) if self.ranked else 1.0
+
+    def gap_of(self, makespan_seconds: float, objective_seconds: float) -> float:
+        """The share of a plan's makespan, with overlap or without, that is above the bound: the lesser of the two."""
+        overlapped = 1 - self.computing_seconds / makespan_seconds if makespan_seconds else 0.0
+        alone = 1 - self.bound_of_faster(makespan_seconds) / objective_seconds if objective_seconds else 0.0
+        return max(min(overlapped, alone), 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +139,7 @@ class Asked:
         until: the time (`time.perf_counter`) at which the search ends with what it has.
         cpu_seconds: of this thread, after which it does so, too.
         ends: exceptions after which it does so, too.
-        least_gain: of the objective, that is worth a search.
+        least_gain: of the makespan, with overlap or without, that is worth a search.
     """
 
     limit_bytes: float

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -23,7 +24,7 @@ from autoshard.ir import Mesh
 from autoshard.pipeline.layering import Layering
 from autoshard.pipeline.plan_search import search_plans
 from autoshard.pipeline.plans import Asked as Wanted
-from autoshard.pipeline.plans import Candidate, Estimate, Plans
+from autoshard.pipeline.plans import Bounds, Candidate, Estimate, Plans
 from autoshard.progress import silent
 from autoshard.recompute import Options, rematerialised
 from autoshard.rules import rules_of
@@ -43,6 +44,7 @@ def found():
 
 
 CLUSTER = Cluster.parse("cpu:4")
+NO_BOUNDS = (Bounds(0.0, 0.0),) * 3
 
 
 def refused(*_):
@@ -77,19 +79,36 @@ def test_only_what_may_be_fastest_is_searched(found):
         asked.append((n_stages, like.candidate.n_microbatches, like.schedule))
         return pipeline
 
-    far = Plans((estimate(2, 1e-9, "zero_bubble"), estimate(2, 2e-9), estimate(4, 3e-9), estimate(1, 4e-9)), 0.0, 3, 3)
+    far = Plans((estimate(2, 1e-9, "zero_bubble"), estimate(2, 2e-9), estimate(4, 3e-9), estimate(1, 4e-9)), NO_BOUNDS, 3)
     fullest(Searches(refused, lambda *_: far, staged), CLUSTER, None, silent)
     assert asked == [(2, 4, "zero_bubble"), (4, 4, "1f1b")]
     asked.clear()
-    near = Plans((estimate(1, 0.9e9), estimate(2, 1e9)), 0.0, 2, 2)
+    near = Plans((estimate(1, 0.9e9), estimate(2, 1e9)), NO_BOUNDS, 2)
     assert fullest(Searches(lambda *_: plain, lambda *_: near, staged), CLUSTER, None, silent).record.pipeline is None
     assert asked == []
+
+
+def test_pipelines_are_compared_with_what_the_step_without_stages_took(found):
+    """Where its plan comes near computing alone, it is searched first; else all numbers of stages are compared before."""
+    plain, _ = found
+    for computing, expected in (
+        (0.95e-9, [(1, math.inf), (None, plain.cost.makespan_seconds)]),
+        (0.5e-9, [(1, math.inf), (None, math.inf)]),
+    ):
+        plans, asked = Plans((estimate(1, 1e-9),), (Bounds(computing, computing),), 1), []
+
+        def compare(progress, until, cpu_seconds, below, n_stages, plans=plans, asked=asked):
+            asked.append((n_stages, below))
+            return plans
+
+        fullest(Searches(lambda *_: plain, compare, refused), CLUSTER, None, silent)
+        assert asked == expected
 
 
 def test_a_deep_step_is_searched_as_its_layers_are_fastest(found):
     """The search without stages is told the plan; of other steps it is not, since all their meshes are tried."""
     plain, _ = found
-    plans = Plans((estimate(1, 1e-9),), 0.0, 1, 1)
+    plans = Plans((estimate(1, 1e-9),), NO_BOUNDS, 1)
     for is_deep in (False, True):
         told = []
 
@@ -114,7 +133,7 @@ def test_a_deep_search_whose_seconds_are_over_is_no_interrupt(found, monkeypatch
             given.append(seconds)
             return pipeline
 
-        plans = Plans((estimate(1, 1e-9), estimate(2, 1e-9)), 0.0, 2, 2)
+        plans = Plans((estimate(1, 1e-9), estimate(2, 1e-9)), NO_BOUNDS, 2)
         fullest(Searches(lambda *_: early, lambda *_, plans=plans: plans, staged, True), CLUSTER, None, silent)
         assert given == expected
 
@@ -122,7 +141,7 @@ def test_a_deep_search_whose_seconds_are_over_is_no_interrupt(found, monkeypatch
 def test_the_gap_is_a_share_of_the_answer(found):
     """A bound of half the answer's seconds leaves half of them, as a strategy's own gap says it."""
     plain, pipeline = found
-    bounded = Plans((), plain.cost.objective_seconds / 2, 1, 0)
+    bounded = Plans((), (Bounds(0.0, plain.cost.objective_seconds / 2),), 0)
     searches = Searches(lambda *_: plain, lambda *_: bounded, lambda *_: pipeline)
     assert "(gap 50 %)" in fullest(searches, CLUSTER, None, silent).notes[-1]
 
@@ -148,7 +167,7 @@ def test_an_interrupt_is_for_the_searches_that_are_left_too(found):
     early = Strategy(replace(plain.record, stats={"ended_early": 1}), plain._traced)
     near = [estimate(1, 1e9), estimate(2, 0.0)]
     for whole, ended in ((plain, True), (early, False)):
-        plans, given = Plans(tuple(near), 0.0, 2, 2, ended), []
+        plans, given = Plans(tuple(near), NO_BOUNDS, 2, ended), []
 
         def timed(strategy, seconds, given=given):
             given.append(seconds)

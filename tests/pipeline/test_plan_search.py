@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import chain, repeat
 
 import pytest
 
@@ -11,7 +12,7 @@ from autoshard.compilers import compiler_of
 from autoshard.compilers.program_facts import program_facts
 from autoshard.ir import Mesh
 from autoshard.judge.model import CostModel
-from autoshard.pipeline.plan_search import search_plans
+from autoshard.pipeline.plan_search import Planning, search_plans
 from autoshard.pipeline.plans import FILL, Asked, Candidate
 from autoshard.problem import Problem
 from autoshard.recompute import Options, rematerialised
@@ -48,7 +49,22 @@ def test_plans_are_ranked_above_a_bound_and_the_same_each_time():
     for each in found.ranked:
         assert sum(each.layering.layers) == 6
         assert each.objective_seconds >= found.bound_seconds * (1 - 1e-9)
+        assert each.makespan_seconds >= found.computing_seconds * (1 - 1e-9)
     assert 0 <= found.gap < 1
+
+
+def test_what_cannot_be_faster_is_not_searched():
+    """A makespan that others reached is compared with computing alone, before there are searches; later runs go on from earlier ones."""
+    planning = Planning.of(step(), CLUSTER, problems, Asked(math.inf, stages=[1, 2], microbatches=8))
+    first = planning.run(below=1e-12)
+    assert (first.ranked, first.n_searched) == ((), 0)
+    alone = planning.run(n_stages=1)
+    assert {each.candidate.n_stages for each in alone.ranked} == {1}
+    fastest = alone.ranked[0].makespan_seconds
+    assert 0.0 < alone.computing_seconds <= fastest
+    again = planning.run(below=alone.computing_seconds)
+    assert (again.n_searched, again.bound_of_faster(alone.computing_seconds)) == (alone.n_searched, math.inf)
+    assert again.gap_of(alone.computing_seconds, 1.0) == 0.0
 
 
 def test_without_stages_the_costs_are_those_of_the_whole_step():
@@ -124,12 +140,23 @@ def test_seconds_of_this_thread_end_a_search():
     assert found.bound_seconds > 0
 
 
+def test_a_time_limit_ends_a_search_in_the_middle(monkeypatch):
+    """What was found by then stays, and the candidate may be searched later."""
+    planning = Planning.of(step(), CLUSTER, problems, Asked(math.inf, stages=[1], microbatches=1))
+    clock = chain([0.0], repeat(2.0))  # there is time for a candidate, and none left when it is solved
+    monkeypatch.setattr("autoshard.pipeline.plan_search.time.perf_counter", lambda: next(clock))
+    early = planning.run(until=1.0)
+    assert (early.ranked, early.n_searched, early.ended_early) == ((), 0, False)
+    monkeypatch.undo()
+    assert planning.run().n_searched == 1
+
+
 def test_numbers_that_are_asked_for():
     """Stages and microbatches may be fixed, and a number that does not divide the batch leaves no candidate."""
     found = plans(stages=[4], microbatches=16)
     assert [each.candidate for each in found.ranked] == [Candidate(4, 16)]
-    assert plans(microbatches=3).n_candidates == 0
-    assert plans(stages=[4], microbatches=2, schedules=["interleaved"]).n_candidates == 0
+    assert plans(microbatches=3).bounds == ()
+    assert plans(stages=[4], microbatches=2, schedules=["interleaved"]).bounds == ()
 
 
 def test_a_step_without_equal_layers_has_no_plans():
