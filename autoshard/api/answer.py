@@ -182,7 +182,7 @@ class Answer:
         if tensor is None:
             if spec is not None:
                 raise StrategyError("spec= is a layout of one tensor, and none is named. Pass both: explain('up', spec=P('model')).")
-            return explain(self.record, self._judged, details)
+            return explain(self.record, self._judged, details, self._judged_stages)
         if not isinstance(tensor, str):
             raise StrategyError(f"a tensor is given by its name, got {tensor!r}. Use a path that explain() prints, such as 'layers/*/up'.")
         if spec is not None and not isinstance(spec, PartitionSpec):
@@ -194,8 +194,8 @@ class Answer:
                 "MODULE:NAME --tensor NAME."
             )
         if self.record.pipeline is not None:
-            judged = [(stage._judged, stage._in_question()) for stage in self.stages]
-            return explain_tensor_of_stages([(one, known) for one, known in judged if one is not None], tensor, spec, details)
+            judged = zip(self._judged_stages, [stage._in_question() for stage in self.stages], strict=True)
+            return explain_tensor_of_stages(list(judged), tensor, spec, details)
         assert self._judged is not None, "a strategy with its program"
         return explain_tensor(self._judged, tensor, self._in_question(), spec, details)
 
@@ -255,11 +255,16 @@ class Answer:
         """
         pipeline = self.record.pipeline
         schedule = None if pipeline is None else timeline_of(self.record, pipeline)
-        stages = []
+        judged, stages = self._judged_stages, []
         if pipeline is not None and self._traced is not None:  # none of a file
             programs = staged_as(self._traced, self.record, pipeline).stages
-            stages = [(one._judged, stage_kinds(stage)) for one, stage in zip(self.stages, programs, strict=True) if one._judged]
-        return report(self.record, explanation_of(self.record, self._judged), self._judged, schedule, stages)
+            stages = [(one, stage_kinds(stage)) for one, stage in zip(judged, programs, strict=True)]
+        return report(self.record, explanation_of(self.record, self._judged, judged), self._judged, schedule, stages)
+
+    @property
+    def _judged_stages(self) -> list[Judged]:
+        """The judged programs of a pipeline's stages; none of a strategy from a file, nor of one without stages."""
+        return [stage._judged for stage in self.stages if stage._judged is not None]
 
     @cached_property
     def _judged(self) -> Judged | None:

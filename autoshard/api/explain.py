@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,20 +49,21 @@ class StrategyReport(Report):
     __str__, _repr_html_ = Report.__str__, Report._repr_html_
 
 
-def explain(record: Record, judged: Judged | None = None, details: bool = False) -> StrategyReport:
+def explain(record: Record, judged: Judged | None = None, details: bool = False, stages: Sequence[Judged] = ()) -> StrategyReport:
     """The report on a strategy: a terminal and a notebook show it.
 
     Args:
         record: the strategy's.
         judged: its program, where that is at hand.
         details: whether to add pictures of shards, results, the proof of optimality, and what the searcher did.
+        stages: of a pipeline the programs of its stages, where they are at hand.
     """
-    cluster, data = Cluster.from_dict(record.cluster), explanation_of(record, judged)
+    cluster, data = Cluster.from_dict(record.cluster), explanation_of(record, judged, stages)
     parts = [
         *opening(data),
         *_headline(record, cluster),
         *_confirmation(record),
-        *pipeline_parts(record),
+        *pipeline_parts(record, data.stages),
         *body(data, () if record.pipeline is None else argument_parts(record)),
         *(_details(record, cluster) if details else ()),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autoshard.explanation import Stages
 from autoshard.pipeline.drawing import draw
 from autoshard.pipeline.schedule import ONE_PROGRAM, PieceSeconds, Schedule, Task, Timeline, in_flight, schedule_of, simulate
 from autoshard.render import Drawing, Heading, Paragraph, Part, Table, format_bytes, format_percent, format_seconds
@@ -10,10 +11,10 @@ from autoshard.strategy import PipelineRecord, Record
 WIDTH = 110  # columns of the schedule's drawing
 
 
-def pipeline_parts(record: Record) -> list[Part]:
+def pipeline_parts(record: Record, stages: Stages | None) -> list[Part]:
     """The section on a pipeline's stages; none where there are none."""
     pipeline = record.pipeline
-    if pipeline is None:
+    if pipeline is None or stages is None:
         return [] if record.program.stages == 1 else _one_program(record)
     timeline = timeline_of(record, pipeline)
     alive = in_flight(timeline.schedule)
@@ -28,17 +29,18 @@ def pipeline_parts(record: Record) -> list[Part]:
             format_seconds(max(stage.send_seconds, stage.send_back_seconds)),
             f"{alive[number % pipeline.n_parts]} x {format_bytes(stage.residual_bytes)}",
             format_bytes(stage.peak_bytes),
+            format_percent(stages.idle_shares[number % pipeline.n_parts]),
         )
         for number, stage in enumerate(pipeline.stages)
     )
-    columns = ("stage", "devices", "mesh", ">forward", ">backward", ">after", ">sending", ">kept", ">peak memory")
+    columns = ("stage", "devices", "mesh", ">forward", ">backward", ">after", ">sending", ">kept", ">peak memory", ">waiting")
     notes = (
         "forward, backward and sending are of one microbatch; after: what runs once a step, such as the optimizer's update.",
         "kept: the most microbatches that wait for their backward pass, and what each keeps in memory.",
+        "waiting: the share of the step in which the devices have nothing to do until other stages are done.",
     )
     several = f", {pipeline.chunks} chunks a stage" if pipeline.chunks > 1 else ""
-    idle = f"Stages are idle {format_percent(timeline.bubble_fraction)} of the time between the first and the last task."
-    said = f"Schedule {pipeline.schedule}: {record.program.microbatches} microbatches{several}. {idle}"
+    said = f"Schedule {pipeline.schedule}: {record.program.microbatches} microbatches{several}."
     return [Heading("Pipeline"), Paragraph(said), Drawing(draw(timeline, WIDTH)), Table(columns, rows, notes)]
 
 

@@ -443,18 +443,19 @@ def _stage_record(found: _Found) -> StageRecord:
 
 
 def _cost(plan: _Plan) -> Cost:
-    """The cost of the step: its makespan is the schedule's, all else that of the stage with most to do."""
-    costs = [found.strategy.cost for found in plan.stages]
-    busiest = max(costs, key=lambda cost: cost.makespan_seconds)
+    """The cost of the step: its makespan is the schedule's, all else that of the devices with most to do, all their stages together."""
+    n = plan.schedule.n_stages
+    parts = [[found.strategy.cost for found in plan.stages[number::n]] for number in range(n)]
+    busiest = max(parts, key=lambda costs: sum(cost.makespan_seconds for cost in costs))
     return Cost(
         objective_seconds=plan.objective_seconds,
         makespan_seconds=plan.makespan_seconds,
-        compute_seconds=busiest.compute_seconds,
-        communication_seconds=busiest.communication_seconds,
-        exposed_communication_seconds=busiest.exposed_communication_seconds,
+        compute_seconds=sum(cost.compute_seconds for cost in busiest),
+        communication_seconds=sum(cost.communication_seconds for cost in busiest),
+        exposed_communication_seconds=sum(cost.exposed_communication_seconds for cost in busiest),
         peak_bytes=plan.peak_bytes,
-        flops=max(cost.flops for cost in costs),
-        collectives=busiest.collectives,
+        flops=max(sum(cost.flops for cost in costs) for costs in parts),
+        collectives=tuple(sent for cost in busiest for sent in cost.collectives),
     )
 
 

@@ -8,6 +8,7 @@ from autoshard.explanation.data import (
     MemoryGroup,
     Place,
     RepeatedWork,
+    Stages,
     StepTime,
     TensorGroup,
 )
@@ -21,6 +22,7 @@ __all__ = [
     "MemoryGroup",
     "Place",
     "RepeatedWork",
+    "Stages",
     "StepTime",
     "TensorGroup",
     "explanation_of",

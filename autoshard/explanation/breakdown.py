@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, replace
 
 from autoshard.explanation.data import CollectiveGroup, MemoryGroup, Place, RepeatedWork
 from autoshard.explanation.layers import layer_of, line_of, pass_of
@@ -48,6 +48,16 @@ def places(record: Record, judged: Judged | None, named: Callable[[Origin], str]
         Place(name, compute[name], sent[name], exposed[name], products[name], flops[name], counts[name]) for name in {**compute, **sent}
     ]
     return tuple(sorted(found, key=lambda place: (-place.seconds, -place.communication_seconds, place.name)))
+
+
+def merged(parts: Iterable[tuple[Place, ...]]) -> tuple[Place, ...]:
+    """The places of several programs of the same devices, those of one name as one, the longest first."""
+    found: dict[str, Place] = {}
+    for place in (place for part in parts for place in part):
+        before = found.get(place.name)
+        both = [getattr(place, each.name) + getattr(before, each.name) for each in fields(Place)[1:]] if before else None
+        found[place.name] = place if both is None else Place(place.name, *both)
+    return tuple(sorted(found.values(), key=lambda place: (-place.seconds, -place.communication_seconds, place.name)))
 
 
 def origin_of(collective: Collective, judged: Judged | None) -> Origin | None:
@@ -128,17 +138,25 @@ def memory_groups(judged: Judged) -> tuple[MemoryGroup, ...]:
     return tuple(sorted(found, key=lambda group: (-group.bytes, group.kind, group.name)))
 
 
-def repeated_work(judged: Judged) -> tuple[RepeatedWork, ...]:
-    """Per mesh axis the compute that all of its devices repeat, where that is more than a hundredth of the step."""
-    assignment, mesh = judged.record.assignment, judged.record.mesh
+def repeated_work(programs: Sequence[Judged]) -> tuple[RepeatedWork, ...]:
+    """Per mesh axis the compute that all of its devices repeat, where that is more than a hundredth of the step.
+
+    Args:
+        programs: that of a step; of a pipeline those that the same devices run.
+    """
     found = []
-    for axis, (name, size) in enumerate(mesh.axes):
-        whole = {op: seconds for op, seconds in judged.seconds.items() if assignment.choice(op.index)[axis][0] < 0}
-        by_layer: Mapping[str, float] = _sums((judged.layer(op), seconds) for op, seconds in whole.items())
-        seconds = sum(whole.values())
-        uneven = sum(seconds for op, seconds in whole.items() if not _divides(judged, op, size))
+    for axis, (name, size) in enumerate(programs[0].record.mesh.axes if programs else ()):
+        whole = [
+            (judged, op, seconds)
+            for judged in programs
+            for op, seconds in judged.seconds.items()
+            if judged.record.assignment.choice(op.index)[axis][0] < 0
+        ]
+        by_layer: Mapping[str, float] = _sums((judged.layer(op), seconds) for judged, op, seconds in whole)
+        seconds = sum(by_layer.values())
+        uneven = sum(seconds for judged, op, seconds in whole if not _divides(judged, op, size))
         saved = seconds * (1 - 1 / size)
-        if size > 1 and saved > LEAST_REPEATED * judged.record.cost.makespan_seconds:
+        if size > 1 and saved > LEAST_REPEATED * sum(judged.record.cost.makespan_seconds for judged in programs):
             ranked = sorted(by_layer.items(), key=lambda item: (-item[1], item[0]))
             found.append(RepeatedWork(name, size, seconds, uneven, saved, tuple(ranked[:5])))
     return tuple(found)

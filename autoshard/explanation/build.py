@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from autoshard.cluster import Cluster, Link, Span
-from autoshard.explanation.breakdown import collective_groups, layers, lines, memory_groups, repeated_work
-from autoshard.explanation.data import Axis, Explanation, StepTime
+from autoshard.explanation.breakdown import collective_groups, layers, lines, memory_groups, merged, repeated_work
+from autoshard.explanation.data import Axis, Explanation, Stages, StepTime
 from autoshard.explanation.groups import activation_groups, argument_groups, shard_bytes, state_positions
 from autoshard.explanation.program import Judged
 from autoshard.explanation.sentences import sentences
 from autoshard.ir import Collective, Mesh
-from autoshard.strategy import Record, TensorRecord
+from autoshard.strategy import PipelineRecord, Record, TensorRecord
 
 
-def explanation_of(record: Record, judged: Judged | None = None) -> Explanation:
+def explanation_of(record: Record, judged: Judged | None = None, stages: Sequence[Judged] = ()) -> Explanation:
     """The explanation of a strategy.
 
     Args:
         record: the strategy's.
         judged: its program; None where only the record is at hand, and for pipelines, whose stages have programs of their own.
+        stages: of a pipeline these programs, in their order, where they are at hand.
     """
-    cluster = Cluster.from_dict(record.cluster)
-    judged = None if record.pipeline is not None else judged
+    cluster, pipeline = Cluster.from_dict(record.cluster), record.pipeline
+    judged, parts = None if pipeline is not None else judged, None if pipeline is None else stages_of(record, pipeline)
+    own = [judged] if judged is not None else list(stages[parts.busiest :: pipeline.n_parts]) if pipeline and parts else []
+    records = [(each.record, each) for each in own] or [(record, None)]
     found = Explanation(
         title=f"Strategy of {record.program.name} on {cluster.name}, mesh {record.mesh}",
         program=record.program.name,
@@ -37,14 +41,22 @@ def explanation_of(record: Record, judged: Judged | None = None) -> Explanation:
         mesh=_axes(record, cluster, judged),
         arguments=argument_groups(record.arguments, record.mesh),
         activations=() if judged is None else activation_groups(judged),
-        layers=layers(record, judged),
-        lines=lines(record, judged),
-        collectives=collective_groups(record, judged),
-        repeated=() if judged is None else repeated_work(judged),
+        layers=merged(layers(*each) for each in records),
+        lines=merged(lines(*each) for each in records),
+        collectives=tuple(group for each in records for group in collective_groups(*each)),
+        repeated=repeated_work(own),
         notes=record.assumptions,
-        has_program=judged is not None,
+        has_program=bool(own),
+        stages=parts,
     )
     return replace(found, sentences=sentences(found))
+
+
+def stages_of(record: Record, pipeline: PipelineRecord) -> Stages:
+    """How the stages of a pipeline share a step."""
+    m, n = record.program.microbatches, pipeline.n_parts
+    busy = [m * (each.forward_seconds + each.backward_seconds + each.weights_seconds) + each.after_seconds for each in pipeline.stages]
+    return Stages(pipeline.schedule, m, pipeline.chunks, tuple(sum(busy[part::n]) for part in range(n)), record.cost.makespan_seconds)
 
 
 def _time(record: Record, cluster: Cluster) -> StepTime:

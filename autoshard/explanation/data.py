@@ -31,7 +31,7 @@ class StepTime:
         compute_seconds: of all kernels.
         exposed_seconds: of collectives while nothing is computed.
         hidden_seconds: of collectives beside compute.
-        waiting_seconds: neither: the rest of the step.
+        waiting_seconds: neither: the rest of the step, in a pipeline while other stages compute.
         matrix_share: the share of the matrix unit's peak that the step reaches, in [0, 1].
     """
 
@@ -68,6 +68,40 @@ class Place:
     def seconds(self) -> float:
         """What it adds to the step: compute, and collectives that nothing hides."""
         return self.compute_seconds + self.exposed_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """How the stages of a pipeline share a step; stages on the same devices count as one.
+
+    Attributes:
+        schedule, microbatches: the order of tasks, and in how many parts the batch is computed.
+        busy_seconds: per part of the devices the time in which they compute or wait for their own collectives.
+        chunks: how many stages each part of the devices has.
+        step_seconds: of the whole step.
+    """
+
+    schedule: str
+    microbatches: int
+    chunks: int
+    busy_seconds: tuple[float, ...]
+    step_seconds: float
+
+    @property
+    def busiest(self) -> int:
+        """The number of the part with most to do, for which an explanation has the time by layer, line and collective."""
+        return self.busy_seconds.index(max(self.busy_seconds))
+
+    @property
+    def busiest_words(self) -> str:
+        """``stage 1``; ``the devices of stages 1 and 3`` where they have several."""
+        names = [str(self.busiest + chunk * len(self.busy_seconds)) for chunk in range(self.chunks)]
+        return f"stage {names[0]}" if len(names) == 1 else f"the devices of stages {', '.join(names[:-1])} and {names[-1]}"
+
+    @property
+    def idle_shares(self) -> tuple[float, ...]:
+        """Per part of the devices the share of the step in which they wait for other stages."""
+        return tuple(max(1 - seconds / (self.step_seconds or 1.0), 0.0) for seconds in self.busy_seconds)
 
 
 MEMORY_KINDS = ("state", "inputs", "activations", "gradients", "copies", "partial sums", "other")
@@ -203,6 +237,7 @@ class Explanation:
         peak_bytes, limit_bytes: predicted peak memory of a device, and what a program may have.
         notes: what was assumed, and requests that could not be met.
         has_program: whether the program was at hand.
+        stages: of a pipeline; None of other strategies. Time and collectives are then those of the busiest stage.
     """
 
     title: str
@@ -224,3 +259,4 @@ class Explanation:
     repeated: tuple[RepeatedWork, ...]
     notes: tuple[str, ...]
     has_program: bool
+    stages: Stages | None = None

@@ -4,18 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autoshard.explanation.data import Axis, CollectiveGroup, Explanation, Place
+from autoshard.explanation.data import Axis, CollectiveGroup, Explanation, Place, Stages
 from autoshard.render import format_bytes, format_percent, format_seconds
 
 MUCH = 0.15  # of the step; below it a change gains little
 FULL = 0.9  # of the memory that a program may have
 FEW = 1e-3
+SHORT = ("interleaved", "zero_bubble")  # schedules in which stages wait least
 HIGH = 0.5  # of the matrix unit's peak
 
 
 def sentences(found: Explanation) -> tuple[str, str, str]:
     """What was split how, what bounds the step, what to change; ``found`` has everything else."""
     return _split(found), _bound(found), _change(found)
+
+
+def _avoidable(stages: Stages) -> float:
+    """The seconds of the step that other tasks, or other stages, could save: the wait of the busiest, or what it has more than others."""
+    most, n = max(stages.busy_seconds), len(stages.busy_seconds)
+    return max(stages.step_seconds - most, most - sum(stages.busy_seconds) / n)
+
+
+def _change_stages(stages: Stages) -> str:
+    """What to change where stages wait for each other."""
+    most, n, step = max(stages.busy_seconds), len(stages.busy_seconds), stages.step_seconds
+    mean = sum(stages.busy_seconds) / n
+    if step - most >= most - mean:
+        other = "fewer stages" if stages.schedule in SHORT else "schedule='interleaved' or 'zero_bubble'"
+        return (
+            f"To change: the wait for other stages, {format_percent((step - most) / step)} of the step even on the busiest; more than "
+            f"{stages.microbatches} microbatches shorten it, of a larger batch if need be, and so may {other}."
+        )
+    return (
+        f"To change: the division into stages; {stages.busiest_words} has {format_seconds(most)} of work, and "
+        f"{format_seconds(mean)} is the average of all {n}; another number of stages may be more even, which search(plan='full') tries."
+    )
 
 
 def _split(found: Explanation) -> str:
@@ -54,14 +77,26 @@ def _bound(found: Explanation) -> str:
     step = time.step_seconds or 1.0
     whole = f"A step takes {format_seconds(time.step_seconds)}"
     compute, exposed = format_percent(time.compute_seconds / step), format_percent(time.exposed_seconds / step)
+    on, idle = ("", "") if found.stages is None else (f" on {found.stages.busiest_words}, the busiest", _idle(found.stages))
+    if time.waiting_seconds > max(time.compute_seconds, time.exposed_seconds):
+        return f"{whole}, bound by waiting{idle.replace(';', ':', 1)}."
     layer = next((place for place in found.layers if place.compute_seconds > 0), None)
     most = f", most of it in {_most(found.layers)}" if layer is not None and found.has_program else ""
     if time.exposed_seconds > time.compute_seconds:
-        return f"{whole}, bound by communication: {exposed} of it is spent in collectives that no compute hides{_worst(found.collectives)}."
+        worst = _worst(found.collectives)
+        return f"{whole}, bound by communication: {exposed} of it{on} is spent in collectives that no compute hides{worst}{idle}."
     waits = ""
     if time.exposed_seconds > FEW * step:
         waits = f"; {exposed} is spent in collectives that nothing hides{_worst(found.collectives)}"
-    return f"{whole}, bound by compute: {compute} of it{most}{waits}."
+    return f"{whole}, bound by compute: {compute} of it{on}{most}{waits}{idle}."
+
+
+def _idle(stages: Stages) -> str:
+    """``; stages wait for each other for 9 to 33 % of it``."""
+    shares = stages.idle_shares
+    least, most = format_percent(min(shares)), format_percent(max(shares))
+    span = most if least == most else f"{least.removesuffix(' %')} to {most}"
+    return f"; stages wait for each other for {span} of it"
 
 
 def _most(layers: Sequence[Place]) -> str:
@@ -83,6 +118,9 @@ def _change(found: Explanation) -> str:
     time, step = found.time, found.time.step_seconds or 1.0
     repeated = max(found.repeated, key=lambda work: work.saved_seconds, default=None)
     full = found.peak_bytes / found.limit_bytes if found.limit_bytes else 0.0
+    waiting = 0.0 if found.stages is None else _avoidable(found.stages)
+    if found.stages is not None and waiting > max(MUCH * step, repeated.saved_seconds if repeated else 0.0):
+        return _change_stages(found.stages)
     if repeated is not None and repeated.saved_seconds > MUCH * step:
         layer, seconds = repeated.layers[0]
         size, axis, saved = repeated.size, repeated.axis, format_percent(repeated.saved_seconds / step)

@@ -61,10 +61,12 @@ def format_spec(spec: tuple) -> str:
 def _bars(found: Explanation) -> list[Part]:
     time, whole = found.time, found.time.step_seconds or 1.0
     spans = [("compute", time.compute_seconds), ("communication, exposed", time.exposed_seconds)]
-    more = (("communication, overlapped", time.hidden_seconds), ("waiting", time.waiting_seconds))
+    waiting = "waiting" if found.stages is None else "waiting for other stages"
+    more = (("communication, overlapped", time.hidden_seconds), (waiting, time.waiting_seconds))
     spans += [(label, seconds) for label, seconds in more if seconds > 1e-6 * whole]
     bars = (Bar(label, seconds / whole, f"{format_seconds(seconds)}  {format_percent(seconds / whole)}") for label, seconds in spans)
-    return [Heading("Where the time goes"), Bars(tuple(bars))]
+    of = "" if found.stages is None else f" on {found.stages.busiest_words}, the busiest"
+    return [Heading(f"Where the time goes{of}"), Bars(tuple(bars))]
 
 
 def _places(title: str, column: str, places: Sequence[Place], found: Explanation) -> list[Part]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from autoshard.cluster import Cluster
 from autoshard.explanation import Explanation, Judged, TensorGroup
+from autoshard.explanation.build import stages_of
 from autoshard.explanation.groups import argument_groups, state_positions
 from autoshard.ir.words import spec_words
 from autoshard.pipeline.schedule import Timeline
@@ -82,6 +83,7 @@ def to_data(content: Content) -> dict[str, Any]:
         "layers": _places(found.layers),
         "lines": _places(found.lines),
         "stages": [_inside(stage, found, texts) for stage in content.stages],
+        "busiest": None if found.stages is None else found.stages.busiest_words,
         "schedule": None if content.schedule is None else _schedule(content.schedule, record),
     }
     return data | {"texts": texts.all}
@@ -90,6 +92,7 @@ def to_data(content: Content) -> dict[str, Any]:
 def _inside(content: Content, found: Explanation, texts: Texts) -> dict[str, Any]:
     """What a program has inside: its timeline, memory and graph."""
     return {
+        "meshAxes": [[name, size] for name, size in content.record.mesh.axes],
         "timeline": None if content.step is None else _loop(content.step, texts),
         "memory": None if content.memory is None else _memory(content.memory, found, texts),
         "graph": None if content.program is None else _graph(content.program, texts),
@@ -238,7 +241,7 @@ def _schedule(timeline: Timeline, record: Record) -> dict[str, Any]:
         "name": timeline.schedule.name,
         "n_microbatches": timeline.schedule.n_microbatches,
         "n_chunks": timeline.schedule.n_chunks,
-        "bubble": timeline.bubble_fraction,
+        "waiting": list(stages_of(record, record.pipeline).idle_shares),
         "ns": _ns(timeline.makespan_seconds),
         "stages": [
             {

@@ -208,6 +208,10 @@ def test_the_stages_of_a_pipeline_have_a_timeline_memory_and_a_program(browser, 
     with opened(browser, tmp_path / "report.html") as page:
         for section in ("timeline", "memory", "program"):
             assert page.locator(f"#{section}").count() == 1
+        colours = "all => all.map(each => getComputedStyle(each).backgroundColor)"
+        of_data = page.locator("#timeline .legend li", has_text="links of data").locator("i").evaluate_all(colours)
+        stripes = page.locator("#program .stripe").evaluate_all("all => all.map(each => getComputedStyle(each).backgroundImage)")
+        assert any(of_data[0] in stripe for stripe in stripes)
         before = page.locator("#timeline table").inner_text()
         assert page.locator("#timeline canvas").count() and "stage" not in page.locator("#program .legend").inner_text()
         page.select_option("#stage-choice", "1")

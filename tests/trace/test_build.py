@@ -319,7 +319,7 @@ def test_ops_name_the_users_line():
 
 @pytest.mark.parametrize("options", [{"stages": 2}, {"remat": "full"}])
 def test_rewritten_programs_keep_the_users_lines(options):
-    """Loops over microbatches, stages and recomputation: what autoshard adds, and what libraries' functions do, is at a line of the step."""
+    """In microbatches, stages and with recomputation what autoshard adds, and what libraries' functions do, is at a line of the step."""
 
     def step(params, x):
         def loss(params):

@@ -7,6 +7,7 @@ const AXES = DATA.axes.map(([name]) => name);
 const MEMORY_COLOURS = ["--m0", "--m1", "--m2", "--m3", "--m4", "--m5"];
 
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const innerAxes = () => DATA.meshAxes.map(([name]) => name); // of the program that is shown: a stage of a pipeline has fewer
 const axisColour = (axis) => `var(--c${Math.max(AXES.indexOf(axis), 0) % 6})`;
 
 // Three significant digits and a unit, as the text report has them.

@@ -15,8 +15,7 @@ function pipelineSection() {
         make("strong", {}, `${TASKS[kind][1]} of microbatch ${stage.microbatch[k]}`), ` on stage ${row} — ${seconds(duration / 1e9)} from ${seconds(start / 1e9)}`] });
     })));
   section("pipeline", "Pipeline",
-    make("p", {}, `Schedule ${found.name}: ${count(found.n_microbatches)} microbatches over ${found.stages.length} stages. ` +
-      `Stages are idle ${percent(found.bubble)} of the time between the first and the last task.`),
+    make("p", {}, `Schedule ${found.name}: ${count(found.n_microbatches)} microbatches over ${found.stages.length} stages.`),
     legend(kinds.map((kind) => [`var(${TASKS[kind][0]})`, `${kind}: ${TASKS[kind][1]}`])), chart.element,
     make("h3", {}, "Stages"),
     table("Stages", [
@@ -25,8 +24,10 @@ function pipelineSection() {
       ...["forward", "backward", "after", "sending"].map((name, n) => ({ name, value: (row) => row[2 + n], show: (row) => seconds(row[2 + n]), number: true })),
       { name: "kept a microbatch", value: (row) => row[6], show: (row) => bytes(row[6]), number: true },
       { name: "peak memory", value: (row) => row[7], show: (row) => bytes(row[7]), number: true },
+      { name: "waiting", value: (row) => found.waiting[row.k % found.stages.length], show: (row) => percent(found.waiting[row.k % found.stages.length]), number: true },
     ], found.pieces.map((piece, k) => Object.assign(piece, { k })), 7),
-    make("p", { class: "hint" }, "Each stage has a program of its own: strategy.stages[k].report() has its tables."));
+    make("p", { class: "hint" }, "Waiting is the share of the step in which a stage's devices have nothing to do until other stages are done. " +
+      "Forward, backward and sending are of one microbatch; after is what runs once a step. Each stage has a program of its own: strategy.stages[k].report() has its tables."));
   chart.paint();
 }
 

@@ -3,7 +3,7 @@
 function programSection() {
   const root = DATA.graph;
   if (!root) return DATA.schedule ? undefined : section("program", "Program", missing("the graph of the program"));
-  const opened = [];
+  const opened = [], axesInside = innerAxes();
   const inside = children(root);
   // Opens all boxes of some kinds, those that appear by that included, and closes all others.
   function all(kinds) {
@@ -16,7 +16,7 @@ function programSection() {
   section("program", "Program",
     make("p", {}, "The step from top to bottom, folded: layers that differ by a number only are one box, and × says how many. " +
       "The stripe of a box shows over which axes its values are split: the higher the colour, the more bytes. Grey values are whole on each device."),
-    legend([...LINK_ROWS.map((axis) => [axisColour(axis), `split over ${axis}`]), ["var(--line)", "whole"]]),
+    legend([...axesInside.map((axis) => [axisColour(axis), `split over ${axis}`]), ["var(--line)", "whole"]]),
     make("div", { class: "tools" },
       make("button", { type: "button", onclick: () => all(["pass"]) }, "Layers"),
       make("button", { type: "button", onclick: () => all(["pass", "layer"]) }, "Lines"),
@@ -52,13 +52,13 @@ function programSection() {
   }
 
   function box(node) {
-    const name = TEXT[node.n], shares = node.a ?? [], axes = LINK_ROWS.filter((_, k) => (shares[k] ?? 0) > 0.005);
+    const name = TEXT[node.n], shares = node.a ?? [], axes = axesInside.filter((_, k) => (shares[k] ?? 0) > 0.005);
     const facts = [node.c ? `${seconds(node.c)} compute` : "", node.s ? `${seconds(node.s)} sent` : ""].filter(Boolean).join(", ");
     const head = [
       make("span", { class: "stripe", style: `background:${stripe(shares)}` }),
       make("span", { class: "text" },
         make("span", { class: "name" }, make("strong", {}, name), node.x > 1 ? ` × ${count(node.x)}` : ""),
-        make("span", { class: "small" }, facts, facts ? " · " : "", axes.length ? axes.map((axis) => `${axis} ${percent(shares[LINK_ROWS.indexOf(axis)])}`).join(", ") : "whole"),
+        make("span", { class: "small" }, facts, facts ? " · " : "", axes.length ? axes.map((axis) => `${axis} ${percent(shares[axesInside.indexOf(axis)])}`).join(", ") : "whole"),
         node.v ? make("span", { class: "small mono" }, node.v) : ""),
     ];
     if (!node.i) return kinded(make("div", { class: "node" }, make("div", { class: "head" }, head)), node);
@@ -83,6 +83,6 @@ function programSection() {
   function stripe(shares) {
     const found = shares.map((share, k) => [share, k]).filter(([share]) => share > 0.005);
     if (!found.length) return "var(--line)";
-    return found.map(([share, k], n) => `linear-gradient(to top, var(--c${k % 6}) ${share * 100}%, var(--line) 0) ${n * 10 / found.length}px 0 / ${10 / found.length}px 100% no-repeat`).join(", ");
+    return found.map(([share, k], n) => `linear-gradient(to top, ${axisColour(axesInside[k])} ${share * 100}%, var(--line) 0) ${n * 10 / found.length}px 0 / ${10 / found.length}px 100% no-repeat`).join(", ");
   }
 }

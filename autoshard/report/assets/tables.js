@@ -57,11 +57,12 @@ function figures() {
     figure("communication hidden", seconds(hidden), "behind compute"),
     figure("peak memory", bytes(peak), `${percent(peak / limit)} of ${bytes(limit)} a device`),
     figure("devices", count(DATA.n_devices), DATA.axes.map(([name, size]) => `${name} ${size}`).join(" × ") || "one"));
-  const parts = [["compute", compute, "var(--backward)"], ["waiting for communication", exposed, "var(--c4)"], ["idle", waiting, "var(--line)"]].filter(([, n]) => n > 1e-6 * step);
+  const parts = [["compute", compute, "var(--backward)"], ["waiting for communication", exposed, "var(--c4)"], [DATA.schedule ? "waiting for other stages" : "idle", waiting, "var(--line)"]].filter(([, n]) => n > 1e-6 * step);
   document.getElementById("summary").append(
     make("div", { class: "bar", role: "img", "aria-label": parts.map(([name, n]) => `${name} ${percent(n / step)}`).join(", ") },
       parts.map(([, n, colour]) => make("span", { style: `flex:${n / step};background:${colour}` }))),
     legend(parts.map(([name, n, colour]) => [colour, `${name} ${percent(n / step)}`])),
+    DATA.schedule ? make("p", { class: "hint" }, `Compute and waiting are those of ${DATA.busiest}, the busiest.`) : "",
     make("p", { class: "hint" }, `Matrix products and convolutions reach ${percent(matrix_share)} of the device's peak over the whole step.`));
 }
 

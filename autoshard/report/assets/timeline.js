@@ -1,13 +1,11 @@
 // The step's timeline: compute, and the links of each mesh axis.
 
-const LINKED = DATA.schedule ? DATA.axes.slice(1) : DATA.axes;  // a pipeline's first axis is that of its stages
-const LINK_ROWS = LINKED.map(([name]) => name);
 const PASS_COLOURS = { forward: "--forward", backward: "--backward", recomputed: "--recomputed", update: "--update" };
 
 function timelineSection() {
   const step = DATA.timeline;
   if (!step) return DATA.schedule ? undefined : section("timeline", "Timeline", missing("the timeline of compute and communication"));
-  const rows = ["compute", ...LINKED.map(([name, size]) => `${name} (${size})`)];
+  const axesInside = innerAxes(), rows = ["compute", ...DATA.meshAxes.map(([name, size]) => `${name} (${size})`)];
   const longest = make("tbody");
   const chart = gantt("Timeline of one step: compute, and communication on the links of each mesh axis", rows, step.ns,
     (from, to, least, put) => events(step, 0, from, to, least, put), (from, to) => fillLongest(from, to));
@@ -34,7 +32,7 @@ function timelineSection() {
   section("timeline", "Timeline",
     make("p", {}, "One step on one device: what it computes, and what it sends over the links of each mesh axis meanwhile. " +
       "Pale collectives are hidden behind compute; a full one with a dark foot is a time in which the device waits for it."),
-    legend([...Object.entries(PASS_COLOURS).filter(([pass]) => TEXT.includes(pass)).map(([pass, colour]) => [`var(${colour})`, pass]), ...LINK_ROWS.map((axis) => [axisColour(axis), `links of ${axis}`])]),
+    legend([...Object.entries(PASS_COLOURS).filter(([pass]) => TEXT.includes(pass)).map(([pass, colour]) => [`var(${colour})`, pass]), ...axesInside.map((axis) => [axisColour(axis), `links of ${axis}`])]),
     chart.element,
     make("p", { class: "hint" }, "Drag to move, double-click or Ctrl + wheel to zoom. With --trace FILE.json the same is written for ui.perfetto.dev."),
     make("h3", {}, "Longest in view"),
@@ -66,7 +64,7 @@ function events(loop, start, from, to, least, put) {
         make("span", { class: "small" }, [`${TEXT[loop.pass[k]]}, in ${TEXT[loop.layer[k]]}`,
           ...(axes.length ? [`over ${axes.join(", ")}: ${bytes(loop.bytes[k])} a device`, exposed > 0 ? `waited for ${seconds(exposed / 1e9)}` : "hidden behind compute"] : [])].join("; ")),
       ];
-      if (axes.length) axes.forEach((axis, n) => put({ ...item, row: 1 + LINK_ROWS.indexOf(axis), colour: `--c${AXES.indexOf(axis) % 6}`, again: n > 0 }));
+      if (axes.length) axes.forEach((axis, n) => put({ ...item, row: 1 + innerAxes().indexOf(axis), colour: `--c${AXES.indexOf(axis) % 6}`, again: n > 0 }));
       if (!axes.length || loop.blocking[k]) {
         const colour = axes.length ? `--c${AXES.indexOf(axes[0]) % 6}` : PASS_COLOURS[TEXT[loop.pass[k]]];
         put({ ...item, row: 0, colour, alpha: axes.length ? 0.3 : 1, exposed: 0, again: axes.length > 0 });
