@@ -222,7 +222,9 @@ def traced_of(
     traced = rematerialised(whole, remat)
     traced = in_one_program(traced, stages, microbatches) if stages > 1 else microbatched(traced, microbatches)
     traced = offloaded(traced, optimizer_state(traced)) if offload else traced
-    facts = program_facts(traced.graph, rules_of(traced.graph), compiler_of(cluster))
+    compiler = compiler_of(cluster)
+    make = partial(program_facts, traced.graph, rules_of(traced.graph), compiler)
+    facts = fn.facts(traced, compiler, make) if isinstance(fn, TracedOnce) and traced is whole else make()
     return traced, facts, {"trace_seconds": time.perf_counter() - started, "n_ops": len(traced.graph.walk())}
 
 
@@ -231,7 +233,7 @@ def whole_of(fn, args, donate_argnums, axis_names) -> Traced:
     own = fn.__wrapped__ if isinstance(fn, TracedOnce) else fn
     donated, axes = (*several(donate_argnums), *(own.donate_argnums if isinstance(own, Sharded) else ())), tuple(dict.fromkeys(axis_names))
     make = partial(trace, plain(fn), *args, donate_argnums=donated, axis_names=axes, own_donation=True)
-    return fn.traced((donated, axes), make) if isinstance(fn, TracedOnce) else make()
+    return fn.traced(donated, make) if isinstance(fn, TracedOnce) else make()  # constraints name their axes, whatever the mesh has
 
 
 def with_recomputation(facts: ProgramFacts, model: CostModel, solution: Solution) -> Solution:

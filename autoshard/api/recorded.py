@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from autoshard.api.structure import describe
+from autoshard.api.tracing import TracedOnce
 from autoshard.cluster import Cluster
 from autoshard.ir import Layout, Mesh, layout_to_spec, result_layouts
 from autoshard.search import Solution
@@ -31,7 +32,8 @@ def abstract_call(fn: Callable, args: tuple) -> Call:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False)) if is_array else x
 
     split = SplitModules(args)
-    return fn, split.rebuild(jax.tree.map(typed, split.states))
+    own = fn.__wrapped__ if isinstance(fn, TracedOnce) else fn  # which may be called with other arguments
+    return own, split.rebuild(jax.tree.map(typed, split.states))
 
 
 def record_of(

@@ -34,6 +34,7 @@ from autoshard.api.stage_searches import Call, full, in_stages
 from autoshard.api.start import checked
 from autoshard.api.strategy import Strategy
 from autoshard.api.ticking import check_parts, fastest, is_one_program
+from autoshard.api.tracing import TracedOnce
 from autoshard.api.user_pins import ARGUMENTS, Asked, Pins, user_pins
 from autoshard.cluster import Cluster
 from autoshard.errors import ShardingError
@@ -159,14 +160,16 @@ def search(
         wanted = Asked.of(pins, batch_axes)
         option = "plan" if is_full else "stages"
         check_pipeline(2 if is_full else stages, schedule, how, start, wanted, option, offload)
+        once = TracedOnce(fn) if is_full and not isinstance(fn, TracedOnce) else fn
         with shown(progress) as callback, rarely_collecting(), outside_mesh(keep_auto=True):
-            call = Call(fn, args, cluster, chosen, mesh, wanted, memory_limit_bytes, donate_argnums, microbatches, schedule,
+            call = Call(once, args, cluster, chosen, mesh, wanted, memory_limit_bytes, donate_argnums, microbatches, schedule,
                         remat, endings(given, interruptible), given, callback)  # fmt: skip
             if stages is not None:
                 return in_stages(call, stages)
-            return full(call, partial(search.__wrapped__, fn, *args, cluster=cluster, searcher=searcher, mesh=mesh, pins=pins, remat=remat,
-                                      microbatches=microbatches, memory_limit_bytes=memory_limit_bytes, donate_argnums=donate_argnums,
-                                      interruptible=interruptible), remat)  # fmt: skip
+            alone = partial(search.__wrapped__, once, *args, cluster=cluster, searcher=searcher, mesh=mesh, pins=pins, remat=remat,
+                            microbatches=microbatches, memory_limit_bytes=memory_limit_bytes, donate_argnums=donate_argnums,
+                            interruptible=interruptible)  # fmt: skip
+            return full(call, alone, remat)
     with shown(progress) as callback, rarely_collecting(), outside_mesh(keep_auto=True):
         wanted = Asked.of(pins, batch_axes)
         ends, n_finalists, until = endings(given, interruptible), 1 if how is None else how.finalists, math.inf

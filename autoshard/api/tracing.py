@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
+from autoshard.compilers import Compiler
+from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.trace import Traced
 
 
@@ -17,6 +19,7 @@ class TracedOnce:
     def __init__(self, fn: Callable):
         self.__wrapped__ = fn
         self._traces: dict[Hashable, Traced] = {}
+        self._facts: list[tuple[Traced, Compiler, ProgramFacts]] = []
 
     def __call__(self, *args: Any) -> Any:
         return self.__wrapped__(*args)
@@ -26,3 +29,11 @@ class TracedOnce:
         if options not in self._traces:
             self._traces[options] = make()
         return self._traces[options]
+
+    def facts(self, traced: Traced, compiler: Compiler, make: Callable[[], ProgramFacts]) -> ProgramFacts:
+        """The facts of such a trace for a compiler, made if there are none yet."""
+        for one, other, facts in self._facts:
+            if one is traced and other == compiler:
+                return facts
+        self._facts.append((traced, compiler, make()))
+        return self._facts[-1][-1]

@@ -12,19 +12,21 @@ import numpy as np
 import pytest
 
 import autoshard
+from autoshard.api import prepared
 from autoshard.api.full_plan import DEEP_SECONDS, LEAST_SECONDS, Searches, checked_plan, checked_schedule, fullest
 from autoshard.api.prepared import traced_of
 from autoshard.api.stage_searches import Call, in_stages, problems_on
 from autoshard.api.strategy import Strategy
+from autoshard.api.tracing import TracedOnce
 from autoshard.api.user_pins import Asked
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
 from autoshard.compilers.program_facts import program_facts
 from autoshard.ir import Mesh
 from autoshard.pipeline.layering import Layering
-from autoshard.pipeline.plan_search import search_plans
+from autoshard.pipeline.plan_search import Planning, search_plans
+from autoshard.pipeline.plans import FILL, Bounds, Candidate, Estimate, Plans
 from autoshard.pipeline.plans import Asked as Wanted
-from autoshard.pipeline.plans import Bounds, Candidate, Estimate, Plans
 from autoshard.progress import silent
 from autoshard.recompute import Options, rematerialised
 from autoshard.rules import rules_of
@@ -209,6 +211,50 @@ def test_a_planned_pipeline_computes_again_what_its_plan_says():
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
 
 
+def tower(batch, width):
+    """A step of six equal products."""
+
+    def step(params, x):
+        def loss(params):
+            h = x
+            for w in params:
+                h = jnp.tanh(h @ w)
+            return jnp.mean(h**2)
+
+        value, gradients = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+    return step, ([jax.ShapeDtypeStruct((width, width), jnp.float32)] * 6, jax.ShapeDtypeStruct((batch, width), jnp.float32))
+
+
+@pytest.mark.parametrize(
+    ("program", "schedules", "most"),
+    [
+        (tower(16, 64), ("1f1b", "zero_bubble"), 8),
+        pytest.param(tower(16, 64), tuple(FILL), 16, marks=pytest.mark.slow),
+        pytest.param(tower(4096, 2048), tuple(FILL), 64, marks=pytest.mark.slow),
+        pytest.param(models.gpt(4, 64, 4, 128, batch=16, length=32), tuple(FILL), 16, marks=pytest.mark.slow),
+    ],
+)
+def test_no_plan_is_below_its_bounds(program, schedules, most):
+    """Those of all stages, microbatches and schedules are searched as wholes: the bounds of computing and of objectives hold for each."""
+    (fn, args), cluster = program, Cluster.parse("v5e:2x2")  # whose communication is hidden in part
+    traced = traced_of(fn, args, 0, (), cluster)[0]
+    planning = Planning.of(traced, cluster, partial(problems_on, Asked.of({}, None)), Wanted(math.inf, schedules))
+    planning.run()
+    compared = 0
+    for candidate in (each for each in planning.known if each.n_microbatches <= most):
+        bounds = planning.bounds(candidate)
+        for name in planning.schedules(candidate):
+            staged = {} if candidate.n_stages == 1 else {"stages": candidate.n_stages, "schedule": name}
+            options = staged | {"microbatches": candidate.n_microbatches, "donate_argnums": 0, "cluster": cluster}
+            cost = autoshard.search(fn, *args, **options).cost
+            assert cost.makespan_seconds >= bounds.computing_seconds * (1 - 1e-9), (candidate, name)
+            assert cost.objective_seconds >= bounds.objective_seconds * (1 - 1e-9), (candidate, name)
+            compared += 1
+    assert compared >= 5
+
+
 @pytest.mark.slow
 def test_a_full_search_runs():
     """It is no slower than the step without stages, and computes the same loss."""
@@ -220,6 +266,26 @@ def test_a_full_search_runs():
     state, *batch = jax.tree.map(lambda x: jnp.full(x.shape, 0.01 if jnp.issubdtype(x.dtype, jnp.floating) else 1, x.dtype), args)
     _, loss = full.apply(fn, devices=jax.devices()[:4])(state, *batch)
     np.testing.assert_allclose(loss, fn(state, *batch)[1], rtol=1e-5)
+
+
+def test_a_full_search_traces_once(monkeypatch):
+    """Its searches share the trace, and the facts of it, whatever mesh they are told."""
+    made = []
+    monkeypatch.setattr(prepared, "program_facts", lambda *program: made.append(program) or program_facts(*program))
+
+    def step(w, x):
+        return jnp.tanh(x @ w)
+
+    w, x = jnp.ones((8, 8)), jnp.ones((16, 8))
+    found = autoshard.search(step, w, x, cluster="cpu:2", plan="full")
+    assert len(made) == 1
+    assert found._call[0] is step
+    once, (first, second) = TracedOnce(step), [(), ("data", "model")]
+    known = traced_of(once, (w, x), (), first, CLUSTER)
+    again = traced_of(once, (w, x), (), second, CLUSTER)
+    assert known[0] is again[0]
+    assert known[1] is again[1]
+    assert traced_of(once, (w, x), (), (), Cluster.parse("v5e:2x2"))[1] is not known[1]
 
 
 @pytest.mark.parametrize(
