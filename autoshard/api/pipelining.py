@@ -100,7 +100,13 @@ def check_pipeline(stages: Any, schedule: Any, confirm: Any, start: Any, pins: A
         names = ", ".join((*SCHEDULES, ONE_PROGRAM))
         raise ShardingError(f"a schedule is one of {names}, got {schedule!r}. Use '1f1b', for instance.")
     given = {"confirm": confirm is not None, "start": start is not None, "batch_axes": bool(pins.batch_axes)}
-    given |= {"pins='arguments'": pins.arguments, "offload": offload is not None}
+    given |= {"pins='arguments'": pins.arguments}
+    if offload is not None:
+        raise ShardingError(
+            f"a stage that is a program of its own keeps all of its arrays on its devices, got offload={offload!r} beside {option}. Use "
+            "stages=2, schedule='one_program', for instance, where layers are scanned; or leave out offload, and use more stages or "
+            "remat='full' to save memory."
+        )
     if names := [name for name, is_given in given.items() if is_given]:
         raise ShardingError(
             f"a pipeline's stages are searched one by one, on meshes of their own, without {', '.join(names)}. Leave out {names[0]}, or "

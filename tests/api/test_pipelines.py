@@ -334,7 +334,7 @@ def test_pins_hold_on_the_stage_that_has_the_argument():
         ({"stages": 2, "microbatches": 3}, TraceError, "divides a batch"),
         ({"stages": 2, "confirm": "compiler"}, ShardingError, "without confirm"),
         ({"stages": 2, "pins": "arguments"}, ShardingError, "without pins='arguments'"),
-        ({"stages": 2, "offload": "auto"}, ShardingError, "without offload"),
+        ({"stages": 2, "offload": "auto"}, ShardingError, "keeps all of its arrays on its devices"),
         ({"plan": "full", "confirm": "compiler"}, ShardingError, "Leave out confirm, or plan."),
         ({"stages": 2, "schedule": "interleaved", "microbatches": 1}, PipelineError, "that its stages divide"),
         ({"stages": 2, "mesh": {"data": 8}}, ClusterError, "that of each stage, on 4 of the 8 devices"),

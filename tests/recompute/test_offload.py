@@ -82,6 +82,33 @@ def test_steps_compute_the_same_with_state_on_hosts(options):
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5), state, expected)
 
 
+def test_stages_of_one_program_keep_state_on_hosts():
+    """Scanned layers as stages of one program: moments are on hosts, split over stages, and three steps equal the unsharded ones."""
+
+    def step(state, x):
+        def loss(weights):
+            return jnp.mean(jax.lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), x, weights)[0] ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(state["weights"])
+        updates, moments = OPTIMIZER.update(gradients, state["moments"], state["weights"])
+        return {"weights": optax.apply_updates(state["weights"], updates), "moments": moments}, value
+
+    def state_of():
+        weights = 0.02 * jax.random.normal(jax.random.key(0), (4, WIDTH, WIDTH))
+        return {"weights": weights, "moments": OPTIMIZER.init(weights)}
+
+    options = {"cluster": "cpu:4", "mesh": {"data": 2}, "stages": 2, "schedule": "one_program", "microbatches": 4, "donate_argnums": 0}
+    x = jax.random.normal(jax.random.key(1), (64, WIDTH))
+    strategy = autoshard.search(step, jax.eval_shape(state_of), x, offload="optimizer", **options)
+    expected, plain, state, run = state_of(), jax.jit(step), strategy.init(state_of), strategy.apply(step)
+    for _ in range(3):
+        (expected, loss), (state, found) = plain(expected, x), run(state, x)
+        np.testing.assert_allclose(found, loss, rtol=1e-6)
+    assert state["moments"][0].trace.sharding.memory_kind == HOST
+    assert state["moments"][0].trace.sharding.spec[0] == "stage"
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5), state, expected)
+
+
 def test_transfers_are_charged_on_the_link_to_the_host():
     """The objective grows by the bytes of each device's part of the state, both ways, over the link's bandwidth."""
     plain, found = (_search(offload=offload, searcher="data_parallel") for offload in (None, "optimizer"))
@@ -128,7 +155,7 @@ def test_what_cannot_be_offloaded_is_refused():
         _search(offload="optimizer", cluster=unlinked)
     with pytest.raises(ShardingError, match="has no such leaf of"):
         autoshard.search(lambda w, x: x @ w, jnp.ones((8, 8)), jnp.ones((8, 8)), cluster="cpu:8", offload="optimizer")
-    with pytest.raises(ShardingError, match="without offload"):
+    with pytest.raises(ShardingError, match="Use stages=2, schedule='one_program'"):
         _search(offload="optimizer", stages=2, mesh=None)
     with pytest.raises(ShardingError, match="'activations', 'auto' or None, got 'all'"):
         _search(offload="all")
