@@ -1,8 +1,8 @@
 """Do stages of one program compile to what is predicted of them?
 
 ``python -m benchmarks.one_program`` searches train steps of 8 scanned layers of width 1024 (mixed precision, 64 sequences of 1,024 tokens)
-with ``schedule="one_program"``, compiles what is found for TPU slices, without one, and shows predicted steps, and compiled FLOPs,
-collectives and peaks beside the predicted ones. A row takes about half a minute of one core; ``--rows`` some of them.
+with ``schedule="one_program"``, one of them in two rounds, compiles what is found for TPU slices, without one, and shows predicted steps,
+and compiled FLOPs, collectives and peaks beside the predicted ones. A row takes about half a minute of one core; ``--rows`` some of them.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ class Case:
     mesh: tuple[int, ...]
     stages: int
     microbatches: int
+    schedule: str = "one_program"
 
 
 _llama = partial(llama, 8, 1024, 16, 4, 2816, 32_768, batch=64, length=1024, scan=True)
 CASES: dict[str, Case] = {
     "gpt-2": Case(gpt_scan, "v5e:2x4", (4,), 2, 8),
     "gpt_remat-4": Case(partial(gpt_scan, remat=True), "v5e:2x4", (2,), 4, 8),
+    "gpt_remat-4-interleaved": Case(partial(gpt_scan, remat=True), "v5e:2x4", (2,), 4, 8, "one_program_interleaved"),
     "gpt-8": Case(gpt_scan, "v5e:4x4", (2,), 8, 16),
     "llama_remat-4": Case(_llama, "v5e:4x4", (2, 2), 4, 16),
 }
@@ -58,6 +60,7 @@ class Row:
     cluster: str
     mesh: str
     microbatches: int
+    rounds: int
     step_seconds: float
     collectives: bool
     differing: tuple[str, ...]
@@ -70,7 +73,7 @@ def row(name: str, case: Case, target: str = "tpu") -> Row:
     """What is found for a case, compiled."""
     function, args = case.program()
     mesh = dict(zip(("data", "model"), case.mesh, strict=False))
-    asked = {"stages": case.stages, "schedule": "one_program", "microbatches": case.microbatches, "mesh": mesh}
+    asked = {"stages": case.stages, "schedule": case.schedule, "microbatches": case.microbatches, "mesh": mesh}
     found = autoshard.search(function, *args, cluster=case.cluster, donate_argnums=0, **asked)
     compiled = autoshard.verify(found, function, *args, target=target)
     return Row(
@@ -78,6 +81,7 @@ def row(name: str, case: Case, target: str = "tpu") -> Row:
         case.cluster,
         " x ".join(map(str, found.mesh_shape.values())),
         found.microbatches,
+        found.record.program.rounds,
         found.cost.makespan_seconds,
         compiled.exact,
         tuple(str(each) for each in compiled.rows if not each.agrees),
@@ -94,6 +98,7 @@ def report(rows: Sequence[Row]) -> Report:
         "devices",
         "stages x mesh",
         ">microbatches",
+        ">rounds",
         ">step",
         "collectives",
         ">FLOPs",
@@ -108,7 +113,7 @@ def _cells(one: Row) -> tuple[str, ...]:
     peaks = format_bytes(one.predicted_bytes), format_bytes(one.compiled_bytes), f"{one.compiled_bytes / one.predicted_bytes:.3f}"
     collectives = "equal" if one.collectives else "; ".join(one.differing)
     step = format_seconds(one.step_seconds)
-    return one.program, one.cluster, one.mesh, str(one.microbatches), step, collectives, f"{one.flops_ratio:.3f}", *peaks
+    return one.program, one.cluster, one.mesh, str(one.microbatches), str(one.rounds), step, collectives, f"{one.flops_ratio:.3f}", *peaks
 
 
 def main() -> None:

@@ -46,12 +46,17 @@ def pipeline_parts(record: Record, stages: Stages | None) -> list[Part]:
 
 def _one_program(record: Record) -> list[Part]:
     """The section on stages that are one program: their ticks."""
-    n, m = record.program.stages, record.program.microbatches
-    tasks = [Task(kind, i) for kind, order in (("F", range(m)), ("B", reversed(range(m)))) for i in order]
-    timeline = simulate(Schedule(ONE_PROGRAM, (tuple(tasks),) * n), PieceSeconds(1.0, 1.0))
+    n, m, rounds = record.program.stages, record.program.microbatches, record.program.rounds
+    groups = [range(m)] if rounds == 1 else [range(first, first + n) for first in range(0, m, n)]
+    forward = [(i, chunk) for group in groups for chunk in range(rounds) for i in group]
+    tasks = [Task(kind, *task) for kind, order in (("F", forward), ("B", reversed(forward))) for task in order]
+    name = next(name for name, tried in ONE_PROGRAM.items() if rounds in tried)
+    timeline = simulate(Schedule(name, (tuple(tasks),) * n), PieceSeconds(1.0, 1.0))
+    ticks = len(forward) + n - 1
+    through = f", through which they go {rounds} times, each time through other layers," if rounds > 1 else ", which"
     said = (
-        f"Schedule {ONE_PROGRAM}: {m} microbatches in {n} stages of the scanned layers, which run in {m + n - 1} ticks forward and as many "
-        f"backward. A stage computes in all of them, and in {format_percent((n - 1) / (m + n - 1))} of them nothing that counts; the rest "
+        f"Schedule {name}: {m} microbatches in {n} stages of the scanned layers{through} run in {ticks} ticks forward and as many "
+        f"backward. A stage computes in all of them, and in {format_percent((n - 1) / ticks)} of them nothing that counts; the rest "
         "of the step is shared among all stages' devices."
     )
     return [Heading("Pipeline"), Paragraph(said), Drawing(draw(timeline, WIDTH))]

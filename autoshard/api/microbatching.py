@@ -17,7 +17,7 @@ WORDS = ("fit", "auto")
 TRIES = 5  # of numbers of microbatches, where the first does not fit
 AUTO = (2, 4, 8)  # beside one
 
-Found = TypeVar("Found")
+Found, N = TypeVar("Found"), TypeVar("N")
 
 
 def checked_number(microbatches: Microbatches) -> Microbatches:
@@ -162,8 +162,8 @@ def all_found(attempt: Callable[[int], Found]) -> list[Found]:
 
 
 def found_with_each(
-    numbers: Sequence[int],
-    attempt: Callable[[int, int, Progress], Found],
+    numbers: Sequence[N],
+    attempt: Callable[[N, int, Progress], Found],
     progress: Progress,
     ends: tuple[type[BaseException], ...] = (),
     is_last: Callable[[Found], bool] = lambda _: False,

@@ -97,7 +97,7 @@ def check_pipeline(stages: Any, schedule: Any, confirm: Any, start: Any, pins: A
             "plan='full', which searches the number."
         )
     if schedule is not None and schedule not in SCHEDULES:
-        names = ", ".join((*SCHEDULES, ONE_PROGRAM))
+        names = ", ".join((*SCHEDULES, *ONE_PROGRAM))
         raise ShardingError(f"a schedule is one of {names}, got {schedule!r}. Use '1f1b', for instance.")
     given = {"confirm": confirm is not None, "start": start is not None, "batch_axes": bool(pins.batch_axes)}
     given |= {"pins='arguments'": pins.arguments}

@@ -155,6 +155,7 @@ def prepare(
     whole=None,
     offload=False,
     stages=1,
+    rounds=1,
 ):
     """What `search` is given, checked, traced and with the meshes that are worth trying; arguments are `search`'s, and `traced_of`'s."""
     cluster = cluster_of(cluster)
@@ -165,7 +166,7 @@ def prepare(
         given = with_stage_axis(given, stages)
         cluster.check(given)
     axes = (*asked.axes, *(given.names if given else ()))
-    traced, facts, seconds = traced_of(fn, args, donate_argnums, axes, cluster, microbatches, remat, whole, offload, stages)
+    traced, facts, seconds = traced_of(fn, args, donate_argnums, axes, cluster, microbatches, remat, whole, offload, stages, rounds)
     pins = user_pins(asked, traced.graph, own_annotations(fn, args, traced), given is None)
     meshes, is_free = meshes_of(cluster, pins, given, most, stages)
     is_limited = memory_limit_bytes is not None
@@ -208,6 +209,7 @@ def traced_of(
     whole: Traced | None = None,
     offload: bool = False,
     stages: int = 1,
+    rounds: int = 1,
 ) -> tuple[Traced, ProgramFacts, dict[str, float]]:
     """The traced function, its facts for the cluster's compiler, and what tracing took.
 
@@ -215,12 +217,13 @@ def traced_of(
         whole: the function as it was traced in one microbatch without recomputation, if it was.
         offload: whether optimizer state is in the memory of hosts.
         stages: into how many its scanned layers are divided that run at the same time, in one program.
+        rounds: how often a microbatch goes through all of these.
     """
     started = time.perf_counter()
     if whole is None:
         whole = whole_of(fn, args, donate_argnums, axis_names)
     traced = rematerialised(whole, remat)
-    traced = in_one_program(traced, stages, microbatches) if stages > 1 else microbatched(traced, microbatches)
+    traced = in_one_program(traced, stages, microbatches, rounds) if stages > 1 else microbatched(traced, microbatches)
     traced = offloaded(traced, optimizer_state(traced)) if offload else traced
     compiler = compiler_of(cluster)
     make = partial(program_facts, traced.graph, rules_of(traced.graph), compiler)

@@ -64,6 +64,7 @@ def record_of(
             remat=traced.remat,
             offload=traced.offload,
             stages=traced.stages,
+            rounds=traced.rounds,
         ),
         cluster=cluster.to_dict(),
         mesh=mesh,

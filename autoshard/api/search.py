@@ -126,7 +126,7 @@ def search(
             None: every device computes the whole step.
         schedule: the order of a pipeline's tasks: ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` or ``"zero_bubble"``. None: ``"1f1b"``, or
             with ``plan="full"`` the fastest. Or ``"one_program"``: scanned layers in stages that are one program, in which all of them
-            compute at the same time (`autoshard.pipeline.one_program`).
+            compute at the same time (`autoshard.pipeline.one_program`); ``"one_program_interleaved"``: in two rounds where that is faster.
         plan: ``"full"`` searches pipelines too: numbers of stages and of microbatches, and schedules, by the step time that the costs of
             the step's own layers promise, the best of them as a whole or stage by stage; the fastest is the answer. ``mesh`` and ``stages``
             are then left out. ``"sharding"``: no pipeline that ``stages`` does not ask for.
@@ -183,18 +183,19 @@ def search(
             own = part(progress, 0.0, 1.0 if how is None else SEARCHING)
             asked = partial(prepare, fn, args, cluster, chosen, mesh, wanted, limit, donate_argnums)
 
-            def attempts(number: Microbatches, seconds: float | None, progress: Progress, whole: Whole | None = None) -> Attempts:
-                reserves = limit is None
-                return Attempts(asked, chosen, number, remat, offload, mesh, start, reserves, progress, ends, seconds, n_kept, whole)
+            def attempts(
+                number: Microbatches, seconds: float | None, progress: Progress, whole: Whole | None = None, **divided: int
+            ) -> Attempts:
+                ask, reserves = partial(asked, **divided), limit is None
+                return Attempts(ask, chosen, number, remat, offload, mesh, start, reserves, progress, ends, seconds, n_kept, whole)
 
             if n_stages > 1:
                 devices = cluster_of(cluster)
                 check_parts(devices, n_stages, microbatches)
                 axes = wanted.axes if mesh is None or isinstance(mesh, int) else (*wanted.axes, *given_mesh(mesh).names)
                 traced, facts, _ = traced_of(fn, args, donate_argnums, axes, devices)
-                asked = partial(asked, stages=n_stages)
-                tried = partial(attempts, whole=(traced, facts))
-                (prepared, solution, problem), started = fastest(tried, traced, n_stages, microbatches, seconds, own)
+                tried = partial(attempts, whole=(traced, facts), stages=n_stages)
+                (prepared, solution, problem), started = fastest(tried, traced, n_stages, schedule, microbatches, seconds, own)
             else:
                 one = attempts(microbatches, seconds, own)
                 (prepared, solution, problem), started = one.found(), one.started

@@ -305,7 +305,7 @@ def program_of(
         traced = trace(plain(fn), *args, donate_argnums=record.donate_argnums, axis_names=record.mesh.names, before=before)
         traced = rematerialised(traced, record.program.remat)
         if record.program.stages > 1:
-            traced = in_one_program(traced, record.program.stages, record.program.microbatches)
+            traced = in_one_program(traced, record.program.stages, record.program.microbatches, record.program.rounds)
         elif record.pipeline is None:
             traced = microbatched(traced, record.program.microbatches)
         traced = offloaded(traced, record.program.offload)

@@ -22,12 +22,12 @@ def is_one_program(schedule: Any, stages: Any, plan: Any) -> bool:
     Raises:
         ShardingError: it is, without a number of stages.
     """
-    if schedule != ONE_PROGRAM:
+    if schedule not in ONE_PROGRAM:
         return False
     if plan == "full" or isinstance(stages, bool) or not isinstance(stages, int) or stages < 2:
         got = "plan='full'" if plan == "full" else f"stages={stages!r}"
         raise ShardingError(
-            f"schedule={ONE_PROGRAM!r} takes a number of stages, 2 or more, which plan='full' does not search; got {got}. Write stages=2, "
+            f"schedule={schedule!r} takes a number of stages, 2 or more, which plan='full' does not search; got {got}. Write stages=2, "
             "for instance, and leave out plan."
         )
     return True
@@ -47,17 +47,18 @@ def check_parts(cluster: Cluster, stages: int, microbatches: Microbatches) -> No
 
 
 def fastest(
-    attempts: Callable[[int, float | None, Progress], Attempts],
+    attempts: Callable[..., Attempts],
     traced: Traced,
     stages: int,
+    schedule: str,
     microbatches: Microbatches,
     seconds: float | None,
     progress: Progress,
 ) -> tuple[Found, float]:
-    """The fastest that is found in any of a few numbers of microbatches, and when the search began.
+    """The fastest that is found in any of a few numbers of microbatches, in the rounds of a schedule or in one, and when the search began.
 
     Args:
-        attempts: from a number of microbatches and how long to search to what is tried.
+        attempts: from a number of microbatches, how long to search and ``rounds`` to what is tried.
         traced: the step as it was traced.
         seconds: how long to search; None: without a limit.
 
@@ -68,10 +69,10 @@ def fastest(
     """
     started: float | None = None
 
-    def searched(n: int, n_left: int, progress: Progress) -> Found:
+    def searched(case: tuple[int, int], n_left: int, progress: Progress) -> Found:
         nonlocal started
         left = None if seconds is None else max(0.0, seconds - (time.perf_counter() - started if started else 0.0)) / n_left
-        tried = attempts(n, left, progress)
+        tried = attempts(case[0], left, progress, rounds=case[1])
         started = started or tried.started
         return tried.found()
 
@@ -79,6 +80,7 @@ def fastest(
         return seconds is None and bool(found[1].stats.get("ended_early"))  # by Ctrl-C
 
     numbers = numbers_of_microbatches(traced, stages, microbatches if isinstance(microbatches, int) else None)
-    found = found_with_each(numbers, searched, progress, is_last=is_last)
+    cases = [(n, rounds) for n in numbers for rounds in ONE_PROGRAM[schedule]]
+    found = found_with_each(cases, searched, progress, is_last=is_last)
     assert started is not None, "there is a number"
     return min(found, key=lambda each: each[1].judgement.cost.makespan_seconds), started

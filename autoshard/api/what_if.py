@@ -149,7 +149,7 @@ class _Question:
             assert call is not None, "a stage of a pipeline is searched as it is"
             axes = (*(record.mesh.names if self.wanted is None else self.wanted.names), *self.asked.axes)
             traced, facts, seconds = traced_of(
-                *call, record.donate_argnums, axes, there, microbatches, remat, whole, on_host, program.stages
+                *call, record.donate_argnums, axes, there, microbatches, remat, whole, on_host, program.stages, program.rounds
             )  # fmt: skip
         assert traced is not None, "a strategy with its program"
         both = _with(strategy._pins, self.asked, traced, self.wanted is None)

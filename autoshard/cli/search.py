@@ -109,7 +109,7 @@ def add(commands) -> None:
     )
     parser.add_argument(
         "--schedule",
-        choices=("1f1b", "gpipe", "interleaved", "zero_bubble", "one_program"),
+        choices=("1f1b", "gpipe", "interleaved", "zero_bubble", "one_program", "one_program_interleaved"),
         help="the order of a pipeline's tasks (1f1b, or with --full the fastest); one_program: scanned layers, in stages of one program",
     )
     parser.add_argument(

@@ -9,6 +9,11 @@ Stages are a dimension of arrays like any other. It is constrained to the mesh a
 devices, and a shift is one collective permute of a microbatch's activations. All else of the step, such as the embedding, the loss and the
 optimizer, is unchanged, and the devices of all stages share its work.
 
+In ``v`` *rounds* each microbatch goes through all stages ``v`` times, each time through ``K = L / (v S)`` other layers: from the last stage
+back to the first one, as in the interleaved schedule of Narayanan et al. (2021). Groups of ``S`` microbatches end all their rounds before
+the next group enters, so that no microbatch waits: there are ``v m + S - 1`` ticks of ``1 / v`` of the work. The layers of a stage are then
+not next to each other in the arrays of the step, whose stacks are exchanged once a step: weights before the ticks, gradients after them.
+
 In the first and last ticks some stages have no microbatch. What they compute is never read: sums over microbatches select what counts.
 """
 
@@ -39,9 +44,12 @@ from autoshard.trace.structure import opened
 _PLACEHOLDER = AbstractMesh((1,), (STAGE_AXIS,), axis_types=(AxisType.Auto,))
 
 
-def in_one_program(traced: Traced, n_stages: int, n_microbatches: int) -> Traced:
+def in_one_program(traced: Traced, n_stages: int, n_microbatches: int, n_rounds: int = 1) -> Traced:
     """The program with its scanned layers in stages, which have a dimension of their own that is constrained to `STAGE_AXIS`; itself where
     it was made so before.
+
+    Args:
+        n_rounds: how often a microbatch goes through all stages, each time through other layers.
 
     Results are those of the whole batch, up to the order in which sums are added.
 
@@ -49,46 +57,48 @@ def in_one_program(traced: Traced, n_stages: int, n_microbatches: int) -> Traced
         PipelineError: it has no scanned layers, or ``n_stages`` does not divide them.
         TraceError: the batch cannot be computed in so many microbatches.
     """
-    if (traced.stages, traced.microbatches) == (n_stages, n_microbatches):
+    if (traced.stages, traced.microbatches, traced.rounds) == (n_stages, n_microbatches, n_rounds):
         return traced
     graph, rules = traced.graph, rules_of(traced.graph)
     loop = loop_of_batch(graph, rules, n_microbatches)
-    stacks = _stacks(graph, loop, n_stages)
+    order = _Order(n_stages, n_microbatches, n_rounds)
+    stacks = _stacks(graph, loop, order)
     if not stacks:
         raise PipelineError(
             f"one program runs layers that are one lax.scan over their stacked weights, at the top level of the step, in stages; "
             f"{graph.name!r} has {_scans(graph)}. Write the layers as such a scan, or use another schedule than 'one_program'."
         )
-    ticking = _Ticking(ops_by_path(graph), graph, rules, loop, stacks, n_stages)
+    ticking = _Ticking(ops_by_path(graph), graph, rules, loop, stacks, order)
 
     def function(*arguments: Any) -> list[Any]:
         return [_plain(x) for x in ticking.run(traced.jaxpr.jaxpr, traced.jaxpr.consts, arguments)]
 
     made = rebuilt(traced, jax.make_jaxpr(function)(*types_of(traced.jaxpr.jaxpr.invars)), n_microbatches)
+    again = f"; each microbatch goes through all stages {n_rounds} times" if n_rounds > 1 else ""
     layers = ", ".join(dict.fromkeys(f"{op.equation.params['length']} at {op.origin}" for op in stacks))
-    ticks = n_microbatches + n_stages - 1
     note = (
         f"one program runs {n_stages} stages of the scanned layers ({layers}) at the same time, on {n_microbatches} microbatches, in "
-        f"{ticks} ticks, in {n_stages - 1} of which each stage has none"
+        f"{order.ticks} ticks, in {n_stages - 1} of which each stage has none{again}"
     )
-    return replace(made, stages=n_stages, graph=replace(made.graph, assumptions=(*made.graph.assumptions, note)))
+    return replace(made, stages=n_stages, rounds=n_rounds, graph=replace(made.graph, assumptions=(*made.graph.assumptions, note)))
 
 
 # -- which scans are stacks of layers ------------------------------------------------------------------------------------------
 
 
-def _stacks(graph: Graph, loop: Loop, n_stages: int) -> tuple[Op, ...]:
+def _stacks(graph: Graph, loop: Loop, order: _Order) -> tuple[Op, ...]:
     """The scans that carry examples through layers: they read stacked weights, or make their gradients.
 
     Raises:
-        PipelineError: ``n_stages`` does not divide the layers of one.
+        PipelineError: the stages do not divide the layers of one.
     """
     found = tuple(op for op in graph.ops if op.primitive == "scan" and _carries_examples(op, loop) and _has_weights(graph, op, loop))
     for op in found:
-        if op.equation.params["length"] % n_stages:
+        if op.equation.params["length"] % (order.stages * order.rounds):
+            rounds = f" in {order.rounds} rounds" if order.rounds > 1 else ""
             raise PipelineError(
-                f"stages of one program have as many layers each: the scan at {op.origin} has {op.equation.params['length']}, got "
-                f"stages={n_stages}. Use a number of stages that divides the layers."
+                f"stages of one program have as many layers each{rounds}: the scan at {op.origin} has {op.equation.params['length']}, got "
+                f"stages={order.stages}. Use a number of stages that divides the layers{rounds}."
             )
     return found
 
@@ -114,6 +124,55 @@ def _scans(graph: Graph) -> str:
 # -- arrays by tick ------------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """Which microbatch a stage has in which tick, and in which round.
+
+    Attributes:
+        stages, microbatches, rounds: how many there are.
+    """
+
+    stages: int
+    microbatches: int
+    rounds: int
+
+    @property
+    def tasks(self) -> int:
+        """How many microbatches a stage computes in all its rounds, each in one tick."""
+        return self.rounds * self.microbatches
+
+    @property
+    def ticks(self) -> int:
+        """How many there are."""
+        return self.tasks + self.stages - 1
+
+    def __post_init__(self):
+        if self.rounds > 1 and self.microbatches % self.stages:
+            raise PipelineError(
+                f"in several rounds stages of one program compute as many microbatches as there are stages, and these again: got "
+                f"{self.microbatches} microbatches for {self.stages} stages. Use a multiple of the stages, or schedule='one_program'."
+            )
+
+    def task(self, tick: Any) -> Any:
+        """Per stage ``(S,)`` the number of its task in a tick; outside of ``range(tasks)`` it has none."""
+        return tick - lax.iota(jnp.int32, self.stages)
+
+    def round(self, task: Any) -> Any:
+        """The round of a task."""
+        return jnp.zeros_like(task) if self.rounds == 1 else task // self.stages % self.rounds
+
+    def microbatch(self, task: Any) -> Any:
+        """The microbatch of a task."""
+        return task if self.rounds == 1 else task // (self.stages * self.rounds) * self.stages + task % self.stages
+
+    def of_round(self, x: Any, number: int) -> Any:
+        """Of an array by tasks ``(v m, ...)`` that of a round by microbatches, ``(m, ...)``."""
+        if self.rounds == 1:
+            return x
+        groups = x.reshape(self.microbatches // self.stages, self.rounds, self.stages, *x.shape[1:])
+        return lax.index_in_dim(groups, number, 1, keepdims=False).reshape(self.microbatches, *x.shape[1:])
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Ticks:
     """What a stack of layers makes of its examples, layer by layer, as it is made: ``(ticks, K, S, ...)`` of a microbatch each.
@@ -121,21 +180,22 @@ class _Ticks:
     Attributes:
         array: it.
         status: how a layer's examples are split.
-        n: microbatches.
+        order: what stages have when.
     """
 
     array: Any
     status: Status
-    n: int
+    order: _Order
 
     @property
     def whole(self) -> Any:
         """The same layer by layer, ``(L, ...)`` of the whole batch: for other operations than another stack of as many layers."""
         per_stage = jnp.moveaxis(self.array, 2, 0)  # (S, ticks, K, ...)
         first = jnp.arange(per_stage.shape[0], dtype=jnp.int32)
-        own = jax.vmap(lambda x, start: lax.dynamic_slice_in_dim(x, start, self.n))(per_stage, first)  # (S, m, K, ...)
-        parts = jnp.moveaxis(own, 0, 1)  # (m, S, K, ...)
-        parts = parts.reshape(self.n, parts.shape[1] * parts.shape[2], *parts.shape[3:])
+        own = jax.vmap(lambda x, start: lax.dynamic_slice_in_dim(x, start, self.order.tasks))(per_stage, first)  # (S, v m, K, ...)
+        rounds = [self.order.of_round(jnp.moveaxis(own, 0, 1), number) for number in range(self.order.rounds)]
+        parts = jnp.concatenate(rounds, 1)  # (m, v S, K, ...)
+        parts = parts.reshape(parts.shape[0], parts.shape[1] * parts.shape[2], *parts.shape[3:])
         return put_together(parts, slice_along(self.status.dim + 1, self.status.inner))
 
 
@@ -149,16 +209,26 @@ def _on_stages(x: Any, dim: int = 0) -> Any:
     return lax.with_sharding_constraint(x, NamedSharding(_PLACEHOLDER, spec))
 
 
-def _staged(x: Any, n_stages: int) -> Any:
-    """Layers ``(L, ...)`` by their place in a stage and by stage, ``(K, S, ...)``."""
-    apart = x.reshape(n_stages, x.shape[0] // n_stages, *x.shape[1:])
-    return jnp.swapaxes(_on_stages(apart), 0, 1)
+def _staged(x: Any, order: _Order) -> list[Any]:
+    """Layers ``(L, ...)`` by their place in a stage and by stage, ``(K, S, ...)`` of each round."""
+    parts = [x] if order.rounds == 1 else jnp.split(x, order.rounds)
+    apart = [part.reshape(order.stages, part.shape[0] // order.stages, *part.shape[1:]) for part in parts]
+    return [jnp.swapaxes(_on_stages(part), 0, 1) for part in apart]
 
 
-def _layered(x: Any) -> Any:
+def _layered(parts: Sequence[Any]) -> Any:
     """The inverse of `_staged`."""
-    apart = _on_stages(jnp.swapaxes(x, 0, 1))
-    return apart.reshape(apart.shape[0] * apart.shape[1], *apart.shape[2:])
+    apart = [_on_stages(jnp.swapaxes(part, 0, 1)) for part in parts]
+    layers = [part.reshape(part.shape[0] * part.shape[1], *part.shape[2:]) for part in apart]
+    return layers[0] if len(layers) == 1 else lax.concatenate(layers, 0)
+
+
+def _of_round(parts: Sequence[Any], rounds: Any) -> Any:
+    """Of arrays ``(K, S, ...)`` by round what each stage has in its own ``(S,)``."""
+    found, *others = parts
+    for number, part in enumerate(others, 1):
+        found = jnp.where(lax.broadcast_in_dim(rounds == number, part.shape, (1,)), part, found)
+    return found
 
 
 # -- the interpreter -----------------------------------------------------------------------------------------------------------
@@ -168,10 +238,10 @@ class _Ticking(AsItIs):
     """Evaluates a step with its stacks of layers in ticks."""
 
     def __init__(
-        self, ops: Mapping[Path, Op], graph: Graph, rules: Sequence[Rule | None], loop: Loop, stacks: Collection[Op], n_stages: int
+        self, ops: Mapping[Path, Op], graph: Graph, rules: Sequence[Rule | None], loop: Loop, stacks: Collection[Op], order: _Order
     ):
         super().__init__(ops, differentiable=False)
-        self._graph, self._loop, self._n_stages = graph, loop, n_stages
+        self._graph, self._loop, self._order = graph, loop, order
         self._stacks = {op.path for op in stacks}
         self._inside = Inside.of(ops, graph, rules, loop)
         self._weights: dict[int, tuple[Any, Any]] = {}
@@ -181,13 +251,13 @@ class _Ticking(AsItIs):
 
     def _equation(self, eqn: JaxprEqn, operands: list[Any], path: Path) -> list[Any]:
         if path in self._stacks:
-            return _Stack(self.ops[path], eqn, self._graph, self._loop, self._n_stages, self._inside, self._staged).run(operands)
+            return _Stack(self.ops[path], eqn, self._graph, self._loop, self._order, self._inside, self._staged).run(operands)
         return super()._equation(eqn, operands if is_inlined(eqn.primitive.name) else [_plain(x) for x in operands], path)
 
     def _staged(self, x: Any) -> Any:
         """Weights as stages read them: one array for the forward and the backward pass, which share what is gathered of it."""
         if id(x) not in self._weights:
-            self._weights[id(x)] = x, _staged(jnp.asarray(x), self._n_stages)
+            self._weights[id(x)] = x, _staged(jnp.asarray(x), self._order)
         return self._weights[id(x)][1]
 
 
@@ -202,9 +272,9 @@ class _Read:
 class _Stack:
     """A scan over layers, in ticks."""
 
-    def __init__(self, op: Op, eqn: JaxprEqn, graph: Graph, loop: Loop, n_stages: int, inside: Callable[[Any], Inside], staged: Callable):
+    def __init__(self, op: Op, eqn: JaxprEqn, graph: Graph, loop: Loop, order: _Order, inside: Callable[[Any], Inside], staged: Callable):
         self.op, self.eqn, self.graph, self.inside, self.staged = op, eqn, graph, inside, staged
-        self.n_stages, self.n, self.n_layers = n_stages, loop.n, eqn.params["length"] // n_stages
+        self.order, self.n, self.n_layers = order, loop.n, eqn.params["length"] // (order.stages * order.rounds)
         self.reverse = bool(eqn.params["reverse"])
         self.n_consts, self.n_carry = eqn.params["num_consts"], eqn.params["num_carry"]
         body = op.bodies[0]
@@ -214,18 +284,24 @@ class _Stack:
         self.types = types_of(opened(subjaxprs(eqn)[0])[0].invars)
 
     @property
-    def n_ticks(self) -> int:
-        return self.n + self.n_stages - 1
-
-    @property
     def first(self) -> int:
         """The stage at which microbatches enter: the first, or of a scan in reverse the last."""
-        return self.n_stages - 1 if self.reverse else 0
+        return self.order.stages - 1 if self.reverse else 0
+
+    @property
+    def first_round(self) -> int:
+        """The round in which they enter."""
+        return self.order.rounds - 1 if self.reverse else 0
+
+    @property
+    def last_round(self) -> int:
+        """The round in which they leave."""
+        return self.order.rounds - 1 - self.first_round
 
     @property
     def last(self) -> int:
         """The stage at which they leave."""
-        return self.n_stages - 1 - self.first
+        return self.order.stages - 1 - self.first
 
     def run(self, operands: Sequence[Any]) -> list[Any]:
         """The results of the scan, what it makes of examples layer by layer as `_Ticks`."""
@@ -238,34 +314,40 @@ class _Stack:
         enters = [self._entering(x, self.op.bodies[0].inputs[a + k], status) for k, x, status in each]
         slices = [self._scanned(x, status) for x, status in zip(scanned, self.entering[b:], strict=True)]
         outputs = self.leaving[self.n_carry :]
-        totals = [self._total(self.outputs[self.n_carry + k], status, (self.n_layers,)) for k, status in enumerate(outputs)]
+        total = [self._total(self.outputs[self.n_carry + k], status, (self.n_layers,)) for k, status in enumerate(outputs)]
+        totals = [total] * self.order.rounds
         sums = [self._on_each(x) if status.is_whole else self._total(self.outputs[k], status, ()) for k, x, status in each]
 
         def tick(state: tuple, given: tuple) -> tuple[tuple, tuple]:
             buffers, totals, sums = [_on_stages(x) for x in state[0]], state[1], state[2]
-            number, entered, of_slices = given
-            own = number - self._stage_numbers()
-            at = jnp.clip(own, 0, self.n - 1)
-            entering = (enter.take(part, own) for enter, part in zip(enters, entered, strict=True))
-            moved = [self._moved(x, new) for x, new in zip(buffers, entering, strict=True)]
+            number, of_slices = given
+            task = self.order.task(number)
+            valid = (task >= 0) & (task < self.order.tasks)
+            task = jnp.clip(task, 0, self.order.tasks - 1)
+            rounds, at = self.order.round(task), self.order.microbatch(task)
+            enters_in = jnp.clip(number - self.first, 0, self.order.tasks - 1)
+            moved = [self._moved(x, enter(enters_in), self.order.round(enters_in)) for x, enter in zip(buffers, enters, strict=True)]
             of_consts = [read.take(None, at) for read in reads]
-            of_layers = [read.take(part, at) for read, part in zip(slices, of_slices, strict=True)]
+            of_layers = [read.take(part, task) for read, part in zip(slices, of_slices, strict=True)]
             left, made = self._layers(at, of_consts, moved, of_layers)
             left = [_on_stages(x) for x in left]
-            valid = (own >= 0) & (own < self.n)
-            kept = [self._added(total, x, status, valid, 1) for total, x, status in zip(totals, made, outputs, strict=True)]
-            ended = [self._added(total, x, status, valid, 0) for total, x, status in zip(sums, left, carried, strict=True)]
+            counts = [valid & (rounds == number) if self.order.rounds > 1 else valid for number in range(self.order.rounds)]
+            kept = [
+                [self._added(*each, counting, 1) for each in zip(total, made, outputs, strict=True)]
+                for total, counting in zip(totals, counts, strict=True)
+            ]
+            ended = [self._added(*each, counts[self.last_round], 0) for each in zip(sums, left, carried, strict=True)]
             by_tick = [x if status.kind == "slice" else None for x, status in zip(made, outputs, strict=True)]
             through = [x if status.kind == "slice" else None for x, status in zip(left, carried, strict=True)]
             return (left, kept, ended), (through, by_tick)
 
-        start = [self._on_each(x) if status.is_whole else self._empty(enters[k], x) for k, x, status in each]
-        given = jnp.arange(self.n_ticks, dtype=jnp.int32), [enter.slices for enter in enters], [read.slices for read in slices]
-        (_, totals, sums), (through, by_tick) = lax.scan(tick, (start, totals, sums), given, self.n_ticks, self.reverse)
+        start = [self._on_each(x) if status.is_whole else self._empty(x, status) for _, x, status in each]
+        given = jnp.arange(self.order.ticks, dtype=jnp.int32), [read.slices for read in slices]
+        (_, totals, sums), (through, by_tick) = lax.scan(tick, (start, totals, sums), given, self.order.ticks, self.reverse)
         results = [self._left(x, total, status, k) for k, (x, total, status) in enumerate(zip(through, sums, carried, strict=True))]
-        for k, (x, total, status) in enumerate(zip(by_tick, totals, outputs, strict=True)):
+        for k, (x, *total, status) in enumerate(zip(by_tick, *totals, outputs, strict=True)):
             if status.kind == "slice":
-                results.append(_Ticks(x, status, self.n))
+                results.append(_Ticks(x, status, self.order))
             else:
                 made = _layered(total)
                 narrow = self.graph.values[self.outputs[self.n_carry + k]].dtype
@@ -283,65 +365,65 @@ class _Stack:
         parts = parts_of(jnp.asarray(x), status, self.n)
         return _Read(None, lambda _, at: (jnp.take(parts, at, axis=0), 0))
 
-    def _entering(self, x: Any, value: int, status: Status) -> _Read:
-        """What enters the first stage, by tick: one microbatch after the other. Of sums over examples all enters with the first one."""
+    def _entering(self, x: Any, value: int, status: Status) -> Callable[[Any], Any]:
+        """What enters the first stage in a task: one microbatch after the other. Of sums over examples all enters with the first one."""
         if status.kind == "slice":
-            before, behind = self.first, self.last
             parts = parts_of(x, status, self.n)
-            filled = jnp.zeros((before, *parts.shape[1:]), parts.dtype), parts, jnp.zeros((behind, *parts.shape[1:]), parts.dtype)
-            return _Read(lax.concatenate([part for part in filled if part.shape[0]], 0), lambda part, own: part)
+            return lambda task: lax.dynamic_index_in_dim(parts, self.order.microbatch(task), 0, keepdims=False)
         if status.kind == "partial":
             nothing = neutral(self.graph, value, status.operator).astype(x.dtype)
-            return _Read(None, lambda _, own: jnp.where(own[self.first] == 0, x, nothing))
-        return _Read(None, lambda _, own: x)
+            return lambda task: jnp.where(self.order.microbatch(task) == 0, x, nothing)
+        return lambda task: x
 
     def _scanned(self, x: Any, status: Status) -> _Read:
         """What each layer reads of its own, ``(K, S, ...)`` in a tick."""
         if isinstance(x, _Ticks):
-            if status == x.status and x.array.shape[:3] == (self.n_ticks, self.n_layers, self.n_stages):
-                return _Read(x.array, lambda part, at: part)
+            if status == x.status and (x.order, x.array.shape[1]) == (self.order, self.n_layers):
+                return _Read(x.array, lambda part, task: part)
             x = x.whole
         if status.kind == "partial":
             raise self._refused("reads sums over all examples layer by layer")
         if status.is_whole:
             staged = self.staged(x)
-            return _Read(None, lambda _, at: staged)
+            return _Read(None, lambda _, task: _of_round(staged, self.order.round(task)))
         parts = parts_of(jnp.asarray(x), slice_along(status.dim + 1, status.inner), self.n)  # (m, L, ...)
-        apart = parts.reshape(self.n, self.n_stages, self.n_layers, *parts.shape[2:])
-        per_stage = _on_stages(jnp.swapaxes(apart, 0, 1))  # (S, m, K, ...)
+        apart = parts.reshape(self.n, self.order.rounds, self.order.stages, self.n_layers, *parts.shape[2:])
+        per_stage = _on_stages(apart.transpose(2, 0, 1, *range(3, apart.ndim)))  # (S, m, v, K, ...)
+        per_stage = per_stage.reshape(self.order.stages, self.order.tasks, *per_stage.shape[3:])
 
-        def take(_: Any, at: Any) -> Any:
+        def take(_: Any, task: Any) -> Any:
+            at = self.order.microbatch(task) * self.order.rounds + self.order.round(task)
             own = jax.vmap(lambda x, i: lax.dynamic_index_in_dim(x, i, 0, keepdims=False))(per_stage, at)
             return jnp.swapaxes(own, 0, 1)
 
         return _Read(None, take)
 
-    def _empty(self, enter: _Read, x: Any) -> Any:
+    def _empty(self, x: Any, status: Status) -> Any:
         """The buffer before the first tick."""
-        shape = x.shape if enter.slices is None else enter.slices.shape[1:]
-        return _on_stages(jnp.zeros((self.n_stages, *shape), x.dtype))
+        shape = [n // self.n if status.kind == "slice" and dim == status.dim else n for dim, n in enumerate(x.shape)]
+        return _on_stages(jnp.zeros((self.order.stages, *shape), x.dtype))
 
     def _on_each(self, x: Any) -> Any:
         """What is the same for all examples, such as a key or a count of layers, on each stage."""
-        return _on_stages(jnp.broadcast_to(x, (self.n_stages, *x.shape)))
+        return _on_stages(jnp.broadcast_to(x, (self.order.stages, *x.shape)))
 
     # -- in a tick -------------------------------------------------------------------------------------------------------------
-
-    def _stage_numbers(self) -> Any:
-        return lax.iota(jnp.int32, self.n_stages)
 
     def _at(self, stage: int, like: Any) -> Any:
         """Whether an element of a buffer ``(S, ...)`` is at a stage."""
         return lax.broadcasted_iota(jnp.int32, like.shape, 0) == stage
 
-    def _moved(self, x: Any, entering: Any) -> Any:
-        """The buffer of each stage's microbatch: what the stage before it made, and at the first stage what enters."""
+    def _moved(self, x: Any, entering: Any, round_of_first: Any) -> Any:
+        """The buffer of each stage's microbatch: what the stage before it made; at the first stage what enters, or begins another round."""
         to = -1 if self.reverse else 1
         if jnp.issubdtype(x.dtype, jax.dtypes.extended):
             shifted = jnp.roll(x, to, 0)
         else:
             shifted = lax.pad(x, jnp.zeros((), x.dtype), [(to, -to, 0), *[(0, 0, 0)] * (x.ndim - 1)])
-        return _on_stages(jnp.where(self._at(self.first, x), jnp.asarray(entering)[None], _on_stages(shifted)))
+        entering = jnp.asarray(entering)[None]
+        if self.order.rounds > 1:
+            entering = jnp.where(round_of_first == self.first_round, entering, _on_stages(lax.rev(x, [0])))
+        return _on_stages(jnp.where(self._at(self.first, x), entering, _on_stages(shifted)))
 
     def _layers(self, at: Any, consts: Sequence[tuple[Any, int | None]], carry: Sequence[Any], slices: Sequence[Any]) -> tuple[list, list]:
         """What comes of the ``K`` layers of all stages: what they carry on ``(S, ...)`` and what each makes ``(K, S, ...)``."""
@@ -373,7 +455,7 @@ class _Stack:
         operator = status.operator if status.kind == "partial" else "sum"
         start = neutral(self.graph, value, operator)
         start = start if status.kind == "partial" else start.astype(self.graph.values[value].dtype)
-        return jnp.broadcast_to(jnp.expand_dims(start, range(len(shape) + 1)), (*shape, self.n_stages, *start.shape))
+        return jnp.broadcast_to(jnp.expand_dims(start, range(len(shape) + 1)), (*shape, self.order.stages, *start.shape))
 
     def _added(self, total: Any, x: Any, status: Status, valid: Any, axis: int) -> Any:
         """The total with what stages made of a microbatch; those that have none leave it as it was."""
@@ -390,8 +472,8 @@ class _Stack:
     def _left(self, through: Any, total: Any, status: Status, k: int) -> Any:
         """What the scan carries out of its last layer."""
         if status.kind == "slice":
-            kept = lax.slice_in_dim(_on_stages(through, 1), self.last, self.last + self.n)  # ticks in which microbatches leave
-            return put_together(self._of_last(kept, 1), status)
+            kept = lax.slice_in_dim(_on_stages(through, 1), self.last, self.last + self.order.tasks)  # the last stage's
+            return put_together(self._of_last(self.order.of_round(kept, self.last_round), 1), status)
         last = self._of_last(total, 0)
         return last.astype(self.types[self.n_consts + k].dtype) if status.kind == "partial" else last
 

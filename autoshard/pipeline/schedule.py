@@ -26,8 +26,8 @@ from autoshard.errors import PipelineError
 KINDS = ("F", "B", "W")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 
-ONE_PROGRAM = "one_program"
-"""The schedule of stages that are one program; its order is in the program (`autoshard.pipeline.one_program`)."""
+ONE_PROGRAM = {"one_program": (1,), "one_program_interleaved": (1, 2)}
+"""The schedules of stages that are one program, with the numbers of rounds that are tried (`autoshard.pipeline.one_program`)."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

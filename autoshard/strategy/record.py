@@ -31,6 +31,7 @@ class Program:
         remat: what its backward pass computes again; None: nothing but what the program says itself.
         offload: the argument leaves, by their positions, that are in the memory of hosts between steps.
         stages: into how many its scanned layers are divided, which run at the same time on the mesh axis of stages; 1: it has none.
+        rounds: how often a microbatch goes through all of these, each time through other layers.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Program:
     remat: Remat | None = None
     offload: tuple[int, ...] = ()
     stages: int = 1
+    rounds: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,7 @@ class Traced:
         offload: the argument leaves, by their positions, that it takes and returns in the memory of hosts since it was rewritten.
         axis_rules: Flax's logical axis rules under which it was traced.
         stages: into how many its scanned layers were divided, which run at the same time; 1: it has none.
+        rounds: how often a microbatch goes through all of these, each time through other layers.
     """
 
     graph: Graph
@@ -63,6 +64,7 @@ class Traced:
     offload: tuple[int, ...] = ()
     axis_rules: Rules = ()
     stages: int = 1
+    rounds: int = 1
 
     def split(self, args: tuple) -> tuple:
         """The arguments as pytrees of arrays, structured as ``in_tree``.

@@ -13,6 +13,7 @@ import pytest
 
 import autoshard
 from autoshard.errors import ClusterError, PipelineError, ShardingError
+from autoshard.pipeline.schedule import ONE_PROGRAM
 from benchmarks import models
 
 WIDTH, HIDDEN, LAYERS, BATCH = 128, 256, 8, 256
@@ -100,6 +101,49 @@ def test_the_compiled_program_has_the_planned_collectives(target):
     assert found.exact and found.flops_ratio == pytest.approx(1.0, abs=0.01)
 
 
+@functools.cache
+def in_two_rounds():
+    """The step in 4 stages and two rounds, which small steps on CPUs gain nothing by."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ONE_PROGRAM, "one_program_interleaved", (2,))
+        options = {"stages": 4, "schedule": "one_program_interleaved", "microbatches": 4, "searcher": "dynamic_programming"}
+        return autoshard.search(train_step, *example(), cluster="cpu:8", donate_argnums=0, **options)
+
+
+def test_in_two_rounds_numbers_are_those_of_one_device(tmp_path):
+    """Of a strategy that was saved, too, which says in how many rounds it runs."""
+    strategy = in_two_rounds()
+    strategy.save(tmp_path / "s.json")
+    loaded = autoshard.load(tmp_path / "s.json")
+    assert loaded == strategy and loaded.record.program.rounds == 2
+    check_trained(loaded, train_step, *example())
+    explained = " ".join(str(loaded.explain()).split())
+    assert "Schedule one_program_interleaved: 4 microbatches in 4 stages" in explained and "through which they go 2 times" in explained
+    assert "11 ticks forward" in explained and "stage 0 F0a F1a F2a F3a F0b F1b F2b F3b" in explained
+
+
+@pytest.mark.parametrize("target", ["shardy", "cpu"])
+def test_in_two_rounds_weights_and_gradients_are_exchanged_once_a_step(target):
+    """As predicted, in kind, number and bytes; beside them stages send activations alone, to the next stage and back to the first."""
+    strategy = in_two_rounds()
+    looped = [each for each in strategy.cost.collectives if "stage" in each.mesh_axes and each.count > 1]
+    assert [(each.kind, each.count) for each in looped] == [("collective_permute", 2 * 4 + 4 - 1)] * 4
+    assert any(each.kind == "all_to_all" and each.count == 1 for each in strategy.cost.collectives)
+    found = autoshard.verify(strategy, train_step, *example(), target=target)
+    assert found.exact and found.flops_ratio == pytest.approx(1.0, abs=0.01)
+
+
+@pytest.mark.slow
+def test_two_rounds_are_taken_where_they_are_faster():
+    """Of a step whose weights take long to exchange and whose ticks are short one round is; of one with long ticks two are."""
+    options = {"stages": 4, "schedule": "one_program_interleaved", "mesh": {"data": 2}}
+    small = autoshard.search(train_step, *example(), cluster="cpu:8", microbatches=4, **options)
+    assert small.record.program.rounds == 1
+    step, args = models.gpt_scan(remat=True)
+    large = autoshard.search(step, *args, cluster="v5e:2x4", microbatches=8, donate_argnums=0, **options)
+    assert large.record.program.rounds == 2
+
+
 def test_a_saved_strategy_runs_as_before(tmp_path):
     """The file says into how many stages and microbatches the program is rewritten."""
     strategy = searched()
@@ -140,10 +184,10 @@ def test_numbers_of_microbatches_are_tried_where_none_is_given():
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama", "gpt_remat"])
-@pytest.mark.parametrize("stages", [2, 4, 8])
+@pytest.mark.parametrize("stages, rounds", [(2, 1), (4, 1), (8, 1), (2, 2), (4, 2)])
 @pytest.mark.slow
-def test_language_models_train_as_on_one_device(name, stages):
-    """Scanned GPT, with `jax.checkpoint` and without, and Llama, in 2, 4 and 8 stages on eight devices."""
+def test_language_models_train_as_on_one_device(name, stages, rounds, monkeypatch):
+    """Scanned GPT, with `jax.checkpoint` and without, and Llama, in 2, 4 and 8 stages on eight devices, in one round and in two."""
     from tests.programs import concrete
 
     small = {"layers": 8, "width": 32, "heads": 4, "vocabulary": 64, "batch": 16, "length": 8, "dtype": jnp.float32}
@@ -152,7 +196,9 @@ def test_language_models_train_as_on_one_device(name, stages):
     else:
         step, args = models.gpt_scan(**small, remat=name == "gpt_remat")
     options = {"stages": stages, "schedule": "one_program", "microbatches": 4, "searcher": "dynamic_programming", "donate_argnums": 0}
+    monkeypatch.setitem(ONE_PROGRAM, "one_program", (rounds,))
     strategy = autoshard.search(step, *args, cluster="cpu:8", **options)
+    assert strategy.record.program.rounds == rounds
     check_trained(strategy, step, *concrete(args))
 
 

@@ -104,17 +104,19 @@ def slow(*case):
 
 
 CASES = [
-    ("norm", 4, 4), ("keyed", 2, 2), ("masks", 4, 2),
-    slow("dropout", 2, 2),    slow("plain", 8, 16), slow("taps", 2, 8), slow("remat", 8, 4), slow("masks", 8, 8),
-    slow("gpt", 2, 8), slow("gpt_remat", 4, 2), slow("llama", 4, 4), slow("moe", 2, 2),
+    ("norm", 4, 4, 1), ("keyed", 2, 2, 2), ("masks", 4, 2, 1), ("taps", 2, 4, 2), slow("keyed", 2, 2, 1), slow("norm", 4, 4, 2),
+    slow("dropout", 2, 2, 1), slow("plain", 8, 16, 1), slow("taps", 2, 8, 1), slow("remat", 8, 4, 1), slow("masks", 8, 8, 1),
+    slow("dropout", 2, 8, 4), slow("plain", 4, 16, 2), slow("taps", 2, 2, 4), slow("remat", 2, 4, 2), slow("masks", 4, 8, 2),
+    slow("gpt", 2, 8, 1), slow("gpt_remat", 4, 2, 1), slow("llama", 4, 4, 1), slow("moe", 2, 2, 1),
+    slow("gpt", 2, 4, 2), slow("gpt_remat", 2, 8, 2), slow("llama", 2, 2, 2), slow("moe", 2, 4, 2),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name, n_stages, n_microbatches", CASES)
-def test_the_numbers_are_those_of_the_step(name, n_stages, n_microbatches):
+@pytest.mark.parametrize("name, n_stages, n_microbatches, n_rounds", CASES)
+def test_the_numbers_are_those_of_the_step(name, n_stages, n_microbatches, n_rounds):
     """Results and state after three steps, whether layers drop out, have sums, see masks, or are no numbers without a microbatch."""
     whole, args = traced(name)
-    made = in_one_program(whole, n_stages, n_microbatches)
+    made = in_one_program(whole, n_stages, n_microbatches, n_rounds)
     run, expected = jax.jit(jaxpr_as_fun(made.jaxpr)), jax.jit(jaxpr_as_fun(whole.jaxpr))
     ours = theirs = [jnp.asarray(x) for x in jax.tree.leaves(concrete(args))]
     replaced = dict(whole.graph.aliases)
@@ -141,6 +143,21 @@ def test_the_layers_of_all_stages_run_together_tick_by_tick():
     assert (made.stages, made.microbatches) == (4, 8)
     assert in_one_program(made, 4, 8) is made
     assert "11 ticks, in 3 of which each stage has none" in made.graph.assumptions[-1]
+
+
+def test_in_two_rounds_ticks_are_half_as_long():
+    """Eight layers in two stages and two rounds of eight microbatches: 17 ticks of two layers instead of 9 of four."""
+    whole, _ = traced("plain")
+    lengths = []
+    for n_rounds in (1, 2):
+        made = in_one_program(whole, 2, 8, n_rounds)
+        lengths.append([op.equation.params["length"] for op in made.graph.walk() if op.primitive == "scan"])
+        assert made.rounds == n_rounds and ("goes through all stages 2 times" in made.graph.assumptions[-1]) == (n_rounds == 2)
+    assert lengths == [[9, 4, 9, 4], [17, 2, 17, 2]]
+    with pytest.raises(PipelineError, match="as many microbatches as there are stages, and these again: got 2 microbatches for 4 stages"):
+        in_one_program(whole, 4, 2, 2)
+    with pytest.raises(PipelineError, match=r"as many layers each in 2 rounds: the scan at .* has 8, got stages=8"):
+        in_one_program(whole, 8, 8, 2)
 
 
 def test_what_the_forward_pass_keeps_is_read_tick_by_tick():
