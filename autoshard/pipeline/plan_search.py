@@ -114,13 +114,15 @@ class Planning:
         self.traced, self.layers, self.cluster, self.problems, self.asked = traced, layers, cluster, problems, asked
         self.programs = programs
         self.again: list[tuple[int, int, tuple[Traced, Traced]]] | None = None  # recomputations, made when they are needed
-        self.whole = [problems(program, cluster) for program in programs]  # of the programs without stages or microbatches
         self.fill = min(FILL[name] for name in asked.schedules)
         self.price = 0.0  # seconds a byte at which something fitted
         self.until = self.until_cpu = self.below = math.inf
         self.known: dict[Candidate, _Known] = {}
         alone: dict[int, tuple[float, float]] = {}
-        for each in self.candidates():
+        candidates = self.candidates()
+        part = self.part(min(candidates).n_stages) if candidates else cluster
+        self.plain = [problems(program, part) for program in programs] if candidates else []  # in one microbatch, on the largest part
+        for each in candidates:
             if each.n_stages not in alone:
                 alone[each.n_stages] = self.computing_seconds(each.n_stages)
             computing, products = alone[each.n_stages]
@@ -283,7 +285,7 @@ class Planning:
         part = self.part(n_stages)
         model = CostModel(part, Mesh((("device", part.n_devices),)))
         sums = []
-        for problem in (each[0] for each in self.whole):
+        for problem in (each[0] for each in self.plain):
             seconds = [(op, op.trips * model.least_op_seconds(problem.facts, op)) for op in problem.graph.walk()]
             sums.append((sum(s for _, s in seconds), sum(s for op, s in seconds if is_matrix(op.primitive))))
         (fewer, fewer_products), (more, more_products) = sums
@@ -315,7 +317,7 @@ class Planning:
         """The searches of a candidate, of the step as it is or as it computes again, which are not run yet."""
         part, n = self.part(candidate.n_stages), candidate.n_microbatches
         if programs is self.programs and candidate == Candidate(1, 1):
-            looped, problems = list(programs), self.whole
+            looped, problems = list(programs), self.plain
         else:
             looped = [in_loop(program, n) if n > 1 else program for program in programs]
             problems = [self.problems(program, part) for program in looped]

@@ -159,6 +159,20 @@ def test_numbers_that_are_asked_for():
     assert plans(stages=[4], microbatches=2, schedules=["interleaved"]).bounds == ()
 
 
+def test_problems_are_asked_for_on_the_devices_of_stages_alone():
+    """A mesh that is that of a stage covers no other devices."""
+    asked = []
+
+    def recorded(traced, cluster):
+        asked.append(cluster.n_devices)
+        return problems(traced, cluster)
+
+    for stages, expected in (([2, 4], {2}), ([1], {4})):
+        Planning.of(step(), CLUSTER, recorded, Asked(math.inf, stages=stages))
+        assert set(asked) == expected
+        asked.clear()
+
+
 def test_a_step_without_equal_layers_has_no_plans():
     """Its costs are not those of layers."""
     fn, args = models.gpt(2, 64, 4, 128, batch=16, length=32)
