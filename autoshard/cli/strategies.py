@@ -83,29 +83,28 @@ def _against_experts(records: dict[str, Any]) -> dict[str, float | None]:
 
 
 def _table(records: dict[str, Any]):
-    """A line a strategy."""
+    """A line a strategy, or two where its mesh has two axes; names are whole, also in a terminal of 80 columns."""
     from autoshard import library
-    from autoshard.render import Report, Table, format_bytes, format_percent, format_seconds
+    from autoshard.render import Report, Table, format_bytes, format_seconds
 
     ratios = _against_experts(records)
     rows = tuple(
         (
             name,
-            str(record.mesh),
+            str(record.mesh).replace(" x ", " x\n"),
             format_seconds(record.cost.makespan_seconds),
             format_bytes(record.cost.peak_bytes),
-            format_percent(record.gap) if record.lower_bound_seconds else "",
             "" if ratios[name] is None or record.searcher.name in library.EXPERTS else f"{ratios[name]:.2f} x",
-            "" if record.confirmation is None else record.confirmation.name,
         )
         for name, record in records.items()
     )
+    unconfirmed = [name for name, record in records.items() if record.confirmation is None]
     notes = (
-        "gap: how far the step time may be from the optimum on this mesh, where that is known.",
+        "step, peak: predicted time of a step, and memory of a device at its fullest moment.",
         "expert: step time in multiples of that of the sharding that is usual for the model, on the same cluster.",
-        "confirmed: by the compiler whose collectives, FLOPs and memory are in the file next to the predicted ones.",
+        f"Compilers have confirmed {'all' if not unconfirmed else 'all but ' + ', '.join(unconfirmed)}: autoshard strategies show NAME.",
     )
-    columns = ("strategy", "mesh", ">step time", ">peak", ">gap", ">expert", "confirmed")
+    columns = ("strategy", "mesh", ">step", ">peak", ">expert")
     return Report("Strategies of the library", (Table(columns, rows, notes),))
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from autoshard import library
+from autoshard.cli.strategies import _table
+from autoshard.render import print_report
 from autoshard.strategy import load_record, save_record
 
 NAMES = ("step_cpu_8_auto", "step_cpu_8_data_parallel")
@@ -26,7 +30,7 @@ def shelf(search, tmp_path, monkeypatch):
 
 
 def test_strategies_are_listed_against_experts(shelf, run):
-    """Each with cluster, mesh, step time, peak and gap; the found one with its share of the expert's step time; filters choose."""
+    """Each with mesh, step time and peak; the found one with its share of the expert's step time; filters choose."""
     _, text, _ = run("strategies", "list")
     assert all(name in text for name in NAMES) and "data=8" in text
     entries = {entry["strategy"]: entry for entry in json.loads(run("strategies", "list", "--json")[1])}
@@ -36,6 +40,14 @@ def test_strategies_are_listed_against_experts(shelf, run):
     assert json.loads(run("strategies", "list", "--cluster", "v5e*", "--json")[1]) == []
     text = run("strategies", "show", NAMES[0])[1]
     assert text == run("strategies", NAMES[0])[1] and text.startswith(run("explain", NAMES[0])[1]) and "No compiler has confirmed" in text
+
+
+def test_names_are_whole_on_80_columns():
+    """Each strategy that comes with autoshard has a line that begins with its name, as one types it, and no line is longer."""
+    records, out = {name: library.load(name) for name in library.names()}, io.StringIO()
+    print_report(_table(records), Console(file=out, width=80, highlight=False))
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    assert set(records) <= {line.split()[0] for line in lines if line} and max(map(len, lines)) <= 80
 
 
 def test_what_is_not_reproduced_is_found_and_made_again(shelf, run):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from programs import abstract, gpt, gpt_scan, mlp
+from test_report_page import luminance
 
 import autoshard
 from benchmarks.models import llama
@@ -73,6 +74,19 @@ def test_every_part_is_there_and_fits(browser, saved, width, scheme):
         assert dark == (scheme == "dark")
         for canvas in page.locator("canvas").all():
             assert canvas.evaluate("c => new Set(c.getContext('2d').getImageData(0, 0, c.width, c.height).data).size > 4")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_labels_stand_out_on_all_bars(browser, saved, scheme):
+    """On each colour of bars and devices, pale ones too, the label's contrast is 4.5 to 1 at least (WCAG 2.1, AA)."""
+    names = [f"--c{k}" for k in range(6)] + ["--forward", "--backward", "--recomputed", "--update"]
+    with opened(browser, saved, 1440, scheme) as page:
+        for name in names:
+            for alpha in (1, 0.8, 0.55):
+                colour, background, ink = page.evaluate(f"[css('{name}'), css('--bg'), inkOn(css('{name}'), {alpha}, css('--bg'))]")
+                mixed = [alpha * int(colour[k : k + 2], 16) + (1 - alpha) * int(background[k : k + 2], 16) for k in (1, 3, 5)]
+                low, high = sorted(luminance(each) for each in (ink, "#" + "".join(f"{round(part):02x}" for part in mixed)))
+                assert (high + 0.05) / (low + 0.05) >= 4.5, (name, alpha)
 
 
 def test_the_timeline_zooms_and_says_what_bars_are(browser, saved):

@@ -90,6 +90,25 @@ def test_every_asset_is_used():
     assert "MIT" in (folder / "vendor" / "uPlot.LICENSE").read_text()
 
 
+def luminance(colour: str) -> float:
+    """As WCAG 2.1 defines it."""
+    parts = [int(colour[k : k + 2], 16) / 255 for k in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_texts_stand_out(scheme):
+    """Each colour of text on each background that it stands on: 4.5 to 1 at least (WCAG 2.1, AA); warnings are as readable."""
+    style = (files("autoshard.report") / "assets" / "report.css").read_text(encoding="utf-8")
+    light, dark = re.findall(r":root \{(.*?)\}", style, re.DOTALL)[:2]
+    colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", light if scheme == "light" else dark))
+    for text in ("fg", "muted", "accent", "warn"):
+        for background in ("bg", "card"):
+            low, high = sorted((luminance(colours[text]), luminance(colours[background])))
+            assert (high + 0.05) / (low + 0.05) >= 4.5, (text, background)
+
+
 def test_a_notebook_shows_it_in_a_frame(html):
     """Its style and script stay apart from the notebook's."""
     found = Page(framed(html))

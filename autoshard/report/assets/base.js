@@ -19,7 +19,14 @@ function scaled(number, unit, steps) {
 const seconds = (n) => scaled(n, "s", [["n", 1e-9], ["µ", 1e-6], ["m", 1e-3], ["", 1]]);
 const bytes = (n) => Math.abs(n) < 999.5 ? `${Math.round(n)} B` : scaled(n, "B", [["k", 1e3], ["M", 1e6], ["G", 1e9], ["T", 1e12], ["P", 1e15]]);
 const count = (n) => n.toLocaleString("en-US");
-const percent = (share) => `${share > 0 && share < 0.01 ? (share * 100).toFixed(2) : Math.round(share * 100)} %`;
+const percent = (share) => share > 0 && share < 5e-5 ? "< 0.01 %" : `${share > 0 && share < 0.01 ? (share * 100).toFixed(2) : Math.round(share * 100)} %`;
+
+// Black or white, whichever is easier to read on a colour that covers a background to so much: the ratio is 4.5 or more on any (WCAG 2.1, AA).
+function inkOn(colour, alpha, background) {
+  const [over, under] = [colour, background].map((hex) => [1, 3, 5].map((k) => parseInt(hex.slice(k, k + 2), 16) / 255));
+  const [r, g, b] = over.map((n, k) => alpha * n + (1 - alpha) * under[k]).map((n) => n <= 0.04045 ? n / 12.92 : ((n + 0.055) / 1.055) ** 2.4);
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.179 ? "#000000" : "#ffffff";
+}
 
 // An element with attributes, listeners (onclick: ...) and children; texts are never parsed as HTML.
 function make(tag, attributes = {}, ...children) {

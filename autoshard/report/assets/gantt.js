@@ -82,7 +82,7 @@ function gantt(name, rows, total, visible, onView = () => {}) {
       if (w > 14) {
         const seen = Math.max(x, x0), room = Math.min(x + w, width) - seen - 8;
         if (room > 44 || context.measureText(item.label).width <= room) {
-          context.fillStyle = ink.fg;
+          context.fillStyle = inkOn(css(item.colour), item.alpha ?? 1, ink.bg);
           context.fillText(cut(context, item.label, room), seen + 4, y(item.row) + ROW / 2 - 4);
         }
       }

@@ -41,7 +41,7 @@ function placeSection() {
     { name: "of the step", value: (row) => row[1] + row[3], show: (row) => percent((row[1] + row[3]) / DATA.figures.step), number: true },
   ].filter(({ name }) => known || (name !== "compute" && name !== "of the step"));
   section("where", "Where time goes",
-    make("p", {}, `${known ? "Compute and communication" : "Communication"} by layer and by source line. Communication is exposed where no compute hides it: the device waits.`),
+    make("p", {}, `${known ? "Compute and communication" : "Communication"} by layer and by source line. Communication is exposed where no compute hides it: the device waits.` + (DATA.schedule ? ` All of it is of ${DATA.busiest}, the busiest.` : "")),
     known || DATA.schedule ? undefined : missing("compute by layer and line"),
     make("h3", {}, "By layer"), table("Layers", columns("layer"), DATA.layers, known ? 4 : 1),
     make("h3", {}, "By source line"), table("Lines", columns("line"), DATA.lines, known ? 4 : 1));
