@@ -7,7 +7,18 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from autoshard.ir import Graph, Op, Value, is_transfer
-from autoshard.primitives import commutes_with_casts, is_addition, is_anchor, is_control_flow, is_reduction, is_scatter, is_view, of_kind
+from autoshard.primitives import (
+    commutes_with_casts,
+    is_addition,
+    is_anchor,
+    is_control_flow,
+    is_loop,
+    is_matrix,
+    is_reduction,
+    is_scatter,
+    is_view,
+    of_kind,
+)
 
 # Of a product's elements, at least: then leaving out the rest, or padding it, hardly changes the product's work. The compiler makes any
 # product so. evidence: products without their ends
@@ -240,6 +251,20 @@ def _spread(ops: Sequence[Op], shape: Sequence[tuple[int, ...]], found: list[Min
             pair = next((found[value] for value in tensors if found[value]), None)
             for value in tensors:
                 found[value] = found[value] or pair
+
+
+def sliced_alone(graph: Graph) -> frozenset[int]:
+    """The arrays of three dimensions or more whose slices only loops without products read or stack."""
+    with_products, without = set[int](), set[int]()
+    for op in graph.walk():
+        if not is_loop(op.primitive):
+            continue
+        found = with_products if any(is_matrix(inner.primitive) for inner in op.walk()) else without
+        for holder in op.holders:
+            for flow in holder.sources:
+                if flow.shift:
+                    found.update((flow.value,) if flow.shift > 0 else (holder.value, *holder.views))
+    return frozenset(value for value in without - with_products if graph.values[value].rank > 2)
 
 
 def row_updates(graph: Graph) -> dict[int, tuple[int, ...]]:

@@ -14,7 +14,7 @@ from autoshard.compilers.bf16_demotion import single_rows
 from autoshard.compilers.fused_program import Fusion
 from autoshard.compilers.fusion import fuse
 from autoshard.compilers.kernel_order import Lifetimes, Orders
-from autoshard.compilers.op_patterns import Minor, recomputes, row_updates
+from autoshard.compilers.op_patterns import Minor, recomputes, row_updates, sliced_alone
 from autoshard.compilers.traffic import Traffic, sent_by_op
 from autoshard.cost.compute import op_flops
 from autoshard.ir import Graph, Op, Rule
@@ -56,6 +56,7 @@ class ProgramFacts:
         looped_weights: the arguments of three dimensions or more that products in loops read as they are handed in, each with the loops.
         added_to: the scatters that add to values in memory.
         row_updates: of those, where a scatter shares an array with what it updates, the arguments that it does.
+        sliced_alone: the arrays in memory whose slices only loops without products read or stack.
         sending: the ops whose shards may send each other parts of their operands.
     """
 
@@ -86,13 +87,13 @@ class ProgramFacts:
     looped_weights: dict[int, tuple[int, ...]]
     added_to: tuple[Op, ...]
     row_updates: dict[int, tuple[int, ...]]
+    sliced_alone: frozenset[int]
     sending: tuple[Op, ...]
 
     @property
     def materialised(self) -> tuple[bool, ...]:
         """Per value, whether it is in memory, stored or as a view of a stored one."""
         return self.fusion.materialised
-
 
     @property
     def lifetimes(self) -> Lifetimes:
@@ -149,8 +150,14 @@ def program_facts(graph: Graph, rules: tuple[Rule | None, ...], compiler: Compil
         looped_weights=_looped_weights(graph, fusion, readers),
         added_to=tuple(op for op in graph.walk() if op.primitive == "scatter-add" and fusion.stored[fusion.root[op.results[0]]]),
         row_updates=row_updates(graph),
+        sliced_alone=frozenset(fusion.root[value] for value in sliced_alone(graph) if _same_rows(graph, fusion, value)),
         sending=tuple(op for op, _ in sending),
     )
+
+
+def _same_rows(graph: Graph, fusion: Fusion, value: int) -> bool:
+    """Whether a value is a view of one whose last dimension is the same."""
+    return graph.values[fusion.root[value]].shape[-1:] == graph.values[value].shape[-1:]
 
 
 def _sent_operands(op: Op, rule: Rule | None) -> list[int]:

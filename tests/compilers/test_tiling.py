@@ -5,10 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
-from profiles import facts_of, floats, peak
+from profiles import MESH, facts_of, floats, peak
 
 import autoshard
-from autoshard.compilers.tpu.tiling import by_rows, padding
+from autoshard.compilers.tpu.tiling import by_rows, padding, tiles
+from autoshard.ir import Assignment
 from benchmarks.other_models import graph_network, windows
 from benchmarks.single_dtype import dlrm
 
@@ -181,3 +182,19 @@ def test_peaks_of_narrow_arrays(make, searcher, compiled):
         fn, *args, cluster="v5e:2x4", mesh={"data": 8}, searcher=searcher, donate_argnums=0, memory_limit_bytes=1e15
     ).cost.peak_bytes
     assert found == pytest.approx(compiled, rel=0.05)
+
+
+@pytest.mark.parametrize(("width", "product", "times"), [(16, False, 1.0), (32, False, 4.0), (64, False, 2.0), (64, True, 1.0)])
+def test_slices_of_loops_without_products_have_their_last_dimension_innermost(width, product, times):
+    """It is padded to 128 lanes, up to 4 times; where a product reads the slices, the 256 numbers before it are innermost instead."""
+
+    def program(xs, w):
+        def trip(state, x):
+            state = jnp.tanh((state @ w if product else state) + x)
+            return state, state
+
+        return jax.lax.scan(trip, jnp.zeros((256, width)), xs)[1]
+
+    facts = facts_of(program, floats(8, 256, width), floats(width, width))
+    (stack,) = (value for value in facts.graph.results if facts.graph.values[value].rank == 3)
+    assert tiles(facts, Assignment(MESH, {}, {}, {}), facts.fusion.root[stack]) == times

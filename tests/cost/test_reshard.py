@@ -15,7 +15,7 @@ from jaxlib.mlir.passmanager import PassManager
 
 from autoshard.cluster import Cluster
 from autoshard.cost.collectives import Communication
-from autoshard.cost.reshard import Reshards, _permute_axes, reduction_steps
+from autoshard.cost.reshard import Reshards, _permute_axes, path_seconds, reduction_steps
 from autoshard.ir import Mesh, divides, layout_number, layout_to_spec, layouts, shard_counts, shards, spec_to_layout
 from autoshard.verify import explicit_collectives
 
@@ -37,11 +37,11 @@ def cases(draw):
 
 
 @settings(deadline=None, max_examples=80)
-@given(cases())
-def test_a_path_is_what_the_matrix_says(case):
-    """Steps lead from source to target through dividing layouts, and their seconds add up to the matrix entry."""
+@given(cases(), st.sampled_from((0.0, 1e-9)))
+def test_a_path_is_what_the_matrix_says(case, copying):
+    """Steps lead from source to target through dividing layouts, and their seconds, copying included, add up to the matrix entry."""
     text, sizes, shape, source, target = case
-    reshards = Reshards(*parts(text, sizes))
+    reshards = Reshards(*parts(text, sizes), copying)
     steps = reshards.path(shape, 2.0, source, target)
     at = source
     for step in steps:
@@ -51,7 +51,7 @@ def test_a_path_is_what_the_matrix_says(case):
         at = step.target
     assert at == target
     entry = reshards.matrix(shape, 2.0)[layout_number(source, len(shape)), layout_number(target, len(shape))]
-    assert sum(step.seconds for step in steps) == pytest.approx(entry, rel=1e-9, abs=1e-15)
+    assert path_seconds(steps) == pytest.approx(entry, rel=1e-9, abs=1e-15)
 
 
 @pytest.mark.parametrize(

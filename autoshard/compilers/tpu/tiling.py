@@ -15,6 +15,9 @@ ROWS = 8  # of a tile; evidence: tiles of 8 rows
 # Tables whose rows take more than twice their size in tiles are laid out row by row unless that takes so much more than they have.
 # evidence: tables of short rows
 MOST_WASTED_BYTES = 128 * 2**20
+# Arrays whose slices only loops without products read or stack have their last dimension innermost, unless that takes more than so many
+# times their size: ``f32[512,256,32]{2,1,0:T(8,128)}``, but ``f32[512,256,16]{1,2,0:T(8,128)}``. evidence: slices of loops without products
+MOST_IN_ORDER = 4.0
 
 
 def local_part(facts: ProgramFacts, assignment: Assignment, value: int) -> tuple[float, ...]:
@@ -24,7 +27,10 @@ def local_part(facts: ProgramFacts, assignment: Assignment, value: int) -> tuple
 
 def tiles(facts: ProgramFacts, assignment: Assignment, value: int, passed: bool = False) -> float:
     """How many times its size a device's part of a value takes in tiles; arguments and results of the program pad least."""
-    return padding(local_part(facts, assignment, value), None if passed else facts.fusion.minor[value])
+    local = local_part(facts, assignment, value)
+    if value in facts.sliced_alone and not passed and (found := tiled(*reversed(local[-2:]))) <= MOST_IN_ORDER:
+        return found
+    return padding(local, None if passed else facts.fusion.minor[value])
 
 
 @cache

@@ -37,6 +37,21 @@ def tiles_of_a_convolution_to_160_features(x, kernel):
     return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
+def recurrent(xs, decay):
+    """The gradients of a recurrence without products, whose states are stacked."""
+
+    def trip(state, x):
+        state = jnp.exp(-decay) * state + x * decay
+        return state, jnp.tanh(state)
+
+    return jax.grad(lambda xs, decay: (jax.lax.scan(trip, jnp.zeros(xs.shape[1:]), xs)[1] ** 2).sum(), argnums=(0, 1))(xs, decay)
+
+
+for width in (16, 32, 64):
+    args = leaf(512, 256, width, dtype=F32), leaf(width, dtype=F32)
+    named(f"slices of {width} numbers of a loop without products", Program(recurrent, args, PEAK))
+
+
 # -- tables of short rows --------------------------------------------------------------------------------------------------
 
 
