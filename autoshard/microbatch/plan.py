@@ -12,7 +12,7 @@ time.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from autoshard.cost.compute import op_flops
@@ -107,7 +107,7 @@ class _Planner:
         for op in self.graph.ops:
             self._place(op)
             self.makers.update(dict.fromkeys(op.results, op))
-        self._draw_inside()
+        self._draw_inside(self.graph.ops, self.graph.results)
         needed = {value for op in self.graph.ops if self.phases[op.index] == "after" for value in op.operands} | set(self.graph.results)
         made = [value for op in self.graph.ops if self.phases[op.index] == "inside" for value in op.results if value in needed]
         whole = {value for value in made if self.status(value).is_whole}
@@ -266,6 +266,7 @@ class _Planner:
         self.statuses.update(zip(body.inputs, entering, strict=True))
         for inner in body.ops:
             self._set(inner, self._moved_in_body(inner))
+        self._draw_inside(body.ops, body.outputs)
         written, _ = opened(subjaxprs(op.equation)[number])
         return tuple(_of_output(atom, self.status(value)) for atom, value in zip(written.outvars, body.outputs, strict=True))
 
@@ -316,35 +317,56 @@ class _Planner:
 
     # -- values of no example ------------------------------------------------------------------------------------------------
 
-    def _draw_inside(self) -> None:
-        """Moves ops into the loop of whose results each microbatch reads a slice: random bits, and what is computed of them."""
-        readers = self._readers()
-        results = set(self.graph.results)
-        for op in reversed(self.graph.ops):
-            if self.phases[op.index] != "before" or op.bodies or len(op.results) != 1 or op.results[0] in results:
-                continue
-            if not self.graph.values[op.results[0]].rank or getattr(op.equation, "effects", ()):
-                continue
-            read = {self._sliced_at(reader, op.results[0]) for reader in readers.get(op.results[0], ())}
-            if len(read) == 1 and (sliced := read.pop()) is not None and (split := self._factor_at(op, sliced)) is not None:
-                self.phases[op.index] = "inside"
-                self._set(op, Move(operand_statuses(op, self.status), (sliced,), *split))
-
-    def _readers(self) -> dict[int, list[Op]]:
-        found: dict[int, list[Op]] = {}
-        for op in self.graph.ops:
+    def _draw_inside(self, ops: Sequence[Op], results: Collection[int]) -> None:
+        """Has ops of the top level, or of a body, make slices that each microbatch reads of what they make: random bits, masks, zeros."""
+        readers: dict[int, list[Op]] = {}
+        for op in ops:
             for value in set(op.operands):
-                found.setdefault(value, []).append(op)
-        return found
+                readers.setdefault(value, []).append(op)
+        for op in reversed(ops):
+            if op.bodies or len(op.results) != 1 or op.results[0] in results or getattr(op.equation, "effects", ()):
+                continue
+            (made,) = op.results
+            is_before = self.phases[op.index] == "before" if op.index in self.phases else self._reads_whole(op)
+            if not is_before or not self.graph.values[made].rank:
+                continue
+            own = readers.get(made, ())
+            read = {self._sliced_at(reader, made) for reader in own}
+            if len(read) == 1 and (sliced := read.pop()) is not None and (split := self._factor_at(op, sliced)) is not None:
+                if op.index in self.phases:
+                    self.phases[op.index] = "inside"
+                self._set(op, Move(operand_statuses(op, self.status), (sliced,), *split))
+                for reader in own:  # which has taken a slice of the whole until now
+                    reads = operand_statuses(reader, self.status)
+                    self._set(reader, self._moved(reader, reads) if reader.bodies else replace(self.moves[reader.index], reads=reads))
+
+    def _reads_whole(self, op: Op) -> bool:
+        return all(status.is_whole for status in operand_statuses(op, self.status))
 
     def _sliced_at(self, op: Op, value: int) -> Status | None:
         """The slice of a value that an op inside reads; None where it reads it otherwise."""
         move, rule = self.moves.get(op.index), self.rules[op.index]
-        if self.phases[op.index] != "inside" or op.bodies or op.index in self.twice or move is None or rule is None or move.factor < 0:
+        if self.phases.get(op.index, "inside") != "inside" or op.index in self.twice:
+            return None
+        if op.bodies:
+            return self._sliced_in_body(op, value)
+        if move is None or rule is None or move.factor < 0:
             return None
         places = {place_of(rule, rule.operands[place], move.factor) for place, read in enumerate(op.operands) if read == value}
         at = places.pop() if len(places) == 1 else None
         return None if at is None else slice_along(at[0], move.inner * at[1])
+
+    def _sliced_in_body(self, op: Op, value: int) -> Status | None:
+        """The slice of a value that all trips of an op's body read."""
+        n = {"scan": op.params.get("num_consts"), "remat2": len(op.operands)}.get(op.primitive)
+        if n is None or value in op.operands[n:]:
+            return None
+        body = op.bodies[0]
+        inputs = {inner for inner, operand in zip(body.inputs, op.operands, strict=True) if operand == value}
+        if not inputs.isdisjoint(body.outputs):
+            return None
+        read = {self._sliced_at(each, inner) for each in body.ops for inner in inputs.intersection(each.operands)}
+        return read.pop() if len(read) == 1 else None
 
     def _factor_at(self, op: Op, sliced: Status) -> tuple[int, int] | None:
         """The factor by which an op makes slices of its result, and how many of its indices an example has; None where it cannot."""

@@ -6,7 +6,8 @@ and exposed collectives.
 
 *Memory.* The program's peak has one microbatch between its forward and its backward pass, and what is sent and received of all
 microbatches. A schedule has as many microbatches there as are in flight, and only theirs of what is received. Where the two passes are
-programs of their own, what the first hands on is there until the second ends, beside all that the second makes for itself.
+programs of their own, what the first hands on is there until the second ends, beside all that the second makes for itself. Totals are
+handed on from task to task, so that they are in the device's own memory throughout, not in a core's.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.compilers.buffer_assignment import buffers
 from autoshard.compilers.kernel_order import usage
 from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.ir import Op, shards
@@ -43,6 +43,7 @@ class StageFigures:
         lasting_bytes: what is there throughout: arguments that stay, what is made of them for all microbatches, totals such as gradients.
         working_bytes: the peak with one microbatch, forward and backward in one program.
         backward_bytes: the most that the backward pass makes for itself at once, gradients of activations among it.
+        passes_bytes: the same of the forward and the backward pass in one program.
     """
 
     seconds: Mapping[str, float]
@@ -52,6 +53,7 @@ class StageFigures:
     lasting_bytes: float
     working_bytes: float
     backward_bytes: float
+    passes_bytes: float
 
     def peak_bytes(self, in_flight: int, joins: bool) -> float:
         """The peak where so many microbatches are between their forward and their backward tasks.
@@ -60,7 +62,7 @@ class StageFigures:
             joins: whether both tasks are one program (`autoshard.pipeline.tasks.joins_tasks`), which hands on nothing.
         """
         peak = self.working_bytes + max(in_flight - 1, 0) * self.residual_bytes
-        return peak if joins else max(peak, self.held_bytes(in_flight, joins) + self.backward_bytes)
+        return max(peak, self.held_bytes(in_flight, joins) + (self.passes_bytes if joins else self.backward_bytes))
 
     def held_bytes(self, in_flight: int, joins: bool) -> float:
         """What is there between the stage's tasks where so many microbatches are in flight, such as while another chunk runs."""
@@ -102,7 +104,8 @@ def stage_figures(stage: Stage, facts: ProgramFacts, model: CostModel, judgement
         residual_bytes=kept + received["F"],
         lasting_bytes=sum(map(nbytes, [*own, *made, *loop.results[: loop.params["num_carry"]]])),
         working_bytes=max(cost.peak_bytes - (n - 1) * one, 0.0),
-        backward_bytes=backward_bytes(facts, judgement, loop, {op for op, kind in kinds.items() if kind != FORWARD}),
+        backward_bytes=made_bytes(facts, judgement, loop, {op for op, kind in kinds.items() if kind != FORWARD}),
+        passes_bytes=made_bytes(facts, judgement, loop, kinds),
     )
 
 
@@ -158,19 +161,19 @@ def _kept_bytes(stage: Stage, facts: ProgramFacts, model: CostModel, judgement: 
     return sum(stage.traced.graph.values[value].nbytes / n for value, n in parts.items())
 
 
-def backward_bytes(facts: ProgramFacts, judgement: Judgement, loop: Op, later: Collection[int]) -> float:
-    """The most bytes at once of what the backward pass makes, copies in other layouts and partial sums included, but for totals.
+def made_bytes(facts: ProgramFacts, judgement: Judgement, loop: Op, ops: Collection[int]) -> float:
+    """The most bytes at once of what some ops make, copies in other layouts and partial sums included, but for totals.
 
     Args:
         loop: over microbatches.
-        later: the indices of the ops of the backward pass.
+        ops: the indices of the ops, which are in the loop.
     """
-    found = buffers(facts, judgement.assignment, judgement.copies, judgement.partials)
+    found, *_ = facts.compiler.buffers(facts, judgement.assignment, judgement.copies, judgement.partials)
     totals = set(loop.bodies[0].outputs[: loop.params["num_carry"]])
-    made = {value for op in loop.walk() if op.index in later for value in op.results} - totals
+    made = {value for op in loop.walk() if op.index in ops for value in op.results} - totals
     own = [value in made for value in found.times.values]
-    own += [copy.first in later for copy in judgement.copies.values()]
-    own += [op in later for op in found.partials]
+    own += [copy.first in ops for copy in judgement.copies.values()]
+    own += [op in ops for op in found.partials]
     n = len(own)
     return float(usage(found.times.moments, np.where(own, found.held[:n], 0.0), found.born[:n], found.dies[:n]).max())
 

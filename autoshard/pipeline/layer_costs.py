@@ -18,7 +18,7 @@ import numpy as np
 from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.ir import Body, Op, shards
 from autoshard.judge.evaluate import Judgement
-from autoshard.pipeline.figures import backward_bytes, spent_seconds
+from autoshard.pipeline.figures import made_bytes, spent_seconds
 from autoshard.pipeline.micro import loop_of
 from autoshard.pipeline.tasks import CHEAP
 from autoshard.primitives import primitive
@@ -109,7 +109,7 @@ def costs_of(problem: Problem, judgement: Judgement, n_microbatches: int) -> Cos
     if loop is not None:
         (turn, values), starts = _turn(facts, loop), facts.lifetimes.starts
         later = {op.index for op in loop.walk() if starts[op.index] > turn}
-        kept, backward = nbytes(values), backward_bytes(facts, judgement, loop, later)
+        kept, backward = nbytes(values), made_bytes(facts, judgement, loop, later)
     return Costs(
         microbatch_seconds=max(cost.makespan_seconds - after, 0.0) / n_microbatches,
         objective_seconds=max(cost.objective_seconds - once, 0.0) / n_microbatches,

@@ -119,7 +119,8 @@ def micro_of(traced: Traced, n: int) -> Micro:
     carries = dict(zip(body.inputs[n_consts : n_consts + n_carry], range(n_carry), strict=True))
     sums = tuple(_sum(position, value, carries, makers, reads) for position, value in enumerate(body.outputs[:n_carry]))
     stacked = {value: n_carry + k for k, value in enumerate(body.outputs[n_carry:])}
-    return Micro(flat, rules, loop, sums, stacked, tuple(free_values(graph)))
+    same = dict(zip(body.inputs[:n_consts], loop.operands[:n_consts], strict=True))
+    return Micro(flat, rules, loop, sums, stacked, tuple(free_values(graph, same)))
 
 
 def loop_of(graph: Graph, rules: Sequence[Rule | None], n: int) -> Op:

@@ -242,6 +242,7 @@ def of_jaxpr(
         result_paths=tuple(result_paths),
         constants=program.constants,
         literals=program.literals,
+        written=program.written,
         aliases=tuple(aliases),
         donated=tuple(donated),
         fingerprint=fingerprint(program, tuple(aliases)),

@@ -39,3 +39,13 @@ def test_expansions_of_constants_are_free(program, free):
     graph = trace(program, abstract((8,))).graph
     assert free_values(graph)[graph.results[0]] is free
     assert not any(free_values(graph)[value] for value in graph.arguments)
+
+
+def test_what_enters_a_loop_is_free_where_it_is_outside():
+    """If it is said what enters it: a mask that each trip reads, and what the trip makes of it alone."""
+    graph = trace(lambda x: jax.lax.scan(lambda c, y: (c, y + jnp.cos(c)), jnp.arange(8.0), x)[1], abstract((3, 8))).graph
+    (loop,) = (op for op in graph.ops if op.bodies)
+    body = loop.bodies[0]
+    (cos,) = (op for op in body.ops if op.primitive == "cos")
+    assert not free_values(graph)[cos.results[0]]
+    assert free_values(graph, dict(zip(body.inputs, loop.operands, strict=True)))[cos.results[0]]

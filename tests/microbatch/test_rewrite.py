@@ -237,6 +237,16 @@ def test_random_masks_are_drawn_inside():
     assert drawn and all(shape[:1] == (B // 4,) for shape in drawn)
 
 
+@pytest.mark.parametrize("remat", [False, True])
+def test_masks_of_scanned_layers_are_broadcast_inside(remat):
+    """Layers in a loop of their own read a microbatch's masks and zeros: none is as wide as the scores of the whole batch."""
+    program, args = models.llama(2, 32, 4, 2, 64, 64, batch=8, length=16, scan=True, remat=remat, dtype=F32)
+    many = compared(program, args, 4, tolerance=2e-5)
+    wide = [op for op in many.graph.walk() if any(many.graph.values[value].shape == (8, 2, 2, 16, 16) for value in op.results)]
+    narrow = [op for op in many.graph.walk() if any(many.graph.values[value].shape == (2, 2, 2, 16, 16) for value in op.results)]
+    assert narrow and not wide
+
+
 def test_gradients_are_rounded_and_combined_once():
     """One accumulator a weight and the loss; what is done with whole gradients is done after the loop."""
     step, state = trained(squared, WEIGHTS)

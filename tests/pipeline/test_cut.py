@@ -9,6 +9,7 @@ import pytest
 from autoshard.errors import PipelineError
 from autoshard.pipeline import stages_of
 from autoshard.trace import trace
+from benchmarks import models
 from tests.programs import abstract, train_step_of
 
 WIDTH = 8
@@ -52,3 +53,11 @@ def test_one_operation_with_most_of_the_work():
     assert forward_products(stages_of(layers_of(2, False, 2 * WIDTH), 2, 4)) == [2, 1]
     with pytest.raises(PipelineError, match=r"dot_general at .*test_cut.py.* has 97% of .*got 2 stages. Leave stages out"):
         stages_of(layers_of(2, False, 64 * WIDTH), 2, 4)
+
+
+def test_stages_of_scanned_layers_make_their_own_masks():
+    """Of each microbatch a stage is sent the residual stream and its gradient alone, not what is made of constants."""
+    program, args = models.llama(2, 32, 4, 2, 64, 64, batch=8, length=16, scan=True)
+    first, last = stages_of(trace(program, *args), 2, 4).stages
+    sent = [[(message.shape, str(message.dtype)) for message in stage.sends if message.kind == "loop"] for stage in (first, last)]
+    assert sent == [[((2, 16, 32), "bfloat16")]] * 2

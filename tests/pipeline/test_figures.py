@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -38,8 +39,19 @@ def test_the_figures_divide_a_program_as_its_tasks_do(program):
         assert set("FW") <= set(charged)
 
 
+def test_a_stage_knows_the_numbers_that_are_written_in_it():
+    """Zeros and masks of a stage's program are recognised as those of the whole step are."""
+    fn, args = gpt(n_layers=2)
+    for stage in stages_of(trace(fn, *args), 2, 2).stages:
+        graph = stage.traced.graph
+        assert graph.literals and len(graph.written) == len(graph.literals)
+
+
 def test_what_a_forward_task_hands_on_is_there_while_the_backward_task_runs():
     """Beside what the latter makes for itself; in one program of both it is not, and each microbatch more hands on as much again."""
-    figures = StageFigures({}, {}, 0.0, residual_bytes=10.0, lasting_bytes=100.0, working_bytes=112.0, backward_bytes=7.0)
+    figures = StageFigures(
+        {}, {}, 0.0, residual_bytes=10.0, lasting_bytes=100.0, working_bytes=112.0, backward_bytes=7.0, passes_bytes=11.0
+    )
     assert [figures.peak_bytes(n, joins=False) for n in (1, 3)] == [117.0, 137.0]
     assert [figures.peak_bytes(n, joins=True) for n in (1, 3)] == [112.0, 132.0]
+    assert replace(figures, passes_bytes=15.0).peak_bytes(1, joins=True) == 115.0
