@@ -180,7 +180,7 @@ def schedule_of(name: str, n_stages: int, n_microbatches: int, n_chunks: int | N
     elif name == "interleaved":
         orders = [_interleaved(s, n_stages, n_microbatches, chunks) for s in range(n_stages)]
     else:
-        orders = _zero_bubble(n_stages, n_microbatches)
+        orders = [_zero_bubble(s, n_stages, n_microbatches) for s in range(n_stages)]
     return Schedule(name, tuple(tuple(order) for order in orders))
 
 
@@ -231,38 +231,22 @@ def _in_turns(forward: list[Task], backward: list[Task], warm: int) -> list[Task
     return [*forward[:warm], *turns, *backward[len(forward) - warm :]]
 
 
-def _zero_bubble(n_stages: int, n_microbatches: int) -> list[list[Task]]:
-    """ZB-H1's orders by a list schedule with equal times of ``F``, ``B`` and ``W``.
+def _zero_bubble(stage: int, n_stages: int, n_microbatches: int) -> list[Task]:
+    """ZB-H1: 1F1B in which stage ``s`` computes the gradients of weights ``s`` microbatches later, until no forward task is left.
 
-    A stage that is free runs a backward task if one is ready, else a forward task if fewer than ``S - s`` microbatches are without their
-    backward task and fewer than ``S`` without the gradient of their weights, else a ``W``.
+    So every stage has ``S`` microbatches at most without them, and those left over fill the time in which it waits at the end.
     """
-    last = n_stages - 1
-    orders: list[list[Task]] = [[] for _ in range(n_stages)]
-    done: dict[tuple[int, Task], int] = {}  # the time at which it ends
-    counts = [dict.fromkeys(KINDS, 0) for _ in range(n_stages)]
-    time = 0
-    while any(count["W"] < n_microbatches for count in counts):
-        started = []
-        for s, count in enumerate(counts):
-            f, b, w = count["F"], count["B"], count["W"]
-            before = done.get((s - 1, Task("F", f)), time + 1) if s else 0
-            after = done.get((s + 1, Task("B", b)) if s < last else (s, Task("F", b)), time + 1)
-            if b < f and after <= time:
-                kind = "B"
-            elif f < n_microbatches and before <= time and f - b < n_stages - s and f - w < n_stages:
-                kind = "F"
-            elif w < b:
-                kind = "W"
-            else:
-                continue
-            started.append((s, Task(kind, count[kind])))
-        for s, task in started:
-            counts[s][task.kind] += 1
-            orders[s].append(task)
-            done[s, task] = time + 1
-        time += 1
-    return orders
+    warm, late = min(n_stages - stage, n_microbatches), 0
+    order = [Task("F", i) for i in range(warm)]
+    for i in range(n_microbatches):
+        order.append(Task("B", i))
+        has_forward = warm + i < n_microbatches
+        if i - late >= stage or not has_forward:
+            order.append(Task("W", late))
+            late += 1
+        if has_forward:
+            order.append(Task("F", warm + i))
+    return [*order, *(Task("W", i) for i in range(late, n_microbatches))]
 
 
 # -- memory ---------------------------------------------------------------------------------------------------------------

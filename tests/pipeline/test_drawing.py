@@ -23,6 +23,6 @@ def test_drawings_are_as_wide_as_asked(case, width):
 def test_a_drawing():
     """Tasks stand where they run, and the middle of a long line is left out."""
     text = draw(simulate(schedule_of("zero_bubble", 2, 3), EQUAL))
-    assert text == "stage 0  F0 F1 ...B0 W0 B1 F2 W1 ...B2 W2\nstage 1  ...F0 B0 F1 B1 W0 W1 F2 B2 W2 ..."
+    assert text == "stage 0  F0 F1 ...B0 W0 F2 B1 W1 B2 W2\nstage 1  ...F0 B0 F1 B1 W0 F2 B2 W1 W2"
     assert " ~ " in draw(simulate(schedule_of("1f1b", 2, 64), EQUAL), 80)
     assert "F0a" in draw(simulate(schedule_of("interleaved", 2, 2), EQUAL))
