@@ -19,7 +19,7 @@ def compiler_of(cluster: Cluster) -> Compiler:
     >>> compiler_of(Cluster.parse("v5e:2x4")).asynchronous
     ('all_gather', 'collective_permute')
     """
-    return TARGETS[cluster.device.kind](cluster.device, cluster.overlap)
+    return TARGETS[cluster.device.kind](cluster.device, cluster.overlap, cluster.memory_limit_bytes)
 
 
 __all__ = ["PLATFORMS", "TARGETS", "Compiler", "XlaCpu", "XlaGpu", "XlaTpu", "compiler_of"]

@@ -7,6 +7,7 @@ assumption for one that has not been studied; a target overrides the methods in 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -47,6 +48,7 @@ class Compiler:
     Attributes:
         device: the device that it compiles for.
         overlap: whether collectives may run while the device computes.
+        memory_limit_bytes: what a program may use of the device's memory.
         demotes_operands: whether float32 operands of products at default precision are sent as bfloat16.
         gathers_ahead: whether loops may gain where each trip gathers weights for the next one.
         kernel_by_kernel: whether each kernel's traffic is known, with the ends and buffers of its own.
@@ -60,6 +62,7 @@ class Compiler:
 
     device: Device
     overlap: bool = True
+    memory_limit_bytes: float = math.inf
     demotes_operands: ClassVar[bool] = False
     gathers_ahead: ClassVar[bool] = False
     kernel_by_kernel: ClassVar[bool] = False

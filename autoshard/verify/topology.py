@@ -10,6 +10,7 @@ from autoshard.cluster import Cluster
 from autoshard.cluster.catalogue import COMPUTE_CAPABILITY
 from autoshard.errors import ClusterError
 
+UNRESERVED = 0.8  # of a GPU's memory, which XLA:GPU lets programs use where JAX does not tell it what its allocator has
 CHIPS_PER_HOST = 4  # into which XLA:TPU divides a slice by default (libtpu 0.0.42)
 
 
@@ -101,7 +102,7 @@ def topology_of(cluster: Cluster) -> Topology:
         cache=has.cache_bytes,
         processors=device.processors,
         bandwidth=int(device.memory_bandwidth_bytes_per_second),
-        memory=int(device.memory_bytes),
+        memory=int(cluster.memory_limit_bytes / UNRESERVED),
         clock=device.vector_flops_per_second / (2 * has.lanes * device.processors) / 1e9,  # a product and a sum at once
     )
     # slices x hosts of a slice x devices of a host: each host is a slice, the extent of NVLink

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -244,6 +245,20 @@ def test_gradients_of_weights_come_last_on_newer_gpus():
     facts = facts_of(_clipped, *args)
     last = facts.orders.last_products
     assert len(last) == 6 and not any(facts.fusion.last[facts.graph.walk()[op].results[0]] for op in last)
+
+
+def test_gradients_wait_within_memory():
+    """What is alive grows by no more than 95 % of what arguments and results leave, and no order takes less than the best one."""
+    args = [like(64, 256)] * 3, like(8192, 64)
+
+    def peak(memory_limit_bytes):
+        cluster = replace(H100, memory_limit_bytes=memory_limit_bytes)
+        plan = {"mesh": {"data": 8}, "searcher": "data_parallel", "memory_limit_bytes": 1e15}
+        return autoshard.search(_clipped, *args, cluster=cluster, **plan).cost.peak_bytes
+
+    free, least = peak(60 * 10**9), peak(1)
+    some, more = (int(least + share * (free - least)) for share in (0.6, 0.8))
+    assert least < peak(some) < peak(more) < free and peak(more) - peak(some) == pytest.approx(0.95 * (more - some), abs=1)
 
 
 @pytest.mark.parametrize(("device", "compiled"), recorded([("a100", 2.527e9), ("h100", 3.594e9), ("b200", 3.403e9)], (0,)))

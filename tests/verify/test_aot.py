@@ -61,7 +61,7 @@ def test_a_missing_compiler_is_named_with_the_cure(monkeypatch):
 def test_gpus_are_described_by_the_catalogue(monkeypatch):
     """Hosts are slices, and at its clock all lanes make the vector peak; the error for GPUs without a description names those with one."""
     config = GPUS.options["target_config"]
-    for figure in ("core_count: 132", "clock_rate_ghz: 1.983", "device_memory_size: 80000000000", "major: 9"):
+    for figure in ("core_count: 132", "clock_rate_ghz: 1.983", "device_memory_size: 75000000000", "major: 9"):
         assert figure in config
     assert GPUS.options["topology"] == "2x1x8" and GPUS.memory_limit_bytes == 60e9
     assert topology_of(Cluster.parse("a100:4")).options["topology"] == "1x1x4"

@@ -10,7 +10,7 @@ import optax
 from jax import lax
 
 from autoshard.compilers.gpu import BUCKET_LIMITS
-from benchmarks.evidence.measures import after_the_last, formed, largest, stored
+from benchmarks.evidence.measures import PEAK, after_the_last, formed, largest, stored
 from benchmarks.evidence.program import BF16, F32, SPLIT, WHOLE, Program, leaf, named, program
 from benchmarks.evidence.programs.kernels import GROUPED, KEPT, KEYS, QUERIES, gradients
 
@@ -154,6 +154,22 @@ for device in ("a100:8", "h100:8", "b200:8"):
             f"8 {layer.__name__} layers on {device[:4]}",
             Program(trained(layer), (leaf(8 * 8192, 2048), *[leaf(2048, 2048)] * 8), LAST, device, ((SPLIT, *[WHOLE] * 8), WHOLE)),
         )
+
+# -- how much is alive where products wait ------------------------------------------------------------------------------------
+
+
+def tied(y, weight):
+    return y + jax.checkpoint(lambda y: jnp.tanh(y @ weight) @ weight.T)(y)
+
+
+for device, layer, share in (
+    *((device, layer, share) for device in ("h100:8", "b200:8") for layer in (checkpointed, tied) for share in (95, 2)),
+    ("h100:8", checkpointed, 3),
+):
+    args, specs = (leaf(8 * 8192, 2048), *[leaf(2048, 2048)] * 24), ((SPLIT, *[WHOLE] * 24), WHOLE)
+    options = {"xla_gpu_memory_limit_slop_factor": share}
+    title = f"24 {layer.__name__} layers in {share} % of the memory of {device[:4]}"
+    named(title, Program(trained(layer), args, PEAK, device, specs, options))
 
 # -- scatters and lookups ----------------------------------------------------------------------------------------------------
 
