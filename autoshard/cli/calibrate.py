@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from autoshard.cli.options import command, positive, writable
+from autoshard.cli.options import check_writable, command, positive
 from autoshard.cli.terminal import progress, show, show_json
 
 OUT = "cluster.toml"
@@ -14,13 +14,14 @@ def add(commands) -> None:
     """Adds the subcommand's options."""
     what = "measure this machine's devices, and write a file for --cluster with the constants that fit"
     parser = command(commands, "calibrate", run, what, "autoshard calibrate --quick --out cluster.toml")
-    parser.add_argument("--out", metavar="FILE", type=writable, default=OUT, help=f"where the cluster goes (default {OUT})")
+    parser.add_argument("--out", metavar="FILE", default=OUT, help=f"where the cluster goes (default {OUT})")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and repetitions: some ten seconds instead of a minute")
     parser.add_argument("--devices", metavar="N", type=positive, help="measure N virtual CPU devices instead")
 
 
 def run(options: argparse.Namespace) -> int:
     """Measures, saves, reports."""
+    check_writable(options.out, "--out")
     if options.devices is not None:
         from autoshard.demo.devices import virtual_devices
 

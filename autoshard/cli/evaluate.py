@@ -7,7 +7,7 @@ import sys
 from contextlib import redirect_stdout
 
 from autoshard.cli.found import finish
-from autoshard.cli.options import add_in_specs, add_program, cluster_of, command, mesh, positive
+from autoshard.cli.options import add_in_specs, add_program, check_writable, cluster_of, command, mesh, positive
 from autoshard.cli.program import load
 
 EXAMPLE = "autoshard evaluate train:train_step --args train:example_args --cluster cpu:8 --mesh data=4,model=2 --in-spec 'batch*=data'"
@@ -30,6 +30,7 @@ def run(options: argparse.Namespace) -> int:
 
     import autoshard
 
+    check_writable(options.save, "--save")
     function, arguments = load(options.program, options.args, options.devices)
     with redirect_stdout(sys.stderr):  # stdout is for our output, not the program's
         strategy = autoshard.evaluate(

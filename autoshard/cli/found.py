@@ -6,7 +6,6 @@ import argparse
 import shlex
 import sys
 from dataclasses import replace
-from difflib import get_close_matches
 
 from autoshard.cli.terminal import show, show_json
 
@@ -57,9 +56,7 @@ def record_of(name: str):
         return load_record(name)
     if name in library.names():
         return library.load(name)
-    near = get_close_matches(name, library.names(), 1)
-    known = f" Did you mean {near[0]!r}?" if near else ""
     raise StrategyError(
-        f"a strategy is a file, or has a name that `autoshard strategies` lists, and {name!r} is neither.{known} Give the path of a file "
-        "that a search saved, or such a name."
+        f"a strategy is a file that a search saved, or has a name that `autoshard strategies` lists, and {name!r} is neither. "
+        f"{library.near(name)}"
     )

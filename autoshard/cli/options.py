@@ -66,7 +66,7 @@ def add_program(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--donate", metavar="N,...", type=numbers, default=(), help="positions of arguments whose memory may be reused, as donate_argnums"
     )
-    parser.add_argument("--save", metavar="FILE", type=writable, help="write the strategy to a JSON file")
+    parser.add_argument("--save", metavar="FILE", help="write the strategy to a JSON file")
 
 
 def add_in_specs(parser: argparse.ArgumentParser, otherwise: str) -> None:
@@ -77,6 +77,16 @@ def add_in_specs(parser: argparse.ArgumentParser, otherwise: str) -> None:
 def add_specs(parser: argparse.ArgumentParser, flag: str, meaning: str) -> None:
     """An option that may be given for several arguments, each with its path and a spec."""
     parser.add_argument(flag, metavar="PATH=SPEC", type=path_spec, action="append", default=[], help=f"{meaning}. {SPEC_HELP}")
+
+
+def check_writable(path: str | None, option: str) -> None:
+    """Raises `StrategyError` where a file could not be written: found out before a search rather than after it, and not where a stored
+    command is only read.
+    """
+    from autoshard.errors import StrategyError
+
+    if path is not None and (not os.path.isdir(os.path.dirname(os.path.abspath(path))) or os.path.isdir(path)):
+        raise StrategyError(f"{option} names a file in a folder that exists, got {path!r}. Make the folder first, or name another file.")
 
 
 def cluster_of(text: str):
@@ -173,14 +183,6 @@ def size(text: str) -> float:
     if not match or not unit or float(match[1]) <= 0:
         raise argparse.ArgumentTypeError(f"a size reads 12GB, 11.5GiB or 1e9 (bytes), got {text!r}")
     return float(match[1]) * unit
-
-
-def writable(text: str) -> str:
-    """The path of a file to write, in a folder that exists: found out before a search rather than after it."""
-    folder = os.path.dirname(os.path.abspath(text))
-    if not os.path.isdir(folder) or os.path.isdir(text):
-        raise argparse.ArgumentTypeError(f"a file in a folder that exists is expected, got {text!r}")
-    return text
 
 
 def numbers(text: str) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from autoshard.cli.found import finish, finish_frontier, record_of
 from autoshard.cli.options import (
     add_program,
     add_specs,
+    check_writable,
     cluster_of,
     command,
     mesh_or_axes,
@@ -155,6 +156,7 @@ def run(options: argparse.Namespace) -> int:
         raise autoshard.SearcherError("one strategy is confirmed, and --frontier makes several. Leave out --frontier or --confirm.")
     if options.frontier:
         _check_frontier(options)
+    check_writable(options.save, "--save")
     function, arguments = load(options.program, options.args, options.devices)
     with redirect_stdout(sys.stderr), progress(quiet=options.json) as callback:  # stdout is for our output, not the program's
         asked = {

@@ -143,8 +143,6 @@ def _program(record: Any) -> tuple:
             f"the program of a strategy is that of the autoshard search in its file, and {record.name!r} was made by "
             f"{record.provenance.command or 'no command'!r}. Search it on the command line, with --save."
         )
-    if "--save" in words:  # of another folder than this one, perhaps
-        del words[(at := words.index("--save")) : at + 2]
     given = parser().parse_args(words)
     function, arguments = load(given.program, given.args)
     return function, *arguments

@@ -7,7 +7,7 @@ import sys
 from contextlib import redirect_stdout
 
 from autoshard.cli.explain import strategy_of
-from autoshard.cli.options import add_specs, cluster_of, command, mesh_or_axes, positive, size
+from autoshard.cli.options import add_specs, check_writable, cluster_of, command, mesh_or_axes, positive, size
 from autoshard.cli.terminal import show, show_json
 
 EXAMPLE = "autoshard what-if found.json train:train_step --args train:example_args --cluster v5e:4x8"
@@ -33,6 +33,7 @@ def run(options: argparse.Namespace) -> int:
     """Searches again and compares."""
     from jax.sharding import PartitionSpec
 
+    check_writable(options.save, "--save")
     with redirect_stdout(sys.stderr):  # stdout is for our output, not the program's
         found = strategy_of(options).what_if(
             pins={path: PartitionSpec(*spec) for path, spec in options.pin} or None,

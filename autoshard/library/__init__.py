@@ -9,7 +9,7 @@ from pathlib import Path
 from autoshard.errors import StrategyError
 from autoshard.strategy import Record, load_record
 
-__all__ = ["EXPERTS", "against_expert", "folder", "group", "load", "names", "path"]
+__all__ = ["EXPERTS", "against_expert", "folder", "group", "load", "names", "near", "path"]
 
 EXPERTS = ("data_parallel", "fully_sharded", "tensor_parallel", "manual")
 
@@ -35,12 +35,15 @@ def path(name: str) -> Path:
     """
     files = _files()
     if name not in files:
-        near = difflib.get_close_matches(name, files, n=3, cutoff=0.4) or list(files)[:3]
-        raise StrategyError(
-            f"a strategy of the library has one of {len(files)} names, got {name!r}. "
-            + (f"Near ones: {', '.join(near)}. `autoshard strategies` lists all." if near else "This installation has none.")
-        )
+        raise StrategyError(f"a strategy of the library has one of {len(files)} names, got {name!r}. {near(name)}")
     return files[name]
+
+
+def near(name: str) -> str:
+    """A sentence with the names that look most like one that is not in the library."""
+    files = _files()
+    found = difflib.get_close_matches(name, files, n=3, cutoff=0.4) or list(files)[:3]
+    return f"Near ones: {', '.join(found)}. `autoshard strategies` lists all." if found else "This installation has none."
 
 
 def load(name: str) -> Record:

@@ -36,6 +36,8 @@ def test_a_what_if_compares_and_saves(search, run, tmp_path):
     code, out, _ = run("what-if", "s.json", *PROGRAM, "--cluster", "cpu:16", "--save", "other.json")
     assert code == 0 and "on 16 devices instead of 8" in " ".join(out.split()) and (tmp_path / "other.json").exists()
     found = json.loads(run("what-if", "s.json", *PROGRAM, "--batch", "64", "--json")[1])
+    code, _, err = run("what-if", "s.json", "no_such_module:step", "--save", "none/other.json")
+    assert code == 2 and "--save names a file in a folder that exists, got 'none/other.json'" in err
     assert found["after"]["n_devices"] == 8
     code, out, _ = run("explain", "s.json", *PROGRAM, "--tensor", "params/up")
     assert code == 0 and "Why" in out and "at best" in out

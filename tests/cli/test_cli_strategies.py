@@ -118,4 +118,4 @@ def test_a_strategy_is_verified_in_any_folder(run):
 def test_a_name_that_is_no_strategys_is_refused_with_a_near_one(run):
     """The error tells of files and of the library's names."""
     code, _, error = run("compare", "demo_gpt_auto", "demo_gpt_aut")
-    assert code == 2 and "'demo_gpt_aut' is neither. Did you mean 'demo_gpt_auto'?" in error
+    assert code == 2 and "'demo_gpt_aut' is neither. Near ones: demo_gpt_auto, " in error
