@@ -17,14 +17,14 @@ from autoshard.cost.record import Cost
 from autoshard.errors import InfeasibleError, SearchLimitError, ShardingError, StrategyError
 from autoshard.explanation.breakdown import collective_groups
 from autoshard.explanation.data import CollectiveGroup, TensorGroup
-from autoshard.explanation.gradients import gradient_ops
 from autoshard.explanation.groups import shard_bytes
 from autoshard.explanation.layers import line_of
 from autoshard.explanation.named import Named, named
 from autoshard.explanation.program import Judged
+from autoshard.explanation.weights import gradient_ops, made_of
 from autoshard.inference.reparametrisation import normalised
 from autoshard.inference.trw_s import MessagePassing
-from autoshard.ir import Layout, Spec, layout_to_spec, layouts, shard_counts, spec_to_layout
+from autoshard.ir import Collective, Layout, Spec, layout_to_spec, layouts, shard_counts, spec_to_layout
 from autoshard.judge.evaluate import Judgement, evaluate
 from autoshard.problem import NO_HINTS, Hints, Problem
 from autoshard.reductions import symmetry
@@ -148,23 +148,35 @@ def explain_tensor(
     for layout in ranked[:most]:
         options[layout] = _searched(judged, problem, hints, tensors, layout, options[layout])
     others = sorted(options.values(), key=lambda each: (bool(each.obstacle), each.step_seconds is None, each.step_seconds or 0.0))
-    names = set(group.paths) if tensors.kind == "argument" else set()
-    moved = (
-        each
-        for each in record.cost.collectives
-        if (each.value and each.value.kind == "argument" and each.value.name in names) or (each.reason and each.reason.argument in names)
-    )
     return TensorExplanation(
         kind=tensors.kind,
         group=group,
         remark=tensors.remark,
         step_seconds=record.cost.makespan_seconds,
         pinned=any(value in problem.pins for value in tensors.values),
-        moves=collective_groups(record, judged, moved),
+        moves=_moves(judged, tensors),
         gradients=_gradients(judged, tensors),
         alternatives=(own, *others),
         asked=None if wanted is None else layout_to_spec(wanted, mesh.names, rank),
     )
+
+
+def _moves(judged: Judged, tensors: Named) -> tuple[CollectiveGroup, ...]:
+    """The collectives that move arguments, or what is made of them alone, or that bring their new values."""
+    if tensors.kind != "argument":
+        return ()
+    names, made, facts = {*tensors.group.paths}, made_of(judged.facts, tensors.values), judged.facts
+
+    def is_moved(each: Collective) -> bool:
+        value, op, reason = each.value, each.op, each.reason
+        if (value is not None and value.kind == "argument" and value.name in names) or (reason is not None and reason.argument in names):
+            return True
+        if value is None or value.kind != "result" or op is None or op.index < 0 or (reason is not None and reason.kind == "combined"):
+            return False
+        read = (one for one in facts.graph.walk()[op.index].operands if one in made and facts.graph.values[one].shape == value.shape)
+        return any((maker := facts.names.maker(one)) is not None and maker.primitive == value.name for one in read)
+
+    return collective_groups(judged.record, judged, filter(is_moved, judged.record.cost.collectives))
 
 
 def _gradients(judged: Judged, tensors: Named) -> tuple[CollectiveGroup, ...]:

@@ -85,6 +85,25 @@ def test_a_weight_s_gradient_moves_too(searcher, microbatches):
     assert bool(found.explain("up").data.moves) == (searcher == "fully_sharded")
 
 
+def test_what_is_made_of_a_weight_alone_moves_it():
+    """Its cast or its sum with a constant, gathered where it is read, and the gradient that comes back through a reshape."""
+
+    def normed(state, x):
+        def loss(params):
+            return jnp.mean((x * (1 + params["scale"])[None, :]) ** 2)
+
+        return {"params": jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], jax.grad(loss)(state["params"]))}
+
+    args = {"params": {"scale": jax.ShapeDtypeStruct((1024,), jnp.float32)}}, jax.ShapeDtypeStruct((256, 1024), jnp.float32)
+    options = {"cluster": "v5e:2x4", "mesh": {"data": 8}}
+    split, whole = (
+        autoshard.evaluate(normed, *args, in_specs={"x": P("data"), "*scale*": spec}, **options).explain("scale").data
+        for spec in (P("data"), P())
+    )
+    assert [each.kind for each in split.moves] == ["all_gather"] and not whole.moves
+    assert [each.source.split(" ")[0] for each in whole.gradients] == ["reduce_sum"]
+
+
 def test_what_is_not_available_says_why():
     """A dimension that does not divide, and a pin, each have their words; a replicated tensor says that it is."""
     data = strategy().explain("bias").data

@@ -1,4 +1,4 @@
-"""The operations that make gradients: those whose results an update reads, element by element."""
+"""What a program makes of weights alone, such as casts, and the operations that make their gradients."""
 
 from __future__ import annotations
 
@@ -10,6 +10,17 @@ from autoshard.ir import Op
 from autoshard.primitives import moves, of_kind
 
 _EACH = frozenset(of_kind("elementwise"))
+_OF_EQUAL_SIZE = _EACH | frozenset(of_kind("reduction"))  # of dimensions of size one
+
+
+def made_of(facts: ProgramFacts, arguments: Collection[int]) -> frozenset[int]:
+    """The values that are computed from some arguments alone, element by element, or that rearrange them."""
+    found = {*arguments}
+    for op in facts.graph.walk():
+        read = [value for value in op.operands if facts.graph.values[value].rank and not facts.free[value]]
+        if read and not op.bodies and (op.primitive in _EACH or moves(op.primitive)) and found.issuperset(read):
+            found.update(op.results)
+    return frozenset(found)
 
 
 def gradient_ops(facts: ProgramFacts, arguments: Collection[int]) -> frozenset[int]:
@@ -40,5 +51,5 @@ def gradient_ops(facts: ProgramFacts, arguments: Collection[int]) -> frozenset[i
 def _read(facts: ProgramFacts, op: Op, value: int) -> list[int]:
     """What an operation reads, if it rearranges that, or computes element by element what is as large."""
     size, values = facts.graph.values[value].size, facts.graph.values
-    goes_on = not op.bodies and (op.primitive in _EACH or moves(op.primitive))
+    goes_on = not op.bodies and (op.primitive in _OF_EQUAL_SIZE or moves(op.primitive))
     return [each for each in op.operands if goes_on and (moves(op.primitive) or values[each].size == size)]
