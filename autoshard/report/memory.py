@@ -58,20 +58,25 @@ class MemoryCurve:
 
 
 def memory_curve(judged: Judged) -> MemoryCurve:
-    """The curve of a strategy's program: in the order of kernels that holds most, if the compiler may take one of several."""
+    """The curve of a strategy's program: in the order of kernels that holds most, if the compiler may take one of several.
+
+    Where that order would take more memory than the compiler lets it, all that is alive is shown with an equal share less.
+    """
     facts, judgement = judged.facts, judged.judgement
     orders = facts.compiler.buffers(facts, judged.record.assignment, judgement.copies, judgement.partials)
     held = max(orders, key=lambda each: each.usage.max())
     owners = list(_owners(judged, held))
     kinds = np.array([GROUPS.index(group) for group, _ in owners])
     by_group = np.stack([usage(held.times.moments, np.where(kinds == k, held.held, 0.0), held.born, held.dies) for k in range(len(GROUPS))])
+    within = np.minimum(held.usage / np.maximum(by_group.sum(axis=0), 1.0), 1.0)
+    by_group *= within
     chosen = _chosen(held.usage[: max(held.times.moments, 1)])
     running = _running(held, facts.graph.walk())
     moments = tuple(Moment(int(k), running(int(k)), tuple(map(float, by_group[:, k]))) for k in chosen)
     fullest = int(held.usage.argmax())
     sums: dict[tuple[str, str], list[float]] = defaultdict(list)
     for k in np.flatnonzero((held.born <= fullest) & (held.dies > fullest) & (held.held > 0)):
-        sums[owners[k]].append(float(held.held[k]))
+        sums[owners[k]].append(float(held.held[k] * within[fullest]))
     alive = [Alive(name, group, sum(sizes), len(sizes)) for (group, name), sizes in sums.items()]
     ranked = tuple(sorted(alive, key=lambda each: (-each.bytes, each.group, each.name)))
     return MemoryCurve(moments, held.times.moments, int(np.flatnonzero(chosen == fullest)[0]), ranked)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -99,6 +100,24 @@ def test_memory_has_the_predicted_peak(name):
     assert sums[curve.peak] == pytest.approx(peak, rel=1e-9)
     assert max(sums) == pytest.approx(peak, rel=1e-9)
     assert sum(each.bytes for each in curve.alive) == pytest.approx(peak, rel=1e-9)
+
+
+def test_memory_is_within_what_the_compiler_lets_an_order_take():
+    """On H100 gradients wait as far as memory allows: the curve ends there, too."""
+    function, args = gpt(n_layers=4, batch=64, seq=64, remat=True)
+
+    def searched(memory_limit_bytes):
+        cluster = replace(Cluster.parse("h100:8"), memory_limit_bytes=memory_limit_bytes)
+        plan = {"mesh": {"data": 8}, "searcher": "data_parallel", "memory_limit_bytes": 1e15}
+        return autoshard.search(function, *args, cluster=cluster, **plan)
+
+    free, least = (searched(limit).cost.peak_bytes for limit in (60 * 10**9, 1))
+    strategy = searched(int((free + least) / 2))
+    curve = strategy.report().content.memory
+    assert curve is not None and least < strategy.cost.peak_bytes < free
+    sums = [sum(moment.bytes) for moment in curve.moments]
+    for most in (sums[curve.peak], max(sums), sum(each.bytes for each in curve.alive)):
+        assert most == pytest.approx(strategy.cost.peak_bytes, rel=1e-9)
 
 
 def test_an_optimizers_moments_are_its_state():
