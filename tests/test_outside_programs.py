@@ -119,6 +119,11 @@ def calls_python(w, x):
     return w - 0.1 * x.T @ h
 
 
+def flow_of_mixed_dimensions(w, x):
+    """A gradient through a determinant, which solves a system for all sides at once; a matrix of one layout, its inverse of another."""
+    return w - 0.1 * jax.grad(lambda w: jnp.square(x @ w).mean() - jnp.linalg.slogdet(w)[1] - jnp.tanh(x @ jnp.linalg.inv(w)).mean())(w)
+
+
 PROGRAMS = {
     "loop_constant_read_sharded": (loop_constant_read_sharded, (normal(32, 6), normal(32, 2), normal(6, 2))),
     "fixed_point": (fixed_point, (normal(16, 16), normal(16, 8), normal(8, 16))),
@@ -128,6 +133,7 @@ PROGRAMS = {
     "loops_from_anywhere": (loops_from_anywhere, (normal(16, 16), normal(32, 16))),
     "named_and_read_twice": (named_and_read_twice, (normal(16, 16), normal(32, 16))),
     "tells_python_of_an_array": (tells_python_of_an_array, (normal(16, 16), normal(32, 16))),
+    "flow_of_mixed_dimensions": (flow_of_mixed_dimensions, (normal(16, 16) + 4 * jnp.eye(16), normal(32, 16))),
     "calls_python": (calls_python, (normal(16, 32), normal(32, 16))),
 }
 

@@ -19,7 +19,7 @@ from autoshard.ir import Graph, Op
 from autoshard.primitives import has_custom_rule, is_inlined
 from autoshard.trace.mapped import MAPPED
 from autoshard.trace.origin import calls_library
-from autoshard.trace.structure import opened, subjaxprs, types_of, with_bodies
+from autoshard.trace.structure import called_with, opened, subjaxprs, types_of, with_bodies
 
 Path = tuple[int, ...]
 
@@ -143,6 +143,9 @@ class Interpreter:
             return function
 
         bodies = subjaxprs(eqn)
+        if eqn.primitive.name == "custom_linear_solve" and not self.differentiable:  # bound, it has results of its right-hand sides' types
+            read = called_with(eqn.primitive.name, eqn.params, len(operands))
+            return list(evaluate(0, bodies[0])(*(operands[k] for k in read)))
         new, constants = [], []
         for number, body in enumerate(bodies):
             jaxpr, leading = retraced(body, evaluate(number, body), self.types(op, number, opened(body)[0]))
