@@ -269,3 +269,16 @@ def test_a_sum_that_is_rounded_is_combined_in_every_trip():
         return jax.lax.scan(grow, jnp.zeros(w.shape, jnp.bfloat16), x)[0]
 
     assert counted(strategy_of(rounded, SLICES, "cpu:8", {"x": P(None, "data")})) == {"all_reduce": TRIPS}
+
+
+def test_sums_over_different_axes_are_combined_apart():
+    """Of two products that are added, each is combined over the axis of its own rows."""
+
+    def fn(x, y, u, v):
+        return x.T @ y + u.T @ v
+
+    arrays = [jax.random.normal(jax.random.key(k), (16, 32)) for k in range(4)]
+    rows = {name: P("a" if name in "xy" else "b") for name in "xyuv"}
+    strategy = autoshard.evaluate(fn, *arrays, cluster="cpu:8", mesh={"a": 2, "b": 4}, in_specs=rows)
+    assert counted(strategy) == {"all_reduce": 2}
+    np.testing.assert_allclose(strategy.apply(fn)(*arrays), fn(*arrays), rtol=1e-4, atol=1e-4)

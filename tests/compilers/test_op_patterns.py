@@ -117,6 +117,17 @@ def test_an_update_shares_the_zeros_that_rows_are_added_to(update, shared):
     assert ([*found.values()] == [(graph.arguments[0],)]) == shared and bool(found) == shared
 
 
+def test_zeros_do_not_connect_updates():
+    """An argument that is compared with the same zeros, elsewhere, is no part of the update."""
+
+    def step(w, v, places, rows):
+        zeros = jnp.zeros((32, 4))
+        return jnp.maximum(w - zeros.at[places].add(rows), zeros), jnp.maximum(v, zeros)
+
+    graph = graph_of(step, floats(32, 4), floats(32, 4), INDICES, floats(8, 4))
+    assert [*row_updates(graph).values()] == [(graph.arguments[0],)]
+
+
 @pytest.mark.parametrize(("kept", "narrower"), [(1024, True), (1000, True), (512, False)])
 def test_a_slice_that_leaves_little_out_of_a_product_is_its_own_affair(kept, narrower):
     """At least fifteen sixteenths of a product's result are kept, and nothing else reads it."""

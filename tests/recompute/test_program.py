@@ -104,6 +104,14 @@ def test_all_layers_are_computed_again_as_by_hand():
     assert n_products(plain) < n_products(full) <= n_products(by_hand)
 
 
+def test_regions_are_behind_barriers():
+    """Without them compilers would find what is computed again equal to what the forward pass made, and keep that."""
+    plain = trace(*flattened(PROGRAMS["gpt"]()))
+    full = rematerialised(plain, options_of(plain).full)
+    text = jax.jit(jaxpr_as_fun(full.jaxpr)).lower(*full.jaxpr.in_avals).as_text()
+    assert text.count("stablehlo.optimization_barrier") == n_regions(full) > 0
+
+
 def test_what_the_end_of_a_step_reads_does_not_keep_earlier_layers():
     """Full recomputation runs a product of all layers but the last again, also where a statistic of the last is stored at the end."""
 
