@@ -102,7 +102,9 @@ def lint(
             specs, on = flat_specs(traced, args, in_specs), None
         on = given_mesh(mesh) if mesh is not None else on
         if on is None:
-            raise ShardingError("a sharding is on a mesh, and no argument is on one. Give the sizes of its axes: mesh={'data': 8}.")
+            raise ShardingError(
+                "a sharding is on a mesh, and no argument is. Give the sizes of its axes: mesh={'data': 8} (--mesh data=8)."
+            )
         even: dict[str, PartitionSpec] = {}
         padded: dict[tuple, list[str]] = {}
         for value, path, spec in zip(graph.arguments, graph.argument_paths, specs, strict=True):

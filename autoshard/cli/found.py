@@ -57,6 +57,5 @@ def record_of(name: str):
     if name in library.names():
         return library.load(name)
     raise StrategyError(
-        f"a strategy is a file that a search saved, or has a name that `autoshard strategies` lists, and {name!r} is neither. "
-        f"{library.near(name)}"
+        f"a strategy is a file that a search saved, or has a name in the library, and {name!r} is neither. {library.near(name)}"
     )

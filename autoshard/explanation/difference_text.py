@@ -9,6 +9,7 @@ from autoshard.explanation.text import format_spec
 from autoshard.render import Heading, Paragraph, Part, Table, format_bytes, format_count, format_flops, format_percent, format_seconds
 
 TOP = 15  # rows of a table
+MANY = 10  # times more is told as a multiple, not in per cent
 SAME = 1e-3  # shares of the step and of the peak below this are no difference
 
 
@@ -33,7 +34,9 @@ def _sentence(found: Difference) -> str:
     if abs(more) < SAME * step:
         told += f", as long as {first}"
     else:
-        told += f", {format_percent(abs(more) / step)} {'longer' if more > 0 else 'shorter'} than the {format_seconds(step)} of {first}"
+        how = f"{format_percent(abs(more) / step)} {'longer' if more > 0 else 'shorter'} than"
+        how = f"{two.step_seconds / step:.3g} times" if more > MANY * step else how
+        told += f", {how} the {format_seconds(step)} of {first}"
     if one.n_devices != two.n_devices:
         ratio = two.step_seconds * two.n_devices / (step * one.n_devices)
         told += f", on {two.n_devices} devices instead of {one.n_devices}: a step costs {ratio:.2f} times as many device seconds"
@@ -78,9 +81,11 @@ def _figures(found: Difference) -> Table:
 
 
 def _ratio(before: float, after: float) -> str:
-    """The change in per cent; empty where there is none."""
+    """The change in per cent, or as a multiple; empty where there is none."""
     if before == after or abs(before - after) < 1e-6 * before:
         return ""
+    if before and after > (1 + MANY) * before:
+        return f"{after / before:.3g} x"
     return "new" if not before else f"{'+' if after > before else '-'}{format_percent(abs(after - before) / before)}"
 
 

@@ -42,6 +42,9 @@ def test_different_programs_are_told():
     assert "Different programs: two_products_step (first) and two_products_step (second); x is float32[256,512] in one" in found
     found = " ".join(str(autoshard.compare(one, other)).split())
     assert "of 3 and 2 arguments 0 have the same path" in found and "None has the same path in both." in found
+    many = one.with_record(replace(one.record, cost=replace(one.cost, makespan_seconds=100 * one.cost.makespan_seconds)))
+    found = " ".join(str(autoshard.compare(one, many)).split())
+    assert ", 100 times the " in found and " 100 x " in found
 
 
 def test_rounding_is_no_difference():
