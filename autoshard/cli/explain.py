@@ -27,7 +27,7 @@ def add(commands) -> None:
     parser.add_argument(
         "--tensor",
         metavar="NAME",
-        help="why a tensor is sharded as it is, and what other layouts cost: a path, a pattern, or the end of one, as layers/*/up; of a "
+        help="why a tensor is sharded as it is, and what other layouts cost: a path, a pattern, or the end of one, as layers/0/up; of a "
         "computed value its checkpoint_name, source line (model.py:41), layer or operation (op 57)",
     )
     parser.add_argument("--spec", metavar="SPEC", type=layout, help=f"with --tensor: why it is not sharded like this. {SPEC_HELP}")

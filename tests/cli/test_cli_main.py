@@ -3,6 +3,7 @@
 import argparse
 import doctest
 import importlib
+import io
 import json
 import os
 import shlex
@@ -125,3 +126,20 @@ def test_no_tpu_is_looked_for_where_there_is_no_accelerator(run, monkeypatch, ac
     monkeypatch.setattr(main_module, "find_spec", lambda name: name == "libtpu")
     run("clusters", "--json")
     assert os.environ.get("JAX_PLATFORMS") == platforms
+
+
+def test_help_is_markup_that_the_site_reads():
+    """The page of the commands is made of their help as reStructuredText, where a lone star would begin an emphasis."""
+    core = pytest.importorskip("docutils.core", reason="the site is built where its tools are: pip install '.[docs]'")
+
+    def texts(found):
+        yield from filter(None, (found.description, *(action.help for action in found._actions)))
+        for action in found._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for command in action.choices.values():
+                    yield from texts(command)
+
+    complaints = io.StringIO()
+    for text in texts(parser()):
+        core.publish_doctree(text.replace("%%", "%"), settings_overrides={"warning_stream": complaints})
+    assert complaints.getvalue() == ""
