@@ -5,8 +5,8 @@
 halfway between the first two. Shown are compiled peaks and FLOPs. Two models more are GPTs of 1.3B parameters' width, of which the plain
 step needs 1.5 times the memory of ``"auto"``. ``--cycles`` has the compiler estimate cycles, too, minutes for each.
 
-``--choices`` compiles each choice of what one GPT keeps, and ``--offload`` what is found with activations on the chip and in the memory of
-its host, next to predicted peaks; ``--layers`` and the other sizes are that GPT's.
+``--choices`` compiles each choice of what one GPT keeps, and ``--offload`` what is found with all on the chip, and with optimizer state or
+activations in the memory of its host, next to predicted peaks; ``--layers`` and the other sizes are that GPT's.
 """
 
 from __future__ import annotations
@@ -161,12 +161,13 @@ def _choices(make: Callable[..., Program], cluster: Cluster, cycles: bool) -> It
 
 
 def _show_offload(make: Callable[..., Program], cluster: Cluster) -> None:
-    """Prints what is found with activations on the chip and in the memory of its host, predicted and compiled."""
+    """Prints what is found with all on the chip, and with state or activations in the memory of its host, predicted and compiled."""
     step, arguments = make()
     common = {"cluster": cluster, "mesh": {"data": 1}, "donate_argnums": 0, "microbatches": None, "memory_limit_bytes": UNLIMITED_BYTES}
-    for offload in (None, "activations"):
+    target = "tpu" if topology_of(cluster).platform == "tpu" else "gpu"
+    for offload in (None, "optimizer", "activations"):
         strategy = autoshard.search(step, *arguments, remat="full", offload=offload, **common)
-        found = autoshard.verify(strategy, step, *arguments, target="tpu")
+        found = autoshard.verify(strategy, step, *arguments, target=target)
         compiled = "refused" if found.actual_peak_bytes is None else format_bytes(found.actual_peak_bytes)
         cost = strategy.cost
         predicted = f"predicted peak {format_bytes(cost.peak_bytes)}, step {format_seconds(cost.makespan_seconds)}"
@@ -181,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cycles", action="store_true", help="have the compiler estimate cycles")
     parser.add_argument("--json", action="store_true", help="print JSON, a line for each step")
     parser.add_argument("--choices", action="store_true", help="compile each choice of what a GPT keeps")
-    parser.add_argument("--offload", action="store_true", help="compile a GPT with activations on the chip and on its host")
+    parser.add_argument("--offload", action="store_true", help="compile a GPT with state and activations on the chip and on its host")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=4)

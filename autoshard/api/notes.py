@@ -1,14 +1,16 @@
-"""What a strategy leaves whole, and why, in words."""
+"""What a strategy leaves whole, and why, and what its compiler may do otherwise, in words."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 
+from autoshard.compilers import Compiler
 from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.ir import Assignment, Graph, Mesh
 from autoshard.lower import abstract_mesh, obstacle
 from autoshard.primitives import is_matrix, is_self_partitioned
 from autoshard.render import format_percent
+from autoshard.trace import Traced
 
 TOP = 3  # places in the program that are named for a mesh axis
 MUCH = 0.1  # of all work: an axis that repeats no more of it may be worth what it shards
@@ -37,6 +39,16 @@ def lowered_otherwise(graph: Graph, mesh: Mesh) -> list[str]:
     """Why a program is not lowered manually, where it is not, and what is done instead."""
     reason = obstacle(graph, abstract_mesh(mesh))
     return [] if reason is None else [reason]
+
+
+def fetched_early(traced: Traced, compiler: Compiler) -> list[str]:
+    """What the compiler may undo of optimizer state in the memory of hosts."""
+    if not traced.offload or not compiler.fetches_early:
+        return []
+    return [
+        "optimizer state is in the memory of hosts between steps, and XLA:GPU may bring it to the device where a step begins, as far as "
+        "there is room: the peak may be as without offload, so ask the compiler with autoshard verify, or confirm='compiler'"
+    ]
 
 
 def _used(assignment: Assignment) -> set[int]:

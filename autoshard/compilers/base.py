@@ -57,6 +57,7 @@ class Compiler:
         unfused_bytes: an element, beyond those that it moves, that an op costs which is fused with nothing.
         reduces_in_place: whether an all_reduce in a loop writes where it reads.
         memory_goal: the share of a device's memory from which on it computes values again; 0 where it never does.
+        fetches_early: whether it brings what is on hosts to the device as soon as there is room, long before it is used.
         bucket_limits: its options that limit the bytes of several collectives in one; none where it has no such option.
     """
 
@@ -71,6 +72,7 @@ class Compiler:
     unfused_bytes: ClassVar[int] = 0
     reduces_in_place: ClassVar[bool] = False
     memory_goal: ClassVar[float] = 0.0
+    fetches_early: ClassVar[bool] = False
     bucket_limits: ClassVar[tuple[str, ...]] = ()
 
     # -- collectives --

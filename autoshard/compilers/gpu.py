@@ -45,6 +45,7 @@ class XlaGpu(Compiler):
 
     gathers_ahead: ClassVar[bool] = True
     reduces_in_place: ClassVar[bool] = True
+    fetches_early: ClassVar[bool] = True
     bucket_limits: ClassVar[tuple[str, ...]] = BUCKET_LIMITS
 
     @property

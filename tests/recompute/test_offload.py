@@ -118,6 +118,13 @@ def test_transfers_are_charged_on_the_link_to_the_host():
     assert found.cost.peak_bytes < plain.cost.peak_bytes
 
 
+def test_a_note_says_that_the_gpu_compiler_may_fetch_state_early():
+    """On GPUs a strategy with state on hosts says so, one without does not, nor does one on TPUs."""
+    asked = ((None, "h100:1x1"), ("optimizer", "v5e:1x1"), ("optimizer", "h100:1x1"))
+    notes = [str(_search(offload=offload, cluster=cluster, mesh={"data": 1}, searcher="data_parallel").notes) for offload, cluster in asked]
+    assert ["may bring it to the device where a step begins" in text for text in notes] == [False, False, True]
+
+
 def test_state_is_offloaded_where_nothing_fits_otherwise():
     """``"auto"`` keeps state on devices where the step fits, moves it to hosts where only that fits, and says what was tried else."""
     assert _search(offload="auto").offload == ()
