@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax import lax
+from jax._src.dispatch import runtime_tokens  # JAX has no public way to drop those of a callback that failed
 
 from autoshard.errors import PipelineError
 from autoshard.pipeline import Cut, Pipelined, stages_of
@@ -221,6 +222,28 @@ def test_callbacks_are_called_once(n_microbatches):
     jax.effects_barrier()
     first, second = math.tanh(1.0), math.tanh(math.tanh(1.0))
     assert sorted(calls) == pytest.approx(sorted([first, second, second**2]), rel=1e-5)
+
+
+def test_a_callback_that_raises_names_its_stage_and_lines():
+    """The error of the stage that it is in, with the lines of the step that the stage computes."""
+
+    def reject(x):
+        raise ValueError("too large")
+
+    def step(params, x):
+        def loss(params):
+            h = jnp.tanh(x) @ params[0]
+            h = jnp.tanh(h) @ params[1]
+            jax.debug.callback(reject, jnp.max(h))
+            return jnp.mean(h**2)
+
+        value, gradients = jax.value_and_grad(loss)(params)
+        return [w - g for w, g in zip(params, gradients, strict=True)], value
+
+    run = pipelined(step, [[abstract((D, D))] * 2, abstract((B, D))], 2, 2)
+    with pytest.raises(PipelineError, match=r"(?s)stage 1.*test_pipeline_run\.py.*too large"):
+        run.checked(jnp.eye(D), jnp.eye(D), jnp.ones((B, D)))
+    runtime_tokens.clear()  # or JAX raises the error once more at each barrier
 
 
 def test_parts_that_do_not_fit_are_refused():
