@@ -51,6 +51,14 @@ def test_microbatches_benchmark_runs():
     assert all(each["difference"] is None and "other_models.py:53" in each["refused"] for each in found[3:])
 
 
+@pytest.mark.slow
+def test_pipelines_benchmark_runs():
+    """A step in two stages is equal to the same on one device, in its schedule's order, with one send each way, as JSON."""
+    command = [sys.executable, "-m", "benchmarks.pipelines", "--programs", "gpt_scan", "--stages", "2", "--schedules", "1f1b", "--json"]
+    (found,) = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+    assert found["difference"] <= 1e-5 and found["in_order"] and (found["activations"], found["gradients"]) == (1, 1)
+
+
 def test_published_plans_cover_their_devices(monkeypatch):
     """The stages' meshes together have as many devices as the cluster."""
     monkeypatch.syspath_prepend(ROOT)

@@ -69,6 +69,11 @@ class PipelineStep(Step):
         """The tasks of the latest call in the order in which they were started, each with its part of the devices."""
         return () if self._running is None else self._running.executed
 
+    @property
+    def staged(self) -> Staged | None:
+        """The stages of the latest call."""
+        return None if self._running is None else self._running.staged
+
     def lower(self, *args: Any, platform: str = ANY_PLATFORM) -> jax.stages.Lowered:
         """Raises `StrategyError`: there is no one program to lower."""
         raise StrategyError("a pipeline has a program for each task, and no one to lower. Use autoshard.verify, which compiles them all.")

@@ -1,0 +1,191 @@
+"""Do steps in stages compute what they compute on one device, in the order of their schedule, with few sends and little work of the host?
+
+``python -m benchmarks.pipelines`` runs small float32 train steps on 8 virtual CPU devices, in 2, 4 and 8 stages by each schedule, and on
+one device. Shown are the largest difference of any result, relative to its largest element; whether each stage ran its tasks in the order
+of its schedule; the most activations and gradients of a microbatch that one stage sends; and how long the thread that starts the tasks
+works for each (its own CPU time). A row takes most of a minute of one core; ``--programs``, ``--stages`` and ``--schedules`` choose.
+
+``--bubbles`` simulates schedules of a GPT on 4 and 8 stages with the seconds of tasks and transfers that a search found for them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+import autoshard
+from autoshard.cli.terminal import show
+from autoshard.errors import AutoshardError
+from autoshard.pipeline.schedule import SCHEDULES, PieceSeconds, has_schedule, schedule_of, simulate
+from autoshard.render import Paragraph, Report, Table
+from benchmarks.microbatches import SMALL, filled
+from benchmarks.models import Program, gpt
+from benchmarks.progress import progress_bar
+
+SUMMARY = "Do steps in stages compute what they compute on one device, in the order of their schedule, with few sends?"
+DEVICES, STAGES, CALLS = 8, (2, 4, 8), 5
+TOLERANCE, MOST_SECONDS = 1e-5, 150e-6
+BUBBLES, MICROBATCHES = (4, 8), (8, 16, 32)
+
+DEEP = ("gpt", "gpt_scan", "llama", "llama_scan", "moe", "moe_scan", "t5", "vit")
+PROGRAMS: dict[str, Callable[[], Program]] = {
+    **{name: partial(SMALL[name], layers=4) for name in DEEP},
+    **{name: SMALL[name] for name in ("unet", "resnet_groups", "gan", "codec")},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A step in stages beside the same step on one device.
+
+    Attributes:
+        difference: the largest of any result, relative to its largest element; None where the step is refused.
+        in_order: whether each stage's tasks ran in its schedule's order.
+        activations, gradients: the most that a stage sends of one microbatch, each to one other stage.
+        task_seconds: CPU time of the thread that starts the tasks, of one task.
+        refused: why there is no such pipeline.
+    """
+
+    program: str
+    stages: int
+    schedule: str
+    difference: float | None = None
+    in_order: bool = False
+    activations: int = 0
+    gradients: int = 0
+    task_seconds: float = 0.0
+    refused: str = ""
+
+
+def compare(name: str, stages: int, schedule: str) -> Row:
+    """Runs a step in stages and on one device."""
+    function, args = PROGRAMS[name]()
+    leaves, tree = jax.tree.flatten_with_path(args)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    inputs = tree.unflatten([filled(leaf, key, jax.tree_util.keystr(path)) for (path, leaf), key in zip(leaves, keys, strict=True)])
+    n, mesh = max(4, stages), {"data": DEVICES // stages}
+    try:
+        found = autoshard.search(function, *args, cluster=f"cpu:{DEVICES}", mesh=mesh, stages=stages, schedule=schedule, microbatches=n)
+        step = found.apply(function)
+        results = jax.block_until_ready(step(*inputs))
+    except AutoshardError as error:
+        return Row(name, stages, schedule, refused=str(error))
+    expected = jax.tree.leaves(jax.jit(function)(*inputs))
+    difference = max(map(_difference, expected, jax.tree.leaves(results)))
+    ran: list[list[Any]] = [[] for _ in range(stages)]
+    for stage, task in step.executed:
+        ran[stage].append(task)
+    in_order = tuple(map(tuple, ran)) == schedule_of(schedule, stages, n).orders
+    sent = _sent(step)
+    placed, seconds = found.shard(*inputs), []
+    for _ in range(CALLS):
+        started = time.thread_time()
+        results = step(*placed)
+        seconds.append((time.thread_time() - started) / len(step.executed))
+        jax.block_until_ready(results)
+    return Row(name, stages, schedule, difference, in_order, *sent, statistics.median(seconds))
+
+
+def _difference(one: Any, other: Any) -> float:
+    one, other = (np.asarray(x, np.float64) for x in (one, other))
+    return float(np.abs(one - other).max(initial=0.0) / (np.abs(one).max(initial=0.0) + 1e-30))
+
+
+def _sent(step: Any) -> tuple[int, int]:
+    """The most activations, and gradients, of one microbatch that a stage sends."""
+    most = [0, 0]
+    for stage in step.staged.stages:
+        counts = Counter(message.backward for message in stage.sends for _ in message.targets if message.kind == "loop")
+        most = [max(before, counts[backward]) for before, backward in zip(most, (False, True), strict=True)]
+    return most[0], most[1]
+
+
+def bubbles() -> list[tuple[int, int, float, float, float]]:
+    """Per number of stages and microbatches the idle shares of 1F1B and zero-bubble with searched costs, and their ratio."""
+    found = []
+    for stages in BUBBLES:
+        function, args = gpt(8, width=1024, heads=16, vocabulary=32_768, batch=64, length=1024)
+        strategy = autoshard.search(function, *args, cluster="v5e:2x4", stages=stages, schedule="zero_bubble", microbatches=8)
+        parts = strategy.record.pipeline.stages
+        pieces = [PieceSeconds(part.forward_seconds, part.backward_seconds, part.weights_seconds) for part in parts]
+        sends = [part.send_seconds for part in parts[:-1]], [part.send_back_seconds for part in parts[1:]]
+        for n in MICROBATCHES:
+            one, zero = (simulate(schedule_of(name, stages, n), pieces, *sends).bubble_fraction for name in ("1f1b", "zero_bubble"))
+            found.append((stages, n, one, zero, zero / one))
+    return found
+
+
+def report(rows: Sequence[Row]) -> Report:
+    """The rows, and how many are as they should be."""
+    columns = ("program", ">stages", "schedule", ">difference", "in order", ">activations", ">gradients", ">host a task", "refused")
+    ran = [row for row in rows if row.difference is not None]
+    equal = sum(row.difference <= TOLERANCE for row in ran if row.difference is not None)
+    quick = sum(row.task_seconds <= MOST_SECONDS for row in ran)
+    words = (
+        f"Of {len(ran)}, {equal} are equal within {TOLERANCE:.0e}, {sum(row.in_order for row in ran)} ran in order, and {quick} take the "
+    )
+    return Report(
+        "Steps in stages",
+        (Table(columns, tuple(map(_cells, rows))), Paragraph(f"{words}host at most {MOST_SECONDS * 1e6:.0f} us a task.")),
+    )
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    if row.difference is None:
+        return row.program, str(row.stages), row.schedule, "", "", "", "", "", row.refused
+    counts = str(row.activations), str(row.gradients)
+    order = "yes" if row.in_order else "no"
+    return row.program, str(row.stages), row.schedule, f"{row.difference:.1e}", order, *counts, f"{row.task_seconds * 1e6:.0f} us", ""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs and prints."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.pipelines", description=SUMMARY)
+    parser.add_argument("--programs", nargs="+", choices=tuple(PROGRAMS), default=tuple(PROGRAMS), help="some programs only")
+    parser.add_argument("--stages", nargs="+", type=int, choices=STAGES, default=STAGES, help="some numbers of stages only")
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES, help="some schedules only")
+    parser.add_argument("--bubbles", action="store_true", help="simulate zero-bubble schedules with searched costs instead")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    options = parser.parse_args(argv)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}".strip()
+    if options.bubbles:
+        shares = [(str(s), str(n), *(f"{share:.3f}" for share in found)) for s, n, *found in bubbles()]
+        columns = (">stages", ">microbatches", ">1f1b", ">zero_bubble", ">ratio")
+        print(json.dumps(shares)) if options.json else show(Report("Idle shares", (Table(columns, tuple(shares)),)))
+        return 0
+    cases = [
+        (program, stages, schedule)
+        for program in options.programs
+        for stages in options.stages
+        for schedule in options.schedules
+        if has_schedule(schedule, stages, max(4, stages))
+    ]
+    rows: list[Row] = []
+    with progress_bar(options.json) as progress:
+        task = progress.add_task("", total=len(cases))
+        try:
+            for case in cases:
+                progress.update(task, description=" ".join(map(str, case)))
+                rows.append(compare(*case))
+                progress.advance(task)
+        except KeyboardInterrupt:
+            print(f"interrupted after {len(rows)} of {len(cases)} rows", file=sys.stderr)
+    print(json.dumps([asdict(row) for row in rows], indent=1)) if options.json else show(report(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
