@@ -261,9 +261,9 @@ def test_of_two_meshes_the_finer_one_is_searched():
 
 
 def test_microbatches_are_refused():
-    """A shard_map's work is fixed; the line says which one."""
-    with pytest.raises(autoshard.TraceError, match=r"the shard_map at .*test_shard_maps.*Add gradients up in the step itself"):
-        autoshard.search(OWN["routed"][0], *arguments(), cluster="cpu:8", microbatches=2)
+    """Where the body needs all examples, with its operation and line; `tests/microbatch/test_mapped.py` has those that are not."""
+    with pytest.raises(autoshard.TraceError, match=r"dot_general at .*test_shard_maps.* pairs each example with others"):
+        autoshard.search(OWN["attended"][0], *arguments(), cluster="cpu:8", microbatches=2)
 
 
 @pytest.mark.slow

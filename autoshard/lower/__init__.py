@@ -2,7 +2,7 @@
 
 from autoshard.cost.reshard import ReshardPath
 from autoshard.lower.constrain import constrained
-from autoshard.lower.interpret import Interpreter, Path, bind, bind_unplaced, manual_context, ops_by_path, retraced
+from autoshard.lower.interpret import Interpreter, Path, apply, bind, bind_unplaced, manual_context, ops_by_path, retraced
 from autoshard.lower.manual import derived_from, manual_program, obstacle
 from autoshard.lower.mesh import (
     HOST,
@@ -16,6 +16,7 @@ from autoshard.lower.mesh import (
     stage_meshes,
     to_named_sharding,
 )
+from autoshard.lower.nested import unread
 from autoshard.lower.plan import holder_values, stored_layout
 from autoshard.lower.shards import Sharded
 
@@ -27,6 +28,7 @@ __all__ = [
     "ReshardPath",
     "Sharded",
     "abstract_mesh",
+    "apply",
     "bind",
     "bind_unplaced",
     "by_rows",
@@ -45,4 +47,5 @@ __all__ = [
     "stage_meshes",
     "stored_layout",
     "to_named_sharding",
+    "unread",
 ]

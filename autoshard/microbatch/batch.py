@@ -10,10 +10,10 @@ import jax
 
 from autoshard.errors import TraceError
 from autoshard.ir import Graph, Rule
+from autoshard.microbatch.mapped import batch_rules
 from autoshard.microbatch.plan import LEAST_SHARE, Loop, plan_loop, product_flops
 from autoshard.microbatch.rewrite import in_microbatches
 from autoshard.microbatch.several import in_several_loops
-from autoshard.rules import rules_of
 from autoshard.search import alike_arguments
 from autoshard.trace import Traced, rebuilt, types_of
 
@@ -42,17 +42,17 @@ def in_loop(traced: Traced, n: int, several: bool = False) -> Traced:
     Raises:
         TraceError: nothing in the arguments is a batch that ``n`` divides, or products need all examples at once.
     """
-    graph, rules = traced.graph, rules_of(traced.graph)
+    graph, rules = traced.graph, batch_rules(traced.graph)
     mapped = next((op for op in graph.walk() if op.mapped), None)
-    if mapped is not None:
+    if mapped is not None and not several:
         raise TraceError(
-            f"microbatches are parts of the batch of a whole step, and the shard_map at {mapped.origin} computes on shards as its specs "
-            "and its body fix them. Add gradients up in the step itself, or leave microbatches out."
+            f"stages compute parts of a step, and the shard_map at {mapped.origin} computes on shards of all devices as its specs "
+            "and its body fix them. Leave stages out."
         )
     loop = _most_inside(graph, rules, n)
     function, loops = in_microbatches(traced.jaxpr, graph, rules, loop), 1
     if (error := _refusal(graph, rules, loop)) is not None:
-        found = in_several_loops(traced, loop) if several else None
+        found = in_several_loops(traced, loop) if several and mapped is None else None
         if found is None:
             raise error
         function, loops = found
@@ -129,7 +129,7 @@ def _refusal(graph: Graph, rules: Sequence[Rule | None], loop: Loop) -> TraceErr
 
 def divisors(traced: Traced) -> tuple[int, ...]:
     """The numbers, ascending, that divide the batch of a program; of what may be the batch, that which most of the products depend on."""
-    graph, rules = traced.graph, rules_of(traced.graph)
+    graph, rules = traced.graph, batch_rules(traced.graph)
     total = product_flops(graph.ops, rules, graph)
     most, found = -1.0, 1
     for batch in _batches(graph):

@@ -17,6 +17,7 @@ from typing import Literal
 
 from autoshard.cost.compute import op_flops
 from autoshard.ir import Graph, Op, Rule
+from autoshard.microbatch.mapped import shard_maps
 from autoshard.microbatch.status import (
     WHOLE,
     Coupled,
@@ -104,9 +105,13 @@ class _Planner:
         self.waiting: set[int] = set()  # values that come of awaited ones
 
     def loop(self) -> Loop:
-        for op in self.graph.ops:
-            self._place(op)
-            self.makers.update(dict.fromkeys(op.results, op))
+        for ops in shard_maps(self.graph.ops):
+            if len(ops) > 1:
+                self._place_together(ops)
+            else:
+                self._place(ops[0])
+            for op in ops:
+                self.makers.update(dict.fromkeys(op.results, op))
         self._draw_inside(self.graph.ops, self.graph.results)
         needed = {value for op in self.graph.ops if self.phases[op.index] == "after" for value in op.operands} | set(self.graph.results)
         made = [value for op in self.graph.ops if self.phases[op.index] == "inside" for value in op.results if value in needed]
@@ -169,6 +174,31 @@ class _Planner:
         if move is not None:
             self._set(op, move)
 
+    def _place_together(self, ops: Sequence[Op]) -> None:
+        """Decides the phase of the ops of a shard_map, which run together."""
+        made = {value for op in ops for value in op.results}
+        makers = [self.makers.get(value) for op in ops for value in op.operands if value not in made]
+        combined = next((maker for maker in makers if maker is not None and self.phases[maker.index] == "after"), None)
+        reading = [op for op in ops if any(self.status(value).kind == "slice" for value in op.operands)]
+        sums = any(self.status(value).kind == "partial" for op in ops for value in op.operands)
+        phase: Phase = "inside" if reading else "after" if sums or combined else "before"
+        self.light.update(dict.fromkeys(made, False))
+        self.phases.update((op.index, phase) for op in ops)
+        if phase == "after":
+            return
+        try:
+            if combined is not None:
+                what = f"{combined.primitive} at {combined.origin}"
+                new = Coupled(reading[0], f"reads each example together with what comes of all of them, of {what}")
+                raise next(iter(self.coupled.values()), new)  # an earlier op is why that comes of all of them
+            for op in ops:
+                self._set(op, self._moved(op, operand_statuses(op, self.status)))
+        except Coupled as error:
+            self.phases.update((op.index, "after") for op in ops)
+            self.coupled.update((op.index, error) for op in reading)
+            for value in made:
+                self.statuses.pop(value, None)
+
     def _wait(self, op: Op, combined: Sequence[int]) -> None:
         """Notes that an op of single examples reads values that come of all examples."""
         self.awaited.update(dict.fromkeys(value for value in combined if value not in self.waiting))
@@ -210,7 +240,7 @@ class _Planner:
 
     def _is_light(self, op: Op) -> bool:
         """Whether an op's results cost little to compute whole: of arguments alone, without products or bodies, and small."""
-        if op.bodies or is_matrix(op.primitive) or getattr(op.equation, "effects", ()):
+        if op.bodies or op.mapped or is_matrix(op.primitive) or getattr(op.equation, "effects", ()):
             return False
         values = self.graph.values
         return all(self.light.get(value, True) for value in op.operands) and sum(values[v].nbytes for v in op.results) <= self.small_bytes
@@ -324,7 +354,7 @@ class _Planner:
             for value in set(op.operands):
                 readers.setdefault(value, []).append(op)
         for op in reversed(ops):
-            if op.bodies or len(op.results) != 1 or op.results[0] in results or getattr(op.equation, "effects", ()):
+            if op.bodies or op.mapped or len(op.results) != 1 or op.results[0] in results or getattr(op.equation, "effects", ()):
                 continue
             (made,) = op.results
             is_before = self.phases[op.index] == "before" if op.index in self.phases else self._reads_whole(op)

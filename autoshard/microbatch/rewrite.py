@@ -16,14 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.sharding import PartitionSpec
 
 from autoshard.errors import TraceError
 from autoshard.ir import Choice, Graph, Layout, Mesh, Op, Rule
-from autoshard.lower import Interpreter, Path, Sharded, bind, bind_unplaced, ops_by_path, retraced
+from autoshard.lower import Interpreter, Path, Sharded, apply, bind, bind_unplaced, ops_by_path, retraced, unread
 from autoshard.microbatch.plan import Loop
 from autoshard.microbatch.status import Move, Status, place_of, slice_along
 from autoshard.primitives import is_placement
 from autoshard.trace import subjaxprs, types_of
+from autoshard.trace.mapped import BODY, ENTERING, LEAVING
 from autoshard.trace.structure import opened, with_bodies
 
 WIDE = jnp.float32  # at least so wide are sums of floating point numbers
@@ -142,6 +144,14 @@ class _Around(AsItIs):
     def control_flow(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         return self._evaluated(op, partial(self.rebound, op, eqn, operands))
 
+    def mapped(self, eqn: JaxprEqn, operands: list[Any], path: Path) -> list[Any]:
+        leaving = _leaving(self.ops, eqn, path)
+        if self._loop.phases[next(op.index for op in leaving if op is not None)] != self._phase:
+            return [None if op is None else self.whole.get(op.results[0]) for op in leaving]
+        results = apply(eqn, operands)
+        self.whole.update((op.results[0], x) for op, x in zip(leaving, results, strict=True) if op is not None)
+        return results
+
     def _evaluated(self, op: Op, evaluate: Callable[[], list[Any]]) -> list[Any]:
         phase = self._loop.phases[op.index]
         runs = phase == self._phase or (self._phase == "before" and op.index in self._loop.twice)
@@ -230,6 +240,27 @@ class Inside(Interpreter):
             return self._keep(op, evaluate(self, op, eqn, self._operands(op, operands)))
         return [None] * len(op.results)
 
+    def mapped(self, eqn: JaxprEqn, operands: list[Any], path: Path) -> list[Any]:
+        """The results of a shard_map whose body computes on what its shards have of the microbatch."""
+        leaving = _leaving(self.ops, eqn, path)
+        if not self._runs(next(op for op in leaving if op is not None)):
+            return [None] * len(leaving)
+        entering = [self.ops.get((*path, ENTERING, k)) for k in range(len(operands))]
+        ends = zip(entering, operands, eqn.invars, strict=True)
+        read = [unread(variable) if op is None else self._operands(op, [x])[0] for op, x, variable in ends]
+
+        def body(index: Any, *shards: Any) -> tuple[Any, ...]:
+            inside = _OnShards(self._program, {}, index, {}, is_body=True)
+            return tuple(inside.run(*opened(eqn.params["jaxpr"]), shards, (*path, BODY)))
+
+        params = {name: eqn.params[name] for name in ("mesh", "out_specs", "check_vma")}
+        specs, axes = (PartitionSpec(), *eqn.params["in_specs"]), eqn.params["newly_manual_axes"]
+        results = jax.shard_map(body, in_specs=specs, axis_names=axes, **params)(self._index, *read)
+        for op, x in zip(leaving, results, strict=True):
+            if op is not None:
+                self._keep(op, [x])
+        return list(results)
+
     def _runs(self, op: Op) -> bool:
         return self._is_body or self._loop.phases[op.index] == "inside"
 
@@ -300,6 +331,21 @@ class Inside(Interpreter):
     def reads(self, op: Op) -> tuple[Status, ...]:
         """The statuses in which an op reads its operands."""
         return self._loop.moves[op.index].reads
+
+
+class _OnShards(Inside):
+    """The same in the body of a shard_map, which may have equations that nothing reads."""
+
+    def region(self) -> Inside:
+        return _OnShards(self._program, self._whole, self._index, {}, is_body=True)
+
+    def dead(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+        return [unread(variable) for variable in eqn.outvars]
+
+
+def _leaving(ops: Mapping[Path, Op], eqn: JaxprEqn, path: Path) -> list[Op | None]:
+    """The ops of a shard_map's results; None for those that nothing reads."""
+    return [ops.get((*path, LEAVING, k)) for k in range(len(eqn.outvars))]
 
 
 # -- control flow ------------------------------------------------------------------------------------------------------------

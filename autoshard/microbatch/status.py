@@ -16,7 +16,8 @@ import numpy as np
 from jax.extend.core import Literal
 
 from autoshard.ir import Op, Rule
-from autoshard.primitives import is_rearrangement, is_scatter, linear
+from autoshard.primitives import is_collective, is_rearrangement, is_scatter, linear
+from autoshard.trace.mapped import MAPPED, has_effects
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ def moved(op: Op, rule: Rule | None, reads: Sequence[Status], n: int) -> Move:
     statuses = tuple(reads)
     if all(status.is_whole for status in statuses):
         return Move(statuses, (ZERO if _is_zero(op, statuses) else WHOLE,) * len(op.results))
-    if n > 1 and any(effect for effect in getattr(op.equation, "effects", ())):
+    if n > 1 and op.equation is not None and has_effects(op.equation):
         raise Coupled(op, "has an effect, which would happen once a microbatch")
     if not any(status.kind == "slice" for status in statuses):
         return Move(statuses, (_carried(op, statuses),) * len(op.results))
@@ -202,8 +203,12 @@ def place_of(rule: Rule, dims: Sequence[Sequence[int]], factor: int) -> tuple[in
 
 # -- partial values --------------------------------------------------------------------------------------------------------
 
-_OF_ONE = frozenset({"broadcast_in_dim", "cumsum", "expand_dims", "name", "reduce_precision", "reduce_sum", "rev", "slice", "split"})
+_OF_ONE = frozenset(
+    {"broadcast_in_dim", "cumsum", "expand_dims", "name", "pvary", "reduce_precision", "reduce_sum", "rev", "slice", "split"}
+)
 """Linear in their only operand, beside those that the table of primitives says."""
+_EXTREMES = frozenset({"pmax", "pmin"})
+"""The collectives that are not linear."""
 _OF_FIRST = frozenset({"div", "dynamic_slice"})
 """Linear in their first operand."""
 _OF_EITHER = frozenset({"conv_general_dilated", "dot_general", "mul"})
@@ -228,7 +233,7 @@ def _is_linear(op: Op, statuses: tuple[Status, ...]) -> bool:
     """Whether a sum of operands becomes the sum of results, where the statuses say which operands are sums."""
     name, sums = op.primitive, [status.kind == "partial" for status in statuses]
     rest = [status == ZERO for status, is_sum in zip(statuses, sums, strict=True) if not is_sum]
-    if name in _OF_ONE or linear(name) in ("carries", "regroups"):
+    if name in _OF_ONE or linear(name) in ("carries", "regroups") or name == MAPPED or (is_collective(name) and name not in _EXTREMES):
         return sums == [True] and not _makes_integers(op)
     if name in _OF_ALL:
         return all(rest)
