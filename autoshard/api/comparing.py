@@ -38,9 +38,10 @@ def compare(before: Strategy, after: Strategy, names: tuple[str, str] = ("first"
     Raises:
         StrategyError: one is no strategy.
 
+    >>> import jax
     >>> import jax.numpy as jnp
     >>> import autoshard
-    >>> args = jnp.ones((64, 64)), jnp.ones((512, 64))
+    >>> args = jnp.ones((512, 64)), jnp.ones((64, 64))
     >>> split, whole = (autoshard.evaluate(jnp.matmul, *args, cluster="cpu:8", mesh={"data": 8}, in_specs=specs)
     ...                 for specs in ({"*": jax.P("data")}, {"*": jax.P()}))
     >>> [change.after for change in compare(split, whole).data.tensors]
