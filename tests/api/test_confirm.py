@@ -219,7 +219,7 @@ def test_ctrl_c_leaves_no_process(processes):
     started = processes(WAITS, WAITS, WAITS)
 
     def progress(doing, _):
-        if "compiles" in doing and len(started) == 2:
+        if "compiling" in doing and len(started) == 2:
             raise KeyboardInterrupt
 
     found = searched(Confirm("compiler", 3), progress=progress)
@@ -249,9 +249,9 @@ def test_progress_names_every_compile(processes, monkeypatch):
     told = []
     searched(progress=lambda doing, fraction: told.append((doing, fraction)))
     assert sum("compiling for" in doing for doing, _ in told) == 2
-    fractions = [fraction for doing, fraction in told if "compiles" in doing]
+    fractions = [fraction for doing, fraction in told if "compiling" in doing]
     assert fractions == sorted(fractions) and all(0.45 <= fraction <= 1 for fraction in fractions)
-    assert all(fraction <= 0.45 for doing, fraction in told if "compiles" not in doing)
+    assert all(fraction <= 0.45 for doing, fraction in told if "compiling" not in doing)
 
 
 def test_a_confirmed_strategy_is_saved_loaded_and_explained(processes, monkeypatch):
