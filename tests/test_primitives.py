@@ -53,6 +53,7 @@ ALLOWED = {
     ("lower/shards.py", "RESIZED"): "the lowering's function for each",
     ("microbatch/rewrite.py", "BODIES"): "the rewriting's function for each",
     ("microbatch/rewrite.py", "COMBINED"): "operators of reductions",
+    ("microbatch/status.py", "_EXTREMES"): "linear in what",
     ("microbatch/status.py", "_OF_ALL"): "linear in what",
     ("microbatch/status.py", "_OF_EITHER"): "linear in what",
     ("microbatch/status.py", "_OF_FIRST"): "linear in what",
