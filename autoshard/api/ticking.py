@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from autoshard.api.attempts import Attempts, Found
@@ -13,6 +14,7 @@ from autoshard.cluster import Cluster
 from autoshard.errors import ClusterError, ShardingError
 from autoshard.pipeline.schedule import ONE_PROGRAM
 from autoshard.progress import Progress
+from autoshard.render import format_seconds
 from autoshard.trace import Traced
 
 
@@ -83,4 +85,16 @@ def fastest(
     cases = [(n, rounds) for n in numbers for rounds in ONE_PROGRAM[schedule]]
     found = found_with_each(cases, searched, progress, is_last=is_last)
     assert started is not None, "there is a number"
-    return min(found, key=lambda each: each[1].judgement.cost.makespan_seconds), started
+    prepared, solution, problem = min(found, key=lambda each: each[1].judgement.cost.makespan_seconds)
+    notes = (*solution.notes, *_rounds_compared(found))
+    return (prepared, replace(solution, notes=notes), problem), started
+
+
+def _rounds_compared(found: Sequence[Found]) -> list[str]:
+    """The note on the fastest step in each number of rounds, where there are several."""
+    least: dict[int, float] = {}
+    for prepared, solution, _ in found:
+        rounds, seconds = prepared.traced.rounds, solution.judgement.cost.makespan_seconds
+        least[rounds] = min(seconds, least.get(rounds, seconds))
+    each = ", ".join(f"{format_seconds(seconds)} in {n} round{'s' * (n > 1)}" for n, seconds in sorted(least.items()))
+    return [f"a step is predicted to take {each}, of which the faster was taken"] if len(least) > 1 else []

@@ -91,8 +91,12 @@ def plan_loop(graph: Graph, rules: Sequence[Rule | None], batch: Mapping[int, in
 
 
 class _Planner:
-    def __init__(self, graph: Graph, rules: Sequence[Rule | None], batch: Mapping[int, int], n: int):
-        self.graph, self.rules, self.batch, self.n = graph, rules, dict(batch), n
+    """The state of one plan; ``late`` has the ops of shard_maps that run after the loop, each with what couples the examples."""
+
+    def __init__(
+        self, graph: Graph, rules: Sequence[Rule | None], batch: Mapping[int, int], n: int, late: Mapping[int, Coupled] | None = None
+    ):
+        self.graph, self.rules, self.batch, self.n, self.late = graph, rules, dict(batch), n, dict(late or {})
         self.statuses: dict[int, Status] = {value: slice_along(dim) for value, dim in batch.items()}
         self.moves: dict[int, Move] = {}
         self.phases: dict[int, Phase] = {}
@@ -116,7 +120,8 @@ class _Planner:
         needed = {value for op in self.graph.ops if self.phases[op.index] == "after" for value in op.operands} | set(self.graph.results)
         made = [value for op in self.graph.ops if self.phases[op.index] == "inside" for value in op.results if value in needed]
         whole = {value for value in made if self.status(value).is_whole}
-        assert not whole, "what is whole is made before the loop"
+        if whole:
+            return _Planner(self.graph, self.rules, self.batch, self.n, {**self.late, **self._together_with(whole)}).loop()
         return Loop(
             self.n,
             self.batch,
@@ -132,6 +137,20 @@ class _Planner:
 
     def status(self, value: int) -> Status:
         return self.statuses.get(value, WHOLE)
+
+    def _together_with(self, whole: Collection[int]) -> dict[int, Coupled]:
+        """The ops of shard_maps that make values of examples, and others that are the same in all microbatches and are read afterwards."""
+        first = next(iter(self.coupled.values()), None)
+        found: dict[int, Coupled] = {}
+        for ops in shard_maps(self.graph.ops):
+            makes = [op for op in ops if whole.intersection(op.results)]
+            if len(ops) > 1 and makes:
+                error = first or Coupled(
+                    makes[0], "shares a shard_map with the examples, makes what is of none of them, and is read afterwards"
+                )
+                found.update((op.index, error) for op in ops)
+        assert found, "what is whole is made before the loop, but in shard_maps"
+        return found
 
     # -- phases ------------------------------------------------------------------------------------------------------------
 
@@ -187,6 +206,8 @@ class _Planner:
         if phase == "after":
             return
         try:
+            if ops[0].index in self.late:
+                raise self.late[ops[0].index]
             if combined is not None:
                 what = f"{combined.primitive} at {combined.origin}"
                 new = Coupled(reading[0], f"reads each example together with what comes of all of them, of {what}")

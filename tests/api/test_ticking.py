@@ -133,6 +133,14 @@ def test_in_two_rounds_weights_and_gradients_are_exchanged_once_a_step(target):
     assert found.exact and found.flops_ratio == pytest.approx(1.0, abs=0.01)
 
 
+def test_a_note_compares_rounds():
+    """Whoever asks for two rounds and gets one is told what both take."""
+    options = {"stages": 4, "schedule": "one_program_interleaved", "microbatches": 4, "searcher": "data_parallel"}
+    found = autoshard.search(train_step, *example(), cluster="cpu:8", **options)
+    assert found.record.program.rounds == 1
+    assert any("in 1 round," in note and "in 2 rounds, of which the faster was taken" in note for note in found.notes)
+
+
 @pytest.mark.slow
 def test_two_rounds_are_taken_where_they_are_faster():
     """Of a step whose weights take long to exchange and whose ticks are short one round is; of one with long ticks two are."""

@@ -36,6 +36,13 @@ def experts(w, x):
     return jnp.mean((mapped(dispatched, (P("i"), P("i")), P("i"))(x @ w[0], w) @ w[1]) ** 2)
 
 
+def centred(w, x):
+    """Products in one shard_map, whose weights its gradient reads as well, and a mean over all examples in the next."""
+    products = mapped(lambda w, x: jax.nn.gelu(x @ w[0]) @ w[1], (P(), P("i")), P("i"))
+    centre = mapped(lambda x: x - lax.pmean(x.mean(0, keepdims=True), "i"), P("i"), P("i"))
+    return jnp.mean(centre(products(w, x)) ** 2)
+
+
 def layers(w, x):
     """Layers in a scan whose weights are split over one axis, and sequences over the other, checkpointed; weights of all devices' sums."""
 
@@ -83,10 +90,11 @@ def test_a_search_takes_microbatches():
     [
         (attended, 2, 2, r"dot_general at .*test_shard_maps.py.* pairs each example with others"),
         (routed, 2, 4, r"reshape at .*test_shard_maps.py.* takes the examples' dimension apart"),
+        (centred, 2, 2, r"sub at .*test_mapped.py.* reads a sum over the examples"),
         (experts, 3, 8, r"at .*test_mapped.py.* takes the examples' dimension apart"),
     ],
 )
 def test_what_needs_other_examples_is_refused(loss, rank, n, words):
-    """With operation and line: attention of all examples to each other, too few examples on a device to divide them."""
+    """With operation and line: attention of all examples to each other, a mean over them, too few on a device to divide them."""
     with pytest.raises(TraceError, match=words):
         microbatched(trace(stepped(loss), *arguments(rank)), n)
