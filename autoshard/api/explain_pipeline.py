@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autoshard.explanation import Stages
 from autoshard.pipeline.drawing import draw
-from autoshard.pipeline.schedule import ONE_PROGRAM, PieceSeconds, Schedule, Task, Timeline, in_flight, schedule_of, simulate
+from autoshard.pipeline.schedule import ONE_PROGRAM, PieceSeconds, Schedule, Task, Timeline, in_flight, in_groups, schedule_of, simulate
 from autoshard.render import Drawing, Heading, Paragraph, Part, Table, format_bytes, format_percent, format_seconds
 from autoshard.strategy import PipelineRecord, Record
 
@@ -47,8 +47,7 @@ def pipeline_parts(record: Record, stages: Stages | None) -> list[Part]:
 def _one_program(record: Record) -> list[Part]:
     """The section on stages that are one program: their ticks."""
     n, m, rounds = record.program.stages, record.program.microbatches, record.program.rounds
-    groups = [range(m)] if rounds == 1 else [range(first, first + n) for first in range(0, m, n)]
-    forward = [(i, chunk) for group in groups for chunk in range(rounds) for i in group]
+    forward = in_groups(n, m, rounds)
     tasks = [Task(kind, *task) for kind, order in (("F", forward), ("B", reversed(forward))) for task in order]
     name = next(name for name, tried in ONE_PROGRAM.items() if rounds in tried)
     timeline = simulate(Schedule(name, (tuple(tasks),) * n), PieceSeconds(1.0, 1.0))

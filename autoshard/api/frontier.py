@@ -219,7 +219,9 @@ def frontier(
 
 def _ways(offload: str | None, asked: Prepared) -> tuple[bool, ...]:
     """Whether optimizer state is on hosts, for each of the programs of which a frontier is."""
-    return {"optimizer": (True,), "auto": (False, True) if optimizer_state(asked.traced) else (False,)}.get(offload or "", (False,))
+    if offload == "auto":
+        return (False, True) if optimizer_state(asked.traced) else (False,)
+    return (offload == "optimizer",)
 
 
 class _Search:

@@ -138,16 +138,18 @@ class _Planner:
     def status(self, value: int) -> Status:
         return self.statuses.get(value, WHOLE)
 
+    def _cause(self, own: Coupled) -> Coupled:
+        """What couples the examples: an earlier op, if there is one, which is why this one needs all of them; else its own reason."""
+        return next(iter(self.coupled.values()), own)
+
     def _together_with(self, whole: Collection[int]) -> dict[int, Coupled]:
         """The ops of shard_maps that make values of examples, and others that are the same in all microbatches and are read afterwards."""
-        first = next(iter(self.coupled.values()), None)
         found: dict[int, Coupled] = {}
         for ops in shard_maps(self.graph.ops):
             makes = [op for op in ops if whole.intersection(op.results)]
             if len(ops) > 1 and makes:
-                error = first or Coupled(
-                    makes[0], "shares a shard_map with the examples, makes what is of none of them, and is read afterwards"
-                )
+                own = Coupled(makes[0], "shares a shard_map with the examples, makes what is of none of them, and is read afterwards")
+                error = self._cause(own)
                 found.update((op.index, error) for op in ops)
         assert found, "what is whole is made before the loop, but in shard_maps"
         return found
@@ -210,8 +212,7 @@ class _Planner:
                 raise self.late[ops[0].index]
             if combined is not None:
                 what = f"{combined.primitive} at {combined.origin}"
-                new = Coupled(reading[0], f"reads each example together with what comes of all of them, of {what}")
-                raise next(iter(self.coupled.values()), new)  # an earlier op is why that comes of all of them
+                raise self._cause(Coupled(reading[0], f"reads each example together with what comes of all of them, of {what}"))
             for op in ops:
                 self._set(op, self._moved(op, operand_statuses(op, self.status)))
         except Coupled as error:

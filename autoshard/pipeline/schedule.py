@@ -219,11 +219,21 @@ def _interleaved(stage: int, n_stages: int, n_microbatches: int, n_chunks: int) 
     """Chunk by chunk in groups of as many microbatches as there are stages; backward tasks have the chunks in reverse."""
     if n_chunks == 1:
         return _one_forward_one_backward(n_stages - 1 - stage, n_microbatches)
-    groups = [range(first, first + n_stages) for first in range(0, n_microbatches, n_stages)]
-    forward = [Task("F", i, c) for group in groups for c in range(n_chunks) for i in group]
-    backward = [Task("B", i, c) for group in groups for c in reversed(range(n_chunks)) for i in group]
+    order = in_groups(n_stages, n_microbatches, n_chunks)
+    forward = [Task("F", i, c) for i, c in order]
+    backward = [Task("B", i, n_chunks - 1 - c) for i, c in order]
     warm = 2 * (n_stages - 1 - stage) + (n_chunks - 1) * n_stages
     return _in_turns(forward, backward, min(warm, len(forward)))
+
+
+def in_groups(n_stages: int, n_microbatches: int, n_chunks: int) -> list[tuple[int, int]]:
+    """Microbatch and chunk of each forward task of a stage: chunk by chunk in groups of as many microbatches as there are stages.
+
+    >>> in_groups(2, 4, 2)
+    [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1)]
+    """
+    groups = [range(first, min(first + n_stages, n_microbatches)) for first in range(0, n_microbatches, n_stages)]
+    return [(i, c) for group in groups for c in range(n_chunks) for i in group]
 
 
 def _in_turns(forward: list[Task], backward: list[Task], warm: int) -> list[Task]:
