@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,11 +41,13 @@ def plans_of(staged: Staged, n_stages: int, mesh: Mesh, searcher: str | int) -> 
     return plans
 
 
-def pipelined(fn, args, n_stages, n_microbatches, schedule="1f1b", mesh=None, searcher="data_parallel", n_chunks=1) -> Pipelined:
-    """A step as a pipeline; each stage has as many of the eight devices."""
+def pipelined(
+    fn, args, n_stages, n_microbatches, schedule="1f1b", mesh=None, searcher="data_parallel", n_chunks=1, demotes=False
+) -> Pipelined:
+    """A step as a pipeline; each stage has as many of the eight devices. ``demotes`` is of its plans."""
     mesh = Mesh.of({"data": 8 // n_stages} if mesh is None else mesh)
     staged = stages_of(trace(fn, *args), n_stages * n_chunks, n_microbatches, rows=None if n_chunks == 1 else ())
-    plans = plans_of(staged, n_stages, mesh, searcher)
+    plans = [replace(plan, demotes=demotes) for plan in plans_of(staged, n_stages, mesh, searcher)]
     return Pipelined(staged, plans, schedule_of(schedule, n_stages, n_microbatches, n_chunks))
 
 

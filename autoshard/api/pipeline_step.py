@@ -13,6 +13,7 @@ from autoshard.api.collecting import rarely_collecting
 from autoshard.api.saved_graphs import save_plan
 from autoshard.api.step import ANY_PLATFORM, Program, Step, check_effects, program_of
 from autoshard.cluster import Cluster
+from autoshard.compilers import compiler_of
 from autoshard.errors import StrategyError
 from autoshard.judge.model import CostModel
 from autoshard.pipeline import Cut, Staged, stages_of
@@ -124,8 +125,9 @@ def plan_of(staged: Staged, number: int, record: Record, mesh: Mesh | AbstractMe
     stage, own = staged.stages[number], record.pipeline.stages[number].record
     graph = stage.traced.graph
     check_program(own, graph, rules_of(graph))
-    model = CostModel(Cluster.from_dict(own.cluster), own.mesh)
-    return StagePlan(own.assignment, mesh, model.reshard_paths(graph.values))  # pyright: ignore[reportArgumentType]
+    cluster = Cluster.from_dict(own.cluster)
+    path = CostModel(cluster, own.mesh).reshard_paths(graph.values)
+    return StagePlan(own.assignment, mesh, path, compiler_of(cluster).demotes_operands)  # pyright: ignore[reportArgumentType]
 
 
 def staged_as(traced: Traced, record: Record, pipeline: PipelineRecord) -> Staged:

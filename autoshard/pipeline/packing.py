@@ -24,11 +24,19 @@ _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where one array is: the number of the array that it is handed on in, and its first element there; -1 where it is that array."""
+    """Where one array is.
+
+    Attributes:
+        array: the number of the array that it is handed on in.
+        first: its first element there; -1 where it is that array.
+        handed: the dtype that it has there.
+        dtype: its own.
+    """
 
     array: int
     first: int
     shape: tuple[int, ...]
+    handed: Any
     dtype: Any
 
 
@@ -45,32 +53,48 @@ class Packing:
     n_arrays: int
 
     @classmethod
-    def of(cls, types: Sequence[Any], keep_dtypes: bool = False) -> Packing:
-        """The packing of arrays of these types; with ``keep_dtypes`` each array that is handed on has one of theirs."""
+    def of(cls, types: Sequence[Any], keep_dtypes: bool = False, dtypes: Sequence[Any] | None = None) -> Packing:
+        """The packing of arrays of these types; with ``keep_dtypes`` each array that is handed on has one of theirs.
+
+        Args:
+            dtypes: in which the arrays are handed on; None: their own.
+        """
         places: list[_Place] = []
         packed: dict[Any, tuple[int, int]] = {}  # per dtype the array and its length so far
         n_arrays = 0
-        for type_ in types:
+        for type_, handed in zip(types, dtypes or [each.dtype for each in types], strict=True):
             size = math.prod(type_.shape)
-            storage = None if jnp.issubdtype(type_.dtype, jax.dtypes.extended) else _storage(type_.dtype, keep_dtypes)
+            storage = None if _is_key(handed) else _storage(handed, keep_dtypes)
             if storage is None or size * np.dtype(storage).itemsize > SMALL_BYTES:
-                places.append(_Place(n_arrays, -1, tuple(type_.shape), type_.dtype))
+                places.append(_Place(n_arrays, -1, tuple(type_.shape), handed, type_.dtype))
                 n_arrays += 1
                 continue
             array, length = packed.get(storage, (n_arrays, 0))
             n_arrays += storage not in packed
             packed[storage] = array, length + size
-            places.append(_Place(array, length, tuple(type_.shape), type_.dtype))
+            places.append(_Place(array, length, tuple(type_.shape), handed, type_.dtype))
         return cls(tuple(places), n_arrays)
+
+    @property
+    def dtypes(self) -> tuple[Any, ...]:
+        """In which the arrays are handed on."""
+        return tuple(place.handed for place in self.places)
+
+    @property
+    def nbytes(self) -> float:
+        """The bytes of the arrays on a device; none of random keys."""
+        sizes = (math.prod(place.shape) * np.dtype(place.handed).itemsize for place in self.places if not _is_key(place.handed))
+        return float(sum(sizes))
 
     def pack(self, arrays: Sequence[Any]) -> list[Any]:
         """What is handed on for a device's arrays."""
         found: list[list[Any]] = [[] for _ in range(self.n_arrays)]
         for place, x in zip(self.places, arrays, strict=True):
-            found[place.array].append(x if place.first < 0 else jnp.asarray(x, place.dtype).reshape(-1))
+            x = x if place.handed == place.dtype and place.first < 0 else jnp.asarray(x, place.handed)
+            found[place.array].append(x if place.first < 0 else x.reshape(-1))
         dtypes: dict[int, set] = {}
         for place in self.places:
-            dtypes.setdefault(place.array, set()).add(place.dtype)
+            dtypes.setdefault(place.array, set()).add(place.handed)
         joined = []
         for k, parts in enumerate(found):
             if len(dtypes[k]) > 1:
@@ -85,9 +109,13 @@ class Packing:
             x = handed_on[place.array][0]
             if place.first >= 0:
                 part = lax.slice_in_dim(x, place.first, place.first + math.prod(place.shape))
-                x = _restored(part, place.dtype).reshape(place.shape)
-            found.append(x)
+                x = _restored(part, place.handed).reshape(place.shape)
+            found.append(x if place.handed == place.dtype else x.astype(place.dtype))
         return found
+
+
+def _is_key(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jax.dtypes.extended)
 
 
 def _storage(dtype: Any, keep: bool) -> Any:

@@ -23,11 +23,14 @@ class StagePlan:
         assignment: of the stage's program.
         mesh: JAX's mesh of the stage's devices.
         reshard_path: the cheapest collectives from one layout of a value to another.
+        demotes: whether what all readers cast to a narrower float is handed from program to program as that float. A compiler that sends
+            such values narrow, as was predicted of it (`Compiler.demotes_operands`), does so within one program only.
     """
 
     assignment: Assignment
     mesh: Mesh
     reshard_path: ReshardPath
+    demotes: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,7 +9,7 @@ makes and another one reads is handed on as each device has it, without any resh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autoshard.ir import Layout, Op
 from autoshard.lower import holder_values, manual_program, stored_layout, to_named_sharding
 from autoshard.lower.control_flow import FLOWS, Flows
-from autoshard.pipeline.equations import evaluate, is_var, nbytes, needed_by, value
+from autoshard.pipeline.equations import as_they_are, evaluate, handed_dtypes, is_var, nbytes, needed_by, value
 from autoshard.pipeline.micro import loop_of
 from autoshard.pipeline.packing import SMALL_BYTES, Packing
 from autoshard.pipeline.programs import Options, Outer, StagePlan, StagePrograms, TaskProgram
@@ -211,7 +211,7 @@ class _Divided:
                 self.direct[var] = self.argument_of[atom]
             else:
                 self.handed.append(var)
-        self.constants_packing = Packing.of([v.aval for v in self.handed])
+        self.constants_packing = self._packing(self.handed, self.body.jaxpr.eqns, as_they_are(self.body.jaxpr.outvars))
 
     def _tasks(self) -> dict[str, TaskProgram]:
         kind_of = self._kind_of()
@@ -233,9 +233,19 @@ class _Divided:
             kind: [v for eqn in self.kinds[kind] for v in eqn.outvars if v not in self.free and any(v in read[other] for other in later)]
             for kind, later in (("F", "BW"), ("B", "W"), ("W", ""))
         }
-        self.residual_packings = {kind: Packing.of([v.aval for v in found]) for kind, found in self.residuals.items()}
+        self.residual_packings = {kind: self._residual_packing(kind, of_kind) for kind in "FBW"}
         active = [kind for kind in "FBW" if self.kinds[kind] or of_kind[kind]]
         return {kind: self._task(kind, read[kind], sends[kind]) for kind in active}
+
+    def _residual_packing(self, kind: str, of_kind: Mapping[str, Sequence[int]]) -> Packing:
+        """How a kind of task hands on what later ones read; ``of_kind`` has what leaves the loop by each."""
+        later = "FBW"["FBW".index(kind) + 1 :]
+        outputs = as_they_are(self.body.jaxpr.outvars[k] for other in later for k in of_kind[other])
+        return self._packing(self.residuals[kind], [eqn for other in later for eqn in self.kinds[other]], outputs)
+
+    def _packing(self, handed: Sequence[Var], eqns: Iterable[JaxprEqn], outputs: Iterable[tuple[Any, Any]]) -> Packing:
+        """How variables are handed on to a program of these equations and outputs."""
+        return Packing.of([v.aval for v in handed], dtypes=handed_dtypes(handed, eqns, outputs) if self.plan.demotes else None)
 
     def _total_type(self, k: int) -> Any:
         """The type of a total of the loop: a carry, or what is stacked up."""
@@ -291,7 +301,7 @@ class _Divided:
             tuple(self.first_received + k for k in arrivals),
             reads,
             tuple(self.first_sent + k - first for k in sends),
-            sum(nbytes(v) for v in self.residuals[kind]),
+            self.residual_packings[kind].nbytes,
         )
 
     @cached_property
@@ -415,7 +425,8 @@ class _Divided:
         donated = self._donated(everything, level, later, [k for k, _ in given])
         arguments = [k for k in everything if k not in donated]
         handed = self._handed_on(level, eqns, later, levels)
-        packing = Packing.of([v.aval for v in handed])
+        constants_read = zip((self.entering[v] for v in self.handed), self.constants_packing.dtypes, strict=True)
+        packing = self._packing(handed, later, [*as_they_are([*self.started, *(v for _, v in self.given)]), *constants_read])
         earlier = [self.handed_on[k] for k in reads]
         self.handed_on.append((handed, packing))
         constants_packing, total_packings = self.constants_packing, self.total_packings

@@ -21,7 +21,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from autoshard.primitives import is_call, is_inlined, is_scatter
-from autoshard.trace.structure import around, as_call, called_with, opened, subjaxprs
+from autoshard.trace.structure import around, as_call, entering, opened, subjaxprs
 
 LARGEST = 1 << 20  # elements of a captured constant that is checked
 
@@ -105,18 +105,11 @@ def _equation(eqn: JaxprEqn, facts: list[Fact], made: Mapping[Var, Sequence[Any]
 
 def _entering(eqn: JaxprEqn, facts: list[Fact]) -> list[list[Fact]]:
     """The facts of each body's inputs; none for a loop's carries."""
-    params = eqn.params
-    match eqn.primitive.name:
-        case "scan":
-            constant, sliced = params["num_consts"], params["num_consts"] + params["num_carry"]
-            return [facts[:constant] + [None] * params["num_carry"] + [fact and fact.shifted(-1) for fact in facts[sliced:]]]
-        case "while":
-            n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
-            carried: list[Fact] = [None] * len(eqn.outvars)
-            return [facts[:n_cond] + carried, facts[n_cond : n_cond + n_body] + carried]
-        case "cond":
-            return [facts[1:]] * len(params["branches"])
-    return [[facts[k] for k in called_with(eqn.primitive.name, params, len(facts))]]
+    found = [[None if k is None else facts[k] for k in inputs] for inputs in entering(eqn)]
+    if eqn.primitive.name == "scan":
+        n_consts = eqn.params["num_consts"]
+        return [inputs[:n_consts] + [fact and fact.shifted(-1) for fact in inputs[n_consts:]] for inputs in found]
+    return found
 
 
 def _result(eqn: JaxprEqn, facts: list[Fact]) -> Fact:

@@ -44,6 +44,22 @@ def called_with(name: str, params: Mapping[str, Any], n_operands: int) -> range 
     return (*range(first, first + lengths.solve), *range(sum(lengths), n_operands))
 
 
+def entering(eqn: JaxprEqn) -> list[list[int | None]]:
+    """Per sub-program, the position of each input among the equation's operands; None for what a loop carries."""
+    params, positions = eqn.params, list(range(len(eqn.invars)))
+    match eqn.primitive.name:
+        case "scan":
+            constant, sliced = params["num_consts"], params["num_consts"] + params["num_carry"]
+            return [[*positions[:constant], *[None] * params["num_carry"], *positions[sliced:]]]
+        case "while":
+            n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
+            carried = [None] * len(eqn.outvars)
+            return [[*positions[:n_cond], *carried], [*positions[n_cond : n_cond + n_body], *carried]]
+        case "cond":
+            return [[*positions[1:]] for _ in params["branches"]]
+    return [[*called_with(eqn.primitive.name, params, len(positions))]]
+
+
 def with_bodies(eqn: JaxprEqn, old: Sequence[ClosedJaxpr | Jaxpr], new: Sequence[ClosedJaxpr | Jaxpr]) -> dict[str, Any]:
     """The equation's parameters with sub-programs, each of ``old`` replaced by its counterpart in ``new``."""
     waiting: dict[int, list[ClosedJaxpr | Jaxpr]] = {}

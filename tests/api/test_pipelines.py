@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import jax
@@ -130,6 +131,17 @@ def test_the_compiled_tasks_have_the_planned_collectives(target):
     assert all(stage.rows for stage in found.stages)
     assert all(stage.flops_ratio == pytest.approx(1.0, abs=0.01) for stage in found.stages)
     assert "Stage 1" in str(found) and found.to_json()["exact"]
+
+
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
+def test_gathers_before_the_loop_are_as_narrow_on_tpus_as_predicted():
+    """Float32 weights of scanned layers that cast them themselves are gathered as bfloat16, as within one program."""
+    step, args = models.llama(4, 256, 4, 2, 512, 512, batch=16, length=128, scan=True)[:2]
+    asked = {"cluster": "v5e:2x4", "stages": 2, "microbatches": 2, "mesh": {"data": 4}}
+    strategy = autoshard.search(step, *args, **asked, donate_argnums=0)
+    found = autoshard.verify(strategy, step, *args, target="tpu")
+    gathers = [row for stage in found.stages for row in stage.rows if row.kind == "all_gather"]
+    assert gathers and all(row.agrees for row in gathers)
 
 
 STACKED = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))

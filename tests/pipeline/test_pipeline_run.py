@@ -14,6 +14,7 @@ from jax._src.dispatch import runtime_tokens  # JAX has no public way to drop th
 
 from autoshard.errors import PipelineError
 from autoshard.pipeline import Cut, Pipelined, stages_of
+from autoshard.pipeline.lowered import lowered_programs
 from autoshard.pipeline.schedule import Schedule, Task, schedule_of
 from autoshard.trace import trace
 from benchmarks import models
@@ -168,6 +169,30 @@ def test_any_shardings_of_the_stages(seed):
     """Random layouts and partial sums of every value are handed from task to task as they are."""
     fn, args = mlp(2, dropout=True) if seed == 0 else programs.gpt(n_layers=2)
     compared(pipelined(fn, args, 2, 4, "zero_bubble", {"data": 2, "model": 2}, 100 * seed), args, steps=2)
+
+
+def test_what_is_only_read_narrow_is_handed_on_narrow():
+    """Float32 weights that layers cast themselves: their programs get bfloat16, with the same results to the last bit."""
+
+    def loss(weights, x):
+        def layer(x, w):
+            return jnp.tanh(x @ w.astype(x.dtype)), None
+
+        return jnp.mean(lax.scan(layer, x, weights)[0].astype(jnp.float32) ** 2)
+
+    fn, args = train_step_of(loss, abstract((4, 64, 64)), abstract((B, 64), jnp.bfloat16))
+    runs = [pipelined(fn, args, 2, 4, demotes=demotes) for demotes in (False, True)]
+    results = [run(*map(jnp.asarray, jax.tree.leaves(programs.concrete(args)))) for run in runs]
+    assert all(bool((one == other).all()) for one, other in zip(*results, strict=True))
+    wide, narrow = (handed_bytes(run, "F") for run in runs)
+    assert narrow < 0.7 * wide
+
+
+def handed_bytes(run, kind):
+    """The bytes that a stage's first task of a kind reads."""
+    found = lowered_programs(run.staged.stages[0], run.plans[0], run._programs[0], run.schedule.n_microbatches, 1, None)
+    (task,) = (each for each in found if each.name == kind)
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(task.lowered.in_avals))
 
 
 def test_state_stays_on_its_stage():
