@@ -215,7 +215,7 @@ def full(call: Call, whole: Callable[..., Strategy], remat: str | None) -> Strat
         return math.inf, timed(progress, DEEP_SECONDS, time.thread_time)
 
     def alone(left: float | None, like: Estimate | None = None) -> Strategy:
-        given = {} if like is None else {"mesh": dict(like.mesh.axes)}
+        given: dict[str, Any] = {} if like is None else {"mesh": like.mesh}
         if like is not None and like.candidate.n_microbatches > 1:
             given["microbatches"] = like.candidate.n_microbatches
         if like is not None and like.again is not None:

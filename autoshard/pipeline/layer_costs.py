@@ -11,7 +11,7 @@ the two passes are programs of their own, on all stages but the last, the second
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -31,6 +31,7 @@ class Costs:
 
     Attributes:
         microbatch_seconds: forward and backward of one microbatch, as predicted.
+        computing_seconds: of these what computes, at least.
         objective_seconds: the same without overlap, which searches minimise.
         after_seconds: what runs once a step, as predicted.
         once_seconds: the same without overlap.
@@ -42,6 +43,7 @@ class Costs:
     """
 
     microbatch_seconds: float
+    computing_seconds: float
     objective_seconds: float
     after_seconds: float
     once_seconds: float
@@ -82,8 +84,12 @@ class LayerCosts:
 
 
 def layer_costs(fewer: Costs, more: Costs, n_fewer: int) -> LayerCosts:
-    """The costs of a layer, from those of a program with ``n_fewer`` layers and of one with a layer more; none is negative."""
+    """The costs of a layer, from those of a program with ``n_fewer`` layers and of one with a layer more; none is negative.
+
+    A layer takes as long as it computes at least: one more may hide communication of what is not in layers, and many cannot.
+    """
     layer = _not_negative(more.plus(fewer, -1.0))
+    layer = replace(layer, microbatch_seconds=max(layer.microbatch_seconds, layer.computing_seconds))
     return LayerCosts(layer, _not_negative(fewer.plus(layer, -n_fewer)))
 
 
@@ -112,6 +118,7 @@ def costs_of(problem: Problem, judgement: Judgement, n_microbatches: int) -> Cos
         kept, backward = nbytes(values), made_bytes(facts, judgement, loop, later)
     return Costs(
         microbatch_seconds=max(cost.makespan_seconds - after, 0.0) / n_microbatches,
+        computing_seconds=max(cost.compute_seconds - after, 0.0) / n_microbatches,
         objective_seconds=max(cost.objective_seconds - once, 0.0) / n_microbatches,
         after_seconds=after,
         once_seconds=once,

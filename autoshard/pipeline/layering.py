@@ -123,10 +123,10 @@ def _least_sum(seconds: np.ndarray, n_layers: int) -> tuple[float, list[int]] | 
     sums = np.full(n_layers + 1, np.inf)
     sums[0] = 0.0
     taken = np.zeros((n_stages, n_layers + 1), dtype=np.int64)
+    before = np.arange(n_layers + 1) - np.arange(1, most + 1)[:, None]  # layers of the stages before, by those of this one
+    before = np.where(before < 0, n_layers + 1, before)  # for which there is no sum
     for s in range(n_stages):
-        ways = np.full((most, n_layers + 1), np.inf)
-        for k in range(1, most + 1):
-            ways[k - 1, k:] = sums[: n_layers + 1 - k] + seconds[s, k - 1]
+        ways = np.append(sums, np.inf)[before] + seconds[s, :, None]
         taken[s] = np.argmin(ways, axis=0) + 1
         sums = ways.min(axis=0)
     if not np.isfinite(sums[n_layers]):

@@ -27,7 +27,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from autoshard.cluster import Cluster
 from autoshard.cost.collectives import Communication
@@ -439,13 +439,10 @@ class Planning:
         times = [stage.objective_seconds for stage in stages]
         slowest = max(*times, send)
         objective = n * slowest + fill * (sum(times) - max(times)) + max(stage.once_seconds for stage in stages) + 2 * last * send
-        mesh = self.known_mesh(candidate, options[0])
+        searched = self.known[candidate].search
+        assert searched is not None
+        mesh = searched.meshes[options[0].mesh].problems[0].mesh
         return Estimate(candidate, name, mesh, layering, tuple(costs), options[0].again, objective)
-
-    def known_mesh(self, candidate: Candidate, option: Option) -> Mesh:
-        search = self.known[candidate].search
-        assert search is not None
-        return replace(search.meshes[option.mesh].problems[0].mesh, placement=None)
 
     def tell_others(self, candidate: Candidate, search: LayerSearch) -> None:
         """Raises the bounds of this candidate and of those that it bounds."""

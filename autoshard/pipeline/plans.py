@@ -49,7 +49,7 @@ class Estimate:
     Attributes:
         candidate: the numbers.
         schedule: the schedule's name.
-        mesh: of a stage's devices.
+        mesh: of a stage's devices, in its best placement.
         layering: the layers of each stage.
         options: the plans that a stage may have.
         again: the number of the recomputation among those asked for; None: nothing is computed again.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, fields
+from dataclasses import astuple, fields, replace
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,9 @@ from autoshard.pipeline.micro import loop_of
 from autoshard.rules import rules_of
 from autoshard.trace import trace
 
-COSTS = st.builds(Costs, *[st.floats(0, 100)] * len(fields(Costs)))
+COSTS = st.builds(Costs, *[st.floats(0, 100)] * len(fields(Costs))).map(
+    lambda costs: replace(costs, computing_seconds=min(costs.computing_seconds, costs.microbatch_seconds))
+)
 
 
 @given(COSTS, COSTS, st.integers(1, 5), st.integers(1, 20))
@@ -37,16 +39,23 @@ def test_no_cost_is_negative(fewer, more):
     assert min(*astuple(found.layer), *astuple(found.ends)) >= 0
 
 
+@given(COSTS, COSTS)
+def test_a_layer_takes_as_long_as_it_computes(fewer, more):
+    """A layer that hides communication of the ends may add less than it computes; many layers cannot."""
+    layer = layer_costs(fewer, more, 2).layer
+    assert layer.microbatch_seconds >= more.computing_seconds - fewer.computing_seconds
+
+
 def test_what_microbatches_in_flight_keep_is_held_once_for_each():
     """State and other bytes of layers are there once; what is not in layers is on one stage, but for what any stage needs to work."""
-    costs = LayerCosts(Costs(0, 0, 0, 0, 0, 10, 5, 1, 0), Costs(0, 0, 0, 0, 0, 100, 7, 30, 0))
+    costs = LayerCosts(Costs(0, 0, 0, 0, 0, 0, 10, 5, 1, 0), Costs(0, 0, 0, 0, 0, 0, 100, 7, 30, 0))
     assert costs.peak_bytes(2, 3, False) == 2 * (10 + 1 + 3 * 5) + 30
     assert costs.peak_bytes(2, 3, True) == 2 * (10 + 1 + 3 * 5) + 30 + 100 + 3 * 7
 
 
 def test_a_backward_pass_of_its_own_has_what_was_kept_beside_what_it_makes():
     """On stages without the ends, where that is more than both passes together need while they work."""
-    costs = LayerCosts(Costs(0, 0, 0, 0, 0, 10, 5, 1, 8), Costs(0, 0, 0, 0, 0, 100, 7, 30, 20))
+    costs = LayerCosts(Costs(0, 0, 0, 0, 0, 0, 10, 5, 1, 8), Costs(0, 0, 0, 0, 0, 0, 100, 7, 30, 20))
     assert costs.peak_bytes(2, 3, False) == 2 * (10 + 3 * 5 + 8) + 20
     assert costs.peak_bytes(1, 3, False) == 10 + 3 * 5 + 1 + 30
     assert costs.peak_bytes(2, 3, True) == 2 * (10 + 1 + 3 * 5) + 30 + 100 + 3 * 7

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import product
 
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from autoshard.pipeline.layer_costs import Costs, LayerCosts
 from autoshard.pipeline.layering import best_layering
 
-NOTHING = Costs(*[0.0] * 9)
+NOTHING = Costs(*[0.0] * len(fields(Costs)))
 
 
 def costs(seconds, state=0.0, residual=0.0, end_seconds=0.0, end_state=0.0):
