@@ -22,6 +22,7 @@ from itertools import pairwise
 
 from autoshard.cost.reshard import Combination, combinations
 from autoshard.ir import Assignment, Graph, Holder, Op, Rule, computed_layout, operand_layout, reductions, result_layout, shift_layout
+from autoshard.ir.scan import num_carry
 from autoshard.primitives import is_addition, linear
 
 
@@ -303,7 +304,7 @@ class _Finder:
 
     def stacked(self, op: Op, value: int) -> int | None:
         """The value of a loop's body of whose trips a result is the stack; None where it is none."""
-        if op.primitive != "scan" or value in op.results[: op.params["num_carry"]]:
+        if op.primitive != "scan" or value in op.results[: num_carry(op.params)]:
             return None
         outputs = op.bodies[0].outputs
         inner = outputs[op.results.index(value)]

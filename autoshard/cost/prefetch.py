@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from autoshard.cost.reshard import ReshardPath
 from autoshard.ir import Assignment, Body, Graph, Layout, Op, Rule, operand_layout, reductions, replicated, result_layout, view_of
+from autoshard.ir.scan import num_carry, num_consts
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class _Finder:
         self.seen: dict[tuple[int, Layout], Prefetch] = {}
 
     def found(self, op: Op) -> Iterator[Prefetch]:
-        body, first = op.bodies[0], op.params["num_consts"] + op.params["num_carry"]
+        body, first = op.bodies[0], num_consts(op.params) + num_carry(op.params)
         self.made = {value: (first + k, ()) for k, value in enumerate(body.inputs[first:])}
         self._run(body)
         return iter(self.seen.values())

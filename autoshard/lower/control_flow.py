@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard.ir import Layout, Op
+from autoshard.ir.scan import num_carry, num_consts
 from autoshard.trace.structure import called_with
 
 Layouts = tuple[Layout, ...]
@@ -26,9 +27,9 @@ class Flows:
 
 def scan_flows(op: Op, layout: LayoutOf) -> Flows:
     """The flows of a scan: carries keep their layout in the body; scanned slices lack the leading dimension."""
-    consts, entering = op.params["num_consts"], op.params["num_consts"] + op.params["num_carry"]
+    consts, entering = num_consts(op.params), num_consts(op.params) + num_carry(op.params)
     inputs = _each(layout, op.bodies[0].inputs)
-    stacked = _each(layout, op.results[op.params["num_carry"] :])
+    stacked = _each(layout, op.results[num_carry(op.params) :])
     operands = inputs[:entering] + tuple(_shift(slice_, 1) for slice_ in inputs[entering:])
     outputs = inputs[consts:entering] + tuple(_shift(whole, -1) for whole in stacked)
     return Flows(operands, (inputs,), (outputs,))

@@ -48,6 +48,7 @@ from autoshard.ir import (
     result_layouts,
     view_of,
 )
+from autoshard.ir.scan import num_carry, num_consts
 from autoshard.lower.collectives import combined, moved
 from autoshard.lower.interpret import Interpreter, Path, bind, bind_unplaced, manual_context, ops_by_path
 from autoshard.lower.mesh import to_named_sharding
@@ -439,14 +440,14 @@ class _Region(Interpreter):
         results = self._ahead(op, eqn, entering, found) if found else self.rebound(op, eqn, entering)
         for k, axes in partial.items():
             names = tuple(plan.assignment.mesh.names[axis] for axis in axes)
-            summed = lax.optimization_barrier(combined(results[k - op.params["num_consts"]], "sum", names))
-            results[k - op.params["num_consts"]] = started[k] + summed
+            summed = lax.optimization_barrier(combined(results[k - num_consts(op.params)], "sum", names))
+            results[k - num_consts(op.params)] = started[k] + summed
         return self.waiting.computed(op, results, plan.graph.values)
 
     def _ahead(self, op: Op, eqn: JaxprEqn, entering: Sequence[Any], found: Sequence[Prefetch]) -> list[Any]:
         """The results of a scan with prefetching: each trip gathers for the next one."""
         plan, params = self.plan, eqn.params
-        consts, first_slice = params["num_consts"], params["num_consts"] + params["num_carry"]
+        consts, first_slice = num_consts(params), num_consts(params) + num_carry(params)
         length, step = params["length"], -1 if params["reverse"] else 1
 
         def gathered(trip: Any) -> list[Any]:
@@ -459,7 +460,7 @@ class _Region(Interpreter):
             results = inner.run(*opened(params["jaxpr"]), [*entering[:consts], *carry, *slices], (*op.path, 0))
             results = inner.leave(op, 0, results)
             following = lax.clamp(np.int32(0), trip + np.int32(step), np.int32(length - 1))  # the last trip's gathers are unused
-            return (following, results[: params["num_carry"]], gathered(following)), results[params["num_carry"] :]
+            return (following, results[: num_carry(params)], gathered(following)), results[num_carry(params) :]
 
         first = np.int32(length - 1 if params["reverse"] else 0)
         (_, carry, _), stacked = lax.scan(

@@ -17,6 +17,7 @@ from typing import Literal
 
 from autoshard.cost.compute import op_flops
 from autoshard.ir import Graph, Op, Rule
+from autoshard.ir.scan import num_carry, num_consts
 from autoshard.microbatch.mapped import shard_maps
 from autoshard.microbatch.status import (
     WHOLE,
@@ -342,7 +343,7 @@ class _Planner:
         raise Coupled(op, "carries values whose parts in microbatches change from trip to trip")
 
     def _scanned(self, op: Op, reads: tuple[Status, ...]) -> tuple[Status, ...]:
-        n_consts, n_carry = op.params["num_consts"], op.params["num_carry"]
+        n_consts, n_carry = num_consts(op.params), num_carry(op.params)
         consts, carry, scanned = reads[:n_consts], reads[n_consts : n_consts + n_carry], reads[n_consts + n_carry :]
         if any(status.kind == "slice" and status.dim == 0 for status in scanned):
             raise Coupled(op, "goes through the examples one after the other")
@@ -410,8 +411,10 @@ class _Planner:
 
     def _sliced_in_body(self, op: Op, value: int) -> Status | None:
         """The slice of a value that all trips of an op's body read."""
-        n = {"scan": op.params.get("num_consts"), "remat2": len(op.operands)}.get(op.primitive)
-        if n is None or value in op.operands[n:]:
+        if op.primitive not in ("scan", "remat2"):
+            return None
+        n = num_consts(op.params) if op.primitive == "scan" else len(op.operands)
+        if value in op.operands[n:]:
             return None
         body = op.bodies[0]
         inputs = {inner for inner, operand in zip(body.inputs, op.operands, strict=True) if operand == value}

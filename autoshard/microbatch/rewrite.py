@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 
 from autoshard.errors import TraceError
 from autoshard.ir import Choice, Graph, Layout, Mesh, Op, Rule
+from autoshard.ir.scan import num_carry, num_consts
 from autoshard.lower import Interpreter, Path, Sharded, apply, bind, bind_unplaced, ops_by_path, retraced, unread
 from autoshard.microbatch.plan import Loop
 from autoshard.microbatch.status import Move, Status, place_of, slice_along
@@ -356,7 +357,7 @@ def _unchanged(inside: Inside, op: Op, eqn: JaxprEqn, operands: list[Any]) -> li
 
 
 def _scan(inside: Inside, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    n_consts, n_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    n_consts, n_carry = num_consts(eqn.params), num_carry(eqn.params)
     (jaxpr,), body = subjaxprs(eqn), op.bodies[0]
     consts, carry, scanned = operands[:n_consts], operands[n_consts : n_consts + n_carry], operands[n_consts + n_carry :]
     carried, made = inside.statuses(body.inputs[n_consts : n_consts + n_carry]), inside.statuses(body.outputs[:n_carry])

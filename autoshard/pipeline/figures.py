@@ -20,6 +20,7 @@ import numpy as np
 from autoshard.compilers.kernel_order import usage
 from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.ir import Op, shards
+from autoshard.ir.scan import num_carry, num_consts
 from autoshard.judge.evaluate import Judgement
 from autoshard.judge.model import CostModel
 from autoshard.pipeline.micro import loop_of
@@ -95,14 +96,14 @@ def stage_figures(stage: Stage, facts: ProgramFacts, model: CostModel, judgement
     sent = _message_bytes(stage.sends, stage.traced.graph.results[len(stage.results) :], nbytes, n)
     kept = _kept_bytes(stage, facts, model, judgement, loop, kinds)
     own = stage.traced.graph.arguments[: len(stage.arguments)]
-    made = {value for op in stage.traced.graph.ops for value in op.results}.intersection(loop.operands[: loop.params["num_consts"]])
+    made = {value for op in stage.traced.graph.ops for value in op.results}.intersection(loop.operands[: num_consts(loop.params)])
     one = received["F"] + received["B"] + sent["F"] + sent["B"]
     return StageFigures(
         seconds={kind: both[0] * scale for kind, both in inside.items()},
         objective_seconds={kind: both[1] / n for kind, both in inside.items()},
         after_seconds=once[0],
         residual_bytes=kept + received["F"],
-        lasting_bytes=sum(map(nbytes, [*own, *made, *loop.results[: loop.params["num_carry"]]])),
+        lasting_bytes=sum(map(nbytes, [*own, *made, *loop.results[: num_carry(loop.params)]])),
         working_bytes=max(cost.peak_bytes - (n - 1) * one, 0.0),
         backward_bytes=made_bytes(facts, judgement, loop, {op for op, kind in kinds.items() if kind != FORWARD}),
         passes_bytes=made_bytes(facts, judgement, loop, kinds),
@@ -145,7 +146,7 @@ def _kept_bytes(stage: Stage, facts: ProgramFacts, model: CostModel, judgement: 
     """
     layout, sizes = judgement.assignment.layout, model.mesh.sizes
     graph, body = facts.graph, loop.bodies[0]
-    free, parts = {*graph.literals, *graph.constants, *body.inputs[: loop.params["num_consts"]]}, dict[int, int]()
+    free, parts = {*graph.literals, *graph.constants, *body.inputs[: num_consts(loop.params)]}, dict[int, int]()
     made = {value for op in body.ops if kinds[op.index] == FORWARD for value in op.results}
     for op in body.ops:
         if primitive(op.primitive).kind in CHEAP and free.issuperset(op.operands):
@@ -169,7 +170,7 @@ def made_bytes(facts: ProgramFacts, judgement: Judgement, loop: Op, ops: Collect
         ops: the indices of the ops, which are in the loop.
     """
     found, *_ = facts.compiler.buffers(facts, judgement.assignment, judgement.copies, judgement.partials)
-    totals = set(loop.bodies[0].outputs[: loop.params["num_carry"]])
+    totals = set(loop.bodies[0].outputs[: num_carry(loop.params)])
     made = {value for op in loop.walk() if op.index in ops for value in op.results} - totals
     own = [value in made for value in found.times.values]
     own += [copy.first in ops for copy in judgement.copies.values()]

@@ -17,6 +17,7 @@ import numpy as np
 
 from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.ir import Body, Op, shards
+from autoshard.ir.scan import num_carry, num_consts
 from autoshard.judge.evaluate import Judgement
 from autoshard.pipeline.figures import made_bytes, spent_seconds
 from autoshard.pipeline.micro import loop_of
@@ -106,7 +107,7 @@ def costs_of(problem: Problem, judgement: Judgement, n_microbatches: int) -> Cos
     if loop is not None:
         inside = dict.fromkeys((op.index for op in loop.walk()), "microbatches")
         after, once = spent_seconds(facts, problem.model, judgement, inside).get("", (0.0, 0.0))
-        sums = loop.results[: loop.params["num_carry"]]
+        sums = loop.results[: num_carry(loop.params)]
 
     def nbytes(values: Iterable[int]) -> float:
         return sum(facts.graph.values[value].nbytes / shards(layout(value), problem.mesh.sizes) for value in values)
@@ -154,7 +155,7 @@ def _turn(facts: ProgramFacts, loop: Op) -> tuple[int, frozenset[int]]:
     Left out is what it makes cheaply of what all microbatches share, such as casts of weights, and what is only added up: gradients.
     """
     body, shared = loop.bodies[0], {*facts.graph.literals, *facts.graph.constants}
-    shared.update(body.inputs[: loop.params["num_consts"]])
+    shared.update(body.inputs[: num_consts(loop.params)])
     made: set[int] = set()
     for op in body.ops:
         if primitive(op.primitive).kind in CHEAP and shared.issuperset(op.operands):

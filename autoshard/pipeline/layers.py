@@ -22,6 +22,7 @@ from jax.extend.core import JaxprEqn
 
 from autoshard.errors import TraceError
 from autoshard.ir import Choice, Graph, Layout, Mesh, Op, Rule
+from autoshard.ir.scan import num_carry, num_consts
 from autoshard.lower import Interpreter, Path, Sharded, bind, bind_unplaced, ops_by_path
 from autoshard.microbatch import loop_of_batch
 from autoshard.microbatch.plan import Loop
@@ -185,14 +186,14 @@ def _scans_of_layers(graph: Graph, loop: Loop, n_stages: int) -> dict[int, int]:
             of_arguments.update(op.results)
         if op.primitive != "scan" or op.params["length"] < 2:
             continue
-        first = op.params["num_consts"] + op.params["num_carry"]
+        first = num_consts(op.params) + num_carry(op.params)
         weights = [
             value for value in op.operands[first:] if value in of_arguments and loop.status(value).is_whole and graph.values[value].rank > 1
         ]
         parts = parts_of(op.params["length"], n_stages)
         if parts > 1 and (weights or any(value in stacked for value in op.operands[first:])):
             found[op.index] = parts
-            stacked.update(op.results[op.params["num_carry"] :])
+            stacked.update(op.results[num_carry(op.params) :])
     return found
 
 
@@ -202,7 +203,7 @@ def _stacked_arguments(graph: Graph, rules: Sequence[Rule | None], loop: Loop, p
     found: dict[tuple[int, ...], tuple[int, int]] = {}
     for op in graph.ops:
         if op.index in parts:
-            n, first = parts[op.index], op.params["num_consts"] + op.params["num_carry"]
+            n, first = parts[op.index], num_consts(op.params) + num_carry(op.params)
             waiting = [(value, 0) for value in op.operands[first:] if loop.status(value).is_whole]
             while waiting:
                 value, dim = waiting.pop()
@@ -300,7 +301,7 @@ class _Divided(Interpreter):
         n = self._parts.get(op.index)
         if n is None:
             return self.rebound(op, eqn, list(map(whole, operands)))
-        consts, carries = eqn.params["num_consts"], eqn.params["num_carry"]
+        consts, carries = num_consts(eqn.params), num_carry(eqn.params)
         constants, carry = list(map(whole, operands[:consts])), list(map(whole, operands[consts : consts + carries]))
         slices = [_along_layers(x, n) for x in operands[consts + carries :]]
         stacked: dict[int, list[Any]] = {}

@@ -20,6 +20,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from autoshard.analysis.values import free_values
 from autoshard.errors import PipelineError
 from autoshard.ir import Body, Graph, Op, Rule
+from autoshard.ir.scan import num_carry, num_consts
 from autoshard.lower import Interpreter, bind, retraced
 from autoshard.microbatch import in_loop
 from autoshard.microbatch.plan import product_flops
@@ -86,13 +87,13 @@ class Micro:
     @property
     def index(self) -> int | None:
         """The value in the body that is the microbatch's number; None where nothing reads it."""
-        first = self.loop.params["num_consts"] + self.loop.params["num_carry"]
+        first = num_consts(self.loop.params) + num_carry(self.loop.params)
         return self.body.inputs[first] if len(self.body.inputs) > first else None
 
     @property
     def entering(self) -> dict[int, int]:
         """Per input of the body that is the same for all microbatches, the value at the top level."""
-        n_consts = self.loop.params["num_consts"]
+        n_consts = num_consts(self.loop.params)
         return dict(zip(self.body.inputs[:n_consts], self.loop.operands[:n_consts], strict=True))
 
 
@@ -113,7 +114,7 @@ def micro_of(traced: Traced, n: int) -> Micro:
     flat = rebuilt(traced, inlined(traced.jaxpr, loop.equation), n, simplify=False)
     graph, rules = flat.graph, rules_of(flat.graph)
     loop = loop_of(graph, rules, n)
-    body, n_consts, n_carry = loop.bodies[0], loop.params["num_consts"], loop.params["num_carry"]
+    body, n_consts, n_carry = loop.bodies[0], num_consts(loop.params), num_carry(loop.params)
     makers = {value: op for op in body.ops for value in op.results}
     reads = _reads(body)
     carries = dict(zip(body.inputs[n_consts : n_consts + n_carry], range(n_carry), strict=True))

@@ -31,6 +31,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from autoshard.errors import PipelineError
 from autoshard.ir import Graph, Op, Rule
+from autoshard.ir.scan import num_carry, num_consts
 from autoshard.lower import STAGE_AXIS, Interpreter, Path, ops_by_path
 from autoshard.microbatch.batch import loop_of_batch
 from autoshard.microbatch.plan import Loop
@@ -104,15 +105,15 @@ def _stacks(graph: Graph, loop: Loop, order: _Order) -> tuple[Op, ...]:
 
 
 def _carries_examples(op: Op, loop: Loop) -> bool:
-    first, n = op.params["num_consts"], op.params["num_carry"]
+    first, n = num_consts(op.params), num_carry(op.params)
     inputs = op.bodies[0].inputs[first : first + n]
     return loop.phases[op.index] == "inside" and any(loop.status(value).kind == "slice" for value in inputs)
 
 
 def _has_weights(graph: Graph, op: Op, loop: Loop) -> bool:
-    first, body = op.params["num_consts"] + op.params["num_carry"], op.bodies[0]
+    first, body = num_consts(op.params) + num_carry(op.params), op.bodies[0]
     read = [value for value in body.inputs[first:] if loop.status(value).is_whole]
-    made = [value for value in body.outputs[op.params["num_carry"] :] if loop.status(value).kind == "partial"]
+    made = [value for value in body.outputs[num_carry(op.params) :] if loop.status(value).kind == "partial"]
     return any(graph.values[value].rank and "float" in graph.values[value].dtype for value in (*read, *made))
 
 
@@ -276,7 +277,7 @@ class _Stack:
         self.op, self.eqn, self.graph, self.inside, self.staged = op, eqn, graph, inside, staged
         self.order, self.n, self.n_layers = order, loop.n, eqn.params["length"] // (order.stages * order.rounds)
         self.reverse = bool(eqn.params["reverse"])
-        self.n_consts, self.n_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+        self.n_consts, self.n_carry = num_consts(eqn.params), num_carry(eqn.params)
         body = op.bodies[0]
         self.entering = [loop.status(value) for value in body.inputs]
         self.leaving = [loop.status(value) for value in body.outputs]

@@ -21,6 +21,7 @@ from jax.extend.core import ClosedJaxpr
 
 from autoshard.errors import PipelineError
 from autoshard.ir import Op
+from autoshard.ir.scan import num_carry, num_consts
 from autoshard.pipeline.around import Around, around_of
 from autoshard.pipeline.cut import EVERYWHERE, Cut, check_stages, cut_of, is_backward
 from autoshard.pipeline.layers import Divided, with_divided_layers
@@ -249,7 +250,7 @@ class _Builder:
     def _outer(self, stage: int, results: Iterable[int]) -> _Outer:
         """What a stage computes outside the loop."""
         around, loop, graph = self.around, self.loops[stage], self.micro.graph
-        first = self.micro.loop.params["num_consts"]
+        first = num_consts(self.micro.loop.params)
         needed = {*results, *loop.entering.values(), *(self.micro.loop.operands[first + each.position] for each in loop.sums)}
         ops: list[Op] = []
         for op in reversed(graph.ops):
@@ -388,7 +389,7 @@ class _Builder:
     def _looped(self, loop: _Loop, outside: Evaluator, slices: Mapping[int, Any], sent: Sequence[int]) -> tuple[Any, Any, Any]:
         """The totals of a stage's loop over microbatches, what it stacks up, and what it sends, stacked up."""
         micro, scan = self.micro, self.micro.loop
-        first = scan.params["num_consts"]
+        first = num_consts(scan.params)
         (body,) = subjaxprs(scan.equation)
         atoms = dict(zip(scan.operands, scan.equation.invars, strict=True))
         entering = {inner: outside.read(atoms[outer], outer) for inner, outer in loop.entering.items()}
@@ -407,7 +408,7 @@ class _Builder:
 
         index = None
         if loop.reads_index:
-            number = opened(body)[0].invars[first + scan.params["num_carry"]]
+            number = opened(body)[0].invars[first + num_carry(scan.params)]
             index = jnp.arange(micro.n, dtype=number.aval.dtype)  # pyright: ignore[reportAttributeAccessIssue]
         totals, (stacked, messages) = lax.scan(microbatch, start, (index, {v: slices[v] for v in loop.received}), micro.n)
         return totals, stacked, messages

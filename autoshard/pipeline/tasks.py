@@ -22,6 +22,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.ir import Layout, Op
+from autoshard.ir.scan import num_carry, num_consts
 from autoshard.lower import holder_values, manual_program, stored_layout, to_named_sharding
 from autoshard.lower.control_flow import FLOWS, Flows
 from autoshard.pipeline.equations import as_they_are, evaluate, handed_dtypes, is_var, nbytes, needed_by, value
@@ -123,7 +124,7 @@ class _Divided:
         scans = [eqn for eqn in self.inner.eqns if eqn.primitive.name == "scan" and eqn.params["length"] == n]
         self.scan: JaxprEqn = max(scans, key=lambda eqn: len(eqn.params["jaxpr"].jaxpr.eqns))
         self.body: ClosedJaxpr = self.scan.params["jaxpr"]
-        n_consts, n_carry = self.scan.params["num_consts"], self.scan.params["num_carry"]
+        n_consts, n_carry = num_consts(self.scan.params), num_carry(self.scan.params)
         inputs, leaving = self.body.jaxpr.invars, self.body.jaxpr.outvars
         self.consts, self.carries, self.slices = inputs[:n_consts], inputs[n_consts : n_consts + n_carry], inputs[n_consts + n_carry :]
         self.entering = dict(zip(self.consts, self.scan.invars[:n_consts], strict=True))

@@ -9,12 +9,14 @@ from functools import cached_property
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from autoshard.ir import Op
+from autoshard.ir.scan import num_carry, num_consts
 from autoshard.lower import Path
 from autoshard.recompute.block import Block, nbytes, stacked, variables
 from autoshard.recompute.flat import Atom, Flat, flat
 from autoshard.recompute.hosting import hostable
 from autoshard.recompute.offload import moved, on_host
 from autoshard.recompute.regions import backward, broadcasts, jaxpr_of
+from autoshard.trace import scan_params
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Pair:
     @cached_property
     def block(self) -> Block:
         """The trip's forward and backward pass."""
-        n, n_carry = self.forward.params["num_consts"], self.forward.params["num_carry"]
+        n, n_carry = num_consts(self.forward.params), num_carry(self.forward.params)
         eqns = [eqn.replace(invars=self._renamed(eqn.invars)) for eqn in self.other.eqns]
         outputs = [self.one.outputs[k] for k in self.returned if k >= n_carry]
         outputs += [v for eqn in eqns if eqn.primitive.name == "remat2" for v in eqn.invars]  # what the user's checkpoints keep
@@ -60,7 +62,7 @@ class Pair:
 
     def hostable(self, kept: frozenset[Var]) -> list[Var]:
         """Those of the kept values of a trip whose stacks may be on hosts."""
-        elsewhere = [self.one.outputs[k] for k in self.returned if k >= self.forward.params["num_carry"]]
+        elsewhere = [self.one.outputs[k] for k in self.returned if k >= num_carry(self.forward.params)]
         return hostable(self.block, (), kept, elsewhere, self.forward.params["length"])
 
     def rewritten(self, kept: frozenset[Var], hosted: Collection[Var] = ()) -> tuple[JaxprEqn, JaxprEqn]:
@@ -70,7 +72,7 @@ class Pair:
             hosted: those of the kept values whose stacks are on hosts.
         """
         fwd, bwd = self.forward, self.backward
-        n, n_carry, length = fwd.params["num_consts"], fwd.params["num_carry"], fwd.params["length"]
+        n, n_carry, length = num_consts(fwd.params), num_carry(fwd.params), fwd.params["length"]
         results = self._renamed(self.other.outputs)
         outside, entering = self._broadcasts()
         eqns = backward(self.block, (), kept, results, outside)
@@ -88,12 +90,12 @@ class Pair:
         constants = tuple(self.one.constants)
         body = ClosedJaxpr(jaxpr_of(self.one.inputs, outputs, _sent(self.one.eqns, hosts), constants), [*self.one.constants.values()])
         made = [*fwd.outvars[:n_carry], *(fwd.outvars[k] for k in stays), *new.values()]
-        forward = fwd.replace(outvars=made, params={**fwd.params, "jaxpr": body})
+        forward = fwd.replace(outvars=made, params=scan_params(fwd.params, body, n, n_carry))
 
         places = dict(zip(self.one.inputs, fwd.invars, strict=True))
         consts = [v for v in self.one.inputs[:n] if v in wanted]
         slices = [v for v in self.one.inputs[n + n_carry :] if v in wanted]
-        n_consts, m_carry = bwd.params["num_consts"], bwd.params["num_carry"]
+        n_consts, m_carry = num_consts(bwd.params), num_carry(bwd.params)
         own = list(zip(self.other.inputs, bwd.invars, strict=True))
         own_consts = [(v, operand) for v, operand in own[:n_consts] if v in wanted]
         more = [(v, operand) for v, operand in entering.items() if v in wanted]
@@ -110,14 +112,15 @@ class Pair:
         ]
         both = {**self.one.constants, **self.other.constants}
         jaxpr = jaxpr_of([v for v, _ in read], results, [*(moved(host, v) for v, host in hosts.items()), *eqns], tuple(both))
-        params = {**bwd.params, "jaxpr": ClosedJaxpr(jaxpr, [*both.values()]), "num_consts": len(own_consts) + len(more) + len(consts)}
+        n_read = len(own_consts) + len(more) + len(consts)
+        params = scan_params(bwd.params, ClosedJaxpr(jaxpr, [*both.values()]), n_read, m_carry)
         return forward, bwd.replace(invars=[operand for _, operand in read], params=params)
 
     def _broadcasts(self) -> tuple[list[JaxprEqn], dict[Var, Atom]]:
         """The equations of those of the loops' constants that are broadcasts, and per variable that they read the one around the loops."""
         found, entering = list[JaxprEqn](), dict[Var, Atom]()
         for flat_body, loop in ((self.one, self.forward), (self.other, self.backward)):
-            for v, operand in zip(flat_body.inputs[: loop.params["num_consts"]], loop.invars, strict=False):
+            for v, operand in zip(flat_body.inputs[: num_consts(loop.params)], loop.invars, strict=False):
                 if isinstance(operand, Var) and operand in self.spread:
                     eqn = self.spread[operand]
                     read = [x if isinstance(x, Literal) else Var(x.aval) for x in eqn.invars]
@@ -147,7 +150,7 @@ def pairs(whole: Flat, turn: int, ops: Mapping[Path, Op], opens: Collection[str]
     for first, fwd in enumerate(whole.eqns[:turn]):
         if fwd.primitive.name != "scan":
             continue
-        n_carry = fwd.params["num_carry"]
+        n_carry = num_carry(fwd.params)
         positions = {v: k for k, v in enumerate(fwd.outvars) if k >= n_carry}
         amounts: dict[int, float] = {}
         for v in positions:
@@ -160,7 +163,7 @@ def pairs(whole: Flat, turn: int, ops: Mapping[Path, Op], opens: Collection[str]
         taken.add(last)
         bwd = whole.eqns[last]
         one, other = (flat(whole.eqns[k].params["jaxpr"], ops, (*whole.ops[k].path, 0), opens) for k in (first, last))
-        start = bwd.params["num_consts"] + bwd.params["num_carry"]
+        start = num_consts(bwd.params) + num_carry(bwd.params)
         read = {
             inner: one.outputs[positions[operand]]
             for inner, operand in zip(other.inputs[start:], bwd.invars[start:], strict=True)

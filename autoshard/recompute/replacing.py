@@ -12,6 +12,7 @@ from dataclasses import replace
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from autoshard.ir import Op
+from autoshard.ir.scan import num_carry, num_consts
 from autoshard.lower import ops_by_path
 from autoshard.recompute.block import turning_point
 from autoshard.recompute.flat import Atom, flat
@@ -61,7 +62,7 @@ def _merged(pair: Pair, outside: Mapping[tuple, Sequence[Var]]) -> Pair:
 
 def _outer(inputs: Sequence[Var], loop: JaxprEqn) -> Iterable[tuple[Var, Atom, bool]]:
     """A loop's constants and slices: the variable of the body, the operand, and whether it is a constant."""
-    n, n_carry = loop.params["num_consts"], loop.params["num_carry"]
+    n, n_carry = num_consts(loop.params), num_carry(loop.params)
     for k, (v, operand) in enumerate(zip(inputs, loop.invars, strict=True)):
         if not n <= k < n + n_carry:
             yield v, operand, k < n

@@ -4,7 +4,7 @@ from autoshard.trace.annotations import Annotation, annotations_of, axes_of
 from autoshard.trace.constraints import constraint_spec, mesh_in_force, outside_mesh, with_axes
 from autoshard.trace.modules import SplitModules
 from autoshard.trace.statics import Held, Static, held, is_static
-from autoshard.trace.structure import subjaxprs, types_of
+from autoshard.trace.structure import scan_params, subjaxprs, types_of
 from autoshard.trace.traced import Traced, function_name, of_jaxpr, rebuilt, trace
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "of_jaxpr",
     "outside_mesh",
     "rebuilt",
+    "scan_params",
     "subjaxprs",
     "trace",
     "types_of",

@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from autoshard.ir.scan import num_carry, num_consts
 from autoshard.primitives import is_call, is_inlined, is_scatter
 from autoshard.trace.structure import around, as_call, entering, opened, subjaxprs
 
@@ -98,7 +99,7 @@ def _equation(eqn: JaxprEqn, facts: list[Fact], made: Mapping[Var, Sequence[Any]
     if is_inlined(eqn.primitive.name) or is_call(eqn.primitive.name):
         return eqn, bodies[0][1]
     if eqn.primitive.name == "scan":
-        n_carry = eqn.params["num_carry"]
+        n_carry = num_carry(eqn.params)
         return eqn, nothing[:n_carry] + [fact and fact.shifted(1) for fact in bodies[0][1][n_carry:]]
     return eqn, nothing
 
@@ -107,7 +108,7 @@ def _entering(eqn: JaxprEqn, facts: list[Fact]) -> list[list[Fact]]:
     """The facts of each body's inputs; none for a loop's carries."""
     found = [[None if k is None else facts[k] for k in inputs] for inputs in entering(eqn)]
     if eqn.primitive.name == "scan":
-        n_consts = eqn.params["num_consts"]
+        n_consts = num_consts(eqn.params)
         return [inputs[:n_consts] + [fact and fact.shifted(-1) for fact in inputs[n_consts:]] for inputs in found]
     return found
 

@@ -16,6 +16,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from autoshard.ir import Body, Flow, Holder, Op, Origin, Value
+from autoshard.ir.scan import num_carry, num_consts
 from autoshard.primitives import is_call, is_inlined
 from autoshard.trace.mapped import BODY, ENTERING, LEAVING, MAPPED, Boundary, axes_of_mesh, boundaries, has_effects
 from autoshard.trace.origin import Origins, calls_library
@@ -232,7 +233,7 @@ def _place(step: _Step, near: Iterable[Origin]) -> None:
 
 def _always_live(eqn: JaxprEqn | Boundary, output: int) -> bool:
     """Whether a body's output is a carry or a condition of the loop."""
-    return eqn.primitive.name == "while" or (eqn.primitive.name == "scan" and output < eqn.params["num_carry"])
+    return eqn.primitive.name == "while" or (eqn.primitive.name == "scan" and output < num_carry(eqn.params))
 
 
 class _Emitter:
@@ -319,7 +320,7 @@ def _holders(name: str, params: Mapping, operands: tuple, results: tuple, bodies
     """The holders of a control-flow op; an unread stacked or branch result has none."""
     match name:
         case "scan":
-            return _scan_holders(params["num_consts"], params["num_carry"], operands, results, bodies[0], used)
+            return _scan_holders(num_consts(params), num_carry(params), operands, results, bodies[0], used)
         case "while":
             return _while_holders(params["cond_nconsts"], params["body_nconsts"], operands, results, *bodies)
         case "cond":

@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from autoshard.ir import Op
+from autoshard.ir.scan import num_carry, num_consts
 from autoshard.trace.build import Program
 from autoshard.trace.constraints import mesh_shape
 from autoshard.trace.structure import opened, subjaxprs
@@ -53,6 +54,9 @@ class Canonical:
     """Parameters as text that is equal in every process, without addresses."""
 
     def params(self, params: Any, without_bodies: bool = False) -> str:
+        if "ft_in" in params:  # as JAX before 0.11 writes it
+            counts = {"num_consts": num_consts(params), "num_carry": num_carry(params)}
+            params = {name: value for name, value in params.items() if name not in ("ft_in", "ft_out")} | counts
         kept = sorted(name for name in params if name not in _NAMES and not (without_bodies and _is_jaxpr(params[name])))
         unused = () if "unconstrained_dims" in params else _OF_EXPLICIT_AXES
         return ",".join(f"{name}={self.of(None if name in unused else params[name])}" for name in kept)

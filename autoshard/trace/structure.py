@@ -7,12 +7,15 @@ sub-program ``b`` of that equation it is ``(position, b, inner position)``, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.extend.source_info_util import user_context
 
+from autoshard.ir.scan import num_carry, num_consts
 from autoshard.primitives import primitive
 
 
@@ -49,8 +52,8 @@ def entering(eqn: JaxprEqn) -> list[list[int | None]]:
     params, positions = eqn.params, list(range(len(eqn.invars)))
     match eqn.primitive.name:
         case "scan":
-            constant, sliced = params["num_consts"], params["num_consts"] + params["num_carry"]
-            return [[*positions[:constant], *[None] * params["num_carry"], *positions[sliced:]]]
+            constant, sliced = num_consts(params), num_consts(params) + num_carry(params)
+            return [[*positions[:constant], *[None] * num_carry(params), *positions[sliced:]]]
         case "while":
             n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
             carried = [None] * len(eqn.outvars)
@@ -58,6 +61,29 @@ def entering(eqn: JaxprEqn) -> list[list[int | None]]:
         case "cond":
             return [[*positions[1:]] for _ in params["branches"]]
     return [[*called_with(eqn.primitive.name, params, len(positions))]]
+
+
+def scan_params(params: Mapping[str, Any], body: ClosedJaxpr, n_consts: int, n_carry: int) -> dict[str, Any]:
+    """The parameters of a scan with another body."""
+    if "ft_in" not in params:
+        return {**params, "jaxpr": body, "num_consts": n_consts, "num_carry": n_carry}
+    n_slices, n_stacked = len(body.in_avals) - n_consts - n_carry, len(body.out_avals) - n_carry
+    return {**params, "jaxpr": body, **_scan_trees(n_consts, n_carry, n_slices, n_stacked)}
+
+
+@cache
+def _scan_trees(n_consts: int, n_carry: int, n_slices: int, n_stacked: int) -> dict[str, Any]:
+    """Which operands and results of a scan are what, as JAX from 0.11 writes it: those of such a scan, since JAX has no public way."""
+
+    def scan(consts: list, carry: list, slices: list) -> Any:
+        def trip(carry: list, slices: list) -> tuple[list, list]:
+            total = sum([*consts, *carry, *slices], jnp.zeros(()))
+            return [total + k for k in range(n_carry)], [total - k for k in range(1, n_stacked + 1)]
+
+        return jax.lax.scan(trip, carry, slices, 1)
+
+    (eqn,) = jax.make_jaxpr(scan)([0.0] * n_consts, [0.0] * n_carry, [jnp.zeros(1)] * n_slices).eqns
+    return {name: eqn.params[name] for name in ("ft_in", "ft_out")}
 
 
 def with_bodies(eqn: JaxprEqn, old: Sequence[ClosedJaxpr | Jaxpr], new: Sequence[ClosedJaxpr | Jaxpr]) -> dict[str, Any]:
