@@ -9,10 +9,14 @@ Sources. *Megatron-LM*: Narayanan et al., SC 2021 (arXiv 2104.04473), with the s
 of github.com/NVIDIA/Megatron-LM, examples/sc21: layers, width, heads, tensor and pipeline parallel sizes, batch, examples of a microbatch,
 nodes of eight A100, and whether the schedule is interleaved; it may have more than our two chunks. Activations are computed again. *Alpa*:
 Zheng et al., OSDI 2022 (arXiv 2201.12023): the solutions that its artifact lists for p3.16xlarge hosts, `suite_auto_gpt.py` and
-`suite_auto_moe.py` of github.com/alpa-projects/alpa, benchmark/alpa. *Galvatron*: Miao et al., VLDB 2022 (arXiv 2211.13878): plans found by
-it, `galvatron_config_*.json` of github.com/AFDWang/Hetu-Galvatron, galvatron/models; the files name the memory and not the device, which is
-taken to be an A100. *Aceso*: Liu et al., EuroSys 2024: the one plan in its README has stages of 1, 1 and 2 GPUs, and ours have equal parts;
-nothing else that it publishes is a plan.
+`suite_auto_moe.py` of github.com/alpa-projects/alpa, benchmark/alpa; mixtures of experts with Adafactor, as `benchmark_one_case_moe.py` has
+them. *Galvatron*: Miao et al., VLDB 2022 (arXiv 2211.13878): plans found by it, `galvatron_config_*.json` of
+github.com/AFDWang/Hetu-Galvatron, galvatron/models; the files name the memory and not the device, which is taken to be an A100. *Aceso*:
+Liu et al., EuroSys 2024: the one plan in its README has stages of 1, 1 and 2 GPUs, and ours have equal parts; nothing else that it
+publishes is a plan.
+
+``python -m benchmarks.plans --search [NAME ...]``: what ``autoshard.search(plan="full")`` finds for large models, and in how many seconds
+of one core, tracing included.
 """
 
 from __future__ import annotations
@@ -23,8 +27,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import optax
 from jax.sharding import PartitionSpec as P
 
+import autoshard
 from autoshard.api.prepared import RESERVE, traced_of
 from autoshard.api.stage_searches import problems_on
 from autoshard.api.user_pins import Asked as Pins
@@ -135,7 +141,7 @@ def _alpa_gpt(layers: int, width: int, heads: int) -> Callable[[], models.Progra
 
 
 def _alpa_moe(layers: int, width: int, experts: int) -> Callable[[], models.Program]:
-    return partial(models.moe, layers, width, 16, experts, 32_000, 1024, 1024, remat=True)
+    return partial(models.moe, layers, width, 16, experts, 32_000, 1024, 1024, remat=True, optimizer=optax.adafactor(1e-2))
 
 
 PLANS: Sequence[Published] = (
@@ -159,6 +165,18 @@ PLANS: Sequence[Published] = (
     Published("Llama 6.7B of width 5120, 16 A100", "Galvatron, llama_hf",
               partial(models.llama, 20, 5120, 40, 40, 13_824, 32_000, 64, 2048, remat=False), _a100_40(2, 30.0), 4, 16, {"data": 4}),
 )  # fmt: skip
+
+
+_gpt3 = partial(models.gpt, 96, width=12_288, heads=96, vocabulary=50_304, batch=1536, length=2048, remat=True)
+SEARCHES: Mapping[str, tuple[Callable[[], models.Program], str]] = {
+    "Llama-3-8B, 64 A100": (partial(models.llama, 32), "a100:8x8"),
+    "Llama-3-8B, 64 H100": (partial(models.llama, 32), "h100:8x8"),
+    "Llama-3-8B, 64 v5p": (partial(models.llama, 32), "v5p:4x4x4"),
+    "GPT-3 175B, 512 A100": (_gpt3, "a100:8x64"),
+    "GPT-3 175B, 768 A100": (_gpt3, "a100:8x96"),
+    "GPT-3 175B, 1,024 A100": (_gpt3, "a100:8x128"),
+}
+"""Per name a model, whose layers are unrolled, and its devices."""
 
 
 # -- evaluation -----------------------------------------------------------------------------------------------------------
@@ -189,6 +207,7 @@ def _found(plans: Plans | None) -> Plans:
 
 COLUMNS = ("model, devices", "plan of", "its plan", ">predicted", ">peak", "our plan", ">predicted", ">peak", ">ratio", ">gap",
            ">found in")  # fmt: skip
+SEARCH_COLUMNS = ("model, devices", "mesh", ">microbatches", ">predicted", ">peak", ">gap", ">found in")
 
 
 def row(plan: Published) -> tuple[str, ...]:
@@ -222,8 +241,24 @@ def _named(found: Estimate | None) -> str:
     return f"{what}, {n} microbatches{f', {found.schedule}' if stages > 1 else ''}{again}"
 
 
-def main(names: Sequence[str]) -> Report:
-    """The table; of the plans with a name in theirs, if names are given."""
+def searched(name: str) -> tuple[str, ...]:
+    """What `autoshard.search` finds."""
+    make, cluster = SEARCHES[name]
+    fn, args = make()
+    started = time.process_time()
+    strategy = autoshard.search(fn, *args, cluster=cluster, plan="full", donate_argnums=0)
+    seconds = time.process_time() - started
+    mesh = " x ".join(f"{size} {axis}" for axis, size in strategy.mesh_shape.items())
+    cost, gap = strategy.cost, strategy.record.stats["plan_gap"]
+    figures = format_seconds(cost.makespan_seconds), format_bytes(cost.peak_bytes), format_percent(gap), format_seconds(seconds)
+    return name, mesh, str(strategy.microbatches), *figures
+
+
+def main(names: Sequence[str], search: bool = False) -> Report:
+    """The table, of searches or beside published plans; of the rows with a name in theirs, if names are given."""
+    if search:
+        rows = tuple(searched(each) for each in SEARCHES if not names or any(name in each for name in names))
+        return Report('autoshard.search(plan="full")', (Table(SEARCH_COLUMNS, rows),))
     chosen = [plan for plan in PLANS if not names or any(name in f"{plan.name} {plan.source}" for name in names)]
     return Report("Published plans and ours, predicted by one cost model", (Table(COLUMNS, tuple(map(row, chosen))),))
 
@@ -231,4 +266,6 @@ def main(names: Sequence[str]) -> Report:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="parts of names of models, devices or sources")
-    print(main(parser.parse_args().names))
+    parser.add_argument("--search", action="store_true", help="search large models, without published plans")
+    options = parser.parse_args()
+    print(main(options.names, options.search))

@@ -139,7 +139,7 @@ class Planning:
         self,
         progress: Progress = silent,
         until: float = math.inf,
-        cpu_seconds: float | None = None,
+        cpu_seconds: float = math.inf,
         below: float = math.inf,
         n_stages: int | None = None,
     ) -> Plans:
@@ -148,12 +148,11 @@ class Planning:
         Args:
             progress: a callback.
             until: the time (`time.perf_counter`) at which they end.
-            cpu_seconds: of this thread, after which they do so, too; None: those asked for.
+            cpu_seconds: of this thread, after which they do so, too.
             below: seconds of a step's makespan, in which a plan has been found by other means: slower ones are not searched.
             n_stages: the only number of stages to search for now; None: all.
         """
-        self.until = min(until, self.asked.until)
-        self.until_cpu = time.thread_time() + (self.asked.cpu_seconds if cpu_seconds is None else cpu_seconds)
+        self.until, self.until_cpu = until, time.thread_time() + cpu_seconds
         self.below, ended_early = below, False
         try:
             self.explore(progress, n_stages)

@@ -136,9 +136,7 @@ class Asked:
         stages: numbers to try; None: all with which the cluster has equal parts.
         microbatches: the only number to try; None: several.
         recomputing: the recomputations, from little time to little memory; called where memory binds.
-        until: the time (`time.perf_counter`) at which the search ends with what it has.
-        cpu_seconds: of this thread, after which it does so, too.
-        ends: exceptions after which it does so, too.
+        ends: exceptions after which the search ends with what it has.
         least_gain: of the makespan, with overlap or without, that is worth a search.
     """
 
@@ -147,7 +145,5 @@ class Asked:
     stages: Sequence[int] | None = None
     microbatches: int | None = None
     recomputing: Sequence[Recomputing] = ()
-    until: float = math.inf
-    cpu_seconds: float = math.inf
     ends: tuple[type[BaseException], ...] = ()
     least_gain: float = 0.01

@@ -194,7 +194,8 @@ def _without(traced: Traced, windows: Sequence[_Window], n_removed: int) -> Trac
     ops = [op for position, op in enumerate(graph.ops) if position not in removed]
     results = [position for position, value in enumerate(graph.results) if value not in renamed]
     read = {renamed.get(value, value) for op in ops for value in op.operands} | {graph.results[position] for position in results}
-    arguments = [position for position, value in enumerate(graph.arguments) if value in read]
+    read_before = {value for op in graph.ops for value in op.operands}.union(graph.results)  # nothing tells the layer of others
+    arguments = [position for position, value in enumerate(graph.arguments) if value in read or value not in read_before]
     n_gone = len(graph.arguments) - len(arguments), len(graph.results) - len(results)
     if not _is_ordered(graph, ops, renamed) or any(n % n_removed for n in n_gone) or not n_gone[0]:
         return None

@@ -180,6 +180,7 @@ def moe(
     scan: bool = False,
     remat: bool = False,
     stream: P | None = None,
+    optimizer: Any = None,
 ) -> Program:
     """A transformer whose dense layers are mixtures of experts: one expert a token.
 
@@ -187,6 +188,7 @@ def moe(
         room: tokens that an expert takes of each sequence, in shares of an even split; those beyond are dropped.
         sorts: whether tokens are sorted by expert and gathered, rather than dispatched by one-hot products (GShard, arXiv 2006.16668).
         gathers, tied, scan, remat, stream: as of `gpt`.
+        optimizer: of optax; None: AdamW.
     """
     capacity = math.ceil(room * length / experts)
 
@@ -230,4 +232,4 @@ def moe(
         "down": leaf(experts, 4 * width, width),
     }
     weights = _language(vocabulary, length, width, _layers(each, layers, scan), tied)
-    return _train_step(loss, weights, *_tokens(batch, length), params=params)
+    return _train_step(loss, weights, *_tokens(batch, length), params=params, optimizer=optimizer)

@@ -41,11 +41,11 @@ def cast(weights: Any, dtype: Any) -> Any:
     return jax.tree.map(lambda weight: weight.astype(dtype), weights)
 
 
-def _train_step(loss: Callable, weights: Any, *batch: jax.ShapeDtypeStruct, params: Any = None) -> Program:
-    """The program of a loss: its weights are kept as ``params``, a dtype, or as they are."""
+def _train_step(loss: Callable, weights: Any, *batch: jax.ShapeDtypeStruct, params: Any = None, optimizer: Any = None) -> Program:
+    """The program of a loss: its weights are kept as ``params``, a dtype, or as they are, and updated by an optimizer, or AdamW."""
     if params is not None:
         weights = jax.tree.map(lambda weight: leaf(*weight.shape, dtype=params), weights)
-    optimizer = optax.adamw(1e-3)
+    optimizer = optimizer or optax.adamw(1e-3)
     state = {"params": weights, "optimizer": jax.eval_shape(optimizer.init, weights)}
 
     def train_step(state: Any, *batch: jax.Array) -> tuple[Any, jax.Array]:

@@ -135,7 +135,8 @@ def test_a_search_that_is_interrupted_has_what_was_found_by_then():
 
 def test_seconds_of_this_thread_end_a_search():
     """With none there is no search, and a bound all the same."""
-    found = plans(cpu_seconds=0.0)
+    planning = Planning.of(step(), CLUSTER, problems, Asked(math.inf))
+    found = planning.run(cpu_seconds=0.0)
     assert (found.ranked, found.n_searched) == ((), 0)
     assert found.bound_seconds > 0
 
