@@ -35,7 +35,7 @@ def subjaxprs(eqn: JaxprEqn) -> tuple[ClosedJaxpr | Jaxpr, ...]:
 
 def opened(jaxpr: ClosedJaxpr | Jaxpr) -> tuple[Jaxpr, tuple]:
     """The jaxpr itself and its constants."""
-    return (jaxpr, ()) if isinstance(jaxpr, Jaxpr) else (jaxpr.jaxpr, tuple(jaxpr.consts))
+    return (jaxpr.jaxpr, tuple(jaxpr.consts)) if isinstance(jaxpr, ClosedJaxpr) else (jaxpr, ())  # one class from jax 0.11
 
 
 def called_with(name: str, params: Mapping[str, Any], n_operands: int) -> range | tuple[int, ...]:
@@ -105,7 +105,8 @@ def around(eqn: JaxprEqn, new: Sequence[Jaxpr]) -> JaxprEqn:
     old = subjaxprs(eqn)
     if all(after is opened(before)[0] for after, before in zip(new, old, strict=True)):
         return eqn
-    bodies = [after if isinstance(before, Jaxpr) else ClosedJaxpr(after, before.consts) for after, before in zip(new, old, strict=True)]
+    pairs = zip(new, old, strict=True)
+    bodies = [ClosedJaxpr(after, before.consts) if isinstance(before, ClosedJaxpr) else after for after, before in pairs]
     return eqn.replace(params={**eqn.params, **with_bodies(eqn, old, bodies)})
 
 

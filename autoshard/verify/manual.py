@@ -26,10 +26,16 @@ def collective(op: Any, count: int, mesh: Mesh) -> Collective:
     if op.name == "stablehlo.collective_permute":
         axes = axes_of_pairs(np.array(ir.DenseIntElementsAttr(op.attributes["source_target_pairs"])), mesh)
     else:
-        axes = axes_of_groups(np.array(ir.DenseIntElementsAttr(op.attributes["replica_groups"])), mesh)
+        groups = op.attributes["replica_groups"]
+        named = re.findall(r'axis_ref<name = "([^"]*)"', str(groups))  # jax 0.11 names axes
+        axes = tuple(name for name, size in mesh.axes if name in named and size > 1) if named else _spanned(groups, mesh)
     local = max(type_bytes(value.type) for value in (op.operands[0], op.results[0]))
     named = re.match(r'loc\("([^"]*)"', str(op.location))
     return Collective(KINDS[op.name], axes, local, count, ServedOp(name=named[1]) if named else None)
+
+
+def _spanned(groups: Any, mesh: Mesh) -> tuple[str, ...]:
+    return axes_of_groups(np.array(ir.DenseIntElementsAttr(groups)), mesh)
 
 
 def returned_as(value: Any) -> Any:
