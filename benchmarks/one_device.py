@@ -1,9 +1,9 @@
 """How far are predicted step times and peaks from those of a real accelerator? On one device, where nothing is communicated.
 
-``python -m benchmarks.one_device --json measured.jsonl`` runs train steps on the device of this machine: as plain ``jax.jit``, as searched,
-in microbatches, with recomputation, and with optimizer state or activations in the memory of the host. Shown are times and peaks beside those
-predicted for it, and how far losses and parameters after three steps are from those of ``jax.jit``. Each row runs in a process of its own and
-is kept as it ends. Searches and compilations run ahead in ``--processes``; only one process at a time is on the device.
+``python -m benchmarks.one_device --json measured.jsonl`` runs train steps on the device of this machine: as plain ``jax.jit``, as
+searched, in microbatches, with recomputation, and with optimizer state or activations in the memory of the host. Shown are times and
+peaks beside those predicted for it, and how far losses and parameters after three steps are from those of ``jax.jit``. Each row runs in a
+process of its own and is kept as it ends. Searches run ahead in ``--processes``; only one process at a time is on the device.
 
 ``--cluster FILE`` predicts for a cluster that ``autoshard calibrate`` wrote, and ``--measured FILE`` for what was measured before, without
 a device.
@@ -46,18 +46,18 @@ SHARE = 0.6  # of the predicted plain peak, for recomputation and offload
 ROW_SECONDS = 240.0
 
 _GPT: dict[str, Any] = {"layers": 12, "width": 1536, "heads": 16, "vocabulary": 32_768, "batch": 16, "length": 1024}
-_SMALL: dict[str, Any] = {"layers": 2, "width": 64, "heads": 4, "vocabulary": 128, "batch": 8, "length": 32}
+_SMALL: dict[str, Any] = {"layers": 2, "width": 64, "heads": 4, "vocabulary": 4096, "batch": 8, "length": 32}
 PROGRAMS: dict[str, Callable[..., Program]] = {
     "gpt": partial(gpt, **_GPT),
     "gpt_scan": partial(gpt, **_GPT, scan=True),
     "gpt_f32": partial(gpt, **_GPT | {"layers": 6, "batch": 8}, dtype=F32),
-    "llama": partial(llama, **_GPT, kv_heads=4, ffn=4096),
+    "llama": partial(llama, **_GPT, kv_heads=4, ffn=4096, remat=False),
     "moe": partial(moe, **_GPT | {"layers": 6, "width": 1024}),
     "t5": partial(encoder_decoder, **_GPT | {"layers": 6, "width": 1024, "length": 512, "batch": 32}),
     "vit": partial(vit, 12, batch=128),
-    "resnet": partial(resnet, (3, 4, 6, 3), batch=128),
-    "unet": partial(unet, 3, batch=64),
-    "dlrm": partial(dlrm),
+    "resnet": partial(resnet, (3, 4, 6, 3), batch=256),
+    "unet": partial(unet, 3, batch=256),
+    "dlrm": partial(dlrm, 16, 500_000, batch=65_536),
     "tiny": partial(gpt, **_SMALL),
     "tiny_scan": partial(gpt, **_SMALL, scan=True),
 }
@@ -73,11 +73,11 @@ WAYS: dict[str, dict[str, Any]] = {
 OWN = ("jit", "jit, by hand")  # without a search; by hand: `jax.checkpoint` around each layer
 _SEARCHED = ("gpt", "gpt_scan", "llama", "vit", "resnet", "moe", "t5", "unet", "dlrm", "gpt_f32")
 ROWS: tuple[tuple[str, str], ...] = (
-    *((name, how) for name in ("gpt", "gpt_scan") for how in ("jit", "searched")),
-    *(("gpt_scan", how) for how in ("remat full", "jit, by hand", "remat auto", "microbatches", "state on host", "activations on host")),
+    *((name, how) for name in ("gpt_scan", "gpt") for how in ("jit", "searched")),
+    *(("gpt_scan", how) for how in ("remat full", "jit, by hand", "remat auto", "state on host", "activations on host", "microbatches")),
     *((name, "searched") for name in _SEARCHED[2:]),
-    *(("gpt", how) for how in ("remat auto", "microbatches", "remat full", "activations on host", "state on host")),
-    *(("llama", how) for how in ("jit", "remat auto", "microbatches")),
+    *(("gpt", how) for how in ("remat auto", "state on host", "activations on host", "jit, by hand", "microbatches", "remat full")),
+    *(("llama", how) for how in ("jit", "remat auto", "jit, by hand", "microbatches", "state on host", "activations on host")),
     *((name, "jit") for name in _SEARCHED[3:]),
 )
 QUICK = tuple(("tiny_scan", how) for how in (*OWN, *WAYS))
@@ -90,7 +90,8 @@ class Row:
     Attributes:
         program, how: the model, and how it ran.
         seconds: the median of some steps.
-        peak_bytes: the most memory of the device that was in use; 0 where the device does not say.
+        peak_bytes: the most memory of the device that was in use, autotuning included; 0 where the device does not say.
+        compiled_bytes: what the compiled program allocates.
         losses: of the first steps.
         check: a sum of the absolute parameters after them.
         predicted_seconds, predicted_bytes: without a search those of the plain step.
@@ -103,6 +104,7 @@ class Row:
     how: str
     seconds: float = 0.0
     peak_bytes: float = 0.0
+    compiled_bytes: float = 0.0
     losses: tuple[float, ...] = ()
     check: float = 0.0
     predicted_seconds: float = 0.0
@@ -149,10 +151,12 @@ def run(program: str, how: str, cluster: Cluster, lock: str) -> Row:
             state, *batch = found.strategy.shard(state, *batch)
             step = found.strategy.apply(function)
         started = time.perf_counter()
+        compiled = step.lower(state, *batch).compile()
+        compiling = time.perf_counter() - started
         losses, seconds = [], []
         for number in range(WARM + STEPS):
             began = time.perf_counter()
-            state, loss = jax.block_until_ready(step(state, *batch))
+            state, loss = jax.block_until_ready(compiled(state, *batch))
             seconds.append(time.perf_counter() - began)
             if number < WARM:
                 losses.append(float(loss))
@@ -165,14 +169,22 @@ def run(program: str, how: str, cluster: Cluster, lock: str) -> Row:
         how,
         seconds=statistics.median(seconds[WARM:]),
         peak_bytes=float(stats.get("peak_bytes_in_use", 0)),
+        compiled_bytes=_needed_bytes(compiled),
         losses=tuple(losses),
         check=check,
         predicted_seconds=cost.makespan_seconds,
         predicted_bytes=cost.peak_bytes,
         limit_bytes=found.limit_bytes,
         search_seconds=took,
-        compile_seconds=seconds[0],
+        compile_seconds=compiling,
     )
+
+
+def _needed_bytes(compiled: jax.stages.Compiled) -> float:
+    memory: Any = compiled.memory_analysis()  # None where a backend does not say
+    if memory is None:
+        return 0.0
+    return float(memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes)
 
 
 @contextmanager
@@ -199,7 +211,7 @@ def _filled(args: Any) -> Any:
         scale = 0.02 if "params" in path else 1.0
         return (scale * jax.random.normal(key, leaf.shape)).astype(leaf.dtype)
 
-    return jax.jit(fill)(jax.random.key(0))
+    return fill(jax.random.key(0))
 
 
 def measured(rows: Sequence[tuple[str, str]], seconds: float, processes: int, cluster: str | None) -> Iterator[Row]:
@@ -218,13 +230,16 @@ def _in_a_process(program: str, how: str, ends: float, lock: str, cluster: str |
         return Row(program, how, refused="no time was left")
     command = [sys.executable, "-m", "benchmarks.one_device", "--row", program, how, "--lock", lock]
     command += ["--cluster", cluster] if cluster else []
-    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"} | os.environ
+    memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
+    environment = memory | {"JAX_TRACEBACK_FILTERING": "off"} | os.environ
+    tuned = f"--xla_gpu_per_fusion_autotune_cache_dir={Path(lock).with_name('tuned')}"  # rows of a model have most kernels in common
+    environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {tuned}"
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=min(left, ROW_SECONDS), check=False)
     except subprocess.TimeoutExpired:
         return Row(program, how, refused="no time was left")
     if done.returncode:
-        return Row(program, how, refused=(done.stderr.strip() or "failed").splitlines()[-1][:300])
+        return Row(program, how, refused=" ".join((done.stderr.strip() or "failed").splitlines()[-3:])[-600:])
     return _row(done.stdout.splitlines()[-1])
 
 
@@ -259,26 +274,26 @@ def report(rows: Sequence[Row]) -> Report:
         ">ratio",
         ">of jit",
         ">peak",
+        ">compiler's",
         ">predicted",
         ">ratio",
         ">losses off",
         ">parameters off",
-        "refused",
     )
-    parts: list[Any] = [Table(columns, tuple(_cells(row, plain.get(row.program)) for row in rows))]
+    parts: list[Any] = [Table(columns, tuple(_cells(row, plain.get(row.program)) for row in ran))]
+    parts += [Paragraph(f"{row.program}, {row.how}: {row.refused}") for row in rows if row.refused]
     if off:
         parts.append(Paragraph(f"Predicted step times of {len(off)} rows are off by {100 * statistics.median(off):.0f} % in the median."))
     return Report("One device", tuple(parts))
 
 
 def _cells(row: Row, plain: Row | None) -> tuple[str, ...]:
-    if row.refused:
-        return row.program, row.how, *("" for _ in range(9)), row.refused
     times = format_seconds(row.seconds), format_seconds(row.predicted_seconds), f"{row.predicted_seconds / row.seconds:.2f}"
-    peak = format_bytes(row.peak_bytes) if row.peak_bytes else ""
-    peaks = peak, format_bytes(row.predicted_bytes), f"{row.predicted_bytes / row.peak_bytes:.2f}" if row.peak_bytes else ""
+    peak = row.peak_bytes or row.compiled_bytes
+    seen = (format_bytes(each) if each else "" for each in (row.peak_bytes, row.compiled_bytes))
+    peaks = *seen, format_bytes(row.predicted_bytes), f"{row.predicted_bytes / peak:.2f}" if peak else ""
     if plain is None or plain is row:
-        return row.program, row.how, *times, "", *peaks, "", "", ""
+        return row.program, row.how, *times, "", *peaks, "", ""
     losses = max(abs(a / b - 1) for a, b in zip(row.losses, plain.losses, strict=True))
     return (
         row.program,
@@ -288,7 +303,6 @@ def _cells(row: Row, plain: Row | None) -> tuple[str, ...]:
         *peaks,
         f"{losses:.0e}",
         f"{abs(row.check / plain.check - 1):.0e}",
-        "",
     )
 
 
@@ -306,13 +320,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--lock", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.row:
-        cluster = Cluster.parse(options.cluster) if options.cluster else start_of(jax.devices()[:1])
+        cluster = Cluster.of(options.cluster) if options.cluster else start_of(jax.devices()[:1])
         print(json.dumps(asdict(run(*options.row, cluster, options.lock))))
         return 0
     if options.measured:
         before = [_row(line) for line in Path(options.measured).read_text().splitlines()]
         if options.cluster:
-            before = [predicted_again(row, Cluster.parse(options.cluster)) for row in before]
+            before = [predicted_again(row, Cluster.of(options.cluster)) for row in before]
         show(report(before))
         return 0
     asked = QUICK if options.quick else tuple(row for row in ROWS if not options.programs or row[0] in options.programs)

@@ -51,6 +51,22 @@ def test_microbatches_benchmark_runs():
     assert all(each["difference"] is None and "other_models.py:53" in each["refused"] for each in found[3:])
 
 
+def test_one_device_is_measured_beside_its_prediction(monkeypatch, tmp_path):
+    """A step runs on this machine's device with the losses of the plain one, and what was measured is predicted again."""
+    monkeypatch.syspath_prepend(ROOT)
+    from autoshard import Cluster
+    from benchmarks import one_device
+
+    here, faster = Cluster.parse("cpu:1"), Cluster.parse("h100:1x1")
+    plain, parts = (one_device.run("tiny", how, here, str(tmp_path / "lock")) for how in ("jit", "microbatches"))
+    assert plain.losses == pytest.approx(parts.losses, rel=1e-3) and plain.losses[0] > plain.losses[-1] and not parts.refused
+    assert min(parts.seconds, parts.predicted_seconds, parts.compiled_bytes) > 0 and parts.predicted_seconds > plain.predicted_seconds
+    again = one_device.predicted_again(parts, faster)
+    assert again.seconds == parts.seconds and again.predicted_seconds < parts.predicted_seconds
+    shown = str(one_device.report([plain, again, one_device.Row("tiny", "remat auto", refused="no time was left")]))
+    assert "tiny, remat auto: no time was left" in shown and "of 2 rows" in shown
+
+
 @pytest.mark.slow
 def test_pipelines_benchmark_runs():
     """A step in two stages is equal to the same on one device, in its schedule's order, with one send each way, as JSON."""
