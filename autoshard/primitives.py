@@ -136,11 +136,11 @@ _ELEMENTWISE: dict[str, Primitive] = {
     **_each("max", "elementwise", operator="max", commutes_with_casts=True),
     **_each("min", "elementwise", operator="min", commutes_with_casts=True),
     **_each("square", "elementwise", vector_operations=1.5),
-    **_each("exp log rsqrt sqrt", "elementwise", vector_operations=2.0),
-    **_each("expm1 integer_pow log1p", "elementwise", vector_operations=3.0),
+    **_each("exp log log2 rsqrt sqrt", "elementwise", vector_operations=2.0),
+    **_each("expm1 integer_pow log1p one_minus_square", "elementwise", vector_operations=3.0),
     **_each("pow", "elementwise", vector_operations=5.0),
     **_each("logistic", "elementwise", vector_operations=9.0),
-    **_each("rem", "elementwise", vector_operations=10.0),
+    **_each("polynomial rem", "elementwise", vector_operations=10.0),
     **_each("tanh", "elementwise", vector_operations=1.0),
     **_each("cos sin tan", "elementwise", vector_operations=20.0),
     **_each("acos acosh asin asinh atan atan2 atanh cosh sinh", "elementwise"),
@@ -167,7 +167,8 @@ _DATA: dict[str, Primitive] = {
     **_each("optimization_barrier", "identity", work="none", view=True),
     **_each("name", "identity", work="none", commutes_with_casts=True),
     **_each("stop_gradient", "identity", work="none"),
-    **_each("dce_sink layout_constraint preduced reduced_vary_cast_p tie vary_unreduced_cast_p", "identity"),
+    **_each("dce_sink layout_constraint preduced program_order relayout tie", "identity"),
+    **_each("reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p", "identity"),
     **_each("pvary", "identity", work="none", view=True),
     **_each("shard_alike with_memory_space_constraint xla_metadata_value", "identity"),
     **_each("sharding_constraint", "placement", work="none", view=True, commutes_with_casts=True),
@@ -246,7 +247,7 @@ _PROGRAMS: dict[str, Primitive] = {
     **_each("remat2", "call", bodies=("jaxpr",), anchor=True),  # jax.checkpoint
     **_each("custom_linear_solve", "call", bodies=("jaxprs",)),  # the solver, of its four functions
     **_each("jit", "inlined_call", bodies=("jaxpr",)),
-    **_each("closed_call", "inlined_call", bodies=("call_jaxpr",)),
+    **_each("closed_call eval_jaxpr", "inlined_call", bodies=("call_jaxpr",)),
     **_each("custom_jvp_call custom_vjp_call", "custom_rule", bodies=("call_jaxpr",)),
     **_each("custom_vmap_call", "custom_rule", bodies=("call",)),
     **_each("linear_call", "custom_rule", bodies=("callee",)),
@@ -272,11 +273,11 @@ _COLLECTIVES: dict[str, Primitive] = {
         **_each("all_to_all all_to_all_start ragged_all_to_all", "collective", collective="all_to_all"),
         **_each("ppermute ppermute_start", "collective", collective="collective_permute"),
         **_each("pmax pmin psum psum_invariant psum_invariant_start psum_start", "collective", collective="all_reduce"),
-        **_each("unreduced_psum unreduced_psum_start", "collective", collective="all_reduce"),
+        **_each("unreduced_pmax unreduced_pmin unreduced_psum unreduced_psum_start", "collective", collective="all_reduce"),
         **_each("reduce_scatter reduce_scatter_start", "collective", collective="reduce_scatter"),
         **_each("unreduced_reduce_scatter unreduced_reduce_scatter_start", "collective", collective="reduce_scatter"),
         **_each("all_gather_done all_to_all_done ppermute_done psum_done reduce_scatter_done", "collective"),
-        **_each("pbroadcast pbroadcast_done pbroadcast_start precv psend", "collective"),
+        **_each("pbroadcast pbroadcast_done pbroadcast_dynamic pbroadcast_start precv psend", "collective"),
     }.items()
 }
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import metadata
 from typing import Any, Protocol
 
 import jax
@@ -39,7 +38,7 @@ from autoshard.problem import Problem
 from autoshard.progress import Progress, part
 from autoshard.render import format_bytes
 from autoshard.rules import rules_of
-from autoshard.strategy import BY_ROWS, PipelineRecord, Program, Provenance, Record, SearcherRecord, StageRecord, TensorRecord
+from autoshard.strategy import BY_ROWS, PipelineRecord, Program, Provenance, Record, SearcherRecord, StageRecord, TensorRecord, version
 from autoshard.trace import Traced
 
 USUAL = "1f1b"  # the schedule where none is asked for
@@ -384,7 +383,7 @@ def _record(traced: Traced, cluster: Cluster, asked: Pipeline, plan: _Plan, sear
         donate_argnums=traced.donate_argnums,
         assumptions=_notes(plan),
         stats={**_stats(plan), **spent},
-        provenance=Provenance(autoshard=metadata.version("autoshard"), jax=jax.__version__),
+        provenance=Provenance(autoshard=version(), jax=jax.__version__),
         pipeline=PipelineRecord(
             schedule=plan.schedule.name,
             chunks=asked.chunks,

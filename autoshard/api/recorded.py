@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
-from importlib import metadata
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ from autoshard.api.tracing import TracedOnce
 from autoshard.cluster import Cluster
 from autoshard.ir import Layout, Mesh, layout_to_spec, result_layouts
 from autoshard.search import Solution
-from autoshard.strategy import Program, Provenance, Record, SearcherRecord, TensorRecord
+from autoshard.strategy import Program, Provenance, Record, SearcherRecord, TensorRecord, version
 from autoshard.trace import SplitModules, Traced
 
 Call = tuple[Callable, tuple]
@@ -83,7 +82,7 @@ def record_of(
         donate_argnums=traced.donate_argnums,
         assumptions=(*graph.assumptions, *notes, *solution.notes),
         stats=solution.stats,
-        provenance=Provenance(autoshard=metadata.version("autoshard"), jax=jax.__version__),
+        provenance=Provenance(autoshard=version(), jax=jax.__version__),
     )
 
 

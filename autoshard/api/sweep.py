@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any, overload
 
@@ -25,6 +24,7 @@ from autoshard.cluster import Cluster
 from autoshard.errors import AutoshardError, ClusterError, InfeasibleError, SearchLimitError, ShardingError
 from autoshard.progress import Progress, part, silent
 from autoshard.render import Paragraph, Report, Table, format_bytes, format_seconds
+from autoshard.strategy import version
 
 HOUR, DAY = 3600.0, 86_400.0
 REFUSALS = (InfeasibleError, SearchLimitError, ShardingError, ClusterError)  # of one point, which the others do not share
@@ -303,7 +303,7 @@ def _key(fn: TracedOnce, args: tuple, cluster: Cluster, mesh: MeshAsked, options
     """A hash of what decides the answer of a search."""
     axes = (*Asked.of(options.get("pins"), options.get("batch_axes")).axes, *(given_mesh(mesh).names if isinstance(mesh, Mapping) else ()))
     whole = whole_of(fn, args, options.get("donate_argnums", ()), axes)
-    told = (whole.graph.fingerprint, cluster.to_dict(), mesh, sorted(options.items()), metadata.version("autoshard"), jax.__version__)
+    told = (whole.graph.fingerprint, cluster.to_dict(), mesh, sorted(options.items()), version(), jax.__version__)
     return hashlib.sha256(repr(told).encode()).hexdigest()[:32]
 
 
@@ -339,4 +339,3 @@ class _Saved:
         partial = self.folder / "sweep.json.partial"
         partial.write_text(Sweep(points, self.item, self.total).to_json() + "\n", "utf-8")
         partial.replace(self.folder / "sweep.json")
-

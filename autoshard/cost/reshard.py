@@ -98,9 +98,7 @@ class Reshards:
         gathers_tori: whether one all_gather may be over all devices of a three-dimensional torus.
     """
 
-    def __init__(
-        self, mesh: Mesh, communication: Communication, copying_seconds_per_byte: float = 0.0, gathers_tori: bool = True
-    ):
+    def __init__(self, mesh: Mesh, communication: Communication, copying_seconds_per_byte: float = 0.0, gathers_tori: bool = True):
         self._sizes = mesh.sizes
         self._copying = {"all_to_all": copying_seconds_per_byte}
         self._communication = communication

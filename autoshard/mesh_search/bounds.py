@@ -13,9 +13,7 @@ from autoshard.reductions import low_degree, symmetry
 from autoshard.search.searcher import Solution
 
 
-def message_bound(
-    problem: Problem, max_sweeps: int, enough: float = float("inf"), hints: Hints = NO_HINTS
-) -> tuple[float, Hints]:
+def message_bound(problem: Problem, max_sweeps: int, enough: float = float("inf"), hints: Hints = NO_HINTS) -> tuple[float, Hints]:
     """A lower bound of the objective over all assignments of the mesh, and hints with the messages that prove it.
 
     By message passing where the tables are small enough, else compute alone. With a multiplier of memory in the hints it bounds the

@@ -14,6 +14,7 @@ from autoshard.strategy.record import (
     SearcherRecord,
     StageRecord,
     TensorRecord,
+    version,
 )
 
 __all__ = [
@@ -33,4 +34,5 @@ __all__ = [
     "load_record",
     "save_record",
     "to_json",
+    "version",
 ]

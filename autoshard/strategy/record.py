@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from importlib import metadata
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,14 @@ class SearcherRecord:
 
     def __post_init__(self):
         object.__setattr__(self, "options", plain(self.options))
+
+
+def version() -> str:
+    """The version of this package; empty where a source tree runs that is not installed."""
+    try:
+        return metadata.version("autoshard")
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,9 +146,7 @@ class Ahead:
     seconds: float
 
 
-def compile_ahead(
-    lowered: Lowered, mesh: Mesh, topology: Topology, cycles: bool = False, options: Options | None = None
-) -> Ahead:
+def compile_ahead(lowered: Lowered, mesh: Mesh, topology: Topology, cycles: bool = False, options: Options | None = None) -> Ahead:
     """The program compiled for the devices of a topology.
 
     Args:
@@ -173,9 +171,7 @@ class Compilation:
     Arguments are those of `compile_ahead`, which waits for one; several may run at once.
     """
 
-    def __init__(
-        self, lowered: Lowered, mesh: Mesh, topology: Topology, cycles: bool = False, options: Options | None = None
-    ):
+    def __init__(self, lowered: Lowered, mesh: Mesh, topology: Topology, cycles: bool = False, options: Options | None = None):
         """Starts the process.
 
         Raises:
