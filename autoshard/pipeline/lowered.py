@@ -57,6 +57,8 @@ class _Lowering:
         self.arguments = [_type(aval.shape, aval.dtype, where) for aval, where in zip(avals, shardings, strict=False)]
         messages = zip(stage.receives, avals[n_args:], programs.receive_shardings, strict=True)
         self.messages = [_type(m.shape if m.kind == "loop" else aval.shape, aval.dtype, where) for m, aval, where in messages]
+        tasks = programs.tasks.values()
+        self._direct = {k - n_args for task in tasks for k in task.arguments if k >= n_args}  # messages that tasks read as constants
         self.handed: list[Any] = []
         self.constants: tuple = ()
         self.totals: dict[str, tuple] = {}
@@ -92,7 +94,8 @@ class _Lowering:
     def _task(self, kind: str) -> LoweredProgram:
         task = self.programs.tasks[kind]
         whole = NamedSharding(self.plan.mesh, PartitionSpec())
-        read = tuple(self.arguments[k] for k in task.arguments)
+        inputs = [*self.arguments, *self.messages]
+        read = tuple(inputs[k] for k in task.arguments)
         groups = (
             _type((), np.dtype(np.int32), whole),
             read,
@@ -106,7 +109,8 @@ class _Lowering:
         tasks = self.programs.tasks.values()
         readers = Counter(k for other in tasks for k in other.receives)
         own = sum(other.residual_bytes for other in tasks) + self._bytes([self.messages[k] for k, n in readers.items() if n > 1])
-        beside = self._bytes(self.arguments) - self._bytes(read) + (self.in_flight - 1) * own
+        kept = [self.messages[k] for k in sorted({k for outer in self.programs.before for k in outer.receives}.union(self._direct))]
+        beside = self._bytes([*self.arguments, *kept]) - self._bytes(read) + (self.in_flight - 1) * own
         beside += sum(self._bytes(total) for other, total in self.totals.items() if other != kind)
         return LoweredProgram(kind, self.n, lowered, beside)
 

@@ -70,7 +70,7 @@ class TaskProgram:
         call: the jitted program, from groups of arrays: the microbatch's number, large constants that are arguments, the other constants,
             its totals, messages, and what each earlier task of the microbatch hands on; to its totals, messages and what it hands on.
         keeping: the same, with which the totals that it is given are not used up.
-        arguments: positions among the stage's arguments of large constants.
+        arguments: positions of large constants among the stage's arguments and, after them, what it receives.
         receives: positions among the stage's ``receives``.
         reads: the kinds of the earlier tasks whose arrays it reads.
         sends: positions among the stage's ``sends``.

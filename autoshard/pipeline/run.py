@@ -269,7 +269,7 @@ class _Call:
 
     def __init__(self, run: Pipelined, arguments: Sequence[Any], waits: bool):
         self.run, self.waits = run, waits
-        self.placed: dict[tuple[int, int], Any] = {}
+        self.placed: dict[tuple[int, int], Any] = {}  # arguments, and messages outside the loop
         for piece, k, position, way in run._arguments:
             home, x = run.staged.argument_homes[position], arguments[position]
             if way is not None:
@@ -277,7 +277,6 @@ class _Call:
             elif run.is_here[piece]:
                 self.placed[piece, k] = x if home == piece else put(x, run._programs[piece].argument_shardings[k])
         n = len(run.staged.stages)
-        self.messages: list[dict[int, Any]] = [{} for _ in range(n)]  # outside the loop
         self.arrived: list[dict[tuple[int, int], Any]] = [{} for _ in range(n)]  # per position and microbatch
         self.handed: list[dict[int, tuple]] = [{} for _ in range(n)]
         self.constants: list[tuple] = [()] * n
@@ -290,10 +289,11 @@ class _Call:
         run = self.run
         if not run.is_here[piece]:
             for send in sends:
-                self.messages[send.target][send.position] = send.placed(None)
+                self._receive(send, None)
             return
-        arguments = tuple(self.placed[piece, position] for position in outer.arguments)
-        arguments += tuple(self.messages[piece][position] for position in outer.receives)
+        n_own = len(run.staged.stages[piece].arguments)
+        read = (*outer.arguments, *(n_own + position for position in outer.receives))
+        arguments = tuple(self.placed[piece, position] for position in read)
         before = tuple(self.handed[piece][number] for number in outer.reads)
         totals = tuple(self.totals[piece][kind] for kind in outer.kinds)
         try:
@@ -308,9 +308,13 @@ class _Call:
             if self.waits:
                 jax.block_until_ready((gives, loop))
             for send in sends:
-                self.messages[send.target][send.position] = send.placed(gives[n_results + send.place])
+                self._receive(send, gives[n_results + send.place])
         except Exception as error:
             raise self._failure(piece, "what comes around the loop over microbatches", error, (arguments, before)) from error
+
+    def _receive(self, send: _Send, x: Any) -> None:
+        """Sends a message outside the loop, which the stage then has after its arguments."""
+        self.placed[send.target, len(self.run.staged.stages[send.target].arguments) + send.position] = send.placed(x)
 
     def start(self, start: _Start) -> None:
         """Starts a task, and what it sends."""

@@ -188,11 +188,29 @@ def test_what_is_only_read_narrow_is_handed_on_narrow():
     assert narrow < 0.7 * wide
 
 
-def handed_bytes(run, kind):
-    """The bytes that a stage's first task of a kind reads."""
-    found = lowered_programs(run.staged.stages[0], run.plans[0], run._programs[0], run.schedule.n_microbatches, 1, None)
+def handed_bytes(run, kind, stage=0):
+    """The bytes that a stage's tasks of a kind read."""
+    found = lowered_programs(run.staged.stages[stage], run.plans[stage], run._programs[stage], run.schedule.n_microbatches, 1, None)
     (task,) = (each for each in found if each.name == kind)
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(task.lowered.in_avals))
+
+
+def test_a_large_array_of_another_stage_is_read_where_it_arrives():
+    """What the first stage makes once for the tasks of another one, too large to be copied for them; their lowering takes it as well."""
+
+    def loss(weights, x):
+        shared = weights["a"] @ weights["b"]
+        for w in weights["layers"]:
+            x = jnp.tanh(x @ shared) @ w
+        return jnp.mean(x**2)
+
+    weights = {"a": abstract((512, 2)), "b": abstract((2, 640)), "layers": [abstract((640, 512))] * 2}
+    fn, args = train_step_of(loss, weights, abstract((B, 512)))
+    run = pipelined(fn, args, 2, 2, mesh={"data": 1})
+    n_own = len(run.staged.stages[1].arguments)
+    assert any(k >= n_own for task in run._programs[1].tasks.values() for k in task.arguments)
+    compared(run, args)
+    assert handed_bytes(run, "B", 1) >= 512 * 640 * 4
 
 
 def test_state_stays_on_its_stage():
