@@ -115,7 +115,7 @@ class Interpreter:
         def function(*arguments: Any) -> Sequence[Any]:
             return inner.run(*opened(body), arguments, (*path, 0))
 
-        new, _ = retraced(body, function, types_of(opened(body)[0].invars))
+        new, _ = retraced(eqn.primitive.name, function, types_of(opened(body)[0].invars))
         return bind(eqn, operands, **with_bodies(eqn, [body], [new]))
 
     def found(self, eqn: JaxprEqn, path: Path) -> Op | None:
@@ -148,7 +148,7 @@ class Interpreter:
             return list(evaluate(0, bodies[0])(*(operands[k] for k in read)))
         new, constants = [], []
         for number, body in enumerate(bodies):
-            jaxpr, leading = retraced(body, evaluate(number, body), self.types(op, number, opened(body)[0]))
+            jaxpr, leading = retraced(eqn.primitive.name, evaluate(number, body), self.types(op, number, opened(body)[0]))
             new.append(jaxpr)
             constants += leading
         return bind(eqn, [*constants, *operands], **with_bodies(eqn, bodies, new))
@@ -188,14 +188,14 @@ def product(eqn: JaxprEqn, operands: Sequence[Any], swapped: bool) -> Any:
 
 
 def retraced(
-    old: ClosedJaxpr | Jaxpr, function: Callable[..., Sequence[Any]], types: Sequence[jax.ShapeDtypeStruct]
+    primitive: str, function: Callable[..., Sequence[Any]], types: Sequence[jax.ShapeDtypeStruct]
 ) -> tuple[ClosedJaxpr | Jaxpr, list[Any]]:
-    """The jaxpr of ``function`` for arguments of these types, in place of ``old``, and the constants to pass it as leading arguments.
+    """The jaxpr of ``function`` for arguments of these types, as a body of ``primitive``, and the constants to pass it as leading arguments.
 
-    A closed jaxpr keeps its constants; an open one, such as a checkpoint's, gets them as arguments.
+    A checkpoint's body has no constants, so it gets them as arguments; other bodies keep theirs.
     """
     new = jax.make_jaxpr(function)(*types)
-    if isinstance(old, ClosedJaxpr):
+    if primitive != "remat2":
         return new, []
     n = len(new.consts)
     if n:

@@ -405,7 +405,7 @@ def _cond(inside: Inside, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[An
 def _checkpoint(inside: Inside, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     (old,) = subjaxprs(eqn)
     types = [jax.typeof(x) for x in operands]
-    new, constants = retraced(old, inside.body(op, 0, old), [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in types])
+    new, constants = retraced(eqn.primitive.name, inside.body(op, 0, old), [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in types])
     return bind(eqn, [*constants, *operands], **with_bodies(eqn, [old], [new]))
 
 

@@ -189,7 +189,7 @@ class _Inlined(Interpreter):
             return bind(eqn, operands)
         (old,) = subjaxprs(eqn)
         inner = _Inlined(None)
-        new, _ = retraced(old, lambda *arguments: inner.run(*opened(old), arguments), types_of(opened(old)[0].invars))
+        new, _ = retraced(eqn.primitive.name, lambda *arguments: inner.run(*opened(old), arguments), types_of(opened(old)[0].invars))
         return bind(eqn, operands, **with_bodies(eqn, [old], [_without_dead_code(*opened(new))]))
 
 
