@@ -76,7 +76,8 @@ class TensorParallel(Searcher):
         small = symmetry.apply(problem)
         judgements, refused = [], []
         for splits in variants:
-            last = {leaders[op]: (factor, -1) if op in features.seconds and not self.sequence else factor for op, factor in splits.items()}
+            led = {op: factor for op, factor in splits.items() if op in leaders}  # a product that contracts nothing may follow its weight
+            last = {leaders[op]: (factor, -1) if op in features.seconds and not self.sequence else factor for op, factor in led.items()}
             fixed = tuple([*by_batch, last][: len(problem.mesh.axes)])
             projected = small and small.project_parts(fixed)
             run = PropagationSearch(problem, fixed, last_first=True, progress=progress)

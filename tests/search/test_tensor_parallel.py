@@ -95,6 +95,17 @@ def test_fused_gates_are_taken_apart_too():
     assert pairs_of(gated, array(64, 512), array(256, 64), array(512, 64))[:2] == ([], [((256, 64), 256)])
 
 
+def test_a_first_product_that_contracts_nothing_follows_its_weight():
+    """The transposed last layer of a network of one output is scaled by a constant there, as in a gradient penalty: no decision of its own."""
+
+    def penalised(p, q, r, x):
+        return (jnp.tanh(x @ p) * (jnp.ones((1, 1)) @ q)) @ r
+
+    args = array(64, 256), array(1, 256), array(256, 64), array(128, 64)
+    strategy = autoshard.search(penalised, *args, cluster="cpu:4", mesh={"model": 4}, searcher="tensor_parallel")
+    assert strategy.in_specs[1:3] == (jax.P(None, "model"), jax.P("model", None))
+
+
 def test_a_feature_that_is_reduced_between_is_no_pair():
     """A norm over the feature that the next product contracts keeps both whole."""
 
