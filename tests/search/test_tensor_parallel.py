@@ -96,7 +96,7 @@ def test_fused_gates_are_taken_apart_too():
 
 
 def test_a_first_product_that_contracts_nothing_follows_its_weight():
-    """The transposed last layer of a network of one output is scaled by a constant there, as in a gradient penalty: no decision of its own."""
+    """The last layer of a critic, transposed and scaled by a constant there, as in a gradient penalty, has no decision of its own."""
 
     def penalised(p, q, r, x):
         return (jnp.tanh(x @ p) * (jnp.ones((1, 1)) @ q)) @ r
