@@ -131,10 +131,19 @@ def _shape(name: str) -> Callable[[Sharded], dict[str, Any]]:
     return lambda op: {name: op.local(op.results[0], op.leaving[0])}
 
 
+def _in_shard(op: Sharded, positions: Sequence[int]) -> tuple[int, ...]:
+    """Positions in the operand's dimensions, or sizes along them, as those of a shard: whole shards in dimensions that are split."""
+    whole, shard = op.operands[0], op.local(op.operands[0], op.entering[0])
+    return tuple(at if m == n else at * m // n for at, n, m in zip(positions, whole, shard, strict=True))
+
+
+def _pad(op: Sharded) -> dict[str, Any]:
+    low, high, interior = zip(*op.params["padding_config"], strict=True)
+    return {"padding_config": tuple(zip(_in_shard(op, low), _in_shard(op, high), interior, strict=True))}
+
+
 def _slice(op: Sharded) -> dict[str, Any]:
-    """The limits of a slice: those of the shard in dimensions that are taken whole."""
-    (whole,), shard = op.operands, op.local(op.operands[0], op.entering[0])
-    return {"limit_indices": tuple(m if end == n else end for end, n, m in zip(op.params["limit_indices"], whole, shard, strict=True))}
+    return {name: _in_shard(op, op.params[name]) for name in ("start_indices", "limit_indices")}
 
 
 def _split(op: Sharded) -> dict[str, Any]:
@@ -151,6 +160,7 @@ RESIZED: Mapping[str, Callable[[Sharded], dict[str, Any]]] = {
     "broadcast_in_dim": _shape("shape"),
     "dynamic_slice": _shape("slice_sizes"),
     "empty": _shape("shape"),
+    "pad": _pad,
     "reshape": _shape("new_sizes"),
     "slice": _slice,
     "split": _split,

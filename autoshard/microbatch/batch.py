@@ -10,9 +10,9 @@ import jax
 
 from autoshard.errors import TraceError
 from autoshard.ir import Graph, Rule
-from autoshard.microbatch.mapped import batch_rules
 from autoshard.microbatch.plan import LEAST_SHARE, Loop, plan_loop, product_flops
 from autoshard.microbatch.rewrite import in_microbatches
+from autoshard.microbatch.rules import batch_rules
 from autoshard.microbatch.several import in_several_loops
 from autoshard.search import alike_arguments
 from autoshard.trace import Traced, rebuilt, types_of
@@ -109,8 +109,10 @@ def _most_inside(graph: Graph, rules: Sequence[Rule | None], n: int) -> Loop:
             break
     if best is None or not best[0][-1]:
         why = f"of what could be one, {', '.join(dict.fromkeys(indivisible))} examples" if indivisible else "no argument has examples"
-        if best is not None and best[1].coupled:
-            why = str(best[1].coupled[0][0])
+        if best is not None:
+            causes = [*(cause for cause, _ in best[1].coupled), *best[1].early]
+            paths = ", ".join(_path(graph, value) for value in best[1].batch)
+            why = str(causes[0]) if causes else f"no product is computed of single examples of {paths}"
         raise TraceError(f"the number of microbatches divides a batch among the arguments, got {n}: {why}. Use another number.")
     return best[1]
 

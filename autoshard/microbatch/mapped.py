@@ -13,17 +13,8 @@ from dataclasses import replace
 
 from autoshard.ir import Factor, Graph, Op, Rule, Value
 from autoshard.primitives import is_collective
-from autoshard.rules import rules_of
 from autoshard.rules.registry import Dim, assemble, rule_of
 from autoshard.trace.mapped import ENTERING, MAPPED
-
-
-def batch_rules(graph: Graph) -> tuple[Rule | None, ...]:
-    """The rule by which a microbatch is carried through each op, by op index: in shard_maps that of the op on one device."""
-    rules = rules_of(graph)
-    if not any(op.mapped for op in graph.ops):
-        return rules
-    return tuple(_on_shards(op, rule, graph) if op.mapped else rule for op, rule in zip(graph.walk(), rules, strict=True))
 
 
 def shard_maps(ops: Sequence[Op]) -> Iterator[tuple[Op, ...]]:
@@ -37,7 +28,7 @@ def shard_maps(ops: Sequence[Op]) -> Iterator[tuple[Op, ...]]:
         start = end
 
 
-def _on_shards(op: Op, rule: Rule | None, graph: Graph) -> Rule | None:
+def on_shards(op: Op, rule: Rule | None, graph: Graph) -> Rule | None:
     """The rule of an op of a shard_map on the shards of one device."""
     if op.bodies:
         return rule

@@ -58,6 +58,7 @@ class Loop:
         statuses: per value, those in bodies included; absent where it is whole.
         accumulated, stacked: the values that are combined over microbatches, and those that are put together, for what runs after.
         coupled: the operations that need all examples and are not small, each with the FLOPs of products that they hold up.
+        early: the small ones, which are computed before the loop.
         awaited: the values, combined over all examples, that such operations read beside each example: given them, those run in a loop.
     """
 
@@ -70,6 +71,7 @@ class Loop:
     accumulated: tuple[int, ...]
     stacked: tuple[int, ...]
     coupled: tuple[tuple[Coupled, float], ...]
+    early: tuple[Coupled, ...]
     awaited: tuple[int, ...]
 
     def status(self, value: int) -> Status:
@@ -106,6 +108,7 @@ class _Planner:
         self.light = {value: True for value in (*graph.arguments, *graph.constants)}
         self.small_bytes = max(SMALL_BYTES, SMALL_BATCHES * sum(graph.values[value].nbytes for value in batch))
         self.coupled: dict[int, Coupled] = {}
+        self.early: list[Coupled] = []
         self.awaited: dict[int, None] = {}
         self.waiting: set[int] = set()  # values that come of awaited ones
 
@@ -133,6 +136,7 @@ class _Planner:
             tuple(value for value in made if self.status(value).kind == "partial"),
             tuple(value for value in made if self.status(value).kind == "slice"),
             tuple(self._held_up()),
+            tuple(self.early),
             tuple(self.awaited),
         )
 
@@ -184,6 +188,7 @@ class _Planner:
             phase, move = self._inside(op, reads, light)
         except Coupled as error:
             if light:
+                self.early.append(error)
                 self._whole_before(op.operands)
                 self.phases[op.index] = "before"
                 self.statuses.update(self._sliced_results(op, reads))

@@ -19,7 +19,7 @@ from autoshard.ir import Graph, Op
 from autoshard.lower import Path, ops_by_path
 from autoshard.microbatch.plan import Loop, plan_loop, product_flops
 from autoshard.microbatch.rewrite import AsItIs, in_microbatches
-from autoshard.rules import rules_of
+from autoshard.microbatch.rules import batch_rules
 from autoshard.trace import Traced, of_jaxpr, types_of
 
 MOST_LOOPS = 8
@@ -39,7 +39,7 @@ def in_several_loops(traced: Traced, loop: Loop) -> tuple[Function, int] | None:
     """
     if any(getattr(op.equation, "effects", ()) for op in traced.graph.walk()):
         return None  # they would happen twice
-    total = product_flops(traced.graph.ops, rules_of(traced.graph), traced.graph)
+    total = product_flops(traced.graph.ops, batch_rules(traced.graph), traced.graph)
     cutter = _Cutter(loop.n, total)
     batch = {traced.graph.arguments.index(value): dim for value, dim in loop.batch.items()}
     function = cutter.looped(traced, batch, MOST_LOOPS, math.inf)
@@ -69,7 +69,7 @@ class _Cutter:
             before: FLOPs that waited for all examples before the last cut; one that hardly changes them counts as several, so that a step
                 with normalisations over the batch in each of many layers is given up soon.
         """
-        graph, rules = traced.graph, rules_of(traced.graph)
+        graph, rules = traced.graph, batch_rules(traced.graph)
         loop = plan_loop(graph, rules, {graph.arguments[place]: dim for place, dim in batch.items()}, self.n)
         if loop.obstacle(self.total) is None or not loop.awaited:
             self.loops += 1

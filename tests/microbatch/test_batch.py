@@ -150,6 +150,27 @@ def test_features_are_no_batch():
         microbatched(trace(step, *wide), 64)
 
 
+def shuffled(weights, x, key):
+    return jnp.mean((x[jax.random.permutation(key, 12)] @ weights) ** 2)
+
+
+def joined_inside(weights, x, y):
+    return jnp.mean((jnp.concatenate([x[:3], y, x[3:]]) @ weights) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("function", "more", "why"),
+    [
+        (shuffled, jax.eval_shape(lambda: jax.random.key(0)), "no product is computed of single examples of x. "),
+        (joined_inside, X, r"slice at .*test_batch.py:\d+ \(joined_inside\) takes the examples' dimension apart. "),
+    ],
+)
+def test_small_examples_that_are_rearranged_before_all_products(function, more, why):
+    """The message says so, rather than the sizes of other dimensions, which this number does not divide."""
+    with pytest.raises(TraceError, match=f"(?s)divides a batch among the arguments, got 6: {why}Use another number"):
+        microbatched(trace(jax.grad(function), W, X, more), 6)
+
+
 def test_one_microbatch_is_the_program():
     """Nothing is rewritten for one."""
     traced = trace(normalised, W, X)

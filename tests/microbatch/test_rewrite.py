@@ -152,6 +152,13 @@ def accumulated(weights, xs, ys):
     return lax.scan(lambda total, both: (total + squared(weights, *both), None), 0.0, (xs, ys))[0] / 4
 
 
+def paired(weights, x, y):
+    """Computes of two batches at once, as preferences are trained, the second one padded, and compares them."""
+    both = layers(weights, jnp.concatenate([x, jnp.pad(y[: B // 2], ((B // 2, 0), (0, 0))), jnp.zeros_like(x)]))
+    first, second, _ = jnp.split(both, 3)
+    return jnp.mean(jax.nn.softplus(first - second).sum(-1) * jnp.arange(B))
+
+
 def half(weights, x, y):
     """Computes in bfloat16."""
     narrow = jax.tree.map(lambda w: w.astype(jnp.bfloat16), weights)
@@ -170,6 +177,7 @@ LOSSES = {
     "scanned": (scanned, WEIGHTS, (X, Y)),
     "branched": (branched, WEIGHTS, (X, Y)),
     "looked_up": (looked_up, {**WEIGHTS, "table": leaf(8, D)}, (leaf(B, dtype=jnp.int32), Y)),
+    "paired": (paired, WEIGHTS, (X, Y)),
     "accumulated": (accumulated, WEIGHTS, (leaf(4, B, D), leaf(4, B, D))),
 }
 
