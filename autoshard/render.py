@@ -38,11 +38,11 @@ PIPE_WIDTH = 120  # columns of a report that does not go to a terminal
 def format_seconds(seconds: float) -> str:
     """The duration with three significant digits and its unit.
 
-    >>> format_seconds(0.0123), format_seconds(4.2e-6), format_seconds(75), format_seconds(0)
-    ('12.3 ms', '4.20 µs', '75.0 s', '0 s')
+    >>> format_seconds(0.0123), format_seconds(4.2e-6), format_seconds(75), format_seconds(0), format_seconds(1.6e-13)
+    ('12.3 ms', '4.20 µs', '75.0 s', '0 s', '< 1 ns')
     """
     if 0 < abs(seconds) < 0.9995e-9:
-        return f"{seconds:.2g} s"
+        return "< 1 ns"
     return _scaled(seconds, "s", (("n", 1e-9), ("µ", 1e-6), ("m", 1e-3), ("", 1.0)))
 
 

@@ -37,8 +37,9 @@ from autoshard.api.ticking import check_parts, fastest, is_one_program
 from autoshard.api.tracing import TracedOnce
 from autoshard.api.user_pins import ARGUMENTS, Asked, Pins, user_pins
 from autoshard.cluster import Cluster
+from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.errors import ShardingError
-from autoshard.ir import check_divides, spec_to_layout
+from autoshard.ir import Mesh, check_divides, spec_to_layout
 from autoshard.ir.naming import matching
 from autoshard.judge.model import CostModel
 from autoshard.lower import lowering_mesh
@@ -49,6 +50,7 @@ from autoshard.progress import Progress, part, silent
 from autoshard.render import progress_line
 from autoshard.search import Searcher, Solution, searcher_of
 from autoshard.search.propagation import follow_layouts
+from autoshard.strategy import Record
 from autoshard.trace import Traced, outside_mesh
 from autoshard.verify import propagated
 
@@ -247,9 +249,9 @@ def evaluate(
     Args:
         fn, args, cluster, donate_argnums: as for `search`.
         mesh: axis sizes by name, outermost first; None: that of the arguments, where ``in_specs`` are theirs.
-        in_specs: a tuple with one entry an argument: a pytree of `PartitionSpec` like the argument, or one for all its leaves. Or a mapping
-            of argument paths and patterns to specs, as pins are, or ``"arguments"`` for those that the arguments have; what these do not
-            mention is replicated.
+        in_specs: a tuple with one entry an argument: a pytree of `PartitionSpec` like the argument, or one for all its leaves. Or one
+            `PartitionSpec` for all arguments, a mapping of argument paths and patterns to specs, as pins are, or ``"arguments"`` for
+            those that the arguments have; what these do not mention is replicated.
         microbatches: in how many parts of its batch the step computes its gradients, as for `search`; None: one.
 
     Raises:
@@ -268,8 +270,22 @@ def evaluate(
     pins = user_pins(Asked(arguments=of_arguments), graph, own_annotations(fn, args, traced) if of_arguments else [], False)
     check_meshes(pins, given)
     given = given or fixed_mesh(cluster, pins)
-    layouts = {}
     specs = pins.specs if of_arguments else flat_specs(traced, args, in_specs)
+    record = evaluated(traced, facts, cluster, given, specs, seconds, pins.notes)
+    return Strategy(record, traced, pins, abstract_call(fn, args), Searched(facts))
+
+
+def evaluated(
+    traced: Traced,
+    facts: ProgramFacts,
+    cluster: Cluster,
+    given: Mesh,
+    specs: Sequence[PartitionSpec],
+    stats: Mapping[str, float],
+    notes: Sequence[str] = (),
+) -> Record:
+    """As `evaluate`, of a program that is traced, with a spec for each leaf of its arguments; statistics and notes are added to its own."""
+    graph, layouts = traced.graph, {}
     for value, path, spec in zip(graph.arguments, graph.argument_paths, specs, strict=True):
         layout = spec_to_layout(tuple(spec), given, graph.values[value].rank, path)
         check_divides(layout, graph.values[value].shape, given, path)
@@ -285,11 +301,10 @@ def evaluate(
         spread = follow_layouts(problem, {**between, **layouts}, sides)
         solutions.append((problem.evaluate(spread), placing))
     judgement, placing = min(solutions, key=lambda found: found[0].cost.makespan_seconds)
-    solution = Solution(judgement, 0.0, {**seconds, "search_seconds": time.perf_counter() - started})
+    solution = Solution(judgement, 0.0, {**stats, "search_seconds": time.perf_counter() - started})
     solution = with_recomputation(facts, CostModel(cluster, placing), solution)
-    notes = [*without_rules(facts), *whole(facts, solution.assignment), *pins.notes]
-    record = record_of(traced, cluster, placing, solution, _Given(), notes)
-    return Strategy(record, traced, pins, abstract_call(fn, args), Searched(facts))
+    notes = [*without_rules(facts), *whole(facts, solution.assignment), *notes]
+    return record_of(traced, cluster, placing, solution, _Given(), notes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,13 +327,17 @@ def shown(progress: Progress | bool) -> Iterator[Progress]:
 
 
 def flat_specs(traced: Traced, args: tuple, in_specs: Any) -> list[PartitionSpec]:
-    """One spec an argument leaf, from a tuple of spec pytrees or prefixes of them, or from specs by path."""
+    """One spec an argument leaf, from one for all, a tuple of spec pytrees or prefixes of them, or from specs by path."""
+    if isinstance(in_specs, PartitionSpec | NamedSharding):
+        in_specs = (in_specs,) * len(args)
     if isinstance(in_specs, Mapping):
         paths = traced.graph.argument_paths
         by_position = {position: spec for pattern, spec in in_specs.items() for position in matching(pattern, paths)}
         in_specs = traced.in_tree.unflatten([by_position.get(position) for position in range(len(paths))])
-    if not isinstance(in_specs, tuple) or isinstance(in_specs, PartitionSpec) or len(in_specs) != len(args):
-        raise ShardingError(f"in_specs is a tuple with one entry for each of the {len(args)} arguments, got {in_specs!r}.")
+    if not isinstance(in_specs, tuple) or len(in_specs) != len(args):
+        raise ShardingError(
+            f"in_specs is one PartitionSpec for all arguments, or a tuple with one entry for each of the {len(args)}, got {in_specs!r}."
+        )
     try:
         flat = traced.flatten_prefix(in_specs, is_leaf=lambda entry: entry is None or isinstance(entry, PartitionSpec | NamedSharding))
     except ValueError as error:

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from autoshard.cluster import Cluster, Link, Span
 from autoshard.explanation.breakdown import collective_groups, layers, lines, memory_groups, merged, repeated_work
-from autoshard.explanation.data import Axis, Explanation, Stages, StepTime
+from autoshard.explanation.data import Axis, Explanation, Stages, StepTime, TensorGroup
 from autoshard.explanation.groups import activation_groups, argument_groups, shard_bytes, state_positions
 from autoshard.explanation.program import Judged
 from autoshard.explanation.sentences import sentences
-from autoshard.ir import Collective, Mesh
+from autoshard.ir import Collective, Mesh, Spec
 from autoshard.strategy import PipelineRecord, Record, TensorRecord
 
 
@@ -27,6 +27,7 @@ def explanation_of(record: Record, judged: Judged | None = None, stages: Sequenc
     judged, parts = None if pipeline is not None else judged, None if pipeline is None else stages_of(record, pipeline)
     own = [judged] if judged is not None else list(stages[parts.busiest :: pipeline.n_parts]) if pipeline and parts else []
     records = [(each.record, each) for each in own] or [(record, None)]
+    activations = () if judged is None else activation_groups(judged)
     found = Explanation(
         title=f"Strategy of {record.program.name} on {cluster.name}, mesh {record.mesh}",
         program=record.program.name,
@@ -38,9 +39,9 @@ def explanation_of(record: Record, judged: Judged | None = None, stages: Sequenc
         peak_bytes=record.cost.peak_bytes,
         limit_bytes=record.memory_limit_bytes or cluster.memory_limit_bytes,
         memory=() if judged is None else memory_groups(judged),
-        mesh=_axes(record, cluster, judged),
+        mesh=_axes(record, cluster, judged, activations),
         arguments=argument_groups(record.arguments, record.mesh),
-        activations=() if judged is None else activation_groups(judged),
+        activations=activations,
         layers=merged(layers(*each) for each in records),
         lines=merged(lines(*each) for each in records),
         collectives=tuple(group for each in records for group in collective_groups(*each)),
@@ -79,41 +80,43 @@ def _activation_dtype(record: Record) -> str:
     return "bfloat16" if "bfloat16" in sent | held else "float16" if "float16" in sent | held else "float32"
 
 
-def _axes(record: Record, cluster: Cluster, judged: Judged | None) -> tuple[Axis, ...]:
+def _axes(record: Record, cluster: Cluster, judged: Judged | None, activations: Sequence[TensorGroup]) -> tuple[Axis, ...]:
     mesh, state = record.mesh, state_positions(record, judged)
     held = [tensor for at, tensor in enumerate(record.arguments) if at in state]
     inputs = [tensor for at, tensor in enumerate(record.arguments) if at not in state]
     total = sum(shard_bytes(t.shape, t.dtype, (), mesh) for t in held) or 1.0
+    stored = sum(group.whole_bytes for group in activations) or 1.0
     links = {} if mesh.placement is None else dict(zip(mesh.names, cluster.links(mesh), strict=True))
     found = []
     for name, size in mesh.axes:
         along = [each for each in record.cost.collectives if name in each.mesh_axes]
-        share = sum(shard_bytes(t.shape, t.dtype, (), mesh) for t in held if splits(t, name)) / total
+        share = sum(shard_bytes(t.shape, t.dtype, (), mesh) for t in held if splits(t.spec, name)) / total
         found.append(
             Axis(
                 name=name,
                 size=size,
                 place=place_words(links[name]) if name in links else "",
-                splits_inputs=any(splits(tensor, name) for tensor in inputs),
+                splits_inputs=any(splits(tensor.spec, name) for tensor in inputs),
                 state_share=share,
                 gathered_share=_gathered_share(held, name, along, mesh),
                 communication_seconds=sum(each.count * each.seconds for each in along),
                 exposed_seconds=sum(each.count * each.exposed_seconds for each in along),
                 divides_program=record.pipeline is not None and not found,
+                activation_share=sum(group.whole_bytes for group in activations if splits(group.spec, name)) / stored,
             )
         )
     return tuple(found)
 
 
-def splits(tensor: TensorRecord, axis: str) -> bool:
-    """Whether a tensor's spec has the axis."""
-    return any(axis == entry or (isinstance(entry, tuple) and axis in entry) for entry in tensor.spec)
+def splits(spec: Spec, axis: str) -> bool:
+    """Whether a spec has the axis."""
+    return any(axis == entry or (isinstance(entry, tuple) and axis in entry) for entry in spec)
 
 
 def _gathered_share(state: list[TensorRecord], axis: str, along: list[Collective], mesh: Mesh) -> float:
     """The share of the bytes of state that an axis splits which all_gathers along it gather."""
     gathered = {each.value.name for each in along if each.kind == "all_gather" and each.value and each.value.kind == "argument"}
-    groups = argument_groups([tensor for tensor in state if splits(tensor, axis)], mesh)
+    groups = argument_groups([tensor for tensor in state if splits(tensor.spec, axis)], mesh)
     total = sum(group.whole_bytes for group in groups) or 1.0
     return sum(group.whole_bytes for group in groups if not gathered.isdisjoint(group.paths)) / total
 

@@ -136,6 +136,7 @@ class Axis:
         gathered_share: the share of the state that it splits that is gathered over it before it is used, moments with their parameters.
         communication_seconds, exposed_seconds: of the collectives along it, those along several axes counted for each.
         divides_program: whether it is that of a pipeline's stages.
+        activation_share: the share of the bytes of what the forward pass stores that it splits; 0.0 without the program.
     """
 
     name: str
@@ -147,6 +148,7 @@ class Axis:
     communication_seconds: float
     exposed_seconds: float
     divides_program: bool = False
+    activation_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from autoshard.errors import StrategyError
@@ -19,10 +18,10 @@ from autoshard.explanation.groups import argument_groups, shard_bytes
 from autoshard.explanation.layers import line_of, pass_of
 from autoshard.explanation.program import Judged
 from autoshard.ir import Op, Spec, layout_to_spec
+from autoshard.ir.naming import NEAR, near_words, parts
 from autoshard.ir.words import array_type, spec_words
 from autoshard.primitives import moves
 
-NEAR = 3  # names that are suggested
 _LINE = re.compile(r"(?:.*[/\\])?([^/\\]+):(\d+)")
 _OP = re.compile(r"(?:op|#)\s*(\d+)")
 
@@ -61,11 +60,10 @@ def named(judged: Judged, name: str) -> Named:
     record = judged.record
     groups = argument_groups(record.arguments, record.mesh)
     paths = [path for group in groups for path in (group.name, *group.paths)]
-    near = dict.fromkeys(_group_of(groups, path) for path in _near(name, paths))
     raise StrategyError(
         f"a tensor is an argument or a result, named by its path, a pattern, or the end of one; or a computed value, named by "
         f"checkpoint_name, by a source line as model.py:41, by a layer, or by an operation as 'op 57'. Nothing in "
-        f"{record.program.name!r} is named {name!r}. Near ones: {', '.join([*near][:NEAR])}."
+        f"{record.program.name!r} is named {name!r}. {near_words(name, paths, lambda path: _group_of(groups, path))}"
     )
 
 
@@ -169,21 +167,10 @@ def _group_of(groups: Sequence[TensorGroup], path: str) -> str:
     return next(group.name for group in groups if path == group.name or path in group.paths)
 
 
-def _parts(path: str) -> tuple[str, ...]:
-    return tuple(re.findall(r"[^\[\]'\"./]+", path))
-
-
 def _ends(path: str, name: str) -> bool:
     """Whether a path ends as a name says, component by component."""
-    whole, end = _parts(path), _parts(name)
+    whole, end = parts(path), parts(name)
     return 0 < len(end) <= len(whole) and all(fnmatchcase(a, b) for a, b in zip(whole[-len(end) :], end, strict=True))
-
-
-def _near(name: str, paths: Sequence[str]) -> list[str]:
-    """The paths that look most like a name, or that end most like it."""
-    plain = {"/".join(_parts(path)[at:]): path for path in paths for at in range(len(_parts(path)))}
-    found = get_close_matches("/".join(_parts(name)), plain, n=3 * NEAR, cutoff=0.3)
-    return [plain[each] for each in found] or list(paths[:NEAR])
 
 
 # -- computed values -----------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from autoshard.render import format_bytes, format_percent, format_seconds
 MUCH = 0.15  # of the step; below it a change gains little
 FULL = 0.9  # of the memory that a program may have
 FEW = 1e-3
+SMALL = 0.1  # of the longest layer; one that takes less is not named with it
 SHORT = ("interleaved", "zero_bubble")  # schedules in which stages wait least
 HIGH = 0.5  # of the matrix unit's peak
 
@@ -54,14 +55,20 @@ def _split(found: Explanation) -> str:
 
 
 def _role(axis: Axis) -> str:
-    """``splits the inputs and 97 % of the state, most of which is gathered where it is used``."""
+    """``splits the inputs and 97 % of the state, most of which is gathered where it is used``; the activations, where no input is split."""
     if axis.divides_program:
         return "divides the program and its state into stages"
     parts = ["the inputs"] if axis.splits_inputs else []
+    if axis.activation_share > FEW and not axis.splits_inputs:
+        parts.append(_share(axis.activation_share, "the activations"))
     if axis.state_share > FEW:
-        share = "the state" if axis.state_share > 1 - FEW else f"{format_percent(axis.state_share)} of the state"
-        parts.append(share + _gathered(axis.gathered_share))
+        parts.append(_share(axis.state_share, "the state") + _gathered(axis.gathered_share))
     return f"splits {' and '.join(parts)}" if parts else "keeps every argument whole, and splits at most what is computed between"
+
+
+def _share(share: float, whole: str) -> str:
+    """``97 % of the state``."""
+    return whole if share > 1 - FEW else f"{format_percent(share)} of {whole}"
 
 
 def _gathered(share: float) -> str:
@@ -102,7 +109,8 @@ def _idle(stages: Stages) -> str:
 def _most(layers: Sequence[Place]) -> str:
     """``_attention (6.1 ms) and experts_of (5.0 ms)``."""
     ranked = sorted(layers, key=lambda place: -place.compute_seconds)[:2]
-    return " and ".join(f"{place.name} ({format_seconds(place.compute_seconds)})" for place in ranked if place.compute_seconds > 0)
+    told = (place for place in ranked if place.compute_seconds > SMALL * ranked[0].compute_seconds)
+    return " and ".join(f"{place.name} ({format_seconds(place.compute_seconds)})" for place in told)
 
 
 def _worst(collectives: Sequence[CollectiveGroup]) -> str:
@@ -149,6 +157,11 @@ def _change(found: Explanation) -> str:
     place = max(found.layers, key=lambda place: place.compute_seconds - place.product_seconds, default=None)
     where = f", most in {place.name}" if place is not None else ""
     rest = sum(place.compute_seconds - place.product_seconds for place in found.layers)
+    if rest < time.compute_seconds / 2:
+        return (
+            "To change: the sizes rather than the sharding; most compute is that of matrix products, which keep the matrix unit busy only "
+            f"{format_percent(time.matrix_share)} of the step: they are small, or bound by the memory that they read and write."
+        )
     return (
         f"To change: the kernels rather than the sharding; {format_percent(rest / step)} of the step is spent on other kernels than matrix "
         f"products{where}, which memory traffic bounds."

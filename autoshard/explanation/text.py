@@ -6,13 +6,14 @@ import json
 from collections.abc import Sequence
 from typing import TypeVar
 
-from autoshard.explanation.data import Explanation, Place, TensorGroup
+from autoshard.explanation.data import Axis, Explanation, Place, TensorGroup
 from autoshard.ir.words import array_type, spec_words
 from autoshard.render import Bar, Bars, Heading, Paragraph, Part, Table, format_bytes, format_count, format_percent, format_seconds
 from autoshard.strategy.record import plain
 
 TOP = 12  # rows of a table
 FEWER = 8
+LEAST = 1e-6  # of the step: what takes less has no row
 
 Row = TypeVar("Row")
 
@@ -63,17 +64,17 @@ def _bars(found: Explanation) -> list[Part]:
     spans = [("compute", time.compute_seconds), ("communication, exposed", time.exposed_seconds)]
     waiting = "waiting" if found.stages is None else "waiting for other stages"
     more = (("communication, overlapped", time.hidden_seconds), (waiting, time.waiting_seconds))
-    spans += [(label, seconds) for label, seconds in more if seconds > 1e-6 * whole]
+    spans += [(label, seconds) for label, seconds in more if seconds > LEAST * whole]
     bars = (Bar(label, seconds / whole, f"{format_seconds(seconds)}  {format_percent(seconds / whole)}") for label, seconds in spans)
     of = "" if found.stages is None else f" on {found.stages.busiest_words}, the busiest"
     return [Heading(f"Where the time goes{of}"), Bars(tuple(bars))]
 
 
 def _places(title: str, column: str, places: Sequence[Place], found: Explanation) -> list[Part]:
-    shown, rest = _cut([place for place in places if place.seconds or place.communication_seconds], TOP)
+    step = found.time.step_seconds or 1.0
+    shown, rest = _cut([place for place in places if max(place.seconds, place.communication_seconds) > LEAST * step], TOP)
     if not shown:
         return []
-    step = found.time.step_seconds or 1.0
 
     def row(place: Place) -> tuple[str, ...]:
         compute = (format_seconds(place.compute_seconds), format_seconds(place.product_seconds)) if found.has_program else ()
@@ -92,7 +93,7 @@ def _mesh(found: Explanation) -> list[Part]:
             str(axis.size),
             axis.place,
             "yes" if axis.splits_inputs else "no",
-            format_percent(axis.state_share),
+            _state_words(axis),
             format_seconds(axis.communication_seconds),
             format_seconds(axis.exposed_seconds),
         )
@@ -101,6 +102,13 @@ def _mesh(found: Explanation) -> list[Part]:
     columns = ("axis", ">devices", "on the cluster", "inputs split", ">state split", ">communication", ">exposed")
     note = f"'on the cluster' counts the dimensions of {found.cluster} from the outermost, the slowest."
     return [Heading("Mesh"), Table(columns, rows, (note,))] if rows else []
+
+
+def _state_words(axis: Axis) -> str:
+    """How much of the state an axis splits, in words."""
+    if axis.divides_program:
+        return "by stage"
+    return format_percent(axis.state_share) if axis.state_share else "no"
 
 
 def argument_parts(groups: Sequence[TensorGroup], title: str = "Arguments") -> list[Part]:

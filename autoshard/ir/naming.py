@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
 from functools import lru_cache
 
 from autoshard.errors import ShardingError
@@ -15,6 +15,8 @@ from autoshard.primitives import moves as is_moved
 
 _INDEX = re.compile(r"(?<=\[)\d+(?=\])")
 _NUMBER = re.compile(r"(?<=[\[_.'/\-])(\d+)(?=\W|_|$)")
+_PART = re.compile(r"[^\[\]'\"./]+")
+NEAR = 3  # names that are suggested
 _COMPONENT = re.compile(r"\[[^\]]*\]|[^.\[\]]+")
 
 
@@ -140,12 +142,37 @@ def matching(pattern: str, paths: Sequence[str]) -> list[int]:
     """
     matches = matches_of(pattern, paths)
     if not matches:
-        near = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.3) or paths[:3]
         raise ShardingError(
             f"a sharding is given by argument path or a pattern of paths, and {pattern!r} matches none of {len(paths)}. "
-            f"Near ones: {', '.join(near)}."
+            f"{near_words(pattern, paths)}"
         )
     return matches
+
+
+def parts(path: str) -> tuple[str, ...]:
+    """The components of a path without brackets and quotes.
+
+    >>> parts("state['layers'][0]['up']"), parts("layers/*/up")
+    (('state', 'layers', '0', 'up'), ('layers', '*', 'up'))
+    """
+    return tuple(_PART.findall(path))
+
+
+def near_words(name: str, paths: Iterable[str], group: Callable[[str], str] = str) -> str:
+    """A sentence with the paths that look like a name, or that end like it; where none does, with the first ones as examples.
+
+    Args:
+        group: what is told of a path: the path itself, or the pattern of several.
+
+    >>> near_words("layer/upp", ["state['layers'][0]['up']", "state['norm']"]), near_words("kernel", ["w", "b"])
+    ("Near ones: state['layers'][0]['up'].", 'There are w, b.')
+    """
+    paths = list(paths)
+    ends = {"/".join(parts(path)[at:]): path for path in paths for at in range(len(parts(path)))}
+    near = [ends[end] for end in get_close_matches("/".join(parts(name)), ends, n=3 * NEAR)]
+    told = list(dict.fromkeys(map(group, near or paths)))
+    more = " and others" if len(told) > NEAR and not near else ""
+    return f"{'Near ones:' if near else 'There are'} {', '.join(told[:NEAR])}{more}."
 
 
 def matches_of(pattern: str, paths: Sequence[str]) -> list[int]:

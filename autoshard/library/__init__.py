@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 
 from autoshard.errors import StrategyError
+from autoshard.ir.naming import near_words
 from autoshard.strategy import Record, load_record
 
 __all__ = ["EXPERTS", "against_expert", "folder", "group", "load", "names", "near", "path"]
@@ -42,8 +42,7 @@ def path(name: str) -> Path:
 def near(name: str) -> str:
     """A sentence with the names that look most like one that is not in the library."""
     files = _files()
-    found = difflib.get_close_matches(name, files, n=3, cutoff=0.4) or list(files)[:3]
-    return f"Near ones: {', '.join(found)}. `autoshard strategies` lists all." if found else "This installation has none."
+    return f"{near_words(name, files)} `autoshard strategies` lists all." if files else "This installation has none."
 
 
 def load(name: str) -> Record:

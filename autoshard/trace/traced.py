@@ -15,6 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from autoshard.errors import TraceError
 from autoshard.ir import Graph
 from autoshard.ir.remat import Remat
+from autoshard.ir.words import array_type
 from autoshard.trace.annotations import Rules, flax_axes, rules_in_force, under_rules
 from autoshard.trace.build import Program, build
 from autoshard.trace.constraints import with_axes
@@ -164,7 +165,7 @@ def trace(
     except TraceError:
         raise
     except Exception as error:  # whatever the function raises while it is traced
-        raise _failure(fn, error) from error
+        raise _failure(fn, error, dict(zip(names, args, strict=True))) from error
     in_tree = jax.tree.structure(tuple(pure_args))
     if own_donation and not (own := _donated_inside(everything.jaxpr, leaves)).issubset(donated_args):
         donated_args = tuple(sorted(own.union(donated_args)))
@@ -363,7 +364,7 @@ def _abstract_leaf(x: Any, leaf: Leaf) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
-def _failure(fn: Callable, error: Exception) -> TraceError:
+def _failure(fn: Callable, error: Exception, args: Mapping[str, Any]) -> TraceError:
     place = error_place(error)
     if isinstance(error, jax.errors.JAXTypeError | jax.errors.JAXIndexError):
         rule, advice = (
@@ -391,9 +392,29 @@ def _failure(fn: Callable, error: Exception) -> TraceError:
             "Pass the module as an argument.",
         )
     else:
-        rule, advice = "A function must be traceable by JAX", "Make `jax.make_jaxpr` work on the function with these arguments first."
+        got = "; ".join(f"{name}: {_kind(x)}" for name, x in args.items())
+        rule, advice = (
+            "A function must be traceable by JAX with the arguments that it gets, in the order of its parameters",
+            f"It got {got or 'no arguments'}. Make `jax.make_jaxpr` work on the function with these first.",
+        )
     where = f" at {place}" if place else ""
     return TraceError(f"{rule}: tracing '{function_name(fn)}' failed{where} with {type(error).__name__}: {_reason(error)} {advice}")
+
+
+def _kind(x: Any) -> str:
+    """What an argument is, in words.
+
+    >>> _kind({"up": 1, "down": 2}), _kind((1, 2)), _kind(jax.ShapeDtypeStruct((8, 4), "float32"))
+    ("dict of 'up', 'down'", 'tuple of 2', 'float32[8,4]')
+    """
+    if isinstance(x, Mapping):
+        keys = [repr(key) for key in x]
+        return f"{type(x).__name__} of {', '.join(keys[:4])}{f' and {len(keys) - 4} more' if len(keys) > 4 else ''}"
+    if isinstance(x, tuple | list):
+        return f"{type(x).__name__} of {len(x)}"
+    if hasattr(x, "shape") and hasattr(x, "dtype"):
+        return array_type(str(x.dtype), x.shape)
+    return type(x).__name__
 
 
 REASON = 500  # characters of an error's message that are told; the rest is in the error it comes from

@@ -54,3 +54,13 @@ def test_a_replicated_constraint_gathers_a_value_whose_readers_are_split():
     specs = (P(), P(), P("data"))
     strategy = autoshard.evaluate(constrained, *args, cluster="cpu:8", mesh={"data": 8}, in_specs=specs)
     assert [(each.kind, each.bytes, each.count) for each in strategy.cost.collectives] == [("all_gather", 1024 * 512 * 4, 1)]
+
+
+def test_one_spec_is_that_of_all_arguments():
+    """As a tuple of it is."""
+    args = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 2
+    options = {"cluster": "cpu:8", "mesh": {"data": 8}}
+    one, each = (autoshard.evaluate(jnp.matmul, *args, **options, in_specs=specs) for specs in (P("data"), (P("data"), P("data"))))
+    assert one.in_specs == each.in_specs == (P("data", None), P("data", None))
+    with pytest.raises(autoshard.ShardingError, match="one PartitionSpec for all arguments, or a tuple"):
+        autoshard.evaluate(jnp.matmul, *args, **options, in_specs=[P("data")])

@@ -58,6 +58,17 @@ def test_bad_input_is_told(options, error, pieces):
     assert all(piece in message for piece in pieces), message
 
 
+def test_swapped_arguments_are_told():
+    """A function that fails while it is traced is told with what each of its parameters got."""
+
+    def step(state, batch):
+        return jax.tree.map(jnp.zeros_like, state["params"]), batch["x"].sum()
+
+    args = {"params": {"w": jnp.ones(3)}, "step": 0}, {"x": jnp.ones((4, 2))}
+    with pytest.raises(autoshard.TraceError, match=r"KeyError: 'params'. It got state: dict of 'x'; batch: dict of 'params', 'step'\."):
+        autoshard.search(step, *reversed(args), cluster="cpu:8")
+
+
 def test_indivisible_specs_are_told():
     """A spec that does not divide its dimension names the dimension, the axes and what to do."""
     args = (jax.ShapeDtypeStruct((6, 4), jnp.float32),)

@@ -2,6 +2,7 @@
 
 import doctest
 import json
+import re
 from dataclasses import replace
 from functools import cache
 
@@ -15,7 +16,10 @@ import autoshard
 from autoshard.errors import StrategyError
 from autoshard.explanation import explanation_of, groups, layers
 from autoshard.explanation.layers import layer_of, pass_of
+from autoshard.explanation.sentences import sentences
+from autoshard.explanation.text import body
 from autoshard.ir import Origin
+from autoshard.render import Report
 from autoshard.strategy import TensorRecord
 
 
@@ -110,6 +114,33 @@ def test_the_three_sentences_say_split_bound_and_change():
     assert change.startswith("To change:")
     text = str(strategy().explain())
     assert text.splitlines()[2].startswith("train_step runs on 8 devices")
+
+
+def test_axes_that_split_computed_values_alone_say_so():
+    """Where the batch is whole and constraints split what is computed of it, these activations are named; a table has no share of 0 %."""
+
+    def loss(params, x):
+        h = jax.lax.with_sharding_constraint(jnp.tanh(x @ params), P("data"))
+        return jnp.mean((jnp.sin(h) @ params) ** 2)
+
+    args = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 2
+    report = autoshard.evaluate(jax.grad(loss), *args, cluster="v5e:2x4", mesh={"data": 8}, in_specs=P()).explain()
+    (axis,) = report.data.mesh
+    assert not axis.splits_inputs and not axis.state_share and 0.5 < axis.activation_share <= 1
+    assert "of the activations" in report.data.sentences[0] or "splits the activations" in report.data.sentences[0]
+    assert not re.search(r"  0 %", str(report).split("Mesh\n")[1].split("Arguments\n")[0])
+
+
+def test_what_takes_next_to_nothing_is_not_told():
+    """A layer of a fraction of a nanosecond is neither named beside a longer one nor a row."""
+    found = strategy().explain().data
+    first = found.layers[0]
+    layers = (
+        first,
+        replace(first, name="tiny", compute_seconds=1.6e-13, product_seconds=0.0, communication_seconds=0.0, exposed_seconds=0.0),
+    )
+    text = Report("", tuple(body(replace(found, layers=layers)))).__str__() + sentences(replace(found, layers=layers))[1]
+    assert first.name in text and "tiny" not in text
 
 
 @pytest.mark.parametrize("record", [EXAMPLE, PIPELINED])

@@ -90,6 +90,7 @@ def test_names_are_paths_patterns_and_ends(name, group):
     ("name", "words"),
     [
         ("upp", "Near ones: state['layers'][*]['up']"),
+        ("kernel", "is named 'kernel'. There are "),
         ("layers/*/*", "names 2 groups"),
         ("", "is named ''"),
         ("op 99999", "is named"),

@@ -39,10 +39,18 @@ def test_an_installed_package_uses_its_own_folder(wheel):
     assert library.load("team/gpt") == EXAMPLE
 
 
-@pytest.mark.parametrize("name", ["mlp-cpu8-dataparallel", "../mlp-cpu8-data_parallel", "/etc/hosts", ""])
-def test_an_unknown_name_lists_near_ones(wheel, name):
-    """A name that is none of the library's is refused with near names; it is never taken for a path."""
-    with pytest.raises(StrategyError, match=r"one of 2 names, got .*Near ones: mlp-cpu8-data_parallel") as caught:
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("mlp-cpu8-dataparallel", "Near ones: mlp-cpu8-data_parallel."),
+        ("../mlp-cpu8-data_parallel", "Near ones: mlp-cpu8-data_parallel."),
+        ("/etc/hosts", "There are mlp-cpu8-data_parallel, team/gpt."),
+        ("", "There are mlp-cpu8-data_parallel, team/gpt."),
+    ],
+)
+def test_an_unknown_name_lists_near_ones(wheel, name, words):
+    """A name that is none of the library's is refused with near names, or if none is near with all; it is never taken for a path."""
+    with pytest.raises(StrategyError, match=f"one of 2 names, got .*{words}") as caught:
         library.path(name)
     assert repr(name) in str(caught.value)
 
