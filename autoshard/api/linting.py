@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,24 @@ from jax.sharding import PartitionSpec
 
 from autoshard.api.meshes import given_mesh
 from autoshard.api.prepared import cluster_of, own_annotations, traced_of
-from autoshard.api.search import evaluate, flat_specs
+from autoshard.api.search import evaluate, evaluated, flat_specs
+from autoshard.api.searched import Searched
 from autoshard.api.strategy import Strategy
 from autoshard.api.user_pins import ARGUMENTS, Asked, constraints, user_pins
 from autoshard.cluster import Cluster
+from autoshard.compilers import compiler_of
+from autoshard.compilers.program_facts import program_facts
 from autoshard.errors import ShardingError
 from autoshard.explanation.groups import joined
 from autoshard.explanation.lint import RULES, Finding, cost_words, findings, padding
-from autoshard.ir import Graph, Mesh, Spec, Value
+from autoshard.explanation.program import Judged
+from autoshard.ir import Graph, Mesh, Op, Spec, Value
 from autoshard.ir.naming import starred
+from autoshard.lower import ops_by_path
+from autoshard.microbatch.rewrite import AsItIs
 from autoshard.render import Paragraph, Report, Table, format_count, format_seconds
-from autoshard.trace import outside_mesh
+from autoshard.rules import rules_of
+from autoshard.trace import outside_mesh, rebuilt, types_of
 
 ANY = "any"
 
@@ -92,8 +100,6 @@ def lint(
         there = cluster_of(cluster)
         traced, _, _ = traced_of(fn, args, donate_argnums, () if mesh is None else given_mesh(mesh).names, there)
         graph = traced.graph
-        if isinstance(in_specs, PartitionSpec):
-            in_specs = {"*": in_specs}
         if isinstance(in_specs, str) and in_specs == ARGUMENTS:
             pins = user_pins(Asked(arguments=True), graph, own_annotations(fn, args, traced), False)
             on = next((Mesh(kept.mesh) for kept in pins.kept.values() if kept.mesh), None)
@@ -117,8 +123,25 @@ def lint(
         found += _uneven_constraints(graph, on)
         strategy = evaluate(fn, *args, cluster=there, mesh=dict(on.axes), in_specs=even, donate_argnums=donate_argnums)
     assert strategy._judged is not None, "it was just traced"
-    found += findings(strategy._judged, {path for paths in padded.values() for path in paths})
+    uneven = {path for paths in padded.values() for path in paths}
+    found += findings(strategy._judged, uneven, partial(_without, strategy, there, on, [even[path] for path in graph.argument_paths]))
     return Lint(f"Sharding of {graph.name} on {there.name}, mesh {on}", tuple(_parts(found, strategy)), tuple(found), strategy)
+
+
+def _without(strategy: Strategy, cluster: Cluster, mesh: Mesh, specs: Sequence[PartitionSpec], constraints: Collection[Op]) -> Judged:
+    """The strategy's program judged without some of its constraints."""
+    traced = strategy._traced
+    assert traced is not None, "it was just traced"
+    kept = {path: op for path, op in ops_by_path(traced.graph).items() if op not in constraints}
+    jaxpr = traced.jaxpr
+    with outside_mesh(keep_auto=True):
+        function = partial(AsItIs(kept, differentiable=False).run, jaxpr.jaxpr, jaxpr.consts)
+        made = rebuilt(traced, jax.make_jaxpr(lambda *arguments: function(arguments))(*types_of(jaxpr.jaxpr.invars)), 1)
+        facts = program_facts(made.graph, rules_of(made.graph), compiler_of(cluster))
+        record = evaluated(made, facts, cluster, mesh, specs, {})
+    judged = Strategy(record, made, None, None, Searched(facts))._judged
+    assert judged is not None, "it was just evaluated"
+    return judged
 
 
 def _padded(name: str, n: int, value: Value, dim: int, count: int, axes: tuple[str, ...]) -> Finding:

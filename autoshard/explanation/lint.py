@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from autoshard.explanation.breakdown import collective_groups, origin_of
 from autoshard.explanation.groups import argument_groups
@@ -47,7 +47,8 @@ class Finding:
         where: a source line, or an argument's path.
         what: what is there, in words.
         bytes: that a device holds, sends or pads for it.
-        seconds: of a step that it takes, at most; 0.0 where it takes memory alone.
+        seconds: of a step that it takes, at most; 0.0 where it takes memory alone. Of a constraint that gathers a value it is, with
+            `causes_seconds`, by how much a step without the constraint is shorter.
         advice: what to do.
         causes_seconds: of a step that repeated work takes which it causes, at most.
     """
@@ -61,21 +62,36 @@ class Finding:
     causes_seconds: float = 0.0
 
 
-def findings(judged: Judged, uneven: Collection[str] = ()) -> tuple[Finding, ...]:
+Without = Callable[[Collection[Op]], Judged]
+
+
+def findings(judged: Judged, uneven: Collection[str] = (), without: Without | None = None) -> tuple[Finding, ...]:
     """The findings of a strategy's program, those first that take most time with what they cause, then those that take most memory.
 
-    Repeated work that other findings cause comes last.
+    What other findings cause comes last.
 
     Args:
         uneven: paths of arguments that are whole only because the mesh does not divide them, which is a finding already.
+        without: the program judged without some of its constraints. With it a constraint that gathers is charged what a step without it
+            is shorter by, and findings that go away without it say so; None: it is charged what it takes at most.
     """
     causes = _Causes(judged)
     batch = _batch(judged, uneven)
-    found = [*_whole_batch(judged, batch, causes), *_constrained(judged, causes), *_unsharded(judged, {*uneven, *batch}, causes)]
-    found += [*_replicated(judged), *_resharded(judged)]
-    repeated = [*_repeated(judged, causes)]
-    found += [each for is_caused, each in repeated if not is_caused]
-    caused = [each for is_caused, each in repeated if is_caused]
+    found = [*_whole_batch(judged, batch, causes)]
+    constrained = [*_constrained(judged, causes)]
+    found += [*_unsharded(judged, {*uneven, *batch}, causes), *_replicated(judged), *_resharded(judged)]
+    caused: list[Finding] = []
+    for is_caused, each in _repeated(judged, causes):
+        (caused if is_caused else found).append(each)
+    for number, (each, ops) in enumerate(constrained if without is not None else ()):
+        other = without(ops)
+        saved = max(0.0, judged.record.cost.makespan_seconds - other.record.cost.makespan_seconds)
+        constrained[number] = replace(each, seconds=min(each.seconds, saved), causes_seconds=max(0.0, saved - each.seconds)), ops
+        left = {(one.rule, one.where) for one in findings(other, uneven)}
+        gone = [one for one in (*found, *caused) if (one.rule, one.where) not in left]
+        found, caused = ([one for one in some if one not in gone] for some in (found, caused))
+        caused += [replace(one, advice=f"It goes away without the constraint at {each.where}.") for one in gone]
+    found += [each for each, _ in constrained]
 
     def by_cost(some: list[Finding]) -> list[Finding]:
         return sorted(some, key=lambda each: (-each.seconds - each.causes_seconds, -each.bytes, each.rule, each.where))
@@ -151,7 +167,7 @@ def _whole_batch(judged: Judged, batch: Mapping[str, tuple[int, int]], causes: _
         )
 
 
-def _constrained(judged: Judged, causes: _Causes) -> Iterator[Finding]:
+def _constrained(judged: Judged, causes: _Causes) -> Iterator[tuple[Finding, list[Op]]]:
     """Constraints that gather a computed value on all devices, or over an axis whose devices then repeat the work on it, by source line."""
     record, assignment, mesh = judged.record, judged.record.assignment, judged.record.mesh
     step, values = record.cost.makespan_seconds, judged.facts.graph.values
@@ -180,7 +196,7 @@ def _constrained(judged: Judged, causes: _Causes) -> Iterator[Finding]:
             shown = next(op for op, over in gathered.items() if over)
             value, names = values[shown.results[0]], " and ".join(mesh.names[axis] for axis in axes)
             spec = spec_words(layout_to_spec(assignment.layout(shown.operands[0]), mesh.names, value.rank))
-            yield Finding(
+            found = Finding(
                 "replicated-activation",
                 line,
                 f"{array_type(value.dtype, value.shape)}, sharded as {spec}, which with_sharding_constraint gathers over {names}",
@@ -189,6 +205,7 @@ def _constrained(judged: Judged, causes: _Causes) -> Iterator[Finding]:
                 f"Name {names} in the constraint's spec, or leave the constraint out.{_TOO if caused > 10 * SLOW * step else ''}",
                 caused,
             )
+            yield found, ops
 
 
 def _gathered(judged: Judged, op: Op) -> list[int]:

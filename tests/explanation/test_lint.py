@@ -147,3 +147,26 @@ def test_rules_are_checked():
     with pytest.raises(ShardingError, match="unsharded-parameter"):
         found().failing(["unsharded"])
     assert rules(found()) <= set(RULES)
+
+
+def test_a_constraint_costs_what_leaving_it_out_saves():
+    """What is found only because of it says that it goes away without it, and comes after it."""
+
+    def loss(params, x, constrained):
+        h = jnp.tanh(x @ params["up"])
+        h = jax.lax.with_sharding_constraint(h, P()) if constrained else h
+        return jnp.mean((jnp.sin(h) @ params["down"]) ** 2)
+
+    def lint(constrained):
+        options = {"cluster": "v5e:2x4", "mesh": {"data": 8}, "in_specs": {"x": P("data")}}
+        return autoshard.lint(lambda params, x: jax.grad(loss)(params, x, constrained), *shapes(), **options)
+
+    with_it, without = lint(True), lint(False)
+    first = with_it.findings[0]
+    saved = with_it.strategy.cost.makespan_seconds - without.strategy.cost.makespan_seconds
+    assert "with_sharding_constraint gathers" in first.what and saved > 0
+    assert first.seconds + first.causes_seconds == pytest.approx(saved)
+    there = {(each.rule, each.where) for each in without.findings}
+    caused = [each for each in with_it.findings[1:] if (each.rule, each.where) not in there]
+    assert caused and all(each.advice == f"It goes away without the constraint at {first.where}." for each in caused)
+    assert caused == [*with_it.findings[-len(caused) :]]
