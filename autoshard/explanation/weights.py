@@ -9,7 +9,8 @@ from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.ir import Op
 from autoshard.primitives import moves, of_kind
 
-_EACH = frozenset(of_kind("elementwise"))
+_AS_IT_IS = frozenset((*of_kind("identity"), *of_kind("placement")))
+_EACH = _AS_IT_IS.union(of_kind("elementwise"))
 _OF_EQUAL_SIZE = _EACH | frozenset(of_kind("reduction"))  # of dimensions of size one
 
 
@@ -49,7 +50,9 @@ def gradient_ops(facts: ProgramFacts, arguments: Collection[int]) -> frozenset[i
 
 
 def _read(facts: ProgramFacts, op: Op, value: int) -> list[int]:
-    """What an operation reads, if it rearranges that, or computes element by element what is as large."""
+    """What an operation reads for a value, if it rearranges that, or computes element by element what is as large."""
+    if op.primitive in _AS_IT_IS and len(op.operands) == len(op.results):
+        return [op.operands[op.results.index(value)]]
     size, values = facts.graph.values[value].size, facts.graph.values
     goes_on = not op.bodies and (op.primitive in _OF_EQUAL_SIZE or moves(op.primitive))
     return [each for each in op.operands if goes_on and (moves(op.primitive) or values[each].size == size)]

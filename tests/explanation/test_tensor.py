@@ -104,6 +104,21 @@ def test_what_is_made_of_a_weight_alone_moves_it():
     assert [each.source.split(" ")[0] for each in whole.gradients] == ["reduce_sum"]
 
 
+@pytest.mark.parametrize("options", [{}, {"stages": 2, "microbatches": 4, "schedule": "one_program"}])
+def test_a_gradient_is_found_behind_constraints_and_barriers(options):
+    """Those of the user, and those that stages of one program have."""
+
+    def step(params, x):
+        grads = jax.grad(lambda params: jnp.mean(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["w"])[0] ** 2))(params)
+        held = jax.lax.optimization_barrier(jax.lax.with_sharding_constraint(grads, P()))
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, held)
+
+    args = {"w": jax.ShapeDtypeStruct((4, 256, 256), jnp.float32)}, jax.ShapeDtypeStruct((8192, 256), jnp.float32)
+    mesh = {"data": 8 // options.get("stages", 1)}
+    found = autoshard.search(step, *args, cluster="v5e:2x4", mesh=mesh, searcher="dynamic_programming", **options)
+    assert {each.kind for each in found.explain("w").data.gradients} & {"all_reduce", "reduce_scatter"}
+
+
 def test_what_is_not_available_says_why():
     """A dimension that does not divide, and a pin, each have their words; a replicated tensor says that it is."""
     data = strategy().explain("bias").data
