@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from autoshard.cluster import Cluster, Link, Span
@@ -11,7 +11,7 @@ from autoshard.explanation.data import Axis, Explanation, Stages, StepTime, Tens
 from autoshard.explanation.groups import activation_groups, argument_groups, shard_bytes, state_positions
 from autoshard.explanation.program import Judged
 from autoshard.explanation.sentences import sentences
-from autoshard.ir import Collective, Mesh, Spec
+from autoshard.ir import Collective, Mesh, Spec, as_compiled
 from autoshard.strategy import PipelineRecord, Record, TensorRecord
 
 
@@ -45,12 +45,18 @@ def explanation_of(record: Record, judged: Judged | None = None, stages: Sequenc
         layers=merged(layers(*each) for each in records),
         lines=merged(lines(*each) for each in records),
         collectives=tuple(group for each in records for group in collective_groups(*each)),
+        sent_bytes=_bytes_of(each for one, _ in records for each in one.cost.collectives),
+        compiled_bytes=_bytes_of(each for one, _ in records for each in as_compiled(one.cost.collectives)),
         repeated=repeated_work(own),
         notes=record.assumptions,
         has_program=bool(own),
         stages=parts,
     )
     return replace(found, sentences=sentences(found))
+
+
+def _bytes_of(collectives: Iterable[Collective]) -> float:
+    return sum(each.count * each.bytes for each in collectives)
 
 
 def stages_of(record: Record, pipeline: PipelineRecord) -> Stages:

@@ -237,6 +237,7 @@ class Explanation:
         program, cluster, mesh_words: the function's name, the cluster's, and the mesh as ``data=2 x model=8``.
         n_devices: of the mesh.
         peak_bytes, limit_bytes: predicted peak memory of a device, and what a program may have.
+        sent_bytes, compiled_bytes: that collectives send in a step, as planned, and as the cluster's compiler is expected to send them.
         notes: what was assumed, and requests that could not be met.
         has_program: whether the program was at hand.
         stages: of a pipeline; None of other strategies. Time and collectives are then those of the busiest stage.
@@ -258,6 +259,8 @@ class Explanation:
     layers: tuple[Place, ...]
     lines: tuple[Place, ...]
     collectives: tuple[CollectiveGroup, ...]
+    sent_bytes: float
+    compiled_bytes: float
     repeated: tuple[RepeatedWork, ...]
     notes: tuple[str, ...]
     has_program: bool

@@ -173,6 +173,12 @@ def _collectives(found: Explanation) -> list[Part]:
         f"{format_count(count)} in a step, {format_seconds(sum(group.seconds for group in found.collectives))} in all.",
         "'exposed' is the part of the seconds that no compute hides.",
     ]
+    if abs(found.compiled_bytes - found.sent_bytes) > LEAST * found.sent_bytes:
+        compiled, sent = format_bytes(found.compiled_bytes), format_bytes(found.sent_bytes)
+        notes.append(
+            f"Bytes are of the program's own types. Compiled, {compiled} are sent in a step instead of {sent}, as verify shows: XLA:TPU "
+            "sends float32 that is only read as bfloat16 as that. Seconds are those of what is sent."
+        )
     if rest:
         left = f"{format_count(sum(group.count for group in rest))} more take {format_seconds(sum(group.seconds for group in rest))}."
         notes.append(left)

@@ -131,6 +131,21 @@ def test_axes_that_split_computed_values_alone_say_so():
     assert not re.search(r"  0 %", str(report).split("Mesh\n")[1].split("Arguments\n")[0])
 
 
+def test_bytes_that_are_sent_narrower_are_told():
+    """XLA:TPU gathers float32 weights of products as bfloat16: a note has what is sent; where nothing is narrowed there is none."""
+
+    def found(cluster):
+        args = jax.ShapeDtypeStruct((1024, 1024), jnp.float32), jax.ShapeDtypeStruct((4096, 1024), jnp.float32)
+        specs = (P("data"), P("data"))
+        return autoshard.evaluate(lambda w, x: jnp.sum(jnp.tanh(x @ w)), *args, cluster=cluster, mesh={"data": 8}, in_specs=specs).explain()
+
+    narrow, wide = found("v5e:2x4"), found("cpu:8")
+    gathered = sum(group.bytes for group in narrow.data.collectives if group.kind == "all_gather")
+    assert gathered == 4 * 2**20 and narrow.data.sent_bytes - narrow.data.compiled_bytes == gathered / 2
+    assert "Compiled, 2.10 MB are sent in a step instead of 4.19 MB" in str(narrow).replace("\n", " ")
+    assert wide.data.sent_bytes == wide.data.compiled_bytes and "Compiled, " not in str(wide)
+
+
 def test_what_takes_next_to_nothing_is_not_told():
     """A layer of a fraction of a nanosecond is neither named beside a longer one nor a row."""
     found = strategy().explain().data
