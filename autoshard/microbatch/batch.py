@@ -46,8 +46,8 @@ def in_loop(traced: Traced, n: int, several: bool = False) -> Traced:
     mapped = next((op for op in graph.walk() if op.mapped), None)
     if mapped is not None and not several:
         raise TraceError(
-            f"stages compute parts of a step, and the shard_map at {mapped.origin} computes on shards of all devices as its specs "
-            "and its body fix them. Leave stages out."
+            f"stages compute parts of a step on parts of the devices, and the shard_map at {mapped.origin} computes on shards of all "
+            "devices, as its mesh fixes them. Write its work with sharding constraints instead, or leave stages out."
         )
     loop = _most_inside(graph, rules, n)
     function, loops = in_microbatches(traced.jaxpr, graph, rules, loop), 1

@@ -36,9 +36,9 @@ from autoshard.lower import STAGE_AXIS, Interpreter, Path, ops_by_path
 from autoshard.microbatch.batch import loop_of_batch
 from autoshard.microbatch.plan import Loop
 from autoshard.microbatch.rewrite import COMBINED, AsItIs, Inside, neutral, parts_of, put_together
+from autoshard.microbatch.rules import batch_rules
 from autoshard.microbatch.status import Status, partial, slice_along
 from autoshard.primitives import is_inlined
-from autoshard.rules import rules_of
 from autoshard.trace import Traced, rebuilt, subjaxprs, types_of
 from autoshard.trace.structure import opened
 
@@ -60,7 +60,7 @@ def in_one_program(traced: Traced, n_stages: int, n_microbatches: int, n_rounds:
     """
     if (traced.stages, traced.microbatches, traced.rounds) == (n_stages, n_microbatches, n_rounds):
         return traced
-    graph, rules = traced.graph, rules_of(traced.graph)
+    graph, rules = traced.graph, batch_rules(traced.graph)
     loop = loop_of_batch(graph, rules, n_microbatches)
     order = _Order(n_stages, n_microbatches, n_rounds)
     stacks = _stacks(graph, loop, order)
@@ -91,7 +91,7 @@ def _stacks(graph: Graph, loop: Loop, order: _Order) -> tuple[Op, ...]:
     """The scans that carry examples through layers: they read stacked weights, or make their gradients.
 
     Raises:
-        PipelineError: the stages do not divide the layers of one.
+        PipelineError: the stages do not divide the layers of one, or layers have a shard_map.
     """
     found = tuple(op for op in graph.ops if op.primitive == "scan" and _carries_examples(op, loop) and _has_weights(graph, op, loop))
     for op in found:
@@ -101,6 +101,13 @@ def _stacks(graph: Graph, loop: Loop, order: _Order) -> tuple[Op, ...]:
                 f"stages of one program have as many layers each{rounds}: the scan at {op.origin} has {op.equation.params['length']}, got "
                 f"stages={order.stages}. Use a number of stages that divides the layers{rounds}."
             )
+    mapped = next((one for op in found for one in op.walk() if one.mapped), None)
+    if mapped is not None:
+        raise PipelineError(
+            "stages of one program compute their layers at the same time, as array operations with a dimension of stages, and the "
+            f"shard_map at {mapped.origin} has a mesh of its own without an axis for it. Write its work with sharding constraints instead, "
+            "or leave stages out."
+        )
     return found
 
 

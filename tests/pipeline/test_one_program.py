@@ -11,8 +11,10 @@ import optax
 import pytest
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
+from jax.sharding import PartitionSpec as P
 
 from autoshard.errors import PipelineError, TraceError
+from autoshard.microbatch.batch import in_loop
 from autoshard.pipeline.one_program import in_one_program
 from autoshard.trace import trace
 from benchmarks import models
@@ -201,3 +203,23 @@ def test_what_cannot_be_divided_is_refused(program, n_stages, n_microbatches, er
     fn, args = program()
     with pytest.raises(error, match=words):
         in_one_program(trace(fn, *args), n_stages, n_microbatches)
+
+
+def test_layers_with_a_shard_map_are_refused_with_its_line():
+    """By stages of one program and by those that are programs of their own, whatever the mesh."""
+    mesh = jax.sharding.AbstractMesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=(P("data"), P(None, "model"), P("model")), out_specs=P("data"))
+    def mapped(x, up, down):
+        return lax.psum(jnp.tanh(x @ up) @ down, "model")
+
+    def loss(params, x):
+        return jnp.mean(lax.scan(lambda x, w: (mapped(x, w["up"], w["down"]), None), x, params)[0] ** 2)
+
+    weights = abstract((LAYERS, WIDTH, WIDTH))
+    traced = trace(jax.grad(loss), {"up": weights, "down": weights}, abstract((BATCH, WIDTH)))
+    line = mapped.__wrapped__.__code__.co_firstlineno + 5  # where the layers call it
+    with pytest.raises(PipelineError, match=rf"shard_map at .*test_one_program.py:{line} .*sharding constraints"):
+        in_one_program(traced, 2, 4)
+    with pytest.raises(TraceError, match=r"shard_map at .*test_one_program.py:\d+ .*sharding constraints"):
+        in_loop(traced, 4)
