@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import gcd
 
@@ -16,6 +16,11 @@ from autoshard.microbatch.rules import batch_rules
 from autoshard.microbatch.several import in_several_loops
 from autoshard.search import alike_arguments
 from autoshard.trace import Traced, rebuilt, types_of
+
+REMEDY = (
+    "Compute it for each example by itself, as group or layer normalisation does, or leave microbatches out: "
+    "stages run with microbatches=1."
+)
 
 CLEAR_SHARE = 0.75  # of the products in the loop: this is the batch, whatever else depends on others
 
@@ -107,13 +112,15 @@ def _most_inside(graph: Graph, rules: Sequence[Rule | None], n: int) -> Loop:
             best = key, loop
         if inside >= total * (1 - LEAST_SHARE):
             break
-    if best is None or not best[0][-1]:
-        why = f"of what could be one, {', '.join(dict.fromkeys(indivisible))} examples" if indivisible else "no argument has examples"
-        if best is not None:
-            causes = [*(cause for cause, _ in best[1].coupled), *best[1].early]
-            paths = ", ".join(_path(graph, value) for value in best[1].batch)
-            why = str(causes[0]) if causes else f"no product is computed of single examples of {paths}"
+    if best is None:
+        why = f"of what could be one, {_listed(indivisible)} examples" if indivisible else "no argument has examples"
         raise TraceError(f"the number of microbatches divides a batch among the arguments, got {n}: {why}. Use another number.")
+    if not best[0][-1]:
+        causes = [*(cause for cause, _ in best[1].coupled), *best[1].early]
+        paths = _listed(_path(graph, value) for value in best[1].batch)
+        why = str(causes[0]) if causes else f"no product is computed of single examples of {paths}"
+        others = f"; of what else could be a batch, {_listed(indivisible)} examples, which {n} does not divide" if indivisible else ""
+        raise TraceError(f"microbatches are computed one after the other, and {why}{others}. {REMEDY}")
     return best[1]
 
 
@@ -123,9 +130,7 @@ def _refusal(graph: Graph, rules: Sequence[Rule | None], loop: Loop) -> TraceErr
     if (held_up := loop.obstacle(total)) is None:
         return None
     return TraceError(
-        f"microbatches are computed one after the other, and {held_up[0]}; {held_up[1] / total:.0%} of the products wait for it. "
-        "Compute it for each example by itself, as group or layer normalisation does, or leave microbatches out: "
-        "stages run with microbatches=1."
+        f"microbatches are computed one after the other, and {held_up[0]}; {held_up[1] / total:.0%} of the products wait for it. {REMEDY}"
     )
 
 
@@ -156,6 +161,10 @@ def _batches(graph: Graph) -> Iterator[dict[int, int]]:
         for values in alike_arguments(graph, dim, replaced):
             if graph.values[values[0]].shape[dim] > 1:
                 yield dict.fromkeys(values, dim)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(names))
 
 
 def _path(graph: Graph, value: int) -> str:

@@ -9,7 +9,7 @@ need any other collective couples the microbatches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -122,7 +122,12 @@ def joined(op: Op, one: Status, other: Status) -> Status:
 
 def _words(status: Status) -> str:
     kinds = {"whole": "the same for all examples", "zero": "zero", "slice": "split over examples"}
-    return kinds.get(status.kind, f"a {status.operator} over examples")
+    return kinds.get(status.kind) or _combined([status.operator])
+
+
+def _combined(operators: Iterable[str]) -> str:
+    logical = {"and": "logical and", "or": "logical or", "xor": "logical xor"}
+    return f"a {' and a '.join(logical.get(operator, operator) for operator in sorted(operators))} over the examples"
 
 
 # -- slices ----------------------------------------------------------------------------------------------------------------
@@ -138,7 +143,7 @@ def _split(op: Op, rule: Rule | None, statuses: tuple[Status, ...], n: int) -> M
         raise Coupled(op, "needs all examples at once")
     if found.kind == "reduction":
         if is_scatter(op.primitive) and statuses[0] != ZERO:
-            raise Coupled(op, "adds rows of the examples to an array that is not zero")
+            raise Coupled(op, f"combines rows of the examples ({found.operator}) with an array that is not zero")
         return Move(statuses, (partial(found.operator or "sum"),) * len(op.results), factor, inner)
     if is_scatter(op.primitive) and statuses[0] == WHOLE and place_of(rule, rule.operands[0], factor) is not None:
         raise Coupled(op, "writes rows of the examples into an array that all share")
@@ -166,7 +171,7 @@ def _split_factor(op: Op, rule: Rule, statuses: Sequence[Status], n: int) -> tup
     found = set()
     for dims, status in zip(rule.operands, statuses, strict=True):
         if status.kind == "partial":
-            raise Coupled(op, f"reads a {status.operator} over the examples")
+            raise Coupled(op, f"reads {_words(status)}")
         if status.kind == "slice":
             found.add(factor_of(rule, dims[status.dim], status.inner, n))
     if len(found) != 1:
@@ -226,7 +231,7 @@ def _carried(op: Op, statuses: tuple[Status, ...]) -> Status:
             return partial(operator)
         if operator in ("max", "min") and (is_rearrangement(op.primitive) or op.primitive == "broadcast_in_dim"):
             return partial(operator)
-    raise Coupled(op, f"reads a {' and a '.join(sorted(operators))} over the examples")
+    raise Coupled(op, f"reads {_combined(operators)}")
 
 
 def _is_linear(op: Op, statuses: tuple[Status, ...]) -> bool:

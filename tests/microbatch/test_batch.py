@@ -158,16 +158,19 @@ def joined_inside(weights, x, y):
     return jnp.mean((jnp.concatenate([x[:3], y, x[3:]]) @ weights) ** 2)
 
 
+KEY = jax.eval_shape(lambda: jax.random.key(0))
+
+
 @pytest.mark.parametrize(
     ("function", "more", "why"),
     [
-        (shuffled, jax.eval_shape(lambda: jax.random.key(0)), "no product is computed of single examples of x. "),
-        (joined_inside, X, r"slice at .*test_batch.py:\d+ \(joined_inside\) takes the examples' dimension apart. "),
+        (shuffled, KEY, "no product is computed of single examples of x"),
+        (joined_inside, X, r"slice at .*test_batch.py:\d+ \(joined_inside\) takes the examples' dimension apart"),
     ],
 )
 def test_small_examples_that_are_rearranged_before_all_products(function, more, why):
-    """The message says so, rather than the sizes of other dimensions, which this number does not divide."""
-    with pytest.raises(TraceError, match=f"(?s)divides a batch among the arguments, got 6: {why}Use another number"):
+    """The message says so, and the sizes of other dimensions only besides."""
+    with pytest.raises(TraceError, match=f"(?s)and {why}; of what else could be a batch, .*x has 8.* examples, which 6 does not divide"):
         microbatched(trace(jax.grad(function), W, X, more), 6)
 
 
