@@ -109,13 +109,27 @@ class Module:
         return []
 
     def trips(self, loop: Instruction) -> int:
-        """The trip count of a while loop: as annotated by the compiler, else from its condition's bound and its step, else 1."""
+        """The trip count of a while loop: as annotated, else by its counter's start, bound and step; 1 where data decide."""
         if known := _TRIPS.search(loop.rest):
             return int(known[1])
         callees = dict(_CALLEES.findall(loop.rest))
         condition, body = (self.computations.get(callees.get(name, ""), Computation()) for name in ("condition", "body"))
         bounds = [bound for instruction in condition.values() if (bound := _constant(instruction)) is not None]
-        return -(-max(bounds, default=1) // _step(condition, body))
+        is_counted = not any(instruction.root and instruction.opcode in ("and", "or", "not") for instruction in condition.values())
+        counter = _counter(condition)
+        start = 0 if counter is None else self._start(loop, counter)
+        if not bounds or not is_counted or start is None:
+            return 1
+        return -(-max(max(bounds) - start, 0) // (1 if counter is None else _step(counter, body)))
+
+    def _start(self, loop: Instruction, counter: int) -> int | None:
+        """The value with which a loop's counter begins; 0 where the text does not say, None where it is an argument of the program."""
+        entry = self.computations.get(self.entry, Computation())
+        carry = entry.get(loop.operands[0])
+        first = entry.get(carry.operands[counter]) if carry and carry.opcode == "tuple" else None
+        while first and first.operands and first.opcode in ("copy", "copy-start", "copy-done", "bitcast"):
+            first = entry.get(first.operands[0])
+        return None if first and first.opcode == "parameter" else _constant(first) or 0
 
 
 def _parse(name: str, line: str, root: bool) -> Instruction:
@@ -145,15 +159,18 @@ def _constant(instruction: Instruction | None) -> int | None:
     return int(found[1]) if found else None
 
 
-def _step(condition: Computation, body: Computation) -> int:
-    """The step of a loop's counter; 1 where it is not an addition of a constant. A bidirectional windowed einsum counts by two."""
+def _counter(condition: Computation) -> int | None:
+    """The position in a loop's carry of what its condition compares; None where it is another condition."""
     compared = next((instruction for instruction in condition.values() if instruction.root and instruction.opcode == "compare"), None)
     counter = next((condition[name] for name in compared.operands if name in condition), None) if compared else None
     index = re.search(r"index=(\d+)", counter.rest) if counter and counter.opcode == "get-tuple-element" else None
+    return int(index[1]) if index else None
+
+
+def _step(counter: int, body: Computation) -> int:
+    """The step of a loop's counter; 1 where it is not an addition of a constant. A bidirectional windowed einsum counts by two."""
     root = next((instruction for instruction in body.values() if instruction.root and instruction.opcode == "tuple"), None)
-    if index is None or root is None:
-        return 1
-    grown = body.get(root.operands[int(index[1])])
+    grown = body.get(root.operands[counter]) if root else None
     steps = [_constant(body.get(name)) for name in grown.operands] if grown and grown.opcode == "add" else []
     return next((step for step in steps if step), 1)
 

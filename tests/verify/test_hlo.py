@@ -90,6 +90,43 @@ def test_loops_count_their_trips():
     assert collectives_of(module(entry, inner, condition, outer), MESH) == (expected,)
 
 
+@pytest.mark.parametrize(
+    ("start", "root", "trips"),
+    [
+        ("constant(3)", "compare(%i, %n), direction=LT", 4),
+        ("copy(%given)", "compare(%i, %n), direction=LT", 1),
+        ("constant(3)", "and(%lt, %far)", 1),
+    ],
+    ids=["counted", "from an argument", "until data are near"],
+)
+def test_loops_that_data_end_run_once(start, root, trips):
+    """As predictions count them, though the condition has a bound: one trip where only a run shows how many there are."""
+    condition = f"""%condition (s: (s32[], f32[8])) -> pred[] {{
+  %s = (s32[], f32[8]{{0}}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %n = s32[] constant(7)
+  %lt = pred[] compare(%i, %n), direction=LT
+  %far = pred[] custom-call(%s), custom_call_target="far"
+  ROOT %goes_on = pred[] {root}
+}}"""
+    body = """%body (s: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %s = (s32[], f32[8]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %x = f32[8]{0} get-tuple-element(%s), index=1
+  %ar = f32[8]{0} all-reduce(%x), replica_groups={}, to_apply=%add
+  ROOT %t = (s32[], f32[8]{0}) tuple(%next, %ar)
+}"""
+    entry = f"""  %p = f32[8]{{0}} parameter(0)
+  %given = s32[] parameter(1)
+  %first = s32[] {start}
+  %t = (s32[], f32[8]{{0}}) tuple(%first, %p)
+  ROOT %w = (s32[], f32[8]{{0}}) while(%t), condition=%condition, body=%body"""
+    (found,) = collectives_of(module(entry, condition, body), MESH)
+    assert found.count == trips
+
+
 def test_combined_collectives_are_one_record_a_tensor():
     """A tuple all_reduce moves each of its tensors; one whose readers slice it is a reduce_scatter."""
     entry = """  %p = f32[8]{0} parameter(0)
