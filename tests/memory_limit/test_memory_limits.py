@@ -6,8 +6,10 @@ import random
 import sys
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -125,6 +127,40 @@ def test_nothing_that_fits_is_refused():
 def test_nothing_that_fits_is_refused_of_many():
     """The same of some hundred programs."""
     assert fits(range(20, 400)) >= 100
+
+
+def residual(layers, width, batch):
+    """A train step of residual layers."""
+
+    def loss(weights, x):
+        for weight in weights:
+            x = x + jnp.tanh(x @ weight)
+        return (x**2).mean()
+
+    def step(weights, x):
+        value, grads = jax.value_and_grad(loss)(weights, x)
+        return [weight - 0.1 * grad for weight, grad in zip(weights, grads, strict=True)], value
+
+    return step, ([abstract((width, width))] * layers, abstract((batch, width)))
+
+
+@pytest.mark.parametrize(("times", "numbers"), [(0.6, {1, 8}), (0.45, {2, 8}), (0.3, {8})])
+def test_nothing_that_fits_in_microbatches_is_refused(times, numbers):
+    """Where integer programming finds room in some number of microbatches, a search that chooses the number does, too.
+
+    The limits are shares of the peak without one: in one microbatch nothing fits the last two, by proof, and in two nothing the last.
+    """
+    fn, args = residual(2, 8, 64)
+    ask = partial(autoshard.search, fn, *args, cluster="cpu:2", mesh={"data": 2}, donate_argnums=0)
+    limit = times * ask(memory_limit_bytes=1e12, microbatches=None, remat=None).cost.peak_bytes
+    room = set()
+    for number in (1, 2, 8) if times < 0.5 else (1, 8):
+        with suppress(InfeasibleError):
+            found = ask(memory_limit_bytes=limit, searcher=IntegerProgramming(), microbatches=number, remat=None)
+            assert found.cost.peak_bytes <= limit
+            room.add(number)
+    assert room == numbers
+    assert ask(memory_limit_bytes=limit, microbatches="fit").cost.peak_bytes <= limit
 
 
 def test_equal_problems_have_equal_answers_where_only_integer_programming_fits():
