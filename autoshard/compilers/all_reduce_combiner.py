@@ -11,7 +11,7 @@ devices, less than a tile each.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 
@@ -103,35 +103,36 @@ def _first_results(graph: Graph) -> tuple[int, ...]:
     return tuple(found)
 
 
-def sent_with(graph: Graph, sums: Sums, partials: Mapping[int, Step], op: int, mesh: tuple[int, ...]) -> tuple[int, ...]:
-    """The other sums that one all_reduce combines with an op's.
+def sent_together(graph: Graph, sums: Sums, partials: Mapping[int, Step], mesh: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The sums that are sent by one all_reduce each, by their ops in the order in which they are combined.
 
     Args:
         partials: per op index how its result is combined.
         mesh: the sizes of the mesh's axes.
     """
     ops, values = graph.walk(), graph.values
+    of_kind: dict[tuple[tuple[int, ...], str], list[int]] = {}
+    for op in sorted(partials.keys() & sums.place.keys(), key=sums.place.__getitem__):
+        value, step = values[ops[op].results[0]], partials[op]
+        if step.kind == "all_reduce" or (step.kind == "reduce_scatter" and not is_formed(value, step, mesh)):
+            of_kind.setdefault((step.axes, value.dtype), []).append(op)
+    return [group for alike in of_kind.values() for group in _grouped(sums, partials, alike)]
 
-    def kind(k: int) -> tuple[str, tuple[int, ...], str]:
-        value, step = values[ops[k].results[0]], partials[k]
-        scattered = step.kind == "reduce_scatter" and is_formed(value, step, mesh)
-        return step.kind if scattered else "all_reduce", step.axes, value.dtype
 
-    if op not in sums.place or partials[op].kind != "all_reduce":
-        return ()
-    group, members, waits, nbytes = [], 0, 0, 0.0
-    for place, k in sorted((sums.place[k], k) for k in partials if k in sums.place and kind(k) == kind(op)):
-        if nbytes + partials[k].nbytes > COMBINED_BYTES or waits >> place & 1:
+def _grouped(sums: Sums, partials: Mapping[int, Step], alike: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    group: list[int] = []
+    members, waits, nbytes = 0, 0, 0.0
+    for op in alike:
+        if nbytes + partials[op].nbytes > COMBINED_BYTES or waits >> sums.place[op] & 1:
             continue
-        if sums.needs[k] & members:
-            if op in group:
-                break
+        if sums.needs[op] & members:
+            yield tuple(group)
             group, members, waits, nbytes = [], 0, 0, 0.0
-        group.append(k)
-        members |= 1 << place
-        waits |= sums.needs[k]
-        nbytes += partials[k].nbytes
-    return tuple(k for k in group if k != op) if op in group else ()
+        group.append(op)
+        members |= 1 << sums.place[op]
+        waits |= sums.needs[op]
+        nbytes += partials[op].nbytes
+    yield tuple(group)
 
 
 def is_formed(value: Value, step: Step, mesh: tuple[int, ...]) -> bool:

@@ -190,7 +190,7 @@ def product(eqn: JaxprEqn, operands: Sequence[Any], swapped: bool) -> Any:
 def retraced(
     primitive: str, function: Callable[..., Sequence[Any]], types: Sequence[jax.ShapeDtypeStruct]
 ) -> tuple[ClosedJaxpr | Jaxpr, list[Any]]:
-    """The jaxpr of ``function`` for arguments of these types, as a body of ``primitive``, and the constants to pass it as leading arguments.
+    """The jaxpr of ``function`` for these types, as a body of ``primitive``, and the constants to pass it as leading arguments.
 
     A checkpoint's body has no constants, so it gets them as arguments; other bodies keep theirs.
     """

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from autoshard.analysis.demanded_precision import is_narrow
-from autoshard.compilers.all_reduce_combiner import sent_with
+from autoshard.compilers.all_reduce_combiner import sent_together
 from autoshard.compilers.buffer_assignment import Buffers, Copy, Draft, scattered_apart, shares, stored_partials
 from autoshard.compilers.kernel_order import Lifetimes, usage
 from autoshard.compilers.op_patterns import MOST_OF
@@ -166,19 +166,29 @@ def _early(
     """
     times, first, graph = facts.lifetimes, facts.combined.first, facts.graph
     late: dict[int, dict[int, None]] = {}  # per moment the buffers of all that is due then: sums of one value are made of it together
-    for loss in partials:
-        if graph.values[graph.walk()[loss].results[0]].rank:
+    for group in sent_together(graph, facts.combined, partials, mesh):
+        scalars = [op for op in group if not graph.values[graph.walk()[op].results[0]].rank]
+        if len(group) == 1 or not scalars:
             continue
-        others = sent_with(graph, facts.combined, partials, loss, mesh)
-        readers = (reader for op in others for reader in facts.readers[graph.walk()[op].results[0]])
-        wanted = [times.put_off.get(times.starts[reader], times.starts[reader]) for reader in readers]
-        made = [times.starts[op] for op in others if first[op] != first[loss]]
-        due = max(min(wanted, default=times.moments), max(made, default=0))
-        if due < times.starts[loss]:
-            late.setdefault(due, {}).update(dict.fromkeys(_made_after(facts, loss, due)))
+        wanted = sorted((_wanted(facts, op), op) for op in group)
+        made = sorted(((times.starts[op], first[op]) for op in group), reverse=True)
+        for loss in scalars:
+            due = max(
+                next(moment for moment, op in wanted if op != loss),
+                next((start for start, result in made if result != first[loss]), 0),
+            )
+            if due < times.starts[loss]:
+                late.setdefault(due, {}).update(dict.fromkeys(_made_after(facts, loss, due)))
     for due, buffers in late.items():
         held = usage(times.moments, np.array([sizes[k] for k in buffers]), times.born[list(buffers)], times.dies[list(buffers)])
         yield float(held.max()), due, due + 1
+
+
+def _wanted(facts: ProgramFacts, op: int) -> int:
+    """The moment at which the first reader of a sum runs; the end of the program where none does."""
+    times = facts.lifetimes
+    starts = (times.starts[reader] for reader in facts.readers[facts.graph.walk()[op].results[0]])
+    return min((times.put_off.get(start, start) for start in starts), default=times.moments)
 
 
 def _made_after(facts: ProgramFacts, op: int, moment: int) -> list[int]:
