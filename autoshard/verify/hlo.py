@@ -97,6 +97,8 @@ class Module:
                 current = None
             elif found := _INSTRUCTION.match(line):
                 instruction = _parse(found[2], found[3], bool(found[1]))
+                for operand in instruction.operands:
+                    _add_elements(current, operand)
                 current[instruction.name] = instruction
 
     def called(self, instruction: Instruction) -> list[tuple[str, int]]:
@@ -138,9 +140,36 @@ def _parse(name: str, line: str, root: bool) -> Instruction:
     opcode, _, _ = call.partition("(")
     close = _closing(call, len(opcode))
     inside = call[len(opcode) + 1 : close]
-    operands = tuple(re.findall(r"%([\w.\-]+)", inside))
+    operands = tuple(re.findall(r"%([\w.\-#]+)", inside))
     rest = inside + call[close + 1 :] if opcode in ("constant", "parameter") else call[close + 1 :]
     return Instruction(name, kind, opcode, operands, rest, root)
+
+
+def _add_elements(computation: Computation, operand: str) -> None:
+    """Adds the ``get-tuple-element``s that an operand ``name#k`` stands for, under these names; XLA of jaxlib 0.12 writes them so."""
+    whole, *indices = operand.split("#")
+    for index in indices:
+        name = f"{whole}#{index}"
+        if name not in computation and whole in computation:
+            kind = _elements(computation[whole].type)[int(index)]
+            computation[name] = Instruction(name, kind, "get-tuple-element", (whole,), f", index={index}", False)
+        whole = name
+
+
+def _elements(tuple_type: str) -> list[str]:
+    """The types of a tuple's elements.
+
+    >>> _elements("(f32[8,16]{1,0:T(8,128)}, /*index=1*/(s32[], bf16[4]{0}))")
+    ['f32[8,16]{1,0:T(8,128)}', '(s32[], bf16[4]{0})']
+    """
+    inside = re.sub(r"/\*.*?\*/", "", tuple_type)[1:-1]
+    elements, depth, start = [], 0, 0
+    for position, character in enumerate(inside):
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            elements.append(inside[start:position].strip())
+            start = position + 1
+    return [*elements, inside[start:].strip()]
 
 
 def _closing(text: str, start: int) -> int:

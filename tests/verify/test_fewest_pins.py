@@ -120,7 +120,7 @@ def test_the_users_own_constraints_are_no_pins():
     """What the program has written in it already is kept and not asked for again."""
 
     def constrained(x, w):
-        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((4, 2), ("x", "y"))):
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)):
             return jnp.tanh(jax.lax.with_sharding_constraint(x @ w, jax.sharding.PartitionSpec("x", None)))
 
     fewest = found(constrained, (abstract((32, 64)), abstract((64, 64))), DataParallel())

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from autoshard.ir import Collective, Mesh, ServedOp
 from autoshard.lower import jax_mesh
 from autoshard.verify import collectives_of
 from autoshard.verify.groups import axes_of, parse_groups
+from autoshard.verify.hlo import Module
 
 MESH = Mesh.of({"x": 2, "y": 4})
 
@@ -22,6 +24,13 @@ MESH = Mesh.of({"x": 2, "y": 4})
 def module(entry: str, *others: str) -> str:
     """An HLO text of an entry computation's lines and other computations."""
     return "HloModule m, num_partitions=8\n\n" + "\n\n".join(others) + "\n\nENTRY %main (p: f32[8]) -> f32[8] {\n" + entry + "\n}\n"
+
+
+def shorthand(text: str) -> str:
+    """A text whose operands are written as elements of tuples, ``%t#1``, as by jaxlib 0.12."""
+    for line, name, whole, index in re.findall(r"(\n +(%[\w.]+) = .* get-tuple-element\((.*)\), index=(\d+))", text):
+        text = text.replace(line, "").replace(f"{name})", f"{whole}#{index})").replace(f"{name},", f"{whole}#{index},")
+    return text
 
 
 @pytest.mark.parametrize(
@@ -127,7 +136,8 @@ def test_loops_that_data_end_run_once(start, root, trips):
     assert found.count == trips
 
 
-def test_combined_collectives_are_one_record_a_tensor():
+@pytest.mark.parametrize("written", [str, shorthand])
+def test_combined_collectives_are_one_record_a_tensor(written):
     """A tuple all_reduce moves each of its tensors; one whose readers slice it is a reduce_scatter."""
     entry = """  %p = f32[8]{0} parameter(0)
   %q = bf16[4]{0} parameter(1)
@@ -137,7 +147,8 @@ def test_combined_collectives_are_one_record_a_tensor():
   %b = bf16[4]{0} get-tuple-element(%ar), index=1
   %s = f32[4]{0} dynamic-slice(%a, %i), dynamic_slice_sizes={4}
   ROOT %t = (f32[4]{0}, bf16[4]{0}) tuple(%s, %b)"""
-    assert collectives_of(module(entry), MESH) == (Collective("reduce_scatter", ("x",), 32.0), Collective("all_reduce", ("x",), 8.0))
+    expected = (Collective("reduce_scatter", ("x",), 32.0), Collective("all_reduce", ("x",), 8.0))
+    assert collectives_of(module(written(entry)), MESH) == expected
 
 
 def test_chunks_of_an_all_to_all_are_one_tensor():
@@ -213,7 +224,8 @@ def test_unknown_collectives_are_an_error():
             collectives_of(module("  %p = f32[32]{0} parameter(0)\n  ROOT %a = f32[8]{0} " + call), MESH)
 
 
-def test_loops_that_count_by_two_run_half_as_often():
+@pytest.mark.parametrize("written", [str, shorthand])
+def test_loops_that_count_by_two_run_half_as_often(written):
     """XLA:TPU writes no trip count: the bound stands in the condition, the step in the body."""
     condition = """%cond (c: (s32[], f32[8])) -> pred[] {
   %c = (s32[], f32[8]{0}) parameter(0)
@@ -232,7 +244,17 @@ def test_loops_that_count_by_two_run_half_as_often():
 }"""
     entry = """  %p = (s32[], f32[8]{0}) parameter(0)
   ROOT %w = (s32[], f32[8]{0}) while(%p), condition=%cond, body=%body"""
-    assert collectives_of(module(entry, condition, body), MESH) == (Collective("all_reduce", ("y",), 32.0, 4),)
+    assert collectives_of(module(entry, written(condition), written(body)), MESH) == (Collective("all_reduce", ("y",), 32.0, 4),)
+
+
+def test_elements_of_nested_tuples_are_operands():
+    """An element of an element of a tuple has its own type; it is read under one name."""
+    entry = """  %p = (f32[4]{0}, (s32[], bf16[16]{0}), /*index=2*/f32[2]{0}) parameter(0)
+  %a = bf16[16]{0} all-reduce(%p#1#1), replica_groups=[2,4]<=[8], to_apply=%add
+  ROOT %t = (bf16[16]{0}, f32[2]{0}) tuple(%a, %p#2)"""
+    computation = Module(module(entry)).computations["main"]
+    assert [computation[name].type for name in ("p#1", "p#1#1", "p#2")] == ["(s32[], bf16[16]{0})", "bf16[16]{0}", "f32[2]{0}"]
+    assert collectives_of(module(entry), MESH) == (Collective("all_reduce", ("y",), 32.0),)
 
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [(jnp.float32, 4), (jnp.int8, 1), (jnp.bool_, 1), (jnp.complex64, 8)])
