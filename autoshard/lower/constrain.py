@@ -26,6 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core.primitives import closed_call_p
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from autoshard.analysis.values import free_values
@@ -47,6 +48,7 @@ from autoshard.ir import (
     result_layout,
     result_layouts,
 )
+from autoshard.ir.scan import num_consts
 from autoshard.lower.interpret import Interpreter, Path, apply, bind, ops_by_path, product
 from autoshard.lower.mesh import to_named_sharding
 from autoshard.lower.plan import Plan, holder_values
@@ -59,6 +61,10 @@ from autoshard.trace.structure import types_of
 
 Constrain = Callable[[Any, NamedSharding, int], Any]
 """``(array, sharding, value number)`` to the array with the constraint."""
+
+
+_SCANS_IN_BLOCKS = closed_call_p.name != "closed_call"
+"""Whether JAX writes a scan's body into the block of its loop, as from jax 0.11; before, that block calls it as a function."""
 
 
 def constrain_sharding(x: Any, sharding: NamedSharding, _: int) -> Any:
@@ -247,9 +253,8 @@ class _Region(Interpreter):
         self.unconstrained |= plan.loop_constants.intersection(inputs)
         triples = zip(arguments, inputs, layouts, strict=True)
         entered = [x if value in plan.loop_constants else plan.constrained(x, value, layout) for x, value, layout in triples]
-        # JAX carries a while loop's constants from trip to trip, and Shardy applies the last of successive constraints to the carry, too.
-        n_passed_on = op.params["body_nconsts"] if op.primitive == "while" and number == 1 else 0
-        for k, value in enumerate(inputs[:n_passed_on]):
+        # JAX carries a loop's constants from trip to trip, and Shardy applies the last of successive constraints to the carry, too.
+        for k, value in enumerate(inputs[: _n_passed_on(op, number)]):
             if value in plan.resharded and np.ndim(entered[k]):
                 entered[k] = plan.constrained(jax.lax.optimization_barrier(entered[k]), value, layouts[k])
         return entered
@@ -411,6 +416,13 @@ def _resharded(graph: Graph, plan: _Plan, leaving: Iterable[Layout]) -> frozense
         if op.primitive in ALIASING and op.results[0] in resharded and graph.values[op.operands[0]] == graph.values[op.results[0]]:
             resharded.add(op.operands[0])
     return frozenset(resharded)
+
+
+def _n_passed_on(op: Op, number: int) -> int:
+    """How many inputs of a loop's body, the first ones, are constants that the same block carries on to the next trip."""
+    if op.primitive == "while" and number == 1:
+        return op.params["body_nconsts"]
+    return num_consts(op.params) if op.primitive == "scan" and _SCANS_IN_BLOCKS else 0
 
 
 def _loop_constants(graph: Graph, plan: _Plan) -> frozenset[int]:

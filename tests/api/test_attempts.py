@@ -52,7 +52,7 @@ def test_the_last_resort_has_one_budget(rounds):
     assert found.cost.peak_bytes <= 400e3 and found.remat == "fit" and not rounds
     few = Auto(last_resort=replace(LAST_RESORT, max_rounds=3))
     with pytest.raises(InfeasibleError, match="computes again what it reads: the smallest peak is"):
-        autoshard.search(step, *arguments(), searcher=few, memory_limit_bytes=330e3, **OPTIONS)
+        autoshard.search(step, *arguments(), searcher=few, memory_limit_bytes=300e3, **OPTIONS)
     assert len(rounds) == 3
 
 
