@@ -17,9 +17,8 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -40,10 +39,12 @@ TOLERANCE, MOST_SECONDS = 1e-5, 150e-6
 BUBBLES, MICROBATCHES = (4, 8), (8, 16, 32)
 
 DEEP = ("gpt", "gpt_scan", "llama", "llama_scan", "moe", "moe_scan", "t5", "vit")
-PROGRAMS: dict[str, Callable[[], Program]] = {
-    **{name: partial(SMALL[name], layers=4) for name in DEEP},
-    **{name: SMALL[name] for name in ("unet", "resnet_groups", "gan", "codec")},
-}
+PROGRAMS = (*DEEP, "unet", "resnet_groups", "gan", "codec")
+
+
+def program(name: str, stages: int) -> Program:
+    """A small train step with at least a layer for each stage."""
+    return SMALL[name](layers=max(4, stages)) if name in DEEP else SMALL[name]()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class Row:
 
 def compare(name: str, stages: int, schedule: str) -> Row:
     """Runs a step in stages and on one device."""
-    function, args = PROGRAMS[name]()
+    function, args = program(name, stages)
     leaves, tree = jax.tree.flatten_with_path(args)
     keys = jax.random.split(jax.random.key(1), len(leaves))
     inputs = tree.unflatten([filled(leaf, key, jax.tree_util.keystr(path)) for (path, leaf), key in zip(leaves, keys, strict=True)])
@@ -153,7 +154,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs and prints."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pipelines", description=SUMMARY)
-    parser.add_argument("--programs", nargs="+", choices=tuple(PROGRAMS), default=tuple(PROGRAMS), help="some programs only")
+    parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=PROGRAMS, help="some programs only")
     parser.add_argument("--stages", nargs="+", type=int, choices=STAGES, default=STAGES, help="some numbers of stages only")
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES, help="some schedules only")
     parser.add_argument("--bubbles", action="store_true", help="simulate zero-bubble schedules with searched costs instead")

@@ -42,11 +42,11 @@ def plans_of(staged: Staged, n_stages: int, mesh: Mesh, searcher: str | int) -> 
 
 
 def pipelined(
-    fn, args, n_stages, n_microbatches, schedule="1f1b", mesh=None, searcher="data_parallel", n_chunks=1, demotes=False
+    fn, args, n_stages, n_microbatches, schedule="1f1b", mesh=None, searcher="data_parallel", n_chunks=1, demotes=False, donated=()
 ) -> Pipelined:
-    """A step as a pipeline; each stage has as many of the eight devices. ``demotes`` is of its plans."""
+    """A step as a pipeline; each stage has as many of the eight devices. ``demotes`` is of its plans, ``donated`` of the trace."""
     mesh = Mesh.of({"data": 8 // n_stages} if mesh is None else mesh)
-    staged = stages_of(trace(fn, *args), n_stages * n_chunks, n_microbatches, rows=None if n_chunks == 1 else ())
+    staged = stages_of(trace(fn, *args, donate_argnums=donated), n_stages * n_chunks, n_microbatches, rows=None if n_chunks == 1 else ())
     plans = [replace(plan, demotes=demotes) for plan in plans_of(staged, n_stages, mesh, searcher)]
     return Pipelined(staged, plans, schedule_of(schedule, n_stages, n_microbatches, n_chunks))
 

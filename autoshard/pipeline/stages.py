@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import PurePath
 from typing import Any
 
 import jax
@@ -43,6 +44,7 @@ class Message:
         backward: in the loop, whether it is sent by the backward pass.
         shape, dtype: of the array that is sent, in the loop of one microbatch.
         origin: the operation that makes it and its line in the user's program.
+        name: the name of the argument that it is to the stages that receive it.
     """
 
     kind: str
@@ -54,6 +56,7 @@ class Message:
     shape: tuple[int, ...]
     dtype: str
     origin: str
+    name: str
 
     @property
     def key(self) -> tuple[str, int, int]:
@@ -280,14 +283,21 @@ class _Builder:
             owner, *others = terms
             for other in others:
                 targets["part", self.micro.loop.results[position], other] = [owner]
-        return {key: self._message(*key, tuple(to)) for key, to in targets.items()}
+        messages, seen = {key: self._message(*key, tuple(to)) for key, to in targets.items()}, Counter()
+        for key, message in messages.items():
+            seen[message.name] += 1
+            if (n := seen[message.name]) > 1:
+                messages[key] = replace(message, name=f"{message.name} {n}")
+        return messages
 
     def _message(self, kind: str, value: int, source: int, targets: tuple[int, ...]) -> Message:
         level = 0 if kind == "loop" else 1 + (self.around.loop_level if kind == "part" else self.around.levels.get(value, 0))
         found, maker = self.values[value], self.maker.get(value)
         origin = "" if maker is None else f"{maker.primitive} at {maker.origin}"
         backward = kind == "loop" and maker is not None and self.backward[maker.index]
-        return Message(kind, value, source, targets, level, backward, found.shape, found.dtype, origin)
+        what = {"part": "partial_sum", "value": "value", "loop": "gradient" if backward else "activation"}[kind]
+        line = "" if maker is None or not maker.origin.file else f" ({PurePath(maker.origin.file).name}:{maker.origin.line})"
+        return Message(kind, value, source, targets, level, backward, found.shape, found.dtype, origin, f"{what}_from_stage{source}{line}")
 
     def _stage(
         self,
@@ -316,8 +326,8 @@ class _Builder:
         traced = of_jaxpr(
             f"{graph.name}_stage{stage}",
             jax.make_jaxpr(function)(*types),
-            argument_paths=[*(graph.argument_paths[k] for k in outer.arguments), *map(_name, receives)],
-            result_paths=[*(graph.result_paths[k] for k in results), *(f"sent.{_name(message)}" for message in sends)],
+            argument_paths=[*(graph.argument_paths[k] for k in outer.arguments), *(message.name for message in receives)],
+            result_paths=[*(graph.result_paths[k] for k in results), *(f"sent.{message.name}" for message in sends)],
             aliases=aliases,
             donated=tuple(k for k, position in enumerate(outer.arguments) if position in donated and homes[k]),
             microbatches=self.micro.n,
@@ -445,11 +455,6 @@ class _Outer:
     ops: tuple[Op, ...]
     arguments: tuple[int, ...]
     received: tuple[int, ...]
-
-
-def _name(message: Message) -> str:
-    """The name of a message among a program's arguments."""
-    return f"{message.kind}{message.value}_from_stage{message.source}"
 
 
 def _lines(ops: Iterable[Op]) -> str:

@@ -15,6 +15,7 @@ from jax._src.dispatch import runtime_tokens  # JAX has no public way to drop th
 from autoshard.errors import PipelineError
 from autoshard.pipeline import Cut, Pipelined, stages_of
 from autoshard.pipeline.lowered import lowered_programs
+from autoshard.pipeline.run import _Call
 from autoshard.pipeline.schedule import Schedule, Task, schedule_of
 from autoshard.trace import trace
 from benchmarks import models
@@ -287,6 +288,47 @@ def test_a_callback_that_raises_names_its_stage_and_lines():
     with pytest.raises(PipelineError, match=r"(?s)stage 1.*test_pipeline_run\.py.*too large"):
         run.checked(jnp.eye(D), jnp.eye(D), jnp.ones((B, D)))
     runtime_tokens.clear()  # or JAX raises the error once more at each barrier
+
+
+def test_an_interrupted_call_leaves_its_arguments_as_they_were(monkeypatch):
+    """Ctrl-C between two tasks, although the state is donated: the next call computes the step."""
+    fn, args = mlp(4)
+    run = pipelined(fn, args, 2, 2, donated=(0,))
+    started, start = [], _Call.start
+
+    def interrupted(call, task):
+        started.append(task)
+        if len(started) == len(run.order):
+            raise KeyboardInterrupt
+        start(call, task)
+
+    given = [jnp.full(x.shape, x.dtype.type(0.1)) for x in jax.tree.leaves(args)]
+    expected = jax.device_get(jax.tree.leaves(jax.jit(fn)(*jax.tree.unflatten(jax.tree.structure(args), given))))
+    placed = [jax.device_put(x, sharding) for x, sharding in zip(given, run.in_shardings, strict=True)]
+    with monkeypatch.context() as patched:
+        patched.setattr(_Call, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(*placed)
+    results = run(*placed)
+    assert any(x.is_deleted() for x in placed)  # now the state is used up
+    for result, one in zip(results, expected, strict=True):
+        assert jax.device_get(result) == pytest.approx(one, rel=1e-4, abs=1e-6)
+
+
+def test_what_stages_receive_has_names_of_the_users_program():
+    """Activations and gradients with the stage and the line that they come from; two of one line are numbered."""
+
+    def loss(params, x, y):
+        for w in params:
+            x, y = jnp.tanh(x @ w), jnp.tanh(y @ w)
+        return jnp.mean(x * y)
+
+    fn, args = train_step_of(loss, [abstract((D, D))] * 2, abstract((B, D)), abstract((B, D)))
+    first, last = stages_of(trace(fn, *args), 2, 2).stages
+    line = f"(test_pipeline_run.py:{loss.__code__.co_firstlineno + 2})"
+    names = last.traced.graph.argument_paths[len(last.arguments) :]
+    assert names == (f"activation_from_stage0 {line}", f"activation_from_stage0 {line} 2")
+    assert f"gradient_from_stage1 {line}" in first.traced.graph.argument_paths
 
 
 def test_parts_that_do_not_fit_are_refused():
