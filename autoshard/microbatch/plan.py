@@ -30,6 +30,7 @@ from autoshard.microbatch.status import (
     literal_status,
     moved,
     operand_statuses,
+    partial,
     place_of,
     slice_along,
 )
@@ -93,8 +94,11 @@ def plan_loop(graph: Graph, rules: Sequence[Rule | None], batch: Mapping[int, in
     return _Planner(graph, rules, batch, n).loop()
 
 
+_ORDERED = ("bool", "int", "uint", "float", "bfloat")  # dtypes of which the largest of equal numbers is each of them
+
+
 class _Planner:
-    """The state of one plan; ``late`` has the ops of shard_maps that run after the loop, each with what couples the examples."""
+    """The state of one plan; ``late`` has ops that run after the loop because of what they make, each with what couples the examples."""
 
     def __init__(
         self, graph: Graph, rules: Sequence[Rule | None], batch: Mapping[int, int], n: int, late: Mapping[int, Coupled] | None = None
@@ -124,6 +128,9 @@ class _Planner:
         needed = {value for op in self.graph.ops if self.phases[op.index] == "after" for value in op.operands} | set(self.graph.results)
         made = [value for op in self.graph.ops if self.phases[op.index] == "inside" for value in op.results if value in needed]
         whole = {value for value in made if self.status(value).is_whole}
+        for value in [value for value in whole if not self.makers[value].mapped and self.graph.values[value].dtype.startswith(_ORDERED)]:
+            self.statuses[value] = partial("or" if self.graph.values[value].dtype == "bool" else "max")  # of equal ones
+            whole.remove(value)
         if whole:
             return _Planner(self.graph, self.rules, self.batch, self.n, {**self.late, **self._together_with(whole)}).loop()
         return Loop(
@@ -148,15 +155,17 @@ class _Planner:
         return next(iter(self.coupled.values()), own)
 
     def _together_with(self, whole: Collection[int]) -> dict[int, Coupled]:
-        """The ops of shard_maps that make values of examples, and others that are the same in all microbatches and are read afterwards."""
+        """The ops, those of a shard_map together, that make values of examples, and others that are the same in all microbatches and are
+        read afterwards.
+        """
         found: dict[int, Coupled] = {}
         for ops in shard_maps(self.graph.ops):
             makes = [op for op in ops if whole.intersection(op.results)]
-            if len(ops) > 1 and makes:
-                own = Coupled(makes[0], "shares a shard_map with the examples, makes what is of none of them, and is read afterwards")
+            if makes:
+                shared = "shares a shard_map with the examples, makes" if len(ops) > 1 else "makes, beside what is of examples,"
+                own = Coupled(makes[0], f"{shared} what is of none of them, and is read afterwards")
                 error = self._cause(own)
                 found.update((op.index, error) for op in ops)
-        assert found, "what is whole is made before the loop, but in shard_maps"
         return found
 
     # -- phases ------------------------------------------------------------------------------------------------------------
@@ -181,10 +190,13 @@ class _Planner:
                 self.waiting.update(op.results)
             return
         if all(status.is_whole for status in reads):
-            self.phases[op.index] = "before"
+            beside = any(maker is not None and self.phases[maker.index] == "inside" for maker in makers)  # made with what is of examples
+            self.phases[op.index] = "inside" if beside else "before"
             self._set(op, self._moved(op, reads))
             return
         try:
+            if op.index in self.late:
+                raise self.late[op.index]
             phase, move = self._inside(op, reads, light)
         except Coupled as error:
             if light:

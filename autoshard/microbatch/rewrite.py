@@ -294,12 +294,10 @@ class Inside(Interpreter):
 
     def _operand(self, op: Op, move: Move, place: int, x: Any) -> Any:
         value, read = op.operands[place], move.reads[place]
-        if self._is_body:
-            return self._part(op, move, place, x) if read.is_whole else x
-        if read.is_whole and value in self._whole:
+        if read.is_whole and value in self._whole and not self._is_body:
             return self._part(op, move, place, self._whole[value])
-        if value in self.made:
-            return x
+        if self._is_body or value in self.made:
+            return self._part(op, move, place, x) if read.is_whole else x
         if read.kind == "slice":  # an argument's
             return taken(self._whole[value], read, self._index, self._loop.n)
         return self._part(op, move, place, x)

@@ -5,13 +5,15 @@
 - Branches for platforms that are no devices, such as kernel languages, are removed; a single remaining branch becomes a call.
 - Equal casts, transposes and reversals of one array are made once, so that a weight that is cast for each use is gathered once. Reversals
   of dimensions of size one, as of the kernel in the gradient of a 1 x 1 convolution, are removed.
+- What a call or a loop only passes on is read where it enters: carries that no trip changes, and slices that are stacked up again as they
+  are, such as the weights of a Flax NNX module that is scanned with rematerialisation.
 - Counted coordinates of gathers and scatters become batching dimensions (`autoshard.trace.batched_indexing`).
 - Dead code is removed at any depth, unread carries and slices of loops included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +22,7 @@ from jax.extend.source_info_util import user_context
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from autoshard.compilers import PLATFORMS
+from autoshard.ir.scan import num_carry, num_consts
 from autoshard.trace.batched_indexing import batched
 from autoshard.trace.structure import around, as_call, opened, subjaxprs, types_of
 
@@ -43,7 +46,37 @@ def _simplified(jaxpr: Jaxpr) -> Jaxpr:
     jaxpr = jaxpr if len(live.eqns) == len(jaxpr.eqns) else live
     jaxpr = _deduplicated(jaxpr)
     eqns = [_equation(eqn) for eqn in jaxpr.eqns]
-    return jaxpr.replace(eqns=eqns) if any(new is not old for new, old in zip(eqns, jaxpr.eqns, strict=True)) else jaxpr
+    changes = any(new is not old for new, old in zip(eqns, jaxpr.eqns, strict=True))
+    return _forwarded(jaxpr.replace(eqns=eqns) if changes else jaxpr)
+
+
+def _forwarded(jaxpr: Jaxpr) -> Jaxpr:
+    """The program that reads what its calls and loops only pass on where it enters them; their bodies are simplified."""
+    same: dict[Any, Any] = {}
+    eqns = []
+    for eqn in jaxpr.eqns:
+        eqns.append(eqn.replace(invars=_renamed(eqn.invars, same)) if same else eqn)
+        same.update(_passed_on(eqns[-1]))
+    return jaxpr.replace(eqns=eqns, outvars=_renamed(jaxpr.outvars, same)) if same else jaxpr
+
+
+def _passed_on(eqn: JaxprEqn) -> Iterator[tuple[Any, Any]]:
+    """The results of a call or a loop that are operands of it, each with the operand."""
+    if eqn.primitive.name not in ("jit", "remat2", "scan"):
+        return
+    (body,), is_loop = subjaxprs(eqn), eqn.primitive.name == "scan"
+    inputs, outputs = opened(body)[0].invars, opened(body)[0].outvars
+    first, n_carry = (num_consts(eqn.params), num_carry(eqn.params)) if is_loop else (0, 0)
+    entering = {variable: at for at, variable in enumerate(inputs)}
+    for k, (made, result) in enumerate(zip(outputs, eqn.outvars, strict=True)):
+        at = None if isinstance(made, Literal) else entering.get(made)
+        passes = at is not None and (at == first + k if k < n_carry else at >= first + n_carry)
+        if at is not None and passes and result.aval == eqn.invars[at].aval:
+            yield result, eqn.invars[at]
+
+
+def _renamed(atoms: Sequence[Any], same: Mapping[Any, Any]) -> list[Any]:
+    return [atom if isinstance(atom, Literal) else same.get(atom, atom) for atom in atoms]
 
 
 def _deduplicated(jaxpr: Jaxpr) -> Jaxpr:
@@ -51,12 +84,9 @@ def _deduplicated(jaxpr: Jaxpr) -> Jaxpr:
     same: dict[Any, Any] = {}
     made: dict[tuple, Any] = {}
 
-    def renamed(atoms: Sequence[Any]) -> list[Any]:
-        return [atom if isinstance(atom, Literal) else same.get(atom, atom) for atom in atoms]
-
     eqns = []
     for eqn in jaxpr.eqns:
-        invars, name = renamed(eqn.invars), eqn.primitive.name
+        invars, name = _renamed(eqn.invars, same), eqn.primitive.name
         if name in REARRANGING and not isinstance(invars[0], Literal):
             params = tuple(sorted(eqn.params.items(), key=lambda each: each[0]))
             if name == "rev":
@@ -67,7 +97,7 @@ def _deduplicated(jaxpr: Jaxpr) -> Jaxpr:
                 same[eqn.outvars[0]] = first
                 continue
         eqns.append(eqn.replace(invars=invars) if same else eqn)
-    return jaxpr.replace(eqns=eqns, outvars=renamed(jaxpr.outvars)) if same else jaxpr
+    return jaxpr.replace(eqns=eqns, outvars=_renamed(jaxpr.outvars, same)) if same else jaxpr
 
 
 def _equation(eqn: JaxprEqn) -> JaxprEqn:

@@ -159,6 +159,17 @@ def paired(weights, x, y):
     return jnp.mean(jax.nn.softplus(first - second).sum(-1) * jnp.arange(B))
 
 
+def counted(weights, x, y):
+    """Carries a count of layers beside the examples, and scales the loss by it."""
+
+    def layer(carry, w):
+        x, n = carry
+        return (jnp.tanh(x @ w["up"]) @ w["down"], n + 1), None
+
+    (h, n), _ = lax.scan(layer, (x, jnp.zeros(())), jax.tree.map(lambda w: jnp.stack([w, 2 * w]), weights))
+    return jnp.mean((h - y) ** 2) / n + n
+
+
 def half(weights, x, y):
     """Computes in bfloat16."""
     narrow = jax.tree.map(lambda w: w.astype(jnp.bfloat16), weights)
@@ -177,6 +188,7 @@ LOSSES = {
     "scanned": (scanned, WEIGHTS, (X, Y)),
     "branched": (branched, WEIGHTS, (X, Y)),
     "looked_up": (looked_up, {**WEIGHTS, "table": leaf(8, D)}, (leaf(B, dtype=jnp.int32), Y)),
+    "counted": (counted, WEIGHTS, (X, Y)),
     "paired": (paired, WEIGHTS, (X, Y)),
     "accumulated": (accumulated, WEIGHTS, (leaf(4, B, D), leaf(4, B, D))),
 }

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import DictKey, SequenceKey
 from programs import PROGRAMS, abstract, gpt, mlp
@@ -330,6 +331,27 @@ def test_mapped_loops_ask_all_and_keep_what_is_done():
     loop = trace(doubled, x8).graph.ops[0]
     condition, body = loop.bodies
     assert condition.ops[-1].primitive == "reduce_or" and body.ops[-1].primitive == "select_n"
+
+
+def test_what_calls_and_loops_only_pass_on_is_read_where_it_enters():
+    """Of a scan of checkpoints that return their weights and a key that is only carried, no trip makes either; what is made is returned."""
+
+    def step(weights, x, key):
+        def layer(carry, w):
+            x, key = carry
+            return (jnp.tanh(x @ w), key), (w, jnp.sum(x))
+
+        (x, key), (weights, sums) = jax.lax.scan(jax.checkpoint(layer), (x, key), weights)
+        return jax.jit(lambda *given: given)(weights, key, x, sums)
+
+    args = jnp.ones((3, 4, 4)), jnp.ones((2, 4)), jnp.zeros(2)
+    traced = trace(step, *args)
+    weights, key, x, sums = traced.graph.results
+    assert (weights, key) == (traced.graph.arguments[0], traced.graph.arguments[2])
+    (loop,) = (op for op in traced.graph.ops if op.primitive == "scan")
+    assert {x, sums} <= {*loop.results} and len(loop.bodies[0].outputs) == 2
+    for one, other in zip(jaxpr_as_fun(traced.jaxpr)(*args), step(*args), strict=True):
+        assert jnp.array_equal(one, other)
 
 
 def test_reversals_are_made_once():
