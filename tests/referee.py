@@ -150,5 +150,8 @@ EXPLAINED: dict[str, Callable[[Verdict], bool]] = {
     ),
     "The power of zero reads nothing; ours keeps the operand beside the result": _where("integer_pow", lambda eqn: eqn.params["y"] == 0),
     "Both results are halves of the same counts; ours keeps them side by side": _of("iota_2x32_shape"),
-    "XLA gathers a dimension that is written in part": lambda verdict: verdict.primitive == "dynamic_update_slice" and verdict.less,
+    "A position is written by the shard that has it, and XLA gathers to write several": lambda verdict: (
+        verdict.primitive == "dynamic_update_slice"
+        and not (verdict.less if jax.__version_info__ >= (0, 11) else verdict.more)  # Shardy sharded both, and from jax 0.11 on neither
+    ),
 }

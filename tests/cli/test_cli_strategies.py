@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import pytest
 from rich.console import Console
 
@@ -109,6 +110,7 @@ def test_a_search_starts_from_a_strategy(shelf, search, run, tmp_path):
     assert code == 2 and "--like" in err
 
 
+@pytest.mark.skipif(jax.__version_info__[:2] != (0, 10), reason="other releases of JAX trace other equations than the file's")
 def test_a_strategy_is_verified_in_any_folder(run):
     """The search that a file names would save into a folder that is not there: it is not run."""
     code, out, _ = run("strategies", "verify", "demo_lenet_auto")

@@ -1,4 +1,4 @@
-"""Which partial sums are sent together, as in the modules of libtpu 0.0.42 that combining.py cites."""
+"""Which partial sums are sent together, as in the modules of libtpu 0.0.42 that `all_reduce_combiner` cites."""
 
 from __future__ import annotations
 

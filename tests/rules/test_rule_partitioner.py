@@ -84,6 +84,8 @@ def test_two_axes_on_two_factors_stay_local_too(name):
 
 
 SPLIT_AT_TIMES = {"conv_depthwise", "select_and_scatter_add", "select_and_scatter_overlapping"}
+if jax.__version_info__ >= (0, 12):
+    SPLIT_AT_TIMES |= {"fft"}  # batches of transforms are split
 ABORTS = {"conv_cropped"}  # the process, with a failed check, if the partitioner is let to it
 
 PER_SHARD = [name for name in EXAMPLES if runs_per_shard(example(name).primitive.name, example(name).params)]
