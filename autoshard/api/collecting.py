@@ -6,7 +6,9 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-COLLECTED = 5_000_000  # objects that are made before the garbage collector looks at them; 700 is Python's default
+# Objects that are made before the garbage collector looks at them; 700 is Python's default. Ten times as many kept gigabytes of tables of
+# meshes on which nothing fits.
+COLLECTED = 500_000
 
 
 @contextmanager
