@@ -217,29 +217,33 @@ class Answer:
         cluster: Cluster | str | os.PathLike[str] | None = None,
         mesh: Mapping[str, int] | jax.sharding.Mesh | int | None = None,
         batch: int | None = None,
+        microbatches: int | None = None,
         memory_limit_bytes: float | None = None,
     ) -> WhatIf:
-        """The difference that other pins, devices, meshes or batches would make; ``.strategy`` is the other strategy.
+        """The difference that other pins, devices, meshes, batches or microbatches would make; ``.strategy`` is the other strategy.
 
-        The program is searched again by dynamic programming, and traced again for another batch only. What the strategy's own search
-        computed serves again, and so do its options: pins, microbatches, recomputation, offload, donation and memory limit. Where nothing
-        fits so, other numbers of microbatches and recomputation are tried, as `search` does by default.
+        The program is searched again by dynamic programming, and the function traced again for another batch only. What the strategy's own
+        search computed serves again, and so do its options: pins, microbatches, recomputation, offload, donation and memory limit. Where
+        nothing fits so, other numbers of microbatches and recomputation are tried, as `search` does by default.
 
         Args:
             pins: as for `search`, beside the strategy's own, which they override.
             cluster: other devices; its mesh is then searched, with up to two axes.
             mesh: axis sizes by name; None keeps the mesh and its placement where the devices are the same.
             batch: the size of the whole batch: of the dimension that `data_parallel` would split.
+            microbatches: their number; None keeps it. Of a pipeline, that of each of its schedule's tasks.
             memory_limit_bytes: as for `search`; None: that of the strategy, where devices have as much memory.
 
         Raises:
             StrategyError: the strategy has no program; says to pass it by `with_program`. Or no argument has a batch.
-            TraceError: the step cannot be computed with a batch of that size.
+            TraceError: the step cannot be computed with a batch of that size, or in so many microbatches.
             InfeasibleError: nothing fits the memory; says what was not tried.
         """
         from autoshard.api.what_if import what_if
 
-        return what_if(self, pins=pins, cluster=cluster, mesh=mesh, batch=batch, memory_limit_bytes=memory_limit_bytes)
+        return what_if(
+            self, pins=pins, cluster=cluster, mesh=mesh, batch=batch, microbatches=microbatches, memory_limit_bytes=memory_limit_bytes
+        )
 
     def report(self) -> HtmlReport:
         """The strategy as a page with timeline, memory, mesh, tables and graph, which a notebook shows.

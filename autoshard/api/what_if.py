@@ -20,6 +20,7 @@ from autoshard.api.argument_shardings import some
 from autoshard.api.attempts import Attempts, Found
 from autoshard.api.comparing import Comparison
 from autoshard.api.meshes import given_mesh, meshes_of
+from autoshard.api.microbatching import checked_number
 from autoshard.api.prepared import Prepared, cluster_of, limit_of, searched_on_meshes, traced_of, within
 from autoshard.api.recorded import Call
 from autoshard.api.refusals import with_untried
@@ -31,7 +32,7 @@ from autoshard.api.user_pins import Asked, Pins, UserPins, user_pins
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
 from autoshard.compilers.program_facts import ProgramFacts, program_facts
-from autoshard.errors import InfeasibleError, StrategyError, TraceError
+from autoshard.errors import InfeasibleError, ShardingError, StrategyError, TraceError
 from autoshard.explanation.difference import difference_of
 from autoshard.explanation.difference_text import difference_parts
 from autoshard.explanation.tensor import by_first_that_holds
@@ -65,6 +66,7 @@ def what_if(
     cluster: Cluster | str | Path | None = None,
     mesh: Mapping[str, int] | jax.sharding.Mesh | int | None = None,
     batch: int | None = None,
+    microbatches: int | None = None,
     memory_limit_bytes: float | None = None,
 ) -> WhatIf:
     """As `Strategy.what_if` says."""
@@ -74,22 +76,29 @@ def what_if(
             "what_if searches the program again, and a strategy from a file has none. Pass the function: "
             "strategy.with_program(fn, *args).what_if(...); on the command line autoshard what-if FILE module:function --args ..."
         )
+    if microbatches is not None and isinstance(checked_number(microbatches), str):
+        raise ShardingError(f"a what-if is of a number of microbatches, got {microbatches!r}. Use 4, for instance.")
+    if microbatches is not None and strategy._call is None:
+        raise StrategyError("a stage of a pipeline has its microbatches. Call what_if(microbatches=...) of the pipeline's strategy.")
     own_cluster = Cluster.from_dict(record.cluster)
     there = own_cluster if cluster is None else cluster_of(cluster)
     limit = memory_limit_bytes if memory_limit_bytes is not None else _own_limit(strategy, own_cluster, there)
     limit_of(there, limit)
     asked = Asked.of(pins)
-    words = _asked_words(strategy, pins, cluster, mesh, batch, memory_limit_bytes)
+    words = _asked_words(strategy, pins, cluster, mesh, batch, microbatches, memory_limit_bytes)
     if record.pipeline is not None:
         with _told_of_batch(strategy, batch):
-            after = _pipeline(strategy, record.pipeline, asked, there, _stage_mesh(record.pipeline, mesh, cluster), batch, limit)
+            stage_mesh = _stage_mesh(record.pipeline, mesh, cluster)
+            after = _pipeline(
+                strategy, record.pipeline, asked, there, stage_mesh, batch, microbatches or record.program.microbatches, limit
+            )
         return _compared(words, strategy, after)
     given = record.mesh if mesh is None and cluster is None else mesh
     wanted = None if given is None or isinstance(given, int) else given_mesh(given)
     if wanted is not None:
         there.check(wanted)
     with _told_of_batch(strategy, batch):
-        question = _Question(strategy, asked, there, given, wanted, batch, limit, own_axes=mesh is None)
+        question = _Question(strategy, asked, there, given, wanted, batch, microbatches, limit, own_axes=mesh is None)
         (prepared, solution, problem), searcher = by_first_that_holds(lambda searcher: (question.found(searcher), searcher))
     [solution] = prepared.overlapped([_with_notes(solution, strategy)], problem)
     return _compared(words, strategy, prepared.strategy(problem.mesh, solution, searcher, problem))
@@ -104,6 +113,7 @@ class _Question:
         asked, there, given, limit: the pins, the cluster, the mesh or the number of axes, and the memory limit; None: the cluster's.
         wanted: the mesh, where it is given.
         batch: the size of the batch; None: as it is.
+        microbatches: their number, which is then kept; None: the strategy's.
         own_axes: whether a mesh that is searched may have as many axes as the strategy's.
     """
 
@@ -113,24 +123,27 @@ class _Question:
     given: Any
     wanted: Mesh | None
     batch: int | None
+    microbatches: int | None
     limit: float | None
     own_axes: bool
 
     def found(self, searcher: Searcher) -> Found:
-        """The best in the strategy's own microbatches and recomputation; where nothing fits so, in those that a search finds.
+        """The best in the strategy's own microbatches and recomputation, or in the microbatches that are asked for; where nothing fits so,
+        in those that a search finds, if none are asked for.
 
         Raises:
             InfeasibleError: nothing fits.
         """
         program, warm = self.strategy.record.program, replace(self.strategy._searched.hints, least=math.inf, start=None)
-        own, reserves = (program.microbatches, program.remat, None, bool(program.offload)), self.limit is None
-        if self.strategy._call is None or own != (1, None, None, False):
+        n, reserves = self.microbatches or program.microbatches, self.limit is None
+        own = n, program.remat, None, bool(program.offload)
+        if self.strategy._call is None or own != (1, None, None, False) or self.microbatches is not None:
             prepared = self.prepared(*own)
             searched = partial(searched_on_meshes, prepared, searcher, silent, (), 1, None, warm=warm)
             try:
                 return prepared, *within(prepared, searched, reserves, self.given)
             except InfeasibleError as error:
-                if self.strategy._call is None or program.stages > 1:
+                if self.strategy._call is None or program.stages > 1 or self.microbatches is not None:
                     raise with_untried(error, ["other numbers of microbatches", "other recomputation"]) from None
         offload = "optimizer" if program.offload else None
         return Attempts(
@@ -174,9 +187,9 @@ def _stage_mesh(pipeline: PipelineRecord, mesh: Any, cluster: Any) -> Any:
 
 
 def _pipeline(
-    strategy: Strategy, pipeline: PipelineRecord, asked: Asked, there: Cluster, mesh: Any, batch: int | None, limit: float | None
+    strategy: Strategy, pipeline: PipelineRecord, asked: Asked, there: Cluster, mesh: Any, batch: int | None, n: int, limit: float | None
 ) -> Strategy:
-    """The pipeline of as many stages, microbatches and chunks, on the same schedule, with its stages searched again."""
+    """The pipeline of as many stages and chunks, on the same schedule, in ``n`` microbatches, with its stages searched again."""
     traced, call, record = strategy._traced, strategy._call, strategy.record
     assert traced is not None and call is not None, "a strategy with its program"
     fn, args = call if batch is None else with_batch_size(strategy, batch)
@@ -188,7 +201,7 @@ def _pipeline(
 
     def by(searcher: Searcher) -> Strategy:
         again = StageCall(
-            fn, args, there, searcher, mesh, pins, limit, record.donate_argnums, record.program.microbatches, pipeline.schedule,
+            fn, args, there, searcher, mesh, pins, limit, record.donate_argnums, n, pipeline.schedule,
             None if remat is None else remat.mode, (), None, silent, remat,
         )  # fmt: skip
         return in_stages(again, pipeline.n_parts, known)
@@ -286,9 +299,10 @@ def _told_of_batch(strategy: Strategy, batch: int | None) -> Iterator[None]:
         raise TraceError(f"{told} {error} Or ask for another size.") from error
 
 
-def _asked_words(strategy: Strategy, pins: Any, cluster: Any, mesh: Any, batch: Any, limit: Any) -> str:
+def _asked_words(strategy: Strategy, pins: Any, cluster: Any, mesh: Any, batch: Any, microbatches: Any, limit: Any) -> str:
     """``cluster=v5e:4x8, batch=1024 (dim 0 of x, 256 now)``."""
     size = None if batch is None else f"{batch} ({_batch_words(strategy)})"
     held = None if limit is None else format_bytes(limit)
-    asked: Sequence[tuple[str, Any]] = (("pins", pins), ("cluster", cluster), ("mesh", mesh), ("batch", size), ("memory_limit_bytes", held))
+    given: Sequence[tuple[str, Any]] = (("pins", pins), ("cluster", cluster), ("mesh", mesh), ("batch", size))
+    asked = (*given, ("microbatches", microbatches), ("memory_limit_bytes", held))
     return ", ".join(f"{name}={value}" for name, value in asked if value is not None) or "searched again"

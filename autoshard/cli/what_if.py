@@ -15,7 +15,7 @@ EXAMPLE = "autoshard what-if found.json train:train_step --args train:example_ar
 
 def add(commands) -> None:
     """Adds the subcommand's options."""
-    what = "say what other devices, another mesh, pins or batch would change"
+    what = "say what other devices, another mesh, pins, batch or microbatches would change"
     parser = command(commands, "what-if", run, what, EXAMPLE)
     parser.add_argument("strategy", metavar="FILE", help="a file that --save wrote, or a name that autoshard strategies lists")
     parser.add_argument("program", metavar="MODULE:FUNCTION", help="its program")
@@ -24,6 +24,7 @@ def add(commands) -> None:
     parser.add_argument("--cluster", metavar="CLUSTER", help="other devices, such as v5e:4x8; their mesh is then searched")
     parser.add_argument("--mesh", metavar="NAME=SIZE,...", type=mesh_or_axes, help="mesh axes, or how many there may be")
     parser.add_argument("--batch", metavar="N", type=positive, help="examples of the whole batch")
+    parser.add_argument("--microbatches", metavar="N", type=positive, help="how many parts of the batch are computed one after the other")
     parser.add_argument("--memory-limit", metavar="SIZE", type=size, help="memory a device may use; the strategy's unless given")
     add_specs(parser, "--pin", "fix a sharding; repeatable")
     parser.add_argument("--save", metavar="FILE", help="write the other strategy to a JSON file")
@@ -40,6 +41,7 @@ def run(options: argparse.Namespace) -> int:
             cluster=None if options.cluster is None else cluster_of(options.cluster),
             mesh=options.mesh,
             batch=options.batch,
+            microbatches=options.microbatches,
             memory_limit_bytes=options.memory_limit,
         )
     if options.save:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from programs import two_products, two_products_step
 
 import autoshard
-from autoshard.errors import ClusterError, InfeasibleError, StrategyError, TraceError
+from autoshard.errors import ClusterError, InfeasibleError, ShardingError, StrategyError, TraceError
 from autoshard.problem.cost_tables import CostTables
 
 OPTIONS = {"cluster": "v5e:2x4", "searcher": "dynamic_programming", "donate_argnums": 0}
@@ -31,6 +31,7 @@ def strategy():
         ({"mesh": {"data": 2, "model": 4}}, {"mesh": {"data": 2, "model": 4}}),
         ({"batch": 64}, {"mesh": {"data": 8}}),
         ({"cluster": "v5e:4x4", "mesh": {"data": 16}}, {"mesh": {"data": 16}, "cluster": "v5e:4x4"}),
+        ({"microbatches": 4}, {"mesh": {"data": 8}, "microbatches": 4}),
     ],
     ids=lambda change: ",".join(change),
 )
@@ -204,6 +205,18 @@ def test_what_a_search_computed_serves_its_what_ifs(monkeypatch):
     assert {one.label_type for one in made} == {("layout", (256, 512), 4, True)}
 
 
+def test_microbatches_that_are_asked_for_are_those_of_the_answer():
+    """Also one, of a strategy in several; what is no number of them is refused, and one that no batch has."""
+    several = autoshard.search(two_products_step, *two_products(), mesh={"data": 8}, microbatches=4, **OPTIONS)
+    assert several.what_if(microbatches=1).strategy.cost.makespan_seconds == pytest.approx(strategy().cost.makespan_seconds)
+    with pytest.raises(ShardingError, match="number of microbatches, got 'fit'"):
+        strategy().what_if(microbatches="fit")
+    with pytest.raises(TraceError, match="got 3"):
+        strategy().what_if(microbatches=3)
+    with pytest.raises(StrategyError, match="Call what_if"):
+        pipeline().stages[0].what_if(microbatches=2)
+
+
 def test_a_file_without_its_pins_says_so(tmp_path):
     """Pins are no part of a file; the what-if of a strategy from one says that they are not kept."""
     pinned = autoshard.search(two_products_step, *two_products(), mesh={"data": 8}, pins={"x": P()}, **OPTIONS)
@@ -223,6 +236,7 @@ def pipeline():
         ({"batch": 512}, {"mesh": {"data": 4}}),
         ({"mesh": {"data": 2, "model": 2}}, {"mesh": {"data": 2, "model": 2}}),
         ({"pins": {"*up*": P(None, "data")}}, {"mesh": {"data": 4}, "pins": {"*up*": P(None, "data")}}),
+        ({"microbatches": 8}, {"mesh": {"data": 4}, "microbatches": 8}),
     ],
     ids=lambda change: ",".join(change),
 )
@@ -232,7 +246,7 @@ def test_a_what_if_of_a_pipeline_is_the_search_with_that_change(change, program)
     options = {"cluster": "v5e:2x4", "stages": 2, "microbatches": 4, "donate_argnums": 0, "searcher": "dynamic_programming"}
     searched = autoshard.search(two_products_step, *two_products(change.get("batch", 256)), **options | program)
     assert found.cost.makespan_seconds == pytest.approx(searched.cost.makespan_seconds, rel=1e-9)
-    assert found.record.pipeline.schedule == "1f1b" and found.microbatches == 4
+    assert found.record.pipeline.schedule == "1f1b" and found.microbatches == change.get("microbatches", 4)
 
 
 def test_a_pipeline_s_tensors_are_explained_in_their_stage(tmp_path):
