@@ -19,7 +19,9 @@ def told(outcomes: list[Outcome]) -> list[str]:
 
 def test_every_case_is_known():
     """The yardstick has the size that is spoken of, and the sample touches all of it."""
-    assert len(CASES) > 5_400 and len(groups()) >= 132
+    size = len(CASES), len(groups())
+    assert size[0] > 5_400 and size[1] >= 132
+    assert size == {(0, 10): (5594, 132), (0, 12): (5468, 132)}.get(jax.__version_info__[:2], size)
     assert sum(len(sample(group)) for group in groups()) >= 400
 
 
@@ -62,8 +64,15 @@ def test_a_failure_is_that_of_its_case_alone(monkeypatch):
     assert [outcome.status for outcome in check(names)] == ["equal", "run", "equal"]
 
 
-def test_what_jax_cannot_run_is_told_apart(monkeypatch):
+@pytest.mark.skipif("cholesky_shape_float16_1_1_" not in CASES, reason="this release of JAX lists no case that it refuses")
+def test_what_jax_cannot_run_is_told_apart():
     """A case whose plain function JAX refuses is no failure, and says why."""
+    (outcome,) = check(["cholesky_shape_float16_1_1_"])
+    assert outcome.status == "unsupported" and not outcome.failed and "float16" in outcome.message
+
+
+def test_whatever_is_refused_is_told_apart(monkeypatch):
+    """So in releases of JAX whose examples are all of what it can run."""
 
     def refused(*_):
         raise NotImplementedError("no kernel for float16")

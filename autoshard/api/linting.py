@@ -133,10 +133,10 @@ def _without(strategy: Strategy, cluster: Cluster, mesh: Mesh, specs: Sequence[P
     traced = strategy._traced
     assert traced is not None, "it was just traced"
     kept = {path: op for path, op in ops_by_path(traced.graph).items() if op not in constraints}
-    jaxpr = traced.jaxpr
+    jaxpr, run = traced.jaxpr, AsItIs(kept, differentiable=False).run
     with outside_mesh(keep_auto=True):
-        function = partial(AsItIs(kept, differentiable=False).run, jaxpr.jaxpr, jaxpr.consts)
-        made = rebuilt(traced, jax.make_jaxpr(lambda *arguments: function(arguments))(*types_of(jaxpr.jaxpr.invars)), 1)
+        new = jax.make_jaxpr(lambda *arguments: run(jaxpr.jaxpr, jaxpr.consts, arguments))(*types_of(jaxpr.jaxpr.invars))
+        made = rebuilt(traced, new, 1)
         facts = program_facts(made.graph, rules_of(made.graph), compiler_of(cluster))
         record = evaluated(made, facts, cluster, mesh, specs, {})
     judged = Strategy(record, made, None, None, Searched(facts))._judged

@@ -6,7 +6,6 @@ every number, so that the layers of a stack are one. Elsewhere it is the functio
 
 from __future__ import annotations
 
-import ntpath
 import re
 from functools import lru_cache
 
@@ -84,5 +83,4 @@ def line_of(origin: Origin) -> str:
     if not origin.file:
         return "unknown source"
     function = origin.function.replace(".<locals>", "")
-    place = f"{ntpath.basename(origin.file)}:{origin.line}"  # of files of any system
-    return f"{place} ({function})" if function else place
+    return f"{origin.place} ({function})" if function else origin.place

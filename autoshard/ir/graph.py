@@ -13,6 +13,7 @@ arrays of one device, whose values have the shapes of shards, and an op puts eac
 
 from __future__ import annotations
 
+import ntpath
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -70,6 +71,11 @@ class Origin:
     function: str = ""
     name_stack: str = ""
     columns: tuple[int, ...] = field(default=(), compare=False)
+
+    @property
+    def place(self) -> str:
+        """The file's name and the line, ``gpt.py:41``; empty where they are not known."""
+        return f"{ntpath.basename(self.file)}:{self.line}" if self.file else ""  # of files of any system
 
     def __str__(self) -> str:
         place = f"{self.file}:{self.line}" if self.file else "unknown source"

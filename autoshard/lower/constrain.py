@@ -26,7 +26,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
-from jax.extend.core.primitives import closed_call_p
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from autoshard.analysis.values import free_values
@@ -61,10 +60,6 @@ from autoshard.trace.structure import types_of
 
 Constrain = Callable[[Any, NamedSharding, int], Any]
 """``(array, sharding, value number)`` to the array with the constraint."""
-
-
-_SCANS_IN_BLOCKS = closed_call_p.name != "closed_call"
-"""Whether JAX writes a scan's body into the block of its loop, as from jax 0.11; before, that block calls it as a function."""
 
 
 def constrain_sharding(x: Any, sharding: NamedSharding, _: int) -> Any:
@@ -422,7 +417,8 @@ def _n_passed_on(op: Op, number: int) -> int:
     """How many inputs of a loop's body, the first ones, are constants that the same block carries on to the next trip."""
     if op.primitive == "while" and number == 1:
         return op.params["body_nconsts"]
-    return num_consts(op.params) if op.primitive == "scan" and _SCANS_IN_BLOCKS else 0
+    in_block = op.primitive == "scan" and "ft_in" in op.params  # from jax 0.11; before, the block calls a scan's body as a function
+    return num_consts(op.params) if in_block else 0
 
 
 def _loop_constants(graph: Graph, plan: _Plan) -> frozenset[int]:

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import PurePath
 from typing import Any
 
 import jax
@@ -296,8 +295,9 @@ class _Builder:
         origin = "" if maker is None else f"{maker.primitive} at {maker.origin}"
         backward = kind == "loop" and maker is not None and self.backward[maker.index]
         what = {"part": "partial_sum", "value": "value", "loop": "gradient" if backward else "activation"}[kind]
-        line = "" if maker is None or not maker.origin.file else f" ({PurePath(maker.origin.file).name}:{maker.origin.line})"
-        return Message(kind, value, source, targets, level, backward, found.shape, found.dtype, origin, f"{what}_from_stage{source}{line}")
+        place = "" if maker is None else maker.origin.place
+        name = f"{what}_from_stage{source} ({place})" if place else f"{what}_from_stage{source}"
+        return Message(kind, value, source, targets, level, backward, found.shape, found.dtype, origin, name)
 
     def _stage(
         self,

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from autoshard.errors import CompilerError
 from autoshard.ir import Collective, Mesh, ServedOp
@@ -156,11 +156,12 @@ def _add_elements(computation: Computation, operand: str) -> None:
         whole = name
 
 
-def _elements(tuple_type: str) -> list[str]:
+@lru_cache(maxsize=64)  # each element of a loop's carry is asked for by itself
+def _elements(tuple_type: str) -> tuple[str, ...]:
     """The types of a tuple's elements.
 
     >>> _elements("(f32[8,16]{1,0:T(8,128)}, /*index=1*/(s32[], bf16[4]{0}))")
-    ['f32[8,16]{1,0:T(8,128)}', '(s32[], bf16[4]{0})']
+    ('f32[8,16]{1,0:T(8,128)}', '(s32[], bf16[4]{0})')
     """
     inside = re.sub(r"/\*.*?\*/", "", tuple_type)[1:-1]
     elements, depth, start = [], 0, 0
@@ -169,7 +170,7 @@ def _elements(tuple_type: str) -> list[str]:
         if character == "," and depth == 0:
             elements.append(inside[start:position].strip())
             start = position + 1
-    return [*elements, inside[start:].strip()]
+    return (*elements, inside[start:].strip())
 
 
 def _closing(text: str, start: int) -> int:
