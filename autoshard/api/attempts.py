@@ -13,6 +13,7 @@ from functools import cache, cached_property, partial
 from typing import Any
 
 from autoshard.api.microbatching import Microbatches, best
+from autoshard.api.notes import own_checkpoints
 from autoshard.api.offloading import Hosted, best_offload, check_offload, kinds_of
 from autoshard.api.prepared import Prepared, noted_if_barely, searched_on_meshes, within
 from autoshard.api.recomputing import AGAIN, best_remat, least_remat
@@ -81,11 +82,17 @@ class Attempts:
         self.started = time.perf_counter()
 
     def found(self) -> Found:
-        """The best that is found.
+        """The best that is found, with a note on what was left as it is.
 
         Raises:
             InfeasibleError: nothing fits the memory limit; says what was not tried.
         """
+        prepared, solution, problem = self._best()
+        notes = own_checkpoints(self.asked.traced, self.remat)
+        others = tuple(replace(other, notes=(*other.notes, *notes)) for other in solution.others)
+        return prepared, replace(solution, notes=(*solution.notes, *notes), others=others), problem
+
+    def _best(self) -> Found:
         try:
             return best_offload(self._found, self.offload, lambda: kinds_of(self.asked.traced, self.remat))
         except InfeasibleError as error:

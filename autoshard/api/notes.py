@@ -9,6 +9,7 @@ from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.ir import Assignment, Graph, Mesh
 from autoshard.lower import abstract_mesh, obstacle
 from autoshard.primitives import is_matrix, is_self_partitioned
+from autoshard.recompute import checkpoints
 from autoshard.render import format_percent
 from autoshard.trace import Traced
 
@@ -48,6 +49,23 @@ def fetched_early(traced: Traced, compiler: Compiler) -> list[str]:
     return [
         "optimizer state is in the memory of hosts between steps, and XLA:GPU may bring it to the device where a step begins, as far as "
         "there is room: the peak may be as without offload, so ask the compiler with autoshard verify, or confirm='compiler'"
+    ]
+
+
+def own_checkpoints(traced: Traced, remat: str | None) -> list[str]:
+    """What was left as it is where values to keep were to be chosen: the step's own checkpoints, by the lines that have them.
+
+    Args:
+        traced: the step before it is rewritten.
+        remat: the option.
+    """
+    lines = list(dict.fromkeys(str(op.origin) for op in checkpoints(traced)))
+    if not lines or remat not in ("auto", "full"):
+        return []
+    shown = " and ".join(lines[:TOP]) + (f" and {len(lines) - TOP} lines more" if len(lines) > TOP else "")
+    return [
+        f"remat={remat!r} leaves the step's own jax.checkpoint at {shown} as it is: what that keeps is kept, what it computes again is "
+        "computed again, and only what is outside of it was chosen; remat='replace' takes it out and chooses anew"
     ]
 
 

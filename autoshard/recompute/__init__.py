@@ -8,6 +8,6 @@ decides what is kept; `loops` handles a scan and the scan that differentiates it
 
 from autoshard.recompute.offload import LEAST_BYTES, offloaded, optimizer_state
 from autoshard.recompute.program import Options, rematerialised
-from autoshard.recompute.replacing import without_checkpoints
+from autoshard.recompute.replacing import checkpoints, without_checkpoints
 
-__all__ = ["LEAST_BYTES", "Options", "offloaded", "optimizer_state", "rematerialised", "without_checkpoints"]
+__all__ = ["LEAST_BYTES", "Options", "checkpoints", "offloaded", "optimizer_state", "rematerialised", "without_checkpoints"]

@@ -24,6 +24,11 @@ from autoshard.trace.structure import subjaxprs
 CHECKPOINT = frozenset({"remat2"})
 
 
+def checkpoints(traced: Traced) -> list[Op]:
+    """The user's own checkpoints, where something is computed again."""
+    return [op for op in traced.graph.walk() if op.primitive in CHECKPOINT and op.params["differentiated"]]
+
+
 def without_checkpoints(traced: Traced) -> Traced:
     """The program that keeps what its checkpoints compute again, in layers and in loops over layers; results are the same."""
     if not any(op.primitive in CHECKPOINT for op in traced.graph.walk()):

@@ -49,3 +49,18 @@ def test_words_that_there_are_not_are_refused():
     """An unknown word is refused with those that there are."""
     with pytest.raises(ShardingError, match="got 'some'"):
         autoshard.search(lambda x: x, np.ones(8), cluster="cpu:8", remat="some")
+
+
+@pytest.mark.parametrize("is_scan", [False, True], ids=["unrolled", "scanned"])
+def test_a_note_says_that_own_checkpoints_stay_and_how_to_have_them_reconsidered(is_scan):
+    """With ``"full"`` and ``"auto"`` it names the line of each `jax.checkpoint`; else there is no such note."""
+    common = {"cluster": "cpu:8", "mesh": {"data": 8}, "searcher": "data_parallel", "donate_argnums": 0, "microbatches": None}
+
+    def notes(is_own, remat):
+        step, arguments = MAKE(remat=is_own, scan=is_scan)
+        return [note for note in autoshard.search(step, *arguments, remat=remat, **common).notes if "jax.checkpoint" in note]
+
+    for remat in ("full", "auto"):
+        (note,) = notes(True, remat)
+        assert note.count("benchmarks/models/blocks.py:") == 1 and "remat='replace'" in note
+    assert not any((notes(False, "full"), notes(True, "fit"), notes(True, "replace")))

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import autoshard
+from autoshard.api.step import program_of
 from autoshard.errors import InfeasibleError, ShardingError, StrategyError
 from autoshard.ir import is_transfer
 from autoshard.recompute import offloaded, optimizer_state
@@ -178,6 +179,20 @@ def test_a_saved_strategy_keeps_state_on_hosts(tmp_path):
     assert loaded.offload == strategy.offload
     assert "2 leaves of optimizer state" in str(loaded.explain())
     assert autoshard.verify(loaded, _step, STATE, X).exact
+
+
+@pytest.mark.parametrize("microbatches", [None, 2])
+def test_a_loaded_strategy_runs_its_function_with_state_on_hosts(microbatches, tmp_path):
+    """The function, traced anew, becomes the program of the file: microbatches first, then the same leaves on hosts."""
+    _search(offload="optimizer", microbatches=microbatches).save(tmp_path / "found.json")
+    loaded = autoshard.load(tmp_path / "found.json")
+    traced, *_ = program_of(_step, (STATE, X), loaded.record)
+    assert traced.offload == loaded.record.program.offload != () and traced.microbatches == (microbatches or 1)
+    assert [traced.graph.values[value].on_host for value in traced.graph.arguments].count(True) == len(loaded.offload)
+    x = jax.random.normal(jax.random.key(1), X.shape)
+    state, value = loaded.apply(_step)(loaded.init(_state), x)
+    np.testing.assert_allclose(value, _step(_state(), x)[1], rtol=1e-6)
+    assert {state["moments"][0].trace[name].sharding.memory_kind for name in ("up", "down")} == {HOST}
 
 
 @pytest.mark.parametrize(("saved", "restored"), [("optimizer", None), (None, "optimizer"), ("optimizer", "optimizer")])
