@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.api.meshes import MOST_AXES, given_mesh, meshes_of, most_axes, with_stage_axis
-from autoshard.api.notes import fetched_early, lowered_otherwise, whole, without_rules
+from autoshard.api.notes import contended, fetched_early, lowered_otherwise, whole, without_rules
 from autoshard.api.recorded import Call, abstract_call, record_of
 from autoshard.api.searched import Searched
 from autoshard.api.start import better, carried, unused
@@ -132,8 +132,9 @@ class Prepared:
         if self.is_limited:
             asked["memory_limit_bytes"] = self.limit
         solution = replace(solution, stats={**self.seconds, "meshes": len(self.meshes), **solution.stats, **asked})
-        notes = [*without_rules(self.facts), *lowered_otherwise(self.facts.graph, mesh), *whole(self.facts, solution.assignment)]
-        notes += [*fetched_early(self.traced, compiler_of(self.cluster)), *self.pins.remarks(mesh, solution.assignment)]
+        facts, assignment = self.facts, solution.assignment
+        notes = [*without_rules(facts), *lowered_otherwise(facts.graph, mesh), *whole(facts, assignment), *contended(facts, assignment)]
+        notes += [*fetched_early(self.traced, facts.compiler), *self.pins.remarks(mesh, assignment)]
         record = record_of(self.traced, self.cluster, mesh, solution, searcher, notes)
         return Strategy(record, self.traced, self.pins, self.call, Searched(self.facts, problem, solution.hints))
 

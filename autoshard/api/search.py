@@ -22,7 +22,7 @@ from autoshard.api.finalists import Board
 from autoshard.api.full_plan import checked_plan, checked_schedule
 from autoshard.api.meshes import check_meshes, fixed_mesh, given_mesh
 from autoshard.api.microbatching import Microbatches, checked_number
-from autoshard.api.notes import whole, without_rules
+from autoshard.api.notes import contended, whole, without_rules
 from autoshard.api.offloading import checked_offload
 from autoshard.api.pipelining import check_pipeline
 from autoshard.api.prepared import MOST_OVERLAPPED, cluster_of, limit_of, own_annotations, prepare, traced_of, with_recomputation
@@ -303,7 +303,7 @@ def evaluated(
     judgement, placing = min(solutions, key=lambda found: found[0].cost.makespan_seconds)
     solution = Solution(judgement, 0.0, {**stats, "search_seconds": time.perf_counter() - started})
     solution = with_recomputation(facts, CostModel(cluster, placing), solution)
-    notes = [*without_rules(facts), *whole(facts, solution.assignment), *notes]
+    notes = [*without_rules(facts), *whole(facts, solution.assignment), *contended(facts, solution.assignment), *notes]
     return record_of(traced, cluster, placing, solution, _Given(), notes)
 
 

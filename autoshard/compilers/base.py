@@ -58,6 +58,7 @@ class Compiler:
         reduces_in_place: whether an all_reduce in a loop writes where it reads.
         memory_goal: the share of a device's memory from which on it computes values again; 0 where it never does.
         fetches_early: whether it brings what is on hosts to the device as soon as there is room, long before it is used.
+        contended_types: in which its scatters add to an element in a loop of compare-and-swap.
         bucket_limits: its options that limit the bytes of several collectives in one; none where it has no such option.
     """
 
@@ -73,6 +74,7 @@ class Compiler:
     reduces_in_place: ClassVar[bool] = False
     memory_goal: ClassVar[float] = 0.0
     fetches_early: ClassVar[bool] = False
+    contended_types: ClassVar[tuple[str, ...]] = ()
     bucket_limits: ClassVar[tuple[str, ...]] = ()
 
     # -- collectives --

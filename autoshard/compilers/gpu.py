@@ -46,6 +46,7 @@ class XlaGpu(Compiler):
     gathers_ahead: ClassVar[bool] = True
     reduces_in_place: ClassVar[bool] = True
     fetches_early: ClassVar[bool] = True
+    contended_types: ClassVar[tuple[str, ...]] = ("bfloat16", "float16")
     bucket_limits: ClassVar[tuple[str, ...]] = BUCKET_LIMITS
 
     @property
