@@ -55,7 +55,7 @@ PROGRAMS: dict[str, Callable[..., Program]] = {
     "t5": partial(encoder_decoder, **_GPT | {"layers": 2, "length": 512, "batch": 16}),
     "bert_scan": partial(bert, **_GPT | {"batch": 16, "length": 512}, scan=True),
     "vit": partial(vit, 4, batch=64),
-    "unet": partial(unet, batch=16, side=64),
+    "unet": partial(unet, batch=64, side=128),
     "resnet": partial(resnet, (2, 2, 2, 2), batch=64, groups=8),
     "lstm": partial(lstm, batch=128, length=128),
     "mlp": partial(mlp, 4, 1024, 4096, batch=32_768),

@@ -5,9 +5,10 @@ Between two values in memory everything is arithmetic in registers. What ends a 
 - *Anchors*: matrix products and convolutions, gathers, scatters, sorts, loops, interleaving. Their results are stored, and so are the
   operands of all but products, which compute their operands as they read them.
 - *Pieces*: operands of a concatenation for a convolution are stored; the convolution reads it from its pieces.
-- *Epilogues*: elementwise ops on a product's result, up to the first value with several readers, are part of the product's kernel, and
-  that value is stored instead (a bias is added, a residual too; scores in float32 before a softmax). Where they only widen, the readers do
-  so. A result that one reduction alone reads is reduced in the product's kernel, and not stored.
+- *Epilogues*: elementwise ops on a product's result, up to the first value with several readers, are part of the product's kernel, and that
+  value is stored instead (a bias is added, a residual too; scores in float32 before a softmax). Where they only widen, the readers do so,
+  and all that is computed wide of other products than scores. A result that one reduction alone reads is reduced in the product's kernel,
+  and not stored.
 - *Recomputation*: any other elementwise value is computed by each of its readers again where that moves less memory than storing it:
   where its sources have ``s`` times its bytes and ``r`` kernels read it, ``s * r < s + 1 + r``. So a softmax is computed again from its
   scores, and a normalised activation from the activation; a sum of three is stored, and so is bfloat16 made of float32 scores and their
@@ -40,13 +41,13 @@ from autoshard.compilers.fused_program import Fusion, Kernel
 from autoshard.compilers.op_patterns import (
     added_to,
     is_call,
-    is_grouped,
     is_one_hot,
     minor,
     recomputes,
     reordered,
     sliced,
     stands_alone,
+    stays_narrow,
     trims,
 )
 from autoshard.ir import Body, Graph, Op, Value
@@ -295,7 +296,7 @@ class _Fuser:
         start = self._find(op.results[0])
         if self.values[start].size == 0 or not self.stored[start] or start in self.returned:
             return
-        grouped = is_grouped(op, self.values)
+        narrow = stays_narrow(op, self.values)
         unread = {start: len(self.readers[start])}
         queue = [reader.index for reader in self.readers[start]]
         heapify(queue)
@@ -319,7 +320,7 @@ class _Fuser:
                     queued.add(other.index)
                     heappush(queue, other.index)
             wider = self.values[made].itemsize > self.values[start].itemsize
-            widens = wider and (reader.primitive == "convert_element_type" or grouped)
+            widens = wider and (reader.primitive == "convert_element_type" or narrow)
             if len(unread) == 1 and not widens:
                 found, covered = made, len(inside)
                 if self.stored[made]:

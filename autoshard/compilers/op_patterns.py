@@ -141,17 +141,19 @@ def is_one_hot(op: Op, values: Sequence) -> bool:
     return not numbers.update_window_dims and len(batch) + len(numbers.inserted_window_dims) == rows and bool(batch) and indexed
 
 
-def is_grouped(op: Op, values: Sequence[Value]) -> bool:
-    """Whether a batched product's operand has several free dimensions: it is not kept wider than it is made then, its readers widen it.
+def stays_narrow(op: Op, values: Sequence[Value]) -> bool:
+    """Whether what is computed of a product's result is kept no wider than that is made: its readers widen it. Of scores it is kept wide.
 
-    So scores of queries that share keys are kept as ``bf16[8,4,4,1024,1024]``, and those of attention without groups in float32
-    (libtpu 0.0.42, with masks and without).
+    So logits that are scaled, capped or biased in float32 are kept as ``bf16[8192,8192]``, convolutions before a normalisation as
+    ``bf16[64,64,64,128]``, and scores of queries that share keys as ``bf16[8,4,4,1024,1024]``, but those of attention without groups,
+    a batched product of operands with one free dimension each, in float32 (libtpu 0.0.42, with masks and without).
     """
-    # evidence: grouped scores stay narrow
+    # evidence: wide scores
     if op.primitive != "dot_general":
-        return False
+        return True
     contracted, batch = op.params["dimension_numbers"]
-    return len(batch[0]) > 0 and any(values[v].rank - len(c) - len(b) > 1 for v, c, b in zip(op.operands, contracted, batch, strict=True))
+    free = [values[v].rank - len(c) - len(b) for v, c, b in zip(op.operands, contracted, batch, strict=True)]
+    return not batch[0] or max(free) > 1
 
 
 def sliced(graph: Graph, again: bool) -> tuple[int, ...]:

@@ -60,19 +60,33 @@ def test_an_epilogue_is_part_of_the_product():
 
 
 def test_scores_are_kept_in_float32():
-    """What is done to a product in float32 is stored so; a product that is only widened is stored as it is, for its readers to widen."""
+    """What is done to scores of a batch in float32 is stored so; any other product is stored as it is made, for its readers to widen."""
 
     def attend(q, k, v):
-        return (jax.nn.softmax((q @ k.T).astype(jnp.float32) / 8.0, axis=-1)).astype(jnp.bfloat16) @ v
+        return (jax.nn.softmax((q @ k.mT).astype(jnp.float32) / 8.0, axis=-1)).astype(jnp.bfloat16) @ v
 
     def widened(q, k, v):
-        scores = (q @ k.T).astype(jnp.float32)
+        scores = (q @ k.mT).astype(jnp.float32)
         return jnp.tanh(scores), jnp.exp(scores), v
 
-    inputs = [jax.ShapeDtypeStruct((256, 64), jnp.bfloat16)] * 3
-    made = stored(jax.grad(lambda q, k, v: attend(q, k, v).sum()), *inputs)
-    assert ((256, 256), "float32") in made
-    assert ((256, 256), "bfloat16") in stored(widened, *inputs)
+    one, batch = ([jax.ShapeDtypeStruct(shape, jnp.bfloat16)] * 3 for shape in ((256, 64), (2, 256, 64)))
+    gradients = jax.grad(lambda q, k, v: attend(q, k, v).sum())
+    assert ((2, 256, 256), "float32") in stored(gradients, *batch) and ((2, 256, 256), "bfloat16") in stored(widened, *batch)
+    assert ((256, 256), "bfloat16") in (made := stored(gradients, *one)) and ((256, 256), "float32") not in made
+
+
+@pytest.mark.parametrize("change", [lambda y: y - 1.5, lambda y: 30 * jnp.tanh(y / 30)], ids=["shifted", "capped"])
+def test_a_convolution_is_kept_as_it_is_made(change):
+    """It is not stored in float32 by what is computed of it before a normalisation and its gradient: these widen it."""
+
+    def normalised(x, kernel, gradient):
+        x = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        y, gradient = change(x.astype(jnp.float32)), gradient.astype(jnp.float32)
+        return (gradient * (y * y).sum((1, 2), keepdims=True) - y * (y * gradient).sum((1, 2), keepdims=True)).astype(jnp.bfloat16)
+
+    images, kernel = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4, 16, 16, 32), (3, 3, 32, 32)))
+    made = [dtype for shape, dtype in stored(normalised, images, kernel, images) if shape == (4, 16, 16, 32)]
+    assert made and "float32" not in made
 
 
 @pytest.mark.parametrize("heads", [1, 2])

@@ -15,13 +15,13 @@ from autoshard.compilers import op_patterns
 from autoshard.compilers.op_patterns import (
     added_to,
     is_call,
-    is_grouped,
     is_one_hot,
     minor,
     recomputes,
     row_updates,
     sliced,
     stands_alone,
+    stays_narrow,
     trims,
 )
 from autoshard.ir import Graph
@@ -147,13 +147,13 @@ def test_one_number_a_row_is_compared_not_scattered():
         assert not found(graph, lambda op, values=graph.values: is_one_hot(op, values))
 
 
-@pytest.mark.parametrize(("expression", "grouped"), [("bqhgk,bshk->bhgqs", True), ("bqhk,bshk->bhqs", False), ("qgk,sk->qgs", False)])
-def test_grouped_products_are_batched_ones_with_several_free_dimensions(expression, grouped):
-    """Queries of several heads that share keys, not those with keys of their own, nor a product without a batch."""
+@pytest.mark.parametrize(("expression", "narrow"), [("bqhgk,bshk->bhgqs", True), ("bqhk,bshk->bhqs", False), ("qgk,sk->qgs", True)])
+def test_scores_without_groups_are_kept_wide(expression, narrow):
+    """Not scores of queries of several heads that share keys, nor products without a batch."""
     left, right = (floats(*[4] * len(part)) for part in expression.split("->")[0].split(","))
     graph = graph_of(lambda q, k: jnp.einsum(expression, q, k), left, right)
     (product,) = (op for op in graph.walk() if op.primitive == "dot_general")
-    assert is_grouped(product, graph.values) is grouped
+    assert stays_narrow(product, graph.values) is narrow
 
 
 @pytest.mark.parametrize(

@@ -258,6 +258,38 @@ for how in (lambda scores: scores, masked, capped):
     named(f"gradients of {kind}attention", Program(gradients(how), (QUERIES, KEYS, KEYS), stored("f32[8,4,512,512]")))
     named(f"gradients of {kind}grouped attention", Program(gradients(how), (GROUPED, KEYS, KEYS), stored("bf16[8,4,512,512,4]")))
 
+
+CHANGES = {"biased": lambda logits, bias: logits + bias, "scaled": lambda logits, _: logits / 8, "capped": lambda logits, _: capped(logits)}
+
+for kind, changed in CHANGES.items():
+
+    def mean_loss(weights, x, labels, bias, changed=changed):
+        logits = changed((x @ weights).astype(F32), bias)
+        return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], 1).mean()
+
+    args = leaf(1024, 4096), leaf(8192, 1024), leaf(8192, dtype=jnp.int32), leaf(4096, dtype=F32)
+    named(f"gradients of {kind} logits", Program(jax.grad(mean_loss, (0, 1)), args, stored("bf16[8192,4096]")))
+
+
+@program(stored("bf16[4096,4096]"), leaf(4096, 64), leaf(4096, 64), leaf(4096, 64))
+def gradients_of_attention_of_one_head(queries, keys, values):
+    def one(queries, keys, values):
+        scores = (queries @ keys.T).astype(F32) * 0.125
+        return (jax.nn.softmax(scores).astype(BF16) @ values).astype(F32).sum()
+
+    return jax.grad(one, (0, 1, 2))(queries, keys, values)
+
+
+IMAGES = leaf(64, 64, 64, 128)
+
+
+@program(stored("f32[64,64,64,128]"), IMAGES, leaf(3, 3, 128, 128), leaf(64, 1, 1, 128, dtype=F32), IMAGES)
+def a_convolution_and_the_gradient_of_its_normalisation(images, kernel, mean, gradient):
+    x = lax.conv_general_dilated(images, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    x, gradient = x.astype(F32) - mean, gradient.astype(F32)
+    return (gradient * (x * x).sum((1, 2), keepdims=True) - x * (x * gradient).sum((1, 2), keepdims=True)).astype(BF16)
+
+
 # -- operands in the core's own memory --------------------------------------------------------------------------------------
 
 
