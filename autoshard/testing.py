@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.api import Strategy, evaluate, verify
+from autoshard.api.pipeline_verification import PipelineVerification
 from autoshard.cluster import Cluster
 from autoshard.errors import StrategyError
 from autoshard.explanation.breakdown import collective_groups
@@ -69,14 +70,16 @@ def assert_collectives(
             raise StrategyError(f"expected names collectives, one of {', '.join(KINDS)}; got {kind!r}. Use ('all_gather', 'data'), say.")
     if strategy is None:
         strategy = evaluate(fn, *args, cluster=cluster, mesh=mesh, in_specs=in_specs)
+    found = Counter[tuple[str, ...]]()
     if target is None:
-        found = Counter[tuple[str, ...]]()
         for each in strategy.cost.collectives:
             found[each.kind, *each.mesh_axes] += each.count
     else:
-        rows = verify(strategy, fn, *args, target=target).rows
-        found = Counter({(row.kind, *row.mesh_axes): row.actual_count for row in rows if row.actual_count})
-    left = Counter(found)
+        verified = verify(strategy, fn, *args, target=target)
+        for part in verified.stages if isinstance(verified, PipelineVerification) else [verified]:
+            for row in part.rows:
+                found[row.kind, *row.mesh_axes] += row.actual_count
+    left = +found
     wrong = []
     for key, count in sorted(wanted.items(), key=lambda item: -len(item[0])):  # those with axes before all of their kind
         there = sum(left.pop(one) for one in [one for one in left if one[: len(key)] == key and (len(key) == 1 or one == key)])

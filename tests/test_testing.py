@@ -58,6 +58,23 @@ def test_a_strategy_may_be_given():
     assert_collectives(STEP, *ARGS, expected={}, strategy=whole)
 
 
+@pytest.mark.parametrize("target", [None, "cpu"])
+def test_collectives_of_all_stages_of_a_pipeline_count(target):
+    """Those that are planned, and those of the stages' programs; a number that is off by one fails."""
+
+    def step(params, x):
+        return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params, x))
+
+    options = {"cluster": "cpu:4", "mesh": {"data": 2}, "stages": 2, "microbatches": 2, "searcher": "data_parallel"}
+    strategy = autoshard.search(step, *ARGS, **options)
+    n = sum(each.count for each in strategy.cost.collectives)
+    assert n > 0
+    assert {each.kind for each in strategy.cost.collectives} == {"all_reduce"}
+    assert_collectives(step, *ARGS, expected={"all_reduce": n}, strategy=strategy, target=target)
+    with pytest.raises(AssertionError, match=f"expected {n + 1}, got {n}"):
+        assert_collectives(step, *ARGS, expected={"all_reduce": n + 1}, strategy=strategy, target=target)
+
+
 def test_golden_files_are_written_on_request_and_compared(tmp_path, monkeypatch):
     """A missing file and another sharding fail, with what differs; with the variable set the file is written."""
     split = autoshard.evaluate(STEP, *ARGS, **SPLIT)

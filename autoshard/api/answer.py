@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -214,7 +215,7 @@ class Answer:
         self,
         *,
         pins: WantedPins | None = None,
-        cluster: Cluster | str | os.PathLike[str] | None = None,
+        cluster: Cluster | str | Path | None = None,
         mesh: Mapping[str, int] | jax.sharding.Mesh | int | None = None,
         batch: int | None = None,
         microbatches: int | None = None,
@@ -241,8 +242,9 @@ class Answer:
         """
         from autoshard.api.what_if import what_if
 
+        own: Any = self  # a strategy
         return what_if(
-            self, pins=pins, cluster=cluster, mesh=mesh, batch=batch, microbatches=microbatches, memory_limit_bytes=memory_limit_bytes
+            own, pins=pins, cluster=cluster, mesh=mesh, batch=batch, microbatches=microbatches, memory_limit_bytes=memory_limit_bytes
         )
 
     def report(self) -> HtmlReport:
@@ -275,9 +277,10 @@ class Answer:
         """The program with the assignment judged; None where the strategy came from a file, or runs as a pipeline."""
         if self._traced is None or self.record.pipeline is not None:
             return None
-        known, cluster = self._searched, Cluster.from_dict(self.record.cluster)
-        of_mesh = known.problem is not None and known.problem.mesh == self.record.mesh
-        return Judged(self.record, known.facts, known.problem.model if of_mesh else CostModel(cluster, self.record.mesh))
+        known, mesh = self._searched, self.record.mesh
+        of_mesh = known.problem is not None and known.problem.mesh == mesh
+        model = known.problem.model if known.problem is not None and of_mesh else CostModel(Cluster.from_dict(self.record.cluster), mesh)
+        return Judged(self.record, known.facts, model)
 
     @property
     def _searched(self) -> Searched:

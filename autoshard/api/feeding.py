@@ -150,7 +150,7 @@ class Matching:
     def devices(self) -> list[Any]:
         """Those of the strategy's mesh, or meshes."""
         meshes = dict.fromkeys(sharding.mesh for _, sharding in chain.from_iterable(self._arguments))
-        return list(dict.fromkeys(chain.from_iterable(mesh.devices.flat for mesh in meshes)))  # pyright: ignore[reportAttributeAccessIssue]
+        return list(dict.fromkeys(chain.from_iterable(mesh.devices.flat for mesh in meshes)))  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
 
     def fed(self, argnums: int | Sequence[int]) -> Fed:
         """Arguments by their positions.

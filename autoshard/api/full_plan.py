@@ -38,19 +38,19 @@ REFUSED = (InfeasibleError, PipelineError, SearchLimitError, TraceError, Shardin
 class Comparing(Protocol):
     """The comparison of plans, which goes on where it was left (`autoshard.pipeline.plan_search.Planning.run`)."""
 
-    def __call__(self, progress: Progress, until: float, cpu_seconds: float, below: float, n_stages: int | None) -> Plans | None: ...
+    def __call__(self, progress: Progress, until: float, cpu_seconds: float, below: float, n_stages: int | None, /) -> Plans | None: ...
 
 
 class Whole(Protocol):
     """The search of the step without stages: on any mesh, or as a plan says; within some seconds, or None for no limit."""
 
-    def __call__(self, seconds: float | None, like: Estimate | None = None) -> Strategy: ...
+    def __call__(self, seconds: float | None, like: Estimate | None = None, /) -> Strategy: ...
 
 
 class StagedSearch(Protocol):
     """The search of a pipeline of a number of stages: as a plan says, or None for any; within some seconds, or None for no limit."""
 
-    def __call__(self, n_stages: int, like: Estimate | None, seconds: float | None) -> Strategy: ...
+    def __call__(self, n_stages: int, like: Estimate | None, seconds: float | None, /) -> Strategy: ...
 
 
 @dataclass(frozen=True, slots=True)

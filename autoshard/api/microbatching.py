@@ -17,7 +17,8 @@ WORDS = ("fit", "auto")
 TRIES = 5  # of numbers of microbatches, where the first does not fit
 AUTO = (2, 4, 8)  # beside one
 
-Found, N = TypeVar("Found"), TypeVar("N")
+Found = TypeVar("Found")
+N = TypeVar("N")
 
 
 def checked_number(microbatches: Microbatches) -> Microbatches:

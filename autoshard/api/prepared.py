@@ -89,7 +89,8 @@ class Prepared:
         alike = (other for other in (*here, *others) if other.mesh.sizes == mesh.sizes)
         like = next(chain(same, alike, here, others), None)
         is_same = like is not None and like.mesh == mesh and like.model.cluster == self.cluster
-        return Problem(self.facts, like.model if is_same else CostModel(self.cluster, mesh), self.pins.on(mesh), limit, like)
+        model = like.model if like is not None and is_same else CostModel(self.cluster, mesh)
+        return Problem(self.facts, model, self.pins.on(mesh), limit, like)
 
     def finer(self, problem: Problem, solution: Solution | None, progress: Progress) -> tuple[Problem, Hints] | None:
         """The problem of more axes that promises more than the best solution, memory aside where that binds, and where it begins."""

@@ -155,7 +155,7 @@ def search(
     given = limit_seconds if how is None or limit_seconds is None else limit_seconds / 2
     if given is not None:
         chosen = chosen.limited(given)
-    n_stages = stages if is_one_program(schedule, stages, plan) else 1
+    n_stages = stages if is_one_program(schedule, stages, plan) and stages is not None else 1
     is_full = checked_plan(plan, stages, mesh)
     checked_schedule(schedule, is_full or stages is not None)
     if n_stages == 1 and (is_full or stages is not None):
@@ -191,7 +191,7 @@ def search(
                 ask, reserves = partial(asked, **divided), limit is None
                 return Attempts(ask, chosen, number, remat, offload, mesh, start, reserves, progress, ends, seconds, n_kept, whole)
 
-            if n_stages > 1:
+            if schedule is not None and n_stages > 1:
                 devices = cluster_of(cluster)
                 check_parts(devices, n_stages, microbatches)
                 axes = wanted.axes if mesh is None or isinstance(mesh, int) else (*wanted.axes, *given_mesh(mesh).names)

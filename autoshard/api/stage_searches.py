@@ -130,7 +130,7 @@ def in_stages(call: Call, n_stages: int, known: tuple[Traced, ProgramFacts, Mapp
         if key in found:
             problem = prepared.problem(found[key].assignment.mesh, limit, ())
             solution = replace(found[key], judgement=problem.evaluate(found[key].assignment), stats={})
-            return prepared.strategy(problem.mesh, *prepared.overlapped([solution], problem), searcher), problem
+            return prepared.strategy(problem.mesh, prepared.overlapped([solution], problem)[0], searcher), problem
         started = time.perf_counter()
         left = None if until is None else max(0.0, until - started) / n_left
         ends = call.ends if until is None else tuple({*call.ends, OutOfTime})
@@ -146,7 +146,7 @@ def in_stages(call: Call, n_stages: int, known: tuple[Traced, ProgramFacts, Mapp
         if solution.stats.get("ended_early") and (left is None or time.perf_counter() - started < left):
             until = time.perf_counter()  # Ctrl-C is for all stages: those that are left have their first answers
         found[key] = solution
-        return prepared.strategy(problem.mesh, *prepared.overlapped([solution], problem), searcher), problem
+        return prepared.strategy(problem.mesh, prepared.overlapped([solution], problem)[0], searcher), problem
 
     def within(limit: float) -> Strategy:
         pipeline = Pipeline(n_stages, call.schedule or USUAL, call.number, given, limit, call.ends)

@@ -6,13 +6,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jax.sharding import PartitionSpec
+
 from autoshard.api.searched import Searched
 from autoshard.explanation import Judged
 from autoshard.explanation.named import found_by
 from autoshard.explanation.tensor import TensorExplanation
 from autoshard.explanation.tensor import explain_tensor as tensor_explanation
 from autoshard.explanation.tensor_text import tensor_parts
-from autoshard.ir import Spec
 from autoshard.render import Paragraph, Report
 from autoshard.strategy.record import plain
 
@@ -30,7 +31,7 @@ class TensorReport(Report):
     __str__, _repr_html_ = Report.__str__, Report._repr_html_
 
 
-def explain_tensor(judged: Judged, name: str, searched: Searched, spec: Spec | None = None, details: bool = False) -> TensorReport:
+def explain_tensor(judged: Judged, name: str, searched: Searched, spec: PartitionSpec | None = None, details: bool = False) -> TensorReport:
     """The report on a tensor's layout.
 
     Args:
@@ -41,12 +42,12 @@ def explain_tensor(judged: Judged, name: str, searched: Searched, spec: Spec | N
         details: whether all layouts are searched.
     """
     assert searched.problem is not None, "made for the first question"
-    data = tensor_explanation(judged, name, searched.problem, searched.hints, spec, details)
+    data = tensor_explanation(judged, name, searched.problem, searched.hints, None if spec is None else tuple(spec), details)
     return TensorReport(f"{data.group.name} on mesh {judged.record.mesh}", tuple(tensor_parts(data)), data)
 
 
 def explain_tensor_of_stages(
-    stages: Sequence[tuple[Judged, Searched]], name: str, spec: Spec | None = None, details: bool = False
+    stages: Sequence[tuple[Judged, Searched]], name: str, spec: PartitionSpec | None = None, details: bool = False
 ) -> TensorReport:
     """The report on a tensor's layout in the first stage of a pipeline that has it.
 

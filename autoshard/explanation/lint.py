@@ -83,7 +83,9 @@ def findings(judged: Judged, uneven: Collection[str] = (), without: Without | No
     caused: list[Finding] = []
     for is_caused, each in _repeated(judged, causes):
         (caused if is_caused else found).append(each)
-    for number, (each, ops) in enumerate(constrained if without is not None else ()):
+    for number, (each, ops) in enumerate(constrained):
+        if without is None:
+            break
         other = without(ops)
         saved = max(0.0, judged.record.cost.makespan_seconds - other.record.cost.makespan_seconds)
         constrained[number] = replace(each, seconds=min(each.seconds, saved), causes_seconds=max(0.0, saved - each.seconds)), ops

@@ -72,7 +72,7 @@ def stage_meshes(meshes: Sequence[Mesh], devices: Sequence[Any] | None = None) -
     return tuple(jax_mesh(mesh, found[first : first + mesh.size]) for mesh, first in zip(meshes, firsts, strict=False))
 
 
-def mesh_of_stages(stages: Sequence[jax.sharding.Mesh]) -> jax.sharding.Mesh:
+def mesh_of_stages(stages: Sequence[Any]) -> jax.sharding.Mesh:
     """The mesh over the devices of all stages, with a first axis ``"stage"``.
 
     Raises:

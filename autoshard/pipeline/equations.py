@@ -43,7 +43,7 @@ def needed_by(eqns: Sequence[JaxprEqn], outputs: Iterable[Any], effects: bool = 
     return found
 
 
-def handed_dtypes(variables: Iterable[Var], eqns: Iterable[JaxprEqn], outputs: Iterable[tuple[Any, Any]]) -> list[Any]:
+def handed_dtypes(variables: Iterable[Any], eqns: Iterable[JaxprEqn], outputs: Iterable[tuple[Any, Any]]) -> list[Any]:
     """The dtype in which each variable is handed on to a program: the narrower float that all readers there cast it to, or its own.
 
     Their numbers are equal: casts commute with what rearranges an array, and rounding twice is rounding once.
@@ -57,7 +57,11 @@ def handed_dtypes(variables: Iterable[Var], eqns: Iterable[JaxprEqn], outputs: I
 
 def as_they_are(atoms: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
     """Atoms, each with its own dtype."""
-    return ((atom, atom.aval.dtype) for atom in atoms)
+    return ((atom, _dtype(atom)) for atom in atoms)
+
+
+def _dtype(atom: Any) -> Any:
+    return atom.aval.dtype
 
 
 def _narrowed(own: Any, read: set[Any]) -> Any:
@@ -70,18 +74,18 @@ class _Readers:
     """The equations that read each variable of a program."""
 
     def __init__(self, eqns: Iterable[JaxprEqn], outputs: Iterable[tuple[Any, Any]]):
-        self.outputs: dict[Var, list[Any]] = {}
+        self.outputs: dict[Any, list[Any]] = {}
         for atom, dtype in outputs:
             if is_var(atom):
                 self.outputs.setdefault(atom, []).append(dtype)
-        self.eqns: dict[Var, list[JaxprEqn]] = {}
+        self.eqns: dict[Any, list[JaxprEqn]] = {}
         for eqn in eqns:
             for var in dict.fromkeys(filter(is_var, eqn.invars)):
                 self.eqns.setdefault(var, []).append(eqn)
 
-    def dtypes(self, var: Var) -> Iterator[Any]:
+    def dtypes(self, var: Any) -> Iterator[Any]:
         """Per reader of a variable the dtype that it casts it to, or else its own dtype."""
-        own = var.aval.dtype
+        own = _dtype(var)
         yield from self.outputs.get(var, ())
         for eqn in self.eqns.get(var, ()):
             name = eqn.primitive.name
@@ -96,8 +100,8 @@ class _Readers:
                         if k is not None and eqn.invars[k] is var:
                             yield from program.dtypes(each)
             elif name == "convert_element_type":
-                yield eqn.outvars[0].aval.dtype
-            elif (is_view(name) or commutes_with_casts(name)) and eqn.outvars[0].aval.dtype == own:
+                yield _dtype(eqn.outvars[0])
+            elif (is_view(name) or commutes_with_casts(name)) and _dtype(eqn.outvars[0]) == own:
                 for each in eqn.outvars:
                     yield from self.dtypes(each)
             else:

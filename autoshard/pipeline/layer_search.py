@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from autoshard.cost.record import Cost
 from autoshard.errors import SearchLimitError, ShardingError
@@ -62,7 +63,7 @@ class _OnMesh:
     problems: tuple[Problem, Problem]
     answers: list[Answer] = field(default_factory=list)
     bounds: list[float] = field(default_factory=list)
-    charged: tuple[set[int], set[int]] = field(default_factory=lambda: (set(), set()))
+    charged: tuple[set[Any], set[Any]] = field(default_factory=lambda: (set(), set()))
 
 
 class LayerSearch:

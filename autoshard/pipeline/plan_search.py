@@ -327,18 +327,19 @@ class Planning:
 
         The price is one that is known, or two more, and one between. What computes most again is searched at prices, too.
         """
-        assert known.search is not None
+        own = known.search
+        assert own is not None
         in_flight = max(max(self.in_flight(name, candidate)) for name in self.schedules(candidate))
-        whole = known.search.free[0].costs.of(self.layers.count / candidate.n_stages)
+        whole = own.free[0].costs.of(self.layers.count / candidate.n_stages)
         nbytes = whole.state_bytes + whole.other_bytes + in_flight * whole.kept_bytes
         known.price = self.price or candidate.n_microbatches * whole.objective_seconds / max(nbytes, 1.0)
-        known.again = self.recomputed(candidate, known.search)
-        options = [option for search in (known.search, *known.again) for option in search.free]
-        if known.again:
+        known.again = again = self.recomputed(candidate, own)
+        options = [option for search in (own, *again) for option in search.free]
+        if again:
             known.found = self.layered(candidate, options)
 
         def fits(price: float) -> bool:
-            for search in (known.search, *known.again[-1:]):
+            for search in (own, *again[-1:]):
                 options.extend(search.priced(price, in_flight))
             found = self.layered(candidate, options)
             known.found = found or known.found

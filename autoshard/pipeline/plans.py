@@ -28,7 +28,7 @@ Recomputing = Callable[[Traced], "Traced | None"]
 class Problems(Protocol):
     """The search problems of a program on some devices, without a memory limit: one a mesh and placement, in an order of its own."""
 
-    def __call__(self, traced: Traced, cluster: Cluster) -> Sequence[Problem]: ...
+    def __call__(self, traced: Traced, cluster: Cluster, /) -> Sequence[Problem]: ...
 
 
 @dataclass(frozen=True, slots=True, order=True)

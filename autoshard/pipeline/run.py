@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -196,7 +197,7 @@ class Pipelined:
         stage, programs = self.staged.stages[home], self._programs[home]
         step = self.staged.divided.traced
         sharding, aval = programs.result_shardings[stage.results.index(k)], step.jaxpr.jaxpr.outvars[k].aval
-        is_number = not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
+        is_number = not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
         if self.is_alone or not is_number or not sharding.is_fully_replicated or k in dict(step.graph.aliases):
             return sharding, lambda x: absent(aval.shape, aval.dtype, sharding) if x is None else x
         meshes = [plan.mesh for plan in self.plans]

@@ -24,6 +24,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 _PAIR = "_pair"  # the mesh axis of two stages: that which sends is first
 
 
+def _mesh(sharding: NamedSharding) -> Any:
+    """The mesh of a sharding on devices; its type may be that of an abstract one."""
+    return sharding.mesh
+
+
 def is_here(sharding: NamedSharding) -> bool:
     """Whether this process has devices of a sharding."""
     return bool(sharding.addressable_devices)
@@ -81,7 +86,7 @@ def _crossing(source: NamedSharding, target: NamedSharding, shape: tuple[int, ..
     """
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return _crossing_keys(source, target, shape, dtype)
-    first, second = source.mesh, target.mesh
+    first, second = _mesh(source), _mesh(target)
     devices, spec = np.stack([first.devices, second.devices]), source.spec
     mesh = Mesh(devices, (_PAIR, *first.axis_names), axis_types=(AxisType.Auto,) * devices.ndim)
     joint = NamedSharding(mesh, spec)
@@ -143,7 +148,7 @@ def to_everyone(
     """
     devices = list(dict.fromkeys(device for mesh in meshes for device in mesh.devices.flat))
     everywhere = NamedSharding(Mesh(np.array(devices), ("device",), axis_types=(AxisType.Auto,)), PartitionSpec("device"))
-    first = devices.index(sharding.mesh.devices.flat[0])
+    first = devices.index(_mesh(sharding).devices.flat[0])
     whole = NamedSharding(everywhere.mesh, PartitionSpec())
     read = jax.jit(lambda x: x[first], out_shardings=whole)
     blank = {d: jax.device_put(np.zeros((1, *shape), dtype), d) for d in devices if d.process_index == jax.process_index()}

@@ -93,7 +93,7 @@ class Problem:
         known = decisions_of(facts, self.pins) if known is None else known
         self.decisions = known.restricted(facts, restricted) if restricted else known
         same = like is not None and like.decisions is self.decisions
-        self._facts_of_decisions: dict[Callable, Any] = like._facts_of_decisions if same else {}
+        self._facts_of_decisions: dict[Callable, Any] = like._facts_of_decisions if like is not None and same else {}
         like = like if like is not None and like.decisions.signatures is known.signatures else None
         if like is not None and same and like.model is model:
             self.costs, self._facts = like.costs, like._facts

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
@@ -75,17 +76,17 @@ def offloaded(traced: Traced, leaves: Collection[int]) -> Traced:
     return replace(rebuilt(traced, jaxpr, traced.microbatches), offload=tuple(sorted(leaves)))
 
 
-def on_host(var: Var) -> Var:
+def on_host(var: Any) -> Var:
     """A variable for a value in the memory of hosts."""
     return Var(var.aval.update(memory_space=jax.memory.Space.Host))
 
 
-def moved(source: Var, target: Var) -> JaxprEqn:
+def moved(source: Any, target: Any) -> JaxprEqn:
     """The transfer of a value to the memory in which the target is."""
     return _template(target.aval.memory_space).replace(invars=[source], outvars=[target])
 
 
 @cache
-def _template(to: jax.memory.Space) -> JaxprEqn:
+def _template(to: Any) -> JaxprEqn:
     (eqn,) = jax.make_jaxpr(lambda x: jax.device_put(x, to))(0.0).eqns
     return eqn

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
@@ -54,9 +55,11 @@ def _merged(pair: Pair, outside: Mapping[tuple, Sequence[Var]]) -> Pair:
         outside: the results of equations around the loops, by what they compute: JAX moves a mask out of the forward loop, and the backward
             one makes it again.
     """
-    places = {(is_const, operand): v for v, operand, is_const in _outer(pair.one.inputs, pair.forward) if isinstance(operand, Var)}
+    places: dict[tuple[bool, Any], Var] = {
+        (is_const, operand): v for v, operand, is_const in _outer(pair.one.inputs, pair.forward) if isinstance(operand, Var)
+    }
     of_backward = _outer(pair.other.inputs, pair.backward)
-    same = {v: places[is_const, operand] for v, operand, is_const in of_backward if (is_const, operand) in places}
+    same = {v: found for v, operand, is_const in of_backward if (found := places.get((is_const, operand)))}
     pair = replace(pair, read={**same, **pair.read})
     block, n = pair.block, len(pair.one.eqns)
     constants = {operand: v for (is_const, operand), v in places.items() if is_const}

@@ -132,8 +132,9 @@ def tile(x: Value, /, *, results: tuple[Value, ...], reps: tuple[int, ...], **_)
 def pad(x: Value, value: Value, /, *, results: tuple[Value, ...], padding_config: tuple[tuple[int, int, int], ...], **_) -> Rule:
     """Padded dimensions stay whole, the others pass through; shards of one that is shifted, cropped behind as it is padded before or the
     other way round, receive what enters them from their neighbours."""
-    dims: list[Dim] = [*free_but(x.shape, [d for d, config in enumerate(padding_config) if any(config)])]
-    made = [*resized(dims, results[0].shape)]
+    factors = free_but(x.shape, [d for d, config in enumerate(padding_config) if any(config)])
+    dims: list[Dim] = [*factors]
+    made: list[Dim] = [*resized(factors, results[0].shape)]
     for d, config in enumerate(padding_config):
         if (moved := shift(config)) and abs(moved) <= x.shape[d]:
             dims[d] = made[d] = Factor(x.shape[d], "permutation", sends=(Send("collective_permute", 0, abs(moved)),))

@@ -98,7 +98,7 @@ def _unfold(document: Node, budget: _Budget) -> Any:
     cost, pipeline = found.get("cost"), found.get("pipeline")
     if isinstance(cost, dict) and isinstance(cost.get("collectives"), list):
         node, places = without_changes(dict(parts["cost"].members())["collectives"]), _places(found)
-        found["cost"] = cost | {"collectives": _unfold_list(node, lambda *each: _shift_collective(*each, places), 3, budget)}
+        found["cost"] = cost | {"collectives": _unfold_list(node, lambda item, shift: _shift_collective(item, shift, places), 3, budget)}
     if isinstance(pipeline, dict) and isinstance(pipeline.get("stages"), list):
         stages = [
             stage.value | {"strategy": _unfold(dict(stage.members())["strategy"], budget)}
@@ -133,7 +133,7 @@ def _fold_leaves(leaves: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
             continue
         series = [(_series(place, key, first, taken), key) for key in keys[place]]
         places, key = max(series, key=lambda each: len(each[0]), default=([place], None))
-        if len(places) < 2:
+        if key is None or len(places) < 2:
             lines.append(leaf)
             continue
         taken.update(places)
@@ -366,7 +366,7 @@ def _collective(item: dict[str, Any], places: Places) -> _Entry:
     """A collective; the op's number, and the places of leaves that its value and its op are named by, may differ in a copy."""
     op, value = item.get("op"), item.get("value") or {}
     same = {**item, "op": op[1:] if isinstance(op, list | tuple) else op, "value": dict(value)}
-    argument, result = places[0].get(value.get("argument")), places[1].get(op) if isinstance(op, str) else None
+    argument, result = places[0].get(value.get("argument", "")), places[1].get(op) if isinstance(op, str) else None
     if argument is not None:
         same["value"]["argument"] = None
     if result is not None:

@@ -339,8 +339,8 @@ def _with_keywords(fn: Callable, n_args: int) -> Callable:
 
 
 def _positions(donate_argnums: int | Sequence[int], n_args: int) -> tuple[int, ...]:
-    is_several = isinstance(donate_argnums, Sequence) and not isinstance(donate_argnums, str)
-    given = tuple(donate_argnums) if is_several else (donate_argnums,)
+    several = donate_argnums if isinstance(donate_argnums, Sequence) and not isinstance(donate_argnums, str) else (donate_argnums,)
+    given: tuple[Any, ...] = tuple(several)
     for position in given:
         if isinstance(position, bool) or not isinstance(position, int) or not -n_args <= position < n_args:
             raise TraceError(f"donate_argnums are positions among the {n_args} arguments, got {position!r}. Use 0 to {n_args - 1}.")
