@@ -18,8 +18,7 @@ from autoshard.search import alike_arguments
 from autoshard.trace import Traced, rebuilt, types_of
 
 REMEDY = (
-    "Compute it for each example by itself, as group or layer normalisation does, or leave microbatches out: "
-    "stages run with microbatches=1."
+    "Compute it for each example by itself, as group or layer normalisation does, or leave microbatches out; stages need microbatches=1."
 )
 
 CLEAR_SHARE = 0.75  # of the products in the loop: this is the batch, whatever else depends on others
@@ -55,17 +54,19 @@ def in_loop(traced: Traced, n: int, several: bool = False) -> Traced:
             "devices, as its mesh fixes them. Write its work with sharding constraints instead, or leave stages out."
         )
     loop = _most_inside(graph, rules, n)
-    function, loops = in_microbatches(traced.jaxpr, graph, rules, loop), 1
+    function, loops, at_once = in_microbatches(traced.jaxpr, graph, rules, loop), 1, 0.0
     if (error := _refusal(graph, rules, loop)) is not None:
         found = in_several_loops(traced, loop) if several and mapped is None else None
         if found is None:
             raise error
-        function, loops = found
+        function, loops, at_once = found
     split = ", ".join(f"{_path(graph, value)} along dimension {dim}" for value, dim in loop.batch.items())
     made = rebuilt(traced, jax.make_jaxpr(function)(*types_of(traced.jaxpr.jaxpr.invars)), n)
     note = f"the step computes {n} microbatches one after the other, each of one example in {n}, and adds gradients up; split: {split}"
     if loops > 1:
         note += f"; in {loops} such loops, since later parts of the step read what comes of all examples in earlier ones"
+    if at_once > LEAST_SHARE:
+        note += f"; {at_once:.1%} of the products read all examples at once, as the scores of all pairs do"
     return replace(made, graph=replace(made.graph, assumptions=(*made.graph.assumptions, note)))
 
 
@@ -88,7 +89,7 @@ def _most_inside(graph: Graph, rules: Sequence[Rule | None], n: int) -> Loop:
         TraceError: nothing in the arguments is a batch that ``n`` divides.
     """
     total = product_flops(graph.ops, rules, graph)
-    best: tuple[tuple[bool, bool, float, float], Loop] | None = None
+    best: tuple[tuple[bool, bool, bool, float, float], Loop] | None = None
     seen: list[set[tuple[int, int]]] = []
     indivisible: list[str] = []
     for batch in _batches(graph):
@@ -106,8 +107,8 @@ def _most_inside(graph: Graph, rules: Sequence[Rule | None], n: int) -> Loop:
         is_part = any(pairs < others for others in seen)
         seen.append(pairs)
         waiting = sum(flops for _, flops in loop.coupled)
-        leads = runs and not is_part and not any(batch.values())
-        key = runs and inside >= CLEAR_SHARE * total, leads, inside + waiting, inside
+        first = inside > 0 and not any(batch.values())
+        key = runs and inside >= CLEAR_SHARE * total, runs and not is_part and first, first, inside + waiting, inside
         if best is None or key > best[0]:
             best = key, loop
         if inside >= total * (1 - LEAST_SHARE):

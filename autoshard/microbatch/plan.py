@@ -85,13 +85,15 @@ class Loop:
         return None if most is None or most[1] <= LEAST_SHARE * total else most
 
 
-def plan_loop(graph: Graph, rules: Sequence[Rule | None], batch: Mapping[int, int], n: int) -> Loop:
+def plan_loop(graph: Graph, rules: Sequence[Rule | None], batch: Mapping[int, int], n: int, gathers: bool = False) -> Loop:
     """The loop over ``n`` microbatches of a program whose arguments are split as ``batch`` says; linear in its operations.
 
     Args:
         batch: per argument value the dimension that is split; ``n`` divides its size.
+        gathers: what reads values of examples that are put together anyway, as features are for the scores of all pairs, waits for nothing:
+            gradients of the scores are combined with the features at once.
     """
-    return _Planner(graph, rules, batch, n).loop()
+    return _Planner(graph, rules, batch, n, gathers).loop()
 
 
 _ORDERED = ("bool", "int", "uint", "float", "bfloat")  # dtypes of which the largest of equal numbers is each of them
@@ -101,9 +103,15 @@ class _Planner:
     """The state of one plan; ``late`` has ops that run after the loop because of what they make, each with what couples the examples."""
 
     def __init__(
-        self, graph: Graph, rules: Sequence[Rule | None], batch: Mapping[int, int], n: int, late: Mapping[int, Coupled] | None = None
+        self,
+        graph: Graph,
+        rules: Sequence[Rule | None],
+        batch: Mapping[int, int],
+        n: int,
+        gathers: bool,
+        late: Mapping[int, Coupled] | None = None,
     ):
-        self.graph, self.rules, self.batch, self.n, self.late = graph, rules, dict(batch), n, dict(late or {})
+        self.graph, self.rules, self.batch, self.n, self.gathers, self.late = graph, rules, dict(batch), n, gathers, dict(late or {})
         self.statuses: dict[int, Status] = {value: slice_along(dim) for value, dim in batch.items()}
         self.moves: dict[int, Move] = {}
         self.phases: dict[int, Phase] = {}
@@ -114,7 +122,8 @@ class _Planner:
         self.coupled: dict[int, Coupled] = {}
         self.early: list[Coupled] = []
         self.awaited: dict[int, None] = {}
-        self.waiting: set[int] = set()  # values that come of awaited ones
+        self.waiting: dict[int, Status] = {}  # per value that comes of awaited ones its status once these are given
+        self.gathered: set[int] = set()  # values of examples that are put together for ops after the loop
 
     def loop(self) -> Loop:
         for ops in shard_maps(self.graph.ops):
@@ -132,7 +141,7 @@ class _Planner:
             self.statuses[value] = partial("or" if self.graph.values[value].dtype == "bool" else "max")  # of equal ones
             whole.remove(value)
         if whole:
-            return _Planner(self.graph, self.rules, self.batch, self.n, {**self.late, **self._together_with(whole)}).loop()
+            return _Planner(self.graph, self.rules, self.batch, self.n, self.gathers, {**self.late, **self._together_with(whole)}).loop()
         return Loop(
             self.n,
             self.batch,
@@ -185,9 +194,9 @@ class _Planner:
             if any(status.kind == "slice" for status in reads):
                 what = f"{combined[0].primitive} at {combined[0].origin}"
                 self.coupled[op.index] = Coupled(op, f"reads each example together with what comes of all of them, of {what}")
-                self._wait(op, [value for maker in combined for value in maker.results if value in op.operands])
-            elif self.waiting.intersection(op.operands):
-                self.waiting.update(op.results)
+                if self.gathers and self._slices(op) <= self.gathered:
+                    return
+            self._wait(op, reads, [value for maker in combined for value in maker.results if value in op.operands])
             return
         if all(status.is_whole for status in reads):
             beside = any(maker is not None and self.phases[maker.index] == "inside" for maker in makers)  # made with what is of examples
@@ -207,7 +216,11 @@ class _Planner:
                 return
             if any(status.kind == "slice" for status in reads):
                 self.coupled[op.index] = error
-                self._wait(op, [value for value, status in zip(op.operands, reads, strict=True) if status.kind == "partial"])
+                summed = [value for value, status in zip(op.operands, reads, strict=True) if status.kind == "partial"]
+                if summed:
+                    self._wait(op, reads, summed)
+                else:
+                    self.gathered |= self._slices(op) - set(self.graph.arguments)
             phase, move = "after", None
         self.phases[op.index] = phase
         if move is not None:
@@ -239,11 +252,22 @@ class _Planner:
             for value in made:
                 self.statuses.pop(value, None)
 
-    def _wait(self, op: Op, combined: Sequence[int]) -> None:
-        """Notes that an op of single examples reads values that come of all examples."""
-        self.awaited.update(dict.fromkeys(value for value in combined if value not in self.waiting))
-        if combined:
-            self.waiting.update(op.results)
+    def _slices(self, op: Op) -> set[int]:
+        """The values of examples that an op reads."""
+        return {value for value in op.operands if self.status(value).kind == "slice"}
+
+    def _wait(self, op: Op, reads: Sequence[Status], combined: Sequence[int]) -> None:
+        """Notes what an op of single examples, or of what such ops make that wait, reads of all examples."""
+        given = [self.waiting.get(value, WHOLE if value in combined else status) for value, status in zip(op.operands, reads, strict=True)]
+        if any(status.kind == "slice" for status in given):
+            self.awaited.update(dict.fromkeys(value for value in combined if value not in self.waiting))
+        elif not self.waiting.keys() & set(op.operands):
+            return
+        try:
+            makes = self._moved(op, tuple(given)).makes
+        except Coupled:
+            makes = (partial("sum"),) * len(op.results)  # of all examples, again
+        self.waiting.update(zip(op.results, makes, strict=True))
 
     def _inside(self, op: Op, reads: tuple[Status, ...], light: bool) -> tuple[Phase, Move | None]:
         """The move of an op in the loop; sums over the examples that it reads beside them are computed before, where they are small."""
@@ -397,8 +421,8 @@ class _Planner:
             if op.bodies or op.mapped or len(op.results) != 1 or op.results[0] in results or getattr(op.equation, "effects", ()):
                 continue
             (made,) = op.results
-            is_before = self.phases[op.index] == "before" if op.index in self.phases else self._reads_whole(op)
-            if not is_before or not self.graph.values[made].rank:
+            is_of_none = self.phases.get(op.index, "before") == "before" and self._reads_whole(op)
+            if not is_of_none or not self.graph.values[made].rank:
                 continue
             own = readers.get(made, ())
             read = {self._sliced_at(reader, made) for reader in own}

@@ -24,15 +24,17 @@ from autoshard.trace import Traced, of_jaxpr, types_of
 
 MOST_LOOPS = 8
 SLOW_CUT = 3
-MOST_WORK = 1.4  # times the products of the step: a forward pass twice, as with recomputation, is four thirds
+MOST_WORK = 1.5  # times the products of the step: a forward pass twice is four thirds, and three halves of a single layer's
 SMALL_SHARE = 0.25  # of the batch's bytes: an array of the examples that is kept for later parts, not computed again
-MOST_AROUND = 0.05  # of the step's products, such as the scores of all pairs of examples, may be computed at once
+MOST_AROUND = 0.25  # of the step's products, such as the scores of all pairs of examples, may be computed at once, which a note says
 
 Function = Callable[..., list[Any]]
 
 
-def in_several_loops(traced: Traced, loop: Loop) -> tuple[Function, int] | None:
-    """The program in several loops over microbatches, and how many; None where that is not possible, or too much would be computed twice.
+def in_several_loops(traced: Traced, loop: Loop) -> tuple[Function, int, float] | None:
+    """The program in several loops over microbatches, how many, and the share of products that read all examples at once.
+
+    None where that is not possible, or too much would be computed twice or at once.
 
     Args:
         loop: the plan of a single one, in which products wait for what comes of all examples.
@@ -40,12 +42,13 @@ def in_several_loops(traced: Traced, loop: Loop) -> tuple[Function, int] | None:
     if any(getattr(op.equation, "effects", ()) for op in traced.graph.walk()):
         return None  # they would happen twice
     total = product_flops(traced.graph.ops, batch_rules(traced.graph), traced.graph)
-    cutter = _Cutter(loop.n, total)
     batch = {traced.graph.arguments.index(value): dim for value, dim in loop.batch.items()}
-    function = cutter.looped(traced, batch, MOST_LOOPS, math.inf)
-    if function is None or cutter.around > MOST_AROUND * total or cutter.work > MOST_WORK * total:
-        return None
-    return function, cutter.loops
+    for gathers in (True, False):
+        cutter = _Cutter(loop.n, total, gathers)
+        function = cutter.looped(traced, batch, MOST_LOOPS, math.inf)
+        if function is not None and cutter.around <= MOST_AROUND * total and cutter.work <= MOST_WORK * total:
+            return function, cutter.loops, cutter.around / total
+    return None
 
 
 class _Cutter:
@@ -53,12 +56,13 @@ class _Cutter:
 
     Attributes:
         total: the FLOPs of the step's products.
+        gathers: as in `plan_loop`.
         loops: how many there are so far.
-        work, around: the FLOPs of all their products, and of those that are computed of all examples at once.
+        work, around: the FLOPs of all their products, and of those that wait for all examples: not of an optimizer's.
     """
 
-    def __init__(self, n: int, total: float):
-        self.n, self.total = n, total
+    def __init__(self, n: int, total: float, gathers: bool):
+        self.n, self.total, self.gathers = n, total, gathers
         self.loops, self.work, self.around = 0, 0.0, 0.0
 
     def looped(self, traced: Traced, batch: Mapping[int, int], most: int, before: float) -> Function | None:
@@ -70,13 +74,13 @@ class _Cutter:
                 with normalisations over the batch in each of many layers is given up soon.
         """
         graph, rules = traced.graph, batch_rules(traced.graph)
-        loop = plan_loop(graph, rules, {graph.arguments[place]: dim for place, dim in batch.items()}, self.n)
+        loop = plan_loop(graph, rules, {graph.arguments[place]: dim for place, dim in batch.items()}, self.n, self.gathers)
+        waiting = sum(flops for _, flops in loop.coupled)
         if loop.obstacle(self.total) is None or not loop.awaited:
             self.loops += 1
             self.work += product_flops(graph.ops, rules, graph)
-            self.around += product_flops([op for op in graph.ops if loop.phases[op.index] != "inside"], rules, graph)
+            self.around += waiting
             return in_microbatches(traced.jaxpr, graph, rules, loop)
-        waiting = sum(flops for _, flops in loop.coupled)
         most -= 1 if before - waiting > self.total / MOST_LOOPS else SLOW_CUT
         if most < 1:
             return None

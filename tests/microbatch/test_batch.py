@@ -61,8 +61,8 @@ def normalised(weights, x):
 
 
 def contrasted(weights, x):
-    scores = x @ weights
-    return jax.nn.log_softmax(scores @ scores.T).trace()
+    pairs = x @ weights @ x.T
+    return jax.nn.log_softmax(pairs @ pairs).trace()
 
 
 def sorted_first(weights, x):

@@ -159,6 +159,13 @@ def paired(weights, x, y):
     return jnp.mean(jax.nn.softplus(first - second).sum(-1) * jnp.arange(B))
 
 
+def compared_by_labels(weights, x, y):
+    """Weighs each example by how alike its labels are to those of all others: every pair, small, of which each microbatch reads rows."""
+    labels = y.sum(-1)
+    alike = jnp.exp(-((labels[:, None] - labels[None, :]) ** 2))
+    return jnp.mean(alike * layers(weights, x)[:, :1])
+
+
 def counted(weights, x, y):
     """Carries a count of layers beside the examples, and scales the loss by it."""
 
@@ -188,6 +195,7 @@ LOSSES = {
     "scanned": (scanned, WEIGHTS, (X, Y)),
     "branched": (branched, WEIGHTS, (X, Y)),
     "looked_up": (looked_up, {**WEIGHTS, "table": leaf(8, D)}, (leaf(B, dtype=jnp.int32), Y)),
+    "compared_by_labels": (compared_by_labels, WEIGHTS, (X, Y)),
     "counted": (counted, WEIGHTS, (X, Y)),
     "paired": (paired, WEIGHTS, (X, Y)),
     "accumulated": (accumulated, WEIGHTS, (leaf(4, B, D), leaf(4, B, D))),
