@@ -11,7 +11,7 @@ time.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -130,7 +130,7 @@ class _Planner:
             if len(ops) > 1:
                 self._place_together(ops)
             else:
-                self._place(ops[0])
+                self._place(*ops)
             for op in ops:
                 self.makers.update(dict.fromkeys(op.results, op))
         self._draw_inside(self.graph.ops, self.graph.results)
@@ -163,13 +163,13 @@ class _Planner:
         """What couples the examples: an earlier op, if there is one, which is why this one needs all of them; else its own reason."""
         return next(iter(self.coupled.values()), own)
 
-    def _together_with(self, whole: Collection[int]) -> dict[int, Coupled]:
+    def _together_with(self, whole: Set[int]) -> dict[int, Coupled]:
         """The ops, those of a shard_map together, that make values of examples, and others that are the same in all microbatches and are
         read afterwards.
         """
         found: dict[int, Coupled] = {}
         for ops in shard_maps(self.graph.ops):
-            makes = [op for op in ops if whole.intersection(op.results)]
+            makes = [op for op in ops if not whole.isdisjoint(op.results)]
             if makes:
                 shared = "shares a shard_map with the examples, makes" if len(ops) > 1 else "makes, beside what is of examples,"
                 own = Coupled(makes[0], f"{shared} what is of none of them, and is read afterwards")
