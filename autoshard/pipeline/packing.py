@@ -100,15 +100,17 @@ class Packing:
             if len(dtypes[k]) > 1:
                 parts = [_unsigned(x) for x in parts]
             joined.append(parts[0] if len(parts) == 1 else jnp.concatenate(parts))
-        return [x[None] for x in joined]
+        return [x if x.ndim else x[None] for x in joined]
 
     def unpack(self, handed_on: Sequence[Any]) -> list[Any]:
         """A device's arrays of what was handed on."""
         found = []
         for place in self.places:
-            x = handed_on[place.array][0]
-            if place.first >= 0:
-                part = lax.slice_in_dim(x, place.first, place.first + math.prod(place.shape))
+            x = handed_on[place.array]
+            if place.first < 0:
+                x = x.reshape(place.shape)
+            else:
+                part = lax.optimization_barrier(lax.slice_in_dim(x, place.first, place.first + math.prod(place.shape)))
                 x = _restored(part, place.handed).reshape(place.shape)
             found.append(x if place.handed == place.dtype else x.astype(place.dtype))
         return found
