@@ -38,6 +38,7 @@ class Budgets:
         dual_steps: prices that are tried for a bound within a memory limit.
         judged_ops: that changes of single decisions may judge under a memory limit: about a second.
         judged_most: assignments that they may judge, of small programs.
+        judged_prices: at least, of a baseline on any program.
         judged_mixtures: of two answers, of any program.
         price_dear: times the price at which bytes cost as much as seconds, where bytes decide alone.
         price_factor, price_factor_known: between the first prices: knowing none, and knowing one of another search.
@@ -55,6 +56,7 @@ class Budgets:
         bounding_entries: passed over for it: half a second on one core.
         least_gain: of the objective, that is worth a search of a mesh; a tenth of the predictions' accuracy.
         near_makespan: times the least one: a baseline that comes as near on one mesh may be the best on another.
+        near_peak: times the memory limit; where the smallest peak found is above it, another search of the mesh is in vain.
         settled_gap: relative; an answer as near to its bound ends a portfolio, as the gap at which dynamic programming stops.
         axis_split_sweeps: over the prime axes of a mesh.
         axis_split_entries: of the largest table of an elimination there.
@@ -87,6 +89,7 @@ class Budgets:
     dual_steps: int = 4
     judged_ops: int = 100_000
     judged_most: int = 128
+    judged_prices: int = 2
     judged_mixtures: int = 6
     price_dear: float = 100
     price_factor: float = 4.0
@@ -106,6 +109,7 @@ class Budgets:
     bounding_entries: int = 1 << 26
     least_gain: float = 0.01
     near_makespan: float = 1.1
+    near_peak: float = 1.1
     settled_gap: float = 1e-3
     axis_split_sweeps: int = 3
     axis_split_entries: int = 1 << 20

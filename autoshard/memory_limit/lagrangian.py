@@ -41,17 +41,18 @@ class Fitted:
 
 
 def fastest_within(problem: Problem, search: Priced, steps: int, repairs: bool = True, hints: Hints = NO_HINTS) -> Answer:
-    """The answer of `fitted` alone.
+    """The answer of `fitted` alone; of a large program after fewer prices (`Budgets.judged_ops`).
 
-    Prices are not tried where the answer without them is far slower than one that is known to fit (`Hints.least`): they would slow it down.
+    Prices slow answers down: they are not tried where the answer without them is slower than one that is known to fit (`Hints.least`).
 
     Raises:
-        InfeasibleError: no answer was within the limit, or none that comes near the known one.
+        InfeasibleError: no answer was within the limit, or none that is as fast as the known one.
     """
     free, limit = search({}), problem.memory_limit_bytes
     cost = free[0].cost
-    if limit is not None and cost.peak_bytes > limit and cost.objective_seconds > BUDGETS.near_makespan * hints.least:
+    if limit is not None and cost.peak_bytes > limit and cost.makespan_seconds > hints.least:
         raise nothing_fits(problem, "the peak of an answer that is slower than one that fits", cost.peak_bytes)
+    steps = min(steps, max(BUDGETS.judged_prices, BUDGETS.judged_ops // len(problem.graph.walk())))
     found = fitted(problem, lambda prices: search(prices) if prices else free, steps, repairs=repairs, hints=hints)
     return found.judgement, found.labels
 
@@ -91,7 +92,8 @@ def fitted(
             raise nothing_fits(problem, "the smallest peak found", smallest)
         return Fitted(*tried.best, tried.above, tried.price)
     repair = Repair(problem, limit)
-    fitting = starts(problem) if tried.best is None else [repair.mixed(tried.best, tried.above, tried.priced)]
+    fitting = starts(problem) if tried.best is None else [tried.best]
+    fitting = [repair.mixed(one, tried.above, tried.priced) if one[0].cost.peak_bytes <= limit else one for one in fitting]
     best = repair.made_to_fit([*fitting, *tried.beyond])
     if best[0].cost.peak_bytes > limit:
         raise nothing_fits(problem, "the smallest peak found", best[0].cost.peak_bytes)

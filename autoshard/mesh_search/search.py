@@ -15,6 +15,7 @@ best elsewhere.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -108,6 +109,7 @@ class _Search:
         notes: on a search that ended early.
         solutions: by problem.
         infeasible: the mesh sizes without a solution.
+        peaks: by problem without a solution the smallest peak found, unless it is proven that nothing fits; of one placement of a mesh.
         nearest: of the problems without a solution, the one of the smallest peak.
         passings: of a quick search by problem the message passing over its quotient problem, which the next bound goes on with.
         n_given: the number of given problems.
@@ -133,6 +135,7 @@ class _Search:
     notes: tuple[str, ...] = ()
     solutions: dict[int, Solution] = field(default_factory=dict)
     infeasible: set[tuple[int, ...]] = field(default_factory=set)
+    peaks: dict[int, float] = field(default_factory=dict)
     nearest: int | None = None
     passings: dict[int, MessagePassing] = field(default_factory=dict)
     n_given: int = field(init=False)
@@ -144,6 +147,8 @@ class _Search:
         n = len(self.problems) + (self.finer is not None)
         for done, number in enumerate(self._order()):
             self._try(number, part(self.progress, done / n, 1 / n))
+        if self.best is None:
+            self._try_again()
         number, solution = self.best[1:] if self.best is not None else (self.nearest, None)
         if self.finer is not None and number is not None:
             found = self.finer(self.problems[number], solution, part(self.progress, (n - 1) / n, 0.5 / n))
@@ -177,9 +182,28 @@ class _Search:
             if self.refused is not None and isinstance(error, InfeasibleError) and not error.proven:
                 self.refused(problem, error)
             before, self.failure = self.failure, worse(self.failure, error)
+            if isinstance(error, InfeasibleError) and not error.proven and problem.mesh.sizes not in self.infeasible:
+                self.peaks[number] = error.smallest_peak_bytes or math.inf
             self.infeasible.add(problem.mesh.sizes)
             if isinstance(error, InfeasibleError) and self.failure is not before:
                 self.nearest = number
+
+    def _try_again(self) -> None:
+        """Searches what the searcher left out, on the meshes whose peaks came near the limit, nearest first, until one has an answer."""
+        for peak, number in sorted((peak, number) for number, peak in self.peaks.items()):
+            problem = self.problems[number]
+            if peak > BUDGETS.near_peak * (problem.memory_limit_bytes or 0.0):
+                return
+            self.progress(f"mesh {problem.mesh} once more", 1.0)
+            with suppress(InfeasibleError, SearchLimitError):
+                if (solution := self.searcher.solve_again(problem, self.progress, self.hints[number])) is None:
+                    continue
+                self.hints[number] = solution.hints
+                self._keep(number, solution)
+                for other, placed in enumerate(self.problems):
+                    if other != number and placed.mesh.sizes == problem.mesh.sizes:
+                        self._keep(other, transferred(placed, problem, solution))
+                return
 
     def _placed_otherwise(self, number: int) -> tuple[Problem, Solution] | None:
         """The problem of the mesh in another placement, and its solution, where the limit binds: peaks do not depend on placements.

@@ -8,7 +8,7 @@ assignments of the mesh.
 cluster waits for all collectives but permutes, the objective is within `Budgets.settled_gap` of the lower bound, and so is the makespan of
 the objective. No other objective can be less by more than that, and no other makespan by more than its hidden permutes and the collectives
 that compilers combine or narrow. Where layers are equal and one found nothing within the memory limit, the next ones would try the same
-prices of bytes on the same layers, and are not run.
+prices of bytes on the same layers, and are not run unless nothing is found on any mesh.
 
 *Last resort.* Where no member finds anything within the memory limit, integer programming searches, if the problem is small. A search of
 several meshes runs it once for all of them (`integer_programming.LastResort`).
@@ -119,6 +119,9 @@ class Auto(Searcher):
                 refused.append(error)
                 in_vain = in_vain or (member.automatic and not any(one.automatic for _, one in found))
         if not found and refused and self.last_resort is not None:
+            with suppress(InfeasibleError, SearchLimitError):
+                if (again := self.solve_again(problem, progress, hints)) is not None:
+                    return again
             last = LastResort(self.last_resort)
             last.refuse(problem, refused[0])
             found += [(solution, self.last_resort) for solution, _ in filter(None, [last.found(progress)])]
@@ -159,6 +162,17 @@ class Auto(Searcher):
             others=others,
             hints=replace(hints, near_tensor_parallel=is_near),
         )
+
+    def solve_again(self, problem: Problem, progress: Progress, hints: Hints) -> Solution | None:
+        """The answer of the automatic members that did not run, since layers are equal and the first one found nothing.
+
+        Raises:
+            InfeasibleError: nothing fits the memory limit; names the smallest peak found.
+        """
+        rest = tuple(member for member in self.members if member.automatic)[1:]
+        if not rest or symmetry.apply(problem) is None:
+            return None
+        return replace(self, members=rest, last_resort=None).solve(problem, progress, hints)
 
     def solve_cut_mesh(self, problem: Problem, hints: Hints) -> Solution | None:
         """Tensor parallelism's answer, if its makespan was near the best on other meshes.

@@ -81,6 +81,13 @@ class Searcher(ABC):
         """The searcher without its last resort."""
         return self
 
+    def solve_again(self, problem: Problem, progress: Progress, hints: Hints) -> Solution | None:
+        """The answer of what `solve` left out because it takes long, called where nothing within the memory limit is found on any mesh.
+
+        None: nothing was left out.
+        """
+        return None
+
     def solve_cut_mesh(self, problem: Problem, hints: Hints) -> Solution | None:
         """A quick answer on a mesh whose lower bound rules out a search, if its makespan may still be the least; None: there is none."""
         return None

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from problems import eager_cluster, problem_of
-from programs import PROGRAMS, abstract, mlp, train_step_of
+from programs import PROGRAMS, abstract, gpt, mlp, train_step_of
 
 import autoshard
 from autoshard.budgets import BUDGETS
@@ -18,7 +18,9 @@ from autoshard.cluster import Cluster
 from autoshard.cost.record import Cost
 from autoshard.errors import InfeasibleError, SearchLimitError
 from autoshard.ir import Collective
+from autoshard.mesh_search.search import search_meshes
 from autoshard.problem import NO_HINTS
+from autoshard.reductions import symmetry
 from autoshard.search import Auto, DataParallel, DynamicProgramming, RecursiveProgramming
 from autoshard.search.auto import MEMBERS, exposed_shares
 
@@ -151,6 +153,35 @@ def test_no_other_member_runs_once_an_answer_is_settled(cluster, overlap, solved
     assert len(Counting.solved) == solved
     least = min(member.solve(problem).judgement.cost.makespan_seconds for member in MEMBERS)
     assert found.judgement.cost.makespan_seconds <= least / (1 - 2 * BUDGETS.settled_gap)
+
+
+class InVain(Filling):
+    """A searcher that finds nothing within the limit."""
+
+    automatic = True
+
+
+@pytest.mark.parametrize(("times", "fits"), [(1.05, True), (2.0, False)])
+def test_what_was_left_out_is_searched_where_nothing_is_found(times, fits, monkeypatch):
+    """Where layers are equal and the first search comes near the limit in vain on all meshes, the next one searches nearest peaks first."""
+    fn, args = gpt(n_layers=8, d_model=64, heads=8, ffn=256, vocab=64, batch=8, seq=8)
+    free = problem_of(fn, *args, mesh={"data": 8})
+    assert symmetry.apply(free) is not None
+    limit = 0.9 * RecursiveProgramming().solve(free).judgement.cost.peak_bytes  # no baseline fits it
+    monkeypatch.setattr(InVain, "error", InfeasibleError("too much", times * limit))
+    problems = [problem_of(fn, *args, mesh=mesh, memory_limit_bytes=limit) for mesh in ({"data": 8}, {"data": 4, "model": 2})]
+    searcher = Auto(members=(InVain(), RecursiveProgramming()), last_resort=None)
+
+    def search():
+        return search_meshes(searcher, problems, lambda searcher, *asked: searcher.solve(*asked))
+
+    if not fits:
+        with pytest.raises(InfeasibleError):
+            search()
+        return
+    found, _ = search()
+    assert found.judgement.cost.peak_bytes <= limit
+    assert found.finder == RecursiveProgramming.name
 
 
 def test_hidden_communication_is_searched_for():
