@@ -2,8 +2,8 @@
 
 The time that a call takes the host grows with the number of arrays: with small ones it is longer than what devices compute. So small arrays
 are concatenated, which costs a copy; large ones, whose copies would take devices longer than the host, are handed on as
-they are. What a device has may differ from device to device, as partial sums do: an array is handed on with a new first dimension over all
-devices.
+they are. What a device has may differ from device to device, as partial sums do: an array that is handed on is what all devices have, one
+after the other along its first dimension.
 """
 
 from __future__ import annotations
@@ -110,6 +110,7 @@ class Packing:
             if place.first < 0:
                 x = x.reshape(place.shape)
             else:
+                # Without a barrier XLA:TPU reshapes the packed array as a whole before it is sliced, and pads rows of few columns to 128.
                 part = lax.optimization_barrier(lax.slice_in_dim(x, place.first, place.first + math.prod(place.shape)))
                 x = _restored(part, place.handed).reshape(place.shape)
             found.append(x if place.handed == place.dtype else x.astype(place.dtype))
