@@ -63,8 +63,8 @@ def contended(facts: ProgramFacts, assignment: Assignment) -> list[str]:
     values, sizes = facts.graph.values, assignment.mesh.sizes
     found = []
     for op in facts.graph.walk():
-        rule, dtype = facts.rules[op.index], values[op.results[0]].dtype
-        if op.primitive != "scatter-add" or rule is None or dtype not in facts.compiler.contended_types:
+        rule = facts.rules[op.index]
+        if op.primitive != "scatter-add" or rule is None or (dtype := values[op.results[0]].dtype) not in facts.compiler.contended_types:
             continue
         choice = assignment.choice(op.index)
         total, added = (values[op.operands[n]].size / shards(operand_layout(rule, choice, n), sizes) for n in (0, 2))
