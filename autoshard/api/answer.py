@@ -278,9 +278,9 @@ class Answer:
         if self._traced is None or self.record.pipeline is not None:
             return None
         known, mesh = self._searched, self.record.mesh
-        of_mesh = known.problem is not None and known.problem.mesh == mesh
-        model = known.problem.model if known.problem is not None and of_mesh else CostModel(Cluster.from_dict(self.record.cluster), mesh)
-        return Judged(self.record, known.facts, model)
+        if known.problem is not None and known.problem.mesh == mesh:
+            return Judged(self.record, known.facts, known.problem.model)
+        return Judged(self.record, known.facts, CostModel(Cluster.from_dict(self.record.cluster), mesh))
 
     @property
     def _searched(self) -> Searched:

@@ -60,6 +60,8 @@ def contended(facts: ProgramFacts, assignment: Assignment) -> list[str]:
     On an H200 (JAX 0.11.2) 262,144 rows of 16 numbers added to 32 rows at random took 9.9 ms in bfloat16, 64 ms in float16 and 0.6 ms in
     float32; in the gradient of a T5's relative position biases, where two rows get most, 1.9 s in bfloat16.
     """
+    if not facts.compiler.contended_types:
+        return []
     values, sizes = facts.graph.values, assignment.mesh.sizes
     found = []
     for op in facts.graph.walk():
@@ -83,8 +85,8 @@ def own_checkpoints(traced: Traced, remat: str | None) -> list[str]:
         traced: the step before it is rewritten.
         remat: the option.
     """
-    lines = list(dict.fromkeys(str(op.origin) for op in checkpoints(traced)))
-    if not lines or remat not in ("auto", "full"):
+    lines = list(dict.fromkeys(str(op.origin) for op in checkpoints(traced))) if remat in ("auto", "full") else []
+    if not lines:
         return []
     shown = " and ".join(lines[:TOP]) + (f" and {len(lines) - TOP} lines more" if len(lines) > TOP else "")
     return [

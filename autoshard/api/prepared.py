@@ -88,8 +88,10 @@ class Prepared:
         same = (other for other in here if other.mesh == mesh)
         alike = (other for other in (*here, *others) if other.mesh.sizes == mesh.sizes)
         like = next(chain(same, alike, here, others), None)
-        is_same = like is not None and like.mesh == mesh and like.model.cluster == self.cluster
-        model = like.model if like is not None and is_same else CostModel(self.cluster, mesh)
+        if like is not None and like.mesh == mesh and like.model.cluster == self.cluster:
+            model = like.model
+        else:
+            model = CostModel(self.cluster, mesh)
         return Problem(self.facts, model, self.pins.on(mesh), limit, like)
 
     def finer(self, problem: Problem, solution: Solution | None, progress: Progress) -> tuple[Problem, Hints] | None:

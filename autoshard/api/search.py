@@ -191,7 +191,8 @@ def search(
                 ask, reserves = partial(asked, **divided), limit is None
                 return Attempts(ask, chosen, number, remat, offload, mesh, start, reserves, progress, ends, seconds, n_kept, whole)
 
-            if schedule is not None and n_stages > 1:
+            if n_stages > 1:
+                assert schedule is not None, "that of one program"
                 devices = cluster_of(cluster)
                 check_parts(devices, n_stages, microbatches)
                 axes = wanted.axes if mesh is None or isinstance(mesh, int) else (*wanted.axes, *given_mesh(mesh).names)

@@ -83,16 +83,15 @@ def findings(judged: Judged, uneven: Collection[str] = (), without: Without | No
     caused: list[Finding] = []
     for is_caused, each in _repeated(judged, causes):
         (caused if is_caused else found).append(each)
-    for number, (each, ops) in enumerate(constrained):
-        if without is None:
-            break
-        other = without(ops)
-        saved = max(0.0, judged.record.cost.makespan_seconds - other.record.cost.makespan_seconds)
-        constrained[number] = replace(each, seconds=min(each.seconds, saved), causes_seconds=max(0.0, saved - each.seconds)), ops
-        left = {(one.rule, one.where) for one in findings(other, uneven)}
-        gone = [one for one in (*found, *caused) if (one.rule, one.where) not in left]
-        found, caused = ([one for one in some if one not in gone] for some in (found, caused))
-        caused += [replace(one, advice=f"It goes away without the constraint at {each.where}.") for one in gone]
+    if without is not None:
+        for number, (each, ops) in enumerate(constrained):
+            other = without(ops)
+            saved = max(0.0, judged.record.cost.makespan_seconds - other.record.cost.makespan_seconds)
+            constrained[number] = replace(each, seconds=min(each.seconds, saved), causes_seconds=max(0.0, saved - each.seconds)), ops
+            left = {(one.rule, one.where) for one in findings(other, uneven)}
+            gone = [one for one in (*found, *caused) if (one.rule, one.where) not in left]
+            found, caused = ([one for one in some if one not in gone] for some in (found, caused))
+            caused += [replace(one, advice=f"It goes away without the constraint at {each.where}.") for one in gone]
     found += [each for each, _ in constrained]
 
     def by_cost(some: list[Finding]) -> list[Finding]:
