@@ -82,11 +82,12 @@ class _Table:
 
     Attributes:
         seconds: ``(n_layouts, n_layouts)``.
-        first: per set of axes in use, as bits, and pair of layout numbers, the number of the layout after the first move.
+        first: per set of axes in use, as bits, the numbers of the layouts over these axes, ascending, and per pair of them the number of the
+            layout after the first move.
     """
 
     seconds: np.ndarray
-    first: dict[int, np.ndarray]
+    first: dict[int, tuple[np.ndarray, np.ndarray]]
 
 
 class Reshards:
@@ -126,12 +127,12 @@ class Reshards:
         table = self._table(tuple(shape), itemsize)
         everything = layouts(rank, len(self._sizes))
         moves = _moves(rank, len(self._sizes))
-        goal = layout_number(target, rank)
-        first = table.first[_used(source) | _used(target)]
+        kept, first = table.first[_used(source) | _used(target)]
+        goal = int(np.searchsorted(kept, layout_number(target, rank)))
         steps = []
         while source != target:
             number = layout_number(source, rank)
-            after = everything[int(first[number, goal])]
+            after = everything[int(first[np.searchsorted(kept, number), goal])]
             move = moves.get((number, layout_number(after, rank)))
             kind, axes = move or ("collective_permute", _permute_axes(source, after, self._sizes))
             sent = axes if move else exchange(source, after, rank, axes, self._sizes).axes
@@ -178,8 +179,7 @@ class Reshards:
             kept = np.flatnonzero(valid & (used & ~axes == 0))
             pairs = np.ix_(kept, kept)
             seconds, first = _shortest(moves[pairs])
-            table.first[axes] = np.full(moves.shape, -1, np.int32)
-            table.first[axes][pairs] = kept[first]
+            table.first[axes] = kept, kept[first].astype(np.int32)
             table.seconds[pairs] = np.where(used[kept, None] | used[None, kept] == axes, seconds, table.seconds[pairs])
         table.seconds.flags.writeable = False
         return table

@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from autoshard.errors import InfeasibleError, ShardingError
 from autoshard.ir import Graph, Layout, divides, local_shape, shards
@@ -130,10 +130,10 @@ def _solution(problem: Problem, judgement: Judgement, started: float, hints: Hin
 
 def split_batch(problem: Problem) -> Propagation:
     """The propagation of the batch, sharded on its leading dimension, or on the next where that splits too little work, as under a scan."""
-    return problem.cached(_split_batch)[0].copy()
+    return Propagation(problem, **problem.cached(_split_batch)[0]).copy()
 
 
-def _split_batch(problem: Problem) -> tuple[Propagation, Judgement, float]:
+def _split_batch(problem: Problem) -> tuple[dict[str, Any], Judgement, float]:
     """The fastest propagation of a batch, its judgement, and the FLOPs of one that splits half of the work that can be split."""
     enough = _enough_flops(problem)
     replaced = {problem.graph.arguments[argument] for _, argument in problem.graph.aliases}
@@ -147,7 +147,7 @@ def _split_batch(problem: Problem) -> tuple[Propagation, Judgement, float]:
     if best is None:
         whole = _propagated(problem, {})
         best = whole, problem.evaluate(whole.assignment())
-    return best[0], best[1], enough
+    return best[0].found(), best[1], enough
 
 
 def _enough_flops(problem: Problem) -> float:

@@ -7,8 +7,9 @@ That is a plain sharding-propagation pass from annotated arguments, and the hand
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from typing import Any
 
 from autoshard.ir import (
     NOWHERE,
@@ -55,6 +56,10 @@ class Propagation:
     kept: dict[int, Layout] = field(default_factory=dict)
     along: dict[int, Layout] = field(default_factory=dict)
     chosen: dict[tuple, Choice] = field(default_factory=dict)
+
+    def found(self) -> dict[str, Any]:
+        """All but the problem: what the problem keeps does not refer to it, so that it is freed with its tables when the last user leaves."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "problem"}
 
     def copy(self) -> Propagation:
         """A copy that changes independently; only the choices of equal ops are shared."""

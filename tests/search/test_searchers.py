@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 from functools import cache
 
 import jax
@@ -276,3 +278,20 @@ def test_a_value_with_a_solve_method_is_a_searcher():
     for searcher, name in ((Alone(), "mine"), (Full(), "Full")):
         found = autoshard.search(program, like, like, cluster="cpu:8", mesh={"data": 8}, searcher=searcher)
         assert found.record.searcher.name == name and found.in_specs == wanted.in_specs
+
+
+@pytest.mark.parametrize("searcher", [*SEARCHED, SEARCHERS["auto"]()], ids=label)
+def test_problems_are_freed_without_garbage_collection(searcher):
+    """Nothing that a searcher leaves with a problem refers to it: its tables, gigabytes on meshes of three axes, go with its last user."""
+    fn, args = SMALL["two_matmuls"]()
+    problem = problem_of(fn, *args)
+    problem = problem_of(fn, *args, pins=batch_of(problem))
+    gc.collect()
+    gc.disable()
+    try:
+        searcher.solve(problem)
+        left = weakref.ref(problem)
+        del problem
+        assert left() is None
+    finally:
+        gc.enable()
