@@ -82,7 +82,7 @@ class _Table:
 
     Attributes:
         seconds: ``(n_layouts, n_layouts)``.
-        first: per set of axes in use, as bits, the numbers of the layouts over these axes, ascending, and per pair of them the number of the
+        first: per set of axes in use, as bits, the numbers of the layouts over these axes, ascending, and per pair of them that of the
             layout after the first move.
     """
 

@@ -58,7 +58,7 @@ class Propagation:
     chosen: dict[tuple, Choice] = field(default_factory=dict)
 
     def found(self) -> dict[str, Any]:
-        """All but the problem: what the problem keeps does not refer to it, so that it is freed with its tables when the last user leaves."""
+        """All but the problem: what the problem keeps does not refer to it, so that it is freed with its tables once nobody uses it."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "problem"}
 
     def copy(self) -> Propagation:
