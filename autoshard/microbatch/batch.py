@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import gcd
+from typing import Any
 
 import jax
 
 from autoshard.errors import TraceError
 from autoshard.ir import Graph, Rule
+from autoshard.lower import ops_by_path
+from autoshard.microbatch.nested import Steps, WithBodies, steps_inside
 from autoshard.microbatch.plan import LEAST_SHARE, Loop, plan_loop, product_flops
 from autoshard.microbatch.rewrite import in_microbatches
 from autoshard.microbatch.rules import batch_rules
@@ -41,12 +44,39 @@ def in_loop(traced: Traced, n: int, several: bool = False) -> Traced:
     """The program as a loop over ``n`` microbatches, of one trip for one.
 
     Args:
-        several: allow loops one after the other, where a later part of the step reads what comes of all examples in an earlier one.
+        several: allow loops one after the other, where a later part of the step reads what comes of all examples in an earlier one, and
+            loops in each of several steps that the program has in loops and branches of its own.
 
     Raises:
         TraceError: nothing in the arguments is a batch that ``n`` divides, or products need all examples at once.
     """
-    graph, rules = traced.graph, batch_rules(traced.graph)
+    rules = batch_rules(traced.graph)
+    try:
+        return _in_loop(traced, rules, n, several)
+    except TraceError:
+        steps = steps_inside(traced, rules) if several else {}
+        if not steps:
+            raise
+    return _in_each(traced, {index: [body and in_loop(body, n, several) for body in bodies] for index, bodies in steps.items()}, n)
+
+
+def _in_each(traced: Traced, steps: Steps, n: int) -> Traced:
+    """The program with a loop over ``n`` microbatches in each of its steps."""
+    interpreter = WithBodies(ops_by_path(traced.graph), steps)
+
+    def function(*arguments: Any) -> list[Any]:
+        return interpreter.run(traced.jaxpr.jaxpr, traced.jaxpr.consts, arguments)
+
+    made = rebuilt(traced, jax.make_jaxpr(function)(*types_of(traced.jaxpr.jaxpr.invars)), n)
+    loops = ", ".join(f"{op.primitive} at {op.origin}" for op in traced.graph.ops if op.index in steps)
+    notes = (note for bodies in steps.values() for body in bodies if body is not None for note in body.graph.assumptions)
+    note = f"microbatches are those of each step in {loops}"
+    return replace(made, graph=replace(made.graph, assumptions=tuple(dict.fromkeys((*made.graph.assumptions, note, *notes)))))
+
+
+def _in_loop(traced: Traced, rules: Sequence[Rule | None], n: int, several: bool) -> Traced:
+    """As `in_loop`, but for steps in loops and branches."""
+    graph = traced.graph
     mapped = next((op for op in graph.walk() if op.mapped), None)
     if mapped is not None and not several:
         raise TraceError(
@@ -136,7 +166,10 @@ def _refusal(graph: Graph, rules: Sequence[Rule | None], loop: Loop) -> TraceErr
 
 
 def divisors(traced: Traced) -> tuple[int, ...]:
-    """The numbers, ascending, that divide the batch of a program; of what may be the batch, that which most of the products depend on."""
+    """The numbers, ascending, that divide the batch of a program; of what may be the batch, that which most of the products depend on.
+
+    Of steps in loops and branches those that divide the batch of each.
+    """
     graph, rules = traced.graph, batch_rules(traced.graph)
     total = product_flops(graph.ops, rules, graph)
     most, found = -1.0, 1
@@ -148,6 +181,9 @@ def divisors(traced: Traced) -> tuple[int, ...]:
             most, found = inside, size
         if inside >= total * (1 - LEAST_SHARE):
             break
+    if most <= 0:
+        steps = [divisors(body)[-1] for bodies in steps_inside(traced, rules).values() for body in bodies if body is not None]
+        found = gcd(*steps) if steps else found
     return tuple(n for n in range(1, found + 1) if found % n == 0)
 
 
