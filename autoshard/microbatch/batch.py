@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from math import gcd
 from typing import Any
@@ -40,41 +40,52 @@ def microbatched(traced: Traced, n: int) -> Traced:
     return traced if n == traced.microbatches else in_loop(traced, n, several=True)
 
 
-def in_loop(traced: Traced, n: int, several: bool = False) -> Traced:
+def in_loop(traced: Traced, n: int, several: bool = False, fixed: Set[int] = frozenset()) -> Traced:
     """The program as a loop over ``n`` microbatches, of one trip for one.
 
     Args:
         several: allow loops one after the other, where a later part of the step reads what comes of all examples in an earlier one, and
             loops in each of several steps that the program has in loops and branches of its own.
+        fixed: the positions of arguments that hold no examples, beside those that the step replaces.
 
     Raises:
         TraceError: nothing in the arguments is a batch that ``n`` divides, or products need all examples at once.
     """
     rules = batch_rules(traced.graph)
     try:
-        return _in_loop(traced, rules, n, several)
+        return _in_loop(traced, rules, n, several, fixed)
     except TraceError:
-        steps = steps_inside(traced, rules) if several else {}
+        steps = steps_inside(traced, rules, fixed)
         if not steps:
             raise
-    return _in_each(traced, {index: [body and in_loop(body, n, several) for body in bodies] for index, bodies in steps.items()}, n)
+    made = _in_each(traced, steps, n)
+    if several:
+        return made
+    raise TraceError(
+        f"stages are cut in one step, and this program has steps inside {_loops(traced, steps)}. Search one of these by itself, or leave "
+        "stages out."
+    )
+
+
+def _loops(traced: Traced, steps: Steps) -> str:
+    return ", ".join(f"{op.primitive} at {op.origin}" for op in traced.graph.ops if op.index in steps)
 
 
 def _in_each(traced: Traced, steps: Steps, n: int) -> Traced:
     """The program with a loop over ``n`` microbatches in each of its steps."""
-    interpreter = WithBodies(ops_by_path(traced.graph), steps)
+    each = {index: [step and in_loop(step.traced, n, True, step.fixed) for step in bodies] for index, bodies in steps.items()}
+    interpreter = WithBodies(ops_by_path(traced.graph), each)
 
     def function(*arguments: Any) -> list[Any]:
         return interpreter.run(traced.jaxpr.jaxpr, traced.jaxpr.consts, arguments)
 
     made = rebuilt(traced, jax.make_jaxpr(function)(*types_of(traced.jaxpr.jaxpr.invars)), n)
-    loops = ", ".join(f"{op.primitive} at {op.origin}" for op in traced.graph.ops if op.index in steps)
-    notes = (note for bodies in steps.values() for body in bodies if body is not None for note in body.graph.assumptions)
-    note = f"microbatches are those of each step in {loops}"
+    notes = (note for bodies in each.values() for body in bodies if body is not None for note in body.graph.assumptions)
+    note = f"microbatches are those of each step in {_loops(traced, steps)}"
     return replace(made, graph=replace(made.graph, assumptions=tuple(dict.fromkeys((*made.graph.assumptions, note, *notes)))))
 
 
-def _in_loop(traced: Traced, rules: Sequence[Rule | None], n: int, several: bool) -> Traced:
+def _in_loop(traced: Traced, rules: Sequence[Rule | None], n: int, several: bool, fixed: Set[int]) -> Traced:
     """As `in_loop`, but for steps in loops and branches."""
     graph = traced.graph
     mapped = next((op for op in graph.walk() if op.mapped), None)
@@ -83,7 +94,7 @@ def _in_loop(traced: Traced, rules: Sequence[Rule | None], n: int, several: bool
             f"stages compute parts of a step on parts of the devices, and the shard_map at {mapped.origin} computes on shards of all "
             "devices, as its mesh fixes them. Write its work with sharding constraints instead, or leave stages out."
         )
-    loop = _most_inside(graph, rules, n)
+    loop = _most_inside(graph, rules, n, fixed)
     function, loops, at_once = in_microbatches(traced.jaxpr, graph, rules, loop), 1, 0.0
     if (error := _refusal(graph, rules, loop)) is not None:
         found = in_several_loops(traced, loop) if several and mapped is None else None
@@ -112,7 +123,7 @@ def loop_of_batch(graph: Graph, rules: Sequence[Rule | None], n: int) -> Loop:
     return loop
 
 
-def _most_inside(graph: Graph, rules: Sequence[Rule | None], n: int) -> Loop:
+def _most_inside(graph: Graph, rules: Sequence[Rule | None], n: int, fixed: Set[int] = frozenset()) -> Loop:
     """The plan of what is most likely the batch: most of the products are in its loop, or it leads arrays, or most products depend on it.
 
     Raises:
@@ -122,7 +133,7 @@ def _most_inside(graph: Graph, rules: Sequence[Rule | None], n: int) -> Loop:
     best: tuple[tuple[bool, bool, bool, float, float], Loop] | None = None
     seen: list[set[tuple[int, int]]] = []
     indivisible: list[str] = []
-    for batch in _batches(graph):
+    for batch in _batches(graph, fixed):
         sizes = {value: graph.values[value].shape[dim] for value, dim in batch.items()}
         wrong = [f"{_path(graph, value)} has {size}" for value, size in sizes.items() if size % n]
         if wrong:
@@ -165,15 +176,18 @@ def _refusal(graph: Graph, rules: Sequence[Rule | None], loop: Loop) -> TraceErr
     )
 
 
-def divisors(traced: Traced) -> tuple[int, ...]:
+def divisors(traced: Traced, fixed: Set[int] = frozenset()) -> tuple[int, ...]:
     """The numbers, ascending, that divide the batch of a program; of what may be the batch, that which most of the products depend on.
 
     Of steps in loops and branches those that divide the batch of each.
+
+    Args:
+        fixed: as for `in_loop`.
     """
     graph, rules = traced.graph, batch_rules(traced.graph)
     total = product_flops(graph.ops, rules, graph)
     most, found = -1.0, 1
-    for batch in _batches(graph):
+    for batch in _batches(graph, fixed):
         size = gcd(*(graph.values[value].shape[dim] for value, dim in batch.items()))
         least = next((n for n in range(2, size + 1) if size % n == 0), None)
         inside = 0.0 if least is None else _flops_inside(graph, rules, plan_loop(graph, rules, batch, least))
@@ -182,8 +196,9 @@ def divisors(traced: Traced) -> tuple[int, ...]:
         if inside >= total * (1 - LEAST_SHARE):
             break
     if most <= 0:
-        steps = [divisors(body)[-1] for bodies in steps_inside(traced, rules).values() for body in bodies if body is not None]
-        found = gcd(*steps) if steps else found
+        inside = steps_inside(traced, rules, fixed)
+        sizes = [divisors(step.traced, step.fixed)[-1] for bodies in inside.values() for step in bodies if step is not None]
+        found = gcd(*sizes) if sizes else found
     return tuple(n for n in range(1, found + 1) if found % n == 0)
 
 
@@ -191,9 +206,9 @@ def _flops_inside(graph: Graph, rules: Sequence[Rule | None], loop: Loop) -> flo
     return product_flops([op for op in graph.ops if loop.phases[op.index] == "inside"], rules, graph)
 
 
-def _batches(graph: Graph) -> Iterator[dict[int, int]]:
-    """What may be the batch: arrays that the step does not replace, of one size along dimension 0, or 1."""
-    replaced = {graph.arguments[argument] for _, argument in graph.aliases}
+def _batches(graph: Graph, fixed: Set[int] = frozenset()) -> Iterator[dict[int, int]]:
+    """What may be the batch: arrays that the step does not replace, of one size along dimension 0, or 1; see `in_loop`."""
+    replaced = {graph.arguments[argument] for argument in (*fixed, *(argument for _, argument in graph.aliases))}
     for dim in (0, 1):
         for values in alike_arguments(graph, dim, replaced):
             if graph.values[values[0]].shape[dim] > 1:

@@ -1,41 +1,63 @@
 """Steps inside loops and branches, whose microbatches are those of each step.
 
 Several steps in one call, passes over minibatches, and networks that are trained in turns are a `scan`, a `while` or a `cond` whose bodies
-have the products. Each body is a program with state and a batch of its own, and is rewritten as such.
+have the products. Each body is a program with a batch of its own, and is rewritten as such.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from autoshard.ir import Graph, Op, Rule
 from autoshard.ir.scan import num_carry, num_consts
-from autoshard.lower import bind
+from autoshard.lower import Path, bind
 from autoshard.microbatch.plan import LEAST_SHARE, product_flops
 from autoshard.microbatch.rewrite import AsItIs
 from autoshard.trace import Traced, of_jaxpr, subjaxprs
 from autoshard.trace.structure import entering, opened, with_bodies
 
-Steps = Mapping[int, Sequence[Traced | None]]
-"""Per op index, its bodies as programs; None for those without products."""
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """A body of an op as a program of its own.
+
+    Attributes:
+        fixed: the positions of its arguments that come of no example: state that a loop carries, and what is computed of state alone.
+    """
+
+    traced: Traced
+    fixed: frozenset[int]
 
 
-def steps_inside(traced: Traced, rules: Sequence[Rule | None]) -> Steps:
-    """The steps in bodies of operations that have the program's products; none where other operations have some of them."""
+Steps = Mapping[int, Sequence[Step | None]]
+"""Per op index the steps in its bodies; None for bodies without products."""
+
+
+def steps_inside(traced: Traced, rules: Sequence[Rule | None], fixed: Set[int] = frozenset()) -> Steps:
+    """The steps in bodies of operations that have the program's products; none where other operations have some, or no examples are read.
+
+    Args:
+        fixed: the positions of arguments that come of no example, beside those that the program replaces.
+    """
     graph = traced.graph
     flops = {op.index: product_flops([op], rules, graph) for op in graph.ops}
-    total = sum(flops.values())
-    ops = [op for op in graph.ops if flops[op.index] > LEAST_SHARE * total]
+    ops = [op for op in graph.ops if flops[op.index] > LEAST_SHARE * sum(flops.values())]
     if any(op.primitive not in ("scan", "while", "cond") for op in ops):
         return {}
-    return {op.index: [_program(graph, rules, op, number) for number in range(len(op.bodies))] for op in ops}
+    of_examples = set(graph.arguments) - {graph.arguments[k] for k in (*fixed, *(argument for _, argument in graph.aliases))}
+    for op in graph.ops:
+        if not of_examples.isdisjoint(op.operands):
+            of_examples.update(op.results)
+    steps = {op.index: [_step(graph, rules, op, number, of_examples) for number in range(len(op.bodies))] for op in ops}
+    bodies = [body for each in steps.values() for body in each if body is not None]
+    return {} if any(len(body.fixed) == len(body.traced.graph.arguments) for body in bodies) else steps
 
 
-def _program(graph: Graph, rules: Sequence[Rule | None], op: Op, number: int) -> Traced | None:
-    """A body of an op as a program of its own, whose state is what the op carries, or what the whole program replaces."""
+def _step(graph: Graph, rules: Sequence[Rule | None], op: Op, number: int, of_examples: Set[int]) -> Step | None:
     if not product_flops(op.bodies[number].ops, rules, graph) or (op.primitive, number) == ("while", 0):
         return None
     body, consts = opened(subjaxprs(op.equation)[number])
@@ -47,13 +69,8 @@ def _program(graph: Graph, rules: Sequence[Rule | None], op: Op, number: int) ->
         return (None if at is None else paths.get(op.operands[at])) or f"operand {k} of {op.primitive} at {op.origin}"
 
     names = [name(k, at) + ("[i]" if k >= sliced else "") for k, at in enumerate(positions)]
-    carried = [k for k, at in enumerate(positions) if at is None]
-    state = list(enumerate(carried))
-    if op.primitive == "cond":
-        places = {value: result for result, value in enumerate(op.results)}
-        replaced = [(graph.arguments[argument], places.get(graph.results[result])) for result, argument in graph.aliases]
-        state = [(result, op.operands.index(value) - 1) for value, result in replaced if result is not None and value in op.operands[1:]]
-    return of_jaxpr("step", ClosedJaxpr(body, consts), names, [f"[{k}]" for k in range(len(body.outvars))], state)
+    fixed = frozenset(k for k, at in enumerate(positions) if at is None or op.operands[at] not in of_examples)
+    return Step(of_jaxpr("step", ClosedJaxpr(body, consts), names, [f"[{k}]" for k in range(len(body.outvars))]), fixed)
 
 
 class WithBodies(AsItIs):
@@ -63,7 +80,7 @@ class WithBodies(AsItIs):
         bodies: per op index its bodies, None for those that stay.
     """
 
-    def __init__(self, ops: Mapping[tuple[int, ...], Op], bodies: Steps):
+    def __init__(self, ops: Mapping[Path, Op], bodies: Mapping[int, Sequence[Traced | None]]):
         super().__init__(ops, differentiable=False)
         self.bodies = bodies
 

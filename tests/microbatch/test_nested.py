@@ -107,6 +107,30 @@ def test_numbers_of_microbatches_are_those_that_divide_the_batch_of_the_steps():
         microbatched(trace(several_steps, WEIGHTS, BATCHES), 3)
 
 
+def test_scanned_layers_that_normalise_over_the_batch_are_no_steps():
+    """Weights of a scanned layer are no batch: where layers need all examples, the refusal names what couples these."""
+
+    def normalised(weights, x, y):
+        def layer(x, w):
+            x = jnp.tanh(x @ w)
+            return (x - x.mean(0)) / (x.std(0) + 1e-3), None
+
+        def error(weights):
+            return jnp.mean((lax.scan(layer, x, weights)[0] - y) ** 2)
+
+        return weights - 0.1 * jax.grad(error)(weights)
+
+    traced = trace(normalised, jnp.ones((3, 12, 12)), *(each[0] for each in BATCHES))
+    with pytest.raises(TraceError, match=r"microbatches are computed one after the other, and .*test_nested\.py"):
+        microbatched(traced, 2)
+
+
+def test_stages_of_several_steps_are_refused_by_their_loop():
+    """Stages are cut in one step: the error names the loop and its line."""
+    with pytest.raises(TraceError, match=r"steps inside scan at .*test_nested.py:\d+ .*Search one of these by itself"):
+        autoshard.search(several_steps, WEIGHTS, BATCHES, cluster="cpu:4", stages=2, microbatches=2)
+
+
 def test_steps_in_a_loop_fit_in_microbatches_on_several_devices():
     """A search with microbatches and recomputation of such a program gives its results."""
     strategy = autoshard.search(several_steps, WEIGHTS, BATCHES, cluster="cpu:4", microbatches=2, remat="auto")
