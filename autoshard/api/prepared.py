@@ -24,7 +24,7 @@ from autoshard.budgets import BUDGETS
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
 from autoshard.compilers.program_facts import ProgramFacts, program_facts
-from autoshard.errors import InfeasibleError, ShardingError
+from autoshard.errors import InfeasibleError, ShardingError, TraceError
 from autoshard.ir import Mesh
 from autoshard.ir.remat import Remat
 from autoshard.judge.evaluate import recomputation
@@ -226,13 +226,35 @@ def traced_of(
     started = time.perf_counter()
     if whole is None:
         whole = whole_of(fn, args, donate_argnums, axis_names)
-    traced = rematerialised(whole, remat)
-    traced = in_one_program(traced, stages, microbatches, rounds) if stages > 1 else microbatched(traced, microbatches)
+    again = rematerialised(whole, remat)
+    traced = in_one_program(again, stages, microbatches, rounds) if stages > 1 else _in_parts(whole, again, microbatches)
     traced = offloaded(traced, optimizer_state(traced)) if offload else traced
     compiler = compiler_of(cluster)
     make = partial(program_facts, traced.graph, rules_of(traced.graph), compiler)
     facts = fn.facts(traced, compiler, make) if isinstance(fn, TracedOnce) and traced is whole else make()
     return traced, facts, {"trace_seconds": time.perf_counter() - started, "n_ops": len(traced.graph.walk())}
+
+
+def _in_parts(whole: Traced, again: Traced, microbatches: int) -> Traced:
+    """The program in microbatches.
+
+    Args:
+        whole, again: as it was traced, and with recomputation.
+
+    Raises:
+        TraceError: it does not run in microbatches, or not with recomputation.
+    """
+    try:
+        return microbatched(again, microbatches)
+    except TraceError:
+        if again is whole:
+            raise
+    microbatched(whole, microbatches)  # refuses for a reason of its own, or
+    raise TraceError(
+        f"recomputation is of one forward and one backward pass, and {whole.graph.name!r} has several, of which later ones read what comes "
+        f"of all examples in earlier ones: only without recomputation it runs in {microbatches} microbatches. Use remat=None, or "
+        "microbatches=1."
+    )
 
 
 def whole_of(fn, args, donate_argnums, axis_names) -> Traced:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 from autoshard.api.refusals import or_refused
 from autoshard.api.strategy import Strategy
-from autoshard.errors import InfeasibleError, SearchLimitError, ShardingError
+from autoshard.errors import InfeasibleError, SearchLimitError, ShardingError, TraceError
 from autoshard.ir.remat import Remat
 
 WORDS = ("fit", "auto", "full", "replace")
@@ -82,10 +81,18 @@ def least_remat(attempt: Callable[[Remat | None], Found], options: Callable[[], 
     Raises:
         InfeasibleError: there is none, or nothing fits with any.
     """
-    found = _least_that_fits(attempt, options())
+    return _fastest(_least_that_fits(attempt, options()), lambda each: each[1].judgement.cost.makespan_seconds)
+
+
+def _fastest(found: Sequence[T], seconds: Callable[[T], float]) -> T:
+    """The fastest of what was found.
+
+    Raises:
+        InfeasibleError: there is nothing.
+    """
     if not found:
         raise InfeasibleError("nothing fits with recomputation.")
-    return min(found, key=lambda each: each[1].judgement.cost.makespan_seconds)
+    return min(found, key=seconds)
 
 
 def staged_remat(
@@ -110,12 +117,14 @@ def staged_remat(
         choices = () if remat is None else [each for each in options() if first is None or each.kept_bytes < first.kept_bytes]
         if not choices:
             raise
-        fastest = partial(min, key=lambda each: each.cost.makespan_seconds)
-        return or_refused(error, lambda: fastest(_least_that_fits(attempt, choices)), AGAIN)
+        return or_refused(error, lambda: _fastest(_least_that_fits(attempt, choices), lambda each: each.cost.makespan_seconds), AGAIN)
 
 
 def _least_that_fits(attempt: Callable[[Remat | None], T], options: Sequence[Remat]) -> list[T]:
-    """What is found with those that fit, down to the one that takes least time, by bisection."""
+    """What is found with those that fit, down to the one that takes least time, by bisection.
+
+    Nothing where a step of several passes, such as of two optimizers, runs in microbatches without recomputation alone.
+    """
     found: list[T] = []
     first, last = 0, len(options) - 1
     number = last  # where nothing fits with this one, nothing fits
@@ -127,7 +136,7 @@ def _least_that_fits(attempt: Callable[[Remat | None], T], options: Sequence[Rem
             if not found:
                 raise
             first = number + 1
-        except SearchLimitError:
+        except (SearchLimitError, TraceError):
             break
         number = (first + last) // 2
     return found

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import autoshard
-from autoshard.errors import InfeasibleError, ShardingError
+from autoshard.errors import InfeasibleError, ShardingError, TraceError
 from benchmarks import models
 from tests.recompute.test_program import SMALL
 
@@ -43,6 +46,47 @@ def test_a_step_that_fits_in_no_microbatches_computes_again_by_itself():
     with pytest.raises(InfeasibleError) as refused:
         autoshard.search(step, *arguments, memory_limit_bytes=(plain + full) / 2, remat=None, **common)
     assert "computes again" not in str(refused.value)
+
+
+def adversarial(both, x, seed):
+    """Two networks: one is trained, on noise, against the other as the step has just updated it."""
+
+    def layers(weights, x):
+        for w, b in weights[:-1]:
+            x = jax.nn.relu(x @ w + b)
+        return x @ weights[-1][0] + weights[-1][1]
+
+    def updated(weights, gradients):
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients)
+
+    actor, critic = both
+    noise = jax.random.normal(jax.random.key(seed), (len(x), 16))
+    fake = layers(actor, noise)
+
+    def judged(critic):
+        return jnp.mean(jax.nn.softplus(-layers(critic, x))) + jnp.mean(jax.nn.softplus(layers(critic, fake)))
+
+    def hidden(actor):
+        return jnp.mean(jax.nn.softplus(-layers(critic, layers(actor, noise))))
+
+    error, of_critic = jax.value_and_grad(judged)(critic)
+    critic = updated(critic, of_critic)
+    value, of_actor = jax.value_and_grad(hidden)(actor)
+    return (updated(actor, of_actor), critic), error, value
+
+
+def test_a_step_with_two_optimizers_in_microbatches_is_found_without_recomputation():
+    """Where recomputation does not go together with microbatches, ``"auto"`` gives the plan without it, and ``"full"`` is refused."""
+    actor, critic = ([(jnp.ones(pair), jnp.zeros(pair[1])) for pair in pairwise(sizes)] for sizes in ((16, 64, 64, 32), (32, 64, 64, 1)))
+    arguments = ((actor, critic), jnp.ones((16, 32)), jnp.uint32(0))
+    common = {"cluster": "cpu:8", "mesh": {"data": 8}, "microbatches": 4}
+    plain = autoshard.search(adversarial, *arguments, remat=None, **common)
+    limit = plain.cost.peak_bytes * 0.9
+    bound = autoshard.search(adversarial, *arguments, remat=None, memory_limit_bytes=limit, **common)
+    found = autoshard.search(adversarial, *arguments, remat="auto", memory_limit_bytes=limit, **common)
+    assert found.remat is None and found.cost.peak_bytes == bound.cost.peak_bytes <= limit
+    with pytest.raises(TraceError, match=r"recomputation is of one forward .* only without recomputation it runs in 4 microbatches"):
+        autoshard.search(adversarial, *arguments, remat="full", **common)
 
 
 def test_words_that_there_are_not_are_refused():
