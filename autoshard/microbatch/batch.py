@@ -20,9 +20,7 @@ from autoshard.microbatch.several import in_several_loops
 from autoshard.search import alike_arguments
 from autoshard.trace import Traced, rebuilt, types_of
 
-REMEDY = (
-    "Compute it for each example by itself, as group or layer normalisation does, or leave microbatches out; stages need microbatches=1."
-)
+ELSE = "or leave microbatches out; in stages such a step runs with microbatches=1."
 
 CLEAR_SHARE = 0.75  # of the products in the loop: this is the batch, whatever else depends on others
 
@@ -161,8 +159,9 @@ def _most_inside(graph: Graph, rules: Sequence[Rule | None], n: int, fixed: Set[
         causes = [*(cause for cause, _ in best[1].coupled), *best[1].early]
         paths = _listed(_path(graph, value) for value in best[1].batch)
         why = str(causes[0]) if causes else f"no product is computed of single examples of {paths}"
+        remedy = causes[0].remedy if causes else "Give the batch as an argument with a dimension of examples"
         others = f"; of what else could be a batch, {_listed(indivisible)} examples, which {n} does not divide" if indivisible else ""
-        raise TraceError(f"microbatches are computed one after the other, and {why}{others}. {REMEDY}")
+        raise TraceError(f"microbatches are computed one after the other, and {why}{others}. {remedy}, {ELSE}")
     return best[1]
 
 
@@ -172,7 +171,8 @@ def _refusal(graph: Graph, rules: Sequence[Rule | None], loop: Loop) -> TraceErr
     if (held_up := loop.obstacle(total)) is None:
         return None
     return TraceError(
-        f"microbatches are computed one after the other, and {held_up[0]}; {held_up[1] / total:.0%} of the products wait for it. {REMEDY}"
+        f"microbatches are computed one after the other, and {held_up[0]}; {held_up[1] / total:.0%} of the products wait for it. "
+        f"{held_up[0].remedy}, {ELSE}"
     )
 
 

@@ -96,6 +96,8 @@ def plan_loop(graph: Graph, rules: Sequence[Rule | None], batch: Mapping[int, in
     return _Planner(graph, rules, batch, n, gathers).loop()
 
 
+APART = "Make that an argument of the step, or compute it of each example (for batch normalisation: group or layer normalisation)"
+
 _ORDERED = ("bool", "int", "uint", "float", "bfloat")  # dtypes of which the largest of equal numbers is each of them
 
 
@@ -193,7 +195,7 @@ class _Planner:
             self.phases[op.index] = "after"
             if any(status.kind == "slice" for status in reads):
                 what = f"{combined[0].primitive} at {combined[0].origin}"
-                self.coupled[op.index] = Coupled(op, f"reads each example together with what comes of all of them, of {what}")
+                self.coupled[op.index] = Coupled(op, f"reads each example together with what comes of all of them, of {what}", APART)
                 if self.gathers and self._slices(op) <= self.gathered:
                     return
             self._wait(op, reads, [value for maker in combined for value in maker.results if value in op.operands])
@@ -243,7 +245,7 @@ class _Planner:
                 raise self.late[ops[0].index]
             if combined is not None:
                 what = f"{combined.primitive} at {combined.origin}"
-                raise self._cause(Coupled(reading[0], f"reads each example together with what comes of all of them, of {what}"))
+                raise self._cause(Coupled(reading[0], f"reads each example together with what comes of all of them, of {what}", APART))
             for op in ops:
                 self._set(op, self._moved(op, operand_statuses(op, self.status)))
         except Coupled as error:
@@ -387,7 +389,7 @@ class _Planner:
         n_consts, n_carry = num_consts(op.params), num_carry(op.params)
         consts, carry, scanned = reads[:n_consts], reads[n_consts : n_consts + n_carry], reads[n_consts + n_carry :]
         if any(status.kind == "slice" and status.dim == 0 for status in scanned):
-            raise Coupled(op, "goes through the examples one after the other")
+            raise Coupled(op, "goes through the examples one after the other", "Loop over another dimension than that of the examples")
         slices = [slice_along(status.dim - 1, status.inner) if status.kind == "slice" else status for status in scanned]
         carried, stacked = self._settled(op, carry, lambda carried: self._run(op, 0, (*consts, *carried, *slices)))
         return (*carried, *(slice_along(status.dim + 1, status.inner) if status.kind == "slice" else status for status in stacked))
@@ -397,7 +399,7 @@ class _Planner:
         of_cond, of_body, carry = reads[:n_cond], reads[n_cond : n_cond + n_body], reads[n_cond + n_body :]
         carried, _ = self._settled(op, carry, lambda carried: self._run(op, 1, (*of_body, *carried)))
         if not all(status.is_whole for status in self._run(op, 0, (*of_cond, *carried))):
-            raise Coupled(op, "ends when all examples say so")
+            raise Coupled(op, "ends when all examples say so", "Loop a number of times that does not depend on them")
         return tuple(carried)
 
     def _chosen(self, op: Op, reads: tuple[Status, ...]) -> tuple[Status, ...]:

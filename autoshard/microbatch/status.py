@@ -56,10 +56,15 @@ def partial(operator: str) -> Status:
 
 
 class Coupled(Exception):
-    """An operation needs more than one microbatch at a time; the message has it, its line and why."""
+    """An operation needs more than one microbatch at a time; the message has it, its line and why.
 
-    def __init__(self, op: Op, reason: str):
+    Attributes:
+        remedy: what to write in its place.
+    """
+
+    def __init__(self, op: Op, reason: str, remedy: str = "Compute it of each example by itself"):
         super().__init__(f"{op.primitive} at {op.origin} {reason}")
+        self.remedy = remedy
 
 
 @dataclass(frozen=True, slots=True)

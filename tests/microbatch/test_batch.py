@@ -9,7 +9,8 @@ import pytest
 from jax.extend.core import jaxpr_as_fun
 
 from autoshard.errors import TraceError
-from autoshard.microbatch import divisors, in_loop, microbatched
+from autoshard.microbatch import divisors, in_loop, loop_of_batch, microbatched
+from autoshard.microbatch.rules import batch_rules
 from autoshard.trace import trace
 
 W, X = jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.ShapeDtypeStruct((12, 8), jnp.float32)
@@ -73,6 +74,33 @@ def printed(weights, x):
     y = x @ weights
     jax.debug.print("{}", y.sum(-1))
     return (y**2).sum()
+
+
+def until_all_are_small(weights, x):
+    fixed = jax.lax.stop_gradient(weights)
+    x = jax.lax.while_loop(lambda x: jnp.any(x > 1e-3), lambda x: 0.5 * jnp.tanh(x @ fixed), jax.lax.stop_gradient(x))
+    return ((x @ weights) ** 2).sum()
+
+
+def scanned_over(weights, x):
+    return (jax.lax.scan(lambda carry, row: (jnp.tanh(carry @ weights) + row, carry), x[0], x)[1] ** 2).sum()
+
+
+@pytest.mark.parametrize(
+    ("function", "remedy"),
+    [
+        (normalised, r"compute it of each example \(for batch normalisation: group or layer normalisation\)"),
+        (until_all_are_small, r"ends when all examples say so.* Loop a number of times that does not depend on them"),
+        (scanned_over, r"goes through the examples one after the other.* Loop over another dimension than that of the examples"),
+        (sorted_first, r"Compute it of each example by itself"),
+    ],
+)
+def test_refusals_say_what_to_write_instead(function, remedy):
+    """The advice is for the operation that couples the examples: normalisations are advised for what reads all examples alone."""
+    graph = trace(jax.grad(function), W, X).graph
+    with pytest.raises(TraceError, match=f"{remedy}, or leave microbatches out; in stages such a step runs with microbatches=1.$") as error:
+        loop_of_batch(graph, batch_rules(graph), 2)
+    assert ("normalisation" in str(error.value)) == (function is normalised)
 
 
 @pytest.mark.parametrize(
