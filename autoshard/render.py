@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from html import escape
@@ -82,6 +82,16 @@ def format_percent(share: float) -> str:
     """
     percent = 100 * share
     return f"{percent:.0f} %" if percent == 0 or abs(percent) >= 9.95 else f"{percent:.2g} %"
+
+
+def format_alternatives(numbers: Sequence[int], most: int = 8) -> str:
+    """The numbers to choose from; of many the first ones.
+
+    >>> format_alternatives([2, 4, 8]), format_alternatives([3]), format_alternatives(range(2, 99), 3)
+    ('2, 4 or 8', '3', '2, 3, 4 or another of 97')
+    """
+    *others, last = map(str, numbers[:most] if len(numbers) <= most else (*numbers[:most], f"another of {len(numbers)}"))
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _scaled(x: float, unit: str, prefixes: tuple[tuple[str, float], ...]) -> str:

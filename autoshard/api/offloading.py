@@ -51,8 +51,8 @@ def check_offload(offload: str | None, cluster: Cluster, traced: Traced) -> None
     if offload == "optimizer" and not optimizer_state(traced):
         raise ShardingError(
             f"offload='optimizer' keeps what a step replaces, and no matrix product or loop reads, in the memory of hosts: "
-            f"{traced.graph.name!r} has no such leaf of {format_bytes(LEAST_BYTES)} or more among its arguments. Return the new state, or "
-            "use offload=None."
+            f"{traced.graph.name!r} has no such leaf of {format_bytes(LEAST_BYTES)} or more among its arguments. Use offload=None: smaller "
+            "ones stay on the device. Where the step does not return its new state, return it."
         )
 
 

@@ -18,6 +18,7 @@ from autoshard.cluster.device import Device
 from autoshard.cluster.interconnect import Interconnect, Link, Protocol, place
 from autoshard.errors import ClusterError
 from autoshard.ir import Mesh
+from autoshard.render import format_alternatives
 
 EXAMPLES = "'v5e:4x4' (a TPU slice), 'h100:8x4' (8 GPUs on each of 4 hosts) or 'cpu:8'"
 _TEXT = re.compile(r"([a-z0-9-]+):(\d{1,18}(?:x\d{1,18})*)")
@@ -202,16 +203,14 @@ class Cluster:
         >>> Cluster.parse("h100:8x4").part(2).name, Cluster.parse("v5e:4x4").part(8).name
         ('h100:8x2', 'v5e:1x2')
         """
-        sizes, left = list(self.dimensions), n_parts
-        for dim, size in enumerate(sizes):
-            divisor = math.gcd(size, left)
-            sizes[dim], left = size // divisor, left // divisor
-            if sizes[dim] > 1:
-                break
-        if left > 1:
+        sizes = _parted(self.dimensions, n_parts)
+        if sizes is None:
+            possible = [n for n in range(2, self.n_devices + 1) if _parted(self.dimensions, n) is not None]
             raise ClusterError(
                 f"equal parts of a cluster are whole rows of neighbours: {self.name} of dimensions {self.dimensions}, outermost first, has "
-                f"no {n_parts} of them. Use a number that divides the outermost dimension, or a multiple that divides the rest in turn."
+                f"no {n_parts} of them. Use {format_alternatives(possible)}."
+                if possible
+                else f"parts of a cluster have a device each at least: {self.name} has one, got {n_parts} parts. Use a larger cluster."
             )
         topology = tuple(reversed(sizes)) if self.interconnect.kind == "switch" else tuple(sizes)
         if self.interconnect.kind == "switch" and len(topology) == 2 and topology[1] == 1:
@@ -317,6 +316,17 @@ def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         both = isinstance(value, Mapping) and isinstance(base.get(key), dict)
         merged[key] = _merge(base[key], value) if both else value
     return merged
+
+
+def _parted(dimensions: Sequence[int], n_parts: int) -> list[int] | None:
+    """The sizes of one of so many equal parts, the outermost dimensions divided first; None where they cannot be divided so."""
+    sizes, left = list(dimensions), n_parts
+    for dim, size in enumerate(sizes):
+        divisor = math.gcd(size, left)
+        sizes[dim], left = size // divisor, left // divisor
+        if sizes[dim] > 1:
+            break
+    return sizes if left == 1 else None
 
 
 def _record(cls: type, data: Any, what: str) -> Any:

@@ -17,6 +17,7 @@ from autoshard.microbatch.plan import LEAST_SHARE, Loop, plan_loop, product_flop
 from autoshard.microbatch.rewrite import in_microbatches
 from autoshard.microbatch.rules import batch_rules
 from autoshard.microbatch.several import in_several_loops
+from autoshard.render import format_alternatives
 from autoshard.search import alike_arguments
 from autoshard.trace import Traced, rebuilt, types_of
 
@@ -131,11 +132,13 @@ def _most_inside(graph: Graph, rules: Sequence[Rule | None], n: int, fixed: Set[
     best: tuple[tuple[bool, bool, bool, float, float], Loop] | None = None
     seen: list[set[tuple[int, int]]] = []
     indivisible: list[str] = []
+    possible: list[int] = []  # of what is tried first
     for batch in _batches(graph, fixed):
         sizes = {value: graph.values[value].shape[dim] for value, dim in batch.items()}
         wrong = [f"{_path(graph, value)} has {size}" for value, size in sizes.items() if size % n]
         if wrong:
             indivisible += wrong
+            possible = possible or [k for k in range(2, min(sizes.values()) + 1) if not any(size % k for size in sizes.values())]
             least = next((k for k in range(2, max(sizes.values()) + 1) if not any(size % k for size in sizes.values())), None)
             if least is not None and _flops_inside(graph, rules, plan_loop(graph, rules, batch, least)) >= total * (1 - LEAST_SHARE):
                 break  # this is the batch, and no other dimension is one
@@ -154,7 +157,8 @@ def _most_inside(graph: Graph, rules: Sequence[Rule | None], n: int, fixed: Set[
             break
     if best is None:
         why = f"of what could be one, {_listed(indivisible)} examples" if indivisible else "no argument has examples"
-        raise TraceError(f"the number of microbatches divides a batch among the arguments, got {n}: {why}. Use another number.")
+        remedy = f"Use {format_alternatives(possible)}" if possible else "Give the batch as an argument with a dimension of examples"
+        raise TraceError(f"the number of microbatches divides a batch among the arguments, got {n}: {why}. {remedy}.")
     if not best[0][-1]:
         causes = [*(cause for cause, _ in best[1].coupled), *best[1].early]
         paths = _listed(_path(graph, value) for value in best[1].batch)

@@ -62,6 +62,12 @@ def test_bad_usage_exits_with_2(run, argv):
     assert code == 2 and not out and "error:" in err
 
 
+def test_what_a_command_does_not_take_comes_with_its_own_usage(run):
+    """Not with the list of all commands: it shows what the option is called there, and how several values are written."""
+    code, _, err = run("evaluate", "train:step", "--cluster", "cpu:8", "--mesh", "data=8", "--pin", "x=data")
+    assert code == 2 and "usage: autoshard evaluate" in err and "--in-spec" in err and "unrecognized arguments: --pin x=data" in err
+
+
 def test_clusters_lists_what_parses(run):
     """Every example that clusters prints is a cluster."""
     code, out, _ = run("clusters", "--json")

@@ -262,5 +262,5 @@ def test_parts_of_a_cluster_are_neighbours_and_cover_it(text):
 
 def test_parts_that_cut_a_host_unevenly_are_refused():
     """Three hosts have no two equal parts of neighbours."""
-    with pytest.raises(ClusterError, match="dimensions \\(3, 8\\), outermost first, has no 2 of them"):
+    with pytest.raises(ClusterError, match=r"dimensions \(3, 8\), outermost first, has no 2 of them. Use 3, 6, 12 or 24.$"):
         Cluster.parse("h100:8x3").part(2)

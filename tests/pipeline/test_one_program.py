@@ -195,7 +195,7 @@ def recurrent():
         (unrolled, 2, 2, PipelineError, "has no scan. Write the layers as such a scan, or use another schedule"),
         (recurrent, 2, 2, PipelineError, "has scans, but none that does so, such as that at .*test_one_program.py"),
         (PROGRAMS["plain"], 3, 2, PipelineError, "the scan at .* has 8, got stages=3. Use a number of stages that divides"),
-        (PROGRAMS["plain"], 2, 3, TraceError, "got 3: .*Use another number"),
+        (PROGRAMS["plain"], 2, 3, TraceError, "got 3: .*Use 2"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(program, n_stages, n_microbatches, error, words):
