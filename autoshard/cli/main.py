@@ -78,8 +78,8 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     if getattr(options, "names", None) and not any(word.startswith("-") for word in left):
         options.names, left = [*options.names, *left], []
     if left:
-        commands = next(action.choices for action in whole._actions if action.dest == "command")
-        (commands or {}).get(options.command, whole).error(f"unrecognized arguments: {' '.join(left)}")  # with the command's own usage
+        commands = next(action.choices for action in whole._actions if isinstance(action, argparse._SubParsersAction))
+        commands.get(options.command, whole).error(f"unrecognized arguments: {' '.join(left)}")  # with the command's own usage
     return options
 
 
