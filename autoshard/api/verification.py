@@ -65,6 +65,7 @@ class Verification:
         needed_bytes: what the compiler's allocator takes, fragmentation included; None where that is not known.
         available_bytes: what a device offers; None where the compiler does not say.
         fits: whether the program fits the device's memory, as the compiler says or by what it needs; None where that is not known.
+        predicted_for: the strategy's cluster, where the target compiles for devices of another kind.
     """
 
     program: str
@@ -83,6 +84,7 @@ class Verification:
     needed_bytes: float | None = None
     available_bytes: float | None = None
     fits: bool | None = None
+    predicted_for: str = ""
 
     @property
     def exact(self) -> bool:
@@ -129,6 +131,8 @@ class Verification:
             parts.append(Table(columns, rows, notes))
         if TARGETS[self.target].differs and not self.near:
             parts.append(Paragraph(TARGETS[self.target].differs))
+        if self.predicted_for and self._peak_is_far:
+            parts.append(Paragraph(f"The peak was predicted for {self.predicted_for}, and compilers of other devices store other arrays."))
         if self.rematerialised_flops:
             parts.append(Paragraph(f"XLA computes {format_flops(self.rematerialised_flops)} of it once more to save memory."))
         if self.needed_bytes is not None and self.fits:
@@ -283,6 +287,7 @@ def _verification(record: Record, target: str, found: _Actual, n_constraints: in
         needed_bytes=found.needed_bytes,
         available_bytes=found.available_bytes,
         fits=found.fits,
+        predicted_for=record.cluster["name"] if TARGETS[target].here and record.cluster["device"]["kind"] != target else "",
     )
 
 

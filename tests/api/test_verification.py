@@ -257,3 +257,15 @@ def test_a_peak_that_is_far_off_is_in_the_verdict(program, ratio, words):
     fn, args, strategy = program
     found = replace(autoshard.verify(strategy, fn, *args), target="cpu", actual_peak_bytes=ratio * strategy.cost.peak_bytes)
     assert found.as_predicted and words in str(found) and ("differs" in str(found)) == (ratio == 1.7)
+
+
+def test_a_peak_of_other_devices_says_whose_it_is(program):
+    """A TPU's strategy compiled for CPUs says for what its peak was predicted, where that is far off; one for CPUs does not."""
+    fn, args, strategy = program
+    found = autoshard.verify(strategy, fn, *args, target="cpu")
+    far = replace(found, actual_peak_bytes=3 * strategy.cost.peak_bytes)
+    words = "The peak was predicted for v5e:2x4, and compilers of other devices store other arrays."
+    assert words in " ".join(str(far).split())
+    assert "was predicted for" not in str(replace(found, actual_peak_bytes=strategy.cost.peak_bytes))
+    own = autoshard.search(fn, *args, cluster="cpu:8", mesh=MESH)
+    assert autoshard.verify(own, fn, *args, target="cpu").predicted_for == ""
