@@ -33,6 +33,7 @@ from autoshard.render import (
 from autoshard.strategy import BY_ROWS, Record, TensorRecord
 
 PICTURES = 5
+GIVEN = "given"  # the 'searcher' of a sharding that the user gave
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ def _headline(record: Record, cluster: Cluster) -> list[Part]:
         *_offloaded(record, cluster),
         *_computed_again(cost),
         ("work", f"{format_flops(cost.flops)} of matrix products and convolutions a device"),
-        ("found by", found),
+        ("found by", found) if record.searcher.name != GIVEN else ("shardings", "as given, without a search"),
     ]
     return [Table(("", ""), tuple(rows))]
 

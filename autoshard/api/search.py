@@ -18,6 +18,7 @@ from autoshard.api.agreement import agreed, finalists_of_process_0
 from autoshard.api.attempts import Attempts, Whole
 from autoshard.api.collecting import rarely_collecting
 from autoshard.api.confirm import Confirm, confirm_of, noted
+from autoshard.api.explain import GIVEN
 from autoshard.api.finalists import Board
 from autoshard.api.full_plan import checked_plan, checked_schedule
 from autoshard.api.meshes import check_meshes, fixed_mesh, given_mesh
@@ -312,7 +313,7 @@ def evaluated(
 class _Given:
     """The 'searcher' of a sharding that was given."""
 
-    name: str = "given"
+    name: str = GIVEN
 
 
 @contextmanager

@@ -45,10 +45,10 @@ def run(options: argparse.Namespace) -> int:
     strategy = strategy_of(options)
     if options.html is not None or options.trace is not None:
         page = strategy.report()
-        if options.html is not None:
-            page.save_html(options.html)
-        if options.trace is not None:
-            page.save_trace(options.trace)
+        for path, save in ((options.html, page.save_html), (options.trace, page.save_trace)):
+            if path is not None:
+                save(path)
+                print(f"saved to {path}", file=sys.stderr)
         return 0
     report = strategy.explain(options.tensor, details=options.details, spec=None if options.spec is None else PartitionSpec(*options.spec))
     show_json(report.to_json()) if options.json else show(report)

@@ -92,7 +92,8 @@ def _ratio(before: float, after: float) -> str:
 def _tensors(found: Difference) -> list[Part]:
     if not found.tensors:
         some = "All" if found.same_arguments else "Those of the same path" if found.n_common else ""
-        return [Heading("Arguments"), Paragraph(f"{some} are sharded alike." if some else "None has the same path in both.")]
+        alike = "are sharded alike" if found.before.mesh_words == found.after.mesh_words else "have the same specs, each on its own mesh"
+        return [Heading("Arguments"), Paragraph(f"{some} {alike}." if some else "None has the same path in both.")]
     rows = tuple(
         (
             f"{change.name} x {change.n}" if change.n > 1 else change.name,

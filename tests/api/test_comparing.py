@@ -57,3 +57,19 @@ def test_rounding_is_no_difference():
     assert autoshard.compare(whole, other).data.after.hidden_seconds in (0.0, autoshard.compare(whole, other).data.before.hidden_seconds)
     (change,) = _ranked([Change("layer", 0.3, 0.1 + 0.2)])
     assert change.after_seconds == change.before_seconds
+
+
+def test_equal_specs_on_other_meshes_are_not_called_equal_shardings():
+    """What is split over 'data' alike is split in 8 on one mesh and in 4 on another; on one mesh it is sharded alike."""
+    options = {"cluster": "v5e:2x4", "in_specs": {"x": P("data"), "*": P()}}
+    one, other = (
+        autoshard.evaluate(two_products_step, *two_products(), mesh=mesh, **options) for mesh in ({"data": 8}, {"data": 4, "model": 2})
+    )
+    assert "All have the same specs, each on its own mesh." in str(autoshard.compare(one, other))
+    assert "All are sharded alike." in str(autoshard.compare(one, one))
+
+
+def test_nothing_is_said_to_be_found_where_shardings_are_given():
+    """The report of what was evaluated names no searcher."""
+    given = autoshard.evaluate(two_products_step, *two_products(), cluster="v5e:2x4", mesh={"data": 8}, in_specs={"x": P("data")})
+    assert "as given, without a search" in str(given.explain()) and "found by" not in str(given.explain())

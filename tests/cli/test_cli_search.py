@@ -34,8 +34,8 @@ def test_explain_writes_a_page_and_a_trace(search, run, tmp_path):
     """Instead of text, where they are asked for; a trace of a strategy without its program is refused with what to do."""
     assert search("--save", "s.json")[0] == 0
     program = "user_program:train_step", "--args", "user_program:example_args"
-    code, out, _ = run("explain", "s.json", *program, "--html", "r.html", "--trace", "t.json")
-    assert code == 0 and not out.strip()
+    code, out, err = run("explain", "s.json", *program, "--html", "r.html", "--trace", "t.json")
+    assert code == 0 and not out.strip() and "saved to r.html" in err and "saved to t.json" in err
     assert (tmp_path / "r.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
     assert json.loads((tmp_path / "t.json").read_text(encoding="utf-8"))["traceEvents"]
     code, _, err = run("explain", "s.json", "--trace", "u.json")
