@@ -165,9 +165,10 @@ def shortened(traced: Traced, layers: Layers, n_kept: int) -> Traced | None:
     """The program with ``n_kept`` of its layers, without the arguments and results of the others; None where they cannot be taken out.
 
     Layers in the middle are removed. It costs what a program of so many layers costs; the numbers that it would compute mean nothing.
+    Those with a shard_map stay, whose ops run on shards.
     """
     graph, n_removed = traced.graph, layers.count - n_kept
-    if n_removed <= 0 or n_kept < 2:
+    if n_removed <= 0 or n_kept < 2 or any(op.mapped or op.equation is None for op in graph.ops):
         return None
     for offset in _offsets(layers.forward.period):  # layers may be cut in two between which operations: some of them fit all runs
         windows = _windows(graph, layers, n_removed, offset)

@@ -268,6 +268,29 @@ def test_a_full_search_runs():
     np.testing.assert_allclose(loss, fn(state, *batch)[1], rtol=1e-5)
 
 
+def test_layers_with_a_shard_map_are_searched_as_they_are():
+    """What runs on shards is not taken apart into layers: the answer is that without stages."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=(jax.P("data"), jax.P()), out_specs=jax.P("data"))
+    def mixed(x, w):
+        return jnp.tanh(x @ w)
+
+    def step(weights, x):
+        def loss(weights):
+            found = x
+            for w in weights:
+                found = found + mixed(found, w)
+            return jnp.mean(found**2)
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+    args = [jnp.ones((8, 8))] * 6, jnp.ones((16, 8))
+    plain, full = (autoshard.search(step, *args, cluster="cpu:4", **options) for options in ({}, {"plan": "full"}))
+    assert full.cost == plain.cost
+    assert full.notes[-1].startswith("plan='full' compared no stages")
+
+
 def test_a_full_search_traces_once(monkeypatch):
     """Its searches share the trace, and the facts of it, whatever mesh they are told."""
     made = []
