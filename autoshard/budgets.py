@@ -42,6 +42,7 @@ class Budgets:
         judged_mixtures: of two answers, of any program.
         price_dear: times the price at which bytes cost as much as seconds, where bytes decide alone.
         price_factor, price_factor_known: between the first prices: knowing none, and knowing one of another search.
+        peak_gain: of the smallest peak, that a higher price must save.
         price_tolerance: of the objective; an answer within the limit that is as near to the one without prices ends the search for prices.
         near_objective: times the least one: so near, further starts are not worth their time.
         last_resort_entries, last_resort_nodes, last_resort_rounds: of integer programming where nothing else fits the limit: of all
@@ -94,6 +95,7 @@ class Budgets:
     price_dear: float = 100
     price_factor: float = 4.0
     price_factor_known: float = 1.25
+    peak_gain: float = 1e-3
     price_tolerance: float = 1e-4
     near_objective: float = 1.05
     last_resort_entries: int = 1 << 17

@@ -6,6 +6,7 @@ meshes that came nearest to the limit.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -73,6 +74,7 @@ class Attempts:
     whole: Whole | None = None
     warm: Hints | None = None
     prepared: dict[int, Prepared] = field(default_factory=dict, init=False)  # by the identities of their facts
+    least: float = field(default=math.inf, init=False)  # objective found so far, in seconds; no attempt need find slower ones
 
     def __post_init__(self):
         self.first = self.microbatches if isinstance(self.microbatches, int) else 1
@@ -166,9 +168,11 @@ class Attempts:
             self.prepared[id(prepared.facts)] = prepared
             self.last.refuse(problem.within(prepared.limit), error)
 
-        how = {"refused": refused, "warm": self.warm}
+        how = {"refused": refused, "warm": self.warm, "least": self.least}
         searched = partial(searched_on_meshes, prepared, quick, progress, self.ends, self.n_finalists, self.start, **how)
-        return prepared, *within(prepared, searched, self.reserves, self.mesh)
+        solution, problem = within(prepared, searched, self.reserves, self.mesh)
+        self.least = min(self.least, solution.judgement.cost.objective_seconds)
+        return prepared, solution, problem
 
     def _by_last_resort(self) -> Found | None:
         """What the searcher's last resort finds, nearest to the limit first; None: nothing, or there is no time left."""

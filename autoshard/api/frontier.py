@@ -200,7 +200,7 @@ def frontier(
             if microbatches == "auto":
                 all_found(attempt)
             else:
-                best(attempt, microbatches, asked.limit, lambda: divisors(asked.traced))
+                best(attempt, microbatches, asked.limit, lambda: divisors(asked.traced), seconds=lambda _: 0.0)
         except ends:
             if not any(search.front for search in searches):
                 raise

@@ -11,13 +11,16 @@ from autoshard.progress import Progress, part
 from autoshard.render import format_bytes
 
 Microbatches = int | str | None
-"""A number; ``"fit"``: more than one where nothing fits otherwise; ``"auto"``: the fastest of a few; None: one."""
+"""A number; ``"fit"``: one, or where nothing fits in one the fastest that does; ``"auto"``: the fastest of a few; None: one."""
 
 WORDS = ("fit", "auto")
 TRIES = 5  # of numbers of microbatches, where the first does not fit
+ROOM = 1.5  # times what is not fixed: where so much may fit, the limit hardly binds
 AUTO = (2, 4, 8)  # beside one
 
 Found = TypeVar("Found")
+Seconds = Callable[[Any], float]
+"""The seconds of a step, of what an attempt gives."""
 N = TypeVar("N")
 
 
@@ -39,73 +42,93 @@ def best(
     limit: float,
     numbers: Callable[[], Sequence[int]],
     fixed_bytes: float = 0.0,
+    seconds: Seconds = lambda each: each[1].judgement.cost.makespan_seconds,
 ) -> Found:
     """What is found with as many microbatches as asked for.
 
     Args:
-        attempt: searches with a number of microbatches; for ``"auto"`` the second of what it gives is the solution.
+        attempt: searches with a number of microbatches.
         limit: bytes that a device may hold.
         numbers: those of microbatches that the batch can be divided into, ascending.
         fixed_bytes: what a device holds in any number, at least.
+        seconds: of a step of what an attempt gives, whose second is the solution if this is left out.
 
     Raises:
         InfeasibleError: nothing fits with any number that was tried.
     """
     if microbatches == "auto":
-        return _fastest(attempt)
+        return min(all_found(attempt), key=seconds)
     if microbatches != "fit":
         return attempt(1 if microbatches is None else int(microbatches))
     try:
         return attempt(1)
     except InfeasibleError as error:
-        return _fewest(attempt, error, limit, numbers(), fixed_bytes)
+        return _fastest_that_fits(attempt, error, limit, numbers(), fixed_bytes, seconds)
 
 
-def _fewest(attempt: Callable[[int], Found], error: InfeasibleError, limit: float, numbers: Sequence[int], fixed: float) -> Found:
-    """What is found with the fewest microbatches of `TRIES` numbers that are tried.
+def _fastest_that_fits(
+    attempt: Callable[[int], Found], error: InfeasibleError, limit: float, numbers: Sequence[int], fixed: float, seconds: Seconds
+) -> Found:
+    """The fastest of what is found with `TRIES` numbers of microbatches, of which the first is one that leaves room.
 
-    A step's peak is taken for a constant plus a part in inverse proportion to the number of microbatches: the first number that is tried is
-    right if the constant is what is known of it, the next ones follow from the peaks before. That spares attempts that nearly fit, which
-    take longest. Where a peak is higher than with fewer, since microbatches of few examples are split over devices otherwise, the next
-    number is one beside that of the smallest peak. Where one fits, a number between it and the last that did not is tried, too, if it may
-    fit with what is known of the constant.
+    A step's peak is taken for a constant plus a part in inverse proportion to the number of microbatches: with what is known of the
+    constant, or follows from the peaks found so far, that gives the fewest that may fit. What nearly fits takes long to search, and what
+    makes it fit often takes more time than further microbatches. So the first number leaves `ROOM`, and fewer are tried then, as far as
+    that is faster. Where a peak is higher than with fewer, since microbatches of few examples are split over devices otherwise, the next
+    number is one beside that of the smallest peak.
 
     Args:
         error: of the search in one.
         numbers: to choose from, ascending.
         fixed: what is known of the constant.
+        seconds: of a step of what an attempt gives.
 
     Raises:
         InfeasibleError: nothing fits with any; says which were tried.
     """
     peaks = {1: error.smallest_peak_bytes or math.inf}
-    found: Found | None = None
-    left = [n for n in numbers if n > 1]
-    for _ in range(TRIES):
-        n = _next(left, peaks, limit, fixed) if found is None else left[(len(left) - 1) // 2] if left else None
+    found: dict[int, Found] = {}
+    for number in range(TRIES):
+        if found:
+            n = _fewer(numbers, peaks, {n: seconds(each) for n, each in found.items()}, limit, fixed)
+        else:
+            most = fixed + (limit - fixed) / ROOM if number == 0 and limit > fixed else limit
+            n = _next([n for n in numbers if n not in peaks], peaks, most, fixed)
         if n is None:
             break
-        few = max(other for other in peaks if other < n)
         try:
-            least = _least(few, peaks[few], limit, fixed) if math.isfinite(peaks[few]) else 0.0
-            found, left = attempt(n), [other for other in left if max(few + 1, least) <= other < n]
+            found[n] = attempt(n)
         except InfeasibleError as other:
-            left = [number for number in left if number != n and (found is None or number > n)]
             peaks[n] = other.smallest_peak_bytes or math.inf
         except SearchLimitError:
             break
         except TraceError as other:
-            if found is not None:
+            if found:
                 break
             text = f"{error} Nor could it run in microbatches: {other}"
             raise InfeasibleError(text, error.smallest_peak_bytes, error.proven) from None
-    if found is not None:
-        return found
+    if found:
+        return min(found.values(), key=seconds)
     if len(peaks) == 1:
         raise error
     tried, smallest = ", ".join(map(str, sorted(peaks)[1:])), min(peaks.values())
     text = f"{error} Nor does it fit in microbatches, of which {tried} were tried: the smallest peak is {format_bytes(smallest)}."
     raise InfeasibleError(text, smallest, error.proven)
+
+
+def _fewer(numbers: Sequence[int], peaks: Mapping[int, float], found: Mapping[int, float], limit: float, fixed: float) -> int | None:
+    """A number between that of the fastest found and the next fewer one that was tried; None: none may fit.
+
+    Args:
+        peaks: by numbers with which nothing was found.
+        found: seconds by numbers with which something was.
+    """
+    fastest = min(found, key=lambda n: (found[n], n))
+    few = max(n for n in (*peaks, *found) if n < fastest)
+    peak = peaks.get(few, math.inf)
+    least = _least(few, peak, limit, fixed) if math.isfinite(peak) else 0.0
+    between = [n for n in numbers if few < n < fastest and n >= least]
+    return between[(len(between) - 1) // 2] if between else None
 
 
 def _least(n: int, peak: float, limit: float, fixed: float) -> float:
@@ -131,11 +154,6 @@ def _next(numbers: Sequence[int], peaks: Mapping[int, float], limit: float, fixe
         least = max(least, shrinks / (limit - constant) if shrinks and constant < limit else 4 * last)
     larger = [n for n in around if n > last]
     return next((n for n in larger if n >= least), larger[-1] if larger else None)
-
-
-def _fastest(attempt: Callable[[int], Any]) -> Any:
-    """The fastest of what is found in one and in several microbatches."""
-    return min(all_found(attempt), key=lambda each: each[1].judgement.cost.makespan_seconds)
 
 
 def all_found(attempt: Callable[[int], Found]) -> list[Found]:

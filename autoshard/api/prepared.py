@@ -314,11 +314,13 @@ def searched_on_meshes(
     limit: float,
     refused: Refused | None = None,
     warm: Hints | None = None,
+    least: float = math.inf,
 ) -> tuple[Solution, Problem]:
     """The best solution on any mesh within a memory limit, and its problem; ``refused`` takes the problems without one.
 
     Args:
         warm: hints of an earlier search of the program, which another question about it follows; meshes are then cut quickly.
+        least: the objective of what is known, in seconds: what is no faster need not be found.
     """
     problems: list[Problem] = []
     failure: ShardingError | None = None
@@ -333,7 +335,8 @@ def searched_on_meshes(
     spare = None if isinstance(carries, str) else carries
     try:
         finer = prepared.finer if prepared.most_axes > 1 else None
-        found = search_meshes(searcher, problems, solve, progress, ends, finer, n_finalists, refused, warm or NO_HINTS, warm is not None)
+        hints = replace(warm or NO_HINTS, least=least)
+        found = search_meshes(searcher, problems, solve, progress, ends, finer, n_finalists, refused, hints, quick=warm is not None)
     except (InfeasibleError, *ends):
         if spare is None:
             raise

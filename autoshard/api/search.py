@@ -113,7 +113,7 @@ def search(
             ``strategy.notes`` say why. Where nothing fits as compiled, the search is repeated within less predicted memory, and where
             nothing is predicted to fit, but nearly, that is compiled (`autoshard.api.rounds`). None: the prediction decides.
         microbatches: in how many parts of its batch a step computes its gradients, one after the other; they are added up and combined
-            over devices once (`autoshard.microbatch`). A number; ``"fit"``: the fewest with which it fits, where nothing does in one;
+            over devices once (`autoshard.microbatch`). A number; ``"fit"``: one, or where that does not fit the fastest of a few;
             ``"auto"``: the fastest of 1, 2, 4 and 8, each searched; None: one. Results are those of the whole batch.
         remat: what the backward pass computes again rather than to read what the forward pass kept (`autoshard.recompute`). ``"fit"``:
             what makes the step fit in the least predicted time, where nothing fits otherwise; ``"auto"``: the same wherever memory binds;

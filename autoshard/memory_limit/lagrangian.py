@@ -70,7 +70,7 @@ def fitted(
     Args:
         search: called without prices first.
         steps: the most prices that may be tried.
-        starts: answers of small peaks, from which repair begins where no price leads to one within the limit.
+        starts: answers of small peaks, from which repair begins where no price leads to one within the limit and none is known elsewhere.
         repairs: whether single decisions may be changed after the search; else prices alone lead to the answer.
         hints: their price, if there is one, is tried first.
 
@@ -92,7 +92,7 @@ def fitted(
             raise nothing_fits(problem, "the smallest peak found", smallest)
         return Fitted(*tried.best, tried.above, tried.price)
     repair = Repair(problem, limit)
-    fitting = starts(problem) if tried.best is None else [tried.best]
+    fitting = [tried.best] if tried.best is not None else starts(problem) if hints.least == math.inf else []
     fitting = [repair.mixed(one, tried.above, tried.priced) if one[0].cost.peak_bytes <= limit else one for one in fitting]
     best = repair.made_to_fit([*fitting, *tried.beyond])
     if best[0].cost.peak_bytes > limit:
@@ -147,8 +147,8 @@ def _by_prices(problem: Problem, search: Priced, free: Answer, steps: int, known
     """The answers under prices that rise until the limit is kept, then close in on the one at which answers on both sides cost the same.
 
     A known price (not 0.0) comes first. One that raises the peak by what had no price is tried again, with that charged; where it still
-    does, no higher one is tried. The steps end where no price between would find another answer, and where the answer within the limit is
-    as fast as the one without prices.
+    does, no higher one is tried, nor after prices that rose by `Budgets.price_factor` twice without a smaller peak. The steps end where no
+    price between would find another answer, and where the answer within the limit is as fast as the one without prices.
     """
     limit = problem.memory_limit_bytes or 0.0
     above, best, before = free, None, free
@@ -157,6 +157,7 @@ def _by_prices(problem: Problem, search: Priced, free: Answer, steps: int, known
     price, factor = (known, BUDGETS.price_factor_known) if known else (first, BUDGETS.price_factor)
     shares = alive_shares(problem)
     too_low, enough, below, beyond = 0.0, None, None, [free]
+    smallest, reached = free[0].cost.peak_bytes, price  # the smallest peak, and the least price that led to it
     again = False  # whether the last price is tried once more
     for _ in range(steps):
         weights = shares | dict.fromkeys(priced, 1.0)
@@ -182,6 +183,10 @@ def _by_prices(problem: Problem, search: Priced, free: Answer, steps: int, known
                 continue
             if enough is None and not news and same and price > BUDGETS.price_dear * first:
                 break  # the very same answer at a higher price, where bytes decide alone: no price does better
+            if cost.peak_bytes < smallest * (1 - BUDGETS.peak_gain):
+                smallest, reached = cost.peak_bytes, price
+            elif enough is None and price >= BUDGETS.price_factor**2 * reached:
+                break
             if enough is not None or cost.peak_bytes < above[0].cost.peak_bytes:
                 above = found
             between = between and not news  # what had no price so far may change the answer

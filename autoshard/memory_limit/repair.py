@@ -26,13 +26,13 @@ class Repair:
     """Improvements of answers that the judge confirms.
 
     Attributes:
-        left: how many more assignments may be judged.
+        most, left: how many assignments may be judged, in all and still.
     """
 
     def __init__(self, problem: Problem, limit: float):
         self.problem = problem
         self.limit = limit
-        self.left = min(BUDGETS.judged_most, BUDGETS.judged_ops // len(problem.graph.walk()))
+        self.left = self.most = min(BUDGETS.judged_most, BUDGETS.judged_ops // len(problem.graph.walk()))
 
     def _judged(self, labels: list[Label]) -> Answer:
         self.left -= 1
@@ -105,23 +105,36 @@ class Repair:
     def made_to_fit(self, several: Sequence[Answer]) -> Answer:
         """The best answer that changes lead to, from the fastest within the limit first, else from the smallest peak.
 
-        Later ones are left out once an answer comes near the least objective of all.
+        Later ones are left out once an answer comes near the least objective of all, or where too little was saved.
         """
         order = sorted(several, key=lambda found: (max(found[0].cost.peak_bytes, self.limit), found[0].cost.objective_seconds))
         near = BUDGETS.near_objective * min(judgement.cost.objective_seconds for judgement, _ in order)
-        best = self.changed(order[0])
+        first = order[0][0].cost.peak_bytes
+        best = self.changed(order[0], first)
         for found in order[1:]:
-            if best[0].cost.peak_bytes <= self.limit and best[0].cost.objective_seconds <= near:
+            fits = best[0].cost.peak_bytes <= self.limit
+            if best[0].cost.objective_seconds <= near if fits else self._is_in_vain(first, best):
                 break
-            changed = self.changed(found)
+            changed = self.changed(found, first)
             best = changed if self._better(changed, best) else best
         return best
 
-    def changed(self, found: Answer) -> Answer:
-        """The answer after changes of single decisions, each time the most promising that the judge confirms."""
+    def _is_in_vain(self, first: float, found: Answer) -> bool:
+        """Whether, after a quarter of all that may be judged, what was saved of the first peak is less than that share of the excess."""
+        share = 1 - self.left / self.most
+        return share >= 0.25 and first - found[0].cost.peak_bytes < share * (first - self.limit)
+
+    def changed(self, found: Answer, first: float) -> Answer:
+        """The answer after changes of single decisions, each time the most promising that the judge confirms.
+
+        Args:
+            first: the peak that is to be made smaller.
+        """
         tried: set[tuple[int, Label]] = set()
         while self.left > 0:
             for variable, label in self._changes(found):
+                if self._is_in_vain(first, found):
+                    return found
                 if self.left > 0 and (variable, label) not in tried:
                     tried.add((variable, label))
                     other = self._judged([*found[1][:variable], label, *found[1][variable + 1 :]])

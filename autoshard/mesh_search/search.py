@@ -142,12 +142,13 @@ class _Search:
 
     def __post_init__(self):
         self.n_given = len(self.problems)
+        self.least = self.warm.least
 
     def run(self) -> None:
         n = len(self.problems) + (self.finer is not None)
         for done, number in enumerate(self._order()):
             self._try(number, part(self.progress, done / n, 1 / n))
-        if self.best is None:
+        if self.best is None and self.least == math.inf:
             self._try_again()
         number, solution = self.best[1:] if self.best is not None else (self.nearest, None)
         if self.finer is not None and number is not None:
@@ -170,6 +171,7 @@ class _Search:
         try:
             if self._is_cut(number):
                 self.cut += 1
+                self.failure = self.failure or nothing_faster(problem)
                 if (quick := self.searcher.solve_cut_mesh(problem, self.hints[number])) is not None:
                     self._keep(number, quick)
             elif (other := self._placed_otherwise(number)) is not None:
@@ -247,7 +249,7 @@ class _Search:
 
     def _is_cut(self, number: int) -> bool:
         """Whether no assignment of the mesh has a gain that is worth a search."""
-        if self.best is None or not self.searcher.automatic:
+        if self.least == math.inf or not self.searcher.automatic:
             return False
         enough = self.least * (1 - BUDGETS.least_gain)
         problem = self.problems[number]
@@ -312,6 +314,11 @@ class _Search:
             f"the search ended early, on {'mesh' if several else 'placement'} {reached} of {len(self.problems)}{rest}: "
             "this is the best strategy that it had found",
         )
+
+
+def nothing_faster(problem: Problem) -> InfeasibleError:
+    """The error of a search in which nothing can be faster than what is known from elsewhere."""
+    return InfeasibleError(f"on mesh {problem.mesh} no strategy can be faster than one that was found before. Use that one.")
 
 
 def transferred(problem: Problem, other: Problem, solution: Solution) -> Solution:

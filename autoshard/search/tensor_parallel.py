@@ -84,7 +84,7 @@ class TensorParallel(Searcher):
             if small and projected:
                 run = PropagationSearch(small, projected, last_first=True, progress=progress)
             try:
-                judgements.append(fastest_within(run.problem, run.search, steps=8, repairs=False, hints=hints)[0])
+                judgements.append(fastest_within(run.problem, run.search, steps=4, repairs=False, hints=hints)[0])
             except InfeasibleError as error:
                 refused.append(error)
         if not judgements:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from itertools import pairwise
 
 import jax
@@ -100,38 +99,45 @@ def test_where_nothing_fits_microbatches_are_tried():
     assert abs(found.cost.flops / plain.cost.flops - 1) < 1e-6
 
 
-@pytest.mark.parametrize(("limit", "fewest"), [(0.95, 2), (0.45, 3), (0.28, 5), (0.20, 10), (0.13, 30)])
-def test_fit_takes_the_fewest_that_fit(limit, fewest):
-    """Of the numbers that divide the batch, in at most three tries, where a part of the peak stays; if none fits, nothing is found."""
-    tried = []
-
-    def attempt(n, limit=limit):
-        tried.append(n)
-        peak = 0.1 + 0.9 / n
-        if peak > limit:
-            raise autoshard.InfeasibleError("too much", peak, False)
-        return n, None, None
-
-    numbers = 1, 2, 3, 5, 6, 8, 10, 15, 30
-    assert best(attempt, "fit", limit, lambda: numbers)[0] == fewest
-    assert len(tried) <= 4 and all(n >= 1 / limit for n in tried[1:])  # with fewer it could not fit even if no part stayed
-    with pytest.raises(autoshard.InfeasibleError, match="too much"):
-        best(partial(attempt, limit=0.05), "fit", 0.05, lambda: numbers)
+NUMBERS = 1, 2, 3, 5, 6, 8, 10, 15, 30
 
 
-@pytest.mark.parametrize(("limit", "fewest"), [(0.95, 2), (0.5, 3), (0.45, 3), (0.28, 5), (0.20, 10), (0.13, 30)])
-def test_what_is_known_to_stay_spares_attempts_that_cannot_fit(limit, fewest):
-    """Where all of the part of the peak that stays is known, the first number after one is the fewest, and no other is tried."""
+def fitting(limit, peak, seconds, fixed=0.0, numbers=NUMBERS):
+    """The number that ``"fit"`` takes, and those it tried, where peaks and seconds of a step are functions of the number."""
     tried = []
 
     def attempt(n):
         tried.append(n)
-        if (peak := 0.1 + 0.9 / n) > limit:
-            raise autoshard.InfeasibleError("too much", peak, False)
+        if peak(n) > limit:
+            raise autoshard.InfeasibleError("too much", peak(n), False)
         return n
 
-    assert best(attempt, "fit", limit, lambda: (1, 2, 3, 5, 6, 8, 10, 15, 30), fixed_bytes=0.1) == fewest
-    assert tried == [1, fewest]
+    return best(attempt, "fit", limit, lambda: numbers, fixed, seconds), tried
+
+
+@pytest.mark.parametrize("fixed", [0.0, 0.1])
+@pytest.mark.parametrize(("limit", "fewest"), [(0.95, 2), (0.5, 3), (0.45, 3), (0.28, 5), (0.20, 10), (0.13, 30)])
+def test_fit_takes_the_fewest_that_fit_where_that_is_fastest(limit, fewest, fixed):
+    """Of the numbers that divide the batch, where a part of the peak stays; with fewer than are tried it could not fit."""
+    found, tried = fitting(limit, lambda n: 0.1 + 0.9 / n, seconds=lambda n: n, fixed=fixed)
+    assert found == fewest and len(tried) <= 5 and all(n >= 1 / limit for n in tried[1:])
+    if fixed == 0.1:  # all of what stays is known: none is tried in vain
+        assert all(n >= fewest for n in tried[1:])
+
+
+def test_fit_takes_more_than_the_fewest_where_that_is_faster():
+    """What makes the fewest fit may take more time than further microbatches: one that leaves room is tried first, then fewer."""
+    seconds = {1: 1.0, 2: 1.5, 3: 1.4, 4: 1.1}.get
+    assert fitting(0.55, lambda n: 1 / n, seconds, numbers=(1, 2, 3, 4)) == (3, [1, 3, 2])
+    assert fitting(0.55, lambda n: 1 / n, seconds, numbers=(1, 2, 4)) == (4, [1, 4, 2])
+    assert fitting(0.55, lambda n: 1 / n, lambda n: n, numbers=(1, 2, 4)) == (2, [1, 4, 2])
+    assert fitting(0.8, lambda n: 1 / n, seconds, numbers=(1, 2, 4)) == (2, [1, 2])  # there is room in two
+
+
+def test_where_no_number_fits_nothing_is_found():
+    """The refusal is that of one, and says what was tried."""
+    with pytest.raises(autoshard.InfeasibleError, match=r"too much.*Nor does it fit in microbatches, of which"):
+        fitting(0.05, lambda n: 0.1 + 0.9 / n, seconds=lambda n: n)
 
 
 @pytest.mark.parametrize("batch", [64, 96, 360, 1024])
@@ -141,14 +147,8 @@ def test_fit_goes_back_where_more_microbatches_hold_more(batch, whole, rise):
     """Beyond some number microbatches are too small to be split over all devices: what fits with any of two numbers is found."""
     numbers = [n for n in range(1, batch + 1) if batch % n == 0]
     peaks = {n: 0.1 + 0.9 / n + rise * max(0.0, n / whole - 1) for n in numbers}
-
-    def attempt(n, limit):
-        if peaks[n] > limit:
-            raise autoshard.InfeasibleError("too much", peaks[n], False)
-        return n, None, None
-
     for limit in sorted(peaks.values())[1:-1]:
-        found, *_ = best(partial(attempt, limit=limit), "fit", limit, lambda: numbers)
+        found, _ = fitting(limit, peaks.get, seconds=lambda n: n, numbers=numbers)
         assert peaks[found] <= limit
 
 

@@ -219,7 +219,7 @@ def test_repair_finds_what_prices_alone_do_not(monkeypatch):
 
     repaired = objectives()
     monkeypatch.setattr(Repair, "mixed", lambda self, below, above, priced: below)
-    monkeypatch.setattr(Repair, "changed", lambda self, found: found)
+    monkeypatch.setattr(Repair, "changed", lambda self, found, first: found)
     by_prices = objectives()
     assert all(ours < theirs for ours, theirs in zip(repaired, by_prices, strict=True))
 
