@@ -247,7 +247,7 @@ def _split(image: tuple[int, ...], other: tuple[int, ...]) -> Minor | None:
 def _spread(ops: Sequence[Op], shape: Sequence[tuple[int, ...]], found: list[Minor | None]) -> None:
     for some in (ops, reversed(ops)):
         for op in some:
-            if op.bodies or op.primitive in ("dot_general", "conv_general_dilated", "transpose", "reshape"):
+            if op.bodies or not op.results or op.primitive in ("dot_general", "conv_general_dilated", "transpose", "reshape"):
                 continue
             tensors = [value for value in (*op.operands, *op.results) if len(shape[value]) == len(shape[op.results[0]])]
             pair = next((found[value] for value in tensors if found[value]), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -191,6 +192,19 @@ def test_batched_products_have_their_own_dimensions_innermost():
     (product,) = (op for op in graph.walk() if op.primitive == "dot_general")
     assert set(wanted[left]) == {(0,), (2,)} == set(wanted[right])
     assert set(wanted[product.results[0]]) == {(1,), (2,)} == set(wanted[graph.results[0]])
+
+
+def test_what_is_printed_of_batched_products_changes_nothing():
+    """An operation without results, such as `jax.debug.print`, spreads no dimensions."""
+
+    def product(q, k, prints):
+        scores = jnp.einsum("bqd,bkd->bqk", q, k)
+        if prints:
+            jax.debug.print("{x} {mean}", x=scores, mean=scores.mean())
+        return jnp.tanh(scores)
+
+    shown, quiet = (graph_of(partial(product, prints=prints), floats(4, 16, 8), floats(4, 32, 8)) for prints in (True, False))
+    assert [minor(shown)[value] for value in shown.arguments] == [minor(quiet)[value] for value in quiet.arguments] != [None, None]
 
 
 def test_examples_in_the_docstrings_hold():
