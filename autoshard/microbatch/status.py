@@ -93,7 +93,7 @@ def moved(op: Op, rule: Rule | None, reads: Sequence[Status], n: int) -> Move:
     if all(status.is_whole for status in statuses):
         return Move(statuses, (ZERO if _is_zero(op, statuses) else WHOLE,) * len(op.results))
     if n > 1 and op.equation is not None and has_effects(op.equation):
-        raise Coupled(op, "has an effect, which would happen once a microbatch")
+        raise Coupled(op, "has an effect, which in a loop or branch would happen once a microbatch: return what it reads from there")
     if not any(status.kind == "slice" for status in statuses):
         return Move(statuses, (_carried(op, statuses),) * len(op.results))
     try:

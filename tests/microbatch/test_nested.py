@@ -131,6 +131,34 @@ def test_stages_of_several_steps_are_refused_by_their_loop():
         autoshard.search(several_steps, WEIGHTS, BATCHES, cluster="cpu:4", stages=2, microbatches=2)
 
 
+@pytest.mark.parametrize("is_inside", [False, True], ids=["step", "layers"])
+def test_a_print_happens_once_a_step_or_is_refused(is_inside, capsys):
+    """Once in each of several steps; in a loop over layers it would happen once a microbatch, and the refusal names it."""
+
+    def printing(weights, batch):
+        def layer(x, _):
+            x = jnp.tanh(x @ weights["up"]) @ weights["down"]
+            if is_inside:
+                jax.debug.print("found {}", x.sum())
+            return x, None
+
+        x = lax.scan(layer, batch[0], None, length=2)[0]
+        jax.debug.print("found {}", x.sum())
+        return weights, x.sum()
+
+    def program(weights, batches):
+        return lax.scan(printing, weights, batches)
+
+    traced = trace(program, WEIGHTS, BATCHES)
+    if is_inside:
+        with pytest.raises(TraceError, match=r"debug_\w+ at .*printing.* has an effect.*return what it reads from there"):
+            microbatched(traced, 2)
+        return
+    jax.block_until_ready(jaxpr_as_fun(microbatched(traced, 2).jaxpr)(*jax.tree.leaves((WEIGHTS, BATCHES))))
+    jax.effects_barrier()
+    assert capsys.readouterr().out.count("found") == len(BATCHES[0])
+
+
 def test_steps_in_a_loop_fit_in_microbatches_on_several_devices():
     """A search with microbatches and recomputation of such a program gives its results."""
     strategy = autoshard.search(several_steps, WEIGHTS, BATCHES, cluster="cpu:4", microbatches=2, remat="auto")
