@@ -336,7 +336,7 @@ def searched_on_meshes(
     try:
         finer = prepared.finer if prepared.most_axes > 1 else None
         hints = replace(warm or NO_HINTS, least=least)
-        found = search_meshes(searcher, problems, solve, progress, ends, finer, n_finalists, refused, hints, quick=warm is not None)
+        found = search_meshes(searcher, problems, solve, progress, ends, finer, n_finalists, refused, hints, warm is not None)
     except (InfeasibleError, *ends):
         if spare is None:
             raise
