@@ -35,6 +35,10 @@ class InfeasibleError(AutoshardError):
         self.proven = proven
 
 
+class NothingFasterError(InfeasibleError):
+    """Nothing can be faster than what an earlier search of the program found; whether anything fits is not known."""
+
+
 class SearchLimitError(AutoshardError):
     """The problem is too large for the searcher; names the searcher to try instead."""
 

@@ -24,7 +24,7 @@ from autoshard.budgets import BUDGETS
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
 from autoshard.compilers.program_facts import ProgramFacts, program_facts
-from autoshard.errors import InfeasibleError, ShardingError, TraceError
+from autoshard.errors import InfeasibleError, NothingFasterError, ShardingError, TraceError
 from autoshard.ir import Mesh
 from autoshard.ir.remat import Remat
 from autoshard.judge.evaluate import recomputation
@@ -278,6 +278,8 @@ def within(
     """The best solution within the memory limit; within the reserve of it too, if it has one and nothing fits otherwise."""
     try:
         return searched(prepared.limit * (1 - RESERVE) if reserves else prepared.limit)
+    except NothingFasterError:
+        raise
     except OutOfTime:
         if not reserves:
             raise

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from autoshard.api.refusals import or_refused
 from autoshard.api.strategy import Strategy
-from autoshard.errors import InfeasibleError, SearchLimitError, ShardingError, TraceError
+from autoshard.errors import InfeasibleError, NothingFasterError, SearchLimitError, ShardingError, TraceError
 from autoshard.ir.remat import Remat
 
 WORDS = ("fit", "auto", "full", "replace")
@@ -121,7 +121,7 @@ def staged_remat(
 
 
 def _least_that_fits(attempt: Callable[[Remat | None], T], options: Sequence[Remat]) -> list[T]:
-    """What is found with those that fit, down to the one that takes least time, by bisection.
+    """What is found with those that fit, down to the one that takes least time, by bisection; what is slower than known is left out.
 
     Nothing where a step of several passes, such as of two optimizers, runs in microbatches without recomputation alone.
     """
@@ -132,8 +132,10 @@ def _least_that_fits(attempt: Callable[[Remat | None], T], options: Sequence[Rem
         try:
             found.append(attempt(options[number]))
             last = number - 1
+        except NothingFasterError:
+            last = number - 1
         except InfeasibleError:
-            if not found:
+            if number == len(options) - 1:
                 raise
             first = number + 1
         except (SearchLimitError, TraceError):

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from autoshard.budgets import BUDGETS
-from autoshard.errors import AutoshardError, InfeasibleError, SearchLimitError, ShardingError
+from autoshard.errors import AutoshardError, InfeasibleError, NothingFasterError, SearchLimitError, ShardingError
 from autoshard.inference.trw_s import MessagePassing
 from autoshard.mesh_search.anytime import Incumbent
 from autoshard.mesh_search.bounds import bounded, first_bound, message_bound, quotient_bound
@@ -69,6 +69,7 @@ def search_meshes(
 
     Raises:
         InfeasibleError: no mesh has a solution within the memory limit; names the smallest peak found.
+        NothingFasterError: nor has any that was not cut by the least objective of ``warm``.
         ShardingError: the pins leave no mesh a legal sharding.
     """
     search = _Search(
@@ -82,6 +83,8 @@ def search_meshes(
         if search.best is None:
             raise
     if search.best is None:
+        if search.cut:
+            raise NothingFasterError("no strategy can be faster than one that was found before. Use that one.")
         assert search.failure is not None
         raise search.failure
     _, number, solution = search.best
@@ -171,7 +174,6 @@ class _Search:
         try:
             if self._is_cut(number):
                 self.cut += 1
-                self.failure = self.failure or nothing_faster(problem)
                 if (quick := self.searcher.solve_cut_mesh(problem, self.hints[number])) is not None:
                     self._keep(number, quick)
             elif (other := self._placed_otherwise(number)) is not None:
@@ -314,11 +316,6 @@ class _Search:
             f"the search ended early, on {'mesh' if several else 'placement'} {reached} of {len(self.problems)}{rest}: "
             "this is the best strategy that it had found",
         )
-
-
-def nothing_faster(problem: Problem) -> InfeasibleError:
-    """The error of a search in which nothing can be faster than what is known from elsewhere."""
-    return InfeasibleError(f"on mesh {problem.mesh} no strategy can be faster than one that was found before. Use that one.")
 
 
 def transferred(problem: Problem, other: Problem, solution: Solution) -> Solution:

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import autoshard
-from autoshard.errors import InfeasibleError, ShardingError, TraceError
+from autoshard.api.recomputing import _least_that_fits
+from autoshard.errors import InfeasibleError, NothingFasterError, ShardingError, TraceError
 from benchmarks import models
 from tests.recompute.test_program import SMALL
 
@@ -32,6 +33,23 @@ def test_a_step_that_fits_only_by_computing_again_is_found_saved_and_lowered(tmp
     read = autoshard.load(tmp_path / "found.json")
     assert read.record.program.remat == found.record.program.remat and plain.remat is None
     assert read.apply(step).lower(*arguments) is not None
+
+
+@pytest.mark.parametrize("known", [9.0, 1.5, 0.5])
+@pytest.mark.parametrize("first", [1, 2])
+def test_recomputation_that_is_slower_than_what_is_known_leads_to_less(known, first):
+    """Of options from little time to little memory the first that fits is found where it is faster than what is known, else nothing is."""
+
+    def attempt(option):
+        if option < first:
+            raise InfeasibleError("too much", 9.0)
+        if option > known:
+            raise NothingFasterError("too slow")
+        return option
+
+    assert min(_least_that_fits(attempt, range(5)), default=None) == (first if first < known else None)
+    with pytest.raises(InfeasibleError, match="too much"):
+        _least_that_fits(attempt, range(first))
 
 
 def test_a_step_that_fits_in_no_microbatches_computes_again_by_itself():

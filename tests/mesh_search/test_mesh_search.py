@@ -12,13 +12,13 @@ from programs import PROGRAMS
 import autoshard
 from autoshard.budgets import BUDGETS
 from autoshard.cluster import Cluster
-from autoshard.errors import InfeasibleError, ShardingError
+from autoshard.errors import InfeasibleError, NothingFasterError, ShardingError
 from autoshard.ir import Mesh
 from autoshard.judge.model import CostModel
 from autoshard.mesh_search.bounds import first_bound, message_bound, quotient_bound
 from autoshard.mesh_search.candidates import placed
 from autoshard.mesh_search.search import search_meshes, transferred
-from autoshard.problem import Problem, cost_tables
+from autoshard.problem import Hints, Problem, cost_tables
 from autoshard.search import DataParallel, DynamicProgramming, RecursiveProgramming, solve
 
 MESHES = ({"data": 8}, {"data": 4, "model": 2}, {"data": 2, "model": 4}, {"a": 2, "b": 2, "c": 2})
@@ -44,6 +44,16 @@ def test_cut_meshes_could_not_have_gained(program):
     assert found.judgement.cost.objective_seconds * (1 - BUDGETS.least_gain) <= min(optima) * (1 + 1e-9)
     assert len(searched) + found.stats["meshes_cut"] == len(every)
     assert problem in searched
+
+
+def test_what_is_known_elsewhere_cuts_meshes():
+    """Below the optimum of all meshes there is nothing to find, which is said; a search with more to gain finds the same as without."""
+    found, _ = search_meshes(DynamicProgramming(), problems("mlp"), solve)
+    least = found.judgement.cost.objective_seconds
+    with pytest.raises(NothingFasterError):
+        search_meshes(DynamicProgramming(), problems("mlp"), solve, warm=Hints(least=0.9 * least))
+    again, _ = search_meshes(DynamicProgramming(), problems("mlp"), solve, warm=Hints(least=1.1 * least))
+    assert again.judgement.cost == found.judgement.cost
 
 
 @pytest.mark.parametrize("program", ["mlp", "gpt"])
