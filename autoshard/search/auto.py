@@ -203,8 +203,8 @@ class Auto(Searcher):
             solution = member.solve(other, progress, hints)
             judgement = problem.evaluate(solution.assignment)
             bound = min(problem.compute_bound(), judgement.cost.objective_seconds)
-            charged = ", ".join(f"{kind} at {format_percent(share)}" for kind, share in sorted(shares.items()))
-            note = f"searched with the communication that hides behind compute left out: {charged} of its seconds"
+            charged = ", ".join(f"{kind} {format_percent(share)}" for kind, share in sorted(shares.items()))
+            note = f"searched once more with collectives charged the part of their time that does not hide behind compute: {charged}"
             yield replace(solution, judgement=judgement, lower_bound_seconds=bound, notes=(*solution.notes, note)), member
 
 
@@ -230,9 +230,10 @@ def _gap_reason(best: Cost, least: Cost, owner: Searcher) -> Iterator[str]:
     """The reason why the fastest answer has a gap, where another one has a smaller objective: bounds are of objectives."""
     more = best.objective_seconds / least.objective_seconds - 1 if least.objective_seconds else 0.0
     if more > BUDGETS.settled_gap:
+        longer = format_percent(least.makespan_seconds / best.makespan_seconds - 1)
         yield (
-            f"its objective is {format_percent(more)} above that of {owner.name}, which has the smaller gap; its makespan is "
-            f"{format_percent(1 - best.makespan_seconds / least.makespan_seconds)} less: more of its communication hides behind compute"
+            f"the gap is in compute and all communication together, of which this answer has {format_percent(more)} more than one of "
+            f"{owner.name}; the step of that one is {longer} longer, since less of its communication hides behind compute"
         )
 
 
