@@ -57,7 +57,8 @@ class Budgets:
         bounding_entries: passed over for it: half a second on one core.
         least_gain: of the objective, that is worth a search of a mesh; a tenth of the predictions' accuracy.
         near_makespan: times the least one: a baseline that comes as near on one mesh may be the best on another.
-        near_peak: times the memory limit; where the smallest peak found is above it, another search of the mesh is in vain.
+        near_peak: times the memory limit; where the smallest peak found is above it, another search of the mesh is in vain, and so is slow
+            repair.
         settled_gap: relative; an answer as near to its bound ends a portfolio, as the gap at which dynamic programming stops.
         axis_split_sweeps: over the prime axes of a mesh.
         axis_split_entries: of the largest table of an elimination there.
