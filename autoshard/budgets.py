@@ -38,6 +38,7 @@ class Budgets:
         dual_steps: prices that are tried for a bound within a memory limit.
         judged_ops: that changes of single decisions may judge under a memory limit: about a second.
         judged_most: assignments that they may judge, of small programs.
+        judged_part: of them, after which repair that saves too little ends.
         judged_prices: at least, of a baseline on any program.
         judged_mixtures: of two answers, of any program.
         price_dear: times the price at which bytes cost as much as seconds, where bytes decide alone.
@@ -91,6 +92,7 @@ class Budgets:
     dual_steps: int = 4
     judged_ops: int = 100_000
     judged_most: int = 128
+    judged_part: float = 0.25
     judged_prices: int = 2
     judged_mixtures: int = 6
     price_dear: float = 100

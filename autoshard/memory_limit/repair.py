@@ -120,9 +120,10 @@ class Repair:
         return best
 
     def _is_in_vain(self, first: float, found: Answer) -> bool:
-        """Whether it is far from the limit after a quarter of all that may be judged, and saved less of the excess than that share."""
-        share, peak = 1 - self.left / self.most, found[0].cost.peak_bytes
-        return share >= 0.25 and peak > BUDGETS.near_peak * self.limit and first - peak < share * (first - self.limit)
+        """Whether it is far from the limit after a part of all that may be judged, and saved less of the excess than that part."""
+        judged, peak = self.most - self.left, found[0].cost.peak_bytes
+        is_far = peak > BUDGETS.near_peak * self.limit
+        return is_far and judged >= BUDGETS.judged_part * self.most and (first - peak) * self.most < judged * (first - self.limit)
 
     def changed(self, found: Answer, first: float) -> Answer:
         """The answer after changes of single decisions, each time the most promising that the judge confirms.

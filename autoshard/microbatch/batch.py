@@ -138,9 +138,10 @@ def _most_inside(graph: Graph, rules: Sequence[Rule | None], n: int, fixed: Set[
         wrong = [f"{_path(graph, value)} has {size}" for value, size in sizes.items() if size % n]
         if wrong:
             indivisible += wrong
-            possible = possible or [k for k in range(2, min(sizes.values()) + 1) if not any(size % k for size in sizes.values())]
-            least = next((k for k in range(2, max(sizes.values()) + 1) if not any(size % k for size in sizes.values())), None)
-            if least is not None and _flops_inside(graph, rules, plan_loop(graph, rules, batch, least)) >= total * (1 - LEAST_SHARE):
+            common = gcd(*sizes.values())
+            numbers = [k for k in range(2, common + 1) if common % k == 0]
+            possible = possible or numbers
+            if numbers and _flops_inside(graph, rules, plan_loop(graph, rules, batch, numbers[0])) >= total * (1 - LEAST_SHARE):
                 break  # this is the batch, and no other dimension is one
             continue
         loop = plan_loop(graph, rules, batch, n)

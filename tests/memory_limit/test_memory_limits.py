@@ -224,6 +224,16 @@ def test_repair_finds_what_prices_alone_do_not(monkeypatch):
     assert all(ours < theirs for ours, theirs in zip(repaired, by_prices, strict=True))
 
 
+def test_a_program_too_large_to_be_repaired_keeps_its_smallest_peak(monkeypatch):
+    """Where not one assignment may be judged, the answer of the smallest peak is what repair returns."""
+    fn, args = gpt()
+    problem = problem_of(fn, *args, mesh=MESHES[1], cluster=eager_cluster("v5e:2x2"))
+    answers = low_memory_starts(problem)
+    monkeypatch.setattr(sys.modules[Repair.__module__], "BUDGETS", replace(BUDGETS, judged_ops=1))
+    kept = Repair(problem, 1.0).made_to_fit(answers)
+    assert kept is min(answers, key=lambda answer: answer[0].cost.peak_bytes)
+
+
 def test_where_no_price_fits_low_memory_answers_are_the_start():
     """A search that ignores prices, and whose answer no change makes fit, returns a baseline's answer; without starts it refuses."""
     fn, args = gpt()
