@@ -358,7 +358,7 @@ class _Divided:
             shard(whole[n_args + k] if message.kind != "loop" else self._arrival_spec(k - self.first_received))
             for k, message in enumerate(self.stage.receives)
         ]
-        passed = {k: self.argument_of[v] for k, v in enumerate(self.outputs[:n_results]) if isinstance(v, Var) and v in self.argument_of}
+        passed = {k: self.argument_of[v] for k, v in enumerate(self.outputs[:n_results]) if self._is_passed(k, v)}
         return StagePrograms(
             tuple(outer for outer in outers if outer.level < self.loop_level),
             tasks,
@@ -369,6 +369,10 @@ class _Divided:
             tuple(self._send_specs()),
             passed,
         )
+
+    def _is_passed(self, k: int, atom: Any) -> bool:
+        """Whether a result is an argument as it is, which no program has to return."""
+        return k < len(self.stage.results) and is_var(atom) and atom in self.argument_of
 
     def _received_level(self, var: Var) -> int:
         """The level of an input: that of the message that it is, 0 for an argument."""
@@ -396,7 +400,7 @@ class _Divided:
                 own = own if k in before else max(own, self.loop_level)
                 level.update(dict.fromkeys(eqn.outvars, own))
                 self.around.setdefault(own, []).append(eqn)
-        given = {self._given_level(k, v, level) for k, v in self.given if not (k < n_results and v in self.argument_of)}
+        given = {self._given_level(k, v, level) for k, v in self.given if not self._is_passed(k, v)}
         return level, sorted({*self.around, *given, self.loop_level - 1})
 
     def _given_level(self, k: int, atom: Any, level: dict[Var, int]) -> int:
@@ -407,11 +411,7 @@ class _Divided:
     def _outer(self, level: int, levels: dict[Var, int]) -> Outer:
         eqns, n_results = self.around.get(level, []), len(self.stage.results)
         is_last = level == self.loop_level - 1
-        given = [
-            (k, v)
-            for k, v in self.given
-            if self._given_level(k, v, levels) == level and not (k < n_results and isinstance(v, Var) and v in self.argument_of)
-        ]
+        given = [(k, v) for k, v in self.given if self._given_level(k, v, levels) == level and not self._is_passed(k, v)]
         constants = [self.entering[v] for v in self.handed] if is_last else []
         starts = {kind: [self.started[k] for k in found if k < self.n_carry] for kind, found in self.totals.items()} if is_last else {}
         wanted = [*(v for _, v in given), *constants, *(a for found in starts.values() for a in found)]

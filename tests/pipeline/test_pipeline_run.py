@@ -7,6 +7,7 @@ from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax import lax
@@ -50,6 +51,19 @@ def test_one_microbatch_of_examples_that_depend_on_each_other():
     plain, args = normalised()
     args = *args, abstract((3,))
     compared(pipelined(step, args, 2, 1), args)
+
+
+def test_results_that_no_task_computes():
+    """Constants, arguments as they are, a value returned twice and what is made of the step's number come beside what stages compute."""
+
+    def step(params, n, x):
+        value, gradients = jax.value_and_grad(lambda params: jnp.mean((jnp.tanh(x @ params[0]) @ params[1]) ** 2))(params)
+        rate = 1e-3 * jnp.minimum(1.0, n / 10)
+        extra = 1e-3, jnp.float32(x.size), jnp.zeros((2, 3)), np.arange(3), True, jax.random.key(0), None, {}
+        return jax.tree.map(lambda p, g: p - rate * g, params, gradients), n + 1, value, value, rate, params[1], extra
+
+    args = [abstract((D, 2 * D)), abstract((2 * D, D))], abstract((), "int32"), abstract((2 * B, D))
+    compared(pipelined(step, args, 2, 2, "zero_bubble"), args)
 
 
 def slow(cases):
