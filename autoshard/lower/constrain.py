@@ -52,7 +52,7 @@ from autoshard.lower.interpret import Interpreter, Path, apply, bind, ops_by_pat
 from autoshard.lower.mesh import to_named_sharding
 from autoshard.lower.plan import Plan, holder_values
 from autoshard.lower.shards import Sharded
-from autoshard.lower.xla_workarounds import with_workarounds
+from autoshard.lower.xla_workarounds import in_range, with_workarounds
 from autoshard.primitives import is_self_partitioned
 from autoshard.rules import propagates, runs_per_shard
 from autoshard.trace.mapped import ENTERING, LEAVING
@@ -202,7 +202,7 @@ class _Region(Interpreter):
         for made in sorted(wanted, key=lambda made: self.recipes[made[0]][0].index):
             op, eqn, operands = self.recipes[made[0]]
             read = [self.expansions.get(source, array) for source, array in zip(wanted[made], operands, strict=True)]
-            self.expansions[made] = apply(eqn, read)[op.results.index(made[0])]
+            self.expansions[made] = self._applied(eqn, read)[op.results.index(made[0])]
         return self.expansions[value, target]
 
     def _sources(self, value: int, target: Layout) -> list[tuple[int, Layout]]:
@@ -267,7 +267,7 @@ class _Region(Interpreter):
         targets = [operand_layout(rule, choice, position) for position in range(len(operands))]
         if op.results and all(plan.free[value] for value in op.results):
             self.recipes.update((value, (op, eqn, operands)) for value in op.results)
-            return apply(eqn, operands)
+            return self._applied(eqn, operands)
         follows = self._follows(op, rule, choice)
         read = [
             self._constant(x, value, target) if follows and plan.free[value] else self.read(x, value, target)
@@ -276,7 +276,7 @@ class _Region(Interpreter):
         if len(op.results) == 1 and all(factor.kind == "pass_through" for factor in rule.factors):
             shape = getattr(eqn.outvars[0].aval, "shape", ())
             read = [self._broadcast(x, value, rule, choice, k, shape) for k, (x, value) in enumerate(zip(read, op.operands, strict=True))]
-        changed = with_workarounds(op.primitive, rule, choice, read)
+        changed = with_workarounds(op.primitive, rule, choice, self._in_range(eqn, read))
         pairs = zip(changed, read, op.operands, targets, strict=True)
         operands = [new if new is old else plan.constrained(new, value, target) for new, old, value, target in pairs]
         results = self._bound(op, eqn, rule, choice, operands, targets)
@@ -292,6 +292,12 @@ class _Region(Interpreter):
             self.unconstrained.update(op.results)
             return results
         return [self._stored(x, op, rule, choice, k) for k, x in enumerate(results)]
+
+    def _in_range(self, eqn: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
+        return in_range(eqn.primitive.name, eqn.params, operands, self.plan.assignment.mesh.size)
+
+    def _applied(self, eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+        return apply(eqn, self._in_range(eqn, operands))
 
     def _broadcast(self, x: Any, value: int, rule: Rule, choice: Choice, operand: int, shape: tuple[int, ...]) -> Any:
         """An operand that is broadcast: a separate array for each sharding of the result's new dimensions.

@@ -159,7 +159,7 @@ def ops_by_path(graph: Graph) -> dict[Path, Op]:
     return {op.path: op for op in graph.walk()}
 
 
-def apply(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+def apply(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     """The equation's results; the user's sharding constraints are identities, since they are part of the assignment."""
     return list(operands) if eqn.primitive.name == "sharding_constraint" else bind(eqn, operands)
 

@@ -57,6 +57,7 @@ from autoshard.lower.plan import Plan, holder_values
 from autoshard.lower.shards import Sharded
 from autoshard.lower.transfers import Waiting
 from autoshard.lower.windows import windowed
+from autoshard.lower.xla_workarounds import bind_in_range
 from autoshard.primitives import is_placement, is_rearrangement, is_stateful
 from autoshard.rules import in_order, registered, same_on_shards
 from autoshard.trace.mapped import BODY, ENTERING, LEAVING, MAPPED
@@ -304,7 +305,7 @@ class _Region(Interpreter):
             if is_placement(op.primitive):
                 results = read
             else:
-                results = bind_unplaced(eqn, read) if choice is None else self._sharded(op, eqn, choice).computed(read)
+                results = bind_in_range(eqn, read) if choice is None else self._sharded(op, eqn, choice).computed(read)
             self.copies[number, layout] = results[op.results.index(number)]
         return self.copies[value, target]
 
@@ -354,7 +355,7 @@ class _Region(Interpreter):
 
     def _sharded(self, op: Op, eqn: JaxprEqn, choice: Choice) -> Sharded:
         def bound(*operands: Any, **replaced: Any) -> list[Any]:
-            return bind_unplaced(eqn, operands, **replaced)
+            return bind_in_range(eqn, operands, **replaced)
 
         rule, values = self.plan.rules[op.index], self.plan.graph.values
         assert rule is not None
@@ -399,7 +400,7 @@ class _Region(Interpreter):
         """The results of an op that is not sharded, on whole arrays."""
         whole = self.plan.whole
         read = [self.read(x, value, whole) for x, value in zip(operands, op.operands, strict=True)]
-        results = _on_one_device(eqn, read, self.plan.mesh) if is_stateful(op.primitive) else bind_unplaced(eqn, read)
+        results = _on_one_device(eqn, read, self.plan.mesh) if is_stateful(op.primitive) else bind_in_range(eqn, read)
         return [self.plan.resharded(x, value, whole, self.plan.layout(value)) for x, value in zip(results, op.results, strict=True)]
 
     def mapped(self, eqn: JaxprEqn, operands: list[Any], path: Path, nested: bool = False) -> list[Any]:

@@ -18,7 +18,8 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import AbstractMesh
 
 from autoshard.ir import Op, axes_of_product
-from autoshard.lower.interpret import Interpreter, Path, bind_unplaced
+from autoshard.lower.interpret import Interpreter, Path
+from autoshard.lower.xla_workarounds import bind_in_range
 
 Mesh = jax.sharding.Mesh | AbstractMesh
 Nested = Callable[[JaxprEqn, list[Any], Path], list[Any]]
@@ -74,7 +75,7 @@ class Inside(Interpreter):
         if eqn.primitive.name in _INSTEAD:
             return _INSTEAD[eqn.primitive.name](operands, {**eqn.params, **named})
         # A reduction's ``axes`` are dimensions, for which `renamed` gives none.
-        return bind_unplaced(eqn, operands, **{name: axes for name, axes in named.items() if axes or not eqn.params[name]})
+        return bind_in_range(eqn, operands, **{name: axes for name, axes in named.items() if axes or not eqn.params[name]})
 
 
 def renamed(names: Any, axes: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax import lax
 
 from autoshard.cluster import Cluster
 from autoshard.ir import Assignment, Mesh, computed_layout, divides, legal
 from autoshard.judge.model import CostModel
-from autoshard.lower import constrained, jax_mesh
+from autoshard.lower import constrained, jax_mesh, manual_program
 from autoshard.rules import rules_of
 from autoshard.trace import trace
 
@@ -71,3 +75,58 @@ def test_sharded_it_computes_what_it_means(name):
     assert found
     for choice, got in found:
         np.testing.assert_array_equal(got, wanted, err_msg=str(choice))
+
+
+ROWS = np.arange(300 * 8.0, dtype=np.float32).reshape(300, 8)  # more than the largest int8
+
+
+def windows(x, update, i, j, many):
+    """Slices of slices, updates of slices, and the windows that a mapped slice gathers, at starts as they are."""
+    outer = lax.dynamic_slice_p.bind(x, i, j, slice_sizes=(64, 8))
+    inner = lax.dynamic_slice_p.bind(outer, j, i, slice_sizes=(8, 8))
+    updated = lax.dynamic_update_slice_p.bind(x[:256], update, i, j)
+    nested = lax.dynamic_update_slice_p.bind(outer, update, j, i)
+    numbers = lax.GatherDimensionNumbers((1, 2), (), (0,))
+    gathered = lax.gather(x, many[:, None], numbers, (16, 8), mode="clip")
+    return outer, inner, updated, nested, gathered
+
+
+def windows_in_numpy(x, update, i, j, many):
+    """What `windows` returns, by the definition of its operations: a window that would leave the array is moved inside."""
+
+    def inside(start, size, window):
+        return min(max(int(start), 0), size - window)
+
+    def updated(x, start):
+        return np.concatenate([x[:start], update, x[start + len(update) :]])
+
+    outer = x[inside(i, 300, 64) :][:64]
+    inner = outer[inside(j, 64, 8) :][:8]
+    gathered = np.stack([x[inside(k, 300, 16) :][:16] for k in many])
+    return outer, inner, updated(x[:256], inside(i, 256, 8)), updated(outer, inside(j, 64, 8)), gathered
+
+
+@cache
+def sharded_windows(lowering, dtype):
+    """The function `windows`, whose ops read whole arrays, while their results are split over all devices."""
+    start = jax.ShapeDtypeStruct((), dtype)
+    many = jax.ShapeDtypeStruct((8,), dtype)
+    traced = trace(windows, jax.ShapeDtypeStruct(ROWS.shape, "float32"), jax.ShapeDtypeStruct((8, 8), "float32"), start, start, many)
+    made = (value for op in traced.graph.walk() for value in op.results)
+    layouts = {value: (0, 0) for value in made if divides((0, 0), traced.graph.values[value].shape, MESH.sizes)}
+    assignment, paths = Assignment(MESH, {}, layouts), MODEL.reshard_paths(traced.graph.values)
+    return jax.jit(lowering(traced.jaxpr, traced.graph, rules_of(traced.graph), assignment, jax_mesh(MESH), paths))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32"])
+@pytest.mark.parametrize("lowering", [constrained, manual_program])
+@given(data=st.data())
+@settings(max_examples=20)
+def test_a_window_beyond_the_end_is_moved_inside_before_its_result_is_split(lowering, dtype, data):
+    """At any start of any integer type sharded slices, updates and gathers are those that the operations are defined to be."""
+    info = np.iinfo(dtype)
+    some = st.integers(info.min, info.max) | st.integers(max(info.min, -70), min(info.max, 310))
+    i, j, *many = (np.array(data.draw(some), dtype) for _ in range(10))
+    arguments = ROWS, -1 - ROWS[:8], i, j, np.stack(many)
+    for got, wanted in zip(sharded_windows(lowering, dtype)(*arguments), windows_in_numpy(*arguments), strict=True):
+        np.testing.assert_array_equal(got, wanted)
