@@ -1,82 +1,93 @@
 """Senders, receivers and pieces of a collective_permute from one layout to another that splits every dimension at least as often.
 
 Each device needs one piece of a source shard, and as many devices have that shard as need pieces of it, so each sends one piece. A device
-that has its piece keeps it. The others are paired within their shard in mesh order, preferably with a sender that differs from the receiver
-along the given axes alone.
+that has its piece keeps it. The others are paired within their shard in mesh order, with senders that differ from their receivers along
+`exchange_axes` alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
 
-from autoshard.ir import Layout
+import numpy as np
+
+from autoshard.ir import Layout, shard_counts
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Exchange:
     """The pieces that a collective_permute moves.
 
     Attributes:
-        pairs: sender and receiver of each piece, as device numbers in mesh order.
-        starts: per sender and dimension, the offset of its piece in its shard, in pieces.
-        axes: the axes along which some sender and receiver differ.
+        pairs: ``(n_devices, 2)`` sender and receiver of each piece, as device numbers in mesh order, by sender.
+        starts: ``(n_devices, rank)`` per sender and dimension, the offset of its piece in its shard, in pieces.
     """
 
-    pairs: tuple[tuple[int, int], ...]
-    starts: tuple[tuple[int, ...], ...]
-    axes: tuple[int, ...]
+    pairs: np.ndarray
+    starts: np.ndarray
 
 
 @cache
-def exchange(source: Layout, target: Layout, rank: int, axes: tuple[int, ...], sizes: tuple[int, ...]) -> Exchange:
-    """The exchange between two layouts of an array of this rank, in O(devices x replicas of a shard).
+def exchange_axes(source: Layout, target: Layout, rank: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The axes along which senders and receivers differ, in O(axes), however many devices there are.
+
+    The shard that a device has along a dimension, and the one that it needs a piece of, are numbers whose digits are its places on axes.
+    Digits are compared from the greatest down, in the parts that both numbers have. Equal ones are of the same part of the same axis.
+
+    >>> exchange_axes((0, -1, -1), (-1, 0, 0), 1, (2, 2, 2))  # the third axis divides what was sent along the first two
+    (0, 1)
+    """
+    moved: set[int] = set()
+    for dim in range(rank):
+        has, needs = (
+            [[axis, sizes[axis]] for axis, at in enumerate(layout) if at == dim and sizes[axis] > 1] for layout in (source, target)
+        )
+        pieces = math.prod(size for _, size in needs) // math.prod(size for _, size in has)
+        while pieces > 1 and pieces % needs[-1][1] == 0:  # axes that only say which piece of a shard
+            pieces //= needs.pop()[1]
+        while has:
+            (one, first), (other, second) = has[0], needs[0]
+            part = min(first, second)
+            if first % part or second % part:  # no common digits
+                moved.update(axis for axis, _ in (*has, *needs))
+                break
+            if (one, first) != (other, second):
+                moved |= {one, other}
+            for digits in (has, needs):
+                digits[0][1] //= part
+                if digits[0][1] == 1:
+                    digits.pop(0)
+    return tuple(sorted(moved))
+
+
+def exchange(source: Layout, target: Layout, rank: int, sizes: tuple[int, ...]) -> Exchange:
+    """The exchange between two layouts of an array of this rank, in O(devices log devices): for programs, not for their costs.
 
     Args:
         source, target: the layouts.
         rank: of the array.
-        axes: the axes along which pairs should differ.
         sizes: of the mesh's axes.
     """
-    places = list(product(*map(range, sizes)))
-    have, want = ([_position(place, layout, rank, sizes) for place in places] for layout in (source, target))
-    parts = [_counts(layout, rank, sizes) for layout in (source, target)]
-    pieces = [after // before for before, after in zip(*parts, strict=True)]  # of a shard, per dimension
-    inside = [tuple(at // n for at, n in zip(position, pieces, strict=True)) for position in want]
-    holders: dict[tuple[int, ...], list[int]] = {}
-    for device, part in enumerate(have):
-        if inside[device] != part:
-            holders.setdefault(part, []).append(device)
-
-    def fixed(device: int) -> tuple[int, ...]:
-        return tuple(index for axis, index in enumerate(places[device]) if axis not in axes)
-
-    senders = [device if inside[device] == part else -1 for device, part in enumerate(have)]
-    for device, part in enumerate(inside):
-        if senders[device] < 0:
-            senders[device] = min(holders[part], key=lambda other: (fixed(other) != fixed(device), other))
-            holders[part].remove(senders[device])
-    starts: list[tuple[int, ...]] = [()] * len(places)
-    for device, sender in enumerate(senders):
-        starts[sender] = tuple(b - a * n for a, b, n in zip(have[sender], want[device], pieces, strict=True))
-    moved = {axis for device, sender in enumerate(senders) for axis in range(len(sizes)) if places[device][axis] != places[sender][axis]}
-    return Exchange(tuple(sorted(zip(senders, range(len(places)), strict=True))), tuple(starts), tuple(sorted(moved)))
+    places = np.indices(sizes).reshape(len(sizes), -1)
+    has, needs = (_positions(places, layout, rank, sizes) for layout in (source, target))
+    before, after = (shard_counts(layout, rank, sizes) for layout in (source, target))
+    pieces = np.array(after).reshape(rank, 1) // np.array(before).reshape(rank, 1)  # of a shard, per dimension
+    shard = needs // pieces
+    alike = [place for axis, place in enumerate(places) if axis not in exchange_axes(source, target, rank, sizes)]
+    moves = np.flatnonzero((shard != has).any(axis=0))
+    givers, takers = (moves[np.lexsort([row[moves] for row in (*alike, *shards)])] for shards in (has, shard))
+    senders = np.arange(places.shape[1])
+    senders[takers] = givers
+    order = np.argsort(senders)
+    return Exchange(np.stack([senders, np.arange(len(senders))], axis=1)[order], (needs - has[:, senders] * pieces).T[order])
 
 
-def _counts(layout: Layout, rank: int, sizes: Sequence[int]) -> list[int]:
-    counts = [1] * rank
-    for dim, size in zip(layout, sizes, strict=True):
-        if dim >= 0:
-            counts[dim] *= size
-    return counts
-
-
-def _position(place: Sequence[int], layout: Layout, rank: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """The index of the shard of the device at a place of the mesh, along each dimension."""
-    position = [0] * rank
+def _positions(places: np.ndarray, layout: Layout, rank: int, sizes: tuple[int, ...]) -> np.ndarray:
+    """The index ``(rank, n_devices)`` of each device's shard along each dimension, from its places ``(n_axes, n_devices)``."""
+    position = np.zeros((rank, places.shape[1]), int)
     for axis, dim in enumerate(layout):
         if dim >= 0:
-            position[dim] = position[dim] * sizes[axis] + place[axis]
-    return tuple(position)
+            position[dim] = position[dim] * sizes[axis] + places[axis]
+    return position

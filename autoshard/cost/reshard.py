@@ -32,7 +32,7 @@ from functools import cache
 import numpy as np
 
 from autoshard.cost.collectives import Communication, Groups
-from autoshard.cost.permute import exchange
+from autoshard.cost.permute import exchange_axes
 from autoshard.ir import Layout, Mesh, divides, layout_number, layouts, shard_counts, shards
 
 # Added per move where paths are compared, never reported: below any latency, and far above rounding at a second's scale.
@@ -134,14 +134,13 @@ class Reshards:
             number = layout_number(source, rank)
             after = everything[int(first[np.searchsorted(kept, number), goal])]
             move = moves.get((number, layout_number(after, rank)))
-            kind, axes = move or ("collective_permute", _permute_axes(source, after, self._sizes))
-            sent = axes if move else exchange(source, after, rank, axes, self._sizes).axes
+            kind, axes = move or ("collective_permute", exchange_axes(source, after, rank, self._sizes))
             parts = shards(source, self._sizes), shards(after, self._sizes)
             nbytes = _nbytes(shape, itemsize) / (max(parts) if kind == "collective_permute" else min(parts))
             *earlier, (whole, groups) = self._phases(kind, axes)
             for share, some in earlier:
-                steps.append(self._step(kind, sent, source, source, share * nbytes, some))
-            steps.append(self._step(kind, sent, source, after, whole * nbytes, groups))
+                steps.append(self._step(kind, axes, source, source, share * nbytes, some))
+            steps.append(self._step(kind, axes, source, after, whole * nbytes, groups))
             source = after
         return tuple(steps)
 
@@ -304,10 +303,6 @@ def _exchanging(source: np.ndarray, target: np.ndarray, sizes: Sequence[int]) ->
         stays = (before == after) & np.where(new, ~room, source[..., axis] == dim)
         taking_part[..., axis] = ((source[..., axis] >= 0) | new) & ~stays
     return taking_part
-
-
-def _permute_axes(source: Layout, target: Layout, sizes: Sequence[int]) -> tuple[int, ...]:
-    return tuple(np.flatnonzero(_exchanging(np.array(source), np.array(target), sizes)).tolist())
 
 
 @cache

@@ -89,8 +89,8 @@ def _after(shape: Sequence[int], step: Step, mesh: Mesh) -> tuple[int, ...]:
 
 def _permuted(x: Any, step: Step, mesh: Mesh) -> Any:
     """This device's shard after a permute: the piece of it that another device sends."""
-    found, size = exchange(step.source, step.target, x.ndim, step.axes, mesh.sizes), _after(x.shape, step, mesh)
+    found, size = exchange(step.source, step.target, x.ndim, mesh.sizes), _after(x.shape, step, mesh)
     if size != x.shape:
-        starts = np.array(found.starts, np.int32) * np.array(size, np.int32)
+        starts = (found.starts * np.array(size)).astype(np.int32)
         x = lax.dynamic_slice(x, list(jnp.asarray(starts)[lax.axis_index(mesh.names)]), size)
-    return lax.ppermute(x, mesh.names, found.pairs)
+    return lax.ppermute(x, mesh.names, found.pairs.tolist())

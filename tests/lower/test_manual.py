@@ -22,7 +22,8 @@ from test_exchange import PROGRAMS as EXCHANGING
 import autoshard
 from autoshard.compilers import compiler_of
 from autoshard.compilers.program_facts import program_facts
-from autoshard.cost.reshard import Step, _moves, _permute_axes, _permutes
+from autoshard.cost.permute import exchange_axes
+from autoshard.cost.reshard import Step, _moves, _permutes
 from autoshard.errors import StrategyError
 from autoshard.ir import Mesh, layout_to_spec, layouts
 from autoshard.lower import jax_mesh, manual_program
@@ -111,7 +112,7 @@ def test_a_step_gives_each_device_its_part(kind):
         numbers = [(a, b) for _, sources, targets in _permutes(2, SMALL.sizes) for a, b in zip(sources, targets, strict=True)]
         ends = [(everything[a], everything[b]) for a, b in numbers]
     axes = {(everything[a], everything[b]): axes for (a, b), (_, axes) in _moves(2, 3).items()}
-    mesh, steps = jax_mesh(SMALL), [Step(kind, axes.get(end) or _permute_axes(*end, SMALL.sizes), *end, 1.0, 0.0) for end in ends]
+    mesh, steps = jax_mesh(SMALL), [Step(kind, axes.get(end) or exchange_axes(*end, 2, SMALL.sizes), *end, 1.0, 0.0) for end in ends]
 
     def spec(layout):
         return P(*layout_to_spec(layout, SMALL.names, 2))
