@@ -1,11 +1,11 @@
-"""Values of a program: which ops read them, and which are expansions of constants."""
+"""Values of a program: which ops read them, which are expansions of constants, and which loops only add up."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
-from autoshard.ir import Graph
-from autoshard.primitives import is_computed_once
+from autoshard.ir import Graph, Holder, Op
+from autoshard.primitives import is_computed_once, primitive
 
 
 def readers_of(graph: Graph) -> list[list[int]]:
@@ -36,3 +36,43 @@ def free_values(graph: Graph, entering: Mapping[int, int] | None = None) -> list
             for result in op.results:
                 free[result] = True
     return free
+
+
+def accumulators(loop: Op) -> Iterator[Holder]:
+    """What a loop carries and a trip reads only to update it element by element, such as sums of gradients over microbatches."""
+    inputs = {value for body in loop.bodies for value in body.inputs}
+    carries = [holder for holder in loop.holders if holder.value in inputs and any(flow.inside for flow in holder.sources)]
+    # Per value the carry of which it is made element by element.
+    made_of = {value: holder.value for holder in carries for value in (holder.value, *holder.views)}
+    otherwise = set[int]()  # the carries that are read in another way
+    for body in loop.bodies:
+        _follow(body.ops, made_of, otherwise)
+        returned = {flow.value for holder in loop.holders for flow in holder.sources if flow.inside and holder.value not in made_of}
+        otherwise.update(made_of[value] for value in returned & made_of.keys())
+    for holder in carries:
+        if holder.value not in otherwise and all(made_of.get(flow.value) == holder.value for flow in holder.sources if flow.inside):
+            yield holder
+
+
+def _follow(ops: Iterable[Op], made_of: dict[int, int], otherwise: set[int]) -> None:
+    """Adds what ops make of carries element by element, and the carries that they read otherwise."""
+    for op in ops:
+        if op.bodies:
+            _hand_on(op, made_of)
+            for body in op.bodies:
+                _follow(body.ops, made_of, otherwise)
+            _hand_on(op, made_of)
+            continue
+        read = {made_of[value] for value in op.operands if value in made_of}
+        if len(read) == 1 and primitive(op.primitive).kind in ("elementwise", "identity"):
+            made_of.update(dict.fromkeys(op.results, *read))
+        else:
+            otherwise |= read
+
+
+def _hand_on(op: Op, made_of: dict[int, int]) -> None:
+    """Adds what flows into bodies, or out of them."""
+    for holder in op.holders:
+        for flow in holder.sources:
+            if flow.value in made_of:
+                made_of.update(dict.fromkeys((holder.value, *holder.views), made_of[flow.value]))

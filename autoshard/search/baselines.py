@@ -2,20 +2,24 @@
 
 Both detect the batch: of the arguments that the step does not replace, the one whose leading dimension, or the one after it, makes the step
 fastest when it is sharded. All other layouts follow by propagation (`autoshard.search.propagation`).
+
+In a loop over microbatches, each trip of fully sharded data parallelism does what a step does without: it gathers weights where they are
+used, and scatters gradients (of stages 2 and 3) onto their sharded sums. Such a loop is known by what it does (`_loops_over_examples`).
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from autoshard.analysis.values import accumulators
 from autoshard.errors import InfeasibleError, ShardingError
-from autoshard.ir import Graph, Layout, divides, local_shape, shards
+from autoshard.ir import Graph, Layout, Op, divides, local_shape, shards
 from autoshard.judge.evaluate import Judgement
-from autoshard.primitives import is_matrix
+from autoshard.primitives import is_loop, is_matrix
 from autoshard.problem import NO_HINTS, Hints, Problem
 from autoshard.progress import Progress, silent
 from autoshard.render import format_bytes
@@ -98,8 +102,12 @@ class _Stage:
         run.seed({
             value: _pinned(problem, value, _most_sharded(problem, value)) for value in graph.arguments if value in sharded
         })  # fmt: skip
-        # Values that a loop reads in every trip are gathered once, before it.
-        run.kept = {holder.value: run.layout(holder.value) for holder in graph.loop_constants()}
+        loops = tuple(_loops_over_examples(problem, run, graph.ops))
+        trips = {holder.value for loop in loops for holder in loop.holders}
+        # What any other loop reads in every trip, as a recurrence reads its weights, is gathered once, before it.
+        run.kept = {holder.value: run.layout(holder.value) for holder in graph.loop_constants() if holder.value not in trips}
+        if self.stage >= 2:
+            run.sums = {holder.value for loop in loops for holder in accumulators(loop)}
         run.forward()
         run.backward()
         if self.stage >= 2:
@@ -107,6 +115,32 @@ class _Stage:
         run.forward()
         run.gather_before_casts()
         return problem.evaluate(run.assignment())
+
+
+def _loops_over_examples(problem: Problem, run: Propagation, ops: Sequence[Op]) -> Iterator[Op]:
+    """The loops that compute most of the batch's products, other examples in each trip, as those over microbatches do.
+
+    A loop that carries what the batch splits computes the same examples in each trip, as a recurrence does; one of few products is a part
+    of a layer, such as a loss that is computed in chunks.
+    """
+
+    def flops(ops: Iterable[Op]) -> float:
+        return sum(each.trips * problem.facts.flops[each.index] for op in ops for each in op.walk() if each.index in run.frozen)
+
+    loops = [op for op in ops if is_loop(op.primitive) and not _carries_examples(run, op)]
+    if 0 < flops(ops) <= 2 * flops(loops):
+        yield from loops
+    for op in ops:
+        for body in op.bodies:
+            yield from _loops_over_examples(problem, run, body.ops)
+
+
+def _carries_examples(run: Propagation, loop: Op) -> bool:
+    """Whether a loop hands what the batch splits, changed, from trip to trip."""
+    inputs = {value for body in loop.bodies for value in body.inputs}
+    carries = [holder for holder in loop.holders if holder.value in inputs]
+    changed = (holder for holder in carries if any(flow.inside and flow.value != holder.value for flow in holder.sources))
+    return any(dim >= 0 for holder in changed for dim in run.layout(holder.value))
 
 
 def _solution(problem: Problem, judgement: Judgement, started: float, hints: Hints) -> Solution:
@@ -134,14 +168,18 @@ def split_batch(problem: Problem) -> Propagation:
 
 
 def _split_batch(problem: Problem) -> tuple[dict[str, Any], Judgement, float]:
-    """The fastest propagation of a batch, its judgement, and the FLOPs of one that splits half of the work that can be split."""
+    """The propagation of a batch, its judgement, and the FLOPs of one that splits half of the work that can be split.
+
+    It is the fastest that does, or the fastest where none does.
+    """
     enough = _enough_flops(problem)
     replaced = {problem.graph.arguments[argument] for _, argument in problem.graph.aliases}
     best: tuple[Propagation, Judgement] | None = None
     for dim in (0, 1):
         runs = [_propagated(problem, batch) for batch in _batches(problem, dim, replaced)]
         judged = [(run, problem.evaluate(run.assignment())) for run in runs]
-        best = min([*([best] if best else []), *judged], key=lambda one: one[1].cost.objective_seconds, default=None)
+        found = [*([best] if best else []), *judged]
+        best = min(found, key=lambda one: (one[1].cost.flops > enough, one[1].cost.objective_seconds), default=None)
         if best is not None and best[1].cost.flops <= enough:
             break
     if best is None:

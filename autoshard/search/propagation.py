@@ -30,7 +30,7 @@ from autoshard.ir import (
     shards,
     shift_layout,
 )
-from autoshard.primitives import primitive
+from autoshard.primitives import is_loop, primitive
 from autoshard.problem import Pin, Problem
 
 
@@ -44,6 +44,7 @@ class Propagation:
         choices: per op.
         frozen: ops whose choices may not change any more.
         kept: per holder that keeps its layout, whatever flows into it, the layout.
+        sums: the holders of what loops only add up; they take the layout in which the sums are read after the loop.
         along: per replicated result of a concatenation or a slice along a sharded dimension, which the op cannot split, the layout of its
             operand; readers take the result in that layout, which is a local slice.
         chosen: the choices by op signature and operand layouts.
@@ -54,6 +55,7 @@ class Propagation:
     choices: dict[int, Choice] = field(default_factory=dict)
     frozen: set[int] = field(default_factory=set)
     kept: dict[int, Layout] = field(default_factory=dict)
+    sums: set[int] = field(default_factory=set)
     along: dict[int, Layout] = field(default_factory=dict)
     chosen: dict[tuple, Choice] = field(default_factory=dict)
 
@@ -63,7 +65,7 @@ class Propagation:
 
     def copy(self) -> Propagation:
         """A copy that changes independently; only the choices of equal ops are shared."""
-        copies = {name: getattr(self, name).copy() for name in ("layouts", "choices", "frozen", "kept", "along")}
+        copies = {name: getattr(self, name).copy() for name in ("layouts", "choices", "frozen", "kept", "sums", "along")}
         return replace(self, **copies)
 
     def assignment(self) -> Assignment:
@@ -203,8 +205,12 @@ class Propagation:
         for op in reversed(ops):
             if op.bodies:
                 self._stack(op, wanted)
+                branches = () if is_loop(op.primitive) else op.holders
+                self._hold((holder for holder in op.holders if holder.value in self.sums), wanted)
+                self._hold((holder for holder in branches if holder.value in op.results), wanted)
                 for body in reversed(op.bodies):
                     self._backward(body.ops, wanted)
+                self._hold((holder for holder in branches if holder.value not in op.results), wanted)
             rule = self.problem.rules[op.index]
             if rule is None or rule.given or op.index in self.frozen or len(op.results) != 1 or op.bodies or free[op.results[0]]:
                 continue
@@ -236,6 +242,18 @@ class Propagation:
                 self._place(holder, layout)
                 for value, each in slices:
                     wanted.setdefault(value, {})[each or layout] = None
+
+    def _hold(self, holders: Iterable[Holder], wanted: dict[int, dict[Layout, None]]) -> None:
+        """Shards holders in the one layout that readers of their views use, and so what flows into them."""
+        for holder in holders:
+            layouts = {layout for value in (holder.value, *holder.views) for layout in wanted.get(value, {})}
+            if len(layouts) != 1 or any(dim >= 0 for dim in self.layout(holder.value)):
+                continue
+            (layout,) = layouts
+            self.kept[holder.value] = layout
+            self._place(holder, layout)
+            for flow in holder.sources:
+                wanted.setdefault(flow.value, {})[layout] = None
 
     def scatter(self) -> None:
         """Scatters partial sums whose sharded readers all use one layout onto it, instead of reducing them whole."""

@@ -1,4 +1,4 @@
-"""Readers of values, and expansions of constants."""
+"""Readers of values, expansions of constants, and what loops only add up."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from programs import PROGRAMS, abstract
 
-from autoshard.analysis.values import free_values, readers_of
+from autoshard.analysis.values import accumulators, free_values, readers_of
 from autoshard.trace import trace
 
 
@@ -49,3 +49,34 @@ def test_what_enters_a_loop_is_free_where_it_is_outside():
     (cos,) = (op for op in body.ops if op.primitive == "cos")
     assert not free_values(graph)[cos.results[0]]
     assert free_values(graph, dict(zip(body.inputs, loop.operands, strict=True)))[cos.results[0]]
+
+
+@pytest.mark.parametrize(
+    ("trip", "found"),
+    [
+        (lambda c, x: c + 2 * x, True),
+        (lambda c, x: jnp.where(x > 0, c.astype(jnp.bfloat16).astype(jnp.float32) + x, c), True),
+        (lambda c, x: jax.lax.cond(x[0] > 0, lambda c: c + x, lambda c: c, c), True),
+        (lambda c, x: jax.lax.fori_loop(0, 3, lambda _, c: c + x, c), True),
+        (lambda c, x: c + jnp.sum(c * x), False),  # a norm
+        (lambda c, x: jnp.outer(x, x) @ c, False),  # a recurrence
+        (lambda c, x: jax.lax.fori_loop(0, 3, lambda _, c: c[::-1] + x, c), False),
+    ],
+)
+def test_what_a_loop_only_adds_up(trip, found):
+    """A carry that its trips read element by element, casts, branches and loops inside included, and for itself alone."""
+    graph = trace(lambda c, x: jax.lax.scan(lambda c, x: (trip(c, x), None), c, x)[0], abstract((8,)), abstract((4, 8))).graph
+    (loop,) = graph.ops
+    assert [holder.value for holder in accumulators(loop)] == [loop.bodies[0].inputs[0]] * found
+
+
+def test_what_another_carry_or_a_stack_reads_is_not_only_added_up():
+    """Two sums, one of which the other reads and one that is stacked up as well: neither is of use to itself alone."""
+
+    def trip(carry, x):
+        one, other, stacked = carry
+        return (one + x, other * one, stacked + x), stacked
+
+    graph = trace(lambda c, x: jax.lax.scan(trip, (c, c + 1, c + 2), x), abstract((8,)), abstract((4, 8))).graph
+    (loop,) = (op for op in graph.ops if op.bodies)
+    assert not list(accumulators(loop))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -119,3 +121,97 @@ def test_two_batches_that_are_made_one_stay_split(searcher):
     assert found.in_specs[1] == dict.fromkeys(batch, P("data", None, None))
     assert found.cost.flops == 5 * 2 * 32 * 128 * 256 * 512 / 8
     assert max(one.bytes for one in found.cost.collectives) <= 2 * 16 * 128 * 256 * 4  # the inputs, once: they are joined whole
+
+
+def momentum_step(layers):
+    """The train step of a forward pass, with momentum; its state is a pair of weights and momenta."""
+
+    def step(state, batch):
+        gradients = jax.grad(lambda weights: (layers(weights, batch) ** 2).mean())(state[0])
+        momenta = jax.tree.map(lambda m, g: 0.9 * m + g, state[1], gradients)
+        return jax.tree.map(lambda w, m: w - 1e-3 * m, state[0], momenta), momenta
+
+    return step
+
+
+def unrolled(weights, x):
+    for up, down in weights:
+        x = x + jnp.tanh(x @ up) @ down
+    return x
+
+
+def scanned(weights, x):
+    return jax.lax.scan(lambda x, layer: (x + jnp.tanh(x @ layer[0]) @ layer[1], None), x, weights)[0]
+
+
+def recurrent(weights, x):
+    return jax.lax.scan(lambda h, _: (jnp.tanh(h @ weights[0]) @ weights[1], None), x, None, length=5)[0]
+
+
+LAYERS = {
+    unrolled: [(floats(64, 256), floats(256, 64))] * 3,
+    scanned: (floats(3, 64, 256), floats(3, 256, 64)),
+    recurrent: (floats(64, 256), floats(256, 64)),
+}
+
+
+def fully_sharded(step, weights, stage, microbatches, examples=2048):
+    """A fully sharded step on eight devices, and how often each kind of collective runs in it, those of scalars left out."""
+    found = autoshard.search(
+        step, (weights, weights), floats(examples, 64), cluster="cpu:8", mesh={"data": 8}, searcher=FullySharded(stage=stage),
+        microbatches=microbatches, donate_argnums=0, remat=None,
+    )  # fmt: skip
+    sent = Counter()
+    for one in found.cost.collectives:
+        sent[one.kind] += one.count if one.bytes > 4 else 0
+    return found, sent
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("layers", [unrolled, scanned])
+def test_microbatches_leave_gradients_and_weights_sharded(layers, stage):
+    """Each trip scatters gradients onto their sharded sums, and gathers the weights of stage 3 where they are used: the peak falls."""
+    step, weights = momentum_step(layers), LAYERS[layers]
+    whole, once = fully_sharded(step, weights, stage, None)
+    peaks = [whole.cost.peak_bytes]
+    for n in (2, 4):
+        found, sent = fully_sharded(step, weights, stage, n)
+        assert found.in_specs == whole.in_specs
+        assert sent["reduce_scatter"] == n * once["reduce_scatter"] > 0 == sent["all_reduce"]
+        assert sent["all_gather"] == (n if stage == 3 else 1) * once["all_gather"]
+        peaks.append(found.cost.peak_bytes)
+    assert peaks == sorted(peaks, reverse=True)
+
+
+@pytest.mark.parametrize("lowering", ["manual", "constraints"])
+def test_sums_over_microbatches_are_sharded_where_they_run(lowering):
+    """No compiled loop carries a whole gradient, and results are those of one device."""
+    step, weights = momentum_step(scanned), LAYERS[scanned]
+    found, _ = fully_sharded(step, weights, 3, 4, examples=64)
+    args = jax.tree.map(lambda x: jnp.linspace(-0.1, 0.1, x.size).reshape(x.shape), ((weights, weights), floats(64, 64)))
+    compiled = found.apply(step, lowering=lowering).lower(*args).compile()
+    loops = [line.split(" while(")[0] for line in compiled.as_text().splitlines() if " while(" in line]
+    assert any("f32[3,64,32]" in carried for carried in loops)
+    assert not any("f32[3,64,256]" in carried or "f32[3,256,64]" in carried for carried in loops)
+    wanted = jax.jit(step)(*args)
+    given = found.shard(*args)
+    assert all(jax.tree.leaves(jax.tree.map(lambda x, y: jnp.allclose(x, y, rtol=1e-6, atol=1e-8), compiled(*given), wanted)))
+
+
+def test_a_recurrence_gathers_its_weights_once():
+    """What it reads in each of its trips, of the same examples, in a loop over microbatches too, once a microbatch."""
+    step, weights = momentum_step(recurrent), LAYERS[recurrent]
+    for n in (None, 2):
+        _, sent = fully_sharded(step, weights, 3, n)
+        assert sent["all_gather"] == 2 * (n or 1)
+
+
+def test_a_loss_in_chunks_gathers_its_weights_once():
+    """A loop of few of the products is a part of a layer, whose weights are whole while it runs."""
+
+    def in_chunks(weights, x):
+        hidden = unrolled(weights[:2], x).reshape(-1, 4, 64).swapaxes(0, 1)
+        return jax.lax.map(lambda chunk: jnp.tanh(chunk @ weights[2][0]), hidden)
+
+    _, sent = fully_sharded(momentum_step(in_chunks), LAYERS[unrolled], 3, None)
+    assert sent["all_gather"] == 5
