@@ -215,3 +215,17 @@ def test_a_loss_in_chunks_gathers_its_weights_once():
 
     _, sent = fully_sharded(momentum_step(in_chunks), LAYERS[unrolled], 3, None)
     assert sent["all_gather"] == 5
+
+
+def test_as_many_microbatches_as_devices_are_each_split():
+    """The loop's dimension, which the devices divide too, is not split, though a program as small as this is faster on one device."""
+
+    def step(weights, batch):
+        def trip(total, x):
+            return total + jax.grad(lambda weights: (jnp.tanh(x @ weights) ** 2).mean())(weights), None
+
+        return weights - jax.lax.scan(trip, jnp.zeros_like(weights), batch)[0]
+
+    options = {"cluster": "cpu:4", "mesh": {"data": 4}, "searcher": "fully_sharded"}
+    found = autoshard.search(step, floats(16, 16), floats(4, 16, 16), **options)
+    assert found.in_specs == (P("data", None), P(None, "data", None))
