@@ -1,10 +1,10 @@
-"""Rules of matrix decompositions, solvers and transforms: batch dimensions pass through, the others stay whole."""
+"""Rules of matrix decompositions, solvers and transforms: batch dimensions and right-hand sides pass through, the others stay whole."""
 
 from __future__ import annotations
 
-from autoshard.ir import Rule, Value
+from autoshard.ir import Factor, Rule, Value
 from autoshard.primitives import of_kind, primitive
-from autoshard.rules.registry import assemble, free, rule, whole
+from autoshard.rules.registry import assemble, free, registered, rule, whole
 
 
 def _batched(core_rank: int):
@@ -16,8 +16,23 @@ def _batched(core_rank: int):
     return batched
 
 
+@rule("triangular_solve", "tridiagonal_solve")
+def solve(*operands: Value, left_side: bool = True, **_) -> Rule:
+    """Systems with several right-hand sides, each solved by itself: ``([i, l, m], [i, n, k])->([i, j, k]) need_replication={j, l, m, n}``."""
+    *matrix, sides = operands
+    *sizes, rows, columns = sides.shape
+    batch = free(sizes)
+    (each,), unknowns = free([columns if left_side else rows]), [rows if left_side else columns]
+
+    def solved() -> list[Factor]:
+        return [*batch, *whole(unknowns), each] if left_side else [*batch, each, *whole(unknowns)]
+
+    return assemble([*([*batch, *whole(v.shape[len(batch) :])] for v in matrix), solved()], [solved()])
+
+
 for _name in of_kind("linear_algebra"):
-    rule(_name)(_batched(primitive(_name).core_rank))
+    if _name not in registered():
+        rule(_name)(_batched(primitive(_name).core_rank))
 
 
 @rule("fft")

@@ -8,8 +8,8 @@ from typing import Any
 from autoshard.ir import Rule
 from autoshard.primitives import is_windowed
 
-# Custom calls and transforms that the partitioner replicates, batch included (seen in compiled modules, jaxlib 0.10.2).
-GATHERED = frozenset({"fft", "select_and_scatter", "select_and_scatter_add", "top_k"})
+# Custom calls and transforms that the partitioner replicates, batch included; of solves, the right-hand sides (seen in compiled modules, jaxlib 0.10.2).
+GATHERED = frozenset({"fft", "select_and_scatter", "select_and_scatter_add", "top_k", "triangular_solve", "tridiagonal_solve"})
 
 # Elementwise functions that iterate until the last element has converged: partitioned, each trip needs a collective.
 ITERATED = frozenset({"igamma", "igamma_grad_a", "igammac", "random_gamma", "regularized_incomplete_beta"})

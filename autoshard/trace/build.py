@@ -18,6 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from autoshard.ir import Body, Flow, Holder, Op, Origin, Value
 from autoshard.ir.scan import num_carry, num_consts
 from autoshard.primitives import is_call, is_inlined
+from autoshard.trace.implementations import closed
 from autoshard.trace.mapped import BODY, ENTERING, LEAVING, MAPPED, Boundary, axes_of_mesh, boundaries, has_effects
 from autoshard.trace.origin import Origins, calls_library
 from autoshard.trace.structure import called_with, opened, subjaxprs
@@ -171,6 +172,9 @@ class _Flat:
     def _step(self, eqn: JaxprEqn, operands: list[int], origin: Origin, path: tuple, trips: int, outer: Origin | None) -> _Step:
         bodies = subjaxprs(eqn)
         if not bodies:
+            if not self._mapped and (why := closed(eqn)):
+                name = eqn.primitive.name
+                self.assumptions.append(f"{name} at {origin} is another library's primitive, and is planned from outside: {why}")
             return _Step(eqn, operands, [self._new(v.aval) for v in eqn.outvars], origin, path, trips, mapped=self._mapped)
         inner = self._trips(eqn, origin)
         blocks = tuple(self.block(body, (*path, b), trips * inner, outer, origin.name_stack) for b, body in enumerate(bodies))

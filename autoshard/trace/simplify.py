@@ -1,5 +1,6 @@
 """Simplifications of a traced program that compilers make later anyway: mapped loops, branches by platform, duplicates, dead code.
 
+- Primitives that JAX does not own become calls of their implementations (`autoshard.trace.implementations`).
 - A loop that `jax.vmap` maps over different trip counts has an array of conditions. It becomes a loop that runs while any of them is true,
   and selects the old carry where its own condition is false.
 - Branches for platforms that are no devices, such as kernel languages, are removed; a single remaining branch becomes a call.
@@ -24,6 +25,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from autoshard.compilers import PLATFORMS
 from autoshard.ir.scan import num_carry, num_consts
 from autoshard.trace.batched_indexing import batched
+from autoshard.trace.implementations import implemented
 from autoshard.trace.structure import around, as_call, opened, subjaxprs, types_of
 
 REARRANGING = frozenset({"convert_element_type", "rev", "transpose"})
@@ -40,12 +42,12 @@ def _live(jaxpr: Jaxpr) -> Jaxpr:
     return dce_jaxpr(jaxpr, True, instantiate=True)[0]
 
 
-def _simplified(jaxpr: Jaxpr) -> Jaxpr:
-    """The simplified jaxpr; it and its bodies are the same objects where nothing changes."""
+def _simplified(jaxpr: Jaxpr, within: tuple[JaxprEqn, ...] = ()) -> Jaxpr:
+    """The simplified jaxpr; it and its bodies are the same objects where nothing changes. ``within``: as of `implemented`."""
     live = _live(jaxpr)
     jaxpr = jaxpr if len(live.eqns) == len(jaxpr.eqns) else live
     jaxpr = _deduplicated(jaxpr)
-    eqns = [_equation(eqn) for eqn in jaxpr.eqns]
+    eqns = [_equation(eqn, within) for eqn in jaxpr.eqns]
     changes = any(new is not old for new, old in zip(eqns, jaxpr.eqns, strict=True))
     return _forwarded(jaxpr.replace(eqns=eqns) if changes else jaxpr)
 
@@ -100,8 +102,10 @@ def _deduplicated(jaxpr: Jaxpr) -> Jaxpr:
     return jaxpr.replace(eqns=eqns, outvars=_renamed(jaxpr.outvars, same)) if same else jaxpr
 
 
-def _equation(eqn: JaxprEqn) -> JaxprEqn:
-    eqn = around(eqn, [_simplified(opened(body)[0]) for body in subjaxprs(eqn)])
+def _equation(eqn: JaxprEqn, within: tuple[JaxprEqn, ...]) -> JaxprEqn:
+    called = implemented(eqn, within)
+    within = within if called is eqn else (*within, eqn)
+    eqn = around(called, [_simplified(opened(body)[0], within) for body in subjaxprs(called)])
     if eqn.primitive.name == "while" and eqn.params["cond_jaxpr"].out_avals[0].shape:
         return _loop(eqn)
     if eqn.primitive.name == "cond" and eqn.params.get("branches_platforms"):

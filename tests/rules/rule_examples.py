@@ -304,6 +304,7 @@ EXAMPLES: dict[str, Callable[[], Operation]] = {
     # linalg
     "cholesky": lambda: operation(lax.linalg.cholesky_p.bind, spd(4)),
     "triangular_solve": lambda: operation(lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True), spd(4), normal(4, 4, 6)),
+    "triangular_solve_right": lambda: operation(lambda a, b: lax.linalg.triangular_solve(a, b, lower=True), spd(4), normal(4, 6, 4)),
     "qr": lambda: operation(lambda x: lax.linalg.qr(x, full_matrices=False), normal(4, 6, 4)),
     "eigh": lambda: operation(lambda x: lax.linalg.eigh(x, symmetrize_input=False), spd(4)),
     "svd": lambda: operation(lambda x: lax.linalg.svd(x, full_matrices=False), normal(4, 6, 4)),

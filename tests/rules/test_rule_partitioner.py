@@ -84,6 +84,7 @@ def test_two_axes_on_two_factors_stay_local_too(name):
 
 
 SPLIT_AT_TIMES = {"conv_depthwise", "select_and_scatter_add", "select_and_scatter_overlapping"}
+SPLIT_AT_TIMES |= {"triangular_solve", "triangular_solve_right", "tridiagonal_solve"}  # batches of systems are split
 if jax.__version_info__ >= (0, 12):
     SPLIT_AT_TIMES |= {"fft"}  # batches of transforms are split
 ABORTS = {"conv_cropped"}  # the process, with a failed check, if the partitioner is let to it

@@ -86,7 +86,8 @@ DIFFERENCES = {
     "dynamic_update_slice": "Shardy shards the dimension that is written in part; XLA gathers it",
     "random_wrap": "a typed key is its words in StableHLO",
     "random_unwrap": "a typed key is its words in StableHLO",
-    "triangular_solve": "Shardy shards the matrix that is solved for; its rows depend on each other",
+    "triangular_solve": "Shardy shards the unknowns of a system, which depend on each other",
+    "triangular_solve_right": "Shardy shards the unknowns of a system, which depend on each other",
 }
 if jax.__version_info__ >= (0, 11):
     del DIFFERENCES["dynamic_update_slice"]
