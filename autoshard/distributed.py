@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import ipaddress
 import os
+import socket
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +16,7 @@ from autoshard.errors import AutoshardError
 
 # `autoshard launch` sets these, and so may whatever else starts processes. JAX itself reads the first, and further ones of its own.
 COORDINATOR, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 
 # How many processes there are, by launchers whose coordinator JAX 0.10 does not find: Open MPI 5, MPICH and Intel MPI, torchrun.
 UNDETECTED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")
@@ -65,6 +68,9 @@ def _join(address: str | None, count: int | None, index: int | None, options: di
     if not is_told and COUNT in os.environ:
         address, count, index, is_told = os.environ.get(COORDINATOR), _number(COUNT), _number(INDEX), True
         options = {**options, "cluster_detection_method": "deactivate"}  # those started inside a job of Slurm are not that job's
+    if index == 0 and "coordinator_bind_address" not in options and BIND not in os.environ:
+        if bind := _own_address(address or os.environ.get(COORDINATOR)):  # JAX would listen on all networks, and asks nobody who they are
+            options = {**options, "coordinator_bind_address": bind}
     if jax.config.values["jax_cpu_collectives_implementation"] is None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
@@ -86,6 +92,28 @@ def _join(address: str | None, count: int | None, index: int | None, options: di
         ) from None
     _leave_at_once_when_failed()
     return Processes(jax.process_index(), jax.process_count())
+
+
+def _own_address(address: str | None) -> str | None:
+    """The address at which a coordinator is reached, as host and port of this machine; None where it is another's, or may be several.
+
+    A name that leads to the loopback on this machine may lead to another address on others.
+
+    >>> _own_address("localhost:1234"), _own_address("192.0.2.1:1234"), _own_address(None)
+    ('127.0.0.1:1234', None, None)
+    """
+    host, _, port = (address or "").rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    host = "127.0.0.1" if host == "localhost" else host
+    try:
+        ((family, ip),) = {(family, place[0]) for family, *_, place in socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)}
+        with socket.socket(family) as tried:
+            tried.bind((ip, 0))
+    except (OSError, ValueError):  # an unknown name, several addresses, none of this machine
+        return None
+    if ipaddress.ip_address(ip).is_loopback and host != ip:
+        return None
+    return f"[{ip}]:{port}" if family == socket.AF_INET6 else f"{ip}:{port}"
 
 
 def _alone() -> Processes:

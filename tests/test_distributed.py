@@ -286,3 +286,40 @@ def test_four_processes_train_as_one(tmp_path):
     """The same with four processes of two devices, which all end by themselves."""
     found, _ = trained(tmp_path, 4, 8, 0)
     check(found, 8)
+
+
+LISTENING = f"""
+import os, sys
+sys.path.insert(0, {str(ROOT / "tests")!r})
+from sockets import descendants, listening
+from autoshard import distributed
+"""
+
+
+def test_what_launch_starts_is_reached_from_this_machine_alone(run):
+    """The launcher and its processes, one of which is the coordinator, listen on the loopback and on no network."""
+    told = "if distributed.initialize().index == 0:\n    print(*listening([os.getppid(), *descendants(os.getppid())]))"
+    code, out, err = run(LISTENING + told)
+    assert (code, out.split()) == (0, ["127.0.0.1"]), err
+
+
+def test_a_coordinator_listens_where_it_is_reached():
+    """A coordinator listens on the address that its processes were given, rather than on all networks, as JAX has it by default."""
+    script = f"{LISTENING}distributed.initialize('localhost:{launch._free_port()}', 1, 0)\nprint(*listening([os.getpid()]))"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["127.0.0.1"]
+
+
+def test_a_coordinator_s_name_decides_nothing_where_others_may_read_it_otherwise(monkeypatch):
+    """A name of the loopback, a name of several addresses, an unknown one, and an address of another machine leave all networks."""
+    known = {"me": ["127.0.0.1"], "two": ["127.0.0.1", "127.0.0.2"], "far": ["192.0.2.1"], "own": ["127.0.0.3"]}
+
+    def addresses(host, port, **_):
+        if host not in known:
+            raise OSError(host)
+        return [(distributed.socket.AF_INET, 1, 6, "", (ip, port)) for ip in known[host]]
+
+    monkeypatch.setattr(distributed.socket, "getaddrinfo", addresses)
+    assert [distributed._own_address(f"{host}:1") for host in (*known, "unknown")] == [None] * 5
+    monkeypatch.setattr(distributed.ipaddress, "ip_address", lambda ip: distributed.ipaddress.IPv4Address("10.0.0.1"))
+    assert distributed._own_address("own:1") == "127.0.0.3:1"

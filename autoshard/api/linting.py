@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
 
 from autoshard.api.meshes import given_mesh
@@ -27,7 +28,7 @@ from autoshard.explanation.lint import RULES, Finding, cost_words, findings, pad
 from autoshard.explanation.program import Judged
 from autoshard.ir import Graph, Mesh, Op, Spec, Value
 from autoshard.ir.naming import starred
-from autoshard.lower import ops_by_path
+from autoshard.lower import apply, ops_by_path
 from autoshard.microbatch.rewrite import AsItIs
 from autoshard.render import Paragraph, Report, Table, format_count, format_seconds
 from autoshard.rules import rules_of
@@ -128,12 +129,19 @@ def lint(
     return Lint(f"Sharding of {graph.name} on {there.name}, mesh {on}", tuple(_parts(found, strategy)), tuple(found), strategy)
 
 
+class _Without(AsItIs):
+    """Evaluates a program without the constraints of which it is given no op."""
+
+    def dead(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+        return apply(eqn, operands)
+
+
 def _without(strategy: Strategy, cluster: Cluster, mesh: Mesh, specs: Sequence[PartitionSpec], constraints: Collection[Op]) -> Judged:
     """The strategy's program judged without some of its constraints."""
     traced = strategy._traced
     assert traced is not None, "it was just traced"
     kept = {path: op for path, op in ops_by_path(traced.graph).items() if op not in constraints}
-    jaxpr, run = traced.jaxpr, AsItIs(kept, differentiable=False).run
+    jaxpr, run = traced.jaxpr, _Without(kept, differentiable=False).run
     with outside_mesh(keep_auto=True):
         new = jax.make_jaxpr(lambda *arguments: run(jaxpr.jaxpr, jaxpr.consts, arguments))(*types_of(jaxpr.jaxpr.invars))
         made = rebuilt(traced, new, 1)

@@ -2,7 +2,7 @@
 
 from autoshard.cost.reshard import ReshardPath
 from autoshard.lower.constrain import constrained
-from autoshard.lower.interpret import Interpreter, Path, apply, bind, bind_unplaced, manual_context, ops_by_path, retraced
+from autoshard.lower.interpret import Interpreter, Path, apply, bind, bind_unplaced, manual_context, ops_by_path, retraced, unread
 from autoshard.lower.manual import derived_from, manual_program, obstacle
 from autoshard.lower.mesh import (
     HOST,
@@ -16,7 +16,6 @@ from autoshard.lower.mesh import (
     stage_meshes,
     to_named_sharding,
 )
-from autoshard.lower.nested import unread
 from autoshard.lower.plan import holder_values, stored_layout
 from autoshard.lower.shards import Sharded
 

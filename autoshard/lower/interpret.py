@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Self
 
 import jax
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.extend.source_info_util import current_name_stack, user_context
 
@@ -54,8 +55,8 @@ class Interpreter:
         return apply(eqn, operands)
 
     def dead(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-        """The results of an unread equation."""
-        return apply(eqn, operands)
+        """The results of an unread equation: of no meaning, except where a derivative reads them. Its operands may be parts of arrays."""
+        return apply(eqn, operands) if self.differentiable else [unread(variable) for variable in eqn.outvars]
 
     def control_flow(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         """The results of an op with bodies."""
@@ -157,6 +158,13 @@ class Interpreter:
 def ops_by_path(graph: Graph) -> dict[Path, Op]:
     """The graph's ops by the paths of their equations."""
     return {op.path: op for op in graph.walk()}
+
+
+def unread(variable: Any) -> Any:
+    """An array that stands for one that nothing reads."""
+    if jax.numpy.issubdtype(variable.aval.dtype, jax.dtypes.extended):
+        return jax.random.split(jax.random.key(0, impl=variable.aval.dtype.name[4:-1]), variable.aval.shape)
+    return np.zeros(variable.aval.shape, variable.aval.dtype)
 
 
 def apply(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:

@@ -50,9 +50,9 @@ from autoshard.ir import (
 )
 from autoshard.ir.scan import num_carry, num_consts
 from autoshard.lower.collectives import combined, moved
-from autoshard.lower.interpret import Interpreter, Path, bind, bind_unplaced, manual_context, ops_by_path
+from autoshard.lower.interpret import Interpreter, Path, bind, bind_unplaced, manual_context, ops_by_path, unread
 from autoshard.lower.mesh import to_named_sharding
-from autoshard.lower.nested import Inside, Mesh, axes_of, unread
+from autoshard.lower.nested import Inside, Mesh, axes_of
 from autoshard.lower.plan import Plan, holder_values
 from autoshard.lower.shards import Sharded
 from autoshard.lower.transfers import Waiting
@@ -348,10 +348,6 @@ class _Region(Interpreter):
             return [x] if made in plan.graph.results else self.waiting.sent(bind(eqn, [x]))
         arrived = self.waiting.fetched(value, lambda: bind(eqn, operands)[0])
         return [plan.resharded(arrived, made, plan.layout(value), plan.layout(made))]
-
-    def dead(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-        """The results of an unread equation; none where an operand is a free value, which has no array."""
-        return [None] * len(eqn.outvars) if any(x is None for x in operands) else super().dead(eqn, operands)
 
     def _sharded(self, op: Op, eqn: JaxprEqn, choice: Choice) -> Sharded:
         def bound(*operands: Any, **replaced: Any) -> list[Any]:

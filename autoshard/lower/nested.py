@@ -36,13 +36,6 @@ def axes_of(inner: Mesh, ours: Mesh) -> dict[str, tuple[str, ...]] | None:
     return {axis: tuple(names[number] for number in numbers) for axis, numbers in zip(inner.shape, matched, strict=True)}
 
 
-def unread(variable: Any) -> Any:
-    """An array for a shard that the body does not read."""
-    if jax.numpy.issubdtype(variable.aval.dtype, jax.dtypes.extended):
-        return jax.random.split(jax.random.key(0, impl=variable.aval.dtype.name[4:-1]), variable.aval.shape)
-    return np.zeros(variable.aval.shape, variable.aval.dtype)
-
-
 class Inside(Interpreter):
     """The interpreter of a user's shard_map body, where JAX does not track which values vary over the mesh.
 
@@ -62,9 +55,6 @@ class Inside(Interpreter):
 
     def context(self, eqn: JaxprEqn) -> AbstractContextManager:
         return nullcontext()
-
-    def dead(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-        return [unread(variable) for variable in eqn.outvars]
 
     def mapped(self, eqn: JaxprEqn, operands: list[Any], path: Path) -> list[Any]:
         return self.nested(eqn, operands, path)

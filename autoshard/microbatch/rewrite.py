@@ -251,7 +251,7 @@ class Inside(Interpreter):
         read = [unread(variable) if op is None else self._operands(op, [x])[0] for op, x, variable in ends]
 
         def body(index: Any, *shards: Any) -> tuple[Any, ...]:
-            inside = _OnShards(self._program, {}, index, {}, is_body=True)
+            inside = Inside(self._program, {}, index, {}, is_body=True)
             return tuple(inside.run(*opened(eqn.params["jaxpr"]), shards, (*path, BODY)))
 
         params = {name: eqn.params[name] for name in ("mesh", "out_specs", "check_vma")}
@@ -330,16 +330,6 @@ class Inside(Interpreter):
     def reads(self, op: Op) -> tuple[Status, ...]:
         """The statuses in which an op reads its operands."""
         return self._loop.moves[op.index].reads
-
-
-class _OnShards(Inside):
-    """The same in the body of a shard_map, which may have equations that nothing reads."""
-
-    def region(self) -> Inside:
-        return _OnShards(self._program, self._whole, self._index, {}, is_body=True)
-
-    def dead(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-        return [unread(variable) for variable in eqn.outvars]
 
 
 def _leaving(ops: Mapping[Path, Op], eqn: JaxprEqn, path: Path) -> list[Op | None]:

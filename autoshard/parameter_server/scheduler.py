@@ -26,12 +26,14 @@ class Result:
         losses: ``(steps, workers)``, of each worker's batch before its update; the mean over workers is that of the whole batch.
         rollbacks: how often all servers were taken back to a checkpoint, or to the start, since one was lost.
         caches: for each worker how the cache of each table was used.
+        authenticated: whether the Ray on which it ran has token authentication.
     """
 
     params: Any
     losses: np.ndarray
     rollbacks: int
     caches: tuple[dict[str, CacheUse], ...]
+    authenticated: bool = False
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import uuid
-import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from autoshard.errors import AutoshardError
 from autoshard.parameter_server.actors import Actors
+from autoshard.parameter_server.cluster import cluster
 from autoshard.parameter_server.partition import partition
 from autoshard.parameter_server.scheduler import Result, Scheduler, Settings
 from autoshard.parameter_server.server import Program
@@ -55,6 +56,9 @@ def train(
     checkpoint, or to the start where there is none, and the steps since then are repeated; nothing else differs, since a batch depends on
     its step alone. A later call with the same folder continues from the last checkpoint.
 
+    Without a Ray that runs, one is started on this machine, which is reached from it alone, and with a token. A cluster that is joined
+    keeps its own ways; one without token authentication is warned of.
+
     Args:
         gradients_fn: ``(params, batch) -> (loss, gradients)`` such as `jax.value_and_grad(loss)`, jitted in the worker. With tables
             ``(params, rows, batch) -> (loss, (gradients, gradients of rows))``, with ``argnums=(0, 1)``; ``rows`` has for each table an
@@ -90,17 +94,13 @@ def train(
     folder = None if checkpoint_folder is None else Path(checkpoint_folder).absolute()
     settings = Settings(steps, mode, folder, checkpoint_every, max_restarts, timeout_seconds, on_step)
     leaves = None if is_function else [np.asarray(leaf) for leaf in jax.tree.leaves(init_params)]
-    started = not ray.is_initialized()
-    if started:
-        _start(ray)
-    actors = Actors(ray, name or f"parameter_server-{uuid.uuid4().hex[:8]}", max_restarts)
-    try:
-        actors.start(program, server_options or {}, worker_options or {})
-        return Scheduler(ray, actors, program, settings, leaves).run()
-    finally:
-        actors.stop()
-        if started:
-            ray.shutdown()
+    with cluster(ray) as authenticated:
+        actors = Actors(ray, name or f"parameter_server-{uuid.uuid4().hex[:8]}", max_restarts)
+        try:
+            actors.start(program, server_options or {}, worker_options or {})
+            return replace(Scheduler(ray, actors, program, settings, leaves).run(), authenticated=authenticated)
+        finally:
+            actors.stop()
 
 
 def _check(
@@ -134,13 +134,6 @@ def _check_kinds(gradients_fn: Any, optimizer: Any, batches: Any, tables: Any, o
     is_mapping = isinstance(tables, Mapping | None)
     if not is_mapping or not all(isinstance(table, Table) for table in (tables or {}).values()):
         raise AutoshardError(f"tables are by name, each an autoshard.parameter_server.Table; got {tables!r:.100}. Pass a dict of them.")
-
-
-def _start(ray: Any) -> None:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # none are sent unless the user says so
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)  # JAX's; what Ray forks runs another program at once
-        ray.init(include_dashboard=False)
 
 
 def _ray() -> Any:

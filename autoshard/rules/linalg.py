@@ -18,7 +18,7 @@ def _batched(core_rank: int):
 
 @rule("triangular_solve", "tridiagonal_solve")
 def solve(*operands: Value, left_side: bool = True, **_) -> Rule:
-    """Systems with several right-hand sides, each solved by itself: ``([i, l, m], [i, n, k])->([i, j, k]) need_replication={j, l, m, n}``."""
+    """Systems with several right-hand sides, each of which is solved by itself: ``([i, l, m], [i, n, k])->([i, j, k])``."""
     *matrix, sides = operands
     *sizes, rows, columns = sides.shape
     batch = free(sizes)

@@ -8,7 +8,8 @@ from typing import Any
 from autoshard.ir import Rule
 from autoshard.primitives import is_windowed
 
-# Custom calls and transforms that the partitioner replicates, batch included; of solves, the right-hand sides (seen in compiled modules, jaxlib 0.10.2).
+# Custom calls and transforms that the partitioner replicates, batch included (seen in compiled modules, jaxlib 0.10.2); of solves,
+# right-hand sides.
 GATHERED = frozenset({"fft", "select_and_scatter", "select_and_scatter_add", "top_k", "triangular_solve", "tridiagonal_solve"})
 
 # Elementwise functions that iterate until the last element has converged: partitioned, each trip needs a collective.

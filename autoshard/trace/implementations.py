@@ -20,7 +20,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn, Literal, Primitive
 
-from autoshard.trace.structure import as_call, opened, subjaxprs
+from autoshard.trace.structure import as_call, opened, subjaxprs, types_of
 
 
 def implemented(eqn: JaxprEqn, within: tuple[JaxprEqn, ...] = ()) -> JaxprEqn:
@@ -72,12 +72,13 @@ def _call(eqn: JaxprEqn) -> JaxprEqn:
     try:
         call = _traced(eqn, {})
     except Exception:  # some implementations look at the values of operands that are written in the program
-        written = {k: np.asarray(v.val, v.aval.dtype) for k, v in enumerate(eqn.invars) if isinstance(v, Literal)}
+        operands = enumerate(zip(eqn.invars, types_of(eqn.invars), strict=True))
+        written = {k: np.asarray(x.val, kind.dtype) for k, (x, kind) in operands if isinstance(x, Literal)}
         if not written:
             raise
         call = _traced(eqn, written)
     (body,) = subjaxprs(call)
-    made, promised = ([(v.aval.shape, v.aval.dtype) for v in side] for side in (opened(body)[0].outvars, eqn.outvars))
+    made, promised = ([(each.shape, each.dtype) for each in types_of(side)] for side in (opened(body)[0].outvars, eqn.outvars))
     if made != promised:
         raise ValueError(f"Its implementation returns {made}, and its abstract evaluation {promised}")
     return call
@@ -88,11 +89,8 @@ def _traced(eqn: JaxprEqn, written: dict[int, np.ndarray]) -> JaxprEqn:
     implementation, params = _implementation(eqn.primitive), eqn.primitive.get_bind_params(eqn.params)
     assert implementation is not None
 
-    @jax.custom_jvp
-    def called(*operands: Any) -> Any:
+    def function(*operands: Any) -> Any:
         return implementation(*(written.get(k, x) for k, x in enumerate(operands)), **params)
-
-    called.__name__ = eqn.primitive.name
 
     def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
         moving = [k for k, tangent in enumerate(tangents) if not isinstance(tangent, SymbolicZero)]
@@ -101,8 +99,10 @@ def _traced(eqn: JaxprEqn, written: dict[int, np.ndarray]) -> JaxprEqn:
             operands = {**dict(enumerate(primals)), **dict(zip(moving, moved, strict=True))}
             return eqn.primitive.bind(*operands.values(), **params)
 
-        return jax.jvp(bound, *([of[k] for k in moving] for of in (primals, tangents)))
+        return jax.jvp(bound, [primals[k] for k in moving], [tangents[k] for k in moving])
 
+    function.__name__ = eqn.primitive.name
+    called = jax.custom_jvp(function)
     called.defjvp(derivative, symbolic_zeros=True)
     with eqn.ctx.manager if eqn.ctx.cur_abstract_mesh.empty else nullcontext():
         return as_call(eqn, called, eqn.invars)

@@ -77,7 +77,7 @@ def test_synchronous_training_is_that_of_one_process_when_a_server_and_a_worker_
         GRADIENTS, init_params, OPTIMIZER, batches, steps=STEPS, on_step=on_step, name="sync",
         checkpoint_folder=tmp_path, checkpoint_every=6,
     )  # fmt: skip
-    assert not on_step.left and result.rollbacks == 1
+    assert not on_step.left and result.rollbacks == 1 and result.authenticated
     assert_as_one_process(result, reference)
     assert len(list(tmp_path.glob("checkpoint-*"))) == 2 and not list(tmp_path.rglob("*.partial"))
 

@@ -1,0 +1,79 @@
+"""The Ray that a training starts is reached from this machine alone, and with a token; one that it joins is told of."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sockets import descendants, listening
+
+from autoshard.parameter_server import cluster
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(script, **variables):
+    """The errors of a script, run with variables of the environment and none of Ray's own."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | variables
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    return done.returncode, done.stderr
+
+
+def test_a_ray_that_is_started_listens_on_the_loopback_alone(ray):
+    """None of its processes accepts connections from a network: scheduler, object stores, agents, workers and this one."""
+
+    @ray.remote
+    class Actor:
+        def process(self):
+            return os.getpid()
+
+    actor = Actor.remote()
+    process = ray.get(actor.process.remote())
+    processes = descendants()
+    assert process in processes and listening([os.getpid(), *processes]) == {cluster.LOOPBACK}
+    ray.kill(actor)
+
+
+def test_a_ray_that_is_started_asks_for_a_token_of_this_user(ray):
+    """Its processes have the mode, and the token is in a file that nobody else can read."""
+
+    def variables():
+        return os.environ.get("RAY_AUTH_MODE"), os.environ.get("RAY_AUTH_TOKEN_PATH")
+
+    mode, path = ray.get(ray.remote(num_cpus=0)(variables).remote())
+    assert mode == "token" and stat.S_IMODE(os.stat(path).st_mode) == 0o600 and len(Path(path).read_text()) == 64
+
+
+def test_one_that_is_joined_is_asked(ray):
+    """A cluster of another's is asked whether it wants a token, and is not ended with the training."""
+    with cluster.cluster(ray) as authenticated:
+        assert authenticated
+    assert ray.is_initialized()
+
+
+@pytest.mark.slow
+def test_without_the_token_nobody_comes_in(ray):
+    """A client that has no token, or another one, is refused."""
+    address = ray.get_runtime_context().gcs_address
+    joins = f"import ray; ray.init(address={address!r}, log_to_driver=False)"
+    for variables in ({"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}):
+        code, err = run(joins, RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", **variables)
+        assert code != 0 and "uthenticat" in err
+
+
+@pytest.mark.slow
+def test_a_cluster_without_a_token_is_warned_of():
+    """A training that joins one says what that means, and goes on."""
+    script = """
+import ray
+from autoshard.parameter_server.cluster import cluster
+ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+with cluster(ray) as authenticated:
+    assert not authenticated
+"""
+    code, err = run(script, RAY_AUTH_MODE="disabled")
+    assert code == 0 and "joins a Ray cluster without token authentication" in err
